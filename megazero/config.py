@@ -1,0 +1,457 @@
+"""The configuration: one frozen dataclass tree, from which all flags, presets and their help are made.
+
+Flags are flat and bear Megatron's and DeepSpeed's names. A preset is a TOML file of the same names under the flags.
+Field docstrings are the help text. Nothing rewrites a config: `resolve` makes the final one, once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import tomllib
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from megazero.layout import Layout
+
+PRESETS = Path(__file__).resolve().parent.parent / "scripts" / "presets"
+PROGRAM = "pretrain_gpt.py"
+POSITIVE = (
+    *("num-layers", "hidden-size", "num-attention-heads", "seq-length", "micro-batch-size", "train-iters"),
+    *("tensor-model-parallel-size", "pipeline-model-parallel-size", "distributed-timeout-minutes"),
+    *("adam-eps", "eval-iters", "log-interval"),
+)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """GPT-2's architecture: learned positions, pre-LayerNorm, tanh GELU, biases."""
+
+    num_layers: int = 12
+    """Transformer blocks."""
+    hidden_size: int = 768
+    """Width of the residual stream."""
+    ffn_hidden_size: int = 0
+    """Width inside the MLP. 0: 4 x --hidden-size."""
+    num_attention_heads: int = 12
+    """Attention heads; must divide --hidden-size."""
+    seq_length: int = 1024
+    """Tokens of a sample; also the number of learned positions."""
+    vocab_size: int = 0
+    """Vocabulary. 0: that of --tokenizer. Padding is added inside and changes no result."""
+    attention_dropout: float = 0.0
+    """Dropout probability of attention weights."""
+    hidden_dropout: float = 0.0
+    """Dropout probability of the embedding and of both residual branches."""
+    init_method_std: float = 0.02
+    """Standard deviation of the initial weights; residual projections / sqrt(2 x --num-layers)."""
+    untie_embeddings: bool = False
+    """Give the head an output matrix of its own instead of the token table."""
+
+    @property
+    def ffn_size(self) -> int:
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """How long, in what batches, in what numbers."""
+
+    micro_batch_size: int = 1
+    """Samples that a rank computes at once."""
+    global_batch_size: int = 0
+    """Samples of an iteration, over all ranks. 0: --micro-batch-size x data-parallel ranks."""
+    train_iters: int = 1000
+    """Iterations to train, counted from the first run."""
+    seed: int = 1234
+    """Of initial weights, data order and dropout. The same seed is the same run in every layout."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Of weights and activations; the optimizer's master weights and moments are always fp32."""
+    grad_dtype: Literal["fp32", "bf16"] = "fp32"
+    """In which gradients are accumulated and reduced."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW; biases and norms do not decay."""
+
+    lr: float = 3e-4
+    """Peak learning rate."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay."""
+    lr_warmup_iters: int = 0
+    """Iterations of linear warm-up; iteration i has lr x i / this."""
+    lr_decay_iters: int = 0
+    """Iteration at which --min-lr is reached. 0: --train-iters."""
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the decay after warm-up."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay of matrices."""
+    adam_beta1: float = 0.9
+    """Decay rate of the first moment."""
+    adam_beta2: float = 0.999
+    """Decay rate of the second moment."""
+    adam_eps: float = 1e-8
+    """Added to the root of the second moment."""
+    clip_grad: float = 1.0
+    """Clip gradients to this global L2 norm. 0: never."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How ranks share the model. Data-parallel ranks = all ranks / (tensor x pipeline)."""
+
+    tensor_model_parallel_size: int = 1
+    """Ranks that share every matrix of a layer."""
+    pipeline_model_parallel_size: int = 1
+    """Stages that share the layers."""
+    pipeline_schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    """Order of forwards and backwards. 1f1b holds as many micro-batches as there are stages, gpipe all."""
+    distributed_timeout_minutes: float = 10.0
+    """A collective that waits longer ends the run."""
+
+
+@dataclass(frozen=True)
+class ZeroConfig:
+    """What is partitioned over the data-parallel ranks (ZeRO-DP)."""
+
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    """0 nothing; 1 optimizer states; 2 and gradients; 3 and parameters."""
+    poison_buffers: bool = False
+    """Debug: fill released parameters' slots and fresh gradients with NaN, so that a use of either is seen."""
+
+
+@dataclass(frozen=True)
+class ActivationConfig:
+    """What of the activations is kept for the backward pass (ZeRO-R)."""
+
+    recompute: Literal["none", "full"] = "none"
+    """full: keep only each block's input, and compute the block again in backward (a third more compute)."""
+    partition_activations: bool = False
+    """Pa: each tensor-parallel rank keeps its part of a block's input. Needs --recompute full and tp > 1."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where samples come from."""
+
+    data_path: tuple[str, ...] = ()
+    """PREFIX of a .bin/.idx pair, or W1 PREFIX1 W2 PREFIX2 ... to blend by weights."""
+    split: str = "969,30,1"
+    """Shares of the documents for training, validation and test."""
+    tokenizer: str = ""
+    """A folder or file with a Hugging Face tokenizer, gpt2:DIR, sentencepiece:FILE.model, or byte."""
+    eod_mask_loss: bool = False
+    """Do not train on what follows an end-of-document token."""
+    num_workers: int = 0
+    """Processes that read batches ahead. 0: read in the training process."""
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Validation loss."""
+
+    eval_interval: int = 0
+    """Iterations between evaluations. 0: never."""
+    eval_iters: int = 10
+    """Global batches of an evaluation, always the same ones."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Saving, stopping and resuming."""
+
+    save: str = ""
+    """Folder for checkpoints; the last iteration is always saved. Empty: none."""
+    load: str = ""
+    """Folder of checkpoints, or one of its iter_NNNNNNN. A folder without a checkpoint starts fresh."""
+    save_interval: int = 0
+    """Iterations between checkpoints. 0: only at the end."""
+    keep_last: int = 0
+    """Checkpoints to keep; older ones are deleted after a save. 0: all."""
+    exit_interval: int = 0
+    """Save and stop when the iteration is a multiple of this. 0: never."""
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What a run tells."""
+
+    log_dir: str = ""
+    """Folder for metrics.jsonl and config.toml. Empty: neither is written."""
+    log_interval: int = 1
+    """Iterations between progress lines; metrics.jsonl has every iteration."""
+    tensorboard_dir: str = ""
+    """Folder for TensorBoard. Empty: none."""
+    wandb_project: str = ""
+    """Weights & Biases project; offline, under --log-dir, without an account. Empty: none."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Pretrain a GPT model. Run it alone, under torchrun or under srun: the flags are the same.
+
+    Example: python pretrain_gpt.py --preset tiny --data-path PREFIX --tokenizer byte --save runs/a --log-dir runs/a
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    activations: ActivationConfig = field(default_factory=ActivationConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    preset: str = ""
+    """TOML file of flags (without the dashes), or the name of one in scripts/presets. Flags override it."""
+
+    def micro_batches(self, layout: Layout) -> int:
+        """Micro-batches of an iteration on each rank."""
+        return self.training.global_batch_size // (self.training.micro_batch_size * layout.dp)
+
+
+# -- flags and presets
+
+
+def flags() -> dict[str, tuple[str, Any]]:
+    """flag, without dashes -> (group, type), of every option but --preset."""
+    found = {}
+    for group in dataclasses.fields(Config):
+        cls = typing.get_type_hints(Config)[group.name]
+        if dataclasses.is_dataclass(cls):
+            hints = typing.get_type_hints(cls)
+            for option in dataclasses.fields(cls):
+                found[option.name.replace("_", "-")] = (group.name, hints[option.name])
+    return found
+
+
+def parse(argv: list[str]) -> Config:
+    """The flags, over those of a preset, if one is named, over the defaults.
+
+    Raises:
+        ValueError: an unknown preset, or a key or a value in it that is no flag's.
+        SystemExit: --help, or a flag that is mistyped; the message is printed.
+    """
+    import tyro
+
+    preset = _preset_of(argv)
+    under = preset_args(_find_preset(preset)) if preset else []
+    return tyro.cli(Config, args=under + argv, prog=PROGRAM, config=(tyro.conf.OmitArgPrefixes,))
+
+
+def _preset_of(argv: list[str]) -> str:
+    found = ""
+    for at, arg in enumerate(argv):
+        if arg == "--preset" and at + 1 < len(argv):
+            found = argv[at + 1]
+        elif arg.startswith("--preset="):
+            found = arg.removeprefix("--preset=")
+    return found
+
+
+def _find_preset(name: str) -> Path:
+    for path in (Path(name), PRESETS / f"{name}.toml", PRESETS / name):
+        if path.is_file():
+            return path
+    known = sorted(p.stem for p in PRESETS.glob("*.toml"))
+    close = difflib.get_close_matches(Path(name).stem, known, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    raise ValueError(f"--preset {name}: no such file, nor a preset; there are {', '.join(known)}{hint}")
+
+
+def preset_args(path: Path) -> list[str]:
+    """The flags that a preset stands for.
+
+    Raises:
+        ValueError: not TOML, an unknown key, or a value of the wrong type.
+    """
+    try:
+        values = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"--preset {path}: not a TOML file: {error}") from None
+    known = flags()
+    args: list[str] = []
+    for key, value in values.items():
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else "; see --help for the flags"
+            raise ValueError(f"--preset {path}: unknown key {key!r}{hint}")
+        args += _as_args(path, key, value, known[key][1])
+    return args
+
+
+def _as_args(path: Path, key: str, value: Any, kind: Any) -> list[str]:
+    def refuse(wanted: str) -> ValueError:
+        return ValueError(f"--preset {path}: {key} = {json.dumps(value, default=str)} must be {wanted}")
+
+    if typing.get_origin(kind) is Literal:
+        if value not in typing.get_args(kind) or isinstance(value, bool):
+            raise refuse("one of " + ", ".join(map(str, typing.get_args(kind))))
+        return [f"--{key}", str(value)]
+    if kind is bool:
+        if not isinstance(value, bool):
+            raise refuse("true or false")
+        return [f"--{key}" if value else f"--no-{key}"]
+    if kind in (int, float):
+        if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else int):
+            raise refuse("a whole number" if kind is int else "a number")
+        return [f"--{key}", repr(value)]
+    if kind is str:
+        if not isinstance(value, str):
+            raise refuse("a string")
+        return [f"--{key}", value]
+    values = [value] if isinstance(value, str) else value
+    if not isinstance(values, list) or not all(isinstance(v, (str, int, float)) for v in values):
+        raise refuse("a list of strings")
+    return [f"--{key}", *map(str, values)]
+
+
+def to_toml(config: Config) -> str:
+    """Every flag but --preset, grouped: a preset that makes the same run again."""
+    lines = []
+    for group in dataclasses.fields(Config):
+        section = getattr(config, group.name)
+        if dataclasses.is_dataclass(section):
+            lines.append(f"# {group.name}")
+            for option in dataclasses.fields(section):
+                value = getattr(section, option.name)
+                shown = list(value) if isinstance(value, tuple) else value
+                lines.append(f"{option.name.replace('_', '-')} = {json.dumps(shown)}")
+            lines.append("")
+    return "\n".join(lines)
+
+
+# -- checks: everything that can be said before a process group or a file is made
+
+
+def resolve(config: Config, world_size: int, vocab_size: int) -> tuple[Config, Layout]:
+    """The final config, every 0 that stands for a derived value replaced, and the layout of the ranks.
+
+    Args:
+        world_size: ranks that were started.
+        vocab_size: of the tokenizer; 0 when there is none.
+
+    Raises:
+        ValueError: naming the flag, its value and the way out.
+    """
+    check_values(config)
+    layout = make_layout(config, world_size)
+    vocabulary = config.model.vocab_size or vocab_size
+    if not vocabulary:
+        raise ValueError("--tokenizer is missing, and so is --vocab-size; name the tokenizer of the data")
+    if vocabulary < vocab_size:
+        raise ValueError(
+            f"--vocab-size {vocabulary} is smaller than the {vocab_size} tokens of --tokenizer "
+            f"{config.data.tokenizer}; use at least {vocab_size}, or leave it out"
+        )
+    replace = dataclasses.replace
+    config = replace(
+        config,
+        model=replace(config.model, vocab_size=vocabulary, ffn_hidden_size=config.model.ffn_size),
+        training=replace(config.training, global_batch_size=_global_batch(config, layout)),
+        optimizer=replace(
+            config.optimizer,
+            lr_decay_iters=config.optimizer.lr_decay_iters or config.training.train_iters,
+        ),
+    )
+    return config, layout
+
+
+def make_layout(config: Config, world_size: int) -> Layout:
+    """pp and tp as asked, dp whatever is left."""
+    tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+    if world_size % (tp * pp):
+        fits = max(1, world_size // (tp * pp)) * tp * pp
+        raise ValueError(
+            f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} = {tp * pp} does not "
+            f"divide the {world_size} ranks that were started; start {fits} or {fits + tp * pp}, or change either"
+        )
+    return Layout(pp, world_size // (tp * pp), tp)
+
+
+def _global_batch(config: Config, layout: Layout) -> int:
+    micro = config.training.micro_batch_size
+    once = micro * layout.dp
+    asked = config.training.global_batch_size or once
+    if asked % once:
+        fits = max(once, asked // once * once)
+        raise ValueError(
+            f"--global-batch-size {asked} is not divisible by --micro-batch-size {micro} x {layout.dp} "
+            f"data-parallel ranks = {once}; use {fits} or {fits + once}"
+        )
+    return asked
+
+
+def check_values(config: Config) -> None:
+    """What can be said of the flags alone."""
+    value = {name: getattr(getattr(config, group), name.replace("-", "_")) for name, (group, _) in flags().items()}
+
+    def require(name: str, holds: bool, way_out: str) -> None:
+        if not holds:
+            raise ValueError(f"--{name} {value[name]}: {way_out}")
+
+    for name in POSITIVE:
+        require(name, value[name] > 0, "must be more than 0")
+    for name, (_, kind) in flags().items():
+        if kind in (int, float) and name != "seed":
+            require(name, value[name] >= 0, "must not be negative")
+    for name in ("attention-dropout", "hidden-dropout", "adam-beta1", "adam-beta2"):
+        require(name, value[name] < 1, "must be less than 1")
+    _check_model(config)
+    _check_combinations(config)
+
+
+def _check_model(config: Config) -> None:
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    heads, hidden = model.num_attention_heads, model.hidden_size
+    if hidden % heads:
+        fits = min((n for n in range(1, hidden + 1) if hidden % n == 0), key=lambda n: abs(n - heads))
+        raise ValueError(f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; use {fits} heads")
+    for flag, size in (("num-attention-heads", heads), ("ffn-hidden-size", model.ffn_size)):
+        if size % tp:
+            divisors = ", ".join(str(n) for n in range(2, size + 1) if size % n == 0 and n <= 64)
+            raise ValueError(
+                f"--{flag} {size} is not divisible by --tensor-model-parallel-size {tp}; "
+                f"use a --tensor-model-parallel-size of 1, {divisors}, or another --{flag}"
+            )
+    pp = config.parallel.pipeline_model_parallel_size
+    if pp > model.num_layers:
+        raise ValueError(
+            f"--pipeline-model-parallel-size {pp} is more than --num-layers {model.num_layers}: "
+            f"a stage would hold no layer; use at most {model.num_layers}"
+        )
+
+
+def _check_combinations(config: Config) -> None:
+    optimizer, activations = config.optimizer, config.activations
+    if optimizer.min_lr > optimizer.lr:
+        raise ValueError(f"--min-lr {optimizer.min_lr} is more than --lr {optimizer.lr}; lower it")
+    last = optimizer.lr_decay_iters or config.training.train_iters
+    if optimizer.lr_decay_style != "constant" and optimizer.lr_warmup_iters >= last:
+        raise ValueError(
+            f"--lr-warmup-iters {optimizer.lr_warmup_iters} leaves nothing of --lr-decay-iters {last} to decay in; "
+            "lower it"
+        )
+    if activations.partition_activations:
+        if activations.recompute != "full":
+            raise ValueError(
+                "--partition-activations has nothing to partition without --recompute full; add it, or drop this flag"
+            )
+        if config.parallel.tensor_model_parallel_size == 1:
+            raise ValueError(
+                "--partition-activations partitions over tensor-parallel ranks, and --tensor-model-parallel-size is 1; "
+                "raise it, or drop this flag"
+            )
+    checkpoint = config.checkpoint
+    for flag, interval in (("save-interval", checkpoint.save_interval), ("keep-last", checkpoint.keep_last)):
+        if interval and not checkpoint.save:
+            raise ValueError(f"--{flag} {interval} needs --save DIR to know where to")
+    if config.log.wandb_project and not config.log.log_dir:
+        raise ValueError(f"--wandb-project {config.log.wandb_project} needs --log-dir DIR for its files")
+    if config.data.eod_mask_loss and not config.data.tokenizer:
+        raise ValueError("--eod-mask-loss needs --tokenizer, to know the end-of-document token")

@@ -1,0 +1,166 @@
+"""One rank's training engine: model, ZeRO, recompute and pipeline put together; a training step; an evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn as nn
+
+from megazero import rng
+from megazero.config import Config
+from megazero.ledger import Ledger
+from megazero.mesh import Mesh
+from megazero.model import Block, GPTStage
+from megazero.optim import Update, clip_factor, learning_rate
+from megazero.parameters import HEAD, POSITION, TOKEN
+from megazero.pipeline import Message
+from megazero.pipeline import run as run_pipeline
+from megazero.recompute import keep_partitioned, keep_whole, recomputed
+from megazero.schedule import plan
+from megazero.tensor_parallel import Context
+from megazero.zero import Use, Zero, ZeroPolicy
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Batch(Protocol):
+    """A micro-batch of b samples; see `data.loader.MicroBatch`."""
+
+    ids: torch.Tensor  # [b, s] int64
+    labels: torch.Tensor  # [b, s] int64
+    loss_mask: torch.Tensor  # [b, s] fp32, 1 where the target counts
+    samples: tuple[int, ...]  # global numbers
+
+
+class StepResult(NamedTuple):
+    """Of one iteration, the same on all ranks but for the bytes."""
+
+    loss: float  # nats a target, before the update
+    grad_norm: float
+    lr: float
+    skipped: bool  # no update: the gradients are not finite
+    gradient_bytes: int  # accumulated, just before the update
+
+
+class Engine:
+    """One rank's part of the model, and how it learns."""
+
+    def __init__(self, config: Config, mesh: Mesh) -> None:
+        """Weights are the initial ones, on this rank's device; `config` is resolved."""
+        self.config, self.mesh, self.ledger = config, mesh, Ledger()
+        self.updates = 0  # made so far: for Adam's bias correction
+        self.tied = None if config.model.untie_embeddings else TOKEN  # the unit that both pipeline ends hold
+        dtype = DTYPES[config.training.precision]
+        self.zero = Zero(
+            ZeroPolicy.for_stage(config.zero.zero_stage, mesh.dp.size),
+            mesh,
+            self.ledger,
+            dtype=dtype,
+            grad_dtype=DTYPES[config.training.grad_dtype],
+            poison=config.zero.poison_buffers,
+        )
+        context = Context(mesh.tp, self.zero.contribute, self.ledger, dtype, mesh.device)
+        seed = config.training.seed
+        self.model = GPTStage(config.model, mesh, seed, context)
+        self.zero.adopt(self.model.named_units(), self._uses(), partial(rng.draw, seed))
+        self.keep = None
+        if config.activations.recompute == "full":
+            partitioned = config.activations.partition_activations
+            self.keep = keep_partitioned(self.ledger, mesh.tp) if partitioned else keep_whole(self.ledger)
+        shape = (config.training.micro_batch_size, config.model.seq_length, config.model.hidden_size)
+        self.message = Message(shape, dtype, mesh.device)
+
+    def _uses(self) -> dict[nn.Module, tuple[Use, list[str]]]:
+        model = self.model
+        uses: dict[nn.Module, tuple[Use, list[str]]] = {}
+        if model.position_embedding is not None:  # the first stage
+            uses[model.token_embedding] = Use.LOOKUP, [TOKEN]
+            uses[model.position_embedding] = Use.LOOKUP, [POSITION]
+        for layer, block in model.blocks.items():
+            uses[block] = Use.LAYER, [f"blocks.{layer}"]
+        if model.head is not None:
+            uses[model.head] = Use.HEAD, [HEAD] if self.tied is None else [HEAD, self.tied]
+        return uses
+
+    # -- what the pipeline calls
+
+    def run(self, layer: nn.Module, *args: Any) -> torch.Tensor:
+        """Recompute outside, gather inside: so a recompute gathers again."""
+        gathered = partial(self.zero.run, layer)
+        if isinstance(layer, Block) and self.keep is not None and torch.is_grad_enabled():
+            return recomputed(gathered, *args, keep=self.keep)
+        return gathered(*args)
+
+    def forward(self, x: torch.Tensor | None, batch: Batch) -> torch.Tensor:
+        model, device = self.model, self.mesh.device
+        samples = batch.samples if torch.is_grad_enabled() else None
+        if x is None:
+            x = model.embed(batch.ids.to(device, non_blocking=True), samples, self.run)
+        x = model.body(x, samples, self.run)
+        if model.head is None:
+            return x
+        labels, mask = (t.to(device, non_blocking=True) for t in (batch.labels, batch.loss_mask))
+        return self.run(model.head, x, labels, mask)
+
+    def backward(self, final: bool) -> AbstractContextManager[None]:
+        return self.zero.backward(final)
+
+    # -- what the trainer calls
+
+    def train_step(self, iteration: int, batches: Sequence[Batch]) -> StepResult:
+        """One iteration, counted from 1, over this rank's micro-batches."""
+        zero, optimizer = self.zero, self.config.optimizer
+        self.ledger.begin_iteration()
+        targets = self._count_targets(batches)
+        loss = self._run(self.config.parallel.pipeline_schedule, batches, seed_gradient=1 / targets)
+        zero.sum_gradients(self.tied)
+        norm = zero.gradient_norm(self.tied)
+        gradient_bytes = self.ledger.now["gradients"]
+        lr, skipped = learning_rate(optimizer, iteration), not math.isfinite(norm)
+        if skipped:
+            zero.discard_gradients()
+        else:
+            self.updates += 1
+            zero.update(Update(optimizer, lr, self.updates, clip_factor(norm, optimizer.clip_grad)))
+        return StepResult(self._global_loss(loss) / targets, norm, lr, skipped, gradient_bytes)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> tuple[float, int]:
+        """(sum of the cross-entropies, number of targets) of a global batch, on all ranks."""
+        targets = self._count_targets(batches)
+        return self._global_loss(self._run("forward-only", batches, seed_gradient=0.0)), targets
+
+    def _run(self, schedule: str, batches: Sequence[Batch], seed_gradient: float) -> torch.Tensor:
+        pp = self.mesh.pp
+        actions = plan(schedule, pp.rank, pp.size, len(batches))
+        return run_pipeline(actions, self, batches, pp, self.message, self.ledger, seed_gradient)
+
+    def _count_targets(self, batches: Sequence[Batch]) -> int:
+        """Unmasked targets of the global batch: the one divisor of the loss and of every gradient."""
+        count = sum(batch.loss_mask.sum(dtype=torch.float64) for batch in batches)
+        assert isinstance(count, torch.Tensor), "no micro-batch"
+        return max(1, int(self.mesh.control_sum(count.to(self.mesh.device), self.mesh.dp)))
+
+    def _global_loss(self, loss: torch.Tensor) -> float:
+        """The sum over data-parallel ranks; from the last stage to all."""
+        return float(self.mesh.control_sum(loss.double(), self.mesh.dp, self.mesh.pp))
+
+    def memory_bytes(self, result: StepResult) -> dict[str, int]:
+        """This rank's memory in the iteration that gave `result`, by kind; see the README for what each counts."""
+        now, peak = self.ledger.now, self.ledger.peak
+        on_gpu = self.mesh.device.type == "cuda"
+        return {
+            "parameters": now["parameters"],
+            "optimizer": now["optimizer"],
+            "gradients": result.gradient_bytes,
+            "activation_checkpoints": peak["activation_checkpoints"],
+            "buffers": peak["buffers"],
+            "logits": peak["logits"],
+            "peak": torch.cuda.max_memory_allocated() if on_gpu else self.ledger.total_peak,
+            "host": peak["host"],
+        }

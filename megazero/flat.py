@@ -1,0 +1,91 @@
+"""Arithmetic of a unit's flat buffer. Pure: integers only.
+
+    decayed, cut over tp | decayed, replicated | undecayed, replicated | undecayed, cut over tp | padding
+
+So what decays is one range (at most two optimizer slices for any owned range), and what is replicated over tp is one
+range (counted once in the gradient norm). Every parameter starts at a multiple of ALIGN elements, which keeps kernels
+aligned; gaps are kept zero; the total is a multiple of ALIGN x the ranks that share the buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+ALIGN = 64  # elements
+
+
+class Range(NamedTuple):
+    """[start, stop) in elements."""
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def within(self, outer: Range) -> Range:
+        """The part of this range inside `outer`, counted from the start of `outer`; possibly empty."""
+        start, stop = max(self.start, outer.start), min(self.stop, outer.stop)
+        return Range(start - outer.start, max(start, stop) - outer.start)
+
+    def slice(self) -> slice:
+        return slice(self.start, self.stop)
+
+
+class FlatParam(NamedTuple):
+    """What the arithmetic has to know of a parameter."""
+
+    name: str
+    numel: int  # of the local block, vocabulary padding included
+    decays: bool  # weight decay applies
+    cut: bool  # cut over tp, else replicated
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Where everything of a unit lies in its flat buffer."""
+
+    windows: dict[str, Range]
+    gaps: list[Range]
+    decayed: Range
+    replicated: Range
+    numel: int
+
+    def owned(self, rank: int, size: int) -> Range:
+        """The range that rank `rank` of `size` owns, where the buffer is cut."""
+        assert self.numel % size == 0, (self.numel, size)
+        each = self.numel // size
+        return Range(rank * each, (rank + 1) * each)
+
+
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def flat_layout(params: Iterable[FlatParam], size: int) -> FlatLayout:
+    """Lay parameters out for `size` ranks that share the buffer."""
+    params = list(params)
+    windows: dict[str, Range] = {}
+    gaps: list[Range] = []
+    ends: list[int] = []
+    at = 0
+    for decays, cut in ((True, True), (True, False), (False, False), (False, True)):
+        for p in params:
+            if (p.decays, p.cut) != (decays, cut):
+                continue
+            windows[p.name] = Range(at, at + p.numel)
+            gaps.append(Range(at + p.numel, round_up(at + p.numel, ALIGN)))
+            at = round_up(at + p.numel, ALIGN)
+        ends.append(at)
+    numel = round_up(at, ALIGN * size)
+    gaps.append(Range(at, numel))
+    return FlatLayout(
+        windows,
+        [gap for gap in gaps if gap.numel],
+        decayed=Range(0, ends[1]),
+        replicated=Range(ends[0], ends[2]),
+        numel=numel,
+    )

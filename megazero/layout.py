@@ -1,0 +1,67 @@
+"""How a world of ranks is cut into pipeline, data and tensor axes. Pure: integers only, no process group.
+
+Ranks are numbered pp-major, tp-minor: tensor-parallel neighbours share a node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+AXES = ("pp", "dp", "tp")
+
+
+class Coord(NamedTuple):
+    """A rank's place along each axis."""
+
+    pp: int
+    dp: int
+    tp: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the axes: pipeline stages, data-parallel replicas, tensor-parallel parts."""
+
+    pp: int = 1
+    dp: int = 1
+    tp: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp * self.tp
+
+    def coord(self, rank: int) -> Coord:
+        return Coord(rank // (self.dp * self.tp), rank // self.tp % self.dp, rank % self.tp)
+
+    def rank(self, coord: Coord) -> int:
+        return (coord.pp * self.dp + coord.dp) * self.tp + coord.tp
+
+    def groups(self, axis: str) -> list[list[int]]:
+        """Every group of ranks along `axis`; axis "ends" joins the first and the last pipeline stage."""
+        found: dict[Coord, list[int]] = {}
+        for rank in range(self.world_size):
+            coord = self.coord(rank)
+            if axis == "ends":
+                if coord.pp in (0, self.pp - 1):
+                    found.setdefault(coord._replace(pp=0), []).append(rank)
+            else:
+                found.setdefault(coord._replace(**{axis: 0}), []).append(rank)
+        return list(found.values())
+
+    def layers(self, num_layers: int, stage: int) -> range:
+        """The layers that pipeline stage `stage` holds; the first stages take one more where it does not divide."""
+        each, rest = divmod(num_layers, self.pp)
+        start = stage * each + min(stage, rest)
+        return range(start, start + each + (stage < rest))
+
+    def __str__(self) -> str:
+        return f"pp {self.pp} x dp {self.dp} x tp {self.tp}"
+
+
+def ring_bytes(num_bytes: int, size: int, passes: int = 1) -> int:
+    """Bytes that each of `size` ranks sends when a buffer of `num_bytes` goes round a ring.
+
+    One pass is a reduce-scatter or an all-gather of the whole buffer, two are an all-reduce.
+    """
+    return passes * num_bytes * (size - 1) // size

@@ -1,0 +1,273 @@
+"""Ranks and the axes that they talk along. The only file that imports torch.distributed, save the checkpoint engine,
+and the only one that reads the environment.
+
+Every collective is the identity on an axis of size 1, asserts that its tensors are contiguous (gloo's all_reduce is
+wrong without an error on others), and counts the bytes that this rank sends under a ring algorithm when it is issued.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megazero.layout import AXES, Coord, Layout, ring_bytes
+
+SUM, MAX, MIN = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN
+FAILURE_KEY = "megazero/failure"  # in the rendezvous store: what the first rank to fail said
+
+# torch 2.13 deprecates the old names, 2.11 does not have the new ones.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class PeerLost(RuntimeError):
+    """A collective failed because another rank is gone; that rank's message is the one to read."""
+
+
+# -- start and stop
+
+
+class World(NamedTuple):
+    """What this process was started as."""
+
+    rank: int
+    size: int
+    local_rank: int  # on its node: which of the node's devices is its own
+    launcher: str  # torchrun, srun or single
+
+
+def read_world() -> World:
+    """From torchrun's variables, else from those of an srun step, else a single process.
+
+    A plain process inside a batch script or an salloc shell is single: only a step's tasks have peers.
+    """
+    env = os.environ
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return World(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0)), "torchrun")
+    if env.get("SLURM_STEP_ID", "").isdigit() and "SLURM_PROCID" in env:
+        size = int(env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS", 1))
+        if size > 1 and not ("MASTER_ADDR" in env and "MASTER_PORT" in env):
+            raise ValueError(
+                "srun started several tasks, but MASTER_ADDR and MASTER_PORT are not set; "
+                "use scripts/slurm/pretrain.sbatch, or export both before srun"
+            )
+        return World(int(env["SLURM_PROCID"]), size, int(env.get("SLURM_LOCALID", 0)), "srun")
+    return World(0, 1, 0, "single")
+
+
+def pick_device(world: World) -> torch.device:
+    """This rank's own GPU where there are GPUs, else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    index = world.local_rank % torch.cuda.device_count()  # srun with --gpus-per-task shows a task only its own
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def start(world: World, device: torch.device, timeout_minutes: float) -> None:
+    """Join the other ranks: NCCL on GPUs, gloo on CPU. A single process needs no group."""
+    if world.size > 1:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            rank=world.rank,
+            world_size=world.size,
+            timeout=datetime.timedelta(minutes=timeout_minutes),
+        )
+
+
+def stop() -> None:
+    """Leave in good order; a gloo process that ends without this sometimes aborts on its way out."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def report_failure(world: World, message: str) -> None:
+    """Leave this rank's message where the others find it. Never raises, never waits."""
+    if dist.is_initialized():
+        try:
+            dist.distributed_c10d._get_default_store().set(FAILURE_KEY, f"rank {world.rank}: {message}")
+        except Exception as error:  # the store goes with the rank that hosts it: then there is nobody to tell
+            print(f"rank {world.rank}: could not tell the others: {error}", file=sys.stderr)
+
+
+def reported_failure() -> str | None:
+    """What the rank that failed first said, if it could."""
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        return store.get(FAILURE_KEY).decode() if store.check([FAILURE_KEY]) else None
+    except Exception:
+        return None
+
+
+# -- axes
+
+
+class Axis:
+    """One mesh axis, seen from this rank.
+
+    Attributes:
+        sent: kind of traffic -> bytes that this rank has sent; the kind is the axis' name unless said otherwise.
+    """
+
+    def __init__(self, name: str, ranks: list[int], rank: int, group: dist.ProcessGroup | None = None) -> None:
+        self.name, self.ranks, self.size = name, ranks, len(ranks)
+        self.rank = ranks.index(rank)  # within the axis
+        self.group = group
+        self.sent: Counter[str] = Counter()
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.rank == self.size - 1
+
+    @property
+    def staged(self) -> bool:
+        """Whether `reduce_scatter_` needs a buffer as large as its input (see there)."""
+        return self.size > 1 and dist.get_backend(self.group) == "gloo"
+
+    def _count(self, x: torch.Tensor, passes: int, kind: str | None) -> None:
+        assert x.is_contiguous(), f"{self.name}: collective on shape {tuple(x.shape)}, stride {x.stride()}"
+        self.sent[kind or self.name] += ring_bytes(x.numel() * x.element_size(), self.size, passes)
+
+    def all_reduce_(self, x: torch.Tensor, op: dist.ReduceOp = SUM, kind: str | None = None) -> torch.Tensor:
+        """Combine everyone's `x` in place."""
+        if self.size == 1:
+            return x
+        self._count(x, 2, kind)
+        with _peers(self):
+            dist.all_reduce(x, op=op, group=self.group)
+        return x
+
+    def all_gather(self, part: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Everyone's `part`, in order of rank, into `out`. `part` may be this rank's own window of `out`."""
+        assert part.is_contiguous() and part.numel() * self.size == out.numel(), (part.shape, out.shape)
+        if self.size == 1:
+            return out if out.data_ptr() == part.data_ptr() else out.copy_(part.view_as(out))
+        self._count(out, 1, None)
+        with _peers(self):
+            _all_gather(out, part, group=self.group)
+        return out
+
+    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, add: bool) -> torch.Tensor:
+        """Sum of everyone's `full`, this rank's 1/size of it, written or added to `out`.
+
+        Note [gloo's reduce-scatter]: it is an all-reduce and a copy, which sends twice the bytes. An all-to-all and a
+        local sum send (size - 1) / size of the buffer, as they should, at the price of a staging buffer.
+
+        Shapes: full [size * n], out [n].
+        """
+        assert full.dim() == 1 and full.numel() == out.numel() * self.size, (full.shape, out.shape)
+        if self.size == 1:
+            return out.add_(full) if add else out.copy_(full)
+        self._count(full, 1, None)
+        if not self.staged:
+            target = torch.empty_like(out) if add else out
+            with _peers(self):
+                _reduce_scatter(target, full, group=self.group)
+            return out.add_(target) if add else out
+        parts = torch.empty_like(full)
+        with _peers(self):
+            dist.all_to_all_single(parts, full, group=self.group)
+        return _sum_rows(parts.view(self.size, -1), out, add)
+
+    def exchange(self, sends: list[tuple[torch.Tensor, int]], receives: list[tuple[torch.Tensor, int]]) -> None:
+        """One batch of sends (tensor, neighbour) and receives (empty tensor, neighbour); a neighbour is +1 or -1."""
+        operations = []
+        for x, step in sends:
+            assert x.is_contiguous(), f"{self.name}: send of shape {tuple(x.shape)}, stride {x.stride()}"
+            self.sent[self.name] += x.numel() * x.element_size()
+            operations.append(dist.P2POp(dist.isend, x, self.ranks[self.rank + step], self.group))
+        for x, step in receives:
+            operations.append(dist.P2POp(dist.irecv, x, self.ranks[self.rank + step], self.group))
+        with _peers(self):
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+
+
+def _sum_rows(rows: torch.Tensor, out: torch.Tensor, add: bool) -> torch.Tensor:
+    """out (+)= the sum over dim 0 of `rows` [size, n]. 16-bit rows are summed in fp32, a piece at a time."""
+    if rows.dtype == torch.float32:
+        first = 0 if add else 1
+        if not add:
+            out.copy_(rows[0])
+        for row in rows[first:]:
+            out.add_(row)
+        return out
+    piece = 1 << 20
+    for at in range(0, out.numel(), piece):
+        total = rows[:, at : at + piece].sum(0, dtype=torch.float32)
+        target = out[at : at + piece]
+        target.copy_(total.add_(target) if add else total)
+    return out
+
+
+class _peers:
+    """Around a collective: the backend's error becomes PeerLost, which names the axis and its ranks."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, PeerLost):
+            where = f"axis {self.axis.name}, ranks {self.axis.ranks}"
+            raise PeerLost(f"{where}: {str(error).strip().splitlines()[0]}") from error
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's place, and its axes. `ends` joins the first and the last stage; `world` all ranks."""
+
+    layout: Layout
+    rank: int
+    device: torch.device
+    pp: Axis
+    dp: Axis
+    tp: Axis
+    ends: Axis
+    world: Axis
+
+    @property
+    def coord(self) -> Coord:
+        return self.layout.coord(self.rank)
+
+    @classmethod
+    def build(cls, layout: Layout, rank: int, device: torch.device) -> Mesh:
+        """Make every axis' groups; all ranks call this, after `start`."""
+        axes = {"ends": Axis("ends", [rank], rank)}  # a middle stage has no ends
+        for name in (*AXES, "ends"):
+            for ranks in layout.groups(name):
+                group = dist.new_group(ranks) if len(ranks) > 1 else None
+                if rank in ranks:
+                    axes[name] = Axis(name, ranks, rank, group)
+        everyone = list(range(layout.world_size))
+        axes["world"] = Axis("world", everyone, rank, dist.group.WORLD if len(everyone) > 1 else None)
+        return cls(layout, rank, device, **axes)
+
+    def sent(self) -> dict[str, int]:
+        """Bytes sent so far, by kind. The tied table's sum over `ends` is pipeline traffic."""
+        total: Counter[str] = Counter({"dp": 0, "tp": 0, "pp": 0, "control": 0})
+        for axis in (self.pp, self.dp, self.tp, self.ends, self.world):
+            total.update(axis.sent)
+        total["pp"] += total.pop("ends", 0)
+        total["control"] += total.pop("world", 0)
+        return dict(total)
+
+    def control_sum(self, x: torch.Tensor, *axes: Axis) -> torch.Tensor:
+        """Sum a few numbers over `axes`, in place, counted as control traffic."""
+        for axis in axes:
+            axis.all_reduce_(x, kind="control")
+        return x

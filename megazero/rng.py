@@ -1,0 +1,102 @@
+"""Random numbers by coordinate: the same values in every layout.
+
+Initial weights are drawn by (seed, global name, block of the global tensor); dropout masks by (seed, sample, layer,
+site, head). No generator has a state that lives from one use to the next.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+
+from megazero.parameters import LocalBlock, ParamSpec
+
+BLOCK = 1 << 16  # elements of the global tensor that share a seed
+
+
+def seed_of(*coordinates: object) -> int:
+    """A 63-bit seed from coordinates."""
+    digest = hashlib.blake2b("/".join(map(str, coordinates)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def standard_normal(seed: int, name: str, start: int, stop: int) -> torch.Tensor:
+    """Elements [start, stop) of the row-major global tensor `name`, fp32, on the CPU; draws what it touches."""
+    out = torch.empty(stop - start)
+    for block in range(start // BLOCK, -(-stop // BLOCK)):
+        at = block * BLOCK
+        # Always a whole block: what a generator gives depends on how many are asked for.
+        values = torch.empty(BLOCK).normal_(generator=torch.Generator().manual_seed(seed_of(seed, name, block)))
+        first, last = max(at, start), min(at + BLOCK, stop)
+        out[first - start : last - start] = values[first - at : last - at]
+    return out
+
+
+def draw(seed: int, spec: ParamSpec, block: LocalBlock, out: torch.Tensor) -> None:
+    """Write the initial values of a local block into `out` (fp32, CPU, of shape block.shape)."""
+    assert out.shape == block.shape, (spec.name, out.shape, block.shape)
+    if spec.std == 0.0:
+        out.fill_(spec.mean)
+        return
+    row = 1
+    for size in spec.shape[1:]:
+        row *= size
+    if spec.cut_dim in (None, 0):
+        start = block.offset[0] * row
+        values = standard_normal(seed, spec.name, start, start + block.numel)
+        out.copy_(values.view(block.shape).mul_(spec.std).add_(spec.mean))
+        return
+    assert spec.cut_dim == 1 and len(spec.shape) == 2, (spec.name, spec.shape)
+    rows = max(1, 16 * BLOCK // row)  # a piece at a time: never the whole global tensor
+    columns = slice(block.offset[1], block.offset[1] + block.shape[1])
+    for at in range(0, spec.shape[0], rows):
+        stop = min(at + rows, spec.shape[0])
+        values = standard_normal(seed, spec.name, at * row, stop * row).view(-1, row)
+        out[at:stop] = values[:, columns].mul_(spec.std).add_(spec.mean)
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Dropout with masks by coordinate. The masks are made again in backward: nothing is kept."""
+
+    probability: float
+    seed: int
+    layer: int  # -1: the embedding
+    site: str
+
+    def __call__(self, x: torch.Tensor, samples: tuple[int, ...] | None, first_head: int | None = None) -> torch.Tensor:
+        """x [b, s, h], or [b, n/tp, s, s] with `first_head`; samples: their global numbers, None in evaluation."""
+        if self.probability == 0.0 or samples is None:
+            return x
+        return _Dropout.apply(x, self, samples, first_head)
+
+    def mask(self, x: torch.Tensor, samples: tuple[int, ...], first_head: int | None) -> torch.Tensor:
+        """0 or 1 / (1 - probability), in x's shape."""
+        assert len(samples) == x.shape[0], (samples, x.shape)
+        mask = torch.empty_like(x, memory_format=torch.contiguous_format)
+        keep = 1 - self.probability
+        for part, sample in zip(mask, samples, strict=True):
+            if first_head is None:
+                self._fill(part, keep, sample, "")
+            else:
+                for head, scores in enumerate(part, first_head):
+                    self._fill(scores, keep, sample, head)
+        return mask.div_(keep)
+
+    def _fill(self, out: torch.Tensor, keep: float, sample: int, head: int | str) -> None:
+        seed = seed_of(self.seed, "dropout", sample, self.layer, self.site, head)
+        out.bernoulli_(keep, generator=torch.Generator(out.device).manual_seed(seed))
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, dropout, samples, first_head):
+        ctx.arguments = dropout, samples, first_head
+        return x * dropout.mask(x, samples, first_head)
+
+    @staticmethod
+    def backward(ctx, dy):
+        dropout, samples, first_head = ctx.arguments
+        return dy * dropout.mask(dy, samples, first_head), None, None, None

@@ -1,0 +1,299 @@
+"""The one `linear`, the layers that cut it over tp, the token table and the vocabulary's loss.
+
+Parameters never collect a `.grad`. Every Function that uses one hands its gradient to `contribute(parameter, write)`,
+which calls `write(out, add)` with `out` the parameter's window of a flat gradient buffer: to be written (add False: the
+first contribution) or added to.
+
+Shapes: b micro-batch, s sequence, h hidden, v vocabulary; /tp = this rank's part.
+
+Note [the Parameter itself]: a Function that needs a weight in backward keeps the Parameter as a plain attribute, never
+a view or a cast of it, and never through save_for_backward. A released weight is gathered into another slot, so
+backward must ask the Parameter where it is now; and under checkpoint a saved weight comes back as weight.detach().
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from megazero.ledger import Ledger
+from megazero.mesh import MAX, Axis
+from megazero.parameters import ParamSpec
+
+Write = Callable[[torch.Tensor, bool], None]
+Contribute = Callable[[nn.Parameter, Write], None]
+
+CHUNK_BYTES = 1 << 20  # rows of logits that are worked on together: what stays in a core's cache
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every layer is built with."""
+
+    tp: Axis
+    contribute: Contribute
+    ledger: Ledger
+    dtype: torch.dtype
+    device: torch.device
+
+    def parameter(self, spec: ParamSpec) -> nn.Parameter:
+        """A released parameter: one NaN seen under its local shape, until ZeRO gives it memory."""
+        shape = spec.local(self.tp.size, self.tp.rank).stored
+        return nn.Parameter(torch.full((), torch.nan, dtype=self.dtype, device=self.device).expand(shape))
+
+
+def write_sum(gradient: torch.Tensor) -> Write:
+    """The `write` of a gradient that is there already."""
+    return lambda out, add: _write(out, add, gradient)
+
+
+def _write(out: torch.Tensor, add: bool, gradient: torch.Tensor) -> None:
+    gradient = gradient.view(out.shape)
+    if add:
+        out.add_(gradient)
+    else:
+        out.copy_(gradient)
+
+
+# -- the one linear: y = x @ weight.T, with weight [out, in]
+
+
+def _upcasts(x: torch.Tensor) -> bool:
+    """16-bit products on a CPU: fp32 ones with casts around are some 60 times faster, and no less exact."""
+    return x.device.type == "cpu" and x.dtype != torch.float32
+
+
+def output(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """[.., in] -> [.., out]"""
+    if _upcasts(x):
+        return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+    return F.linear(x, weight, bias)
+
+
+def input_grad(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """[.., out] -> [.., in]"""
+    if _upcasts(dy):
+        return (dy.float() @ weight.float()).to(dy.dtype)
+    return dy @ weight
+
+
+def weight_grad(x: torch.Tensor, dy: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+    """out [out, in] (+)= dy.T @ x, straight into the flat buffer where the dtypes agree."""
+    x, dy, out = x.flatten(0, -2), dy.flatten(0, -2), _matrix(out)
+    if x.dtype == out.dtype and not _upcasts(x):
+        if add:
+            out.addmm_(dy.t(), x)
+        else:
+            torch.mm(dy.t(), x, out=out)
+    else:
+        wide = torch.float32 if _upcasts(x) or out.dtype == torch.float32 else x.dtype
+        _write(out, add, dy.to(wide).t() @ x.to(wide))
+
+
+def _matrix(weight: torch.Tensor) -> torch.Tensor:
+    """[heads, 3, d, h] -> [heads * 3 * d, h]; a matrix stays what it is."""
+    return weight.flatten(0, -2) if weight.dim() > 2 else weight
+
+
+class _Linear(torch.autograd.Function):
+    """See Note [the Parameter itself]."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, adds_bias, input_axis, contribute):
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias, ctx.input_axis, ctx.contribute = weight, bias, input_axis, contribute
+        added = bias.detach().flatten() if bias is not None and adds_bias else None
+        return output(x, _matrix(weight.detach()), added)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = input_grad(dy, _matrix(ctx.weight.detach()))
+            if ctx.input_axis is not None:
+                ctx.input_axis.all_reduce_(dx)
+        ctx.contribute(ctx.weight, lambda out, add: weight_grad(x, dy, out, add))
+        if ctx.bias is not None:
+            ctx.contribute(ctx.bias, write_sum(dy.flatten(0, -2).sum(0)))
+        return dx, None, None, None, None, None
+
+
+def linear(
+    x: torch.Tensor,
+    weight: nn.Parameter,
+    bias: nn.Parameter | None,
+    contribute: Contribute,
+    *,
+    adds_bias: bool = True,
+    input_axis: Axis | None = None,
+) -> torch.Tensor:
+    """x [.., in] -> [.., out].
+
+    Args:
+        adds_bias: False where another rank of the same sum adds the bias; its gradient is contributed all the same.
+        input_axis: each rank's input gradient is a part of a sum over this axis.
+    """
+    return _Linear.apply(x, weight, bias, adds_bias, input_axis, contribute)
+
+
+class _SumParts(torch.autograd.Function):
+    """The sum over an axis of everyone's x, in place: x is fresh from a product, and nobody has kept it."""
+
+    @staticmethod
+    def forward(ctx, x, axis):
+        return axis.all_reduce_(x).view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy, None
+
+
+class ColumnLinear(nn.Module):
+    """y[.., out/tp] = x[.., in] @ weight[out/tp, in].T + bias[out/tp]"""
+
+    def __init__(self, weight: ParamSpec, bias: ParamSpec, context: Context) -> None:
+        super().__init__()
+        self.context = context
+        self.weight, self.bias = context.parameter(weight), context.parameter(bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        c = self.context
+        return linear(x, self.weight, self.bias, c.contribute, input_axis=c.tp)
+
+
+class RowLinear(nn.Module):
+    """y[.., out] = sum over tp of x[.., in/tp] @ weight[out, in/tp].T, + bias[out], which the first rank adds."""
+
+    def __init__(self, weight: ParamSpec, bias: ParamSpec, context: Context) -> None:
+        super().__init__()
+        self.context = context
+        self.weight, self.bias = context.parameter(weight), context.parameter(bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        c = self.context
+        part = linear(x, self.weight, self.bias, c.contribute, adds_bias=c.tp.is_first)
+        return _SumParts.apply(part, c.tp)
+
+
+# -- the vocabulary
+
+
+class VocabularyTable(nn.Module):
+    """A [v, h] table whose rows are cut over tp. Rows that only pad this rank's part stand for no token.
+
+    As the token table it is looked up; as the output matrix it gives logits; a tied one does both.
+    """
+
+    def __init__(self, spec: ParamSpec, context: Context) -> None:
+        super().__init__()
+        self.context = context
+        block = spec.local(context.tp.size, context.tp.rank)
+        self.first_row, self.num_rows = block.offset[0], block.shape[0]
+        self.weight = context.parameter(spec)
+
+    def localise(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids -> local row numbers (0 where foreign), and which are this rank's. Shapes as ids."""
+        rows = ids - self.first_row
+        mine = (rows >= 0) & (rows < self.num_rows)
+        return rows.masked_fill(~mine, 0), mine
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids [b, s] -> [b, s, h]"""
+        rows, mine = self.localise(ids)
+        return _SumParts.apply(_Lookup.apply(rows, mine, self.weight, self.context.contribute), self.context.tp)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """x [.., h] -> this rank's logits [.., v/tp], without padding. For generation and tests; has no gradient."""
+        return output(x, self.weight.detach()[: self.num_rows])
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of the local part of the table, zero for foreign ids. Backward needs no weights."""
+
+    @staticmethod
+    def forward(ctx, rows, mine, weight, contribute):
+        ctx.save_for_backward(rows, mine)
+        ctx.weight, ctx.contribute = weight, contribute
+        return F.embedding(rows, weight.detach()).masked_fill_(~mine[..., None], 0)
+
+    @staticmethod
+    def backward(ctx, dy):
+        rows, mine = ctx.saved_tensors
+
+        def write(out: torch.Tensor, add: bool) -> None:
+            if not add:
+                out.zero_()
+            out.index_add_(0, rows[mine], dy[mine].to(out.dtype))
+
+        ctx.contribute(ctx.weight, write)
+        return None, None, None, None
+
+
+class _VocabularyLoss(torch.autograd.Function):
+    """Logits, softmax and cross-entropy, with one tensor of the logits' size: it holds the logits, then their
+    exponentials, then their gradient. Two all-reduces of [b, s] (the maxima; sums and picked logits), never the logits.
+
+    Each rank's exponentials are relative to its own maximum; `factor` turns them into probabilities.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, labels, weights, table, context):
+        tp = context.tp
+        logits = output(x.flatten(0, -2), weight.detach())  # [b s, v/tp]
+        lease = context.ledger.lease("logits", logits.numel() * logits.element_size())
+        logits[:, table.num_rows :] = -torch.inf  # padding: probability 0, gradient 0
+        rows, mine = (t.flatten() for t in table.localise(labels))
+        peak = torch.empty(len(logits), device=x.device)  # [b s], fp32 like all of the following
+        stats = torch.empty(2, len(logits), device=x.device)  # sum of exponentials, logit of the label
+        for part in _chunks(logits):
+            chunk = logits[part]
+            # clamped: a rank whose rows are all padding has no maximum
+            peak[part] = top = chunk.amax(-1).float().clamp_(min=torch.finfo(chunk.dtype).min)
+            stats[1, part] = chunk.gather(-1, rows[part, None])[:, 0].float()
+            chunk.sub_(top.to(chunk.dtype)[:, None]).exp_()
+            stats[0, part] = chunk.sum(-1, dtype=torch.float32)
+        stats[1].masked_fill_(~mine, 0)
+        highest = tp.all_reduce_(peak.clone(), op=MAX)
+        factor = (peak - highest).exp_()
+        stats[0] *= factor
+        tp.all_reduce_(stats)
+        loss = stats[0].log() + highest - stats[1]
+        ctx.save_for_backward(x, logits, factor / stats[0], rows, mine, weights)
+        ctx.weight, ctx.context, ctx.lease = weight, context, lease
+        return torch.dot(loss, weights.flatten())
+
+    @staticmethod
+    def backward(ctx, dloss):
+        x, dlogits, factor, rows, mine, weights = ctx.saved_tensors
+        scale = weights.flatten() * dloss  # [b s]
+        picked = (-scale).masked_fill_(~mine, 0).to(dlogits.dtype)[:, None]
+        factor = (factor * scale).to(dlogits.dtype)[:, None]
+        for part in _chunks(dlogits):
+            dlogits[part].mul_(factor[part]).scatter_add_(-1, rows[part, None], picked[part])
+        dx = ctx.context.tp.all_reduce_(input_grad(dlogits, ctx.weight.detach()).view_as(x))
+        ctx.context.contribute(ctx.weight, lambda out, add: weight_grad(x, dlogits, out, add))
+        ctx.lease.end()
+        return dx, None, None, None, None, None
+
+
+def _chunks(logits: torch.Tensor) -> list[slice]:
+    rows = len(logits)
+    if logits.device.type != "cpu":
+        return [slice(0, rows)]  # a GPU wants few, large kernels
+    each = max(1, CHUNK_BYTES // (logits.shape[1] * logits.element_size()))
+    return [slice(at, min(at + each, rows)) for at in range(0, rows, each)]
+
+
+def vocabulary_loss(
+    x: torch.Tensor, table: VocabularyTable, labels: torch.Tensor, weights: torch.Tensor, context: Context
+) -> torch.Tensor:
+    """Sum over the micro-batch of weights x cross-entropy in nats, a scalar in fp32, the same on all of tp.
+
+    Shapes: x [b, s, h], labels [b, s] of token ids, weights [b, s] in fp32.
+    """
+    return _VocabularyLoss.apply(x, table.weight, labels, weights, table, context)

@@ -1,0 +1,128 @@
+"""Small models and batches for the parity matrix, and what a rank does with them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from megazero.config import ActivationConfig, Config, ModelConfig, OptimizerConfig, TrainingConfig, ZeroConfig, resolve
+from megazero.engine import Engine
+from megazero.mesh import Mesh
+
+# Odd on purpose: 5 layers, 6 heads, a prime vocabulary, a sequence that no axis divides. Weights of 0.05: with 0.02 in so
+# narrow a model, gradients of queries and keys come near fp32's rounding, and Adam makes a full step of any sign's noise.
+MODEL = ModelConfig(
+    num_layers=5, hidden_size=48, num_attention_heads=6, seq_length=11, vocab_size=101, init_method_std=0.05
+)
+GLOBAL_BATCH, STEPS = 12, 4
+OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.5)
+
+
+class Case(NamedTuple):
+    """A layout and what goes with it."""
+
+    pp: int = 1
+    dp: int = 1
+    tp: int = 1
+    zero: int = 0
+    recompute: str = "none"
+    pa: bool = False
+    schedule: str = "1f1b"
+    micro_batches: int = 2
+    precision: str = "fp32"
+    grad_dtype: str = "fp32"
+    model: ModelConfig = MODEL
+
+    @property
+    def world(self) -> int:
+        return self.pp * self.dp * self.tp
+
+    def __str__(self) -> str:
+        words = [f"pp{self.pp}", f"dp{self.dp}", f"tp{self.tp}", f"zero{self.zero}", f"M{self.micro_batches}"]
+        words += [self.schedule] * (self.pp > 1 or self.schedule != "1f1b")
+        words += ["pa" if self.pa else "recompute"] * (self.recompute == "full")
+        words += [self.precision] * (self.precision != "fp32") + ["grad16"] * (self.grad_dtype != "fp32")
+        names = ("num_layers", "num_attention_heads", "untie_embeddings", "hidden_dropout", "attention_dropout")
+        words += [f"{n}={getattr(self.model, n)}" for n in names if getattr(self.model, n) != getattr(MODEL, n)]
+        return "-".join(words)
+
+    def config(self) -> Config:
+        config = Config(
+            model=self.model,
+            training=TrainingConfig(
+                micro_batch_size=GLOBAL_BATCH // self.dp // self.micro_batches,
+                global_batch_size=GLOBAL_BATCH,
+                train_iters=STEPS,
+                precision=self.precision,
+                grad_dtype=self.grad_dtype,
+            ),
+            optimizer=OPTIMIZER,
+            zero=ZeroConfig(zero_stage=self.zero, poison_buffers=True),
+            activations=ActivationConfig(recompute=self.recompute, partition_activations=self.pa),
+        )
+        parallel = replace(
+            config.parallel,
+            tensor_model_parallel_size=self.tp,
+            pipeline_model_parallel_size=self.pp,
+            pipeline_schedule=self.schedule,
+        )
+        return resolve(replace(config, parallel=parallel), self.world, 0)[0]
+
+
+class MicroBatch(NamedTuple):
+    ids: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    samples: tuple[int, ...]
+
+
+def global_batch(model: ModelConfig, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """ids, labels, loss mask [B, s]; two batches in turn, so that something is learned. The mask is uneven."""
+    generator = torch.Generator().manual_seed(100 + step % 2)
+    shape = GLOBAL_BATCH, model.seq_length + 1
+    tokens = torch.randint(0, model.vocab_size, shape, generator=generator)
+    mask = (torch.rand(GLOBAL_BATCH, model.seq_length, generator=generator) < 0.8).float()
+    return tokens[:, :-1], tokens[:, 1:], mask
+
+
+def micro_batches(case: Case, mesh: Mesh, step: int) -> list[MicroBatch]:
+    """This rank's: micro-batch m of rank r has samples (m dp + r) b ..."""
+    ids, labels, mask = global_batch(case.model, step)
+    b = GLOBAL_BATCH // case.dp // case.micro_batches
+    found = []
+    for m in range(case.micro_batches):
+        start = (m * case.dp + mesh.dp.rank) * b
+        part = slice(start, start + b)
+        samples = tuple(range(step * GLOBAL_BATCH + start, step * GLOBAL_BATCH + start + b))
+        found.append(MicroBatch(ids[part], labels[part], mask[part], samples))
+    return found
+
+
+class Outcome(NamedTuple):
+    """What a rank saw, a list entry a step."""
+
+    losses: list[float]
+    norms: list[float]
+    sent: list[dict[str, int]]
+    memory: list[dict[str, int]]
+
+
+def train(rank: int, case: Case) -> Outcome:
+    """Train a few steps as rank `rank` of a case."""
+    from megazero.layout import Layout
+
+    mesh = Mesh.build(Layout(case.pp, case.dp, case.tp), rank, torch.device("cpu"))
+    engine = Engine(case.config(), mesh)
+    outcome = Outcome([], [], [], [])
+    before = mesh.sent()
+    for step in range(STEPS):
+        result = engine.train_step(step + 1, micro_batches(case, mesh, step))
+        after = mesh.sent()
+        outcome.losses.append(result.loss)
+        outcome.norms.append(result.grad_norm)
+        outcome.sent.append({kind: after[kind] - before[kind] for kind in after})
+        outcome.memory.append(engine.memory_bytes(result))
+        before = after
+    return outcome

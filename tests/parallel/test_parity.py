@@ -1,0 +1,62 @@
+"""The specification: every layout, stage, schedule and recompute policy is the single process's model.
+
+Losses and gradient norms over four AdamW steps against plain PyTorch, with NaN-poisoned buffers.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megazero.config import ModelConfig
+from tests import reference
+from tests.parallel.cases import MODEL, STEPS, Case, global_batch, train
+
+TOLERANCE = 1e-5  # relative, fp32
+EIGHT_HEADS = replace(MODEL, num_attention_heads=8, num_layers=4)
+
+
+def cases() -> list[Case]:
+    stages = range(4)
+    one = [Case(), Case(micro_batches=3), Case(recompute="full"), Case(schedule="gpipe", micro_batches=3)]
+    one += [Case(model=replace(MODEL, untie_embeddings=True))]
+    dp = [Case(dp=n, zero=z, micro_batches=m) for n in (2, 3) for z in stages for m in (1, 2)]
+    dp += [Case(dp=2, zero=z, recompute="full", micro_batches=3) for z in stages]
+    dp += [Case(dp=4, zero=z, micro_batches=3) for z in (1, 3)]
+    dp += [Case(dp=2, zero=z, schedule="gpipe", micro_batches=3) for z in (2, 3)]
+    dp += [Case(dp=2, zero=3, model=replace(MODEL, untie_embeddings=True))]
+    tp = [Case(tp=n, recompute=r, pa=r == "full") for n in (2, 3) for r in ("none", "full")]
+    tp += [Case(tp=4, model=EIGHT_HEADS), Case(tp=4, model=EIGHT_HEADS, recompute="full", pa=True)]
+    tp += [Case(tp=2, recompute="full"), Case(tp=2, model=replace(MODEL, untie_embeddings=True))]
+    kinds = ("1f1b", "gpipe")
+    pp = [Case(pp=n, schedule=k, micro_batches=m) for n in (2, 3, 4) for k in kinds for m in (1, 3)]
+    pp += [Case(pp=2, schedule=k, recompute="full", micro_batches=4) for k in kinds]
+    mixed = [Case(dp=2, tp=2, zero=z, recompute=r, pa=r == "full") for z in stages for r in ("none", "full")]
+    mixed += [Case(pp=2, dp=2, zero=z, schedule=k, micro_batches=3) for z in stages for k in kinds]
+    mixed += [Case(pp=2, dp=2, zero=z, recompute="full", micro_batches=3) for z in stages]
+    mixed += [Case(pp=2, dp=2, zero=3, model=replace(MODEL, untie_embeddings=True))]
+    mixed += [Case(pp=2, tp=2, recompute="full", pa=True, schedule=k, micro_batches=3) for k in kinds]
+    cube = [Case(pp=2, dp=2, tp=2, zero=3, recompute="full", pa=True, micro_batches=3)]
+    return one + dp + tp + pp + mixed + cube
+
+
+@functools.cache
+def expected(model: ModelConfig) -> tuple[list[float], list[float]]:
+    return reference.train(Case(model=model).config(), [global_batch(model, step) for step in range(STEPS)])
+
+
+def relative_error(found: list[float], wanted: list[float]) -> float:
+    """The largest; NaN when any is NaN, which no comparison calls small."""
+    a, b = torch.tensor(found, dtype=torch.float64), torch.tensor(wanted, dtype=torch.float64)
+    return float(((a - b) / b).abs().max())
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_every_layout_is_the_same_model(case: Case, ranks) -> None:
+    losses, norms = expected(case.model)
+    for outcome in ranks(case.world).run(train, case):
+        assert relative_error(outcome.losses, losses) < TOLERANCE
+        assert relative_error(outcome.norms, norms) < TOLERANCE

@@ -1,0 +1,68 @@
+"""The same GPT in plain PyTorch, sharing no mechanism with megazero but the initial values.
+
+F.linear, F.cross_entropy, clip_grad_norm_ and torch.optim.AdamW over whole tensors, one process, the global batch at once.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from megazero import rng
+from megazero.config import Config
+from megazero.layout import Layout
+from megazero.parameters import LocalBlock, stage_units
+
+
+def initial_weights(config: Config) -> dict[str, torch.Tensor]:
+    weights = {}
+    for specs in stage_units(config.model, Layout(), 0).values():
+        for spec in specs:
+            weights[spec.name] = torch.empty(spec.shape)
+            rng.draw(config.training.seed, spec, LocalBlock((0,) * len(spec.shape), spec.shape, spec.shape), weights[spec.name])
+    return weights
+
+
+def forward(config: Config, w: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+    """ids [b, s] -> logits [b, s, v]"""
+    model = config.model
+    x = F.embedding(ids, w["token_embedding.weight"]) + w["position_embedding.weight"][: ids.shape[1]]
+    b, s, h = x.shape
+    for i in range(model.num_layers):
+
+        def lin(name: str, x: torch.Tensor, i: int = i) -> torch.Tensor:
+            weight, bias = w[f"blocks.{i}.{name}.weight"], w[f"blocks.{i}.{name}.bias"]
+            return F.linear(x, weight.reshape(-1, x.shape[-1]), bias.flatten())
+
+        def norm(name: str, x: torch.Tensor, i: int = i) -> torch.Tensor:
+            return F.layer_norm(x, (h,), w[f"blocks.{i}.{name}.weight"], w[f"blocks.{i}.{name}.bias"])
+
+        qkv = lin("attention.qkv", norm("norm1", x)).view(b, s, model.num_attention_heads, 3, -1)
+        q, k, v = qkv.transpose(1, 2).unbind(3)
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + lin("attention.proj", a.transpose(1, 2).reshape(b, s, h))
+        x = x + lin("mlp.down", F.gelu(lin("mlp.up", norm("norm2", x)), approximate="tanh"))
+    x = F.layer_norm(x, (h,), w["head.norm.weight"], w["head.norm.bias"])
+    return F.linear(x, w.get("head.output.weight", w["token_embedding.weight"]))
+
+
+def train(config: Config, batches: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> tuple[list, list]:
+    """losses and gradient norms over global batches of (ids, labels, loss mask)."""
+    o = config.optimizer
+    w = {name: t.requires_grad_() for name, t in initial_weights(config).items()}
+    no_decay = {name for name in w if "norm" in name or name.endswith("bias")}
+    groups = [
+        {"params": [t for name, t in w.items() if (name in no_decay) == exempt], "weight_decay": decay}
+        for exempt, decay in ((False, o.weight_decay), (True, 0.0))
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
+    losses, norms = [], []
+    for ids, labels, mask in batches:
+        each = F.cross_entropy(forward(config, w, ids).flatten(0, 1), labels.flatten(), reduction="none")
+        loss = (each * mask.flatten()).sum() / mask.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(w.values(), o.clip_grad).item())
+        losses.append(loss.item())
+        optimizer.step()
+    return losses, norms
