@@ -17,13 +17,14 @@ from megazero.ledger import Ledger
 from megazero.mesh import Mesh
 from megazero.model import Block, GPTStage
 from megazero.optim import Update, clip_factor, learning_rate
-from megazero.parameters import HEAD, POSITION, TOKEN
+from megazero.parameters import TOKEN
 from megazero.pipeline import Message
 from megazero.pipeline import run as run_pipeline
+from megazero.policy import Use, ZeroPolicy, layer_uses
 from megazero.recompute import keep_partitioned, keep_whole, recomputed
 from megazero.schedule import plan
 from megazero.tensor_parallel import Context
-from megazero.zero import Use, Zero, ZeroPolicy
+from megazero.zero import Zero
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -76,16 +77,9 @@ class Engine:
         self.message = Message(shape, dtype, mesh.device)
 
     def _uses(self) -> dict[nn.Module, tuple[Use, list[str]]]:
-        model = self.model
-        uses: dict[nn.Module, tuple[Use, list[str]]] = {}
-        if model.position_embedding is not None:  # the first stage
-            uses[model.token_embedding] = Use.LOOKUP, [TOKEN]
-            uses[model.position_embedding] = Use.LOOKUP, [POSITION]
-        for layer, block in model.blocks.items():
-            uses[block] = Use.LAYER, [f"blocks.{layer}"]
-        if model.head is not None:
-            uses[model.head] = Use.HEAD, [HEAD] if self.tied is None else [HEAD, self.tied]
-        return uses
+        model, first = self.model, self.mesh.pp.is_first
+        uses = layer_uses(model.units, first, self.tied is not None)
+        return {model.get_submodule(name): use for name, use in uses.items()}
 
     # -- what the pipeline calls
 

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -29,41 +27,14 @@ from megazero.ledger import Lease, Ledger
 from megazero.mesh import Mesh
 from megazero.optim import Update, adamw_
 from megazero.parameters import LocalBlock, ParamSpec, unit_layout
+from megazero.policy import Use, ZeroPolicy, ring_slots
 from megazero.tensor_parallel import Write
 
 Initial = Callable[[ParamSpec, LocalBlock, torch.Tensor], None]
 
 
-@dataclass(frozen=True)
-class ZeroPolicy:
-    """What is cut over the data-parallel ranks."""
-
-    optimizer: bool
-    gradients: bool
-    parameters: bool
-
-    @classmethod
-    def for_stage(cls, stage: int, size: int) -> ZeroPolicy:
-        """Over one rank there is nothing to cut: every stage is stage 0."""
-        assert stage in (0, 1, 2, 3), stage
-        if size == 1:
-            stage = 0
-        return cls(stage >= 1, stage >= 2, stage >= 3)
-
-
-class Use(Enum):
-    """How a layer uses its weights: (kept from forward to backward, needed in backward)."""
-
-    LOOKUP = (False, False)  # embeddings: backward needs no weights
-    LAYER = (False, True)  # gathered for forward, again for backward
-    HEAD = (True, True)  # nothing runs between its forward and its backward: gathered once for both
-
-
-RING_DEPTH = 2  # slots for gathered units of one size
-
-
 class Ring:
-    """Fixed slots for gathered weights: RING_DEPTH for every size of unit, fewer where fewer units have it."""
+    """Fixed slots for gathered weights, a few for every size of unit (see `ring_slots`)."""
 
     def __init__(self, sizes: list[int], dtype: torch.dtype, device: torch.device, poison: bool) -> None:
         self.poison = poison
@@ -78,11 +49,6 @@ class Ring:
 
     def give(self, slot: torch.Tensor) -> None:
         self.free[slot.numel()].append(slot.fill_(torch.nan) if self.poison else slot)
-
-
-def ring_slots(sizes: list[int]) -> dict[int, int]:
-    """unit size -> slots of that size."""
-    return {size: min(RING_DEPTH, sizes.count(size)) for size in dict.fromkeys(sizes)}
 
 
 class OwnedPart(NamedTuple):

@@ -19,7 +19,12 @@ def initial_weights(config: Config) -> dict[str, torch.Tensor]:
     for specs in stage_units(config.model, Layout(), 0).values():
         for spec in specs:
             weights[spec.name] = torch.empty(spec.shape)
-            rng.draw(config.training.seed, spec, LocalBlock((0,) * len(spec.shape), spec.shape, spec.shape), weights[spec.name])
+            rng.draw(
+                config.training.seed,
+                spec,
+                LocalBlock((0,) * len(spec.shape), spec.shape, spec.shape),
+                weights[spec.name],
+            )
     return weights
 
 

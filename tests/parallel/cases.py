@@ -16,7 +16,7 @@ from megazero.mesh import Mesh
 MODEL = ModelConfig(
     num_layers=5, hidden_size=48, num_attention_heads=6, seq_length=11, vocab_size=101, init_method_std=0.05
 )
-GLOBAL_BATCH, STEPS = 12, 4
+STEPS = 4
 OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.5)
 
 
@@ -34,6 +34,7 @@ class Case(NamedTuple):
     precision: str = "fp32"
     grad_dtype: str = "fp32"
     model: ModelConfig = MODEL
+    batch: int = 12
 
     @property
     def world(self) -> int:
@@ -45,6 +46,7 @@ class Case(NamedTuple):
         words += ["pa" if self.pa else "recompute"] * (self.recompute == "full")
         words += [self.precision] * (self.precision != "fp32") + ["grad16"] * (self.grad_dtype != "fp32")
         names = ("num_layers", "num_attention_heads", "untie_embeddings", "hidden_dropout", "attention_dropout")
+        words += [f"batch{self.batch}"] * (self.batch != 12)
         words += [f"{n}={getattr(self.model, n)}" for n in names if getattr(self.model, n) != getattr(MODEL, n)]
         return "-".join(words)
 
@@ -52,8 +54,8 @@ class Case(NamedTuple):
         config = Config(
             model=self.model,
             training=TrainingConfig(
-                micro_batch_size=GLOBAL_BATCH // self.dp // self.micro_batches,
-                global_batch_size=GLOBAL_BATCH,
+                micro_batch_size=self.batch // self.dp // self.micro_batches,
+                global_batch_size=self.batch,
                 train_iters=STEPS,
                 precision=self.precision,
                 grad_dtype=self.grad_dtype,
@@ -78,25 +80,25 @@ class MicroBatch(NamedTuple):
     samples: tuple[int, ...]
 
 
-def global_batch(model: ModelConfig, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def global_batch(case: Case, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """ids, labels, loss mask [B, s]; two batches in turn, so that something is learned. The mask is uneven."""
     generator = torch.Generator().manual_seed(100 + step % 2)
-    shape = GLOBAL_BATCH, model.seq_length + 1
-    tokens = torch.randint(0, model.vocab_size, shape, generator=generator)
-    mask = (torch.rand(GLOBAL_BATCH, model.seq_length, generator=generator) < 0.8).float()
+    shape = case.batch, case.model.seq_length + 1
+    tokens = torch.randint(0, case.model.vocab_size, shape, generator=generator)
+    mask = (torch.rand(case.batch, case.model.seq_length, generator=generator) < 0.8).float()
     return tokens[:, :-1], tokens[:, 1:], mask
 
 
 def micro_batches(case: Case, mesh: Mesh, step: int) -> list[MicroBatch]:
     """This rank's: micro-batch m of rank r has samples (m dp + r) b ..."""
-    ids, labels, mask = global_batch(case.model, step)
-    b = GLOBAL_BATCH // case.dp // case.micro_batches
+    ids, labels, mask = global_batch(case, step)
+    b = case.batch // case.dp // case.micro_batches
     found = []
     for m in range(case.micro_batches):
         start = (m * case.dp + mesh.dp.rank) * b
         part = slice(start, start + b)
-        samples = tuple(range(step * GLOBAL_BATCH + start, step * GLOBAL_BATCH + start + b))
-        found.append(MicroBatch(ids[part], labels[part], mask[part], samples))
+        first = step * case.batch + start
+        found.append(MicroBatch(ids[part], labels[part], mask[part], tuple(range(first, first + b))))
     return found
 
 

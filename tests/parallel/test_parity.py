@@ -45,7 +45,8 @@ def cases() -> list[Case]:
 
 @functools.cache
 def expected(model: ModelConfig) -> tuple[list[float], list[float]]:
-    return reference.train(Case(model=model).config(), [global_batch(model, step) for step in range(STEPS)])
+    case = Case(model=model)
+    return reference.train(case.config(), [global_batch(case, step) for step in range(STEPS)])
 
 
 def relative_error(found: list[float], wanted: list[float]) -> float:

@@ -1,0 +1,251 @@
+"""Predicted bytes of one rank: memory by kind, and traffic of an iteration. Pure.
+
+It walks the rank's plan as the engine does, entering in a ledger what the engine enters and counting what it sends; so
+it agrees with `memory_bytes` and `traffic_bytes` to the byte. The closed formulas that this comes to are in
+docs/zero.md's and the tests' own words; here is the order of events.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+from megazero.config import Config
+from megazero.layout import Layout, ring_bytes
+from megazero.ledger import Lease, Ledger
+from megazero.parameters import HEAD, POSITION, TOKEN, stage_units, unit_layout
+from megazero.policy import Use, ZeroPolicy, layer_uses, ring_slots
+from megazero.schedule import Action, Op, plan, steps
+
+BYTES = {"fp32": 4, "bf16": 2}
+MOMENTS, MASTER = 8, 4  # bytes an element: two fp32 moments; an fp32 copy of 16-bit weights
+NUMBER = 8  # bytes of a number that is agreed on: fp64
+
+
+class Estimate(NamedTuple):
+    """Of one rank; keys as in metrics.jsonl."""
+
+    memory: dict[str, int]
+    traffic: dict[str, int]
+
+
+def estimate(config: Config, layout: Layout, rank: int = 0, staged: bool = True) -> Estimate:
+    """Bytes of `rank` in one iteration.
+
+    Args:
+        config: resolved.
+        staged: the reduce-scatter needs a staging buffer: gloo's does, NCCL's does not.
+    """
+    return _Walk(config, layout, rank, staged).run()
+
+
+class _Unit:
+    """What is known of a unit while the plan is walked."""
+
+    def __init__(self, numel: int) -> None:
+        self.numel = numel
+        self.users = 0
+        self.expected = 0  # uses that owe a gradient, a micro-batch
+        self.arrived = 0
+        self.full: Lease | None = None
+        self.reduced: Lease | None = None
+
+
+class _Walk:
+    def __init__(self, config: Config, layout: Layout, rank: int, staged: bool) -> None:
+        training, model = config.training, config.model
+        self.config, self.layout, self.coord = config, layout, layout.coord(rank)
+        self.staged = staged and layout.dp > 1
+        self.policy = ZeroPolicy.for_stage(config.zero.zero_stage, layout.dp)
+        self.ledger = Ledger()
+        self.sent: Counter[str] = Counter({"dp": 0, "tp": 0, "pp": 0, "control": 0})
+        self.w, self.g = BYTES[training.precision], BYTES[training.grad_dtype]
+        self.first, self.last = self.coord.pp == 0, self.coord.pp == layout.pp - 1
+        self.tied = not model.untie_embeddings
+        specs = stage_units(model, layout, self.coord.pp)
+        self.units = {name: _Unit(unit_layout(s, layout.tp, layout.dp).numel) for name, s in specs.items()}
+        self.uses = layer_uses(specs, self.first, self.tied)
+        for _, names in self.uses.values():
+            for name in names:
+                self.units[name].expected += 1
+        self.tokens = training.micro_batch_size * model.seq_length  # b s
+        self.hidden_bytes = self.tokens * model.hidden_size * self.w  # a block's input, a message: b s h
+        self.vocabulary = stage_units(model, Layout(), 0)[TOKEN][0].local(layout.tp, 0).stored[0]  # rows a rank
+        self.blocks = [name for name in self.units if name.startswith("blocks.")]
+        self.kept: dict[tuple[str, int], Lease] = {}  # (layer, micro-batch) -> its checkpoint
+        self.logits: dict[int, Lease] = {}
+        self.messages: dict[tuple[Op, int], Lease] = {}
+
+    def run(self) -> Estimate:
+        config, layout = self.config, self.layout
+        parameters, optimizer = self._at_rest()
+        at_rest = [self.ledger.lease("parameters", parameters), self.ledger.lease("optimizer", optimizer)]
+        sizes = [u.numel for u in self.units.values()] if self.policy.parameters else []
+        ring = sum(size * slots for size, slots in ring_slots(sizes).items())
+        at_rest.append(self.ledger.lease("buffers", ring * self.w))
+        actions = plan(config.parallel.pipeline_schedule, self.coord.pp, layout.pp, config.micro_batches(layout))
+        for batch in steps(actions):
+            op, i, final = batch[0]
+            if op is Op.FORWARD:
+                self._forward(i)
+            elif op is Op.BACKWARD:
+                self._backward(i, final)
+            else:
+                self._exchange(batch)
+        gradients = self.ledger.now["gradients"]
+        self._control()
+        self._update()
+        memory = {
+            "parameters": parameters,
+            "optimizer": optimizer,
+            "gradients": gradients,
+            **{kind: self.ledger.peak[kind] for kind in ("activation_checkpoints", "buffers", "logits")},
+            "peak": self.ledger.total_peak,
+            "host": 0,
+        }
+        return Estimate(memory, dict(self.sent))
+
+    def _at_rest(self) -> tuple[int, int]:
+        total = sum(unit.numel for unit in self.units.values())
+        owned = sum(self._owned(unit) for unit in self.units.values())
+        kept = owned if self.policy.parameters else total
+        return kept * self.w, owned * (MOMENTS + MASTER * (self.w < 4))
+
+    def _owned(self, unit: _Unit) -> int:
+        return unit.numel // self.layout.dp if self.policy.optimizer else unit.numel
+
+    # -- the plan
+
+    def _forward(self, i: int) -> None:
+        if not self.first:
+            self.messages.pop((Op.RECV_X, i)).end()
+        for layer, (use, names) in self.uses.items():
+            self._gather(names)
+            if use is not Use.HEAD:
+                self._release(names)
+            if layer == TOKEN:
+                self._tp_sum(self.hidden_bytes)
+            elif use is Use.LAYER:
+                self._tp_sum(self.hidden_bytes, times=2)
+                self._keep(layer, i)
+            elif layer == HEAD:
+                self.logits[i] = self.ledger.lease("logits", self.tokens * self.vocabulary * self.w)
+                self._tp_sum(self.tokens * 4)  # maxima, fp32
+                self._tp_sum(self.tokens * 4 * 2)  # sums of exponentials, logits of the labels
+        if not self.last:
+            self.messages[Op.SEND_X, i] = self.ledger.lease("buffers", self.hidden_bytes)
+
+    def _keep(self, layer: str, i: int) -> None:
+        activations, size = self.config.activations, self.layout.tp
+        if activations.recompute == "full":
+            each = self.hidden_bytes
+            if activations.partition_activations:
+                each = -(-each // self.w // size) * self.w  # whole elements, rounded up
+            self.kept[layer, i] = self.ledger.lease("activation_checkpoints", each)
+
+    def _backward(self, i: int, final: bool) -> None:
+        if not self.last:
+            self.messages.pop((Op.RECV_DX, i)).end()
+        for layer, (use, names) in reversed(self.uses.items()):
+            if layer == HEAD:
+                self._tp_sum(self.hidden_bytes)  # the input gradient of the logits' product
+                if self.tied:
+                    self._contribute(TOKEN, final)
+                else:
+                    self._start(self.units[HEAD])  # the output matrix comes first, the norm after the logits are gone
+                self.logits.pop(i).end()
+                self._contribute(HEAD, final)
+                self._release(names)
+            elif use is Use.LAYER:
+                self._gather(names)
+                self._recompute(layer, i)
+                self._tp_sum(self.hidden_bytes, times=2)
+                self._contribute(layer, final)
+                self.kept.pop((layer, i), None)
+                self._release(names)
+            elif layer in (TOKEN, POSITION):
+                self._contribute(layer, final)
+        if not self.first:
+            self.messages[Op.SEND_DX, i] = self.ledger.lease("buffers", self.hidden_bytes)
+
+    def _recompute(self, layer: str, i: int) -> None:
+        """The recompute stops at the last input that backward needs: before the block's second sum over tp."""
+        if (layer, i) in self.kept:
+            self._tp_sum(self.hidden_bytes)
+            if self.config.activations.partition_activations:
+                self.sent["tp"] += ring_bytes(self.kept[layer, i].num_bytes * self.layout.tp, self.layout.tp)
+
+    def _exchange(self, transfers: tuple[Action, ...]) -> None:
+        for op, i, _ in transfers:
+            if op in (Op.RECV_X, Op.RECV_DX):
+                self.messages[op, i] = self.ledger.lease("buffers", self.hidden_bytes)
+            else:
+                self.sent["pp"] += self.hidden_bytes
+        for op, i, _ in transfers:
+            if op in (Op.SEND_X, Op.SEND_DX):
+                self.messages.pop((op, i)).end()
+
+    def _tp_sum(self, num_bytes: int, times: int = 1) -> None:
+        self.sent["tp"] += times * ring_bytes(num_bytes, self.layout.tp, passes=2)
+
+    # -- weights
+
+    def _gather(self, names: list[str]) -> None:
+        for unit in (self.units[name] for name in names):
+            unit.users += 1
+            if self.policy.parameters and unit.users == 1:
+                self.sent["dp"] += ring_bytes(unit.numel * self.w, self.layout.dp)
+
+    def _release(self, names: list[str]) -> None:
+        for name in names:
+            self.units[name].users -= 1
+
+    # -- gradients
+
+    def _start(self, unit: _Unit) -> None:
+        if unit.full is None:
+            kind = "buffers" if self.policy.optimizer else "gradients"
+            unit.full = self.ledger.lease(kind, unit.numel * self.g)
+
+    def _contribute(self, name: str, final: bool) -> None:
+        unit = self.units[name]
+        self._start(unit)
+        unit.arrived = (unit.arrived + 1) % unit.expected
+        if unit.arrived == 0 and (self.policy.gradients or final):
+            self._reduce(unit)
+
+    def _reduce(self, unit: _Unit) -> None:
+        num_bytes = unit.numel * self.g
+        if not self.policy.optimizer:
+            self.sent["dp"] += ring_bytes(num_bytes, self.layout.dp, passes=2)
+            unit.reduced, unit.full = unit.full, None
+            return
+        if unit.reduced is None:
+            unit.reduced = self.ledger.lease("gradients", self._owned(unit) * self.g)
+        staging = self.ledger.lease("buffers", num_bytes if self.staged else 0)
+        self.sent["dp"] += ring_bytes(num_bytes, self.layout.dp)
+        staging.end()
+        assert unit.full is not None
+        unit.full.end()
+        unit.full = None
+
+    # -- the end of the iteration
+
+    def _control(self) -> None:
+        """Numbers agreed on: targets and loss over dp, loss over pp, the norm over tp, pp and what dp cuts; and the
+        tied table's gradient over both pipeline ends, which is pipeline traffic."""
+        pp, dp, tp = self.layout.pp, self.layout.dp, self.layout.tp
+        for size in (dp, dp, pp, tp, pp, dp if self.policy.optimizer else 1):
+            self.sent["control"] += ring_bytes(NUMBER, size, passes=2)
+        if self.tied and TOKEN in self.units:
+            ends = 2 if pp > 1 else 1
+            self.sent["pp"] += ring_bytes(self._owned(self.units[TOKEN]) * self.g, ends, passes=2)
+
+    def _update(self) -> None:
+        for unit in self.units.values():
+            wide = self.ledger.lease("buffers", 4 * self._owned(unit) if self.g < 4 else 0)
+            wide.end()
+            assert unit.reduced is not None
+            unit.reduced.end()
+            if self.policy.optimizer and not self.policy.parameters:
+                self.sent["dp"] += ring_bytes(unit.numel * self.w, self.layout.dp)
