@@ -12,7 +12,7 @@ import os
 import sys
 from collections import Counter
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -51,14 +51,14 @@ def read_world() -> World:
     env = os.environ
     if "RANK" in env and "WORLD_SIZE" in env:
         return World(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0)), "torchrun")
-    if env.get("SLURM_STEP_ID", "").isdigit() and "SLURM_PROCID" in env:
-        size = int(env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS", 1))
-        if size > 1 and not ("MASTER_ADDR" in env and "MASTER_PORT" in env):
+    size = int(env.get("SLURM_STEP_NUM_TASKS", 1))  # SLURM_NTASKS is set in a batch shell too
+    if size > 1:
+        if not ("MASTER_ADDR" in env and "MASTER_PORT" in env):
             raise ValueError(
-                "srun started several tasks, but MASTER_ADDR and MASTER_PORT are not set; "
+                f"srun started {size} tasks, but MASTER_ADDR and MASTER_PORT are not set; "
                 "use scripts/slurm/pretrain.sbatch, or export both before srun"
             )
-        return World(int(env["SLURM_PROCID"]), size, int(env.get("SLURM_LOCALID", 0)), "srun")
+        return World(int(env["SLURM_PROCID"]), size, int(env["SLURM_LOCALID"]), "srun")
     return World(0, 1, 0, "single")
 
 
@@ -87,6 +87,15 @@ def stop() -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+
+
+def leave(code: int) -> NoReturn:
+    """End this process after a failure: at once, for the others may wait for it, and without the backend's own
+    clean-up, which can hang on them or replace the exit code by an abort's.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def report_failure(world: World, message: str) -> None:

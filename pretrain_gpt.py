@@ -1,0 +1,51 @@
+#!/usr/bin/env python3
+"""Pretrain a GPT model: alone, under torchrun or under srun. `--help` lists the flags."""
+
+import sys
+import traceback
+from typing import NoReturn
+
+from megazero import mesh
+from megazero.config import Config, parse, resolve, to_toml
+
+
+def main(argv: list[str]) -> None:
+    world = mesh.World(0, 1, 0, "single")
+    try:
+        world = mesh.read_world()
+        pretrain(parse(argv), world)
+        mesh.stop()
+    except ValueError as error:
+        fail(world, f"ValueError: {error}")
+    except mesh.PeerLost as error:
+        fail(world, f"stopped, for another rank failed: {mesh.reported_failure() or error}")
+    except Exception as error:
+        traceback.print_exc()
+        fail(world, f"{type(error).__name__}: {error}")
+
+
+def pretrain(config: Config, world: mesh.World) -> None:
+    """Everything that can be refused is refused before ranks meet or a file is made."""
+    from megazero.data.tokenizer import load_tokenizer
+    from megazero.trainer import Trainer, find_checkpoint, open_data
+
+    tokenizer = load_tokenizer(config.data.tokenizer) if config.data.tokenizer else None
+    config, layout = resolve(config, world.size, tokenizer.vocab_size if tokenizer else 0)
+    datasets, load = open_data(config), find_checkpoint(config)
+    device = mesh.pick_device(world)
+    mesh.start(world, device, config.parallel.distributed_timeout_minutes)
+    if world.rank == 0:
+        print(to_toml(config))
+    eod = tokenizer.eod if tokenizer and config.data.eod_mask_loss else None
+    Trainer(config, mesh.Mesh.build(layout, world.rank, device), datasets, eod).run(load)
+
+
+def fail(world: mesh.World, message: str) -> NoReturn:
+    """Say it, tell the other ranks, and leave at once: what waits for this rank then fails too, promptly."""
+    mesh.report_failure(world, message)
+    print(f"rank {world.rank}: {message}" if world.size > 1 else message, file=sys.stderr, flush=True)
+    mesh.leave(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
