@@ -39,13 +39,14 @@ python=${PYTHON:-$root/.venv/bin/python}
 program=${PROGRAM:-$root/pretrain_gpt.py}
 
 nproc=
+nproc_given=false
 log_dir=runs
 flags=()
 while (($# > 0)); do
   case $1 in
     -h | --help) usage; exit 0 ;;
-    --nproc) nproc=${2-missing}; shift ;;
-    --nproc=*) nproc=${1#*=} ;;
+    --nproc) nproc=${2-} nproc_given=true; shift ;;
+    --nproc=*) nproc=${1#*=} nproc_given=true ;;
     --) shift; flags+=("$@"); break ;;
     *) flags+=("$1") ;;
   esac
@@ -59,11 +60,11 @@ for flag in ${flags[@]+"${flags[@]}"}; do
 done
 
 [ -f "$program" ] || fail "no program at $program; set PROGRAM to a file that exists, or leave it out"
-if [ -z "$nproc" ]; then # torch counts what CUDA_VISIBLE_DEVICES leaves
+if ! $nproc_given; then # torch counts what CUDA_VISIBLE_DEVICES leaves
   nproc=$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))') ||
     fail "$python cannot import torch; run \`bash scripts/quickstart.sh\`, or set PYTHON to an interpreter that can"
 fi
-[[ $nproc =~ ^[1-9][0-9]*$ ]] || fail "--nproc $nproc is not a number of ranks; give one from 1, such as --nproc 2"
+[[ $nproc =~ ^[1-9][0-9]*$ ]] || fail "--nproc '$nproc' is not a number of ranks; give one from 1, such as --nproc 2"
 
 threads=$(($(nproc) / nproc))
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"

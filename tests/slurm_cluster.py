@@ -1,8 +1,8 @@
-"""A real SLURM of a few virtual nodes on this one machine, for tests: munged, slurmctld and one slurmd a node.
+"""A real SLURM of a few virtual nodes on this one machine, for tests: munged, slurmctld, one slurmd a node.
 
 Nothing outside the cluster's own temporary folder is touched. Each node lives in its own UTS, PID and mount
-namespace: it has a host name and an address (127.0.77.x) of its own, sees its own /etc/hosts, and ending its first
-process ends every task on it, as a power cut would. Ports are free ones, chosen at start.
+namespace: it has a host name and an address (127.0.77.x) of its own, sees its own /etc/hosts, and ending its
+first process ends every task on it, as a power cut would. Ports are free ones, chosen at start.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ import re
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGES = "munge slurmctld slurmd slurm-client slurm-wlm-basic-plugins"
-PROGRAMS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo", "unshare", "setpriv")
+PROGRAMS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "srun", "unshare", "setpriv")
 FINAL_STATES = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"}
 UNSHARE = ("unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
 
-# No cgroups, no accounting database, no task binding; more CPUs a node than the machine may have; quick reactions.
+# No cgroups, no accounting database, no task binding; more CPUs a node than the machine has; quick reactions.
 SLURM_CONF = """\
 ClusterName=test
 SlurmctldHost=localhost(127.0.0.1)
@@ -113,8 +114,9 @@ class SlurmCluster:
 
     def run(self, *command: str | Path, cwd: Path | None = None, **env: str) -> str:
         """Run a client command such as `scontrol`, and return its output. Raises RuntimeError if it fails."""
+        env = {**self.env, **env}
         done = subprocess.run(
-            command, cwd=cwd or self.folder, env={**self.env, **env}, capture_output=True, text=True, timeout=60
+            command, cwd=cwd or self.folder, env=env, capture_output=True, text=True, timeout=60
         )
         if done.returncode != 0:
             raise RuntimeError(f"{command} exited with {done.returncode}: {done.stdout}{done.stderr}")
@@ -138,17 +140,17 @@ class SlurmCluster:
         return job
 
     def start(self) -> None:
-        """Start the daemons and wait until every node is idle. Raises RuntimeError, with their logs, if it is not."""
+        """Start the daemons and wait until every node is idle. Raises RuntimeError, with logs, otherwise."""
         at = self.folder
         self.run("mungekey", "--create", f"--keyfile={at}/munge.key")
         files = [f"--{name}-file={at}/{file}" for name, file in _MUNGE_FILES.items()]
         # --force: the folder is private to root, which munged otherwise refuses.
         self._spawn("munged", "munged", "--foreground", "--force", f"--socket={at}/munge.socket", *files)
-        self._poll(lambda: (at / "munge.socket").exists(), "munged")
+        self.poll(lambda: (at / "munge.socket").exists(), "munged")
         self._spawn("slurmctld", "slurmctld", "-D", "-f", f"{at}/slurm.conf")
         for node in self.nodes:
             self._spawn(node, *UNSHARE, "bash", "-c", NODE_INIT, "node-init", node, str(at))
-        self._poll(self._all_idle, "slurmctld and slurmd")
+        self.poll(self._all_idle, "slurmctld and slurmd")
 
     def stop(self) -> None:
         """End what `start` began, and nothing else: the nodes with all their tasks, then the two daemons."""
@@ -171,15 +173,15 @@ class SlurmCluster:
             address = f"127.0.77.{i + 1}"
             hosts.append(f"{address} {node}")
             conf += (
-                f"NodeName={node} NodeHostname={node} NodeAddr={address} Port={node_port} CPUs={cpus_per_node}"
-                f" RealMemory=1000000 State=UNKNOWN Gres=gpu:{gpus_per_node}\n"
+                f"NodeName={node} NodeHostname={node} NodeAddr={address} Port={node_port} State=UNKNOWN"
+                f" CPUs={cpus_per_node} RealMemory=1000000 Gres=gpu:{gpus_per_node}\n"
             )
         conf += f"PartitionName=test Nodes={','.join(self.nodes)} Default=YES MaxTime=INFINITE State=UP\n"
-        # Pretend GPUs: slurmd wants a device file for each.
+        # Pretend GPUs: slurmd wants a device for each (these are /dev/null), and numbers it by its name.
         gres = "AutoDetect=off\n"
         for i in range(gpus_per_node):
             device = self.folder / f"gpu{i}"
-            device.touch()
+            os.mknod(device, stat.S_IFCHR | 0o600, os.makedev(1, 3))
             gres += f"Name=gpu Flags=nvidia_gpu_env File={device}\n"
         files = {"slurm.conf": conf, "hosts": "\n".join(hosts) + "\n", "gres.conf": gres}
         if _slurm_version() >= (23, 2):
@@ -192,11 +194,15 @@ class SlurmCluster:
         # --pdeathsig: should this process be killed, its daemons do not stay behind.
         command = ("setpriv", "--pdeathsig", "KILL", *command)
         with open(self.folder / f"{name}.out", "wb") as out:
-            self._processes.append(
-                subprocess.Popen(
-                    command, env=self.env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
-                )
+            process = subprocess.Popen(
+                command,
+                env=self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
+        self._processes.append(process)
 
     def _all_idle(self) -> bool:
         try:
@@ -205,7 +211,7 @@ class SlurmCluster:
             return False
         return states == ["idle"] * len(self.nodes)
 
-    def _poll(self, ready, what: str, timeout: float = 30) -> None:
+    def poll(self, ready: Callable[[], bool], what: str, timeout: float = 30) -> None:
         deadline = time.monotonic() + timeout
         while not ready():
             dead = [process.args for process in self._processes if process.poll() is not None]
@@ -245,13 +251,13 @@ def _environment() -> dict[str, str]:
 
 
 def _slurm_version() -> tuple[int, int]:
-    text = subprocess.run(["slurmd", "-V"], env=_environment(), capture_output=True, text=True, check=True).stdout
-    major, minor = re.findall(r"\d+", text)[:2]
+    done = subprocess.run(["slurmd", "-V"], env=_environment(), capture_output=True, text=True, check=True)
+    major, minor = re.findall(r"\d+", done.stdout)[:2]
     return int(major), int(minor)
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports nobody listens on: above those that pretrain.sbatch derives from job numbers, below the ephemeral ones."""
+    """Ports nobody listens on: above those of pretrain.sbatch's MASTER_PORT, below the ephemeral ones."""
     ports: list[int] = []
     with contextlib.ExitStack() as held:
         for port in random.sample(range(30000, 32768), 2768):
