@@ -50,7 +50,7 @@ while (($# > 0)); do
     --) shift; flags+=("$@"); break ;;
     *) flags+=("$1") ;;
   esac
-  shift || true # --nproc was the last word
+  shift || true # it fails where --nproc was the last word
 done
 previous=
 for flag in ${flags[@]+"${flags[@]}"}; do
@@ -66,8 +66,10 @@ if ! $nproc_given; then # torch counts what CUDA_VISIBLE_DEVICES leaves
 fi
 [[ $nproc =~ ^[1-9][0-9]*$ ]] || fail "--nproc '$nproc' is not a number of ranks; give one from 1, such as --nproc 2"
 
-threads=$(($(nproc) / nproc))
+cores=$(nproc)
+threads=$((cores / nproc))
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
+export PYTHONFAULTHANDLER=1 # a crash prints a traceback
 
 # Port 0: torchrun finds a free one, so that two runs on a machine do not meet. --tee 3: stdout and stderr, to both
 # console and file. exec: the exit code is torchrun's, and signals reach it, not this shell.
