@@ -109,7 +109,8 @@ class SlurmCluster:
         self.folder = folder
         self.nodes = [f"node{i}" for i in range(num_nodes)]
         self.env = {**_environment(), "SLURM_CONF": str(folder / "slurm.conf")}
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes]] = []  # in the order of their start
+        self._nodes: list[subprocess.Popen[bytes]] = []  # those of them that are nodes
         self._write_configuration(cpus_per_node, gpus_per_node)
 
     def run(self, *command: str | Path, cwd: Path | None = None, **env: str) -> str:
@@ -149,21 +150,22 @@ class SlurmCluster:
         self.poll(lambda: (at / "munge.socket").exists(), "munged")
         self._spawn("slurmctld", "slurmctld", "-D", "-f", f"{at}/slurm.conf")
         for node in self.nodes:
-            self._spawn(node, *UNSHARE, "bash", "-c", NODE_INIT, "node-init", node, str(at))
+            init = self._spawn(node, *UNSHARE, "bash", "-c", NODE_INIT, "node-init", node, str(at))
+            self._nodes.append(init)
         self.poll(self._all_idle, "slurmctld and slurmd")
 
     def stop(self) -> None:
         """End what `start` began, and nothing else: the nodes with all their tasks, then the two daemons."""
         for process in reversed(self._processes):
-            # Nodes end like a power cut, as `unshare` ignores TERM; the daemons may tidy up.
-            is_node = "unshare" in process.args
-            process.send_signal(signal.SIGKILL if is_node else signal.SIGTERM)
+            # A node ends as by a power cut, since `unshare` ignores TERM; the daemons may tidy up.
+            process.send_signal(signal.SIGKILL if process in self._nodes else signal.SIGTERM)
             try:
                 process.wait(10)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
         self._processes.clear()
+        self._nodes.clear()
 
     def _write_configuration(self, cpus_per_node: int, gpus_per_node: int) -> None:
         port, *node_ports = _free_ports(1 + len(self.nodes))
@@ -190,7 +192,7 @@ class SlurmCluster:
             (self.folder / name).write_text(text)
         (self.folder / "state").mkdir()
 
-    def _spawn(self, name: str, *command: str) -> None:
+    def _spawn(self, name: str, *command: str) -> subprocess.Popen[bytes]:
         # --pdeathsig: should this process be killed, its daemons do not stay behind.
         command = ("setpriv", "--pdeathsig", "KILL", *command)
         with open(self.folder / f"{name}.out", "wb") as out:
@@ -203,6 +205,7 @@ class SlurmCluster:
                 start_new_session=True,
             )
         self._processes.append(process)
+        return process
 
     def _all_idle(self) -> bool:
         try:
