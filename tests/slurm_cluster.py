@@ -54,7 +54,7 @@ FirstJobId={first_job_id}
 SlurmdParameters=config_overrides
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
-SchedulerParameters=bf_interval=2,sched_interval=5
+SchedulerParameters=bf_interval=2,sched_interval=2,batch_sched_delay=0
 PropagateResourceLimits=NONE
 ReturnToService=2
 KillWait=5
