@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# Train on this one machine, with one process (rank) a GPU. `bash scripts/launch.sh --help` says how.
+set -euo pipefail
+
+usage() {
+  cat <<'HELP'
+Train on this one machine, with torchrun.
+
+  bash scripts/launch.sh [--nproc N] FLAGS OF pretrain_gpt.py
+  bash scripts/launch.sh --nproc 2 --num-layers 4 --hidden-size 256 ... --log-dir runs/first
+  bash scripts/launch.sh -- --help        the flags of pretrain_gpt.py
+
+  --nproc N     number of ranks; default: the number of GPUs, or 1 without a GPU
+  --help        this text
+  --            what follows is for pretrain_gpt.py, whatever its name
+
+All ranks print to the console, each line with its rank; each rank's stdout and stderr are also kept under
+LOG_DIR/ranks/START_TIME_.../attempt_0/RANK/, where LOG_DIR is the value of --log-dir, or else `runs`.
+Relative paths are taken from the folder that you are in.
+
+The exit code is 0 if every rank ended well and 1 if one failed; the last lines then name it. TERM and INT are
+passed on to the ranks, which have 30 s to end.
+
+Environment:
+  PYTHON            interpreter; default: .venv/bin/python of this repository, or else python3
+  PROGRAM           program to run; default: pretrain_gpt.py of this repository
+  OMP_NUM_THREADS   CPU threads of a rank; default: the number of cores / N
+HELP
+}
+
+fail() {
+  echo "launch.sh: $1" >&2
+  exit 2
+}
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python=${PYTHON:-$root/.venv/bin/python}
+[ -n "${PYTHON:-}" ] || [ -x "$python" ] || python=python3
+program=${PROGRAM:-$root/pretrain_gpt.py}
+
+nproc=
+nproc_given=false
+log_dir=runs
+flags=()
+while (($# > 0)); do
+  case $1 in
+    -h | --help) usage; exit 0 ;;
+    --nproc) nproc=${2-} nproc_given=true; shift ;;
+    --nproc=*) nproc=${1#*=} nproc_given=true ;;
+    --) shift; flags+=("$@"); break ;;
+    *) flags+=("$1") ;;
+  esac
+  shift || true # it fails where --nproc was the last word
+done
+previous=
+for flag in ${flags[@]+"${flags[@]}"}; do
+  case $flag in --log-dir=*) log_dir=${flag#*=} ;; esac
+  [ "$previous" != --log-dir ] || log_dir=$flag
+  previous=$flag
+done
+
+[ -f "$program" ] || fail "no program at $program; set PROGRAM to a file that exists, or leave it out"
+if ! $nproc_given; then # torch counts what CUDA_VISIBLE_DEVICES leaves
+  nproc=$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))') ||
+    fail "$python cannot import torch; run \`bash scripts/quickstart.sh\`, or set PYTHON to an interpreter that can"
+fi
+[[ $nproc =~ ^[1-9][0-9]*$ ]] || fail "--nproc '$nproc' is not a number of ranks; give one from 1, such as --nproc 2"
+
+cores=$(nproc)
+threads=$((cores / nproc))
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
+export PYTHONFAULTHANDLER=1 # a crash prints a traceback
+
+# Port 0: torchrun finds a free one, so that two runs on a machine do not meet. --tee 3: stdout and stderr, to both
+# console and file. exec: the exit code is torchrun's, and signals reach it, not this shell.
+exec "$python" -m torch.distributed.run --nproc-per-node "$nproc" \
+  --rdzv-backend c10d --rdzv-endpoint localhost:0 --rdzv-id "$(date +%Y%m%d-%H%M%S)" \
+  --log-dir "$log_dir/ranks" --tee 3 "$program" ${flags[@]+"${flags[@]}"}

@@ -1,0 +1,100 @@
+"""scripts/launch.sh, on a stand-in program."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LAUNCH = ROOT / "scripts" / "launch.sh"
+RANK_REPORT = Path(__file__).with_name("rank_report.py")
+
+
+def launch(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", LAUNCH, *arguments]
+    env = environment(**env)
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+
+
+def environment(**env: str) -> dict[str, str]:
+    inherited = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    return {**inherited, "PYTHON": sys.executable, "PROGRAM": str(RANK_REPORT), **env}
+
+
+def reports(folder: Path) -> list[dict]:
+    """What each rank wrote into its log, by rank."""
+    logs = sorted(folder.glob("*/attempt_0/*/stdout.log"), key=lambda path: int(path.parent.name))
+    return [json.loads(log.read_text().splitlines()[0]) for log in logs]
+
+
+def test_ranks_meet_and_log_under_the_log_dir(tmp_path):
+    # --nproc may stand among the flags; those go to the program untouched, empty and quoted ones too.
+    done = launch("--lr", "1e-3", "--nproc", "2", "--log-dir", "my run", "--name", "a  b", "", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    ranks = reports(tmp_path / "my run" / "ranks")
+    assert [r["rank"] for r in ranks] == [r["local_rank"] for r in ranks] == [0, 1]
+    for rank in ranks:
+        assert rank["world_size"] == 2 and rank["total"] == 1 + 2
+        assert rank["argv"] == ["--lr", "1e-3", "--log-dir", "my run", "--name", "a  b", ""]
+        assert int(rank["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 2)
+    assert done.stdout.count('"total": 3') == 2  # on the console too
+
+
+def test_a_failing_rank_fails_the_launch_and_is_named(tmp_path):
+    done = launch("--nproc", "2", "--fail-rank", "1", "--fail-code", "7", "--hang", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "rank 1 fails" in done.stderr
+    assert re.search(r"exitcode\s*: 7 ", done.stderr)
+    assert [r["rank"] for r in reports(tmp_path / "runs" / "ranks")] == [0, 1]
+
+
+def test_term_reaches_the_ranks(tmp_path):
+    process = subprocess.Popen(
+        ["bash", LAUNCH, "--nproc", "1", "--hang"],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    before = []
+    for line in process.stdout:
+        before.append(line)
+        if "waiting" in line:
+            break
+    started = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    after = process.communicate(timeout=60)[0]
+    assert "rank 0 got TERM" in after, "".join(before) + after
+    assert process.returncode != 0
+    assert time.monotonic() - started < 20  # the rank ended by itself, not when torchrun's patience did
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--lr", "1", "-h"]])
+def test_help(tmp_path, arguments):
+    done = launch(*arguments, cwd=tmp_path)
+    assert done.returncode == 0 and "--nproc N" in done.stdout
+
+
+def test_help_after_dashes_is_the_programs(tmp_path):
+    done = launch("--nproc", "1", "--", "--help", cwd=tmp_path)
+    assert done.returncode == 0 and "--fail-rank" in done.stdout
+
+
+@pytest.mark.parametrize("nproc", ["--nproc 0", "--nproc=two", "--nproc", "--nproc -1", "--nproc="])
+def test_a_bad_nproc_is_refused(tmp_path, nproc):
+    done = launch(*nproc.split(), cwd=tmp_path)
+    assert done.returncode == 2 and "--nproc" in done.stderr and "such as --nproc 2" in done.stderr
+
+
+def test_a_missing_program_or_interpreter_is_named(tmp_path):
+    done = launch(cwd=tmp_path, PROGRAM="nowhere.py")
+    assert done.returncode == 2 and "nowhere.py" in done.stderr
+    done = launch(cwd=tmp_path, PYTHON="/bin/false")
+    assert done.returncode == 2 and "/bin/false" in done.stderr and "quickstart.sh" in done.stderr

@@ -1,0 +1,110 @@
+"""scripts/slurm/pretrain.sbatch on a real SLURM of two virtual nodes, with a stand-in program."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.slurm_cluster import Job, SlurmCluster, missing, slurm_cluster
+
+ROOT = Path(__file__).parents[2]
+SBATCH = ROOT / "scripts" / "slurm" / "pretrain.sbatch"
+PROGRAM = {"PYTHON": sys.executable, "PROGRAM": str(Path(__file__).with_name("rank_report.py"))}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    if reason := missing():
+        pytest.skip(reason)
+    with slurm_cluster(num_nodes=2) as running:
+        yield running
+
+
+def submit(cluster: SlurmCluster, cwd: Path, options: list[str], flags: list[str], **env: str) -> int:
+    return cluster.submit(*options, SBATCH, *flags, cwd=cwd, **{**PROGRAM, **env})
+
+
+def batch_log(cwd: Path, job: Job) -> str:
+    return (cwd / f"slurm-{job.id}.out").read_text()
+
+
+def rank_logs(log_dir: Path, job: Job) -> list[Path]:
+    return sorted((log_dir / "ranks" / str(job.id)).glob("rank-*.log"))
+
+
+def reports(log_dir: Path, job: Job) -> list[dict]:
+    """What each rank said, by rank."""
+    return [json.loads(log.read_text().splitlines()[0]) for log in rank_logs(log_dir, job)]
+
+
+@pytest.mark.parametrize("num_nodes, tasks_per_node", [(1, 1), (1, 2), (2, 2)])
+def test_ranks_meet(cluster, tmp_path, num_nodes, tasks_per_node):
+    options = [f"--nodes={num_nodes}", f"--ntasks-per-node={tasks_per_node}", "--cpus-per-task=3"]
+    options += [f"--gpus-per-node={tasks_per_node}"]
+    # The submitting shell's own ranks and master, which sbatch hands on, must not matter.
+    stale = {"RANK": "5", "WORLD_SIZE": "64", "LOCAL_RANK": "5", "MASTER_ADDR": "no", "MASTER_PORT": "1"}
+    flags = ["--log-dir", "my run", "--lr=1e-3", "a  b"]
+    job = cluster.wait(submit(cluster, tmp_path, options, flags, **stale))
+    assert (job.state, job.exit_code) == ("COMPLETED", "0:0"), batch_log(tmp_path, job)
+
+    world_size = num_nodes * tasks_per_node
+    ranks = reports(tmp_path / "my run", job)
+    assert [r["rank"] for r in ranks] == list(range(world_size))
+    for rank, report in enumerate(ranks):
+        assert report["world_size"] == world_size and report["total"] == world_size * (world_size + 1) // 2
+        assert report["host"] == f"node{rank // tasks_per_node}"
+        assert report["local_rank"] == rank % tasks_per_node
+        assert report["MASTER_ADDR"] == "node0" and report["MASTER_PORT"] == str(10000 + job.id % 20000)
+        assert report["argv"] == flags
+        assert report["OMP_NUM_THREADS"] == "3"
+        # Every GPU of the node, not the rank's alone.
+        assert report["CUDA_VISIBLE_DEVICES"] == ",".join(str(gpu) for gpu in range(tasks_per_node))
+
+
+def test_a_failing_rank_ends_the_others_and_gives_the_job_its_exit_code(cluster, tmp_path):
+    flags = ["--fail-rank", "2", "--fail-code", "7", "--hang"]
+    job = cluster.wait(submit(cluster, tmp_path, ["--nodes=2", "--ntasks-per-node=2"], flags))
+    log = batch_log(tmp_path, job)
+    assert (job.state, job.exit_code) == ("FAILED", "7:0"), log
+    assert "rank 2 on node1 ended first: Exited with exit code 7" in log
+    assert "rank 2 fails" in log  # the end of that rank's log
+    assert len(rank_logs(tmp_path / "runs", job)) == 4
+
+
+def test_usr1_reaches_the_ranks_and_an_interrupted_wait_goes_on(cluster, tmp_path):
+    job_id = submit(cluster, tmp_path, ["--ntasks-per-node=1"], ["--hang"])
+    job = cluster.wait(job_id, {"RUNNING"})
+    log = tmp_path / "runs" / "ranks" / str(job_id) / "rank-0000.log"
+    cluster.poll(lambda: log.exists() and "waiting" in log.read_text(), "the rank")
+    cluster.run("scancel", "--batch", "--signal=USR1", str(job_id))
+    cluster.poll(lambda: "rank 0 got USR1" in log.read_text(), "the signal")
+    assert cluster.job(job_id).state == "RUNNING"
+    cluster.run("scancel", str(job_id))
+    job = cluster.wait(job_id)
+    cluster.poll(lambda: "rank 0 got TERM" in log.read_text(), "the end of the rank")
+    assert job.state == "CANCELLED"
+
+
+def test_a_batch_script_without_srun_is_a_single_process(cluster, tmp_path):
+    """SLURM_NTASKS and SLURM_PROCID are set there too: a program that believed them would wait for peers."""
+    script = tmp_path / "plain.sh"
+    script.write_text(f"#!/bin/bash\n{sys.executable} {PROGRAM['PROGRAM']}\n")
+    job = cluster.wait(cluster.submit("--nodes=2", "--ntasks-per-node=2", script, cwd=tmp_path))
+    report = json.loads(batch_log(tmp_path, job))
+    assert job.state == "COMPLETED" and report["world_size"] == 1
+
+
+def test_a_job_without_an_interpreter_fails_and_says_so(cluster, tmp_path):
+    job = cluster.wait(submit(cluster, tmp_path, ["--ntasks=1"], [], PYTHON=""))
+    assert (job.state, job.exit_code) == ("FAILED", "2:0")
+    assert "no .venv/bin/python" in batch_log(tmp_path, job) and "quickstart.sh" in batch_log(tmp_path, job)
+    job = cluster.wait(submit(cluster, tmp_path, ["--ntasks=1"], [], PROGRAM=""))
+    assert job.exit_code == "2:0" and "no pretrain_gpt.py" in batch_log(tmp_path, job)
+
+
+def test_outside_slurm_the_script_says_how_to_submit_it(tmp_path):
+    env = {"PATH": "/usr/bin:/bin"}
+    done = subprocess.run(["bash", SBATCH], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 2 and "sbatch --nodes=1" in done.stderr and "launch.sh" in done.stderr
