@@ -1,0 +1,99 @@
+"""The model's numerics against transformers' GPT-2, with the same weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megazero.config import Config, ModelConfig, TrainingConfig, resolve
+from megazero.engine import Engine
+from megazero.layout import Layout
+from megazero.mesh import Mesh
+from tests.parallel.cases import MicroBatch
+
+MODEL = ModelConfig(num_layers=3, hidden_size=60, num_attention_heads=6, seq_length=17, vocab_size=131)
+
+
+def to_megazero(name: str, t: torch.Tensor, model: ModelConfig) -> tuple[str, torch.Tensor]:
+    """transformers' name and tensor -> ours: Conv1D stores [in, out]; QKV rows are [3, heads, d]."""
+    n, h = model.num_attention_heads, model.hidden_size
+    d = h // n
+    whole = {"wte.weight": "token_embedding.weight", "wpe.weight": "position_embedding.weight"}
+    whole |= {"ln_f.weight": "head.norm.weight", "ln_f.bias": "head.norm.bias"}
+    if name in whole:
+        return whole[name], t
+    _, layer, part = name.split(".", 2)
+    kind = part.rsplit(".", 1)[1]
+    names = {"ln_1": "norm1", "ln_2": "norm2", "attn.c_attn": "attention.qkv", "attn.c_proj": "attention.proj"}
+    names |= {"mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down"}
+    source = part.rsplit(".", 1)[0]
+    if kind == "weight" and not source.startswith("ln"):
+        t = t.t()
+    if source == "attn.c_attn":
+        t = t.reshape(3, n, d, *t.shape[1:]).transpose(0, 1)
+    return f"blocks.{layer}.{names[source]}.{kind}", t
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """(transformers' model, our engine) with the same weights, drawn wide enough for every part to matter."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = dict(n_layer=MODEL.num_layers, n_embd=MODEL.hidden_size, n_head=MODEL.num_attention_heads)
+    dropout = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    theirs = GPT2LMHeadModel(
+        GPT2Config(vocab_size=MODEL.vocab_size, n_positions=MODEL.seq_length, **sizes, **dropout)
+    )
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    config, _ = resolve(replace(Config(), model=MODEL, training=TrainingConfig(micro_batch_size=3)), 1, 0)
+    ours = Engine(config, Mesh.build(Layout(), 0, torch.device("cpu")))
+    parameters = dict(ours.model.named_parameters())
+    with torch.no_grad():
+        for name, p in theirs.transformer.named_parameters():
+            name, value = to_megazero(name, p, MODEL)
+            parameters.pop(name)[tuple(map(slice, value.shape))] = value  # the vocabulary is padded
+    assert not parameters
+    return theirs, ours
+
+
+def batch() -> MicroBatch:
+    ids = torch.randint(0, MODEL.vocab_size, (3, MODEL.seq_length + 1), generator=torch.Generator().manual_seed(1))
+    return MicroBatch(ids[:, :-1], ids[:, 1:], torch.ones(3, MODEL.seq_length), (0, 1, 2))
+
+
+def test_logits(pair) -> None:
+    theirs, ours = pair
+    ids = batch().ids
+    with torch.no_grad():
+        wanted = theirs(ids).logits
+        found = ours.model.head.logits(ours.model.body(ours.model.embed(ids, None), None))
+    assert found.shape == wanted.shape  # without padding
+    assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
+
+
+def test_loss_and_gradients(pair) -> None:
+    theirs, ours = pair
+    b = batch()
+    loss = F.cross_entropy(theirs(b.ids).logits.flatten(0, 1), b.labels.flatten())
+    theirs.zero_grad()
+    loss.backward()
+    found = ours._run("1f1b", [b], seed_gradient=1 / b.labels.numel())
+    assert abs(found / b.labels.numel() - loss) < 1e-5 * loss
+    units = ours.zero.units
+    gradients = {
+        spec.name: unit.reduced.data[unit.flat.windows[spec.name].slice()].view(block.stored)
+        for unit in units.values()
+        for spec, block in zip(unit.specs, unit.blocks, strict=True)
+    }
+    for name, p in theirs.transformer.named_parameters():
+        name, wanted = to_megazero(name, p.grad, MODEL)
+        gradient = gradients[name][tuple(map(slice, wanted.shape))]
+        assert (gradient - wanted).abs().max() < 1e-5 * wanted.abs().max(), name
+    assert (gradients["token_embedding.weight"][MODEL.vocab_size :] == 0).all()  # padding is never trained
+    ours.zero.discard_gradients()
