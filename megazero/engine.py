@@ -142,7 +142,7 @@ class Engine:
 
     def _global_loss(self, loss: torch.Tensor) -> float:
         """The sum over data-parallel ranks; from the last stage to all."""
-        return float(self.mesh.control_sum(loss.double(), self.mesh.dp, self.mesh.pp))
+        return float(self.mesh.control_sum(loss, self.mesh.dp, self.mesh.pp))
 
     def memory_bytes(self, result: StepResult) -> dict[str, int]:
         """This rank's memory in the iteration that gave `result`, by kind; see the README for what each counts."""

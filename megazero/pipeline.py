@@ -114,12 +114,12 @@ def run(
         seed_gradient: d objective / d loss, of every micro-batch.
 
     Returns:
-        The sum of the micro-batches' losses, a scalar in fp32; 0 on all stages but the last.
+        The sum of the micro-batches' losses, a scalar in fp64; 0 on all stages but the last.
     """
     transfers = _Transfers(message, axis, ledger)
     tokens: dict[int, tuple[torch.Tensor, dict[str, torch.Tensor]]] = {}
     anchor = torch.zeros((), device=message.device, requires_grad=True)
-    loss_sum = torch.zeros((), device=message.device)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=message.device)
     for batch in steps(plan):
         op, i, final = batch[0]
         if op is Op.FORWARD:

@@ -265,7 +265,7 @@ class _VocabularyLoss(torch.autograd.Function):
         loss = stats[0].log() + highest - stats[1]
         ctx.save_for_backward(x, logits, factor / stats[0], rows, mine, weights)
         ctx.weight, ctx.context, ctx.lease = weight, context, lease
-        return torch.dot(loss, weights.flatten())
+        return (loss * weights.flatten()).sum(dtype=torch.float64)
 
     @staticmethod
     def backward(ctx, dloss):
@@ -292,7 +292,7 @@ def _chunks(logits: torch.Tensor) -> list[slice]:
 def vocabulary_loss(
     x: torch.Tensor, table: VocabularyTable, labels: torch.Tensor, weights: torch.Tensor, context: Context
 ) -> torch.Tensor:
-    """Sum over the micro-batch of weights x cross-entropy in nats, a scalar in fp32, the same on all of tp.
+    """Sum over the micro-batch of weights x cross-entropy in nats, a scalar in fp64, the same on all of tp.
 
     Shapes: x [b, s, h], labels [b, s] of token ids, weights [b, s] in fp32.
     """

@@ -116,9 +116,7 @@ class SlurmCluster:
     def run(self, *command: str | Path, cwd: Path | None = None, **env: str) -> str:
         """Run a client command such as `scontrol`, and return its output. Raises RuntimeError if it fails."""
         env = {**self.env, **env}
-        done = subprocess.run(
-            command, cwd=cwd or self.folder, env=env, capture_output=True, text=True, timeout=60
-        )
+        done = subprocess.run(command, cwd=cwd or self.folder, env=env, capture_output=True, text=True, timeout=60)
         if done.returncode != 0:
             raise RuntimeError(f"{command} exited with {done.returncode}: {done.stdout}{done.stderr}")
         return done.stdout

@@ -13,7 +13,7 @@ import torch
 
 from megazero.config import ModelConfig
 from tests import reference
-from tests.parallel.cases import MODEL, STEPS, Case, global_batch, train
+from tests.parallel.cases import MODEL, STEPS, Case, Outcome, global_batch, train
 
 TOLERANCE = 1e-5  # relative, fp32
 EIGHT_HEADS = replace(MODEL, num_attention_heads=8, num_layers=4)
@@ -61,3 +61,56 @@ def test_every_layout_is_the_same_model(case: Case, ranks) -> None:
     for outcome in ranks(case.world).run(train, case):
         assert relative_error(outcome.losses, losses) < TOLERANCE
         assert relative_error(outcome.norms, norms) < TOLERANCE
+
+
+DROPOUT = replace(MODEL, hidden_dropout=0.1, attention_dropout=0.2)
+
+
+@functools.cache
+def alone(model: ModelConfig, precision: str = "fp32") -> Outcome:
+    """Our own single process, where plain PyTorch has no equal: dropout, 16 bit."""
+    return train(0, Case(model=model, precision=precision))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(micro_batches=3, recompute="full", model=DROPOUT),
+        Case(dp=2, zero=3, micro_batches=3, model=DROPOUT),
+        Case(tp=2, recompute="full", pa=True, model=DROPOUT),
+        Case(tp=3, micro_batches=1, model=DROPOUT),
+        Case(pp=2, dp=2, zero=2, recompute="full", micro_batches=3, model=DROPOUT),
+    ],
+    ids=str,
+)
+def test_dropout_is_the_same_in_every_layout(case: Case, ranks) -> None:
+    wanted, without = alone(DROPOUT), alone(MODEL)
+    assert relative_error(without.losses, wanted.losses) > 1e-4  # dropout does something
+    for outcome in ranks(case.world).run(train, case):
+        assert relative_error(outcome.losses, wanted.losses) < TOLERANCE
+        assert relative_error(outcome.norms, wanted.norms) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(dp=2, zero=z, precision="bf16", recompute="full", micro_batches=3) for z in range(4)]
+    + [Case(dp=2, zero=z, precision="bf16", grad_dtype="bf16") for z in (0, 3)]
+    + [Case(tp=2, precision="bf16"), Case(pp=2, precision="bf16", micro_batches=3)],
+    ids=str,
+)
+def test_bf16_follows_fp32(case: Case, ranks) -> None:
+    """To bf16's rounding, 2^-8 of a value. The norm before the first update is of many such values; those after it are
+    of weights that Adam has moved by a full step each way wherever rounding decided a gradient's sign."""
+    wanted = alone(MODEL)
+    for outcome in ranks(case.world).run(train, case):
+        assert relative_error(outcome.losses, wanted.losses) < 2**-8
+        assert relative_error(outcome.norms[:1], wanted.norms[:1]) < 2**-7
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_stages_are_the_same_to_the_bit(precision: str, ranks) -> None:
+    """With one micro-batch and two ranks every stage adds the same numbers in the same order."""
+    found = [ranks(2).run(train, Case(dp=2, zero=z, micro_batches=1, precision=precision))[0] for z in range(4)]
+    for outcome in found[1:]:
+        assert outcome.losses == found[0].losses
+        assert relative_error(outcome.norms, found[0].norms) < 1e-12  # each rank's part in fp64, summed over ranks
