@@ -78,7 +78,7 @@ class IndexedDataset:
         return self._tokens[start:stop]
 
     def document_starts(self, first: int, stop: int) -> Int64s:
-        """First token of each document in [first, stop), int64; a document past the last starts at the end."""
+        """First token of each document in [first, stop), int64; one past the last starts at the end."""
         bounds = np.asarray(self.document_indices[first:stop])
         starts = np.full(bounds.shape, self.num_tokens, dtype=np.int64)
         inside = bounds < self.lengths.shape[0]
@@ -214,8 +214,9 @@ class IndexedWriter:
     """Writes a corpus in constant memory; a context manager.
 
     The files get their names only when the block ends without an exception: `.bin` first, then
-    `prefix.json` (if `about` is given), `.idx` last. Until then, and after an exception, there is no `.idx`, hence no corpus;
-    the index of an older corpus of the same name is removed before its `.bin` is replaced.
+    `prefix.json` (if `about` is given), `.idx` last. Until then, and after an exception, there is no
+    `.idx`, hence no corpus; the index of an older corpus of the same name is removed before its `.bin` is
+    replaced.
 
     `about`, e.g. {"tokenizer": SPEC, "vocab_size": N}, goes to `prefix.json` together with dtype,
     num_documents, num_tokens and max_id.
@@ -266,8 +267,8 @@ class IndexedWriter:
             limits = np.iinfo(self.dtype)
             if low < limits.min or high > limits.max:
                 raise ValueError(
-                    f"token ids {low} to {high} do not fit the {self.dtype.name} tokens of {self.prefix}.bin; "
-                    f"the tokenizer's vocabulary is larger than it says"
+                    f"token ids {low} to {high} do not fit the {self.dtype.name} tokens of "
+                    f"{self.prefix}.bin; the tokenizer's vocabulary is larger than it says"
                 )
             self.max_id = max(self.max_id, high)
         self._bin.write(np.ascontiguousarray(ids, dtype=self.dtype.newbyteorder("<")).tobytes())
