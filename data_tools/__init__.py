@@ -1,0 +1,1 @@
+"""Tools around the training data; each runs as `python data_tools/NAME.py`."""

@@ -1,0 +1,153 @@
+"""Micro-batches of one data-parallel rank.
+
+b micro-batch, s sequence, M micro-batches of a step, N data-parallel ranks.
+
+The state of the loader is one number, `consumed_samples`: whoever asks for the batch at that number gets the
+same samples, in whatever layout, with or without worker processes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from megazero.data.samples import Samples
+
+# Steps that each worker process prepares ahead.
+PREFETCHED_STEPS = 2
+
+
+class MicroBatch(NamedTuple):
+    """`ids`, `labels` int64 [b, s]; `loss_mask` fp32 [b, s], 1 where a target counts; `samples` [b]."""
+
+    ids: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    samples: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A rank's samples of a step: micro-batch m of rank r takes consumed + (m N + r) b + j, for j < b."""
+
+    micro_batch_size: int
+    num_micro_batches: int
+    dp_rank: int
+    dp_size: int
+
+    def __post_init__(self) -> None:
+        assert min(self.micro_batch_size, self.num_micro_batches) > 0, self
+        assert 0 <= self.dp_rank < self.dp_size, self
+
+    @property
+    def samples_per_step(self) -> int:
+        """M N b: the global batch."""
+        return self.micro_batch_size * self.num_micro_batches * self.dp_size
+
+    def samples(self, consumed: int) -> list[tuple[int, ...]]:
+        """Sample numbers of this rank's step, M tuples of b."""
+        size = self.micro_batch_size
+        firsts = (consumed + (m * self.dp_size + self.dp_rank) * size for m in range(self.num_micro_batches))
+        return [tuple(range(first, first + size)) for first in firsts]
+
+
+class Batches:
+    """The batches of one rank, at any number of consumed samples.
+
+    `eod`: the end-of-document id, given with --eod-mask-loss: where it is the input, the target (the first
+    token of an unrelated document) does not count, as in Megatron. None: every target counts. `num_workers`
+    processes read ahead, as long as batches are asked for in order; 0: read when asked. ValueErrors of the
+    dataset come through from the workers.
+    """
+
+    def __init__(
+        self,
+        dataset: Samples,
+        micro_batch_size: int,
+        num_micro_batches: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        *,
+        eod: int | None = None,
+        eod_mask_loss: bool = False,
+        num_workers: int = 0,
+    ) -> None:
+        if eod_mask_loss and eod is None:
+            raise ValueError(
+                "--eod-mask-loss: the end-of-document id is unknown; give the --tokenizer that the corpus "
+                "was preprocessed with, one with an end-of-document token"
+            )
+        self.assignment = Assignment(micro_batch_size, num_micro_batches, dp_rank, dp_size)
+        self._masked = eod if eod_mask_loss else None
+        self._steps = _Steps(dataset, self.assignment)
+        self._num_workers = num_workers
+        self._ahead: Iterator[torch.Tensor] | None = None
+        self._next = -1  # the consumed samples at which `_ahead` stands
+
+    def batch(self, consumed_samples: int) -> list[MicroBatch]:
+        """The M micro-batches of the step that begins after `consumed_samples`."""
+        if self._num_workers == 0:
+            tokens = self._steps[consumed_samples]
+        else:
+            tokens = self._read_ahead(consumed_samples)
+        numbers = self.assignment.samples(consumed_samples)
+        return [self._micro_batch(*pair) for pair in zip(tokens, numbers, strict=True)]
+
+    def close(self) -> None:
+        """End the worker processes; a later `batch` starts new ones."""
+        self._ahead = None
+
+    def _read_ahead(self, consumed: int) -> torch.Tensor:
+        if self._ahead is None or consumed != self._next:
+            self.close()
+            self._ahead = iter(
+                DataLoader(
+                    self._steps,
+                    batch_size=None,  # a key is a whole step
+                    sampler=_Progress(consumed, self.assignment.samples_per_step),
+                    num_workers=self._num_workers,
+                    prefetch_factor=PREFETCHED_STEPS,
+                )
+            )
+        try:
+            tokens = next(self._ahead)
+        except BaseException:
+            self.close()  # the step after a failed one is not the next of the workers
+            raise
+        self._next = consumed + self.assignment.samples_per_step
+        return tokens
+
+    def _micro_batch(self, tokens: torch.Tensor, numbers: tuple[int, ...]) -> MicroBatch:
+        ids = tokens[:, :-1].contiguous()  # [b, s]
+        labels = tokens[:, 1:].contiguous()  # [b, s]
+        loss_mask = torch.ones(ids.shape, dtype=torch.float32)
+        if self._masked is not None:
+            loss_mask[ids == self._masked] = 0.0
+        return MicroBatch(ids, labels, loss_mask, numbers)
+
+
+class _Steps(Dataset[torch.Tensor]):
+    """A dataset as torch's DataLoader wants it: at key `consumed`, a rank's step, int64 [M, b, s + 1]."""
+
+    def __init__(self, dataset: Samples, assignment: Assignment) -> None:
+        self._dataset, self._assignment = dataset, assignment
+
+    def __getitem__(self, consumed: int) -> torch.Tensor:
+        rows = self._assignment.samples(consumed)
+        return torch.from_numpy(np.stack([[self._dataset[i] for i in row] for row in rows]))
+
+
+class _Progress(Sampler[int]):
+    """The keys consumed, consumed + step, ... without end."""
+
+    def __init__(self, consumed: int, step: int) -> None:
+        self._consumed, self._step = consumed, step
+
+    def __iter__(self) -> Iterator[int]:
+        consumed = self._consumed
+        while True:
+            yield consumed
+            consumed += self._step

@@ -1,0 +1,202 @@
+"""Tokenizers behind one small interface: Hugging Face, GPT-2's own files, SentencePiece, and plain bytes.
+
+No begin-of-text or other special token is added to what is encoded: a document is its own tokens, and who
+wants an end of document appends `eod`. The libraries are imported by the loader that needs them.
+"""
+
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+SPECS = (
+    "a folder or tokenizer.json of Hugging Face, gpt2:DIR (vocab.json and merges.txt), "
+    "sentencepiece:FILE.model, or byte"
+)
+# Which token ends a document, if a tokenizer does not say: GPT-2's, then LLaMA's.
+END_OF_DOCUMENT = ("<|endoftext|>", "</s>")
+
+
+class Tokenizer(ABC):
+    """Text to ids in [0, `vocab_size`) and back. `spec` is what `load_tokenizer` made it from."""
+
+    def __init__(self, spec: str, vocab_size: int, eod: int | None) -> None:
+        self.spec, self.vocab_size, self._eod = spec, vocab_size, eod
+
+    @property
+    def eod(self) -> int:
+        """The end-of-document id. ValueError if there is none: raised only where one is needed."""
+        if self._eod is None:
+            raise ValueError(
+                f"--tokenizer {self.spec}: it has no end-of-document token ({', '.join(END_OF_DOCUMENT)}, or "
+                f"eos_token in tokenizer_config.json), which --append-eod and --eod-mask-loss need; add one "
+                f"to it, or leave these flags out"
+            )
+        return self._eod
+
+    @abstractmethod
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids. Bytes that are not UTF-8 become U+FFFD."""
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of one text."""
+        return self.encode_batch([text])[0]
+
+
+def load_tokenizer(spec: str) -> Tokenizer:
+    """The tokenizer of a --tokenizer SPEC (see `SPECS`). ValueError if it cannot be read."""
+    kind, _, path = spec.partition(":")
+    if spec == "byte":
+        return ByteTokenizer(spec)
+    if kind == "gpt2":
+        return _guarded(spec, lambda: _load_gpt2(spec, Path(path)))
+    if kind == "sentencepiece":
+        return _guarded(spec, lambda: SentencePieceTokenizer(spec, Path(path)))
+    return _guarded(spec, lambda: _load_hugging_face(spec, Path(spec)))
+
+
+def _guarded(spec: str, load: Callable[[], Tokenizer]) -> Tokenizer:
+    """Whatever a library raises at a bad file (plain Exception, RuntimeError, ...) becomes one ValueError."""
+    try:
+        return load()
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise ValueError(f"--tokenizer {spec}: cannot be read: {reason}; expected {SPECS}") from error
+
+
+class ByteTokenizer(Tokenizer):
+    """UTF-8 bytes as ids 0..255; 256 ends a document."""
+
+    def __init__(self, spec: str) -> None:
+        super().__init__(spec, vocab_size=257, eod=256)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [list(text.encode("utf-8", errors="surrogatepass")) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        parts, run = [], bytearray()
+        for token in ids:
+            if token < 256:
+                run.append(token)
+            else:
+                parts += [run.decode("utf-8", errors="replace"), END_OF_DOCUMENT[0]]
+                run = bytearray()
+        return "".join([*parts, run.decode("utf-8", errors="replace")])
+
+
+class FastTokenizer(Tokenizer):
+    """A `tokenizers.Tokenizer`, whether from a tokenizer.json or built from GPT-2's files."""
+
+    def __init__(self, spec: str, backend: Any, eod: int | None) -> None:
+        # Ids may have gaps, and the vocabulary must hold the largest.
+        super().__init__(spec, max(backend.get_vocab(with_added_tokens=True).values()) + 1, eod)
+        # A tokenizer.json may carry the truncation or padding of some other use.
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [one.ids for one in encoded]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._backend.decode(list(ids), skip_special_tokens=False)
+        return text
+
+
+class TransformersTokenizer(Tokenizer):
+    """A folder that only `transformers` can read: one without tokenizer.json."""
+
+    def __init__(self, spec: str, backend: Any) -> None:
+        size = max(backend.get_vocab().values()) + 1
+        super().__init__(spec, size, _find_eod(backend.get_vocab(), backend.eos_token))
+        self._backend = backend
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        ids: list[list[int]] = self._backend(list(texts), add_special_tokens=False)["input_ids"]
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._backend.decode(list(ids), skip_special_tokens=False)
+        return text
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece model; its end of sentence is the end of document."""
+
+    def __init__(self, spec: str, path: Path) -> None:
+        if not path.is_file():  # the library's own words are about a C++ file name
+            raise FileNotFoundError(f"{path} is not a file")
+        from sentencepiece import SentencePieceProcessor
+
+        self._backend = SentencePieceProcessor(model_file=str(path))
+        eos = self._backend.eos_id()
+        super().__init__(spec, self._backend.vocab_size(), eos if eos >= 0 else None)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        ids: list[list[int]] = self._backend.encode(list(texts), num_threads=1)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._backend.decode(list(ids))
+        return text
+
+
+def gpt2_backend(model: Any) -> Any:
+    """A `tokenizers.Tokenizer` that splits and joins text as GPT-2 does, around a byte-level BPE model."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, pre_tokenizers
+
+    backend = Backend(model)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _load_gpt2(spec: str, folder: Path) -> Tokenizer:
+    """OpenAI's two files, under OpenAI's names (encoder.json, vocab.bpe) or Hugging Face's.
+
+    <|endoftext|> is not looked for in the text, as in Megatron: a document that quotes it does not end there.
+    """
+    from tokenizers.models import BPE
+
+    for vocab, merges in (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")):
+        if (folder / vocab).is_file() and (folder / merges).is_file():
+            backend = gpt2_backend(BPE.from_file(str(folder / vocab), str(folder / merges)))
+            return FastTokenizer(spec, backend, _find_eod(backend.get_vocab(), None))
+    raise FileNotFoundError(f"no vocab.json and merges.txt (nor encoder.json and vocab.bpe) in {folder}")
+
+
+def _load_hugging_face(spec: str, path: Path) -> Tokenizer:
+    """A tokenizer.json is read without `transformers`, whose import takes seconds on every rank."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist")
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        from transformers import AutoTokenizer
+
+        return TransformersTokenizer(spec, AutoTokenizer.from_pretrained(path, local_files_only=True))
+    from tokenizers import Tokenizer as Backend
+
+    backend = Backend.from_file(str(file))
+    eos = _configured_eos(file.parent / "tokenizer_config.json")
+    return FastTokenizer(spec, backend, _find_eod(backend.get_vocab(with_added_tokens=True), eos))
+
+
+def _configured_eos(path: Path) -> str | None:
+    """`eos_token` of a tokenizer_config.json: a string, or an object with its `content`."""
+    if not os.path.isfile(path):
+        return None
+    eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+    return eos.get("content") if isinstance(eos, dict) else eos
+
+
+def _find_eod(vocab: dict[str, int], configured: str | None) -> int | None:
+    names = (*END_OF_DOCUMENT, configured)
+    return next((vocab[name] for name in names if name is not None and name in vocab), None)

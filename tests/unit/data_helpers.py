@@ -1,0 +1,58 @@
+"""Corpora for the data tests: the file format written and read with `struct` alone, apart from the code."""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+
+CODES = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}
+
+
+def pack_index(code: int, lengths: list[int], documents: list[int], **wrong) -> bytes:
+    """The bytes of an .idx. `wrong` replaces magic, version or offsets."""
+    size = struct.calcsize("<" + CODES.get(code, "f"))
+    offsets = wrong.get("offsets") or [size * sum(lengths[:i]) for i in range(len(lengths))]
+    out = wrong.get("magic", b"MMIDIDX\0\0") + struct.pack("<Q", wrong.get("version", 1))
+    out += struct.pack("<B", code) + struct.pack("<QQ", len(lengths), len(documents))
+    for kind, values in (("i", lengths), ("q", offsets), ("q", documents)):
+        out += struct.pack(f"<{len(values)}{kind}", *values)
+    return out
+
+
+def pack_tokens(code: int, sequences: list[list[int]]) -> bytes:
+    """The bytes of a .bin."""
+    return b"".join(struct.pack(f"<{len(s)}{CODES[code]}", *s) for s in sequences)
+
+
+def unpack_corpus(prefix: Path) -> tuple[int, list[list[int]], list[int]]:
+    """(dtype code, sequences, document indices) of a corpus on disk."""
+    idx, tokens = Path(f"{prefix}.idx").read_bytes(), Path(f"{prefix}.bin").read_bytes()
+    assert idx[:9] == b"MMIDIDX\0\0" and struct.unpack_from("<Q", idx, 9) == (1,)
+    code, count, num_indices = struct.unpack_from("<BQQ", idx, 17)
+    lengths = struct.unpack_from(f"<{count}i", idx, 34)
+    offsets = struct.unpack_from(f"<{count}q", idx, 34 + 4 * count)
+    documents = struct.unpack_from(f"<{num_indices}q", idx, 34 + 12 * count)
+    assert len(idx) == 34 + 12 * count + 8 * num_indices
+    sequences = [
+        list(struct.unpack_from(f"<{n}{CODES[code]}", tokens, at))
+        for n, at in zip(lengths, offsets, strict=True)
+    ]
+    assert len(tokens) == sum(lengths) * struct.calcsize("<" + CODES[code])
+    return code, sequences, list(documents)
+
+
+def write_corpus(
+    prefix: Path, sequences: list[list[int]], documents: list[int] | None = None, code: int = 8
+) -> Path:
+    """A corpus of one document a sequence, unless `documents` says otherwise."""
+    documents = list(range(len(sequences) + 1)) if documents is None else documents
+    Path(f"{prefix}.bin").write_bytes(pack_tokens(code, sequences))
+    Path(f"{prefix}.idx").write_bytes(pack_index(code, [len(s) for s in sequences], documents))
+    return prefix
+
+
+def numbered_documents(num_documents: int, seed: int = 0, low: int = 1, high: int = 12) -> list[list[int]]:
+    """Documents of random lengths whose tokens are all different: 0, 1, 2, ..."""
+    lengths = np.random.default_rng(seed).integers(low, high, num_documents)
+    ends = np.cumsum(lengths)
+    return [list(range(end - length, end)) for length, end in zip(lengths, ends, strict=True)]

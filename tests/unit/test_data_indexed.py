@@ -1,0 +1,172 @@
+"""The .bin/.idx format, byte for byte, and what a damaged corpus says."""
+
+import json
+import pickle
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megazero.data import indexed
+from megazero.data.indexed import IndexedDataset, IndexedWriter, dtype_for
+from tests.unit.data_helpers import pack_index, pack_tokens, unpack_corpus, write_corpus
+
+DOCUMENTS = [[5, 6, 7], [8], [9, 10, 11, 12]]
+
+
+@pytest.mark.parametrize("code", [1, 2, 3, 4, 5, 8])
+def test_reads_every_token_type(tmp_path: Path, code: int) -> None:
+    data = IndexedDataset(write_corpus(tmp_path / "c", DOCUMENTS, code=code))
+    assert (data.num_documents, data.num_tokens) == (3, 8)
+    assert [data.document(i).tolist() for i in range(3)] == DOCUMENTS
+    assert data.tokens(2, 5).tolist() == [7, 8, 9]
+    assert data.lengths.dtype == np.int32 and data.lengths.tolist() == [3, 1, 4]
+    assert data.document_indices.dtype == np.int64 and data.document_indices.tolist() == [0, 1, 2, 3]
+
+
+def test_documents_of_several_and_of_no_sequences(tmp_path: Path) -> None:
+    data = IndexedDataset(write_corpus(tmp_path / "c", DOCUMENTS, documents=[0, 0, 2, 2, 3, 3]))
+    documents = [data.document(i).tolist() for i in range(data.num_documents)]
+    assert documents == [[], [5, 6, 7, 8], [], [9, 10, 11, 12], []]
+
+
+def test_multimodal_index_is_read_without_its_modes(tmp_path: Path) -> None:
+    prefix = write_corpus(tmp_path / "c", DOCUMENTS)
+    with open(f"{prefix}.idx", "ab") as file:
+        file.write(bytes(3))
+    assert IndexedDataset(prefix).document(2).tolist() == DOCUMENTS[2]
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 1 << 20])
+@pytest.mark.parametrize(("dtype", "code"), [(np.uint16, 8), (np.int32, 4)])
+def test_writer_is_byte_for_byte(tmp_path: Path, dtype, code: int, chunk: int, monkeypatch) -> None:
+    monkeypatch.setattr(indexed, "CHUNK", chunk)
+    with IndexedWriter(tmp_path / "c", dtype) as writer:
+        writer.add(DOCUMENTS[0])
+        writer.add_batch(np.array(DOCUMENTS[1] + DOCUMENTS[2]), np.array([1, 4], dtype=np.int32))
+    assert (tmp_path / "c.bin").read_bytes() == pack_tokens(code, DOCUMENTS)
+    assert (tmp_path / "c.idx").read_bytes() == pack_index(code, [3, 1, 4], [0, 1, 2, 3])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c.bin", "c.idx"]
+    assert IndexedDataset(tmp_path / "c").document(2).tolist() == DOCUMENTS[2]
+
+
+def test_writer_keeps_sequences_of_a_document(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "c", np.int32) as writer:
+        writer.add([1, 2], [3])
+        writer.add()
+        writer.add([4])
+    assert unpack_corpus(tmp_path / "c") == (4, [[1, 2], [3], [4]], [0, 2, 2, 3])
+
+
+def test_writer_notes_what_it_wrote(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "c", np.uint16, about={"tokenizer": "byte", "vocab_size": 257}) as writer:
+        writer.add([1, 256])
+    about = json.loads((tmp_path / "c.json").read_text())
+    assert about == {
+        "tokenizer": "byte",
+        "vocab_size": 257,
+        "dtype": "uint16",
+        "num_documents": 1,
+        "num_tokens": 2,
+        "max_id": 256,
+    }
+
+
+def test_failed_writer_leaves_nothing_and_spares_the_old_corpus(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "c", DOCUMENTS)
+    with pytest.raises(KeyboardInterrupt), IndexedWriter(tmp_path / "c", np.uint16) as writer:
+        writer.add([1])
+        raise KeyboardInterrupt
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c.bin", "c.idx"]
+    assert IndexedDataset(tmp_path / "c").num_tokens == 8
+
+
+def test_index_comes_last(tmp_path: Path, monkeypatch) -> None:
+    """A run that dies between two renames must not leave an old index beside new tokens."""
+    write_corpus(tmp_path / "c", DOCUMENTS)
+    names = []
+
+    def replace(source: str, target: str) -> None:
+        assert not (tmp_path / "c.idx").exists()
+        names.append(Path(target).name)
+        Path(source).rename(target)
+
+    monkeypatch.setattr(indexed.os, "replace", replace)
+    with IndexedWriter(tmp_path / "c", np.uint16, about={}) as writer:
+        writer.add([1])
+    assert names == ["c.bin", "c.json", "c.idx"]
+
+
+@pytest.mark.parametrize("ids", [[70000], [-1]])
+def test_writer_refuses_ids_that_do_not_fit(tmp_path: Path, ids: list[int]) -> None:
+    with pytest.raises(ValueError, match="do not fit"), IndexedWriter(tmp_path / "c", np.uint16) as writer:
+        writer.add(ids)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dtype_for() -> None:
+    assert (dtype_for(65499), dtype_for(65500)) == (np.uint16, np.int32)
+
+
+def test_pickling_opens_the_files_again(tmp_path: Path) -> None:
+    prefix = write_corpus(tmp_path / "c", [[7] * 5000])
+    stored = pickle.dumps(IndexedDataset(prefix))
+    assert len(stored) < 1000
+    assert pickle.loads(stored).tokens(0, 2).tolist() == [7, 7]
+
+
+GOOD = pack_index(8, [3, 1, 4], [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        (b"", "no Megatron index"),
+        (GOOD[:5], "truncated"),
+        (GOOD[:33], "truncated"),
+        (GOOD[:34], "truncated: 34 bytes, its header promises 102"),
+        (GOOD[:-1], "truncated: 101 bytes, its header promises 102"),
+        (GOOD + b"x", "damaged"),
+        (b"TNTIDX\0\0" + GOOD[8:], "legacy TNTIDX format.*preprocess"),
+        (b"PK\3\4" + GOOD[4:], "no Megatron index"),
+        (pack_index(8, [3, 1, 4], [0, 1, 2, 3], version=2), "index version 2, only 1"),
+        (pack_index(6, [3, 1, 4], [0, 1, 2, 3]), "code 6, float32 in one fork"),
+        (pack_index(7, [3, 1, 4], [0, 1, 2, 3]), "code 7, float32 in one fork"),
+        (pack_index(9, [3, 1, 4], [0, 1, 2, 3]), "code 9, which is unknown"),
+        (pack_index(8, [3, 1, 4], [0, 1, 2, 3], offsets=[0, 6, 10]), "inconsistent at sequence 2.*offset 10"),
+        (pack_index(8, [3, 1, 4], [0, 1, 2, 3], offsets=[2, 6, 8]), "inconsistent at sequence 0"),
+        (pack_index(8, [3, -1, 6], [0, 1, 2, 3]), "inconsistent at sequence 1: length -1"),
+        (pack_index(8, [3, 1, 4], [0, 2, 1, 3]), "document indices"),
+        (pack_index(8, [3, 1, 4], [0, 1, 2]), "document indices"),
+        (pack_index(8, [3, 1, 4], [1, 2, 3]), "document indices"),
+        (pack_index(8, [3, 1, 4], []), "document indices"),
+        (pack_index(8, [3, 1, 3], [0, 1, 2, 3]), "does not belong to this .idx: 16 bytes"),
+        (pack_index(8, [3, 1, 5], [0, 1, 2, 3]), r"\.bin is truncated: 16 bytes, the index describes 18"),
+    ],
+)
+@pytest.mark.parametrize("chunk", [1, 1 << 20])
+def test_damaged_corpus(tmp_path: Path, index: bytes, words: str, chunk: int, monkeypatch) -> None:
+    monkeypatch.setattr(indexed, "CHUNK", chunk)  # 1: borders between chunks everywhere
+    prefix = write_corpus(tmp_path / "c", DOCUMENTS)
+    Path(f"{prefix}.idx").write_bytes(index)
+    with pytest.raises(ValueError, match=f"--data-path {prefix}: .*{words}"):
+        IndexedDataset(prefix)
+
+
+def test_missing_files(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--data-path .*/c: .*c\.bin and .*c\.idx not found"):
+        IndexedDataset(tmp_path / "c")
+    write_corpus(tmp_path / "c", DOCUMENTS)
+    with pytest.raises(ValueError, match=r"give the prefix without \.bin: .*/c$"):
+        IndexedDataset(tmp_path / "c.bin")
+    (tmp_path / "c.bin").unlink()
+    with pytest.raises(ValueError, match=r"/c\.bin not found"):
+        IndexedDataset(tmp_path / "c")
+
+
+def test_huge_counts_in_a_header_do_not_allocate(tmp_path: Path) -> None:
+    prefix = write_corpus(tmp_path / "c", DOCUMENTS)
+    Path(f"{prefix}.idx").write_bytes(GOOD[:18] + struct.pack("<QQ", 2**63, 2**63) + GOOD[34:])
+    with pytest.raises(ValueError, match="truncated"):
+        IndexedDataset(prefix)

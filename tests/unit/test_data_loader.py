@@ -1,0 +1,82 @@
+"""Which rank gets which sample, masks, and worker processes that change nothing."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megazero.data.loader import Assignment, Batches
+from megazero.data.samples import GPTDataset
+from tests.unit.data_helpers import numbered_documents, write_corpus
+
+EOD = 0
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> GPTDataset:
+    documents = [[*document[1:], EOD] for document in numbered_documents(60, low=3)]
+    return GPTDataset(write_corpus(tmp_path / "c", documents), "1", "train", seq_length=8, seed=1)
+
+
+@pytest.mark.parametrize(("size", "count", "ranks"), [(1, 1, 1), (2, 3, 4), (3, 2, 1), (1, 4, 3)])
+def test_ranks_share_a_step_without_gap_or_overlap(size: int, count: int, ranks: int) -> None:
+    steps = [Assignment(size, count, rank, ranks).samples(1000) for rank in range(ranks)]
+    for m in range(count):
+        for rank in range(ranks):
+            first = 1000 + (m * ranks + rank) * size
+            assert steps[rank][m] == tuple(range(first, first + size))
+    numbers = sorted(i for step in steps for row in step for i in row)
+    assert numbers == list(range(1000, 1000 + size * count * ranks))
+    assert Assignment(size, count, 0, ranks).samples_per_step == size * count * ranks
+
+
+def test_micro_batches_hold_the_samples_they_name(dataset: GPTDataset) -> None:
+    batch = Batches(dataset, 2, 3, dp_rank=1, dp_size=2).batch(24)
+    assert [micro.samples for micro in batch] == [(26, 27), (30, 31), (34, 35)]
+    for micro in batch:
+        for j, index in enumerate(micro.samples):
+            assert micro.ids[j].tolist() == dataset[index][:-1].tolist()
+            assert micro.labels[j].tolist() == dataset[index][1:].tolist()
+        assert micro.ids.dtype == micro.labels.dtype == torch.int64
+        assert micro.loss_mask.dtype == torch.float32 and micro.loss_mask.shape == micro.ids.shape == (2, 8)
+        assert micro.ids.is_contiguous() and micro.labels.is_contiguous()
+        assert micro.loss_mask.eq(1).all()
+
+
+def test_eod_mask_loss_masks_targets_whose_input_is_eod(dataset: GPTDataset) -> None:
+    masked = Batches(dataset, 4, 2, eod=EOD, eod_mask_loss=True).batch(0)
+    plain = Batches(dataset, 4, 2, eod=EOD).batch(0)
+    for micro, unmasked in zip(masked, plain, strict=True):
+        assert torch.equal(micro.loss_mask, (micro.ids != EOD).float())
+        assert 0 < micro.loss_mask.sum() < micro.loss_mask.numel()
+        assert torch.equal(micro.labels, unmasked.labels) and unmasked.loss_mask.eq(1).all()
+
+
+def test_eod_mask_loss_needs_an_eod(dataset: GPTDataset) -> None:
+    with pytest.raises(ValueError, match=r"--eod-mask-loss: .*--tokenizer"):
+        Batches(dataset, 1, 1, eod_mask_loss=True)
+
+
+def flat(batch: list) -> list:
+    return [(m.ids.tolist(), m.labels.tolist(), m.loss_mask.tolist(), m.samples) for m in batch]
+
+
+def test_workers_change_nothing(dataset: GPTDataset) -> None:
+    arguments = {"micro_batch_size": 2, "num_micro_batches": 2, "dp_rank": 1, "dp_size": 2, "eod": EOD}
+    here = Batches(dataset, **arguments, eod_mask_loss=True)
+    there = Batches(dataset, **arguments, eod_mask_loss=True, num_workers=2)
+    for consumed in [0, 8, 16, 24, 32, 400, 408, 8, 16]:  # in order, a jump ahead, and back
+        assert flat(there.batch(consumed)) == flat(here.batch(consumed))
+    there.close()
+    assert flat(there.batch(24)) == flat(here.batch(24))
+    there.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_errors_come_through(tmp_path: Path, num_workers: int) -> None:
+    prefix = write_corpus(tmp_path / "c", [[1, 2, 300, 4, 5, 6, 7, 8, 9, 10]])
+    dataset = GPTDataset(prefix, "1", "train", 3, seed=1, vocab_size=256)
+    batches = Batches(dataset, 4, 1, num_workers=num_workers)
+    for _ in range(2):  # the second time, too
+        with pytest.raises(ValueError, match=r"--data-path .*token id 300"):
+            batches.batch(0)

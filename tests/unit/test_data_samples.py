@@ -1,0 +1,289 @@
+"""Which tokens are sample i: coverage, order, splits, the cache, and every refusal."""
+
+import pickle
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megazero.data import epochs, samples
+from megazero.data.indexed import IndexedDataset
+from megazero.data.samples import GPTDataset, open_datasets, split_ranges, validate
+from tests.unit.data_helpers import numbered_documents, write_corpus
+
+ALL = "1,0,0"
+GOLDEN = [[201, 202, 10, 11, 12], [212, 213, 260, 261, 262], [72, 73, 74, 260, 261]]
+
+
+@pytest.fixture(autouse=True)
+def own_temporary_directory(tmp_path: Path, monkeypatch) -> None:
+    """The second-best place of the cache is under the system's: keep the tests out of it."""
+    monkeypatch.setattr(epochs.tempfile, "gettempdir", lambda: str(tmp_path / "system"))
+
+
+def stream_of(dataset: GPTDataset, num_samples: int) -> list[int]:
+    """The stream, put together again from shuffled samples by the token that neighbours share."""
+    parts = [dataset[i].tolist() for i in range(num_samples)]
+    position = {index: k for k, index in enumerate(stream_numbers(dataset, num_samples))}
+    ordered = [parts[position[k]] for k in range(num_samples)]
+    for left, right in pairwise(ordered):
+        assert left[-1] == right[0]
+    return [token for part in ordered for token in part[:-1]]
+
+
+def stream_numbers(dataset: GPTDataset, num_samples: int) -> Iterator[int]:
+    """Number in the stream of samples 0, 1, ...; checks that every epoch is shuffled within itself."""
+    size, epoch = dataset.seq_length, 0
+    done = 0
+    while done < num_samples:
+        first = -(-epoch * dataset.num_tokens // size)
+        stop = -(-(epoch + 1) * dataset.num_tokens // size)
+        shuffle = dataset._table(epoch).shuffle
+        assert sorted(shuffle.tolist()) == list(range(stop - first))
+        yield from (first + shuffle).tolist()
+        done, epoch = stop, epoch + 1
+
+
+@pytest.mark.parametrize(("num_documents", "size"), [(50, 7), (50, 1), (9, 40), (1, 3), (200, 64)])
+def test_every_token_of_an_epoch_is_an_input_exactly_once(
+    tmp_path: Path, num_documents: int, size: int
+) -> None:
+    documents = numbered_documents(num_documents, low=5, high=15)
+    dataset = GPTDataset(write_corpus(tmp_path / "c", documents), ALL, "train", size, seed=1)
+    total = dataset.num_tokens
+    assert total == sum(map(len, documents)) and dataset.num_documents == num_documents
+    num_samples = -(-3 * total // size)  # those that begin in three epochs
+    stream = stream_of(dataset, num_samples)
+    for epoch in range(3):
+        tokens = stream[epoch * total : (epoch + 1) * total]
+        assert sorted(tokens) == list(range(total))
+        # Documents stay whole and in order: each begins where it should and runs on.
+        starts = {document[0]: document for document in documents}
+        at = 0
+        while at < total:
+            document = starts[tokens[at]]
+            assert tokens[at : at + len(document)] == document
+            at += len(document)
+
+
+def test_epochs_differ_and_documents_are_shuffled(tmp_path: Path) -> None:
+    dataset = GPTDataset(write_corpus(tmp_path / "c", numbered_documents(50)), ALL, "train", 4, seed=1)
+    orders = [dataset._table(epoch).order.tolist() for epoch in range(3)]
+    assert len({tuple(order) for order in [*orders, list(range(50))]}) == 4
+    shuffles = [dataset._table(epoch).shuffle.tolist() for epoch in range(2)]
+    assert shuffles[0] != sorted(shuffles[0]) and shuffles[0] != shuffles[1]
+
+
+def test_empty_documents_and_documents_of_several_sequences(tmp_path: Path) -> None:
+    sequences = [[0, 1], [2], [3, 4, 5], [6], [7, 8]]
+    prefix = write_corpus(tmp_path / "c", sequences, documents=[0, 0, 2, 2, 3, 3, 3, 5, 5])
+    dataset = GPTDataset(prefix, ALL, "train", 3, seed=1)
+    for epoch in range(4):
+        tokens = [token for i in range(3) for token in dataset._stream(9 * epoch + 3 * i, 3).tolist()]
+        assert sorted(tokens) == list(range(9))
+        for whole in ([0, 1, 2], [3, 4, 5], [6, 7, 8]):
+            at = tokens.index(whole[0])
+            assert tokens[at : at + 3] == whole
+
+
+def test_order_is_a_function_of_corpus_split_length_and_seed(tmp_path: Path) -> None:
+    """The very numbers: a change here changes every run that is resumed."""
+    documents = [list(range(10 * k, 10 * k + 3 + k % 5)) for k in range(30)]
+    dataset = GPTDataset(write_corpus(tmp_path / "c", documents), "9,1", "train", 4, seed=1234)
+    assert [dataset[i].tolist() for i in (0, 1, 100)] == GOLDEN
+
+
+def test_order_depends_on_neither_access_nor_path_nor_cache(tmp_path: Path) -> None:
+    documents = numbered_documents(40)
+    prefix = write_corpus(tmp_path / "c", documents)
+    expected = [GPTDataset(prefix, "8,2", "train", 6, seed=3)[i].tolist() for i in range(120)]
+    (tmp_path / "elsewhere").mkdir()
+    moved = write_corpus(tmp_path / "elsewhere" / "d", documents)
+    backwards = GPTDataset(moved, "8,2", "train", 6, seed=3)  # without a cache
+    assert [backwards[i].tolist() for i in reversed(range(120))] == expected[::-1]
+    cached = pickle.loads(pickle.dumps(GPTDataset(prefix, "80,20,0", "train", 6, seed=3)))
+    jumps = np.random.default_rng(0).permutation(120).tolist()
+    assert [cached[i].tolist() for i in jumps] == [expected[i] for i in jumps]
+
+
+@pytest.mark.parametrize("change", ["seed", "split", "corpus", "name"])
+def test_order_differs_otherwise(tmp_path: Path, change: str) -> None:
+    prefix = write_corpus(tmp_path / "c", numbered_documents(60))
+    first = GPTDataset(prefix, "1,1", "train", 4, seed=1)
+    split, name, seed = "1,1", "train", 1
+    if change == "seed":
+        seed = 2
+    elif change == "split":
+        split = "2,1"
+    elif change == "name":
+        name = "validation"
+    else:
+        prefix = write_corpus(tmp_path / "d", numbered_documents(60, seed=1))
+    other = GPTDataset(prefix, split, name, 4, seed=seed)
+    assert not np.array_equal(first._table(0).shuffle[:20], other._table(0).shuffle[:20])
+    assert not np.array_equal(
+        first._table(0).order[:20], other._table(0).order[:20] - other._key.first_document
+    )
+
+
+def cache_files(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "c_index_cache").iterdir())
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "pickle", "other"])
+def test_damaged_cache_is_computed_again(tmp_path: Path, damage: str) -> None:
+    prefix = write_corpus(tmp_path / "c", numbered_documents(40))
+    expected = [GPTDataset(prefix, ALL, "train", 6, seed=3)[i].tolist() for i in range(20)]
+    (path,) = cache_files(tmp_path)
+    good = path.read_bytes()
+    if damage == "truncated":
+        path.write_bytes(good[:-8])
+    elif damage == "flipped":
+        path.write_bytes(good[:200] + bytes([good[200] ^ 1]) + good[201:])
+    elif damage == "empty":
+        path.write_bytes(b"")
+    elif damage == "pickle":
+        np.save(path, np.array([{}], dtype=object), allow_pickle=True)
+    else:
+        np.save(path, np.zeros(3))
+    assert [GPTDataset(prefix, ALL, "train", 6, seed=3)[i].tolist() for i in range(20)] == expected
+    assert cache_files(tmp_path) == [path] and path.read_bytes() == good
+
+
+def test_cache_is_used(tmp_path: Path, monkeypatch) -> None:
+    prefix = write_corpus(tmp_path / "c", numbered_documents(40))
+    expected = GPTDataset(prefix, ALL, "train", 6, seed=3)[0].tolist()
+    monkeypatch.setattr(epochs, "build_table", None)
+    table = GPTDataset(prefix, ALL, "train", 6, seed=3)._table(0)
+    assert GPTDataset(prefix, ALL, "train", 6, seed=3)[0].tolist() == expected
+    base = table.order
+    while base.base is not None and not isinstance(base, np.memmap):
+        base = base.base
+    assert not isinstance(base, np.ndarray) or isinstance(base, np.memmap)  # mapped, not read into memory
+
+
+@pytest.mark.parametrize("second", [True, False])
+def test_unwritable_cache(tmp_path: Path, second: bool) -> None:
+    prefix = write_corpus(tmp_path / "c", numbered_documents(40))
+    (tmp_path / "c_index_cache").write_text("in the way: root may write anywhere else")
+    if not second:
+        (tmp_path / "system").write_text("in the way")
+    dataset = GPTDataset(prefix, ALL, "train", 6, seed=3)
+    moved = GPTDataset(write_corpus(tmp_path / "d", numbered_documents(40)), ALL, "train", 6, seed=3)
+    assert [dataset[i].tolist() for i in range(50)] == [moved[i].tolist() for i in range(50)]
+    if second:
+        assert len(list((tmp_path / "system").rglob("*.npy"))) > 0
+
+
+def test_no_temporary_files_stay_in_the_cache(tmp_path: Path, monkeypatch) -> None:
+    prefix = write_corpus(tmp_path / "c", numbered_documents(40))
+
+    def fail(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(epochs.os, "replace", fail)
+    assert GPTDataset(prefix, ALL, "train", 6, seed=3)[0].size == 7
+    assert cache_files(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("split", "count", "expected"),
+    [
+        ("969,30,1", 1000, [(0, 969), (969, 999), (999, 1000)]),
+        ("969,30,1", 100, [(0, 97), (97, 100), (100, 100)]),
+        ("969,30,1", 1, [(0, 1), (1, 1), (1, 1)]),
+        ("0.9,0.1", 10, [(0, 9), (9, 10), (10, 10)]),
+        ("1", 7, [(0, 7), (7, 7), (7, 7)]),
+        ("0,1,0", 7, [(0, 0), (0, 7), (7, 7)]),
+        ("1,1,1", 10, [(0, 3), (3, 7), (7, 10)]),
+        ("1,1", 5, [(0, 2), (2, 5), (5, 5)]),  # Megatron rounds with Python's round: halves to even
+        ("1,1,1", 10**14, [(0, 33333333333333), (33333333333333, 66666666666667), (66666666666667, 10**14)]),
+    ],
+)
+def test_split_ranges(split: str, count: int, expected: list[tuple[int, int]]) -> None:
+    assert split_ranges(split, count) == dict(zip(("train", "validation", "test"), expected, strict=True))
+
+
+@pytest.mark.parametrize("split", ["", "a,b", "1,2,3,4", "-1,2", "0,0,0", "nan", "inf,1", "1,,2"])
+def test_bad_split(split: str) -> None:
+    with pytest.raises(ValueError, match=f"--split {split}: expected"):
+        split_ranges(split, 10)
+
+
+def test_splits_hold_their_own_documents(tmp_path: Path) -> None:
+    prefix = write_corpus(tmp_path / "c", numbered_documents(100))
+    data = open_datasets((str(prefix),), "60,30,10", 4, 1, None)
+    seen = [set(np.concatenate([part[i] for i in range(part.num_tokens // 4)]).tolist()) for part in data]
+    assert not seen[0] & seen[1] and not seen[1] & seen[2] and not seen[0] & seen[2]
+    assert [part.num_documents for part in data] == [60, 30, 10]
+
+
+def test_short_or_empty_split_raises_when_used(tmp_path: Path) -> None:
+    prefix = str(write_corpus(tmp_path / "c", [[1, 2, 3], [4, 5]]))
+    assert GPTDataset(prefix, ALL, "train", 4, seed=1)[0].size == 5
+    short = GPTDataset(prefix, ALL, "train", 5, seed=1)
+    words = r"--data-path .*train split.*5 tokens in 2 of 2 documents.*--seq-length 5"
+    for act in (short.check, lambda: short[0], lambda: validate((prefix,), ALL, 5, None)):
+        with pytest.raises(ValueError, match=words):
+            act()
+    data = open_datasets((prefix,), ALL, 4, 1, None)
+    with pytest.raises(ValueError, match=r"validation split.* 0 tokens in 0 of 2"):
+        data.validation[0]
+    validate((prefix,), ALL, 4, None)
+    with pytest.raises(ValueError, match="validation split"):
+        validate((prefix,), ALL, 4, None, evaluation=True)
+
+
+def test_ids_outside_the_vocabulary(tmp_path: Path, monkeypatch) -> None:
+    prefix = str(write_corpus(tmp_path / "c", [[1, 2, 3, 4, 300, 5, 6, 7]]))
+    words = rf"--data-path {prefix}: .*token id 300, outside the vocabulary of 300.*--tokenizer"
+    validate((prefix,), ALL, 4, 301)
+    with pytest.raises(ValueError, match=words):
+        validate((prefix,), ALL, 4, 300)
+    with pytest.raises(ValueError, match=words):
+        list(map(GPTDataset(prefix, ALL, "train", 4, 1, vocab_size=300).__getitem__, range(2)))
+    list(map(GPTDataset(prefix, ALL, "train", 4, 1, vocab_size=301).__getitem__, range(2)))
+    negative = str(write_corpus(tmp_path / "n", [[1, 2, 3, 4, -5]], code=4))
+    with pytest.raises(ValueError, match="token id -5"):
+        validate((negative,), ALL, 4, 300)
+    # Only the ends of a large corpus are read; the note beside it knows the rest, if it is about these
+    # tokens.
+    monkeypatch.setattr(samples, "SCANNED_BYTES", 4)
+    validate((prefix,), ALL, 4, 300)
+    Path(prefix + ".json").write_text('{"max_id": 300, "num_tokens": 8}')
+    with pytest.raises(ValueError, match=words):
+        validate((prefix,), ALL, 4, 300)
+    for stale in ('{"max_id": 300, "num_tokens": 9}', "{", "[]"):
+        Path(prefix + ".json").write_text(stale)
+        validate((prefix,), ALL, 4, 300)
+    monkeypatch.setattr(samples, "SCANNED_BYTES", 8)
+    with pytest.raises(ValueError, match=words):
+        validate((prefix,), ALL, 4, 300)
+
+
+def test_validate_names_the_second_corpus(tmp_path: Path) -> None:
+    prefix = str(write_corpus(tmp_path / "c", numbered_documents(9)))
+    with pytest.raises(ValueError, match=f"--data-path {prefix}2: .*not found"):
+        validate(("1", prefix, "2", prefix + "2"), ALL, 4, None)
+
+
+def test_far_epochs_are_reached_at_once(tmp_path: Path) -> None:
+    dataset = GPTDataset(write_corpus(tmp_path / "c", numbered_documents(10)), ALL, "train", 4, seed=1)
+    assert dataset[10**15].shape == (5,) and dataset[0].dtype == np.int64
+
+
+def test_few_tables_are_kept(tmp_path: Path) -> None:
+    dataset = GPTDataset(write_corpus(tmp_path / "c", numbered_documents(10)), ALL, "train", 4, seed=1)
+    for i in range(200):
+        dataset[i]
+    assert len(dataset._tables) == samples.KEPT_EPOCHS
+
+
+def test_fingerprint_sees_both_ends(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(epochs, "FINGERPRINT_BYTES", 50)
+    names = []
+    for sequences in ([[1], [2, 3], [4]], [[1, 2], [3], [4]], [[1], [2], [3, 4]], [[1], [2], [3, 4, 5]]):
+        names.append(epochs.fingerprint(IndexedDataset(write_corpus(tmp_path / "c", sequences))))
+    assert len(set(names)) == 4
