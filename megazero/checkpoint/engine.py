@@ -1,0 +1,118 @@
+"""save and load: what all ranks call together. `planning` says who does what, `storage` writes the files."""
+
+import contextlib
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megazero.checkpoint import folders
+from megazero.checkpoint.manifest import read_manifest
+from megazero.checkpoint.planning import CoveredLoadPlanner, CoveredSavePlanner
+from megazero.checkpoint.shards import LocalShard
+from megazero.checkpoint.storage import ManifestReader, ManifestWriter
+
+Group = dist.ProcessGroup | None
+T = TypeVar("T")
+
+
+def save(
+    root: Path, iteration: int, shards: Mapping[str, LocalShard], state: dict[str, Any], group: Group = None
+) -> Path:
+    """Write the checkpoint `root/iter_NNNNNNN` and point `root/latest` at it; returns its path.
+
+    All ranks of `group` call it, each with the shards that it holds; `state` is JSON, and rank 0's is kept.
+    `group` spans all ranks (None: the default group, or this process alone where torch.distributed was not
+    started); give a gloo group of its own, with a timeout longer than the slowest rank's write, where the
+    save runs in a thread. An iteration that was saved before is replaced. One save at a time for a root.
+
+    Raises, on every rank and with nothing published: ValueError, naming the tensor and the range, if some
+    element of some tensor is held by no rank or in two different pieces; RuntimeError with the message of
+    each rank that could not write.
+    """
+    root = Path(root)
+    writer = ManifestWriter(root, iteration, _rank(group), state)
+    try:
+        with _together(f"saving {root / folders.folder_name(iteration)}"):
+            dcp.save(
+                dict(shards),
+                storage_writer=writer,
+                planner=CoveredSavePlanner(shards),
+                process_group=group,
+                no_dist=not dist.is_initialized(),
+            )
+    except Exception:
+        if _rank(group) == 0:  # what was written is of no use, and the disk may be full
+            shutil.rmtree(writer.folder, ignore_errors=True)
+        raise
+    return root / folders.folder_name(iteration)
+
+
+def load(path: Path, shards: Mapping[str, LocalShard], group: Group = None) -> None:
+    """Fill the `data` of every shard, in place, from the checkpoint folder `path`, whatever layout saved it.
+
+    All ranks of `group` call it (see `save`), each with the shards that it wants; together they must name
+    exactly the checkpoint's tensors. A rank reads only the chunks that it needs, and checks what it reads.
+
+    Raises ValueError on every rank, naming --load and the tensor or file, if the checkpoint is of another
+    model (a name, shape or dtype differs), not whole, or damaged; the data of the shards is then undefined.
+    """
+    path = Path(path)
+    manifest = _from_rank_0(lambda: read_manifest(path), group)
+    with _together(f"loading {path}"):
+        dcp.load(
+            dict(shards),
+            storage_reader=ManifestReader(path, manifest),
+            planner=CoveredLoadPlanner(shards, path, manifest),
+            process_group=group,
+            no_dist=not dist.is_initialized(),
+        )
+
+
+def find(load: Path, group: Group = None) -> Path | None:
+    """`folders.find` on rank 0, for all ranks: they cannot disagree about which checkpoint is the newest."""
+    return _from_rank_0(lambda: folders.find(load), group)
+
+
+def _rank(group: Group) -> int:
+    return dist.get_rank(group) if dist.is_initialized() else 0
+
+
+def _from_rank_0(function: Callable[[], T], group: Group) -> T:
+    """What the function returns or raises on rank 0, on every rank."""
+    if not dist.is_initialized():
+        return function()
+    outcome: list[Any] = [None, None]
+    if _rank(group) == 0:
+        try:
+            outcome[0] = function()
+        except Exception as error:
+            outcome[1] = error
+    source = 0 if group is None else dist.get_global_rank(group, 0)
+    dist.broadcast_object_list(outcome, src=source, group=group)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+@contextlib.contextmanager
+def _together(action: str) -> Iterator[None]:
+    """Turn DCP's report of failed ranks, which every rank gets, into one error that says who and why."""
+    with warnings.catch_warnings():
+        # DCP warns of a process on its own, which for us is a layout like any other.
+        warnings.filterwarnings(
+            "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
+        )
+        try:
+            yield
+        except CheckpointException as exception:  # a BaseException
+            errors = {rank: error for rank, (error, _) in sorted(exception.failures.items())}
+            if all(isinstance(error, ValueError) for error in errors.values()):
+                raise ValueError("; ".join(dict.fromkeys(map(str, errors.values())))) from exception
+            reports = [f"rank {rank}: {type(error).__name__}: {error}" for rank, error in errors.items()]
+            raise RuntimeError(f"{action} failed on {'; '.join(reports)}") from exception

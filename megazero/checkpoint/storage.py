@@ -1,0 +1,272 @@
+"""Tensors on disk for torch.distributed.checkpoint: safetensors files and the manifest. See Note [On disk].
+
+The files are written here rather than by the safetensors library: one chunk at a time through the host, its
+checksum taken on the way, and flushed to the disk. The library reads them, and its reading checks the
+format.
+"""
+
+import contextlib
+import json
+import os
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from megazero.checkpoint.folders import clear_leftovers, partial_folder, publish
+from megazero.checkpoint.manifest import (
+    DTYPES,
+    STATE,
+    Chunk,
+    Entry,
+    Manifest,
+    damage,
+    dtype_name,
+    key,
+    missing_part,
+    sync_folder,
+    write_durably,
+    write_manifest,
+)
+from megazero.rectangles import Rectangle
+
+
+def host_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor; a copy only where it is not in host memory."""
+    return tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data
+
+
+def write_safetensors(path: Path, chunks: Sequence[tuple[str, torch.Tensor]]) -> tuple[list[int], int]:
+    """Write (key, contiguous tensor) pairs as a safetensors file, durably.
+
+    Returns the CRC-32 of each chunk and the bytes of the file. OSError if the disk refuses. The file is:
+    u64 length of the header, little-endian; the header, JSON, padded with spaces so that data begins at a
+    multiple of 8; data.
+    """
+    header: dict[str, Any] = {}
+    position = 0
+    for name, tensor in chunks:
+        stop = position + tensor.nbytes
+        code = DTYPES[dtype_name(tensor.dtype)][1]
+        header[name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [position, stop]}
+        position = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    checksums = []
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, tensor in chunks:
+            data = host_bytes(tensor)
+            checksums.append(zlib.crc32(data))
+            file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return checksums, 8 + len(text) + position
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a rank put a chunk: what it tells rank 0 for the manifest."""
+
+    file: str
+    file_bytes: int
+    crc32: int
+
+
+class ManifestWriter(StorageWriter):
+    """Writes `root/iter_NNNNNNN`: each rank its chunks, rank 0 the rest, and publishes it once all is on
+    the disk.
+
+    DCP calls `finish` on rank 0 only after every rank has reported that `write_data` succeeded, and reports
+    its outcome to every rank: so a failure anywhere publishes nothing, and is known everywhere.
+    """
+
+    def __init__(self, root: Path, iteration: int, rank: int, state: dict[str, Any]) -> None:
+        self.root = root
+        self.iteration = iteration
+        self.rank = rank
+        self.state = state
+        self.folder = partial_folder(root, iteration)
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Nothing: a writer serves one save."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Rank 0 makes the partial folder; no rank writes before plans were exchanged, so after this."""
+        if is_coordinator:
+            self.state_text = json.dumps(self.state)  # before any byte is written: it may not be JSON
+            self.root.mkdir(parents=True, exist_ok=True)
+            clear_leftovers(self.root)
+            self.folder.mkdir()
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Unchanged."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Unchanged."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """This rank's file, on the disk when this returns; no file where the rank has nothing to write."""
+        if not plan.items:
+            return _done([])
+        with _sendable_errors():
+            if not self.folder.is_dir():
+                raise FileNotFoundError(
+                    f"{self.folder}, made by rank 0, is not here: --save must be a folder shared by all ranks"
+                )
+            file = f"rank_{self.rank:05d}.safetensors"
+            chunks = [(key(i.index.fqn, i.index.offset), planner.resolve_data(i)) for i in plan.items]
+            checksums, file_bytes = write_safetensors(self.folder / file, chunks)
+            results = [
+                WriteResult(item.index, tensor.nbytes, Stored(file, file_bytes, crc32))
+                for item, (_, tensor), crc32 in zip(plan.items, chunks, checksums, strict=True)
+            ]
+        return _done(results)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On rank 0: state, manifest, and then the name by which others see the checkpoint."""
+        stored: dict[MetadataIndex, Stored] = {r.index: r.storage_data for rank in results for r in rank}
+        tensors = {
+            name: Entry(
+                dtype_name(tensor.properties.dtype),
+                tuple(tensor.size),
+                tuple(
+                    Chunk(Rectangle(tuple(c.offsets), tuple(c.sizes)), where.file, where.crc32)
+                    for c in tensor.chunks
+                    for where in [stored[MetadataIndex(name, c.offsets)]]
+                ),
+            )
+            for name, tensor in metadata.state_dict_metadata.items()
+        }
+        files = {where.file: where.file_bytes for where in stored.values()}
+        manifest = Manifest(files, zlib.crc32(self.state_text.encode()), tensors)
+        write_durably(self.folder / STATE, self.state_text)
+        fault = missing_part(self.folder, manifest)
+        if fault:
+            raise FileNotFoundError(f"{self.folder}: {fault}: --save must be a folder shared by all ranks")
+        write_manifest(self.folder, manifest)
+        sync_folder(self.folder)
+        publish(self.root, self.iteration)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Not chosen by name."""
+        return False
+
+
+class ManifestReader(StorageReader):
+    """Reads a published checkpoint: only the chunks that are needed, each checked, by memory map."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        self.manifest = manifest
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Nothing: a reader serves one load."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The manifest in DCP's terms."""
+        return Metadata(
+            {
+                name: TensorStorageMetadata(
+                    TensorProperties(dtype=DTYPES[entry.dtype][0]),
+                    torch.Size(entry.shape),
+                    [
+                        ChunkStorageMetadata(torch.Size(c.rectangle.offset), torch.Size(c.rectangle.size))
+                        for c in entry.chunks
+                    ],
+                )
+                for name, entry in self.manifest.tensors.items()
+            }
+        )
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Nothing to set up."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Unchanged."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Unchanged."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill the planner's tensors; ValueError, naming file and tensor, at the first damaged chunk."""
+        by_file: dict[str, dict[MetadataIndex, list[ReadItem]]] = defaultdict(lambda: defaultdict(list))
+        chunks = {
+            MetadataIndex(name, chunk.rectangle.offset): chunk
+            for name in {item.storage_index.fqn for item in plan.items}
+            for chunk in self.manifest.tensors[name].chunks
+        }
+        for item in plan.items:
+            by_file[chunks[item.storage_index].file][item.storage_index].append(item)
+        for file, wanted in sorted(by_file.items()):
+            try:
+                with _sendable_errors(), safe_open(self.path / file, "pt") as opened:
+                    for index, items in wanted.items():
+                        _fill(items, self._read_chunk(opened, index, chunks[index]), planner)
+            except (SafetensorError, OSError) as error:
+                raise damage(self.path / file, f"{error}") from None
+        return _done(None)
+
+    def _read_chunk(self, opened: Any, index: MetadataIndex, chunk: Chunk) -> torch.Tensor:
+        """The chunk's elements, a view of the file, after its checksum was found right."""
+        tensor = opened.get_tensor(key(index.fqn, index.offset))
+        expected = (DTYPES[self.manifest.tensors[index.fqn].dtype][0], chunk.rectangle.size)
+        where = f"tensor {index.fqn!r} at {list(chunk.rectangle.offset)}"
+        if (tensor.dtype, tuple(tensor.shape)) != expected:
+            raise damage(self.path / chunk.file, f"{where} has another shape or dtype than the manifest says")
+        if zlib.crc32(host_bytes(tensor)) != chunk.crc32:
+            raise damage(self.path / chunk.file, f"{where} does not have the checksum that the manifest says")
+        return tensor
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Not chosen by name."""
+        return False
+
+
+def _fill(items: Iterable[ReadItem], chunk: torch.Tensor, planner: LoadPlanner) -> None:
+    for item in items:
+        spans = zip(item.storage_offsets, item.lengths, strict=True)
+        part = chunk[tuple(slice(offset, offset + length) for offset, length in spans)]
+        target = planner.resolve_tensor(item)
+        target.copy_(part)
+        planner.commit_tensor(item, target)
+
+
+@contextlib.contextmanager
+def _sendable_errors() -> Iterator[None]:
+    """DCP pickles what a rank raised, to tell the others; what cannot be pickled would leave them waiting."""
+    try:
+        yield
+    except (OSError, ValueError, SafetensorError):
+        raise
+    except Exception as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+
+def _done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
