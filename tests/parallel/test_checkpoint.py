@@ -7,6 +7,7 @@ import shutil
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -396,3 +397,20 @@ def test_rank_0_reads_the_manifest_for_all(tmp_path: Path) -> None:
     shutil.copytree(path, lagging)
     (lagging / "manifest.json").unlink()
     on_ranks(2, load_with_lagging_view, tmp_path, path, lagging)
+
+
+def save_beside_training(rank: int, root: Path) -> None:
+    """As `--async-save` does: from a thread, over a gloo group of its own, while the step's collectives go on."""
+    group = dist.new_group(backend="gloo")
+    with ThreadPoolExecutor(1) as pool:
+        saving = pool.submit(checkpoint.save, root, 100, held(rank, 1, 2, True), {"rank": rank}, group)
+        for _ in range(50):
+            total = torch.ones(1000)
+            dist.all_reduce(total)
+            assert torch.equal(total, torch.full((1000,), 2.0))
+        assert saving.result() == root / "iter_0000100"
+
+
+def test_a_save_from_a_thread(tmp_path: Path) -> None:
+    on_ranks(2, save_beside_training, tmp_path, tmp_path / "root")
+    on_ranks(2, load_layout, tmp_path, tmp_path / "root", 2, 1, 1)
