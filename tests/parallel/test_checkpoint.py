@@ -400,7 +400,7 @@ def test_rank_0_reads_the_manifest_for_all(tmp_path: Path) -> None:
 
 
 def save_beside_training(rank: int, root: Path) -> None:
-    """As `--async-save` does: from a thread, over a gloo group of its own, while the step's collectives go on."""
+    """As `--async-save` does: from a thread, over a group of its own, beside the collectives of a step."""
     group = dist.new_group(backend="gloo")
     with ThreadPoolExecutor(1) as pool:
         saving = pool.submit(checkpoint.save, root, 100, held(rank, 1, 2, True), {"rank": rank}, group)
