@@ -2,6 +2,7 @@
 """Pretrain a GPT model: alone, under torchrun or under srun. `--help` lists the flags."""
 
 import sys
+import time
 import traceback
 from typing import NoReturn
 
@@ -18,6 +19,7 @@ def main(argv: list[str]) -> None:
     except ValueError as error:
         fail(world, f"ValueError: {error}")
     except mesh.PeerLost as error:
+        time.sleep(2)  # launchers name the rank that ends first as the cause: that is the other one
         fail(world, f"stopped, for another rank failed: {mesh.reported_failure() or error}")
     except Exception as error:
         traceback.print_exc()
