@@ -65,7 +65,9 @@ def find_checkpoint(config: Config) -> Path | None:
 
 def check_model(path: Path, saved: dict[str, Any], model: ModelConfig) -> None:
     ours = asdict(model)
-    wrong = [f"--{key.replace('_', '-')} {saved[key]}, not {ours[key]}" for key in SHAPE_FLAGS if saved[key] != ours[key]]
+    wrong = [
+        f"--{key.replace('_', '-')} {saved[key]}, not {ours[key]}" for key in SHAPE_FLAGS if saved[key] != ours[key]
+    ]
     if wrong:
         raise ValueError(f"--load {path}: the checkpoint of another model: it has {'; '.join(wrong)}")
 
@@ -228,5 +230,3 @@ class Trainer:
             self.say(f"iteration {done} is done, and --train-iters is {asked}: nothing to do")
         elif load is not None:
             self.say(f"going on after iteration {self.progress.iteration}")
-
-

@@ -20,9 +20,7 @@ def tool(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def write_jsonl(path: Path, count: int) -> Path:
-    path.write_text(
-        "".join(json.dumps({"text": f"Hello world, number {k}. [bold]"}) + "\n" for k in range(count))
-    )
+    path.write_text("".join(json.dumps({"text": f"Hello world, number {k}. [bold]"}) + "\n" for k in range(count)))
     return path
 
 

@@ -164,9 +164,7 @@ def test_one_process_loads_what_many_saved(tmp_path: Path) -> None:
 
 
 def save_replicas(rank: int, root: Path) -> None:
-    replicated = {
-        f"layer{i}": LocalShard((64, 8), (0, 0), (64, 8), 0, 512, torch.arange(512.0) + i) for i in range(8)
-    }
+    replicated = {f"layer{i}": LocalShard((64, 8), (0, 0), (64, 8), 0, 512, torch.arange(512.0) + i) for i in range(8)}
     checkpoint.save(root, 1, replicated, {})
 
 
@@ -175,10 +173,7 @@ def test_replicas_are_written_once_and_by_turns(tmp_path: Path) -> None:
     written = manifest.read_manifest(tmp_path / "root" / "iter_0000001")
     chunks = [chunk for entry in written.tensors.values() for chunk in entry.chunks]
     assert len(chunks) == 8
-    assert (
-        sorted(chunk.file for chunk in chunks)
-        == ["rank_00000.safetensors"] * 4 + ["rank_00001.safetensors"] * 4
-    )
+    assert sorted(chunk.file for chunk in chunks) == ["rank_00000.safetensors"] * 4 + ["rank_00001.safetensors"] * 4
     sizes = [file.stat().st_size for file in (tmp_path / "root" / "iter_0000001").glob("*.safetensors")]
     assert max(sizes) < 4 * 2048 + 1000
 
@@ -210,9 +205,7 @@ def save_with_hole(rank: int, root: Path) -> tuple[str, float]:
     mine = held(rank, 1, 3, True)
     if rank == 1:
         row = mine["row"]
-        mine["row"] = LocalShard(
-            row.global_shape, row.offset, row.local_shape, row.start, row.stop - 2, row.data[:-2]
-        )
+        mine["row"] = LocalShard(row.global_shape, row.offset, row.local_shape, row.start, row.stop - 2, row.data[:-2])
     return refused(ValueError, lambda: checkpoint.save(root, 100, mine, {}))
 
 

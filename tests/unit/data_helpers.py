@@ -38,16 +38,13 @@ def unpack_corpus(prefix: Path) -> tuple[int, list[list[int]], list[int]]:
     documents = struct.unpack_from(f"<{num_indices}q", idx, 34 + 12 * count)
     assert len(idx) == 34 + 12 * count + 8 * num_indices
     sequences = [
-        list(struct.unpack_from(f"<{n}{CODES[code]}", tokens, at))
-        for n, at in zip(lengths, offsets, strict=True)
+        list(struct.unpack_from(f"<{n}{CODES[code]}", tokens, at)) for n, at in zip(lengths, offsets, strict=True)
     ]
     assert len(tokens) == sum(lengths) * struct.calcsize("<" + CODES[code])
     return code, sequences, list(documents)
 
 
-def write_corpus(
-    prefix: Path, sequences: list[list[int]], documents: list[int] | None = None, code: int = 8
-) -> Path:
+def write_corpus(prefix: Path, sequences: list[list[int]], documents: list[int] | None = None, code: int = 8) -> Path:
     """A corpus of one document a sequence, unless `documents` says otherwise."""
     documents = list(range(len(sequences) + 1)) if documents is None else documents
     Path(f"{prefix}.bin").write_bytes(pack_tokens(code, sequences))

@@ -37,9 +37,7 @@ def test_bytes_of_the_corpus(tmp_path: Path, lines: Path, eod: bool) -> None:
     prefix = run(tmp_path, lines, more=("--append-eod",) if eod else ())
     sequences = [[97, 98, EOD], [0xC3, 0xA9, EOD]] if eod else [[97, 98], [0xC3, 0xA9]]
     assert Path(f"{prefix}_text_document.bin").read_bytes() == pack_tokens(8, sequences)
-    assert Path(f"{prefix}_text_document.idx").read_bytes() == pack_index(
-        8, [len(s) for s in sequences], [0, 1, 2]
-    )
+    assert Path(f"{prefix}_text_document.idx").read_bytes() == pack_index(8, [len(s) for s in sequences], [0, 1, 2])
     about = json.loads(Path(f"{prefix}_text_document.json").read_text())
     assert about == {
         "tokenizer": "byte",
@@ -110,9 +108,7 @@ def test_chunks_in_memory_are_bounded(tmp_path: Path, monkeypatch) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", *({"text": "x"} for _ in range(100)))
     read = []
     chunks = preprocess_data.read_chunks
-    monkeypatch.setattr(
-        preprocess_data, "read_chunks", lambda inputs: (read.append(c) or c for c in chunks(inputs))
-    )
+    monkeypatch.setattr(preprocess_data, "read_chunks", lambda inputs: (read.append(c) or c for c in chunks(inputs)))
     job = preprocess_data.Job("byte", ("text",), False)
     for done, _ in enumerate(preprocess_data.encode_all(job, [str(path)], workers=2)):
         assert len(read) - done <= 2 * preprocess_data.CHUNKS_PER_WORKER
@@ -189,9 +185,7 @@ def test_append_eod_needs_an_eod(tmp_path: Path, lines: Path) -> None:
 
 
 def test_trained_tokenizer_is_deterministic_and_checked(tmp_path: Path, capsys) -> None:
-    path = write_jsonl(
-        tmp_path / "a.jsonl", *({"text": f"some words {k} and more words"} for k in range(300))
-    )
+    path = write_jsonl(tmp_path / "a.jsonl", *({"text": f"some words {k} and more words"} for k in range(300)))
     for name in "ab":
         arguments = ["--input", str(path), "--output", str(tmp_path / name), "--vocab-size", "280"]
         train_tokenizer.main(arguments)

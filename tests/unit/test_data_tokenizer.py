@@ -36,9 +36,7 @@ def sentencepiece_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     prefix = tmp_path_factory.mktemp("sentencepiece") / "tiny"
     lines = [f"the quick brown fox number {k} jumps over lazy dogs" for k in range(200)]
-    SentencePieceTrainer.train(
-        sentence_iterator=iter(lines), model_prefix=str(prefix), vocab_size=60, minloglevel=2
-    )
+    SentencePieceTrainer.train(sentence_iterator=iter(lines), model_prefix=str(prefix), vocab_size=60, minloglevel=2)
     return prefix.with_suffix(".model")
 
 
@@ -94,9 +92,7 @@ def test_hugging_face_template_truncation_and_padding_are_left_out(trained: Path
     from tokenizers.processors import TemplateProcessing
 
     backend = Backend.from_file(str(trained / "tokenizer.json"))
-    backend.post_processor = TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
-    )
+    backend.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
     backend.enable_truncation(4)
     backend.enable_padding(length=8)
     backend.save(str(tmp_path / "tokenizer.json"))
