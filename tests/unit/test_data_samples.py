@@ -148,6 +148,16 @@ def test_damaged_cache_is_computed_again(tmp_path: Path, damage: str) -> None:
     assert cache_files(tmp_path) == [path] and path.read_bytes() == good
 
 
+def test_cache_is_not_mistaken_for_that_of_another_split_or_an_older_corpus(tmp_path: Path) -> None:
+    for turn in range(2):  # the second time, other tokens bear the name
+        documents = [[10 * k] * (2 + (k + turn) % 2) for k in range(40)]
+        prefix = write_corpus(tmp_path / "c", documents)
+        for name, own in (("train", documents[:20]), ("validation", documents[20:])):
+            dataset = GPTDataset(prefix, "1,1", name, 5, seed=1)
+            tokens = dataset._stream(0, dataset.num_tokens).tolist()
+            assert sorted(tokens) == sorted(token for document in own for token in document)
+
+
 def test_cache_is_used(tmp_path: Path, monkeypatch) -> None:
     prefix = write_corpus(tmp_path / "c", numbered_documents(40))
     expected = GPTDataset(prefix, ALL, "train", 6, seed=3)[0].tolist()
