@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import tomllib
 import typing
 from dataclasses import dataclass, field
@@ -271,7 +272,7 @@ def preset_args(path: Path) -> list[str]:
         ValueError: not TOML, an unknown key, or a value of the wrong type.
     """
     try:
-        values = tomllib.loads(path.read_text())
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"--preset {path}: not a TOML file: {error}") from None
     known = flags()
@@ -290,7 +291,7 @@ def _as_args(path: Path, key: str, value: Any, kind: Any) -> list[str]:
         return ValueError(f"--preset {path}: {key} = {json.dumps(value, default=str)} must be {wanted}")
 
     if typing.get_origin(kind) is Literal:
-        if value not in typing.get_args(kind) or isinstance(value, bool):
+        if value not in typing.get_args(kind) or type(value) is not type(typing.get_args(kind)[0]):
             raise refuse("one of " + ", ".join(map(str, typing.get_args(kind))))
         return [f"--{key}", str(value)]
     if kind is bool:
@@ -304,10 +305,12 @@ def _as_args(path: Path, key: str, value: Any, kind: Any) -> list[str]:
     if kind is str:
         if not isinstance(value, str):
             raise refuse("a string")
-        return [f"--{key}", value]
+        return [f"--{key}={value}"]  # in one piece: it may begin with a dash
     values = [value] if isinstance(value, str) else value
     if not isinstance(values, list) or not all(isinstance(v, (str, int, float)) for v in values):
         raise refuse("a list of strings")
+    if any(isinstance(v, bool) or str(v).startswith("-") for v in values):
+        raise refuse("a list of names and numbers, none of which begins with a dash")
     return [f"--{key}", *map(str, values)]
 
 
@@ -320,10 +323,17 @@ def to_toml(config: Config) -> str:
             lines.append(f"# {group.name}")
             for option in dataclasses.fields(section):
                 value = getattr(section, option.name)
-                shown = list(value) if isinstance(value, tuple) else value
-                lines.append(f"{option.name.replace('_', '-')} = {json.dumps(shown)}")
+                lines.append(f"{option.name.replace('_', '-')} = {_toml_value(value)}")
             lines.append("")
     return "\n".join(lines)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(_toml_value, value)) + "]"
+    if isinstance(value, str):  # JSON's escapes are TOML's, up to U+FFFF
+        return '"' + "".join(json.dumps(c)[1:-1] if ord(c) <= 0xFFFF else f"\\U{ord(c):08x}" for c in value) + '"'
+    return json.dumps(value)
 
 
 # -- checks: everything that can be said before a process group or a file is made
@@ -398,6 +408,8 @@ def check_values(config: Config) -> None:
     for name in POSITIVE:
         require(name, value[name] > 0, "must be more than 0")
     for name, (_, kind) in flags().items():
+        if kind is float:
+            require(name, math.isfinite(value[name]), "must be finite")
         if kind in (int, float) and name != "seed":
             require(name, value[name] >= 0, "must not be negative")
     for name in ("attention-dropout", "hidden-dropout", "adam-beta1", "adam-beta2"):
@@ -414,10 +426,10 @@ def _check_model(config: Config) -> None:
         raise ValueError(f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; use {fits} heads")
     for flag, size in (("num-attention-heads", heads), ("ffn-hidden-size", model.ffn_size)):
         if size % tp:
-            divisors = ", ".join(str(n) for n in range(2, size + 1) if size % n == 0 and n <= 64)
+            divisors = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0 and n <= 64)
             raise ValueError(
                 f"--{flag} {size} is not divisible by --tensor-model-parallel-size {tp}; "
-                f"use a --tensor-model-parallel-size of 1, {divisors}, or another --{flag}"
+                f"use a --tensor-model-parallel-size of {divisors}, or another --{flag}"
             )
     pp = config.parallel.pipeline_model_parallel_size
     if pp > model.num_layers:

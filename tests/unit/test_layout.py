@@ -1,0 +1,68 @@
+"""The rank grid, over every small layout."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from megazero.layout import AXES, Coord, Layout, ring_bytes
+
+LAYOUTS = [Layout(*sizes) for sizes in itertools.product((1, 2, 3, 4), repeat=3)]
+
+
+def test_ranks_and_coordinates_are_one_to_one() -> None:
+    for layout in LAYOUTS:
+        coords = [layout.coord(rank) for rank in range(layout.world_size)]
+        assert sorted(coords) == coords == [Coord(*c) for c in itertools.product(*map(range, _sizes(layout)))]
+        assert [layout.rank(coord) for coord in coords] == list(range(layout.world_size))
+
+
+def _sizes(layout: Layout) -> tuple[int, int, int]:
+    return layout.pp, layout.dp, layout.tp
+
+
+def test_tensor_parallel_neighbours_are_adjacent_ranks() -> None:
+    assert Layout(pp=2, dp=2, tp=2).groups("tp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert Layout(pp=2, dp=2, tp=2).groups("dp") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert Layout(pp=2, dp=2, tp=2).groups("pp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_groups_partition_the_world(axis: str) -> None:
+    """In a group one coordinate runs from 0 up, and the others stay."""
+    for layout in LAYOUTS:
+        groups = layout.groups(axis)
+        assert sorted(itertools.chain(*groups)) == list(range(layout.world_size))
+        for group in groups:
+            coords = [layout.coord(rank) for rank in group]
+            assert [getattr(c, axis) for c in coords] == list(range(getattr(layout, axis)))
+            assert len({c._replace(**{axis: 0}) for c in coords}) == 1
+
+
+def test_ends_join_the_first_and_the_last_stage() -> None:
+    for layout in LAYOUTS:
+        groups = layout.groups("ends")
+        assert len(groups) == layout.dp * layout.tp
+        for group in groups:
+            coords = [layout.coord(rank) for rank in group]
+            assert [c.pp for c in coords] == ([0] if layout.pp == 1 else [0, layout.pp - 1])
+            assert len({c._replace(pp=0) for c in coords}) == 1
+
+
+def test_layers_are_cut_in_order_and_evenly() -> None:
+    for pp in range(1, 9):
+        for num_layers in range(pp, 30):
+            stages = [Layout(pp=pp).layers(num_layers, stage) for stage in range(pp)]
+            assert list(itertools.chain(*stages)) == list(range(num_layers))
+            sizes = [len(stage) for stage in stages]
+            assert sizes == sorted(sizes, reverse=True) and max(sizes) - min(sizes) <= 1
+
+
+def test_ring_bytes() -> None:
+    assert [ring_bytes(120, size) for size in (1, 2, 3, 4)] == [0, 60, 80, 90]
+    assert [ring_bytes(120, size, passes=2) for size in (1, 2, 3, 4)] == [0, 120, 160, 180]
+
+
+def test_it_is_shown_as_it_is_asked_for() -> None:
+    assert str(Layout(pp=2, dp=3, tp=4)) == "pp 2 x dp 3 x tp 4"
