@@ -69,6 +69,7 @@ fi
 cores=$(nproc)
 threads=$((cores / nproc))
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
+export PYTHONUNBUFFERED=1   # a line is shown once it is printed, into a pipe too
 export PYTHONFAULTHANDLER=1 # a crash prints a traceback
 
 # Port 0: torchrun finds a free one, so that two runs on a machine do not meet. --tee 3: stdout and stderr, to both
