@@ -45,6 +45,12 @@ def test_a_rank_draws_its_part_of_the_global_tensor(spec: ParamSpec, tp: int) ->
         assert torch.equal(torch.cat(parts, spec.cut_dim), whole)
 
 
+def test_elements_are_numbered_in_the_order_of_the_global_tensor() -> None:
+    for spec in (TALL, replace(TALL, cut_dim=0), replace(TALL, cut_dim=None)):
+        expected = standard_normal(SEED, TALL.name, 0, math.prod(TALL.shape)).view(TALL.shape) * TALL.std + TALL.mean
+        assert torch.equal(drawn(spec), expected)
+
+
 def test_any_range_is_a_part_of_the_whole() -> None:
     total = 3 * BLOCK + 17
     whole = standard_normal(SEED, "x", 0, total)
