@@ -2,6 +2,7 @@
 """Pretrain a GPT model: alone, under torchrun or under srun. `--help` lists the flags."""
 
 import sys
+import time
 import traceback
 from typing import NoReturn
 
@@ -18,6 +19,7 @@ def main(argv: list[str]) -> None:
     except ValueError as error:
         fail(world, f"ValueError: {error}")
     except mesh.PeerLost as error:
+        time.sleep(2)  # launchers name the rank that ends first as the cause: that is the other one
         fail(world, f"stopped, for another rank failed: {mesh.reported_failure() or error}")
     except Exception as error:
         traceback.print_exc()
@@ -31,13 +33,15 @@ def pretrain(config: Config, world: mesh.World) -> None:
 
     tokenizer = load_tokenizer(config.data.tokenizer) if config.data.tokenizer else None
     config, layout = resolve(config, world.size, tokenizer.vocab_size if tokenizer else 0)
-    datasets, load = open_data(config), find_checkpoint(config)
+    datasets = open_data(config)
+    find_checkpoint(config)
     device = mesh.pick_device(world)
     mesh.start(world, device, config.parallel.distributed_timeout_minutes)
     if world.rank == 0:
         print(to_toml(config))
     eod = tokenizer.eod if tokenizer and config.data.eod_mask_loss else None
-    Trainer(config, mesh.Mesh.build(layout, world.rank, device), datasets, eod).run(load)
+    ranks = mesh.Mesh.build(layout, world.rank, device)
+    Trainer(config, ranks, datasets, eod).run(find_checkpoint(config))
 
 
 def fail(world: mesh.World, message: str) -> NoReturn:

@@ -145,7 +145,7 @@ class Engine:
         return float(self.mesh.control_sum(loss, self.mesh.dp, self.mesh.pp))
 
     def memory_bytes(self, result: StepResult) -> dict[str, int]:
-        """This rank's memory in the iteration that gave `result`, by kind; see the README for what each counts."""
+        """This rank's memory in the iteration that gave `result`, by kind, as docs/metrics.md defines them."""
         now, peak = self.ledger.now, self.ledger.peak
         on_gpu = self.mesh.device.type == "cuda"
         return {

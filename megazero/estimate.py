@@ -1,8 +1,7 @@
 """Predicted bytes of one rank: memory by kind, and traffic of an iteration. Pure.
 
 It walks the rank's plan as the engine does, entering in a ledger what the engine enters and counting what it sends; so
-it agrees with `memory_bytes` and `traffic_bytes` to the byte. The closed formulas that this comes to are in
-docs/zero.md's and the tests' own words; here is the order of events.
+it agrees with `memory_bytes` and `traffic_bytes` to the byte. docs/metrics.md has the closed formulas.
 """
 
 from __future__ import annotations

@@ -248,6 +248,7 @@ class Mesh:
     tp: Axis
     ends: Axis
     world: Axis
+    host_group: dist.ProcessGroup | None  # all ranks, for what lies in host memory: gloo. None: a single process
 
     @property
     def coord(self) -> Coord:
@@ -264,7 +265,10 @@ class Mesh:
                     axes[name] = Axis(name, ranks, rank, group)
         everyone = list(range(layout.world_size))
         axes["world"] = Axis("world", everyone, rank, dist.group.WORLD if len(everyone) > 1 else None)
-        return cls(layout, rank, device, **axes)
+        host = axes["world"].group
+        if host is not None and device.type != "cpu":
+            host = dist.new_group(backend="gloo")
+        return cls(layout, rank, device, host_group=host, **axes)
 
     def sent(self) -> dict[str, int]:
         """Bytes sent so far, by kind. The tied table's sum over `ends` is pipeline traffic."""

@@ -7,15 +7,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megazero import checkpoint
 from megazero.checkpoint import LocalShard
 from megazero.config import Config, ModelConfig
 from megazero.data.loader import Batches
-from megazero.data.samples import Datasets, open_datasets
+from megazero.data.samples import Datasets, open_datasets, validate
 from megazero.engine import Engine, StepResult
-from megazero.log import Record, Writer, duration, model_flops, open_writers
+from megazero.log import Record, model_flops, open_writers
 from megazero.mesh import Mesh
 from megazero.parameters import num_parameters
 
@@ -45,17 +43,14 @@ def open_data(config: Config) -> Datasets:
         raise ValueError(
             "--data-path is missing; give the PREFIX of a .bin/.idx pair, which data_tools/preprocess_data.py makes"
         )
-    datasets = open_datasets(
-        data.data_path, data.split, config.model.seq_length, config.training.seed, config.model.vocab_size
-    )
-    datasets.train.check()
-    if config.evaluation.eval_interval:
-        datasets.validation.check()
-    return datasets
+    model, seed = config.model, config.training.seed
+    evaluates = config.evaluation.eval_interval > 0
+    validate(data.data_path, data.split, model.seq_length, model.vocab_size, evaluation=evaluates)
+    return open_datasets(data.data_path, data.split, model.seq_length, seed, model.vocab_size)
 
 
 def find_checkpoint(config: Config) -> Path | None:
-    """What --load names, checked to be this model's; None: start afresh.
+    """What --load names, checked to be this model's; None: start afresh. Among ranks, what rank 0 finds.
 
     Raises:
         ValueError: it is damaged, or of another model.
@@ -70,7 +65,9 @@ def find_checkpoint(config: Config) -> Path | None:
 
 def check_model(path: Path, saved: dict[str, Any], model: ModelConfig) -> None:
     ours = asdict(model)
-    wrong = [f"--{key.replace('_', '-')} {saved[key]}, not {ours[key]}" for key in SHAPE_FLAGS if saved[key] != ours[key]]
+    wrong = [
+        f"--{key.replace('_', '-')} {saved[key]}, not {ours[key]}" for key in SHAPE_FLAGS if saved[key] != ours[key]
+    ]
     if wrong:
         raise ValueError(f"--load {path}: the checkpoint of another model: it has {'; '.join(wrong)}")
 
@@ -198,7 +195,7 @@ class Trainer:
             "layout": asdict(self.mesh.layout),
             "config": asdict(self.config),
         }
-        path = checkpoint.save(Path(root), iteration, self.shards(), state, self.mesh.world.group)
+        path = checkpoint.save(Path(root), iteration, self.shards(), state, self.mesh.host_group)
         self.saved_at = iteration
         self.say(f"saved {path} in {time.perf_counter() - start:.1f} s")
         if self.leads and self.config.checkpoint.keep_last:
@@ -206,7 +203,7 @@ class Trainer:
 
     def load(self, path: Path) -> None:
         start = time.perf_counter()
-        checkpoint.load(path, self.shards(), self.mesh.world.group)
+        checkpoint.load(path, self.shards(), self.mesh.host_group)
         for unit in self.engine.zero.units.values():
             unit.publish()
         state = checkpoint.read_state(path)
@@ -233,5 +230,3 @@ class Trainer:
             self.say(f"iteration {done} is done, and --train-iters is {asked}: nothing to do")
         elif load is not None:
             self.say(f"going on after iteration {self.progress.iteration}")
-
-

@@ -1,6 +1,7 @@
 """The same GPT in plain PyTorch, sharing no mechanism with megazero but the initial values.
 
-F.linear, F.cross_entropy, clip_grad_norm_ and torch.optim.AdamW over whole tensors, one process, the global batch at once.
+F.linear, F.cross_entropy, clip_grad_norm_ and torch.optim.AdamW over whole tensors, in one process, the global batch at
+once.
 """
 
 from __future__ import annotations

@@ -53,11 +53,12 @@ def save(
     return root / folders.folder_name(iteration)
 
 
-def load(path: Path, shards: Mapping[str, LocalShard], group: Group = None) -> None:
+def load(path: Path, shards: Mapping[str, LocalShard], group: Group = None, *, partial: bool = False) -> None:
     """Fill the `data` of every shard, in place, from the checkpoint folder `path`, whatever layout saved it.
 
     All ranks of `group` call it (see `save`), each with the shards that it wants; together they must name
-    exactly the checkpoint's tensors. A rank reads only the chunks that it needs, and checks what it reads.
+    exactly the checkpoint's tensors, or with `partial` some of them: weights without moments, to generate text.
+    A rank reads only the chunks that it needs, and checks what it reads.
 
     Raises ValueError on every rank, naming --load and the tensor or file, if the checkpoint is of another
     model (a name, shape or dtype differs), not whole, or damaged; the data of the shards is then undefined.
@@ -68,7 +69,7 @@ def load(path: Path, shards: Mapping[str, LocalShard], group: Group = None) -> N
         dcp.load(
             dict(shards),
             storage_reader=ManifestReader(path, manifest),
-            planner=CoveredLoadPlanner(shards, path, manifest),
+            planner=CoveredLoadPlanner(shards, path, manifest, partial),
             process_group=group,
             no_dist=not dist.is_initialized(),
         )
@@ -105,9 +106,7 @@ def _together(action: str) -> Iterator[None]:
     """Turn DCP's report of failed ranks, which every rank gets, into one error that says who and why."""
     with warnings.catch_warnings():
         # DCP warns of a process on its own, which for us is a layout like any other.
-        warnings.filterwarnings(
-            "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
-        )
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         try:
             yield
         except CheckpointException as exception:  # a BaseException

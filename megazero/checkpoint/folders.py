@@ -48,9 +48,7 @@ def find(load: Path) -> Path | None:
     if _NAME.fullmatch(load.name):
         fault = _fault(load)
         if fault:
-            raise ValueError(
-                f"--load {load} is not a whole checkpoint: {fault}; name another, or its parent folder"
-            )
+            raise ValueError(f"--load {load} is not a whole checkpoint: {fault}; name another, or its parent folder")
         return load
     candidates = list(reversed(_checkpoints(load)))
     named = _read_latest(load)
@@ -120,9 +118,7 @@ def _checkpoints(root: Path) -> list[Path]:
     """The folders under a root that should be whole checkpoints, oldest first; see Note [Whole or absent]."""
     found: dict[int, Path] = {}
     if root.is_dir():
-        for entry in sorted(
-            os.scandir(root), key=lambda entry: entry.name
-        ):  # '.iter...' sorts before 'iter...'
+        for entry in sorted(os.scandir(root), key=lambda entry: entry.name):  # '.iter...' sorts before 'iter...'
             aside = _ASIDE.fullmatch(entry.name)
             name = _NAME.fullmatch(aside[1] if aside else entry.name)
             if name and entry.is_dir():

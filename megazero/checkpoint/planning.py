@@ -103,8 +103,7 @@ def _agreed_declarations(declarations: Iterable[dict[str, Declared]]) -> dict[st
             first, theirs = agreed.setdefault(name, (rank, declared))
             if declared != theirs:
                 raise ValueError(
-                    f"tensor {name!r} is {_of_shape(theirs)} on rank {first}, "
-                    f"but {_of_shape(declared)} on rank {rank}"
+                    f"tensor {name!r} is {_of_shape(theirs)} on rank {first}, but {_of_shape(declared)} on rank {rank}"
                 )
     return {name: declared for name, (_, declared) in agreed.items()}
 
@@ -122,9 +121,7 @@ def _prove_coverage(declared: Mapping[str, Declared], plans: Iterable[SavePlan])
     for name, (shape, _) in declared.items():
         fault = coverage_fault(shape, pieces[name])
         if fault:
-            raise ValueError(
-                f"tensor {name!r} of shape {shape} is not held exactly once by the ranks: {fault}"
-            )
+            raise ValueError(f"tensor {name!r} of shape {shape} is not held exactly once by the ranks: {fault}")
 
 
 def _without_replicas(plans: list[SavePlan]) -> list[SavePlan]:
@@ -151,19 +148,17 @@ class CoveredLoadPlanner(LoadPlanner):
     """Plans a load in which every element that a rank asks for is provided exactly once, whoever saved it.
 
     The checkpoint must hold the tensors that the ranks together name, of the same shapes and dtypes, and no
-    others.
+    others; with `partial` it may hold others.
     """
 
-    def __init__(self, shards: Mapping[str, LocalShard], path: Path, manifest: Manifest) -> None:
-        self.shards = shards
+    def __init__(self, shards: Mapping[str, LocalShard], path: Path, manifest: Manifest, partial: bool = False) -> None:
+        self.shards, self.partial = shards, partial
         self.path = path
         self.manifest = manifest
         self.targets: dict[MetadataIndex, torch.Tensor] = {}
         self.metadata: Metadata | None = None
 
-    def set_up_planner(
-        self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         """`metadata` is the manifest in DCP's terms."""
         self.metadata = metadata
 
@@ -190,14 +185,11 @@ class CoveredLoadPlanner(LoadPlanner):
         stored = {name: (entry.shape, entry.dtype) for name, entry in self.manifest.tensors.items()}
         for name in wanted.keys() & stored.keys():
             if wanted[name] != stored[name]:
-                self._refuse(
-                    f"tensor {name!r} is {_of_shape(stored[name])} there and {_of_shape(wanted[name])} here"
-                )
-        if wanted.keys() != stored.keys():
-            self._refuse(
-                f"it lacks {_listed(wanted.keys() - stored.keys())}, "
-                f"and this model lacks {_listed(stored.keys() - wanted.keys())}"
-            )
+                self._refuse(f"tensor {name!r} is {_of_shape(stored[name])} there and {_of_shape(wanted[name])} here")
+        missing = wanted.keys() - stored.keys()
+        unasked = set() if self.partial else stored.keys() - wanted.keys()
+        if missing or unasked:
+            self._refuse(f"it lacks {_listed(missing)}, and this model lacks {_listed(unasked)}")
         return [replace(plan, planner_data=None) for plan in global_plan]
 
     def _refuse(self, difference: str) -> None:

@@ -197,9 +197,7 @@ class ManifestReader(StorageReader):
             }
         )
 
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing to set up."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:

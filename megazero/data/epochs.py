@@ -97,9 +97,7 @@ def build_table(data: IndexedDataset, key: EpochKey, epoch: int) -> EpochTable:
     np.cumsum(np.diff(bounds)[order], out=starts[1:])
     assert starts[-1] == key.num_tokens, (starts[-1], key.num_tokens)
     first, stop = key.sample_range(epoch)
-    return EpochTable(
-        order + key.first_document, starts, permutation(key.generator("samples", epoch), stop - first)
-    )
+    return EpochTable(order + key.first_document, starts, permutation(key.generator("samples", epoch), stop - first))
 
 
 def load_table(data: IndexedDataset, key: EpochKey, epoch: int) -> EpochTable:

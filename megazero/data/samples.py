@@ -228,9 +228,7 @@ class Datasets(NamedTuple):
     test: Samples
 
 
-def open_datasets(
-    data_path: Sequence[str], split: str, seq_length: int, seed: int, vocab_size: int | None
-) -> Datasets:
+def open_datasets(data_path: Sequence[str], split: str, seq_length: int, seed: int, vocab_size: int | None) -> Datasets:
     """Open the corpora of --data-path. Raises ValueError as `IndexedDataset` and `parse_data_path` do."""
     corpora = [(IndexedDataset(prefix), weight) for weight, prefix in parse_data_path(data_path)]
 

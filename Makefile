@@ -1,0 +1,29 @@
+# The developer's commands. `bash scripts/test.sh` once makes .venv with all that they need.
+BIN := .venv/bin
+
+.PHONY: help check format test test-all test-gpu bench
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+check:  ## format, lint, types of the pure floors, unit tests: under a minute
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/unit
+
+format:  ## rewrite all files in the house's format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+test:  ## the default suite, as CI runs it
+	bash scripts/test.sh
+
+test-all:  ## and what is marked slow
+	bash scripts/test.sh -m "not gpu"
+
+test-gpu:  ## what needs a GPU
+	bash scripts/test.sh -m gpu
+
+bench:  ## speed of one process against transformers
+	$(BIN)/python benchmarks/single_process.py

@@ -1,0 +1,123 @@
+#!/usr/bin/env python3
+"""Generate text from a checkpoint, whatever layout saved it, in one process.
+
+Example: python scripts/generate.py --load runs/quickstart/checkpoints --prompt "HAMLET:" --max-new-tokens 100
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from megazero import checkpoint, mesh
+from megazero.checkpoint import LocalShard
+from megazero.config import ModelConfig
+from megazero.data.tokenizer import Tokenizer, load_tokenizer
+from megazero.layout import Layout
+from megazero.ledger import Ledger
+from megazero.model import GPTStage
+from megazero.tensor_parallel import Context
+
+
+@dataclass(frozen=True)
+class Options:
+    """Generate text from a checkpoint, whatever layout saved it, in one process."""
+
+    load: str
+    """Folder of checkpoints, or one of its iter_NNNNNNN."""
+    prompt: str = "\n"
+    """Text to go on from."""
+    tokenizer: str = ""
+    """Empty: that of the checkpoint's run."""
+    max_new_tokens: int = 100
+    """Tokens to generate at most; an end-of-document token ends the text."""
+    temperature: float = 0.8
+    """Divides the logits. 0: always the likeliest token."""
+    top_k: int = 50
+    """Draw among this many likeliest tokens. 0: among all."""
+    num_samples: int = 1
+    """Texts to generate."""
+    seed: int = 1234
+    """Of the draws."""
+
+
+def load_model(path: Path, model: ModelConfig, device: torch.device) -> GPTStage:
+    """The whole model in fp32, its weights read from a checkpoint."""
+
+    def no_training(*_: object) -> None:
+        raise AssertionError("a model for generation has no gradients")
+
+    alone = mesh.Mesh.build(Layout(), 0, device)
+    stage = GPTStage(model, alone, 0, Context(alone.tp, no_training, Ledger(), torch.float32, device))
+    shards = {}
+    for members in stage.named_units().values():
+        for spec, parameter in members:
+            block = spec.local(1, 0)
+            flat = torch.zeros(block.stored_numel, device=device)  # the vocabulary's padding stays zero
+            parameter.data = flat.view(block.stored)
+            shards[f"model.{spec.name}"] = LocalShard(
+                spec.shape, block.offset, block.shape, 0, block.numel, flat[: block.numel]
+            )
+    checkpoint.load(path, shards, partial=True)
+    return stage
+
+
+@torch.no_grad()
+def generate(
+    stage: GPTStage, model: ModelConfig, ids: list[int], options: Options, generator: torch.Generator, eod: int | None
+) -> list[int]:
+    """`ids` and what follows. Each step computes the last --seq-length tokens anew."""
+    for _ in range(options.max_new_tokens):
+        window = torch.tensor([ids[-model.seq_length :]], device=generator.device)
+        x = stage.body(stage.embed(window, None), None)  # [1, s, h]
+        assert stage.head is not None
+        logits = stage.head.logits(x[0, -1])  # [v]
+        if options.temperature == 0:
+            token = int(logits.argmax())
+        else:
+            kept, tokens = logits.topk(min(options.top_k or len(logits), len(logits)))
+            drawn = torch.multinomial((kept / options.temperature).softmax(-1), 1, generator=generator)
+            token = int(tokens[drawn])
+        if token == eod:
+            break
+        ids = [*ids, token]
+    return ids
+
+
+def end_of_document(tokenizer: Tokenizer) -> int | None:
+    try:
+        return tokenizer.eod
+    except ValueError:  # it has none: only --max-new-tokens ends a text
+        return None
+
+
+def main(options: Options) -> None:
+    path = checkpoint.find(Path(options.load))
+    if path is None:
+        raise ValueError(f"--load {options.load} holds no checkpoint; give the --save folder of a run")
+    state = checkpoint.read_state(path)
+    model = ModelConfig(**state["model"])
+    tokenizer = load_tokenizer(options.tokenizer or state["config"]["data"]["tokenizer"])
+    device = mesh.pick_device(mesh.World(0, 1, 0, "single"))
+    stage = load_model(path, model, device)
+    generator = torch.Generator(device).manual_seed(options.seed)
+    prompt = tokenizer.encode(options.prompt)
+    if not prompt:
+        raise ValueError("--prompt is empty; give at least one character")
+    for _ in range(options.num_samples):
+        text = tokenizer.decode(generate(stage, model, prompt, options, generator, end_of_document(tokenizer)))
+        print(f"{text}\n{'-' * 40}" if options.num_samples > 1 else text, flush=True)
+
+
+if __name__ == "__main__":
+    import tyro
+
+    try:
+        main(tyro.cli(Options))
+    except ValueError as error:
+        sys.exit(f"ValueError: {error}")

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Sourced by quickstart.sh and test.sh: makes .venv and installs a requirements file into it, once.
+#   . scripts/install.sh; install requirements.txt
+set -euo pipefail
+
+install() {
+  local requirements=$1 python stamp
+  python=.venv/bin/python
+  if [ ! -x "$python" ]; then
+    local base
+    for base in python3.11 python3 python; do
+      if command -v "$base" >/dev/null && "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+        echo "making .venv with $(command -v "$base")"
+        "$base" -m venv .venv
+        break
+      fi
+    done
+    [ -x "$python" ] || { echo "megazero needs Python 3.11 or later, with venv; none was found on PATH" >&2; return 1; }
+  fi
+  # One stamp a file, of what it and the files it includes say: an unchanged one is not installed again.
+  stamp=.venv/installed-$(basename "$requirements")
+  if ! cat requirements.txt "$requirements" | cmp -s - "$stamp"; then
+    echo "installing $requirements into .venv (once; a few minutes)"
+    "$python" -m pip install --quiet --disable-pip-version-check -r "$requirements"
+    cat requirements.txt "$requirements" >"$stamp"
+  fi
+}

@@ -1,0 +1,117 @@
+"""The data tools as a user runs them: from the repository, as processes."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.unit.data_helpers import download_gpt2, unpack_corpus
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def tool(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, f"data_tools/{name}.py", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def write_jsonl(path: Path, count: int) -> Path:
+    path.write_text("".join(json.dumps({"text": f"Hello world, number {k}. [bold]"}) + "\n" for k in range(count)))
+    return path
+
+
+def test_train_preprocess_peek(tmp_path: Path) -> None:
+    text = write_jsonl(tmp_path / "a.jsonl", 300)
+    done = tool("train_tokenizer", "--input", text, "--output", tmp_path / "tok", "--vocab-size", 300)
+    assert done.returncode == 0, done.stderr
+    done = tool(
+        *(
+            "preprocess_data",
+            "--input",
+            text,
+            "--output-prefix",
+            tmp_path / "p",
+            "--tokenizer",
+            tmp_path / "tok",
+        ),
+        *("--append-eod", "--workers", 2),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "300 documents" in done.stdout and "MB/s" in done.stdout
+    sequences = unpack_corpus(tmp_path / "p_text_document")[1]
+    assert len(sequences) == 300 and all(s[-1] == 0 and 0 not in s[:-1] for s in sequences)
+    done = tool("peek", tmp_path / "p_text_document", "--documents", 2)
+    assert done.returncode == 0, done.stderr
+    for words in (
+        "uint16",
+        "Hello world, number 1. [bold]<|endoftext|>",
+        "document 1",
+        f"{tmp_path}/tok"[:20],
+    ):
+        assert words in done.stdout
+    assert "number 2." not in done.stdout
+
+
+def test_gpt2_vocabulary(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    files = download_gpt2(request.config)
+    (tmp_path / "a.jsonl").write_text('{"text": "Hello world"}\n')
+    arguments = ("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "p", "--append-eod")
+    done = tool("preprocess_data", *arguments, "--tokenizer", f"gpt2:{files}")
+    assert done.returncode == 0, done.stderr
+    assert unpack_corpus(tmp_path / "p_text_document") == (8, [[15496, 995, 50256]], [0, 1])
+
+
+@pytest.mark.parametrize("name", ["preprocess_data", "train_tokenizer", "peek"])
+def test_help_teaches(name: str) -> None:
+    done = tool(name, "--help")
+    assert done.returncode == 0
+    assert "example:" in done.stdout and f"python data_tools/{name}.py" in done.stdout
+
+
+def test_errors_are_one_line(tmp_path: Path) -> None:
+    arguments = ("--output-prefix", tmp_path / "p", "--tokenizer", "byte")
+    done = tool("preprocess_data", "--input", tmp_path / "none.jsonl", *arguments)
+    assert done.returncode != 0
+    assert done.stderr == f"preprocess_data.py: error: --input {tmp_path}/none.jsonl: no such file\n"
+    done = tool("peek", tmp_path / "none")
+    assert done.returncode != 0 and done.stderr.startswith("peek.py: error: --data-path")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_interrupted_run_leaves_no_corpus(tmp_path: Path, kind: signal.Signals) -> None:
+    """Stopped while two workers are busy with more than they can do in a moment."""
+    text = tmp_path / "a.jsonl"
+    text.write_bytes(b'{"text": "%s"}\n' % (b"x" * 60_000) * 1500)
+    arguments = ["--input", str(text), "--output-prefix", str(tmp_path / "out" / "p"), "--tokenizer", "byte"]
+    command = [sys.executable, "data_tools/preprocess_data.py", *arguments, "--workers", "2"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    workers = children(process.pid)
+    assert workers and process.poll() is None
+    process.send_signal(kind)
+    assert process.wait(timeout=30) != 0
+    left = {path.name.split(".partial")[0] for path in (tmp_path / "out").iterdir()}
+    if kind == signal.SIGKILL:  # nobody could clean up, but nothing bears a corpus's name
+        assert not {path.name for path in (tmp_path / "out").iterdir()} & left
+    else:
+        assert left == set()
+        assert process.stderr is not None and "interrupted, nothing was written" in process.stderr.read()
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() < deadline, "worker processes outlive the tool"
+        time.sleep(0.05)
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process started; waits until there are some."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        if len(found) >= 2:
+            return [int(each) for each in found]
+        time.sleep(0.05)
+    return []

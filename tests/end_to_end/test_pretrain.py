@@ -1,0 +1,201 @@
+"""pretrain_gpt.py as its users run it: layouts, resuming, what it writes, and what it says when it fails."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.cli import metrics, pretrain, run
+
+LAYOUTS = {
+    "dp3 zero2, M 2": (3, "--zero-stage 2"),
+    "tp2 recompute pa, M 6": (2, "--tensor-model-parallel-size 2 --recompute full --partition-activations"),
+    "pp2 dp2 zero3, M 3": (4, "--pipeline-model-parallel-size 2 --zero-stage 3"),
+    "pp2 gpipe, M 12": (2, "--pipeline-model-parallel-size 2 --pipeline-schedule gpipe --micro-batch-size 1"),
+}
+
+
+@pytest.fixture(scope="module")
+def alone(model, tmp_path_factory) -> Path:
+    """Log folder of the single process: ten iterations."""
+    folder = tmp_path_factory.mktemp("alone")
+    done = pretrain(*model, "--train-iters", 10, "--log-dir", folder, "--eval-interval", 5, "--eval-iters", 2)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def close(found: list[dict], wanted: list[dict], key: str) -> bool:
+    return all(abs(a[key] - b[key]) < 1e-5 * abs(b[key]) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_has_the_single_process_curve(name: str, model, alone: Path, tmp_path: Path) -> None:
+    ranks, flags = LAYOUTS[name]
+    done = pretrain(*model, *flags.split(), "--train-iters", 5, "--log-dir", tmp_path, ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    found, wanted = metrics(tmp_path), metrics(alone)[:5]
+    assert close(found, wanted, "loss") and close(found, wanted, "grad_norm")
+
+
+def test_metrics_are_as_defined(alone: Path, model) -> None:
+    found = metrics(alone)
+    assert [m["iteration"] for m in found] == list(range(1, 11))
+    assert [m["consumed_samples"] for m in found] == list(range(12, 121, 12))
+    assert [m["iteration"] for m in found if "validation_loss" in m] == [5, 10]
+    assert found[-1]["loss"] < found[0]["loss"] < 6
+    assert abs(found[0]["loss"] - math.log(257)) < 0.5
+    keys = {"loss_scale", "skipped", "step_seconds", "tokens_per_second", "tflops_per_device", "lr", "grad_norm"}
+    assert keys <= set(found[0])
+    m = found[0]
+    assert m["tokens_per_second"] == pytest.approx(12 * 33 / m["step_seconds"])
+    flops = 72 * 12 * 5 * 33 * 48**2 * (1 + 33 / (6 * 48) + 257 / (12 * 48 * 5))
+    assert m["tflops_per_device"] == pytest.approx(flops / m["step_seconds"] / 1e12)
+    memory = {"parameters", "optimizer", "gradients", "activation_checkpoints", "buffers", "logits", "peak", "host"}
+    assert set(m["memory_bytes"]) == memory
+    assert m["traffic_bytes"] == {"dp": 0, "tp": 0, "pp": 0, "control": 0}
+
+
+def test_config_is_saved_as_a_preset(alone: Path, tmp_path: Path) -> None:
+    values = tomllib.loads((alone / "config.toml").read_text())
+    assert values["vocab-size"] == 257 and values["ffn-hidden-size"] == 192 and values["train-iters"] == 10
+    done = pretrain("--preset", alone / "config.toml", "--log-dir", tmp_path, "--train-iters", 2)
+    assert done.returncode == 0, done.stderr
+    assert [m["loss"] for m in metrics(tmp_path)] == [m["loss"] for m in metrics(alone)[:2]]
+
+
+@pytest.mark.parametrize("ranks, flags", [(1, ""), (2, "--zero-stage 3 --precision bf16")], ids=["alone", "dp2"])
+def test_resumes_to_the_bit(ranks: int, flags: str, model, tmp_path: Path) -> None:
+    """10 iterations are 5, a stop, and 5 more; the decay and the evaluation go on too."""
+    common = [*model, *flags.split(), "--train-iters", 10, "--lr-decay-style", "cosine", "--lr-warmup-iters", 2]
+    common += ["--eval-interval", 5, "--eval-iters", 1]
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    assert pretrain(*common, "--log-dir", whole, ranks=ranks).returncode == 0
+    for half in (1, 2):
+        again = [*common, "--log-dir", halves, "--save", halves, "--load", halves, "--exit-interval", 5]
+        done = pretrain(*again, ranks=ranks)
+        assert done.returncode == 0, done.stderr
+        assert (halves / "latest").read_text().strip() == f"iter_{5 * half:07}"
+    found, wanted = metrics(halves), metrics(whole)
+    for key in ("iteration", "consumed_samples", "loss", "grad_norm", "lr", "memory_bytes", "traffic_bytes"):
+        assert [m[key] for m in found] == [m[key] for m in wanted], key
+    assert found[9]["validation_loss"] == wanted[9]["validation_loss"]
+    done = pretrain(*common, "--log-dir", halves, "--load", halves / "iter_0000005", "--train-iters", 6, ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    assert [m["iteration"] for m in metrics(halves)] == [1, 2, 3, 4, 5, 6]  # lines after the checkpoint are cut
+
+
+def test_another_layout_resumes(model, tmp_path: Path) -> None:
+    """Saved by tp 2, resumed by pp 2 x dp 2 under ZeRO 2, and by a single process: the same curve."""
+    common = [*model, "--train-iters", 8, "--lr-decay-style", "linear"]
+    saved = tmp_path / "saved"
+    flags = ["--tensor-model-parallel-size", 2, "--save", saved, "--exit-interval", 4, "--log-dir", tmp_path / "a"]
+    assert pretrain(*common, *flags, ranks=2).returncode == 0
+    done = pretrain(*common, "--load", saved, "--log-dir", tmp_path / "b")
+    assert done.returncode == 0, done.stderr
+    flags = ["--pipeline-model-parallel-size", 2, "--zero-stage", 2, "--load", saved, "--log-dir", tmp_path / "c"]
+    done = pretrain(*common, *flags, ranks=4)
+    assert done.returncode == 0, done.stderr
+    found, wanted = metrics(tmp_path / "c"), metrics(tmp_path / "b")
+    assert [m["iteration"] for m in found] == [5, 6, 7, 8]
+    assert close(found, wanted, "loss") and close(found, wanted, "grad_norm")
+
+
+def test_generates_text(model, tmp_path: Path) -> None:
+    flags = ["--train-iters", 3, "--save", tmp_path, "--tensor-model-parallel-size", 2]
+    assert pretrain(*model, *flags, ranks=2).returncode == 0
+    generate = [sys.executable, "scripts/generate.py", "--load", tmp_path, "--prompt", "the", "--max-new-tokens", 40]
+    first, second, greedy = run(*generate), run(*generate), run(*generate, "--temperature", 0)
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.startswith("the") and len(first.stdout) > 20
+    assert first.stdout == second.stdout != greedy.stdout
+    done = run(sys.executable, "scripts/generate.py", "--load", tmp_path / "nothing")
+    assert done.returncode == 1 and "--load" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_tensorboard_and_wandb(model, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    flags = ["--tensorboard-dir", tmp_path / "tb", "--wandb-project", "test", "--log-dir", tmp_path]
+    done = pretrain(*model, "--train-iters", 2, *flags)
+    assert done.returncode == 0, done.stderr
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    losses = [m["loss"] for m in metrics(tmp_path)]
+    assert [e.value for e in events.Scalars("loss")] == pytest.approx(losses)
+    assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+
+
+# -- what bad input gets
+
+
+BAD = {
+    "sizes that do not divide": (["--num-attention-heads", 7], ["--hidden-size 48", "--num-attention-heads 7"]),
+    "a batch that does not divide": (["--global-batch-size", 13], ["--global-batch-size 13", "use 12 or 14"]),
+    "a layout that does not fit": (["--tensor-model-parallel-size", 2], ["--tensor-model-parallel-size 2", "1 ranks"]),
+    "an unknown preset": (["--preset", "gpt2-124n"], ["--preset gpt2-124n", "gpt2-124m"]),
+    "no data": (["--data-path", "/nowhere/corpus"], ["--data-path", "/nowhere/corpus"]),
+    "a sample longer than the data": (["--seq-length", 1000000], ["--data-path", "--seq-length 1000000"]),
+    "an unreadable tokenizer": (["--tokenizer", "/nowhere"], ["--tokenizer", "/nowhere"]),
+    "a small vocabulary": (["--vocab-size", 200], ["--vocab-size 200", "257"]),
+    "an empty validation split": (["--split", "1,0,0", "--eval-interval", 1], ["--split 1,0,0", "validation"]),
+    "Pa without tp": (["--partition-activations", "--recompute", "full"], ["--partition-activations", "drop"]),
+    "a checkpoint that is not there": (["--load", "/nowhere/iter_0000001"], ["--load /nowhere/iter_0000001"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_before_anything_is_made(name: str, model, tmp_path: Path) -> None:
+    flags, words = BAD[name]
+    where = ["--log-dir", tmp_path / "logs", "--save", tmp_path / "saved"]
+    done = pretrain(*model, "--train-iters", 1, *where, *flags)
+    assert done.returncode == 1
+    assert done.stderr.startswith("ValueError: "), done.stderr
+    for word in words:
+        assert word in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_mistyped_flag(model) -> None:
+    done = pretrain(*model, "--micro-batch-sise", 4)
+    assert done.returncode == 2 and "--micro-batch-size" in done.stderr
+
+
+def test_a_checkpoint_of_another_model(model, tmp_path: Path) -> None:
+    assert pretrain(*model, "--train-iters", 1, "--save", tmp_path).returncode == 0
+    done = pretrain(*model, "--train-iters", 2, "--load", tmp_path, "--num-layers", 4)
+    assert done.returncode == 1
+    assert "--load" in done.stderr and "--num-layers 5, not 4" in done.stderr
+
+
+def test_a_load_folder_without_a_checkpoint_starts_afresh(model, tmp_path: Path) -> None:
+    done = pretrain(*model, "--train-iters", 1, "--load", tmp_path)
+    assert done.returncode == 0 and "starting afresh" in done.stdout
+
+
+def test_a_rank_that_raises_ends_the_run(model, corpus: Path, tmp_path: Path) -> None:
+    """One rank alone reads a token that is no token; it says so, and the others do not wait for a time-out."""
+    for suffix in (".bin", ".idx", ".json"):
+        (tmp_path / f"bad{suffix}").write_bytes(corpus.with_name(corpus.name + suffix).read_bytes())
+    with (tmp_path / "bad.bin").open("r+b") as file:
+        file.seek(20000)
+        file.write(b"\xff\xff")  # PREFIX.json, which is believed at the start, says that there is none such
+    start = time.monotonic()
+    flags = ["--data-path", tmp_path / "bad", "--train-iters", 500, "--distributed-timeout-minutes", 5]
+    done = pretrain(*model, *flags, ranks=2)
+    assert done.returncode != 0
+    assert time.monotonic() - start < 120
+    mine = next(line for line in done.stderr.splitlines() if line.startswith("rank "))
+    assert "ValueError: --data-path" in mine and "65535" in mine
+
+
+def test_help_teaches() -> None:
+    done = pretrain("--help")
+    text = " ".join(done.stdout.split())
+    assert done.returncode == 0
+    for words in ("--zero-stage {0,1,2,3}", "default: 969,30,1", "Example: python pretrain_gpt.py", "--preset"):
+        assert words in text

@@ -1,0 +1,197 @@
+"""preprocess_data.py inside this process: bytes, order, what is left out, every refusal."""
+
+import gzip
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from data_tools import documents, preprocess_data, train_tokenizer
+from tests.unit.data_helpers import pack_index, pack_tokens, unpack_corpus
+
+EOD = 256
+
+
+def run(tmp_path: Path, *inputs: Path, prefix: str = "out/p", more: tuple[str, ...] = ()) -> Path:
+    """Preprocess with the byte tokenizer; the prefix of the first corpus, without _<key>_document."""
+    names = [str(path) for path in inputs]
+    target = tmp_path / prefix
+    arguments = ["--input", *names, "--output-prefix", str(target), "--tokenizer", "byte", *more]
+    preprocess_data.main(arguments)
+    return target
+
+
+def write_jsonl(path: Path, *objects: object) -> Path:
+    path.write_text("".join(json.dumps(each, ensure_ascii=False) + "\n" for each in objects))
+    return path
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    return write_jsonl(tmp_path / "a.jsonl", {"text": "ab"}, {"text": "", "id": 1}, {"text": "é"})
+
+
+@pytest.mark.parametrize("eod", [True, False])
+def test_bytes_of_the_corpus(tmp_path: Path, lines: Path, eod: bool) -> None:
+    prefix = run(tmp_path, lines, more=("--append-eod",) if eod else ())
+    sequences = [[97, 98, EOD], [0xC3, 0xA9, EOD]] if eod else [[97, 98], [0xC3, 0xA9]]
+    assert Path(f"{prefix}_text_document.bin").read_bytes() == pack_tokens(8, sequences)
+    assert Path(f"{prefix}_text_document.idx").read_bytes() == pack_index(8, [len(s) for s in sequences], [0, 1, 2])
+    about = json.loads(Path(f"{prefix}_text_document.json").read_text())
+    assert about == {
+        "tokenizer": "byte",
+        "vocab_size": 257,
+        "eod": EOD if eod else None,
+        "dtype": "uint16",
+        "num_documents": 2,
+        "num_tokens": sum(map(len, sequences)),
+        "max_id": EOD if eod else 0xC3,
+    }
+    assert sorted(path.name for path in prefix.parent.iterdir()) == [
+        f"p_text_document.{end}" for end in ("bin", "idx", "json")
+    ]
+
+
+def test_all_kinds_of_files_in_order(tmp_path: Path, lines: Path) -> None:
+    packed = tmp_path / "b.jsonl.gz"
+    packed.write_bytes(gzip.compress(b'{"text": "gz"}\r\n\n   \n{"text": "no newline at the end"}'))
+    text = tmp_path / "c.md"
+    text.write_text("# two\nlines\n")
+    marked = tmp_path / "d.jsonl"
+    marked.write_bytes(b'\xef\xbb\xbf{"text": "after a byte order mark"}\n')
+    prefix = run(tmp_path, packed, text, lines, marked)
+    found = [bytes(s).decode() for s in unpack_corpus(f"{prefix}_text_document")[1]]
+    assert found == ["gz", "no newline at the end", "# two\nlines\n", "ab", "é", "after a byte order mark"]
+
+
+def test_one_corpus_for_each_key(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", {"q": "1", "a": "2"}, {"q": "3", "a": ""}, {"a": "4", "q": "5"})
+    prefix = run(tmp_path, path, more=("--json-keys", "q", "a"))
+    for key, expected in (("q", b"135"), ("a", b"24")):
+        found = unpack_corpus(f"{prefix}_{key}_document")
+        assert found == (8, [[byte] for byte in expected], list(range(len(expected) + 1)))
+
+
+def test_lone_surrogates_become_replacement_characters(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(r'{"text": "a\ud800b\ud83d\ude42"}')
+    prefix = run(tmp_path, path)
+    assert bytes(unpack_corpus(f"{prefix}_text_document")[1][0]).decode() == "a\ufffdb🙂"
+
+
+def test_large_vocabulary_is_stored_as_int32(tmp_path: Path, lines: Path, monkeypatch) -> None:
+    class Large(preprocess_data.load_tokenizer("byte").__class__):
+        def __init__(self) -> None:
+            super().__init__("byte")
+            self.vocab_size = 65500
+
+    monkeypatch.setattr(preprocess_data, "cached_tokenizer", lambda spec: Large())
+    assert unpack_corpus(f"{run(tmp_path, lines)}_text_document")[0] == 4
+
+
+def test_workers_and_chunks_change_no_byte(tmp_path: Path, monkeypatch) -> None:
+    objects = [{"text": f"document {k} " * (k % 7)} for k in range(200)]
+    one, two = (write_jsonl(tmp_path / f"{k}.jsonl", *objects[k::2]) for k in range(2))
+    expected = run(tmp_path, one, two, prefix="one/p")
+    monkeypatch.setattr(documents, "CHUNK_BYTES", 100)
+    small = run(tmp_path, one, two, prefix="small/p")
+    many = run(tmp_path, one, two, prefix="many/p", more=("--workers", "2"))
+    for end in ("bin", "idx", "json"):
+        bytes_of = [Path(f"{p}_text_document.{end}").read_bytes() for p in (expected, small, many)]
+        assert bytes_of[0] == bytes_of[1] == bytes_of[2]
+
+
+def test_chunks_in_memory_are_bounded(tmp_path: Path, monkeypatch) -> None:
+    """However far the reader could run ahead of slow workers, it must not."""
+    monkeypatch.setattr(documents, "CHUNK_BYTES", 1)
+    path = write_jsonl(tmp_path / "a.jsonl", *({"text": "x"} for _ in range(100)))
+    read = []
+    chunks = preprocess_data.read_chunks
+    monkeypatch.setattr(preprocess_data, "read_chunks", lambda inputs: (read.append(c) or c for c in chunks(inputs)))
+    job = preprocess_data.Job("byte", ("text",), False)
+    for done, _ in enumerate(preprocess_data.encode_all(job, [str(path)], workers=2)):
+        assert len(read) - done <= 2 * preprocess_data.CHUNKS_PER_WORKER
+    assert len(read) == 100
+
+
+@pytest.mark.parametrize(
+    ("line", "words", "workers"),
+    [
+        (b'{"text": "x"', "malformed JSON", "1"),
+        (b'{"text": "x"', "malformed JSON", "2"),
+        (b"[1, 2]", "expected a JSON object, found list", "1"),
+        (b'{"txt": "x"}', "--json-keys text: the key is missing, there are txt", "1"),
+        (b'{"text": 3}', "--json-keys text: the key is no string", "1"),
+        (b'{"text": "\xff"}', "invalid start byte", "1"),
+    ],
+)
+def test_bad_lines_are_named_and_leave_nothing(
+    tmp_path: Path, line: bytes, words: str, workers: str, monkeypatch
+) -> None:
+    monkeypatch.setattr(documents, "CHUNK_BYTES", 20)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "good"}\n\n' * 3 + line + b'\n{"text": "good"}\n')
+    with pytest.raises(ValueError, match=f"{path}:7: .*{words}"):
+        run(tmp_path, path, more=("--workers", workers))
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_damaged_gzip(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "x"}\n' * 100)[:-12])
+    with pytest.raises(ValueError, match=f"--input {path}: damaged gzip"):
+        run(tmp_path, path)
+    path.write_bytes(b"no gzip at all")
+    with pytest.raises(ValueError, match=f"--input {path}: damaged gzip"):
+        run(tmp_path, path)
+
+
+def test_no_text_at_all(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", {"text": ""})
+    with pytest.raises(ValueError, match="no document has any text under"):
+        run(tmp_path, path, more=("--append-eod",))
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_arguments_are_checked_before_anything_is_written(tmp_path: Path, lines: Path) -> None:
+    def refused(words: str, *inputs: Path, more: tuple[str, ...] = ()) -> None:
+        with pytest.raises(ValueError, match=words):
+            run(tmp_path, *inputs, more=more)
+        assert not (tmp_path / "out").exists()
+
+    missing, odd, text = tmp_path / "missing.jsonl", tmp_path / "a.parquet", tmp_path / "a.txt"
+    odd.touch()
+    text.write_text("x")
+    link = tmp_path / "link.jsonl"
+    os.symlink(lines, link)
+    refused(f"--input {missing}: no such file", lines, missing)
+    refused(f"--input {odd}: unknown kind", odd)
+    refused(f"--input {link}: the same file as {lines}", lines, link)
+    refused("--workers 0: .*give 1 or more", lines, more=("--workers", "0"))
+    refused("--json-keys text text: a key is given twice", lines, more=("--json-keys", "text", "text"))
+    refused("a text file has no --json-keys body", text, more=("--json-keys", "body"))
+    refused("--tokenizer nowhere: cannot be read", lines, more=("--tokenizer", "nowhere"))
+
+
+def test_append_eod_needs_an_eod(tmp_path: Path, lines: Path) -> None:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models
+
+    Backend(models.BPE({"a": 0}, [])).save(str(tmp_path / "tokenizer.json"))
+    more = ("--tokenizer", str(tmp_path / "tokenizer.json"), "--append-eod")
+    with pytest.raises(ValueError, match="has no end-of-document token"):
+        run(tmp_path, lines, more=more)
+
+
+def test_trained_tokenizer_is_deterministic_and_checked(tmp_path: Path, capsys) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", *({"text": f"some words {k} and more words"} for k in range(300)))
+    for name in "ab":
+        arguments = ["--input", str(path), "--output", str(tmp_path / name), "--vocab-size", "280"]
+        train_tokenizer.main(arguments)
+    assert f"{tmp_path}/b: 280 tokens" in capsys.readouterr().out
+    names = ["tokenizer.json", "tokenizer_config.json"]
+    assert sorted(file.name for file in (tmp_path / "a").iterdir()) == names
+    assert all((tmp_path / "a" / n).read_bytes() == (tmp_path / "b" / n).read_bytes() for n in names)
+    with pytest.raises(ValueError, match=r"--vocab-size 256: .*give 257 or more"):
+        train_tokenizer.main(["--input", str(path), "--output", "x", "--vocab-size", "256"])

@@ -1,0 +1,165 @@
+"""Every kind of --tokenizer: ids, end of document, refusals."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from data_tools import train_tokenizer
+from megazero.data.tokenizer import Tokenizer, load_tokenizer
+from tests.unit.data_helpers import download_gpt2
+
+TEXT = "The quick brown fox, don't jump over 13 lazy dogs.\n\tNaïve café 日本語 🙂  end"
+
+
+@pytest.fixture(scope="module")
+def gpt2_files(request: pytest.FixtureRequest) -> Path:
+    return download_gpt2(request.config)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer of 300 tokens."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "text.txt").write_text("the cat sat on the mat, that cat. " * 20)
+    backend = train_tokenizer.train([str(folder / "text.txt")], ["text"], 270)
+    train_tokenizer.save(backend, folder / "tokenizer")
+    return folder / "tokenizer"
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from sentencepiece import SentencePieceTrainer
+
+    prefix = tmp_path_factory.mktemp("sentencepiece") / "tiny"
+    lines = [f"the quick brown fox number {k} jumps over lazy dogs" for k in range(200)]
+    SentencePieceTrainer.train(sentence_iterator=iter(lines), model_prefix=str(prefix), vocab_size=60, minloglevel=2)
+    return prefix.with_suffix(".model")
+
+
+def check_round_trip(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)
+    assert all(isinstance(token, int) and 0 <= token < tokenizer.vocab_size for token in ids)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.encode_batch([text, "", text[:5]]) == [ids, [], tokenizer.encode(text[:5])]
+
+
+def test_byte() -> None:
+    tokenizer = load_tokenizer("byte")
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.spec) == (257, 256, "byte")
+    assert tokenizer.encode("aé") == [97, 0xC3, 0xA9]
+    assert tokenizer.decode([97, 0xC3, 0xA9, 256, 98, 0xFF]) == "aé<|endoftext|>b\ufffd"
+    check_round_trip(tokenizer, TEXT)
+
+
+def test_gpt2(gpt2_files: Path) -> None:
+    tokenizer = load_tokenizer(f"gpt2:{gpt2_files}")
+    assert tokenizer.encode("Hello world") == [15496, 995]
+    assert (tokenizer.vocab_size, tokenizer.eod) == (50257, 50256)
+    assert tokenizer.decode([50256]) == "<|endoftext|>"
+    assert 50256 not in tokenizer.encode("quoted: <|endoftext|> in a text")
+    check_round_trip(tokenizer, TEXT)
+
+
+def test_gpt2_under_hugging_face_names_and_as_transformers_has_it(gpt2_files: Path, tmp_path: Path) -> None:
+    shutil.copy(gpt2_files / "encoder.json", tmp_path / "vocab.json")
+    shutil.copy(gpt2_files / "vocab.bpe", tmp_path / "merges.txt")
+    tokenizer = load_tokenizer(f"gpt2:{tmp_path}")
+    from transformers import GPT2TokenizerFast
+
+    theirs = GPT2TokenizerFast.from_pretrained(tmp_path)
+    assert tokenizer.encode(TEXT) == theirs(TEXT).input_ids
+    # The same folder without a tokenizer.json is read by transformers.
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    folder = load_tokenizer(str(tmp_path))
+    assert folder.encode_batch([TEXT, ""]) == [tokenizer.encode(TEXT), []]
+    assert (folder.vocab_size, folder.eod, folder.decode([15496, 995])) == (50257, 50256, "Hello world")
+
+
+def test_hugging_face_folder_and_file(trained: Path) -> None:
+    folder, file = load_tokenizer(str(trained)), load_tokenizer(str(trained / "tokenizer.json"))
+    assert folder.encode(TEXT) == file.encode(TEXT)
+    assert folder.vocab_size == 270 and folder.eod == file.eod == 0
+    assert len(folder.encode(" cat")) == 1
+    check_round_trip(folder, TEXT)
+
+
+def test_hugging_face_template_truncation_and_padding_are_left_out(trained: Path, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers.processors import TemplateProcessing
+
+    backend = Backend.from_file(str(trained / "tokenizer.json"))
+    backend.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+    backend.enable_truncation(4)
+    backend.enable_padding(length=8)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(str(tmp_path)).encode(TEXT) == load_tokenizer(str(trained)).encode(TEXT)
+
+
+@pytest.mark.parametrize(
+    ("added", "config", "expected"),
+    [
+        (["</s>", "<|end|>"], {"eos_token": "<|end|>"}, "</s>"),
+        (["<|end|>"], {"eos_token": "<|end|>"}, "<|end|>"),
+        (["<|end|>"], {"eos_token": {"content": "<|end|>"}}, "<|end|>"),
+        (["<|end|>"], {}, None),
+        (["<|end|>"], None, None),
+    ],
+)
+def test_end_of_document(tmp_path: Path, added: list, config: dict | None, expected: str | None) -> None:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models
+
+    backend = Backend(models.BPE({"a": 0}, []))
+    backend.add_special_tokens(added)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    if config is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.encode("aa") == [0, 0]
+    if expected is None:
+        with pytest.raises(ValueError, match=f"--tokenizer {tmp_path}: it has no end-of-document"):
+            _ = tokenizer.eod
+    else:
+        assert tokenizer.eod == backend.token_to_id(expected)
+
+
+def test_sentencepiece(sentencepiece_model: Path) -> None:
+    tokenizer = load_tokenizer(f"sentencepiece:{sentencepiece_model}")
+    assert (tokenizer.vocab_size, tokenizer.eod) == (60, 2)
+    check_round_trip(tokenizer, "the quick brown fox")
+    assert 1 not in tokenizer.encode("the quick") and 2 not in tokenizer.encode("the quick")
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("gpt2:{tmp}", "no vocab.json and merges.txt"),
+        ("gpt2:", "no vocab.json"),
+        ("sentencepiece:{tmp}/none.model", "is not a file"),
+        ("sentencepiece:{tmp}/junk.model", "cannot be read"),
+        ("{tmp}/none", "does not exist"),
+        ("{tmp}/junk.json", "cannot be read"),
+        ("{tmp}/empty", "cannot be read"),
+        ("bytes", "does not exist"),
+    ],
+)
+def test_unreadable(tmp_path: Path, spec: str, words: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "junk.json").write_text("{]")
+    (tmp_path / "junk.model").write_text("junk")
+    spec = spec.format(tmp=tmp_path)
+    with pytest.raises(ValueError, match=f"(?s)--tokenizer {spec}: .*{words}.*expected a folder or"):
+        load_tokenizer(spec)
+
+
+def test_reading_a_tokenizer_json_imports_neither_transformers_nor_torch(trained: Path) -> None:
+    code = (
+        f"import sys; from megazero.data.tokenizer import load_tokenizer; load_tokenizer({str(trained)!r});"
+        "print(sorted({'transformers', 'torch', 'sentencepiece'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
