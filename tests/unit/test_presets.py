@@ -29,7 +29,7 @@ PAPER = [name for name in SHAPES if name.startswith("zero-")]
 
 
 def load(name: str) -> tuple[Config, Layout]:
-    return resolve(parse(["--preset", name]), SHAPES[name][0], 257 if name in SMALL else 0)
+    return resolve(parse(["--preset", name, "--save", "runs/a"]), SHAPES[name][0], 257 if name in SMALL else 0)
 
 
 def test_every_preset_is_listed_here() -> None:
