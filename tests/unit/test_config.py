@@ -178,8 +178,10 @@ def presets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_a_preset_lies_under_the_flags(presets: Path) -> None:
-    for name in ("small", "small.toml", str(presets / "small.toml")):
+def test_a_preset_lies_under_the_flags(presets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(presets.parent.parent)
+    relative = f"{presets.parent.name}/presets/small.toml"
+    for name in ("small", "small.toml", str(presets / "small.toml"), relative):
         for argv in (["--preset", name, "--num-layers", "5"], ["--num-layers=5", f"--preset={name}"]):
             config = parse(argv)
             assert (config.model.num_layers, config.optimizer.lr) == (5, 1.0)
@@ -268,13 +270,13 @@ def test_to_toml_is_a_preset_of_the_same_run(tmp_path: Path) -> None:
 
 def test_resolve_fills_in_what_is_derived() -> None:
     config, layout = resolve(
-        make(micro_batch_size=2, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, train_iters=77), 12, 257
+        make(micro_batch_size=2, tensor_model_parallel_size=4, pipeline_model_parallel_size=2, train_iters=77), 24, 257
     )
-    assert layout == Layout(pp=2, dp=3, tp=2)
+    assert layout == Layout(pp=2, dp=3, tp=4)
     assert (config.model.vocab_size, config.model.ffn_hidden_size) == (257, 4 * 768)
     assert (config.training.global_batch_size, config.micro_batches(layout)) == (6, 1)
     assert config.optimizer.lr_decay_iters == 77
-    assert resolve(config, 12, 257) == (config, layout)
+    assert resolve(config, 24, 257) == (config, layout)
 
 
 def test_resolve_keeps_what_is_asked_for() -> None:

@@ -34,11 +34,12 @@ def test_local_blocks_tile_the_global_tensor(tp: int, vocab_size: int) -> None:
         assert len({block.stored for block in blocks}) == 1
         for block in blocks:
             assert block.numel == math.prod(block.shape) and block.stored_numel == math.prod(block.stored)
+            assert all(0 <= start <= size for start, size in zip(block.offset, spec.shape, strict=True))
             padded = [
                 d for d, (true, stored) in enumerate(zip(block.shape, block.stored, strict=True)) if true < stored
             ]
             assert padded in ([], [0]) and (not padded or spec.pads), spec.name
-            assert all(true <= stored for true, stored in zip(block.shape, block.stored, strict=True))
+            assert all(0 <= true <= stored for true, stored in zip(block.shape, block.stored, strict=True))
         if spec.pads:
             rows = blocks[0].stored[0]
             assert rows % 64 == 0 and rows * tp < vocab_size + 64 * tp

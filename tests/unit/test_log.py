@@ -1,0 +1,262 @@
+"""metrics.jsonl, the progress line, TensorBoard and Weights & Biases."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megazero.config import Config, LogConfig, ModelConfig, TrainingConfig, parse, to_toml
+from megazero.log import (
+    MetricsFile,
+    ProgressLine,
+    Record,
+    TensorBoard,
+    WeightsAndBiases,
+    duration,
+    finite,
+    flatten,
+    line,
+    model_flops,
+    open_writers,
+    replace_file,
+    size,
+)
+
+
+def record(iteration: int, **changes: Any) -> Record:
+    found: Record = {
+        "iteration": iteration,
+        "consumed_samples": 8 * iteration,
+        "loss": 4.5,
+        "grad_norm": 1.25,
+        "lr": 3e-4,
+        "loss_scale": 1.0,
+        "skipped": False,
+        "step_seconds": 2.0,
+        "tokens_per_second": 12345.6,
+        "tflops_per_device": 0.5,
+        "memory_bytes": {"parameters": 10, "peak": 3 << 30},
+        "traffic_bytes": {"dp": 7, "tp": 0},
+    }
+    return found | changes
+
+
+def read(path: Path) -> list[Record]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return [json.loads(text, parse_constant=refuse) for text in path.read_text().splitlines()]
+
+
+def write(path: Path, start: int, iterations: range, **changes: Any) -> None:
+    file = MetricsFile(path, start)
+    for i in iterations:
+        file.write(record(i, **changes))
+    file.close()
+
+
+# -- metrics.jsonl
+
+
+def test_a_line_is_there_as_soon_as_it_is_written(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl", 0)
+    for i in (1, 2):
+        file.write(record(i))
+        assert read(tmp_path / "metrics.jsonl") == [record(n) for n in range(1, i + 1)]
+    file.close()
+
+
+def test_floats_keep_their_full_precision(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    values = [0.1 + 0.2, 1 / 3, 5e-324, 1.7976931348623157e308, *(random.Random(0).random() for _ in range(100))]
+    file = MetricsFile(path, 0)
+    for i, value in enumerate(values, 1):
+        file.write(record(i, loss=value))
+    file.close()
+    assert [r["loss"] for r in read(path)] == values
+
+
+def test_a_resumed_run_cuts_what_it_computes_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, 0, range(1, 8))
+    write(path, 4, range(5, 7), loss=1.0)
+    assert [(r["iteration"], r["loss"]) for r in read(path)] == [(i, 1.0 if i > 4 else 4.5) for i in range(1, 7)]
+    assert os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+def test_a_resumed_run_may_find_no_file(tmp_path: Path) -> None:
+    write(tmp_path / "metrics.jsonl", 4, range(5, 6))
+    assert [r["iteration"] for r in read(tmp_path / "metrics.jsonl")] == [5]
+
+
+def test_a_fresh_run_keeps_the_previous_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, 0, range(1, 4))
+    write(path, 0, range(1, 3), loss=1.0)
+    assert [r["loss"] for r in read(path)] == [1.0, 1.0]
+    assert [r["loss"] for r in read(tmp_path / "metrics.previous.jsonl")] == [4.5] * 3
+
+
+@pytest.mark.parametrize("torn", ['{"iteration": 3, "lo', "{", "nul", "\0\0\0", '"x"', "3", "null", "{}"])
+def test_a_torn_last_line_is_cut(torn: str, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, 0, range(1, 3))
+    with path.open("a") as file:
+        file.write(torn)
+    write(path, 2, range(3, 4))
+    assert [r["iteration"] for r in read(path)] == [1, 2, 3]
+
+
+def test_a_last_line_without_its_end_is_whole_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps(record(1)))
+    write(path, 1, range(2, 3))
+    assert [r["iteration"] for r in read(path)] == [1, 2]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_null_and_said(value: float, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path, 0)
+    file.write(record(1, loss=value, validation_loss=value))
+    file.write(record(2))
+    file.close()
+    first, second = read(path)
+    assert first == record(1, loss=None, validation_loss=None, nonfinite=True)
+    assert second == record(2)
+    assert "nonfinite" not in second
+
+
+def test_finite_leaves_the_record_alone() -> None:
+    given = record(1, loss=math.nan)
+    assert finite(given)["loss"] is None
+    assert math.isnan(given["loss"])
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config.toml"
+    replace_file(path, "old")
+
+    def fail(*_: object) -> None:
+        raise OSError("disk")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="disk"):
+        replace_file(path, "new")
+    assert path.read_text() == "old"
+
+
+def test_open_writers_makes_what_is_asked_for(tmp_path: Path) -> None:
+    assert [type(w) for w in open_writers(Config(), 0)] == [ProgressLine]
+    folder = tmp_path / "a" / "b"
+    config = replace(Config(), log=LogConfig(log_dir=str(folder), tensorboard_dir=str(tmp_path / "tb")))
+    writers = open_writers(config, 0)
+    assert [type(w) for w in writers] == [MetricsFile, TensorBoard, ProgressLine]
+    for writer in writers:
+        writer.close()
+    assert (folder / "config.toml").read_text() == to_toml(config)
+    assert replace(parse(["--preset", str(folder / "config.toml")]), preset="") == config
+
+
+# -- for people
+
+
+def test_line() -> None:
+    assert line(record(7), 1000, "1:00") == (
+        "iteration    7/1000 | loss 4.5000 | norm 1.250 | lr 3.00e-04 | 12,346 tokens/s | 3 GiB | 1:00 left"
+    )
+    odd = record(10, validation_loss=2.5, skipped=True, grad_norm=math.nan)
+    assert line(odd, 10, "0:00") == (
+        "iteration 10/10 | loss 4.5000 | validation 2.5000 | norm nan | lr 3.00e-04 | 12,346 tokens/s | 3 GiB | "
+        "0:00 left | SKIPPED: the gradients are not finite"
+    )
+
+
+def test_duration_and_size() -> None:
+    assert [duration(s) for s in (0, 0.4, 59.6, 61, 3599, 3600, 90061)] == [
+        *("0:00", "0:00", "1:00", "1:01", "59:59", "1:00:00", "25:01:01"),
+    ]
+    assert [size(n) for n in (0, 1536, 1 << 20, 5 << 29, 1 << 40)] == [
+        "0 KiB",
+        "1.5 KiB",
+        "1 MiB",
+        "2.5 GiB",
+        "1.02e+03 GiB",
+    ]
+
+
+def test_progress_lines_come_at_the_interval_the_end_and_evaluations(capsys: pytest.CaptureFixture[str]) -> None:
+    config = replace(Config(), log=LogConfig(log_interval=4), training=TrainingConfig(train_iters=10))
+    progress = ProgressLine(config, 2)
+    for i in range(3, 11):
+        progress.write(record(i, step_seconds=3.0) | ({"validation_loss": 1.0} if i == 5 else {}))
+    progress.close()
+    shown = capsys.readouterr().out.splitlines()
+    assert [text.split("|")[0].split()[1] for text in shown] == ["4/10", "5/10", "8/10", "10/10"]
+    assert [text.split("|")[-1].strip() for text in shown] == ["0:18 left", "0:15 left", "0:06 left", "0:00 left"]
+
+
+def test_flatten() -> None:
+    flat = flatten(record(3, loss=None))
+    assert "iteration" not in flat and "loss" not in flat
+    assert (flat["memory_bytes/peak"], flat["traffic_bytes/dp"], flat["lr"]) == (3 << 30, 7, 3e-4)
+    assert all(isinstance(value, (int, float)) for value in flat.values())
+
+
+def test_model_flops_are_those_of_the_products() -> None:
+    """Two a multiply-add, three times the forward, every product of a GPT written out."""
+    model = ModelConfig(num_layers=3, hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=1000)
+    b, s, h, v = 5, 32, 64, 1000
+    products = [(s, h, 3 * h), (s, h, s), (s, s, h), (s, h, h), (s, h, 4 * h), (s, 4 * h, h)]
+    layer = sum(2 * rows * inner * columns for rows, inner, columns in products)
+    expected = 3 * b * (3 * layer + 2 * s * h * v)
+    assert model_flops(model, b) == pytest.approx(expected, rel=1e-12)
+
+
+# -- services
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboard_has_the_scalars(tmp_path: Path) -> None:
+    writer = TensorBoard(str(tmp_path), 0)
+    for i in (1, 2, 3):
+        writer.write(record(i, loss=float(i)))
+    writer.close()
+    found = scalars(tmp_path)
+    assert found["loss"] == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert found["memory_bytes/peak"][0] == (1, 3 << 30)
+    assert set(found) == set(flatten(record(1)))
+    resumed = TensorBoard(str(tmp_path), 2)
+    resumed.write(record(3, loss=7.0))
+    resumed.close()
+    assert scalars(tmp_path)["loss"] == [(1, 1.0), (2, 2.0), (3, 7.0)]
+
+
+def test_weights_and_biases_works_offline_without_an_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    for name in ("HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "home"))
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    writer = WeightsAndBiases(replace(Config(), log=LogConfig(log_dir=str(tmp_path), wandb_project="test")))
+    for i in (1, 2):
+        writer.write(record(i))
+    writer.close()
+    runs = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(runs) == 1
+    written = runs[0].read_bytes()
+    assert b"tokens_per_second" in written and b"memory_bytes" in written

@@ -1,0 +1,148 @@
+"""AdamW on flat slices against torch.optim.AdamW; the learning rate; the clip factor."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megazero.config import OptimizerConfig
+from megazero.flat import FlatParam, Range, flat_layout
+from megazero.optim import Update, adamw_, clip_factor, learning_rate
+
+CONFIG = OptimizerConfig(lr=2.0, min_lr=0.5, lr_warmup_iters=10, lr_decay_iters=110)
+
+
+def lr(style: str, iteration: int, **changes: float) -> float:
+    return learning_rate(replace(CONFIG, lr_decay_style=style, **changes), iteration)
+
+
+@pytest.mark.parametrize("style", ["constant", "linear", "cosine"])
+def test_warm_up_is_linear_from_the_first_iteration(style: str) -> None:
+    assert [lr(style, i) for i in (1, 5, 10)] == [0.2, 1.0, 2.0]
+    assert lr(style, 1, lr_warmup_iters=1) == 2.0
+
+
+def test_constant_stays() -> None:
+    assert {lr("constant", i) for i in (10, 11, 110, 111, 10**6)} == {2.0}
+    assert lr("constant", 1, lr_warmup_iters=0) == 2.0
+
+
+def test_linear() -> None:
+    assert [lr("linear", i) for i in (10, 35, 60, 110, 111, 10**6)] == [2.0, 1.625, 1.25, 0.5, 0.5, 0.5]
+    assert lr("linear", 1, lr_warmup_iters=0) == pytest.approx(0.5 + 1.5 * 109 / 110)
+
+
+def test_cosine() -> None:
+    found = [lr("cosine", i) for i in (10, 35, 60, 85, 110, 10**6)]
+    quarter = 0.75 * math.cos(math.pi / 4)
+    assert found == pytest.approx([2.0, 1.25 + quarter, 1.25, 1.25 - quarter, 0.5, 0.5])
+    assert found[-2:] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("style", ["linear", "cosine"])
+def test_decay_never_rises_and_has_no_step(style: str) -> None:
+    values = [lr(style, i) for i in range(10, 130)]
+    falls = [a - b for a, b in itertools.pairwise(values)]
+    assert all(0 <= fall < 0.04 for fall in falls)
+
+
+def test_clip_factor() -> None:
+    assert clip_factor(0.5, 1.0) == 1.0
+    assert clip_factor(0.0, 1.0) == 1.0
+    assert clip_factor(1e9, 0.0) == 1.0
+    for norm in (1.0, 4.0, 1e9):
+        gradient = torch.full((16,), norm / 4, dtype=torch.float64).requires_grad_()
+        gradient.grad = gradient.detach().clone()
+        torch.nn.utils.clip_grad_norm_([gradient], 1.0)
+        assert clip_factor(norm, 1.0) == pytest.approx(float(gradient.grad[0] / gradient.detach()[0]), rel=1e-12)
+    for norm in (math.nan, math.inf):
+        with pytest.raises(AssertionError):  # a skip is decided before
+            clip_factor(norm, 1.0)
+
+
+# Decayed and not, cut and not, with gaps between.
+PARAMS = [
+    FlatParam("matrix", 200, True, True),
+    FlatParam("positions", 70, True, False),
+    FlatParam("norm", 33, False, False),
+    FlatParam("bias", 5, False, True),
+]
+STEPS = 6
+OPTIMIZER = OptimizerConfig(weight_decay=0.3, adam_beta1=0.8, adam_beta2=0.95, adam_eps=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_slices_learn_as_torchs_adamw_does(ranks: int) -> None:
+    """Each rank updates its own range of a flat buffer; torch has one tensor a parameter."""
+    flat = flat_layout(PARAMS, ranks)
+    generator = torch.Generator().manual_seed(0)
+    theirs = {p.name: torch.randn(p.numel, generator=generator).requires_grad_() for p in PARAMS}
+    master = torch.zeros(flat.numel)
+    for name, window in flat.windows.items():
+        master[window.slice()] = theirs[name].detach()
+    moments = torch.zeros(flat.numel), torch.zeros(flat.numel)
+    groups = [
+        {"params": [theirs[p.name] for p in PARAMS if p.decays], "weight_decay": OPTIMIZER.weight_decay},
+        {"params": [theirs[p.name] for p in PARAMS if not p.decays], "weight_decay": 0.0},
+    ]
+    betas = OPTIMIZER.adam_beta1, OPTIMIZER.adam_beta2
+    optimizer = torch.optim.AdamW(groups, betas=betas, eps=OPTIMIZER.adam_eps)
+    for step in range(1, STEPS + 1):
+        rate = 0.1 / step
+        gradient = torch.zeros(flat.numel)
+        for name, window in flat.windows.items():
+            theirs[name].grad = torch.randn(window.numel, generator=generator)
+            gradient[window.slice()] = theirs[name].grad
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        for rank in range(ranks):
+            owned = flat.owned(rank, ranks)
+            own = owned.slice()
+            decayed = flat.decayed.within(owned).numel
+            adamw_(
+                Update(OPTIMIZER, rate, step, 1.0),
+                master[own],
+                gradient[own],
+                (moments[0][own], moments[1][own]),
+                decayed,
+            )
+    for name, window in flat.windows.items():
+        torch.testing.assert_close(master[window.slice()], theirs[name].detach(), rtol=1e-6, atol=1e-7)
+        state = optimizer.state[theirs[name]]
+        torch.testing.assert_close(moments[0][window.slice()], state["exp_avg"], rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(moments[1][window.slice()], state["exp_avg_sq"], rtol=1e-6, atol=1e-7)
+    for gap in flat.gaps:
+        assert not master[gap.slice()].any() and not moments[1][gap.slice()].any()
+
+
+@pytest.mark.parametrize("decayed", [0, 64, 128])
+def test_decay_ends_where_it_is_said(decayed: int) -> None:
+    """With no gradient, decay is all that happens; the gradient is read only."""
+    master, gradient = torch.ones(128), torch.zeros(128)
+    adamw_(Update(OPTIMIZER, 0.5, 1, 1.0), master, gradient, (torch.zeros(128), torch.zeros(128)), decayed)
+    assert torch.equal(master[:decayed], torch.full((decayed,), 1 - 0.5 * 0.3))
+    assert torch.equal(master[decayed:], torch.ones(128 - decayed))
+    assert not gradient.any()
+
+
+def test_the_bias_correction_follows_the_step() -> None:
+    """The first step is lr x the gradient's sign, whatever its size; fresh moments later on are corrected less."""
+    beta1, beta2 = OPTIMIZER.adam_beta1, OPTIMIZER.adam_beta2
+    gradient = torch.tensor([3.0, -0.2] * 32)
+    for step in (1, 2, 50):
+        master = torch.zeros(64)
+        update = Update(replace(OPTIMIZER, adam_eps=1e-12), 0.1, step, 1.0)
+        adamw_(update, master, gradient, (torch.zeros(64), torch.zeros(64)), 0)
+        size = 0.1 * (1 - beta1) / (1 - beta1**step) / math.sqrt((1 - beta2) / (1 - beta2**step))
+        assert step > 1 or size == pytest.approx(0.1)
+        torch.testing.assert_close(master, -size * gradient.sign())
+
+
+def test_an_empty_range_is_no_trouble() -> None:
+    empty = torch.empty(0)
+    adamw_(Update(OPTIMIZER, 0.1, 1, 1.0), empty, empty, (empty, empty), Range(0, 0).numel)

@@ -1,0 +1,66 @@
+"""scripts/presets: each resolves at its world size, and is the model that its name says."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from megazero.config import PRESETS, Config, parse, resolve
+from megazero.estimate import estimate
+from megazero.layout import Layout
+from megazero.parameters import num_parameters
+
+# preset -> (ranks, layers, hidden, heads, tensor parallelism, samples a model replica, global batch): the ZeRO paper,
+# figure 2, and GPT-2's shapes.
+SHAPES = {
+    "quickstart": (2, 4, 192, 6, 1, 8, 16),
+    "tiny": (1, 4, 256, 4, 1, 16, 16),
+    "gpt2-124m": (8, 12, 768, 12, 1, 64, 512),
+    "gpt2-345m": (8, 24, 1024, 16, 1, 64, 512),
+    "gpt2-1.5b": (8, 48, 1600, 25, 1, 64, 512),
+    "zero-8b": (400, 72, 3072, 24, 4, 64, 6400),
+    "zero-60b": (400, 132, 6144, 32, 16, 64, 1600),
+    "zero-100b": (400, 125, 8192, 64, 16, 32, 800),
+    "zero-170b": (400, 212, 8192, 64, 16, 12, 300),
+}
+SMALL = ("quickstart", "tiny")  # these have the vocabulary of whatever --tokenizer is named
+PAPER = [name for name in SHAPES if name.startswith("zero-")]
+
+
+def load(name: str) -> tuple[Config, Layout]:
+    return resolve(parse(["--preset", name, "--save", "runs/a"]), SHAPES[name][0], 257 if name in SMALL else 0)
+
+
+def test_every_preset_is_listed_here() -> None:
+    assert {path.name.removesuffix(".toml") for path in PRESETS.glob("*")} == set(SHAPES)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shape_and_batch(name: str) -> None:
+    config, layout = load(name)
+    model, training = config.model, config.training
+    samples = training.micro_batch_size * config.micro_batches(layout)
+    shape = (model.num_layers, model.hidden_size, model.num_attention_heads)
+    assert (layout.world_size, *shape, layout.tp, samples, training.global_batch_size) == SHAPES[name]
+    assert model.ffn_hidden_size == 4 * model.hidden_size
+    if name not in SMALL:
+        assert (model.seq_length, model.vocab_size, training.precision) == (1024, 50257, "bf16")
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if name not in SMALL])
+def test_the_name_says_the_size(name: str) -> None:
+    said = re.fullmatch(r"\w+-([\d.]+)([mb])", name)
+    assert said
+    size = float(said[1]) * {"m": 1e6, "b": 1e9}[said[2]]
+    assert num_parameters(load(name)[0].model) == pytest.approx(size, rel=0.05)
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_the_papers_models_are_zero_100bs_configuration(name: str) -> None:
+    """Pos+g and Pa, no accumulation; and each fits its V100 of 32 GB, without the few GB of one block's activations."""
+    config, layout = load(name)
+    assert config.zero.zero_stage == 2 and config.training.grad_dtype == "bf16"
+    assert config.activations.recompute == "full" and config.activations.partition_activations
+    assert config.micro_batches(layout) == 1
+    assert estimate(config, layout, staged=False).memory["peak"] < 32e9
