@@ -23,7 +23,8 @@ PROGRAM = "pretrain_gpt.py"
 POSITIVE = (
     *("num-layers", "hidden-size", "num-attention-heads", "seq-length", "micro-batch-size", "train-iters"),
     *("tensor-model-parallel-size", "pipeline-model-parallel-size", "distributed-timeout-minutes"),
-    *("adam-eps", "eval-iters", "log-interval"),
+    *("adam-eps", "eval-iters", "log-interval", "reduce-bucket-size"),
+    *("initial-loss-scale", "min-loss-scale", "loss-scale-window", "hysteresis"),
 )
 
 
@@ -69,10 +70,20 @@ class TrainingConfig:
     """Iterations to train, counted from the first run."""
     seed: int = 1234
     """Of initial weights, data order and dropout. The same seed is the same run in every layout."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Of weights and activations; the optimizer's master weights and moments are always fp32."""
-    grad_dtype: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Of weights and activations; the optimizer's master weights and moments are always fp32. fp16 scales the loss."""
+    grad_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """In which gradients are accumulated and reduced."""
+    freeze_parameters: tuple[str, ...] = ()
+    """Do not train parameters whose names match these patterns, such as token_embedding.* or blocks.[01].*"""
+    initial_loss_scale: float = 65536.0
+    """fp16: the loss is multiplied with this at first."""
+    min_loss_scale: float = 1.0
+    """fp16: an overflow at this scale ends the run, after saving."""
+    loss_scale_window: int = 1000
+    """fp16: iterations without an overflow after which the scale doubles."""
+    hysteresis: int = 2
+    """fp16: overflows until the scale halves."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +132,16 @@ class ZeroConfig:
 
     zero_stage: Literal[0, 1, 2, 3] = 1
     """0 nothing; 1 optimizer states; 2 and gradients; 3 and parameters."""
+    zero_shard_size: int = 0
+    """Partition within groups of this many data-parallel ranks, such as a node's; replicate over the groups. 0: all."""
+    zero_reduce_every: Literal["micro-batch", "step"] = "micro-batch"
+    """Stages 2, 3: reduce gradients at every micro-batch (least memory), or once a step (least traffic)."""
+    zero_gather_every: Literal["use", "step"] = "use"
+    """Stage 3: gather weights at every use (least memory), or once a step (least traffic)."""
+    reduce_bucket_size: int = 40_000_000
+    """Elements of a communication buffer; larger units are reduced in several."""
+    overlap_comm: bool = True
+    """Reduce behind the backward, gather ahead of use, publish behind the next forward. Changes no bit of a result."""
     poison_buffers: bool = False
     """Debug: fill released parameters' slots and fresh gradients with NaN, so that a use of either is seen."""
 
@@ -381,7 +402,14 @@ def make_layout(config: Config, world_size: int) -> Layout:
             f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} = {tp * pp} does not "
             f"divide the {world_size} ranks that were started; start {fits} or {fits + tp * pp}, or change either"
         )
-    return Layout(pp, world_size // (tp * pp), tp)
+    dp, shards = world_size // (tp * pp), config.zero.zero_shard_size
+    if shards and dp % shards:
+        fits = [n for n in range(2, dp + 1) if dp % n == 0]
+        raise ValueError(
+            f"--zero-shard-size {shards} does not divide the {dp} data-parallel ranks; "
+            f"use {', '.join(map(str, fits)) or 'none'}, or 0 for all"
+        )
+    return Layout(pp, dp, tp, shards)
 
 
 def _global_batch(config: Config, layout: Layout) -> int:
@@ -440,7 +468,23 @@ def _check_model(config: Config) -> None:
 
 
 def _check_combinations(config: Config) -> None:
-    optimizer, activations = config.optimizer, config.activations
+    optimizer, activations, zero = config.optimizer, config.activations, config.zero
+    if zero.zero_shard_size and (zero.zero_stage == 0 or zero.zero_shard_size == 1):
+        raise ValueError(
+            f"--zero-shard-size {zero.zero_shard_size} at --zero-stage {zero.zero_stage} partitions nothing; "
+            "use at least 2 and a stage of at least 1, or drop it"
+        )
+    if zero.zero_reduce_every == "step" and zero.zero_stage < 2:
+        raise ValueError(
+            f"--zero-reduce-every step is what --zero-stage {zero.zero_stage} does anyway; drop it, or use stage 2 or 3"
+        )
+    if zero.zero_gather_every == "step" and zero.zero_stage < 3:
+        raise ValueError(
+            f"--zero-gather-every step: --zero-stage {zero.zero_stage} gathers no weights; drop it, or use stage 3"
+        )
+    scale, least = config.training.initial_loss_scale, config.training.min_loss_scale
+    if scale < least:
+        raise ValueError(f"--initial-loss-scale {scale} is less than --min-loss-scale {least}; raise it")
     if optimizer.min_lr > optimizer.lr:
         raise ValueError(f"--min-lr {optimizer.min_lr} is more than --lr {optimizer.lr}; lower it")
     last = optimizer.lr_decay_iters or config.training.train_iters

@@ -17,6 +17,7 @@ from megazero.ledger import Ledger
 from megazero.mesh import Mesh
 from megazero.model import Block, GPTStage
 from megazero.optim import Update, clip_factor, learning_rate
+from megazero.param_unit import ZeroOptions
 from megazero.parameters import TOKEN
 from megazero.pipeline import Message
 from megazero.pipeline import run as run_pipeline
@@ -26,7 +27,7 @@ from megazero.schedule import plan
 from megazero.tensor_parallel import Context
 from megazero.zero import Zero
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Batch(Protocol):
@@ -56,18 +57,22 @@ class Engine:
         self.config, self.mesh, self.ledger = config, mesh, Ledger()
         self.updates = 0  # made so far: for Adam's bias correction
         self.tied = None if config.model.untie_embeddings else TOKEN  # the unit that both pipeline ends hold
-        dtype = DTYPES[config.training.precision]
+        dtype, zero = DTYPES[config.training.precision], config.zero
         self.zero = Zero(
-            ZeroPolicy.for_stage(config.zero.zero_stage, mesh.dp.size),
-            mesh,
-            self.ledger,
-            dtype=dtype,
-            grad_dtype=DTYPES[config.training.grad_dtype],
-            poison=config.zero.poison_buffers,
+            ZeroOptions(
+                ZeroPolicy.for_stage(zero, mesh.shard.size),
+                mesh,
+                self.ledger,
+                dtype,
+                DTYPES[config.training.grad_dtype],
+                zero.reduce_bucket_size,
+                zero.overlap_comm,
+                zero.poison_buffers,
+            )
         )
         context = Context(mesh.tp, self.zero.contribute, self.ledger, dtype, mesh.device)
         seed = config.training.seed
-        self.model = GPTStage(config.model, mesh, seed, context)
+        self.model = GPTStage(config.model, mesh, seed, context, config.training.freeze_parameters)
         self.zero.adopt(self.model.named_units(), self._uses(), partial(rng.draw, seed))
         self.keep = None
         if config.activations.recompute == "full":

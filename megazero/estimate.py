@@ -13,10 +13,10 @@ from megazero.config import Config
 from megazero.layout import Layout, ring_bytes
 from megazero.ledger import Lease, Ledger
 from megazero.parameters import HEAD, POSITION, TOKEN, stage_units, unit_layout
-from megazero.policy import Use, ZeroPolicy, layer_uses, ring_slots
+from megazero.policy import Use, ZeroPolicy, layer_uses, plan_buckets, ring_slots
 from megazero.schedule import Action, Op, plan, steps
 
-BYTES = {"fp32": 4, "bf16": 2}
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 MOMENTS, MASTER = 8, 4  # bytes an element: two fp32 moments; an fp32 copy of 16-bit weights
 NUMBER = 8  # bytes of a number that is agreed on: fp64
 
@@ -41,9 +41,10 @@ def estimate(config: Config, layout: Layout, rank: int = 0, staged: bool = True)
 class _Unit:
     """What is known of a unit while the plan is walked."""
 
-    def __init__(self, numel: int) -> None:
-        self.numel = numel
+    def __init__(self, numel: int, trains: bool) -> None:
+        self.numel, self.trains = numel, trains
         self.users = 0
+        self.held = False  # gathered until the end of the iteration
         self.expected = 0  # uses that owe a gradient, a micro-batch
         self.arrived = 0
         self.full: Lease | None = None
@@ -54,15 +55,18 @@ class _Walk:
     def __init__(self, config: Config, layout: Layout, rank: int, staged: bool) -> None:
         training, model = config.training, config.model
         self.config, self.layout, self.coord = config, layout, layout.coord(rank)
-        self.staged = staged and layout.dp > 1
-        self.policy = ZeroPolicy.for_stage(config.zero.zero_stage, layout.dp)
+        self.staged = staged
+        self.policy = ZeroPolicy.for_stage(config.zero, layout.shard)
         self.ledger = Ledger()
         self.sent: Counter[str] = Counter({"dp": 0, "tp": 0, "pp": 0, "control": 0})
         self.w, self.g = BYTES[training.precision], BYTES[training.grad_dtype]
         self.first, self.last = self.coord.pp == 0, self.coord.pp == layout.pp - 1
         self.tied = not model.untie_embeddings
-        specs = stage_units(model, layout, self.coord.pp)
-        self.units = {name: _Unit(unit_layout(s, layout.tp, layout.dp).numel) for name, s in specs.items()}
+        specs = stage_units(model, layout, self.coord.pp, training.freeze_parameters)
+        self.units = {
+            name: _Unit(unit_layout(s, layout.tp, layout.shard).numel, any(spec.trains for spec in s))
+            for name, s in specs.items()
+        }
         self.uses = layer_uses(specs, self.first, self.tied)
         for _, names in self.uses.values():
             for name in names:
@@ -74,14 +78,13 @@ class _Walk:
         self.kept: dict[tuple[str, int], Lease] = {}  # (layer, micro-batch) -> its checkpoint
         self.logits: dict[int, Lease] = {}
         self.messages: dict[tuple[Op, int], Lease] = {}
+        self.sending: Lease | None = None  # full gradients that are sent as they lie
 
     def run(self) -> Estimate:
         config, layout = self.config, self.layout
         parameters, optimizer = self._at_rest()
         at_rest = [self.ledger.lease("parameters", parameters), self.ledger.lease("optimizer", optimizer)]
-        sizes = [u.numel for u in self.units.values()] if self.policy.parameters else []
-        ring = sum(size * slots for size, slots in ring_slots(sizes).items())
-        at_rest.append(self.ledger.lease("buffers", ring * self.w))
+        at_rest.append(self.ledger.lease("buffers", self._fixed_buffers()))
         actions = plan(config.parallel.pipeline_schedule, self.coord.pp, layout.pp, config.micro_batches(layout))
         for batch in steps(actions):
             op, i, final = batch[0]
@@ -91,7 +94,9 @@ class _Walk:
                 self._backward(i, final)
             else:
                 self._exchange(batch)
+        self._drain()
         gradients = self.ledger.now["gradients"]
+        self._reduce_replicas()
         self._control()
         self._update()
         memory = {
@@ -111,7 +116,18 @@ class _Walk:
         return kept * self.w, owned * (MOMENTS + MASTER * (self.w < 4))
 
     def _owned(self, unit: _Unit) -> int:
-        return unit.numel // self.layout.dp if self.policy.optimizer else unit.numel
+        return unit.numel // self.layout.shard if self.policy.optimizer else unit.numel
+
+    def _fixed_buffers(self) -> int:
+        """Slots of gathered units, and the buckets with their scratch."""
+        sizes, shards, zero = [u.numel for u in self.units.values()], self.layout.shard, self.config.zero
+        ring = sum(size * slots for size, slots in ring_slots(sizes, self.policy).items())
+        cut = sizes if self.policy.optimizer else []
+        buckets = plan_buckets(zero.reduce_bucket_size, cut, shards, zero.overlap_comm)
+        self.columns = buckets.columns
+        scratch = 0 if shards == 1 else buckets.columns * (shards if self.staged else 1)
+        packed = buckets.columns * shards * buckets.packs
+        return ring * self.w + buckets.slots * (scratch + packed) * self.g
 
     # -- the plan
 
@@ -193,7 +209,10 @@ class _Walk:
         for unit in (self.units[name] for name in names):
             unit.users += 1
             if self.policy.parameters and unit.users == 1:
-                self.sent["dp"] += ring_bytes(unit.numel * self.w, self.layout.dp)
+                self.sent["dp"] += ring_bytes(unit.numel * self.w, self.layout.shard)
+            if self.policy.keeps_gathered and not unit.held:
+                unit.held = True
+                unit.users += 1
 
     def _release(self, names: list[str]) -> None:
         for name in names:
@@ -202,31 +221,44 @@ class _Walk:
     # -- gradients
 
     def _start(self, unit: _Unit) -> None:
-        if unit.full is None:
+        if unit.full is None and unit.trains:
             kind = "buffers" if self.policy.optimizer else "gradients"
             unit.full = self.ledger.lease(kind, unit.numel * self.g)
 
     def _contribute(self, name: str, final: bool) -> None:
         unit = self.units[name]
+        if not unit.trains:
+            return
         self._start(unit)
         unit.arrived = (unit.arrived + 1) % unit.expected
         if unit.arrived == 0 and (self.policy.gradients or final):
             self._reduce(unit)
 
     def _reduce(self, unit: _Unit) -> None:
+        """What is sent as it lies is there until the next unit's turn; what is packed goes at once."""
         num_bytes = unit.numel * self.g
         if not self.policy.optimizer:
-            self.sent["dp"] += ring_bytes(num_bytes, self.layout.dp, passes=2)
+            self.sent["dp"] += ring_bytes(num_bytes, self.layout.shard, passes=2)
             unit.reduced, unit.full = unit.full, None
             return
         if unit.reduced is None:
             unit.reduced = self.ledger.lease("gradients", self._owned(unit) * self.g)
-        staging = self.ledger.lease("buffers", num_bytes if self.staged else 0)
-        self.sent["dp"] += ring_bytes(num_bytes, self.layout.dp)
-        staging.end()
-        assert unit.full is not None
-        unit.full.end()
-        unit.full = None
+        self._drain()
+        self.sent["dp"] += ring_bytes(num_bytes, self.layout.shard)
+        self.sending, unit.full = unit.full, None
+        if self._owned(unit) > self.columns or not self.config.zero.overlap_comm:
+            self._drain()
+
+    def _drain(self) -> None:
+        if self.sending is not None:
+            self.sending.end()
+            self.sending = None
+
+    def _reduce_replicas(self) -> None:
+        for unit in self.units.values():
+            if unit.reduced is not None:
+                num_bytes = self._owned(unit) * self.g
+                self.sent["dp"] += ring_bytes(num_bytes, self.layout.replica, passes=2)
 
     # -- the end of the iteration
 
@@ -234,17 +266,18 @@ class _Walk:
         """Numbers agreed on: targets and loss over dp, loss over pp, the norm over tp, pp and what dp cuts; and the
         tied table's gradient over both pipeline ends, which is pipeline traffic."""
         pp, dp, tp = self.layout.pp, self.layout.dp, self.layout.tp
-        for size in (dp, dp, pp, tp, pp, dp if self.policy.optimizer else 1):
+        for size in (dp, dp, pp, tp, pp, self.layout.shard if self.policy.optimizer else 1):
             self.sent["control"] += ring_bytes(NUMBER, size, passes=2)
-        if self.tied and TOKEN in self.units:
+        if self.tied and TOKEN in self.units and self.units[TOKEN].trains:
             ends = 2 if pp > 1 else 1
             self.sent["pp"] += ring_bytes(self._owned(self.units[TOKEN]) * self.g, ends, passes=2)
 
     def _update(self) -> None:
         for unit in self.units.values():
+            if unit.reduced is None:  # frozen
+                continue
             wide = self.ledger.lease("buffers", 4 * self._owned(unit) if self.g < 4 else 0)
             wide.end()
-            assert unit.reduced is not None
             unit.reduced.end()
             if self.policy.optimizer and not self.policy.parameters:
-                self.sent["dp"] += ring_bytes(unit.numel * self.w, self.layout.dp)
+                self.sent["dp"] += ring_bytes(unit.numel * self.w, self.layout.shard)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 AXES = ("pp", "dp", "tp")
+SUB_AXES = ("shard", "replica", "ends")  # parts of dp and of pp
 
 
 class Coord(NamedTuple):
@@ -21,11 +22,29 @@ class Coord(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the axes: pipeline stages, data-parallel replicas, tensor-parallel parts."""
+    """Sizes of the axes: pipeline stages, data-parallel ranks, tensor-parallel parts.
+
+    ZeRO partitions within `shards` neighbouring data-parallel ranks, and replicates what they hold over dp / shards
+    such groups. 0: over all of dp.
+    """
 
     pp: int = 1
     dp: int = 1
     tp: int = 1
+    shards: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.dp % (self.shards or self.dp) == 0, self
+
+    @property
+    def shard(self) -> int:
+        """Ranks that share one copy of what is partitioned."""
+        return self.shards or self.dp
+
+    @property
+    def replica(self) -> int:
+        """Copies of what is partitioned."""
+        return self.dp // self.shard
 
     @property
     def world_size(self) -> int:
@@ -38,13 +57,17 @@ class Layout:
         return (coord.pp * self.dp + coord.dp) * self.tp + coord.tp
 
     def groups(self, axis: str) -> list[list[int]]:
-        """Every group of ranks along `axis`; axis "ends" joins the first and the last pipeline stage."""
+        """Every group of ranks along an axis or a sub-axis; "ends" joins the first and the last pipeline stage."""
         found: dict[Coord, list[int]] = {}
         for rank in range(self.world_size):
             coord = self.coord(rank)
             if axis == "ends":
                 if coord.pp in (0, self.pp - 1):
                     found.setdefault(coord._replace(pp=0), []).append(rank)
+            elif axis == "shard":
+                found.setdefault(coord._replace(dp=coord.dp // self.shard), []).append(rank)
+            elif axis == "replica":
+                found.setdefault(coord._replace(dp=coord.dp % self.shard), []).append(rank)
             else:
                 found.setdefault(coord._replace(**{axis: 0}), []).append(rank)
         return list(found.values())
@@ -56,7 +79,8 @@ class Layout:
         return range(start, start + each + (stage < rest))
 
     def __str__(self) -> str:
-        return f"pp {self.pp} x dp {self.dp} x tp {self.tp}"
+        parts = f" ({self.replica} x {self.shard})" if self.replica > 1 else ""
+        return f"pp {self.pp} x dp {self.dp}{parts} x tp {self.tp}"
 
 
 def ring_bytes(num_bytes: int, size: int, passes: int = 1) -> int:

@@ -11,13 +11,14 @@ import datetime
 import os
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from megazero.layout import AXES, Coord, Layout, ring_bytes
+from megazero.layout import AXES, SUB_AXES, Coord, Layout, ring_bytes
 
 SUM, MAX, MIN = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN
 FAILURE_KEY = "megazero/failure"  # in the rendezvous store: what the first rank to fail said
@@ -79,6 +80,7 @@ def start(world: World, device: torch.device, timeout_minutes: float) -> None:
             rank=world.rank,
             world_size=world.size,
             timeout=datetime.timedelta(minutes=timeout_minutes),
+            device_id=device if device.type == "cuda" else None,
         )
 
 
@@ -142,53 +144,73 @@ class Axis:
 
     @property
     def staged(self) -> bool:
-        """Whether `reduce_scatter_` needs a buffer as large as its input (see there)."""
+        """Whether a reduce-scatter needs scratch as large as its input; see `start_reduce_scatter`."""
         return self.size > 1 and dist.get_backend(self.group) == "gloo"
 
     def _count(self, x: torch.Tensor, passes: int, kind: str | None) -> None:
         assert x.is_contiguous(), f"{self.name}: collective on shape {tuple(x.shape)}, stride {x.stride()}"
         self.sent[kind or self.name] += ring_bytes(x.numel() * x.element_size(), self.size, passes)
 
-    def all_reduce_(self, x: torch.Tensor, op: dist.ReduceOp = SUM, kind: str | None = None) -> torch.Tensor:
-        """Combine everyone's `x` in place."""
+    def _launch(self, collective: Callable[[], dist.Work]) -> dist.Work:
+        """Issue an asynchronous collective. Tests put delays here."""
+        return collective()
+
+    def start_all_reduce(self, x: torch.Tensor, op: dist.ReduceOp = SUM, kind: str | None = None) -> Pending:
+        """Combine everyone's `x` in place; nobody touches it until the result has been waited for."""
         if self.size == 1:
-            return x
+            return Pending()
         self._count(x, 2, kind)
         with _peers(self):
-            dist.all_reduce(x, op=op, group=self.group)
+            return Pending(
+                self._launch(lambda: dist.all_reduce(x, op=op, group=self.group, async_op=True)), self, held=(x,)
+            )
+
+    def all_reduce_(self, x: torch.Tensor, op: dist.ReduceOp = SUM, kind: str | None = None) -> torch.Tensor:
+        self.start_all_reduce(x, op, kind).wait()
         return x
 
-    def all_gather(self, part: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    def start_all_gather(self, part: torch.Tensor, out: torch.Tensor) -> Pending:
         """Everyone's `part`, in order of rank, into `out`. `part` may be this rank's own window of `out`."""
         assert part.is_contiguous() and part.numel() * self.size == out.numel(), (part.shape, out.shape)
         if self.size == 1:
-            return out if out.data_ptr() == part.data_ptr() else out.copy_(part.view_as(out))
+            if out.data_ptr() != part.data_ptr():
+                out.copy_(part.view_as(out))
+            return Pending()
         self._count(out, 1, None)
         with _peers(self):
-            _all_gather(out, part, group=self.group)
+            work = self._launch(lambda: _all_gather(out, part, group=self.group, async_op=True))
+            return Pending(work, self, held=(part, out))
+
+    def all_gather(self, part: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        self.start_all_gather(part, out).wait()
         return out
 
-    def reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, add: bool) -> torch.Tensor:
-        """Sum of everyone's `full`, this rank's 1/size of it, written or added to `out`.
+    def scratch_numel(self, numel: int) -> int:
+        """Elements of scratch that reduce-scattering `numel` x size elements takes; see the Note there."""
+        if self.size == 1:
+            return 0
+        return numel * self.size if self.staged else numel
+
+    def start_reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, add: bool, scratch: torch.Tensor) -> Pending:
+        """Sum of everyone's `full`, this rank's 1/size of it, written or added to `out` when it is waited for.
 
         Note [gloo's reduce-scatter]: it is an all-reduce and a copy, which sends twice the bytes. An all-to-all and a
-        local sum send (size - 1) / size of the buffer, as they should, at the price of a staging buffer.
+        local sum send (size - 1) / size of the buffer, as they should, at the price of scratch as large as the buffer.
 
-        Shapes: full [size * n], out [n].
+        Shapes: full [size * n], out [n], scratch at least [scratch_numel(n)].
         """
         assert full.dim() == 1 and full.numel() == out.numel() * self.size, (full.shape, out.shape)
         if self.size == 1:
-            return out.add_(full) if add else out.copy_(full)
+            _write(out, full, add)
+            return Pending()
         self._count(full, 1, None)
-        if not self.staged:
-            target = torch.empty_like(out) if add else out
-            with _peers(self):
-                _reduce_scatter(target, full, group=self.group)
-            return out.add_(target) if add else out
-        parts = torch.empty_like(full)
+        scratch = scratch[: self.scratch_numel(out.numel())]
         with _peers(self):
-            dist.all_to_all_single(parts, full, group=self.group)
-        return _sum_rows(parts.view(self.size, -1), out, add)
+            if self.staged:
+                work = self._launch(lambda: dist.all_to_all_single(scratch, full, group=self.group, async_op=True))
+                return Pending(work, self, held=(full,), then=lambda: _sum_rows(scratch.view(self.size, -1), out, add))
+            work = self._launch(lambda: _reduce_scatter(scratch, full, group=self.group, async_op=True))
+            return Pending(work, self, held=(full,), then=lambda: _write(out, scratch, add))
 
     def exchange(self, sends: list[tuple[torch.Tensor, int]], receives: list[tuple[torch.Tensor, int]]) -> None:
         """One batch of sends (tensor, neighbour) and receives (empty tensor, neighbour); a neighbour is +1 or -1."""
@@ -204,7 +226,41 @@ class Axis:
                 work.wait()
 
 
-def _sum_rows(rows: torch.Tensor, out: torch.Tensor, add: bool) -> torch.Tensor:
+class Pending:
+    """A collective under way, and what is done with its result. It keeps its tensors alive until it is waited for.
+
+    On a GPU `wait` makes the compute stream wait, not this process: the backend runs collectives on a stream of its
+    own, which has waited for the compute stream when they were issued.
+    """
+
+    def __init__(
+        self,
+        work: dist.Work | None = None,
+        axis: Axis | None = None,
+        held: tuple[torch.Tensor, ...] = (),
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        self._work, self._axis, self._held, self._then = work, axis, held, then
+
+    def wait(self) -> None:
+        """Once; a second call does nothing."""
+        if self._work is not None:
+            assert self._axis is not None
+            with _peers(self._axis):
+                self._work.wait()
+        if self._then is not None:
+            self._then()
+        self._work, self._held, self._then = None, (), None
+
+
+def _write(out: torch.Tensor, values: torch.Tensor, add: bool) -> None:
+    if add:
+        out.add_(values)
+    else:
+        out.copy_(values)
+
+
+def _sum_rows(rows: torch.Tensor, out: torch.Tensor, add: bool) -> None:
     """out (+)= the sum over dim 0 of `rows` [size, n]. 16-bit rows are summed in fp32, a piece at a time."""
     if rows.dtype == torch.float32:
         first = 0 if add else 1
@@ -212,13 +268,12 @@ def _sum_rows(rows: torch.Tensor, out: torch.Tensor, add: bool) -> torch.Tensor:
             out.copy_(rows[0])
         for row in rows[first:]:
             out.add_(row)
-        return out
+        return
     piece = 1 << 20
     for at in range(0, out.numel(), piece):
         total = rows[:, at : at + piece].sum(0, dtype=torch.float32)
         target = out[at : at + piece]
         target.copy_(total.add_(target) if add else total)
-    return out
 
 
 class _peers:
@@ -238,13 +293,19 @@ class _peers:
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place, and its axes. `ends` joins the first and the last stage; `world` all ranks."""
+    """This rank's place, and its axes.
+
+    `ends` joins the first and the last stage, `world` all ranks. `shard` and `replica` are dp in two: ZeRO partitions
+    within `shard`, and ranks along `replica` own the same range.
+    """
 
     layout: Layout
     rank: int
     device: torch.device
     pp: Axis
     dp: Axis
+    shard: Axis
+    replica: Axis
     tp: Axis
     ends: Axis
     world: Axis
@@ -255,28 +316,31 @@ class Mesh:
         return self.layout.coord(self.rank)
 
     @classmethod
-    def build(cls, layout: Layout, rank: int, device: torch.device) -> Mesh:
+    def build(cls, layout: Layout, rank: int, device: torch.device, timeout_minutes: float = 10.0) -> Mesh:
         """Make every axis' groups; all ranks call this, after `start`."""
+        timeout = datetime.timedelta(minutes=timeout_minutes)
         axes = {"ends": Axis("ends", [rank], rank)}  # a middle stage has no ends
-        for name in (*AXES, "ends"):
+        groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for name in (*AXES, *SUB_AXES):
             for ranks in layout.groups(name):
-                group = dist.new_group(ranks) if len(ranks) > 1 else None
+                if len(ranks) > 1 and tuple(ranks) not in groups:
+                    groups[tuple(ranks)] = dist.new_group(ranks, timeout=timeout)
                 if rank in ranks:
-                    axes[name] = Axis(name, ranks, rank, group)
+                    axes[name] = Axis(name, ranks, rank, groups.get(tuple(ranks)))
         everyone = list(range(layout.world_size))
         axes["world"] = Axis("world", everyone, rank, dist.group.WORLD if len(everyone) > 1 else None)
         host = axes["world"].group
         if host is not None and device.type != "cpu":
-            host = dist.new_group(backend="gloo")
+            host = dist.new_group(backend="gloo", timeout=timeout)
         return cls(layout, rank, device, host_group=host, **axes)
 
     def sent(self) -> dict[str, int]:
-        """Bytes sent so far, by kind. The tied table's sum over `ends` is pipeline traffic."""
+        """Bytes sent so far, by kind."""
+        kinds = {"shard": "dp", "replica": "dp", "ends": "pp", "world": "control"}
         total: Counter[str] = Counter({"dp": 0, "tp": 0, "pp": 0, "control": 0})
-        for axis in (self.pp, self.dp, self.tp, self.ends, self.world):
-            total.update(axis.sent)
-        total["pp"] += total.pop("ends", 0)
-        total["control"] += total.pop("world", 0)
+        for axis in (self.pp, self.dp, self.shard, self.replica, self.tp, self.ends, self.world):
+            for kind, num_bytes in axis.sent.items():
+                total[kinds.get(kind, kind)] += num_bytes
         return dict(total)
 
     def control_sum(self, x: torch.Tensor, *axes: Axis) -> torch.Tensor:

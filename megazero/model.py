@@ -189,9 +189,11 @@ class Head(nn.Module):
 class GPTStage(nn.Module):
     """The layers of one pipeline stage. With one stage it is the whole GPT."""
 
-    def __init__(self, model: ModelConfig, mesh: Mesh, seed: int, context: Context) -> None:
+    def __init__(
+        self, model: ModelConfig, mesh: Mesh, seed: int, context: Context, frozen: tuple[str, ...] = ()
+    ) -> None:
         super().__init__()
-        self.units = stage_units(model, mesh.layout, mesh.pp.rank)
+        self.units = stage_units(model, mesh.layout, mesh.pp.rank, frozen)
         units = self.units
         self.token_embedding = VocabularyTable(units[TOKEN][0], context) if TOKEN in units else None
         self.position_embedding = (

@@ -8,6 +8,8 @@ Shapes: h hidden, n heads, d head dim, f ffn, v vocabulary, s sequence.
 
 from __future__ import annotations
 
+import dataclasses
+import fnmatch
 import math
 from dataclasses import dataclass
 
@@ -47,6 +49,7 @@ class ParamSpec:
     std: float = 0.0  # of the initial normal distribution
     mean: float = 0.0
     pads: bool = False  # rows are padded: the vocabulary
+    trains: bool = True  # False: frozen; it has no gradient and does not decay
 
     def local(self, tp_size: int, tp_rank: int) -> LocalBlock:
         """The block of rank `tp_rank` of `tp_size`. Without padding, the sizes divide: `config` has seen to it."""
@@ -91,11 +94,26 @@ def block_specs(model: ModelConfig, layer: int) -> list[ParamSpec]:
     ]
 
 
-def stage_units(model: ModelConfig, layout: Layout, stage: int) -> dict[str, list[ParamSpec]]:
+def stage_units(
+    model: ModelConfig, layout: Layout, stage: int, frozen: tuple[str, ...] = ()
+) -> dict[str, list[ParamSpec]]:
     """unit name -> parameters of the units that pipeline stage `stage` holds, in the order of the forward pass.
 
     A tied token table is held by the first and by the last stage; with one stage they are the same.
+
+    Args:
+        frozen: patterns of the names of parameters that do not train.
     """
+    return {unit: [_frozen(s, frozen) for s in specs] for unit, specs in _stage_units(model, layout, stage).items()}
+
+
+def _frozen(spec: ParamSpec, patterns: tuple[str, ...]) -> ParamSpec:
+    if any(fnmatch.fnmatchcase(spec.name, pattern) for pattern in patterns):
+        return dataclasses.replace(spec, trains=False, decays=False)
+    return spec
+
+
+def _stage_units(model: ModelConfig, layout: Layout, stage: int) -> dict[str, list[ParamSpec]]:
     h, v, std = model.hidden_size, model.vocab_size, model.init_method_std
     assert v > 0, "the vocabulary size is not resolved yet"
     first, last = stage == 0, stage == layout.pp - 1

@@ -5,25 +5,32 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
+from megazero.config import ZeroConfig
+from megazero.flat import ALIGN
 from megazero.parameters import HEAD, POSITION, TOKEN
 
 
 @dataclass(frozen=True)
 class ZeroPolicy:
-    """What is cut over the data-parallel ranks."""
+    """What is cut over the ranks that share a copy (the shard axis)."""
 
     optimizer: bool
-    gradients: bool
+    gradients: bool  # reduced at every micro-batch: full ones never outlive a unit's backward
     parameters: bool
+    keeps_gathered: bool = False  # gathered once an iteration, not at every use
 
     @classmethod
-    def for_stage(cls, stage: int, size: int) -> ZeroPolicy:
+    def for_stage(cls, config: ZeroConfig, size: int) -> ZeroPolicy:
         """Over one rank there is nothing to cut: every stage is stage 0."""
-        assert stage in (0, 1, 2, 3), stage
-        if size == 1:
-            stage = 0
-        return cls(stage >= 1, stage >= 2, stage >= 3)
+        stage = config.zero_stage if size > 1 else 0
+        return cls(
+            optimizer=stage >= 1,
+            gradients=stage >= 2 and config.zero_reduce_every == "micro-batch",
+            parameters=stage >= 3,
+            keeps_gathered=stage >= 3 and config.zero_gather_every == "step",
+        )
 
 
 class Use(Enum):
@@ -51,9 +58,27 @@ def layer_uses(units: Iterable[str], first: bool, tied: bool) -> dict[str, tuple
     return uses
 
 
-RING_DEPTH = 2  # slots for gathered units of one size
+RING_DEPTH = 2  # slots for gathered units of one size: one in use, one on its way
 
 
-def ring_slots(sizes: list[int]) -> dict[int, int]:
-    """unit size -> slots of that size: RING_DEPTH, fewer where fewer units have it."""
-    return {size: min(RING_DEPTH, sizes.count(size)) for size in dict.fromkeys(sizes)}
+def ring_slots(sizes: list[int], policy: ZeroPolicy) -> dict[int, int]:
+    """unit size -> slots of that size: all the units that have it where they stay gathered, else RING_DEPTH at most."""
+    if not policy.parameters:
+        return {}
+    depth = len(sizes) if policy.keeps_gathered else RING_DEPTH
+    return {size: min(depth, sizes.count(size)) for size in dict.fromkeys(sizes)}
+
+
+class Buckets(NamedTuple):
+    """Through what gradients are reduce-scattered: buckets of [shards, columns] elements, and what they need."""
+
+    columns: int  # elements of every rank's range
+    slots: int  # buckets under way at once
+    packs: bool  # some unit is larger than a bucket: its buckets are copied together
+
+
+def plan_buckets(bucket_size: int, sizes: list[int], shards: int, overlap: bool) -> Buckets:
+    """For units of `sizes` elements and buckets of at most `bucket_size`, or of ALIGN columns where that is more."""
+    largest = max(sizes, default=0) // shards
+    columns = min(largest, max(ALIGN, bucket_size // shards // ALIGN * ALIGN))
+    return Buckets(columns, 2 if overlap else 1, packs=largest > columns)

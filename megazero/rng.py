@@ -7,6 +7,7 @@ site, head). No generator has a state that lives from one use to the next.
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 
 import torch
@@ -34,27 +35,30 @@ def standard_normal(seed: int, name: str, start: int, stop: int) -> torch.Tensor
     return out
 
 
-def draw(seed: int, spec: ParamSpec, block: LocalBlock, out: torch.Tensor) -> None:
-    """Write the initial values of a local block into `out` (fp32, CPU, of shape block.shape)."""
-    assert out.shape == block.shape, (spec.name, out.shape, block.shape)
-    if spec.std == 0.0:
-        out.fill_(spec.mean)
-        return
-    row = 1
-    for size in spec.shape[1:]:
-        row *= size
+def draw(seed: int, spec: ParamSpec, block: LocalBlock, start: int, stop: int) -> torch.Tensor:
+    """Initial values of elements [start, stop) of a row-major local block; fp32, on the CPU."""
+    assert 0 <= start <= stop <= block.numel, (spec.name, start, stop, block)
+    if spec.std == 0.0 or start == stop:
+        return torch.full((stop - start,), spec.mean)
     if spec.cut_dim in (None, 0):
-        start = block.offset[0] * row
-        values = standard_normal(seed, spec.name, start, start + block.numel)
-        out.copy_(values.view(block.shape).mul_(spec.std).add_(spec.mean))
-        return
+        at = block.offset[0] * math.prod(spec.shape[1:])
+        return standard_normal(seed, spec.name, at + start, at + stop).mul_(spec.std).add_(spec.mean)
     assert spec.cut_dim == 1 and len(spec.shape) == 2, (spec.name, spec.shape)
-    rows = max(1, 16 * BLOCK // row)  # a piece at a time: never the whole global tensor
-    columns = slice(block.offset[1], block.offset[1] + block.shape[1])
-    for at in range(0, spec.shape[0], rows):
-        stop = min(at + rows, spec.shape[0])
-        values = standard_normal(seed, spec.name, at * row, stop * row).view(-1, row)
-        out[at:stop] = values[:, columns].mul_(spec.std).add_(spec.mean)
+    return _draw_columns(seed, spec, block, start, stop).mul_(spec.std).add_(spec.mean)
+
+
+def _draw_columns(seed: int, spec: ParamSpec, block: LocalBlock, start: int, stop: int) -> torch.Tensor:
+    """For a matrix cut over its columns: whole rows are drawn, a piece at a time, and our columns kept."""
+    row, width = spec.shape[1], block.shape[1]
+    columns = slice(block.offset[1], block.offset[1] + width)
+    first, last = start // width, -(-stop // width)
+    out = torch.empty((last - first) * width)
+    rows = max(1, 16 * BLOCK // row)  # never the whole global tensor
+    for at in range(first, last, rows):
+        end = min(at + rows, last)
+        values = standard_normal(seed, spec.name, at * row, end * row).view(-1, row)
+        out[(at - first) * width : (end - first) * width] = values[:, columns].flatten()
+    return out[start - first * width : stop - first * width]
 
 
 @dataclass(frozen=True)

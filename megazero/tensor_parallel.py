@@ -43,7 +43,8 @@ class Context:
     def parameter(self, spec: ParamSpec) -> nn.Parameter:
         """A released parameter: one NaN seen under its local shape, until ZeRO gives it memory."""
         shape = spec.local(self.tp.size, self.tp.rank).stored
-        return nn.Parameter(torch.full((), torch.nan, dtype=self.dtype, device=self.device).expand(shape))
+        nan = torch.full((), torch.nan, dtype=self.dtype, device=self.device)
+        return nn.Parameter(nan.expand(shape), requires_grad=spec.trains)
 
 
 def write_sum(gradient: torch.Tensor) -> Write:

@@ -176,7 +176,7 @@ class Trainer:
         found = {}
         for unit in self.engine.zero.units.values():
             for part in unit.owned_parts():
-                for state, data in part.state.items():
+                for state, data in unit.state(part).items():
                     prefix = "model" if state == "master" else state
                     found[f"{prefix}.{part.spec.name}"] = LocalShard(
                         part.spec.shape, part.block.offset, part.block.shape, part.start, part.stop, data

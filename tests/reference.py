@@ -6,6 +6,8 @@ once.
 
 from __future__ import annotations
 
+import fnmatch
+
 import torch
 import torch.nn.functional as F
 
@@ -19,13 +21,8 @@ def initial_weights(config: Config) -> dict[str, torch.Tensor]:
     weights = {}
     for specs in stage_units(config.model, Layout(), 0).values():
         for spec in specs:
-            weights[spec.name] = torch.empty(spec.shape)
-            rng.draw(
-                config.training.seed,
-                spec,
-                LocalBlock((0,) * len(spec.shape), spec.shape, spec.shape),
-                weights[spec.name],
-            )
+            whole = LocalBlock((0,) * len(spec.shape), spec.shape, spec.shape)
+            weights[spec.name] = rng.draw(config.training.seed, spec, whole, 0, whole.numel).view(spec.shape)
     return weights
 
 
@@ -55,10 +52,12 @@ def forward(config: Config, w: dict[str, torch.Tensor], ids: torch.Tensor) -> to
 def train(config: Config, batches: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> tuple[list, list]:
     """losses and gradient norms over global batches of (ids, labels, loss mask)."""
     o = config.optimizer
-    w = {name: t.requires_grad_() for name, t in initial_weights(config).items()}
+    w = initial_weights(config)
+    frozen = {name for name in w if any(fnmatch.fnmatch(name, p) for p in config.training.freeze_parameters)}
+    trained = {name: t.requires_grad_() for name, t in w.items() if name not in frozen}
     no_decay = {name for name in w if "norm" in name or name.endswith("bias")}
     groups = [
-        {"params": [t for name, t in w.items() if (name in no_decay) == exempt], "weight_decay": decay}
+        {"params": [t for name, t in trained.items() if (name in no_decay) == exempt], "weight_decay": decay}
         for exempt, decay in ((False, o.weight_decay), (True, 0.0))
     ]
     optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
@@ -68,7 +67,7 @@ def train(config: Config, batches: list[tuple[torch.Tensor, torch.Tensor, torch.
         loss = (each * mask.flatten()).sum() / mask.sum()
         optimizer.zero_grad()
         loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(w.values(), o.clip_grad).item())
+        norms.append(torch.nn.utils.clip_grad_norm_(trained.values(), o.clip_grad).item())
         losses.append(loss.item())
         optimizer.step()
     return losses, norms

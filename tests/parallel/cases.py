@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import random
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from megazero.config import ActivationConfig, Config, ModelConfig, OptimizerConfig, TrainingConfig, ZeroConfig, resolve
 from megazero.engine import Engine
-from megazero.mesh import Mesh
+from megazero.layout import Layout
+from megazero.mesh import Axis, Mesh
 
 # Odd on purpose: 5 layers, 6 heads, a prime vocabulary, a sequence that no axis divides. Weights of 0.05: with 0.02 in
 # so narrow a model, gradients of queries and keys come near fp32's rounding, and Adam makes a full step of their noise.
@@ -33,8 +38,14 @@ class Case(NamedTuple):
     micro_batches: int = 2
     precision: str = "fp32"
     grad_dtype: str = "fp32"
+    options: tuple[tuple[str, object], ...] = ()  # of ZeroConfig
+    frozen: tuple[str, ...] = ()
     model: ModelConfig = MODEL
     batch: int = 12
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.pp, self.dp, self.tp, dict(self.options).get("zero_shard_size", 0))
 
     @property
     def world(self) -> int:
@@ -45,6 +56,7 @@ class Case(NamedTuple):
         words += [self.schedule] * (self.pp > 1 or self.schedule != "1f1b")
         words += ["pa" if self.pa else "recompute"] * (self.recompute == "full")
         words += [self.precision] * (self.precision != "fp32") + ["grad16"] * (self.grad_dtype != "fp32")
+        words += [f"{name}={value}" for name, value in self.options] + ["frozen"] * bool(self.frozen)
         names = ("num_layers", "num_attention_heads", "untie_embeddings", "hidden_dropout", "attention_dropout")
         words += [f"batch{self.batch}"] * (self.batch != 12)
         words += [f"{n}={getattr(self.model, n)}" for n in names if getattr(self.model, n) != getattr(MODEL, n)]
@@ -59,9 +71,10 @@ class Case(NamedTuple):
                 train_iters=STEPS,
                 precision=self.precision,
                 grad_dtype=self.grad_dtype,
+                freeze_parameters=self.frozen,
             ),
             optimizer=OPTIMIZER,
-            zero=ZeroConfig(zero_stage=self.zero, poison_buffers=True),
+            zero=ZeroConfig(zero_stage=self.zero, poison_buffers=True, **dict(self.options)),
             activations=ActivationConfig(recompute=self.recompute, partition_activations=self.pa),
         )
         parallel = replace(
@@ -113,9 +126,7 @@ class Outcome(NamedTuple):
 
 def train(rank: int, case: Case) -> Outcome:
     """Train a few steps as rank `rank` of a case."""
-    from megazero.layout import Layout
-
-    mesh = Mesh.build(Layout(case.pp, case.dp, case.tp), rank, torch.device("cpu"))
+    mesh = Mesh.build(case.layout, rank, torch.device("cpu"))
     engine = Engine(case.config(), mesh)
     outcome = Outcome([], [], [], [])
     before = mesh.sent()
@@ -128,3 +139,41 @@ def train(rank: int, case: Case) -> Outcome:
         outcome.memory.append(engine.memory_bytes(result))
         before = after
     return outcome
+
+
+class Delayed:
+    """A collective that another thread issues after a random delay; whoever waits for it waits for both.
+
+    One thread an axis: the order of issue stays the same on all ranks, as backends demand. A tensor that is changed,
+    released or read before the collective has been waited for then gives a wrong result.
+    """
+
+    def __init__(self, issued: Future[Any]) -> None:
+        self.issued = issued
+
+    def wait(self) -> None:
+        self.issued.result().wait()
+
+
+def train_delayed(rank: int, case: Case) -> Outcome:
+    """`train`, with a slow network."""
+    draw = random.Random(rank)
+    threads: dict[int, ThreadPoolExecutor] = {}
+    launch = Axis._launch
+
+    def slow(axis: Axis, collective: Callable[[], Any]) -> Any:
+        def later() -> Any:
+            time.sleep(draw.choice((0, 0, 0.001, 0.004)))
+            return collective()
+
+        # axes that share a process group share a thread
+        thread = threads.setdefault(id(axis.group), ThreadPoolExecutor(1))
+        return Delayed(thread.submit(later))
+
+    Axis._launch = slow
+    try:
+        return train(rank, case)
+    finally:
+        Axis._launch = launch
+        for thread in threads.values():
+            thread.shutdown()

@@ -26,15 +26,22 @@ def cases() -> list[Case]:
     found += [Case(pp=3, schedule=k, recompute="full", micro_batches=4) for k in ("1f1b", "gpipe")]
     found += [Case(pp=2, dp=2, zero=z, schedule=k, micro_batches=3) for z in (2, 3) for k in ("1f1b", "gpipe")]
     found += [Case(pp=2, tp=2, recompute="full", pa=True, micro_batches=3), Case(dp=2, zero=3, model=UNTIED)]
+    small, once = ("reduce_bucket_size", 1000), (("zero_reduce_every", "step"), ("zero_gather_every", "step"))
+    found += [Case(dp=2, zero=z, micro_batches=3, options=(small,)) for z in (1, 2, 3)]
+    found += [Case(dp=2, zero=z, micro_batches=3, options=(("overlap_comm", False),)) for z in range(4)]
+    found += [Case(dp=2, zero=3, micro_batches=3, options=(small, ("overlap_comm", False)))]
+    found += [Case(dp=2, zero=3, micro_batches=3, options=o) for o in (once, once[:1], once[1:])]
+    found += [Case(pp=2, dp=2, zero=3, micro_batches=3, options=once, schedule="gpipe")]
+    found += [Case(dp=4, zero=z, micro_batches=3, options=(("zero_shard_size", 2),)) for z in (1, 2, 3)]
+    found += [Case(dp=2, zero=z, frozen=("token*", "blocks.[01].*")) for z in (0, 1, 3)]
     return found
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_bytes_are_those_estimated(case: Case, ranks) -> None:
     """On every rank, in the first iteration and in the last."""
-    layout = Layout(case.pp, case.dp, case.tp)
     for rank, outcome in enumerate(ranks(case.world).run(train, case)):
-        memory, traffic = estimate(case.config(), layout, rank)
+        memory, traffic = estimate(case.config(), case.layout, rank)
         for step in (0, -1):
             assert outcome.sent[step] == traffic
             assert outcome.memory[step] == memory

@@ -13,9 +13,10 @@ import torch
 
 from megazero.config import ModelConfig
 from tests import reference
-from tests.parallel.cases import MODEL, STEPS, Case, Outcome, global_batch, train
+from tests.parallel.cases import MODEL, STEPS, Case, Outcome, global_batch, train, train_delayed
 
 TOLERANCE = 1e-5  # relative, fp32
+FROZEN = ("token_embedding.*", "position*", "blocks.0.*", "blocks.2.mlp.*", "blocks.3.*.bias")
 EIGHT_HEADS = replace(MODEL, num_attention_heads=8, num_layers=4)
 
 
@@ -39,13 +40,27 @@ def cases() -> list[Case]:
     mixed += [Case(pp=2, dp=2, zero=z, recompute="full", micro_batches=3) for z in stages]
     mixed += [Case(pp=2, dp=2, zero=3, model=replace(MODEL, untie_embeddings=True))]
     mixed += [Case(pp=2, tp=2, recompute="full", pa=True, schedule=k, micro_batches=3) for k in kinds]
+    policies = [
+        (("reduce_bucket_size", 1000),),
+        (("reduce_bucket_size", 1), ("overlap_comm", False)),
+        (("zero_reduce_every", "step"),),
+        (("zero_gather_every", "step"),),
+        (("zero_gather_every", "step"), ("zero_reduce_every", "step"), ("reduce_bucket_size", 500)),
+    ]
+    mixed += [Case(dp=2, zero=3, micro_batches=3, recompute="full", options=o) for o in policies]
+    mixed += [Case(pp=2, dp=2, zero=3, micro_batches=3, schedule=k, options=policies[4]) for k in kinds]
+    mixed += [Case(dp=2, zero=z, micro_batches=3, options=policies[0]) for z in (1, 2)]
+    shards = (("zero_shard_size", 2),)
+    mixed += [Case(dp=4, zero=z, micro_batches=3, recompute="full", options=shards) for z in (1, 2, 3)]
+    mixed += [Case(dp=2, zero=z, frozen=FROZEN, recompute=r) for z in (0, 2, 3) for r in ("none", "full")]
+    mixed += [Case(pp=2, dp=2, zero=3, frozen=FROZEN), Case(tp=2, frozen=FROZEN)]
     cube = [Case(pp=2, dp=2, tp=2, zero=3, recompute="full", pa=True, micro_batches=3)]
     return one + dp + tp + pp + mixed + cube
 
 
 @functools.cache
-def expected(model: ModelConfig) -> tuple[list[float], list[float]]:
-    case = Case(model=model)
+def expected(model: ModelConfig, frozen: tuple[str, ...]) -> tuple[list[float], list[float]]:
+    case = Case(model=model, frozen=frozen)
     return reference.train(case.config(), [global_batch(case, step) for step in range(STEPS)])
 
 
@@ -57,7 +72,7 @@ def relative_error(found: list[float], wanted: list[float]) -> float:
 
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_every_layout_is_the_same_model(case: Case, ranks) -> None:
-    losses, norms = expected(case.model)
+    losses, norms = expected(case.model, case.frozen)
     for outcome in ranks(case.world).run(train, case):
         assert relative_error(outcome.losses, losses) < TOLERANCE
         assert relative_error(outcome.norms, norms) < TOLERANCE
@@ -105,6 +120,21 @@ def test_bf16_follows_fp32(case: Case, ranks) -> None:
     for outcome in ranks(case.world).run(train, case):
         assert relative_error(outcome.losses, wanted.losses) < 2**-8
         assert relative_error(outcome.norms[:1], wanted.norms[:1]) < 2**-7
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(dp=2, zero=z, micro_batches=3, recompute="full") for z in range(4)]
+    + [Case(dp=2, zero=3, precision="bf16", options=(("reduce_bucket_size", 1000),))]
+    + [Case(pp=2, dp=2, zero=z, micro_batches=3) for z in (2, 3)],
+    ids=str,
+)
+def test_overlap_changes_no_bit(case: Case, ranks) -> None:
+    """Nor do random delays: of every collective, before it reads its tensors, on every rank."""
+    off = case._replace(options=(*case.options, ("overlap_comm", False)))
+    wanted = ranks(case.world).run(train, off)
+    for outcome in (ranks(case.world).run(train, case), ranks(case.world).run(train_delayed, case)):
+        assert [(o.losses, o.norms, o.sent) for o in outcome] == [(o.losses, o.norms, o.sent) for o in wanted]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
