@@ -126,7 +126,8 @@ def test_bf16_follows_fp32(case: Case, ranks) -> None:
     "case",
     [Case(dp=2, zero=z, micro_batches=3, recompute="full") for z in range(4)]
     + [Case(dp=2, zero=3, precision="bf16", options=(("reduce_bucket_size", 1000),))]
-    + [Case(pp=2, dp=2, zero=z, micro_batches=3) for z in (2, 3)],
+    + [Case(pp=2, dp=2, zero=z, micro_batches=3) for z in (2, 3)]
+    + [Case(dp=4, zero=2, micro_batches=3, options=(("zero_shard_size", 2),))],
     ids=str,
 )
 def test_overlap_changes_no_bit(case: Case, ranks) -> None:
