@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from megazero import mesh
 from megazero.config import Config, parse, resolve, to_toml
+from megazero.engine import LossScaleExhausted
 
 
 def main(argv: list[str]) -> None:
@@ -18,9 +19,14 @@ def main(argv: list[str]) -> None:
         mesh.stop()
     except ValueError as error:
         fail(world, f"ValueError: {error}")
+    except LossScaleExhausted as error:
+        fail(world, str(error))
     except mesh.PeerLost as error:
         time.sleep(2)  # launchers name the rank that ends first as the cause: that is the other one
-        fail(world, f"stopped, for another rank failed: {mesh.reported_failure() or error}")
+        cause = mesh.reported_failure()
+        if cause is None:
+            traceback.print_exc()
+        fail(world, f"stopped, for another rank failed: {cause or error}", report=False)
     except Exception as error:
         traceback.print_exc()
         fail(world, f"{type(error).__name__}: {error}")
@@ -44,9 +50,10 @@ def pretrain(config: Config, world: mesh.World) -> None:
     Trainer(config, ranks, datasets, eod).run(find_checkpoint(config))
 
 
-def fail(world: mesh.World, message: str) -> NoReturn:
+def fail(world: mesh.World, message: str, report: bool = True) -> NoReturn:
     """Say it, tell the other ranks, and leave at once: what waits for this rank then fails too, promptly."""
-    mesh.report_failure(world, message)
+    if report:
+        mesh.report_failure(world, message)
     print(f"rank {world.rank}: {message}" if world.size > 1 else message, file=sys.stderr, flush=True)
     mesh.leave(1)
 

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import json
 import math
+import os
 import tomllib
 import typing
 from dataclasses import dataclass, field
@@ -404,10 +405,10 @@ def make_layout(config: Config, world_size: int) -> Layout:
         )
     dp, shards = world_size // (tp * pp), config.zero.zero_shard_size
     if shards and dp % shards:
-        fits = [n for n in range(2, dp + 1) if dp % n == 0]
+        sizes = ", ".join(str(n) for n in range(2, dp + 1) if dp % n == 0)
         raise ValueError(
             f"--zero-shard-size {shards} does not divide the {dp} data-parallel ranks; "
-            f"use {', '.join(map(str, fits)) or 'none'}, or 0 for all"
+            f"use {sizes}{', or ' * bool(sizes)}0 for all"
         )
     return Layout(pp, dp, tp, shards)
 
@@ -507,7 +508,19 @@ def _check_combinations(config: Config) -> None:
     for flag, interval in (("save-interval", checkpoint.save_interval), ("keep-last", checkpoint.keep_last)):
         if interval and not checkpoint.save:
             raise ValueError(f"--{flag} {interval} needs --save DIR to know where to")
+    for flag, path in (("save", checkpoint.save), ("log-dir", config.log.log_dir)):
+        if path:
+            _check_writable(flag, Path(path))
     if config.log.wandb_project and not config.log.log_dir:
         raise ValueError(f"--wandb-project {config.log.wandb_project} needs --log-dir DIR for its files")
     if config.data.eod_mask_loss and not config.data.tokenizer:
         raise ValueError("--eod-mask-loss needs --tokenizer, to know the end-of-document token")
+
+
+def _check_writable(flag: str, path: Path) -> None:
+    """Before hours of work, not after them: a folder that exists, or can be made."""
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not there.is_dir():
+        raise ValueError(f"--{flag} {path}: {there} is a file, not a folder; name another")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"--{flag} {path}: no right to write in {there}; name another, or change its rights")

@@ -13,12 +13,13 @@ import torch.nn as nn
 
 from megazero import rng
 from megazero.config import Config
+from megazero.layout import Layout
 from megazero.ledger import Ledger
-from megazero.mesh import Mesh
+from megazero.mesh import MIN, Mesh
 from megazero.model import Block, GPTStage
-from megazero.optim import Update, clip_factor, learning_rate
+from megazero.optim import LossScale, Update, clip_factor, learning_rate
 from megazero.param_unit import ZeroOptions
-from megazero.parameters import TOKEN
+from megazero.parameters import TOKEN, stage_units
 from megazero.pipeline import Message
 from megazero.pipeline import run as run_pipeline
 from megazero.policy import Use, ZeroPolicy, layer_uses
@@ -39,13 +40,19 @@ class Batch(Protocol):
     samples: tuple[int, ...]  # global numbers
 
 
+class LossScaleExhausted(Exception):
+    """fp16 gradients overflow, and the loss scale cannot be lowered. No update was made."""
+
+
 class StepResult(NamedTuple):
     """Of one iteration, the same on all ranks but for the bytes."""
 
     loss: float  # nats a target, before the update
     grad_norm: float
     lr: float
+    loss_scale: float  # that the gradients were made with
     skipped: bool  # no update: the gradients are not finite
+    culprit: str | None  # why: where a gradient is not finite, tensor and rank
     gradient_bytes: int  # accumulated, just before the update
 
 
@@ -56,6 +63,7 @@ class Engine:
         """Weights are the initial ones, on this rank's device; `config` is resolved."""
         self.config, self.mesh, self.ledger = config, mesh, Ledger()
         self.updates = 0  # made so far: for Adam's bias correction
+        self.scale = LossScale.of(config.training)
         self.tied = None if config.model.untie_embeddings else TOKEN  # the unit that both pipeline ends hold
         dtype, zero = DTYPES[config.training.precision], config.zero
         self.zero = Zero(
@@ -114,19 +122,45 @@ class Engine:
     def train_step(self, iteration: int, batches: Sequence[Batch]) -> StepResult:
         """One iteration, counted from 1, over this rank's micro-batches."""
         zero, optimizer = self.zero, self.config.optimizer
-        self.ledger.begin_iteration()
+        scale = self.scale.value if self.scale else 1.0
+        self._begin()
         targets = self._count_targets(batches)
-        loss = self._run(self.config.parallel.pipeline_schedule, batches, seed_gradient=1 / targets)
+        loss = self._run(self.config.parallel.pipeline_schedule, batches, seed_gradient=scale / max(1, targets))
         zero.sum_gradients(self.tied)
-        norm = zero.gradient_norm(self.tied)
+        norm = zero.gradient_norm(self.tied) / scale
         gradient_bytes = self.ledger.now["gradients"]
-        lr, skipped = learning_rate(optimizer, iteration), not math.isfinite(norm)
+        lr, culprit = learning_rate(optimizer, iteration), None
+        skipped = targets == 0 or not math.isfinite(norm)
         if skipped:
+            culprit = self._first_nonfinite() if targets else "no target counts in this batch"
             zero.discard_gradients()
         else:
+            made = torch.tensor(float(self.updates), device=self.mesh.device)
+            zero.update(Update(optimizer, lr, made, clip_factor(norm, optimizer.clip_grad) / scale))
             self.updates += 1
-            zero.update(Update(optimizer, lr, self.updates, clip_factor(norm, optimizer.clip_grad)))
-        return StepResult(self._global_loss(loss) / targets, norm, lr, skipped, gradient_bytes)
+        mean = self._global_loss(loss) / targets if targets else math.nan
+        if self.scale and skipped and targets and self.scale.exhausted:
+            raise LossScaleExhausted(
+                f"iteration {iteration}: gradients overflow at the smallest loss scale (--min-loss-scale {scale:g}), "
+                f"first: {culprit}; the loss is {mean:g}. Lower --lr, or train in bf16"
+            )
+        self.scale = self.scale and self.scale.after(skipped and targets > 0)
+        return StepResult(mean, norm, lr, scale, skipped, culprit, gradient_bytes)
+
+    def _begin(self) -> None:
+        """Peaks are an iteration's."""
+        self.ledger.begin_iteration()
+        if self.mesh.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.mesh.device)
+
+    def _first_nonfinite(self) -> str:
+        """Of the whole model, in the order of its layers: on the lowest rank that sees it. Agreed over the world."""
+        mesh, mine = self.mesh, self.zero.first_nonfinite()
+        names = [s.name for specs in stage_units(self.config.model, Layout(), 0).values() for s in specs]
+        at = names.index(mine) if mine is not None else len(names)
+        seen = torch.tensor(at * mesh.world.size + mesh.rank, device=mesh.device)
+        at, rank = divmod(int(mesh.world.all_reduce_(seen, op=MIN, kind="control")), mesh.world.size)
+        return f"the gradient of {names[at]} is not finite on rank {rank}" if at < len(names) else "a sum of gradients"
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> tuple[float, int]:
@@ -143,7 +177,7 @@ class Engine:
         """Unmasked targets of the global batch: the one divisor of the loss and of every gradient."""
         count = sum(batch.loss_mask.sum(dtype=torch.float64) for batch in batches)
         assert isinstance(count, torch.Tensor), "no micro-batch"
-        return max(1, int(self.mesh.control_sum(count.to(self.mesh.device), self.mesh.dp)))
+        return int(self.mesh.control_sum(count.to(self.mesh.device), self.mesh.dp))
 
     def _global_loss(self, loss: torch.Tensor) -> float:
         """The sum over data-parallel ranks; from the last stage to all."""
@@ -160,6 +194,6 @@ class Engine:
             "activation_checkpoints": peak["activation_checkpoints"],
             "buffers": peak["buffers"],
             "logits": peak["logits"],
-            "peak": torch.cuda.max_memory_allocated() if on_gpu else self.ledger.total_peak,
+            "peak": torch.cuda.max_memory_allocated(self.mesh.device) if on_gpu else self.ledger.total_peak,
             "host": peak["host"],
         }

@@ -175,8 +175,10 @@ def line(record: Record, last: int, left: str) -> str:
         parts.append(f"validation {record['validation_loss']:.4f}")
     parts += [f"norm {record['grad_norm']:.3f}", f"lr {record['lr']:.2e}"]
     parts += [f"{record['tokens_per_second']:,.0f} tokens/s", size(record["memory_bytes"]["peak"]), f"{left} left"]
+    if record["loss_scale"] != 1:
+        parts.append(f"scale {record['loss_scale']:g}")
     if record["skipped"]:
-        parts.append("SKIPPED: the gradients are not finite")
+        parts.append("SKIPPED")
     return " | ".join(parts)
 
 

@@ -64,9 +64,18 @@ def read_world() -> World:
 
 
 def pick_device(world: World) -> torch.device:
-    """This rank's own GPU where there are GPUs, else the CPU."""
+    """This rank's own GPU where there are GPUs, else the CPU.
+
+    Raises:
+        ValueError: more ranks on this node than GPUs.
+    """
     if not torch.cuda.is_available():
         return torch.device("cpu")
+    if world.launcher == "torchrun" and world.local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"local rank {world.local_rank} has no GPU of its own: there are {torch.cuda.device_count()} here; "
+            "start as many ranks on a node as it has GPUs (--nproc)"
+        )
     index = world.local_rank % torch.cuda.device_count()  # srun with --gpus-per-task shows a task only its own
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
@@ -104,7 +113,8 @@ def report_failure(world: World, message: str) -> None:
     """Leave this rank's message where the others find it. Never raises, never waits."""
     if dist.is_initialized():
         try:
-            dist.distributed_c10d._get_default_store().set(FAILURE_KEY, f"rank {world.rank}: {message}")
+            store = dist.distributed_c10d._get_default_store()
+            store.compare_set(FAILURE_KEY, "", f"rank {world.rank}: {message}")  # the first one stays
         except Exception as error:  # the store goes with the rank that hosts it: then there is nobody to tell
             print(f"rank {world.rank}: could not tell the others: {error}", file=sys.stderr)
 
@@ -276,8 +286,19 @@ def _sum_rows(rows: torch.Tensor, out: torch.Tensor, add: bool) -> None:
         target.copy_(total.add_(target) if add else total)
 
 
+# What gloo says when another rank is gone or does not come: plain RuntimeErrors, told by their words alone.
+LOST = ("closed by peer", "reset by peer", "broken pipe", "timed out", "timeout", "connection refused", "not connected")
+
+
+def _is_peers(error: BaseException) -> bool:
+    """Whether a collective failed for another rank's sake, rather than for a mistake of this one's."""
+    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError)):
+        return True
+    return type(error) is RuntimeError and any(words in str(error).lower() for words in LOST)
+
+
 class _peers:
-    """Around a collective: the backend's error becomes PeerLost, which names the axis and its ranks."""
+    """Around a collective: another rank's failure becomes PeerLost, which names the axis and its ranks."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
@@ -286,9 +307,8 @@ class _peers:
         pass
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, PeerLost):
-            where = f"axis {self.axis.name}, ranks {self.axis.ranks}"
-            raise PeerLost(f"{where}: {str(error).strip().splitlines()[0]}") from error
+        if error is not None and _is_peers(error):
+            raise PeerLost(f"axis {self.axis.name}, ranks {self.axis.ranks}: {error}") from error
 
 
 @dataclass(frozen=True)

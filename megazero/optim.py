@@ -1,14 +1,17 @@
-"""AdamW on flat slices, the learning rate, the clip factor. Plain functions; the state belongs to the caller."""
+"""AdamW on flat slices, the learning rate, the loss scale, the clip factor. Plain functions and values; the state
+belongs to the caller.
+"""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch.optim.adamw import adamw
 
-from megazero.config import OptimizerConfig
+from megazero.config import OptimizerConfig, TrainingConfig
 
 Moments = tuple[torch.Tensor, torch.Tensor]
 
@@ -31,13 +34,52 @@ def clip_factor(norm: float, clip: float) -> float:
     return min(1.0, clip / (norm + 1e-6)) if clip > 0 else 1.0
 
 
+@dataclass(frozen=True)
+class LossScale:
+    """Dynamic loss scaling (Micikevicius 2018), with Megatron's hysteresis; a value, replaced at every iteration.
+
+    An overflow costs one of `left`; with none left, the scale halves. `window` iterations without one double the scale
+    and give back all of `hysteresis`.
+    """
+
+    value: float
+    least: float
+    window: int
+    hysteresis: int
+    left: int
+    good: int = 0  # iterations since the last overflow or doubling
+
+    @classmethod
+    def of(cls, config: TrainingConfig) -> LossScale | None:
+        """fp16's; the other precisions reach as far as fp32 does, and need none."""
+        if config.precision != "fp16":
+            return None
+        c = config
+        return cls(c.initial_loss_scale, c.min_loss_scale, c.loss_scale_window, c.hysteresis, c.hysteresis)
+
+    @property
+    def exhausted(self) -> bool:
+        """One more overflow cannot be answered."""
+        return self.value <= self.least and self.left <= 1
+
+    def after(self, overflow: bool) -> LossScale:
+        """The scale of the next iteration."""
+        if overflow:
+            left = max(0, self.left - 1)
+            value = max(self.least, self.value / 2) if left == 0 else self.value
+            return replace(self, value=value, left=left, good=0)
+        if self.good + 1 == self.window:
+            return replace(self, value=2 * self.value, left=self.hysteresis, good=0)
+        return replace(self, good=self.good + 1)
+
+
 class Update(NamedTuple):
     """What one update is made of, the same for every unit."""
 
     config: OptimizerConfig
     lr: float
-    step: int  # updates made so far, this one included: for the bias correction
-    factor: float  # of the gradients: clipping
+    made: torch.Tensor  # updates made before this one, an fp32 scalar on the device: for the bias correction
+    factor: float  # of the gradients: clipping, and 1 / loss scale
 
 
 def adamw_(update: Update, master: torch.Tensor, gradient: torch.Tensor, moments: Moments, decayed: int) -> None:
@@ -52,7 +94,7 @@ def adamw_(update: Update, master: torch.Tensor, gradient: torch.Tensor, moments
             [moments[0][part]],
             [moments[1][part]],
             [],
-            [torch.tensor(float(update.step - 1), device=master.device)],  # the kernel counts this update itself
+            [update.made.clone()],  # the kernel counts this update itself
             fused=True,
             amsgrad=False,
             beta1=c.adam_beta1,

@@ -205,7 +205,8 @@ class ParamUnit:
 
     def reduce(self, reducer: Reducer) -> None:
         """Begin to sum over the ranks that share a copy; the full gradients go away."""
-        assert self.full is not None and not self.fresh, self.missing()
+        self.require_gradients()
+        assert self.full is not None
         full, self.full = self.full, None
         if not self.policy.optimizer:
             self.reduced = full
@@ -219,11 +220,14 @@ class ParamUnit:
             self.reduced = Buffer(data, self.ledger.lease("gradients", data.nbytes))
         reducer.start(full, self.reduced.data, add)
 
-    def missing(self) -> list[str]:
-        """Trainable parameters of which no gradient has come."""
-        if self.reduced is None and self.full is None:
-            return [name for p, name in self.names.items() if p in self.trainable]
-        return [name for p, name in self.names.items() if p in self.fresh]
+    def require_gradients(self) -> None:
+        """RuntimeError, naming the trainable parameters of which no gradient has come."""
+        none = self.reduced is None and self.full is None
+        missing = [name for p, name in self.names.items() if p in (self.trainable if none else self.fresh)]
+        if missing:
+            raise RuntimeError(
+                f"no gradient came for {', '.join(missing)}; --freeze-parameters what the loss does not use"
+            )
 
     def reduce_replicas(self) -> None:
         """Begin to sum over the replicas, once an iteration, when the shard's sum is there."""

@@ -90,9 +90,10 @@ def weight_grad(x: torch.Tensor, dy: torch.Tensor, out: torch.Tensor, add: bool)
             out.addmm_(dy.t(), x)
         else:
             torch.mm(dy.t(), x, out=out)
-    else:
-        wide = torch.float32 if _upcasts(x) or out.dtype == torch.float32 else x.dtype
-        _write(out, add, dy.to(wide).t() @ x.to(wide))
+    elif _upcasts(x):
+        _write(out, add, dy.float().t() @ x.float())
+    else:  # a GPU multiplies in 16 bit, and sums and returns fp32
+        _write(out, add, torch.mm(dy.t(), x, out_dtype=out.dtype))
 
 
 def _matrix(weight: torch.Tensor) -> torch.Tensor:
@@ -229,7 +230,8 @@ class _Lookup(torch.autograd.Function):
         def write(out: torch.Tensor, add: bool) -> None:
             if not add:
                 out.zero_()
-            out.index_add_(0, rows[mine], dy[mine].to(out.dtype))
+            ours = dy.masked_fill(~mine[..., None], 0).flatten(0, -2)  # selecting rows would wait for the GPU
+            out.index_add_(0, rows.flatten(), ours.to(out.dtype))
 
         ctx.contribute(ctx.weight, write)
         return None, None, None, None

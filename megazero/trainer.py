@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from megazero.checkpoint import LocalShard
 from megazero.config import Config, ModelConfig
 from megazero.data.loader import Batches
 from megazero.data.samples import Datasets, open_datasets, validate
-from megazero.engine import Engine, StepResult
+from megazero.engine import Engine, LossScaleExhausted, StepResult
 from megazero.log import Record, model_flops, open_writers
 from megazero.mesh import Mesh
 from megazero.parameters import num_parameters
@@ -76,7 +78,7 @@ class Trainer:
     """One rank's run."""
 
     def __init__(self, config: Config, mesh: Mesh, datasets: Datasets, eod: int | None) -> None:
-        """`config` is resolved; `eod`: the end-of-document token, when targets after it are masked."""
+        """`config` is resolved; `eod`: the end-of-document token where targets behind it are masked, else None."""
         self.config, self.mesh = config, mesh
         self.leads = mesh.rank == 0
         self.engine = Engine(config, mesh)
@@ -90,7 +92,7 @@ class Trainer:
                 config.micro_batches(mesh.layout),
                 mesh.dp.rank,
                 mesh.dp.size,
-                eod=eod if config.data.eod_mask_loss else None,
+                eod=eod,
                 num_workers=num_workers,
             )
 
@@ -110,7 +112,11 @@ class Trainer:
         writers = open_writers(config, self.progress.iteration) if self.leads else []
         try:
             while self.progress.iteration < config.training.train_iters:
-                record = self.iterate()
+                try:
+                    record = self.iterate()
+                except LossScaleExhausted:
+                    self.save()  # what the last good update made
+                    raise
                 for writer in writers:
                     writer.write(record)
                 if self._due(config.checkpoint.save_interval):
@@ -122,6 +128,7 @@ class Trainer:
             for writer in writers:
                 writer.close()
         self.save()
+        self.engine.zero.wait()
 
     def _due(self, interval: int) -> bool:
         return interval > 0 and self.progress.iteration % interval == 0
@@ -137,6 +144,8 @@ class Trainer:
         progress.consumed_samples += config.training.global_batch_size
         traffic = {kind: total - sent[kind] for kind, total in mesh.sent().items()}
         record = self._record(result, seconds, traffic)
+        if result.culprit is not None:
+            self.say(f"iteration {progress.iteration} makes no update: {result.culprit}")
         if self._due(config.evaluation.eval_interval):
             record["validation_loss"] = self.evaluate()
         return record
@@ -151,7 +160,7 @@ class Trainer:
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "lr": result.lr,
-            "loss_scale": 1.0,
+            "loss_scale": result.loss_scale,
             "skipped": result.skipped,
             "step_seconds": seconds,
             "tokens_per_second": samples * config.model.seq_length / seconds,
@@ -167,7 +176,7 @@ class Trainer:
             batches = self.validation_batches.batch(i * self.config.training.global_batch_size)
             loss, count = self.engine.evaluate(batches)
             total, targets = total + loss, targets + count
-        return total / targets
+        return total / targets if targets else math.nan
 
     # -- checkpoints
 
@@ -191,6 +200,7 @@ class Trainer:
         start = time.perf_counter()
         state = asdict(self.progress) | {
             "updates": self.engine.updates,
+            "loss_scale": asdict(self.engine.scale) if self.engine.scale else None,
             "model": asdict(self.config.model),
             "layout": asdict(self.mesh.layout),
             "config": asdict(self.config),
@@ -208,10 +218,24 @@ class Trainer:
             unit.publish()
         state = checkpoint.read_state(path)
         self.progress = Progress(state["iteration"], state["consumed_samples"])
+        self._say_differences(state["config"])
         self.engine.updates = state["updates"]
+        if self.engine.scale and state["loss_scale"]:
+            known = state["loss_scale"]
+            self.engine.scale = replace(self.engine.scale, **{key: known[key] for key in ("value", "left", "good")})
         if path.parent.resolve() == Path(self.config.checkpoint.save or ".").resolve():
             self.saved_at = self.progress.iteration
         self.say(f"loaded {path} in {time.perf_counter() - start:.1f} s")
+
+    def _say_differences(self, saved: dict[str, Any]) -> None:
+        """What this run does otherwise than the one that it goes on from; some of it changes the curve."""
+        ours = json.loads(json.dumps(asdict(self.config)))
+        for group, options in saved.items():
+            if group in ("log", "checkpoint", "preset") or not isinstance(options, dict):
+                continue
+            for name, value in options.items():
+                if name in ours[group] and ours[group][name] != value:
+                    self.say(f"--{name.replace('_', '-')} is {ours[group][name]}, and was {value} when this was saved")
 
     def describe(self, load: Path | None) -> None:
         """What is about to run, said once."""

@@ -192,10 +192,9 @@ class Zero:
             RuntimeError: naming the trainable parameters that took no part in the iteration.
         """
         self.reducer.drain()
-        missing = [name for u in self.trained for name in (u.missing() if u.reduced is None or u.full else ())]
-        if missing:
-            raise RuntimeError(f"no gradient came for {', '.join(missing)}: freeze what takes no part in the loss")
         for unit in self.units.values():
+            unit.require_gradients()
+            assert unit.full is None, f"{unit.name}: not reduced"
             if unit.held:
                 unit.held = False
                 unit.release(self.ring)

@@ -70,9 +70,10 @@ def find(load: Path) -> Path | None:
 
 
 def prune(root: Path, keep_last: int) -> None:
-    """Delete all but the newest `keep_last` checkpoints (0 = keep all), never the one that `latest` names.
+    """Delete all but the newest `keep_last` checkpoints (0 = keep all) up to the one that `latest` names.
 
-    For one process, between saves.
+    Those of larger numbers go too: they are of a run that was left when this one went back to an earlier
+    checkpoint. For one process, between saves.
     """
     root = Path(root)
     if keep_last < 0:
@@ -80,7 +81,9 @@ def prune(root: Path, keep_last: int) -> None:
     if keep_last == 0:
         return
     named = _read_latest(root)
-    for folder in _checkpoints(root)[:-keep_last]:
+    every = _checkpoints(root)
+    last = next((at for at, folder in enumerate(every) if folder.name == named), len(every) - 1)
+    for folder in every[: max(0, last + 1 - keep_last)] + every[last + 1 :]:
         if folder.name != named:
             doomed = root / f".{folder.name.strip('.')}{PARTIAL}"
             folder.rename(doomed)

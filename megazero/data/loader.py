@@ -72,16 +72,10 @@ class Batches:
         dp_size: int = 1,
         *,
         eod: int | None = None,
-        eod_mask_loss: bool = False,
         num_workers: int = 0,
     ) -> None:
-        if eod_mask_loss and eod is None:
-            raise ValueError(
-                "--eod-mask-loss: the end-of-document id is unknown; give the --tokenizer that the corpus "
-                "was preprocessed with, one with an end-of-document token"
-            )
         self.assignment = Assignment(micro_batch_size, num_micro_batches, dp_rank, dp_size)
-        self._masked = eod if eod_mask_loss else None
+        self._masked = eod
         self._steps = _Steps(dataset, self.assignment)
         self._num_workers = num_workers
         self._ahead: Iterator[torch.Tensor] | None = None

@@ -124,10 +124,19 @@ class Outcome(NamedTuple):
     memory: list[dict[str, int]]
 
 
+def new_engine(rank: int, case: Case) -> Engine:
+    return Engine(case.config(), Mesh.build(case.layout, rank, torch.device("cpu")))
+
+
+def evaluate(rank: int, case: Case) -> tuple[float, int]:
+    engine = new_engine(rank, case)
+    return engine.evaluate(micro_batches(case, engine.mesh, 0))
+
+
 def train(rank: int, case: Case) -> Outcome:
     """Train a few steps as rank `rank` of a case."""
-    mesh = Mesh.build(case.layout, rank, torch.device("cpu"))
-    engine = Engine(case.config(), mesh)
+    engine = new_engine(rank, case)
+    mesh = engine.mesh
     outcome = Outcome([], [], [], [])
     before = mesh.sent()
     for step in range(STEPS):

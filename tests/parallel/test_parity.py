@@ -12,8 +12,20 @@ import pytest
 import torch
 
 from megazero.config import ModelConfig
+from megazero.rng import Dropout
 from tests import reference
-from tests.parallel.cases import MODEL, STEPS, Case, Outcome, global_batch, train, train_delayed
+from tests.parallel.cases import (
+    MODEL,
+    STEPS,
+    Case,
+    Outcome,
+    evaluate,
+    global_batch,
+    micro_batches,
+    new_engine,
+    train,
+    train_delayed,
+)
 
 TOLERANCE = 1e-5  # relative, fp32
 FROZEN = ("token_embedding.*", "position*", "blocks.0.*", "blocks.2.mlp.*", "blocks.3.*.bias")
@@ -82,9 +94,45 @@ DROPOUT = replace(MODEL, hidden_dropout=0.1, attention_dropout=0.2)
 
 
 @functools.cache
-def alone(model: ModelConfig, precision: str = "fp32") -> Outcome:
-    """Our own single process, where plain PyTorch has no equal: dropout, 16 bit."""
-    return train(0, Case(model=model, precision=precision))
+def alone(model: ModelConfig) -> Outcome:
+    """Our own single process, where plain PyTorch has no equal: dropout."""
+    return train(0, Case(model=model))
+
+
+@pytest.mark.parametrize("where", ["attention_dropout", "hidden_dropout"])
+def test_each_dropout_does_something_in_training_alone(where: str) -> None:
+    model = replace(MODEL, **{where: 0.3})
+    found, without = alone(model), alone(MODEL)
+    assert relative_error(found.losses, without.losses) > 1e-4
+    case = Case(model=model)
+    engine, plain = (new_engine(0, c) for c in (case, Case()))
+    batches = micro_batches(case, engine.mesh, 0)
+    assert engine.evaluate(batches) == plain.evaluate(batches)
+
+
+def test_every_place_of_hidden_dropout_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The embedding's, and two a block, in training."""
+    used = []
+    mask = Dropout.mask
+    monkeypatch.setattr(Dropout, "mask", lambda self, *a: used.append((self.layer, self.site)) or mask(self, *a))
+    case = Case(model=DROPOUT, micro_batches=1)
+    engine = new_engine(0, case)
+    engine.train_step(1, micro_batches(case, engine.mesh, 0))
+    sites = [(-1, "embedding")] + [(i, site) for i in range(5) for site in ("scores", "attention", "mlp")]
+    assert sorted(used) == sorted(sites * 2)  # forward and backward
+
+
+@pytest.mark.parametrize("case", [Case(dp=2, zero=3), Case(pp=2, dp=2, zero=1), Case(tp=2, precision="bf16")], ids=str)
+def test_evaluation_is_the_same_in_every_layout(case: Case, ranks) -> None:
+    """Of the first weights, over a global batch whose ranks have unlike numbers of targets."""
+    ids, labels, mask = global_batch(case, 0)
+    logits = reference.forward(case.config(), reference.initial_weights(case.config()), ids)
+    each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    wanted = float((each * mask.flatten()).sum())
+    tolerance = TOLERANCE if case.precision == "fp32" else 2**-8
+    for loss, targets in ranks(case.world).run(evaluate, case):
+        assert targets == int(mask.sum())
+        assert abs(loss - wanted) < tolerance * wanted
 
 
 @pytest.mark.parametrize(
@@ -110,12 +158,15 @@ def test_dropout_is_the_same_in_every_layout(case: Case, ranks) -> None:
     "case",
     [Case(dp=2, zero=z, precision="bf16", recompute="full", micro_batches=3) for z in range(4)]
     + [Case(dp=2, zero=z, precision="bf16", grad_dtype="bf16") for z in (0, 3)]
-    + [Case(tp=2, precision="bf16"), Case(pp=2, precision="bf16", micro_batches=3)],
+    + [Case(tp=2, precision="bf16"), Case(pp=2, precision="bf16", micro_batches=3)]
+    + [Case(dp=2, zero=z, precision="fp16", micro_batches=3) for z in (0, 3)]
+    + [Case(dp=2, zero=z, precision="fp16", micro_batches=3, grad_dtype="fp16") for z in (0, 3)]
+    + [Case(pp=2, tp=2, precision="fp16", recompute="full", pa=True)],
     ids=str,
 )
-def test_bf16_follows_fp32(case: Case, ranks) -> None:
-    """To bf16's rounding, 2^-8 of a value. The norm before the first update is of many such values; those after it are
-    of weights that Adam has moved by a full step each way wherever rounding decided a gradient's sign."""
+def test_16_bit_follows_fp32(case: Case, ranks) -> None:
+    """To bf16's rounding, 2^-8 of a value (fp16's is 2^-11). The norm before the first update is of many such values;
+    those after it are of weights that Adam moved by a full step wherever rounding decided a gradient's sign."""
     wanted = alone(MODEL)
     for outcome in ranks(case.world).run(train, case):
         assert relative_error(outcome.losses, wanted.losses) < 2**-8

@@ -282,9 +282,9 @@ def test_prune(tmp_path: Path) -> None:
     checkpoint.prune(tmp_path, 0)
     checkpoint.prune(tmp_path, 7)
     assert len(list(tmp_path.glob("iter_*"))) == 4
-    (tmp_path / "latest").write_text("iter_0000001\n")
+    (tmp_path / "latest").write_text("iter_0000003\n")  # a run that went back from 4
     checkpoint.prune(tmp_path, 2)
-    assert sorted(os.listdir(tmp_path)) == ["iter_0000001", "iter_0000003", "iter_0000004", "latest"]
+    assert sorted(os.listdir(tmp_path)) == ["iter_0000002", "iter_0000003", "latest"]
     checkpoint.prune(tmp_path / "nowhere", 2)
 
 

@@ -44,17 +44,12 @@ def test_micro_batches_hold_the_samples_they_name(dataset: GPTDataset) -> None:
 
 
 def test_eod_mask_loss_masks_targets_whose_input_is_eod(dataset: GPTDataset) -> None:
-    masked = Batches(dataset, 4, 2, eod=EOD, eod_mask_loss=True).batch(0)
-    plain = Batches(dataset, 4, 2, eod=EOD).batch(0)
+    masked = Batches(dataset, 4, 2, eod=EOD).batch(0)
+    plain = Batches(dataset, 4, 2).batch(0)
     for micro, unmasked in zip(masked, plain, strict=True):
         assert torch.equal(micro.loss_mask, (micro.ids != EOD).float())
         assert 0 < micro.loss_mask.sum() < micro.loss_mask.numel()
         assert torch.equal(micro.labels, unmasked.labels) and unmasked.loss_mask.eq(1).all()
-
-
-def test_eod_mask_loss_needs_an_eod(dataset: GPTDataset) -> None:
-    with pytest.raises(ValueError, match=r"--eod-mask-loss: .*--tokenizer"):
-        Batches(dataset, 1, 1, eod_mask_loss=True)
 
 
 def flat(batch: list) -> list:
@@ -63,8 +58,8 @@ def flat(batch: list) -> list:
 
 def test_workers_change_nothing(dataset: GPTDataset) -> None:
     arguments = {"micro_batch_size": 2, "num_micro_batches": 2, "dp_rank": 1, "dp_size": 2, "eod": EOD}
-    here = Batches(dataset, **arguments, eod_mask_loss=True)
-    there = Batches(dataset, **arguments, eod_mask_loss=True, num_workers=2)
+    here = Batches(dataset, **arguments)
+    there = Batches(dataset, **arguments, num_workers=2)
     for consumed in [0, 8, 16, 24, 32, 400, 408, 8, 16]:  # in order, a jump ahead, and back
         assert flat(there.batch(consumed)) == flat(here.batch(consumed))
     there.close()

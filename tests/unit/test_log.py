@@ -175,7 +175,7 @@ def test_line() -> None:
     odd = record(10, validation_loss=2.5, skipped=True, grad_norm=math.nan)
     assert line(odd, 10, "0:00") == (
         "iteration 10/10 | loss 4.5000 | validation 2.5000 | norm nan | lr 3.00e-04 | 12,346 tokens/s | 3 GiB | "
-        "0:00 left | SKIPPED: the gradients are not finite"
+        "0:00 left | SKIPPED"
     )
 
 

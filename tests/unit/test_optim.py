@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megazero.config import OptimizerConfig
+from megazero.config import OptimizerConfig, TrainingConfig
 from megazero.flat import FlatParam, Range, flat_layout
-from megazero.optim import Update, adamw_, clip_factor, learning_rate
+from megazero.optim import LossScale, Update, adamw_, clip_factor, learning_rate
 
 CONFIG = OptimizerConfig(lr=2.0, min_lr=0.5, lr_warmup_iters=10, lr_decay_iters=110)
 
@@ -105,7 +105,7 @@ def test_slices_learn_as_torchs_adamw_does(ranks: int) -> None:
             own = owned.slice()
             decayed = flat.decayed.within(owned).numel
             adamw_(
-                Update(OPTIMIZER, rate, step, 1.0),
+                Update(OPTIMIZER, rate, torch.tensor(step - 1.0), 1.0),
                 master[own],
                 gradient[own],
                 (moments[0][own], moments[1][own]),
@@ -124,7 +124,9 @@ def test_slices_learn_as_torchs_adamw_does(ranks: int) -> None:
 def test_decay_ends_where_it_is_said(decayed: int) -> None:
     """With no gradient, decay is all that happens; the gradient is read only."""
     master, gradient = torch.ones(128), torch.zeros(128)
-    adamw_(Update(OPTIMIZER, 0.5, 1, 1.0), master, gradient, (torch.zeros(128), torch.zeros(128)), decayed)
+    adamw_(
+        Update(OPTIMIZER, 0.5, torch.zeros(()), 1.0), master, gradient, (torch.zeros(128), torch.zeros(128)), decayed
+    )
     assert torch.equal(master[:decayed], torch.full((decayed,), 1 - 0.5 * 0.3))
     assert torch.equal(master[decayed:], torch.ones(128 - decayed))
     assert not gradient.any()
@@ -136,7 +138,7 @@ def test_the_bias_correction_follows_the_step() -> None:
     gradient = torch.tensor([3.0, -0.2] * 32)
     for step in (1, 2, 50):
         master = torch.zeros(64)
-        update = Update(replace(OPTIMIZER, adam_eps=1e-12), 0.1, step, 1.0)
+        update = Update(replace(OPTIMIZER, adam_eps=1e-12), 0.1, torch.tensor(step - 1.0), 1.0)
         adamw_(update, master, gradient, (torch.zeros(64), torch.zeros(64)), 0)
         size = 0.1 * (1 - beta1) / (1 - beta1**step) / math.sqrt((1 - beta2) / (1 - beta2**step))
         assert step > 1 or size == pytest.approx(0.1)
@@ -145,4 +147,38 @@ def test_the_bias_correction_follows_the_step() -> None:
 
 def test_an_empty_range_is_no_trouble() -> None:
     empty = torch.empty(0)
-    adamw_(Update(OPTIMIZER, 0.1, 1, 1.0), empty, empty, (empty, empty), Range(0, 0).numel)
+    adamw_(Update(OPTIMIZER, 0.1, torch.zeros(()), 1.0), empty, empty, (empty, empty), Range(0, 0).numel)
+
+
+def scale(**changes) -> LossScale:
+    start = LossScale.of(TrainingConfig(precision="fp16", loss_scale_window=3))
+    assert start is not None
+    return replace(start, **changes)
+
+
+def test_only_fp16_scales_the_loss() -> None:
+    assert LossScale.of(TrainingConfig()) is None
+    assert LossScale.of(TrainingConfig(precision="bf16")) is None
+    assert scale().value == 2**16
+
+
+def test_hysteresis_forgives_one_overflow() -> None:
+    once = scale().after(True)
+    assert once.value == 2**16 and once.after(True).value == 2**15
+    assert once.after(True).after(True).value == 2**14  # none is left until a window has passed
+
+
+def test_a_window_without_overflow_doubles_the_scale() -> None:
+    s = scale().after(True)
+    for _ in range(2):
+        s = s.after(False)
+        assert s.value == 2**16
+    assert s.after(False).value == 2**17 and s.after(False).left == 2
+    assert s.after(True).after(False).after(False).value == 2**15  # counted anew after an overflow
+
+
+def test_the_scale_stays_above_its_least() -> None:
+    s = scale(value=1.0, left=1)
+    assert s.exhausted and s.after(True).value == 1.0
+    assert not scale(value=1.0).exhausted  # one overflow is forgiven first
+    assert not scale(value=2.0, left=0).exhausted

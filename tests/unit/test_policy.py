@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import pytest
 
-from megazero.config import ModelConfig
+from megazero.config import ModelConfig, ZeroConfig
 from megazero.layout import Layout
 from megazero.parameters import HEAD, POSITION, TOKEN, stage_units
-from megazero.policy import RING_DEPTH, Use, ZeroPolicy, layer_uses, ring_slots
+from megazero.policy import RING_DEPTH, Buckets, Use, ZeroPolicy, layer_uses, plan_buckets, ring_slots
+
+CUT = ZeroPolicy(True, True, True)
 
 
 def test_a_stage_is_three_booleans() -> None:
-    cuts = [ZeroPolicy.for_stage(stage, 2) for stage in range(4)]
+    cuts = [ZeroPolicy.for_stage(ZeroConfig(zero_stage=stage), 2) for stage in range(4)]
     assert [(c.optimizer, c.gradients, c.parameters) for c in cuts] == [
         (False, False, False),
         (True, False, False),
         (True, True, False),
         (True, True, True),
     ]
-    with pytest.raises(AssertionError):
-        ZeroPolicy.for_stage(4, 2)
 
 
 def test_one_rank_has_nothing_to_cut() -> None:
-    assert {ZeroPolicy.for_stage(stage, 1) for stage in range(4)} == {ZeroPolicy(False, False, False)}
+    assert {ZeroPolicy.for_stage(ZeroConfig(zero_stage=stage), 1) for stage in range(4)} == {
+        ZeroPolicy(False, False, False)
+    }
 
 
 @pytest.mark.parametrize("untied", [False, True])
@@ -62,6 +64,32 @@ def test_what_a_use_keeps() -> None:
 def test_ring_slots() -> None:
     """A few of each size, however many units have it; so the sum does not grow with the layers."""
     assert RING_DEPTH == 2
-    assert ring_slots([]) == {}
-    assert ring_slots([64, 128, 128, 128, 128, 192, 192]) == {64: 1, 128: 2, 192: 2}
-    assert ring_slots([64] + [128] * 100) == ring_slots([64] + [128] * 2)
+    assert ring_slots([], CUT) == {}
+    assert ring_slots([64, 128, 128, 128, 128, 192, 192], CUT) == {64: 1, 128: 2, 192: 2}
+    assert ring_slots([64] + [128] * 100, CUT) == ring_slots([64] + [128] * 2, CUT)
+
+
+def test_no_slots_where_parameters_are_whole_and_one_each_where_they_stay() -> None:
+    assert ring_slots([64, 64], ZeroPolicy(True, True, False)) == {}
+    assert ring_slots([64] + [128] * 5, ZeroPolicy(True, True, True, keeps_gathered=True)) == {64: 1, 128: 5}
+
+
+def test_a_choice_of_when() -> None:
+    once = ZeroConfig(zero_stage=3, zero_reduce_every="step", zero_gather_every="step")
+    assert ZeroPolicy.for_stage(once, 2) == ZeroPolicy(True, False, True, keeps_gathered=True)
+    assert ZeroPolicy.for_stage(once, 1) == ZeroPolicy(False, False, False)
+
+
+def test_buckets() -> None:
+    """At most the size asked for, in whole multiples of ALIGN for every rank; never less than that; never idle."""
+    assert plan_buckets(10**6, [6400, 640], 2, overlap=True) == Buckets(3200, 2, packs=False)
+    assert plan_buckets(1000, [6400, 640], 2, overlap=False) == Buckets(448, 1, packs=True)
+    assert plan_buckets(1, [6400], 4, overlap=True) == Buckets(64, 2, packs=True)
+    assert plan_buckets(10**6, [], 4, overlap=True).columns == 0
+
+
+def test_communication_buffers_are_constant() -> None:
+    """CB: for 8 times the layers, and for 4 times the width, once a unit is larger than a bucket."""
+    blocks = [12 * h * h // 64 * 64 for h in (512, 1024, 2048)]
+    assert len({plan_buckets(100_000, [size], 8, True) for size in blocks}) == 1
+    assert plan_buckets(100_000, blocks[:1] * 8, 8, True) == plan_buckets(100_000, blocks[:1], 8, True)

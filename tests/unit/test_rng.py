@@ -26,9 +26,17 @@ TALL = ParamSpec("tall", (3001, 384), 1, True, std=0.5, mean=2.0)
 
 def drawn(spec: ParamSpec, tp: int = 1, rank: int = 0, seed: int = SEED) -> torch.Tensor:
     block = spec.local(tp, rank)
-    out = torch.full(block.shape, torch.nan)
-    draw(seed, spec, block, out)
-    return out
+    return draw(seed, spec, block, 0, block.numel).view(block.shape)
+
+
+def test_any_range_of_a_block_is_part_of_the_whole() -> None:
+    """Cut over rows, over columns, not at all; ranges within a row, over several, empty."""
+    matrix = next(spec for spec in SPECS if spec.name == "blocks.0.mlp.down.weight")
+    for spec in (replace(matrix, cut_dim=cut) for cut in (None, 0, 1)):
+        block = spec.local(3, 1) if spec.cut_dim is not None else spec.local(1, 0)
+        whole = draw(SEED, spec, block, 0, block.numel)
+        for start, stop in ((0, 1), (5, 5), (7, 300), (1, block.numel), (block.numel - 3, block.numel)):
+            assert torch.equal(draw(SEED, spec, block, start, stop), whole[start:stop]), (spec, start, stop)
 
 
 # -- initial values

@@ -1,0 +1,191 @@
+"""What is skipped, what is refused, and what is left as it was."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megazero.config import Config, ModelConfig, TrainingConfig, resolve
+from megazero.engine import Engine, LossScaleExhausted
+from megazero.layout import Layout
+from megazero.ledger import Ledger
+from megazero.mesh import Mesh, PeerLost
+from megazero.recompute import keep_partitioned
+from tests.parallel.cases import Case, MicroBatch, micro_batches, new_engine
+
+
+def state_of(engine: Engine) -> dict[str, torch.Tensor]:
+    """Everything that an update changes."""
+    units = engine.zero.units.values()
+    tensors = {f"{u.name}.{i}": t for u in units for i, t in enumerate((u.master, u.own, *u.moments))}
+    return {name: t.clone() for name, t in tensors.items()}
+
+
+def step(engine: Engine, case: Case, number: int, poison: str | None = None) -> dict[str, object]:
+    """One iteration; `poison`: the last data-parallel rank's gradient of this parameter becomes infinite."""
+    zero, original = engine.zero, engine.zero.contribute
+    if poison is not None and engine.mesh.dp.is_last:
+
+        def contribute(parameter, write):
+            original(parameter, write)
+            unit = zero.unit_of[parameter]
+            if unit.names[parameter] == poison and unit.full is not None:
+                unit.full.data[unit.windows[parameter].start] = math.inf
+
+        for module in engine.model.modules():
+            for holder in (module, getattr(module, "context", None)):
+                if hasattr(holder, "contribute"):
+                    object.__setattr__(holder, "contribute", contribute)
+    result = engine.train_step(number, micro_batches(case, engine.mesh, number - 1))
+    return result._asdict()
+
+
+def skip_then_go_on(rank: int, case: Case) -> list[dict[str, object]]:
+    engine = new_engine(rank, case)
+    first = step(engine, case, 1)
+    before, updates = state_of(engine), engine.updates
+    poisoned = step(engine, case, 2, poison="blocks.1.mlp.up.bias")
+    after = state_of(engine)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert engine.updates == updates == 1
+    return [first, poisoned]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(), Case(dp=2, zero=0, micro_batches=3), Case(dp=2, zero=3, precision="fp16"), Case(pp=2, tp=2)],
+    ids=str,
+)
+def test_a_skipped_step_changes_nothing_and_names_the_tensor(case: Case, ranks) -> None:
+    for first, poisoned in ranks(case.world).run(skip_then_go_on, case):
+        assert not first["skipped"] and first["culprit"] is None
+        assert poisoned["skipped"] and not math.isfinite(poisoned["grad_norm"])
+        assert "blocks.1.mlp.up.bias" in poisoned["culprit"] and "rank" in poisoned["culprit"]
+        assert math.isfinite(poisoned["loss"])
+
+
+def overflow(rank: int, case: Case) -> tuple[list[float], str]:
+    """Loss scales until the run gives up."""
+    config = case.config()
+    training = replace(config.training, initial_loss_scale=2.0**40, min_loss_scale=2.0**38, hysteresis=2)
+    engine = Engine(replace(config, training=training), new_engine(rank, case).mesh)
+    before, scales = state_of(engine), []
+    for number in range(1, 10):
+        try:
+            scales.append(step(engine, case, number)["loss_scale"])
+        except LossScaleExhausted as error:
+            after = state_of(engine)
+            assert all(torch.equal(before[name], after[name]) for name in before)
+            return scales, str(error)
+    return scales, "no end"
+
+
+def test_fp16_overflow_lowers_the_scale_and_ends_at_its_least(ranks) -> None:
+    """Every gradient overflows: hysteresis forgives one, then the scale halves, then there is no way."""
+    for scales, error in ranks(2).run(overflow, Case(dp=2, zero=2, precision="fp16", grad_dtype="fp16")):
+        assert scales == [2.0**40, 2.0**40, 2.0**39]
+        assert "--min-loss-scale" in error and "iteration 4" in error and "on rank" in error
+
+
+def without_targets(rank: int) -> tuple[bool, int, float]:
+    case = Case(dp=2, zero=2)
+    engine = new_engine(rank, case)
+    before = state_of(engine)
+    empty = [b._replace(loss_mask=torch.zeros_like(b.loss_mask)) for b in micro_batches(case, engine.mesh, 0)]
+    result = engine.train_step(1, empty)
+    after = state_of(engine)
+    same = all(torch.equal(before[name], after[name]) for name in before)
+    return same and result.skipped, engine.updates, engine.evaluate(empty)[1]
+
+
+def test_a_batch_without_targets_makes_no_update(ranks) -> None:
+    assert ranks(2).run(without_targets) == [(True, 0, 0)] * 2
+
+
+def test_a_parameter_without_a_gradient_is_named() -> None:
+    """Not hung: here the last block's MLP is cut out of the loss."""
+    case = Case()
+    engine = new_engine(0, case)
+    block = engine.model.blocks["4"]
+    block.forward = lambda x, samples: x + block.attention(block.norm1(x), samples)
+    with pytest.raises(RuntimeError, match=r"no gradient came for .*blocks.4.norm2.weight.*blocks.4.mlp.down.bias"):
+        engine.train_step(1, micro_batches(case, engine.mesh, 0))
+
+
+def test_a_unit_with_fewer_elements_than_ranks(ranks) -> None:
+    """Hidden size 2: the final norm has 4 parameters, on 4 ranks."""
+    model = ModelConfig(num_layers=1, hidden_size=2, num_attention_heads=1, seq_length=3, vocab_size=5)
+    wanted = new_engine(0, Case(model=model, micro_batches=1)).train_step(
+        1, micro_batches(Case(model=model, micro_batches=1), new_engine(0, Case(model=model)).mesh, 0)
+    )
+    found = ranks(4).run(first_step, Case(dp=4, zero=3, model=model, micro_batches=1))
+    assert [r.loss for r in found] == pytest.approx([wanted.loss] * 4, rel=1e-6)
+    assert [r.grad_norm for r in found] == pytest.approx([wanted.grad_norm] * 4, rel=1e-6)
+
+
+def first_step(rank: int, case: Case):
+    engine = new_engine(rank, case)
+    return engine.train_step(1, micro_batches(case, engine.mesh, 0))
+
+
+def released(rank: int) -> bool:
+    engine = new_engine(rank, Case(dp=2, zero=3))
+    return all(bool(p.isnan().all()) and p.untyped_storage().nbytes() <= 4 for p in engine.model.parameters())
+
+
+def test_a_released_parameter_is_nan_and_takes_no_memory(ranks) -> None:
+    assert ranks(2).run(released) == [True, True]
+
+
+def partitioned(rank: int) -> bool:
+    mesh = Mesh.build(Layout(tp=3), rank, torch.device("cpu"))
+    keep = keep_partitioned(Ledger(), mesh.tp)
+    x = torch.arange(35.0).view(5, 7)  # 3 does not divide 35
+    kept = keep.pack(x)
+    return kept.part.numel() == 12 and torch.equal(keep.unpack(kept), x)
+
+
+def test_a_checkpoint_of_any_size_is_partitioned(ranks) -> None:
+    assert ranks(3).run(partitioned) == [True] * 3
+
+
+def timeouts(rank: int) -> set[datetime.timedelta]:
+    mesh = Mesh.build(Layout(pp=2, dp=2), rank, torch.device("cpu"), timeout_minutes=3.0)
+    groups = [axis.group for axis in (mesh.pp, mesh.dp, mesh.shard, mesh.ends)]
+    return {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
+
+
+def test_every_group_has_the_time_out(ranks) -> None:
+    assert ranks(4).run(timeouts) == [{datetime.timedelta(minutes=3)}] * 4
+
+
+def own_mistake(rank: int) -> str:
+    mesh = Mesh.build(Layout(dp=2), rank, torch.device("cpu"))
+    try:
+        mesh.dp.all_reduce_(torch.ones(4, dtype=torch.complex32))
+    except PeerLost:
+        return "blames the others"
+    except Exception as error:
+        return type(error).__name__
+    return "no error"
+
+
+def test_a_mistake_of_our_own_is_not_blamed_on_others(ranks) -> None:
+    assert "blames the others" not in ranks(2).run(own_mistake)
+
+
+def test_a_masked_micro_batch_counts_by_its_targets() -> None:
+    """The loss is over all unmasked targets of the global batch, not a mean of means."""
+    model = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=4, vocab_size=11)
+    config, layout = resolve(replace(Config(), model=model, training=TrainingConfig(global_batch_size=2)), 1, 0)
+    engine = Engine(config, Mesh.build(layout, 0, torch.device("cpu")))
+    ids = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(0))
+    masks = torch.tensor([[1.0, 1, 1, 1], [0, 0, 0, 1]])
+    batches = [MicroBatch(ids[i : i + 1, :-1], ids[i : i + 1, 1:], masks[i : i + 1], (i,)) for i in (0, 1)]
+    losses = [engine.evaluate([b]) for b in batches]
+    assert [n for _, n in losses] == [4, 1]
+    assert engine.train_step(1, batches).loss == pytest.approx(sum(loss for loss, _ in losses) / 5, rel=1e-6)
