@@ -104,7 +104,7 @@ class WeightsAndBiases:
     def __init__(self, config: Config) -> None:
         import wandb
 
-        online = wandb.api.api_key is not None
+        online = wandb.login(prompt=False)
         self.run = wandb.init(
             project=config.log.wandb_project,
             dir=config.log.log_dir,

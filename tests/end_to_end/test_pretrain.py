@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.cli import metrics, pretrain, run
+from tests.end_to_end.cli import ROOT, metrics, pretrain, run
 
 LAYOUTS = {
     "dp3 zero2, M 2": (3, "--zero-stage 2"),
@@ -143,6 +143,7 @@ BAD = {
     "an unreadable tokenizer": (["--tokenizer", "/nowhere"], ["--tokenizer", "/nowhere"]),
     "a small vocabulary": (["--vocab-size", 200], ["--vocab-size 200", "257"]),
     "an empty validation split": (["--split", "1,0,0", "--eval-interval", 1], ["--split 1,0,0", "validation"]),
+    "a file where a folder should be": (["--save", ROOT / "LICENSE"], ["--save", "is a file, not a folder"]),
     "Pa without tp": (["--partition-activations", "--recompute", "full"], ["--partition-activations", "drop"]),
     "a checkpoint that is not there": (["--load", "/nowhere/iter_0000001"], ["--load /nowhere/iter_0000001"]),
 }
@@ -177,6 +178,39 @@ def test_a_load_folder_without_a_checkpoint_starts_afresh(model, tmp_path: Path)
     assert done.returncode == 0 and "starting afresh" in done.stdout
 
 
+def test_intervals_retention_and_workers(model, alone: Path, tmp_path: Path) -> None:
+    """--save-interval and --keep-last on disk; batches read ahead by workers are the same ones."""
+    flags = ["--save", tmp_path, "--save-interval", 2, "--keep-last", 2, "--num-workers", 1, "--log-dir", tmp_path]
+    done = pretrain(*model, "--train-iters", 7, "--zero-stage", 2, *flags, ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000006", "iter_0000007"]
+    assert done.stdout.count("saved ") == 4  # at 2, 4, 6 and at the end
+    assert close(metrics(tmp_path), metrics(alone)[:7], "loss")
+    again = pretrain(*model, "--train-iters", 7, "--load", tmp_path, "--save", tmp_path)
+    assert again.returncode == 0 and "nothing to do" in again.stdout and "saved " not in again.stdout
+
+
+def test_masking_behind_documents(model, alone: Path, tmp_path: Path) -> None:
+    done = pretrain(*model, "--train-iters", 1, "--eod-mask-loss", "--log-dir", tmp_path)
+    assert done.returncode == 0, done.stderr
+    (found,), wanted = metrics(tmp_path), metrics(alone)[0]
+    assert abs(found["loss"] - wanted["loss"]) < 0.1 and found["loss"] != wanted["loss"]
+
+
+def test_resuming_otherwise_is_said(model, tmp_path: Path) -> None:
+    assert pretrain(*model, "--train-iters", 1, "--save", tmp_path).returncode == 0
+    done = pretrain(*model, "--train-iters", 2, "--load", tmp_path, "--seed", 5)
+    assert done.returncode == 0 and "--seed is 5, and was 1234" in done.stdout
+
+
+def test_fp16_that_cannot_go_on_saves_and_says_where(model, tmp_path: Path) -> None:
+    flags = ["--precision", "fp16", "--grad-dtype", "fp16", "--initial-loss-scale", 2**40, "--min-loss-scale", 2**39]
+    done = pretrain(*model, *flags, "--train-iters", 20, "--save", tmp_path, "--zero-stage", 2, ranks=2)
+    assert done.returncode != 0
+    assert "--min-loss-scale" in done.stderr and "is not finite on rank" in done.stderr
+    assert (tmp_path / "latest").read_text().strip() == "iter_0000002"  # two overflows were answered, the third not
+
+
 def test_a_rank_that_raises_ends_the_run(model, corpus: Path, tmp_path: Path) -> None:
     """One rank alone reads a token that is no token; it says so, and the others do not wait for a time-out."""
     for suffix in (".bin", ".idx", ".json"):
@@ -189,8 +223,9 @@ def test_a_rank_that_raises_ends_the_run(model, corpus: Path, tmp_path: Path) ->
     done = pretrain(*model, *flags, ranks=2)
     assert done.returncode != 0
     assert time.monotonic() - start < 120
-    mine = next(line for line in done.stderr.splitlines() if line.startswith("rank "))
-    assert "ValueError: --data-path" in mine and "65535" in mine
+    said = [line for line in done.stderr.splitlines() if line.startswith("rank ")]
+    assert "ValueError: --data-path" in said[0] and "65535" in said[0]  # before anybody else's lament
+    assert all("stopped, for another rank failed: rank" in line and "65535" in line for line in said[1:])
 
 
 def test_help_teaches() -> None:
