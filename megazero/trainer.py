@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megazero import checkpoint
+from megazero.account import table
 from megazero.checkpoint import LocalShard
 from megazero.config import Config, ModelConfig
 from megazero.data.loader import Batches
@@ -247,6 +248,7 @@ class Trainer:
             f"{self.mesh.device.type}: {layout}, ZeRO stage {config.zero.zero_stage}; global batch {batch} "
             f"x {config.training.micro_batch_size} x {layout.dp} data-parallel ranks"
         )
+        self.say(table(config, layout, staged=self.mesh.device.type == "cpu"))
         if config.checkpoint.load and load is None:
             self.say(f"--load {config.checkpoint.load} holds no checkpoint: starting afresh")
         if self.progress.iteration >= config.training.train_iters:
