@@ -3,7 +3,8 @@
 
 Runs pretrain_gpt.py with two ranks for each, prints Markdown. Needs a corpus, such as the quickstart's:
 
-    python -m benchmarks.precision --data-path runs/quickstart/shakespeare_text_document --tokenizer runs/quickstart/tokenizer
+    python -m benchmarks.precision --data-path runs/quickstart/shakespeare_text_document \\
+        --tokenizer runs/quickstart/tokenizer
 """
 
 from __future__ import annotations

@@ -117,7 +117,8 @@ def main(options: Options) -> None:
     total = psi(config_of(0, 1), Layout())
     print(f"Psi = {total:,} elements with padding at dp 1: {MODEL}\n")
     print(
-        "| dp | stage | states, bytes | buffers, bytes | paper's formula | states / Psi | paper / Psi | sent, elements / Psi | paper |"
+        "| dp | stage | states, bytes | buffers, bytes | paper, bytes "
+        "| states / Psi | paper | sent, elements / Psi | paper |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for dp in options.real:

@@ -5,11 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from megazero import rng
 from megazero.estimate import estimate
 from megazero.layout import Layout
-from megazero.parameters import stage_units, unit_layout
-from tests.parallel.cases import MODEL, Case, train
+from megazero.parameters import num_parameters, stage_units, unit_layout
+from tests.parallel.cases import MODEL, Case, new_engine, train
 
 UNTIED = replace(MODEL, untie_embeddings=True)
 
@@ -79,3 +84,49 @@ def test_estimate_follows_the_formulas(zero: int, dp: int, m: int, precision: st
     if precision == "bf16" and m == 1:  # the paper's 2 Psi and 3 Psi, in elements; tables are gathered less than blocks
         elements = traffic["dp"] / 2 * dp / (dp - 1) / psi
         assert elements == 2 if zero < 3 else 2 < elements <= 3
+
+
+class Alive(TorchDispatchMode):
+    """The most bytes alive at once, of all storages that any operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor):
+                storage = t.untyped_storage()
+                ref = StorageWeakRef(storage)
+                self.made.setdefault(ref.cdata, (ref, storage.nbytes()))
+        self.made = {key: made for key, made in self.made.items() if not made[0].expired()}
+        self.peak = max(self.peak, sum(num_bytes for _, num_bytes in self.made.values()))
+        return out
+
+
+def start_up(rank: int, case: Case) -> tuple[int, int, int]:
+    """(most bytes alive while the engine is made, bytes at rest, bytes of the largest unit in fp32)"""
+    with Alive() as alive:
+        engine = new_engine(rank, case)
+    return alive.peak, engine.ledger.total, 4 * max(unit.flat.numel for unit in engine.zero.units.values())
+
+
+LARGE = replace(MODEL, num_layers=16, hidden_size=192)  # 7 M parameters: much more than what is drawn at once
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(dp=4, zero=3, model=LARGE), Case(dp=4, zero=1, precision="bf16", model=LARGE), Case(tp=2, pp=2, model=LARGE)],
+    ids=str,
+)
+def test_start_up_has_no_spike(case: Case, ranks) -> None:
+    """A rank never holds more than what it keeps and one unit, from the first allocation on.
+
+    Besides that, a few blocks of random numbers: of a constant size, and small against the model.
+    """
+    for peak, at_rest, unit in ranks(4).run(start_up, case):
+        drawing = 2 * 16 * rng.BLOCK * 4
+        assert at_rest <= peak <= at_rest + unit + drawing, (peak, at_rest, unit)
+        assert unit + drawing < 4 * num_parameters(LARGE) / 2
