@@ -1,0 +1,31 @@
+"""The commands that make the numbers in the documents still run."""
+
+from __future__ import annotations
+
+import sys
+
+from tests.end_to_end.cli import run
+
+
+def test_the_table_of_bytes_on_real_and_pretended_ranks() -> None:
+    """The program itself asserts that what is measured is what `estimate` says; here, that it is the paper's."""
+    done = run(sys.executable, "-m", "benchmarks.zero_table", "--real", 2, "--pretended", 64)
+    assert done.returncode == 0, done.stderr
+    table = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines() if line.startswith("| ")
+    ]
+    states = {(row[0], row[1]): (float(row[5]), float(row[6])) for row in table[1:]}
+    assert states["64 (pretended)", "3"] == (16 / 64, 16 / 64)
+    assert states["64 (pretended)", "2"] == (round(2 + 14 / 64, 4),) * 2
+    assert states["2", "0"] == (16.0, 16.0)
+    sent = {(row[0], row[1]): (float(row[7]), float(row[8])) for row in table[1:]}
+    for stage in ("0", "1", "2"):
+        assert sent["64 (pretended)", stage][0] == sent["64 (pretended)", stage][1]
+    assert 2.9 < sent["64 (pretended)", "3"][0] <= sent["64 (pretended)", "3"][1]
+
+
+def test_one_process_against_transformers_runs() -> None:
+    small = "--layers 1 --hidden 32 --heads 2 --seq-length 16 --vocabulary 64 --batch 1 --rounds 2".split()
+    done = run(sys.executable, "benchmarks/single_process.py", *small)
+    assert done.returncode == 0, done.stderr
+    assert '"ratio"' in done.stdout
