@@ -27,6 +27,9 @@ def main(argv: list[str]) -> None:
         if cause is None:
             traceback.print_exc()
         fail(world, f"stopped, for another rank failed: {cause or error}", report=False)
+    except KeyboardInterrupt:
+        print("interrupted; --load goes on from the last checkpoint in --save", file=sys.stderr, flush=True)
+        mesh.leave(130)
     except Exception as error:
         traceback.print_exc()
         fail(world, f"{type(error).__name__}: {error}")
@@ -39,7 +42,7 @@ def pretrain(config: Config, world: mesh.World) -> None:
 
     tokenizer = load_tokenizer(config.data.tokenizer) if config.data.tokenizer else None
     config, layout = resolve(config, world.size, tokenizer.vocab_size if tokenizer else 0)
-    datasets = open_data(config)
+    datasets = open_data(config, tokenizer.vocab_size if tokenizer else 0)
     find_checkpoint(config)
     device = mesh.pick_device(world)
     mesh.start(world, device, config.parallel.distributed_timeout_minutes)

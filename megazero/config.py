@@ -168,7 +168,7 @@ class DataConfig:
     tokenizer: str = ""
     """A folder or file with a Hugging Face tokenizer, gpt2:DIR, sentencepiece:FILE.model, or byte."""
     eod_mask_loss: bool = False
-    """Do not train on what follows an end-of-document token."""
+    """Leave out of the loss what is predicted from an end-of-document token: the first token of another document."""
     num_workers: int = 0
     """Processes that read batches ahead. 0: read in the training process."""
 
@@ -491,8 +491,8 @@ def _check_combinations(config: Config) -> None:
     last = optimizer.lr_decay_iters or config.training.train_iters
     if optimizer.lr_decay_style != "constant" and optimizer.lr_warmup_iters >= last:
         raise ValueError(
-            f"--lr-warmup-iters {optimizer.lr_warmup_iters} leaves nothing of --lr-decay-iters {last} to decay in; "
-            "lower it"
+            f"--lr-warmup-iters {optimizer.lr_warmup_iters} leaves nothing of --lr-decay-iters {last} (--train-iters, "
+            f"unless it is given) to decay in; use a --lr-warmup-iters of {last // 10}, or decay longer"
         )
     if activations.partition_activations:
         if activations.recompute != "full":
@@ -508,7 +508,8 @@ def _check_combinations(config: Config) -> None:
     for flag, interval in (("save-interval", checkpoint.save_interval), ("keep-last", checkpoint.keep_last)):
         if interval and not checkpoint.save:
             raise ValueError(f"--{flag} {interval} needs --save DIR to know where to")
-    for flag, path in (("save", checkpoint.save), ("log-dir", config.log.log_dir)):
+    folders = {"save": checkpoint.save, "log-dir": config.log.log_dir, "tensorboard-dir": config.log.tensorboard_dir}
+    for flag, path in folders.items():
         if path:
             _check_writable(flag, Path(path))
     if config.log.wandb_project and not config.log.log_dir:

@@ -7,12 +7,16 @@ wrong without an error on others), and counts the bytes that this rank sends und
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import json
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -110,7 +114,12 @@ def leave(code: int) -> NoReturn:
 
 
 def report_failure(world: World, message: str) -> None:
-    """Leave this rank's message where the others find it. Never raises, never waits."""
+    """Leave this rank's message where the others find it, and where torchrun does. Never raises, never waits."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")  # what is in there is in torchrun's last words
+    if path:
+        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
     if dist.is_initialized():
         try:
             store = dist.distributed_c10d._get_default_store()

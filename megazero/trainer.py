@@ -13,8 +13,9 @@ from megazero import checkpoint
 from megazero.account import table
 from megazero.checkpoint import LocalShard
 from megazero.config import Config, ModelConfig
+from megazero.data.indexed import IndexedDataset
 from megazero.data.loader import Batches
-from megazero.data.samples import Datasets, open_datasets, validate
+from megazero.data.samples import Datasets, open_datasets, parse_data_path, read_about, validate
 from megazero.engine import Engine, LossScaleExhausted, StepResult
 from megazero.log import Record, model_flops, open_writers
 from megazero.mesh import Mesh
@@ -35,11 +36,11 @@ class Progress:
     consumed_samples: int = 0
 
 
-def open_data(config: Config) -> Datasets:
-    """The corpora, checked.
+def open_data(config: Config, tokens: int) -> Datasets:
+    """The corpora, checked. `tokens`: of the tokenizer; 0 when there is none.
 
     Raises:
-        ValueError: see `data.samples`; also when no data is named.
+        ValueError: see `data.samples`; also when no data is named, or it was made with another tokenizer.
     """
     data = config.data
     if not data.data_path:
@@ -48,6 +49,13 @@ def open_data(config: Config) -> Datasets:
         )
     model, seed = config.model, config.training.seed
     evaluates = config.evaluation.eval_interval > 0
+    for _, prefix in parse_data_path(data.data_path):
+        about = read_about(IndexedDataset(prefix))
+        if tokens and about.get("vocab_size", tokens) != tokens:
+            raise ValueError(
+                f"--data-path {prefix} was made with the tokenizer {about['tokenizer']}, "
+                f"of {about['vocab_size']} tokens; --tokenizer {data.tokenizer} has {tokens}; name the same one"
+            )
     validate(data.data_path, data.split, model.seq_length, model.vocab_size, evaluation=evaluates)
     return open_datasets(data.data_path, data.split, model.seq_length, seed, model.vocab_size)
 
@@ -58,7 +66,13 @@ def find_checkpoint(config: Config) -> Path | None:
     Raises:
         ValueError: it is damaged, or of another model.
     """
-    if not config.checkpoint.load:
+    load, save = config.checkpoint.load, config.checkpoint.save
+    if not load:
+        if save and (there := checkpoint.find(Path(save))) is not None:
+            raise ValueError(
+                f"--save {save} holds {there.name} of an earlier run; add --load {save} to go on with it, "
+                "or name another folder"
+            )
         return None
     path = checkpoint.find(Path(config.checkpoint.load))
     if path is not None:

@@ -97,12 +97,18 @@ def end_of_document(tokenizer: Tokenizer) -> int | None:
 
 
 def main(options: Options) -> None:
+    if options.temperature < 0 or options.top_k < 0 or options.max_new_tokens < 1:
+        raise ValueError("--temperature and --top-k must not be negative, and --max-new-tokens must be at least 1")
     path = checkpoint.find(Path(options.load))
     if path is None:
         raise ValueError(f"--load {options.load} holds no checkpoint; give the --save folder of a run")
     state = checkpoint.read_state(path)
     model = ModelConfig(**state["model"])
     tokenizer = load_tokenizer(options.tokenizer or state["config"]["data"]["tokenizer"])
+    if options.tokenizer and tokenizer.vocab_size > model.vocab_size:
+        raise ValueError(
+            f"--tokenizer {options.tokenizer} has {tokenizer.vocab_size} tokens, the model {model.vocab_size}"
+        )
     device = mesh.pick_device(mesh.World(0, 1, 0, "single"))
     stage = load_model(path, model, device)
     generator = torch.Generator(device).manual_seed(options.seed)

@@ -6,12 +6,12 @@ set -euo pipefail
 install() {
   local requirements=$1 python stamp
   python=.venv/bin/python
-  if [ ! -x "$python" ]; then
+  if ! "$python" -m pip --version >/dev/null 2>&1; then # none, or one whose making was interrupted
     local base
     for base in python3.11 python3 python; do
       if command -v "$base" >/dev/null && "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
         echo "making .venv with $(command -v "$base")"
-        "$base" -m venv .venv
+        "$base" -m venv --clear .venv
         break
       fi
     done
@@ -21,7 +21,9 @@ install() {
   stamp=.venv/installed-$(basename "$requirements")
   if ! cat requirements.txt "$requirements" | cmp -s - "$stamp"; then
     echo "installing $requirements into .venv (once; a few minutes)"
-    "$python" -m pip install --quiet --disable-pip-version-check -r "$requirements"
+    local quiet=--quiet
+    [ ! -t 1 ] || quiet=--progress-bar=on
+    "$python" -m pip install "$quiet" --disable-pip-version-check -r "$requirements"
     cat requirements.txt "$requirements" >"$stamp"
   fi
 }

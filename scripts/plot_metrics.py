@@ -26,10 +26,15 @@ class Options:
 
 
 def read_metrics(run: Path) -> list[dict]:
-    path = run / "metrics.jsonl"
+    path = run / "metrics.jsonl" if run.is_dir() else run
     if not path.exists():
         raise ValueError(f"{path} does not exist; give the --log-dir folder of a run")
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    found = [
+        json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")
+    ]  # whole lines of a live run
+    if not found:
+        raise ValueError(f"{path} has no iteration yet")
+    return found
 
 
 def plot(runs: list[Path], output: Path) -> None:
@@ -58,6 +63,7 @@ def plot(runs: list[Path], output: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     figure.tight_layout()
+    output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=120)
 
 

@@ -189,7 +189,7 @@ def report(seconds: float) -> None:
     judged = [m for m in found if "validation_loss" in m]
     console.print(
         f"""
-[bold]Done in {seconds / 60:.1f} minutes.[/bold] Loss {found[0]["loss"]:.3f} -> {found[-1]["loss"]:.3f}, \
+[bold]Done, {seconds / 60:.1f} minutes this time.[/bold] Loss {found[0]["loss"]:.3f} -> {found[-1]["loss"]:.3f}, \
 validation loss {judged[-1]["validation_loss"]:.3f} at iteration {judged[-1]["iteration"]}.
 
   {RUN}/loss.png         the loss curve
@@ -200,15 +200,19 @@ validation loss {judged[-1]["validation_loss"]:.3f} at iteration {judged[-1]["it
   {TOKENIZER}/, {DATA}_text_document.bin
 
 Try next:
+  . .venv/bin/activate
   python data_tools/peek.py {DATA}_text_document
   python scripts/generate.py --load {CHECKPOINTS} --prompt "**OPHELIA**" --temperature 0.6
-  bash scripts/launch.sh --nproc 2 --preset {RUN}/config.toml --train-iters 1000 --lr-decay-iters 1000 \\
-      --tensor-model-parallel-size 2      the same run, longer, and resumed in another layout
-  python pretrain_gpt.py --help
-(python is .venv/bin/python)""",
+  # the same run, longer, and resumed in another layout:
+  bash scripts/launch.sh --nproc 2 --preset {RUN}/config.toml --tensor-model-parallel-size 2 \\
+      --train-iters {found[-1]["iteration"] + 200} --lr-decay-iters {found[-1]["iteration"] + 200}
+  python pretrain_gpt.py --help""",
         markup=True,
     )
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(f"\ninterrupted; the newest checkpoint is of iteration {saved()}; run it again to go on from there")

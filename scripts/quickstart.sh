@@ -3,7 +3,8 @@
 # tokenizer and a model with two processes, stops half way, resumes, draws the loss curve and generates text.
 # About four minutes on two CPU cores after the installation. Run it again: it goes on where it was.
 set -euo pipefail
+case ${1:-} in -h | --help) sed -n '2,4s/^# //p' "$0"; exit 0 ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/install.sh
 install requirements.txt
-exec .venv/bin/python scripts/quickstart.py "$@"
+exec .venv/bin/python scripts/quickstart.py

@@ -66,6 +66,12 @@ def find(load: Path) -> Path | None:
             f"--load {load} has no whole checkpoint ({'; '.join(faults)}); "
             "restore one, or name another folder to start afresh"
         )
+    if named is not None:
+        raise ValueError(
+            f"--load {load}: its file `latest` names {named}, which is gone; restore it, or delete the file"
+        )
+    if load.is_file():
+        raise ValueError(f"--load {load} is a file; name a folder of checkpoints, or one of its iter_NNNNNNN")
     return None
 
 

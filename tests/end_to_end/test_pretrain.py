@@ -173,6 +173,22 @@ def test_a_checkpoint_of_another_model(model, tmp_path: Path) -> None:
     assert "--load" in done.stderr and "--num-layers 5, not 4" in done.stderr
 
 
+def test_a_save_folder_of_another_run_is_not_overwritten(model, tmp_path: Path) -> None:
+    assert pretrain(*model, "--train-iters", 1, "--save", tmp_path).returncode == 0
+    done = pretrain(*model, "--train-iters", 2, "--save", tmp_path)
+    assert done.returncode == 1 and f"add --load {tmp_path}" in done.stderr
+    (tmp_path / "iter_0000001").rename(tmp_path / "elsewhere")
+    done = pretrain(*model, "--train-iters", 2, "--load", tmp_path)
+    assert done.returncode == 1 and "`latest` names iter_0000001, which is gone" in done.stderr
+
+
+def test_data_of_another_tokenizer(model, corpus: Path, tmp_path: Path) -> None:
+    train = [sys.executable, "data_tools/train_tokenizer.py", "--input", ROOT / "README.md", "--vocab-size", 300]
+    assert run(*train, "--output", tmp_path / "bpe").returncode == 0
+    done = pretrain(*model, "--train-iters", 1, "--tokenizer", tmp_path / "bpe")
+    assert done.returncode == 1 and f"--data-path {corpus} was made with the tokenizer byte" in done.stderr
+
+
 def test_a_load_folder_without_a_checkpoint_starts_afresh(model, tmp_path: Path) -> None:
     done = pretrain(*model, "--train-iters", 1, "--load", tmp_path)
     assert done.returncode == 0 and "starting afresh" in done.stdout

@@ -249,7 +249,10 @@ def test_find(tmp_path: Path) -> None:
     assert checkpoint.find(tmp_path) is None
     (tmp_path / "notes").mkdir()
     (tmp_path / "latest").write_text("iter_0000009")
-    assert checkpoint.find(tmp_path) is None
+    with pytest.raises(ValueError, match=r"--load .*`latest` names iter_0000009, which is gone"):
+        checkpoint.find(tmp_path)
+    with pytest.raises(ValueError, match=r"--load .* is a file"):
+        checkpoint.find(tmp_path / "latest")
     with pytest.raises(ValueError, match=r"--load .*iter_0000009 is not a whole checkpoint: there is no such"):
         checkpoint.find(tmp_path / "iter_0000009")
     first, second = (checkpoint.save(tmp_path, i, model(i), {}) for i in (1, 2))
