@@ -89,7 +89,15 @@ def test_interrupted_run_leaves_no_corpus(tmp_path: Path, kind: signal.Signals) 
     text.write_bytes(b'{"text": "%s"}\n' % (b"x" * 60_000) * 1500)
     arguments = ["--input", str(text), "--output-prefix", str(tmp_path / "out" / "p"), "--tokenizer", "byte"]
     command = [sys.executable, "data_tools/preprocess_data.py", *arguments, "--workers", "2"]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # a suite that runs in the background of a shell has SIGINT ignored, and would hand that on
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     workers = children(process.pid)
     assert workers and process.poll() is None
     process.send_signal(kind)

@@ -332,9 +332,9 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         {"lr_warmup_iters": 10, "lr_decay_iters": 10, "lr_decay_style": "linear"},
         1,
         9,
-        "--lr-warmup-iters 10 .* --lr-decay-iters 10 .*; lower it",
+        "--lr-warmup-iters 10 .* --lr-decay-iters 10 .*decay longer",
     ),
-    ({"lr_warmup_iters": 9, "train_iters": 9, "lr_decay_style": "cosine"}, 1, 9, "--lr-warmup-iters 9 .* lower it"),
+    ({"lr_warmup_iters": 9, "train_iters": 9, "lr_decay_style": "cosine"}, 1, 9, "--lr-warmup-iters 9 .* decay longer"),
     (
         {"partition_activations": True, "tensor_model_parallel_size": 2},
         2,
