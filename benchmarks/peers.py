@@ -86,8 +86,9 @@ class PlainGPT(nn.Module):
         parameters = dict(self.named_parameters())
         for specs in stage_units(model, Layout(), 0).values():
             for spec in specs:
-                values = parameters.pop(spec.name).data.view(spec.shape)
-                rng.draw(seed, spec, LocalBlock((0,) * len(spec.shape), spec.shape, spec.shape), values)
+                block = LocalBlock((0,) * len(spec.shape), spec.shape, spec.shape)
+                values = rng.draw(seed, spec, block, 0, block.numel)
+                parameters.pop(spec.name).data.view(-1).copy_(values)
         assert not parameters, f"not initialised: {list(parameters)}"
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -99,7 +100,15 @@ class PlainGPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
-Step = Callable[[torch.Tensor, torch.Tensor], float]  # (ids, labels) of this rank -> loss
+def _nothing() -> None:
+    pass
+
+
+class Training(NamedTuple):
+    """One rank's."""
+
+    step: Callable[[torch.Tensor, torch.Tensor], float]  # (ids, labels) of this rank -> loss
+    settle: Callable[[], None] = _nothing  # waits for communication that a step leaves under way
 
 
 def _groups(model: nn.Module, c: OptimizerConfig) -> list[dict[str, Any]]:
@@ -123,7 +132,7 @@ def _autocast(work: Work, device: torch.device) -> Callable[[], Any]:
     return lambda: torch.autocast(device.type, torch.bfloat16)
 
 
-def _plain_step(model: nn.Module, optimizer: Any, clip: float, cast: Callable[[], Any]) -> Step:
+def _plain_step(model: nn.Module, optimizer: Any, clip: float, cast: Callable[[], Any]) -> Training:
     def step(ids: torch.Tensor, labels: torch.Tensor) -> float:
         with cast():
             loss = model(ids, labels)
@@ -133,10 +142,10 @@ def _plain_step(model: nn.Module, optimizer: Any, clip: float, cast: Callable[[]
         optimizer.zero_grad(set_to_none=True)
         return float(loss.item())
 
-    return step
+    return Training(step)
 
 
-def ddp(work: Work, device: torch.device, sharded: bool) -> Step:
+def ddp(work: Work, device: torch.device, sharded: bool) -> Training:
     """Gradients as views of the buckets, a static graph; `sharded`: ZeroRedundancyOptimizer, parameters in buckets."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
@@ -154,7 +163,7 @@ def ddp(work: Work, device: torch.device, sharded: bool) -> Step:
     return _plain_step(model, optimizer, config.optimizer.clip_grad, _autocast(work, device))
 
 
-def fsdp2(work: Work, device: torch.device, reshard: bool) -> Step:
+def fsdp2(work: Work, device: torch.device, reshard: bool) -> Training:
     """A unit per block; embeddings and final norm in the root, which FSDP2 keeps from forward to backward."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -171,7 +180,7 @@ def fsdp2(work: Work, device: torch.device, reshard: bool) -> Step:
     return _plain_step(model, optimizer, config.optimizer.clip_grad, contextlib.nullcontext)
 
 
-def deepspeed(work: Work, device: torch.device, stage: int) -> Step:
+def deepspeed(work: Work, device: torch.device, stage: int) -> Training:
     """Torch's fused AdamW as client optimizer. Stage 3 releases a weight after its use: with DeepSpeed's own limits it
     would keep a model this small gathered. Weights below its persistence threshold stay gathered, as is its default.
     """
@@ -203,10 +212,10 @@ def deepspeed(work: Work, device: torch.device, stage: int) -> Step:
         engine.step()
         return float(loss.item())
 
-    return step
+    return Training(step)
 
 
-def megazero(work: Work, device: torch.device, stage: int) -> Step:
+def megazero(work: Work, device: torch.device, stage: int) -> Training:
     """Its own engine; the loss is the mean over all ranks."""
     import torch.distributed as dist
 
@@ -219,15 +228,19 @@ def megazero(work: Work, device: torch.device, stage: int) -> Step:
     engine = Engine(config, Mesh.build(layout, dist.get_rank(), device))
     mask = torch.ones(work.micro_batch_size, work.seq_length, device=device)
     samples = tuple(range(work.micro_batch_size))
-    return lambda ids, labels: engine.train_step(1, [MicroBatch(ids, labels, mask, samples)]).loss
+
+    def step(ids: torch.Tensor, labels: torch.Tensor) -> float:
+        return engine.train_step(1, [MicroBatch(ids, labels, mask, samples)]).loss
+
+    return Training(step, engine.zero.wait)
 
 
 class System(NamedTuple):
-    """A way to train the model; `make(work, device)` gives a rank's step."""
+    """A way to train the model; `make(work, device)` gives a rank's training."""
 
     stage: int  # of ZeRO: with which others it is compared
     label: str
-    make: Callable[[Work, torch.device], Step]
+    make: Callable[[Work, torch.device], Training]
 
 
 SYSTEMS = {

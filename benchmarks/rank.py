@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.distributed as dist
 
-from benchmarks.peers import SYSTEMS, Step, Work
+from benchmarks.peers import SYSTEMS, Training, Work
 
 
 def resident(field: str) -> int:
@@ -44,18 +44,19 @@ class Rank:
         self.system, self.work, self.rank = system, work, rank
         self.device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
         self.at = 0
-        self.step: Step | None = None
+        self.training: Training | None = None
 
     def build(self) -> dict[str, Any]:
-        self.step, self.at = SYSTEMS[self.system].make(self.work, self.device), 0
+        self.training, self.at = SYSTEMS[self.system].make(self.work, self.device), 0
         return {}
 
     def _steps(self, count: int) -> list[float]:
-        assert self.step is not None, "not built"
+        assert self.training is not None, "not built"
         losses = []
         for i in range(self.at, self.at + count):
             tokens = self.work.tokens(i, self.rank).to(self.device)
-            losses.append(self.step(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
+            losses.append(self.training.step(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
+        self.training.settle()
         self.at += count
         return losses
 
@@ -95,7 +96,7 @@ class Rank:
         self.work = replace(whole, num_layers=1, hidden_size=64, num_heads=1, vocab_size=128)
         self.build()
         self._steps(2)
-        self.step, self.work = None, whole
+        self.training, self.work = None, whole
         gc.collect()
         base = resident("VmRSS")
         forget_peak()
