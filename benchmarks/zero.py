@@ -4,6 +4,7 @@
 The same GPT, initial weights, data and AdamW in fp32 (bf16 on a GPU). Every system has its own processes, which stay
 alive; one system computes at a time, a few steps a turn, and the others wait on a pipe. Systems of one stage take
 turns, forwards and backwards; a ratio is of neighbouring turns, so that a machine whose speed drifts slows both.
+CPU ms: what a rank computes in a step, on all its threads; hardly touched by what else the machine does.
 Settings of the peers: `peers.py`. Examples:
 
     python benchmarks/zero.py --rounds 20 --json zero.json
@@ -190,8 +191,8 @@ def measure_memory(names: list[str], work: Work, options: Options) -> dict[str, 
 
 
 def measure_speed(names: list[str], work: Work, options: Options, isolated: bool) -> dict[str, Any]:
-    """Per system: first losses, seconds a step of every turn, bytes that each rank puts on the wire a step."""
-    found: dict[str, Any] = {name: {"seconds": [], "wire": []} for name in names}
+    """Per system: first losses; of every turn, a step's seconds, CPU seconds and bytes that a rank puts on the wire."""
+    found: dict[str, Any] = {name: {"seconds": [], "cpu": [], "wire": []} for name in names}
     with alive(names, work, options, {}) as systems:
         for system in systems:
             system.ask("build")
@@ -199,8 +200,9 @@ def measure_speed(names: list[str], work: Work, options: Options, isolated: bool
         for turn in range(options.rounds):
             for system in systems if turn % 2 else reversed(systems):
                 before = carried() if isolated else 0
-                seconds = max(answer["seconds"] for answer in system.ask("timed", options.steps))
-                found[system.system]["seconds"].append(seconds)
+                answers = system.ask("timed", options.steps)
+                for kind in ("seconds", "cpu"):
+                    found[system.system][kind].append(max(answer[kind] for answer in answers))
                 if isolated:
                     found[system.system]["wire"].append((carried() - before) / options.steps / options.ranks)
     return found
@@ -229,7 +231,17 @@ def show(results: dict[int, dict[str, Any]], reference: list[float], options: Op
     table = Table(
         title=f"{options.ranks} ranks, {options.rounds} turns of {options.steps} steps; medians, 95 % intervals"
     )
-    for column in ("ZeRO", "system", "tokens/s", "megazero / it", "MiB of a step", "wire B/param.", "loss", "gap"):
+    for column in (
+        "ZeRO",
+        "system",
+        "tokens/s",
+        "megazero / it",
+        "CPU ms",
+        "MiB of a step",
+        "wire B/param.",
+        "loss",
+        "gap",
+    ):
         table.add_column(column, justify="left" if column == "system" else "right")
     parameters = num_parameters(options.work().config(0).model)
     for stage, systems in results.items():
@@ -245,8 +257,9 @@ def show(results: dict[int, dict[str, Any]], reference: list[float], options: Op
             memory = f"{found['memory']['step'] / 2**20:.0f}" if "memory" in found else "not measured"
             wire = f"{statistics.median(found['wire']) / parameters:.2f}" if found["wire"] else "not measured"
             loss = f"{found['losses'][0]:.4f} to {found['losses'][-1]:.4f}"
+            cpu = f"{1000 * statistics.median(found['cpu']):.0f}"
             distance = f"{gap(found['losses'], reference):.0e}"
-            table.add_row(str(stage), SYSTEMS[name].label, speed, ratio, memory, wire, loss, distance)
+            table.add_row(str(stage), SYSTEMS[name].label, speed, ratio, cpu, memory, wire, loss, distance)
         table.add_section()
     console.print(table)
 
