@@ -1,0 +1,258 @@
+"""The same GPT in plain PyTorch, under the data-parallel systems that megazero is measured against.
+
+Imports torch and megazero's random numbers alone, so that DeepSpeed can run it in an environment of its own.
+
+Every peer has the model as good PyTorch writes it (flash attention, tanh GELU, fused AdamW, gradients clipped with
+foreach) and the settings below; anything not named is the peer's default.
+
+Shapes: b micro-batch, s sequence, h hidden, n heads, d head dim, v vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from megazero import rng
+from megazero.config import Config, ModelConfig, OptimizerConfig, TrainingConfig, ZeroConfig
+from megazero.layout import Layout
+from megazero.parameters import LocalBlock, stage_units
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every system of a run trains, and on how many ranks."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    seq_length: int
+    vocab_size: int
+    micro_batch_size: int
+    ranks: int
+    precision: str
+
+    def config(self, stage: int) -> Config:
+        """As megazero takes it; the peers read the model and the optimizer from it too."""
+        h, n = self.hidden_size, self.num_heads
+        return Config(
+            model=ModelConfig(self.num_layers, h, 4 * h, n, self.seq_length, self.vocab_size),
+            training=TrainingConfig(self.micro_batch_size, precision=self.precision),  # type: ignore[arg-type]
+            zero=ZeroConfig(stage),  # type: ignore[arg-type]
+        )
+
+    def tokens(self, step: int, rank: int) -> torch.Tensor:
+        """[b, s + 1] of a rank's micro-batch. Frequencies fall steeply, so that there is something to learn."""
+        generator = torch.Generator().manual_seed(step * self.ranks + rank)
+        uniform = torch.rand(self.micro_batch_size, self.seq_length + 1, generator=generator)
+        return (self.vocab_size * uniform**3).long()
+
+
+class PlainBlock(nn.Module):
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        h = model.hidden_size
+        self.num_heads = model.num_attention_heads
+        self.norm1, self.norm2 = nn.LayerNorm(h), nn.LayerNorm(h)
+        self.attention = nn.ModuleDict({"qkv": nn.Linear(h, 3 * h), "proj": nn.Linear(h, h)})
+        self.mlp = nn.ModuleDict({"up": nn.Linear(h, model.ffn_size), "down": nn.Linear(model.ffn_size, h)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [b, s, h] -> [b, s, h]. Rows of qkv are ordered head, then q, k, v, as megazero's."""
+        b, s, _ = x.shape
+        qkv = self.attention["qkv"](self.norm1(x)).view(b, s, self.num_heads, 3, -1)
+        q, k, v = qkv.transpose(1, 2).unbind(3)  # [b, n, s, d]
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.attention["proj"](y.transpose(1, 2).reshape(b, s, -1))
+        return x + self.mlp["down"](F.gelu(self.mlp["up"](self.norm2(x)), approximate="tanh"))
+
+
+class PlainGPT(nn.Module):
+    """Parameters bear megazero's global names, and hold the same initial values. The token table is tied."""
+
+    def __init__(self, model: ModelConfig, seed: int) -> None:
+        super().__init__()
+        h = model.hidden_size
+        self.token_embedding = nn.Embedding(model.vocab_size, h)
+        self.position_embedding = nn.Embedding(model.seq_length, h)
+        self.blocks = nn.ModuleList(PlainBlock(model) for _ in range(model.num_layers))
+        self.head = nn.ModuleDict({"norm": nn.LayerNorm(h)})
+        parameters = dict(self.named_parameters())
+        for specs in stage_units(model, Layout(), 0).values():
+            for spec in specs:
+                block = LocalBlock((0,) * len(spec.shape), spec.shape, spec.shape)
+                values = rng.draw(seed, spec, block, 0, block.numel)
+                parameters.pop(spec.name).data.view(-1).copy_(values)
+        assert not parameters, f"not initialised: {list(parameters)}"
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """ids, labels [b, s] -> mean cross-entropy, a scalar."""
+        x = self.token_embedding(ids) + self.position_embedding.weight[: ids.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits = F.linear(self.head["norm"](x), self.token_embedding.weight)  # [b, s, v]
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+def _nothing() -> None:
+    pass
+
+
+class Training(NamedTuple):
+    """One rank's."""
+
+    step: Callable[[torch.Tensor, torch.Tensor], float]  # (ids, labels) of this rank -> loss
+    settle: Callable[[], None] = _nothing  # waits for communication that a step leaves under way
+
+
+def _groups(model: nn.Module, c: OptimizerConfig) -> list[dict[str, Any]]:
+    """Matrices and embeddings decay; biases and norms do not."""
+    named = list(model.named_parameters())
+    exempt = [name.endswith("bias") or "norm" in name for name, _ in named]
+    return [
+        {"params": [p for (_, p), free in zip(named, exempt, strict=True) if free == wanted], "weight_decay": decay}
+        for wanted, decay in ((False, c.weight_decay), (True, 0.0))
+    ]
+
+
+def _adamw(c: OptimizerConfig) -> dict[str, Any]:
+    return {"lr": c.lr, "betas": (c.adam_beta1, c.adam_beta2), "eps": c.adam_eps, "fused": True}
+
+
+def _autocast(work: Work, device: torch.device) -> Callable[[], Any]:
+    """For the peers that keep fp32 weights and know no other mixed precision."""
+    if work.precision == "fp32":
+        return contextlib.nullcontext
+    return lambda: torch.autocast(device.type, torch.bfloat16)
+
+
+def _plain_step(model: nn.Module, optimizer: Any, clip: float, cast: Callable[[], Any]) -> Training:
+    def step(ids: torch.Tensor, labels: torch.Tensor) -> float:
+        with cast():
+            loss = model(ids, labels)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return float(loss.item())
+
+    return Training(step)
+
+
+def ddp(work: Work, device: torch.device, sharded: bool) -> Training:
+    """Gradients as views of the buckets, a static graph; `sharded`: ZeroRedundancyOptimizer, parameters in buckets."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.parallel import DistributedDataParallel
+
+    config = work.config(0)
+    plain = PlainGPT(config.model, config.training.seed).to(device)
+    model = DistributedDataParallel(plain, gradient_as_bucket_view=True, static_graph=True)
+    groups, settings = _groups(plain, config.optimizer), _adamw(config.optimizer)
+    if sharded:
+        optimizer: Any = ZeroRedundancyOptimizer(
+            groups, optimizer_class=torch.optim.AdamW, parameters_as_bucket_view=True, **settings
+        )
+    else:
+        optimizer = torch.optim.AdamW(groups, **settings)
+    return _plain_step(model, optimizer, config.optimizer.clip_grad, _autocast(work, device))
+
+
+def fsdp2(work: Work, device: torch.device, reshard: bool) -> Training:
+    """A unit per block; embeddings and final norm in the root, which FSDP2 keeps from forward to backward."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    config = work.config(0)
+    plain = PlainGPT(config.model, config.training.seed).to(device)
+    settings: dict[str, Any] = {"mesh": init_device_mesh(device.type, (work.ranks,))}
+    if work.precision == "bf16":
+        settings["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+    for block in plain.blocks:
+        fully_shard(block, reshard_after_forward=reshard, **settings)
+    model = fully_shard(plain, **settings)
+    optimizer = torch.optim.AdamW(_groups(model, config.optimizer), **_adamw(config.optimizer))
+    return _plain_step(model, optimizer, config.optimizer.clip_grad, contextlib.nullcontext)
+
+
+def deepspeed(work: Work, device: torch.device, stage: int) -> Training:
+    """Torch's fused AdamW as client optimizer. Stage 3 releases a weight after its use: with DeepSpeed's own limits it
+    would keep a model this small gathered. Weights below its persistence threshold stay gathered, as is its default.
+    """
+    import deepspeed as ds
+
+    config = work.config(stage)
+    o = config.optimizer
+    model = PlainGPT(config.model, config.training.seed).to(device)
+    if work.precision == "bf16":
+        model = model.bfloat16()
+    zero: dict[str, Any] = {"stage": stage}
+    if stage == 3:
+        zero |= {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
+    engine, *_ = ds.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(_groups(model, o), **_adamw(o)),
+        config={
+            "train_micro_batch_size_per_gpu": work.micro_batch_size,
+            "gradient_clipping": o.clip_grad,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": zero,
+            "bf16": {"enabled": work.precision == "bf16"},
+        },
+    )
+
+    def step(ids: torch.Tensor, labels: torch.Tensor) -> float:
+        loss = engine(ids, labels)
+        engine.backward(loss)
+        engine.step()
+        return float(loss.item())
+
+    return Training(step)
+
+
+def megazero(work: Work, device: torch.device, stage: int) -> Training:
+    """Its own engine; the loss is the mean over all ranks."""
+    import torch.distributed as dist
+
+    from megazero.config import resolve
+    from megazero.data.loader import MicroBatch
+    from megazero.engine import Engine
+    from megazero.mesh import Mesh
+
+    config, layout = resolve(work.config(stage), work.ranks, 0)
+    engine = Engine(config, Mesh.build(layout, dist.get_rank(), device))
+    mask = torch.ones(work.micro_batch_size, work.seq_length, device=device)
+    samples = tuple(range(work.micro_batch_size))
+
+    def step(ids: torch.Tensor, labels: torch.Tensor) -> float:
+        return engine.train_step(1, [MicroBatch(ids, labels, mask, samples)]).loss
+
+    return Training(step, engine.zero.wait)
+
+
+class System(NamedTuple):
+    """A way to train the model; `make(work, device)` gives a rank's training."""
+
+    stage: int  # of ZeRO: with which others it is compared
+    label: str
+    make: Callable[[Work, torch.device], Training]
+
+
+SYSTEMS = {
+    "ddp": System(0, "torch DDP", lambda w, d: ddp(w, d, False)),
+    "zero-redundancy": System(1, "DDP + ZeroRedundancyOptimizer", lambda w, d: ddp(w, d, True)),
+    "fsdp2-keep": System(2, "FSDP2, reshard_after_forward=False", lambda w, d: fsdp2(w, d, False)),
+    "fsdp2": System(3, "FSDP2, reshard_after_forward=True", lambda w, d: fsdp2(w, d, True)),
+    "deepspeed1": System(1, "DeepSpeed stage 1", lambda w, d: deepspeed(w, d, 1)),
+    "deepspeed2": System(2, "DeepSpeed stage 2", lambda w, d: deepspeed(w, d, 2)),
+    "deepspeed3": System(3, "DeepSpeed stage 3", lambda w, d: deepspeed(w, d, 3)),
+    "megazero0": System(0, "megazero, stage 0", lambda w, d: megazero(w, d, 0)),
+    "megazero1": System(1, "megazero, stage 1", lambda w, d: megazero(w, d, 1)),
+    "megazero2": System(2, "megazero, stage 2", lambda w, d: megazero(w, d, 2)),
+    "megazero3": System(3, "megazero, stage 3", lambda w, d: megazero(w, d, 3)),
+}

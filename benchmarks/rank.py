@@ -1,0 +1,138 @@
+"""One rank of one system, kept alive: takes a command a line on stdin, answers with a JSON line on stdout.
+
+Between commands it waits on a pipe and computes nothing. `zero.py` starts it; it imports nothing that DeepSpeed's
+environment lacks.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import json
+import os
+import sys
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.peers import SYSTEMS, Training, Work
+
+
+def resident(field: str) -> int:
+    """Bytes from /proc/self/status: VmRSS, or VmHWM, its peak since `forget_peak`."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return 1024 * int(line.split()[1])
+    raise AssertionError(f"no {field} in /proc/self/status")
+
+
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+class Rank:
+    """A rank of `system`; every method is a command. Steps are numbered from 0, and set the data."""
+
+    def __init__(self, system: str, work: Work, rank: int) -> None:
+        self.system, self.work, self.rank = system, work, rank
+        self.device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+        self.at = 0
+        self.training: Training | None = None
+
+    def build(self) -> dict[str, Any]:
+        self.training, self.at = SYSTEMS[self.system].make(self.work, self.device), 0
+        return {}
+
+    def _steps(self, count: int) -> list[float]:
+        assert self.training is not None, "not built"
+        losses = []
+        for i in range(self.at, self.at + count):
+            tokens = self.work.tokens(i, self.rank).to(self.device)
+            losses.append(self.training.step(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
+        self.training.settle()
+        self.at += count
+        return losses
+
+    def losses(self, count: int) -> dict[str, Any]:
+        """The mean over ranks of `count` steps' losses."""
+        mean = torch.tensor(self._steps(count), dtype=torch.float64, device=self.device)
+        dist.all_reduce(mean)
+        return {"losses": (mean / self.work.ranks).tolist()}
+
+    def timed(self, count: int) -> dict[str, Any]:
+        """Seconds a step, and what this process computed in them: on all its threads, communication's too."""
+        self._together()
+        start, computed = time.perf_counter(), time.process_time()
+        self._steps(count)
+        computed = time.process_time() - computed
+        self._together()
+        return {"seconds": (time.perf_counter() - start) / count, "cpu": computed / count}
+
+    def _together(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+
+    def memory(self, count: int) -> dict[str, Any]:
+        """Peaks over `count` steps after two, in bytes: `step`; over building and all steps: `ever`.
+
+        On a CPU: resident memory beyond what is there once a tiny model has been trained and dropped, so that
+        libraries loaded late do not count. `process`: with them.
+        """
+        if self.device.type == "cuda":
+            self.build()
+            self._steps(2)
+            ever = torch.cuda.max_memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            self._steps(count)
+            step = torch.cuda.max_memory_allocated()
+            return {"step": step, "ever": max(step, ever), "process": max(step, ever)}
+        whole = self.work
+        self.work = replace(whole, num_layers=1, hidden_size=64, num_heads=1, vocab_size=128)
+        self.build()
+        self._steps(2)
+        self.training, self.work = None, whole
+        gc.collect()
+        base = resident("VmRSS")
+        forget_peak()
+        self.build()
+        self._steps(2)
+        ever = resident("VmHWM")
+        forget_peak()
+        self._steps(count)
+        step = resident("VmHWM")
+        return {"step": step - base, "ever": max(step, ever) - base, "process": max(step, ever)}
+
+
+def main(system: str, work: Work, rank: int, rendezvous: str) -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print is not an answer
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=work.ranks,
+        timeout=datetime.timedelta(minutes=10),  # DeepSpeed compiles at its first use
+    )
+    served = Rank(system, work, rank)
+    for line in sys.stdin:
+        name, *arguments = json.loads(line)
+        answers.write(json.dumps(getattr(served, name)(*arguments)) + "\n")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Work(**json.loads(sys.argv[2])), int(sys.argv[3]), sys.argv[4])

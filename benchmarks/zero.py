@@ -1,0 +1,305 @@
+#!/usr/bin/env python3
+"""megazero's ZeRO stages against torch DDP, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed, stage by stage, side by side.
+
+The same GPT, initial weights, data and AdamW in fp32 (bf16 on a GPU). Every system has its own processes, which stay
+alive; one system computes at a time, a few steps a turn, and the others wait on a pipe. Systems of one stage take
+turns, forwards and backwards; a ratio is of neighbouring turns, so that a machine whose speed drifts slows both.
+CPU ms: what a rank computes in a step, on all its threads; hardly touched by what else the machine does.
+Settings of the peers: `peers.py`. Examples:
+
+    python benchmarks/zero.py --rounds 20 --json zero.json
+    python3 -m venv deepspeed-venv && deepspeed-venv/bin/pip install torch==2.13.0 deepspeed==0.19.8
+    python benchmarks/zero.py --deepspeed-python deepspeed-venv/bin/python
+    python benchmarks/zero.py --ranks 1 --stages 3 --layers 24 --hidden 2048 --heads 16   # one GPU: FSDP2 and megazero
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.measure import interval
+from benchmarks.peers import SYSTEMS, Work
+from megazero.parameters import num_parameters
+
+RANK = Path(__file__).with_name("rank.py")
+CLONE_NEWNET = 0x40000000
+LOSS_GAP = 1e-3  # relative to megazero's stage 0, in fp32
+# Freed memory leaves the process, so that its resident peak shows what is partitioned; slow, hence a pass of its own.
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """megazero's ZeRO stages against DDP, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed."""
+
+    layers: int = 6
+    hidden: int = 512
+    heads: int = 8
+    seq_length: int = 128
+    vocabulary: int = 8192
+    batch: int = 2
+    """Samples of a micro-batch; a step has one on every rank."""
+    ranks: int = 2
+    """Processes; on GPUs, one each."""
+    stages: tuple[int, ...] = (0, 1, 2, 3)
+    """ZeRO stages to compare."""
+    rounds: int = 12
+    """Turns of every system."""
+    steps: int = 2
+    """Steps of a turn."""
+    loss_steps: int = 6
+    """First steps, whose losses are compared; they warm up too."""
+    memory: bool = True
+    """Measure memory; on a CPU in processes of their own, before the speed."""
+    deepspeed_python: str = ""
+    """Python of an environment with DeepSpeed. Empty: without it."""
+    json: str = ""
+    """FILE for all that was measured."""
+    quick: bool = False
+    """A smoke run: a tiny model, stages 0 and 3, two rounds."""
+
+    def work(self) -> Work:
+        precision = "bf16" if torch.cuda.is_available() else "fp32"
+        shape = (self.layers, self.hidden, self.heads, self.seq_length, self.vocabulary, self.batch)
+        return Work(*shape, self.ranks, precision)
+
+
+class Processes:
+    """All ranks of one system."""
+
+    def __init__(self, system: str, work: Work, python: str, env: dict[str, str]) -> None:
+        self.system = system
+        self.folder = tempfile.TemporaryDirectory(prefix="megazero-bench-")
+        self.said = Path(self.folder.name, "stderr")
+        rendezvous = str(Path(self.folder.name, "store"))
+        arguments = [system, json.dumps(dataclasses.asdict(work))]
+        self.ranks = []
+        for rank in range(work.ranks):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": work.ranks}
+            with self.said.open("a") as said:
+                self.ranks.append(
+                    subprocess.Popen(
+                        [python, str(RANK), *arguments, str(rank), rendezvous],
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=said,
+                        text=True,
+                        env={**os.environ, **env, **{name: str(value) for name, value in place.items()}},
+                    )
+                )
+
+    def tell(self, *command: Any) -> None:
+        for process in self.ranks:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(command) + "\n")
+            process.stdin.flush()
+
+    def hear(self) -> list[dict[str, Any]]:
+        """Every rank's answer to the last command."""
+        answers = []
+        for process in self.ranks:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if not line:
+                raise RuntimeError(f"{self.system} failed:\n{self.said.read_text()[-3000:]}")
+            answers.append(json.loads(line))
+        return answers
+
+    def ask(self, *command: Any) -> list[dict[str, Any]]:
+        self.tell(*command)
+        return self.hear()
+
+    def stop(self) -> None:
+        for process in self.ranks:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.close()
+        for process in self.ranks:
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            process.stdout.close()
+        self.folder.cleanup()
+
+
+def isolate() -> bool:
+    """Move to a network namespace whose loopback carries this run alone; False where that is not allowed."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return False
+    if subprocess.run(["unshare", "-n", "ip", "link", "set", "lo", "up"], capture_output=True).returncode:
+        return False
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET):
+        return False
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    return True
+
+
+def carried() -> int:
+    """Bytes that the loopback has sent so far, headers included."""
+    for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == "lo":
+            return int(counters.split()[8])
+    return 0
+
+
+@contextmanager
+def alive(names: list[str], work: Work, options: Options, extra: dict[str, str]) -> Iterator[list[Processes]]:
+    """The processes of several systems, each of which is ended whatever happens."""
+    env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    if not torch.cuda.is_available():
+        env["DS_ACCELERATOR"] = "cpu"
+    pythons = {name: options.deepspeed_python if name.startswith("deepspeed") else sys.executable for name in names}
+    with ExitStack() as stack:
+        systems = [Processes(name, work, pythons[name], {**env, **extra}) for name in names]
+        for system in systems:
+            stack.callback(system.stop)
+        yield systems
+
+
+def measure_memory(names: list[str], work: Work, options: Options) -> dict[str, Any]:
+    """Of the rank that takes the most. The systems run at once: nothing is timed; on a GPU one after the other."""
+    found = {}
+    at_once = [names] if not torch.cuda.is_available() else [[name] for name in names]
+    for group in at_once:
+        with alive(group, work, options, MALLOC) as systems:
+            for system in systems:
+                system.tell("memory", 4)
+            for system in systems:
+                answers = system.hear()
+                found[system.system] = {kind: max(answer[kind] for answer in answers) for kind in answers[0]}
+    return found
+
+
+def measure_speed(names: list[str], work: Work, options: Options, isolated: bool) -> dict[str, Any]:
+    """Per system: first losses; of every turn, a step's seconds, CPU seconds and bytes that a rank puts on the wire."""
+    found: dict[str, Any] = {name: {"seconds": [], "cpu": [], "wire": []} for name in names}
+    with alive(names, work, options, {}) as systems:
+        for system in systems:
+            system.ask("build")
+            found[system.system]["losses"] = system.ask("losses", options.loss_steps)[0]["losses"]
+        for turn in range(options.rounds):
+            for system in systems if turn % 2 else reversed(systems):
+                before = carried() if isolated else 0
+                answers = system.ask("timed", options.steps)
+                for kind in ("seconds", "cpu"):
+                    found[system.system][kind].append(max(answer[kind] for answer in answers))
+                if isolated:
+                    found[system.system]["wire"].append((carried() - before) / options.steps / options.ranks)
+    return found
+
+
+def choose(options: Options) -> dict[int, list[str]]:
+    """stage -> systems, megazero last."""
+    return {
+        stage: [
+            name
+            for name, system in SYSTEMS.items()
+            if system.stage == stage and (options.deepspeed_python or not name.startswith("deepspeed"))
+        ]
+        for stage in options.stages
+    }
+
+
+def gap(losses: list[float], reference: list[float]) -> float:
+    """Largest relative difference; NaN if any loss is."""
+    a, b = torch.tensor(losses), torch.tensor(reference)
+    return float(((a - b).abs() / b.abs()).max())
+
+
+def show(results: dict[int, dict[str, Any]], reference: list[float], options: Options, console: Console) -> None:
+    tokens = options.ranks * options.batch * options.seq_length
+    table = Table(
+        title=f"{options.ranks} ranks, {options.rounds} turns of {options.steps} steps; medians, 95 % intervals"
+    )
+    for column in (
+        "ZeRO",
+        "system",
+        "tokens/s",
+        "megazero / it",
+        "CPU ms",
+        "MiB of a step",
+        "wire B/param.",
+        "loss",
+        "gap",
+    ):
+        table.add_column(column, justify="left" if column == "system" else "right")
+    parameters = num_parameters(options.work().config(0).model)
+    for stage, systems in results.items():
+        ours = systems[f"megazero{stage}"]["seconds"]
+        for name, found in systems.items():
+            low, high = interval([tokens / s for s in found["seconds"]])
+            speed = f"{tokens / statistics.median(found['seconds']):.0f} [dim]{low:.0f}-{high:.0f}[/]"
+            ratio = ""
+            if found["seconds"] is not ours:
+                ratios = [theirs / s for theirs, s in zip(found["seconds"], ours, strict=True)]
+                low, high = interval(ratios)
+                ratio = f"{statistics.median(ratios):.2f} [dim]{low:.2f}-{high:.2f}[/]"
+            memory = f"{found['memory']['step'] / 2**20:.0f}" if "memory" in found else "not measured"
+            wire = f"{statistics.median(found['wire']) / parameters:.2f}" if found["wire"] else "not measured"
+            loss = f"{found['losses'][0]:.4f} to {found['losses'][-1]:.4f}"
+            cpu = f"{1000 * statistics.median(found['cpu']):.0f}"
+            distance = f"{gap(found['losses'], reference):.0e}"
+            table.add_row(str(stage), SYSTEMS[name].label, speed, ratio, cpu, memory, wire, loss, distance)
+        table.add_section()
+    console.print(table)
+
+
+def main(options: Options) -> None:
+    if options.quick:
+        stages = (0, 3) if options.stages == Options.stages else options.stages
+        tiny = {"layers": 2, "hidden": 128, "heads": 2, "vocabulary": 512, "rounds": 2, "stages": stages}
+        options = dataclasses.replace(options, **tiny)
+    if options.ranks > torch.cuda.device_count() > 0:
+        raise SystemExit(
+            f"--ranks {options.ranks}: there are {torch.cuda.device_count()} GPUs, and a rank needs its own"
+        )
+    work, console = options.work(), Console(width=150 if not sys.stdout.isatty() else None)
+    isolated = not torch.cuda.is_available() and isolate()
+    if not options.deepspeed_python:
+        console.print("DeepSpeed is left out: --deepspeed-python names the Python of an environment that has it.")
+    results: dict[int, dict[str, Any]] = {}
+    for stage, names in choose(options).items():
+        memory = measure_memory(names, work, options) if options.memory else {}
+        results[stage] = measure_speed(names, work, options, isolated)
+        for name, found in memory.items():
+            results[stage][name]["memory"] = found
+    if 0 in results:
+        reference = results[0]["megazero0"]["losses"]
+    else:
+        with alive(["megazero0"], work, options, {}) as (alone,):
+            alone.ask("build")
+            reference = alone.ask("losses", options.loss_steps)[0]["losses"]
+    show(results, reference, options, console)
+    if options.json:
+        about = {"torch": torch.__version__, "cores": os.cpu_count(), "options": dataclasses.asdict(options)}
+        Path(options.json).write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n")
+    if work.precision == "fp32":
+        for systems in results.values():
+            for name, found in systems.items():
+                assert gap(found["losses"], reference) < LOSS_GAP, f"{name} trains another model: {found['losses']}"
+
+
+if __name__ == "__main__":
+    import tyro
+
+    main(tyro.cli(Options, description=__doc__))
