@@ -130,3 +130,15 @@ def test_start_up_has_no_spike(case: Case, ranks) -> None:
         drawing = 2 * 16 * rng.BLOCK * 4
         assert at_rest <= peak <= at_rest + unit + drawing, (peak, at_rest, unit)
         assert unit + drawing < 4 * num_parameters(LARGE) / 2
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("micro", [1, 4])
+def test_transient_bytes_do_not_grow_with_the_layers(zero: int, micro: int) -> None:
+    """CB: 8 times the layers, the same buffers; stage 1 alone adds up full gradients over micro-batches."""
+    found = []
+    for layers in (3, 24):
+        case = Case(dp=4, zero=zero, micro_batches=micro, batch=4 * micro, options=(("reduce_bucket_size", 4096),))
+        case = case._replace(model=replace(MODEL, num_layers=layers))
+        found.append(estimate(case.config(), case.layout).memory["buffers"])
+    assert (found[0] == found[1]) == (zero > 1 or micro == 1)
