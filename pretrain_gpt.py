@@ -7,7 +7,8 @@ import traceback
 from typing import NoReturn
 
 from megazero import mesh
-from megazero.config import Config, parse, resolve, to_toml
+from megazero.checks import resolve
+from megazero.config import Config, parse, to_toml
 from megazero.engine import LossScaleExhausted
 
 
@@ -49,7 +50,7 @@ def pretrain(config: Config, world: mesh.World) -> None:
     if world.rank == 0:
         print(to_toml(config))
     eod = tokenizer.eod if tokenizer and config.data.eod_mask_loss else None
-    ranks = mesh.Mesh.build(layout, world.rank, device)
+    ranks = mesh.Mesh.build(layout, world.rank, device, config.parallel.distributed_timeout_minutes)
     Trainer(config, ranks, datasets, eod).run(find_checkpoint(config))
 
 

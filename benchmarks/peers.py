@@ -219,7 +219,7 @@ def megazero(work: Work, device: torch.device, stage: int) -> Training:
     """Its own engine; the loss is the mean over all ranks."""
     import torch.distributed as dist
 
-    from megazero.config import resolve
+    from megazero.checks import resolve
     from megazero.data.loader import MicroBatch
     from megazero.engine import Engine
     from megazero.mesh import Mesh

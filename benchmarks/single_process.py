@@ -23,7 +23,8 @@ import torch
 
 from benchmarks.measure import interval
 from megazero import mesh
-from megazero.config import Config, ModelConfig, TrainingConfig, resolve
+from megazero.checks import resolve
+from megazero.config import Config, ModelConfig, TrainingConfig
 from megazero.data.loader import MicroBatch
 from megazero.engine import DTYPES, Engine
 

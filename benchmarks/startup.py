@@ -18,7 +18,8 @@ import torch.distributed as dist
 import tyro
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megazero import config as configs
+from megazero.checks import resolve
+from megazero.config import parse
 from megazero.data.loader import MicroBatch
 from megazero.engine import Engine
 from megazero.mesh import Mesh
@@ -43,9 +44,9 @@ def resident() -> float:
 
 def main(o: Options) -> None:
     flags = ["--preset", o.preset, "--zero-stage", str(o.stage), "--seq-length", str(o.seq_length)]
-    asked = configs.parse([*flags, "--micro-batch-size", "1", "--precision", "bf16", "--grad-dtype", "bf16"])
+    asked = parse([*flags, "--micro-batch-size", "1", "--precision", "bf16", "--grad-dtype", "bf16"])
     asked = replace(asked, training=replace(asked.training, global_batch_size=0))
-    config, layout = configs.resolve(asked, o.ranks, 0)
+    config, layout = resolve(asked, o.ranks, 0)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=o.ranks)
     mesh = Mesh.build(layout, 0, torch.device("cpu"))
     before, start = resident(), time.perf_counter()

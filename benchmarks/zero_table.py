@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from megazero.account import psi
-from megazero.config import Config, ModelConfig, TrainingConfig, ZeroConfig, resolve
+from megazero.checks import resolve
+from megazero.config import Config, ModelConfig, TrainingConfig, ZeroConfig
 from megazero.data.loader import MicroBatch
 from megazero.engine import Engine
 from megazero.estimate import estimate

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megazero.config import ActivationConfig, Config, ModelConfig, OptimizerConfig, TrainingConfig, ZeroConfig, resolve
+from megazero.checks import resolve
+from megazero.config import ActivationConfig, Config, ModelConfig, OptimizerConfig, TrainingConfig, ZeroConfig
 from megazero.engine import Engine
 from megazero.layout import Layout
 from megazero.mesh import Axis, Mesh

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megazero.config import Config, ModelConfig, TrainingConfig, resolve
+from megazero.checks import resolve
+from megazero.config import Config, ModelConfig, TrainingConfig
 from megazero.engine import Engine, LossScaleExhausted
 from megazero.layout import Layout
 from megazero.ledger import Ledger

@@ -11,7 +11,8 @@ from typing import Any, Literal
 import pytest
 
 from megazero import config as config_module
-from megazero.config import Config, flags, parse, preset_args, resolve, to_toml
+from megazero.checks import resolve
+from megazero.config import Config, flags, parse, preset_args, to_toml
 from megazero.layout import Layout
 
 # What scripts, users and checks outside this repository rely on.

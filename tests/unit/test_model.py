@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megazero.config import Config, ModelConfig, TrainingConfig, resolve
+from megazero.checks import resolve
+from megazero.config import Config, ModelConfig, TrainingConfig
 from megazero.engine import Engine
 from megazero.layout import Layout
 from megazero.mesh import Mesh

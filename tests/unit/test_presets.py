@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from megazero.config import PRESETS, Config, parse, resolve
+from megazero.checks import resolve
+from megazero.config import PRESETS, Config, parse
 from megazero.estimate import estimate
 from megazero.layout import Layout
 from megazero.parameters import num_parameters
