@@ -25,5 +25,6 @@ test-all:  ## and what is marked slow
 test-gpu:  ## what needs a GPU
 	bash scripts/test.sh -m gpu
 
-bench:  ## speed of one process against transformers
+bench:  ## speed of one process against transformers, of two against DDP and FSDP2
 	$(BIN)/python benchmarks/single_process.py
+	$(BIN)/python benchmarks/zero.py
