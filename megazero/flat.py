@@ -34,9 +34,6 @@ class Range(NamedTuple):
     def slice(self) -> slice:
         return slice(self.start, self.stop)
 
-    def moved(self, by: int) -> Range:
-        return Range(self.start + by, self.stop + by)
-
 
 class FlatParam(NamedTuple):
     """What the arithmetic has to know of a parameter."""

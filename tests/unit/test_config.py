@@ -396,4 +396,5 @@ def test_resolve_accepts_what_is_just_inside() -> None:
         ({"eod_mask_loss": True, "tokenizer": "byte"}, 1),
         ({"vocab_size": 9}, 1),
     ]:
-        resolve(make(**options), ranks, 9)
+        config, layout = resolve(make(**options), ranks, 9)
+        assert layout.world_size == ranks and config.model.vocab_size == 9
