@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import random
 import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 def interval(values: list[float], draws: int = 2000) -> tuple[float, float]:
@@ -11,3 +18,32 @@ def interval(values: list[float], draws: int = 2000) -> tuple[float, float]:
     generator = random.Random(0)
     medians = sorted(statistics.median(generator.choices(values, k=len(values))) for _ in range(draws))
     return medians[round(0.025 * draws)], medians[round(0.975 * draws) - 1]
+
+
+class Alive(TorchDispatchMode):
+    """Counts the bytes of all storages that any operation makes, for as long as they live.
+
+    Attributes:
+        peak: the most at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor):
+                storage = t.untyped_storage()
+                ref = StorageWeakRef(storage)
+                self.made.setdefault(ref.cdata, (ref, storage.nbytes()))
+        self.peak = max(self.peak, sum(self.sizes()))
+        return out
+
+    def sizes(self, but: Sequence[torch.Tensor] = ()) -> list[int]:
+        """Bytes of each storage that is alive now, those of `but` left out."""
+        self.made = {key: made for key, made in self.made.items() if not made[0].expired()}
+        left_out = {StorageWeakRef(t.untyped_storage()).cdata for t in but}
+        return [num_bytes for key, (_, num_bytes) in self.made.items() if key not in left_out]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megazero.config import Config
-from megazero.estimate import BYTES, MASTER, MOMENTS, estimate
+from megazero.config import BYTES, Config
+from megazero.estimate import MASTER, MOMENTS, estimate
 from megazero.layout import Layout
 from megazero.parameters import stage_units, unit_layout
 from megazero.policy import ZeroPolicy

@@ -129,7 +129,7 @@ def _check_model(config: Config) -> None:
 
 
 def _check_combinations(config: Config) -> None:
-    optimizer, activations, zero = config.optimizer, config.activations, config.zero
+    optimizer, zero = config.optimizer, config.zero
     if zero.zero_shard_size and (zero.zero_stage == 0 or zero.zero_shard_size == 1):
         raise ValueError(
             f"--zero-shard-size {zero.zero_shard_size} at --zero-stage {zero.zero_stage} partitions nothing; "
@@ -154,16 +154,7 @@ def _check_combinations(config: Config) -> None:
             f"--lr-warmup-iters {optimizer.lr_warmup_iters} leaves nothing of --lr-decay-iters {last} (--train-iters, "
             f"unless it is given) to decay in; use a --lr-warmup-iters of {last // 10}, or decay longer"
         )
-    if activations.partition_activations:
-        if activations.recompute != "full":
-            raise ValueError(
-                "--partition-activations has nothing to partition without --recompute full; add it, or drop this flag"
-            )
-        if config.parallel.tensor_model_parallel_size == 1:
-            raise ValueError(
-                "--partition-activations partitions over tensor-parallel ranks, and --tensor-model-parallel-size is 1; "
-                "raise it, or drop this flag"
-            )
+    _check_activations(config)
     checkpoint = config.checkpoint
     for flag, interval in (("save-interval", checkpoint.save_interval), ("keep-last", checkpoint.keep_last)):
         if interval and not checkpoint.save:
@@ -176,6 +167,45 @@ def _check_combinations(config: Config) -> None:
         raise ValueError(f"--wandb-project {config.log.wandb_project} needs --log-dir DIR for its files")
     if config.data.eod_mask_loss and not config.data.tokenizer:
         raise ValueError("--eod-mask-loss needs --tokenizer, to know the end-of-document token")
+
+
+def _check_activations(config: Config) -> None:
+    activations, tp = config.activations, config.parallel.tensor_model_parallel_size
+    sequence, recompute = config.parallel.sequence_parallel, activations.recompute
+    if recompute != "full":
+        for flag, does in (
+            ("partition-activations", activations.partition_activations),
+            ("checkpoint-in-cpu", activations.checkpoint_in_cpu),
+            ("contiguous-checkpointing", activations.contiguous_checkpointing),
+        ):
+            if does:
+                raise ValueError(
+                    f"--{flag} is about the blocks' inputs that --recompute full keeps; with --recompute {recompute} "
+                    "there are none; add --recompute full, or drop this flag"
+                )
+    if activations.partition_activations and tp == 1:
+        raise ValueError(
+            "--partition-activations partitions over tensor-parallel ranks, and --tensor-model-parallel-size is 1; "
+            "raise it, or drop this flag"
+        )
+    if activations.partition_activations and sequence:
+        raise ValueError(
+            "--partition-activations has nothing to partition with --sequence-parallel, under which each "
+            "tensor-parallel rank has its own part of a block's input; drop one of them"
+        )
+    if sequence and tp == 1:
+        raise ValueError(
+            "--sequence-parallel cuts the tokens over tensor-parallel ranks, and --tensor-model-parallel-size is 1; "
+            "raise it, or drop this flag"
+        )
+    micro, length = config.training.micro_batch_size, config.model.seq_length
+    if sequence and micro * length % tp:
+        fits = tp // math.gcd(tp, length)
+        raise ValueError(
+            f"--sequence-parallel cuts the --micro-batch-size {micro} x --seq-length {length} = {micro * length} "
+            f"tokens of a micro-batch over --tensor-model-parallel-size {tp}, which does not divide them; use a "
+            f"--micro-batch-size that is a multiple of {fits}"
+        )
 
 
 def _check_writable(flag: str, path: Path) -> None:

@@ -19,6 +19,7 @@ from megazero.layout import Layout
 
 PRESETS = Path(__file__).resolve().parent.parent / "scripts" / "presets"
 PROGRAM = "pretrain_gpt.py"
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # of a number, by --precision or --grad-dtype
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,8 @@ class ParallelConfig:
     """Stages that share the layers."""
     pipeline_schedule: Literal["gpipe", "1f1b"] = "1f1b"
     """Order of forwards and backwards. 1f1b holds as many micro-batches as there are stages, gpipe all."""
+    sequence_parallel: bool = False
+    """Cut what lies between tensor-parallel layers (norms, dropout, residual stream) over the tokens as well."""
     distributed_timeout_minutes: float = 10.0
     """A collective that waits longer ends the run."""
 
@@ -143,10 +146,15 @@ class ZeroConfig:
 class ActivationConfig:
     """What of the activations is kept for the backward pass (ZeRO-R)."""
 
-    recompute: Literal["none", "full"] = "none"
-    """full: keep only each block's input, and compute the block again in backward (a third more compute)."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """full: keep only each block's input, and compute the block again in backward (a third more compute). selective:
+    make again what is cheap and large: norms, GELU, attention weights where the backend would keep them."""
     partition_activations: bool = False
     """Pa: each tensor-parallel rank keeps its part of a block's input. Needs --recompute full and tp > 1."""
+    checkpoint_in_cpu: bool = False
+    """Keep blocks' inputs in host memory, copied behind the computation. Needs --recompute full."""
+    contiguous_checkpointing: bool = False
+    """MD: keep blocks' inputs and gradients in arenas allocated beforehand. Needs --recompute full."""
 
 
 @dataclass(frozen=True)

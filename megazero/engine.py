@@ -16,19 +16,17 @@ from megazero.config import Config
 from megazero.layout import Layout
 from megazero.ledger import Ledger
 from megazero.mesh import MIN, Mesh
-from megazero.model import Block, GPTStage
+from megazero.model import Block, GPTStage, Tokens
 from megazero.optim import LossScale, Update, clip_factor, learning_rate
 from megazero.param_unit import ZeroOptions
 from megazero.parameters import TOKEN, stage_units
 from megazero.pipeline import Message
 from megazero.pipeline import run as run_pipeline
-from megazero.policy import Use, ZeroPolicy, layer_uses
-from megazero.recompute import keep_partitioned, keep_whole, recomputed
-from megazero.schedule import plan
-from megazero.tensor_parallel import Context
+from megazero.policy import Use, ZeroPolicy, fixed_gradients, layer_uses
+from megazero.recompute import Checkpoints, Keep, recomputed
+from megazero.schedule import Plan, peak_live, plan
+from megazero.tensor_parallel import DTYPES, Context, Stream
 from megazero.zero import Zero
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Batch(Protocol):
@@ -66,28 +64,42 @@ class Engine:
         self.scale = LossScale.of(config.training)
         self.tied = None if config.model.untie_embeddings else TOKEN  # the unit that both pipeline ends hold
         dtype, zero = DTYPES[config.training.precision], config.zero
+        policy, arena = ZeroPolicy.for_stage(zero, mesh.shard.size), config.activations.contiguous_checkpointing
         self.zero = Zero(
             ZeroOptions(
-                ZeroPolicy.for_stage(zero, mesh.shard.size),
+                policy,
                 mesh,
                 self.ledger,
                 dtype,
                 DTYPES[config.training.grad_dtype],
                 zero.reduce_bucket_size,
                 zero.overlap_comm,
+                fixed_gradients(policy, arena, config.micro_batches(mesh.layout)),
+                config.parallel.sequence_parallel,
                 zero.poison_buffers,
             )
         )
-        context = Context(mesh.tp, self.zero.contribute, self.ledger, dtype, mesh.device)
-        seed = config.training.seed
-        self.model = GPTStage(config.model, mesh, seed, context, config.training.freeze_parameters)
+        stream = Stream(mesh.tp, cut=config.parallel.sequence_parallel)
+        selective = config.activations.recompute == "selective"
+        context = Context(stream, self.zero.contribute, self.ledger, config.training.precision, mesh.device, selective)
+        seed, model = config.training.seed, config.model
+        self.model = GPTStage(model, mesh, seed, context, config.training.freeze_parameters)
         self.zero.adopt(self.model.named_units(), self._uses(), partial(rng.draw, seed))
-        self.keep = None
-        if config.activations.recompute == "full":
-            partitioned = config.activations.partition_activations
-            self.keep = keep_partitioned(self.ledger, mesh.tp) if partitioned else keep_whole(self.ledger)
-        shape = (config.training.micro_batch_size, config.model.seq_length, config.model.hidden_size)
-        self.message = Message(shape, dtype, mesh.device)
+        tokens = len(stream.tokens(config.training.micro_batch_size * model.seq_length))
+        self.message = Message((tokens, model.hidden_size), dtype, mesh.device)
+        self.checkpoints = self._checkpoints() if config.activations.recompute == "full" else None
+
+    def _checkpoints(self) -> Checkpoints:
+        activations, message = self.config.activations, self.message
+        return Checkpoints(
+            math.prod(message.shape),
+            message.dtype,
+            message.device,
+            self.ledger,
+            tp=self.mesh.tp if activations.partition_activations else None,
+            on_host=activations.checkpoint_in_cpu,
+            contiguous=activations.contiguous_checkpointing,
+        )
 
     def _uses(self) -> dict[nn.Module, tuple[Use, list[str]]]:
         model, first = self.model, self.mesh.pp.is_first
@@ -96,23 +108,24 @@ class Engine:
 
     # -- what the pipeline calls
 
-    def run(self, layer: nn.Module, *args: Any) -> torch.Tensor:
+    def _layer(self, keep: Keep | None, layer: nn.Module, *args: Any) -> torch.Tensor:
         """Recompute outside, gather inside: so a recompute gathers again."""
         gathered = partial(self.zero.run, layer)
-        if isinstance(layer, Block) and self.keep is not None and torch.is_grad_enabled():
-            return recomputed(gathered, *args, keep=self.keep)
+        if isinstance(layer, Block) and keep is not None:
+            return recomputed(gathered, *args, keep=keep)
         return gathered(*args)
 
     def forward(self, x: torch.Tensor | None, batch: Batch) -> torch.Tensor:
-        model, device = self.model, self.mesh.device
-        samples = batch.samples if torch.is_grad_enabled() else None
+        model, device, learns = self.model, self.mesh.device, torch.is_grad_enabled()
+        tokens = Tokens.of(batch.ids, batch.samples, drops=learns)
+        run = partial(self._layer, self.checkpoints.keep() if self.checkpoints is not None and learns else None)
         if x is None:
-            x = model.embed(batch.ids.to(device, non_blocking=True), samples, self.run)
-        x = model.body(x, samples, self.run)
+            x = model.embed(batch.ids.to(device, non_blocking=True), tokens, run)
+        x = model.body(x, tokens, run)
         if model.head is None:
             return x
         labels, mask = (t.to(device, non_blocking=True) for t in (batch.labels, batch.loss_mask))
-        return self.run(model.head, x, labels, mask)
+        return run(model.head, x, labels, mask)
 
     def backward(self, final: bool) -> AbstractContextManager[None]:
         return self.zero.backward(final)
@@ -123,7 +136,7 @@ class Engine:
         """One iteration, counted from 1, over this rank's micro-batches."""
         zero, optimizer = self.zero, self.config.optimizer
         scale = self.scale.value if self.scale else 1.0
-        self._begin()
+        self._begin(len(batches))
         targets = self._count_targets(batches)
         loss = self._run(self.config.parallel.pipeline_schedule, batches, seed_gradient=scale / max(1, targets))
         zero.sum_gradients(self.tied)
@@ -147,8 +160,11 @@ class Engine:
         self.scale = self.scale and self.scale.after(skipped and targets > 0)
         return StepResult(mean, norm, lr, scale, skipped, culprit, gradient_bytes)
 
-    def _begin(self) -> None:
-        """Peaks are an iteration's."""
+    def _begin(self, micro_batches: int) -> None:
+        """Peaks are an iteration's, and nothing is kept yet."""
+        if self.checkpoints is not None:
+            actions = self._plan(self.config.parallel.pipeline_schedule, micro_batches)
+            self.checkpoints.begin(peak_live(actions) * len(self.model.blocks))
         self.ledger.begin_iteration()
         if self.mesh.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.mesh.device)
@@ -169,9 +185,11 @@ class Engine:
         return self._global_loss(self._run("forward-only", batches, seed_gradient=0.0)), targets
 
     def _run(self, schedule: str, batches: Sequence[Batch], seed_gradient: float) -> torch.Tensor:
-        pp = self.mesh.pp
-        actions = plan(schedule, pp.rank, pp.size, len(batches))
-        return run_pipeline(actions, self, batches, pp, self.message, self.ledger, seed_gradient)
+        actions = self._plan(schedule, len(batches))
+        return run_pipeline(actions, self, batches, self.mesh.pp, self.message, self.ledger, seed_gradient)
+
+    def _plan(self, schedule: str, micro_batches: int) -> Plan:
+        return plan(schedule, self.mesh.pp.rank, self.mesh.pp.size, micro_batches)
 
     def _count_targets(self, batches: Sequence[Batch]) -> int:
         """Unmasked targets of the global batch: the one divisor of the loss and of every gradient."""

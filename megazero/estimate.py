@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from megazero.config import Config
+from megazero.config import BYTES, Config
+from megazero.flat import FlatLayout, Range
 from megazero.layout import Layout, ring_bytes
 from megazero.ledger import Lease, Ledger
 from megazero.parameters import HEAD, POSITION, TOKEN, stage_units, unit_layout
-from megazero.policy import Use, ZeroPolicy, layer_uses, plan_buckets, ring_slots
-from megazero.schedule import Action, Op, plan, steps
+from megazero.policy import COPY_DEPTH, Use, ZeroPolicy, fixed_gradients, layer_uses, plan_buckets, ring_slots
+from megazero.schedule import Action, Op, peak_live, plan, steps
 
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 MOMENTS, MASTER = 8, 4  # bytes an element: two fp32 moments; an fp32 copy of 16-bit weights
 NUMBER = 8  # bytes of a number that is agreed on: fp64
 
@@ -41,8 +41,8 @@ def estimate(config: Config, layout: Layout, rank: int = 0, staged: bool = True)
 class _Unit:
     """What is known of a unit while the plan is walked."""
 
-    def __init__(self, numel: int, trains: bool) -> None:
-        self.numel, self.trains = numel, trains
+    def __init__(self, flat: FlatLayout, trains: bool) -> None:
+        self.flat, self.numel, self.trains = flat, flat.numel, trains
         self.users = 0
         self.held = False  # gathered until the end of the iteration
         self.expected = 0  # uses that owe a gradient, a micro-batch
@@ -64,7 +64,7 @@ class _Walk:
         self.tied = not model.untie_embeddings
         specs = stage_units(model, layout, self.coord.pp, training.freeze_parameters)
         self.units = {
-            name: _Unit(unit_layout(s, layout.tp, layout.shard).numel, any(spec.trains for spec in s))
+            name: _Unit(unit_layout(s, layout.tp, layout.shard), any(spec.trains for spec in s))
             for name, s in specs.items()
         }
         self.uses = layer_uses(specs, self.first, self.tied)
@@ -72,7 +72,13 @@ class _Walk:
             for name in names:
                 self.units[name].expected += 1
         self.tokens = training.micro_batch_size * model.seq_length  # b s
-        self.hidden_bytes = self.tokens * model.hidden_size * self.w  # a block's input, a message: b s h
+        self.stream_bytes = self.tokens * model.hidden_size * self.w  # the residual stream: b s h
+        self.sequence_parallel = config.parallel.sequence_parallel
+        # a block's input, a message: what a rank holds of it
+        self.hidden_bytes = self.stream_bytes // (layout.tp if self.sequence_parallel else 1)
+        self.fixed = fixed_gradients(
+            self.policy, config.activations.contiguous_checkpointing, config.micro_batches(layout)
+        )
         self.vocabulary = stage_units(model, Layout(), 0)[TOKEN][0].local(layout.tp, 0).stored[0]  # rows a rank
         self.blocks = [name for name in self.units if name.startswith("blocks.")]
         self.kept: dict[tuple[str, int], Lease] = {}  # (layer, micro-batch) -> its checkpoint
@@ -85,7 +91,13 @@ class _Walk:
         parameters, optimizer = self._at_rest()
         at_rest = [self.ledger.lease("parameters", parameters), self.ledger.lease("optimizer", optimizer)]
         at_rest.append(self.ledger.lease("buffers", self._fixed_buffers()))
+        at_rest += [
+            self.ledger.lease(kind, numel * self.g)
+            for unit in self.units.values()
+            for kind, numel in zip((self._full_kind, "gradients"), self._fixed_numel(unit), strict=True)
+        ]
         actions = plan(config.parallel.pipeline_schedule, self.coord.pp, layout.pp, config.micro_batches(layout))
+        at_rest.append(self._slots(peak_live(actions) * len(self.blocks)))
         for batch in steps(actions):
             op, i, final = batch[0]
             if op is Op.FORWARD:
@@ -105,7 +117,7 @@ class _Walk:
             "gradients": gradients,
             **{kind: self.ledger.peak[kind] for kind in ("activation_checkpoints", "buffers", "logits")},
             "peak": self.ledger.total_peak,
-            "host": 0,
+            "host": self.ledger.peak["host"],
         }
         return Estimate(memory, dict(self.sent))
 
@@ -129,6 +141,23 @@ class _Walk:
         packed = buckets.columns * shards * buckets.packs
         return ring * self.w + buckets.slots * (scratch + packed) * self.g
 
+    def _slots(self, count: int) -> Lease:
+        """Slots for the checkpoints, `count` at once: in host memory, or as an arena; and buffers of copies."""
+        activations, each = self.config.activations, self._kept_bytes()
+        if activations.checkpoint_in_cpu:
+            self.copies = self.ledger.lease("buffers", 0 if self.staged else 2 * COPY_DEPTH * each)
+            return self.ledger.lease("host", count * each)
+        return self.ledger.lease("buffers", count * each if activations.contiguous_checkpointing else 0)
+
+    def _kept_bytes(self) -> int:
+        """Of one block's input on this rank."""
+        activations = self.config.activations
+        if activations.recompute != "full":
+            return 0
+        if activations.partition_activations:  # whole elements, rounded up
+            return -(-self.hidden_bytes // self.w // self.layout.tp) * self.w
+        return self.hidden_bytes
+
     # -- the plan
 
     def _forward(self, i: int) -> None:
@@ -139,31 +168,38 @@ class _Walk:
             if use is not Use.HEAD:
                 self._release(names)
             if layer == TOKEN:
-                self._tp_sum(self.hidden_bytes)
+                self._stream_sum()
             elif use is Use.LAYER:
-                self._tp_sum(self.hidden_bytes, times=2)
+                self._stream_gather(2)
+                self._stream_sum(2)
                 self._keep(layer, i)
             elif layer == HEAD:
+                self._stream_gather()
                 self.logits[i] = self.ledger.lease("logits", self.tokens * self.vocabulary * self.w)
-                self._tp_sum(self.tokens * 4)  # maxima, fp32
-                self._tp_sum(self.tokens * 4 * 2)  # sums of exponentials, logits of the labels
+                for num_bytes in (self.tokens * 4, self.tokens * 4 * 2):  # fp32: maxima; sums and picked logits
+                    self.sent["tp"] += ring_bytes(num_bytes, self.layout.tp, passes=2)
         if not self.last:
             self.messages[Op.SEND_X, i] = self.ledger.lease("buffers", self.hidden_bytes)
 
     def _keep(self, layer: str, i: int) -> None:
-        activations, size = self.config.activations, self.layout.tp
-        if activations.recompute == "full":
-            each = self.hidden_bytes
-            if activations.partition_activations:
-                each = -(-each // self.w // size) * self.w  # whole elements, rounded up
+        """On the host it is counted at rest already; in an arena it was a buffer until now."""
+        activations, each = self.config.activations, self._kept_bytes()
+        if activations.recompute == "full" and not activations.checkpoint_in_cpu:
+            self.ledger.enter("buffers", -each * activations.contiguous_checkpointing)
             self.kept[layer, i] = self.ledger.lease("activation_checkpoints", each)
+
+    def _let_go(self, layer: str, i: int) -> None:
+        if (layer, i) in self.kept:
+            self.kept.pop((layer, i)).end()
+            self.ledger.enter("buffers", self._kept_bytes() * self.config.activations.contiguous_checkpointing)
 
     def _backward(self, i: int, final: bool) -> None:
         if not self.last:
             self.messages.pop((Op.RECV_DX, i)).end()
         for layer, (use, names) in reversed(self.uses.items()):
             if layer == HEAD:
-                self._tp_sum(self.hidden_bytes)  # the input gradient of the logits' product
+                self._stream_gather()
+                self._stream_sum()  # the input gradient of the logits' product
                 if self.tied:
                     self._contribute(TOKEN, final)
                 else:
@@ -173,22 +209,26 @@ class _Walk:
                 self._release(names)
             elif use is Use.LAYER:
                 self._gather(names)
-                self._recompute(layer, i)
-                self._tp_sum(self.hidden_bytes, times=2)
+                self._recompute()
+                self._stream_gather(4)  # of both products' inputs again, and of both sums' gradients
+                self._stream_sum(2)
                 self._contribute(layer, final)
-                self.kept.pop((layer, i), None)
+                self._let_go(layer, i)
                 self._release(names)
             elif layer in (TOKEN, POSITION):
+                self._stream_gather(layer == TOKEN)
                 self._contribute(layer, final)
         if not self.first:
             self.messages[Op.SEND_DX, i] = self.ledger.lease("buffers", self.hidden_bytes)
 
-    def _recompute(self, layer: str, i: int) -> None:
+    def _recompute(self) -> None:
         """The recompute stops at the last input that backward needs: before the block's second sum over tp."""
-        if (layer, i) in self.kept:
-            self._tp_sum(self.hidden_bytes)
-            if self.config.activations.partition_activations:
-                self.sent["tp"] += ring_bytes(self.kept[layer, i].num_bytes * self.layout.tp, self.layout.tp)
+        activations, tp = self.config.activations, self.layout.tp
+        if activations.recompute == "full":
+            self._stream_gather(2)
+            self._stream_sum()
+            if activations.partition_activations:
+                self.sent["tp"] += ring_bytes(self._kept_bytes() * tp, tp)
 
     def _exchange(self, transfers: tuple[Action, ...]) -> None:
         for op, i, _ in transfers:
@@ -200,8 +240,13 @@ class _Walk:
             if op in (Op.SEND_X, Op.SEND_DX):
                 self.messages.pop((op, i)).end()
 
-    def _tp_sum(self, num_bytes: int, times: int = 1) -> None:
-        self.sent["tp"] += times * ring_bytes(num_bytes, self.layout.tp, passes=2)
+    def _stream_gather(self, times: int = 1) -> None:
+        """`tensor_parallel.Stream`: nothing is gathered of a stream that is whole on every rank."""
+        if self.sequence_parallel:
+            self.sent["tp"] += times * ring_bytes(self.stream_bytes, self.layout.tp)
+
+    def _stream_sum(self, times: int = 1) -> None:
+        self.sent["tp"] += times * ring_bytes(self.stream_bytes, self.layout.tp, passes=2 - self.sequence_parallel)
 
     # -- weights
 
@@ -220,10 +265,18 @@ class _Walk:
 
     # -- gradients
 
+    @property
+    def _full_kind(self) -> str:
+        return "buffers" if self.policy.optimizer else "gradients"
+
+    def _fixed_numel(self, unit: _Unit) -> tuple[int, int]:
+        """Elements of full and of reduced gradients that lie in an arena."""
+        fixed = self.fixed
+        return unit.numel * (fixed.full and unit.trains), self._owned(unit) * (fixed.reduced and unit.trains)
+
     def _start(self, unit: _Unit) -> None:
         if unit.full is None and unit.trains:
-            kind = "buffers" if self.policy.optimizer else "gradients"
-            unit.full = self.ledger.lease(kind, unit.numel * self.g)
+            unit.full = self.ledger.lease(self._full_kind, 0 if self.fixed.full else unit.numel * self.g)
 
     def _contribute(self, name: str, final: bool) -> None:
         unit = self.units[name]
@@ -242,7 +295,7 @@ class _Walk:
             unit.reduced, unit.full = unit.full, None
             return
         if unit.reduced is None:
-            unit.reduced = self.ledger.lease("gradients", self._owned(unit) * self.g)
+            unit.reduced = self.ledger.lease("gradients", 0 if self.fixed.reduced else self._owned(unit) * self.g)
         self._drain()
         self.sent["dp"] += ring_bytes(num_bytes, self.layout.shard)
         self.sending, unit.full = unit.full, None
@@ -259,6 +312,16 @@ class _Walk:
             if unit.reduced is not None:
                 num_bytes = self._owned(unit) * self.g
                 self.sent["dp"] += ring_bytes(num_bytes, self.layout.replica, passes=2)
+                if self.sequence_parallel:
+                    num_bytes = self._replicated(unit).numel * self.g
+                    self.sent["tp"] += ring_bytes(num_bytes, self.layout.tp, passes=2)
+
+    def _replicated(self, unit: _Unit) -> Range:
+        """What this rank owns of what is replicated over tp."""
+        owned = Range(0, unit.numel)
+        if self.policy.optimizer:
+            owned = unit.flat.owned(self.coord.dp % self.layout.shard, self.layout.shard)
+        return unit.flat.replicated.within(owned)
 
     # -- the end of the iteration
 

@@ -1,22 +1,26 @@
 """GPT-2's architecture, one pipeline stage of it. Every layer is called through an injected run(layer, *args).
 
+The residual stream is [T', h]: this rank's T' of the micro-batch's T = b s tokens (see `tensor_parallel.Stream`).
+
 Shapes: b micro-batch, s sequence, h hidden, n heads, d head dim, f ffn, v vocabulary; /tp = this rank's part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megazero import attention
+from megazero.activations import attention_backend
 from megazero.config import ModelConfig
 from megazero.mesh import Mesh
 from megazero.parameters import HEAD, POSITION, TOKEN, ParamSpec, stage_units
-from megazero.rng import Dropout
+from megazero.recompute import through
+from megazero.rng import Dropout, Rows
 from megazero.tensor_parallel import (
     ColumnLinear,
     Context,
@@ -27,8 +31,35 @@ from megazero.tensor_parallel import (
 )
 
 Run = Callable[..., torch.Tensor]
-Samples = tuple[int, ...] | None  # global numbers of a micro-batch's samples, for dropout; None in evaluation
 NORM_EPS = 1e-5
+
+
+class Tokens(NamedTuple):
+    """A micro-batch as its layers see it: b samples of s tokens."""
+
+    length: int  # s
+    samples: tuple[int, ...]  # their global numbers, for dropout
+    drops: bool  # in training
+
+    @classmethod
+    def of(cls, ids: torch.Tensor, samples: tuple[int, ...], drops: bool) -> Tokens:
+        """ids [b, s]"""
+        assert len(samples) == len(ids), (samples, ids.shape)
+        return cls(ids.shape[1], samples, drops)
+
+    @property
+    def total(self) -> int:
+        """T = b s."""
+        return len(self.samples) * self.length
+
+    def rows(self, held: range) -> Iterator[Rows]:
+        """The tokens `held` of the T, sample by sample; a row is a token's position."""
+        at = held.start
+        while at < held.stop:
+            sample, first = divmod(at, self.length)
+            stop = min(held.stop, at - first + self.length)
+            yield Rows(self.samples[sample], first, stop - at)
+            at = stop
 
 
 def call(layer: nn.Module, *args: Any) -> torch.Tensor:
@@ -69,20 +100,42 @@ class LayerNorm(nn.Module):
 
 
 class _AddPositions(torch.autograd.Function):
+    """`rows`: which positions the tokens of x have."""
+
     @staticmethod
-    def forward(ctx, x, weight, contribute):
-        ctx.weight, ctx.contribute = weight, contribute
-        return x + weight.detach()[: x.shape[1]]
+    def forward(ctx, x, weight, rows, contribute):
+        ctx.weight, ctx.rows, ctx.contribute = weight, rows, contribute
+        y = torch.empty_like(x)
+        for part, into, row in zip(*(_split(t, rows) for t in (x, y)), rows, strict=True):
+            torch.add(part, weight.detach()[row.first : row.first + row.count], out=into)
+        return y
 
     @staticmethod
     def backward(ctx, dy):
         def write(out: torch.Tensor, add: bool) -> None:
             if not add:
                 out.zero_()
-            out[: dy.shape[1]] += dy.sum(0)
+            for part, row in zip(_split(dy, ctx.rows), ctx.rows, strict=True):
+                out[row.first : row.first + row.count] += part
 
         ctx.contribute(ctx.weight, write)
-        return dy, None, None
+        return dy, None, None, None
+
+
+def _split(x: torch.Tensor, rows: tuple[Rows, ...]) -> tuple[torch.Tensor, ...]:
+    return x.split([row.count for row in rows])
+
+
+class _Hidden(nn.Module):
+    """Dropout of the residual stream's tokens."""
+
+    def __init__(self, model: ModelConfig, layer: int, site: str, seed: int, context: Context) -> None:
+        super().__init__()
+        self.stream = context.stream
+        self.dropout = Dropout(model.hidden_dropout, seed, layer, site)
+
+    def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        return self.dropout(x, tuple(tokens.rows(self.stream.tokens(tokens.total))) if tokens.drops else None)
 
 
 class PositionEmbedding(nn.Module):
@@ -90,13 +143,14 @@ class PositionEmbedding(nn.Module):
 
     def __init__(self, weight: ParamSpec, model: ModelConfig, seed: int, context: Context) -> None:
         super().__init__()
-        self.contribute = context.contribute
+        self.context = context
         self.weight = context.parameter(weight)
-        self.dropout = Dropout(model.hidden_dropout, seed, -1, "embedding")
+        self.dropout = _Hidden(model, -1, "embedding", seed, context)
 
-    def forward(self, x: torch.Tensor, samples: Samples) -> torch.Tensor:
-        """x [b, s, h] -> [b, s, h]"""
-        return self.dropout(_AddPositions.apply(x, self.weight, self.contribute), samples)
+    def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        """x [T', h] -> [T', h]"""
+        rows = tuple(tokens.rows(self.context.stream.tokens(tokens.total)))
+        return self.dropout(_AddPositions.apply(x, self.weight, rows, self.context.contribute), tokens)
 
 
 class Attention(nn.Module):
@@ -106,34 +160,27 @@ class Attention(nn.Module):
         self, specs: dict[str, ParamSpec], model: ModelConfig, layer: int, seed: int, context: Context
     ) -> None:
         super().__init__()
+        self.context = context
         self.num_heads = model.num_attention_heads // context.tp.size
         self.first_head = context.tp.rank * self.num_heads
         self.qkv = ColumnLinear(specs["attention.qkv.weight"], specs["attention.qkv.bias"], context)
         self.proj = RowLinear(specs["attention.proj.weight"], specs["attention.proj.bias"], context)
         self.dropout = Dropout(model.attention_dropout, seed, layer, "scores")
 
-    def forward(self, x: torch.Tensor, samples: Samples) -> torch.Tensor:
-        b, s, _ = x.shape
-        qkv = self.qkv(x).view(b, s, self.num_heads, 3, -1)  # [b, s, n/tp, 3, d]
-        q, k, v = qkv.transpose(1, 2).unbind(3)  # [b, n/tp, s, d]
-        if self.dropout.probability > 0 and samples is not None:
-            y = self._with_dropout(q, k, v, samples)
-        elif x.device.type == "cpu" and x.dtype != torch.float32:
-            with sdpa_kernel(SDPBackend.MATH):  # 16-bit flash attention is 8 times slower on a CPU
-                y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.proj(y.transpose(1, 2).reshape(b, s, -1))  # [b, s, h/tp] -> [b, s, h]
+    def forward(self, x: torch.Tensor, norm: nn.Module, tokens: Tokens) -> torch.Tensor:
+        """x [T', h] -> attention(norm(x)) [T', h]"""
+        c, rows = self.context, None
+        qkv = through(norm, self.qkv, x, again=c.selective)  # [T, n/tp * 3 * d]
+        if tokens.drops and self.dropout.probability > 0:
+            first, count = self.first_head * tokens.length, self.num_heads * tokens.length
+            rows = tuple(Rows(sample, first, count) for sample in tokens.samples)
+        backend = attention_backend(x.device.type, c.precision, rows is not None)
+        y = attention.core(qkv, len(tokens.samples), self.num_heads, backend, self.dropout, rows, c.selective)
+        return self.proj(y)  # [T, h/tp] -> [T', h]
 
-    def _with_dropout(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, samples: tuple[int, ...]
-    ) -> torch.Tensor:
-        """Attention with its weights in the open: the fused kernels draw masks that depend on the layout."""
-        s, d = q.shape[-2:]
-        future = torch.ones(s, s, dtype=torch.bool, device=q.device).triu(1)
-        scores = (q @ k.transpose(-1, -2)).mul(d**-0.5).masked_fill(future, -torch.inf)  # [b, n/tp, s, s]
-        weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
-        return self.dropout(weights, samples, self.first_head) @ v
+
+def _gelu(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh")
 
 
 class Block(nn.Module):
@@ -142,6 +189,7 @@ class Block(nn.Module):
     def __init__(self, specs: list[ParamSpec], model: ModelConfig, layer: int, seed: int, context: Context) -> None:
         super().__init__()
         named = {spec.name.removeprefix(f"blocks.{layer}."): spec for spec in specs}
+        self.context = context
         self.norm1 = LayerNorm(named["norm1.weight"], named["norm1.bias"], context)
         self.norm2 = LayerNorm(named["norm2.weight"], named["norm2.bias"], context)
         self.attention = Attention(named, model, layer, seed, context)
@@ -151,14 +199,15 @@ class Block(nn.Module):
                 "down": RowLinear(named["mlp.down.weight"], named["mlp.down.bias"], context),
             }
         )
-        self.dropout1 = Dropout(model.hidden_dropout, seed, layer, "attention")
-        self.dropout2 = Dropout(model.hidden_dropout, seed, layer, "mlp")
+        self.dropout1 = _Hidden(model, layer, "attention", seed, context)
+        self.dropout2 = _Hidden(model, layer, "mlp", seed, context)
 
-    def forward(self, x: torch.Tensor, samples: Samples) -> torch.Tensor:
-        """x [b, s, h] -> [b, s, h]"""
-        x = x + self.dropout1(self.attention(self.norm1(x), samples), samples)
-        inner = F.gelu(self.mlp["up"](self.norm2(x)), approximate="tanh")  # [b, s, f/tp]
-        return x + self.dropout2(self.mlp["down"](inner), samples)
+    def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        """x [T', h] -> [T', h]"""
+        again = self.context.selective
+        x = x + self.dropout1(self.attention(x, self.norm1, tokens), tokens)
+        inner = through(self.norm2, self.mlp["up"], x, again=again)  # [T, f/tp], before GELU
+        return x + self.dropout2(through(_gelu, self.mlp["down"], inner, again=again), tokens)
 
 
 class Head(nn.Module):
@@ -178,7 +227,7 @@ class Head(nn.Module):
         return table
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """x [b, s, h], labels and weights [b, s] -> the sum of weights x cross-entropy, in nats."""
+        """x [T', h], labels and weights [b, s] -> the sum of weights x cross-entropy, in nats."""
         return vocabulary_loss(self.norm(x), self.table, labels, weights, self.context)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
@@ -210,12 +259,12 @@ class GPTStage(nn.Module):
         parameters = dict(self.named_parameters())
         return {name: [(s, parameters[s.name]) for s in specs] for name, specs in self.units.items()}
 
-    def embed(self, ids: torch.Tensor, samples: Samples, run: Run = call) -> torch.Tensor:
-        """ids [b, s] -> [b, s, h]; on the first stage."""
-        return run(self.position_embedding, run(self.token_embedding, ids), samples)
+    def embed(self, ids: torch.Tensor, tokens: Tokens, run: Run = call) -> torch.Tensor:
+        """ids [b, s] -> [T', h]; on the first stage."""
+        return run(self.position_embedding, run(self.token_embedding, ids), tokens)
 
-    def body(self, x: torch.Tensor, samples: Samples, run: Run = call) -> torch.Tensor:
-        """x [b, s, h] -> [b, s, h], through this stage's blocks."""
+    def body(self, x: torch.Tensor, tokens: Tokens, run: Run = call) -> torch.Tensor:
+        """x [T', h] -> [T', h], through this stage's blocks."""
         for block in self.blocks.values():
-            x = run(block, x, samples)
+            x = run(block, x, tokens)
         return x

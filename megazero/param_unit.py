@@ -18,7 +18,7 @@ from megazero.ledger import Ledger
 from megazero.mesh import Mesh, Pending
 from megazero.optim import Update, adamw_
 from megazero.parameters import LocalBlock, ParamSpec, unit_layout
-from megazero.policy import ZeroPolicy, ring_slots
+from megazero.policy import NOTHING_FIXED, FixedGradients, ZeroPolicy, ring_slots
 from megazero.tensor_parallel import Write
 
 # (parameter, its local block, start, stop) -> initial values of elements [start, stop) of the block, fp32
@@ -36,6 +36,8 @@ class ZeroOptions:
     grad_dtype: torch.dtype = torch.float32
     bucket_size: int = 40_000_000  # elements
     overlap: bool = True
+    fixed: FixedGradients = NOTHING_FIXED
+    sequence_parallel: bool = False
     poison: bool = False  # fill what must not be read with NaN
 
 
@@ -106,6 +108,10 @@ class ParamUnit:
         self.held = False  # gathered until the end of the iteration
         self.full: Buffer | None = None
         self.reduced: Buffer | None = None
+        self.homes: tuple[torch.Tensor | None, torch.Tensor | None] = (
+            None,
+            None,
+        )  # of `full` and `reduced`: see `settle`
         self.fresh: set[nn.Parameter] = set()  # no contribution to `full` yet
         self.arriving = Pending()  # weights on their way into `whole`
         self.reducing = Pending()  # an all-reduce of `reduced`
@@ -192,16 +198,37 @@ class ParamUnit:
         self.arrived = (self.arrived + 1) % self.expected
         return self.arrived == 0
 
+    @property
+    def fixed_numel(self) -> tuple[int, int]:
+        """Elements of `full` and of `reduced` that lie in an arena."""
+        fixed, trains = self.options.fixed, bool(self.trainable)
+        return self.flat.numel * (fixed.full and trains), self.owned.numel * (fixed.reduced and trains)
+
+    def settle(self, full: torch.Tensor, reduced: torch.Tensor) -> None:
+        """Give gradients their places in an arena, `fixed_numel` elements each, for good."""
+        self.homes = full if full.numel() else None, reduced if reduced.numel() else None
+        self.at_rest.append(self.ledger.lease(self._full_kind, full.nbytes))
+        self.at_rest.append(self.ledger.lease("gradients", reduced.nbytes))
+
+    @property
+    def _full_kind(self) -> str:
+        return "buffers" if self.policy.optimizer else "gradients"
+
+    def _buffer(self, kind: str, numel: int, home: torch.Tensor | None) -> Buffer:
+        if home is not None:
+            return Buffer(home, self.ledger.lease(kind, 0))  # entered when it settled
+        data = torch.empty(numel, dtype=self.options.grad_dtype, device=self.device)
+        return Buffer(data, self.ledger.lease(kind, data.nbytes))
+
     def _fresh_gradients(self) -> Buffer:
         """Not zeroed: the first contribution writes. Gaps and frozen parameters are, for they enter norm and update."""
-        full = torch.empty(self.flat.numel, dtype=self.options.grad_dtype, device=self.device)
+        full = self._buffer(self._full_kind, self.flat.numel, self.homes[0])
         if self.options.poison:
-            full.fill_(torch.nan)
+            full.data.fill_(torch.nan)
         frozen = [window for p, window in self.windows.items() if p not in self.trainable]
         for gap in self.flat.gaps + frozen:
-            full[gap.slice()] = 0
-        kind = "buffers" if self.policy.optimizer else "gradients"
-        return Buffer(full, self.ledger.lease(kind, full.nbytes))
+            full.data[gap.slice()] = 0
+        return full
 
     def reduce(self, reducer: Reducer) -> None:
         """Begin to sum over the ranks that share a copy; the full gradients go away."""
@@ -216,8 +243,7 @@ class ParamUnit:
             return
         add = self.reduced is not None
         if self.reduced is None:
-            data = full.data.new_empty(self.owned.numel)
-            self.reduced = Buffer(data, self.ledger.lease("gradients", data.nbytes))
+            self.reduced = self._buffer("gradients", self.owned.numel, self.homes[1])
         reducer.start(full, self.reduced.data, add)
 
     def require_gradients(self) -> None:
@@ -234,6 +260,14 @@ class ParamUnit:
         self.reducing.wait()
         if self.reduced is not None:
             self.reducing = self.replica.start_all_reduce(self.reduced.data)
+
+    def sum_replicated(self) -> None:
+        """Sequence parallelism: begin to sum over tp what is replicated there, of which each rank's gradient is that of
+        its own tokens. Once an iteration, on the owned range."""
+        part = self.flat.replicated.within(self.owned)
+        self.reducing.wait()
+        if self.options.sequence_parallel and self.reduced is not None and part.numel:
+            self.reducing = self.options.mesh.tp.start_all_reduce(self.reduced.data[part.slice()])
 
     # -- the update
 

@@ -4,7 +4,7 @@ Between its forward and its backward a micro-batch is held by one scalar token, 
 a stage's graph begins in `_Enter`, which keeps nothing and catches the input's gradient, and ends in `_Leave`, whose
 backward returns the gradient that was received. Keeping whole inputs and outputs would undo partitioned activations.
 
-Shapes: b micro-batch, s sequence, h hidden.
+Shapes: T' tokens, h hidden.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ class Stage(Protocol):
     """One rank's part of the model."""
 
     def forward(self, x: torch.Tensor | None, micro_batch: Any) -> torch.Tensor:
-        """The stage's output [b, s, h], or on the last stage the loss, a scalar. x is None on the first stage."""
+        """The stage's output [T', h], or on the last stage the loss, a scalar. x is None on the first stage."""
 
     def backward(self, final: bool) -> AbstractContextManager[None]:
         """Around a backward; `final`: the last one of this stage in the iteration."""
 
 
 class Message(NamedTuple):
-    """What travels between stages: [b, s, h]."""
+    """What travels between stages: [T', h], a micro-batch's tokens on this tensor-parallel rank."""
 
-    shape: tuple[int, int, int]
+    shape: tuple[int, int]
     dtype: torch.dtype
     device: torch.device
 

@@ -69,6 +69,25 @@ def ring_slots(sizes: list[int], policy: ZeroPolicy) -> dict[int, int]:
     return {size: min(depth, sizes.count(size)) for size in dict.fromkeys(sizes)}
 
 
+class FixedGradients(NamedTuple):
+    """Which gradients lie in an arena from start to end: see `fixed_gradients`."""
+
+    full: bool
+    reduced: bool
+
+
+NOTHING_FIXED = FixedGradients(False, False)
+
+
+def fixed_gradients(policy: ZeroPolicy, arena: bool, micro_batches: int) -> FixedGradients:
+    """With MD, those that outlive the backward of their unit: the reduced ones, and full ones that add up."""
+    adds_up = not policy.optimizer or (not policy.gradients and micro_batches > 1)
+    return FixedGradients(full=arena and adds_up, reduced=arena and policy.optimizer)
+
+
+COPY_DEPTH = 2  # device buffers each way between a GPU and host memory: one in use, one under way
+
+
 class Buckets(NamedTuple):
     """Through what gradients are reduce-scattered: buckets of [shards, columns] elements, and what they need."""
 

@@ -1,10 +1,14 @@
-"""Activation checkpointing. Where a block's kept input lives is a (pack, unpack) pair: whole, or partitioned (Pa).
+"""Activation recompute: full, which keeps each block's input alone, and selective, which makes again what is cheap.
 
-torch's non-reentrant checkpoint calls pack exactly once per block and micro-batch.
+Where a block's kept input lives is three choices that go together in any way: whole, or partitioned over the
+tensor-parallel ranks (Pa); on the device, or in host memory (Pa+cpu); in memory of its own, or in an arena (MD).
+All of it is a (pack, unpack) pair: torch's non-reentrant checkpoint calls pack once per block and micro-batch in
+forward, and unpack when the block's backward begins.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,63 +18,147 @@ from torch.utils.checkpoint import checkpoint
 
 from megazero.ledger import Lease, Ledger
 from megazero.mesh import Axis
-
-
-class Kept(NamedTuple):
-    """A packed input; its lease ends when autograd lets go of it."""
-
-    part: torch.Tensor
-    shape: torch.Size
-    lease: Lease
+from megazero.offload import Copies, Fetch, StreamCopies
+from megazero.slots import Slot, Slots
 
 
 class Keep(NamedTuple):
+    """Of the blocks of one micro-batch, in the order of the forward."""
+
     pack: Callable[[torch.Tensor], Any]
     unpack: Callable[[Any], torch.Tensor]
 
 
-def keep_whole(ledger: Ledger) -> Keep:
-    """Each rank keeps the whole input."""
+class Kept:
+    """A packed input. Its lease and its slot end when autograd lets go of it."""
 
-    def pack(x: torch.Tensor) -> Kept:
-        return Kept(x.detach(), x.shape, _lease(ledger, x))
-
-    return Keep(pack, lambda kept: kept.part)
-
-
-def keep_partitioned(ledger: Ledger, tp: Axis) -> Keep:
-    """Pa: each tensor-parallel rank keeps 1/tp of the input, which is the same on all of them, and gathers it back.
-
-    Sizes that tp does not divide are padded: the last rank keeps less, and gathers as much.
-    """
-
-    def pack(x: torch.Tensor) -> Kept:
-        flat = x.detach().reshape(-1)
-        each = partition_numel(flat.numel(), tp.size)
-        part = flat[tp.rank * each : (tp.rank + 1) * each]
-        if part.numel() < each:
-            part = torch.cat([part, part.new_zeros(each - part.numel())])
-        else:
-            part = part.clone()
-        return Kept(part, x.shape, _lease(ledger, part))
-
-    def unpack(kept: Kept) -> torch.Tensor:
-        whole = tp.all_gather(kept.part, kept.part.new_empty(kept.part.numel() * tp.size))
-        return whole[: kept.shape.numel()].view(kept.shape)
-
-    return Keep(pack, unpack)
+    def __init__(self, shape: torch.Size, data: torch.Tensor, lease: Lease, slot: Slot | None) -> None:
+        self.shape, self.data, self.lease, self.slot = shape, data, lease, slot
+        self.before: Kept | None = None  # of the block whose backward is next, where it is fetched from the host
+        self.fetch: Fetch | None = None
 
 
 def partition_numel(numel: int, size: int) -> int:
-    """Elements that each of `size` ranks keeps of `numel`."""
+    """Elements that each of `size` ranks keeps of `numel`: the last ones keep less, and gather as much."""
     return -(-numel // size)
 
 
-def _lease(ledger: Ledger, part: torch.Tensor) -> Lease:
-    return ledger.lease("activation_checkpoints", part.numel() * part.element_size())
+class Checkpoints:
+    """Keeps the inputs of a rank's blocks from forward to backward.
+
+    Args:
+        numel: elements of an input.
+        tp: Pa's ranks: each keeps 1/size of an input that is the same on all of them. None: each rank keeps its own.
+        on_host: in host memory.
+        contiguous: in an arena, as large as the schedule's micro-batches in flight need.
+    """
+
+    def __init__(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        ledger: Ledger,
+        *,
+        tp: Axis | None,
+        on_host: bool,
+        contiguous: bool,
+    ) -> None:
+        self.ledger, self.tp = ledger, tp
+        self.kind = "host" if on_host else "activation_checkpoints"
+        self.each = numel if tp is None else partition_numel(numel, tp.size)
+        self.slots: Slots | None = None
+        self.copies: Copies | None = None
+        if on_host:
+            on_gpu = device.type != "cpu"
+            host = torch.device("cpu")
+            self.slots = Slots(self.each, dtype, host, ledger, idle="host", contiguous=contiguous, pin=on_gpu)
+            self.copies = StreamCopies(self.each, dtype, device, ledger) if on_gpu else Copies()
+        elif contiguous:
+            self.slots = Slots(self.each, dtype, device, ledger, idle="buffers", contiguous=True)
+
+    def begin(self, in_flight: int) -> None:
+        """A step begins that keeps at most `in_flight` inputs at once; now there is none."""
+        if self.copies is not None:
+            self.copies.finish()
+        if self.slots is not None:
+            self.slots.begin(in_flight)
+
+    def keep(self) -> Keep:
+        """For one micro-batch."""
+        last: Callable[[], Kept | None] = lambda: None  # noqa: E731
+
+        def pack(x: torch.Tensor) -> Kept:
+            nonlocal last
+            kept = self._pack(x.detach())
+            if self.copies is not None:
+                kept.before = last()
+            last = weakref.ref(kept)  # weak: autograd may hold on to `pack` for longer than to what it packed
+            return kept
+
+        return Keep(pack, self._unpack)
+
+    def _pack(self, x: torch.Tensor) -> Kept:
+        if self.tp is None and self.slots is None:
+            return Kept(x.shape, x, self._lease(x), None)
+        part = x.reshape(-1)
+        if self.tp is not None:
+            part = part[self.tp.rank * self.each : (self.tp.rank + 1) * self.each]
+        slot = self.slots.take() if self.slots is not None else None
+        data = slot.data if slot is not None else x.new_empty(self.each)
+        if self.copies is not None:
+            self.copies.out(part, data)
+        else:
+            data[: part.numel()].copy_(part)
+        return Kept(x.shape, data, self._lease(data), slot)
+
+    def _lease(self, data: torch.Tensor) -> Lease:
+        return self.ledger.lease(self.kind, data.numel() * data.element_size())
+
+    def _unpack(self, kept: Kept) -> torch.Tensor:
+        data = kept.data
+        if self.copies is not None:
+            data = (kept.fetch or self.copies.start_fetch(kept.data)).wait()
+            if kept.before is not None:  # one block ahead
+                kept.before.fetch = self.copies.start_fetch(kept.before.data)
+        if self.tp is not None:
+            data = self.tp.all_gather(data, data.new_empty(data.numel() * self.tp.size))
+        return data.view(-1)[: kept.shape.numel()].view(kept.shape)
 
 
 def recomputed(fn: Callable[..., torch.Tensor], *args: Any, keep: Keep) -> torch.Tensor:
     """fn(*args), keeping only its tensor arguments, by `keep`, and computing it again in backward."""
     with saved_tensors_hooks(*keep):
         return checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=False)
+
+
+# -- selective
+
+
+def through(
+    prepare: Callable[[torch.Tensor], torch.Tensor],
+    use: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    *,
+    again: bool,
+) -> torch.Tensor:
+    """use(prepare(x)). With `again`, what `prepare` gave is not kept for the backward of `use`, but made again there.
+
+    Worth it where `prepare` is cheap and keeps x for its own backward anyway: norms, GELU.
+    """
+    y = prepare(x)
+    if not again:
+        return use(y)
+    source, address = x.detach(), y.data_ptr()
+
+    def pack(t: torch.Tensor) -> torch.Tensor | None:
+        return None if t.data_ptr() == address else t
+
+    def unpack(kept: torch.Tensor | None) -> torch.Tensor:
+        if kept is not None:
+            return kept
+        with torch.no_grad():
+            return prepare(source)
+
+    with saved_tensors_hooks(pack, unpack):
+        return use(y)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -61,6 +62,14 @@ def _draw_columns(seed: int, spec: ParamSpec, block: LocalBlock, start: int, sto
     return out[start - first * width : stop - first * width]
 
 
+class Rows(NamedTuple):
+    """Consecutive rows of a sample's mask."""
+
+    sample: int  # global number
+    first: int  # first row, within the sample
+    count: int
+
+
 @dataclass(frozen=True)
 class Dropout:
     """Dropout with masks by coordinate. The masks are made again in backward: nothing is kept."""
@@ -70,37 +79,27 @@ class Dropout:
     layer: int  # -1: the embedding
     site: str
 
-    def __call__(self, x: torch.Tensor, samples: tuple[int, ...] | None, first_head: int | None = None) -> torch.Tensor:
-        """x [b, s, h], or [b, n/tp, s, s] with `first_head`; samples: their global numbers, None in evaluation."""
-        if self.probability == 0.0 or samples is None:
+    def __call__(self, x: torch.Tensor, rows: tuple[Rows, ...] | None) -> torch.Tensor:
+        if self.probability == 0.0 or rows is None:
             return x
-        return _Dropout.apply(x, self, samples, first_head)
+        return _Dropout.apply(x, self, rows)
 
-    def mask(self, x: torch.Tensor, samples: tuple[int, ...], first_head: int | None) -> torch.Tensor:
-        """0 or 1 / (1 - probability), in x's shape."""
-        assert len(samples) == x.shape[0], (samples, x.shape)
-        mask = torch.empty_like(x, memory_format=torch.contiguous_format)
-        keep = 1 - self.probability
-        for part, sample in zip(mask, samples, strict=True):
-            if first_head is None:
-                self._fill(part, keep, sample, "")
-            else:
-                for head, scores in enumerate(part, first_head):
-                    self._fill(scores, keep, sample, head)
-        return mask.div_(keep)
-
-    def _fill(self, out: torch.Tensor, keep: float, sample: int, head: int | str) -> None:
-        seed = seed_of(self.seed, "dropout", sample, self.layer, self.site, head)
-        out.bernoulli_(keep, generator=torch.Generator(out.device).manual_seed(seed))
+    def mask(self, x: torch.Tensor, rows: tuple[Rows, ...]) -> torch.Tensor:
+        parts = []
+        for row in rows:
+            g = torch.Generator(x.device).manual_seed(seed_of(self.seed, "dropout", row.sample, self.layer, self.site))
+            whole = torch.empty(row.first + row.count, x.shape[-1]).bernoulli_(1 - self.probability, generator=g)
+            parts.append(whole[row.first :])
+        return torch.cat(parts).view(x.shape).to(x.dtype).div_(1 - self.probability)
 
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, dropout, samples, first_head):
-        ctx.arguments = dropout, samples, first_head
-        return x * dropout.mask(x, samples, first_head)
+    def forward(ctx, x, dropout, rows):
+        ctx.arguments = dropout, rows
+        return x * dropout.mask(x, rows)
 
     @staticmethod
     def backward(ctx, dy):
-        dropout, samples, first_head = ctx.arguments
-        return dy * dropout.mask(dy, samples, first_head), None, None, None
+        dropout, rows = ctx.arguments
+        return dy * dropout.mask(dy, rows), None, None

@@ -109,6 +109,15 @@ def steps(actions: Plan) -> Iterator[tuple[Action, ...]]:
         yield tuple(transfers)
 
 
+def peak_live(actions: Plan) -> int:
+    """The most micro-batches that a stage holds at once, between their forward and their backward."""
+    live = peak = 0
+    for action in actions:
+        live += (action.op is Op.FORWARD) - (action.op is Op.BACKWARD)
+        peak = max(peak, live)
+    return peak
+
+
 class Simulation(NamedTuple):
     ticks: int  # a computation takes one, transfers none
     peak_live: list[int]  # per stage: the most micro-batches between their forward and their backward

@@ -1,10 +1,14 @@
 """The one `linear`, the layers that cut it over tp, the token table and the vocabulary's loss.
 
+Activations are [T, h], the T = b s tokens of a micro-batch one below the other. The residual stream holds all of them
+on every tensor-parallel rank, or with sequence parallelism 1/tp of them: see `Stream`.
+
 Parameters never collect a `.grad`. Every Function that uses one hands its gradient to `contribute(parameter, write)`,
 which calls `write(out, add)` with `out` the parameter's window of a flat gradient buffer: to be written (add False: the
 first contribution) or added to.
 
-Shapes: b micro-batch, s sequence, h hidden, v vocabulary; /tp = this rank's part.
+Shapes: b micro-batch, s sequence, T tokens, T' those of the residual stream on this rank, h hidden, v vocabulary;
+/tp = this rank's part.
 
 Note [the Parameter itself]: a Function that needs a weight in backward keeps the Parameter as a plain attribute, never
 a view or a cast of it, and never through save_for_backward. A released weight is gathered into another slot, so
@@ -15,31 +19,93 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 from megazero.ledger import Ledger
-from megazero.mesh import MAX, Axis
+from megazero.mesh import MAX, Axis, Pending
 from megazero.parameters import ParamSpec
 
 Write = Callable[[torch.Tensor, bool], None]
 Contribute = Callable[[nn.Parameter, Write], None]
 
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CHUNK_BYTES = 1 << 20  # rows of logits that are worked on together: what stays in a core's cache
+
+
+class Arriving(NamedTuple):
+    """A collective's result, on its way."""
+
+    data: torch.Tensor
+    pending: Pending
+
+    def wait(self) -> torch.Tensor:
+        self.pending.wait()
+        return self.data
+
+
+@dataclass(frozen=True)
+class Stream:
+    """How the residual stream lies on the tensor-parallel ranks, and so what a cut layer's two ends send.
+
+    Whole: all T tokens on every rank; nothing is gathered, sums are all-reduces. Cut (sequence parallelism): rank r
+    has the r-th T/tp of the tokens; they are gathered where a layer needs all of them, sums are reduce-scatters. Either
+    way the gradient of a gather is a sum, and that of a sum a gather.
+
+    The cut is through the tokens of all samples one below the other, not through every sample's sequence: so what is
+    gathered lies in order, without a copy, and tp must divide b s only. Norms, dropout and residual sums work on single
+    tokens; what depends on a token's place asks `tokens`.
+    """
+
+    tp: Axis
+    cut: bool
+
+    def start_gather(self, x: torch.Tensor) -> Arriving:
+        """x [T', c] -> [T, c]"""
+        if not self.cut:
+            return Arriving(x, Pending())
+        whole = x.new_empty(x.shape[0] * self.tp.size, *x.shape[1:])
+        return Arriving(whole, self.tp.start_all_gather(x.contiguous(), whole))
+
+    def start_sum(self, part: torch.Tensor) -> Arriving:
+        """part [T, c], each rank's summand -> [T', c]. Where the stream is whole, in place."""
+        if not self.cut:
+            return Arriving(part, self.tp.start_all_reduce(part))
+        out = part.new_empty(part.shape[0] // self.tp.size, *part.shape[1:])
+        scratch = part.new_empty(self.tp.scratch_numel(out.numel()))
+        return Arriving(out, self.tp.start_reduce_scatter(part.view(-1), out.view(-1), False, scratch))
+
+    def tokens(self, total: int) -> range:
+        """Which of a micro-batch's T tokens this rank holds."""
+        if not self.cut:
+            return range(total)
+        assert total % self.tp.size == 0, (total, self.tp.size)
+        each = total // self.tp.size
+        return range(self.tp.rank * each, (self.tp.rank + 1) * each)
 
 
 @dataclass(frozen=True)
 class Context:
     """What every layer is built with."""
 
-    tp: Axis
+    stream: Stream
     contribute: Contribute
     ledger: Ledger
-    dtype: torch.dtype
+    precision: str
     device: torch.device
+    selective: bool = False  # recompute
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.precision]
+
+    @property
+    def tp(self) -> Axis:
+        return self.stream.tp
 
     def parameter(self, spec: ParamSpec) -> nn.Parameter:
         """A released parameter: one NaN seen under its local shape, until ZeRO gives it memory."""
@@ -116,61 +182,56 @@ def _matrix(weight: torch.Tensor) -> torch.Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """See Note [the Parameter itself]."""
+    """See Note [the Parameter itself]. `stream`: where the input is the residual stream, else None.
+
+    Of a cut stream this rank's tokens alone are kept, and gathered again in backward. Nothing waits: the tokens arrive
+    while the input gradient is computed, and that is summed while the weight gradient is.
+    """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, adds_bias, input_axis, contribute):
+    def forward(ctx, x, weight, bias, adds_bias, stream, contribute):
         ctx.save_for_backward(x)
-        ctx.weight, ctx.bias, ctx.input_axis, ctx.contribute = weight, bias, input_axis, contribute
-        added = bias.detach().flatten() if bias is not None and adds_bias else None
-        return output(x, _matrix(weight.detach()), added)
+        ctx.weight, ctx.bias, ctx.adds_bias, ctx.stream, ctx.contribute = weight, bias, adds_bias, stream, contribute
+        added = bias.detach().flatten() if adds_bias else None
+        whole = x if stream is None else stream.start_gather(x).wait()
+        return output(whole, _matrix(weight.detach()), added)
 
     @staticmethod
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
-        dx = None
+        gathering = ctx.stream.start_gather(x) if ctx.stream is not None else Arriving(x, Pending())
+        summing = None
         if ctx.needs_input_grad[0]:
             dx = input_grad(dy, _matrix(ctx.weight.detach()))
-            if ctx.input_axis is not None:
-                ctx.input_axis.all_reduce_(dx)
-        ctx.contribute(ctx.weight, lambda out, add: weight_grad(x, dy, out, add))
-        if ctx.bias is not None:
-            ctx.contribute(ctx.bias, write_sum(dy.flatten(0, -2).sum(0)))
-        return dx, None, None, None, None, None
-
-
-def linear(
-    x: torch.Tensor,
-    weight: nn.Parameter,
-    bias: nn.Parameter | None,
-    contribute: Contribute,
-    *,
-    adds_bias: bool = True,
-    input_axis: Axis | None = None,
-) -> torch.Tensor:
-    """x [.., in] -> [.., out].
-
-    Args:
-        adds_bias: False where another rank of the same sum adds the bias; its gradient is contributed all the same.
-        input_axis: each rank's input gradient is a part of a sum over this axis.
-    """
-    return _Linear.apply(x, weight, bias, adds_bias, input_axis, contribute)
+            summing = ctx.stream.start_sum(dx) if ctx.stream is not None else Arriving(dx, Pending())
+        whole = gathering.wait()
+        ctx.contribute(ctx.weight, lambda out, add: weight_grad(whole, dy, out, add))
+        if ctx.stream is not None:
+            ctx.contribute(ctx.bias, write_sum(dy.sum(0)))
+        return summing and summing.wait(), None, None, None, None, None
 
 
 class _SumParts(torch.autograd.Function):
-    """The sum over an axis of everyone's x, in place: x is fresh from a product, and nobody has kept it."""
+    """The sum over tp of everyone's part; the part is fresh from a product, and nobody has kept it.
+
+    The bias, if there is one, is in the parts already; its gradient is of this rank's tokens.
+    """
 
     @staticmethod
-    def forward(ctx, x, axis):
-        return axis.all_reduce_(x).view_as(x)
+    def forward(ctx, part, bias, stream, contribute):
+        ctx.bias, ctx.stream, ctx.contribute = bias, stream, contribute
+        return stream.start_sum(part).wait().view(-1, part.shape[-1])
 
     @staticmethod
     def backward(ctx, dy):
-        return dy, None
+        gathering = ctx.stream.start_gather(dy)
+        if ctx.bias is not None:
+            ctx.contribute(ctx.bias, write_sum(dy.sum(0)))
+        return gathering.wait(), None, None, None
 
 
 class ColumnLinear(nn.Module):
-    """y[.., out/tp] = x[.., in] @ weight[out/tp, in].T + bias[out/tp]"""
+    """y [T, out/tp] = x [T', in] of all tokens @ weight[out/tp, in].T + bias[out/tp]"""
 
     def __init__(self, weight: ParamSpec, bias: ParamSpec, context: Context) -> None:
         super().__init__()
@@ -179,11 +240,11 @@ class ColumnLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         c = self.context
-        return linear(x, self.weight, self.bias, c.contribute, input_axis=c.tp)
+        return _Linear.apply(x, self.weight, self.bias, True, c.stream, c.contribute)
 
 
 class RowLinear(nn.Module):
-    """y[.., out] = sum over tp of x[.., in/tp] @ weight[out, in/tp].T, + bias[out], which the first rank adds."""
+    """y [T', out] = sum over tp of x [T, in/tp] @ weight[out, in/tp].T, + bias[out], which the first rank adds."""
 
     def __init__(self, weight: ParamSpec, bias: ParamSpec, context: Context) -> None:
         super().__init__()
@@ -192,8 +253,8 @@ class RowLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         c = self.context
-        part = linear(x, self.weight, self.bias, c.contribute, adds_bias=c.tp.is_first)
-        return _SumParts.apply(part, c.tp)
+        part = _Linear.apply(x, self.weight, self.bias, c.tp.is_first, None, c.contribute)
+        return _SumParts.apply(part, self.bias, c.stream, c.contribute)
 
 
 # -- the vocabulary
@@ -219,9 +280,10 @@ class VocabularyTable(nn.Module):
         return rows.masked_fill(~mine, 0), mine
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """ids [b, s] -> [b, s, h]"""
-        rows, mine = self.localise(ids)
-        return _SumParts.apply(_Lookup.apply(rows, mine, self.weight, self.context.contribute), self.context.tp)
+        """ids [b, s] -> [T', h]"""
+        c = self.context
+        rows, mine = self.localise(ids.flatten())
+        return _SumParts.apply(_Lookup.apply(rows, mine, self.weight, c.contribute), None, c.stream, c.contribute)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """x [.., h] -> this rank's logits [.., v/tp], without padding. For generation and tests; has no gradient."""
@@ -253,7 +315,7 @@ class _Lookup(torch.autograd.Function):
 
 class _VocabularyLoss(torch.autograd.Function):
     """Logits, softmax and cross-entropy, with one tensor of the logits' size: it holds the logits, then their
-    exponentials, then their gradient. Two all-reduces of [b, s] (the maxima; sums and picked logits), never the logits.
+    exponentials, then their gradient. Two all-reduces of [T] (the maxima; sums and picked logits), never the logits.
 
     Each rank's exponentials are relative to its own maximum; `factor` turns them into probabilities.
     """
@@ -261,11 +323,11 @@ class _VocabularyLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, labels, weights, table, context):
         tp = context.tp
-        logits = output(x.flatten(0, -2), weight.detach())  # [b s, v/tp]
+        logits = output(context.stream.start_gather(x).wait(), weight.detach())  # [T, v/tp]
         lease = context.ledger.lease("logits", logits.numel() * logits.element_size())
         logits[:, table.num_rows :] = -torch.inf  # padding: probability 0, gradient 0
         rows, mine = (t.flatten() for t in table.localise(labels))
-        peak = torch.empty(len(logits), device=x.device)  # [b s], fp32 like all of the following
+        peak = torch.empty(len(logits), device=x.device)  # [T], fp32 like all of the following
         stats = torch.empty(2, len(logits), device=x.device)  # sum of exponentials, logit of the label
         for part in _chunks(logits):
             chunk = logits[part]
@@ -287,15 +349,17 @@ class _VocabularyLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dloss):
         x, dlogits, factor, rows, mine, weights = ctx.saved_tensors
-        scale = weights.flatten() * dloss  # [b s]
+        gathering = ctx.context.stream.start_gather(x)
+        scale = weights.flatten() * dloss  # [T]
         picked = (-scale).masked_fill_(~mine, 0).to(dlogits.dtype)[:, None]
         factor = (factor * scale).to(dlogits.dtype)[:, None]
         for part in _chunks(dlogits):
             dlogits[part].mul_(factor[part]).scatter_add_(-1, rows[part, None], picked[part])
-        dx = ctx.context.tp.all_reduce_(input_grad(dlogits, ctx.weight.detach()).view_as(x))
-        ctx.context.contribute(ctx.weight, lambda out, add: weight_grad(x, dlogits, out, add))
+        summing = ctx.context.stream.start_sum(input_grad(dlogits, ctx.weight.detach()))
+        whole = gathering.wait()
+        ctx.context.contribute(ctx.weight, lambda out, add: weight_grad(whole, dlogits, out, add))
         ctx.lease.end()
-        return dx, None, None, None, None, None
+        return summing.wait(), None, None, None, None, None
 
 
 def _chunks(logits: torch.Tensor) -> list[slice]:
@@ -311,6 +375,6 @@ def vocabulary_loss(
 ) -> torch.Tensor:
     """Sum over the micro-batch of weights x cross-entropy in nats, a scalar in fp64, the same on all of tp.
 
-    Shapes: x [b, s, h], labels [b, s] of token ids, weights [b, s] in fp32.
+    Shapes: x [T', h], labels [b, s] of token ids, weights [b, s] in fp32.
     """
     return _VocabularyLoss.apply(x, table.weight, labels, weights, table, context)

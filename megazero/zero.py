@@ -107,6 +107,7 @@ class Zero:
         """
         for name, members in units.items():
             self.units[name] = ParamUnit(name, members, self.options, initial)
+        self._settle()
         self.unit_of = {p: u for u in self.units.values() for p in u.windows}
         last: _Layer | None = None
         for module, (use, names) in uses.items():
@@ -121,6 +122,14 @@ class Zero:
         buckets = plan_buckets(o.bucket_size, sizes if o.policy.optimizer else [], self.mesh.shard.size, o.overlap)
         self.reducer = Reducer(self.mesh.shard, buckets, o.grad_dtype, self.mesh.device, o.ledger, o.overlap)
         self.at_rest = o.ledger.lease("buffers", self.ring.num_bytes)
+
+    def _settle(self) -> None:
+        """MD: gradients that outlive their unit's backward, side by side in one allocation."""
+        sizes = [numel for unit in self.units.values() for numel in unit.fixed_numel]
+        arena = torch.empty(sum(sizes), dtype=self.options.grad_dtype, device=self.mesh.device)
+        parts = iter(arena.split(sizes))
+        for unit in self.units.values():
+            unit.settle(next(parts), next(parts))
 
     # -- weights
 
@@ -200,6 +209,8 @@ class Zero:
                 unit.release(self.ring)
             assert unit.users == 0, f"{unit.name}: still has {unit.users} users"
             unit.reduce_replicas()
+        for unit in self.units.values():
+            unit.sum_replicated()
         for unit in self.units.values():
             unit.reducing.wait()
         if tied is not None and tied in self.units:

@@ -35,6 +35,9 @@ class Case(NamedTuple):
     zero: int = 0
     recompute: str = "none"
     pa: bool = False
+    host: bool = False
+    md: bool = False
+    sp: bool = False
     schedule: str = "1f1b"
     micro_batches: int = 2
     precision: str = "fp32"
@@ -55,7 +58,8 @@ class Case(NamedTuple):
     def __str__(self) -> str:
         words = [f"pp{self.pp}", f"dp{self.dp}", f"tp{self.tp}", f"zero{self.zero}", f"M{self.micro_batches}"]
         words += [self.schedule] * (self.pp > 1 or self.schedule != "1f1b")
-        words += ["pa" if self.pa else "recompute"] * (self.recompute == "full")
+        words += {"none": [], "full": ["recompute"], "selective": ["selective"]}[self.recompute]
+        words += [name for name in ("pa", "host", "md", "sp") if getattr(self, name)]
         words += [self.precision] * (self.precision != "fp32") + ["grad16"] * (self.grad_dtype != "fp32")
         words += [f"{name}={value}" for name, value in self.options] + ["frozen"] * bool(self.frozen)
         names = ("num_layers", "num_attention_heads", "untie_embeddings", "hidden_dropout", "attention_dropout")
@@ -76,13 +80,14 @@ class Case(NamedTuple):
             ),
             optimizer=OPTIMIZER,
             zero=ZeroConfig(zero_stage=self.zero, poison_buffers=True, **dict(self.options)),
-            activations=ActivationConfig(recompute=self.recompute, partition_activations=self.pa),
+            activations=ActivationConfig(self.recompute, self.pa, self.host, self.md),
         )
         parallel = replace(
             config.parallel,
             tensor_model_parallel_size=self.tp,
             pipeline_model_parallel_size=self.pp,
             pipeline_schedule=self.schedule,
+            sequence_parallel=self.sp,
         )
         return resolve(replace(config, parallel=parallel), self.world, 0)[0]
 

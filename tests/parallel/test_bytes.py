@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from benchmarks.measure import Alive
 from megazero import rng
 from megazero.estimate import estimate
 from megazero.layout import Layout
@@ -28,6 +25,20 @@ def cases() -> list[Case]:
     found += [
         Case(tp=n, recompute=r, pa=p) for n in (2, 3) for r, p in (("none", False), ("full", False), ("full", True))
     ]
+    found += [Case(recompute="full", micro_batches=3, **how) for how in ({"md": True}, {"host": True})]
+    found += [Case(tp=n, recompute="full", pa=True, host=True, md=m) for n in (2, 3) for m in (False, True)]
+    found += [Case(tp=n, recompute=r, sp=True) for n in (2, 3) for r in ("none", "selective", "full")]
+    found += [Case(tp=2, recompute="full", sp=True, **how) for how in ({"md": True}, {"host": True})]
+    found += [
+        Case(dp=2, tp=2, zero=z, recompute="full", pa=True, md=True, micro_batches=m) for z in range(4) for m in (1, 3)
+    ]
+    found += [Case(dp=2, tp=2, zero=z, sp=True, precision="bf16", grad_dtype="bf16", micro_batches=3) for z in range(4)]
+    found += [
+        Case(pp=2, tp=2, recompute="full", md=True, sp=True, schedule=k, micro_batches=3) for k in ("1f1b", "gpipe")
+    ]
+    found += [Case(pp=2, recompute="full", host=True, schedule=k, micro_batches=4) for k in ("1f1b", "gpipe")]
+    found += [Case(dp=4, tp=1, zero=2, recompute="full", md=True, micro_batches=3, options=(("zero_shard_size", 2),))]
+    found += [Case(dp=2, zero=z, recompute="full", md=True, frozen=("token*", "blocks.[01].*")) for z in (0, 1, 3)]
     found += [Case(pp=3, schedule=k, recompute="full", micro_batches=4) for k in ("1f1b", "gpipe")]
     found += [Case(pp=2, dp=2, zero=z, schedule=k, micro_batches=3) for z in (2, 3) for k in ("1f1b", "gpipe")]
     found += [Case(pp=2, tp=2, recompute="full", pa=True, micro_batches=3), Case(dp=2, zero=3, model=UNTIED)]
@@ -84,26 +95,6 @@ def test_estimate_follows_the_formulas(zero: int, dp: int, m: int, precision: st
     if precision == "bf16" and m == 1:  # the paper's 2 Psi and 3 Psi, in elements; tables are gathered less than blocks
         elements = traffic["dp"] / 2 * dp / (dp - 1) / psi
         assert elements == 2 if zero < 3 else 2 < elements <= 3
-
-
-class Alive(TorchDispatchMode):
-    """The most bytes alive at once, of all storages that any operation makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for t in tree_leaves(out):
-            if isinstance(t, torch.Tensor):
-                storage = t.untyped_storage()
-                ref = StorageWeakRef(storage)
-                self.made.setdefault(ref.cdata, (ref, storage.nbytes()))
-        self.made = {key: made for key, made in self.made.items() if not made[0].expired()}
-        self.peak = max(self.peak, sum(num_bytes for _, num_bytes in self.made.values()))
-        return out
 
 
 def start_up(rank: int, case: Case) -> tuple[int, int, int]:

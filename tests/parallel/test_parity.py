@@ -66,7 +66,25 @@ def cases() -> list[Case]:
     mixed += [Case(dp=4, zero=z, micro_batches=3, recompute="full", options=shards) for z in (1, 2, 3)]
     mixed += [Case(dp=2, zero=z, frozen=FROZEN, recompute=r) for z in (0, 2, 3) for r in ("none", "full")]
     mixed += [Case(pp=2, dp=2, zero=3, frozen=FROZEN), Case(tp=2, frozen=FROZEN)]
-    cube = [Case(pp=2, dp=2, tp=2, zero=3, recompute="full", pa=True, micro_batches=3)]
+    r = [("selective", {}), ("full", {"md": True}), ("full", {"host": True}), ("full", {"host": True, "md": True})]
+    kept = [Case(recompute=mode, micro_batches=3, **how) for mode, how in r]
+    sp = {"tp": 2, "sp": True}
+    kept += [Case(tp=2, recompute="selective"), Case(**sp), Case(tp=3, sp=True), Case(tp=3, sp=True, recompute="full")]
+    kept += [Case(tp=4, sp=True, micro_batches=1, model=EIGHT_HEADS, recompute=m) for m in ("none", "selective")]
+    kept += [Case(tp=2, recompute="full", pa=True, **how) for _, how in r[1:]]
+    kept += [Case(**sp, recompute="full", **how) for _, how in r]
+    kept += [Case(**sp, model=replace(MODEL, untie_embeddings=True)), Case(**sp, frozen=FROZEN)]
+    kept += [
+        Case(dp=2, zero=z, **sp, recompute=m, micro_batches=3) for z in stages for m in ("none", "selective", "full")
+    ]
+    kept += [Case(dp=2, zero=z, recompute="selective", micro_batches=3) for z in stages]
+    kept += [Case(dp=2, tp=2, zero=z, recompute="full", pa=True, host=True, md=True) for z in stages]
+    kept += [Case(pp=2, schedule=k, recompute="selective", micro_batches=3) for k in kinds]
+    kept += [Case(pp=2, schedule=k, **sp, recompute="full", md=True, micro_batches=3) for k in kinds]
+    kept += [Case(pp=2, tp=2, schedule=k, recompute="full", pa=True, host=True, micro_batches=3) for k in kinds]
+    mixed += kept
+    cube = [Case(pp=2, dp=2, **sp, zero=3, recompute="selective", micro_batches=3)]
+    cube += [Case(pp=2, dp=2, tp=2, zero=3, recompute="full", pa=True, micro_batches=3)]
     return one + dp + tp + pp + mixed + cube
 
 
@@ -142,6 +160,10 @@ def test_evaluation_is_the_same_in_every_layout(case: Case, ranks) -> None:
         Case(dp=2, zero=3, micro_batches=3, model=DROPOUT),
         Case(tp=2, recompute="full", pa=True, model=DROPOUT),
         Case(tp=3, micro_batches=1, model=DROPOUT),
+        Case(recompute="selective", model=DROPOUT),
+        Case(tp=2, sp=True, model=DROPOUT),
+        Case(tp=3, sp=True, recompute="selective", micro_batches=1, model=DROPOUT),
+        Case(tp=2, sp=True, recompute="full", micro_batches=3, model=DROPOUT),
         Case(pp=2, dp=2, zero=2, recompute="full", micro_batches=3, model=DROPOUT),
     ],
     ids=str,

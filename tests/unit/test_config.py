@@ -31,14 +31,14 @@ SURFACE = set(
 # Of these, the ones that are not there yet: whoever adds one takes it from this list.
 COMING = set(
     """
-    virtual-pipeline-stages checkpoint-in-cpu
-    contiguous-checkpointing sequence-parallel async-save plan world-size device-type rehearse
+    virtual-pipeline-stages async-save plan world-size device-type rehearse
     """.split()
 )
 # A budget, not a count: every option is one more that a user has to understand, and one more factor of what has to
 # be tested together. An addition is argued for where this number is raised. --preset and --help come on top.
 # 60: fp16 needs its scale's four; stages 2 and 3 two choices between memory and traffic.
-NUM_OPTIONS = 60
+# 63: the surface's three of ZeRO-R and sequence parallelism.
+NUM_OPTIONS = 63
 
 DEFAULTS = {
     "precision": "fp32",
@@ -340,7 +340,27 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         {"partition_activations": True, "tensor_model_parallel_size": 2},
         2,
         9,
-        "--partition-activations .* without --recompute full; add it, or drop",
+        "--partition-activations .* with --recompute none there are none; add --recompute full, or drop",
+    ),
+    ({"checkpoint_in_cpu": True}, 1, 9, "--checkpoint-in-cpu .* --recompute none there are none; add"),
+    ({"contiguous_checkpointing": True, "recompute": "selective"}, 1, 9, "--contiguous-ch.* --recompute selective .*"),
+    ({"sequence_parallel": True}, 1, 9, "--sequence-parallel .* --tensor-model-parallel-size is 1; raise it, or drop"),
+    (
+        {"sequence_parallel": True, "tensor_model_parallel_size": 4, "seq_length": 6, "micro_batch_size": 1},
+        4,
+        9,
+        "--sequence-parallel .* 1 x --seq-length 6 = 6 tokens .* 4, .* --micro-batch-size that is a multiple of 2",
+    ),
+    (
+        {
+            "sequence_parallel": True,
+            "tensor_model_parallel_size": 2,
+            "partition_activations": True,
+            "recompute": "full",
+        },
+        2,
+        9,
+        "--partition-activations has nothing to partition with --sequence-parallel, .*; drop one of them",
     ),
     (
         {"partition_activations": True, "recompute": "full"},
@@ -393,6 +413,8 @@ def test_resolve_accepts_what_is_just_inside() -> None:
         ({"lr_warmup_iters": 9, "lr_decay_iters": 10, "lr_decay_style": "linear"}, 1),
         ({"lr_warmup_iters": 5000}, 1),  # constant: a warm-up may outlast the run
         ({"partition_activations": True, "recompute": "full", "tensor_model_parallel_size": 2}, 2),
+        ({"sequence_parallel": True, "tensor_model_parallel_size": 2, "seq_length": 7, "micro_batch_size": 2}, 2),
+        ({"checkpoint_in_cpu": True, "contiguous_checkpointing": True, "recompute": "full"}, 1),
         ({"eod_mask_loss": True, "tokenizer": "byte"}, 1),
         ({"vocab_size": 9}, 1),
     ]:

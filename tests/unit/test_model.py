@@ -13,6 +13,7 @@ from megazero.config import Config, ModelConfig, TrainingConfig
 from megazero.engine import Engine
 from megazero.layout import Layout
 from megazero.mesh import Mesh
+from megazero.model import Tokens
 from tests.parallel.cases import MicroBatch
 
 MODEL = ModelConfig(num_layers=3, hidden_size=60, num_attention_heads=6, seq_length=17, vocab_size=131)
@@ -71,7 +72,10 @@ def test_logits(pair) -> None:
     ids = batch().ids
     with torch.no_grad():
         wanted = theirs(ids).logits
-        found = ours.model.head.logits(ours.model.body(ours.model.embed(ids, None), None))
+        tokens = Tokens.of(ids, (0, 1, 2), drops=False)
+        found = ours.model.head.logits(ours.model.body(ours.model.embed(ids, tokens), tokens)).view(
+            3, MODEL.seq_length, -1
+        )
     assert found.shape == wanted.shape  # without padding
     assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
 

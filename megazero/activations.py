@@ -1,0 +1,125 @@
+"""What a block keeps from its forward to its backward: one row a tensor, exact. Pure.
+
+Beside it stands Korthikanti et al.'s formula (2022), which says what Megatron keeps.
+
+Shapes: b micro-batch, s sequence, T = b s tokens, T' those of the residual stream on this rank (T / tp with sequence
+parallelism, else T), h hidden, n heads, f ffn; /tp = this rank's part.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import Enum
+from typing import NamedTuple
+
+from megazero.config import BYTES, Config
+from megazero.layout import Layout
+from megazero.schedule import peak_live, plan
+
+
+class Backend(Enum):
+    """Of the attention core: see `attention`."""
+
+    FUSED = "fused"  # keeps a number a query
+    OPEN = "open"  # keeps the attention weights
+
+
+def attention_backend(device_type: str, precision: str, drops: bool) -> Backend:
+    """`drops`: in training with --attention-dropout."""
+    return Backend.OPEN if drops or (device_type == "cpu" and precision != "fp32") else Backend.FUSED
+
+
+class Saved(NamedTuple):
+    """A tensor that a block keeps."""
+
+    name: str
+    shape: tuple[int, ...]
+    item_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.item_bytes
+
+
+def block_saves(config: Config, layout: Layout, device_type: str) -> list[Saved]:
+    """Of one block and one micro-batch, on one rank's device, between their forward and their backward.
+
+    Under full recompute all that is kept is the block's input, or a part of it, or nothing here (Pa+cpu); while the
+    block is computed again, it is `computed_saves`.
+    """
+    activations, w = config.activations, BYTES[config.training.precision]
+    if activations.recompute != "full":
+        return computed_saves(config, layout, device_type)
+    if activations.checkpoint_in_cpu:
+        return []
+    rows, hidden = _stream_rows(config, layout), config.model.hidden_size
+    if activations.partition_activations:
+        return [Saved("block input, partitioned", (-(-rows * hidden // layout.tp),), w)]
+    return [Saved("block input", (rows, hidden), w)]
+
+
+def _stream_rows(config: Config, layout: Layout) -> int:
+    """T'."""
+    tokens = config.training.micro_batch_size * config.model.seq_length
+    return tokens // layout.tp if config.parallel.sequence_parallel else tokens
+
+
+def computed_saves(config: Config, layout: Layout, device_type: str) -> list[Saved]:
+    """What a block keeps that has been computed, all but what selective recompute makes again.
+
+    A norm's statistics are in fp32, on a CPU in the weights' own type. Dropout keeps nothing: its masks are made again.
+    """
+    model, training, tp = config.model, config.training, layout.tp
+    b, s, h, w = training.micro_batch_size, model.seq_length, model.hidden_size, BYTES[training.precision]
+    tokens, rows = b * s, _stream_rows(config, layout)
+    heads, ffn = model.num_attention_heads // tp, model.ffn_size // tp
+    statistic = w if device_type == "cpu" else 4
+    keeps = config.activations.recompute != "selective"
+
+    def norm(number: int) -> list[Saved]:
+        name = f"norm{number}"
+        found = [Saved(f"{name} input", (rows, h), w)]
+        found += [Saved(f"{name} {which}", (rows, 1), statistic) for which in ("mean", "rstd")]
+        return found + [Saved(f"{name} output", (rows, h), w)] * keeps
+
+    found = [*norm(1), Saved("queries, keys, values", (tokens, 3 * h // tp), w)]
+    if attention_backend(device_type, training.precision, model.attention_dropout > 0) is Backend.FUSED:
+        found.append(Saved("attention log-sum-exp", (b, heads, s), 4))
+    elif keeps:
+        found.append(Saved("attention weights", (b, heads, s, s), w))
+    found += [Saved("attention output", (tokens, h // tp), w), *norm(2), Saved("GELU input", (tokens, ffn), w)]
+    return found + [Saved("GELU output", (tokens, ffn), w)] * keeps
+
+
+def saved_bytes(saves: list[Saved]) -> int:
+    return sum(saved.num_bytes for saved in saves)
+
+
+def stage_activations(config: Config, layout: Layout, rank: int, device_type: str) -> int:
+    """The most bytes that the blocks of a rank keep at one instant, kept inputs and arenas left out.
+
+    Of all blocks and micro-batches in flight; under full recompute, of the one block that is being computed again.
+    """
+    if config.activations.recompute == "full":
+        return saved_bytes(computed_saves(config, layout, device_type))
+    stage, micro_batches = layout.coord(rank).pp, config.micro_batches(layout)
+    live = peak_live(plan(config.parallel.pipeline_schedule, stage, layout.pp, micro_batches))
+    blocks = len(layout.layers(config.model.num_layers, stage))
+    return live * blocks * saved_bytes(block_saves(config, layout, device_type))
+
+
+def korthikanti(config: Config, layout: Layout) -> float:
+    """Bytes a block by table 2 of "Reducing Activation Recomputation in Large Transformer Models" (2022).
+
+    Its model is Megatron's in 16 bit, with dropout masks of a byte, and softmax, its dropout and that one's mask kept;
+    in 32 bit everything is taken twice, which is 2 % too much for the masks.
+    """
+    model, tp = config.model, layout.tp
+    s, h, n = model.seq_length, model.hidden_size, model.num_attention_heads
+    sbh = s * config.training.micro_batch_size * h * BYTES[config.training.precision] / 2
+    recompute = config.activations.recompute
+    if recompute == "full":
+        return 2 * sbh / (tp if config.parallel.sequence_parallel else 1)
+    replicated = 10 / (tp if config.parallel.sequence_parallel else 1)
+    scores = 5 * n * s / h / tp if recompute == "none" else 0.0
+    return sbh * (replicated + 24 / tp + scores)

@@ -1,0 +1,99 @@
+"""The attention core: causal attention of heads that are on this rank, by one of two backends.
+
+FUSED: torch's scaled_dot_product_attention, which keeps queries, keys, values, its output and a number a query.
+OPEN: with the attention weights in the open, for what the fused kernels cannot do here: dropout with masks by
+coordinate, and 16 bit on a CPU, where they are 8 times slower. It keeps the weights, [s, s] a head, for backward, or
+makes them again (selective recompute).
+
+Shapes: b micro-batch, s sequence, T = b s tokens, n heads, d head dim; /tp = this rank's part.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from megazero.activations import Backend
+from megazero.rng import Dropout, Rows
+
+
+def core(
+    qkv: torch.Tensor,
+    batch: int,
+    num_heads: int,
+    backend: Backend,
+    dropout: Dropout,
+    rows: tuple[Rows, ...] | None,
+    again: bool,
+) -> torch.Tensor:
+    """[T, n/tp * 3 * d] -> [T, n/tp * d].
+
+    Args:
+        num_heads: n/tp.
+        rows: of the dropout's mask, a row for every head and query; None without dropout.
+        again: make the attention weights again in backward, instead of keeping them.
+    """
+    q, k, v = _Heads.apply(qkv, batch, num_heads)
+    if backend is Backend.OPEN:
+        y = _OpenAttention.apply(q, k, v, dropout, rows, again)
+    else:
+        assert rows is None, "the fused kernels draw masks that depend on the layout"
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return y.transpose(1, 2).reshape(qkv.shape[0], -1)
+
+
+class _Heads(torch.autograd.Function):
+    """[T, n/tp * 3 * d] -> queries, keys and values, views of [b, n/tp, s, d]. Their gradients are copied into one
+    tensor, once: autograd's own way is a stack and then a copy into rows.
+    """
+
+    @staticmethod
+    def forward(ctx, qkv, batch, num_heads):
+        ctx.split = batch, -1, num_heads, 3, qkv.shape[-1] // (3 * num_heads)
+        return tuple(part.transpose(1, 2) for part in qkv.view(ctx.split).unbind(3))
+
+    @staticmethod
+    def backward(ctx, dq, dk, dv):
+        b, n, s, d = dq.shape
+        grad = dq.new_empty(b * s, n * 3 * d)
+        for part, into in zip((dq, dk, dv), grad.view(ctx.split).unbind(3), strict=True):
+            into.copy_(part.transpose(1, 2))
+        return grad, None, None
+
+
+def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b; in 16 bit on a CPU by way of fp32, which is some 60 times faster there."""
+    if a.device.type == "cpu" and a.dtype != torch.float32:
+        return (a.float() @ b.float()).to(a.dtype)
+    return a @ b
+
+
+def _weights(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Causal softmax of q k^T / sqrt(d): [b, n/tp, s, s] in q's dtype, the softmax in fp32."""
+    s, d = q.shape[-2:]
+    future = torch.ones(s, s, dtype=torch.bool, device=q.device).triu_(1)
+    scores = _matmul(q, k.transpose(-1, -2)).mul_(d**-0.5).masked_fill_(future, -torch.inf)
+    return scores.softmax(-1, dtype=torch.float32).to(q.dtype)
+
+
+class _OpenAttention(torch.autograd.Function):
+    """q, k, v [b, n/tp, s, d] -> [b, n/tp, s, d]"""
+
+    @staticmethod
+    def forward(ctx, q, k, v, dropout, rows, again):
+        weights = _weights(q, k)
+        ctx.save_for_backward(q, k, v, *(() if again else (weights,)))
+        ctx.dropout, ctx.rows = dropout, rows
+        return _matmul(dropout(weights, rows), v)
+
+    @staticmethod
+    def backward(ctx, dy):
+        q, k, v, *kept = ctx.saved_tensors
+        weights = kept[0] if kept else _weights(q, k)
+        dropped = ctx.dropout(weights, ctx.rows)
+        dv = _matmul(dropped.transpose(-1, -2), dy)
+        # Softmax behind dropout: dropped * ddropped is weights * dweights, so that the mask is made once.
+        dscores = _matmul(dy, v.transpose(-1, -2)).mul_(dropped)
+        dscores.sub_(weights * dscores.sum(-1, keepdim=True, dtype=torch.float32).to(weights.dtype))
+        dscores.mul_(q.shape[-1] ** -0.5)
+        return _matmul(dscores, k), _matmul(dscores.transpose(-1, -2), q), dv, None, None, None

@@ -1,0 +1,113 @@
+"""What a block keeps for its backward, against `activations`: tensor by tensor, to the byte."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.measure import Alive
+from megazero.activations import block_saves, korthikanti, saved_bytes
+from megazero.checks import resolve
+from megazero.config import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
+from megazero.layout import Layout
+from megazero.model import Tokens
+from tests.parallel.cases import MODEL, Case, new_engine, train
+
+SCORES = replace(MODEL, attention_dropout=0.1, hidden_dropout=0.1)
+
+
+def kept(rank: int, case: Case) -> tuple[list[int], int]:
+    """(sizes of the tensors that the first block keeps, bytes that the ledger has in host memory)"""
+    engine = new_engine(rank, case)
+    training = engine.config.training
+    ids = torch.zeros(training.micro_batch_size, case.model.seq_length, dtype=torch.long)
+    tokens = Tokens.of(ids, tuple(range(len(ids))), drops=True)
+    engine._begin(1)
+    keep = engine.checkpoints.keep() if engine.checkpoints else None
+    with Alive() as alive:
+        anchor = torch.zeros((), requires_grad=True)
+        x = torch.randn(engine.message.shape).to(engine.message.dtype).add(anchor)  # no leaf: those are kept anyway
+        y = engine._layer(keep, engine.model.blocks["0"], x, tokens)
+        del x
+        gc.collect()
+        weights = [unit.whole for unit in engine.zero.units.values()]
+        sizes = alive.sizes(but=[anchor, y, *weights])
+    return sorted(sizes), engine.ledger.now["host"]
+
+
+def cases() -> list[Case]:
+    modes = ("none", "selective", "full")
+    found = [Case(tp=n, sp=sp, recompute=m) for n in (2, 3) for sp in (False, True) for m in modes]
+    found += [Case(recompute=m, model=model) for m in modes for model in (MODEL, SCORES)]
+    found += [Case(tp=2, sp=sp, recompute=m, model=SCORES) for sp in (False, True) for m in modes]
+    found += [Case(recompute=m, precision=p) for m in modes for p in ("bf16", "fp16")]
+    found += [Case(tp=2, recompute="full", pa=True, precision=p) for p in ("fp32", "bf16")]
+    found += [Case(tp=3, recompute="full", pa=True, host=True), Case(recompute="full", host=True)]
+    return found
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_a_block_keeps_what_is_said(case: Case, ranks) -> None:
+    saves = block_saves(case.config(), case.layout, "cpu")
+    for sizes, on_host in ranks(case.world).run(kept, case):
+        if case.host:  # which is this device here, too
+            assert saves == [] and sizes == [on_host]
+        else:
+            assert sizes == sorted(saved.num_bytes for saved in saves) and on_host == 0
+
+
+EIGHT = replace(MODEL, num_attention_heads=8, num_layers=4)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("host", [False, True])
+def test_the_papers_formula_of_checkpoints(tp: int, precision: str, host: bool, ranks) -> None:
+    """2 b s h L / tp with Pa in 16 bit, 4 in fp32; with Pa+cpu nothing on the device, and as much on the host."""
+    case = Case(tp=tp, recompute="full", pa=tp > 1, host=host, precision=precision, model=EIGHT, micro_batches=1)
+    b, s, h, layers = 12, EIGHT.seq_length, EIGHT.hidden_size, EIGHT.num_layers
+    wanted = {"fp32": 4, "bf16": 2}[precision] * b * s * h * layers // tp
+    for outcome in ranks(tp).run(train, case):
+        for memory in outcome.memory:
+            assert memory["activation_checkpoints"] == (0 if host else wanted)
+            assert memory["host"] == (wanted if host else 0)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_the_papers_formula_of_pas_traffic(tp: int, ranks) -> None:
+    """One all-gather of b s h for each block and micro-batch."""
+    plain = Case(tp=tp, recompute="full", model=EIGHT, micro_batches=3)
+    whole, parted = (ranks(tp).run(train, case)[0].sent[0] for case in (plain, plain._replace(pa=True)))
+    gathered = 4 * 12 * EIGHT.seq_length * EIGHT.hidden_size * EIGHT.num_layers * (tp - 1) // tp
+    assert parted["tp"] - whole["tp"] == gathered
+
+
+def paper(tp: int, sequence: bool, recompute: str) -> tuple[Config, Layout]:
+    """Without dropout and with fused attention in 16 bit, as on a GPU."""
+    model = ModelConfig(4, 1024, 4096, 16, 512, 50257)
+    config = Config(
+        model=model,
+        training=TrainingConfig(2, precision="bf16"),
+        parallel=ParallelConfig(tp, sequence_parallel=sequence),
+        activations=ActivationConfig(recompute),  # type: ignore[arg-type]
+    )
+    return resolve(config, tp, 0)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_the_difference_from_korthikanti_is_named(tp: int, sequence: bool) -> None:
+    """We keep no dropout masks (2 s b h, a part of what is cut by sequence parallelism alone) and no attention weights
+    (5 a s / h), but a norm's statistics and a number a query and head."""
+    if sequence and tp == 1:
+        pytest.skip("sequence parallelism needs tensor parallelism")
+    config, layout = paper(tp, sequence, "none")
+    b, s, h, a = 2, 512, 1024, 16
+    ours, theirs = saved_bytes(block_saves(config, layout, "cuda")), korthikanti(config, layout)
+    cut = tp if sequence else 1
+    masks, weights = 2 * b * s * h / cut, 5 * a * s * s * b / tp
+    statistics, queries = 4 * 4 * b * s / cut, 4 * b * a * s / tp
+    assert ours == theirs - masks - weights + statistics + queries
