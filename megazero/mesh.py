@@ -22,6 +22,7 @@ from typing import NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
+from megazero.fragmentation import Fragmentation, fragmentation
 from megazero.layout import AXES, SUB_AXES, Coord, Layout, ring_bytes
 
 SUM, MAX, MIN = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN
@@ -83,6 +84,17 @@ def pick_device(world: World) -> torch.device:
     index = world.local_rank % torch.cuda.device_count()  # srun with --gpus-per-task shows a task only its own
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+def device_fragmentation(device: torch.device) -> Fragmentation | None:
+    """Of the caching allocator of a GPU at this instant; None on a CPU, which has none.
+
+    The snapshot lists every block, under the allocator's lock: not for every iteration.
+    """
+    if device.type != "cuda":
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return fragmentation(segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index)
 
 
 def start(world: World, device: torch.device, timeout_minutes: float) -> None:

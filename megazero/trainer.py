@@ -18,7 +18,7 @@ from megazero.data.loader import Batches
 from megazero.data.samples import Datasets, open_datasets, parse_data_path, read_about, validate
 from megazero.engine import Engine, LossScaleExhausted, StepResult
 from megazero.log import Record, model_flops, open_writers
-from megazero.mesh import Mesh
+from megazero.mesh import Mesh, device_fragmentation
 from megazero.parameters import num_parameters
 
 # Of the model's configuration, what a checkpoint must agree on: the shapes of its tensors.
@@ -169,7 +169,7 @@ class Trainer:
         config = self.config
         samples = config.training.global_batch_size
         flops = model_flops(config.model, samples) / self.mesh.layout.world_size
-        return {
+        record = {
             "iteration": self.progress.iteration,
             "consumed_samples": self.progress.consumed_samples,
             "loss": result.loss,
@@ -183,6 +183,12 @@ class Trainer:
             "memory_bytes": self.engine.memory_bytes(result),
             "traffic_bytes": traffic,
         }
+        # A snapshot costs: only the rank that writes takes it, and as often as a person reads.
+        if self.leads and self._due(config.log.log_interval):
+            found = device_fragmentation(self.mesh.device)
+            if found is not None:
+                record["fragmentation"] = found._asdict()
+        return record
 
     def evaluate(self) -> float:
         """Cross-entropy over the first --eval-iters global batches of the validation split, in nats a target."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megazero.engine import Engine
-from megazero.mesh import Mesh
+from megazero.mesh import Mesh, device_fragmentation
 from tests import reference
 from tests.parallel.cases import MODEL, STEPS, Case, global_batch, micro_batches
 from tests.parallel.test_parity import relative_error
@@ -28,3 +28,19 @@ def test_one_gpu_is_the_same_model(precision: str, tolerance: float, recompute: 
     assert relative_error([r.loss for r in found], losses) < tolerance
     assert relative_error([found[0].grad_norm], norms[:1]) < tolerance
     assert engine.memory_bytes(found[-1])["peak"] >= engine.ledger.total
+
+
+def test_fragmentation_is_the_allocators_own_count() -> None:
+    """Against torch's counters, with a hole that a freed tensor leaves between two others."""
+    device, size = torch.device("cuda", torch.cuda.current_device()), 32 << 20
+    torch.cuda.empty_cache()
+    whole = torch.empty(3 * size, dtype=torch.uint8, device=device)  # one segment, to be cut in three
+    del whole
+    parts = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(3)]
+    del parts[1]
+    found = device_fragmentation(device)
+    assert found is not None
+    assert found.reserved == torch.cuda.memory_reserved(device)
+    assert found.allocated == torch.cuda.memory_stats(device)["active_bytes.all.current"]
+    assert size <= found.largest_free <= found.free
+    assert 0 <= found.ratio < 1

@@ -211,6 +211,20 @@ def test_flatten() -> None:
     assert all(isinstance(value, (int, float)) for value in flat.values())
 
 
+def test_a_key_that_some_iterations_have_is_written_and_flattened(tmp_path: Path) -> None:
+    """`fragmentation` comes every --log-interval iterations, and not on a CPU."""
+    path, found = tmp_path / "metrics.jsonl", {"reserved": 30, "allocated": 10, "largest_free": 5}
+    write(path, 0, range(1, 2))
+    write(path, 1, range(2, 3), fragmentation=found)
+    assert [r.get("fragmentation") for r in read(path)] == [None, found]
+    assert flatten(record(2, fragmentation=found))["fragmentation/largest_free"] == 5
+    writer = TensorBoard(str(tmp_path / "events"), 0)
+    writer.write(record(1))
+    writer.write(record(2, fragmentation=found))
+    writer.close()
+    assert scalars(tmp_path / "events")["fragmentation/reserved"] == [(2, 30.0)]
+
+
 def test_model_flops_are_those_of_the_products() -> None:
     """Two a multiply-add, three times the forward, every product of a GPT written out."""
     model = ModelConfig(num_layers=3, hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=1000)
