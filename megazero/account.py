@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
+from megazero.activations import stage_activations
 from megazero.config import BYTES, Config
 from megazero.estimate import MASTER, MOMENTS, estimate
 from megazero.layout import Layout
@@ -23,7 +25,9 @@ def account(config: Config, layout: Layout, rank: int = 0, staged: bool = True) 
     """Every kind of memory, then of traffic of an iteration; `staged` as in `estimate`."""
     memory, traffic = estimate(config, layout, rank, staged)
     formulas = _memory_formulas(config, layout) | _traffic_formulas(config, layout)
-    rows = [Row(kind, num_bytes, formulas.get(kind, "")) for kind, num_bytes in memory.items() if kind != "host"]
+    computed = stage_activations(config, layout, rank, "cpu" if staged else "cuda")
+    memory = {"activations": computed} | memory
+    rows = [Row(kind, num_bytes, formulas[kind]) for kind, num_bytes in memory.items()]
     return rows + [
         Row(f"{kind} traffic", num_bytes, formulas[f"{kind} traffic"]) for kind, num_bytes in traffic.items()
     ]
@@ -39,15 +43,20 @@ def _memory_formulas(config: Config, layout: Layout) -> dict[str, str]:
     training, policy = config.training, ZeroPolicy.for_stage(config.zero, layout.shard)
     w, g, n = BYTES[training.precision], BYTES[training.grad_dtype], f" / {layout.shard}"
     states = MOMENTS + MASTER * (w < 4)
-    kept = {"none": "", "full": f"{w} b s h for each block and micro-batch in flight"}[config.activations.recompute]
+    activations, full = config.activations, config.activations.recompute == "full"
+    parts = f" / {layout.tp}" * (activations.partition_activations or config.parallel.sequence_parallel)
+    kept = f"{w} b s h{parts} for each block and micro-batch in flight" * full
+    arenas = ", arenas" * activations.contiguous_checkpointing
     return {
+        "activations": "kept by the one block that is computed again" if full else "kept by all blocks in flight",
         "parameters": f"{w} Psi{n * policy.parameters}",
         "optimizer": f"{states} Psi{n * policy.optimizer}",
         "gradients": f"{g} Psi{n * policy.optimizer}",
-        "activation_checkpoints": kept + f" / {layout.tp}" * config.activations.partition_activations,
-        "buffers": "slots of gathered units, buckets, gradients being made, messages",
+        "activation_checkpoints": "" if activations.checkpoint_in_cpu else kept,
+        "buffers": f"slots of gathered units, buckets, gradients being made, messages{arenas}",
         "logits": f"{w} b s v / tp",
-        "peak": "the most at one instant, without activations inside a block",
+        "peak": "the most at one instant of all of these but activations",
+        "host": f"{kept}, in host memory" if activations.checkpoint_in_cpu else "",
     }
 
 
@@ -71,6 +80,24 @@ def _traffic_formulas(config: Config, layout: Layout) -> dict[str, str]:
     }
 
 
+def partition_line(config: Config, layout: Layout, rank: int = 0) -> str:
+    """What --partition-activations saves and what it costs; empty without it."""
+    activations = config.activations
+    if not activations.partition_activations:
+        return ""
+    plain = replace(config, activations=replace(activations, partition_activations=False))
+    kept = "host" if activations.checkpoint_in_cpu else "activation_checkpoints"
+    ours, whole = (estimate(c, layout, rank) for c in (config, plain))
+    saved, sent = whole.memory[kept] - ours.memory[kept], whole.traffic["tp"]
+    extra = ours.traffic["tp"] - sent
+    place = "host memory" if activations.checkpoint_in_cpu else "memory"
+    return (
+        f"--partition-activations: {saved:,} bytes of checkpoints less in this rank's {place}, for {extra:,} bytes "
+        f"more sent an iteration (an all-gather of b s h a block and micro-batch): {extra / sent:.1%} of what tensor "
+        "parallelism sends"
+    )
+
+
 def table(config: Config, layout: Layout, rank: int = 0, staged: bool = True) -> str:
     """The account as text."""
     head = f"bytes of rank {rank} by estimate; Psi = {psi(config, layout, rank):,} elements"
@@ -78,4 +105,4 @@ def table(config: Config, layout: Layout, rank: int = 0, staged: bool = True) ->
         f"  {row.kind:<24}{row.num_bytes:>20,}   {row.formula}".rstrip()
         for row in account(config, layout, rank, staged)
     ]
-    return "\n".join([head, *rows])
+    return "\n".join([head, *rows, *filter(None, [partition_line(config, layout, rank)])])

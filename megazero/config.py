@@ -206,7 +206,7 @@ class LogConfig:
     log_dir: str = ""
     """Folder for metrics.jsonl and config.toml. Empty: neither is written."""
     log_interval: int = 1
-    """Iterations between progress lines; metrics.jsonl has every iteration."""
+    """Iterations between progress lines; metrics.jsonl has every iteration (a GPU's fragmentation: every such one)."""
     tensorboard_dir: str = ""
     """Folder for TensorBoard. Empty: none."""
     wandb_project: str = ""

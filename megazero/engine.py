@@ -161,7 +161,8 @@ class Engine:
         return StepResult(mean, norm, lr, scale, skipped, culprit, gradient_bytes)
 
     def _begin(self, micro_batches: int) -> None:
-        """Peaks are an iteration's, and nothing is kept yet."""
+        """Peaks are an iteration's; nothing is kept yet, whatever became of the step before."""
+        self.zero.discard_gradients()
         if self.checkpoints is not None:
             actions = self._plan(self.config.parallel.pipeline_schedule, micro_batches)
             self.checkpoints.begin(peak_live(actions) * len(self.model.blocks))

@@ -305,10 +305,12 @@ class ParamUnit:
         self.publish()
 
     def discard(self) -> None:
-        """Skip an update."""
-        if self.reduced is not None:
-            self.reduced.lease.end()
-            self.reduced = None
+        """Forget all gradients."""
+        for buffer in (self.full, self.reduced):
+            if buffer is not None:
+                buffer.lease.end()
+        self.full = self.reduced = None
+        self.arrived = 0
 
     def publish(self) -> None:
         """Master weights -> compute weights, everywhere that they are kept. They arrive by the next use."""

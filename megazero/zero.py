@@ -191,8 +191,10 @@ class Zero:
     def backward(self, final: bool) -> Iterator[None]:
         """Around a micro-batch's backward; `final`: the last of this iteration."""
         self.in_backward, self.final = True, final
-        yield
-        self.in_backward, self.final = False, False
+        try:
+            yield
+        finally:
+            self.in_backward, self.final = False, False
 
     def sum_gradients(self, tied: str | None) -> None:
         """After the last backward: everything is reduced; sum the tied unit, if any, over both pipeline ends.
@@ -241,7 +243,7 @@ class Zero:
             unit.update(update)
 
     def discard_gradients(self) -> None:
-        """Skip an update."""
+        """Skip an update, or forget what a step that ended in an exception has left."""
         for unit in self.units.values():
             unit.discard()
 

@@ -1,0 +1,63 @@
+"""The table that a run prints at its start."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megazero.account import account, partition_line, table
+from megazero.activations import block_saves, computed_saves, saved_bytes
+from megazero.checks import resolve
+from megazero.config import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
+from megazero.layout import Layout
+
+FULL = ActivationConfig("full")
+PA = replace(FULL, partition_activations=True)
+
+
+def resolved(activations: ActivationConfig, **parallel: object) -> tuple[Config, Layout]:
+    config = Config(
+        model=ModelConfig(5, 64, 256, 4, 16, 101),
+        training=TrainingConfig(micro_batch_size=3, global_batch_size=6, precision="bf16"),
+        parallel=ParallelConfig(2, **parallel),  # type: ignore[arg-type]
+        activations=activations,
+    )
+    return resolve(config, 2, 0)
+
+
+def rows(activations: ActivationConfig, **parallel: object) -> dict[str, int]:
+    return {row.kind: row.num_bytes for row in account(*resolved(activations, **parallel))}
+
+
+def test_pa_says_what_it_saves_and_costs() -> None:
+    """b s h of 16 bit a block: half is saved at tp 2, and half is sent; two micro-batches."""
+    block = 3 * 16 * 64 * 2
+    line = partition_line(*resolved(PA))
+    assert f"{5 * block // 2:,} bytes of checkpoints less" in line
+    assert f"{2 * 5 * block // 2:,} bytes more" in line
+    assert line in table(*resolved(PA))
+    assert partition_line(*resolved(FULL)) == ""
+
+
+def test_pa_on_the_host_saves_host_memory() -> None:
+    line = partition_line(*resolved(replace(PA, checkpoint_in_cpu=True)))
+    assert f"{5 * 3 * 16 * 64:,} bytes of checkpoints less in this rank's host memory" in line
+
+
+def test_where_checkpoints_lie() -> None:
+    block = 3 * 16 * 64 * 2
+    assert rows(FULL)["activation_checkpoints"] == 5 * block and rows(FULL)["host"] == 0
+    assert rows(PA)["activation_checkpoints"] == 5 * block // 2
+    assert rows(FULL, sequence_parallel=True)["activation_checkpoints"] == 5 * block // 2
+    host = rows(replace(PA, checkpoint_in_cpu=True))
+    assert host["activation_checkpoints"] == 0 and host["host"] == 5 * block // 2
+
+
+def test_activations_are_those_of_what_is_in_flight() -> None:
+    """Without recompute, of every block and micro-batch held; with it, of the one block that is computed again."""
+    none, full = resolved(ActivationConfig()), resolved(FULL)
+    assert rows(ActivationConfig())["activations"] == 5 * saved_bytes(block_saves(*none, "cpu"))
+    assert rows(FULL)["activations"] == saved_bytes(computed_saves(*full, "cpu"))
+    config = replace(none[0], parallel=replace(none[0].parallel, pipeline_schedule="gpipe"))
+    assert {r.kind: r.num_bytes for r in account(config, none[1])}["activations"] == 2 * rows(ActivationConfig())[
+        "activations"
+    ]
