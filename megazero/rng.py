@@ -1,20 +1,45 @@
 """Random numbers by coordinate: the same values in every layout.
 
-Initial weights are drawn by (seed, global name, block of the global tensor); dropout masks by (seed, sample, layer,
-site, head). No generator has a state that lives from one use to the next.
+Initial weights are drawn by (seed, global name, block of the global tensor); dropout masks are a function of (seed,
+layer, site, sample, row, column). No generator has a state that lives from one use to the next.
+
+Note [masks by coordinate]: an element of a mask is an integer hash of its coordinates, in 32 bits that wrap:
+
+    k1, k2 = seed_of(seed, "dropout", sample, layer, site)  # of a sample, 63 bits
+    a = mix(row ^ k1);  b = mix(a ^ k2)                     # of a row
+    x = a + column * GOLDEN
+    x = (x ^ x >> 16) * FIRST ^ b
+    x = (x ^ x >> 15) * SECOND
+    kept = x < threshold
+
+- Any row of any sample can be made alone, on any device: nothing depends on how many others are made.
+- What follows b is a bijection, so over the keys x is uniform, and an element is kept with the probability asked for,
+  to 2^-32. The mixing is lowbias32's (Wellons, "Prospecting for Hash Functions") without its last `x ^ x >> 16`: that
+  stirs the lower half, which the comparison hardly looks at.
+- Rows whose `a` are a few multiples of GOLDEN apart walk over the same x, one some columns behind the other. Hence b in
+  the middle: what they share is stirred once more, for each row in another way.
+- torch has no unsigned 32-bit arithmetic. int32 wraps as it should on CPU and GPU; its `>>` repeats the sign, so what
+  it filled in is cut off; the comparison is signed, which for a uniform x is as good.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from megazero.parameters import LocalBlock, ParamSpec
 
 BLOCK = 1 << 16  # elements of the global tensor that share a seed
+
+CORE_ELEMENTS = 1 << 18  # of a mask, made together by a core: less, and calling torch costs more than its work
+GPU_ELEMENTS = 1 << 26  # few, large kernels, and yet no more than half a GB of scratch
+# Odd factors. 2^32 / the golden ratio: neighbours get far apart. The others are lowbias32's.
+GOLDEN, FIRST, SECOND = 0x9E3779B1, 0x7FEB352D, 0x846CA68B
 
 
 def seed_of(*coordinates: object) -> int:
@@ -61,46 +86,120 @@ def _draw_columns(seed: int, spec: ParamSpec, block: LocalBlock, start: int, sto
     return out[start - first * width : stop - first * width]
 
 
+Rounds = tuple[tuple[torch.Tensor, ...], ...]  # of each: shift, the bits that it does not fill, factor
+
+
+class Rows(NamedTuple):
+    """Consecutive rows of a sample's mask."""
+
+    sample: int  # its global number
+    first: int  # the first row, within the sample
+    count: int
+
+
 @dataclass(frozen=True)
 class Dropout:
-    """Dropout with masks by coordinate. The masks are made again in backward: nothing is kept."""
+    """Dropout with masks by coordinate; see the note above. No mask is kept: backward makes it again.
+
+    A sample's mask is a matrix. For activations [s, h] a row is a position; for attention weights [n, s, s] row
+    head * s + query, so that a rank which holds some of the heads holds consecutive rows. Row numbers end below 2^31,
+    and a row has at most 2^31 - 1 columns.
+    """
 
     probability: float
     seed: int
     layer: int  # -1: the embedding
     site: str
 
-    def __call__(self, x: torch.Tensor, samples: tuple[int, ...] | None, first_head: int | None = None) -> torch.Tensor:
-        """x [b, s, h], or [b, n/tp, s, s] with `first_head`; samples: their global numbers, None in evaluation."""
-        if self.probability == 0.0 or samples is None:
+    def __call__(self, x: torch.Tensor, rows: tuple[Rows, ...] | None) -> torch.Tensor:
+        """x of any shape, seen as [R, C]: C its last dim, R the sum of the rows' counts. `rows` None: evaluation.
+
+        Elements of x become 0 or x / (1 - probability), the product rounded once (the factor is in fp32).
+        """
+        if self.probability == 0.0 or rows is None:
             return x
-        return _Dropout.apply(x, self, samples, first_head)
+        return _Dropout.apply(x, self, rows)
 
-    def mask(self, x: torch.Tensor, samples: tuple[int, ...], first_head: int | None) -> torch.Tensor:
-        """0 or 1 / (1 - probability), in x's shape."""
-        assert len(samples) == x.shape[0], (samples, x.shape)
-        mask = torch.empty_like(x, memory_format=torch.contiguous_format)
+    def mask(self, x: torch.Tensor, rows: tuple[Rows, ...]) -> torch.Tensor:
+        """0 or 1 / (1 - probability), in x's shape and dtype."""
+        return self.times(torch.ones_like(x, memory_format=torch.contiguous_format), rows)
+
+    def times(self, x: torch.Tensor, rows: tuple[Rows, ...]) -> torch.Tensor:
+        """x * mask, contiguous. The mask is made and used a chunk of rows at a time: it is nowhere whole."""
+        columns = x.shape[-1]
+        assert x.numel() == columns * sum(r.count for r in rows), (x.shape, rows)
+        assert all(0 <= r.first <= r.first + r.count < 1 << 31 for r in rows), rows
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        x, y = x.reshape(-1, columns), out.view(-1, columns)
         keep = 1 - self.probability
-        for part, sample in zip(mask, samples, strict=True):
-            if first_head is None:
-                self._fill(part, keep, sample, "")
-            else:
-                for head, scores in enumerate(part, first_head):
-                    self._fill(scores, keep, sample, head)
-        return mask.div_(keep)
+        last_kept = round(keep * 2**32) - 1 - 2**31  # of the int32 in their order: as many are kept as the keep asks
+        (factor_bits,) = struct.unpack("i", struct.pack("f", 1 / keep))
+        last, factor = _scalars(last_kept, factor_bits)
+        first, second = rounds = _scalars(16, 0xFFFF, FIRST), _scalars(15, 0x1FFFF, SECOND)
+        a, b = self._row_keys(rows, x.device, rounds)
+        steps = torch.arange(columns, dtype=torch.int32, device=x.device).mul_(_signed(GOLDEN))
+        each = _rows_together(x)
+        scratch = torch.empty(2, min(each, len(x)), columns, dtype=torch.int32, device=x.device)
+        for part, result, key1, key2 in zip(*(t.split(each) for t in (x, y, a, b)), strict=True):
+            bits, spare = scratch[:, : len(part)]
+            torch.add(steps, key1, out=bits)
+            _round_(bits, spare, *first).bitwise_xor_(key2)
+            # To 0 or 1, then to the bits of a factor: torch's kernels for bools are several times slower.
+            _round_(bits, spare, *second).le_(last).mul_(factor)
+            torch.mul(part, bits.view(torch.float32), out=result)
+        return out
 
-    def _fill(self, out: torch.Tensor, keep: float, sample: int, head: int | str) -> None:
-        seed = seed_of(self.seed, "dropout", sample, self.layer, self.site, head)
-        out.bernoulli_(keep, generator=torch.Generator(out.device).manual_seed(seed))
+    def _row_keys(self, rows: tuple[Rows, ...], device: torch.device, rounds: Rounds) -> tuple[torch.Tensor, ...]:
+        """a and b of each row, int32 [R, 1]."""
+        a, b = torch.empty(2, sum(r.count for r in rows), 1, dtype=torch.int32, device=device)
+        counts = [r.count for r in rows]
+        for r, part1, part2 in zip(rows, a.split(counts), b.split(counts), strict=True):
+            key = seed_of(self.seed, "dropout", r.sample, self.layer, self.site)
+            numbers = torch.arange(r.first, r.first + r.count, dtype=torch.int32, device=device)
+            torch.bitwise_xor(numbers[:, None], _signed(key), out=part1)
+            part2.fill_(_signed(key >> 32))
+        _mix_(a, rounds)
+        return a, _mix_(b.bitwise_xor_(a), rounds)
+
+
+def _signed(value: int) -> int:
+    """The int32 that has the lowest 32 bits of `value`."""
+    return (value & 0xFFFFFFFF ^ 1 << 31) - (1 << 31)
+
+
+def _scalars(*values: int) -> tuple[torch.Tensor, ...]:
+    """As int32 of no dimensions, which any device takes: with a Python number an operation takes 2 us more."""
+    return torch.tensor([_signed(v) for v in values], dtype=torch.int32, device="cpu").unbind()
+
+
+def _round_(
+    x: torch.Tensor, spare: torch.Tensor, shift: torch.Tensor, low: torch.Tensor, factor: torch.Tensor
+) -> torch.Tensor:
+    """x = (x ^ x >> shift) * factor, as if x were unsigned; `low` has the bits that the shift does not fill."""
+    torch.bitwise_right_shift(x, shift, out=spare)
+    return x.bitwise_xor_(spare.bitwise_and_(low)).mul_(factor)
+
+
+def _mix_(x: torch.Tensor, rounds: Rounds) -> torch.Tensor:
+    """lowbias32 times an odd number, in place: each bit depends on all."""
+    spare = torch.empty_like(x)
+    for constants in (*rounds, rounds[0]):
+        _round_(x, spare, *constants)
+    return x
+
+
+def _rows_together(x: torch.Tensor) -> int:
+    """How many rows of x [R, C] are worked on together; the result does not depend on it."""
+    elements = CORE_ELEMENTS * torch.get_num_threads() if x.device.type == "cpu" else GPU_ELEMENTS
+    return max(1, elements // x.shape[1])
 
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, dropout, samples, first_head):
-        ctx.arguments = dropout, samples, first_head
-        return x * dropout.mask(x, samples, first_head)
+    def forward(ctx, x, dropout, rows):
+        ctx.dropout, ctx.rows = dropout, rows
+        return dropout.times(x, rows)
 
     @staticmethod
     def backward(ctx, dy):
-        dropout, samples, first_head = ctx.arguments
-        return dy * dropout.mask(dy, samples, first_head), None, None, None
+        return ctx.dropout.times(dy, ctx.rows), None, None
