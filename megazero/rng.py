@@ -6,16 +6,16 @@ layer, site, sample, row, column). No generator has a state that lives from one 
 Note [masks by coordinate]: an element of a mask is an integer hash of its coordinates, in 32 bits that wrap:
 
     k1, k2 = seed_of(seed, "dropout", sample, layer, site)  # of a sample, 63 bits
-    a = mix(row ^ k1);  b = mix(a ^ k2)                     # of a row
+    a, b = mix(row ^ k1), mix(row ^ k2)                     # of a row
     x = a + column * GOLDEN
-    x = (x ^ x >> 16) * FIRST ^ b
-    x = (x ^ x >> 15) * SECOND
+    x = (x ^ x >> 16) * 0x7FEB352D ^ b
+    x = (x ^ x >> 15) * 0x846CA68B
     kept = x < threshold
 
 - Any row of any sample can be made alone, on any device: nothing depends on how many others are made.
 - What follows b is a bijection, so over the keys x is uniform, and an element is kept with the probability asked for,
   to 2^-32. The mixing is lowbias32's (Wellons, "Prospecting for Hash Functions") without its last `x ^ x >> 16`: that
-  stirs the lower half, which the comparison hardly looks at.
+  stirs the lower half, which the comparison hardly looks at. `mix` is lowbias32, then a factor.
 - Rows whose `a` are a few multiples of GOLDEN apart walk over the same x, one some columns behind the other. Hence b in
   the middle: what they share is stirred once more, for each row in another way.
 - torch has no unsigned 32-bit arithmetic. int32 wraps as it should on CPU and GPU; its `>>` repeats the sign, so what
@@ -24,6 +24,7 @@ Note [masks by coordinate]: an element of a mask is an integer hash of its coord
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import struct
@@ -38,8 +39,17 @@ BLOCK = 1 << 16  # elements of the global tensor that share a seed
 
 CORE_ELEMENTS = 1 << 18  # of a mask, made together by a core: less, and calling torch costs more than its work
 GPU_ELEMENTS = 1 << 26  # few, large kernels, and yet no more than half a GB of scratch
-# Odd factors. 2^32 / the golden ratio: neighbours get far apart. The others are lowbias32's.
-GOLDEN, FIRST, SECOND = 0x9E3779B1, 0x7FEB352D, 0x846CA68B
+
+
+def _scalars(*values: int) -> tuple[torch.Tensor, ...]:
+    """The lowest 32 bits of each: int32 of no dimensions, which any device takes. A Python number costs 2 us more."""
+    signed = [(v & 0xFFFFFFFF ^ 1 << 31) - (1 << 31) for v in values]
+    return torch.tensor(signed, dtype=torch.int32, device="cpu").unbind()
+
+
+(GOLDEN,) = _scalars(0x9E3779B1)  # 2^32 / the golden ratio: neighbours get far apart
+# Of lowbias32: a shift, the bits that it does not fill, an odd factor.
+FIRST_ROUND, SECOND_ROUND = _scalars(16, 0xFFFF, 0x7FEB352D), _scalars(15, 0x1FFFF, 0x846CA68B)
 
 
 def seed_of(*coordinates: object) -> int:
@@ -86,9 +96,6 @@ def _draw_columns(seed: int, spec: ParamSpec, block: LocalBlock, start: int, sto
     return out[start - first * width : stop - first * width]
 
 
-Rounds = tuple[tuple[torch.Tensor, ...], ...]  # of each: shift, the bits that it does not fill, factor
-
-
 class Rows(NamedTuple):
     """Consecutive rows of a sample's mask."""
 
@@ -131,45 +138,44 @@ class Dropout:
         assert all(0 <= r.first <= r.first + r.count < 1 << 31 for r in rows), rows
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         x, y = x.reshape(-1, columns), out.view(-1, columns)
-        keep = 1 - self.probability
-        last_kept = round(keep * 2**32) - 1 - 2**31  # of the int32 in their order: as many are kept as the keep asks
-        (factor_bits,) = struct.unpack("i", struct.pack("f", 1 / keep))
-        last, factor = _scalars(last_kept, factor_bits)
-        first, second = rounds = _scalars(16, 0xFFFF, FIRST), _scalars(15, 0x1FFFF, SECOND)
-        a, b = self._row_keys(rows, x.device, rounds)
-        steps = torch.arange(columns, dtype=torch.int32, device=x.device).mul_(_signed(GOLDEN))
+        keys = self._row_keys(rows, x.device)
+        steps = torch.arange(columns, dtype=torch.int32, device=x.device).mul_(GOLDEN)
+        last, factor = _thresholds(self.probability)
         each = _rows_together(x)
         scratch = torch.empty(2, min(each, len(x)), columns, dtype=torch.int32, device=x.device)
-        for part, result, key1, key2 in zip(*(t.split(each) for t in (x, y, a, b)), strict=True):
-            bits, spare = scratch[:, : len(part)]
-            torch.add(steps, key1, out=bits)
-            _round_(bits, spare, *first).bitwise_xor_(key2)
+        for at in range(0, len(x), each):
+            part = slice(at, at + each)
+            a, b = keys[:, part]
+            bits, spare = scratch[:, : len(a)]
+            torch.add(steps, a, out=bits)
+            _round_(bits, spare, *FIRST_ROUND).bitwise_xor_(b)
             # To 0 or 1, then to the bits of a factor: torch's kernels for bools are several times slower.
-            _round_(bits, spare, *second).le_(last).mul_(factor)
-            torch.mul(part, bits.view(torch.float32), out=result)
+            _round_(bits, spare, *SECOND_ROUND).le_(last).mul_(factor)
+            torch.mul(x[part], bits.view(torch.float32), out=y[part])
         return out
 
-    def _row_keys(self, rows: tuple[Rows, ...], device: torch.device, rounds: Rounds) -> tuple[torch.Tensor, ...]:
-        """a and b of each row, int32 [R, 1]."""
-        a, b = torch.empty(2, sum(r.count for r in rows), 1, dtype=torch.int32, device=device)
-        counts = [r.count for r in rows]
-        for r, part1, part2 in zip(rows, a.split(counts), b.split(counts), strict=True):
+    def _row_keys(self, rows: tuple[Rows, ...], device: torch.device) -> torch.Tensor:
+        """a and b of each row: int32 [2, R, 1]."""
+        keys = torch.empty(2, sum(r.count for r in rows), 1, dtype=torch.int32, device=device)
+        at = 0
+        for r in rows:
+            numbers = torch.arange(r.first, r.first + r.count, dtype=torch.int32, device=device)[:, None]
             key = seed_of(self.seed, "dropout", r.sample, self.layer, self.site)
-            numbers = torch.arange(r.first, r.first + r.count, dtype=torch.int32, device=device)
-            torch.bitwise_xor(numbers[:, None], _signed(key), out=part1)
-            part2.fill_(_signed(key >> 32))
-        _mix_(a, rounds)
-        return a, _mix_(b.bitwise_xor_(a), rounds)
+            for half, out in zip(_scalars(key, key >> 32), keys[:, at : at + r.count], strict=True):
+                torch.bitwise_xor(numbers, half, out=out)
+            at += r.count
+        spare = torch.empty_like(keys)
+        for constants in (FIRST_ROUND, SECOND_ROUND, FIRST_ROUND):
+            _round_(keys, spare, *constants)
+        return keys
 
 
-def _signed(value: int) -> int:
-    """The int32 that has the lowest 32 bits of `value`."""
-    return (value & 0xFFFFFFFF ^ 1 << 31) - (1 << 31)
-
-
-def _scalars(*values: int) -> tuple[torch.Tensor, ...]:
-    """As int32 of no dimensions, which any device takes: with a Python number an operation takes 2 us more."""
-    return torch.tensor([_signed(v) for v in values], dtype=torch.int32, device="cpu").unbind()
+@functools.cache
+def _thresholds(probability: float) -> tuple[torch.Tensor, ...]:
+    """The last of the int32, in their order, that is kept; the bits of 1 / (1 - probability) in fp32."""
+    keep = 1 - probability
+    count = max(1, round(keep * 2**32))  # of all int32, so many are kept
+    return _scalars(count - 1 - 2**31, *struct.unpack("i", struct.pack("f", 1 / keep)))
 
 
 def _round_(
@@ -178,14 +184,6 @@ def _round_(
     """x = (x ^ x >> shift) * factor, as if x were unsigned; `low` has the bits that the shift does not fill."""
     torch.bitwise_right_shift(x, shift, out=spare)
     return x.bitwise_xor_(spare.bitwise_and_(low)).mul_(factor)
-
-
-def _mix_(x: torch.Tensor, rounds: Rounds) -> torch.Tensor:
-    """lowbias32 times an odd number, in place: each bit depends on all."""
-    spare = torch.empty_like(x)
-    for constants in (*rounds, rounds[0]):
-        _round_(x, spare, *constants)
-    return x
 
 
 def _rows_together(x: torch.Tensor) -> int:

@@ -240,6 +240,11 @@ def test_it_keeps_as_many_as_it_says(probability: float) -> None:
     assert made.max() == torch.tensor(1 / (1 - probability))
 
 
+def test_the_ends_of_what_may_be_asked_for() -> None:
+    assert (mask(Dropout(1e-12, SEED, 0, "mlp"), whole(100, 0), 100) == 1).all()
+    assert (mask(Dropout(1 - 1e-12, SEED, 0, "mlp"), whole(100, 0), 100) == 0).all()
+
+
 def test_every_sample_keeps_as_many() -> None:
     made = mask(DROPOUT, whole(16, *range(1000)), 64).view(1000, -1)
     rate = ((made != 0).double().mean(1) - 0.75) / math.sqrt(0.75 * 0.25 / made.shape[1])
@@ -303,7 +308,7 @@ def test_the_masks_are_those_of_yesterday_and_of_any_device() -> None:
         key = seed_of(SEED, "dropout", sample, 2, "mlp")
         a = mix(row ^ key % full)
         x = (a + column * 0x9E3779B1) % full
-        x = (x ^ x >> 16) * 0x7FEB352D % full ^ mix(a ^ key >> 32)
+        x = (x ^ x >> 16) * 0x7FEB352D % full ^ mix(row ^ key >> 32)
         x = (x ^ x >> 15) * 0x846CA68B % full
         return (x ^ 1 << 31) < (1 - probability) * full  # compared as signed numbers
 
