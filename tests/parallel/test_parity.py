@@ -131,8 +131,8 @@ def test_each_dropout_does_something_in_training_alone(where: str) -> None:
 def test_every_place_of_hidden_dropout_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """The embedding's, and two a block, in training."""
     used = []
-    mask = Dropout.mask
-    monkeypatch.setattr(Dropout, "mask", lambda self, *a: used.append((self.layer, self.site)) or mask(self, *a))
+    times = Dropout.times
+    monkeypatch.setattr(Dropout, "times", lambda self, *a: used.append((self.layer, self.site)) or times(self, *a))
     case = Case(model=DROPOUT, micro_batches=1)
     engine = new_engine(0, case)
     engine.train_step(1, micro_batches(case, engine.mesh, 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from dataclasses import replace
@@ -12,7 +13,7 @@ import torch
 from megazero.config import ModelConfig
 from megazero.layout import Layout
 from megazero.parameters import ParamSpec, stage_units
-from megazero.rng import BLOCK, Dropout, draw, seed_of, standard_normal
+from megazero.rng import BLOCK, CORE_ELEMENTS, Dropout, Rows, draw, seed_of, standard_normal
 
 SEED = 1234
 # The table is longer than a block, and 1009 rows are prime: no cut falls on one.
@@ -94,7 +95,7 @@ def test_mean_and_deviation() -> None:
 def test_drawing_leaves_the_global_generator_alone() -> None:
     before = torch.get_rng_state()
     drawn(TALL)
-    Dropout(0.5, SEED, 0, "mlp")(torch.ones(1, 2, 3), (0,))
+    Dropout(0.5, SEED, 0, "mlp")(torch.ones(1, 2, 3), (Rows(0, 0, 2),))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -117,66 +118,224 @@ def test_seeds_do_not_collide_or_overflow() -> None:
 # -- dropout
 
 DROPOUT = Dropout(0.25, SEED, 3, "mlp")
-SCORES = Dropout(0.25, SEED, 3, "scores")
 
 
-def mask(dropout: Dropout, shape: tuple[int, ...], samples: tuple[int, ...], first_head: int | None = None):
-    return dropout(torch.ones(shape), samples, first_head)
+def whole(count: int, *samples: int) -> tuple[Rows, ...]:
+    """Of each sample its first `count` rows."""
+    return tuple(Rows(sample, 0, count) for sample in samples)
+
+
+def mask(dropout: Dropout, rows: tuple[Rows, ...], columns: int) -> torch.Tensor:
+    """[R, columns]"""
+    return dropout.mask(torch.ones(sum(r.count for r in rows), columns), rows)
+
+
+@functools.cache
+def kept(dropout: Dropout, sample: int = 0, count: int = 1024, columns: int = 1024) -> torch.Tensor:
+    """Whether an element is kept: [count, columns], with mean 0 and deviation 1 if the mask is what it should be."""
+    p = dropout.probability
+    keep = (mask(dropout, whole(count, sample), columns) != 0).float()
+    return (keep - (1 - p)) / math.sqrt(p * (1 - p))
+
+
+def deviations(values: torch.Tensor) -> float:
+    """How many standard deviations the mean of independent values, of deviation 1 each, is from 0."""
+    return float(values.mean(dtype=torch.float64)) * math.sqrt(values.numel())
+
+
+PART_OF_SAMPLE = [
+    (Rows(4, 0, 50),),
+    (Rows(4, 49, 1),),
+    (Rows(4, 7, 20), Rows(9, 0, 3)),  # a slice of the flattened tokens: it starts in the middle of a sample
+    (Rows(9, 3, 5), Rows(4, 0, 50), Rows(9, 0, 3)),
+    (Rows(4, 5, 0), Rows(9, 5, 5)),
+]
+
+
+@pytest.mark.parametrize("rows", PART_OF_SAMPLE, ids=str)
+def test_any_rows_are_part_of_the_whole(rows: tuple[Rows, ...]) -> None:
+    samples = {sample: mask(DROPOUT, whole(50, sample), 31) for sample in (4, 9)}
+    expected = torch.cat([samples[r.sample][r.first : r.first + r.count] for r in rows])
+    assert torch.equal(mask(DROPOUT, rows, 31), expected)
+
+
+def test_a_row_does_not_depend_on_its_length() -> None:
+    assert torch.equal(mask(DROPOUT, whole(9, 2), 100)[:, :37], mask(DROPOUT, whole(9, 2), 37))
+
+
+@pytest.mark.parametrize("columns", [257, CORE_ELEMENTS // 4, 2 * CORE_ELEMENTS])
+def test_chunks_do_not_show(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several, the last of them shorter; rows longer than a chunk."""
+    rows = (Rows(0, 3, 2 + CORE_ELEMENTS // columns), Rows(1, 0, 2 + CORE_ELEMENTS // columns))
+    found = mask(DROPOUT, rows, columns)
+    assert torch.equal(found, torch.cat([mask(DROPOUT, (r,), columns) for r in rows]))
+    monkeypatch.setattr("megazero.rng.CORE_ELEMENTS", found.numel())
+    assert torch.equal(mask(DROPOUT, rows, columns), found)
 
 
 def test_a_sample_has_its_mask_in_any_micro_batch() -> None:
-    together = mask(DROPOUT, (3, 5, 8), (10, 4, 7))
+    together = DROPOUT(torch.ones(3, 5, 8), whole(5, 10, 4, 7))
     for at, sample in enumerate((10, 4, 7)):
-        assert torch.equal(mask(DROPOUT, (1, 5, 8), (sample,))[0], together[at])
-    assert torch.equal(mask(DROPOUT, (2, 5, 8), (7, 10)), together[[2, 0]])
+        assert torch.equal(DROPOUT(torch.ones(1, 5, 8), whole(5, sample))[0], together[at])
+    assert torch.equal(DROPOUT(torch.ones(2, 5, 8), whole(5, 7, 10)), together[[2, 0]])
     assert not torch.equal(together[0], together[1])
 
 
 @pytest.mark.parametrize("tp", [2, 3])
 def test_a_head_has_its_mask_on_any_rank(tp: int) -> None:
-    whole = mask(SCORES, (2, 6, 9, 9), (3, 8), 0)
-    each = 6 // tp
-    parts = [mask(SCORES, (2, each, 9, 9), (3, 8), rank * each) for rank in range(tp)]
-    assert torch.equal(torch.cat(parts, 1), whole)
-    assert all(not torch.equal(whole[:, a], whole[:, b]) for a, b in itertools.combinations(range(6), 2))
-
-
-def test_every_coordinate_matters() -> None:
-    base = mask(DROPOUT, (1, 5, 8), (0,))
-    for other in (replace(DROPOUT, layer=4), replace(DROPOUT, site="attention"), replace(DROPOUT, seed=SEED + 1)):
-        assert not torch.equal(mask(other, (1, 5, 8), (0,)), base)
-    assert torch.equal(mask(replace(DROPOUT), (1, 5, 8), (0,)), base)
+    s, each = 9, 6 // tp
+    together = DROPOUT(torch.ones(2, 6, s, s), whole(6 * s, 3, 8))
+    parts = [
+        DROPOUT(torch.ones(2, each, s, s), tuple(Rows(sample, rank * each * s, each * s) for sample in (3, 8)))
+        for rank in range(tp)
+    ]
+    assert torch.equal(torch.cat(parts, 1), together)
+    assert all(not torch.equal(together[:, a], together[:, b]) for a, b in itertools.combinations(range(6), 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [False, True])
 def test_backward_uses_the_mask_of_forward(dtype: torch.dtype, heads: bool) -> None:
-    shape, first_head = ((2, 3, 7, 7), 3) if heads else ((2, 7, 6), None)
+    shape = (2, 3, 7, 7) if heads else (2, 7, 6)
+    rows = (Rows(5, 21, 21), Rows(9, 21, 21)) if heads else (Rows(5, 0, 6), Rows(9, 0, 6))
     x = torch.randn(shape).to(dtype).transpose(-1, -2).requires_grad_()  # not contiguous
-    dropout = SCORES if heads else DROPOUT
-    y = dropout(x, (5, 9), first_head)
+    y = DROPOUT(x, rows)
     dy = torch.randn(y.shape).to(dtype)
     (dx,) = torch.autograd.grad(y, x, dy)
-    made = dropout.mask(x, (5, 9), first_head)
-    assert set(made.unique().tolist()) == {0.0, float(torch.tensor(1, dtype=dtype) / 0.75)}
-    assert torch.equal(y, x * made) and torch.equal(dx, dy * made)
+    made = DROPOUT.mask(x, rows)
+    assert made.shape == y.shape == x.shape and made.dtype == y.dtype == dx.dtype == dtype
+    assert set(made.unique().tolist()) == {0.0, float(torch.tensor(1 / 0.75).to(dtype))}
+    exact = (made != 0) / torch.tensor(0.75)  # bf16 is rounded once
+    assert torch.equal(y, (x * exact).to(dtype)) and torch.equal(dx, (dy * exact).to(dtype))
 
 
-@pytest.mark.parametrize("probability", [0.1, 0.5, 0.9])
+def test_no_mask_is_kept_for_backward() -> None:
+    saved = []
+    x = torch.ones(2, 3, 4, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda x: x):
+        DROPOUT(x, whole(3, 0, 1))
+    assert not saved
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_what_is_not_a_number_stays_so(heads: int) -> None:
+    """As in x * mask: dropout hides no overflow."""
+    x = torch.full((1, heads, 5, 8), math.nan)
+    assert DROPOUT(x, whole(5 * heads, 0)).isnan().all()
+
+
+@pytest.mark.parametrize("probability", [1e-3, 0.1, 0.5, 0.9])
 def test_it_keeps_as_many_as_it_says(probability: float) -> None:
-    made = Dropout(probability, SEED, 0, "mlp")(torch.ones(4, 200, 500), (0, 1, 2, 3))
-    n, keep = made.numel(), 1 - probability
-    kept = float((made != 0).double().mean())
-    assert abs(kept - keep) < 5 * math.sqrt(keep * probability / n)
-    assert abs(float(made.double().mean()) - 1) < 5 * math.sqrt(probability / keep / n)
+    """In all, in each row and in each column; the spread over rows and over columns is that of independent draws."""
+    x = kept(Dropout(probability, SEED, 0, "mlp"))
+    assert abs(deviations(x)) < 4
+    for dim in (0, 1):
+        sums = x.sum(dim).double() / math.sqrt(x.shape[dim])  # of deviation 1 each
+        skew = 0.5 / math.sqrt(min(probability, 1 - probability) * x.shape[dim])  # how far from normal their tail is
+        assert float(sums.abs().max()) < 5 * (1 + skew)
+        spread = sums.square() - 1  # its variance: 2, and what a fourth moment adds where few are dropped
+        assert abs(float(spread.mean())) < 4 * math.sqrt((2 + 4 * skew**2) / len(sums))
+    made = mask(Dropout(probability, SEED, 0, "mlp"), whole(512, 0, 1), 512)
+    assert abs(float(made.double().mean()) - 1) < 4 * math.sqrt(probability / (1 - probability) / made.numel())
+    assert made.max() == torch.tensor(1 / (1 - probability))
+
+
+def test_the_ends_of_what_may_be_asked_for() -> None:
+    assert (mask(Dropout(1e-12, SEED, 0, "mlp"), whole(100, 0), 100) == 1).all()
+    assert (mask(Dropout(1 - 1e-12, SEED, 0, "mlp"), whole(100, 0), 100) == 0).all()
+
+
+def test_every_sample_keeps_as_many() -> None:
+    made = mask(DROPOUT, whole(16, *range(1000)), 64).view(1000, -1)
+    rate = ((made != 0).double().mean(1) - 0.75) / math.sqrt(0.75 * 0.25 / made.shape[1])
+    assert float(rate.abs().max()) < 4.5
+    assert abs(float(rate.square().mean()) - 1) < 4 * math.sqrt(2 / 1000)
+
+
+@pytest.mark.parametrize("probability", [0.1, 0.5])
+def test_neighbours_know_nothing_of_each_other(probability: float) -> None:
+    """Along columns, along rows, and aslant."""
+    x = kept(Dropout(probability, SEED, 3, "mlp"))
+    for row, column in itertools.product((0, 1, 2, 3, 64, 256), (0, 1, 2, 3, 5, 8, 64, 233, 256)):
+        if row or column:
+            a, b = x[row:, column:], x[: len(x) - row, : x.shape[1] - column]
+            assert abs(deviations(a * b)) < 4, (row, column)
+            a, b = x[row:, : x.shape[1] - column], x[: len(x) - row, column:]
+            assert abs(deviations(a * b)) < 4, (row, -column)
+
+
+@pytest.mark.parametrize("axis", ["eight columns", "eight rows", "two rows of four columns"])
+def test_every_pattern_is_as_frequent(axis: str) -> None:
+    """Chi squared over the 256 patterns of eight neighbours: no relation between two, three, ... of them."""
+    rows, columns = {"eight columns": (1, 8), "eight rows": (8, 1), "two rows of four columns": (2, 4)}[axis]
+    x = kept(Dropout(0.5, SEED, 3, "mlp"))
+    parts = [x[i::rows, j::columns] > 0 for i in range(rows) for j in range(columns)]
+    pattern = sum(part.long() << i for i, part in enumerate(parts)).flatten()
+    found, expected = torch.bincount(pattern, minlength=256).double(), pattern.numel() / 256
+    chi_squared = float(((found - expected) ** 2 / expected).sum())
+    assert abs(chi_squared - 255) < 4 * math.sqrt(2 * 255)
+
+
+OTHERS = {
+    "sample": (DROPOUT, 1),
+    "far sample": (DROPOUT, 1 << 40),
+    "layer": (replace(DROPOUT, layer=4), 0),
+    "embedding": (replace(DROPOUT, layer=-1), 0),
+    "site": (replace(DROPOUT, site="attention"), 0),
+    "seed": (replace(DROPOUT, seed=SEED + 1), 0),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_coordinate_gives_another_mask(name: str) -> None:
+    """Unrelated to the first, also where one is moved by a row or a column."""
+    x, y = kept(DROPOUT), kept(*OTHERS[name])
+    for row, column in itertools.product((0, 1), (0, 1)):
+        assert abs(deviations(x[row:, column:] * y[: len(x) - row, : x.shape[1] - column])) < 4
+    assert torch.equal(mask(replace(DROPOUT), whole(5, 0), 8), mask(DROPOUT, whole(5, 0), 8))
+
+
+def test_the_masks_are_those_of_yesterday_and_of_any_device() -> None:
+    """By the formula of the note, in Python's integers; rows up to the last that there may be."""
+    full, probability = 1 << 32, 0.3
+
+    def mix(x: int) -> int:
+        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 0x7FEB352D)):
+            x = (x ^ x >> shift) * factor % full
+        return x
+
+    def is_kept(sample: int, row: int, column: int) -> bool:
+        key = seed_of(SEED, "dropout", sample, 2, "mlp")
+        a = mix(row ^ key % full)
+        x = (a + column * 0x9E3779B1) % full
+        x = (x ^ x >> 16) * 0x7FEB352D % full ^ mix(row ^ key >> 32)
+        x = (x ^ x >> 15) * 0x846CA68B % full
+        return (x ^ 1 << 31) < (1 - probability) * full  # compared as signed numbers
+
+    rows = (Rows(0, 0, 4), Rows(77, 2**31 - 4, 3))
+    expected = [[is_kept(r.sample, r.first + i, column) for column in range(50)] for r in rows for i in range(r.count)]
+    dropout = Dropout(probability, SEED, 2, "mlp")
+    assert (mask(dropout, rows, 50) != 0).tolist() == expected
+    with pytest.raises(AssertionError):
+        mask(dropout, (Rows(77, 2**31 - 4, 4),), 50)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_gpu_makes_the_same_masks(dtype: torch.dtype) -> None:
+    rows = (Rows(3, 5, 300), Rows(4, 0, 212))
+    x = torch.randn(512, 1000).to(dtype)
+    assert torch.equal(DROPOUT(x.cuda(), rows).cpu(), DROPOUT(x, rows))
 
 
 def test_without_dropout_nothing_happens() -> None:
     x = torch.ones(2, 3, 4)
-    assert Dropout(0.0, SEED, 0, "mlp")(x, (0, 1)) is x
+    assert Dropout(0.0, SEED, 0, "mlp")(x, whole(3, 0, 1)) is x
     assert DROPOUT(x, None) is x  # evaluation
 
 
-def test_every_sample_needs_a_number() -> None:
+@pytest.mark.parametrize("rows", [(), whole(3, 0), whole(4, 0, 1), (Rows(0, -1, 3), Rows(1, 0, 3))], ids=str)
+def test_every_row_needs_a_number(rows: tuple[Rows, ...]) -> None:
     with pytest.raises(AssertionError):
-        DROPOUT(torch.ones(2, 3, 4), (0,))
+        DROPOUT(torch.ones(2, 3, 4), rows)
