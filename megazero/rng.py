@@ -24,7 +24,6 @@ Note [masks by coordinate]: an element of a mask is an integer hash of its coord
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 import struct
@@ -170,7 +169,6 @@ class Dropout:
         return keys
 
 
-@functools.cache
 def _thresholds(probability: float) -> tuple[torch.Tensor, ...]:
     """The last of the int32, in their order, that is kept; the bits of 1 / (1 - probability) in fp32."""
     keep = 1 - probability

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+import pytest
+
 from tests.end_to_end.cli import run
 
 
@@ -22,6 +24,21 @@ def test_the_table_of_bytes_on_real_and_pretended_ranks() -> None:
     for stage in ("0", "1", "2"):
         assert sent["64 (pretended)", stage][0] == sent["64 (pretended)", stage][1]
     assert 2.9 < sent["64 (pretended)", "3"][0] <= sent["64 (pretended)", "3"][1]
+
+
+@pytest.mark.slow
+def test_the_papers_configurations_run_by_flags_alone() -> None:
+    """The program itself asserts that what is measured is what `estimate` says; here, what the configurations are."""
+    done = run(sys.executable, "-m", "benchmarks.table3")
+    assert done.returncode == 0, done.stderr
+    rows = [[cell.strip(" │") for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines() if "│ " in line]
+    found = {row[0][:2]: [int(cell.replace(",", "")) for cell in row[1:]] for row in rows if len(row) == 11}
+    assert set(found) == {"C1", "C2", "C3", "C4", "C5"}
+    checkpoints, buffers, host, sent = ({c: row[i] for c, row in found.items()} for i in (3, 4, 7, 8))
+    assert checkpoints["C1"] == checkpoints["C3"] == 2 * checkpoints["C2"] == 2 * checkpoints["C4"] == 2 * host["C5"]
+    assert checkpoints["C5"] == host["C1"] == host["C4"] == 0
+    assert buffers["C3"] < buffers["C1"]  # no full gradients that add up
+    assert sent["C1"] == sent["C3"] < sent["C2"] == sent["C4"] == sent["C5"]
 
 
 def test_one_process_against_transformers_runs() -> None:

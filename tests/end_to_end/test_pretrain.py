@@ -16,6 +16,8 @@ LAYOUTS = {
     "dp3 zero2, M 2": (3, "--zero-stage 2"),
     "tp2 recompute pa, M 6": (2, "--tensor-model-parallel-size 2 --recompute full --partition-activations"),
     "pp2 dp2 zero3, M 3": (4, "--pipeline-model-parallel-size 2 --zero-stage 3"),
+    "sp, selective, M 6": (2, "--tensor-model-parallel-size 2 --sequence-parallel --recompute selective"),
+    "c5": (4, "--preset c5 --lr-warmup-iters 0 --weight-decay 0.01"),
     "pp2 gpipe, M 12": (2, "--pipeline-model-parallel-size 2 --pipeline-schedule gpipe --micro-batch-size 1"),
 }
 

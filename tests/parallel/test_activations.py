@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,10 @@ from megazero.activations import block_saves, korthikanti, saved_bytes
 from megazero.checks import resolve
 from megazero.config import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
 from megazero.layout import Layout
+from megazero.ledger import Ledger
+from megazero.mesh import Mesh
 from megazero.model import Tokens
+from megazero.recompute import Checkpoints
 from tests.parallel.cases import MODEL, Case, new_engine, train
 
 SCORES = replace(MODEL, attention_dropout=0.1, hidden_dropout=0.1)
@@ -57,6 +61,30 @@ def test_a_block_keeps_what_is_said(case: Case, ranks) -> None:
             assert saves == [] and sizes == [on_host]
         else:
             assert sizes == sorted(saved.num_bytes for saved in saves) and on_host == 0
+
+
+SHAPES = [(5, 7), (12,), (1,), (2, 1), (3, 3, 5)]
+
+
+def partitioned(rank: int, how: dict[str, bool]) -> bool:
+    """Whether inputs of any shape and type come back, each rank having kept a third."""
+    tp, same = Mesh.build(Layout(tp=3), rank, torch.device("cpu")).tp, True
+    for shape in SHAPES:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            x = torch.arange(math.prod(shape)).view(shape).to(dtype)
+            checkpoints = Checkpoints(x.numel(), dtype, x.device, Ledger(), tp=tp, **how)
+            checkpoints.begin(2)
+            keep = checkpoints.keep()
+            first, second = keep.pack(x), keep.pack(x + 1)
+            same &= first.data.numel() == -(-x.numel() // 3)
+            same &= torch.equal(keep.unpack(second), x + 1) and torch.equal(keep.unpack(first), x)
+    return same
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_any_shape_is_partitioned(on_host: bool, contiguous: bool, ranks) -> None:
+    assert ranks(3).run(partitioned, {"on_host": on_host, "contiguous": contiguous}) == [True] * 3
 
 
 EIGHT = replace(MODEL, num_attention_heads=8, num_layers=4)

@@ -13,9 +13,7 @@ from megazero.checks import resolve
 from megazero.config import Config, ModelConfig, TrainingConfig
 from megazero.engine import Engine, LossScaleExhausted
 from megazero.layout import Layout
-from megazero.ledger import Ledger
 from megazero.mesh import Mesh, PeerLost
-from megazero.recompute import keep_partitioned
 from tests.parallel.cases import Case, MicroBatch, micro_batches, new_engine
 
 
@@ -112,7 +110,7 @@ def test_a_parameter_without_a_gradient_is_named() -> None:
     case = Case()
     engine = new_engine(0, case)
     block = engine.model.blocks["4"]
-    block.forward = lambda x, samples: x + block.attention(block.norm1(x), samples)
+    block.forward = lambda x, tokens: x + block.attention(x, block.norm1, tokens)
     with pytest.raises(RuntimeError, match=r"no gradient came for .*blocks.4.norm2.weight.*blocks.4.mlp.down.bias"):
         engine.train_step(1, micro_batches(case, engine.mesh, 0))
 
@@ -140,18 +138,6 @@ def released(rank: int) -> bool:
 
 def test_a_released_parameter_is_nan_and_takes_no_memory(ranks) -> None:
     assert ranks(2).run(released) == [True, True]
-
-
-def partitioned(rank: int) -> bool:
-    mesh = Mesh.build(Layout(tp=3), rank, torch.device("cpu"))
-    keep = keep_partitioned(Ledger(), mesh.tp)
-    x = torch.arange(35.0).view(5, 7)  # 3 does not divide 35
-    kept = keep.pack(x)
-    return kept.part.numel() == 12 and torch.equal(keep.unpack(kept), x)
-
-
-def test_a_checkpoint_of_any_size_is_partitioned(ranks) -> None:
-    assert ranks(3).run(partitioned) == [True] * 3
 
 
 def timeouts(rank: int) -> set[datetime.timedelta]:

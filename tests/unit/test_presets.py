@@ -16,6 +16,7 @@ from megazero.parameters import num_parameters
 # figure 2, and GPT-2's shapes.
 SHAPES = {
     "quickstart": (2, 4, 192, 6, 1, 8, 16),
+    **{f"c{i}": (4, 4, 256, 8, 2, 8, 16) for i in (1, 2, 3, 4, 5)},
     "tiny": (1, 4, 256, 4, 1, 16, 16),
     "gpt2-124m": (8, 12, 768, 12, 1, 64, 512),
     "gpt2-345m": (8, 24, 1024, 16, 1, 64, 512),
@@ -25,7 +26,15 @@ SHAPES = {
     "zero-100b": (400, 125, 8192, 64, 16, 32, 800),
     "zero-170b": (400, 212, 8192, 64, 16, 12, 300),
 }
-SMALL = ("quickstart", "tiny")  # these have the vocabulary of whatever --tokenizer is named
+SMALL = (
+    "quickstart",
+    "tiny",
+    "c1",
+    "c2",
+    "c3",
+    "c4",
+    "c5",
+)  # these have the vocabulary of whatever --tokenizer is named
 PAPER = [name for name in SHAPES if name.startswith("zero-")]
 
 
@@ -55,6 +64,25 @@ def test_the_name_says_the_size(name: str) -> None:
     assert said
     size = float(said[1]) * {"m": 1e6, "b": 1e9}[said[2]]
     assert num_parameters(load(name)[0].model) == pytest.approx(size, rel=0.05)
+
+
+# The ZeRO paper's Table 3; all with CB and MD: ZeRO stage, Pa, Pa+cpu
+TABLE_3 = {
+    "c1": (1, False, False),
+    "c2": (1, True, False),
+    "c3": (2, False, False),
+    "c4": (2, True, False),
+    "c5": (2, True, True),
+}
+
+
+@pytest.mark.parametrize("name", TABLE_3)
+def test_the_configurations_of_table_3(name: str) -> None:
+    config, _ = load(name)
+    zero, kept = config.zero, config.activations
+    assert (zero.zero_stage, kept.partition_activations, kept.checkpoint_in_cpu) == TABLE_3[name]
+    assert kept.recompute == "full" and kept.contiguous_checkpointing
+    assert 0 < zero.reduce_bucket_size < num_parameters(config.model)
 
 
 @pytest.mark.parametrize("name", PAPER)
