@@ -10,36 +10,47 @@ Shapes: b micro-batch, s sequence, T = b s tokens, n heads, d head dim; /tp = th
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
 from megazero.activations import Backend
+from megazero.pieces import Pieces
 from megazero.rng import Dropout, Rows
 
 
-def core(
-    qkv: torch.Tensor,
-    batch: int,
-    num_heads: int,
-    backend: Backend,
-    dropout: Dropout,
-    rows: tuple[Rows, ...] | None,
-    again: bool,
-) -> torch.Tensor:
-    """[T, n/tp * 3 * d] -> [T, n/tp * d].
+@dataclass(frozen=True)
+class Core:
+    """The attention core of one layer.
 
-    Args:
+    Attributes:
         num_heads: n/tp.
-        rows: of the dropout's mask, a row for every head and query; None without dropout.
-        again: make the attention weights again in backward, instead of keeping them.
+        again: make the attention weights of the open backend again in backward, instead of keeping them.
     """
-    q, k, v = _Heads.apply(qkv, batch, num_heads)
-    if backend is Backend.OPEN:
-        y = _OpenAttention.apply(q, k, v, dropout, rows, again)
-    else:
-        assert rows is None, "the fused kernels draw masks that depend on the layout"
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return y.transpose(1, 2).reshape(qkv.shape[0], -1)
+
+    num_heads: int
+    dropout: Dropout
+    pieces: Pieces
+    again: bool
+
+    def __call__(self, qkv: torch.Tensor, batch: int, backend: Backend, rows: tuple[Rows, ...] | None) -> torch.Tensor:
+        """[T, n/tp * 3 * d] -> [T, n/tp * d].
+
+        Args:
+            rows: of the dropout's mask, a row for every head and query; None without dropout.
+        """
+        q, k, v = _Heads.apply(qkv, batch, self.num_heads)
+        if backend is Backend.OPEN:
+            y = _OpenAttention.apply(q, k, v, self, rows)
+        else:
+            assert rows is None, "the fused kernels draw masks that depend on the layout"
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return y.transpose(1, 2).reshape(qkv.shape[0], -1)
+
+    def weights(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        """Causal softmax of q k^T / sqrt(d): [b, n/tp, s, s] in q's dtype, the softmax in fp32."""
+        return self.pieces.causal_softmax(_matmul(q, k.transpose(-1, -2)), q.shape[-1] ** -0.5)
 
 
 class _Heads(torch.autograd.Function):
@@ -68,32 +79,23 @@ def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a @ b
 
 
-def _weights(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Causal softmax of q k^T / sqrt(d): [b, n/tp, s, s] in q's dtype, the softmax in fp32."""
-    s, d = q.shape[-2:]
-    future = torch.ones(s, s, dtype=torch.bool, device=q.device).triu_(1)
-    scores = _matmul(q, k.transpose(-1, -2)).mul_(d**-0.5).masked_fill_(future, -torch.inf)
-    return scores.softmax(-1, dtype=torch.float32).to(q.dtype)
-
-
 class _OpenAttention(torch.autograd.Function):
     """q, k, v [b, n/tp, s, d] -> [b, n/tp, s, d]"""
 
     @staticmethod
-    def forward(ctx, q, k, v, dropout, rows, again):
-        weights = _weights(q, k)
-        ctx.save_for_backward(q, k, v, *(() if again else (weights,)))
-        ctx.dropout, ctx.rows = dropout, rows
-        return _matmul(dropout(weights, rows), v)
+    def forward(ctx, q, k, v, core, rows):
+        weights = core.weights(q, k)
+        ctx.save_for_backward(q, k, v, *(() if core.again else (weights,)))
+        ctx.core, ctx.rows = core, rows
+        return _matmul(core.dropout(weights, rows), v)
 
     @staticmethod
     def backward(ctx, dy):
+        core = ctx.core
         q, k, v, *kept = ctx.saved_tensors
-        weights = kept[0] if kept else _weights(q, k)
-        dropped = ctx.dropout(weights, ctx.rows)
+        weights = kept[0] if kept else core.weights(q, k)
+        dropped = core.dropout(weights, ctx.rows)
         dv = _matmul(dropped.transpose(-1, -2), dy)
-        # Softmax behind dropout: dropped * ddropped is weights * dweights, so that the mask is made once.
-        dscores = _matmul(dy, v.transpose(-1, -2)).mul_(dropped)
-        dscores.sub_(weights * dscores.sum(-1, keepdim=True, dtype=torch.float32).to(weights.dtype))
-        dscores.mul_(q.shape[-1] ** -0.5)
-        return _matmul(dscores, k), _matmul(dscores.transpose(-1, -2), q), dv, None, None, None
+        ddropped = _matmul(dy, v.transpose(-1, -2))
+        dscores = core.pieces.scores_grad(weights, dropped, ddropped, q.shape[-1] ** -0.5)
+        return _matmul(dscores, k), _matmul(dscores.transpose(-1, -2), q), dv, None, None

@@ -78,6 +78,8 @@ class TrainingConfig:
     """fp16: iterations without an overflow after which the scale doubles."""
     hysteresis: int = 2
     """fp16: overflows until the scale halves."""
+    compile: bool = False
+    """Compile what of a block lies between products and collectives (GELU, softmax in the open); a minute at start."""
 
 
 @dataclass(frozen=True)

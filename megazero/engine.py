@@ -20,6 +20,7 @@ from megazero.model import Block, GPTStage, Tokens
 from megazero.optim import LossScale, Update, clip_factor, learning_rate
 from megazero.param_unit import ZeroOptions
 from megazero.parameters import TOKEN, stage_units
+from megazero.pieces import PLAIN, compiled
 from megazero.pipeline import Message
 from megazero.pipeline import run as run_pipeline
 from megazero.policy import Use, ZeroPolicy, fixed_gradients, layer_uses
@@ -81,7 +82,10 @@ class Engine:
         )
         stream = Stream(mesh.tp, cut=config.parallel.sequence_parallel)
         selective = config.activations.recompute == "selective"
-        context = Context(stream, self.zero.contribute, self.ledger, config.training.precision, mesh.device, selective)
+        pieces = compiled(mesh.device) if config.training.compile else PLAIN
+        context = Context(
+            stream, self.zero.contribute, self.ledger, config.training.precision, mesh.device, selective, pieces
+        )
         seed, model = config.training.seed, config.model
         self.model = GPTStage(model, mesh, seed, context, config.training.freeze_parameters)
         self.zero.adopt(self.model.named_units(), self._uses(), partial(rng.draw, seed))

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
-from megazero import attention
 from megazero.activations import attention_backend
+from megazero.attention import Core
 from megazero.config import ModelConfig
 from megazero.mesh import Mesh
 from megazero.parameters import HEAD, POSITION, TOKEN, ParamSpec, stage_units
@@ -165,22 +164,30 @@ class Attention(nn.Module):
         self.first_head = context.tp.rank * self.num_heads
         self.qkv = ColumnLinear(specs["attention.qkv.weight"], specs["attention.qkv.bias"], context)
         self.proj = RowLinear(specs["attention.proj.weight"], specs["attention.proj.bias"], context)
-        self.dropout = Dropout(model.attention_dropout, seed, layer, "scores")
+        dropout = Dropout(model.attention_dropout, seed, layer, "scores")
+        self.core = Core(self.num_heads, dropout, context.pieces, context.selective)
 
     def forward(self, x: torch.Tensor, norm: nn.Module, tokens: Tokens) -> torch.Tensor:
         """x [T', h] -> attention(norm(x)) [T', h]"""
         c, rows = self.context, None
         qkv = through(norm, self.qkv, x, again=c.selective)  # [T, n/tp * 3 * d]
-        if tokens.drops and self.dropout.probability > 0:
+        if tokens.drops and self.core.dropout.probability > 0:
             first, count = self.first_head * tokens.length, self.num_heads * tokens.length
             rows = tuple(Rows(sample, first, count) for sample in tokens.samples)
         backend = attention_backend(x.device.type, c.precision, rows is not None)
-        y = attention.core(qkv, len(tokens.samples), self.num_heads, backend, self.dropout, rows, c.selective)
-        return self.proj(y)  # [T, h/tp] -> [T', h]
+        return self.proj(self.core(qkv, len(tokens.samples), backend, rows))  # [T, h/tp] -> [T', h]
 
 
-def _gelu(x: torch.Tensor) -> torch.Tensor:
-    return F.gelu(x, approximate="tanh")
+class _Gelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, pieces):
+        ctx.save_for_backward(x)
+        ctx.pieces = pieces
+        return pieces.gelu(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return ctx.pieces.gelu_grad(dy, *ctx.saved_tensors), None
 
 
 class Block(nn.Module):
@@ -207,7 +214,10 @@ class Block(nn.Module):
         again = self.context.selective
         x = x + self.dropout1(self.attention(x, self.norm1, tokens), tokens)
         inner = through(self.norm2, self.mlp["up"], x, again=again)  # [T, f/tp], before GELU
-        return x + self.dropout2(through(_gelu, self.mlp["down"], inner, again=again), tokens)
+        return x + self.dropout2(through(self.gelu, self.mlp["down"], inner, again=again), tokens)
+
+    def gelu(self, x: torch.Tensor) -> torch.Tensor:
+        return _Gelu.apply(x, self.context.pieces)
 
 
 class Head(nn.Module):

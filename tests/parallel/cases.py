@@ -38,6 +38,7 @@ class Case(NamedTuple):
     host: bool = False
     md: bool = False
     sp: bool = False
+    compile: bool = False
     schedule: str = "1f1b"
     micro_batches: int = 2
     precision: str = "fp32"
@@ -59,7 +60,7 @@ class Case(NamedTuple):
         words = [f"pp{self.pp}", f"dp{self.dp}", f"tp{self.tp}", f"zero{self.zero}", f"M{self.micro_batches}"]
         words += [self.schedule] * (self.pp > 1 or self.schedule != "1f1b")
         words += {"none": [], "full": ["recompute"], "selective": ["selective"]}[self.recompute]
-        words += [name for name in ("pa", "host", "md", "sp") if getattr(self, name)]
+        words += [name for name in ("pa", "host", "md", "sp", "compile") if getattr(self, name)]
         words += [self.precision] * (self.precision != "fp32") + ["grad16"] * (self.grad_dtype != "fp32")
         words += [f"{name}={value}" for name, value in self.options] + ["frozen"] * bool(self.frozen)
         names = ("num_layers", "num_attention_heads", "untie_embeddings", "hidden_dropout", "attention_dropout")
@@ -77,6 +78,7 @@ class Case(NamedTuple):
                 precision=self.precision,
                 grad_dtype=self.grad_dtype,
                 freeze_parameters=self.frozen,
+                compile=self.compile,
             ),
             optimizer=OPTIMIZER,
             zero=ZeroConfig(zero_stage=self.zero, poison_buffers=True, **dict(self.options)),

@@ -82,6 +82,7 @@ def cases() -> list[Case]:
     kept += [Case(pp=2, schedule=k, recompute="selective", micro_batches=3) for k in kinds]
     kept += [Case(pp=2, schedule=k, **sp, recompute="full", md=True, micro_batches=3) for k in kinds]
     kept += [Case(pp=2, tp=2, schedule=k, recompute="full", pa=True, host=True, micro_batches=3) for k in kinds]
+    kept += [Case(tp=2, compile=True)]
     mixed += kept
     cube = [Case(pp=2, dp=2, **sp, zero=3, recompute="selective", micro_batches=3)]
     cube += [Case(pp=2, dp=2, tp=2, zero=3, recompute="full", pa=True, micro_batches=3)]
@@ -160,6 +161,7 @@ def test_evaluation_is_the_same_in_every_layout(case: Case, ranks) -> None:
         Case(dp=2, zero=3, micro_batches=3, model=DROPOUT),
         Case(tp=2, recompute="full", pa=True, model=DROPOUT),
         Case(tp=3, micro_batches=1, model=DROPOUT),
+        Case(tp=2, recompute="selective", compile=True, model=DROPOUT),
         Case(recompute="selective", model=DROPOUT),
         Case(tp=2, sp=True, model=DROPOUT),
         Case(tp=3, sp=True, recompute="selective", micro_batches=1, model=DROPOUT),

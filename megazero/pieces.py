@@ -1,0 +1,84 @@
+"""The pieces of a block between its products and collectives that gain from being compiled. No state, no collectives.
+
+Only these: compiled norms and dropout are no faster than torch's own, and what contains a collective, a product that
+writes into a flat gradient buffer, or a counter in Python is never traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+GELU_A = 2 * (2 / torch.pi) ** 0.5
+GELU_B = 0.044715 * GELU_A
+
+
+class Pieces(NamedTuple):
+    """Shapes: all elementwise but for the last dim of the attention weights [.., s, s]."""
+
+    gelu: Callable[[torch.Tensor], torch.Tensor]  # x -> gelu(x), by tanh
+    gelu_grad: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (dy, x) -> dx
+    causal_softmax: Callable[[torch.Tensor, float], torch.Tensor]  # (scores, scale) -> weights; scores may be changed
+    # (weights, weights behind dropout, gradient of those, scale) -> gradient of the scores
+    scores_grad: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+
+
+def _causal_softmax(scores: torch.Tensor, scale: float) -> torch.Tensor:
+    s = scores.shape[-1]
+    future = torch.ones(s, s, dtype=torch.bool, device=scores.device).triu(1)
+    return scores.mul_(scale).masked_fill_(future, -torch.inf).softmax(-1, dtype=torch.float32).to(scores.dtype)
+
+
+def _scores_grad(weights: torch.Tensor, dropped: torch.Tensor, ddropped: torch.Tensor, scale: float) -> torch.Tensor:
+    """Softmax behind dropout: dropped * ddropped is weights * dweights, so that the mask is made once."""
+    product = dropped * ddropped
+    mean = product.sum(-1, keepdim=True, dtype=torch.float32).to(product.dtype)
+    return product.sub_(weights * mean).mul_(scale)
+
+
+PLAIN = Pieces(
+    gelu=lambda x: F.gelu(x, approximate="tanh"),
+    gelu_grad=lambda dy, x: torch.ops.aten.gelu_backward(dy, x, approximate="tanh"),
+    causal_softmax=_causal_softmax,
+    scores_grad=_scores_grad,
+)
+
+
+def _sigmoid_gelu(x: torch.Tensor) -> torch.Tensor:
+    """The same function: 1 + tanh(z) = 2 sigmoid(2 z). On a CPU a vector of exp costs a third of one of tanh."""
+    return x * torch.sigmoid(x * (GELU_A + GELU_B * x * x))
+
+
+def _sigmoid_gelu_grad(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    s = torch.sigmoid(x * (GELU_A + GELU_B * x * x))
+    return dy * (s + x * s * (1 - s) * (GELU_A + 3 * GELU_B * x * x))
+
+
+def _softmax_in_one(scores: torch.Tensor, scale: float) -> torch.Tensor:
+    at = torch.arange(scores.shape[-1], device=scores.device)
+    return (scores.float() * scale).masked_fill(at > at[:, None], -torch.inf).softmax(-1).to(scores.dtype)
+
+
+def compiled(device: torch.device) -> Pieces:
+    """Compiled by torch, each when its shapes are first seen.
+
+    Raises:
+        ValueError: torch cannot compile here.
+    """
+
+    def compile_(fn: Callable[..., torch.Tensor]) -> Any:
+        return torch.compile(fn, dynamic=False)
+
+    pieces = Pieces(*map(compile_, (_sigmoid_gelu, _sigmoid_gelu_grad, _softmax_in_one, _scores_grad)))
+    try:
+        pieces.gelu(torch.zeros(64, device=device))
+    except Exception as error:
+        reason = str(error).strip().splitlines()
+        raise ValueError(
+            f"--compile: torch cannot compile here ({reason[0] if reason else type(error).__name__}); "
+            f"{'install a C++ compiler, such as g++' if device.type == 'cpu' else 'install triton'}, or drop --compile"
+        ) from error
+    return pieces
