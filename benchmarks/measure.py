@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import statistics
 from collections.abc import Sequence
@@ -11,6 +12,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from megazero.engine import Engine
+from megazero.model import Tokens
 
 
 def interval(values: list[float], draws: int = 2000) -> tuple[float, float]:
@@ -47,3 +51,33 @@ class Alive(TorchDispatchMode):
         self.made = {key: made for key, made in self.made.items() if not made[0].expired()}
         left_out = {StorageWeakRef(t.untyped_storage()).cdata for t in but}
         return [num_bytes for key, (_, num_bytes) in self.made.items() if key not in left_out]
+
+
+def kept_by_a_block(engine: Engine) -> list[int]:
+    """Bytes of each tensor that the first block keeps between its forward and its backward, ascending.
+
+    Counted as storages that are alive after the forward, the block's output and its weights left out; of an arena, the
+    slots that are taken.
+    """
+    training, model = engine.config.training, engine.config.model
+    ids = torch.zeros(training.micro_batch_size, model.seq_length, dtype=torch.long)
+    tokens = Tokens.of(ids, tuple(range(len(ids))), drops=True)
+    engine._begin(micro_batches=1)
+    keep = engine.checkpoints.keep() if engine.checkpoints is not None else None
+    block = next(iter(engine.model.blocks.values()))
+    with Alive() as alive:
+        anchor = torch.zeros((), requires_grad=True)
+        message = engine.message
+        x = torch.randn(message.shape).to(message.dtype).add(anchor)  # not a leaf: autograd keeps those anyway
+        y = engine._layer(keep, block, x, tokens)
+        del x
+        gc.collect()
+        for _ in range(4):  # gloo's threads may hold a tensor a moment after it was waited for: until their next work
+            engine.mesh.tp.all_reduce_(anchor.detach())
+        weights = [unit.whole for unit in engine.zero.units.values() if unit.whole is not None]
+        slots = engine.checkpoints.slots if engine.checkpoints is not None else None
+        arena = slots.buffers if slots is not None else []
+        sizes = alive.sizes(but=[anchor, y, *weights, *arena])
+        if slots is not None:
+            sizes += [slots.numel * slots.dtype.itemsize] * (len(arena) - len(slots.free))
+    return sorted(sizes)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from dataclasses import replace
 
 import pytest
 import torch
 
-from benchmarks.measure import Alive
+from benchmarks.measure import kept_by_a_block
 from megazero.activations import block_saves, korthikanti, saved_bytes
 from megazero.checks import resolve
 from megazero.config import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
 from megazero.layout import Layout
 from megazero.ledger import Ledger
 from megazero.mesh import Mesh
-from megazero.model import Tokens
 from megazero.recompute import Checkpoints
 from tests.parallel.cases import MODEL, Case, new_engine, train
 
@@ -24,22 +22,9 @@ SCORES = replace(MODEL, attention_dropout=0.1, hidden_dropout=0.1)
 
 
 def kept(rank: int, case: Case) -> tuple[list[int], int]:
-    """(sizes of the tensors that the first block keeps, bytes that the ledger has in host memory)"""
+    """(sizes of the tensors that a block keeps, bytes that the ledger has in host memory)"""
     engine = new_engine(rank, case)
-    training = engine.config.training
-    ids = torch.zeros(training.micro_batch_size, case.model.seq_length, dtype=torch.long)
-    tokens = Tokens.of(ids, tuple(range(len(ids))), drops=True)
-    engine._begin(1)
-    keep = engine.checkpoints.keep() if engine.checkpoints else None
-    with Alive() as alive:
-        anchor = torch.zeros((), requires_grad=True)
-        x = torch.randn(engine.message.shape).to(engine.message.dtype).add(anchor)  # no leaf: those are kept anyway
-        y = engine._layer(keep, engine.model.blocks["0"], x, tokens)
-        del x
-        gc.collect()
-        weights = [unit.whole for unit in engine.zero.units.values()]
-        sizes = alive.sizes(but=[anchor, y, *weights])
-    return sorted(sizes), engine.ledger.now["host"]
+    return kept_by_a_block(engine), engine.ledger.now["host"]
 
 
 def cases() -> list[Case]:
