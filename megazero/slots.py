@@ -66,7 +66,7 @@ class Slots:
         if self.contiguous and len(self.buffers) < count:
             self._set_free([])
             self.buffers.clear()  # the old arena goes before the new one comes
-            self.buffers = list(self._allocate(count).unbind(0))
+            self.buffers = list(self._allocate(count))
             self._set_free(list(self.buffers))
 
     def take(self) -> Slot:

@@ -181,7 +181,8 @@ def train_delayed(rank: int, case: Case) -> Outcome:
     def slow(axis: Axis, collective: Callable[[], Any]) -> Any:
         def later() -> Any:
             time.sleep(draw.choice((0, 0.001, 0.01)))
-            return collective()
+            with torch.no_grad():  # as in a backend's own threads
+                return collective()
 
         # axes that share a process group share a thread
         thread = threads.setdefault(id(axis.group), ThreadPoolExecutor(1))

@@ -202,7 +202,9 @@ def test_16_bit_follows_fp32(case: Case, ranks) -> None:
     [Case(dp=2, zero=z, micro_batches=3, recompute="full") for z in range(4)]
     + [Case(dp=2, zero=3, precision="bf16", options=(("reduce_bucket_size", 1000),))]
     + [Case(pp=2, dp=2, zero=z, micro_batches=3) for z in (2, 3)]
-    + [Case(dp=4, zero=2, micro_batches=3, options=(("zero_shard_size", 2),))],
+    + [Case(dp=4, zero=2, micro_batches=3, options=(("zero_shard_size", 2),))]
+    + [Case(tp=2, recompute="full", pa=True), Case(tp=3, sp=True, recompute="full", md=True)]
+    + [Case(dp=2, tp=2, zero=3, sp=True, recompute="selective", micro_batches=3)],
     ids=str,
 )
 def test_overlap_changes_no_bit(case: Case, ranks) -> None:
