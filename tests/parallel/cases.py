@@ -63,7 +63,14 @@ class Case(NamedTuple):
         words += [name for name in ("pa", "host", "md", "sp", "compile") if getattr(self, name)]
         words += [self.precision] * (self.precision != "fp32") + ["grad16"] * (self.grad_dtype != "fp32")
         words += [f"{name}={value}" for name, value in self.options] + ["frozen"] * bool(self.frozen)
-        names = ("num_layers", "num_attention_heads", "untie_embeddings", "hidden_dropout", "attention_dropout")
+        names = (
+            "num_layers",
+            "seq_length",
+            "num_attention_heads",
+            "untie_embeddings",
+            "hidden_dropout",
+            "attention_dropout",
+        )
         words += [f"batch{self.batch}"] * (self.batch != 12)
         words += [f"{n}={getattr(self.model, n)}" for n in names if getattr(self.model, n) != getattr(MODEL, n)]
         return "-".join(words)
