@@ -66,9 +66,11 @@ def kept_by_a_block(engine: Engine) -> list[int]:
     keep = engine.checkpoints.keep() if engine.checkpoints is not None else None
     block = next(iter(engine.model.blocks.values()))
     with Alive() as alive:
-        anchor = torch.zeros((), requires_grad=True)
         message = engine.message
-        x = torch.randn(message.shape).to(message.dtype).add(anchor)  # not a leaf: autograd keeps those anyway
+        anchor = torch.zeros((), device=message.device, requires_grad=True)
+        x = (
+            torch.randn(message.shape, device=message.device).to(message.dtype).add(anchor)
+        )  # not a leaf: autograd keeps those anyway
         y = engine._layer(keep, block, x, tokens)
         del x
         gc.collect()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from megazero.engine import Engine
+from megazero.ledger import Ledger
 from megazero.mesh import Mesh, device_fragmentation
+from megazero.offload import StreamCopies
 from tests import reference
 from tests.parallel.cases import MODEL, STEPS, Case, global_batch, micro_batches
 from tests.parallel.test_parity import relative_error
@@ -18,16 +22,49 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("precision, tolerance", [("fp32", 1e-4), ("bf16", 2**-7), ("fp16", 2**-7)])
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_one_gpu_is_the_same_model(precision: str, tolerance: float, recompute: str) -> None:
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"compile": True},
+        {"recompute": "selective"},
+        {"recompute": "full"},
+        {"recompute": "full", "md": True},
+        {"recompute": "full", "host": True},
+        {"recompute": "full", "host": True, "md": True, "schedule": "gpipe"},
+    ],
+    ids=str,
+)
+def test_one_gpu_is_the_same_model(precision: str, tolerance: float, how: dict[str, Any]) -> None:
     """To 1e-4 in fp32: other kernels, which add up in another order, and four updates. TF32 stays off."""
-    case = Case(precision=precision, recompute=recompute, micro_batches=3, model=MODEL)
+    case = Case(precision=precision, micro_batches=3, model=MODEL, **how)
     losses, norms = reference.train(case.config(), [global_batch(case, step) for step in range(STEPS)])
     engine = Engine(case.config(), Mesh.build(case.layout, 0, torch.device("cuda", 0)))
     found = [engine.train_step(i + 1, micro_batches(case, engine.mesh, i)) for i in range(STEPS)]
     assert relative_error([r.loss for r in found], losses) < tolerance
     assert relative_error([found[0].grad_norm], norms[:1]) < tolerance
-    assert engine.memory_bytes(found[-1])["peak"] >= engine.ledger.total
+    memory = engine.memory_bytes(found[-1])
+    assert memory["peak"] >= engine.ledger.total
+    assert (memory["host"] > 0) == case.host and (memory["activation_checkpoints"] > 0) == (
+        case.recompute == "full" and not case.host
+    )
+
+
+def test_copies_to_the_host_and_back_run_behind_the_computation() -> None:
+    """While a long computation is under way, a fetch is issued and this process goes on; what comes is what went."""
+    device, numel = torch.device("cuda", 0), 1 << 24
+    copies = StreamCopies(numel, torch.float32, device, Ledger())
+    hosts = [torch.empty(numel, pin_memory=True) for _ in range(4)]
+    kept = [torch.randn(numel, device=device) for _ in hosts]
+    for x, host in zip(kept, hosts, strict=True):
+        copies.out(x, host)
+        x.clone().zero_()  # memory that a careless copy would still read
+    fetched = copies.start_fetch(hosts[3])
+    for i in (3, 2, 1, 0):
+        following = copies.start_fetch(hosts[i - 1]) if i else None
+        assert torch.equal(fetched.wait(), kept[i])
+        if following is not None:
+            fetched = following
 
 
 def test_fragmentation_is_the_allocators_own_count() -> None:
