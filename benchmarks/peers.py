@@ -70,9 +70,9 @@ class PlainBlock(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [b, s, h] -> [b, s, h]. Rows of qkv are ordered head, then q, k, v, as megazero's."""
-        b, s, _ = x.shape
-        qkv = self.attention["qkv"](self.norm1(x)).view(b, s, self.num_heads, 3, -1)
-        q, k, v = qkv.transpose(1, 2).unbind(3)  # [b, n, s, d]
+        qkv = self.attention["qkv"](self.norm1(x))
+        b, s, _ = qkv.shape  # not x's: under sequence parallelism a rank's x has a part of the sequence
+        q, k, v = qkv.view(b, s, self.num_heads, 3, -1).transpose(1, 2).unbind(3)  # [b, n, s, d]
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.attention["proj"](y.transpose(1, 2).reshape(b, s, -1))
         return x + self.mlp["down"](F.gelu(self.mlp["up"](self.norm2(x)), approximate="tanh"))
