@@ -224,7 +224,7 @@ def _plan(cut: bool) -> dict[str, Any]:
 
 
 def dtensor(work: Work, device: torch.device, cut: bool, silent: bool) -> Training:
-    """Plain blocks, parallelised; torch's fused AdamW."""
+    """Plain blocks, parallelised; torch's fused AdamW, which with a cut stream sums the norms' gradients over ranks."""
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.tensor.parallel import parallelize_module
 
