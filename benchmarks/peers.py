@@ -53,6 +53,11 @@ class Work:
         uniform = torch.rand(self.micro_batch_size, self.seq_length + 1, generator=generator)
         return (self.vocab_size * uniform**3).long()
 
+    def inputs(self, step: int, rank: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """What a rank's step is called with: ids and labels, [b, s] each."""
+        tokens = self.tokens(step, rank).to(device)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
 
 class PlainBlock(nn.Module):
     def __init__(self, model: ModelConfig) -> None:
@@ -65,12 +70,24 @@ class PlainBlock(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [b, s, h] -> [b, s, h]. Rows of qkv are ordered head, then q, k, v, as megazero's."""
-        b, s, _ = x.shape
-        qkv = self.attention["qkv"](self.norm1(x)).view(b, s, self.num_heads, 3, -1)
-        q, k, v = qkv.transpose(1, 2).unbind(3)  # [b, n, s, d]
+        qkv = self.attention["qkv"](self.norm1(x))
+        b, s, _ = qkv.shape  # not x's: under sequence parallelism a rank's x has a part of the sequence
+        q, k, v = qkv.view(b, s, self.num_heads, 3, -1).transpose(1, 2).unbind(3)  # [b, n, s, d]
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.attention["proj"](y.transpose(1, 2).reshape(b, s, -1))
         return x + self.mlp["down"](F.gelu(self.mlp["up"](self.norm2(x)), approximate="tanh"))
+
+
+def draw_weights(module: nn.Module, model: ModelConfig, seed: int) -> None:
+    """megazero's initial values for parameters that bear its global names."""
+    parameters = dict(module.named_parameters())
+    for specs in stage_units(model, Layout(), 0).values():
+        for spec in specs:
+            if spec.name in parameters:
+                block = LocalBlock((0,) * len(spec.shape), spec.shape, spec.shape)
+                values = rng.draw(seed, spec, block, 0, block.numel)
+                parameters.pop(spec.name).data.view(-1).copy_(values)
+    assert not parameters, f"not initialised: {list(parameters)}"
 
 
 class PlainGPT(nn.Module):
@@ -83,13 +100,7 @@ class PlainGPT(nn.Module):
         self.position_embedding = nn.Embedding(model.seq_length, h)
         self.blocks = nn.ModuleList(PlainBlock(model) for _ in range(model.num_layers))
         self.head = nn.ModuleDict({"norm": nn.LayerNorm(h)})
-        parameters = dict(self.named_parameters())
-        for specs in stage_units(model, Layout(), 0).values():
-            for spec in specs:
-                block = LocalBlock((0,) * len(spec.shape), spec.shape, spec.shape)
-                values = rng.draw(seed, spec, block, 0, block.numel)
-                parameters.pop(spec.name).data.view(-1).copy_(values)
-        assert not parameters, f"not initialised: {list(parameters)}"
+        draw_weights(self, model, seed)
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """ids, labels [b, s] -> mean cross-entropy, a scalar."""
@@ -107,8 +118,9 @@ def _nothing() -> None:
 class Training(NamedTuple):
     """One rank's."""
 
-    step: Callable[[torch.Tensor, torch.Tensor], float]  # (ids, labels) of this rank -> loss
+    step: Callable[..., float]  # (*inputs of this rank) -> loss
     settle: Callable[[], None] = _nothing  # waits for communication that a step leaves under way
+    check: Callable[[], dict[str, float]] | None = None  # kind -> how far results are from what they should be
 
 
 def _groups(model: nn.Module, c: OptimizerConfig) -> list[dict[str, Any]]:

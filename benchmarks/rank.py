@@ -1,6 +1,6 @@
 """One rank of one system, kept alive: takes a command a line on stdin, answers with a JSON line on stdout.
 
-Between commands it waits on a pipe and computes nothing. `zero.py` starts it; it imports nothing that DeepSpeed's
+Between commands it waits on a pipe and computes nothing. `processes.py` starts it; it imports nothing that DeepSpeed's
 environment lacks.
 """
 
@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import datetime
 import gc
+import importlib
 import json
 import os
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.distributed as dist
 
-from benchmarks.peers import SYSTEMS, Training, Work
+from benchmarks.peers import Training, Work
 
 
 def resident(field: str) -> int:
@@ -38,24 +40,23 @@ def forget_peak() -> None:
 
 
 class Rank:
-    """A rank of `system`; every method is a command. Steps are numbered from 0, and set the data."""
+    """A rank of a system; every method is a command. Steps are numbered from 0, and set the data."""
 
-    def __init__(self, system: str, work: Work, rank: int) -> None:
-        self.system, self.work, self.rank = system, work, rank
+    def __init__(self, make: Callable[[Work, torch.device], Training], work: Work, rank: int) -> None:
+        self.make, self.work, self.rank = make, work, rank
         self.device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
         self.at = 0
         self.training: Training | None = None
 
     def build(self) -> dict[str, Any]:
-        self.training, self.at = SYSTEMS[self.system].make(self.work, self.device), 0
+        self.training, self.at = self.make(self.work, self.device), 0
         return {}
 
     def _steps(self, count: int) -> list[float]:
         assert self.training is not None, "not built"
         losses = []
         for i in range(self.at, self.at + count):
-            tokens = self.work.tokens(i, self.rank).to(self.device)
-            losses.append(self.training.step(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
+            losses.append(self.training.step(*self.work.inputs(i, self.rank, self.device)))
         self.training.settle()
         self.at += count
         return losses
@@ -65,6 +66,11 @@ class Rank:
         mean = torch.tensor(self._steps(count), dtype=torch.float64, device=self.device)
         dist.all_reduce(mean)
         return {"losses": (mean / self.work.ranks).tolist()}
+
+    def check(self) -> dict[str, Any]:
+        """How far this rank's results are from what they should be, by kind."""
+        assert self.training is not None and self.training.check is not None, "nothing to check"
+        return self.training.check()
 
     def timed(self, count: int) -> dict[str, Any]:
         """Seconds a step, and what this process computed in them: on all its threads, communication's too."""
@@ -111,7 +117,7 @@ class Rank:
         return {"step": step - base, "ever": max(step, ever) - base, "process": max(step, ever)}
 
 
-def main(system: str, work: Work, rank: int, rendezvous: str) -> None:
+def main(module: str, system: str, work: dict[str, Any], rank: int, rendezvous: str) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is not an answer
     warnings.filterwarnings("ignore")
@@ -123,10 +129,11 @@ def main(system: str, work: Work, rank: int, rendezvous: str) -> None:
         "nccl" if on_gpu else "gloo",
         init_method=f"file://{rendezvous}",
         rank=rank,
-        world_size=work.ranks,
+        world_size=work["ranks"],
         timeout=datetime.timedelta(minutes=10),  # DeepSpeed compiles at its first use
     )
-    served = Rank(system, work, rank)
+    systems = importlib.import_module(module)
+    served = Rank(systems.SYSTEMS[system].make, systems.Work(**work), rank)
     for line in sys.stdin:
         name, *arguments = json.loads(line)
         answers.write(json.dumps(getattr(served, name)(*arguments)) + "\n")
@@ -135,4 +142,4 @@ def main(system: str, work: Work, rank: int, rendezvous: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Work(**json.loads(sys.argv[2])), int(sys.argv[3]), sys.argv[4])
+    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), int(sys.argv[4]), sys.argv[5])

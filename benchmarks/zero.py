@@ -15,16 +15,11 @@ Settings of the peers: `peers.py`. Examples:
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,12 +30,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measure import interval
 from benchmarks.peers import SYSTEMS, Work
+from benchmarks.processes import Job, alive, isolate, quotients, shown, take_turns
 from megazero.parameters import num_parameters
 
-RANK = Path(__file__).with_name("rank.py")
-CLONE_NEWNET = 0x40000000
 LOSS_GAP = 1e-3  # relative to megazero's stage 0, in fp32
 # Freed memory leaves the process, so that its resident peak shows what is partitioned; slow, hence a pass of its own.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
@@ -82,98 +75,10 @@ class Options:
         return Work(*shape, self.ranks, precision)
 
 
-class Processes:
-    """All ranks of one system."""
-
-    def __init__(self, system: str, work: Work, python: str, env: dict[str, str]) -> None:
-        self.system = system
-        self.folder = tempfile.TemporaryDirectory(prefix="megazero-bench-")
-        self.said = Path(self.folder.name, "stderr")
-        rendezvous = str(Path(self.folder.name, "store"))
-        arguments = [system, json.dumps(dataclasses.asdict(work))]
-        self.ranks = []
-        for rank in range(work.ranks):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": work.ranks}
-            with self.said.open("a") as said:
-                self.ranks.append(
-                    subprocess.Popen(
-                        [python, str(RANK), *arguments, str(rank), rendezvous],
-                        stdin=subprocess.PIPE,
-                        stdout=subprocess.PIPE,
-                        stderr=said,
-                        text=True,
-                        env={**os.environ, **env, **{name: str(value) for name, value in place.items()}},
-                    )
-                )
-
-    def tell(self, *command: Any) -> None:
-        for process in self.ranks:
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(command) + "\n")
-            process.stdin.flush()
-
-    def hear(self) -> list[dict[str, Any]]:
-        """Every rank's answer to the last command."""
-        answers = []
-        for process in self.ranks:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            if not line:
-                raise RuntimeError(f"{self.system} failed:\n{self.said.read_text()[-3000:]}")
-            answers.append(json.loads(line))
-        return answers
-
-    def ask(self, *command: Any) -> list[dict[str, Any]]:
-        self.tell(*command)
-        return self.hear()
-
-    def stop(self) -> None:
-        for process in self.ranks:
-            assert process.stdin is not None and process.stdout is not None
-            process.stdin.close()
-        for process in self.ranks:
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            process.stdout.close()
-        self.folder.cleanup()
-
-
-def isolate() -> bool:
-    """Move to a network namespace whose loopback carries this run alone; False where that is not allowed."""
-    if sys.platform != "linux" or os.geteuid() != 0:
-        return False
-    if subprocess.run(["unshare", "-n", "ip", "link", "set", "lo", "up"], capture_output=True).returncode:
-        return False
-    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET):
-        return False
-    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-    return True
-
-
-def carried() -> int:
-    """Bytes that the loopback has sent so far, headers included."""
-    for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
-        name, _, counters = line.partition(":")
-        if name.strip() == "lo":
-            return int(counters.split()[8])
-    return 0
-
-
-@contextmanager
-def alive(names: list[str], work: Work, options: Options, extra: dict[str, str]) -> Iterator[list[Processes]]:
-    """The processes of several systems, each of which is ended whatever happens."""
-    env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
-    if not torch.cuda.is_available():
-        env["DS_ACCELERATOR"] = "cpu"
+def jobs(names: list[str], work: Work, options: Options, extra: dict[str, str]) -> list[Job]:
+    env = extra if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu", **extra}
     pythons = {name: options.deepspeed_python if name.startswith("deepspeed") else sys.executable for name in names}
-    with ExitStack() as stack:
-        systems = [Processes(name, work, pythons[name], {**env, **extra}) for name in names]
-        for system in systems:
-            stack.callback(system.stop)
-        yield systems
+    return [Job(name, work, "benchmarks.peers", pythons[name], env) for name in names]
 
 
 def measure_memory(names: list[str], work: Work, options: Options) -> dict[str, Any]:
@@ -181,7 +86,7 @@ def measure_memory(names: list[str], work: Work, options: Options) -> dict[str, 
     found = {}
     at_once = [names] if not torch.cuda.is_available() else [[name] for name in names]
     for group in at_once:
-        with alive(group, work, options, MALLOC) as systems:
+        with alive(jobs(group, work, options, MALLOC)) as systems:
             for system in systems:
                 system.tell("memory", 4)
             for system in systems:
@@ -192,20 +97,13 @@ def measure_memory(names: list[str], work: Work, options: Options) -> dict[str, 
 
 def measure_speed(names: list[str], work: Work, options: Options, isolated: bool) -> dict[str, Any]:
     """Per system: first losses; of every turn, a step's seconds, CPU seconds and bytes that a rank puts on the wire."""
-    found: dict[str, Any] = {name: {"seconds": [], "cpu": [], "wire": []} for name in names}
-    with alive(names, work, options, {}) as systems:
+    with alive(jobs(names, work, options, {})) as systems:
+        losses = {}
         for system in systems:
             system.ask("build")
-            found[system.system]["losses"] = system.ask("losses", options.loss_steps)[0]["losses"]
-        for turn in range(options.rounds):
-            for system in systems if turn % 2 else reversed(systems):
-                before = carried() if isolated else 0
-                answers = system.ask("timed", options.steps)
-                for kind in ("seconds", "cpu"):
-                    found[system.system][kind].append(max(answer[kind] for answer in answers))
-                if isolated:
-                    found[system.system]["wire"].append((carried() - before) / options.steps / options.ranks)
-    return found
+            losses[system.system] = system.ask("losses", options.loss_steps)[0]["losses"]
+        found = take_turns(systems, options.rounds, options.steps, isolated)
+    return {name: {**found[name], "losses": losses[name]} for name in names}
 
 
 def choose(options: Options) -> dict[int, list[str]]:
@@ -247,13 +145,8 @@ def show(results: dict[int, dict[str, Any]], reference: list[float], options: Op
     for stage, systems in results.items():
         ours = systems[f"megazero{stage}"]["seconds"]
         for name, found in systems.items():
-            low, high = interval([tokens / s for s in found["seconds"]])
-            speed = f"{tokens / statistics.median(found['seconds']):.0f} [dim]{low:.0f}-{high:.0f}[/]"
-            ratio = ""
-            if found["seconds"] is not ours:
-                ratios = [theirs / s for theirs, s in zip(found["seconds"], ours, strict=True)]
-                low, high = interval(ratios)
-                ratio = f"{statistics.median(ratios):.2f} [dim]{low:.2f}-{high:.2f}[/]"
+            speed = shown([tokens / s for s in found["seconds"]], 0)
+            ratio = "" if found["seconds"] is ours else shown(quotients(found["seconds"], ours), 2)
             memory = f"{found['memory']['step'] / 2**20:.0f}" if "memory" in found else "not measured"
             wire = f"{statistics.median(found['wire']) / parameters:.2f}" if found["wire"] else "not measured"
             loss = f"{found['losses'][0]:.4f} to {found['losses'][-1]:.4f}"
@@ -286,7 +179,7 @@ def main(options: Options) -> None:
     if 0 in results:
         reference = results[0]["megazero0"]["losses"]
     else:
-        with alive(["megazero0"], work, options, {}) as (alone,):
+        with alive(jobs(["megazero0"], work, options, {})) as (alone,):
             alone.ask("build")
             reference = alone.ask("losses", options.loss_steps)[0]["losses"]
     show(results, reference, options, console)

@@ -46,3 +46,17 @@ def test_one_process_against_transformers_runs() -> None:
     done = run(sys.executable, "benchmarks/single_process.py", *small)
     assert done.returncode == 0, done.stderr
     assert '"ratio"' in done.stdout
+
+
+def test_zero_against_its_peers_runs() -> None:
+    """The program itself asserts that all systems train the same model."""
+    done = run(sys.executable, "benchmarks/zero.py", "--quick", "--stages", 3, "--no-memory")
+    assert done.returncode == 0, done.stderr
+    assert "FSDP2" in done.stdout
+
+
+def test_tensor_parallelism_against_dtensor_runs() -> None:
+    """The program itself refuses to time what does not compute the same as whole plain blocks."""
+    done = run(sys.executable, "benchmarks/tensor_parallel.py", "--quick")
+    assert done.returncode == 0, done.stderr
+    assert "DTensor" in done.stdout

@@ -1,0 +1,316 @@
+"""A stack of transformer blocks, cut over tensor-parallel ranks by megazero and by torch's DTensor.
+
+No embedding, no head: what is compared is the cut block. A step is forward, backward from a fixed gradient and one
+AdamW update without clipping, the same on both sides; its input needs a gradient, as a block's always does.
+
+Every system exists in three forms:
+
+- on `ranks` ranks. The stream between blocks is `whole` on each of them, or `cut` (sequence parallelism).
+- `-silent`: the same code on as many ranks at once, over a group of torch's `fake` backend, whose collectives answer at
+  once with tensors of the right shape, at most copied from this rank's own. What it lacks is communication alone: the
+  bytes, the threads that move them, the waiting for the other rank.
+- `-alone`: whole blocks, one process.
+
+Shapes: b micro-batch, s sequence, T = b s tokens, T' those of the stream on this rank, h hidden.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from benchmarks.peers import PlainBlock, Training, draw_weights
+from benchmarks.peers import Work as GPTWork
+from megazero import tensor_parallel
+from megazero.checks import resolve
+from megazero.config import Config, ModelConfig
+from megazero.engine import Engine
+from megazero.mesh import Axis, Mesh
+from megazero.model import Tokens
+from megazero.optim import Update
+
+NOT_BLOCKS = ("*_embedding.weight", "head.*")
+LR = 1e-6  # so small that hundreds of steps from one fixed gradient do not move the numbers to where they are slow
+
+
+class Work(GPTWork):
+    def config(self, stage: int = 0) -> Config:
+        config = super().config(stage)
+        return dataclasses.replace(
+            config,
+            parallel=dataclasses.replace(config.parallel, tensor_model_parallel_size=self.ranks),
+            training=dataclasses.replace(config.training, freeze_parameters=NOT_BLOCKS),
+            optimizer=dataclasses.replace(config.optimizer, lr=LR),
+        )
+
+    def inputs(self, step: int, rank: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """A step has the same input and output gradient every time, and holds them itself."""
+        return ()
+
+    def ends(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """A whole input and a whole output gradient, [b, s, h], the same on every rank."""
+        generator = torch.Generator().manual_seed(0)
+        shape = self.micro_batch_size, self.seq_length, self.hidden_size
+        return tuple(torch.randn(shape, generator=generator).to(device) for _ in range(2))  # type: ignore[return-value]
+
+
+class Gradient(NamedTuple):
+    """Of one parameter, on this rank."""
+
+    name: str
+    ours: torch.Tensor
+    part: Callable[[torch.Tensor], torch.Tensor]  # the whole parameter's gradient -> what `ours` should be
+
+
+class Stack(NamedTuple):
+    """One rank's part of the blocks under one system."""
+
+    part: Callable[[torch.Tensor], torch.Tensor]  # [b, s, h] -> what this rank holds of it between blocks
+    forward: Callable[[torch.Tensor], torch.Tensor]
+    backward: Callable[[torch.Tensor, torch.Tensor], None]  # (y, dy); then the weights' gradients are complete
+    gradients: Callable[[], Iterator[Gradient]]
+    update: Callable[[], None]  # after which the gradients are gone
+
+
+class PlainStack(nn.Module):
+    def __init__(self, model: ModelConfig, seed: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(PlainBlock(model) for _ in range(model.num_layers))
+        draw_weights(self, model, seed)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def distance(ours: torch.Tensor, reference: torch.Tensor) -> float:
+    """L2, relative to the reference."""
+    a, b = ours.detach().double(), reference.detach().double()
+    return float((a - b).norm() / b.norm())
+
+
+def training(work: Work, device: torch.device, stack: Stack) -> Training:
+    whole_x, whole_dy = work.ends(device)
+    x, dy = (stack.part(t).contiguous() for t in (whole_x, whole_dy))
+    x.requires_grad_()
+
+    def passes() -> torch.Tensor:
+        x.grad = None
+        y = stack.forward(x)
+        stack.backward(y, dy)
+        return y
+
+    def step() -> float:
+        passes()
+        stack.update()
+        return 0.0
+
+    def check() -> dict[str, float]:
+        """Against whole plain blocks on this rank. Gradients are compared element by element, the worst one counts."""
+        y = passes()
+        config = work.config()
+        reference = PlainStack(config.model, config.training.seed).to(device)
+        plain_x = whole_x.clone().requires_grad_()
+        plain_y = reference(plain_x)
+        plain_y.backward(whole_dy)
+        assert x.grad is not None and plain_x.grad is not None
+        weights = {name: p.grad for name, p in reference.named_parameters()}
+        far = {g.name: distance(g.ours, g.part(weights.pop(g.name))) for g in stack.gradients()}  # type: ignore[arg-type]
+        assert not weights, f"no gradient: {list(weights)}"
+        stack.update()
+        return {
+            "output": distance(y, stack.part(plain_y)),
+            "input gradient": distance(x.grad, stack.part(plain_x.grad)),
+            "weight gradients": max(far.values()),
+        }
+
+    return Training(step, check=check)
+
+
+def _fake_group(ranks: list[int]) -> dist.ProcessGroup:
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
+
+    group = dist.new_group(ranks, backend="fake")
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+# -- megazero
+
+
+class _SilentAxis(Axis):
+    """Of a fake group, taking the paths that it would take on the real one: on a CPU, gloo's."""
+
+    @property
+    def staged(self) -> bool:
+        return self.size > 1 and dist.get_backend() == "gloo"
+
+
+def megazero(work: Work, device: torch.device, cut: bool, silent: bool, own_products: bool) -> Training:
+    """The Engine's own blocks, ZeRO stage 0, with gradients, sums and update as in a training step."""
+    if not own_products:
+        tensor_parallel.HAS_ONEDNN = False  # this process is this system's alone
+    config = work.config()
+    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, sequence_parallel=cut))
+    config, layout = resolve(config, work.ranks, 0)
+    mesh = Mesh.build(layout, dist.get_rank(), device)
+    if silent:
+        mesh = dataclasses.replace(mesh, tp=_SilentAxis("tp", mesh.tp.ranks, mesh.rank, _fake_group(mesh.tp.ranks)))
+    engine = Engine(config, mesh)
+    zero, stage = engine.zero, engine.model
+    tokens = Tokens(work.seq_length, tuple(range(work.micro_batch_size)), drops=False)
+    held = tensor_parallel.Stream(mesh.tp, cut).tokens(tokens.total)
+    change = Update(config.optimizer, config.optimizer.lr, torch.zeros((), device=device), 1.0)
+
+    def backward(y: torch.Tensor, dy: torch.Tensor) -> None:
+        with zero.backward(final=True):
+            y.backward(dy)
+        zero.sum_gradients(None)
+
+    def gradients() -> Iterator[Gradient]:
+        for unit in zero.trained:
+            assert unit.reduced is not None
+            for spec, block in zip(unit.specs, unit.blocks, strict=True):
+                ours = unit.reduced.data[unit.flat.windows[spec.name].slice()].view(block.stored)
+                where = tuple(slice(at, at + n) for at, n in zip(block.offset, block.shape, strict=True))
+                yield Gradient(spec.name, ours, partial(_window, shape=spec.shape, where=where))
+
+    return training(
+        work,
+        device,
+        Stack(
+            part=lambda whole: whole.detach().flatten(0, 1)[held.start : held.stop].clone(),
+            forward=lambda x: stage.body(x, tokens, zero.run),
+            backward=backward,
+            gradients=gradients,
+            update=lambda: zero.update(change),
+        ),
+    )
+
+
+def _window(whole: torch.Tensor, shape: tuple[int, ...], where: tuple[slice, ...]) -> torch.Tensor:
+    return whole.view(shape)[where]
+
+
+# -- torch
+
+
+def _plan(cut: bool) -> dict[str, Any]:
+    """As torch's tensor-parallel tutorial and torchtitan compose a block. They gather a cut stream by
+    PrepareModuleInput on the whole attention or MLP, because two or three matrices read it; here one does, and its own
+    style gathers it, once.
+    """
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+
+    if not cut:
+        column, row = ColwiseParallel, RowwiseParallel
+        return {"attention.qkv": column(), "attention.proj": row(), "mlp.up": column(), "mlp.down": row()}
+    return {
+        "norm1": SequenceParallel(),
+        "attention.qkv": ColwiseParallel(input_layouts=Shard(1)),
+        "attention.proj": RowwiseParallel(output_layouts=Shard(1)),
+        "norm2": SequenceParallel(),
+        "mlp.up": ColwiseParallel(input_layouts=Shard(1)),
+        "mlp.down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+
+
+def dtensor(work: Work, device: torch.device, cut: bool, silent: bool) -> Training:
+    """Plain blocks, parallelised; torch's fused AdamW, which with a cut stream sums the norms' gradients over ranks."""
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    if silent:
+        mesh = DeviceMesh.from_group(_fake_group(list(range(work.ranks))), device.type)
+    else:
+        mesh = init_device_mesh(device.type, (work.ranks,))
+    config, rank = work.config(), dist.get_rank()
+    stack = PlainStack(config.model, config.training.seed).to(device)
+    for block in stack.blocks:
+        parallelize_module(block, mesh, _plan(cut))
+        # Rows of qkv are ordered by head: their first half is the first half of the heads, whole.
+        block.num_heads = config.model.num_attention_heads // work.ranks  # type: ignore[assignment]
+    each = work.seq_length // work.ranks
+    mine = slice(rank * each, (rank + 1) * each) if cut else slice(None)
+    return _torch_training(work, device, stack, lambda whole: whole.detach()[:, mine].clone())
+
+
+def plain(work: Work, device: torch.device) -> Training:
+    """Whole blocks, for one process."""
+    config = work.config()
+    stack = PlainStack(config.model, config.training.seed).to(device)
+    return _torch_training(work, device, stack, lambda whole: whole.detach().clone())
+
+
+def _torch_training(
+    work: Work, device: torch.device, stack: PlainStack, part: Callable[[torch.Tensor], torch.Tensor]
+) -> Training:
+    optimizer = _adamw(stack, work)
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def gradients() -> Iterator[Gradient]:
+        for name, p in stack.named_parameters():
+            grad = p.grad
+            assert grad is not None, name
+            yield Gradient(name, grad.full_tensor() if hasattr(grad, "full_tensor") else grad, lambda whole: whole)
+
+    return training(work, device, Stack(part, stack, lambda y, dy: y.backward(dy), gradients, update))
+
+
+def _adamw(stack: PlainStack, work: Work) -> torch.optim.Optimizer:
+    """Fused; matrices decay. A fused group is all DTensors or none: with a whole stream the norms are plain tensors."""
+    from torch.distributed.tensor import DTensor
+
+    c = work.config().optimizer
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for name, p in stack.named_parameters():
+        groups.setdefault((name.endswith("bias") or "norm" in name, isinstance(p, DTensor)), []).append(p)
+    settings = [
+        {"params": members, "weight_decay": 0.0 if exempt else c.weight_decay}
+        for (exempt, _), members in groups.items()
+    ]
+    return torch.optim.AdamW(settings, lr=c.lr, betas=(c.adam_beta1, c.adam_beta2), eps=c.adam_eps, fused=True)
+
+
+class System(NamedTuple):
+    """`make(work, device)` gives a rank's training."""
+
+    label: str
+    make: Callable[[Work, torch.device], Training]
+
+
+def _systems() -> dict[str, System]:
+    """Named system-stream, with -silent behind; system-alone."""
+    systems = {
+        "torch-alone": System("plain torch, one process", plain),
+        "megazero-alone": System(
+            "megazero, one process", partial(megazero, cut=False, silent=False, own_products=True)
+        ),
+        "megazero/torch-alone": System(
+            "megazero, torch's products, one process", partial(megazero, cut=False, silent=False, own_products=False)
+        ),
+    }
+    for cut in (False, True):
+        for silent in (False, True):
+            end = f"-{'cut' if cut else 'whole'}{'-silent' if silent else ''}"
+            here = {"cut": cut, "silent": silent}
+            systems[f"dtensor{end}"] = System("torch DTensor", partial(dtensor, **here))
+            systems[f"megazero{end}"] = System("megazero", partial(megazero, **here, own_products=True))
+            systems[f"megazero/torch{end}"] = System(
+                "megazero, torch's products", partial(megazero, **here, own_products=False)
+            )
+    return systems
+
+
+SYSTEMS = _systems()
