@@ -66,10 +66,12 @@ class Mode(NamedTuple):
     name: str
     activations: ActivationConfig
     sequence_parallel: bool = False
+    compile: bool = False
 
 
 MODES = [
     Mode("none", ActivationConfig()),
+    Mode("none, compiled", ActivationConfig(), compile=True),
     Mode("selective", ActivationConfig("selective")),
     Mode("full", ActivationConfig("full")),
     Mode("full, contiguous", ActivationConfig("full", contiguous_checkpointing=True)),
@@ -92,7 +94,9 @@ def config_of(options: Options, mode: Mode, tp: int) -> tuple[Config, Layout]:
     drops = {"attention_dropout": o.dropout, "hidden_dropout": o.dropout}
     config = Config(
         model=ModelConfig(o.layers, o.hidden, 4 * o.hidden, o.heads, o.seq_length, o.vocabulary, **drops),
-        training=TrainingConfig(o.batch, precision="bf16" if torch.cuda.is_available() else "fp32"),
+        training=TrainingConfig(
+            o.batch, precision="bf16" if torch.cuda.is_available() else "fp32", compile=mode.compile
+        ),
         parallel=ParallelConfig(tp, sequence_parallel=mode.sequence_parallel),
         activations=mode.activations,
     )

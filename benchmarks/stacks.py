@@ -156,7 +156,7 @@ class _SilentAxis(Axis):
 def megazero(work: Work, device: torch.device, cut: bool, silent: bool, own_products: bool) -> Training:
     """The Engine's own blocks, ZeRO stage 0, with gradients, sums and update as in a training step."""
     if not own_products:
-        tensor_parallel.HAS_ONEDNN = False  # this process is this system's alone
+        tensor_parallel.PREFERS_ONEDNN = False  # this process is this system's alone
     config = work.config()
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, sequence_parallel=cut))
     config, layout = resolve(config, work.ranks, 0)

@@ -11,8 +11,8 @@ Turns, intervals and CPU ms are `zero.py`'s. Beside speed:
 - communication: 1 - (step without communication) / step, of neighbouring turns; its collectives answer at once.
 - of half alone: a step against half of the step of one process that does all of it with one thread: 1 is perfect.
 
-On a CPU megazero's fp32 products are oneDNN's, faster than torch's own (MKL's) on some CPUs and slower on others: it
-runs with both, so that what is gained by tensor parallelism is seen alone. Examples:
+On a CPU with AVX-512 megazero's fp32 products are oneDNN's, faster than torch's own (MKL's): there it runs with both, so
+that what is gained by tensor parallelism is seen alone. Examples:
 
     python benchmarks/tensor_parallel.py --json tensor_parallel.json
     python benchmarks/tensor_parallel.py --layers 2 --hidden 1024 --heads 16 --no-narrow --streams cut
@@ -36,6 +36,7 @@ from rich.table import Table
 
 from benchmarks.processes import Job, Processes, alive, isolate, quotients, shown, take_turns
 from benchmarks.stacks import SYSTEMS, Work
+from megazero.tensor_parallel import PREFERS_ONEDNN
 
 GAP = 1e-4  # relative L2 distance from plain blocks
 VOCABULARY = 128  # megazero's model has a token table, frozen and never looked up
@@ -57,7 +58,7 @@ class Options:
     streams: tuple[Literal["whole", "cut"], ...] = ("whole", "cut")
     """Stream between blocks; cut is sequence parallelism."""
     products: tuple[Literal["own", "torch"], ...] = ("own", "torch")
-    """megazero's matrix products; on a GPU they are torch's anyway."""
+    """megazero's matrix products; on a GPU, and on a CPU without AVX-512, they are torch's anyway."""
     shares: bool = True
     """Run every system without communication too, and as one process."""
     rounds: int = 12
@@ -192,7 +193,7 @@ def main(options: Options) -> None:
     gpus = torch.cuda.device_count()
     if options.ranks > gpus > 0:
         raise SystemExit(f"--ranks {options.ranks}: there are {gpus} GPUs, and a rank needs its own")
-    if gpus:
+    if gpus or not PREFERS_ONEDNN:
         options = dataclasses.replace(options, products=("own",))
     console = Console(width=150 if not sys.stdout.isatty() else None)
     isolated = not gpus and isolate()
