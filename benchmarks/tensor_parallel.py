@@ -11,8 +11,8 @@ Turns, intervals and CPU ms are `zero.py`'s. Beside speed:
 - communication: 1 - (step without communication) / step, of neighbouring turns; its collectives answer at once.
 - of half alone: a step against half of the step of one process that does all of it with one thread: 1 is perfect.
 
-On a CPU with AVX-512 megazero's fp32 products are oneDNN's, faster than torch's own (MKL's): there it runs with both, so
-that what is gained by tensor parallelism is seen alone. Examples:
+On a CPU with AVX-512 megazero's fp32 products are oneDNN's, faster than torch's own (MKL's): there it runs with both,
+so that what is gained by tensor parallelism is seen alone. Examples:
 
     python benchmarks/tensor_parallel.py --json tensor_parallel.json
     python benchmarks/tensor_parallel.py --layers 2 --hidden 1024 --heads 16 --no-narrow --streams cut
