@@ -62,7 +62,7 @@ def kept_by_a_block(engine: Engine) -> list[int]:
     training, model = engine.config.training, engine.config.model
     ids = torch.zeros(training.micro_batch_size, model.seq_length, dtype=torch.long)
     tokens = Tokens.of(ids, tuple(range(len(ids))), drops=True)
-    engine._begin(micro_batches=1)
+    engine.begin(micro_batches=1)
     keep = engine.checkpoints.keep() if engine.checkpoints is not None else None
     block = next(iter(engine.model.blocks.values()))
     with Alive() as alive:
@@ -71,7 +71,7 @@ def kept_by_a_block(engine: Engine) -> list[int]:
         x = (
             torch.randn(message.shape, device=message.device).to(message.dtype).add(anchor)
         )  # not a leaf: autograd keeps those anyway
-        y = engine._layer(keep, block, x, tokens)
+        y = engine.run_layer(keep, block, x, tokens)
         del x
         gc.collect()
         for _ in range(4):  # gloo's threads may hold a tensor a moment after it was waited for: until their next work
@@ -81,5 +81,5 @@ def kept_by_a_block(engine: Engine) -> list[int]:
         arena = slots.buffers if slots is not None else []
         sizes = alive.sizes(but=[anchor, y, *weights, *arena])
         if slots is not None:
-            sizes += [slots.numel * slots.dtype.itemsize] * (len(arena) - len(slots.free))
+            sizes += [slots.each_bytes] * (len(arena) - len(slots.free))
     return sorted(sizes)

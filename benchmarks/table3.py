@@ -83,7 +83,16 @@ def large(console: Console) -> None:
             layers, hidden, heads = LARGEST[model]
             shape = ["--num-layers", layers, "--hidden-size", hidden, "--num-attention-heads", heads]
             shape += ["--seq-length", 1024, "--vocab-size", 50257, "--tensor-model-parallel-size", 16]
-            shape += ["--micro-batch-size", 16, "--precision", "fp16", "--grad-dtype", "fp16"]
+            shape += [
+                "--micro-batch-size",
+                16,
+                "--global-batch-size",
+                400,
+                "--precision",
+                "fp16",
+                "--grad-dtype",
+                "fp16",
+            ]
             shape += ["--reduce-bucket-size", 40_000_000]
             config, layout = resolve(parse(["--preset", f"c{number}", *map(str, shape)]), 400, 0)
             memory = estimate(config, layout, staged=False).memory

@@ -13,6 +13,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from megazero.config import BYTES, Config
+from megazero.flat import partition_numel
 from megazero.layout import Layout
 from megazero.schedule import peak_live, plan
 
@@ -54,7 +55,7 @@ def block_saves(config: Config, layout: Layout, device_type: str) -> list[Saved]
         return []
     rows, hidden = _stream_rows(config, layout), config.model.hidden_size
     if activations.partition_activations:
-        return [Saved("block input, partitioned", (-(-rows * hidden // layout.tp),), w)]
+        return [Saved("block input, partitioned", (partition_numel(rows * hidden, layout.tp),), w)]
     return [Saved("block input", (rows, hidden), w)]
 
 
@@ -96,12 +97,14 @@ def saved_bytes(saves: list[Saved]) -> int:
 
 
 def stage_activations(config: Config, layout: Layout, rank: int, device_type: str) -> int:
-    """The most bytes that the blocks of a rank keep at one instant, kept inputs and arenas left out.
+    """The most bytes that the blocks of a rank keep at one instant, inputs kept for recompute left out.
 
-    Of all blocks and micro-batches in flight; under full recompute, of the one block that is being computed again.
+    Of all blocks and micro-batches in flight; under full recompute, of the one block that is being computed again: its
+    input is the kept one, unless Pa has gathered it.
     """
     if config.activations.recompute == "full":
-        return saved_bytes(computed_saves(config, layout, device_type))
+        found = computed_saves(config, layout, device_type)
+        return saved_bytes(found[0 if config.activations.partition_activations else 1 :])
     stage, micro_batches = layout.coord(rank).pp, config.micro_batches(layout)
     live = peak_live(plan(config.parallel.pipeline_schedule, stage, layout.pp, micro_batches))
     blocks = len(layout.layers(config.model.num_layers, stage))
@@ -111,15 +114,14 @@ def stage_activations(config: Config, layout: Layout, rank: int, device_type: st
 def korthikanti(config: Config, layout: Layout) -> float:
     """Bytes a block by table 2 of "Reducing Activation Recomputation in Large Transformer Models" (2022).
 
-    Its model is Megatron's in 16 bit, with dropout masks of a byte, and softmax, its dropout and that one's mask kept;
-    in 32 bit everything is taken twice, which is 2 % too much for the masks.
+    Its model is Megatron's, with dropout masks of a byte, and with softmax, its dropout and that one's mask kept. The
+    paper has it for 16 bit: there this is sbh (10 + 24 / t + 5 a s / (h t)) and so on.
     """
-    model, tp = config.model, layout.tp
+    model, tp, w = config.model, layout.tp, BYTES[config.training.precision]
     s, h, n = model.seq_length, model.hidden_size, model.num_attention_heads
-    sbh = s * config.training.micro_batch_size * h * BYTES[config.training.precision] / 2
-    recompute = config.activations.recompute
+    sbh, recompute = s * config.training.micro_batch_size * h, config.activations.recompute
+    cut = tp if config.parallel.sequence_parallel else 1
     if recompute == "full":
-        return 2 * sbh / (tp if config.parallel.sequence_parallel else 1)
-    replicated = 10 / (tp if config.parallel.sequence_parallel else 1)
-    scores = 5 * n * s / h / tp if recompute == "none" else 0.0
-    return sbh * (replicated + 24 / tp + scores)
+        return w * sbh / cut
+    scores = (2 * w + 1) * n * s / h / tp if recompute == "none" else 0.0
+    return sbh * ((4 * w + 2) / cut + 12 * w / tp + scores)

@@ -49,8 +49,11 @@ class Core:
         return y.transpose(1, 2).reshape(qkv.shape[0], -1)
 
     def weights(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        """Causal softmax of q k^T / sqrt(d): [b, n/tp, s, s] in q's dtype, the softmax in fp32."""
-        return self.pieces.causal_softmax(_matmul(q, k.transpose(-1, -2)), q.shape[-1] ** -0.5)
+        """Causal softmax of q k^T / sqrt(d): [b, n/tp, s, s] in q's dtype, the softmax in fp32.
+
+        Queries are scaled, not scores: q k^T alone can be more than fp16 holds.
+        """
+        return self.pieces.causal_softmax(_matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2)))
 
 
 class _Heads(torch.autograd.Function):

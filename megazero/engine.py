@@ -112,7 +112,7 @@ class Engine:
 
     # -- what the pipeline calls
 
-    def _layer(self, keep: Keep | None, layer: nn.Module, *args: Any) -> torch.Tensor:
+    def run_layer(self, keep: Keep | None, layer: nn.Module, *args: Any) -> torch.Tensor:
         """Recompute outside, gather inside: so a recompute gathers again."""
         gathered = partial(self.zero.run, layer)
         if isinstance(layer, Block) and keep is not None:
@@ -122,7 +122,7 @@ class Engine:
     def forward(self, x: torch.Tensor | None, batch: Batch) -> torch.Tensor:
         model, device, learns = self.model, self.mesh.device, torch.is_grad_enabled()
         tokens = Tokens.of(batch.ids, batch.samples, drops=learns)
-        run = partial(self._layer, self.checkpoints.keep() if self.checkpoints is not None and learns else None)
+        run = partial(self.run_layer, self.checkpoints.keep() if self.checkpoints is not None and learns else None)
         if x is None:
             x = model.embed(batch.ids.to(device, non_blocking=True), tokens, run)
         x = model.body(x, tokens, run)
@@ -132,6 +132,8 @@ class Engine:
         return run(model.head, x, labels, mask)
 
     def backward(self, final: bool) -> AbstractContextManager[None]:
+        if self.checkpoints is not None:
+            self.checkpoints.fetch_ahead()
         return self.zero.backward(final)
 
     # -- what the trainer calls
@@ -140,7 +142,7 @@ class Engine:
         """One iteration, counted from 1, over this rank's micro-batches."""
         zero, optimizer = self.zero, self.config.optimizer
         scale = self.scale.value if self.scale else 1.0
-        self._begin(len(batches))
+        self.begin(len(batches))
         targets = self._count_targets(batches)
         loss = self._run(self.config.parallel.pipeline_schedule, batches, seed_gradient=scale / max(1, targets))
         zero.sum_gradients(self.tied)
@@ -164,7 +166,7 @@ class Engine:
         self.scale = self.scale and self.scale.after(skipped and targets > 0)
         return StepResult(mean, norm, lr, scale, skipped, culprit, gradient_bytes)
 
-    def _begin(self, micro_batches: int) -> None:
+    def begin(self, micro_batches: int) -> None:
         """Peaks are an iteration's; nothing is kept yet, whatever became of the step before."""
         self.zero.discard_gradients()
         if self.checkpoints is not None:

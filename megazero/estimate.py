@@ -10,10 +10,10 @@ from collections import Counter
 from typing import NamedTuple
 
 from megazero.config import BYTES, Config
-from megazero.flat import FlatLayout, Range
+from megazero.flat import FlatLayout, Range, partition_numel
 from megazero.layout import Layout, ring_bytes
 from megazero.ledger import Lease, Ledger
-from megazero.parameters import HEAD, POSITION, TOKEN, stage_units, unit_layout
+from megazero.parameters import HEAD, POSITION, TOKEN, ParamSpec, stage_units, unit_layout
 from megazero.policy import COPY_DEPTH, Use, ZeroPolicy, fixed_gradients, layer_uses, plan_buckets, ring_slots
 from megazero.schedule import Action, Op, peak_live, plan, steps
 
@@ -51,6 +51,52 @@ class _Unit:
         self.reduced: Lease | None = None
 
 
+class Backward(NamedTuple):
+    """What a layer's backward does along tp, where parameters are frozen."""
+
+    runs: bool  # a gradient passes through; only then is the layer's input kept for recompute
+    gathers: int = 0  # of the residual stream, where that is cut
+    sums: int = 0
+
+
+def backward_passes(
+    uses: dict[str, tuple[Use, list[str]]], specs: dict[str, list[ParamSpec]], enters: bool, anchored: bool
+) -> dict[str, Backward]:
+    """layer -> its backward, by what autograd would do.
+
+    Args:
+        enters: the stage's input needs a gradient: its sender waits for it.
+        anchored: so does the input of every layer whose weights are gathered for backward (`zero._Closes`).
+    """
+    trains = {spec.name: spec.trains for members in specs.values() for spec in members}
+    x, found = enters, {}
+    for layer, (use, names) in uses.items():
+        x = x or (anchored and use is not Use.LOOKUP)
+        if use is Use.LAYER:
+
+            def any_of(module: str, layer: str = layer) -> bool:
+                return trains[f"{layer}.{module}.weight"] or trains[f"{layer}.{module}.bias"]
+
+            gathers = sums = 0
+            for norm, column, row in (("norm1", "attention.qkv", "attention.proj"), ("norm2", "mlp.up", "mlp.down")):
+                normed = x or any_of(norm)
+                inner = normed or any_of(column)
+                branch = inner or any_of(row)
+                gathers += (inner and trains[f"{layer}.{column}.weight"]) + branch
+                sums += normed
+                x = x or branch
+            found[layer] = Backward(x, gathers, sums)
+        else:
+            mine = any(spec.trains for name in names for spec in specs[name])
+            if use is Use.HEAD:  # its product has a gradient to pass on, wanted or not
+                table = next((s for name in reversed(names) for s in reversed(specs[name]) if len(s.shape) == 2), None)
+                found[layer] = Backward(x or mine, int(table is not None and table.trains), 1)
+            else:
+                found[layer] = Backward(x or mine, int(layer == TOKEN and mine))
+                x = x or mine
+    return found
+
+
 class _Walk:
     def __init__(self, config: Config, layout: Layout, rank: int, staged: bool) -> None:
         training, model = config.training, config.model
@@ -68,6 +114,7 @@ class _Walk:
             for name, s in specs.items()
         }
         self.uses = layer_uses(specs, self.first, self.tied)
+        self.passes = backward_passes(self.uses, specs, not self.first, self.policy.parameters)
         for _, names in self.uses.values():
             for name in names:
                 self.units[name].expected += 1
@@ -97,7 +144,8 @@ class _Walk:
             for kind, numel in zip((self._full_kind, "gradients"), self._fixed_numel(unit), strict=True)
         ]
         actions = plan(config.parallel.pipeline_schedule, self.coord.pp, layout.pp, config.micro_batches(layout))
-        at_rest.append(self._slots(peak_live(actions) * len(self.blocks)))
+        kept = sum(self.passes[name].runs for name in self.blocks)
+        at_rest.append(self._slots(peak_live(actions), len(self.blocks), kept))
         for batch in steps(actions):
             op, i, final = batch[0]
             if op is Op.FORWARD:
@@ -141,21 +189,25 @@ class _Walk:
         packed = buckets.columns * shards * buckets.packs
         return ring * self.w + buckets.slots * (scratch + packed) * self.g
 
-    def _slots(self, count: int) -> Lease:
-        """Slots for the checkpoints, `count` at once: in host memory, or as an arena; and buffers of copies."""
+    def _slots(self, live: int, blocks: int, kept: int) -> Lease:
+        """Slots for the checkpoints of `live` micro-batches, in host memory or as an arena.
+
+        Of each, `kept` are in use at once; and while it runs, a block that keeps nothing has one too.
+        """
         activations, each = self.config.activations, self._kept_bytes()
+        arena = live * blocks * each * activations.contiguous_checkpointing
         if activations.checkpoint_in_cpu:
-            self.copies = self.ledger.lease("buffers", 0 if self.staged else 2 * COPY_DEPTH * each)
-            return self.ledger.lease("host", count * each)
-        return self.ledger.lease("buffers", count * each if activations.contiguous_checkpointing else 0)
+            self.ledger.enter("buffers", 0 if self.staged else 2 * COPY_DEPTH * each)
+            return self.ledger.lease("host", arena or max(live * kept, 1) * each)
+        return self.ledger.lease("buffers", arena)
 
     def _kept_bytes(self) -> int:
         """Of one block's input on this rank."""
         activations = self.config.activations
         if activations.recompute != "full":
             return 0
-        if activations.partition_activations:  # whole elements, rounded up
-            return -(-self.hidden_bytes // self.w // self.layout.tp) * self.w
+        if activations.partition_activations:
+            return partition_numel(self.hidden_bytes // self.w, self.layout.tp) * self.w
         return self.hidden_bytes
 
     # -- the plan
@@ -184,7 +236,7 @@ class _Walk:
     def _keep(self, layer: str, i: int) -> None:
         """On the host it is counted at rest already; in an arena it was a buffer until now."""
         activations, each = self.config.activations, self._kept_bytes()
-        if activations.recompute == "full" and not activations.checkpoint_in_cpu:
+        if activations.recompute == "full" and not activations.checkpoint_in_cpu and self.passes[layer].runs:
             self.ledger.enter("buffers", -each * activations.contiguous_checkpointing)
             self.kept[layer, i] = self.ledger.lease("activation_checkpoints", each)
 
@@ -197,9 +249,10 @@ class _Walk:
         if not self.last:
             self.messages.pop((Op.RECV_DX, i)).end()
         for layer, (use, names) in reversed(self.uses.items()):
+            done = self.passes[layer]
+            self._stream_gather(done.gathers)
+            self._stream_sum(done.sums)
             if layer == HEAD:
-                self._stream_gather()
-                self._stream_sum()  # the input gradient of the logits' product
                 if self.tied:
                     self._contribute(TOKEN, final)
                 else:
@@ -209,22 +262,19 @@ class _Walk:
                 self._release(names)
             elif use is Use.LAYER:
                 self._gather(names)
-                self._recompute()
-                self._stream_gather(4)  # of both products' inputs again, and of both sums' gradients
-                self._stream_sum(2)
+                self._recompute(done)
                 self._contribute(layer, final)
                 self._let_go(layer, i)
                 self._release(names)
             elif layer in (TOKEN, POSITION):
-                self._stream_gather(layer == TOKEN)
                 self._contribute(layer, final)
         if not self.first:
             self.messages[Op.SEND_DX, i] = self.ledger.lease("buffers", self.hidden_bytes)
 
-    def _recompute(self) -> None:
+    def _recompute(self, done: Backward) -> None:
         """The recompute stops at the last input that backward needs: before the block's second sum over tp."""
         activations, tp = self.config.activations, self.layout.tp
-        if activations.recompute == "full":
+        if activations.recompute == "full" and done.runs:
             self._stream_gather(2)
             self._stream_sum()
             if activations.partition_activations:

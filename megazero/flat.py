@@ -89,3 +89,8 @@ def flat_layout(params: Iterable[FlatParam], size: int) -> FlatLayout:
         replicated=Range(ends[0], ends[2]),
         numel=numel,
     )
+
+
+def partition_numel(numel: int, size: int) -> int:
+    """Elements that each of `size` ranks keeps of `numel`, rounded up: the last ones keep less, and gather as much."""
+    return -(-numel // size)

@@ -228,7 +228,7 @@ class Axis:
         Note [gloo's reduce-scatter]: it is an all-reduce and a copy, which sends twice the bytes. An all-to-all and a
         local sum send (size - 1) / size of the buffer, as they should, at the price of scratch as large as the buffer.
 
-        Shapes: full [size * n], out [n], scratch at least [scratch_numel(n)].
+        Shapes: full [size * n], out [n], scratch at least [scratch_numel(n)]; none where `staged` and `add` are False.
         """
         assert full.dim() == 1 and full.numel() == out.numel() * self.size, (full.shape, out.shape)
         if self.size == 1:
@@ -240,6 +240,9 @@ class Axis:
             if self.staged:
                 work = self._launch(lambda: dist.all_to_all_single(scratch, full, group=self.group, async_op=True))
                 return Pending(work, self, held=(full,), then=lambda: _sum_rows(scratch.view(self.size, -1), out, add))
+            if not add:
+                work = self._launch(lambda: _reduce_scatter(out, full, group=self.group, async_op=True))
+                return Pending(work, self, held=(full, out))
             work = self._launch(lambda: _reduce_scatter(scratch, full, group=self.group, async_op=True))
             return Pending(work, self, held=(full,), then=lambda: _write(out, scratch, add))
 

@@ -21,15 +21,15 @@ class Pieces(NamedTuple):
 
     gelu: Callable[[torch.Tensor], torch.Tensor]  # x -> gelu(x), by tanh
     gelu_grad: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (dy, x) -> dx
-    causal_softmax: Callable[[torch.Tensor, float], torch.Tensor]  # (scores, scale) -> weights; scores may be changed
+    causal_softmax: Callable[[torch.Tensor], torch.Tensor]  # scores -> weights; scores may be changed
     # (weights, weights behind dropout, gradient of those, scale) -> gradient of the scores
     scores_grad: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 
 
-def _causal_softmax(scores: torch.Tensor, scale: float) -> torch.Tensor:
+def _causal_softmax(scores: torch.Tensor) -> torch.Tensor:
     s = scores.shape[-1]
     future = torch.ones(s, s, dtype=torch.bool, device=scores.device).triu(1)
-    return scores.mul_(scale).masked_fill_(future, -torch.inf).softmax(-1, dtype=torch.float32).to(scores.dtype)
+    return scores.masked_fill_(future, -torch.inf).softmax(-1, dtype=torch.float32).to(scores.dtype)
 
 
 def _scores_grad(weights: torch.Tensor, dropped: torch.Tensor, ddropped: torch.Tensor, scale: float) -> torch.Tensor:
@@ -57,9 +57,9 @@ def _sigmoid_gelu_grad(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return dy * (s + x * s * (1 - s) * (GELU_A + 3 * GELU_B * x * x))
 
 
-def _softmax_in_one(scores: torch.Tensor, scale: float) -> torch.Tensor:
+def _softmax_in_one(scores: torch.Tensor) -> torch.Tensor:
     at = torch.arange(scores.shape[-1], device=scores.device)
-    return (scores.float() * scale).masked_fill(at > at[:, None], -torch.inf).softmax(-1).to(scores.dtype)
+    return scores.float().masked_fill(at > at[:, None], -torch.inf).softmax(-1).to(scores.dtype)
 
 
 def compiled(device: torch.device) -> Pieces:

@@ -9,6 +9,7 @@ forward, and unpack when the block's backward begins.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,9 +17,10 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from megazero.flat import partition_numel
 from megazero.ledger import Lease, Ledger
 from megazero.mesh import Axis
-from megazero.offload import Copies, Fetch, StreamCopies
+from megazero.offload import Copies, Fetch, Stored, StreamCopies
 from megazero.slots import Slot, Slots
 
 
@@ -34,13 +36,10 @@ class Kept:
 
     def __init__(self, shape: torch.Size, data: torch.Tensor, lease: Lease, slot: Slot | None) -> None:
         self.shape, self.data, self.lease, self.slot = shape, data, lease, slot
-        self.before: Kept | None = None  # of the block whose backward is next, where it is fetched from the host
+        # Of those in host memory:
+        self.stored: Stored | None = None
         self.fetch: Fetch | None = None
-
-
-def partition_numel(numel: int, size: int) -> int:
-    """Elements that each of `size` ranks keeps of `numel`: the last ones keep less, and gather as much."""
-    return -(-numel // size)
+        self.before: Kept | None = None  # of the block whose backward is next
 
 
 class Checkpoints:
@@ -67,6 +66,8 @@ class Checkpoints:
         self.ledger, self.tp = ledger, tp
         self.kind = "host" if on_host else "activation_checkpoints"
         self.each = numel if tp is None else partition_numel(numel, tp.size)
+        self.all: weakref.WeakSet[Kept] = weakref.WeakSet()
+        self.waiting: deque[list[weakref.ref[Kept]]] = deque()  # the last input of each micro-batch, oldest first
         self.slots: Slots | None = None
         self.copies: Copies | None = None
         if on_host:
@@ -78,25 +79,44 @@ class Checkpoints:
             self.slots = Slots(self.each, dtype, device, ledger, idle="buffers", contiguous=True)
 
     def begin(self, in_flight: int) -> None:
-        """A step begins that keeps at most `in_flight` inputs at once; now there is none."""
+        """A step begins that keeps at most `in_flight` inputs at once; now there is none.
+
+        What an exception's traceback may still hold of the step before no longer counts.
+        """
         if self.copies is not None:
             self.copies.finish()
+        for kept in list(self.all):
+            kept.lease.end()
+        self.waiting.clear()
         if self.slots is not None:
             self.slots.begin(in_flight)
 
     def keep(self) -> Keep:
         """For one micro-batch."""
-        last: Callable[[], Kept | None] = lambda: None  # noqa: E731
+        # Weak: autograd may hold on to `pack` for longer than to what it packed.
+        packed: list[weakref.ref[Kept]] = []
+        self.waiting.append(packed)
 
         def pack(x: torch.Tensor) -> Kept:
-            nonlocal last
             kept = self._pack(x.detach())
-            if self.copies is not None:
-                kept.before = last()
-            last = weakref.ref(kept)  # weak: autograd may hold on to `pack` for longer than to what it packed
+            if kept.stored is not None and packed:
+                kept.before = packed[-1]()
+            packed[:] = [weakref.ref(kept)]
+            self.all.add(kept)
             return kept
 
         return Keep(pack, self._unpack)
+
+    def fetch_ahead(self) -> None:
+        """The oldest micro-batch's backward begins: with the head, while the last block's input comes back."""
+        packed = self.waiting.popleft()
+        last = packed[0]() if packed else None
+        if last is not None:
+            self._start_fetch(last)
+
+    def _start_fetch(self, kept: Kept) -> None:
+        if self.copies is not None and kept.stored is not None and kept.fetch is None:
+            kept.fetch = self.copies.start_fetch(kept.stored)
 
     def _pack(self, x: torch.Tensor) -> Kept:
         if self.tp is None and self.slots is None:
@@ -105,22 +125,23 @@ class Checkpoints:
         if self.tp is not None:
             part = part[self.tp.rank * self.each : (self.tp.rank + 1) * self.each]
         slot = self.slots.take() if self.slots is not None else None
-        data = slot.data if slot is not None else x.new_empty(self.each)
+        kept = Kept(x.shape, slot.data if slot is not None else x.new_empty(self.each), self._lease(x), slot)
         if self.copies is not None:
-            self.copies.out(part, data)
+            kept.stored = self.copies.start_store(part, kept.data)
         else:
-            data[: part.numel()].copy_(part)
-        return Kept(x.shape, data, self._lease(data), slot)
+            kept.data[: part.numel()].copy_(part)
+        return kept
 
-    def _lease(self, data: torch.Tensor) -> Lease:
-        return self.ledger.lease(self.kind, data.numel() * data.element_size())
+    def _lease(self, x: torch.Tensor) -> Lease:
+        return self.ledger.lease(self.kind, self.each * x.element_size())
 
     def _unpack(self, kept: Kept) -> torch.Tensor:
         data = kept.data
-        if self.copies is not None:
-            data = (kept.fetch or self.copies.start_fetch(kept.data)).wait()
-            if kept.before is not None:  # one block ahead
-                kept.before.fetch = self.copies.start_fetch(kept.before.data)
+        self._start_fetch(kept)
+        if kept.fetch is not None:
+            data = kept.fetch.wait()
+            if kept.before is not None:
+                self._start_fetch(kept.before)  # one block ahead
         if self.tp is not None:
             data = self.tp.all_gather(data, data.new_empty(data.numel() * self.tp.size))
         return data.view(-1)[: kept.shape.numel()].view(kept.shape)
@@ -149,10 +170,10 @@ def through(
     y = prepare(x)
     if not again:
         return use(y)
-    source, address = x.detach(), y.data_ptr()
+    source, same = x.detach(), (y.data_ptr(), y.shape, y.stride(), y.dtype)
 
     def pack(t: torch.Tensor) -> torch.Tensor | None:
-        return None if t.data_ptr() == address else t
+        return None if (t.data_ptr(), t.shape, t.stride(), t.dtype) == same else t
 
     def unpack(kept: torch.Tensor | None) -> torch.Tensor:
         if kept is not None:

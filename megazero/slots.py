@@ -51,6 +51,7 @@ class Slots:
         pin: bool = False,
     ) -> None:
         self.numel, self.dtype, self.device, self.pin = numel, dtype, device, pin
+        self.each_bytes = numel * dtype.itemsize
         self.ledger, self.idle, self.contiguous = ledger, idle, contiguous
         self.buffers: list[torch.Tensor] = []
         self.free: list[torch.Tensor] = []
@@ -74,17 +75,17 @@ class Slots:
             assert not self.contiguous, f"all {len(self.buffers)} slots are in use: the schedule said that they suffice"
             self.buffers.append(self._allocate(1)[0])
             self._set_free([self.buffers[-1]])
-        data = self.free[-1]
-        self._set_free(self.free[:-1])
+        data = self.free.pop()
+        self.ledger.enter(self.idle, -self.each_bytes)
         return Slot(self, data)
 
     def give(self, data: torch.Tensor, age: int) -> None:
         if age == self.age:
-            self._set_free([*self.free, data])
+            self.free.append(data)
+            self.ledger.enter(self.idle, self.each_bytes)
 
     def _set_free(self, free: list[torch.Tensor]) -> None:
-        each = self.numel * self.dtype.itemsize
-        self.ledger.enter(self.idle, each * (len(free) - len(self.free)))
+        self.ledger.enter(self.idle, self.each_bytes * (len(free) - len(self.free)))
         self.free = free
 
     def _allocate(self, count: int) -> torch.Tensor:

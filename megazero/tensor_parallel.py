@@ -82,7 +82,7 @@ class Stream:
         if not self.cut:
             return Arriving(part, self.tp.start_all_reduce(part))
         out = part.new_empty(part.shape[0] // self.tp.size, *part.shape[1:])
-        scratch = part.new_empty(self.tp.scratch_numel(out.numel()))
+        scratch = part.new_empty(self.tp.scratch_numel(out.numel()) if self.tp.staged else 0)
         return Arriving(out, self.tp.start_reduce_scatter(part.view(-1), out.view(-1), False, scratch))
 
     def tokens(self, total: int) -> range:
@@ -207,13 +207,14 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
-        gathering = ctx.stream.start_gather(x) if ctx.stream is not None else Arriving(x, Pending())
+        gathers = ctx.stream is not None and ctx.weight.requires_grad
+        gathering = ctx.stream.start_gather(x) if gathers else Arriving(x, Pending())
         summing = None
         if ctx.needs_input_grad[0]:
             dx = input_grad(dy, _matrix(ctx.weight.detach()))
             summing = ctx.stream.start_sum(dx) if ctx.stream is not None else Arriving(dx, Pending())
         whole = gathering.wait()
-        ctx.contribute(ctx.weight, lambda out, add: weight_grad(whole, dy, out, add))
+        ctx.contribute(ctx.weight, lambda out, add: weight_grad(whole, dy, out, add))  # not asked for if frozen
         if ctx.stream is not None:
             ctx.contribute(ctx.bias, write_sum(dy.sum(0)))
         return summing and summing.wait(), None, None, None, None, None
@@ -357,7 +358,8 @@ class _VocabularyLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dloss):
         x, dlogits, factor, rows, mine, weights = ctx.saved_tensors
-        gathering = ctx.context.stream.start_gather(x)
+        trains = ctx.weight.requires_grad
+        gathering = ctx.context.stream.start_gather(x) if trains else Arriving(x, Pending())
         scale = weights.flatten() * dloss  # [T]
         picked = (-scale).masked_fill_(~mine, 0).to(dlogits.dtype)[:, None]
         factor = (factor * scale).to(dlogits.dtype)[:, None]

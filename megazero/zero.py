@@ -243,7 +243,10 @@ class Zero:
             unit.update(update)
 
     def discard_gradients(self) -> None:
-        """Skip an update, or forget what a step that ended in an exception has left."""
+        """Skip an update; or, on a single process, forget what a step that ended in an exception has left.
+
+        With several, a rank's exception ends the run.
+        """
         for unit in self.units.values():
             unit.discard()
 

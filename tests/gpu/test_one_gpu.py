@@ -50,21 +50,38 @@ def test_one_gpu_is_the_same_model(precision: str, tolerance: float, how: dict[s
     )
 
 
-def test_copies_to_the_host_and_back_run_behind_the_computation() -> None:
-    """While a long computation is under way, a fetch is issued and this process goes on; what comes is what went."""
-    device, numel = torch.device("cuda", 0), 1 << 24
+def test_copies_to_the_host_and_back() -> None:
+    """What comes back is what went, though copies are slow, and its memory is used for something else at once."""
+    device, numel = torch.device("cuda", 0), 1 << 22
     copies = StreamCopies(numel, torch.float32, device, Ledger())
-    hosts = [torch.empty(numel, pin_memory=True) for _ in range(4)]
-    kept = [torch.randn(numel, device=device) for _ in hosts]
-    for x, host in zip(kept, hosts, strict=True):
-        copies.out(x, host)
-        x.clone().zero_()  # memory that a careless copy would still read
-    fetched = copies.start_fetch(hosts[3])
+    stored, wanted = [], []
+    for i in range(4):
+        x = torch.full((numel,), float(i), device=device)
+        wanted.append(float(i))
+        with torch.cuda.stream(copies.storing):
+            torch.cuda._sleep(10_000_000)
+        stored.append(copies.start_store(x, torch.empty(numel, pin_memory=True)))
+        x.zero_()
+    fetch = copies.start_fetch(stored[3])
     for i in (3, 2, 1, 0):
-        following = copies.start_fetch(hosts[i - 1]) if i else None
-        assert torch.equal(fetched.wait(), kept[i])
-        if following is not None:
-            fetched = following
+        following = copies.start_fetch(stored[i - 1]) if i else fetch
+        assert bool((fetch.wait() == wanted[i]).all())
+        fetch = following
+
+
+def test_a_fetch_runs_behind_the_computation() -> None:
+    """It is done while the computation, busy since, is not."""
+    device, numel = torch.device("cuda", 0), 1 << 20
+    copies = StreamCopies(numel, torch.float32, device, Ledger())
+    stored = copies.start_store(torch.ones(numel, device=device), torch.empty(numel, pin_memory=True))
+    torch.cuda.synchronize()
+    fetch = copies.start_fetch(stored)
+    torch.cuda._sleep(2_000_000_000)
+    busy = torch.cuda.current_stream(device).record_event()
+    assert fetch.done is not None
+    fetch.done.synchronize()
+    assert not busy.query()
+    assert bool((fetch.wait() == 1).all())
 
 
 def test_fragmentation_is_the_allocators_own_count() -> None:

@@ -50,6 +50,12 @@ def cases() -> list[Case]:
     found += [Case(pp=2, dp=2, zero=3, micro_batches=3, options=once, schedule="gpipe")]
     found += [Case(dp=4, zero=z, micro_batches=3, options=(("zero_shard_size", 2),)) for z in (1, 2, 3)]
     found += [Case(dp=2, zero=z, frozen=("token*", "blocks.[01].*")) for z in (0, 1, 3)]
+    frozen = ("token_embedding.*", "position*", "blocks.0.*", "blocks.2.mlp.*", "blocks.3.*.bias", "blocks.1.norm1.*")
+    frozen_too = {"frozen": frozen, "recompute": "full", "micro_batches": 3}
+    found += [Case(**frozen_too, **how) for how in ({}, {"host": True}, {"md": True})]
+    found += [Case(tp=2, frozen=frozen, sp=sp, recompute=r) for sp in (False, True) for r in ("none", "full")]
+    found += [Case(dp=2, tp=2, zero=z, sp=True, **frozen_too) for z in (2, 3)]
+    found += [Case(tp=2, sp=True, frozen=("token_embedding.*", "position*", "blocks.[01].*", "blocks.2.norm1.*"))]
     return found
 
 

@@ -8,12 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megazero.attention import Core
 from megazero.checks import resolve
 from megazero.config import Config, ModelConfig, TrainingConfig
 from megazero.engine import Engine
 from megazero.layout import Layout
 from megazero.mesh import Mesh
 from megazero.model import Tokens
+from megazero.pieces import PLAIN
+from megazero.rng import Dropout
 from tests.parallel.cases import MicroBatch
 
 MODEL = ModelConfig(num_layers=3, hidden_size=60, num_attention_heads=6, seq_length=17, vocab_size=131)
@@ -100,3 +103,12 @@ def test_loss_and_gradients(pair) -> None:
         assert (gradient - wanted).abs().max() < 1e-5 * wanted.abs().max(), name
     assert (gradients["token_embedding.weight"][MODEL.vocab_size :] == 0).all()  # padding is never trained
     ours.zero.discard_gradients()
+
+
+def test_large_scores_do_not_overflow_fp16() -> None:
+    """q k^T is more than fp16 holds; divided by the root of d it is not."""
+    core = Core(1, Dropout(0.0, 0, 0, "scores"), PLAIN, again=False)
+    q = torch.full((1, 1, 3, 128), 24.0, dtype=torch.float16)
+    assert float((q.float() @ q.float().transpose(-1, -2)).max()) > torch.finfo(torch.float16).max
+    weights = core.weights(q, q).float()
+    assert torch.allclose(weights, torch.tensor([[1, 0, 0], [1 / 2, 1 / 2, 0], [1 / 3] * 3]), atol=1e-3)

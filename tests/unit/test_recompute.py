@@ -7,7 +7,7 @@ import torch
 
 from megazero.engine import Engine
 from megazero.ledger import Ledger
-from megazero.offload import Copies, Fetch
+from megazero.offload import Copies, Fetch, Stored
 from megazero.recompute import Checkpoints, recomputed, through
 from megazero.slots import Slots
 from tests.parallel.cases import STEPS, Case, micro_batches, new_engine, train
@@ -102,9 +102,10 @@ def test_evaluation_does_not_touch_the_arena(plain: list[float]) -> None:
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_an_exception_leaves_the_arena_whole(where: str, plain: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even while its traceback is held: what failed is simply done again."""
-    engine = new_engine(0, ARENA)
+@pytest.mark.parametrize("host", [False, True])
+def test_an_exception_leaves_the_arena_whole(where: str, host: bool, plain: list[float]) -> None:
+    """Even while its traceback is held: what failed is simply done again, and counted once."""
+    engine = new_engine(0, ARENA._replace(host=host))
     found = [step(engine, 0)]
     calls = []
 
@@ -117,8 +118,10 @@ def test_an_exception_leaves_the_arena_whole(where: str, plain: list[float], mon
         block.norm2.register_forward_pre_hook(fail)
     with pytest.raises(MemoryError) as held:
         step(engine, 1)
+    peak = engine.ledger.peak["host" if host else "activation_checkpoints"]
     found += [step(engine, number) for number in range(1, STEPS)]
     arena = arena_of(engine)
+    assert engine.ledger.peak["host" if host else "activation_checkpoints"] == 5 * arena.each_bytes >= peak
     assert len(arena.free) == len(arena.buffers) == 5
     assert found == plain
     del held
@@ -176,17 +179,20 @@ class Watched(Copies):
     def __init__(self, events: list[str]) -> None:
         self.events = events
 
-    def out(self, part: torch.Tensor, host: torch.Tensor) -> None:
-        self.events.append(f"out {int(part[0])}")
-        super().out(part, host)
+    def start_store(self, part: torch.Tensor, host: torch.Tensor) -> Stored:
+        self.events.append(f"store {int(part[0])}")
+        return super().start_store(part, host)
 
-    def start_fetch(self, host: torch.Tensor) -> Fetch:
-        self.events.append(f"fetch {int(host[0])}")
-        return super().start_fetch(host)
+    def start_fetch(self, stored: Stored) -> Fetch:
+        self.events.append(f"fetch {int(stored.host[0])}")
+        return super().start_fetch(stored)
 
 
 def test_the_host_is_asked_one_block_ahead() -> None:
-    """While block i is computed again, the input of block i - 1 is on its way."""
+    """While block i is computed again, the input of block i - 1 is on its way; the last one's since backward began.
+
+    Of two micro-batches in flight, whose values are 0, 1, 2 and 10, 11, 12.
+    """
     events: list[str] = []
     checkpoints = Checkpoints(4, torch.float32, CPU, Ledger(), tp=None, on_host=True, contiguous=False)
     checkpoints.copies = Watched(events)
@@ -195,16 +201,22 @@ def test_the_host_is_asked_one_block_ahead() -> None:
         events.append(f"compute {int(x[0])}")
         return (x + 1).square().sqrt()
 
-    x, keep = torch.zeros(4, requires_grad=True), checkpoints.keep()
-    y = x
-    for _ in range(3):
-        y = recomputed(block, y, keep=keep)
-    forward = ["out 0", "compute 0", "out 1", "compute 1", "out 2", "compute 2"]
-    assert sorted(events) == sorted(forward)
-    events.clear()
-    y.sum().backward()
-    assert events == ["fetch 2", "fetch 1", "compute 2", "fetch 0", "compute 1", "compute 0"]
-    assert torch.equal(x.grad, torch.ones(4))
+    outputs = []
+    for first in (0.0, 10.0):
+        y, keep = torch.full((4,), first, requires_grad=True), checkpoints.keep()
+        for _ in range(3):
+            y = recomputed(block, y, keep=keep)
+        outputs.append(y)
+    assert events == [f"{what} {first + i}" for first in (0, 10) for i in range(3) for what in ("store", "compute")]
+    for first, y in zip((0, 10), outputs, strict=True):
+        events.clear()
+        checkpoints.fetch_ahead()
+        events.append("head")
+        y.sum().backward()
+        order = ["fetch 2", "head", "fetch 1", "compute 2", "fetch 0", "compute 1", "compute 0"]
+        assert events == [
+            " ".join([word, *(str(first + int(n)) for n in rest)]) for word, *rest in map(str.split, order)
+        ]
 
 
 def test_host_memory_is_used_again() -> None:
@@ -219,6 +231,14 @@ def test_host_memory_is_used_again() -> None:
 
 
 # -- selective
+
+
+def test_through_keeps_what_is_not_the_whole_of_it() -> None:
+    """A part of what `prepare` gave begins at the same address."""
+    x = torch.linspace(1, 2, 7, requires_grad=True)
+    through(torch.exp, lambda y: y[:3] * y[:3], x, again=True).sum().backward()
+    wanted = torch.where(torch.arange(7) < 3, 2 * (2 * x).exp(), 0.0)
+    assert x.grad is not None and torch.allclose(x.grad, wanted)
 
 
 def test_through_makes_again_what_it_does_not_keep() -> None:
