@@ -20,8 +20,8 @@ from megazero.config import ModelConfig
 from megazero.data.tokenizer import Tokenizer, load_tokenizer
 from megazero.layout import Layout
 from megazero.ledger import Ledger
-from megazero.model import GPTStage
-from megazero.tensor_parallel import Context
+from megazero.model import GPTStage, Tokens
+from megazero.tensor_parallel import Context, Stream
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def load_model(path: Path, model: ModelConfig, device: torch.device) -> GPTStage
         raise AssertionError("a model for generation has no gradients")
 
     alone = mesh.Mesh.build(Layout(), 0, device)
-    stage = GPTStage(model, alone, 0, Context(alone.tp, no_training, Ledger(), torch.float32, device))
+    stage = GPTStage(model, alone, 0, Context(Stream(alone.tp, cut=False), no_training, Ledger(), "fp32", device))
     shards = {}
     for members in stage.named_units().values():
         for spec, parameter in members:
@@ -74,15 +74,16 @@ def generate(
     """`ids` and what follows. Each step computes the last --seq-length tokens anew."""
     for _ in range(options.max_new_tokens):
         window = torch.tensor([ids[-model.seq_length :]], device=generator.device)
-        x = stage.body(stage.embed(window, None), None)  # [1, s, h]
+        tokens = Tokens.of(window, samples=(0,), drops=False)
+        x = stage.body(stage.embed(window, tokens), tokens)  # [s, h]
         assert stage.head is not None
-        logits = stage.head.logits(x[0, -1])  # [v]
+        logits = stage.head.logits(x[-1])  # [v]
         if options.temperature == 0:
             token = int(logits.argmax())
         else:
-            kept, tokens = logits.topk(min(options.top_k or len(logits), len(logits)))
+            kept, which = logits.topk(min(options.top_k or len(logits), len(logits)))
             drawn = torch.multinomial((kept / options.temperature).softmax(-1), 1, generator=generator)
-            token = int(tokens[drawn])
+            token = int(which[drawn])
         if token == eod:
             break
         ids = [*ids, token]

@@ -48,6 +48,7 @@ def test_one_process_against_transformers_runs() -> None:
     assert '"ratio"' in done.stdout
 
 
+@pytest.mark.slow
 def test_zero_against_its_peers_runs() -> None:
     """The program itself asserts that all systems train the same model."""
     done = run(sys.executable, "benchmarks/zero.py", "--quick", "--stages", 3, "--no-memory")
@@ -55,6 +56,7 @@ def test_zero_against_its_peers_runs() -> None:
     assert "FSDP2" in done.stdout
 
 
+@pytest.mark.slow
 def test_tensor_parallelism_against_dtensor_runs() -> None:
     """The program itself refuses to time what does not compute the same as whole plain blocks."""
     done = run(sys.executable, "benchmarks/tensor_parallel.py", "--quick")
