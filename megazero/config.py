@@ -79,7 +79,7 @@ class TrainingConfig:
     hysteresis: int = 2
     """fp16: overflows until the scale halves."""
     compile: bool = False
-    """Compile what of a block lies between products and collectives (GELU, softmax in the open); a minute at start."""
+    """Compile what of a block lies between products and collectives (GELU, softmax in the open); slow to start."""
 
 
 @dataclass(frozen=True)
