@@ -35,7 +35,10 @@ def close(found: list[dict], wanted: list[dict], key: str) -> bool:
     return all(abs(a[key] - b[key]) < 1e-5 * abs(b[key]) for a, b in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+SLOW = ("tp2 recompute pa, M 6", "pp2 gpipe, M 12", "sp, selective, M 6")  # tests/parallel has them all
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in LAYOUTS])
 def test_every_layout_has_the_single_process_curve(name: str, model, alone: Path, tmp_path: Path) -> None:
     ranks, flags = LAYOUTS[name]
     done = pretrain(*model, *flags.split(), "--train-iters", 5, "--log-dir", tmp_path, ranks=ranks)
@@ -161,6 +164,14 @@ def test_bad_input_is_refused_before_anything_is_made(name: str, model, tmp_path
     for word in words:
         assert word in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_compile_without_a_compiler(model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))  # what was compiled before does not help
+    done = pretrain(*model, "--train-iters", 1, "--compile")
+    assert done.returncode == 1
+    assert "ValueError: --compile: torch cannot compile here" in done.stderr and "drop --compile" in done.stderr
 
 
 def test_mistyped_flag(model) -> None:

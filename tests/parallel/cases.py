@@ -148,13 +148,13 @@ def evaluate(rank: int, case: Case) -> tuple[float, int]:
     return engine.evaluate(micro_batches(case, engine.mesh, 0))
 
 
-def train(rank: int, case: Case) -> Outcome:
+def train(rank: int, case: Case, steps: int = STEPS) -> Outcome:
     """Train a few steps as rank `rank` of a case."""
     engine = new_engine(rank, case)
     mesh = engine.mesh
     outcome = Outcome([], [], [], [])
     before = mesh.sent()
-    for step in range(STEPS):
+    for step in range(steps):
         result = engine.train_step(step + 1, micro_batches(case, mesh, step))
         after = mesh.sent()
         outcome.losses.append(result.loss)

@@ -83,7 +83,7 @@ def test_the_papers_formula_of_checkpoints(tp: int, precision: str, host: bool, 
     case = Case(tp=tp, recompute="full", pa=tp > 1, host=host, precision=precision, model=EIGHT, micro_batches=1)
     b, s, h, layers = 12, EIGHT.seq_length, EIGHT.hidden_size, EIGHT.num_layers
     wanted = {"fp32": 4, "bf16": 2}[precision] * b * s * h * layers // tp
-    for outcome in ranks(tp).run(train, case):
+    for outcome in ranks(tp).run(train, case, 2):
         for memory in outcome.memory:
             assert memory["activation_checkpoints"] == (0 if host else wanted)
             assert memory["host"] == (wanted if host else 0)
@@ -93,7 +93,7 @@ def test_the_papers_formula_of_checkpoints(tp: int, precision: str, host: bool, 
 def test_the_papers_formula_of_pas_traffic(tp: int, ranks) -> None:
     """One all-gather of b s h for each block and micro-batch."""
     plain = Case(tp=tp, recompute="full", model=EIGHT, micro_batches=3)
-    whole, parted = (ranks(tp).run(train, case)[0].sent[0] for case in (plain, plain._replace(pa=True)))
+    whole, parted = (ranks(tp).run(train, case, 1)[0].sent[0] for case in (plain, plain._replace(pa=True)))
     gathered = 4 * 12 * EIGHT.seq_length * EIGHT.hidden_size * EIGHT.num_layers * (tp - 1) // tp
     assert parted["tp"] - whole["tp"] == gathered
 
