@@ -17,7 +17,7 @@ LAYOUTS = {
     "tp2 recompute pa, M 6": (2, "--tensor-model-parallel-size 2 --recompute full --partition-activations"),
     "pp2 dp2 zero3, M 3": (4, "--pipeline-model-parallel-size 2 --zero-stage 3"),
     "sp, selective, M 6": (2, "--tensor-model-parallel-size 2 --sequence-parallel --recompute selective"),
-    "c5": (4, "--preset c5 --lr-warmup-iters 0 --weight-decay 0.01"),
+    "c5": (2, "--preset c5 --lr-warmup-iters 0 --weight-decay 0.01"),
     "pp2 gpipe, M 12": (2, "--pipeline-model-parallel-size 2 --pipeline-schedule gpipe --micro-batch-size 1"),
 }
 

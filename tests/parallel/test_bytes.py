@@ -17,7 +17,8 @@ UNTIED = replace(MODEL, untie_embeddings=True)
 
 
 def cases() -> list[Case]:
-    found = [Case(dp=n, zero=z, micro_batches=m, batch=n * m) for n in (2, 3, 4) for z in range(4) for m in (1, 4)]
+    sizes = ((2, 4), (3, 1), (4, 4))
+    found = [Case(dp=n, zero=z, micro_batches=m, batch=n * m) for n, m in sizes for z in range(4)]
     found += [Case(dp=2, zero=z, precision="bf16", grad_dtype=g) for z in range(4) for g in ("fp32", "bf16")]
     found += [
         Case(dp=2, zero=z, recompute="full", micro_batches=3, schedule=k) for z in (1, 3) for k in ("1f1b", "gpipe")
@@ -45,7 +46,7 @@ def cases() -> list[Case]:
     found += [Case(pp=2, tp=2, recompute="full", pa=True, micro_batches=3), Case(dp=2, zero=3, model=UNTIED)]
     small, once = ("reduce_bucket_size", 1000), (("zero_reduce_every", "step"), ("zero_gather_every", "step"))
     found += [Case(dp=2, zero=z, micro_batches=3, options=(small,)) for z in (1, 2, 3)]
-    found += [Case(dp=2, zero=z, micro_batches=3, options=(("overlap_comm", False),)) for z in range(4)]
+    found += [Case(dp=2, zero=z, micro_batches=3, options=(("overlap_comm", False),)) for z in (0, 1)]
     found += [Case(dp=2, zero=3, micro_batches=3, options=(small, ("overlap_comm", False)))]
     found += [Case(dp=2, zero=3, micro_batches=3, options=o) for o in (once, once[:1], once[1:])]
     found += [Case(pp=2, dp=2, zero=3, micro_batches=3, options=once, schedule="gpipe")]

@@ -48,9 +48,9 @@ def cases() -> list[Case]:
     tp += [Case(tp=2, recompute="full"), Case(tp=2, model=replace(MODEL, untie_embeddings=True))]
     pp = [Case(pp=n, schedule=k, micro_batches=m) for n, m in ((2, 1), (2, 3), (3, 3), (4, 3)) for k in KINDS]
     pp += [Case(pp=2, schedule=k, recompute="full", micro_batches=4) for k in KINDS]
-    mixed = [Case(dp=2, tp=2, zero=z, recompute=r, pa=r == "full") for z in stages for r in ("none", "full")]
-    mixed += [Case(pp=2, dp=2, zero=z, schedule=k, micro_batches=3) for z in stages for k in KINDS]
-    mixed += [Case(pp=2, dp=2, zero=z, recompute="full", micro_batches=3) for z in stages]
+    mixed = [Case(dp=2, tp=2, zero=z, recompute=r, pa=r == "full") for z, r in enumerate(("none", "full") * 2)]
+    mixed += [Case(pp=2, dp=2, zero=z, schedule=k, micro_batches=3) for z in stages for k in KINDS[: 1 + (z > 1)]]
+    mixed += [Case(pp=2, dp=2, zero=z, recompute="full", micro_batches=3) for z in (1, 3)]
     mixed += [Case(pp=2, dp=2, zero=3, model=replace(MODEL, untie_embeddings=True))]
     mixed += [Case(pp=2, tp=2, recompute="full", pa=True, schedule=k, micro_batches=3) for k in KINDS]
     policies = [
@@ -66,7 +66,7 @@ def cases() -> list[Case]:
     mixed += [Case(dp=2, zero=z, micro_batches=3, options=policies[0]) for z in (1, 2)]
     shards = (("zero_shard_size", 2),)
     mixed += [Case(dp=4, zero=z, micro_batches=3, recompute="full", options=shards) for z in (1, 2, 3)]
-    mixed += [Case(dp=2, zero=z, frozen=FROZEN, recompute=r) for z in (0, 2, 3) for r in ("none", "full")]
+    mixed += [Case(dp=2, zero=z, frozen=FROZEN, recompute=r) for z in (0, 3) for r in ("none", "full")]
     mixed += [Case(pp=2, dp=2, zero=3, frozen=FROZEN), Case(tp=2, frozen=FROZEN)]
     cube = [Case(pp=2, dp=2, tp=2, zero=3, recompute="full", pa=True, micro_batches=3)]
     return one + dp + tp + pp + mixed + kept() + cube
@@ -92,10 +92,10 @@ def kept() -> list[Case]:
     found += [Case(**sp, model=replace(MODEL, untie_embeddings=True)), Case(**sp, frozen=FROZEN)]
     found += [Case(dp=2, zero=z, **sp, recompute=m, micro_batches=3) for z, m in enumerate(("full", *MODES))]
     found += [Case(dp=2, zero=z, recompute="selective", micro_batches=3) for z in (1, 3)]
-    found += [Case(dp=2, zero=z, **pa, host=z > 1, md=True) for z in range(4)]
+    found += [Case(dp=2, zero=z, **pa, host=z > 1, md=True) for z in (1, 3)]
     found += [Case(pp=2, schedule=k, recompute="selective", micro_batches=3) for k in KINDS]
-    found += [Case(pp=2, schedule=k, **sp, **full, md=True, micro_batches=3) for k in KINDS]
-    found += [Case(pp=2, schedule=k, **pa, host=True, micro_batches=3) for k in KINDS]
+    found += [Case(pp=2, **sp, **full, md=True, micro_batches=3)]
+    found += [Case(pp=2, schedule="gpipe", **pa, host=True, micro_batches=3)]
     return [*found, Case(tp=2, compile=True)]
 
 
@@ -232,7 +232,7 @@ def test_16_bit_follows_fp32(case: Case, ranks) -> None:
     + [Case(dp=4, zero=2, micro_batches=3, options=(("zero_shard_size", 2),))]
     + [Case(tp=2, recompute="full", pa=True, micro_batches=1)]
     + [Case(tp=3, sp=True, recompute="full", md=True, micro_batches=1)]
-    + [Case(dp=2, tp=2, zero=3, sp=True, recompute="selective", micro_batches=3)],
+    + [Case(dp=2, tp=2, zero=3, sp=True, recompute="selective", micro_batches=1)],
     ids=str,
 )
 def test_overlap_changes_no_bit(case: Case, ranks) -> None:
