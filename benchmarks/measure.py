@@ -61,7 +61,7 @@ def kept_by_a_block(engine: Engine) -> list[int]:
     """
     training, model = engine.config.training, engine.config.model
     ids = torch.zeros(training.micro_batch_size, model.seq_length, dtype=torch.long)
-    tokens = Tokens.of(ids, tuple(range(len(ids))), drops=True)
+    tokens = Tokens.of(ids, tuple(range(len(ids))), engine.model.stream, drops=True)
     engine.begin(micro_batches=1)
     keep = engine.checkpoints.keep() if engine.checkpoints is not None else None
     block = next(iter(engine.model.blocks.values()))

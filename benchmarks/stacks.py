@@ -165,8 +165,9 @@ def megazero(work: Work, device: torch.device, cut: bool, silent: bool, own_prod
         mesh = dataclasses.replace(mesh, tp=_SilentAxis("tp", mesh.tp.ranks, mesh.rank, _fake_group(mesh.tp.ranks)))
     engine = Engine(config, mesh)
     zero, stage = engine.zero, engine.model
-    tokens = Tokens(work.seq_length, tuple(range(work.micro_batch_size)), drops=False)
-    held = tensor_parallel.Stream(mesh.tp, cut).tokens(tokens.total)
+    ids = torch.zeros(work.micro_batch_size, work.seq_length, dtype=torch.long)  # blocks see their number alone
+    tokens = Tokens.of(ids, tuple(range(len(ids))), stage.stream, drops=False)
+    held = stage.stream.tokens(ids.numel())
     change = Update(config.optimizer, config.optimizer.lr, torch.zeros((), device=device), 1.0)
 
     def backward(y: torch.Tensor, dy: torch.Tensor) -> None:

@@ -121,7 +121,7 @@ class Engine:
 
     def forward(self, x: torch.Tensor | None, batch: Batch) -> torch.Tensor:
         model, device, learns = self.model, self.mesh.device, torch.is_grad_enabled()
-        tokens = Tokens.of(batch.ids, batch.samples, drops=learns)
+        tokens = Tokens.of(batch.ids, batch.samples, model.stream, drops=learns)
         run = partial(self.run_layer, self.checkpoints.keep() if self.checkpoints is not None and learns else None)
         if x is None:
             x = model.embed(batch.ids.to(device, non_blocking=True), tokens, run)

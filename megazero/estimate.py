@@ -33,7 +33,8 @@ def estimate(config: Config, layout: Layout, rank: int = 0, staged: bool = True)
 
     Args:
         config: resolved.
-        staged: the reduce-scatter needs a staging buffer: gloo's does, NCCL's does not.
+        staged: as on gloo and CPUs, where a reduce-scatter needs a staging buffer and copies to the host none. False:
+            as on NCCL and GPUs, where it is the other way round.
     """
     return _Walk(config, layout, rank, staged).run()
 

@@ -7,7 +7,7 @@ Shapes: b micro-batch, s sequence, h hidden, n heads, d head dim, f ffn, v vocab
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from megazero.tensor_parallel import (
     ColumnLinear,
     Context,
     RowLinear,
+    Stream,
     VocabularyTable,
     vocabulary_loss,
     write_sum,
@@ -39,26 +40,25 @@ class Tokens(NamedTuple):
     length: int  # s
     samples: tuple[int, ...]  # their global numbers, for dropout
     drops: bool  # in training
+    rows: tuple[Rows, ...]  # the tokens of the residual stream on this rank, sample by sample; a row is a position
 
     @classmethod
-    def of(cls, ids: torch.Tensor, samples: tuple[int, ...], drops: bool) -> Tokens:
+    def of(cls, ids: torch.Tensor, samples: tuple[int, ...], stream: Stream, *, drops: bool) -> Tokens:
         """ids [b, s]"""
         assert len(samples) == len(ids), (samples, ids.shape)
-        return cls(ids.shape[1], samples, drops)
-
-    @property
-    def total(self) -> int:
-        """T = b s."""
-        return len(self.samples) * self.length
-
-    def rows(self, held: range) -> Iterator[Rows]:
-        """The tokens `held` of the T, sample by sample; a row is a token's position."""
+        held, length, rows = stream.tokens(ids.numel()), ids.shape[1], []
         at = held.start
         while at < held.stop:
-            sample, first = divmod(at, self.length)
-            stop = min(held.stop, at - first + self.length)
-            yield Rows(self.samples[sample], first, stop - at)
+            sample, first = divmod(at, length)
+            stop = min(held.stop, at - first + length)
+            rows.append(Rows(samples[sample], first, stop - at))
             at = stop
+        return cls(length, samples, drops, tuple(rows))
+
+    @property
+    def dropped(self) -> tuple[Rows, ...] | None:
+        """The rows of the residual stream's dropout masks; None in evaluation."""
+        return self.rows if self.drops else None
 
 
 def call(layer: nn.Module, *args: Any) -> torch.Tensor:
@@ -125,31 +125,18 @@ def _split(x: torch.Tensor, rows: tuple[Rows, ...]) -> tuple[torch.Tensor, ...]:
     return x.split([row.count for row in rows])
 
 
-class _Hidden(nn.Module):
-    """Dropout of the residual stream's tokens."""
-
-    def __init__(self, model: ModelConfig, layer: int, site: str, seed: int, context: Context) -> None:
-        super().__init__()
-        self.stream = context.stream
-        self.dropout = Dropout(model.hidden_dropout, seed, layer, site)
-
-    def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        return self.dropout(x, tuple(tokens.rows(self.stream.tokens(tokens.total))) if tokens.drops else None)
-
-
 class PositionEmbedding(nn.Module):
     """Adds the learned positions; then the embedding's dropout."""
 
     def __init__(self, weight: ParamSpec, model: ModelConfig, seed: int, context: Context) -> None:
         super().__init__()
-        self.context = context
+        self.contribute = context.contribute
         self.weight = context.parameter(weight)
-        self.dropout = _Hidden(model, -1, "embedding", seed, context)
+        self.dropout = Dropout(model.hidden_dropout, seed, -1, "embedding")
 
     def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         """x [T', h] -> [T', h]"""
-        rows = tuple(tokens.rows(self.context.stream.tokens(tokens.total)))
-        return self.dropout(_AddPositions.apply(x, self.weight, rows, self.context.contribute), tokens)
+        return self.dropout(_AddPositions.apply(x, self.weight, tokens.rows, self.contribute), tokens.dropped)
 
 
 class Attention(nn.Module):
@@ -206,15 +193,15 @@ class Block(nn.Module):
                 "down": RowLinear(named["mlp.down.weight"], named["mlp.down.bias"], context),
             }
         )
-        self.dropout1 = _Hidden(model, layer, "attention", seed, context)
-        self.dropout2 = _Hidden(model, layer, "mlp", seed, context)
+        self.dropout1 = Dropout(model.hidden_dropout, seed, layer, "attention")
+        self.dropout2 = Dropout(model.hidden_dropout, seed, layer, "mlp")
 
     def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         """x [T', h] -> [T', h]"""
         again = self.context.selective
-        x = x + self.dropout1(self.attention(x, self.norm1, tokens), tokens)
+        x = x + self.dropout1(self.attention(x, self.norm1, tokens), tokens.dropped)
         inner = through(self.norm2, self.mlp["up"], x, again=again)  # [T, f/tp], before GELU
-        return x + self.dropout2(through(self.gelu, self.mlp["down"], inner, again=again), tokens)
+        return x + self.dropout2(through(self.gelu, self.mlp["down"], inner, again=again), tokens.dropped)
 
     def gelu(self, x: torch.Tensor) -> torch.Tensor:
         return _Gelu.apply(x, self.context.pieces)
@@ -252,6 +239,7 @@ class GPTStage(nn.Module):
         self, model: ModelConfig, mesh: Mesh, seed: int, context: Context, frozen: tuple[str, ...] = ()
     ) -> None:
         super().__init__()
+        self.stream = context.stream
         self.units = stage_units(model, mesh.layout, mesh.pp.rank, frozen)
         units = self.units
         self.token_embedding = VocabularyTable(units[TOKEN][0], context) if TOKEN in units else None

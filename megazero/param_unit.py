@@ -108,10 +108,8 @@ class ParamUnit:
         self.held = False  # gathered until the end of the iteration
         self.full: Buffer | None = None
         self.reduced: Buffer | None = None
-        self.homes: tuple[torch.Tensor | None, torch.Tensor | None] = (
-            None,
-            None,
-        )  # of `full` and `reduced`: see `settle`
+        self.full_home: torch.Tensor | None = None  # where `full` lies in an arena, if it does: see `settle`
+        self.reduced_home: torch.Tensor | None = None
         self.fresh: set[nn.Parameter] = set()  # no contribution to `full` yet
         self.arriving = Pending()  # weights on their way into `whole`
         self.reducing = Pending()  # an all-reduce of `reduced`
@@ -206,7 +204,8 @@ class ParamUnit:
 
     def settle(self, full: torch.Tensor, reduced: torch.Tensor) -> None:
         """Give gradients their places in an arena, `fixed_numel` elements each, for good."""
-        self.homes = full if full.numel() else None, reduced if reduced.numel() else None
+        self.full_home = full if full.numel() else None
+        self.reduced_home = reduced if reduced.numel() else None
         self.at_rest.append(self.ledger.lease(self._full_kind, full.nbytes))
         self.at_rest.append(self.ledger.lease("gradients", reduced.nbytes))
 
@@ -222,7 +221,7 @@ class ParamUnit:
 
     def _fresh_gradients(self) -> Buffer:
         """Not zeroed: the first contribution writes. Gaps and frozen parameters are, for they enter norm and update."""
-        full = self._buffer(self._full_kind, self.flat.numel, self.homes[0])
+        full = self._buffer(self._full_kind, self.flat.numel, self.full_home)
         if self.options.poison:
             full.data.fill_(torch.nan)
         frozen = [window for p, window in self.windows.items() if p not in self.trainable]
@@ -243,7 +242,7 @@ class ParamUnit:
             return
         add = self.reduced is not None
         if self.reduced is None:
-            self.reduced = self._buffer("gradients", self.owned.numel, self.homes[1])
+            self.reduced = self._buffer("gradients", self.owned.numel, self.reduced_home)
         reducer.start(full, self.reduced.data, add)
 
     def require_gradients(self) -> None:
@@ -262,8 +261,10 @@ class ParamUnit:
             self.reducing = self.replica.start_all_reduce(self.reduced.data)
 
     def sum_replicated(self) -> None:
-        """Sequence parallelism: begin to sum over tp what is replicated there, of which each rank's gradient is that of
-        its own tokens. Once an iteration, on the owned range."""
+        """Sequence parallelism: begin to sum over tp the gradients of what is replicated there.
+
+        A rank's are those of its own tokens. Once an iteration, on the owned range.
+        """
         part = self.flat.replicated.within(self.owned)
         self.reducing.wait()
         if self.options.sequence_parallel and self.reduced is not None and part.numel:

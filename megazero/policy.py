@@ -1,4 +1,7 @@
-"""What ZeRO cuts, and how layers use their units: plain values, read by the engine and by `estimate`. Pure."""
+"""What ZeRO cuts, how layers use their units, which buffers are fixed: plain values that the engine and `estimate` read.
+
+Pure.
+"""
 
 from __future__ import annotations
 

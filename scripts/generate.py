@@ -74,7 +74,7 @@ def generate(
     """`ids` and what follows. Each step computes the last --seq-length tokens anew."""
     for _ in range(options.max_new_tokens):
         window = torch.tensor([ids[-model.seq_length :]], device=generator.device)
-        tokens = Tokens.of(window, samples=(0,), drops=False)
+        tokens = Tokens.of(window, (0,), stage.stream, drops=False)
         x = stage.body(stage.embed(window, tokens), tokens)  # [s, h]
         assert stage.head is not None
         logits = stage.head.logits(x[-1])  # [v]

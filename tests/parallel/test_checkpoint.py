@@ -377,10 +377,12 @@ def test_rank_0_finds_for_all(tmp_path: Path) -> None:
         assert "iter_0000007 is not a whole checkpoint: there is no such folder" in text
 
 
-def load_with_lagging_view(rank: int, path: Path, lagging: Path) -> None:
+def load_with_lagging_view(rank: int, path: Path, lagging: Path) -> list[str]:
+    """The tensors that came, each checked bit for bit."""
     got = held(rank, 1, 2, False)
     checkpoint.load(path if rank == 0 else lagging, got)
     assert_bit_for_bit(got, held(rank, 1, 2, True))
+    return sorted(got)
 
 
 def test_rank_0_reads_the_manifest_for_all(tmp_path: Path) -> None:
@@ -389,7 +391,7 @@ def test_rank_0_reads_the_manifest_for_all(tmp_path: Path) -> None:
     path, lagging = tmp_path / "root" / "iter_0000100", tmp_path / "lagging"
     shutil.copytree(path, lagging)
     (lagging / "manifest.json").unlink()
-    on_ranks(2, load_with_lagging_view, tmp_path, path, lagging)
+    assert on_ranks(2, load_with_lagging_view, tmp_path, path, lagging) == [sorted(MODEL)] * 2
 
 
 def save_beside_training(rank: int, root: Path) -> None:
@@ -406,4 +408,5 @@ def save_beside_training(rank: int, root: Path) -> None:
 
 def test_a_save_from_a_thread(tmp_path: Path) -> None:
     on_ranks(2, save_beside_training, tmp_path, tmp_path / "root")
-    on_ranks(2, load_layout, tmp_path, tmp_path / "root", 2, 1, 1)
+    assert (tmp_path / "root" / "latest").read_text().strip() == "iter_0000100"
+    on_ranks(2, load_layout, tmp_path, tmp_path / "root", 2, 1, 1)  # which compares bit for bit

@@ -75,7 +75,7 @@ def test_logits(pair) -> None:
     ids = batch().ids
     with torch.no_grad():
         wanted = theirs(ids).logits
-        tokens = Tokens.of(ids, (0, 1, 2), drops=False)
+        tokens = Tokens.of(ids, (0, 1, 2), ours.model.stream, drops=False)
         found = ours.model.head.logits(ours.model.body(ours.model.embed(ids, tokens), tokens)).view(
             3, MODEL.seq_length, -1
         )

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megazero.config import OptimizerConfig, TrainingConfig
-from megazero.flat import FlatParam, Range, flat_layout
+from megazero.flat import FlatParam, flat_layout
 from megazero.optim import LossScale, Update, adamw_, clip_factor, learning_rate
 
 CONFIG = OptimizerConfig(lr=2.0, min_lr=0.5, lr_warmup_iters=10, lr_decay_iters=110)
@@ -145,9 +145,14 @@ def test_the_bias_correction_follows_the_step() -> None:
         torch.testing.assert_close(master, -size * gradient.sign())
 
 
-def test_an_empty_range_is_no_trouble() -> None:
-    empty = torch.empty(0)
-    adamw_(Update(OPTIMIZER, 0.1, torch.zeros(()), 1.0), empty, empty, (empty, empty), Range(0, 0).numel)
+@pytest.mark.parametrize("numel", [0, 64])
+def test_an_empty_range_is_no_trouble(numel: int) -> None:
+    """A rank may own nothing of a unit, or nothing that decays, or nothing else: each slice is stepped or left out."""
+    for decayed in (0, numel):
+        master, moments = torch.ones(numel), (torch.zeros(numel), torch.zeros(numel))
+        adamw_(Update(OPTIMIZER, 0.1, torch.zeros(()), 1.0), master, torch.ones(numel), moments, decayed)
+        kept = 1 - 0.1 * OPTIMIZER.weight_decay if decayed else 1.0
+        torch.testing.assert_close(master, torch.full((numel,), kept - 0.1))
 
 
 def scale(**changes) -> LossScale:

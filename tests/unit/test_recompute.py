@@ -166,7 +166,7 @@ def test_gradients_and_checkpoints_stay_where_they_are() -> None:
         engine.zero.units["blocks.2"].contribute = contribute
         seen.append((set(places), {buffer.data_ptr() for buffer in arena_of(engine).buffers}))
     assert seen[0] == seen[1] and len(seen[0][0]) == 1
-    homes = [unit.homes[0] for unit in engine.zero.units.values()]
+    homes = [unit.full_home for unit in engine.zero.units.values()]
     assert len({home.untyped_storage().data_ptr() for home in homes}) == 1
 
 
