@@ -6,9 +6,10 @@ BIN := .venv/bin
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
-check:  ## format, lint, types of the pure floors, unit tests: under a minute
+check:  ## format, lint, imports, types of the pure folders, unit tests: under a minute
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/unit
 

@@ -6,60 +6,63 @@ import time
 import traceback
 from typing import NoReturn
 
-from megazero import mesh
-from megazero.checks import resolve
-from megazero.config import Config, parse, to_toml
-from megazero.engine import LossScaleExhausted
+from megazero.comm import launch
+from megazero.comm.collectives import PeerLost
+from megazero.comm.mesh import Mesh
+from megazero.config.cli import parse, to_toml
+from megazero.config.schema import Config
+from megazero.plan.resolve import resolve
+from megazero.train.engine import LossScaleExhausted
 
 
 def main(argv: list[str]) -> None:
-    world = mesh.World(0, 1, 0, "single")
+    world = launch.World(0, 1, 0, "single")
     try:
-        world = mesh.read_world()
+        world = launch.read_world()
         pretrain(parse(argv), world)
-        mesh.stop()
+        launch.stop()
     except ValueError as error:
         fail(world, f"ValueError: {error}")
     except LossScaleExhausted as error:
         fail(world, str(error))
-    except mesh.PeerLost as error:
+    except PeerLost as error:
         time.sleep(2)  # launchers name the rank that ends first as the cause: that is the other one
-        cause = mesh.reported_failure()
+        cause = launch.reported_failure()
         if cause is None:
             traceback.print_exc()
         fail(world, f"stopped, for another rank failed: {cause or error}", report=False)
     except KeyboardInterrupt:
         print("interrupted; --load goes on from the last checkpoint in --save", file=sys.stderr, flush=True)
-        mesh.leave(130)
+        launch.leave(130)
     except Exception as error:
         traceback.print_exc()
         fail(world, f"{type(error).__name__}: {error}")
 
 
-def pretrain(config: Config, world: mesh.World) -> None:
+def pretrain(config: Config, world: launch.World) -> None:
     """Everything that can be refused is refused before ranks meet or a file is made."""
     from megazero.data.tokenizer import load_tokenizer
-    from megazero.trainer import Trainer, find_checkpoint, open_data
+    from megazero.train.trainer import Trainer, find_checkpoint, open_data
 
     tokenizer = load_tokenizer(config.data.tokenizer) if config.data.tokenizer else None
     config, layout = resolve(config, world.size, tokenizer.vocab_size if tokenizer else 0)
     datasets = open_data(config, tokenizer.vocab_size if tokenizer else 0)
     find_checkpoint(config)
-    device = mesh.pick_device(world)
-    mesh.start(world, device, config.parallel.distributed_timeout_minutes)
+    device = launch.pick_device(world)
+    launch.start(world, device, config.parallel.distributed_timeout_minutes)
     if world.rank == 0:
         print(to_toml(config))
     eod = tokenizer.eod if tokenizer and config.data.eod_mask_loss else None
-    ranks = mesh.Mesh.build(layout, world.rank, device, config.parallel.distributed_timeout_minutes)
+    ranks = Mesh.build(layout, world.rank, device, config.parallel.distributed_timeout_minutes)
     Trainer(config, ranks, datasets, eod).run(find_checkpoint(config))
 
 
-def fail(world: mesh.World, message: str, report: bool = True) -> NoReturn:
+def fail(world: launch.World, message: str, report: bool = True) -> NoReturn:
     """Say it, tell the other ranks, and leave at once: what waits for this rank then fails too, promptly."""
     if report:
-        mesh.report_failure(world, message)
+        launch.report_failure(world, message)
     print(f"rank {world.rank}: {message}" if world.size > 1 else message, file=sys.stderr, flush=True)
-    mesh.leave(1)
+    launch.leave(1)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 
 For each tensor-parallel size the modes live side by side on the same ranks and take a step in turn, forwards and
 backwards; a ratio is to the turn of "none" in the same round. Bytes are of one block and micro-batch, by
-`megazero.activations` and as counted (storages alive after the block's forward); on a CPU the two are asserted to be
+`megazero.price.saved_activations` and as counted (storages alive after the block's forward); on a CPU the two are asserted to be
 equal, and kept inputs on the host to be what the ledger has there. Korthikanti: what Megatron would keep, by his
 formula. On GPUs in bf16, one a rank; there also the price of copies to the host shows.
 
@@ -31,14 +31,14 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.measure import interval, kept_by_a_block
-from megazero.activations import block_saves, korthikanti, saved_bytes
-from megazero.checks import resolve
-from megazero.config import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
+from megazero.comm.mesh import Mesh
+from megazero.config.schema import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
 from megazero.data.loader import MicroBatch
-from megazero.engine import Engine
-from megazero.estimate import estimate
-from megazero.layout import Layout
-from megazero.mesh import Mesh
+from megazero.plan.resolve import resolve
+from megazero.plan.topology import Layout
+from megazero.price.estimate import estimate
+from megazero.price.saved_activations import block_saves, korthikanti, saved_bytes
+from megazero.train.engine import Engine
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.measure import interval
-from megazero.rng import Dropout, Rows, seed_of
+from megazero.model.dropout import Dropout, Rows
+from megazero.model.initial_values import seed_of
 
 SEED, PROBABILITY = 1234, 0.1
 Times = dict[str, list[float]]  # seconds of each round
@@ -103,11 +104,11 @@ def passes(shape: tuple[int, ...], rounds: int, device: torch.device) -> Times:
 
 def training_steps(rounds: int, device: torch.device) -> Times:
     """4 layers, hidden 512, 8 heads, sequence 256, two samples."""
-    from megazero.checks import resolve
-    from megazero.config import Config, ModelConfig, TrainingConfig
+    from megazero.comm.mesh import Mesh
+    from megazero.config.schema import Config, ModelConfig, TrainingConfig
     from megazero.data.loader import MicroBatch
-    from megazero.engine import Engine
-    from megazero.mesh import Mesh
+    from megazero.plan.resolve import resolve
+    from megazero.train.engine import Engine
 
     layers, h, n, s, v, b = 4, 512, 8, 256, 8192, 2
     ids = torch.randint(0, v, (b, s + 1), generator=torch.Generator().manual_seed(0))

@@ -13,8 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megazero.engine import Engine
-from megazero.model import Tokens
+from megazero.model.context import Tokens
+from megazero.train.engine import Engine
 
 
 def interval(values: list[float], draws: int = 2000) -> tuple[float, float]:

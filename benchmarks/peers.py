@@ -19,10 +19,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from megazero import rng
-from megazero.config import Config, ModelConfig, OptimizerConfig, TrainingConfig, ZeroConfig
-from megazero.layout import Layout
-from megazero.parameters import LocalBlock, stage_units
+from megazero.config.schema import Config, ModelConfig, OptimizerConfig, TrainingConfig, ZeroConfig
+from megazero.model import initial_values
+from megazero.plan.parameters import LocalBlock, stage_units
+from megazero.plan.topology import Layout
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def draw_weights(module: nn.Module, model: ModelConfig, seed: int) -> None:
         for spec in specs:
             if spec.name in parameters:
                 block = LocalBlock((0,) * len(spec.shape), spec.shape, spec.shape)
-                values = rng.draw(seed, spec, block, 0, block.numel)
+                values = initial_values.draw(seed, spec, block, 0, block.numel)
                 parameters.pop(spec.name).data.view(-1).copy_(values)
     assert not parameters, f"not initialised: {list(parameters)}"
 
@@ -231,10 +231,10 @@ def megazero(work: Work, device: torch.device, stage: int) -> Training:
     """Its own engine; the loss is the mean over all ranks."""
     import torch.distributed as dist
 
-    from megazero.checks import resolve
+    from megazero.comm.mesh import Mesh
     from megazero.data.loader import MicroBatch
-    from megazero.engine import Engine
-    from megazero.mesh import Mesh
+    from megazero.plan.resolve import resolve
+    from megazero.train.engine import Engine
 
     config, layout = resolve(work.config(stage), work.ranks, 0)
     engine = Engine(config, Mesh.build(layout, dist.get_rank(), device))

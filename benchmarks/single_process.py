@@ -22,11 +22,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks.measure import interval
-from megazero import mesh
-from megazero.checks import resolve
-from megazero.config import Config, ModelConfig, TrainingConfig
+from megazero.comm import launch
+from megazero.comm.mesh import Mesh
+from megazero.config.schema import Config, ModelConfig, TrainingConfig
 from megazero.data.loader import MicroBatch
-from megazero.engine import DTYPES, Engine
+from megazero.plan.resolve import resolve
+from megazero.train.engine import DTYPES, Engine
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def ours(o: Options, batch: MicroBatch, device: torch.device) -> Callable[[], ob
     model = ModelConfig(o.layers, o.hidden, 0, o.heads, o.seq_length, o.vocabulary)
     training = TrainingConfig(micro_batch_size=o.batch, precision=o.precision)
     config, layout = resolve(Config(model=model, training=training), 1, 0)
-    engine = Engine(config, mesh.Mesh.build(layout, 0, device))
+    engine = Engine(config, Mesh.build(layout, 0, device))
     return lambda: engine.train_step(1, [batch])
 
 
@@ -80,7 +81,7 @@ def theirs(o: Options, batch: MicroBatch, device: torch.device) -> Callable[[], 
 
 def main(o: Options) -> None:
     torch.set_num_threads(o.threads)
-    device = mesh.pick_device(mesh.World(0, 1, 0, "single"))
+    device = launch.pick_device(launch.World(0, 1, 0, "single"))
     assert o.precision in DTYPES, o.precision
     ids = torch.randint(0, o.vocabulary, (o.batch, o.seq_length + 1), generator=torch.Generator().manual_seed(0))
     mask = torch.ones(o.batch, o.seq_length)

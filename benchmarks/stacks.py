@@ -27,13 +27,14 @@ import torch.nn as nn
 
 from benchmarks.peers import PlainBlock, Training, draw_weights
 from benchmarks.peers import Work as GPTWork
-from megazero import tensor_parallel
-from megazero.checks import resolve
-from megazero.config import Config, ModelConfig
-from megazero.engine import Engine
-from megazero.mesh import Axis, Mesh
-from megazero.model import Tokens
-from megazero.optim import Update
+from megazero.comm.collectives import Axis
+from megazero.comm.mesh import Mesh
+from megazero.config.schema import Config, ModelConfig
+from megazero.model import matmul
+from megazero.model.context import Tokens
+from megazero.plan.resolve import resolve
+from megazero.train.engine import Engine
+from megazero.zero.adamw import Update
 
 NOT_BLOCKS = ("*_embedding.weight", "head.*")
 LR = 1e-6  # so small that hundreds of steps from one fixed gradient do not move the numbers to where they are slow
@@ -156,7 +157,7 @@ class _SilentAxis(Axis):
 def megazero(work: Work, device: torch.device, cut: bool, silent: bool, own_products: bool) -> Training:
     """The Engine's own blocks, ZeRO stage 0, with gradients, sums and update as in a training step."""
     if not own_products:
-        tensor_parallel.PREFERS_ONEDNN = False  # this process is this system's alone
+        matmul.PREFERS_ONEDNN = False  # this process is this system's alone
     config = work.config()
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, sequence_parallel=cut))
     config, layout = resolve(config, work.ranks, 0)

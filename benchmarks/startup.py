@@ -18,11 +18,11 @@ import torch.distributed as dist
 import tyro
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megazero.checks import resolve
-from megazero.config import parse
+from megazero.comm.mesh import Mesh
+from megazero.config.cli import parse
 from megazero.data.loader import MicroBatch
-from megazero.engine import Engine
-from megazero.mesh import Mesh
+from megazero.plan.resolve import resolve
+from megazero.train.engine import Engine
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megazero.activations import stage_activations
-from megazero.checks import resolve
-from megazero.config import parse
-from megazero.estimate import estimate
-from megazero.parameters import num_parameters
+from megazero.config.cli import parse
+from megazero.plan.parameters import num_parameters
+from megazero.plan.resolve import resolve
+from megazero.price.estimate import estimate
+from megazero.price.saved_activations import stage_activations
 
 ROOT = Path(__file__).resolve().parent.parent
 RANKS, ITERATIONS = 4, 3  # tensor parallelism of 2, data parallelism of 2

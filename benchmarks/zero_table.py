@@ -18,14 +18,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megazero.account import psi
-from megazero.checks import resolve
-from megazero.config import Config, ModelConfig, TrainingConfig, ZeroConfig
+from megazero.comm.mesh import Mesh
+from megazero.config.schema import Config, ModelConfig, TrainingConfig, ZeroConfig
 from megazero.data.loader import MicroBatch
-from megazero.engine import Engine
-from megazero.estimate import estimate
-from megazero.layout import Layout
-from megazero.mesh import Mesh
+from megazero.plan.resolve import resolve
+from megazero.plan.topology import Layout
+from megazero.price.estimate import estimate
+from megazero.price.report import psi
+from megazero.train.engine import Engine
 
 MODEL = ModelConfig(num_layers=4, hidden_size=256, num_attention_heads=4, seq_length=64, vocab_size=1024)
 K = 12  # bytes of fp32 master weights and moments, mixed precision (the paper's)

@@ -10,18 +10,21 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from megazero.comm.mesh import Mesh
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from megazero import checkpoint, mesh
+from megazero import checkpoint
 from megazero.checkpoint import LocalShard
-from megazero.config import ModelConfig
+from megazero.comm import launch
+from megazero.config.schema import ModelConfig
 from megazero.data.tokenizer import Tokenizer, load_tokenizer
-from megazero.layout import Layout
-from megazero.ledger import Ledger
-from megazero.model import GPTStage, Tokens
-from megazero.tensor_parallel import Context, Stream
+from megazero.memory.tracker import Ledger
+from megazero.model.context import Context, Stream, Tokens
+from megazero.model.gpt2 import GPTStage
+from megazero.plan.topology import Layout
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ def load_model(path: Path, model: ModelConfig, device: torch.device) -> GPTStage
     def no_training(*_: object) -> None:
         raise AssertionError("a model for generation has no gradients")
 
-    alone = mesh.Mesh.build(Layout(), 0, device)
+    alone = Mesh.build(Layout(), 0, device)
     stage = GPTStage(model, alone, 0, Context(Stream(alone.tp, cut=False), no_training, Ledger(), "fp32", device))
     shards = {}
     for members in stage.named_units().values():
@@ -110,7 +113,7 @@ def main(options: Options) -> None:
         raise ValueError(
             f"--tokenizer {options.tokenizer} has {tokenizer.vocab_size} tokens, the model {model.vocab_size}"
         )
-    device = mesh.pick_device(mesh.World(0, 1, 0, "single"))
+    device = launch.pick_device(launch.World(0, 1, 0, "single"))
     stage = load_model(path, model, device)
     generator = torch.Generator(device).manual_seed(options.seed)
     prompt = tokenizer.encode(options.prompt)

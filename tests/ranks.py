@@ -60,7 +60,7 @@ class Ranks:
     def __init__(self, world: int) -> None:
         self.world = world
         self._context = mp.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch.distributed", "megazero.engine"])
+        self._context.set_forkserver_preload(["torch", "torch.distributed", "megazero.train.engine"])
         self._processes: list[Any] = []
         self._numbers = itertools.count()
 

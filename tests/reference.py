@@ -11,10 +11,10 @@ import fnmatch
 import torch
 import torch.nn.functional as F
 
-from megazero import rng
-from megazero.config import Config
-from megazero.layout import Layout
-from megazero.parameters import LocalBlock, stage_units
+from megazero.config.schema import Config
+from megazero.model import initial_values
+from megazero.plan.parameters import LocalBlock, stage_units
+from megazero.plan.topology import Layout
 
 
 def initial_weights(config: Config) -> dict[str, torch.Tensor]:
@@ -22,7 +22,7 @@ def initial_weights(config: Config) -> dict[str, torch.Tensor]:
     for specs in stage_units(config.model, Layout(), 0).values():
         for spec in specs:
             whole = LocalBlock((0,) * len(spec.shape), spec.shape, spec.shape)
-            weights[spec.name] = rng.draw(config.training.seed, spec, whole, 0, whole.numel).view(spec.shape)
+            weights[spec.name] = initial_values.draw(config.training.seed, spec, whole, 0, whole.numel).view(spec.shape)
     return weights
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from megazero.rectangles import Rectangle
+from megazero.plan.regions import Rectangle
 
 MANIFEST = "manifest.json"
 STATE = "state.json"

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megazero.checkpoint.manifest import Manifest, dtype_name
 from megazero.checkpoint.shards import LocalShard
-from megazero.rectangles import Rectangle, coverage_fault
+from megazero.plan.regions import Rectangle, coverage_fault
 
 # What a rank says of a tensor, whether or not it owns any of it: its global shape, and its dtype by name.
 Declared = tuple[tuple[int, ...], str]

@@ -43,7 +43,7 @@ from megazero.checkpoint.manifest import (
     write_durably,
     write_manifest,
 )
-from megazero.rectangles import Rectangle
+from megazero.plan.regions import Rectangle
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from megazero.engine import Engine
-from megazero.ledger import Ledger
-from megazero.mesh import Mesh, device_fragmentation
-from megazero.offload import StreamCopies
+from megazero.activations.offload import StreamCopies
+from megazero.comm.mesh import Mesh
+from megazero.memory.fragmentation import device_fragmentation
+from megazero.memory.tracker import Ledger
+from megazero.train.engine import Engine
 from tests import reference
 from tests.parallel.cases import MODEL, STEPS, Case, global_batch, micro_batches
 from tests.parallel.test_parity import relative_error

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megazero.checks import resolve
-from megazero.config import ActivationConfig, Config, ModelConfig, OptimizerConfig, TrainingConfig, ZeroConfig
-from megazero.engine import Engine
-from megazero.layout import Layout
-from megazero.mesh import Axis, Mesh
+from megazero.comm.collectives import Axis
+from megazero.comm.mesh import Mesh
+from megazero.config.schema import ActivationConfig, Config, ModelConfig, OptimizerConfig, TrainingConfig, ZeroConfig
+from megazero.plan.resolve import resolve
+from megazero.plan.topology import Layout
+from megazero.train.engine import Engine
 
 # Odd on purpose: 5 layers, 6 heads, a prime vocabulary, a sequence that no axis divides. Weights of 0.05: with 0.02 in
 # so narrow a model, gradients of queries and keys come near fp32's rounding, and Adam makes a full step of their noise.

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from benchmarks.measure import kept_by_a_block
-from megazero.activations import block_saves, korthikanti, saved_bytes
-from megazero.checks import resolve
-from megazero.config import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
-from megazero.layout import Layout
-from megazero.ledger import Ledger
-from megazero.mesh import Mesh
-from megazero.recompute import Checkpoints
+from megazero.activations.store import Checkpoints
+from megazero.comm.mesh import Mesh
+from megazero.config.schema import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
+from megazero.memory.tracker import Ledger
+from megazero.plan.resolve import resolve
+from megazero.plan.topology import Layout
+from megazero.price.saved_activations import block_saves, korthikanti, saved_bytes
 from tests.parallel.cases import MODEL, Case, new_engine, train
 
 SCORES = replace(MODEL, attention_dropout=0.1, hidden_dropout=0.1)

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.measure import Alive
-from megazero import rng
-from megazero.estimate import estimate
-from megazero.layout import Layout
-from megazero.parameters import num_parameters, stage_units, unit_layout
+from megazero.model import initial_values
+from megazero.plan.parameters import num_parameters, stage_units, unit_layout
+from megazero.plan.topology import Layout
+from megazero.price.estimate import estimate
 from tests.parallel.cases import MODEL, Case, new_engine, train
 
 UNTIED = replace(MODEL, untie_embeddings=True)
@@ -126,7 +126,7 @@ def test_start_up_has_no_spike(case: Case, ranks) -> None:
     Besides that, a few blocks of random numbers: of a constant size, and small against the model.
     """
     for peak, at_rest, unit in ranks(4).run(start_up, case):
-        drawing = 2 * 16 * rng.BLOCK * 4
+        drawing = 2 * 16 * initial_values.BLOCK * 4
         assert at_rest <= peak <= at_rest + unit + drawing, (peak, at_rest, unit)
         assert unit + drawing < 4 * num_parameters(LARGE) / 2
 

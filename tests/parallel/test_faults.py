@@ -9,11 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megazero.checks import resolve
-from megazero.config import Config, ModelConfig, TrainingConfig
-from megazero.engine import Engine, LossScaleExhausted
-from megazero.layout import Layout
-from megazero.mesh import Mesh, PeerLost
+from megazero.comm.collectives import PeerLost
+from megazero.comm.mesh import Mesh
+from megazero.config.schema import Config, ModelConfig, TrainingConfig
+from megazero.plan.resolve import resolve
+from megazero.plan.topology import Layout
+from megazero.train.engine import Engine, LossScaleExhausted
 from tests.parallel.cases import Case, MicroBatch, micro_batches, new_engine
 
 

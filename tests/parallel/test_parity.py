@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megazero.config import ModelConfig
-from megazero.rng import Dropout
+from megazero.config.schema import ModelConfig
+from megazero.model.dropout import Dropout
 from tests import reference
 from tests.parallel.cases import (
     MODEL,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megazero.account import account, partition_line, table
-from megazero.activations import block_saves, computed_saves, saved_bytes
-from megazero.checks import resolve
-from megazero.config import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
-from megazero.layout import Layout
+from megazero.config.schema import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
+from megazero.plan.resolve import resolve
+from megazero.plan.topology import Layout
+from megazero.price.report import account, partition_line, table
+from megazero.price.saved_activations import block_saves, computed_saves, saved_bytes
 
 FULL = ActivationConfig("full")
 PA = replace(FULL, partition_activations=True)

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from megazero.fragmentation import Fragmentation, fragmentation
+from megazero.memory.fragmentation import Fragmentation, fragmentation
 from tests.caching_allocator import Block, CachingAllocator, OutOfMemory
 
 KiB, MiB = 1 << 10, 1 << 20

@@ -10,10 +10,11 @@ from typing import Any, Literal
 
 import pytest
 
-from megazero import config as config_module
-from megazero.checks import resolve
-from megazero.config import Config, flags, parse, preset_args, to_toml
-from megazero.layout import Layout
+from megazero.config import cli as config_module
+from megazero.config.cli import flags, parse, preset_args, to_toml
+from megazero.config.schema import Config
+from megazero.plan.resolve import resolve
+from megazero.plan.topology import Layout
 
 # What scripts, users and checks outside this repository rely on.
 SURFACE = set(
@@ -276,7 +277,7 @@ def test_resolve_fills_in_what_is_derived() -> None:
     )
     assert layout == Layout(pp=2, dp=3, tp=4)
     assert (config.model.vocab_size, config.model.ffn_hidden_size) == (257, 4 * 768)
-    assert (config.training.global_batch_size, config.micro_batches(layout)) == (6, 1)
+    assert (config.training.global_batch_size, config.micro_batches(layout.dp)) == (6, 1)
     assert config.optimizer.lr_decay_iters == 77
     assert resolve(config, 24, 257) == (config, layout)
 
@@ -286,7 +287,7 @@ def test_resolve_keeps_what_is_asked_for() -> None:
         make(vocab_size=300, ffn_hidden_size=100, global_batch_size=24, lr_decay_iters=5, micro_batch_size=2), 3, 257
     )
     assert (config.model.vocab_size, config.model.ffn_hidden_size) == (300, 100)
-    assert (config.training.global_batch_size, config.micro_batches(layout)) == (24, 4)
+    assert (config.training.global_batch_size, config.micro_batches(layout.dp)) == (24, 4)
     assert config.optimizer.lr_decay_iters == 5
 
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from megazero.flat import ALIGN, FlatLayout, FlatParam, Range, flat_layout, round_up
+from megazero.plan.flat_layout import ALIGN, FlatLayout, FlatParam, Range, flat_layout, round_up
 
 KINDS = list(itertools.product((False, True), repeat=2))  # decays, cut
 NUMELS = (1, 63, 64, 65, 200)

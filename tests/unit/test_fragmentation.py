@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from megazero import trainer
-from megazero.config import Config, LogConfig
-from megazero.engine import StepResult
-from megazero.fragmentation import Fragmentation, fragmentation
-from megazero.layout import Layout
-from megazero.mesh import device_fragmentation
+from megazero.config.schema import Config, LogConfig
+from megazero.memory.fragmentation import Fragmentation, device_fragmentation, fragmentation
+from megazero.plan.topology import Layout
+from megazero.train import trainer
+from megazero.train.engine import StepResult
 from tests.caching_allocator import Block, CachingAllocator, OutOfMemory
 
 # -- the measure

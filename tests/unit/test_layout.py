@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from megazero.layout import AXES, Coord, Layout, ring_bytes
+from megazero.plan.topology import AXES, Coord, Layout, ring_bytes
 
 LAYOUTS = [Layout(*sizes) for sizes in itertools.product((1, 2, 3, 4), repeat=3)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megazero.ledger import KINDS, Ledger
+from megazero.memory.tracker import KINDS, Ledger
 
 
 def test_a_lease_counts_until_it_ends() -> None:

@@ -13,8 +13,11 @@ from typing import Any
 
 import pytest
 
-from megazero.config import Config, LogConfig, ModelConfig, TrainingConfig, parse, to_toml
-from megazero.log import (
+from megazero.config.cli import parse, to_toml
+from megazero.config.schema import Config, LogConfig, ModelConfig, TrainingConfig
+from megazero.files import replace_file
+from megazero.price.flops import model_flops
+from megazero.train.loggers import (
     MetricsFile,
     ProgressLine,
     Record,
@@ -24,9 +27,7 @@ from megazero.log import (
     finite,
     flatten,
     line,
-    model_flops,
     open_writers,
-    replace_file,
     size,
 )
 

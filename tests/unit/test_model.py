@@ -8,15 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megazero.attention import Core
-from megazero.checks import resolve
-from megazero.config import Config, ModelConfig, TrainingConfig
-from megazero.engine import Engine
-from megazero.layout import Layout
-from megazero.mesh import Mesh
-from megazero.model import Tokens
-from megazero.pieces import PLAIN
-from megazero.rng import Dropout
+from megazero.comm.mesh import Mesh
+from megazero.config.schema import Config, ModelConfig, TrainingConfig
+from megazero.model.attention import Core
+from megazero.model.context import Tokens
+from megazero.model.dropout import Dropout
+from megazero.model.fused_ops import PLAIN
+from megazero.plan.resolve import resolve
+from megazero.plan.topology import Layout
+from megazero.train.engine import Engine
 from tests.parallel.cases import MicroBatch
 
 MODEL = ModelConfig(num_layers=3, hidden_size=60, num_attention_heads=6, seq_length=17, vocab_size=131)

@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megazero.config import OptimizerConfig, TrainingConfig
-from megazero.flat import FlatParam, flat_layout
-from megazero.optim import LossScale, Update, adamw_, clip_factor, learning_rate
+from megazero.config.schema import OptimizerConfig, TrainingConfig
+from megazero.plan.flat_layout import FlatParam, flat_layout
+from megazero.train.optimization import LossScale, clip_factor, learning_rate
+from megazero.zero.adamw import Update, adamw_
 
 CONFIG = OptimizerConfig(lr=2.0, min_lr=0.5, lr_warmup_iters=10, lr_decay_iters=110)
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from megazero.config import ModelConfig
-from megazero.layout import Layout
-from megazero.parameters import HEAD, POSITION, TOKEN, ParamSpec, num_parameters, stage_units, unit_layout
-from megazero.rectangles import Rectangle, coverage_fault
+from megazero.config.schema import ModelConfig
+from megazero.plan.parameters import HEAD, POSITION, TOKEN, ParamSpec, num_parameters, stage_units, unit_layout
+from megazero.plan.regions import Rectangle, coverage_fault
+from megazero.plan.topology import Layout
 
 # 840 heads of one dim: every tp from 1 to 8 divides them.
 MODEL = ModelConfig(num_layers=7, hidden_size=840, num_attention_heads=840, seq_length=13, vocab_size=50257)

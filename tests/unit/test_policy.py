@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megazero.config import ModelConfig, ZeroConfig
-from megazero.layout import Layout
-from megazero.parameters import HEAD, POSITION, TOKEN, stage_units
-from megazero.policy import RING_DEPTH, Buckets, Use, ZeroPolicy, layer_uses, plan_buckets, ring_slots
+from megazero.config.schema import ModelConfig, ZeroConfig
+from megazero.plan.parameters import HEAD, POSITION, TOKEN, stage_units
+from megazero.plan.topology import Layout
+from megazero.plan.zero_policy import RING_DEPTH, Buckets, Use, ZeroPolicy, layer_uses, plan_buckets, ring_slots
 
 CUT = ZeroPolicy(True, True, True)
 

@@ -6,11 +6,12 @@ import re
 
 import pytest
 
-from megazero.checks import resolve
-from megazero.config import PRESETS, Config, parse
-from megazero.estimate import estimate
-from megazero.layout import Layout
-from megazero.parameters import num_parameters
+from megazero.config.cli import PRESETS, parse
+from megazero.config.schema import Config
+from megazero.plan.parameters import num_parameters
+from megazero.plan.resolve import resolve
+from megazero.plan.topology import Layout
+from megazero.price.estimate import estimate
 
 # preset -> (ranks, layers, hidden, heads, tensor parallelism, samples a model replica, global batch): the ZeRO paper,
 # figure 2, and GPT-2's shapes.
@@ -50,7 +51,7 @@ def test_every_preset_is_listed_here() -> None:
 def test_shape_and_batch(name: str) -> None:
     config, layout = load(name)
     model, training = config.model, config.training
-    samples = training.micro_batch_size * config.micro_batches(layout)
+    samples = training.micro_batch_size * config.micro_batches(layout.dp)
     shape = (model.num_layers, model.hidden_size, model.num_attention_heads)
     assert (layout.world_size, *shape, layout.tp, samples, training.global_batch_size) == SHAPES[name]
     assert model.ffn_hidden_size == 4 * model.hidden_size
@@ -91,5 +92,5 @@ def test_the_papers_models_are_zero_100bs_configuration(name: str) -> None:
     config, layout = load(name)
     assert config.zero.zero_stage == 2 and config.training.grad_dtype == "bf16"
     assert config.activations.recompute == "full" and config.activations.partition_activations
-    assert config.micro_batches(layout) == 1
+    assert config.micro_batches(layout.dp) == 1
     assert estimate(config, layout, staged=False).memory["peak"] < 32e9

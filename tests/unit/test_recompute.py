@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megazero.engine import Engine
-from megazero.ledger import Ledger
-from megazero.offload import Copies, Fetch, Stored
-from megazero.recompute import Checkpoints, recomputed, through
-from megazero.slots import Slots
+from megazero.activations.offload import Copies, Fetch, Stored
+from megazero.activations.store import Checkpoints, recomputed
+from megazero.memory.pool import Slots
+from megazero.memory.tracker import Ledger
+from megazero.model.recompute import through
+from megazero.train.engine import Engine
 from tests.parallel.cases import STEPS, Case, micro_batches, new_engine, train
 
 CPU = torch.device("cpu")

@@ -10,10 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megazero.config import ModelConfig
-from megazero.layout import Layout
-from megazero.parameters import ParamSpec, stage_units
-from megazero.rng import BLOCK, CORE_ELEMENTS, Dropout, Rows, draw, seed_of, standard_normal
+from megazero.config.schema import ModelConfig
+from megazero.model.dropout import CORE_ELEMENTS, Dropout, Rows
+from megazero.model.initial_values import BLOCK, draw, seed_of, standard_normal
+from megazero.plan.parameters import ParamSpec, stage_units
+from megazero.plan.topology import Layout
 
 SEED = 1234
 # The table is longer than a block, and 1009 rows are prime: no cut falls on one.
@@ -169,7 +170,7 @@ def test_chunks_do_not_show(columns: int, monkeypatch: pytest.MonkeyPatch) -> No
     rows = (Rows(0, 3, 2 + CORE_ELEMENTS // columns), Rows(1, 0, 2 + CORE_ELEMENTS // columns))
     found = mask(DROPOUT, rows, columns)
     assert torch.equal(found, torch.cat([mask(DROPOUT, (r,), columns) for r in rows]))
-    monkeypatch.setattr("megazero.rng.CORE_ELEMENTS", found.numel())
+    monkeypatch.setattr("megazero.model.dropout.CORE_ELEMENTS", found.numel())
     assert torch.equal(mask(DROPOUT, rows, columns), found)
 
 

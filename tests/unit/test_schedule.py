@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from megazero.schedule import COMPUTE, PEER, Action, Op, Plan, draw, plan, simulate, steps
+from megazero.plan.schedules import COMPUTE, PEER, Action, Op, Plan, draw, plan, simulate, steps
 
 SIZES = [(p, m) for p in range(1, 9) for m in range(1, 17)]
 TRAINING = ("1f1b", "gpipe")
@@ -136,5 +136,5 @@ def test_drawing() -> None:
 
 
 def test_drawing_from_the_command_line() -> None:
-    command = [sys.executable, "-m", "megazero.schedule", "gpipe", "3", "4"]
+    command = [sys.executable, "-m", "megazero.plan.schedules", "gpipe", "3", "4"]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == draw("gpipe", 3, 4)

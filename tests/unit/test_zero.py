@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megazero.param_unit import square_sum
+from megazero.zero.unit import square_sum
 
 
 def test_square_sum_is_exact_where_fp32_is_not() -> None:

@@ -1,0 +1,93 @@
+"""Copies of kept inputs to host memory and back, behind the computation."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from megazero.memory.tracker import Ledger
+from megazero.plan.zero_policy import COPY_DEPTH
+
+
+class Stored(NamedTuple):
+    """Data in host memory, or on its way there."""
+
+    host: torch.Tensor
+    done: torch.cuda.Event | None = None
+
+
+class Fetch(NamedTuple):
+    """Data on the device, or on its way there."""
+
+    data: torch.Tensor
+    done: torch.cuda.Event | None = None
+
+    def wait(self) -> torch.Tensor:
+        """The computation waits, this process does not."""
+        if self.done is not None:
+            torch.cuda.current_stream(self.data.device).wait_event(self.done)
+        return self.data
+
+
+class Copies:
+    """Where device and host are one: to store is to copy, to fetch is to look."""
+
+    def start_store(self, part: torch.Tensor, host: torch.Tensor) -> Stored:
+        """Begin to copy `part` [n] to the beginning of `host`, n or more elements."""
+        host[: part.numel()].copy_(part)
+        return Stored(host)
+
+    def start_fetch(self, stored: Stored) -> Fetch:
+        """Begin to bring it back. What this gives is overwritten by the next fetch but one."""
+        return Fetch(stored.host)
+
+    def finish(self) -> None:
+        """Wait for all copies: before buffers are used for something else."""
+
+
+class StreamCopies(Copies):
+    """Between a GPU and pinned memory, each way on a CUDA stream of its own.
+
+    Each way goes by way of COPY_DEPTH buffers on the device, which are never freed: so a block's input can be let go as
+    soon as the computation has copied it into one, and no tensor is freed while another stream reads it.
+
+    A host slot is written again only after the computation has waited for its fetch: `start_store` waits for all that
+    the computation has issued.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, ledger: Ledger) -> None:
+        self.device = device
+        self.storing, self.fetching = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.outgoing = [torch.empty(numel, dtype=dtype, device=device) for _ in range(COPY_DEPTH)]
+        self.incoming = [torch.empty(numel, dtype=dtype, device=device) for _ in range(COPY_DEPTH)]
+        self.left: list[torch.cuda.Event | None] = [None] * COPY_DEPTH  # when an outgoing buffer was last copied from
+        self.lease = ledger.lease("buffers", 2 * COPY_DEPTH * numel * dtype.itemsize)
+
+    def start_store(self, part: torch.Tensor, host: torch.Tensor) -> Stored:
+        compute = torch.cuda.current_stream(self.device)
+        buffer, left = self.outgoing.pop(0), self.left.pop(0)
+        if left is not None:
+            compute.wait_event(left)
+        buffer[: part.numel()].copy_(part)
+        self.storing.wait_stream(compute)
+        with torch.cuda.stream(self.storing):
+            host.copy_(buffer, non_blocking=True)
+        done = self.storing.record_event()
+        self.outgoing.append(buffer)
+        self.left.append(done)
+        return Stored(host, done)
+
+    def start_fetch(self, stored: Stored) -> Fetch:
+        buffer = self.incoming.pop(0)
+        self.incoming.append(buffer)
+        self.fetching.wait_stream(torch.cuda.current_stream(self.device))  # its work with this buffer is issued by now
+        if stored.done is not None:
+            self.fetching.wait_event(stored.done)
+        with torch.cuda.stream(self.fetching):
+            buffer.copy_(stored.host, non_blocking=True)
+        return Fetch(buffer, self.fetching.record_event())
+
+    def finish(self) -> None:
+        self.storing.synchronize()
+        self.fetching.synchronize()

@@ -1,0 +1,212 @@
+"""Ranks and the axes that they talk along. The only file that imports torch.distributed, save the checkpoint engine,
+and the only one that reads the environment.
+
+Every collective is the identity on an axis of size 1, asserts that its tensors are contiguous (gloo's all_reduce is
+wrong without an error on others), and counts the bytes that this rank sends under a ring algorithm when it is issued.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from megazero.plan.topology import ring_bytes
+
+SUM, MAX, MIN = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN
+
+# torch 2.13 deprecates the old names, 2.11 does not have the new ones.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class PeerLost(RuntimeError):
+    """A collective failed because another rank is gone; that rank's message is the one to read."""
+
+
+# -- axes
+
+
+class Axis:
+    """One mesh axis, seen from this rank.
+
+    Attributes:
+        sent: kind of traffic -> bytes that this rank has sent; the kind is the axis' name unless said otherwise.
+    """
+
+    def __init__(self, name: str, ranks: list[int], rank: int, group: dist.ProcessGroup | None = None) -> None:
+        self.name, self.ranks, self.size = name, ranks, len(ranks)
+        self.rank = ranks.index(rank)  # within the axis
+        self.group = group
+        self.sent: Counter[str] = Counter()
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.rank == self.size - 1
+
+    @property
+    def staged(self) -> bool:
+        """Whether a reduce-scatter needs scratch as large as its input; see `start_reduce_scatter`."""
+        return self.size > 1 and dist.get_backend(self.group) == "gloo"
+
+    def _count(self, x: torch.Tensor, passes: int, kind: str | None) -> None:
+        assert x.is_contiguous(), f"{self.name}: collective on shape {tuple(x.shape)}, stride {x.stride()}"
+        self.sent[kind or self.name] += ring_bytes(x.numel() * x.element_size(), self.size, passes)
+
+    def _launch(self, collective: Callable[[], dist.Work]) -> dist.Work:
+        """Issue an asynchronous collective. Tests put delays here."""
+        return collective()
+
+    def start_all_reduce(self, x: torch.Tensor, op: dist.ReduceOp = SUM, kind: str | None = None) -> Pending:
+        """Combine everyone's `x` in place; nobody touches it until the result has been waited for."""
+        if self.size == 1:
+            return Pending()
+        self._count(x, 2, kind)
+        with _peers(self):
+            return Pending(
+                self._launch(lambda: dist.all_reduce(x, op=op, group=self.group, async_op=True)), self, held=(x,)
+            )
+
+    def all_reduce_(self, x: torch.Tensor, op: dist.ReduceOp = SUM, kind: str | None = None) -> torch.Tensor:
+        self.start_all_reduce(x, op, kind).wait()
+        return x
+
+    def start_all_gather(self, part: torch.Tensor, out: torch.Tensor) -> Pending:
+        """Everyone's `part`, in order of rank, into `out`. `part` may be this rank's own window of `out`."""
+        assert part.is_contiguous() and part.numel() * self.size == out.numel(), (part.shape, out.shape)
+        if self.size == 1:
+            if out.data_ptr() != part.data_ptr():
+                out.copy_(part.view_as(out))
+            return Pending()
+        self._count(out, 1, None)
+        with _peers(self):
+            work = self._launch(lambda: _all_gather(out, part, group=self.group, async_op=True))
+            return Pending(work, self, held=(part, out))
+
+    def all_gather(self, part: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        self.start_all_gather(part, out).wait()
+        return out
+
+    def scratch_numel(self, numel: int) -> int:
+        """Elements of scratch that reduce-scattering `numel` x size elements takes; see the Note there."""
+        if self.size == 1:
+            return 0
+        return numel * self.size if self.staged else numel
+
+    def start_reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, add: bool, scratch: torch.Tensor) -> Pending:
+        """Sum of everyone's `full`, this rank's 1/size of it, written or added to `out` when it is waited for.
+
+        Note [gloo's reduce-scatter]: it is an all-reduce and a copy, which sends twice the bytes. An all-to-all and a
+        local sum send (size - 1) / size of the buffer, as they should, at the price of scratch as large as the buffer.
+
+        Shapes: full [size * n], out [n], scratch at least [scratch_numel(n)]; none where `staged` and `add` are False.
+        """
+        assert full.dim() == 1 and full.numel() == out.numel() * self.size, (full.shape, out.shape)
+        if self.size == 1:
+            _write(out, full, add)
+            return Pending()
+        self._count(full, 1, None)
+        scratch = scratch[: self.scratch_numel(out.numel())]
+        with _peers(self):
+            if self.staged:
+                work = self._launch(lambda: dist.all_to_all_single(scratch, full, group=self.group, async_op=True))
+                return Pending(work, self, held=(full,), then=lambda: _sum_rows(scratch.view(self.size, -1), out, add))
+            if not add:
+                work = self._launch(lambda: _reduce_scatter(out, full, group=self.group, async_op=True))
+                return Pending(work, self, held=(full, out))
+            work = self._launch(lambda: _reduce_scatter(scratch, full, group=self.group, async_op=True))
+            return Pending(work, self, held=(full,), then=lambda: _write(out, scratch, add))
+
+    def exchange(self, sends: list[tuple[torch.Tensor, int]], receives: list[tuple[torch.Tensor, int]]) -> None:
+        """One batch of sends (tensor, neighbour) and receives (empty tensor, neighbour); a neighbour is +1 or -1."""
+        operations = []
+        for x, step in sends:
+            assert x.is_contiguous(), f"{self.name}: send of shape {tuple(x.shape)}, stride {x.stride()}"
+            self.sent[self.name] += x.numel() * x.element_size()
+            operations.append(dist.P2POp(dist.isend, x, self.ranks[self.rank + step], self.group))
+        for x, step in receives:
+            operations.append(dist.P2POp(dist.irecv, x, self.ranks[self.rank + step], self.group))
+        with _peers(self):
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+
+
+class Pending:
+    """A collective under way, and what is done with its result. It keeps its tensors alive until it is waited for.
+
+    On a GPU `wait` makes the compute stream wait, not this process: the backend runs collectives on a stream of its
+    own, which has waited for the compute stream when they were issued.
+    """
+
+    def __init__(
+        self,
+        work: dist.Work | None = None,
+        axis: Axis | None = None,
+        held: tuple[torch.Tensor, ...] = (),
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        self._work, self._axis, self._held, self._then = work, axis, held, then
+
+    def wait(self) -> None:
+        """Once; a second call does nothing."""
+        if self._work is not None:
+            assert self._axis is not None
+            with _peers(self._axis):
+                self._work.wait()
+        if self._then is not None:
+            self._then()
+        self._work, self._held, self._then = None, (), None
+
+
+def _write(out: torch.Tensor, values: torch.Tensor, add: bool) -> None:
+    if add:
+        out.add_(values)
+    else:
+        out.copy_(values)
+
+
+def _sum_rows(rows: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+    """out (+)= the sum over dim 0 of `rows` [size, n]. 16-bit rows are summed in fp32, a piece at a time."""
+    if rows.dtype == torch.float32:
+        first = 0 if add else 1
+        if not add:
+            out.copy_(rows[0])
+        for row in rows[first:]:
+            out.add_(row)
+        return
+    piece = 1 << 20
+    for at in range(0, out.numel(), piece):
+        total = rows[:, at : at + piece].sum(0, dtype=torch.float32)
+        target = out[at : at + piece]
+        target.copy_(total.add_(target) if add else total)
+
+
+# What gloo says when another rank is gone or does not come: plain RuntimeErrors, told by their words alone.
+LOST = ("closed by peer", "reset by peer", "broken pipe", "timed out", "timeout", "connection refused", "not connected")
+
+
+def _is_peers(error: BaseException) -> bool:
+    """Whether a collective failed for another rank's sake, rather than for a mistake of this one's."""
+    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError)):
+        return True
+    return type(error) is RuntimeError and any(words in str(error).lower() for words in LOST)
+
+
+class _peers:
+    """Around a collective: another rank's failure becomes PeerLost, which names the axis and its ranks."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
+        if error is not None and _is_peers(error):
+            raise PeerLost(f"axis {self.axis.name}, ranks {self.axis.ranks}: {error}") from error

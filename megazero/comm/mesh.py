@@ -1,0 +1,72 @@
+"""`Mesh`: the axes of this rank."""
+
+from __future__ import annotations
+
+import datetime
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megazero.comm.collectives import Axis
+from megazero.plan.topology import AXES, SUB_AXES, Coord, Layout
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's place, and its axes.
+
+    `ends` joins the first and the last stage, `world` all ranks. `shard` and `replica` are dp in two: ZeRO partitions
+    within `shard`, and ranks along `replica` own the same range.
+    """
+
+    layout: Layout
+    rank: int
+    device: torch.device
+    pp: Axis
+    dp: Axis
+    shard: Axis
+    replica: Axis
+    tp: Axis
+    ends: Axis
+    world: Axis
+    host_group: dist.ProcessGroup | None  # all ranks, for what lies in host memory: gloo. None: a single process
+
+    @property
+    def coord(self) -> Coord:
+        return self.layout.coord(self.rank)
+
+    @classmethod
+    def build(cls, layout: Layout, rank: int, device: torch.device, timeout_minutes: float = 10.0) -> Mesh:
+        """Make every axis' groups; all ranks call this, after `start`."""
+        timeout = datetime.timedelta(minutes=timeout_minutes)
+        axes = {"ends": Axis("ends", [rank], rank)}  # a middle stage has no ends
+        groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for name in (*AXES, *SUB_AXES):
+            for ranks in layout.groups(name):
+                if len(ranks) > 1 and tuple(ranks) not in groups:
+                    groups[tuple(ranks)] = dist.new_group(ranks, timeout=timeout)
+                if rank in ranks:
+                    axes[name] = Axis(name, ranks, rank, groups.get(tuple(ranks)))
+        everyone = list(range(layout.world_size))
+        axes["world"] = Axis("world", everyone, rank, dist.group.WORLD if len(everyone) > 1 else None)
+        host = axes["world"].group
+        if host is not None and device.type != "cpu":
+            host = dist.new_group(backend="gloo", timeout=timeout)
+        return cls(layout, rank, device, host_group=host, **axes)
+
+    def sent(self) -> dict[str, int]:
+        """Bytes sent so far, by kind."""
+        kinds = {"shard": "dp", "replica": "dp", "ends": "pp", "world": "control"}
+        total: Counter[str] = Counter({"dp": 0, "tp": 0, "pp": 0, "control": 0})
+        for axis in (self.pp, self.dp, self.shard, self.replica, self.tp, self.ends, self.world):
+            for kind, num_bytes in axis.sent.items():
+                total[kinds.get(kind, kind)] += num_bytes
+        return dict(total)
+
+    def control_sum(self, x: torch.Tensor, *axes: Axis) -> torch.Tensor:
+        """Sum a few numbers over `axes`, in place, counted as control traffic."""
+        for axis in axes:
+            axis.all_reduce_(x, kind="control")
+        return x

@@ -1,0 +1,135 @@
+"""Flags, presets and their TOML files, made from the dataclass tree of `schema`."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import tomllib
+import typing
+from pathlib import Path
+from typing import Any, Literal
+
+from megazero.config.schema import Config
+
+PRESETS = Path(__file__).resolve().parents[2] / "scripts" / "presets"
+
+
+PROGRAM = "pretrain_gpt.py"
+
+
+def flags() -> dict[str, tuple[str, Any]]:
+    """flag, without dashes -> (group, type), of every option but --preset."""
+    found = {}
+    for group in dataclasses.fields(Config):
+        cls = typing.get_type_hints(Config)[group.name]
+        if dataclasses.is_dataclass(cls):
+            hints = typing.get_type_hints(cls)
+            for option in dataclasses.fields(cls):
+                found[option.name.replace("_", "-")] = (group.name, hints[option.name])
+    return found
+
+
+def parse(argv: list[str]) -> Config:
+    """The flags, over those of a preset, if one is named, over the defaults.
+
+    Raises:
+        ValueError: an unknown preset, or a key or a value in it that is no flag's.
+        SystemExit: --help, or a flag that is mistyped; the message is printed.
+    """
+    import tyro
+
+    preset = _preset_of(argv)
+    under = preset_args(_find_preset(preset)) if preset else []
+    return tyro.cli(Config, args=under + argv, prog=PROGRAM, config=(tyro.conf.OmitArgPrefixes,))
+
+
+def _preset_of(argv: list[str]) -> str:
+    found = ""
+    for at, arg in enumerate(argv):
+        if arg == "--preset" and at + 1 < len(argv):
+            found = argv[at + 1]
+        elif arg.startswith("--preset="):
+            found = arg.removeprefix("--preset=")
+    return found
+
+
+def _find_preset(name: str) -> Path:
+    for path in (Path(name), PRESETS / f"{name}.toml", PRESETS / name):
+        if path.is_file():
+            return path
+    known = sorted(p.stem for p in PRESETS.glob("*.toml"))
+    close = difflib.get_close_matches(Path(name).stem, known, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    raise ValueError(f"--preset {name}: no such file, nor a preset; there are {', '.join(known)}{hint}")
+
+
+def preset_args(path: Path) -> list[str]:
+    """The flags that a preset stands for.
+
+    Raises:
+        ValueError: not TOML, an unknown key, or a value of the wrong type.
+    """
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"--preset {path}: not a TOML file: {error}") from None
+    known = flags()
+    args: list[str] = []
+    for key, value in values.items():
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else "; see --help for the flags"
+            raise ValueError(f"--preset {path}: unknown key {key!r}{hint}")
+        args += _as_args(path, key, value, known[key][1])
+    return args
+
+
+def _as_args(path: Path, key: str, value: Any, kind: Any) -> list[str]:
+    def refuse(wanted: str) -> ValueError:
+        return ValueError(f"--preset {path}: {key} = {json.dumps(value, default=str)} must be {wanted}")
+
+    if typing.get_origin(kind) is Literal:
+        if value not in typing.get_args(kind) or type(value) is not type(typing.get_args(kind)[0]):
+            raise refuse("one of " + ", ".join(map(str, typing.get_args(kind))))
+        return [f"--{key}", str(value)]
+    if kind is bool:
+        if not isinstance(value, bool):
+            raise refuse("true or false")
+        return [f"--{key}" if value else f"--no-{key}"]
+    if kind in (int, float):
+        if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else int):
+            raise refuse("a whole number" if kind is int else "a number")
+        return [f"--{key}", repr(value)]
+    if kind is str:
+        if not isinstance(value, str):
+            raise refuse("a string")
+        return [f"--{key}={value}"]  # in one piece: it may begin with a dash
+    values = [value] if isinstance(value, str) else value
+    if not isinstance(values, list) or not all(isinstance(v, (str, int, float)) for v in values):
+        raise refuse("a list of strings")
+    if any(isinstance(v, bool) or str(v).startswith("-") for v in values):
+        raise refuse("a list of names and numbers, none of which begins with a dash")
+    return [f"--{key}", *map(str, values)]
+
+
+def to_toml(config: Config) -> str:
+    """Every flag but --preset, grouped: a preset that makes the same run again."""
+    lines = []
+    for group in dataclasses.fields(Config):
+        section = getattr(config, group.name)
+        if dataclasses.is_dataclass(section):
+            lines.append(f"# {group.name}")
+            for option in dataclasses.fields(section):
+                value = getattr(section, option.name)
+                lines.append(f"{option.name.replace('_', '-')} = {_toml_value(value)}")
+            lines.append("")
+    return "\n".join(lines)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(_toml_value, value)) + "]"
+    if isinstance(value, str):  # JSON's escapes are TOML's, up to U+FFFF
+        return '"' + "".join(json.dumps(c)[1:-1] if ord(c) <= 0xFFFF else f"\\U{ord(c):08x}" for c in value) + '"'
+    return json.dumps(value)

@@ -1,0 +1,230 @@
+"""The configuration: one frozen dataclass tree, from which all flags, presets and their help are made.
+
+Flags are flat and bear Megatron's and DeepSpeed's names. A preset is a TOML file of the same names under the flags.
+Field docstrings are the help text. Nothing rewrites a config: `resolve` makes the final one, once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # of a number, by --precision or --grad-dtype
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """GPT-2's architecture: learned positions, pre-LayerNorm, tanh GELU, biases."""
+
+    num_layers: int = 12
+    """Transformer blocks."""
+    hidden_size: int = 768
+    """Width of the residual stream."""
+    ffn_hidden_size: int = 0
+    """Width inside the MLP. 0: 4 x --hidden-size."""
+    num_attention_heads: int = 12
+    """Attention heads; must divide --hidden-size."""
+    seq_length: int = 1024
+    """Tokens of a sample; also the number of learned positions."""
+    vocab_size: int = 0
+    """Vocabulary. 0: that of --tokenizer. Padding is added inside and changes no result."""
+    attention_dropout: float = 0.0
+    """Dropout probability of attention weights."""
+    hidden_dropout: float = 0.0
+    """Dropout probability of the embedding and of both residual branches."""
+    init_method_std: float = 0.02
+    """Standard deviation of the initial weights; residual projections / sqrt(2 x --num-layers)."""
+    untie_embeddings: bool = False
+    """Give the head an output matrix of its own instead of the token table."""
+
+    @property
+    def ffn_size(self) -> int:
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """How long, in what batches, in what numbers."""
+
+    micro_batch_size: int = 1
+    """Samples that a rank computes at once."""
+    global_batch_size: int = 0
+    """Samples of an iteration, over all ranks. 0: --micro-batch-size x data-parallel ranks."""
+    train_iters: int = 1000
+    """Iterations to train, counted from the first run."""
+    seed: int = 1234
+    """Of initial weights, data order and dropout. The same seed is the same run in every layout."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Of weights and activations; the optimizer's master weights and moments are always fp32. fp16 scales the loss."""
+    grad_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """In which gradients are accumulated and reduced."""
+    freeze_parameters: tuple[str, ...] = ()
+    """Do not train parameters whose names match these patterns, such as token_embedding.* or blocks.[01].*"""
+    initial_loss_scale: float = 65536.0
+    """fp16: the loss is multiplied with this at first."""
+    min_loss_scale: float = 1.0
+    """fp16: an overflow at this scale ends the run, after saving."""
+    loss_scale_window: int = 1000
+    """fp16: iterations without an overflow after which the scale doubles."""
+    hysteresis: int = 2
+    """fp16: overflows until the scale halves."""
+    compile: bool = False
+    """Compile what of a block lies between products and collectives (GELU, softmax in the open); slow to start."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW; biases and norms do not decay."""
+
+    lr: float = 3e-4
+    """Peak learning rate."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay."""
+    lr_warmup_iters: int = 0
+    """Iterations of linear warm-up; iteration i has lr x i / this."""
+    lr_decay_iters: int = 0
+    """Iteration at which --min-lr is reached. 0: --train-iters."""
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the decay after warm-up."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay of matrices."""
+    adam_beta1: float = 0.9
+    """Decay rate of the first moment."""
+    adam_beta2: float = 0.999
+    """Decay rate of the second moment."""
+    adam_eps: float = 1e-8
+    """Added to the root of the second moment."""
+    clip_grad: float = 1.0
+    """Clip gradients to this global L2 norm. 0: never."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How ranks share the model. Data-parallel ranks = all ranks / (tensor x pipeline)."""
+
+    tensor_model_parallel_size: int = 1
+    """Ranks that share every matrix of a layer."""
+    pipeline_model_parallel_size: int = 1
+    """Stages that share the layers."""
+    pipeline_schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    """Order of forwards and backwards. 1f1b holds as many micro-batches as there are stages, gpipe all."""
+    sequence_parallel: bool = False
+    """Cut what lies between tensor-parallel layers (norms, dropout, residual stream) over the tokens as well."""
+    distributed_timeout_minutes: float = 10.0
+    """A collective that waits longer ends the run."""
+
+
+@dataclass(frozen=True)
+class ZeroConfig:
+    """What is partitioned over the data-parallel ranks (ZeRO-DP)."""
+
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    """0 nothing; 1 optimizer states; 2 and gradients; 3 and parameters."""
+    zero_shard_size: int = 0
+    """Partition within groups of this many data-parallel ranks, such as a node's; replicate over the groups. 0: all."""
+    zero_reduce_every: Literal["micro-batch", "step"] = "micro-batch"
+    """Stages 2, 3: reduce gradients at every micro-batch (least memory), or once a step (least traffic)."""
+    zero_gather_every: Literal["use", "step"] = "use"
+    """Stage 3: gather weights at every use (least memory), or once a step (least traffic)."""
+    reduce_bucket_size: int = 40_000_000
+    """Elements of a communication buffer; larger units are reduced in several."""
+    overlap_comm: bool = True
+    """Reduce behind the backward, gather ahead of use, publish behind the next forward. Changes no bit of a result."""
+    poison_buffers: bool = False
+    """Debug: fill released parameters' slots and fresh gradients with NaN, so that a use of either is seen."""
+
+
+@dataclass(frozen=True)
+class ActivationConfig:
+    """What of the activations is kept for the backward pass (ZeRO-R)."""
+
+    recompute: Literal["none", "selective", "full"] = "none"
+    """full: keep only each block's input, and compute the block again in backward (a third more compute). selective:
+    make again what is cheap and large: norms, GELU, attention weights where the backend would keep them."""
+    partition_activations: bool = False
+    """Pa: each tensor-parallel rank keeps its part of a block's input. Needs --recompute full and tp > 1."""
+    checkpoint_in_cpu: bool = False
+    """Keep blocks' inputs in host memory, copied behind the computation. Needs --recompute full."""
+    contiguous_checkpointing: bool = False
+    """MD: keep blocks' inputs and gradients in arenas allocated beforehand. Needs --recompute full."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where samples come from."""
+
+    data_path: tuple[str, ...] = ()
+    """PREFIX of a .bin/.idx pair, or W1 PREFIX1 W2 PREFIX2 ... to blend by weights."""
+    split: str = "969,30,1"
+    """Shares of the documents for training, validation and test."""
+    tokenizer: str = ""
+    """A folder or file with a Hugging Face tokenizer, gpt2:DIR, sentencepiece:FILE.model, or byte."""
+    eod_mask_loss: bool = False
+    """Leave out of the loss what is predicted from an end-of-document token: the first token of another document."""
+    num_workers: int = 0
+    """Processes that read batches ahead. 0: read in the training process."""
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Validation loss."""
+
+    eval_interval: int = 0
+    """Iterations between evaluations. 0: never."""
+    eval_iters: int = 10
+    """Global batches of an evaluation, always the same ones."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Saving, stopping and resuming."""
+
+    save: str = ""
+    """Folder for checkpoints; the last iteration is always saved. Empty: none."""
+    load: str = ""
+    """Folder of checkpoints, or one of its iter_NNNNNNN. A folder without a checkpoint starts fresh."""
+    save_interval: int = 0
+    """Iterations between checkpoints. 0: only at the end."""
+    keep_last: int = 0
+    """Checkpoints to keep; older ones are deleted after a save. 0: all."""
+    exit_interval: int = 0
+    """Save and stop when the iteration is a multiple of this. 0: never."""
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What a run tells."""
+
+    log_dir: str = ""
+    """Folder for metrics.jsonl and config.toml. Empty: neither is written."""
+    log_interval: int = 1
+    """Iterations between progress lines; metrics.jsonl has every iteration (a GPU's fragmentation: every such one)."""
+    tensorboard_dir: str = ""
+    """Folder for TensorBoard. Empty: none."""
+    wandb_project: str = ""
+    """Weights & Biases project; offline, under --log-dir, without an account. Empty: none."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Pretrain a GPT model. Run it alone, under torchrun or under srun: the flags are the same.
+
+    Example: python pretrain_gpt.py --preset tiny --data-path PREFIX --tokenizer byte --save runs/a --log-dir runs/a
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    activations: ActivationConfig = field(default_factory=ActivationConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    preset: str = ""
+    """TOML file of flags (without the dashes), or the name of one in scripts/presets. Flags override it."""
+
+    def micro_batches(self, dp: int) -> int:
+        """Micro-batches of an iteration on each rank."""
+        return self.training.global_batch_size // (self.training.micro_batch_size * dp)

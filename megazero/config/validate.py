@@ -1,0 +1,151 @@
+"""All that can be said of a configuration before a process group or a file is made. Pure but for a look at folders.
+
+Every refusal is a ValueError that names the flag, its value and the way out.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+from megazero.config.cli import flags
+from megazero.config.schema import Config
+
+POSITIVE = (
+    *("num-layers", "hidden-size", "num-attention-heads", "seq-length", "micro-batch-size", "train-iters"),
+    *("tensor-model-parallel-size", "pipeline-model-parallel-size", "distributed-timeout-minutes"),
+    *("adam-eps", "eval-iters", "log-interval", "reduce-bucket-size"),
+    *("initial-loss-scale", "min-loss-scale", "loss-scale-window", "hysteresis"),
+)
+
+
+def check_values(config: Config) -> None:
+    """What can be said of the flags alone."""
+    value = {name: getattr(getattr(config, group), name.replace("-", "_")) for name, (group, _) in flags().items()}
+
+    def require(name: str, holds: bool, way_out: str) -> None:
+        if not holds:
+            raise ValueError(f"--{name} {value[name]}: {way_out}")
+
+    for name in POSITIVE:
+        require(name, value[name] > 0, "must be more than 0")
+    for name, (_, kind) in flags().items():
+        if kind is float:
+            require(name, math.isfinite(value[name]), "must be finite")
+        if kind in (int, float) and name != "seed":
+            require(name, value[name] >= 0, "must not be negative")
+    for name in ("attention-dropout", "hidden-dropout", "adam-beta1", "adam-beta2"):
+        require(name, value[name] < 1, "must be less than 1")
+    _check_model(config)
+    _check_combinations(config)
+
+
+def _check_model(config: Config) -> None:
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    heads, hidden = model.num_attention_heads, model.hidden_size
+    if hidden % heads:
+        fits = min((n for n in range(1, hidden + 1) if hidden % n == 0), key=lambda n: abs(n - heads))
+        raise ValueError(f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; use {fits} heads")
+    for flag, size in (("num-attention-heads", heads), ("ffn-hidden-size", model.ffn_size)):
+        if size % tp:
+            divisors = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0 and n <= 64)
+            raise ValueError(
+                f"--{flag} {size} is not divisible by --tensor-model-parallel-size {tp}; "
+                f"use a --tensor-model-parallel-size of {divisors}, or another --{flag}"
+            )
+    pp = config.parallel.pipeline_model_parallel_size
+    if pp > model.num_layers:
+        raise ValueError(
+            f"--pipeline-model-parallel-size {pp} is more than --num-layers {model.num_layers}: "
+            f"a stage would hold no layer; use at most {model.num_layers}"
+        )
+
+
+def _check_combinations(config: Config) -> None:
+    optimizer, zero = config.optimizer, config.zero
+    if zero.zero_shard_size and (zero.zero_stage == 0 or zero.zero_shard_size == 1):
+        raise ValueError(
+            f"--zero-shard-size {zero.zero_shard_size} at --zero-stage {zero.zero_stage} partitions nothing; "
+            "use at least 2 and a stage of at least 1, or drop it"
+        )
+    if zero.zero_reduce_every == "step" and zero.zero_stage < 2:
+        raise ValueError(
+            f"--zero-reduce-every step is what --zero-stage {zero.zero_stage} does anyway; drop it, or use stage 2 or 3"
+        )
+    if zero.zero_gather_every == "step" and zero.zero_stage < 3:
+        raise ValueError(
+            f"--zero-gather-every step: --zero-stage {zero.zero_stage} gathers no weights; drop it, or use stage 3"
+        )
+    scale, least = config.training.initial_loss_scale, config.training.min_loss_scale
+    if scale < least:
+        raise ValueError(f"--initial-loss-scale {scale} is less than --min-loss-scale {least}; raise it")
+    if optimizer.min_lr > optimizer.lr:
+        raise ValueError(f"--min-lr {optimizer.min_lr} is more than --lr {optimizer.lr}; lower it")
+    last = optimizer.lr_decay_iters or config.training.train_iters
+    if optimizer.lr_decay_style != "constant" and optimizer.lr_warmup_iters >= last:
+        raise ValueError(
+            f"--lr-warmup-iters {optimizer.lr_warmup_iters} leaves nothing of --lr-decay-iters {last} (--train-iters, "
+            f"unless it is given) to decay in; use a --lr-warmup-iters of {last // 10}, or decay longer"
+        )
+    _check_activations(config)
+    checkpoint = config.checkpoint
+    for flag, interval in (("save-interval", checkpoint.save_interval), ("keep-last", checkpoint.keep_last)):
+        if interval and not checkpoint.save:
+            raise ValueError(f"--{flag} {interval} needs --save DIR to know where to")
+    folders = {"save": checkpoint.save, "log-dir": config.log.log_dir, "tensorboard-dir": config.log.tensorboard_dir}
+    for flag, path in folders.items():
+        if path:
+            _check_writable(flag, Path(path))
+    if config.log.wandb_project and not config.log.log_dir:
+        raise ValueError(f"--wandb-project {config.log.wandb_project} needs --log-dir DIR for its files")
+    if config.data.eod_mask_loss and not config.data.tokenizer:
+        raise ValueError("--eod-mask-loss needs --tokenizer, to know the end-of-document token")
+
+
+def _check_activations(config: Config) -> None:
+    activations, tp = config.activations, config.parallel.tensor_model_parallel_size
+    sequence, recompute = config.parallel.sequence_parallel, activations.recompute
+    if recompute != "full":
+        for flag, does in (
+            ("partition-activations", activations.partition_activations),
+            ("checkpoint-in-cpu", activations.checkpoint_in_cpu),
+            ("contiguous-checkpointing", activations.contiguous_checkpointing),
+        ):
+            if does:
+                raise ValueError(
+                    f"--{flag} is about the blocks' inputs that --recompute full keeps; with --recompute {recompute} "
+                    "there are none; add --recompute full, or drop this flag"
+                )
+    if activations.partition_activations and tp == 1:
+        raise ValueError(
+            "--partition-activations partitions over tensor-parallel ranks, and --tensor-model-parallel-size is 1; "
+            "raise it, or drop this flag"
+        )
+    if activations.partition_activations and sequence:
+        raise ValueError(
+            "--partition-activations has nothing to partition with --sequence-parallel, under which each "
+            "tensor-parallel rank has its own part of a block's input; drop one of them"
+        )
+    if sequence and tp == 1:
+        raise ValueError(
+            "--sequence-parallel cuts the tokens over tensor-parallel ranks, and --tensor-model-parallel-size is 1; "
+            "raise it, or drop this flag"
+        )
+    micro, length = config.training.micro_batch_size, config.model.seq_length
+    if sequence and micro * length % tp:
+        fits = tp // math.gcd(tp, length)
+        raise ValueError(
+            f"--sequence-parallel cuts the --micro-batch-size {micro} x --seq-length {length} = {micro * length} "
+            f"tokens of a micro-batch over --tensor-model-parallel-size {tp}, which does not divide them; use a "
+            f"--micro-batch-size that is a multiple of {fits}"
+        )
+
+
+def _check_writable(flag: str, path: Path) -> None:
+    """Before hours of work, not after them: a folder that exists, or can be made."""
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not there.is_dir():
+        raise ValueError(f"--{flag} {path}: {there} is a file, not a folder; name another")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"--{flag} {path}: no right to write in {there}; name another, or change its rights")

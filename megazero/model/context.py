@@ -1,0 +1,142 @@
+"""Everything that layers share: the layout of the residual stream, how gradients are handed over, a batch's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+
+from megazero.comm.collectives import Axis, Pending
+from megazero.memory.tracker import Ledger
+from megazero.model.dropout import Rows
+from megazero.model.fused_ops import PLAIN, Pieces
+from megazero.plan.parameters import ParamSpec
+
+Write = Callable[[torch.Tensor, bool], None]
+
+
+Contribute = Callable[[nn.Parameter, Write], None]
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Arriving(NamedTuple):
+    """A collective's result, on its way."""
+
+    data: torch.Tensor
+    pending: Pending
+
+    def wait(self) -> torch.Tensor:
+        self.pending.wait()
+        return self.data
+
+
+@dataclass(frozen=True)
+class Stream:
+    """How the residual stream lies on the tensor-parallel ranks, and so what a cut layer's two ends send.
+
+    Whole: all T tokens on every rank; nothing is gathered, sums are all-reduces. Cut (sequence parallelism): rank r
+    has the r-th T/tp of the tokens; they are gathered where a layer needs all of them, sums are reduce-scatters. Either
+    way the gradient of a gather is a sum, and that of a sum a gather.
+
+    The cut is through the tokens of all samples one below the other, not through every sample's sequence: so what is
+    gathered lies in order, without a copy, and tp must divide b s only. Norms, dropout and residual sums work on single
+    tokens; what depends on a token's place asks `tokens`.
+    """
+
+    tp: Axis
+    cut: bool
+
+    def start_gather(self, x: torch.Tensor) -> Arriving:
+        """x [T', c] -> [T, c]"""
+        if not self.cut:
+            return Arriving(x, Pending())
+        whole = x.new_empty(x.shape[0] * self.tp.size, *x.shape[1:])
+        return Arriving(whole, self.tp.start_all_gather(x.contiguous(), whole))
+
+    def start_sum(self, part: torch.Tensor) -> Arriving:
+        """part [T, c], each rank's summand -> [T', c]. Where the stream is whole, in place."""
+        if not self.cut:
+            return Arriving(part, self.tp.start_all_reduce(part))
+        out = part.new_empty(part.shape[0] // self.tp.size, *part.shape[1:])
+        scratch = part.new_empty(self.tp.scratch_numel(out.numel()) if self.tp.staged else 0)
+        return Arriving(out, self.tp.start_reduce_scatter(part.view(-1), out.view(-1), False, scratch))
+
+    def tokens(self, total: int) -> range:
+        """Which of a micro-batch's T tokens this rank holds."""
+        if not self.cut:
+            return range(total)
+        assert total % self.tp.size == 0, (total, self.tp.size)
+        each = total // self.tp.size
+        return range(self.tp.rank * each, (self.tp.rank + 1) * each)
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every layer is built with."""
+
+    stream: Stream
+    contribute: Contribute
+    ledger: Ledger
+    precision: str
+    device: torch.device
+    selective: bool = False  # recompute
+    pieces: Pieces = PLAIN
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.precision]
+
+    @property
+    def tp(self) -> Axis:
+        return self.stream.tp
+
+    def parameter(self, spec: ParamSpec) -> nn.Parameter:
+        """A released parameter: one NaN seen under its local shape, until ZeRO gives it memory."""
+        shape = spec.local(self.tp.size, self.tp.rank).stored
+        nan = torch.full((), torch.nan, dtype=self.dtype, device=self.device)
+        return nn.Parameter(nan.expand(shape), requires_grad=spec.trains)
+
+
+def write_sum(gradient: torch.Tensor) -> Write:
+    """The `write` of a gradient that is there already."""
+    return lambda out, add: write_or_add(out, add, gradient)
+
+
+def write_or_add(out: torch.Tensor, add: bool, gradient: torch.Tensor) -> None:
+    gradient = gradient.view(out.shape)
+    if add:
+        out.add_(gradient)
+    else:
+        out.copy_(gradient)
+
+
+class Tokens(NamedTuple):
+    """A micro-batch as its layers see it: b samples of s tokens."""
+
+    length: int  # s
+    samples: tuple[int, ...]  # their global numbers, for dropout
+    drops: bool  # in training
+    rows: tuple[Rows, ...]  # the tokens of the residual stream on this rank, sample by sample; a row is a position
+
+    @classmethod
+    def of(cls, ids: torch.Tensor, samples: tuple[int, ...], stream: Stream, *, drops: bool) -> Tokens:
+        """ids [b, s]"""
+        assert len(samples) == len(ids), (samples, ids.shape)
+        held, length, rows = stream.tokens(ids.numel()), ids.shape[1], []
+        at = held.start
+        while at < held.stop:
+            sample, first = divmod(at, length)
+            stop = min(held.stop, at - first + length)
+            rows.append(Rows(samples[sample], first, stop - at))
+            at = stop
+        return cls(length, samples, drops, tuple(rows))
+
+    @property
+    def dropped(self) -> tuple[Rows, ...] | None:
+        """The rows of the residual stream's dropout masks; None in evaluation."""
+        return self.rows if self.drops else None

@@ -1,0 +1,52 @@
+"""Learned positions."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn as nn
+
+from megazero.config.schema import ModelConfig
+from megazero.model.context import Context, Tokens
+from megazero.model.dropout import Dropout, Rows
+from megazero.plan.parameters import ParamSpec
+
+
+class _AddPositions(torch.autograd.Function):
+    """`rows`: which positions the tokens of x have."""
+
+    @staticmethod
+    def forward(ctx, x, weight, rows, contribute):
+        ctx.weight, ctx.rows, ctx.contribute = weight, rows, contribute
+        y = torch.empty_like(x)
+        for part, into, row in zip(*(_split(t, rows) for t in (x, y)), rows, strict=True):
+            torch.add(part, weight.detach()[row.first : row.first + row.count], out=into)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        def write(out: torch.Tensor, add: bool) -> None:
+            if not add:
+                out.zero_()
+            for part, row in zip(_split(dy, ctx.rows), ctx.rows, strict=True):
+                out[row.first : row.first + row.count] += part
+
+        ctx.contribute(ctx.weight, write)
+        return dy, None, None, None
+
+
+def _split(x: torch.Tensor, rows: tuple[Rows, ...]) -> tuple[torch.Tensor, ...]:
+    return x.split([row.count for row in rows])
+
+
+class PositionEmbedding(nn.Module):
+    """Adds the learned positions; then the embedding's dropout."""
+
+    def __init__(self, weight: ParamSpec, model: ModelConfig, seed: int, context: Context) -> None:
+        super().__init__()
+        self.contribute = context.contribute
+        self.weight = context.parameter(weight)
+        self.dropout = Dropout(model.hidden_dropout, seed, -1, "embedding")
+
+    def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        """x [T', h] -> [T', h]"""
+        return self.dropout(_AddPositions.apply(x, self.weight, tokens.rows, self.contribute), tokens.dropped)

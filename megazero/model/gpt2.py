@@ -1,0 +1,162 @@
+"""GPT-2's architecture, one pipeline stage of it. Every layer is called through an injected run(layer, *args).
+
+The residual stream is [T', h]: this rank's T' of the micro-batch's T = b s tokens (see `tensor_parallel.Stream`).
+
+Shapes: b micro-batch, s sequence, h hidden, n heads, d head dim, f ffn, v vocabulary; /tp = this rank's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from megazero.comm.mesh import Mesh
+from megazero.config.schema import ModelConfig
+from megazero.model.attention import Core, attention_backend
+from megazero.model.context import Context, Tokens
+from megazero.model.dropout import Dropout, Rows
+from megazero.model.embedding import PositionEmbedding
+from megazero.model.linear import ColumnLinear, RowLinear
+from megazero.model.norm import LayerNorm
+from megazero.model.recompute import through
+from megazero.model.vocabulary import VocabularyTable, vocabulary_loss
+from megazero.plan.parameters import HEAD, POSITION, TOKEN, ParamSpec, stage_units
+
+Run = Callable[..., torch.Tensor]
+
+
+def call(layer: nn.Module, *args: Any) -> torch.Tensor:
+    """The plain `run`."""
+    return layer(*args)
+
+
+class Attention(nn.Module):
+    """Causal self-attention; heads are cut over tp."""
+
+    def __init__(
+        self, specs: dict[str, ParamSpec], model: ModelConfig, layer: int, seed: int, context: Context
+    ) -> None:
+        super().__init__()
+        self.context = context
+        self.num_heads = model.num_attention_heads // context.tp.size
+        self.first_head = context.tp.rank * self.num_heads
+        self.qkv = ColumnLinear(specs["attention.qkv.weight"], specs["attention.qkv.bias"], context)
+        self.proj = RowLinear(specs["attention.proj.weight"], specs["attention.proj.bias"], context)
+        dropout = Dropout(model.attention_dropout, seed, layer, "scores")
+        self.core = Core(self.num_heads, dropout, context.pieces, context.selective)
+
+    def forward(self, x: torch.Tensor, norm: nn.Module, tokens: Tokens) -> torch.Tensor:
+        """x [T', h] -> attention(norm(x)) [T', h]"""
+        c, rows = self.context, None
+        qkv = through(norm, self.qkv, x, again=c.selective)  # [T, n/tp * 3 * d]
+        if tokens.drops and self.core.dropout.probability > 0:
+            first, count = self.first_head * tokens.length, self.num_heads * tokens.length
+            rows = tuple(Rows(sample, first, count) for sample in tokens.samples)
+        backend = attention_backend(x.device.type, c.precision, rows is not None)
+        return self.proj(self.core(qkv, len(tokens.samples), backend, rows))  # [T, h/tp] -> [T', h]
+
+
+class _Gelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, pieces):
+        ctx.save_for_backward(x)
+        ctx.pieces = pieces
+        return pieces.gelu(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return ctx.pieces.gelu_grad(dy, *ctx.saved_tensors), None
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, specs: list[ParamSpec], model: ModelConfig, layer: int, seed: int, context: Context) -> None:
+        super().__init__()
+        named = {spec.name.removeprefix(f"blocks.{layer}."): spec for spec in specs}
+        self.context = context
+        self.norm1 = LayerNorm(named["norm1.weight"], named["norm1.bias"], context)
+        self.norm2 = LayerNorm(named["norm2.weight"], named["norm2.bias"], context)
+        self.attention = Attention(named, model, layer, seed, context)
+        self.mlp = nn.ModuleDict(
+            {
+                "up": ColumnLinear(named["mlp.up.weight"], named["mlp.up.bias"], context),
+                "down": RowLinear(named["mlp.down.weight"], named["mlp.down.bias"], context),
+            }
+        )
+        self.dropout1 = Dropout(model.hidden_dropout, seed, layer, "attention")
+        self.dropout2 = Dropout(model.hidden_dropout, seed, layer, "mlp")
+
+    def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        """x [T', h] -> [T', h]"""
+        again = self.context.selective
+        x = x + self.dropout1(self.attention(x, self.norm1, tokens), tokens.dropped)
+        inner = through(self.norm2, self.mlp["up"], x, again=again)  # [T, f/tp], before GELU
+        return x + self.dropout2(through(self.gelu, self.mlp["down"], inner, again=again), tokens.dropped)
+
+    def gelu(self, x: torch.Tensor) -> torch.Tensor:
+        return _Gelu.apply(x, self.context.pieces)
+
+
+class Head(nn.Module):
+    """Final norm, then the vocabulary: loss, or logits. The output matrix is its own, or the token table."""
+
+    def __init__(self, specs: list[ParamSpec], tied: VocabularyTable | None, context: Context) -> None:
+        super().__init__()
+        self.context = context
+        self.norm = LayerNorm(specs[0], specs[1], context)
+        self.output = VocabularyTable(specs[2], context) if tied is None else None
+        self._tied = (tied,)  # in a tuple, lest it count as a child: the table is a unit of its own
+
+    @property
+    def table(self) -> VocabularyTable:
+        table = self.output or self._tied[0]
+        assert table is not None
+        return table
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """x [T', h], labels and weights [b, s] -> the sum of weights x cross-entropy, in nats."""
+        return vocabulary_loss(self.norm(x), self.table, labels, weights, self.context)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """x [.., h] -> [.., v/tp], without a gradient."""
+        return self.table.logits(self.norm(x))
+
+
+class GPTStage(nn.Module):
+    """The layers of one pipeline stage. With one stage it is the whole GPT."""
+
+    def __init__(
+        self, model: ModelConfig, mesh: Mesh, seed: int, context: Context, frozen: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__()
+        self.stream = context.stream
+        self.units = stage_units(model, mesh.layout, mesh.pp.rank, frozen)
+        units = self.units
+        self.token_embedding = VocabularyTable(units[TOKEN][0], context) if TOKEN in units else None
+        self.position_embedding = (
+            PositionEmbedding(units[POSITION][0], model, seed, context) if POSITION in units else None
+        )
+        self.blocks = nn.ModuleDict()
+        for layer in mesh.layout.layers(model.num_layers, mesh.pp.rank):
+            self.blocks[str(layer)] = Block(units[f"blocks.{layer}"], model, layer, seed, context)
+        tied = None if model.untie_embeddings else self.token_embedding
+        self.head = Head(units[HEAD], tied, context) if HEAD in units else None
+
+    def named_units(self) -> dict[str, list[tuple[ParamSpec, nn.Parameter]]]:
+        """unit name -> its parameters with their specs."""
+        parameters = dict(self.named_parameters())
+        return {name: [(s, parameters[s.name]) for s in specs] for name, specs in self.units.items()}
+
+    def embed(self, ids: torch.Tensor, tokens: Tokens, run: Run = call) -> torch.Tensor:
+        """ids [b, s] -> [T', h]; on the first stage."""
+        return run(self.position_embedding, run(self.token_embedding, ids), tokens)
+
+    def body(self, x: torch.Tensor, tokens: Tokens, run: Run = call) -> torch.Tensor:
+        """x [T', h] -> [T', h], through this stage's blocks."""
+        for block in self.blocks.values():
+            x = run(block, x, tokens)
+        return x

@@ -1,0 +1,103 @@
+"""The one `linear`, the layers that cut it over tp, the token table and the vocabulary's loss.
+
+Activations are [T, h], the T = b s tokens of a micro-batch one below the other. The residual stream holds all of them
+on every tensor-parallel rank, or with sequence parallelism 1/tp of them: see `Stream`.
+
+Parameters never collect a `.grad`. Every Function that uses one hands its gradient to `contribute(parameter, write)`,
+which calls `write(out, add)` with `out` the parameter's window of a flat gradient buffer: to be written (add False: the
+first contribution) or added to.
+
+Shapes: b micro-batch, s sequence, T tokens, T' those of the residual stream on this rank, h hidden, v vocabulary;
+/tp = this rank's part.
+
+Note [the Parameter itself]: a Function that needs a weight in backward keeps the Parameter as a plain attribute, never
+a view or a cast of it, and never through save_for_backward. A released weight is gathered into another slot, so
+backward must ask the Parameter where it is now; and under checkpoint a saved weight comes back as weight.detach().
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn as nn
+
+from megazero.comm.collectives import Pending
+from megazero.model.context import Arriving, Context, write_sum
+from megazero.model.matmul import as_matrix, input_grad, output, weight_grad
+from megazero.plan.parameters import ParamSpec
+
+
+class _Linear(torch.autograd.Function):
+    """See Note [the Parameter itself]. `stream`: where the input is the residual stream, else None.
+
+    Of a cut stream this rank's tokens alone are kept, and gathered again in backward. Nothing waits: the tokens arrive
+    while the input gradient is computed, and that is summed while the weight gradient is.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, adds_bias, stream, contribute):
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias, ctx.adds_bias, ctx.stream, ctx.contribute = weight, bias, adds_bias, stream, contribute
+        added = bias.detach().flatten() if adds_bias else None
+        whole = x if stream is None else stream.start_gather(x).wait()
+        return output(whole, as_matrix(weight.detach()), added)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        gathers = ctx.stream is not None and ctx.weight.requires_grad
+        gathering = ctx.stream.start_gather(x) if gathers else Arriving(x, Pending())
+        summing = None
+        if ctx.needs_input_grad[0]:
+            dx = input_grad(dy, as_matrix(ctx.weight.detach()))
+            summing = ctx.stream.start_sum(dx) if ctx.stream is not None else Arriving(dx, Pending())
+        whole = gathering.wait()
+        ctx.contribute(ctx.weight, lambda out, add: weight_grad(whole, dy, out, add))  # not asked for if frozen
+        if ctx.stream is not None:
+            ctx.contribute(ctx.bias, write_sum(dy.sum(0)))
+        return summing and summing.wait(), None, None, None, None, None
+
+
+class SumParts(torch.autograd.Function):
+    """The sum over tp of everyone's part; the part is fresh from a product, and nobody has kept it.
+
+    The bias, if there is one, is in the parts already; its gradient is of this rank's tokens.
+    """
+
+    @staticmethod
+    def forward(ctx, part, bias, stream, contribute):
+        ctx.bias, ctx.stream, ctx.contribute = bias, stream, contribute
+        return stream.start_sum(part).wait().view(-1, part.shape[-1])
+
+    @staticmethod
+    def backward(ctx, dy):
+        gathering = ctx.stream.start_gather(dy)
+        if ctx.bias is not None:
+            ctx.contribute(ctx.bias, write_sum(dy.sum(0)))
+        return gathering.wait(), None, None, None
+
+
+class ColumnLinear(nn.Module):
+    """y [T, out/tp] = x [T', in] of all tokens @ weight[out/tp, in].T + bias[out/tp]"""
+
+    def __init__(self, weight: ParamSpec, bias: ParamSpec, context: Context) -> None:
+        super().__init__()
+        self.context = context
+        self.weight, self.bias = context.parameter(weight), context.parameter(bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        c = self.context
+        return _Linear.apply(x, self.weight, self.bias, True, c.stream, c.contribute)
+
+
+class RowLinear(nn.Module):
+    """y [T', out] = sum over tp of x [T, in/tp] @ weight[out, in/tp].T, + bias[out], which the first rank adds."""
+
+    def __init__(self, weight: ParamSpec, bias: ParamSpec, context: Context) -> None:
+        super().__init__()
+        self.context = context
+        self.weight, self.bias = context.parameter(weight), context.parameter(bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        c = self.context
+        part = _Linear.apply(x, self.weight, self.bias, c.tp.is_first, None, c.contribute)
+        return SumParts.apply(part, self.bias, c.stream, c.contribute)

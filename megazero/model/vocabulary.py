@@ -1,0 +1,136 @@
+"""The token table and the loss over the vocabulary, both sharded over tp."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from megazero.comm.collectives import MAX, Pending
+from megazero.model.context import Arriving, Context
+from megazero.model.linear import SumParts
+from megazero.model.matmul import input_grad, output, weight_grad
+from megazero.plan.parameters import ParamSpec
+
+CHUNK_BYTES = 1 << 20  # rows of logits that are worked on together: what stays in a core's cache
+
+
+class VocabularyTable(nn.Module):
+    """A [v, h] table whose rows are cut over tp. Rows that only pad this rank's part stand for no token.
+
+    As the token table it is looked up; as the output matrix it gives logits; a tied one does both.
+    """
+
+    def __init__(self, spec: ParamSpec, context: Context) -> None:
+        super().__init__()
+        self.context = context
+        block = spec.local(context.tp.size, context.tp.rank)
+        self.first_row, self.num_rows = block.offset[0], block.shape[0]
+        self.weight = context.parameter(spec)
+
+    def localise(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids -> local row numbers (0 where foreign), and which are this rank's. Shapes as ids."""
+        rows = ids - self.first_row
+        mine = (rows >= 0) & (rows < self.num_rows)
+        return rows.masked_fill(~mine, 0), mine
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids [b, s] -> [T', h]"""
+        c = self.context
+        rows, mine = self.localise(ids.flatten())
+        return SumParts.apply(_Lookup.apply(rows, mine, self.weight, c.contribute), None, c.stream, c.contribute)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """x [.., h] -> this rank's logits [.., v/tp], without padding. For generation and tests; has no gradient."""
+        return output(x, self.weight.detach()[: self.num_rows])
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of the local part of the table, zero for foreign ids. Backward needs no weights."""
+
+    @staticmethod
+    def forward(ctx, rows, mine, weight, contribute):
+        ctx.save_for_backward(rows, mine)
+        ctx.weight, ctx.contribute = weight, contribute
+        return F.embedding(rows, weight.detach()).masked_fill_(~mine[..., None], 0)
+
+    @staticmethod
+    def backward(ctx, dy):
+        rows, mine = ctx.saved_tensors
+
+        def write(out: torch.Tensor, add: bool) -> None:
+            if not add:
+                out.zero_()
+            ours = dy.masked_fill(~mine[..., None], 0).flatten(0, -2)  # selecting rows would wait for the GPU
+            out.index_add_(0, rows.flatten(), ours.to(out.dtype))
+
+        ctx.contribute(ctx.weight, write)
+        return None, None, None, None
+
+
+class _VocabularyLoss(torch.autograd.Function):
+    """Logits, softmax and cross-entropy, with one tensor of the logits' size: it holds the logits, then their
+    exponentials, then their gradient. Two all-reduces of [T] (the maxima; sums and picked logits), never the logits.
+
+    Each rank's exponentials are relative to its own maximum; `factor` turns them into probabilities.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, labels, weights, table, context):
+        tp = context.tp
+        logits = output(context.stream.start_gather(x).wait(), weight.detach())  # [T, v/tp]
+        lease = context.ledger.lease("logits", logits.numel() * logits.element_size())
+        logits[:, table.num_rows :] = -torch.inf  # padding: probability 0, gradient 0
+        rows, mine = (t.flatten() for t in table.localise(labels))
+        peak = torch.empty(len(logits), device=x.device)  # [T], fp32 like all of the following
+        stats = torch.empty(2, len(logits), device=x.device)  # sum of exponentials, logit of the label
+        for part in _chunks(logits):
+            chunk = logits[part]
+            # clamped: a rank whose rows are all padding has no maximum
+            peak[part] = top = chunk.amax(-1).float().clamp_(min=torch.finfo(chunk.dtype).min)
+            stats[1, part] = chunk.gather(-1, rows[part, None])[:, 0].float()
+            chunk.sub_(top.to(chunk.dtype)[:, None]).exp_()
+            stats[0, part] = chunk.sum(-1, dtype=torch.float32)
+        stats[1].masked_fill_(~mine, 0)
+        highest = tp.all_reduce_(peak.clone(), op=MAX)
+        factor = (peak - highest).exp_()
+        stats[0] *= factor
+        tp.all_reduce_(stats)
+        loss = stats[0].log() + highest - stats[1]
+        ctx.save_for_backward(x, logits, factor / stats[0], rows, mine, weights)
+        ctx.weight, ctx.context, ctx.lease = weight, context, lease
+        return (loss * weights.flatten()).sum(dtype=torch.float64)
+
+    @staticmethod
+    def backward(ctx, dloss):
+        x, dlogits, factor, rows, mine, weights = ctx.saved_tensors
+        trains = ctx.weight.requires_grad
+        gathering = ctx.context.stream.start_gather(x) if trains else Arriving(x, Pending())
+        scale = weights.flatten() * dloss  # [T]
+        picked = (-scale).masked_fill_(~mine, 0).to(dlogits.dtype)[:, None]
+        factor = (factor * scale).to(dlogits.dtype)[:, None]
+        for part in _chunks(dlogits):
+            dlogits[part].mul_(factor[part]).scatter_add_(-1, rows[part, None], picked[part])
+        summing = ctx.context.stream.start_sum(input_grad(dlogits, ctx.weight.detach()))
+        whole = gathering.wait()
+        ctx.context.contribute(ctx.weight, lambda out, add: weight_grad(whole, dlogits, out, add))
+        ctx.lease.end()
+        return summing.wait(), None, None, None, None, None
+
+
+def _chunks(logits: torch.Tensor) -> list[slice]:
+    rows = len(logits)
+    if logits.device.type != "cpu":
+        return [slice(0, rows)]  # a GPU wants few, large kernels
+    each = max(1, CHUNK_BYTES // (logits.shape[1] * logits.element_size()))
+    return [slice(at, min(at + each, rows)) for at in range(0, rows, each)]
+
+
+def vocabulary_loss(
+    x: torch.Tensor, table: VocabularyTable, labels: torch.Tensor, weights: torch.Tensor, context: Context
+) -> torch.Tensor:
+    """Sum over the micro-batch of weights x cross-entropy in nats, a scalar in fp64, the same on all of tp.
+
+    Shapes: x [T', h], labels [b, s] of token ids, weights [b, s] in fp32.
+    """
+    return _VocabularyLoss.apply(x, table.weight, labels, weights, table, context)

@@ -1,0 +1,106 @@
+"""What ZeRO shards, how layers use their units, which buffers are persistent: plain values. Pure.
+
+The engine and `price.estimate` read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from megazero.config.schema import ZeroConfig
+from megazero.plan.flat_layout import ALIGN
+from megazero.plan.parameters import HEAD, POSITION, TOKEN
+
+
+@dataclass(frozen=True)
+class ZeroPolicy:
+    """What is cut over the ranks that share a copy (the shard axis)."""
+
+    optimizer: bool
+    gradients: bool  # reduced at every micro-batch: full ones never outlive a unit's backward
+    parameters: bool
+    keeps_gathered: bool = False  # gathered once an iteration, not at every use
+
+    @classmethod
+    def for_stage(cls, config: ZeroConfig, size: int) -> ZeroPolicy:
+        """Over one rank there is nothing to cut: every stage is stage 0."""
+        stage = config.zero_stage if size > 1 else 0
+        return cls(
+            optimizer=stage >= 1,
+            gradients=stage >= 2 and config.zero_reduce_every == "micro-batch",
+            parameters=stage >= 3,
+            keeps_gathered=stage >= 3 and config.zero_gather_every == "step",
+        )
+
+
+class Use(Enum):
+    """How a layer uses its weights: (kept from forward to backward, needed in backward)."""
+
+    LOOKUP = (False, False)  # embeddings: backward needs no weights
+    LAYER = (False, True)  # gathered for forward, again for backward
+    HEAD = (True, True)  # nothing runs between its forward and its backward: gathered once for both
+
+
+def layer_uses(units: Iterable[str], first: bool, tied: bool) -> dict[str, tuple[Use, list[str]]]:
+    """layer -> its use of which units, in the order of the forward pass, on one pipeline stage.
+
+    A layer bears its unit's name. The last stage of several holds a tied token table, but looks nothing up in it.
+    """
+    uses: dict[str, tuple[Use, list[str]]] = {}
+    for name in units:
+        if name == HEAD:
+            uses[name] = Use.HEAD, [HEAD, TOKEN] if tied else [HEAD]
+        elif name.startswith("blocks."):
+            uses[name] = Use.LAYER, [name]
+        elif first:
+            assert name in (TOKEN, POSITION), name
+            uses[name] = Use.LOOKUP, [name]
+    return uses
+
+
+RING_DEPTH = 2  # slots for gathered units of one size: one in use, one on its way
+
+
+def ring_slots(sizes: list[int], policy: ZeroPolicy) -> dict[int, int]:
+    """unit size -> slots of that size: all the units that have it where they stay gathered, else RING_DEPTH at most."""
+    if not policy.parameters:
+        return {}
+    depth = len(sizes) if policy.keeps_gathered else RING_DEPTH
+    return {size: min(depth, sizes.count(size)) for size in dict.fromkeys(sizes)}
+
+
+class FixedGradients(NamedTuple):
+    """Which gradients lie in an arena from start to end: see `fixed_gradients`."""
+
+    full: bool
+    reduced: bool
+
+
+NOTHING_FIXED = FixedGradients(False, False)
+
+
+def fixed_gradients(policy: ZeroPolicy, arena: bool, micro_batches: int) -> FixedGradients:
+    """With MD, those that outlive the backward of their unit: the reduced ones, and full ones that add up."""
+    adds_up = not policy.optimizer or (not policy.gradients and micro_batches > 1)
+    return FixedGradients(full=arena and adds_up, reduced=arena and policy.optimizer)
+
+
+COPY_DEPTH = 2  # device buffers each way between a GPU and host memory: one in use, one under way
+
+
+class Buckets(NamedTuple):
+    """Through what gradients are reduce-scattered: buckets of [shards, columns] elements, and what they need."""
+
+    columns: int  # elements of every rank's range
+    slots: int  # buckets under way at once
+    packs: bool  # some unit is larger than a bucket: its buckets are copied together
+
+
+def plan_buckets(bucket_size: int, sizes: list[int], shards: int, overlap: bool) -> Buckets:
+    """For units of `sizes` elements and buckets of at most `bucket_size`, or of ALIGN columns where that is more."""
+    largest = max(sizes, default=0) // shards
+    columns = min(largest, max(ALIGN, bucket_size // shards // ALIGN * ALIGN))
+    return Buckets(columns, 2 if overlap else 1, packs=largest > columns)

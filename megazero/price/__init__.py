@@ -1,0 +1,4 @@
+"""Predictions without running: bytes of memory and traffic of one rank, FLOPs, and their reports.
+
+Imports `model` and all below. Begin with `estimate`.
+"""

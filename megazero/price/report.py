@@ -1,0 +1,108 @@
+"""What a run's memory and traffic come to, as a table that a person reads before it starts. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from megazero.config.schema import BYTES, Config
+from megazero.plan.parameters import stage_units, unit_layout
+from megazero.plan.topology import Layout
+from megazero.plan.zero_policy import ZeroPolicy
+from megazero.price.estimate import MASTER, MOMENTS, estimate
+from megazero.price.saved_activations import stage_activations
+
+
+class Row(NamedTuple):
+    """A kind of memory or traffic of one rank."""
+
+    kind: str
+    num_bytes: int
+    formula: str  # Psi: elements of the rank's units, padding included; N: the ranks that share a copy of them
+
+
+def account(config: Config, layout: Layout, rank: int = 0, staged: bool = True) -> list[Row]:
+    """Every kind of memory, then of traffic of an iteration; `staged` as in `estimate`."""
+    memory, traffic = estimate(config, layout, rank, staged)
+    formulas = _memory_formulas(config, layout) | _traffic_formulas(config, layout)
+    computed = stage_activations(config, layout, rank, "cpu" if staged else "cuda")
+    memory = {"activations": computed} | memory
+    rows = [Row(kind, num_bytes, formulas[kind]) for kind, num_bytes in memory.items()]
+    return rows + [
+        Row(f"{kind} traffic", num_bytes, formulas[f"{kind} traffic"]) for kind, num_bytes in traffic.items()
+    ]
+
+
+def psi(config: Config, layout: Layout, rank: int = 0) -> int:
+    """Elements of the units that a rank's pipeline stage holds, padding included, on its tensor-parallel part."""
+    units = stage_units(config.model, layout, layout.coord(rank).pp)
+    return sum(unit_layout(specs, layout.tp, layout.shard).numel for specs in units.values())
+
+
+def _memory_formulas(config: Config, layout: Layout) -> dict[str, str]:
+    training, policy = config.training, ZeroPolicy.for_stage(config.zero, layout.shard)
+    w, g, n = BYTES[training.precision], BYTES[training.grad_dtype], f" / {layout.shard}"
+    states = MOMENTS + MASTER * (w < 4)
+    activations, full = config.activations, config.activations.recompute == "full"
+    parts = f" / {layout.tp}" * (activations.partition_activations or config.parallel.sequence_parallel)
+    kept = f"{w} b s h{parts} for each block and micro-batch in flight" * full
+    arenas = ", arenas" * activations.contiguous_checkpointing
+    return {
+        "activations": "kept by the one block that is computed again" if full else "kept by all blocks in flight",
+        "parameters": f"{w} Psi{n * policy.parameters}",
+        "optimizer": f"{states} Psi{n * policy.optimizer}",
+        "gradients": f"{g} Psi{n * policy.optimizer}",
+        "activation_checkpoints": "" if activations.checkpoint_in_cpu else kept,
+        "buffers": f"slots of gathered units, buckets, gradients being made, messages{arenas}",
+        "logits": f"{w} b s v / tp",
+        "peak": "the most at one instant of all of these but activations",
+        "host": f"{kept}, in host memory" if activations.checkpoint_in_cpu else "",
+    }
+
+
+def _traffic_formulas(config: Config, layout: Layout) -> dict[str, str]:
+    training, policy = config.training, ZeroPolicy.for_stage(config.zero, layout.shard)
+    w, g, m = BYTES[training.precision], BYTES[training.grad_dtype], config.micro_batches(layout.dp)
+    reduced = f"{m} x {g}" if policy.gradients else f"{g}"
+    if not policy.optimizer:
+        dp = f"2 x {g} Psi"
+    elif not policy.parameters:
+        dp = f"({reduced} + {w}) Psi"
+    else:
+        gathers = "1" if policy.keeps_gathered else f"up to 2 x {m}"
+        dp = f"({gathers} x {w} + {reduced}) Psi"
+    replicas = f" + 2 x {g} Psi / {layout.shard} x ({layout.replica}-1)/{layout.replica}" if layout.replica > 1 else ""
+    return {
+        "dp traffic": f"{dp} x (N-1)/N, N = {layout.shard}{replicas}",
+        "tp traffic": "activations and losses",
+        "pp traffic": "messages, tied table",
+        "control traffic": "norms, losses, counts",
+    }
+
+
+def partition_line(config: Config, layout: Layout, rank: int = 0) -> str:
+    """What --partition-activations saves and what it costs; empty without it."""
+    activations = config.activations
+    if not activations.partition_activations:
+        return ""
+    plain = replace(config, activations=replace(activations, partition_activations=False))
+    kept = "host" if activations.checkpoint_in_cpu else "activation_checkpoints"
+    ours, whole = (estimate(c, layout, rank) for c in (config, plain))
+    saved, sent = whole.memory[kept] - ours.memory[kept], whole.traffic["tp"]
+    extra = ours.traffic["tp"] - sent
+    place = "host memory" if activations.checkpoint_in_cpu else "memory"
+    return (
+        f"--partition-activations: {saved:,} bytes of checkpoints less in this rank's {place}, for {extra:,} bytes "
+        f"more sent an iteration (an all-gather of b s h a block and micro-batch): {extra / sent:.1%} of what tensor "
+        "parallelism sends"
+    )
+
+
+def table(config: Config, layout: Layout, rank: int = 0, staged: bool = True) -> str:
+    """The account as text."""
+    head = f"bytes of rank {rank} by estimate; Psi = {psi(config, layout, rank):,} elements"
+    rows = [
+        f"  {row.kind:<24}{row.num_bytes:>20,}   {row.formula}".rstrip()
+        for row in account(config, layout, rank, staged)
+    ]
+    return "\n".join([head, *rows, *filter(None, [partition_line(config, layout, rank)])])

@@ -1,0 +1,65 @@
+"""The learning rate, the clip factor, the loss scale: plain functions and values."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from megazero.config.schema import OptimizerConfig, TrainingConfig
+
+
+def learning_rate(config: OptimizerConfig, iteration: int) -> float:
+    """Of the update that ends iteration `iteration`, counted from 1; `lr_decay_iters` is resolved."""
+    warmup, end = config.lr_warmup_iters, config.lr_decay_iters
+    if iteration <= warmup:
+        return config.lr * iteration / warmup
+    if config.lr_decay_style == "constant":
+        return config.lr
+    done = min(1.0, (iteration - warmup) / (end - warmup))
+    left = 1 - done if config.lr_decay_style == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return config.min_lr + (config.lr - config.min_lr) * left
+
+
+def clip_factor(norm: float, clip: float) -> float:
+    """What gradients of this norm are multiplied with. The norm is finite: a skip is decided before."""
+    assert math.isfinite(norm), norm
+    return min(1.0, clip / (norm + 1e-6)) if clip > 0 else 1.0
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """Dynamic loss scaling (Micikevicius 2018), with Megatron's hysteresis; a value, replaced at every iteration.
+
+    An overflow costs one of `left`; with none left, the scale halves. `window` iterations without one double the scale
+    and give back all of `hysteresis`.
+    """
+
+    value: float
+    least: float
+    window: int
+    hysteresis: int
+    left: int
+    good: int = 0  # iterations since the last overflow or doubling
+
+    @classmethod
+    def of(cls, config: TrainingConfig) -> LossScale | None:
+        """fp16's; the other precisions reach as far as fp32 does, and need none."""
+        if config.precision != "fp16":
+            return None
+        c = config
+        return cls(c.initial_loss_scale, c.min_loss_scale, c.loss_scale_window, c.hysteresis, c.hysteresis)
+
+    @property
+    def exhausted(self) -> bool:
+        """One more overflow cannot be answered."""
+        return self.value <= self.least and self.left <= 1
+
+    def after(self, overflow: bool) -> LossScale:
+        """The scale of the next iteration."""
+        if overflow:
+            left = max(0, self.left - 1)
+            value = max(self.least, self.value / 2) if left == 0 else self.value
+            return replace(self, value=value, left=left, good=0)
+        if self.good + 1 == self.window:
+            return replace(self, value=2 * self.value, left=self.hysteresis, good=0)
+        return replace(self, good=self.good + 1)

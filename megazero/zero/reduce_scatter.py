@@ -1,0 +1,84 @@
+"""The sum of gradients over the ranks that share a copy, behind the backward, in buffers of a constant size (CB)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from megazero.comm.collectives import Axis, Pending
+from megazero.memory.tracker import Lease, Ledger
+from megazero.plan.zero_policy import Buckets
+
+
+class Buffer(NamedTuple):
+    """A tensor and its entry in the ledger."""
+
+    data: torch.Tensor
+    lease: Lease
+
+
+class _Slot:
+    """A bucket's buffers: [shards * columns] to pack into, where units are larger than a bucket, and scratch."""
+
+    def __init__(self, axis: Axis, buckets: Buckets, dtype: torch.dtype, device: torch.device) -> None:
+        packed = buckets.columns * axis.size if buckets.packs else 0
+        self.packed = torch.empty(packed, dtype=dtype, device=device)
+        self.scratch = torch.empty(axis.scratch_numel(buckets.columns), dtype=dtype, device=device)
+        self.pending = Pending()
+
+    @property
+    def num_bytes(self) -> int:
+        return (self.packed.numel() + self.scratch.numel()) * self.packed.element_size()
+
+
+class Reducer:
+    """Reduce-scatters units' gradients, one unit after the other, bucket by bucket.
+
+    Bucket k packs the k-th `columns` elements of every rank's range as [shards, columns], so that each rank receives
+    whole buckets of its own range. A unit that fits a bucket is sent as it lies. What a unit sends is on its way until
+    the next unit's turn, or `drain`.
+    """
+
+    def __init__(
+        self,
+        axis: Axis,
+        buckets: Buckets,
+        dtype: torch.dtype,
+        device: torch.device,
+        ledger: Ledger,
+        overlap: bool,
+    ) -> None:
+        self.axis, self.columns, self.overlap = axis, buckets.columns, overlap
+        self.slots = [_Slot(axis, buckets, dtype, device) for _ in range(buckets.slots)]
+        self.at_rest = ledger.lease("buffers", sum(slot.num_bytes for slot in self.slots))
+        self.sending: Buffer | None = None  # a unit's gradients that are sent as they lie
+
+    def start(self, full: Buffer, out: torch.Tensor, add: bool) -> None:
+        """Write or add the sum of everyone's `full` [shards * n], this rank's part of it, to `out` [n]."""
+        self.drain()
+        n, packs = out.numel(), out.numel() > self.columns
+        rows = full.data.view(self.axis.size, n)
+        for k, at in enumerate(range(0, n, self.columns)):
+            stop = min(at + self.columns, n)
+            slot = self.slots[k % len(self.slots)]
+            slot.pending.wait()
+            bucket = full.data
+            if packs:
+                bucket = slot.packed[: self.axis.size * (stop - at)]
+                bucket.view(self.axis.size, -1).copy_(rows[:, at:stop])
+            slot.pending = self.axis.start_reduce_scatter(bucket, out[at:stop], add, slot.scratch)
+        if packs:
+            full.lease.end()
+        else:
+            self.sending = full
+        if not self.overlap:
+            self.drain()
+
+    def drain(self) -> None:
+        """Wait for what is under way."""
+        for slot in self.slots:
+            slot.pending.wait()
+        if self.sending is not None:
+            self.sending.lease.end()
+            self.sending = None

@@ -1,0 +1,133 @@
+"""House rules that neither ruff nor import-linter knows, and that those two are asked in the default suite.
+
+Every rule is a function from sources to complaints. The code must give none, and a planted fault must give one.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "megazero"
+CONTAINERS = {"list", "dict", "set", "defaultdict", "Counter", "deque", "OrderedDict", "WeakKeyDictionary"}
+MUTATORS = {"append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "popleft", "appendleft"}
+MUTATORS |= {"remove", "discard", "clear", "sort", "reverse", "subtract"}
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+
+# "zero.unit", "data.loader", "checkpoint" (its __init__) -> its syntax tree
+Sources = dict[str, ast.Module]
+
+
+@functools.cache
+def sources() -> Sources:
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        if name:
+            found[name] = ast.parse(path.read_text())
+    return found
+
+
+def no_module_level_state(sources: Sources) -> Iterator[str]:
+    """No function changes a list, dict or set of any module, nor sets what belongs to something imported."""
+    everyones = {name for tree in sources.values() for name in _containers(tree)}
+    for module, tree in sources.items():
+        imported = set()
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                imported |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
+        shared = set(_containers(tree)) | imported & everyones
+        for function in (node for node in ast.walk(tree) if isinstance(node, FUNCTIONS)):
+            local = _local_names(function)
+            for line, target, is_set in _changed(function):
+                name = re.split(r"\W", target)[0]
+                if name not in local and name in (shared | imported if is_set else shared):
+                    yield f"{module}:{line} changes {target}"
+
+
+def _containers(tree: ast.Module) -> Iterator[str]:
+    literals = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
+    for node in tree.body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            value = node.value
+            made = isinstance(value, ast.Call) and ast.unparse(value.func).split(".")[-1] in CONTAINERS
+            if isinstance(value, literals) or made:
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    yield ast.unparse(target)
+
+
+def _local_names(function: ast.AST) -> set[str]:
+    names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return names | {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
+
+
+def _changed(function: ast.AST) -> Iterator[tuple[int, str, bool]]:
+    """(line, expression, whether an item or attribute of it is set) of whatever a function changes in place."""
+    for node in ast.walk(function):
+        if isinstance(node, (ast.Attribute, ast.Subscript)) and isinstance(node.ctx, (ast.Store, ast.Del)):
+            yield node.lineno, ast.unparse(node.value), True
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
+            yield node.lineno, ast.unparse(node.func.value), False
+
+
+def only_comm_compares_sizes(sources: Sources) -> Iterator[str]:
+    """On an axis of size 1 a collective is the identity: whoever asks `axis.size > 1` does the axis' work."""
+    for module, tree in sources.items():
+        for node in ast.walk(tree):
+            if not module.startswith("comm.") and isinstance(node, ast.Compare):
+                sides = [node.left, *node.comparators]
+                sizes = [s for s in sides if isinstance(s, ast.Attribute) and s.attr == "size"]
+                if sizes and any(isinstance(s, ast.Constant) for s in sides):
+                    yield f"{module}:{node.lineno} {ast.unparse(node)}"
+
+
+RULES: list[Callable[[Sources], Iterator[str]]] = [no_module_level_state, only_comm_compares_sizes]
+
+# (rule, module, a line that breaks the rule there)
+FAULTS = [
+    (no_module_level_state, "zero.zero", "CACHE = {}\ndef f():\n    CACHE[1] = 2"),
+    (no_module_level_state, "zero.zero", "SEEN: set[int] = set()\ndef f():\n    SEEN.add(1)"),
+    (no_module_level_state, "zero.zero", "SEEN = [1]\nclass A:\n    def f(self):\n        del SEEN[0]"),
+    (
+        no_module_level_state,
+        "zero.zero",
+        "from megazero.plan.schedules import SCHEDULES\ndef f():\n    SCHEDULES.clear()",
+    ),
+    (no_module_level_state, "zero.zero", "import torch\ndef f():\n    torch.Tensor.__add__ = None"),
+    (only_comm_compares_sizes, "zero.zero", "def f(axis):\n    return axis.size > 1"),
+    (only_comm_compares_sizes, "zero.zero", "def f(mesh):\n    return 1 == mesh.dp.size"),
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_code_keeps_the_rule(rule: Callable[[Sources], Iterator[str]]) -> None:
+    assert list(rule(sources())) == []
+
+
+@pytest.mark.parametrize(("rule", "module", "fault"), FAULTS, ids=lambda x: getattr(x, "__name__", None))
+def test_the_rule_sees_a_fault(rule: Callable[[Sources], Iterator[str]], module: str, fault: str) -> None:
+    """Planted at the end of a module that is itself in order."""
+    planted = dict(sources())
+    planted[module] = ast.Module(planted[module].body + ast.parse(fault).body, [])
+    assert list(rule(planted))
+
+
+def test_every_rule_has_a_fault() -> None:
+    assert {rule for rule, _, _ in FAULTS} == set(RULES)
+
+
+@pytest.mark.parametrize("command", [["ruff", "check", "."], ["lint-imports"]], ids=lambda command: command[0])
+def test_the_linter_has_no_complaint(command: list[str]) -> None:
+    """Folders import downwards, plans import no torch, only comm and checkpoint import torch.distributed, and so on."""
+    program = Path(sys.executable).parent / command[0]
+    done = subprocess.run([program, *command[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
