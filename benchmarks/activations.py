@@ -3,7 +3,7 @@
 
 For each tensor-parallel size the modes live side by side on the same ranks and take a step in turn, forwards and
 backwards; a ratio is to the turn of "none" in the same round. Bytes are of one block and micro-batch, by
-`megazero.price.saved_activations` and as counted (storages alive after the block's forward); on a CPU the two are asserted to be
+`price.saved_activations` and as counted (storages alive after the forward); on a CPU the two are asserted to be
 equal, and kept inputs on the host to be what the ledger has there. Korthikanti: what Megatron would keep, by his
 formula. On GPUs in bf16, one a rank; there also the price of copies to the host shows.
 

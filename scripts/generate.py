@@ -10,8 +10,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from megazero.comm.mesh import Mesh
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
@@ -19,6 +17,7 @@ import torch
 from megazero import checkpoint
 from megazero.checkpoint import LocalShard
 from megazero.comm import launch
+from megazero.comm.mesh import Mesh
 from megazero.config.schema import ModelConfig
 from megazero.data.tokenizer import Tokenizer, load_tokenizer
 from megazero.memory.tracker import Ledger
