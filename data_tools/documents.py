@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
+
+from megazero.files import explain
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -62,6 +65,13 @@ def check_inputs(inputs: Sequence[str], keys: Sequence[str]) -> int:
             raise ValueError(f"--input {given}: the same file as {seen[path.resolve()]}; give each once")
         seen[path.resolve()] = given
     return sum(path.stat().st_size for path in seen)
+
+
+def check_workers(workers: int) -> None:
+    """ValueError unless so many processes can be started and have something to do."""
+    most = 4 * (os.cpu_count() or 1)
+    if not 1 <= workers <= most:
+        raise ValueError(f"--workers {workers}: give 1 to {most} processes, as this machine has {most // 4} cores")
 
 
 def read_chunks(inputs: Sequence[str]) -> Iterator[Chunk]:
@@ -161,10 +171,26 @@ class _Reporter:
 
 
 def run_tool(main: Callable[[Sequence[str]], None]) -> None:
-    """Run a tool's `main(arguments)`: a ValueError is for the user, and comes out as one line."""
+    """Run a tool's `main(arguments)`. What a user can mend comes out as one line and an exit code:
+
+    2 for a ValueError, 1 for an error of the system (a full disk), 130 when interrupted.
+    """
+    name, code = Path(sys.argv[0]).name, 0
     try:
         main(sys.argv[1:])
+        sys.stdout.flush()
     except ValueError as error:
-        sys.exit(f"{Path(sys.argv[0]).name}: error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(f"{Path(sys.argv[0]).name}: interrupted, nothing was written")
+        code, line = 2, f"error: {error}"
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code, line = 1, ""
+    except OSError as error:
+        code, line = 1, f"error: {explain(error)}"
+    except MemoryError:
+        code, line = 1, "error: out of memory; give fewer --workers, or more memory"
+    except KeyboardInterrupt as error:
+        code, line = 130, f"interrupted, {error if error.args else 'nothing was written'}"
+    if code:
+        if line:
+            print(f"{name}: {line}".replace("\n", " "), file=sys.stderr, flush=True)
+        sys.exit(code)

@@ -11,8 +11,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data_tools.documents import run_tool
+from megazero.data.about import read_about
 from megazero.data.indexed import IndexedDataset
-from megazero.data.samples import read_about
 from megazero.data.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ SHOWN_TOKENS = 200
 
 def summary(data: IndexedDataset) -> "Table":
     """Counts of a corpus."""
+    from rich.markup import escape
     from rich.table import Table
 
     lengths = np.diff(data.document_starts(0, data.num_documents + 1))
@@ -39,13 +40,13 @@ def summary(data: IndexedDataset) -> "Table":
         "longest document": int(lengths.max(initial=0)),
         "mean document": round(data.num_tokens / max(1, data.num_documents)),
     }
-    table = Table("", data.prefix, title=None)
+    table = Table("", escape(data.prefix))
     table.add_row("token type", data.dtype.name)
     for name, value in rows.items():
         table.add_row(name, f"{value:,}")
     for name, value in read_about(data).items():
-        if name not in ("num_tokens", "num_documents", "dtype"):
-            table.add_row(name, str(value))
+        if name not in ("num_tokens", "num_documents", "dtype", "checksum"):
+            table.add_row(name, escape(str(value)))
     return table
 
 

@@ -26,13 +26,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data_tools.documents import (
     Chunk,
     check_inputs,
+    check_workers,
     progress_bar,
     read_chunks,
     run_tool,
     texts_of,
 )
-from megazero.data.indexed import IndexedWriter, dtype_for
+from megazero.data.indexed import dtype_for
 from megazero.data.tokenizer import SPECS, load_tokenizer
+from megazero.data.writer import IndexedWriter
 
 EPILOG = f"""\
 SPEC is {SPECS}.
@@ -148,8 +150,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--append-eod", action="store_true", help="end each document with the tokenizer's end of document")
     add("--workers", type=int, default=1, metavar="N", help="processes that tokenize (default: 1)")
     given = parser.parse_args(arguments)
-    if given.workers < 1:
-        raise ValueError(f"--workers {given.workers}: at least one process must tokenize; give 1 or more")
+    check_workers(given.workers)
     return given
 
 

@@ -2,9 +2,7 @@
 
 import argparse
 import json
-import os
 import sys
-import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data_tools.documents import check_inputs, progress_bar, read_chunks, run_tool, texts_of
 from megazero.data.tokenizer import END_OF_DOCUMENT, gpt2_backend
+from megazero.files import write_atomically
 
 EPILOG = """\
 The same input gives the same tokenizer, on any machine.
@@ -65,15 +64,7 @@ def save(backend: Any, folder: Path) -> None:
         "tokenizer.json": backend.to_str(pretty=True),
     }
     for name, text in texts.items():
-        part = folder / f".{name}.partial-{uuid.uuid4().hex[:12]}"
-        try:
-            with open(part, "w", encoding="utf-8") as file:
-                file.write(text + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(folder / name)
-        finally:
-            part.unlink(missing_ok=True)
+        write_atomically(folder / name, f"{text}\n".encode())
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -26,14 +26,24 @@ class Options:
 
 
 def read_metrics(run: Path) -> list[dict]:
+    """The iterations of a run. A line that is cut off, as the last of a live or killed run may be, is left out."""
     path = run / "metrics.jsonl" if run.is_dir() else run
-    if not path.exists():
+    if not path.is_file():
         raise ValueError(f"{path} does not exist; give the --log-dir folder of a run")
-    found = [
-        json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")
-    ]  # whole lines of a live run
+    found, cut = [], []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if isinstance(record, dict) and "iteration" in record and "loss" in record:
+            found.append(record)
+        else:
+            cut.append(str(number))
     if not found:
         raise ValueError(f"{path} has no iteration yet")
+    if cut:
+        print(f"{path}: left out what is no whole iteration: line {', '.join(cut)}", file=sys.stderr)
     return found
 
 

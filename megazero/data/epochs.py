@@ -6,22 +6,21 @@ for it.
 """
 
 import hashlib
+import io
 import os
+import stat
 import tempfile
-import uuid
 import zlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from megazero.data.indexed import CHUNK, IndexedDataset, Int64s
+from megazero.data.indexed import CHUNK, RESIDENT_BYTES, IndexedDataset, Int64s
+from megazero.files import open_regular, replacing
 
 # Part of every key. Raise it when the meaning of a table changes, so that an old cache is never read.
 TABLE_VERSION = 1
-# A corpus is recognised by this much of both ends of its .idx (and the sizes of both files): a million
-# documents in full, and still a moment's work for a billion.
-FINGERPRINT_BYTES = 16 << 20
 
 
 class EpochTable(NamedTuple):
@@ -66,18 +65,6 @@ class EpochKey:
         return first, stop
 
 
-def fingerprint(data: IndexedDataset) -> str:
-    """Recognises a corpus by content, not by path: it may be moved or copied between two runs."""
-    path = data.prefix + ".idx"
-    size = os.path.getsize(path)
-    digest = hashlib.sha256(repr((size, data.num_tokens, data.dtype.name)).encode())
-    with open(path, "rb") as file:
-        digest.update(file.read(FINGERPRINT_BYTES))
-        file.seek(max(0, size - FINGERPRINT_BYTES))
-        digest.update(file.read(FINGERPRINT_BYTES))
-    return digest.hexdigest()
-
-
 def permutation(generator: np.random.PCG64, count: int) -> Int64s:
     """A random permutation of range(count), int64.
 
@@ -105,8 +92,7 @@ def load_table(data: IndexedDataset, key: EpochKey, epoch: int) -> EpochTable:
     num_documents = key.stop_document - key.first_document
     first, stop = key.sample_range(epoch)
     for directory in _cache_directories(data.prefix):
-        path = os.path.join(directory, key.name(epoch))
-        flat = _read(path, count=2 * num_documents + 1 + stop - first)
+        flat = _read(directory, key.name(epoch), count=2 * num_documents + 1 + stop - first)
         if flat is not None:
             cuts = [num_documents, 2 * num_documents + 1]
             order, starts, shuffle = np.split(flat, cuts)
@@ -120,43 +106,92 @@ def load_table(data: IndexedDataset, key: EpochKey, epoch: int) -> EpochTable:
 
 def _cache_directories(prefix: str) -> tuple[str, str]:
     """Where tables may lie: next to the data; else, as that may be read-only, in the temporary directory."""
-    name = hashlib.sha256(os.path.abspath(prefix).encode()).hexdigest()[:16]
+    name = hashlib.sha256(os.path.abspath(prefix).encode("utf-8", "surrogateescape")).hexdigest()[:16]
     own = os.path.join(tempfile.gettempdir(), f"megazero-index-cache-{os.getuid()}", name)
     return f"{prefix}_index_cache", own
+
+
+def _trusted(directory: str) -> bool:
+    """Whether nobody may have put tables there who could not have changed the data as well.
+
+    Beside the data, that is whoever may write there, unless all the world may. In the temporary directory,
+    where everybody may make a folder of any name, it is this user alone.
+    """
+    beside = directory.endswith("_index_cache")
+    for path in (directory,) if beside else (os.path.dirname(directory), directory):
+        try:
+            found = os.stat(path) if beside else os.lstat(path)
+        except OSError:
+            return False
+        if not stat.S_ISDIR(found.st_mode) or found.st_mode & stat.S_IWOTH:
+            return False
+        if not beside and (found.st_uid != os.getuid() or found.st_mode & stat.S_IWGRP):
+            return False
+    return True
 
 
 def _checksum(flat: Int64s) -> int:
     check = 0
     for at in range(0, flat.shape[0], CHUNK):
-        check = zlib.crc32(flat[at : at + CHUNK].tobytes(), check)
+        check = zlib.crc32(flat[at : at + CHUNK].data, check)
     return check
 
 
-def _read(path: str, count: int) -> Int64s | None:
-    """The `count` numbers of a table file, memory-mapped; None unless it is there, whole and undamaged."""
+def _header(count: int) -> bytes:
+    """The beginning of a .npy file of `count` int64."""
+    text = io.BytesIO()
+    np.lib.format.write_array_header_1_0(text, {"descr": "<i8", "fortran_order": False, "shape": (count,)})
+    return text.getvalue()
+
+
+def _read(directory: str, name: str, count: int) -> Int64s | None:
+    """The `count` numbers of a table file, memory-mapped; None unless it is there, whole and trustworthy.
+
+    The file's header is compared, not parsed: numpy's parser has an exception for every kind of damage.
+    """
+    if not _trusted(directory):
+        return None
+    head = _header(count + 1)
     try:
-        flat = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError):
+        with os.fdopen(open_regular(os.path.join(directory, name)), "rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_size != len(head) + 8 * (count + 1) or file.read(len(head)) != head:
+                return None
+            if not directory.endswith("_index_cache") and status.st_uid != os.getuid():
+                return None
+            if status.st_size <= RESIDENT_BYTES:
+                flat: Int64s = np.frombuffer(file.read(), dtype="<i8")
+            else:
+                mapped = np.memmap(file, dtype="<i8", mode="r", offset=len(head), shape=(count + 1,))
+                flat = mapped.view(np.ndarray)
+    except (OSError, ValueError):
         return None
-    if flat.dtype != np.int64 or flat.shape != (count + 1,) or flat[-1] != _checksum(flat[:-1]):
+    if flat.shape != (count + 1,) or flat[-1] != _checksum(flat[:-1]):
         return None
-    table: Int64s = flat[:-1].view(np.ndarray)
-    return table
+    return flat[:-1]
 
 
 def _write(directory: str, name: str, table: EpochTable) -> bool:
     """Store a table and its checksum as one int64 array, atomically. False if it cannot be written there."""
-    flat = np.concatenate([*table, np.zeros(1, dtype=np.int64)])
-    flat[-1] = _checksum(flat[:-1])
-    temporary = os.path.join(directory, f".{uuid.uuid4().hex}.npy")  # its own: ranks race for the same name
+    check = 0
+    for part in table:
+        for at in range(0, part.shape[0], CHUNK):
+            check = zlib.crc32(np.ascontiguousarray(part[at : at + CHUNK]).data, check)
+    beside = directory.endswith("_index_cache")
     try:
-        os.makedirs(directory, mode=0o777 if directory.endswith("_index_cache") else 0o700, exist_ok=True)
-        try:
-            np.save(temporary, flat, allow_pickle=False)
-            os.replace(temporary, os.path.join(directory, name))
-        finally:
-            if os.path.exists(temporary):
-                os.remove(temporary)
+        if beside:
+            os.makedirs(directory, exist_ok=True)
+        else:
+            for path in (os.path.dirname(directory), directory):
+                os.makedirs(path, mode=0o700, exist_ok=True)
+        if not _trusted(directory):
+            return False
+        with replacing(os.path.join(directory, name)) as file:
+            file.write(_header(sum(part.shape[0] for part in table) + 1))
+            for part in table:
+                for at in range(0, part.shape[0], CHUNK):
+                    file.write(np.ascontiguousarray(part[at : at + CHUNK], dtype="<i8").data)
+            file.write(np.array([check], dtype="<i8").data)
     except OSError:
         return False
     return True

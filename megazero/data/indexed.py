@@ -1,4 +1,4 @@
-"""Token files on disk: Megatron's `.bin`/`.idx` pair, memory-mapped, and never seen half-written.
+"""Token files on disk, read: Megatron's `.bin`/`.idx` pair.
 
 `PREFIX.bin` is the tokens, nothing else. `PREFIX.idx` is little-endian and unaligned:
 
@@ -15,17 +15,14 @@
 Sequences follow each other in `.bin` without gaps, so a document is one range of tokens.
 """
 
-import json
 import os
 import struct
-import uuid
-from collections.abc import Mapping
-from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from megazero.files import FilePool, explain, open_regular
 
 MAGIC = b"MMIDIDX\0\0"
 LEGACY_MAGIC = b"TNTIDX\0\0"
@@ -35,6 +32,8 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 # Sequences (or bytes) handled at once when tables are checked or copied: bounds memory.
 CHUNK = 1 << 20
+# An index up to this size is read into memory: a map costs a descriptor, and 10,000 corpora are many.
+RESIDENT_BYTES = 1 << 20
 
 Tokens = npt.NDArray[Any]
 Int64s = npt.NDArray[np.int64]
@@ -46,7 +45,13 @@ def dtype_for(vocab_size: int) -> np.dtype[Any]:
 
 
 class IndexedDataset:
-    """The corpus `prefix.bin` + `prefix.idx`, memory-mapped, checked in full when opened.
+    """The corpus `prefix.bin` + `prefix.idx`; its index is checked in full when opened.
+
+    Note [truncated while in use]: tokens are read with `pread`, not through a memory map. A map of a file
+    that somebody truncates kills the process with SIGBUS at the next access; a read says how much is there.
+    The index is mapped (read, if it is small), and its size is looked at before it is used.
+
+    `files`: a pool that several corpora share.
 
     Attributes: `dtype` of a token; `lengths` int32 [S], tokens per sequence; `offsets` int64 [S], bytes;
     `document_indices` int64 [D]; `num_documents` = D - 1; `num_tokens` in the whole file.
@@ -54,31 +59,48 @@ class IndexedDataset:
     Raises ValueError naming --data-path if a file is missing, truncated, of another format or inconsistent.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+    def __init__(self, prefix: str | os.PathLike[str], files: FilePool | None = None) -> None:
         self.prefix = str(prefix)
+        self._files = FilePool(1) if files is None else files
         require_pair(self.prefix)
-        self._map_index()
-        self._check_sequences()
-        self._check_documents()
-        self._map_tokens()
+        try:
+            self._map_index()
+            self._check_sequences()
+            self._check_documents()
+            self._check_tokens()
+        except OSError as error:
+            raise ValueError(f"--data-path {self.prefix}: {explain(error)}") from error
 
-    def __reduce__(self) -> tuple[type["IndexedDataset"], tuple[str]]:
-        # Pickling a memory map would copy the corpus: a worker process opens the files again instead.
-        return IndexedDataset, (self.prefix,)
+    def __reduce__(self) -> tuple[type["IndexedDataset"], tuple[str, FilePool]]:
+        # Pickling a memory map would copy the index: a worker process opens the files again instead.
+        return IndexedDataset, (self.prefix, self._files)
 
     def tokens(self, start: int, stop: int) -> Tokens:
-        """Tokens [start, stop) of the whole file, a read-only view of type `dtype`."""
-        assert 0 <= start <= stop <= self.num_tokens, (start, stop, self.num_tokens)
-        return self._tokens[start:stop]
+        """Tokens [start, stop) of the whole file, read-only, of type `dtype`.
 
-    def document(self, index: int) -> Tokens:
-        """All tokens of one document, a read-only view."""
+        ValueError if the file cannot be read, or has become shorter since it was opened.
+        """
+        assert 0 <= start <= stop <= self.num_tokens, (start, stop, self.num_tokens)
+        path, count = self.prefix + ".bin", (stop - start) * self.dtype.itemsize
+        try:
+            raw = self._files.read(path, count, start * self.dtype.itemsize)
+        except OSError as error:
+            raise ValueError(f"--data-path {self.prefix}: {explain(error)}") from error
+        if len(raw) < count:
+            raise self._shrunk(path)
+        return np.frombuffer(raw, dtype=self.dtype.newbyteorder("<"))
+
+    def document(self, index: int, skip: int = 0, limit: int | None = None) -> Tokens:
+        """Tokens of one document, read-only: from its token `skip`, at most `limit` of them."""
         assert 0 <= index < self.num_documents, (index, self.num_documents)
-        start, stop = self.document_starts(index, index + 2)
-        return self._tokens[start:stop]
+        start, stop = self.document_starts(index, index + 2).tolist()
+        start = min(start + skip, stop)
+        return self.tokens(start, stop if limit is None else min(stop, start + limit))
 
     def document_starts(self, first: int, stop: int) -> Int64s:
         """First token of each document in [first, stop), int64; one past the last starts at the end."""
+        if self._mapped_bytes and os.stat(self.prefix + ".idx").st_size < self._mapped_bytes:
+            raise self._shrunk(self.prefix + ".idx")
         bounds = np.asarray(self.document_indices[first:stop])
         starts = np.full(bounds.shape, self.num_tokens, dtype=np.int64)
         inside = bounds < self.lengths.shape[0]
@@ -88,10 +110,13 @@ class IndexedDataset:
     def _map_index(self) -> None:
         """Read the header and map the three tables."""
         path = self.prefix + ".idx"
-        size = os.path.getsize(path)
-        with open(path, "rb") as file:
-            head = file.read(HEADER.size)
-        code, num_sequences, num_indices = parse_header(head, self.prefix)
+        with os.fdopen(open_regular(path), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            resident = size <= RESIDENT_BYTES
+            head = file.read(size if resident else HEADER.size)
+            raw = np.frombuffer(head, np.uint8) if resident else np.memmap(file, dtype=np.uint8, mode="r")
+        self._mapped_bytes = 0 if resident else size
+        code, num_sequences, num_indices = parse_header(head[: HEADER.size], self.prefix)
         self.dtype: np.dtype[Any] = np.dtype(DTYPES[code])
         expected = HEADER.size + 12 * num_sequences + 8 * num_indices
         if size < expected:
@@ -104,7 +129,6 @@ class IndexedDataset:
                 f"--data-path {self.prefix}: {path} is {size} bytes long, its header promises {expected}; "
                 f"it is damaged: copy it again or rerun data_tools/preprocess_data.py"
             )
-        raw = np.memmap(path, dtype=np.uint8, mode="r")
 
         def table(dtype: str, count: int, at: int) -> npt.NDArray[Any]:
             return np.frombuffer(raw, dtype=dtype, count=count, offset=at)
@@ -146,27 +170,36 @@ class IndexedDataset:
                 f"the {num_sequences} sequences; it is damaged: rerun data_tools/preprocess_data.py"
             )
 
-    def _map_tokens(self) -> None:
-        path = self.prefix + ".bin"
-        size, expected = os.path.getsize(path), self.num_tokens * self.dtype.itemsize
+    def _check_tokens(self) -> None:
+        """The size of `.bin` must be what the index describes."""
+        path, expected = self.prefix + ".bin", self.num_tokens * self.dtype.itemsize
+        size = os.path.getsize(path)
         if size != expected:
             what = "is truncated" if size < expected else "does not belong to this .idx"
             raise ValueError(
                 f"--data-path {self.prefix}: {path} {what}: {size} bytes, the index describes {expected}; "
                 f"copy both files again or rerun data_tools/preprocess_data.py"
             )
-        # An empty file cannot be mapped.
-        self._tokens: Tokens = (
-            np.frombuffer(np.memmap(path, dtype=np.uint8, mode="r"), dtype=self.dtype.newbyteorder("<"))
-            if size
-            else np.empty(0, self.dtype)
+
+    def _shrunk(self, path: str) -> ValueError:
+        return ValueError(
+            f"--data-path {self.prefix}: {path} was truncated while it was in use; copy both files again or rerun "
+            f"data_tools/preprocess_data.py, and resume from the last checkpoint"
         )
 
 
 def require_pair(prefix: str) -> None:
-    """ValueError naming --data-path unless both files of `prefix` exist."""
-    missing = [prefix + end for end in (".bin", ".idx") if not os.path.isfile(prefix + end)]
+    """ValueError naming --data-path unless both files of `prefix` are regular files."""
+    paths = [prefix + end for end in (".bin", ".idx")]
+    missing = [path for path in paths if not os.path.exists(path)]
     if not missing:
+        for path in paths:
+            try:
+                os.close(open_regular(path))
+            except OSError as error:
+                raise ValueError(f"--data-path {prefix}: {explain(error)}") from error
+            except ValueError as error:
+                raise ValueError(f"--data-path {prefix}: {error}; name a corpus") from error
         return
     stem, end = os.path.splitext(prefix)
     if end in (".bin", ".idx") and os.path.isfile(stem + end):
@@ -208,140 +241,3 @@ def parse_header(head: bytes, prefix: str) -> tuple[int, int, int]:
             f"{', '.join(f'{c} ({np.dtype(t).name})' for c, t in DTYPES.items())}: preprocess the text again"
         )
     return code, num_sequences, num_indices
-
-
-class IndexedWriter:
-    """Writes a corpus in constant memory; a context manager.
-
-    The files get their names only when the block ends without an exception: `.bin` first, then
-    `prefix.json` (if `about` is given), `.idx` last. Until then, and after an exception, there is no
-    `.idx`, hence no corpus; the index of an older corpus of the same name is removed before its `.bin` is
-    replaced.
-
-    `about`, e.g. {"tokenizer": SPEC, "vocab_size": N}, goes to `prefix.json` together with dtype,
-    num_documents, num_tokens and max_id.
-    """
-
-    def __init__(
-        self, prefix: str | os.PathLike[str], dtype: npt.DTypeLike, about: Mapping[str, Any] | None = None
-    ) -> None:
-        self.prefix = str(prefix)
-        self.dtype = np.dtype(dtype)
-        self._code = {np.dtype(t): code for code, t in DTYPES.items()}[self.dtype]
-        self._about = about
-        self.num_documents = self.num_sequences = self.num_tokens = 0
-        self.max_id = -1
-
-    def __enter__(self) -> Self:
-        directory = os.path.dirname(os.path.abspath(self.prefix))
-        os.makedirs(directory, exist_ok=True)
-        # A name of its own for every run: two at once cannot write into each other's files. Not
-        # `mkstemp`, whose files only their owner may read.
-        mark = uuid.uuid4().hex[:12]
-        ends = (".bin", ".idx", ".documents", ".json")
-        self._parts = {end: f"{self.prefix}{end}.partial-{mark}" for end in ends}
-        self._bin, self._idx, self._documents = (
-            open(self._parts[end], "w+b") for end in (".bin", ".idx", ".documents")
-        )
-        self._idx.write(bytes(HEADER.size))  # the counts in it are known at the end
-        self._documents.write(struct.pack("<q", 0))
-        return self
-
-    def add(self, *sequences: npt.ArrayLike) -> None:
-        """Append one document: one sequence of token ids, or several."""
-        arrays = [np.asarray(sequence, dtype=np.int64) for sequence in sequences]
-        for ids in arrays:
-            self._write_sequences(ids, np.array([ids.size], dtype="<i4"))
-        self._end_documents(np.array([self.num_sequences], dtype="<i8"))
-
-    def add_batch(self, ids: Tokens, lengths: npt.NDArray[np.int32]) -> None:
-        """Append many one-sequence documents: their tokens one after another, and their lengths in tokens."""
-        before = self.num_sequences
-        self._write_sequences(ids, lengths.astype("<i4"))
-        self._end_documents(np.arange(before + 1, self.num_sequences + 1, dtype="<i8"))
-
-    def _write_sequences(self, ids: Tokens, lengths: npt.NDArray[Any]) -> None:
-        assert ids.size == int(lengths.sum(dtype=np.int64)), (ids.size, lengths.sum())
-        if ids.size:
-            low, high = int(ids.min()), int(ids.max())
-            limits = np.iinfo(self.dtype)
-            if low < limits.min or high > limits.max:
-                raise ValueError(
-                    f"token ids {low} to {high} do not fit the {self.dtype.name} tokens of "
-                    f"{self.prefix}.bin; the tokenizer's vocabulary is larger than it says"
-                )
-            self.max_id = max(self.max_id, high)
-        self._bin.write(np.ascontiguousarray(ids, dtype=self.dtype.newbyteorder("<")).tobytes())
-        self._idx.write(lengths.tobytes())
-        self.num_sequences += lengths.size
-        self.num_tokens += ids.size
-
-    def _end_documents(self, ends: npt.NDArray[Any]) -> None:
-        self._documents.write(ends.tobytes())
-        self.num_documents += ends.size
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:
-                self._finish_index()
-                self._publish()
-        finally:
-            for file in (self._bin, self._idx, self._documents):
-                file.close()
-            for part in self._parts.values():
-                Path(part).unlink(missing_ok=True)
-
-    def _finish_index(self) -> None:
-        """Offsets and document indices follow the lengths; then the header, whose counts are known now."""
-        end = 0  # bytes
-        for at in range(0, self.num_sequences, CHUNK):
-            self._idx.seek(HEADER.size + 4 * at)
-            count = min(CHUNK, self.num_sequences - at)
-            sizes = np.frombuffer(self._idx.read(4 * count), "<i4").astype(np.int64) * self.dtype.itemsize
-            ends = end + np.cumsum(sizes)
-            self._idx.seek(HEADER.size + 4 * self.num_sequences + 8 * at)
-            self._idx.write((ends - sizes).astype("<i8").tobytes())
-            end = int(ends[-1])
-        self._idx.seek(0, os.SEEK_END)
-        self._documents.seek(0)
-        while block := self._documents.read(CHUNK):
-            self._idx.write(block)
-        self._idx.seek(0)
-        self._idx.write(HEADER.pack(MAGIC, VERSION, self._code, self.num_sequences, self.num_documents + 1))
-
-    def _publish(self) -> None:
-        _sync(self._bin)
-        _sync(self._idx)
-        for end in (".idx", ".json"):
-            Path(self.prefix + end).unlink(missing_ok=True)
-        os.replace(self._parts[".bin"], self.prefix + ".bin")
-        if self._about is not None:
-            about = {
-                **self._about,
-                "dtype": self.dtype.name,
-                "num_documents": self.num_documents,
-                "num_tokens": self.num_tokens,
-                "max_id": self.max_id,
-            }
-            with open(self._parts[".json"], "wb") as file:
-                file.write(json.dumps(about, indent=2, ensure_ascii=False).encode() + b"\n")
-                _sync(file)
-            os.replace(self._parts[".json"], self.prefix + ".json")
-        os.replace(self._parts[".idx"], self.prefix + ".idx")
-        _sync_directory(os.path.dirname(os.path.abspath(self.prefix)))
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _sync_directory(path: str) -> None:
-    """Make renames in a directory last through a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -9,7 +9,6 @@ epoch are shuffled among themselves. So what `dataset[i]` is depends on (corpus,
 on the length of the run, the batch size or the layout, and a run can be extended or its layout changed.
 """
 
-import json
 import os
 import re
 from collections.abc import Sequence
@@ -20,7 +19,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from megazero.data.epochs import EpochKey, EpochTable, fingerprint, load_table
+from megazero.data.about import SAMPLED_BYTES, read_about, verify
+from megazero.data.epochs import EpochKey, EpochTable, load_table
+from megazero.data.fingerprint import index_fingerprint
 from megazero.data.indexed import IndexedDataset, Int64s, Tokens
 
 SPLITS = ("train", "validation", "test")
@@ -82,7 +83,7 @@ class GPTDataset:
         first, stop = split_ranges(split, self.data.num_documents)[split_name]
         begin, end = self.data.document_starts(first, stop + 1)[[0, -1]].tolist()
         self.num_documents, self.num_tokens = stop - first, end - begin
-        self._key = EpochKey(fingerprint(self.data), first, stop, self.num_tokens, seq_length, seed)
+        self._key = EpochKey(index_fingerprint(self.data), first, stop, self.num_tokens, seq_length, seed)
         self._tables: dict[int, EpochTable] = {}  # by epoch, oldest use first
 
     def __reduce__(self) -> tuple[type["GPTDataset"], tuple[Any, ...]]:
@@ -127,8 +128,8 @@ class GPTDataset:
             table = self._table(epoch)
             place = int(np.searchsorted(table.starts, at, side="right")) - 1  # past any empty documents
             while filled < count and place < self.num_documents:
-                document = self.data.document(int(table.order[place]))
-                part = document[at - int(table.starts[place]) :][: count - filled]
+                skip = at - int(table.starts[place])
+                part = self.data.document(int(table.order[place]), skip, count - filled)
                 ids[filled : filled + part.size] = part
                 filled += part.size
                 at += part.size
@@ -249,28 +250,18 @@ def validate(
 ) -> None:
     """Raise ValueError for whatever is wrong with the data; to be called before any process group starts.
 
-    Files are checked as `IndexedDataset` does; train (and validation, with `evaluation`) must hold one
-    sample; ids must lie below `vocab_size`: known from PREFIX.json, else from a scan of the first and last
-    64 MiB of tokens.
+    Files are checked as `IndexedDataset` does, and a sample of them against the checksums in PREFIX.json;
+    train (and validation, with `evaluation`) must hold one sample; ids must lie below `vocab_size`: known
+    from PREFIX.json, else from a scan of the first and last 64 MiB of tokens.
     """
-    for _, prefix in parse_data_path(data_path):
+    corpora = parse_data_path(data_path)
+    for _, prefix in corpora:
         data = IndexedDataset(prefix)
+        verify(data, SAMPLED_BYTES // len(corpora))
         for split_name in ("train", "validation") if evaluation else ("train",):
             GPTDataset(data, split, split_name, seq_length, seed=0).check()
         if vocab_size is not None:
             _check_vocabulary(data, vocab_size)
-
-
-def read_about(data: IndexedDataset) -> dict[str, Any]:
-    """What PREFIX.json says of a corpus: tokenizer, vocab_size, max_id, ...; {} if none fits."""
-    try:
-        with open(data.prefix + ".json", encoding="utf-8") as file:
-            about = json.load(file)
-    except (OSError, ValueError):
-        return {}
-    # One that was left behind by other tokens of the same name tells nothing.
-    fits = isinstance(about, dict) and about.get("num_tokens") == data.num_tokens
-    return about if fits else {}
 
 
 def _check_vocabulary(data: IndexedDataset, vocab_size: int) -> None:

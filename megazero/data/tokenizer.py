@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megazero.files import open_regular, read_json_object
+
 SPECS = (
     "a folder or tokenizer.json of Hugging Face, gpt2:DIR (vocab.json and merges.txt), "
     "sentencepiece:FILE.model, or byte"
@@ -65,7 +67,9 @@ def _guarded(spec: str, load: Callable[[], Tokenizer]) -> Tokenizer:
     """Whatever a library raises at a bad file (plain Exception, RuntimeError, ...) becomes one ValueError."""
     try:
         return load()
-    except Exception as error:
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # a panic of a Rust library is no Exception
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise ValueError(f"--tokenizer {spec}: cannot be read: {reason}; expected {SPECS}") from error
 
@@ -177,24 +181,44 @@ def _load_hugging_face(spec: str, path: Path) -> Tokenizer:
     """A tokenizer.json is read without `transformers`, whose import takes seconds on every rank."""
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist")
-    file = path / "tokenizer.json" if path.is_dir() else path
-    if not file.is_file():
-        from transformers import AutoTokenizer
-
-        return TransformersTokenizer(spec, AutoTokenizer.from_pretrained(path, local_files_only=True))
+    if not path.is_dir():
+        os.close(open_regular(path))  # refuses a FIFO or a device, at which a library would wait for ever
+        file = path
+    else:
+        for entry in path.iterdir():
+            if not entry.is_dir() and entry.exists():
+                os.close(open_regular(entry))
+        file = path / "tokenizer.json"
+    config = read_json_object(settings) if (settings := file.parent / "tokenizer_config.json").exists() else {}
+    if not file.exists():
+        return _load_transformers(spec, path, config)
     from tokenizers import Tokenizer as Backend
 
     backend = Backend.from_file(str(file))
-    eos = _configured_eos(file.parent / "tokenizer_config.json")
+    eos = _configured_eos(config)
     return FastTokenizer(spec, backend, _find_eod(backend.get_vocab(with_added_tokens=True), eos))
 
 
-def _configured_eos(path: Path) -> str | None:
+def _load_transformers(spec: str, folder: Path, config: dict[str, Any]) -> Tokenizer:
+    """Nothing in the folder is run: `trust_remote_code` is not left to a question on the terminal."""
+    if config.get("auto_map"):
+        raise ValueError(
+            f"{folder} has no tokenizer.json, and its tokenizer_config.json asks to run code of its own "
+            f"(auto_map), which is never done; save the tokenizer as a tokenizer.json"
+        )
+    from transformers import AutoTokenizer
+
+    backend = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return TransformersTokenizer(spec, backend)
+
+
+def _configured_eos(config: dict[str, Any]) -> str | None:
     """`eos_token` of a tokenizer_config.json: a string, or an object with its `content`."""
-    if not os.path.isfile(path):
-        return None
-    eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
-    return eos.get("content") if isinstance(eos, dict) else eos
+    eos = config.get("eos_token")
+    eos = eos.get("content") if isinstance(eos, dict) else eos
+    if eos is not None and not isinstance(eos, str):
+        raise ValueError(f"tokenizer_config.json has an eos_token that is no text: {json.dumps(eos)[:80]}")
+    return eos
 
 
 def _find_eod(vocab: dict[str, int], configured: str | None) -> int | None:

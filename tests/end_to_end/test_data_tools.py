@@ -1,22 +1,25 @@
 """The data tools as a user runs them: from the repository, as processes."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.unit.data_helpers import download_gpt2, unpack_corpus
+from tests.unit.data_helpers import download_gpt2, unpack_corpus, write_corpus
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def tool(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, f"data_tools/{name}.py", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    env = {**os.environ, "COLUMNS": "400"}  # so that no table folds a path
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
 
 
 def write_jsonl(path: Path, count: int) -> Path:
@@ -75,11 +78,54 @@ def test_help_teaches(name: str) -> None:
 def test_errors_are_one_line(tmp_path: Path) -> None:
     arguments = ("--output-prefix", tmp_path / "p", "--tokenizer", "byte")
     done = tool("preprocess_data", "--input", tmp_path / "none.jsonl", *arguments)
-    assert done.returncode != 0
+    assert done.returncode == 2
     assert done.stderr == f"preprocess_data.py: error: --input {tmp_path}/none.jsonl: no such file\n"
     done = tool("peek", tmp_path / "none")
-    assert done.returncode != 0 and done.stderr.startswith("peek.py: error: --data-path")
+    assert done.returncode == 2 and done.stderr.startswith("peek.py: error: --data-path")
     assert done.stderr.count("\n") == 1
+
+
+def test_paths_may_look_like_markup(tmp_path: Path) -> None:
+    folder = tmp_path / "[bold]x[" / "b]"
+    folder.mkdir(parents=True)
+    prefix = write_corpus(folder / "c[bold]", [[104, 105]])
+    Path(f"{prefix}.json").write_text('{"num_tokens": 2, "note": "[/red]", "tokenizer": "byte"}')
+    done = tool("peek", prefix)
+    assert done.returncode == 0, done.stderr
+    assert "x[/b]" in done.stdout.replace("\n", "") and "[/red]" in done.stdout and "hi" in done.stdout
+
+
+def test_plot_leaves_out_cut_lines(tmp_path: Path) -> None:
+    lines = ['{"iteration": 1, "loss": 2.5}', '{"iteration": 2, "lo', '{"iteration": 3, "x": {"y": 1}', "[1]", "\xff}"]
+    (tmp_path / "metrics.jsonl").write_bytes("\n".join(lines).encode("latin-1"))
+    command = [sys.executable, "scripts/plot_metrics.py", str(tmp_path), "--output", str(tmp_path / "loss.png")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == f"{tmp_path}/metrics.jsonl: left out what is no whole iteration: line 2, 3, 4, 5\n"
+    assert (tmp_path / "loss.png").stat().st_size > 1000
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 1 MB; skips where none can be mounted."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1M", "tmpfs", str(folder)], capture_output=True)
+    if done.returncode:
+        pytest.skip("no right to mount a small file system")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_disk_full_in_train_tokenizer(tmp_path: Path, small_disk: Path) -> None:
+    text = write_jsonl(tmp_path / "a.jsonl", 300)
+    (small_disk / "filler").write_bytes(bytes((1 << 20) - 12_000))
+    done = tool("train_tokenizer", "--input", text, "--output", small_disk / "tok", "--vocab-size", 500)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
+    assert done.stderr.endswith("No space left on device; free some space, or write elsewhere\n")
+    assert not list((small_disk / "tok").glob("*partial*")) + list((small_disk / "tok").glob(".*partial*"))
+    assert not (small_disk / "tok" / "tokenizer.json").exists()
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

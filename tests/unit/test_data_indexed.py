@@ -1,15 +1,19 @@
 """The .bin/.idx format, byte for byte, and what a damaged corpus says."""
 
 import json
+import os
 import pickle
 import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megazero.data import indexed
-from megazero.data.indexed import IndexedDataset, IndexedWriter, dtype_for
+from megazero.data import writer as writer_module
+from megazero.data.indexed import IndexedDataset, dtype_for
+from megazero.data.writer import IndexedWriter
 from tests.unit.data_helpers import pack_index, pack_tokens, unpack_corpus, write_corpus
 
 DOCUMENTS = [[5, 6, 7], [8], [9, 10, 11, 12]]
@@ -41,7 +45,7 @@ def test_multimodal_index_is_read_without_its_modes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("chunk", [1, 2, 1 << 20])
 @pytest.mark.parametrize(("dtype", "code"), [(np.uint16, 8), (np.int32, 4)])
 def test_writer_is_byte_for_byte(tmp_path: Path, dtype, code: int, chunk: int, monkeypatch) -> None:
-    monkeypatch.setattr(indexed, "CHUNK", chunk)
+    monkeypatch.setattr(writer_module, "CHUNK", chunk)
     with IndexedWriter(tmp_path / "c", dtype) as writer:
         writer.add(DOCUMENTS[0])
         writer.add_batch(np.array(DOCUMENTS[1] + DOCUMENTS[2]), np.array([1, 4], dtype=np.int32))
@@ -70,6 +74,13 @@ def test_writer_notes_what_it_wrote(tmp_path: Path) -> None:
         "num_documents": 1,
         "num_tokens": 2,
         "max_id": 256,
+        "version": 1,
+        "checksum": {
+            "algorithm": "crc32",
+            "block_bytes": 16 << 20,
+            "bin": [f"{zlib.crc32(struct.pack('<HH', 1, 256)):08x}"],
+            "idx": [f"{zlib.crc32((tmp_path / 'c.idx').read_bytes()):08x}"],
+        },
     }
 
 
@@ -88,11 +99,12 @@ def test_index_comes_last(tmp_path: Path, monkeypatch) -> None:
     names = []
 
     def replace(source: str, target: str) -> None:
-        assert not (tmp_path / "c.idx").exists()
-        names.append(Path(target).name)
+        if Path(target).name in ("c.bin", "c.json", "c.idx"):
+            assert not (tmp_path / "c.idx").exists()
+            names.append(Path(target).name)
         Path(source).rename(target)
 
-    monkeypatch.setattr(indexed.os, "replace", replace)
+    monkeypatch.setattr(os, "replace", replace)
     with IndexedWriter(tmp_path / "c", np.uint16, about={}) as writer:
         writer.add([1])
     assert names == ["c.bin", "c.json", "c.idx"]

@@ -1,0 +1,68 @@
+"""Recognises a corpus by its content: whether a resumed run, or another rank, reads the same tokens.
+
+A fingerprint is one short text, "SAMPLED:CHECKSUM". The first part is a hash of the sizes of both files,
+of both ends of the index and of a few stretches of the tokens. The second is a hash of the checksums in
+PREFIX.json, "-" where there is none: with it, one changed token anywhere changes the fingerprint.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+
+from megazero.data.about import read_about
+from megazero.data.indexed import IndexedDataset
+
+# A corpus is recognised by this much of both ends of its .idx (and the sizes of both files): a million
+# documents in full, and still a moment's work for a billion.
+INDEX_BYTES = 16 << 20
+# How many stretches of the tokens are looked at, evenly spaced, and how long each is.
+STRETCHES, STRETCH_BYTES = 16, 4096
+
+
+def index_fingerprint(data: IndexedDataset) -> str:
+    """Hash of the document lengths; the order of samples is seeded with it. It does not depend on the path."""
+    path = data.prefix + ".idx"
+    size = os.path.getsize(path)
+    digest = hashlib.sha256(repr((size, data.num_tokens, data.dtype.name)).encode())
+    with open(path, "rb") as file:
+        digest.update(file.read(INDEX_BYTES))
+        file.seek(max(0, size - INDEX_BYTES))
+        digest.update(file.read(INDEX_BYTES))
+    return digest.hexdigest()
+
+
+def fingerprint(data: str | os.PathLike[str] | IndexedDataset) -> str:
+    """The fingerprint of a corpus, or of the one with this prefix. ValueError as `IndexedDataset`."""
+    data = data if isinstance(data, IndexedDataset) else IndexedDataset(data)
+    digest = hashlib.sha256(index_fingerprint(data).encode())
+    length = STRETCH_BYTES // data.dtype.itemsize
+    last = max(0, data.num_tokens - length)
+    for start in sorted({last * k // (STRETCHES - 1) for k in range(STRETCHES)}):
+        digest.update(data.tokens(start, min(start + length, data.num_tokens)).tobytes())
+    checksum = read_about(data).get("checksum")
+    whole = hashlib.sha256(json.dumps(checksum, sort_keys=True).encode()).hexdigest()[:16] if checksum else "-"
+    return f"{digest.hexdigest()[:16]}:{whole}"
+
+
+def same(one: str, other: str) -> bool:
+    """Whether two fingerprints can be of one corpus: a missing PREFIX.json alone makes no difference."""
+    (sampled, whole), (sampled2, whole2) = one.split(":"), other.split(":")
+    return sampled == sampled2 and (whole == whole2 or "-" in (whole, whole2))
+
+
+def differences(saved: Sequence[str], ours: Sequence[str], prefixes: Sequence[str]) -> list[str]:
+    """One sentence for each corpus whose content is not that of the fingerprints in `saved`.
+
+    Args:
+        saved: fingerprints of the corpora of --data-path, in their order, as a checkpoint keeps them.
+        ours: those of this run's.
+        prefixes: of this run's corpora.
+    """
+    if len(saved) != len(ours):
+        return [f"--data-path names {len(ours)} corpora, and named {len(saved)} when this was saved"]
+    return [
+        f"--data-path {prefix} holds other tokens than when this was saved: it was made anew, or is another corpus"
+        for then, now, prefix in zip(saved, ours, prefixes, strict=True)
+        if not same(then, now)
+    ]

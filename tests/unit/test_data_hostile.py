@@ -1,0 +1,358 @@
+"""Forged, odd and damaged files: one sentence each, never a raw traceback, a hang or blind trust."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megazero import files
+from megazero.data import about, epochs
+from megazero.data.about import read_about, verify
+from megazero.data.fingerprint import differences, fingerprint, same
+from megazero.data.indexed import IndexedDataset
+from megazero.data.samples import GPTDataset, open_datasets, validate
+from megazero.data.tokenizer import load_tokenizer
+from megazero.data.writer import IndexedWriter
+from tests.unit.data_helpers import numbered_documents, write_corpus
+
+pytestmark = pytest.mark.timeout(60)  # a FIFO in place of a file must not be waited for
+DOCUMENTS = numbered_documents(60)
+
+
+def write_described(prefix: Path, documents: list[list[int]] = DOCUMENTS, **said: object) -> Path:
+    with IndexedWriter(prefix, np.uint16, about={"tokenizer": "byte", "vocab_size": 257, **said}) as writer:
+        for document in documents:
+            writer.add(document)
+    return prefix
+
+
+ODD: dict[str, Callable[[Path], object]] = {
+    "folder": lambda path: path.mkdir(),
+    "fifo": lambda path: os.mkfifo(path),
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "loop": lambda path: path.symlink_to(path.name),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("end", [".bin", ".idx", ".json"])
+def test_no_file_in_place_of_a_corpus_file(tmp_path: Path, end: str, kind: str) -> None:
+    prefix = write_described(tmp_path / "c")
+    path = Path(f"{prefix}{end}")
+    path.unlink()
+    ODD[kind](path)
+    with pytest.raises(ValueError, match=rf"--data-path {prefix}: .*c\{end}") as caught:
+        validate((str(prefix),), "1", 4, 300)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[]", "holds a JSON list, not an object"),
+        ("[" * 100_000, "no JSON: nested too deeply"),
+        ('{"num_tokens": ' + "[" * 100_000, "no JSON: nested too deeply"),
+        ("{", "no JSON"),
+        ("\xff\xfe", "no JSON"),
+        ("", "no JSON"),
+        ("{}", 'lacks "num_tokens"'),
+        ('{"num_tokens": "8"}', '"num_tokens": "8", which is not a whole number'),
+        ('{"num_tokens": true}', "not a whole number"),
+        ('{"num_tokens": -1}', "not a whole number"),
+        ('{"num_tokens": 7}', "describes another corpus: num_tokens 7 there, 8 in"),
+        ('{"num_tokens": 8, "max_id": [1]}', "not a whole number"),
+        ('{"num_tokens": 8, "tokenizer": 5}', "not a text"),
+        ('{"num_tokens": 8, "vocab_size": 1.5}', "not a whole number"),
+        ('{"num_tokens": 8, "eod": "x"}', "not a whole number or null"),
+        ('{"num_tokens": 8, "dtype": "int32"}', "describes another corpus: dtype int32"),
+        ('{"num_tokens": 8, "version": 99}', "version 99, which is newer"),
+        ('{"num_tokens": 8, "checksum": []}', "not an object"),
+        ('{"num_tokens": 8, "checksum": {}}', "not of blocks by crc32"),
+        ('{"num_tokens": 8, "checksum": {"algorithm": "crc32", "block_bytes": 0}}', "not of blocks by crc32"),
+        ('{"num_tokens": 8, "checksum": {"algorithm": "crc32", "block_bytes": 9, "idx": [1]}}', "does not fit"),
+    ],
+)
+def test_odd_descriptions(tmp_path: Path, text: str, words: str) -> None:
+    prefix = write_corpus(tmp_path / "c", [[1, 2, 3], [8], [9, 10, 11, 12]])
+    Path(f"{prefix}.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match=f"--data-path {prefix}: {prefix}.json .*{words}") as caught:
+        validate((str(prefix),), "1", 4, 300)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+
+def test_a_description_without_tokenizer_is_fine(tmp_path: Path) -> None:
+    prefix = write_corpus(tmp_path / "c", [[1, 2, 3, 4, 5, 6, 7, 8]])
+    Path(f"{prefix}.json").write_text('{"num_tokens": 8, "max_id": 8}')
+    validate((str(prefix),), "1", 4, 300)
+
+
+def test_every_flipped_byte_is_found_at_start(tmp_path: Path) -> None:
+    prefix = write_described(tmp_path / "c")
+    validate((str(prefix),), "1", 4, 600)
+    draw = random.Random(0)
+    for end in (".bin", ".idx"):
+        path = Path(f"{prefix}{end}")
+        good = path.read_bytes()
+        for at in draw.sample(range(len(good)), 60):
+            path.write_bytes(good[:at] + bytes([good[at] ^ (1 << draw.randrange(8))]) + good[at + 1 :])
+            with pytest.raises(ValueError, match=f"--data-path {prefix}"):
+                validate((str(prefix),), "1", 4, None)
+        path.write_bytes(good)
+
+
+def test_a_large_corpus_is_sampled(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(about.Checksum, "__init__", lambda self: vars(self).update(
+        block_bytes=10, blocks=[], check=0, filled=0))  # fmt: skip
+    prefix = write_described(tmp_path / "c")
+    monkeypatch.undo()
+    data, read = IndexedDataset(prefix), []
+    assert verify(data, budget=100, draw=random.Random(1), advance=read.append)
+    assert len(read) == 10  # five blocks of each file
+    assert verify(data, advance=read.append)
+    assert len(read) > 100
+    good = Path(f"{prefix}.bin").read_bytes()
+    Path(f"{prefix}.bin").write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    with pytest.raises(ValueError, match=r"c\.bin is damaged between bytes"):
+        verify(data)
+    found = 0
+    for seed in range(40):  # one block in about seventy: a sample of five finds it now and then
+        try:
+            verify(data, budget=100, draw=random.Random(seed))
+        except ValueError:
+            found += 1
+    assert 0 < found < 40
+
+
+def test_checksums_do_not_depend_on_how_writes_are_cut() -> None:
+    data = random.Random(0).randbytes(1000)
+    whole = about.Checksum(block_bytes=64)
+    whole.update(data)
+    parts = about.Checksum(block_bytes=64)
+    for at in range(0, 1000, 7):
+        parts = about.Checksum(**vars(parts))  # stored and taken up again
+        parts.update(data[at : at + 7])
+    assert whole.digests() == parts.digests() and len(whole.digests()) == 16
+
+
+def test_truncated_while_in_use(tmp_path: Path, monkeypatch) -> None:
+    """A memory map would be killed by SIGBUS: tried in a process of its own, which must end by itself."""
+    prefix = write_corpus(tmp_path / "c", [[7] * 50_000] * 40)
+    for end in (".bin", ".idx"):
+        size = os.path.getsize(f"{prefix}{end}")
+        code = (
+            "import os, sys\n"
+            "from megazero.data import indexed\n"
+            "from megazero.data.samples import GPTDataset\n"
+            "indexed.RESIDENT_BYTES = 0\n"
+            f"dataset = GPTDataset({str(prefix)!r}, '1', 'train', 64, 1)\n"
+            f"dataset[0]; os.truncate({str(prefix) + end!r}, 0)\n"
+            "try:\n    [dataset[i] for i in range(5, 500)]\n"
+            "except ValueError as error:\n    print(error)\n"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert f"{prefix}{end} was truncated while it was in use" in done.stdout
+        os.truncate(f"{prefix}{end}", size)
+        write_corpus(tmp_path / "c", [[7] * 50_000] * 40)
+
+
+def table_path(tmp_path: Path, prefix: Path) -> Path:
+    (path,) = tmp_path.joinpath(f"{prefix.name}_index_cache").iterdir()
+    return path
+
+
+@pytest.mark.parametrize("kind", [*ODD, "random", "header", "text", "zip", "tail"])
+def test_a_damaged_index_cache_is_made_again(tmp_path: Path, kind: str) -> None:
+    prefix = write_corpus(tmp_path / "c", DOCUMENTS)
+    expected = GPTDataset(prefix, "1", "train", 6, seed=3)[3].tolist()
+    path = table_path(tmp_path, prefix)
+    good = path.read_bytes()
+    path.unlink()
+    if kind in ODD:
+        ODD[kind](path)
+    else:
+        path.write_bytes(
+            {
+                "random": random.Random(0).randbytes(len(good)),
+                "header": good[:10] + b"{'descr': (((((((" + good[27:],  # TokenError in numpy's parser
+                "text": b"hello",
+                "zip": b"PK\3\4" + good[4:],  # BadZipFile
+                "tail": good + b"more",
+            }[kind]
+        )
+    assert GPTDataset(prefix, "1", "train", 6, seed=3)[3].tolist() == expected
+    if kind != "folder":
+        assert table_path(tmp_path, prefix).read_bytes() == good
+
+
+def poison(path: Path) -> bytes:
+    """A table that is well formed, and wrong: the samples in another order."""
+    flat = np.load(path)
+    shuffle = flat[2 * len(DOCUMENTS) + 1 : -1]
+    shuffle[:] = np.roll(shuffle, 1)
+    flat[-1] = epochs._checksum(flat[:-1])
+    np.save(path, flat)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("change", ["owner", "folder owner", "group may write", "link"])
+def test_tables_of_others_in_the_temporary_folder_are_not_believed(tmp_path: Path, change: str, monkeypatch) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can give a file to another user")
+    monkeypatch.setattr(epochs.tempfile, "gettempdir", lambda: str(tmp_path / "system"))
+    prefix = write_corpus(tmp_path / "c", DOCUMENTS)
+    (tmp_path / "c_index_cache").write_text("in the way")
+    expected = [GPTDataset(prefix, "1", "train", 6, seed=3)[i].tolist() for i in range(9)]
+    (path,) = (tmp_path / "system").rglob("*.npy")
+    poison(path)
+    read = [GPTDataset(prefix, "1", "train", 6, seed=3)[i].tolist() for i in range(9)]
+    assert read != expected  # one's own is believed
+    (base,) = (tmp_path / "system").iterdir()
+    assert base.stat().st_mode & 0o777 == 0o700
+    if change == "owner":
+        os.chown(path, 12345, 12345)
+    elif change == "folder owner":
+        os.chown(base, 12345, 12345)
+    elif change == "group may write":
+        path.parent.chmod(0o770)
+    else:
+        base.rename(tmp_path / "elsewhere")
+        base.symlink_to(tmp_path / "elsewhere")
+    again = [GPTDataset(prefix, "1", "train", 6, seed=3)[i].tolist() for i in range(9)]
+    assert again == expected
+
+
+def test_a_cache_beside_the_data_that_all_the_world_may_write_is_not_believed(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(epochs.tempfile, "gettempdir", lambda: str(tmp_path / "system"))
+    prefix = write_corpus(tmp_path / "c", DOCUMENTS)
+    expected = GPTDataset(prefix, "1", "train", 6, seed=3)[3].tolist()
+    poison(table_path(tmp_path, prefix))
+    assert GPTDataset(prefix, "1", "train", 6, seed=3)[3].tolist() != expected
+    (tmp_path / "c_index_cache").chmod(0o777)
+    assert GPTDataset(prefix, "1", "train", 6, seed=3)[3].tolist() == expected
+
+
+def test_code_of_a_tokenizer_folder_is_neither_run_nor_asked_about(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    config = {"auto_map": {"AutoTokenizer": ["mine.T", None]}, "tokenizer_class": "T"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    code = f"from megazero.data.tokenizer import load_tokenizer; load_tokenizer({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", code], input="y\ny\n", capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "asks to run code of its own (auto_map), which is never done" in done.stderr
+    assert "[y/N]" not in done.stdout + done.stderr
+    (tmp_path / "tokenizer_config.json").unlink()  # the same by way of the model's own settings
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t", **config}))
+    done = subprocess.run([sys.executable, "-c", code], input="y\ny\n", capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and f"ValueError: --tokenizer {tmp_path}: cannot be read" in done.stderr
+    assert "[y/N]" not in done.stdout + done.stderr and not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "loop"])
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", ""])
+def test_no_file_in_place_of_a_tokenizer(tmp_path: Path, name: str, kind: str) -> None:
+    spec = tmp_path / "tokenizer"
+    spec.parent.mkdir(exist_ok=True)
+    if name:
+        spec.mkdir()
+    ODD[kind](spec / name if name else spec)
+    with pytest.raises(ValueError, match=f"--tokenizer {spec}: cannot be read"):
+        load_tokenizer(str(spec))
+
+
+@pytest.mark.parametrize("text", ["[]", "[" * 100_000, '{"eos_token": [1]}', '{"eos_token": {"content": 3}}', "\0"])
+def test_odd_tokenizer_settings(tmp_path: Path, text: str) -> None:
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.BPE({"a": 0}, [])).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(text)
+    with pytest.raises(ValueError, match=f"--tokenizer {tmp_path}: cannot be read: .*tokenizer_config.json"):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["[]", "[" * 100_000, "{}", '{"model": 1}', '{"model": {"type": "BPE"}}'])
+def test_odd_tokenizer_files(tmp_path: Path, text: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(ValueError, match=f"--tokenizer {tmp_path}: cannot be read"):
+        load_tokenizer(str(tmp_path))
+
+
+class FullDisk:
+    """os.pwrite of a disk that takes `room` bytes, and then no more."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.pwrite = room, os.pwrite
+
+    def __call__(self, handle: int, data: memoryview, at: int) -> int:
+        if self.room <= 0:
+            raise OSError(28, "No space left on device")
+        part = data[: self.room]
+        self.room -= len(part)
+        return self.pwrite(handle, part, at)
+
+
+@pytest.mark.parametrize("room", [0, 30, 50, 300, 1500])
+def test_disk_full_leaves_nothing_and_says_where(tmp_path: Path, room: int, monkeypatch) -> None:
+    monkeypatch.setattr(files.os, "pwrite", FullDisk(room))
+    with (
+        pytest.raises(OSError, match="No space left") as caught,
+        IndexedWriter(tmp_path / "c", np.uint16, {}) as writer,
+    ):
+        for document in DOCUMENTS:
+            writer.add(document)
+    assert list(tmp_path.iterdir()) == []
+    assert caught.value.__context__ is None or not isinstance(caught.value.__context__, BufferError)
+    assert files.explain(caught.value).endswith("No space left on device; free some space, or write elsewhere")
+    assert str(tmp_path / "c.partial-") in files.explain(caught.value)
+
+
+def test_an_error_of_close_hides_nothing(tmp_path: Path, monkeypatch) -> None:
+    closed = files.OutputFile.close
+
+    def fail(self: files.OutputFile) -> None:
+        closed(self)
+        raise OSError(28, "No space left on device", self.path)
+
+    monkeypatch.setattr(files.OutputFile, "close", fail)
+    with pytest.raises(ZeroDivisionError), IndexedWriter(tmp_path / "c", np.uint16) as writer:
+        writer.add([1])
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(OSError, match="No space left"), IndexedWriter(tmp_path / "c", np.uint16) as writer:
+        writer.add([1])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_fingerprints_are_of_content(tmp_path: Path) -> None:
+    first = write_described(tmp_path / "a")
+    moved = write_described(tmp_path / "b")
+    assert fingerprint(first) == fingerprint(str(moved)) and same(fingerprint(first), fingerprint(moved))
+    changed = [list(document) for document in DOCUMENTS]
+    changed[31][0] += 1  # one token, all sizes the same
+    other = fingerprint(write_described(tmp_path / "c", changed))
+    assert not same(fingerprint(first), other)
+    before = fingerprint(first)
+    Path(f"{first}.json").unlink()  # a corpus that lost its description is still the same
+    bare = fingerprint(first)
+    assert bare != before and same(bare, before) and not same(bare, other)
+    assert differences([before], [bare], ["a"]) == []
+    (said,) = differences([before, before], [bare, other], ["a", "c"])
+    assert said.startswith("--data-path c holds other tokens than when this was saved")
+    assert "names 1 corpora, and named 2" in differences([before, before], [bare], ["a"])[0]
+
+
+def test_a_corpus_made_anew_has_another_fingerprint_though_sizes_agree(tmp_path: Path) -> None:
+    one = fingerprint(write_corpus(tmp_path / "c", [[1, 2, 3], [4]]))
+    assert fingerprint(write_corpus(tmp_path / "c", [[1, 2, 9], [4]])) != one
+    assert fingerprint(write_corpus(tmp_path / "c", [[1, 2, 3], [4]])) == one
+
+
+def test_open_datasets_reads_described_corpora(tmp_path: Path) -> None:
+    prefix = str(write_described(tmp_path / "c"))
+    assert read_about(IndexedDataset(prefix))["tokenizer"] == "byte"
+    assert open_datasets((prefix,), "1", 4, 1, None).train[0].shape == (5,)
