@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
-from megazero.config.schema import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
+import pytest
+
+from megazero.config.schema import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig, ZeroConfig
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
-from megazero.price.report import account, partition_line, table
+from megazero.price.report import account, partition_line, psi, table
 from megazero.price.saved_activations import block_saves, computed_saves, saved_bytes
 
 FULL = ActivationConfig("full")
@@ -64,3 +67,48 @@ def test_activations_are_those_of_what_is_in_flight() -> None:
     assert {r.kind: r.num_bytes for r in account(config, none[1])}["activations"] == 2 * rows(ActivationConfig())[
         "activations"
     ]
+
+
+def value(formula: str, names: dict[str, int]) -> float:
+    """Of a printed formula, such as "(2 x 4 + 2) Psi / 4": numbers and names side by side are multiplied."""
+    words = re.findall(r"\d+|[A-Za-z]+|[()+\-/]", re.sub(r"\bx\b", " ", formula))
+    text = ""
+    for before, word in zip(["(", *words], words, strict=False):
+        text += "*" * (before not in "(+-/" and word not in ")+-/") + str(names.get(word, word))
+    return eval(text, {"__builtins__": {}})
+
+
+WAYS = [(0, 0, False)]  # of ZeRO: stage, --zero-shard-size, gradients and weights once a step
+WAYS += [(zero, shards, once) for zero in (1, 2, 3) for shards in (0, 2) for once in (False, True)[: 1 + (zero > 1)]]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("zero, shards, once", WAYS)
+def test_formulas_come_to_the_bytes_beside_them(zero: int, shards: int, once: bool, precision: str) -> None:
+    """Whoever computes a printed formula gets the printed number: dp 4, three micro-batches of five samples, tp 2."""
+    every = {"zero_reduce_every": "step"} | ({"zero_gather_every": "step"} if zero == 3 else {})
+    config = Config(
+        model=ModelConfig(5, 64, 256, 4, 16, 101),
+        training=TrainingConfig(5, 60, precision=precision, grad_dtype=precision),  # type: ignore[arg-type]
+        parallel=ParallelConfig(2),
+        zero=ZeroConfig(zero, zero_shard_size=shards, **every if once else {}),  # type: ignore[arg-type]
+        activations=FULL,
+    )
+    config, layout = resolve(config, 8, 0)
+    names = {"Psi": psi(config, layout), "N": shards or 4, "b": 5, "s": 16, "h": 64, "v": 128, "tp": 2}
+    found = {row.kind: row for row in account(config, layout)}
+    for kind in ("parameters", "optimizer", "gradients", "logits"):
+        assert value(found[kind].formula, names) == found[kind].num_bytes, kind
+    kept = found["activation_checkpoints"]
+    formula, tail = kept.formula.split(" for each ")
+    assert tail == "block and micro-batch in flight"
+    assert 5 * value(formula, names) == kept.num_bytes
+    sent = found["dp traffic"]
+    formula, _, where = sent.formula.partition(", N = ")
+    shared, _, replicas = where.partition(" + ")
+    assert int(shared) == names["N"]
+    wanted = value(formula.replace("up to", ""), names) + (value(replicas, names) if replicas else 0)
+    if "up to" in formula:  # tables are gathered less often than blocks
+        assert 0.8 * wanted < sent.num_bytes < wanted
+    else:
+        assert abs(sent.num_bytes - wanted) < 100  # each collective's bytes are rounded down

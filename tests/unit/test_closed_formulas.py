@@ -1,0 +1,297 @@
+"""`estimate` against closed formulas, written down here from the papers and docs: nothing walks a plan.
+
+Rajbhandari et al. 2020 (states, Pa), Narayanan et al. 2021 (traffic of tensor and pipeline parallelism), Korthikanti et
+al. 2022 (sequence parallelism). w and g are the bytes of a weight and of a gradient, Psi a rank's elements, N the ranks
+that share a copy, M the micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from megazero.config.schema import (
+    ActivationConfig,
+    Config,
+    ModelConfig,
+    ParallelConfig,
+    TrainingConfig,
+    ZeroConfig,
+)
+from megazero.plan.resolve import resolve
+from megazero.plan.topology import Layout
+from megazero.price.estimate import estimate
+
+
+def up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Closed:
+    """The formulas, for one rank."""
+
+    config: Config
+    layout: Layout
+    stage: int
+
+    def __getattr__(self, name: str) -> Any:
+        """Short names of what the formulas are made of."""
+        c, lay = self.config, self.layout
+        values = {
+            "w": {"fp32": 4, "bf16": 2, "fp16": 2}[c.training.precision],
+            "g": {"fp32": 4, "bf16": 2, "fp16": 2}[c.training.grad_dtype],
+            "N": c.zero.zero_shard_size or lay.dp,
+            "M": c.training.global_batch_size // (c.training.micro_batch_size * lay.dp),
+            "zero": c.zero.zero_stage if (c.zero.zero_shard_size or lay.dp) > 1 else 0,
+            "b": c.training.micro_batch_size,
+            "s": c.model.seq_length,
+            "h": c.model.hidden_size,
+            "L": c.model.num_layers,
+            "t": lay.tp,
+            "sp": c.parallel.sequence_parallel,
+            "full": c.activations.recompute == "full",
+            "first": self.stage == 0,
+            "last": self.stage == lay.pp - 1,
+            "tied": not c.model.untie_embeddings,
+        }
+        if name not in values:
+            raise AttributeError(name)
+        return values[name]
+
+    @property
+    def blocks(self) -> int:
+        """Of the stage: the first stages have one more where L / pp leaves a rest."""
+        return self.L // self.layout.pp + (self.stage < self.L % self.layout.pp)
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the token table on a rank, in multiples of 64."""
+        return up(math.ceil(self.config.model.vocab_size / self.t), 64)
+
+    def flat(self, sizes: list[int]) -> int:
+        """Each parameter begins at a multiple of 64 elements; the whole is a multiple of 64 N."""
+        return up(sum(up(size, 64) for size in sizes), 64 * self.N)
+
+    def units(self) -> dict[str, int]:
+        """Elements of the stage's units, by kind of unit, padding included."""
+        h, f, t = self.h, 4 * self.h, self.t
+        block = [3 * h * h // t, h * h // t, f * h // t, f * h // t, h, h, h, h, 3 * h // t, f // t, h, h]
+        found = {f"block {i}": self.flat(block) for i in range(self.blocks)}
+        table = self.vocabulary * h
+        if self.first or (self.last and self.tied):
+            found["token"] = self.flat([table])
+        if self.first:
+            found["position"] = self.flat([self.s * h])
+        if self.last:
+            found["head"] = self.flat([h, h] + [table] * (not self.tied))
+        return found
+
+    @property
+    def psi(self) -> int:
+        return sum(self.units().values())
+
+    @property
+    def live(self) -> int:
+        """Micro-batches between their forward and their backward."""
+        gpipe = self.config.parallel.pipeline_schedule == "gpipe"
+        return self.M if gpipe else min(self.M, self.layout.pp - self.stage)
+
+    def kept(self) -> int:
+        """The inputs kept for recompute: w b s h for each block and micro-batch in flight; with Pa 1/t of it."""
+        elements = self.b * self.s * self.h
+        parts = self.t if self.sp or self.config.activations.partition_activations else 1
+        return self.live * self.blocks * self.w * math.ceil(elements / parts) * self.full
+
+    def memory(self) -> dict[str, int]:
+        """What has a closed form in every layout."""
+        on_host = self.config.activations.checkpoint_in_cpu
+        owners = self.N if self.zero >= 1 else 1
+        return {
+            "parameters": self.w * self.psi // (self.N if self.zero == 3 else 1),
+            "optimizer": (12 if self.w == 2 else 8) * self.psi // owners,
+            "gradients": self.g * self.psi // owners,
+            "activation_checkpoints": 0 if on_host else self.kept(),
+            "host": self.kept() if on_host else 0,
+            "logits": self.w * self.b * self.s * self.vocabulary * self.live * self.last,
+        }
+
+    def dp(self) -> float:
+        """2 g Psi; (g + w) Psi; (M g + w) Psi; (G w + M g) Psi, G gathers. Between replicas 2 g Psi / N."""
+        n, m = self.N, self.M
+        total = 0.0
+        for name, psi in self.units().items():
+            gathers = 2 * m if name.startswith("block") or (name == "token" and self.first and self.last) else m
+            if name == "token" and not self.tied:
+                gathers = m
+            once = self.config.zero.zero_gather_every == "step"
+            reductions = 1 if self.config.zero.zero_reduce_every == "step" else m
+            total += (
+                psi
+                * {
+                    0: 2 * self.g,
+                    1: self.g + self.w,
+                    2: reductions * self.g + self.w,
+                    3: (1 if once else gathers) * self.w + reductions * self.g,
+                }[self.zero]
+            )
+        replicas = self.layout.dp // n
+        owned = self.psi / n if self.zero else self.psi
+        return total * (n - 1) / n + 2 * self.g * owned * (replicas - 1) / replicas
+
+    def tp(self) -> float:
+        """In passes of w b s h x (t-1)/t: an all-reduce is two, a gather or a reduce-scatter one.
+
+        A block has two sums forward and two backward (Narayanan); with sequence parallelism a gather and a
+        reduce-scatter for each, and two more gathers, of inputs that are not kept whole (Korthikanti). Full recompute
+        runs all but the last sum again. The head has one sum backward, the token table one forward. The loss adds up
+        12 bytes a token: maxima, and exponentials beside picked logits. With sequence parallelism the gradients of what
+        is replicated (norms, biases behind a sum, positions) are summed once; on average, for owners differ.
+        """
+        ring = (self.t - 1) / self.t
+        block = 10 if self.sp else 8
+        if self.full:
+            block += 3 if self.sp else 2
+            block += bool(self.config.activations.partition_activations)
+        passes = block * self.blocks
+        passes += self.first * 2  # with sequence parallelism a reduce-scatter, and the gather of its gradient
+        passes += self.last * (3 if self.sp else 2)
+        loss = self.last * 2 * 12 * self.b * self.s
+        total = self.M * ring * (passes * self.w * self.b * self.s * self.h + loss)
+        if self.sp:
+            each = up(self.h, 64)
+            replicated = 6 * each * self.blocks + self.first * up(self.s * self.h, 64) + self.last * 2 * each
+            total += 2 * ring * self.g * replicated / (self.N if self.zero else 1)
+        return total
+
+    def pp(self) -> float:
+        """Each boundary is crossed by x and by dx; the tied table's gradient is summed over both ends."""
+        if self.layout.pp == 1:
+            return 0
+        message = self.w * self.b * self.s * self.h / (self.t if self.sp else 1)
+        ends = (
+            self.units()["token"] / (self.N if self.zero else 1) * self.g
+            if (self.tied and "token" in self.units())
+            else 0
+        )
+        return self.M * message * (2 - self.first - self.last) + ends
+
+
+def draw(seed: int) -> tuple[Config, Layout]:
+    """A legal configuration."""
+    r = random.Random(seed)
+    pp, dp, tp = r.choice([1, 1, 2, 3, 4]), r.choice([1, 2, 4, 8]), r.choice([1, 2, 4])
+    zero = r.choice([0, 1, 2, 3])
+    shard = r.choice([0, 0, 2]) if dp > 2 and zero else 0
+    precision = r.choice(["fp32", "bf16"])
+    recompute = r.choice(["none", "selective", "full", "full"])
+    sp = tp > 1 and r.random() < 0.4
+    full = recompute == "full"
+    micro, m = r.choice([4, 8]), r.choice([1, 2, 3, 7])
+    config = Config(
+        model=ModelConfig(
+            num_layers=r.randrange(pp, 7),
+            hidden_size=8 * r.randrange(2, 9) * 4,
+            num_attention_heads=8,
+            seq_length=r.randrange(3, 40),
+            vocab_size=r.randrange(100, 1000),
+            untie_embeddings=r.random() < 0.4,
+        ),
+        training=TrainingConfig(
+            micro_batch_size=micro,
+            global_batch_size=micro * m * dp,
+            precision=precision,
+            grad_dtype=r.choice(["fp32", precision]),
+        ),
+        parallel=ParallelConfig(
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            pipeline_schedule=r.choice(["1f1b", "gpipe"]) if pp > 1 else "1f1b",
+            sequence_parallel=sp,
+        ),
+        zero=ZeroConfig(zero_stage=zero, zero_shard_size=shard, overlap_comm=r.random() < 0.7),
+        activations=ActivationConfig(
+            recompute=recompute,
+            partition_activations=full and tp > 1 and not sp and r.random() < 0.5,
+            checkpoint_in_cpu=full and r.random() < 0.3,
+            contiguous_checkpointing=full and r.random() < 0.3,
+        ),
+    )
+    if zero == 3 and config.parallel.pipeline_schedule == "gpipe":
+        # Under gpipe the head's units stay gathered from the first forward to the last backward.
+        config = replace(config, parallel=replace(config.parallel, pipeline_schedule="1f1b"))
+    if zero >= 2 and r.random() < 0.3:
+        once = {"zero_reduce_every": "step"} | ({"zero_gather_every": "step"} if zero == 3 else {})
+        config = replace(config, zero=replace(config.zero, **once))
+    return resolve(config, pp * dp * tp, 0)
+
+
+@pytest.mark.parametrize("staged", [True, False], ids=["gloo", "NCCL"])
+@pytest.mark.parametrize("seeds", [range(k, k + 20) for k in range(0, 80, 20)], ids=str)
+def test_estimate_is_the_closed_formulas(seeds: range, staged: bool) -> None:
+    """On the first rank of every stage. Sums of rounded-down terms: a byte a collective is forgiven."""
+    for seed in seeds:
+        config, layout = draw(seed)
+        for stage in range(layout.pp):
+            rank = next(rank for rank in range(layout.world_size) if layout.coord(rank).pp == stage)
+            memory, traffic = estimate(config, layout, rank, staged)
+            closed = Closed(config, layout, stage)
+            where = f"seed {seed}, stage {stage}: {config}"
+            for kind, wanted in closed.memory().items():
+                assert memory[kind] == wanted, (kind, where)
+            for kind, wanted in (("dp", closed.dp()), ("pp", closed.pp())):
+                assert abs(traffic[kind] - wanted) <= 20 * closed.M * (closed.L + 3), (kind, where)
+            sharers = [rank for rank in range(layout.world_size) if shares_copy(layout, rank, stage)]
+            found = sum(estimate(config, layout, rank, staged).traffic["tp"] for rank in sharers) / len(sharers)
+            assert abs(found - closed.tp()) <= 20 * closed.M * (closed.L + 3), ("tp", where)
+
+
+def shares_copy(layout: Layout, rank: int, stage: int) -> bool:
+    """Whether a rank is one of the first N of a stage, which own its gradients together."""
+    coord = layout.coord(rank)
+    return (coord.pp, coord.tp) == (stage, 0) and coord.dp < layout.shard
+
+
+def test_what_nccl_and_a_gpu_take_instead() -> None:
+    """On gloo a reduce-scatter needs scratch as large as its buffer, on NCCL as large as its result. Copies to the host
+    go by way of two device buffers each way on a GPU, and of none on a CPU. Nothing else differs."""
+    seen = set()
+    for seed in range(80):
+        config, layout = draw(seed)
+        closed = Closed(config, layout, 0)
+        gloo, nccl = (estimate(config, layout, 0, staged) for staged in (True, False))
+        assert gloo.traffic == nccl.traffic
+        largest = max(closed.units().values()) // closed.N
+        in_flight = 2 if config.zero.overlap_comm else 1
+        less = in_flight * largest * (closed.N - 1) * closed.g if closed.zero >= 1 else 0
+        more = 4 * closed.kept() // (closed.live * closed.blocks) if config.activations.checkpoint_in_cpu else 0
+        assert nccl.memory["buffers"] - gloo.memory["buffers"] == more - less, config
+        assert nccl.memory["peak"] - gloo.memory["peak"] == more - less, config
+        others = set(gloo.memory) - {"buffers", "peak"}
+        assert all(nccl.memory[kind] == gloo.memory[kind] for kind in others)
+        seen.add((less > 0, more > 0))
+    assert len(seen) == 4  # every combination was among them
+
+
+def test_the_peak_of_a_single_process() -> None:
+    """The states, and the logits: with two micro-batches all gradients are there when the second one's logits are."""
+    model = ModelConfig(num_layers=3, hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=300)
+    config = Config(model=model, training=TrainingConfig(micro_batch_size=2, global_batch_size=4))
+    config, layout = resolve(config, 1, 0)
+    closed, memory = Closed(config, layout, 0), estimate(config, layout).memory
+    assert memory["buffers"] == 0
+    assert memory["peak"] == 16 * closed.psi + 4 * 2 * 32 * 320
+
+
+@pytest.mark.parametrize("staged", [True, False], ids=["gloo", "NCCL"])
+def test_the_peak_lies_between_its_bounds(staged: bool) -> None:
+    for seed in range(40):
+        config, layout = draw(seed)
+        memory = estimate(config, layout, 0, staged).memory
+        at_rest = memory["parameters"] + memory["optimizer"] + memory["gradients"]
+        kinds = at_rest + memory["buffers"] + memory["activation_checkpoints"] + memory["logits"]
+        assert at_rest <= memory["peak"] <= kinds, config
