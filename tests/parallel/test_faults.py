@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -89,6 +90,20 @@ def test_fp16_overflow_lowers_the_scale_and_ends_at_its_least(ranks) -> None:
     for scales, error in ranks(2).run(overflow, Case(dp=2, zero=2, precision="fp16", grad_dtype="fp16")):
         assert scales == [2.0**40, 2.0**40, 2.0**39]
         assert "--min-loss-scale" in error and "iteration 4" in error and "on rank" in error
+
+
+def blamed(rank: int, case: Case) -> object:
+    return step(new_engine(rank, case), case, 1, poison="blocks.4.mlp.up.bias")["culprit"]
+
+
+@pytest.mark.parametrize("case", [Case(pp=2), Case(pp=2, dp=2), Case(pp=2, tp=2), Case(pp=3)], ids=str)
+def test_the_rank_that_has_the_tensor_is_named(case: Case, ranks) -> None:
+    """The lowest of the last stage's; all ranks say the same."""
+    guilty = next(rank for rank in range(case.world) if case.layout.coord(rank).pp == case.pp - 1)
+    assert guilty > 0
+    found = ranks(case.world).run(blamed, case)
+    assert len(set(found)) == 1 and "blocks.4.mlp.up.bias" in found[0]
+    assert re.search(r"\brank (\d+)", found[0])[1] == str(guilty)
 
 
 def without_targets(rank: int) -> tuple[bool, int, float]:

@@ -1,7 +1,9 @@
 """Which rank gets which sample, masks, and worker processes that change nothing."""
 
+import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -80,3 +82,20 @@ def test_errors_come_through(tmp_path: Path, num_workers: int) -> None:
                 batches.batch(consumed)
         with pytest.raises(ValueError, match=r"--data-path .*token id 300"):
             batches.batch(bad)
+
+
+class WhoReads:
+    """Samples that hold the number of the process that reads them."""
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return np.full(3, os.getpid())
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_workers_read_and_nobody_else(num_workers: int) -> None:
+    """Batches come from as many processes as were asked for, and without any from this one."""
+    batches = Batches(WhoReads(), 1, 1, num_workers=num_workers)
+    readers = {int(batches.batch(step)[0].ids[0, 0]) for step in range(6)}
+    batches.close()
+    assert len(readers) == max(1, num_workers)
+    assert (os.getpid() in readers) == (num_workers == 0)

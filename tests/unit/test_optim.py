@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -188,3 +189,21 @@ def test_the_scale_stays_above_its_least() -> None:
     assert s.exhausted and s.after(True).value == 1.0
     assert not scale(value=1.0).exhausted  # one overflow is forgiven first
     assert not scale(value=2.0, left=0).exhausted
+
+
+@pytest.mark.parametrize("window", [1, 2, 5])
+def test_without_hysteresis_the_scale_is_torchs(window: int) -> None:
+    """torch.amp.GradScaler, over two hundred iterations of which some overflow."""
+    theirs = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=window)
+    ours = LossScale.of(TrainingConfig(precision="fp16", loss_scale_window=window, hysteresis=1, min_loss_scale=1e-30))
+    parameter = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    draw = random.Random(window)
+    for _ in range(200):
+        assert ours.value == theirs.get_scale()
+        overflow = draw.random() < 0.3
+        parameter.grad = torch.full((1,), math.inf if overflow else 1.0)
+        theirs.scale(torch.zeros(()))
+        theirs.step(optimizer)
+        theirs.update()
+        ours = ours.after(overflow)

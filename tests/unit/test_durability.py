@@ -1,0 +1,88 @@
+"""What a save flushes and renames, in which order: seen at the calls to the system, for no test can cut the power."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megazero import checkpoint
+from megazero.checkpoint import LocalShard
+
+Event = tuple[str, ...]  # ("flush", path) or ("rename", from, to)
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Event]]:
+    """What is flushed and renamed while the test runs."""
+    found: list[Event] = []
+
+    def flushing(original: Any) -> Any:
+        def call(handle: Any) -> None:
+            number = handle if isinstance(handle, int) else handle.fileno()
+            original(handle)
+            found.append(("flush", os.readlink(f"/proc/self/fd/{number}")))
+
+        return call
+
+    def renaming(original: Any) -> Any:
+        def call(source: Any, target: Any, **how: Any) -> None:
+            original(source, target, **how)
+            found.append(("rename", os.path.abspath(source), os.path.abspath(target)))
+
+        return call
+
+    for name in ("fsync", "fdatasync"):
+        monkeypatch.setattr(os, name, flushing(getattr(os, name)))
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(os, name, renaming(getattr(os, name)))
+    yield found
+
+
+def save(root: Path, iteration: int, value: float) -> Path:
+    shape = (5, 7)
+    data = torch.full((prod(shape),), value)
+    return checkpoint.save(root, iteration, {"w": LocalShard(shape, (0, 0), shape, 0, prod(shape), data)}, {"v": value})
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_is_named_is_on_the_disk(again: bool, tmp_path: Path, events: list[Event]) -> None:
+    """Files, then the folder that lists them, are flushed before the folder gets its name; that is flushed before
+    `latest` names it; and `latest` too is flushed before and after it gets its name."""
+    root = tmp_path.resolve()
+    save(root, 3, 0.0)
+    if again:
+        save(root, 4, 1.0)
+    events.clear()
+    path = save(root, 4, 2.0)
+
+    def at(*event: str) -> int:
+        """The last such event."""
+        assert event in events, (event, events)
+        return len(events) - 1 - events[::-1].index(event)
+
+    (partial,) = (source for kind, source, *target in events if kind == "rename" and target == [str(path)])
+    named = at("rename", partial, str(path))
+    files = [at("flush", f"{partial}/{name}") for name in os.listdir(path)]
+    assert len(files) == 3
+    assert max(files) < at("flush", partial) < named
+    (written,) = (source for kind, source, *target in events if kind == "rename" and target == [f"{root}/latest"])
+    pointed = at("rename", written, f"{root}/latest")
+    flushes = [i for i, event in enumerate(events) if event == ("flush", str(root))]
+    assert any(named < i < pointed for i in flushes)
+    assert named < pointed and at("flush", written) < pointed < max(flushes)
+    assert (root / "latest").read_text().strip() == path.name
+
+
+def test_latest_is_replaced_and_never_written_to(tmp_path: Path) -> None:
+    """Whoever has it open, or linked, goes on reading the old name."""
+    save(tmp_path, 1, 0.0)
+    os.link(tmp_path / "latest", tmp_path / "seen")
+    save(tmp_path, 2, 0.0)
+    assert (tmp_path / "seen").read_text().strip() == "iter_0000001"
+    assert (tmp_path / "latest").read_text().strip() == "iter_0000002"
