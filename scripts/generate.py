@@ -48,19 +48,21 @@ class Options:
     """Of the draws."""
 
 
-def load_model(path: Path, model: ModelConfig, device: torch.device) -> GPTStage:
-    """The whole model in fp32, its weights read from a checkpoint."""
+def load_model(path: Path, model: ModelConfig, device: torch.device, precision: str = "fp32") -> GPTStage:
+    """The whole model in the precision of a checkpoint's master weights, read from there."""
 
     def no_training(*_: object) -> None:
         raise AssertionError("a model for generation has no gradients")
 
     alone = Mesh.build(Layout(), 0, device)
-    stage = GPTStage(model, alone, 0, Context(Stream(alone.tp, cut=False), no_training, Ledger(), "fp32", device))
+    stage = GPTStage(model, alone, 0, Context(Stream(alone.tp, cut=False), no_training, Ledger(), precision, device))
     shards = {}
     for members in stage.named_units().values():
         for spec, parameter in members:
             block = spec.local(1, 0)
-            flat = torch.zeros(block.stored_numel, device=device)  # the vocabulary's padding stays zero
+            flat = torch.zeros(
+                block.stored_numel, dtype=parameter.dtype, device=device
+            )  # the vocabulary's padding stays zero
             parameter.data = flat.view(block.stored)
             shards[f"model.{spec.name}"] = LocalShard(
                 spec.shape, block.offset, block.shape, 0, block.numel, flat[: block.numel]
@@ -113,7 +115,8 @@ def main(options: Options) -> None:
             f"--tokenizer {options.tokenizer} has {tokenizer.vocab_size} tokens, the model {model.vocab_size}"
         )
     device = launch.pick_device(launch.World(0, 1, 0, "single"))
-    stage = load_model(path, model, device)
+    precision = "fp64" if state["config"]["training"]["precision"] == "fp64" else "fp32"
+    stage = load_model(path, model, device, precision)
     generator = torch.Generator(device).manual_seed(options.seed)
     prompt = tokenizer.encode(options.prompt)
     if not prompt:

@@ -1,7 +1,7 @@
 """The same GPT in plain PyTorch, sharing no mechanism with megazero but the initial values.
 
 F.linear, F.cross_entropy, clip_grad_norm_ and torch.optim.AdamW over whole tensors, in one process, the global batch at
-once.
+once. In fp32, or with --precision fp64 in fp64, from the same weights.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from megazero.plan.topology import Layout
 
 
 def initial_weights(config: Config) -> dict[str, torch.Tensor]:
+    dtype = torch.float64 if config.training.precision == "fp64" else torch.float32
     weights = {}
     for specs in stage_units(config.model, Layout(), 0).values():
         for spec in specs:
             whole = LocalBlock((0,) * len(spec.shape), spec.shape, spec.shape)
-            weights[spec.name] = initial_values.draw(config.training.seed, spec, whole, 0, whole.numel).view(spec.shape)
+            drawn = initial_values.draw(config.training.seed, spec, whole, 0, whole.numel)
+            weights[spec.name] = drawn.view(spec.shape).to(dtype)
     return weights
 
 

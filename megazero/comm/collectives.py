@@ -173,7 +173,7 @@ def _write(out: torch.Tensor, values: torch.Tensor, add: bool) -> None:
 
 def _sum_rows(rows: torch.Tensor, out: torch.Tensor, add: bool) -> None:
     """out (+)= the sum over dim 0 of `rows` [size, n]. 16-bit rows are summed in fp32, a piece at a time."""
-    if rows.dtype == torch.float32:
+    if rows.element_size() > 2:
         first = 0 if add else 1
         if not add:
             out.copy_(rows[0])

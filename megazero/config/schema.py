@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # of a number, by --precision or --grad-dtype
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}  # of a number, by --precision or --grad-dtype
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,12 @@ class TrainingConfig:
     """Iterations to train, counted from the first run."""
     seed: int = 1234
     """Of initial weights, data order and dropout. The same seed is the same run in every layout."""
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Of weights and activations; the optimizer's master weights and moments are always fp32. fp16 scales the loss."""
-    grad_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """In which gradients are accumulated and reduced."""
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    """Of weights and activations; the optimizer's master weights and moments are fp32. fp16 scales the loss. fp64 is
+    for tests and debugging: all of a run, gradients, moments and checkpoints included, is fp64; it starts from the
+    same weights as fp32."""
+    grad_dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    """In which gradients are accumulated and reduced. With --precision fp64, and only there, it is fp64."""
     freeze_parameters: tuple[str, ...] = ()
     """Do not train parameters whose names match these patterns, such as token_embedding.* or blocks.[01].*"""
     initial_loss_scale: float = 65536.0

@@ -64,6 +64,11 @@ def _check_model(config: Config) -> None:
 
 def _check_combinations(config: Config) -> None:
     optimizer, zero = config.optimizer, config.zero
+    precision, grad_dtype = config.training.precision, config.training.grad_dtype
+    if precision == "fp64" and grad_dtype not in ("fp32", "fp64"):  # fp32 is the default, which stands for fp64 here
+        raise ValueError(f"--grad-dtype {grad_dtype}: with --precision fp64, gradients are fp64 too; drop it")
+    if grad_dtype == "fp64" and precision != "fp64":
+        raise ValueError(f"--grad-dtype fp64 needs --precision fp64, and that is {precision}; use fp32, or change both")
     if zero.zero_shard_size and (zero.zero_stage == 0 or zero.zero_shard_size == 1):
         raise ValueError(
             f"--zero-shard-size {zero.zero_shard_size} at --zero-stage {zero.zero_stage} partitions nothing; "

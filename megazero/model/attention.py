@@ -2,8 +2,8 @@
 
 FUSED: torch's scaled_dot_product_attention, which keeps queries, keys, values, its output and a number a query.
 OPEN: with the attention weights in the open, for what the fused kernels cannot do here: dropout with masks by
-coordinate, and 16 bit on a CPU, where they are 8 times slower. It keeps the weights, [s, s] a head, for backward, or
-makes them again (selective recompute).
+coordinate; 16 bit on a CPU, where they are 8 times slower; fp64 on a GPU, which has none. It keeps the weights, [s, s]
+a head, for backward, or makes them again (selective recompute).
 
 Shapes: b micro-batch, s sequence, T = b s tokens, n heads, d head dim; /tp = this rank's part.
 """
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from megazero.model.dropout import Dropout, Rows
 from megazero.model.fused_ops import Pieces
+from megazero.model.matmul import upcasts
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Core:
         return y.transpose(1, 2).reshape(qkv.shape[0], -1)
 
     def weights(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        """Causal softmax of q k^T / sqrt(d): [b, n/tp, s, s] in q's dtype, the softmax in fp32.
+        """Causal softmax of q k^T / sqrt(d): [b, n/tp, s, s] in q's dtype, the softmax in fp32, or of fp64 in fp64.
 
         Queries are scaled, not scores: q k^T alone can be more than fp16 holds.
         """
@@ -77,7 +78,7 @@ class _Heads(torch.autograd.Function):
 
 def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a @ b; in 16 bit on a CPU by way of fp32, which is some 60 times faster there."""
-    if a.device.type == "cpu" and a.dtype != torch.float32:
+    if upcasts(a):
         return (a.float() @ b.float()).to(a.dtype)
     return a @ b
 
@@ -113,4 +114,5 @@ class Backend(Enum):
 
 def attention_backend(device_type: str, precision: str, drops: bool) -> Backend:
     """`drops`: in training with --attention-dropout."""
-    return Backend.OPEN if drops or (device_type == "cpu" and precision != "fp32") else Backend.FUSED
+    fused = ("fp32", "fp64") if device_type == "cpu" else ("fp32", "bf16", "fp16")
+    return Backend.OPEN if drops or precision not in fused else Backend.FUSED

@@ -21,7 +21,7 @@ Write = Callable[[torch.Tensor, bool], None]
 Contribute = Callable[[nn.Parameter, Write], None]
 
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
 class Arriving(NamedTuple):

@@ -72,7 +72,7 @@ class Dropout:
     def __call__(self, x: torch.Tensor, rows: tuple[Rows, ...] | None) -> torch.Tensor:
         """x of any shape, seen as [R, C]: C its last dim, R the sum of the rows' counts. `rows` None: evaluation.
 
-        Elements of x become 0 or x / (1 - probability), the product rounded once (the factor is in fp32).
+        Elements of x become 0 or x / (1 - probability), rounded once; the factor is in fp32, or of fp64 in fp64.
         """
         if self.probability == 0.0 or rows is None:
             return x
@@ -91,7 +91,7 @@ class Dropout:
         x, y = x.reshape(-1, columns), out.view(-1, columns)
         keys = self._row_keys(rows, x.device)
         steps = torch.arange(columns, dtype=torch.int32, device=x.device).mul_(GOLDEN)
-        last, factor = _thresholds(self.probability)
+        last, factor = _thresholds(self.probability, x.dtype)
         each = _rows_together(x)
         scratch = torch.empty(2, min(each, len(x)), columns, dtype=torch.int32, device=x.device)
         for at in range(0, len(x), each):
@@ -103,7 +103,7 @@ class Dropout:
             # To 0 or 1, then to the bits of a factor: torch's kernels for bools are several times slower.
             _round_(bits, spare, *SECOND_ROUND).le_(last).mul_(factor)
             torch.mul(x[part], bits.view(torch.float32), out=y[part])
-        return out
+        return out.mul_(1 / (1 - self.probability)) if x.dtype == torch.float64 else out
 
     def _row_keys(self, rows: tuple[Rows, ...], device: torch.device) -> torch.Tensor:
         """a and b of each row: int32 [2, R, 1]."""
@@ -121,11 +121,16 @@ class Dropout:
         return keys
 
 
-def _thresholds(probability: float) -> tuple[torch.Tensor, ...]:
-    """The last of the int32, in their order, that is kept; the bits of 1 / (1 - probability) in fp32."""
+def _thresholds(probability: float, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """The last of the int32, in their order, that is kept; the bits of 1 / (1 - probability) in fp32.
+
+    Of 1 for fp64, whose factor 32 bits do not hold.
+    """
     keep = 1 - probability
     count = max(1, round(keep * 2**32))  # of all int32, so many are kept
-    return _scalars(count - 1 - 2**31, *struct.unpack("i", struct.pack("f", 1 / keep)))
+    return _scalars(
+        count - 1 - 2**31, *struct.unpack("i", struct.pack("f", 1.0 if dtype == torch.float64 else 1 / keep))
+    )
 
 
 def _round_(

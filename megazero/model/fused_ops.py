@@ -16,6 +16,11 @@ GELU_A = 2 * (2 / torch.pi) ** 0.5
 GELU_B = 0.044715 * GELU_A
 
 
+def wide(x: torch.Tensor) -> torch.dtype:
+    """Return the type in which sums over x are made: fp32, or fp64 of fp64."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 class Pieces(NamedTuple):
     """Shapes: all elementwise but for the last dim of the attention weights [.., s, s]."""
 
@@ -29,13 +34,13 @@ class Pieces(NamedTuple):
 def _causal_softmax(scores: torch.Tensor) -> torch.Tensor:
     s = scores.shape[-1]
     future = torch.ones(s, s, dtype=torch.bool, device=scores.device).triu(1)
-    return scores.masked_fill_(future, -torch.inf).softmax(-1, dtype=torch.float32).to(scores.dtype)
+    return scores.masked_fill_(future, -torch.inf).softmax(-1, dtype=wide(scores)).to(scores.dtype)
 
 
 def _scores_grad(weights: torch.Tensor, dropped: torch.Tensor, ddropped: torch.Tensor, scale: float) -> torch.Tensor:
     """Softmax behind dropout: dropped * ddropped is weights * dweights, so that the mask is made once."""
     product = dropped * ddropped
-    mean = product.sum(-1, keepdim=True, dtype=torch.float32).to(product.dtype)
+    mean = product.sum(-1, keepdim=True, dtype=wide(product)).to(product.dtype)
     return product.sub_(weights * mean).mul_(scale)
 
 
@@ -59,7 +64,7 @@ def _sigmoid_gelu_grad(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 def _softmax_in_one(scores: torch.Tensor) -> torch.Tensor:
     at = torch.arange(scores.shape[-1], device=scores.device)
-    return scores.float().masked_fill(at > at[:, None], -torch.inf).softmax(-1).to(scores.dtype)
+    return scores.to(wide(scores)).masked_fill(at > at[:, None], -torch.inf).softmax(-1).to(scores.dtype)
 
 
 def compiled(device: torch.device) -> Pieces:

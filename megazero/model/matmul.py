@@ -17,7 +17,7 @@ PREFERS_ONEDNN = (
 
 def upcasts(x: torch.Tensor) -> bool:
     """16-bit products on a CPU: fp32 ones with casts around are some 60 times faster, and no less exact."""
-    return x.device.type == "cpu" and x.dtype != torch.float32
+    return x.device.type == "cpu" and x.element_size() == 2
 
 
 def _affine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -49,7 +49,9 @@ def input_grad(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def weight_grad(x: torch.Tensor, dy: torch.Tensor, out: torch.Tensor, add: bool) -> None:
     """out [out, in] (+)= dy.T @ x, into the flat buffer."""
     x, dy, out = x.flatten(0, -2), dy.flatten(0, -2), as_matrix(out)
-    if x.device.type == "cpu" and PREFERS_ONEDNN:  # faster, with the copy, than MKL in place
+    if (
+        x.device.type == "cpu" and x.dtype != torch.float64 and PREFERS_ONEDNN
+    ):  # faster, with the copy, than MKL in place
         write_or_add(out, add, _affine(dy.float().t(), x.float().t()))
     elif x.dtype == out.dtype and not upcasts(x):
         if add:

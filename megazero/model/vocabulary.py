@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from megazero.comm.collectives import MAX, Pending
 from megazero.model.context import Arriving, Context
+from megazero.model.fused_ops import wide
 from megazero.model.linear import SumParts
 from megazero.model.matmul import input_grad, output, weight_grad
 from megazero.plan.parameters import ParamSpec
@@ -82,15 +83,15 @@ class _VocabularyLoss(torch.autograd.Function):
         lease = context.ledger.lease("logits", logits.numel() * logits.element_size())
         logits[:, table.num_rows :] = -torch.inf  # padding: probability 0, gradient 0
         rows, mine = (t.flatten() for t in table.localise(labels))
-        peak = torch.empty(len(logits), device=x.device)  # [T], fp32 like all of the following
-        stats = torch.empty(2, len(logits), device=x.device)  # sum of exponentials, logit of the label
+        peak = logits.new_empty(len(logits), dtype=wide(logits))  # [T]; all of the following in fp32, or in fp64
+        stats = peak.new_empty(2, len(logits))  # sum of exponentials, logit of the label
         for part in _chunks(logits):
             chunk = logits[part]
             # clamped: a rank whose rows are all padding has no maximum
-            peak[part] = top = chunk.amax(-1).float().clamp_(min=torch.finfo(chunk.dtype).min)
-            stats[1, part] = chunk.gather(-1, rows[part, None])[:, 0].float()
+            peak[part] = top = chunk.amax(-1).to(peak.dtype).clamp_(min=torch.finfo(chunk.dtype).min)
+            stats[1, part] = chunk.gather(-1, rows[part, None])[:, 0]
             chunk.sub_(top.to(chunk.dtype)[:, None]).exp_()
-            stats[0, part] = chunk.sum(-1, dtype=torch.float32)
+            stats[0, part] = chunk.sum(-1, dtype=peak.dtype)
         stats[1].masked_fill_(~mine, 0)
         highest = tp.all_reduce_(peak.clone(), op=MAX)
         factor = (peak - highest).exp_()
@@ -106,7 +107,7 @@ class _VocabularyLoss(torch.autograd.Function):
         x, dlogits, factor, rows, mine, weights = ctx.saved_tensors
         trains = ctx.weight.requires_grad
         gathering = ctx.context.stream.start_gather(x) if trains else Arriving(x, Pending())
-        scale = weights.flatten() * dloss  # [T]
+        scale = weights.flatten().to(factor.dtype) * dloss  # [T]
         picked = (-scale).masked_fill_(~mine, 0).to(dlogits.dtype)[:, None]
         factor = (factor * scale).to(dlogits.dtype)[:, None]
         for part in _chunks(dlogits):

@@ -33,7 +33,9 @@ def resolve(config: Config, world_size: int, vocab_size: int) -> tuple[Config, L
     config = replace(
         config,
         model=replace(config.model, vocab_size=vocabulary, ffn_hidden_size=config.model.ffn_size),
-        training=replace(config.training, global_batch_size=_global_batch(config, layout)),
+        training=replace(
+            config.training, global_batch_size=_global_batch(config, layout), grad_dtype=_grad_dtype(config)
+        ),
         optimizer=replace(
             config.optimizer,
             lr_decay_iters=config.optimizer.lr_decay_iters or config.training.train_iters,
@@ -59,6 +61,11 @@ def make_layout(config: Config, world_size: int) -> Layout:
             f"use {sizes}{', or ' * bool(sizes)}0 for all"
         )
     return Layout(pp, dp, tp, shards)
+
+
+def _grad_dtype(config: Config) -> str:
+    """fp64 gradients in an fp64 run, which `check_values` allows no narrower ones; else as asked."""
+    return "fp64" if config.training.precision == "fp64" else config.training.grad_dtype
 
 
 def _global_batch(config: Config, layout: Layout) -> int:

@@ -17,8 +17,13 @@ from megazero.plan.schedules import Action, Op, peak_live, plan, steps
 from megazero.plan.topology import Layout, ring_bytes
 from megazero.plan.zero_policy import COPY_DEPTH, Use, ZeroPolicy, fixed_gradients, layer_uses, plan_buckets, ring_slots
 
-MOMENTS, MASTER = 8, 4  # bytes an element: two fp32 moments; an fp32 copy of 16-bit weights
 NUMBER = 8  # bytes of a number that is agreed on: fp64
+
+
+def state_bytes(precision: str) -> tuple[int, int]:
+    """Bytes per element of an optimizer state, and of all: two moments, and a master copy of 16-bit weights."""
+    each = max(4, BYTES[precision])
+    return each, each * (2 if BYTES[precision] == each else 3)
 
 
 class Estimate(NamedTuple):
@@ -174,7 +179,7 @@ class _Walk:
         total = sum(unit.numel for unit in self.units.values())
         owned = sum(self._owned(unit) for unit in self.units.values())
         kept = owned if self.policy.parameters else total
-        return kept * self.w, owned * (MOMENTS + MASTER * (self.w < 4))
+        return kept * self.w, owned * state_bytes(self.config.training.precision)[1]
 
     def _owned(self, unit: _Unit) -> int:
         return unit.numel // self.layout.shard if self.policy.optimizer else unit.numel
@@ -229,7 +234,8 @@ class _Walk:
             elif layer == HEAD:
                 self._stream_gather()
                 self.logits[i] = self.ledger.lease("logits", self.tokens * self.vocabulary * self.w)
-                for num_bytes in (self.tokens * 4, self.tokens * 4 * 2):  # fp32: maxima; sums and picked logits
+                for count in (1, 2):  # maxima; sums and picked logits
+                    num_bytes = count * self.tokens * max(4, self.w)
                     self.sent["tp"] += ring_bytes(num_bytes, self.layout.tp, passes=2)
         if not self.last:
             self.messages[Op.SEND_X, i] = self.ledger.lease("buffers", self.hidden_bytes)
@@ -390,7 +396,8 @@ class _Walk:
         for unit in self.units.values():
             if unit.reduced is None:  # frozen
                 continue
-            wide = self.ledger.lease("buffers", 4 * self._owned(unit) if self.g < 4 else 0)
+            master, _ = state_bytes(self.config.training.precision)
+            wide = self.ledger.lease("buffers", master * self._owned(unit) if self.g < master else 0)
             wide.end()
             unit.reduced.end()
             if self.policy.optimizer and not self.policy.parameters:

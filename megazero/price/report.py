@@ -9,7 +9,7 @@ from megazero.config.schema import BYTES, Config
 from megazero.plan.parameters import stage_units, unit_layout
 from megazero.plan.topology import Layout
 from megazero.plan.zero_policy import ZeroPolicy
-from megazero.price.estimate import MASTER, MOMENTS, estimate
+from megazero.price.estimate import estimate, state_bytes
 from megazero.price.saved_activations import stage_activations
 
 
@@ -42,7 +42,7 @@ def psi(config: Config, layout: Layout, rank: int = 0) -> int:
 def _memory_formulas(config: Config, layout: Layout) -> dict[str, str]:
     training, policy = config.training, ZeroPolicy.for_stage(config.zero, layout.shard)
     w, g, n = BYTES[training.precision], BYTES[training.grad_dtype], f" / {layout.shard}"
-    states = MOMENTS + MASTER * (w < 4)
+    _, states = state_bytes(training.precision)
     activations, full = config.activations, config.activations.recompute == "full"
     parts = f" / {layout.tp}" * (activations.partition_activations or config.parallel.sequence_parallel)
     kept = f"{w} b s h{parts} for each block and micro-batch in flight" * full

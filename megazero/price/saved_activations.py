@@ -56,13 +56,14 @@ def _stream_rows(config: Config, layout: Layout) -> int:
 def computed_saves(config: Config, layout: Layout, device_type: str) -> list[Saved]:
     """What a block keeps that has been computed, all but what selective recompute makes again.
 
-    A norm's statistics are in fp32, on a CPU in the weights' own type. Dropout keeps nothing: its masks are made again.
+    A norm's statistics are in fp32 or fp64, on a CPU in the weights' own type. Dropout keeps nothing: masks are made
+    again.
     """
     model, training, tp = config.model, config.training, layout.tp
     b, s, h, w = training.micro_batch_size, model.seq_length, model.hidden_size, BYTES[training.precision]
     tokens, rows = b * s, _stream_rows(config, layout)
     heads, ffn = model.num_attention_heads // tp, model.ffn_size // tp
-    statistic = w if device_type == "cpu" else 4
+    statistic, wide = w if device_type == "cpu" else max(4, w), max(4, w)
     keeps = config.activations.recompute != "selective"
 
     def norm(number: int) -> list[Saved]:
@@ -73,7 +74,7 @@ def computed_saves(config: Config, layout: Layout, device_type: str) -> list[Sav
 
     found = [*norm(1), Saved("queries, keys, values", (tokens, 3 * h // tp), w)]
     if attention_backend(device_type, training.precision, model.attention_dropout > 0) is Backend.FUSED:
-        found.append(Saved("attention log-sum-exp", (b, heads, s), 4))
+        found.append(Saved("attention log-sum-exp", (b, heads, s), wide))
     elif keeps:
         found.append(Saved("attention weights", (b, heads, s, s), w))
     found += [Saved("attention output", (tokens, h // tp), w), *norm(2), Saved("GELU input", (tokens, ffn), w)]

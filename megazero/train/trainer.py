@@ -204,7 +204,7 @@ class Trainer:
     # -- checkpoints
 
     def shards(self) -> dict[str, LocalShard]:
-        """What this rank owns, under global names. The fp32 master weights are the model."""
+        """What this rank owns, under global names. The master weights are the model."""
         found = {}
         for unit in self.engine.zero.units.values():
             for part in unit.owned_parts():

@@ -24,7 +24,7 @@ class Update(NamedTuple):
 
 
 def adamw_(update: Update, master: torch.Tensor, gradient: torch.Tensor, moments: Moments, decayed: int) -> None:
-    """Update `master` and `moments` in place, all [n] in fp32; the first `decayed` elements decay."""
+    """Update `master` and `moments` in place, all [n] in fp32 or fp64; the first `decayed` elements decay."""
     c = update.config
     for part, decay in ((slice(0, decayed), c.weight_decay), (slice(decayed, len(master)), 0.0)):
         if part.start == part.stop:

@@ -81,8 +81,8 @@ class ParamUnit:
 
     own      [owned]  compute dtype: this rank's range. With whole parameters it is a window of `whole`.
     whole    [numel]  compute dtype: all the weights; kept, or a slot of the ring while in use.
-    master   [owned]  fp32: what the optimizer updates. In an fp32 run it *is* `own`.
-    moments  2 x [owned]  fp32
+    master   [owned]  fp32: what the optimizer updates. In an fp32 or fp64 run it *is* `own`.
+    moments  2 x [owned]  as master
     full     [numel]  grad dtype: gradients, from the first contribution to reduce()
     reduced  [owned]  grad dtype: their sum over the ranks that share a copy, from reduce() to update()
     """
@@ -125,7 +125,7 @@ class ParamUnit:
             self.own = self.whole[self.owned.slice()]
         else:
             self.own = torch.zeros(self.owned.numel, dtype=dtype, device=self.device)
-        in_place = dtype == torch.float32
+        in_place = dtype in (torch.float32, torch.float64)
         self.master = self.own if in_place else torch.zeros(self.owned.numel, device=self.device)
         self.moments = torch.zeros_like(self.master), torch.zeros_like(self.master)
         for part in self.owned_parts():
@@ -133,7 +133,7 @@ class ParamUnit:
         kept = self.own if self.whole is None else self.whole
         self.at_rest = [
             self.ledger.lease("parameters", kept.nbytes),
-            self.ledger.lease("optimizer", (8 if in_place else 12) * self.owned.numel),
+            self.ledger.lease("optimizer", (2 if in_place else 3) * self.master.nbytes),
         ]
         self.released = torch.full((), torch.nan, dtype=dtype, device=self.device)
         self._point()
@@ -291,14 +291,14 @@ class ParamUnit:
         return None
 
     def update(self, update: Update) -> None:
-        """AdamW on the owned range, then publish. Gradients in fp32 exist for this unit alone."""
+        """AdamW on the owned range, then publish. Gradients in the master's type exist for this unit alone."""
         assert self.reduced is not None
         self.wait()  # nobody may have used what the last update published
         reduced, self.reduced = self.reduced, None
-        gradient, wide = reduced.data, reduced.data.dtype == torch.float32
-        lease = self.ledger.lease("buffers", 0 if wide else 4 * self.owned.numel)
+        gradient, wide = reduced.data, reduced.data.dtype == self.master.dtype
+        lease = self.ledger.lease("buffers", 0 if wide else self.master.nbytes)
         if not wide:
-            gradient = gradient.float()
+            gradient = gradient.to(self.master.dtype)
         if update.factor != 1.0:
             gradient.mul_(update.factor)
         adamw_(update, self.master, gradient, self.moments, self.flat.decayed.within(self.owned).numel)
@@ -334,7 +334,7 @@ class ParamUnit:
             yield OwnedPart(spec, block, first, first + mine.numel, mine)
 
     def state(self, part: OwnedPart) -> dict[str, torch.Tensor]:
-        """What is saved of a part: [stop - start] each, in fp32."""
+        """What is saved of a part: [stop - start] each, in fp32, or of an fp64 run in fp64."""
         tensors = {"master": self.master, "exp_avg": self.moments[0], "exp_avg_sq": self.moments[1]}
         return {name: t[part.owned.slice()] for name, t in tensors.items()}
 
@@ -346,5 +346,7 @@ def square_sum(values: torch.Tensor) -> torch.Tensor:
     one in fp32. Rows of ALIGN elements in fp32, and their sum in fp64, are off by 1e-10, cost the same, and give every
     layout the same rows.
     """
-    rows = torch.linalg.vector_norm(values.view(-1, ALIGN), dim=1, dtype=torch.float32)
+    rows = torch.linalg.vector_norm(
+        values.view(-1, ALIGN), dim=1, dtype=torch.promote_types(values.dtype, torch.float32)
+    )
     return rows.double().square_().sum()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import sys
 import time
 import tomllib
@@ -120,6 +122,23 @@ def test_generates_text(model, tmp_path: Path) -> None:
     assert first.stdout == second.stdout != greedy.stdout
     done = run(sys.executable, "scripts/generate.py", "--load", tmp_path / "nothing")
     assert done.returncode == 1 and "--load" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_an_fp64_run_is_fp64_on_disk_and_resumes_to_the_bit(model, tmp_path: Path) -> None:
+    common = [*model, "--precision", "fp64", "--log-dir", tmp_path]
+    assert pretrain(*common, "--train-iters", 4).returncode == 0
+    whole = metrics(tmp_path)
+    for iterations in (2, 4):
+        done = pretrain(*common, "--train-iters", iterations, "--save", tmp_path, "--load", tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert [m["loss"] for m in metrics(tmp_path)] == [m["loss"] for m in whole]
+    tensors = json.loads((tmp_path / "iter_0000004" / "manifest.json").read_text())["tensors"]
+    assert {entry["dtype"] for entry in tensors.values()} == {"float64"}
+    done = pretrain(*model, "--load", tmp_path)
+    assert done.returncode == 1 and re.search("is float64 .* there and float32 .* here", done.stderr)
+    done = run(sys.executable, "scripts/generate.py", "--load", tmp_path, "--prompt", "the", "--temperature", 0)
+    assert done.returncode == 0 and done.stdout.startswith("the"), done.stderr
 
 
 def test_tensorboard_and_wandb(model, tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ class Case(NamedTuple):
         words += [self.schedule] * (self.pp > 1 or self.schedule != "1f1b")
         words += {"none": [], "full": ["recompute"], "selective": ["selective"]}[self.recompute]
         words += [name for name in ("pa", "host", "md", "sp", "compile") if getattr(self, name)]
-        words += [self.precision] * (self.precision != "fp32") + ["grad16"] * (self.grad_dtype != "fp32")
+        words += [self.precision] * (self.precision not in ("fp32", "fp64")) + ["grad16"] * (self.grad_dtype != "fp32")
         words += [f"{name}={value}" for name, value in self.options] + ["frozen"] * bool(self.frozen)
         names = (
             "num_layers",

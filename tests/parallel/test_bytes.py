@@ -20,6 +20,8 @@ def cases() -> list[Case]:
     sizes = ((2, 4), (3, 1), (4, 4))
     found = [Case(dp=n, zero=z, micro_batches=m, batch=n * m) for n, m in sizes for z in range(4)]
     found += [Case(dp=2, zero=z, precision="bf16", grad_dtype=g) for z in range(4) for g in ("fp32", "bf16")]
+    found += [Case(tp=2, precision="fp64", recompute=r) for r in ("none", "full")]
+    found += [Case(dp=2, zero=3, precision="fp64", options=(("reduce_bucket_size", 1000),))]
     found += [
         Case(dp=2, zero=z, recompute="full", micro_batches=3, schedule=k) for z in (1, 3) for k in ("1f1b", "gpipe")
     ]

@@ -1,6 +1,7 @@
 """The specification: every layout, stage, schedule and recompute policy is the single process's model.
 
-Losses and gradient norms over four AdamW steps against plain PyTorch, with NaN-poisoned buffers.
+Losses and gradient norms over four AdamW steps against plain PyTorch in fp64, with NaN-poisoned buffers. In fp64 a
+difference is a mistake: rounding is some 1e-14. What the precisions that users train in add is asked of fewer cases.
 """
 
 from __future__ import annotations
@@ -27,31 +28,32 @@ from tests.parallel.cases import (
     train_delayed,
 )
 
-TOLERANCE = 1e-5  # relative, fp32
+TOLERANCE = 1e-10  # relative, fp64: 7e-15 is the most that was seen
 FROZEN = ("token_embedding.*", "position*", "blocks.0.*", "blocks.2.mlp.*", "blocks.3.*.bias")
 # Sequence parallelism cuts in the middle of a sample only where tp divides b s but not b.
 TWELVE = replace(MODEL, seq_length=12)
+UNTIED = replace(MODEL, untie_embeddings=True)
 EIGHT_HEADS = replace(MODEL, num_attention_heads=8, num_layers=4)
 
 
 def cases() -> list[Case]:
     stages = range(4)
     one = [Case(), Case(micro_batches=3), Case(recompute="full"), Case(schedule="gpipe", micro_batches=3)]
-    one += [Case(model=replace(MODEL, untie_embeddings=True))]
+    one += [Case(model=UNTIED)]
     dp = [Case(dp=n, zero=z, micro_batches=m) for n, m in ((2, 1), (2, 2), (3, 2)) for z in stages]
     dp += [Case(dp=2, zero=z, recompute="full", micro_batches=3) for z in stages]
     dp += [Case(dp=4, zero=z, micro_batches=3) for z in (1, 3)]
     dp += [Case(dp=2, zero=z, schedule="gpipe", micro_batches=3) for z in (2, 3)]
-    dp += [Case(dp=2, zero=3, model=replace(MODEL, untie_embeddings=True))]
+    dp += [Case(dp=2, zero=3, model=UNTIED)]
     tp = [Case(tp=n, recompute=r, pa=r == "full") for n in (2, 3) for r in ("none", "full")]
     tp += [Case(tp=4, model=EIGHT_HEADS), Case(tp=4, model=EIGHT_HEADS, recompute="full", pa=True)]
-    tp += [Case(tp=2, recompute="full"), Case(tp=2, model=replace(MODEL, untie_embeddings=True))]
+    tp += [Case(tp=2, recompute="full"), Case(tp=2, model=UNTIED)]
     pp = [Case(pp=n, schedule=k, micro_batches=m) for n, m in ((2, 1), (2, 3), (3, 3), (4, 3)) for k in KINDS]
     pp += [Case(pp=2, schedule=k, recompute="full", micro_batches=4) for k in KINDS]
     mixed = [Case(dp=2, tp=2, zero=z, recompute=r, pa=r == "full") for z, r in enumerate(("none", "full") * 2)]
     mixed += [Case(pp=2, dp=2, zero=z, schedule=k, micro_batches=3) for z in stages for k in KINDS[: 1 + (z > 1)]]
     mixed += [Case(pp=2, dp=2, zero=z, recompute="full", micro_batches=3) for z in (1, 3)]
-    mixed += [Case(pp=2, dp=2, zero=3, model=replace(MODEL, untie_embeddings=True))]
+    mixed += [Case(pp=2, dp=2, zero=3, model=UNTIED)]
     mixed += [Case(pp=2, tp=2, recompute="full", pa=True, schedule=k, micro_batches=3) for k in KINDS]
     policies = [
         (("reduce_bucket_size", 1000),),
@@ -89,7 +91,7 @@ def kept() -> list[Case]:
     found += [Case(tp=4, sp=True, micro_batches=1, model=EIGHT_HEADS, recompute=m) for m in ("none", "selective")]
     found += [Case(**sp, model=TWELVE, micro_batches=4), Case(dp=2, **sp, zero=3, model=TWELVE)]
     found += [Case(tp=3, sp=True, model=TWELVE, micro_batches=3, recompute=m) for m in ("selective", "full")]
-    found += [Case(**sp, model=replace(MODEL, untie_embeddings=True)), Case(**sp, frozen=FROZEN)]
+    found += [Case(**sp, model=UNTIED), Case(**sp, frozen=FROZEN)]
     found += [Case(dp=2, zero=z, **sp, recompute=m, micro_batches=3) for z, m in enumerate(("full", *MODES))]
     found += [Case(dp=2, zero=z, recompute="selective", micro_batches=3) for z in (1, 3)]
     found += [Case(dp=2, zero=z, **pa, host=z > 1, md=True) for z in (1, 3)]
@@ -114,9 +116,13 @@ def thorough() -> list[Case]:
     return [case for case in found if case not in known]
 
 
+def fp64(case: Case) -> Case:
+    return case._replace(precision="fp64")
+
+
 @functools.cache
 def expected(model: ModelConfig, frozen: tuple[str, ...]) -> tuple[list[float], list[float]]:
-    case = Case(model=model, frozen=frozen)
+    case = fp64(Case(model=model, frozen=frozen))
     return reference.train(case.config(), [global_batch(case, step) for step in range(STEPS)])
 
 
@@ -129,9 +135,36 @@ def relative_error(found: list[float], wanted: list[float]) -> float:
 @pytest.mark.parametrize("case", cases() + [pytest.param(c, marks=pytest.mark.slow) for c in thorough()], ids=str)
 def test_every_layout_is_the_same_model(case: Case, ranks) -> None:
     losses, norms = expected(case.model, case.frozen)
-    for outcome in ranks(case.world).run(train, case):
+    for outcome in ranks(case.world).run(train, fp64(case)):
         assert relative_error(outcome.losses, losses) < TOLERANCE
         assert relative_error(outcome.norms, norms) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(),
+        Case(recompute="selective", model=UNTIED),
+        Case(dp=2, zero=3, recompute="full", micro_batches=3, model=UNTIED),
+        Case(dp=2, zero=1, frozen=FROZEN),
+        Case(tp=2, sp=True, model=TWELVE),
+        Case(tp=2, recompute="full", pa=True, micro_batches=3),
+        Case(pp=2, micro_batches=3, model=EIGHT_HEADS),
+    ],
+    ids=str,
+)
+def test_fp32_is_as_near_to_fp64_as_plain_pytorch_in_fp32(case: Case, ranks) -> None:
+    """Before the first update there is only rounding: up to 1e-7 was seen, in plain PyTorch as here.
+
+    Adam makes a full step of the rounding of a gradient near 0, in whichever layout and product library. After three
+    updates of five models, plain PyTorch's losses were off by up to 5e-7 and its norms by 9e-6; ours by 3e-7 and 2e-5.
+    """
+    losses, norms = expected(case.model, case.frozen)
+    for outcome in ranks(case.world).run(train, case):
+        assert relative_error(outcome.losses[:1], losses[:1]) < 1e-6
+        assert relative_error(outcome.norms[:1], norms[:1]) < 1e-6
+        assert relative_error(outcome.losses, losses) < 5e-6
+        assert relative_error(outcome.norms, norms) < 1e-4
 
 
 DROPOUT = replace(MODEL, hidden_dropout=0.1, attention_dropout=0.2)
@@ -139,8 +172,8 @@ DROPOUT = replace(MODEL, hidden_dropout=0.1, attention_dropout=0.2)
 
 @functools.cache
 def alone(model: ModelConfig) -> Outcome:
-    """Our own single process, where plain PyTorch has no equal: dropout."""
-    return train(0, Case(model=model))
+    """Our own single process in fp64, where plain PyTorch has no equal: dropout."""
+    return train(0, fp64(Case(model=model)))
 
 
 @pytest.mark.parametrize("where", ["attention_dropout", "hidden_dropout"])
@@ -166,14 +199,17 @@ def test_every_place_of_hidden_dropout_is_used(monkeypatch: pytest.MonkeyPatch) 
     assert sorted(used) == sorted(sites * 2)  # forward and backward
 
 
-@pytest.mark.parametrize("case", [Case(dp=2, zero=3), Case(pp=2, dp=2, zero=1), Case(tp=2, precision="bf16")], ids=str)
+@pytest.mark.parametrize(
+    "case", [fp64(Case(dp=2, zero=3)), fp64(Case(pp=2, dp=2, zero=1)), Case(tp=2, precision="bf16")], ids=str
+)
 def test_evaluation_is_the_same_in_every_layout(case: Case, ranks) -> None:
     """Of the first weights, over a global batch whose ranks have unlike numbers of targets."""
     ids, labels, mask = global_batch(case, 0)
-    logits = reference.forward(case.config(), reference.initial_weights(case.config()), ids)
+    config = fp64(case).config()
+    logits = reference.forward(config, reference.initial_weights(config), ids)
     each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
     wanted = float((each * mask.flatten()).sum())
-    tolerance = TOLERANCE if case.precision == "fp32" else 2**-8
+    tolerance = TOLERANCE if case.precision == "fp64" else 2**-8
     for loss, targets in ranks(case.world).run(evaluate, case):
         assert targets == int(mask.sum())
         assert abs(loss - wanted) < tolerance * wanted
@@ -188,8 +224,7 @@ def test_evaluation_is_the_same_in_every_layout(case: Case, ranks) -> None:
         Case(tp=3, micro_batches=1, model=DROPOUT),
         Case(tp=2, recompute="selective", compile=True, model=DROPOUT),
         Case(recompute="selective", model=DROPOUT),
-        # Cut within a sample. Ten tokens: with twelve, Adam turns rounding into 1e-5 with or without a cut stream.
-        Case(tp=2, sp=True, model=replace(DROPOUT, seq_length=10), micro_batches=4),
+        Case(tp=2, sp=True, model=replace(DROPOUT, seq_length=12), micro_batches=4),  # cut within a sample
         Case(tp=3, sp=True, recompute="selective", micro_batches=1, model=DROPOUT),
         Case(tp=2, sp=True, recompute="full", micro_batches=3, model=DROPOUT),
         Case(pp=2, dp=2, zero=2, recompute="full", micro_batches=3, model=DROPOUT),
@@ -200,7 +235,7 @@ def test_dropout_is_the_same_in_every_layout(case: Case, ranks) -> None:
     wanted = alone(case.model)
     without = alone(replace(case.model, hidden_dropout=0.0, attention_dropout=0.0))
     assert relative_error(without.losses, wanted.losses) > 1e-4  # dropout does something
-    for outcome in ranks(case.world).run(train, case):
+    for outcome in ranks(case.world).run(train, fp64(case)):
         assert relative_error(outcome.losses, wanted.losses) < TOLERANCE
         assert relative_error(outcome.norms, wanted.norms) < TOLERANCE
 
@@ -215,7 +250,7 @@ def test_dropout_is_the_same_in_every_layout(case: Case, ranks) -> None:
     + [Case(pp=2, tp=2, precision="fp16", recompute="full", pa=True)],
     ids=str,
 )
-def test_16_bit_follows_fp32(case: Case, ranks) -> None:
+def test_16_bit_follows_fp64(case: Case, ranks) -> None:
     """To bf16's rounding, 2^-8 of a value (fp16's is 2^-11). The norm before the first update is of many such values;
     those after it are of weights that Adam moved by a full step wherever rounding decided a gradient's sign."""
     wanted = alone(MODEL)

@@ -279,7 +279,13 @@ def test_resolve_fills_in_what_is_derived() -> None:
     assert (config.model.vocab_size, config.model.ffn_hidden_size) == (257, 4 * 768)
     assert (config.training.global_batch_size, config.micro_batches(layout.dp)) == (6, 1)
     assert config.optimizer.lr_decay_iters == 77
+    assert config.training.grad_dtype == "fp32"
     assert resolve(config, 24, 257) == (config, layout)
+
+
+@pytest.mark.parametrize("asked", ["fp32", "fp64"])
+def test_an_fp64_run_has_fp64_gradients(asked: str) -> None:
+    assert resolve(make(precision="fp64", grad_dtype=asked), 1, 257)[0].training.grad_dtype == "fp64"
 
 
 def test_resolve_keeps_what_is_asked_for() -> None:
@@ -329,6 +335,8 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         "--global-batch-size 10 .* --micro-batch-size 2 x 3 data-parallel ranks = 6; use 6 or 12",
     ),
     ({"global_batch_size": 1}, 4, 9, "--global-batch-size 1 .*; use 4 or 8"),
+    ({"precision": "fp64", "grad_dtype": "bf16"}, 1, 9, "--grad-dtype bf16: with --precision fp64, .*; drop it"),
+    ({"grad_dtype": "fp64"}, 1, 9, "--grad-dtype fp64 needs --precision fp64, and that is fp32; use fp32, or"),
     ({"min_lr": 1.0, "lr": 0.5}, 1, 9, "--min-lr 1.0 is more than --lr 0.5; lower it"),
     (
         {"lr_warmup_iters": 10, "lr_decay_iters": 10, "lr_decay_style": "linear"},

@@ -77,16 +77,17 @@ STEPS = 6
 OPTIMIZER = OptimizerConfig(weight_decay=0.3, adam_beta1=0.8, adam_beta2=0.95, adam_eps=1e-6)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_slices_learn_as_torchs_adamw_does(ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "dtype"), [*((n, torch.float32) for n in (1, 2, 3, 8)), (2, torch.float64)])
+def test_slices_learn_as_torchs_adamw_does(ranks: int, dtype: torch.dtype) -> None:
     """Each rank updates its own range of a flat buffer; torch has one tensor a parameter."""
+    near = {torch.float32: {"rtol": 1e-6, "atol": 1e-7}, torch.float64: {"rtol": 1e-14, "atol": 1e-15}}[dtype]
     flat = flat_layout(PARAMS, ranks)
     generator = torch.Generator().manual_seed(0)
-    theirs = {p.name: torch.randn(p.numel, generator=generator).requires_grad_() for p in PARAMS}
-    master = torch.zeros(flat.numel)
+    theirs = {p.name: torch.randn(p.numel, generator=generator, dtype=dtype).requires_grad_() for p in PARAMS}
+    master = torch.zeros(flat.numel, dtype=dtype)
     for name, window in flat.windows.items():
         master[window.slice()] = theirs[name].detach()
-    moments = torch.zeros(flat.numel), torch.zeros(flat.numel)
+    moments = torch.zeros_like(master), torch.zeros_like(master)
     groups = [
         {"params": [theirs[p.name] for p in PARAMS if p.decays], "weight_decay": OPTIMIZER.weight_decay},
         {"params": [theirs[p.name] for p in PARAMS if not p.decays], "weight_decay": 0.0},
@@ -95,9 +96,9 @@ def test_slices_learn_as_torchs_adamw_does(ranks: int) -> None:
     optimizer = torch.optim.AdamW(groups, betas=betas, eps=OPTIMIZER.adam_eps)
     for step in range(1, STEPS + 1):
         rate = 0.1 / step
-        gradient = torch.zeros(flat.numel)
+        gradient = torch.zeros_like(master)
         for name, window in flat.windows.items():
-            theirs[name].grad = torch.randn(window.numel, generator=generator)
+            theirs[name].grad = torch.randn(window.numel, generator=generator, dtype=dtype)
             gradient[window.slice()] = theirs[name].grad
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -114,10 +115,10 @@ def test_slices_learn_as_torchs_adamw_does(ranks: int) -> None:
                 decayed,
             )
     for name, window in flat.windows.items():
-        torch.testing.assert_close(master[window.slice()], theirs[name].detach(), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(master[window.slice()], theirs[name].detach(), **near)
         state = optimizer.state[theirs[name]]
-        torch.testing.assert_close(moments[0][window.slice()], state["exp_avg"], rtol=1e-6, atol=1e-7)
-        torch.testing.assert_close(moments[1][window.slice()], state["exp_avg_sq"], rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(moments[0][window.slice()], state["exp_avg"], **near)
+        torch.testing.assert_close(moments[1][window.slice()], state["exp_avg_sq"], **near)
     for gap in flat.gaps:
         assert not master[gap.slice()].any() and not moments[1][gap.slice()].any()
 

@@ -194,7 +194,7 @@ def test_a_head_has_its_mask_on_any_rank(tp: int) -> None:
     assert all(not torch.equal(together[:, a], together[:, b]) for a, b in itertools.combinations(range(6), 2))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("heads", [False, True])
 def test_backward_uses_the_mask_of_forward(dtype: torch.dtype, heads: bool) -> None:
     shape = (2, 3, 7, 7) if heads else (2, 7, 6)
@@ -205,8 +205,8 @@ def test_backward_uses_the_mask_of_forward(dtype: torch.dtype, heads: bool) -> N
     (dx,) = torch.autograd.grad(y, x, dy)
     made = DROPOUT.mask(x, rows)
     assert made.shape == y.shape == x.shape and made.dtype == y.dtype == dx.dtype == dtype
-    assert set(made.unique().tolist()) == {0.0, float(torch.tensor(1 / 0.75).to(dtype))}
-    exact = (made != 0) / torch.tensor(0.75)  # bf16 is rounded once
+    assert set(made.unique().tolist()) == {0.0, float(torch.tensor(1 / 0.75, dtype=torch.float64).to(dtype))}
+    exact = (made != 0) / torch.tensor(0.75, dtype=torch.promote_types(dtype, torch.float32))  # bf16 is rounded once
     assert torch.equal(y, (x * exact).to(dtype)) and torch.equal(dx, (dy * exact).to(dtype))
 
 

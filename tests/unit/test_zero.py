@@ -13,3 +13,4 @@ def test_square_sum_is_exact_where_fp32_is_not() -> None:
     exact = float(x.double().square().sum())
     assert abs(float(square_sum(x)) - exact) < 1e-8 * exact
     assert square_sum(x[:0]) == 0
+    assert abs(float(square_sum(x.double())) - exact) < 1e-14 * exact
