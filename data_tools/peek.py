@@ -10,7 +10,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from data_tools.documents import run_tool
+from data_tools.tool import run_tool
 from megazero.data.about import read_about
 from megazero.data.indexed import IndexedDataset
 from megazero.data.tokenizer import Tokenizer, load_tokenizer

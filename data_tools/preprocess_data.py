@@ -1,213 +1,434 @@
+#!/usr/bin/env python3
 """Turn text into the .bin/.idx token files that megazero and Megatron-LM train on."""
 
-import argparse
-import functools
-import multiprocessing
 import os
+import shutil
 import signal
 import sys
-import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
-from dataclasses import dataclass
-from multiprocessing import connection
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from data_tools.documents import (
-    Chunk,
-    check_inputs,
-    check_workers,
-    progress_bar,
-    read_chunks,
-    run_tool,
-    texts_of,
+from data_tools.documents import Bad, documents_of
+from data_tools.encoding import (
+    Encoded,
+    GigatokenDiffers,
+    Job,
+    cached_tokenizer,
+    encode_all,
+    trust_gigatoken,
 )
+from data_tools.journal import Skipped, WorkFolder
+from data_tools.reading import Chunk, Position, read_chunks
+from data_tools.seen import Seen
+from data_tools.sources import Format, Source, find_sources, partition
+from data_tools.tool import check_workers, parse, progress_bar, run_tool
 from megazero.data.indexed import dtype_for
-from megazero.data.tokenizer import SPECS, load_tokenizer
-from megazero.data.writer import IndexedWriter
+from megazero.data.tokenizer import Tokenizer
+from megazero.data.writer import CorpusParts, publish
+from megazero.files import OutputFile
 
-EPILOG = f"""\
-SPEC is {SPECS}.
-A document that is empty, or has no token, is left out and counted.
-
-example:
-  python data_tools/preprocess_data.py --input wiki.jsonl news.jsonl.gz --output-prefix data/corpus \\
-      --tokenizer gpt2:gpt2_files --append-eod --workers 8
-  python pretrain_gpt.py --data-path data/corpus_text_document --tokenizer gpt2:gpt2_files ...
-"""
-# Chunks in flight for each worker: one at work, and some that wait, so that a slow document stops nobody.
-CHUNKS_PER_WORKER = 4
-
-# One tokenizer per process, however many chunks it serves.
-cached_tokenizer = functools.cache(load_tokenizer)
+PROGRAM = "preprocess_data.py"
+# A kill loses at most the work since the last commit.
+COMMIT_SECONDS, COMMIT_BYTES = 5.0, 64 << 20
+# Bad lines shown on stderr; all of them are in a file.
+SHOWN_BAD = 5
+# gigatoken is compared with the tokenizer on so much text, from so many sources, before it is used.
+SAMPLE_CHARACTERS, SAMPLE_SOURCES = 1 << 16, 4
 
 
 @dataclass(frozen=True)
-class Job:
-    """What a worker does to every chunk."""
+class Options:
+    """Turn text into the .bin/.idx token files that megazero and Megatron-LM train on.
 
-    tokenizer: str
-    keys: tuple[str, ...]
-    append_eod: bool
+    Killed at any moment, or stopped by a full disk, it goes on where it was when the same command is given again; the
+    result is byte for byte the same. Documents without a token are left out and counted. The tokenizer is saved beside
+    the corpus.
 
+    example:
+      python data_tools/preprocess_data.py --input wiki.jsonl.zst news/ --output-prefix data/corpus --tokenizer
+      gpt2:gpt2_files --append-eod
 
-@dataclass(frozen=True)
-class Encoded:
-    """The documents of a chunk under one key: `ids` one after another, `lengths` int32 in tokens."""
-
-    ids: npt.NDArray[np.integer]
-    lengths: npt.NDArray[np.int32]
-    num_empty: int
-
-
-def encode_chunk(job: Job, chunk: Chunk) -> list[Encoded]:
-    """One `Encoded` per key. ValueError as `texts_of`."""
-    tokenizer = cached_tokenizer(job.tokenizer)
-    documents = list(texts_of(chunk, job.keys))
-    ending = [tokenizer.eod] if job.append_eod else []
-    columns = []
-    for k in range(len(job.keys)):
-        encoded = tokenizer.encode_batch([document[k] for document in documents])
-        full = [ids + ending for ids in encoded if ids]
-        lengths = np.fromiter(map(len, full), dtype=np.int32, count=len(full))
-        ids = np.concatenate([np.zeros(0, np.int64), *full]).astype(dtype_for(tokenizer.vocab_size))
-        columns.append(Encoded(ids, lengths, len(encoded) - len(full)))
-    return columns
-
-
-def start_worker() -> None:
-    """Set up a worker process: it works on one core, and never outlives the tool."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the tool decides
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        # A worker waits on a pipe that it holds open itself, so the tool's death alone would not wake it.
-        def follow(sentinel: int = parent.sentinel) -> None:
-            connection.wait([sentinel])
-            os._exit(1)
-
-        threading.Thread(target=follow, daemon=True).start()
-
-
-def encode_all(job: Job, inputs: Sequence[str], workers: int) -> Iterator[tuple[Chunk, list[Encoded]]]:
-    """Every chunk of `inputs` with its tokens, in order, with a bounded number of chunks in memory."""
-    chunks = read_chunks(inputs)
-    if workers == 1:
-        for chunk in chunks:
-            yield chunk, encode_chunk(job, chunk)
-        return
-    context = multiprocessing.get_context("spawn")  # no copy of the tool's threads and buffers
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=start_worker)
-    waiting: deque[tuple[Chunk, Future[list[Encoded]]]] = deque()
-    try:
-        for chunk in chunks:
-            waiting.append((chunk, pool.submit(encode_chunk, job, chunk)))
-            if len(waiting) >= workers * CHUNKS_PER_WORKER:
-                first, future = waiting.popleft()
-                yield first, future.result()
-        while waiting:
-            first, future = waiting.popleft()
-            yield first, future.result()
-    except BrokenProcessPool as error:
-        raise ValueError(
-            f"--workers {workers}: a worker died (most often: out of memory); give fewer workers"
-        ) from error
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """ValueError for what is wrong, before any work starts."""
-    parser = argparse.ArgumentParser(
-        prog="preprocess_data.py",
-        description=__doc__,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add(
-        "--input",
-        nargs="+",
-        required=True,
-        metavar="FILE",
-        help="JSON lines, one object a document (.jsonl, .json), or text, one file a document (.txt, .md); "
-        "each may be .gz",
-    )
-    add("--output-prefix", required=True, metavar="P", help="writes P_<key>_document.bin, .idx and .json")
-    add("--tokenizer", required=True, metavar="SPEC", help="see below")
-    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="a corpus for each (default: text)")
-    add("--append-eod", action="store_true", help="end each document with the tokenizer's end of document")
-    add("--workers", type=int, default=1, metavar="N", help="processes that tokenize (default: 1)")
-    given = parser.parse_args(arguments)
-    check_workers(given.workers)
-    return given
-
-
-def preprocess(given: argparse.Namespace) -> list[IndexedWriter]:
-    """Write the corpora, one per key; returns their writers, which know the counts.
-
-    Output is in the order of the input whatever --workers is. An exception leaves no corpus behind, not
-    even a part of one, and no older corpus damaged.
+    then:
+      python pretrain_gpt.py --data-path data/corpus_text_document --tokenizer gpt2:gpt2_files ...
     """
-    total = check_inputs(given.input, given.json_keys)
-    tokenizer = cached_tokenizer(given.tokenizer)
-    if given.append_eod:
-        assert tokenizer.eod >= 0  # raises here if there is none, not in the first worker
-    job = Job(given.tokenizer, tuple(given.json_keys), given.append_eod)
-    about = {
-        "tokenizer": given.tokenizer,
-        "vocab_size": tokenizer.vocab_size,
-        "eod": tokenizer.eod if given.append_eod else None,
-    }
-    start, text_bytes, num_empty = time.monotonic(), 0, [0] * len(job.keys)
-    with ExitStack() as stack:
-        writers = [
-            stack.enter_context(
-                IndexedWriter(f"{given.output_prefix}_{key}_document", dtype_for(tokenizer.vocab_size), about)
+
+    input: tuple[str, ...]
+    """JSON lines, one object per document (.jsonl, .json, .ndjson); text, one file per document (.txt, .md); either may
+    be .gz or .zst; .parquet; .arrow; folders and globs of these; - for JSON lines from standard input;
+    datasets:NAME[:SPLIT] for a data set of the `datasets` library: a folder of save_to_disk, a folder of data files, or
+    one of the hub."""
+    output_prefix: str
+    """Writes P_KEY_document.bin, .idx and .json for each of --json-keys, and the tokenizer into P_tokenizer."""
+    tokenizer: str
+    """A folder or tokenizer.json of Hugging Face, gpt2:DIR (vocab.json and merges.txt), sentencepiece:FILE.model, or
+    byte."""
+    input_format: Format = "auto"
+    """What all of --input is. auto: by the names of the files."""
+    json_keys: tuple[str, ...] = ("text",)
+    """Keys, or columns, that hold text; a corpus for each."""
+    append_eod: bool = False
+    """End each document with the tokenizer's end-of-document token."""
+    workers: int = 0
+    """Processes that tokenize. 0: one per core."""
+    on_bad_line: Literal["stop", "skip"] = "stop"
+    """What to do with a line that is no document. skip: leave it out, count it, and name it in P_skipped.txt."""
+    dtype: Literal["auto", "uint16", "int32"] = "auto"
+    """Type of a token in the file. auto: uint16 for a vocabulary below 65,500, else int32, as Megatron does."""
+    dedup: bool = False
+    """Leave out documents that are equal, byte for byte, to an earlier one. Takes 16 bytes of memory per document, and
+    up to three times that at moments."""
+    partition: str = "0/1"
+    """I/N: read only part I of N, of about equal size, and write P-0000I-of-0000N_KEY_document: one of N machines.
+    merge_datasets.py joins the parts, in order, to what one run over all would have made."""
+    gigatoken: bool = True
+    """Encode with gigatoken where it gives the same ids as the tokenizer: compared on a sample of the text first, and
+    on a stretch of every chunk."""
+
+
+class Corpus(NamedTuple):
+    """What was made: where, and how much."""
+
+    prefix: str
+    num_documents: int
+    num_tokens: int
+    dtype: str
+
+
+@dataclass
+class Counts:
+    """What a run has done so far; stored with every commit."""
+
+    text_bytes: int = 0
+    disk_bytes: int = 0
+    duplicates: int = 0
+    empty: list[int] = field(default_factory=list)  # per key
+    arguments: list[list[list[int]]] = field(default_factory=list)  # per key and value of --input: documents, tokens
+
+
+class Run:
+    """One run over the sources, from the last commit of the work folder to the published corpora."""
+
+    def __init__(self, options: Options, sources: Sequence[Source], prefix: str, work: WorkFolder) -> None:
+        self.options, self.sources, self.prefix, self.work = options, sources, prefix, work
+        self.tokenizer: Tokenizer = cached_tokenizer(options.tokenizer)
+        self.dtype = token_type(options, self.tokenizer)
+        self.keys = options.json_keys
+        state = work.state or {}
+        self.position = Position(**state.get("position", {}))
+        nothing = Counts(empty=[0] * len(self.keys), arguments=[[[0, 0] for _ in options.input] for _ in self.keys])
+        self.counts = Counts(**state["counts"]) if state else nothing
+        self.encoder: str = state.get("encoder") or self._choose_encoder()
+        self.seen = Seen()
+        self.digests: OutputFile | None = None
+        self.committed_at, self.committed_bytes = time.monotonic(), self.counts.text_bytes
+
+    def _choose_encoder(self) -> str:
+        """ "gigatoken" where it can be trusted, else "tokenizer"; says why not."""
+        if not self.options.gigatoken or self.options.tokenizer == "byte":
+            return "tokenizer"
+        why = trust_gigatoken(self.options.tokenizer, sample_texts(self.sources, self.keys))
+        if why:
+            print(f"gigatoken is not used: {why}; --tokenizer {self.options.tokenizer} encodes", file=sys.stderr)
+        return "tokenizer" if why else "gigatoken"
+
+    def tokenize(self) -> None:
+        """Read and encode from `position` to the end of the sources."""
+        state = self.work.state or {}
+        corpora = state.get("corpora", [None] * len(self.keys))
+        with ExitStack() as stack:
+            self.parts = []
+            for number, known in enumerate(corpora):
+                self.parts.append(CorpusParts(self.work.path / str(number), self.dtype, known))
+                stack.callback(self.parts[-1].close)
+            self.skipped = Skipped(self.work.path / "skipped", state.get("skipped"))
+            stack.callback(self.skipped.close)
+            if self.options.dedup:
+                self.digests = OutputFile(self.work.path / "digests", state.get("digests", 0))
+                stack.callback(self.digests.close)
+                self._recall()
+            done = self.counts
+            if state:
+                print(f"going on behind {done.text_bytes / 1e6:,.0f} MB of text, in {self.work.path}", file=sys.stderr)
+            bar = stack.enter_context(progress_bar("tokenizing", size_of(self.sources)))
+            bar.advance(0, done.disk_bytes, counts=False)
+            job = Job(
+                self.options.tokenizer,
+                self.keys,
+                self.options.append_eod,
+                self.dtype,
+                self.encoder == "gigatoken",
+                self.options.dedup,
             )
-            for key in job.keys
-        ]
-        advance = stack.enter_context(progress_bar("tokenizing", total))
-        for chunk, columns in encode_all(job, given.input, given.workers):
-            for k, column in enumerate(columns):
-                writers[k].add_batch(column.ids, column.lengths)
-                num_empty[k] += column.num_empty
-            text_bytes += chunk.text_bytes
-            advance(chunk)
-        for key, writer in zip(job.keys, writers, strict=True):
-            if writer.num_documents == 0:
-                raise ValueError(f"--input {' '.join(given.input)}: no document has any text under {key!r}")
-    seconds = time.monotonic() - start
-    for writer, empty in zip(writers, num_empty, strict=True):
-        print(
-            f"{writer.prefix}: {writer.num_documents:,} documents, {writer.num_tokens:,} tokens, "
-            f"{writer.dtype.name}; {empty:,} empty documents left out"
+            chunks = read_chunks(self.sources, self.keys, self.position)
+            for chunk, encoded in encode_all(job, chunks, workers_of(self.options)):
+                tokens = self._write(chunk, encoded)
+                bar.advance(len(chunk.raw), chunk.disk_bytes, tokens)
+                self._commit_if_due()
+            for key, part in zip(self.keys, self.parts, strict=True):
+                if part.num_documents == 0 and self.options.partition.endswith("/1"):
+                    raise ValueError(f"--input {' '.join(self.options.input)}: no document has any text under {key!r}")
+            self._commit()
+            self._finish()
+
+    def _recall(self) -> None:
+        """Read again the hashes of the documents that are done."""
+        assert self.digests is not None
+        step = 16 << 20
+        for at in range(0, self.digests.size, step):
+            raw = self.digests.read(min(step, self.digests.size - at), at)
+            self.seen.add(np.frombuffer(raw, np.uint64).reshape(-1, 2))
+
+    def _write(self, chunk: Chunk, encoded: Encoded) -> int:
+        """Append a chunk's documents to the corpora; the tokens of all keys."""
+        if encoded.bad:
+            if self.options.on_bad_line == "stop":
+                raise ValueError(f"{encoded.bad[0]}; mend it, or give --on-bad-line skip")
+            for bad in encoded.bad[: max(0, SHOWN_BAD - self.skipped.count)]:
+                print(f"skipped {bad}", file=sys.stderr)
+            self.skipped.add(encoded.bad)
+        kept = None
+        if encoded.digests is not None:
+            kept = self.seen.add(encoded.digests)
+            self.counts.duplicates += int((~kept).sum())
+            assert self.digests is not None
+            self.digests.write(encoded.digests[kept].tobytes())
+        tokens = 0
+        for k, column in enumerate(encoded.columns):
+            column = column if kept is None else column.select(kept)
+            full = column.lengths[column.lengths > 0].astype(np.int32)
+            self.parts[k].add_batch(column.ids, full)
+            self.counts.empty[k] += column.lengths.size - full.size
+            of_argument = self.counts.arguments[k][chunk.source.argument]
+            of_argument[0] += full.size
+            of_argument[1] += column.ids.size
+            tokens += column.ids.size
+        self.counts.text_bytes += len(chunk.raw)
+        self.counts.disk_bytes += chunk.disk_bytes
+        self.position = chunk.behind
+        return tokens
+
+    def _commit_if_due(self) -> None:
+        late = time.monotonic() - self.committed_at > COMMIT_SECONDS
+        if late or self.counts.text_bytes - self.committed_bytes > COMMIT_BYTES:
+            self._commit()
+
+    def _commit(self) -> None:
+        if self.digests is not None:
+            self.digests.sync()
+        self.work.commit(
+            {
+                "published": False,
+                "position": asdict(self.position),
+                "counts": asdict(self.counts),
+                "encoder": self.encoder,
+                "corpora": [part.commit() for part in self.parts],
+                "skipped": self.skipped.commit(),
+                "digests": self.digests.size if self.digests else 0,
+            }
         )
-    print(f"{text_bytes / 1e6:,.1f} MB in {seconds:.1f} s: {text_bytes / 1e6 / seconds:.2f} MB/s")
-    return writers
+        self.committed_at, self.committed_bytes = time.monotonic(), self.counts.text_bytes
+
+    def _finish(self) -> None:
+        """Complete the files of all corpora; from then on they only have to get their names."""
+        folder = self.work.path / "tokenizer"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        saved = self.tokenizer.save(folder).replace("{}", f"{Path(self.prefix).name}_tokenizer")
+        for k, (key, part) in enumerate(zip(self.keys, self.parts, strict=True)):
+            part.finish(
+                {
+                    "tokenizer": self.options.tokenizer,
+                    "tokenizer_hash": self.tokenizer.identity,
+                    "saved_tokenizer": saved,
+                    "vocab_size": self.tokenizer.vocab_size,
+                    "eod": self.tokenizer.eod if self.options.append_eod else None,
+                    "key": key,
+                    "partition": self.options.partition,
+                    "sources": [
+                        {"input": given, "documents": documents, "tokens": tokens}
+                        for given, (documents, tokens) in zip(self.options.input, self.counts.arguments[k], strict=True)
+                    ],
+                    "text_bytes": self.counts.text_bytes,
+                    "empty_documents": self.counts.empty[k],
+                    "duplicate_documents": self.counts.duplicates,
+                    "skipped_lines": self.skipped.count,
+                }
+            )
+        assert self.work.state is not None
+        self.work.commit({**self.work.state, "published": True})
+
+    def publish(self) -> list[Corpus]:
+        """Give all files their names; can be done again after a kill."""
+        assert self.work.state is not None
+        made = []
+        for number, key in enumerate(self.keys):
+            target = f"{self.prefix}_{key}_document"
+            publish(str(self.work.path / str(number)), target)
+            counts = self.work.state["corpora"][number]
+            made.append(Corpus(target, counts["num_documents"], counts["num_tokens"], self.dtype))
+        folder = self.work.path / "tokenizer"
+        if folder.exists():
+            shutil.rmtree(f"{self.prefix}_tokenizer", ignore_errors=True)
+            if any(folder.iterdir()):
+                os.rename(folder, f"{self.prefix}_tokenizer")
+        if self.work.state["skipped"]["count"]:
+            if (self.work.path / "skipped").exists():
+                os.replace(self.work.path / "skipped", f"{self.prefix}_skipped.txt")
+        else:
+            Path(f"{self.prefix}_skipped.txt").unlink(missing_ok=True)
+        self.work.remove()
+        return made
+
+
+def token_type(options: Options, tokenizer: Tokenizer) -> str:
+    """Name of the type of a token. ValueError if --dtype cannot hold the vocabulary."""
+    name = dtype_for(tokenizer.vocab_size).name if options.dtype == "auto" else options.dtype
+    if tokenizer.vocab_size - 1 > np.iinfo(name).max:
+        raise ValueError(
+            f"--dtype {name} cannot hold the {tokenizer.vocab_size:,} ids of --tokenizer {options.tokenizer}; give "
+            f"int32, or leave it out"
+        )
+    return name
+
+
+def size_of(sources: Sequence[Source]) -> int:
+    """Bytes on disk to read; 0 if one is a stream."""
+    if any(source.kind in ("stream", "stdin", "stdin-text") for source in sources):
+        return 0
+    return round(sum(source.size * (source.end - source.begin) for source in sources))
+
+
+def workers_of(options: Options) -> int:
+    return options.workers or len(os.sched_getaffinity(0))
+
+
+def sample_texts(sources: Sequence[Source], keys: Sequence[str]) -> list[str]:
+    """Some text from the beginning of a few sources, the first and the last among them; none of a stream."""
+    files = [source for source in sources if source.kind not in ("stream", "stdin", "stdin-text")]
+    chosen = sorted({len(files) * k // SAMPLE_SOURCES for k in range(SAMPLE_SOURCES)} | {len(files) - 1})
+    texts: list[str] = []
+    for source in (files[k] for k in chosen if 0 <= k < len(files)):
+        taken = 0
+        chunk = next(read_chunks([source], keys), None)
+        for document in documents_of(chunk, keys) if chunk else ():
+            if not isinstance(document, Bad):
+                texts += [text[: SAMPLE_CHARACTERS - taken] for text in document]
+                taken += sum(map(len, document))
+            if taken >= SAMPLE_CHARACTERS:
+                break
+    return texts
+
+
+def job_of(options: Options, sources: Sequence[Source]) -> dict[str, Any]:
+    """All that the result depends on, under names that a person can act on."""
+    tokenizer = cached_tokenizer(options.tokenizer)
+    return {
+        "--input (names, sizes or dates of files)": [source.identity() for source in sources],
+        "--tokenizer": [options.tokenizer, tokenizer.identity],
+        "--json-keys": list(options.json_keys),
+        "--append-eod": options.append_eod,
+        "--dtype": token_type(options, tokenizer),
+        "--dedup": options.dedup,
+        "--partition": options.partition,
+        "--input-format": options.input_format,
+    }
+
+
+def preprocess(options: Options) -> list[Corpus]:
+    """Make the corpora, one per key. Output is in the order of the input whatever --workers is.
+
+    What is wrong with the flags is said before anything is written. After an exception, what was committed
+    is kept for the same command; if nothing was, nothing is left.
+    """
+    check_workers(workers_of(options))
+    sources = find_sources(options.input, options.json_keys, options.input_format)
+    sources = partition(sources, options.partition)
+    tokenizer = cached_tokenizer(options.tokenizer)
+    if options.append_eod:
+        assert tokenizer.eod >= 0  # raises here if there is none, not in the first worker
+    index, count = (int(word) for word in options.partition.split("/"))
+    if options.dedup and count > 1:
+        raise ValueError(f"--dedup sees all documents, and --partition {options.partition} only a part; drop one")
+    prefix = options.output_prefix + (f"-{index:05}-of-{count:05}" if count > 1 else "")
+    work = WorkFolder(prefix, job_of(options, sources))
+    try:
+        try:
+            return _tokenize_and_publish(options, sources, prefix, work)
+        except GigatokenDiffers as error:
+            print(
+                f"gigatoken gives other ids than --tokenizer {options.tokenizer} at {error}: all of its work is "
+                f"thrown away, and done again without it",
+                file=sys.stderr,
+            )
+            work.clear()
+            return _tokenize_and_publish(Options(**{**vars(options), "gigatoken": False}), sources, prefix, work)
+    except BaseException as error:
+        _leave(work, error)
+        raise
+    finally:
+        work.close()
+
+
+def _tokenize_and_publish(options: Options, sources: Sequence[Source], prefix: str, work: WorkFolder) -> list[Corpus]:
+    start, before = time.monotonic(), (work.state or {}).get("counts", {}).get("text_bytes", 0)
+    run = Run(options, sources, prefix, work)
+    if not (work.state or {}).get("published"):
+        run.tokenize()
+    assert work.state is not None
+    counts, skipped = Counts(**work.state["counts"]), work.state["skipped"]["count"]
+    made = run.publish()
+    seconds = time.monotonic() - start
+    for corpus, empty in zip(made, counts.empty, strict=True):
+        print(
+            f"{corpus.prefix}: {corpus.num_documents:,} documents, {corpus.num_tokens:,} tokens, {corpus.dtype}; "
+            f"{empty:,} empty documents left out"
+        )
+    if counts.duplicates:
+        print(f"{counts.duplicates:,} documents left out as copies of earlier ones")
+    if skipped:
+        print(f"{skipped:,} bad lines skipped: {prefix}_skipped.txt")
+    text = counts.text_bytes - before
+    print(f"{text / 1e6:,.1f} MB in {seconds:.1f} s: {text / 1e6 / seconds:.2f} MB/s, by {run.encoder}")
+    return made
+
+
+def _leave(work: WorkFolder, error: BaseException) -> None:
+    """Keep what was committed, and nothing else; say so in the error."""
+    if work.state is None:
+        work.remove()
+        return
+    for number, known in enumerate(work.state["corpora"]):
+        with suppress(OSError, ValueError):  # what came after the commit only takes space
+            stem = work.path / str(number)
+            if not work.state["published"] and stem.with_suffix(".bin").exists():
+                CorpusParts(stem, known["dtype"], known).close()
+    done = work.state["counts"]["text_bytes"] / 1e6
+    note = f"{done:,.0f} MB of text are done and kept in {work.path}: the same command goes on from there"
+    if isinstance(error, KeyboardInterrupt):
+        error.args = (note,)
+    else:
+        error.add_note(note)
 
 
 def stop(number: int, frame: FrameType | None) -> None:
-    """SIGTERM as an exception, so that half-written files are removed."""
+    """SIGTERM as an exception, so that what is not committed is removed."""
     raise KeyboardInterrupt
 
 
 def main(arguments: Sequence[str]) -> None:
     """The tool: parse, then work."""
-    given = parse_arguments(arguments)
+    options = parse(Options, arguments, PROGRAM)
     signal.signal(signal.SIGTERM, stop)
-    preprocess(given)
+    preprocess(options)
 
 
 if __name__ == "__main__":

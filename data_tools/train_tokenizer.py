@@ -1,36 +1,84 @@
-"""Train a byte-level BPE tokenizer (GPT-2's kind) on text; it can encode any text, no token is unknown."""
+#!/usr/bin/env python3
+"""Train a tokenizer on text: byte-level BPE (GPT-2's kind), or SentencePiece (LLaMA's kind)."""
 
-import argparse
+import io
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from data_tools.documents import check_inputs, progress_bar, read_chunks, run_tool, texts_of
+from data_tools.documents import Bad, documents_of
+from data_tools.reading import read_chunks
+from data_tools.sources import Format, Source, find_sources
+from data_tools.tool import parse, progress_bar, run_tool
 from megazero.data.tokenizer import END_OF_DOCUMENT, gpt2_backend
 from megazero.files import write_atomically
 
-EPILOG = """\
-The same input gives the same tokenizer, on any machine.
-
-example:
-  python data_tools/train_tokenizer.py --input wiki.jsonl --output data/tokenizer --vocab-size 8192
-  python data_tools/preprocess_data.py --input wiki.jsonl --output-prefix data/wiki \\
-      --tokenizer data/tokenizer --append-eod
-"""
-# 256 bytes and the end of document.
+PROGRAM = "train_tokenizer.py"
+# 256 bytes and the end of document; SentencePiece has <unk>, <s> and </s> instead.
 SMALLEST_VOCABULARY = 257
+# SentencePiece sees a document in pieces of so many bytes at most: it leaves out what is longer.
+SENTENCE_BYTES = 4000
 
 
-def train(inputs: Sequence[str], keys: Sequence[str], vocab_size: int) -> Any:
+@dataclass(frozen=True)
+class Options:
+    """Train a tokenizer on text: byte-level BPE (GPT-2's kind), or SentencePiece (LLaMA's kind).
+
+    It can encode any text: no token is unknown. The same input gives the same tokenizer, on any machine.
+
+    example:
+      python data_tools/train_tokenizer.py --input wiki.jsonl --output data/tokenizer --vocab-size 8192
+
+    then:
+      python data_tools/preprocess_data.py --input wiki.jsonl --output-prefix data/wiki --tokenizer data/tokenizer
+      --append-eod
+    """
+
+    input: tuple[str, ...]
+    """As of preprocess_data.py: JSON lines, text, parquet, arrow, folders, globs, -, datasets:NAME."""
+    output: str
+    """Folder for tokenizer.json and tokenizer_config.json, or for tokenizer.model."""
+    vocab_size: int
+    """Tokens; bytes and end of document included."""
+    model: Literal["bpe", "sentencepiece"] = "bpe"
+    """sentencepiece: a BPE model with byte fallback; read with --tokenizer sentencepiece:DIR/tokenizer.model."""
+    input_format: Format = "auto"
+    """What all of --input is. auto: by the names of the files."""
+    json_keys: tuple[str, ...] = ("text",)
+    """Keys, or columns, that hold text."""
+    on_bad_line: Literal["stop", "skip"] = "stop"
+    """What to do with a line that is no document."""
+
+
+def texts_of(options: Options, sources: Sequence[Source]) -> Iterator[list[str]]:
+    """The texts of each chunk, with a bar."""
+    skipped = 0
+    with progress_bar("counting words", sum(source.size for source in sources)) as bar:
+        for chunk in read_chunks(sources, options.json_keys):
+            texts: list[str] = []
+            for document in documents_of(chunk, options.json_keys):
+                if not isinstance(document, Bad):
+                    texts += document
+                elif options.on_bad_line == "stop":
+                    raise ValueError(f"{document}; mend it, or give --on-bad-line skip")
+                else:
+                    skipped += 1
+            yield texts
+            bar.advance(len(chunk.raw), chunk.disk_bytes)
+    if skipped:
+        print(f"{skipped:,} bad lines skipped", file=sys.stderr)
+
+
+def train_bpe(texts: Iterator[list[str]], vocab_size: int) -> Any:
     """A trained `tokenizers.Tokenizer`; of fewer tokens than asked for if the text has too few words."""
     from tokenizers import models, trainers
     from tokenizers.pre_tokenizers import ByteLevel
 
-    total = check_inputs(inputs, keys)
     backend = gpt2_backend(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -38,14 +86,7 @@ def train(inputs: Sequence[str], keys: Sequence[str], vocab_size: int) -> Any:
         initial_alphabet=ByteLevel.alphabet(),  # every byte, seen in the text or not
         show_progress=False,  # we show our own, by bytes: it does not know how much text there is
     )
-    with progress_bar("counting words", total) as advance:
-
-        def texts() -> Iterator[list[str]]:
-            for chunk in read_chunks(inputs):
-                yield [text for document in texts_of(chunk, keys) for text in document]
-                advance(chunk)
-
-        backend.train_from_iterator(texts(), trainer)
+    backend.train_from_iterator(texts, trainer)
     return backend
 
 
@@ -67,43 +108,69 @@ def save(backend: Any, folder: Path) -> None:
         write_atomically(folder / name, f"{text}\n".encode())
 
 
+def sentences(texts: Iterator[list[str]]) -> Iterator[str]:
+    """Documents in pieces that SentencePiece takes: lines, and long lines divided at spaces."""
+    for chunk in texts:
+        for text in chunk:
+            for line in text.splitlines():
+                while len(line.encode()) > SENTENCE_BYTES:
+                    at = line.rfind(" ", 1, SENTENCE_BYTES // 4)
+                    at = at if at > 0 else SENTENCE_BYTES // 4  # characters of up to four bytes
+                    yield line[:at]
+                    line = line[at:]
+                if line:
+                    yield line
+
+
+def train_sentencepiece(texts: Iterator[list[str]], vocab_size: int) -> bytes:
+    """The bytes of a SentencePiece model: BPE with byte fallback, as LLaMA's."""
+    from sentencepiece import SentencePieceTrainer
+
+    model = io.BytesIO()
+    try:
+        SentencePieceTrainer.train(
+            sentence_iterator=sentences(texts),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            byte_fallback=True,
+            character_coverage=0.9995,
+            split_digits=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            max_sentence_length=SENTENCE_BYTES + 200,
+            num_threads=1,  # so that the model is the same on any machine
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(f"--vocab-size {vocab_size}: SentencePiece cannot train it on this text: {reason}") from error
+    return model.getvalue()
+
+
 def main(arguments: Sequence[str]) -> None:
     """The tool. ValueError for what is wrong with its arguments or input."""
-    parser = argparse.ArgumentParser(
-        prog="train_tokenizer.py",
-        description=__doc__,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add(
-        "--input",
-        nargs="+",
-        required=True,
-        metavar="FILE",
-        help="JSON lines or text, as for preprocess_data.py",
-    )
-    add("--output", required=True, metavar="DIR", help="folder for tokenizer.json and tokenizer_config.json")
-    add(
-        "--vocab-size",
-        type=int,
-        required=True,
-        metavar="N",
-        help="tokens, bytes and end of document included",
-    )
-    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys with text (default: text)")
-    given = parser.parse_args(arguments)
-    if given.vocab_size < SMALLEST_VOCABULARY:
+    options = parse(Options, arguments, PROGRAM)
+    smallest = SMALLEST_VOCABULARY + 2 * (options.model == "sentencepiece")
+    if options.vocab_size < smallest:
         raise ValueError(
-            f"--vocab-size {given.vocab_size}: the 256 bytes and {END_OF_DOCUMENT[0]} alone are "
-            f"{SMALLEST_VOCABULARY}; give {SMALLEST_VOCABULARY} or more"
+            f"--vocab-size {options.vocab_size}: the 256 bytes and the special tokens alone are {smallest}; give "
+            f"{smallest} or more"
         )
-    backend = train(given.input, given.json_keys, given.vocab_size)
-    save(backend, Path(given.output))
-    size = backend.get_vocab_size()
-    short = f" (the text has no more than these, of {given.vocab_size:,})" if size < given.vocab_size else ""
-    print(f"{given.output}: {size:,} tokens{short}")
+    sources = find_sources(options.input, options.json_keys, options.input_format)
+    texts, folder = texts_of(options, sources), Path(options.output)
+    if options.model == "bpe":
+        backend = train_bpe(texts, options.vocab_size)
+        save(backend, folder)
+        size = backend.get_vocab_size()
+    else:
+        raw = train_sentencepiece(texts, options.vocab_size)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / "tokenizer.model", raw)
+        size = options.vocab_size
+    short = size < options.vocab_size
+    few = f" (the text has no more than these, of {options.vocab_size:,})" if short else ""
+    print(f"{options.output}: {size:,} tokens{few}")
 
 
 if __name__ == "__main__":

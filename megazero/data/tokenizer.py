@@ -1,9 +1,12 @@
+# ruff: noqa: RUF001 - the probe holds letters of many scripts
 """Tokenizers behind one small interface: Hugging Face, GPT-2's own files, SentencePiece, and plain bytes.
 
 No begin-of-text or other special token is added to what is encoded: a document is its own tokens, and who
 wants an end of document appends `eod`. The libraries are imported by the loader that needs them.
 """
 
+import functools
+import hashlib
 import json
 import os
 from abc import ABC, abstractmethod
@@ -11,7 +14,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megazero.files import open_regular, read_json_object
+import numpy as np
+import numpy.typing as npt
+
+from megazero.files import open_regular, read_json_object, write_atomically
 
 SPECS = (
     "a folder or tokenizer.json of Hugging Face, gpt2:DIR (vocab.json and merges.txt), "
@@ -19,6 +25,19 @@ SPECS = (
 )
 # Which token ends a document, if a tokenizer does not say: GPT-2's, then LLaMA's.
 END_OF_DOCUMENT = ("<|endoftext|>", "</s>")
+Ids = npt.NDArray[Any]
+# Texts on which tokenizers of one vocabulary part: white space, cases, contractions, digits, scripts, accents
+# in both normal forms, joined emoji, code, markup, and names of special tokens.
+PROBE = (
+    "Hello world! I'll say it's 1,234.56 or 1e-9, WON'T I?  Two  spaces,\ttabs\n\n\nand lines \r\n of both kinds. ",
+    "  leading and trailing  ",
+    "def f(x):\n    return {'a': [x ** 2, \"b\\\\n\"]}  # comment\n\tif (a&&b||!c) {i++;}\n",
+    "Straße naïve café cafe\u0301 Ångström \u212b ﬁ ½ ² Ⅳ İstanbul ǅ ＡＢＣ １２３",
+    "Привет, мир. Γειά σου Κόσμε. שלום עולם مرحبا بالعالم नमस्ते दुनिया สวัสดีชาวโลก",
+    "你好，世界。こんにちは世界カタカナ 안녕하세요 세계 𠀀𠀁 \u3000全角",
+    "👩‍👩‍👧‍👦 🇺🇳 👍🏽 \u200b\ufeff\u00a0\u2028\u0000\u0007\u001b\ufffd",
+    "<|endoftext|> </s> <s> <unk> [CLS] <html><b>x</b></html> https://a.b/c?d=e&f=%20#g ________ ====== aaaaaaaaaaaaaa",
+)
 
 
 class Tokenizer(ABC):
@@ -46,9 +65,34 @@ class Tokenizer(ABC):
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids. Bytes that are not UTF-8 become U+FFFD."""
 
+    @abstractmethod
+    def vocabulary(self) -> dict[str, int]:
+        """Every token and its id."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> str:
+        """Write the tokenizer into an existing folder; the SPEC that reads it, with the folder as `{}`."""
+
     def encode(self, text: str) -> list[int]:
         """The ids of one text."""
         return self.encode_batch([text])[0]
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[Ids, Ids]:
+        """The ids of all texts one after another, and the number of each text's."""
+        parts = [np.array(ids, dtype=np.int64) for ids in self.encode_batch(texts)]
+        return np.concatenate([np.zeros(0, np.int64), *parts]), np.array([part.size for part in parts], np.int64)
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """A hash of what the tokenizer does: its vocabulary, and the ids of a probe of many kinds of text.
+
+        Not of its files, which other versions of a library write otherwise.
+        """
+        digest = hashlib.sha256()
+        for token, number in sorted(self.vocabulary().items(), key=lambda pair: (pair[1], pair[0])):
+            digest.update(f"{number}\0{token}\0".encode("utf-8", "surrogatepass"))
+        digest.update(repr(self.encode_batch(PROBE)).encode())
+        return digest.hexdigest()[:16]
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
@@ -83,6 +127,16 @@ class ByteTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [list(text.encode("utf-8", errors="surrogatepass")) for text in texts]
 
+    def encode_flat(self, texts: Sequence[str]) -> tuple[Ids, Ids]:
+        raw = [text.encode("utf-8", errors="surrogatepass") for text in texts]
+        return np.frombuffer(b"".join(raw), np.uint8), np.array([len(text) for text in raw], np.int64)
+
+    def vocabulary(self) -> dict[str, int]:
+        return {**{f"byte {value}": value for value in range(256)}, END_OF_DOCUMENT[0]: 256}
+
+    def save(self, folder: Path) -> str:
+        return "byte"
+
     def decode(self, ids: Sequence[int]) -> str:
         parts, run = [], bytearray()
         for token in ids:
@@ -109,6 +163,24 @@ class FastTokenizer(Tokenizer):
         encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [one.ids for one in encoded]
 
+    @property
+    def json(self) -> str:
+        """The contents of a tokenizer.json."""
+        text: str = self._backend.to_str()
+        return text
+
+    def vocabulary(self) -> dict[str, int]:
+        found: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        return found
+
+    def save(self, folder: Path) -> str:
+        write_atomically(folder / "tokenizer.json", self.json.encode())
+        settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        if self._eod is not None:
+            settings["eos_token"] = self._backend.id_to_token(self._eod)
+        write_atomically(folder / "tokenizer_config.json", json.dumps(settings, indent=2).encode())
+        return "{}"
+
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._backend.decode(list(ids), skip_special_tokens=False)
         return text
@@ -125,6 +197,14 @@ class TransformersTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         ids: list[list[int]] = self._backend(list(texts), add_special_tokens=False)["input_ids"]
         return ids
+
+    def vocabulary(self) -> dict[str, int]:
+        found: dict[str, int] = self._backend.get_vocab()
+        return found
+
+    def save(self, folder: Path) -> str:
+        self._backend.save_pretrained(folder)
+        return "{}"
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._backend.decode(list(ids), skip_special_tokens=False)
@@ -146,6 +226,13 @@ class SentencePieceTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         ids: list[list[int]] = self._backend.encode(list(texts), num_threads=1)
         return ids
+
+    def vocabulary(self) -> dict[str, int]:
+        return {self._backend.id_to_piece(number): number for number in range(self.vocab_size)}
+
+    def save(self, folder: Path) -> str:
+        write_atomically(folder / "tokenizer.model", self._backend.serialized_model_proto())
+        return "sentencepiece:{}/tokenizer.model"
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._backend.decode(list(ids))

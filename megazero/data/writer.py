@@ -102,6 +102,7 @@ class CorpusParts:
         for file in self._files:
             file.sync()
         return {
+            "dtype": self.dtype.name,
             "num_documents": self.num_documents,
             "num_sequences": self.num_sequences,
             "num_tokens": self.num_tokens,

@@ -3,11 +3,13 @@
 import gzip
 import json
 import os
+import zlib
 from pathlib import Path
 
 import pytest
 
-from data_tools import documents, preprocess_data, train_tokenizer
+from data_tools import encoding, preprocess_data, reading, train_tokenizer
+from data_tools.sources import find_sources
 from tests.unit.data_helpers import pack_index, pack_tokens, unpack_corpus
 
 EOD = 256
@@ -39,8 +41,19 @@ def test_bytes_of_the_corpus(tmp_path: Path, lines: Path, eod: bool) -> None:
     assert Path(f"{prefix}_text_document.bin").read_bytes() == pack_tokens(8, sequences)
     assert Path(f"{prefix}_text_document.idx").read_bytes() == pack_index(8, [len(s) for s in sequences], [0, 1, 2])
     about = json.loads(Path(f"{prefix}_text_document.json").read_text())
-    assert {key: about[key] for key in about if key not in ("version", "checksum")} == {
+    assert about.pop("checksum")["bin"] == [f"{zlib.crc32(pack_tokens(8, sequences)):08x}"]
+    assert about == {
+        "version": 1,
         "tokenizer": "byte",
+        "tokenizer_hash": preprocess_data.cached_tokenizer("byte").identity,
+        "saved_tokenizer": "byte",
+        "key": "text",
+        "partition": "0/1",
+        "sources": [{"input": str(lines), "documents": 2, "tokens": sum(map(len, sequences))}],
+        "text_bytes": lines.stat().st_size,
+        "empty_documents": 1,
+        "duplicate_documents": 0,
+        "skipped_lines": 0,
         "vocab_size": 257,
         "eod": EOD if eod else None,
         "dtype": "uint16",
@@ -81,20 +94,30 @@ def test_lone_surrogates_become_replacement_characters(tmp_path: Path) -> None:
 
 
 def test_large_vocabulary_is_stored_as_int32(tmp_path: Path, lines: Path, monkeypatch) -> None:
-    class Large(preprocess_data.load_tokenizer("byte").__class__):
+    class Large(preprocess_data.cached_tokenizer("byte").__class__):
         def __init__(self) -> None:
             super().__init__("byte")
             self.vocab_size = 65500
 
-    monkeypatch.setattr(preprocess_data, "cached_tokenizer", lambda spec: Large())
+    for module in (preprocess_data, encoding):
+        monkeypatch.setattr(module, "cached_tokenizer", lambda spec: Large())
     assert unpack_corpus(f"{run(tmp_path, lines)}_text_document")[0] == 4
+    monkeypatch.setattr(Large, "__init__", lambda self: (super(Large, self).__init__("byte"), vars(self).update(
+        vocab_size=65537))[0])  # fmt: skip
+    with pytest.raises(ValueError, match="--dtype uint16 cannot hold the 65,537 ids"):
+        run(tmp_path, lines, prefix="new/p", more=("--dtype", "uint16"))
+
+
+@pytest.mark.parametrize(("dtype", "code"), [("auto", 8), ("uint16", 8), ("int32", 4)])
+def test_dtype(tmp_path: Path, lines: Path, dtype: str, code: int) -> None:
+    assert unpack_corpus(f"{run(tmp_path, lines, more=('--dtype', dtype))}_text_document")[0] == code
 
 
 def test_workers_and_chunks_change_no_byte(tmp_path: Path, monkeypatch) -> None:
     objects = [{"text": f"document {k} " * (k % 7)} for k in range(200)]
     one, two = (write_jsonl(tmp_path / f"{k}.jsonl", *objects[k::2]) for k in range(2))
     expected = run(tmp_path, one, two, prefix="one/p")
-    monkeypatch.setattr(documents, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(reading, "CHUNK_BYTES", 100)
     small = run(tmp_path, one, two, prefix="small/p")
     many = run(tmp_path, one, two, prefix="many/p", more=("--workers", "2"))
     for end in ("bin", "idx", "json"):
@@ -103,16 +126,18 @@ def test_workers_and_chunks_change_no_byte(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_chunks_in_memory_are_bounded(tmp_path: Path, monkeypatch) -> None:
-    """However far the reader could run ahead of slow workers, it must not."""
-    monkeypatch.setattr(documents, "CHUNK_BYTES", 1)
+    """However far the reader could run ahead of slow workers, it must not: in number and in bytes."""
+    monkeypatch.setattr(reading, "CHUNK_BYTES", 1)
     path = write_jsonl(tmp_path / "a.jsonl", *({"text": "x"} for _ in range(100)))
-    read = []
-    chunks = preprocess_data.read_chunks
-    monkeypatch.setattr(preprocess_data, "read_chunks", lambda inputs: (read.append(c) or c for c in chunks(inputs)))
-    job = preprocess_data.Job("byte", ("text",), False)
-    for done, _ in enumerate(preprocess_data.encode_all(job, [str(path)], workers=2)):
-        assert len(read) - done <= 2 * preprocess_data.CHUNKS_PER_WORKER
-    assert len(read) == 100
+    for limit, most in ((1 << 20, 2 * encoding.CHUNKS_PER_WORKER), (30, 3)):
+        monkeypatch.setattr(encoding, "WAITING_BYTES", limit)
+        read: list[reading.Chunk] = []
+        sources = find_sources([str(path)], ["text"])
+        chunks = (read.append(c) or c for c in reading.read_chunks(sources, ["text"]))
+        job = encoding.Job("byte", ("text",), False, "uint16")
+        for done, _ in enumerate(encoding.encode_all(job, chunks, workers=2)):
+            assert len(read) - done <= most
+        assert len(read) == 100
 
 
 @pytest.mark.parametrize(
@@ -124,12 +149,13 @@ def test_chunks_in_memory_are_bounded(tmp_path: Path, monkeypatch) -> None:
         (b'{"txt": "x"}', "--json-keys text: the key is missing, there are txt", "1"),
         (b'{"text": 3}', "--json-keys text: the key is no string", "1"),
         (b'{"text": "\xff"}', "invalid start byte", "1"),
+        (b"[" * 100_000, "nested too deeply", "1"),
     ],
 )
 def test_bad_lines_are_named_and_leave_nothing(
     tmp_path: Path, line: bytes, words: str, workers: str, monkeypatch
 ) -> None:
-    monkeypatch.setattr(documents, "CHUNK_BYTES", 20)
+    monkeypatch.setattr(reading, "CHUNK_BYTES", 20)
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "good"}\n\n' * 3 + line + b'\n{"text": "good"}\n')
     with pytest.raises(ValueError, match=f"{path}:7: .*{words}"):
@@ -160,15 +186,15 @@ def test_arguments_are_checked_before_anything_is_written(tmp_path: Path, lines:
             run(tmp_path, *inputs, more=more)
         assert not (tmp_path / "out").exists()
 
-    missing, odd, text = tmp_path / "missing.jsonl", tmp_path / "a.parquet", tmp_path / "a.txt"
+    missing, odd, text = tmp_path / "missing.jsonl", tmp_path / "a.csv", tmp_path / "a.txt"
     odd.touch()
     text.write_text("x")
     link = tmp_path / "link.jsonl"
     os.symlink(lines, link)
     refused(f"--input {missing}: no such file", lines, missing)
     refused(f"--input {odd}: unknown kind", odd)
-    refused(f"--input {link}: the same file as {lines}", lines, link)
-    refused("--workers 0: give 1 to", lines, more=("--workers", "0"))
+    refused(f"--input {link}: .* is the same file as {lines}", lines, link)
+    refused("--workers -1: give 1 to", lines, more=("--workers", "-1"))
     refused("--workers 1000000000000: give 1 to", lines, more=("--workers", "1000000000000"))
     refused("--json-keys text text: a key is given twice", lines, more=("--json-keys", "text", "text"))
     refused("a text file has no --json-keys body", text, more=("--json-keys", "body"))

@@ -25,7 +25,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer of 300 tokens."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "text.txt").write_text("the cat sat on the mat, that cat. " * 20)
-    backend = train_tokenizer.train([str(folder / "text.txt")], ["text"], 270)
+    backend = train_tokenizer.train_bpe(iter([[(folder / "text.txt").read_text()]]), 270)
     train_tokenizer.save(backend, folder / "tokenizer")
     return folder / "tokenizer"
 

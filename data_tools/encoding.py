@@ -1,0 +1,225 @@
+"""Chunks to tokens in worker processes, in order, with a bounded number of chunks in memory."""
+
+import functools
+import hashlib
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import connection
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from data_tools.documents import Bad, documents_of
+from data_tools.reading import Chunk
+from megazero.data.tokenizer import PROBE, FastTokenizer, Tokenizer, load_tokenizer
+
+# Chunks in flight for each worker: one at work, and some that wait, so that a slow document stops nobody.
+CHUNKS_PER_WORKER = 4
+# Chunks and results that may wait, in bytes of text: what bounds memory where single documents are huge.
+WAITING_BYTES = 256 << 20
+# Characters of a chunk that the reference tokenizer encodes again where gigatoken does the work.
+SPOT_CHECK = 2000
+
+# One tokenizer per process, however many chunks it serves.
+cached_tokenizer = functools.cache(load_tokenizer)
+
+
+class GigatokenDiffers(Exception):
+    """gigatoken gave other ids than the tokenizer that it stands in for. `args`: where."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker does to every chunk. `dtype`: name of the token type. `digests`: hash each document."""
+
+    tokenizer: str
+    keys: tuple[str, ...]
+    append_eod: bool
+    dtype: str
+    gigatoken: bool = False
+    digests: bool = False
+
+
+@dataclass(frozen=True)
+class Column:
+    """The documents of a chunk under one key: `ids` one after another, `lengths` in tokens; empty ones have 0."""
+
+    ids: npt.NDArray[Any]
+    lengths: npt.NDArray[np.int64]
+
+    def select(self, kept: npt.NDArray[np.bool_]) -> "Column":
+        """The documents where `kept` is true."""
+        if kept.all():
+            return self
+        return Column(self.ids[np.repeat(kept, self.lengths)], self.lengths[kept])
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One `Column` per key; the lines that were no documents; 16-byte hashes of the documents, uint64 [D, 2]."""
+
+    columns: list[Column]
+    bad: list[Bad]
+    digests: npt.NDArray[np.uint64] | None
+
+
+def encode_chunk(job: Job, chunk: Chunk) -> Encoded:
+    """All documents of a chunk as tokens."""
+    found = list(documents_of(chunk, job.keys))
+    bad = [each for each in found if isinstance(each, Bad)]
+    documents = [each for each in found if not isinstance(each, Bad)]
+    tokenizer = cached_tokenizer(job.tokenizer)
+    columns = []
+    for k in range(len(job.keys)):
+        texts = [document[k] for document in documents]
+        try:
+            ids, lengths = _encode(job, tokenizer, texts, chunk)
+            columns.append(_column(job, tokenizer, ids, lengths))
+        except (GigatokenDiffers, ValueError):
+            raise
+        except Exception as error:  # whatever a tokenizer's library raises
+            raise ValueError(f"{chunk.where(0)}: --tokenizer {job.tokenizer} fails on it: {error}") from error
+    digests = None
+    if job.digests:
+        raw = b"".join(hashlib.blake2b("\0".join(texts).encode(), digest_size=16).digest() for texts in documents)
+        digests = np.frombuffer(raw, np.uint64).reshape(-1, 2)
+    return Encoded(columns, bad, digests)
+
+
+def _column(job: Job, tokenizer: Tokenizer, ids: npt.NDArray[Any], lengths: npt.NDArray[np.int64]) -> Column:
+    limits = np.iinfo(job.dtype)
+    if ids.size and (int(ids.max()) > limits.max or int(ids.min()) < limits.min):
+        raise ValueError(
+            f"--dtype {job.dtype} cannot hold token id {int(ids.max())} of --tokenizer {job.tokenizer}; give a wider "
+            f"one, or leave it out: then the vocabulary decides"
+        )
+    ids = ids.astype(job.dtype, copy=False)
+    if job.append_eod:
+        full = lengths > 0
+        ids = np.insert(ids, np.cumsum(lengths)[full], tokenizer.eod)
+        lengths = lengths + full
+    if lengths.size and int(lengths.max()) > np.iinfo(np.int32).max:
+        raise ValueError(f"a document has {int(lengths.max()):,} tokens, and the format holds 2^31 - 1; divide it")
+    return Column(ids, lengths)
+
+
+def _encode(
+    job: Job, tokenizer: Tokenizer, texts: Sequence[str], chunk: Chunk
+) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
+    if not job.gigatoken:
+        return tokenizer.encode_flat(texts)
+    fast = fast_tokenizer(job.tokenizer)
+    assert fast is not None
+    if texts:
+        # Which stretch is compared follows from the place of the chunk: a run that goes on does the same.
+        draw = int.from_bytes(hashlib.blake2b(f"{chunk.source.name} {chunk.at}".encode("utf-8", "replace")).digest())
+        text = texts[draw % len(texts)]
+        start = draw // len(texts) % max(1, len(text) - SPOT_CHECK)
+        check_same(fast, tokenizer, [text[start : start + SPOT_CHECK]], chunk.where(0))
+    return encode_fast(fast, texts)
+
+
+# -- gigatoken
+
+
+@functools.cache
+def fast_tokenizer(spec: str) -> Any | None:
+    """gigatoken's tokenizer of a SPEC; None where it has none: not BPE, not installed, a file it does not know."""
+    tokenizer = cached_tokenizer(spec)
+    if not isinstance(tokenizer, FastTokenizer):
+        return None
+    try:
+        import gigatoken
+
+        return gigatoken.Tokenizer.from_json(tokenizer.json)
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException:  # a panic of a Rust library is no Exception
+        return None
+
+
+def encode_fast(fast: Any, texts: Sequence[str]) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
+    """As `Tokenizer.encode_flat`, by gigatoken, on this thread."""
+    layout = fast.encode_batch([text.encode() for text in texts], parallel=False).layout
+    offsets = np.asarray(layout.offsets.data).astype(np.int64)
+    return np.asarray(layout.content.data)[offsets[0] : offsets[-1]], np.diff(offsets)
+
+
+def check_same(fast: Any, tokenizer: Tokenizer, texts: Sequence[str], where: str) -> None:
+    """GigatokenDiffers unless both tokenizers give the same ids."""
+    ids, lengths = encode_fast(fast, texts)
+    expected, expected_lengths = tokenizer.encode_flat(texts)
+    if not (np.array_equal(ids, expected) and np.array_equal(lengths, expected_lengths)):
+        raise GigatokenDiffers(where)
+
+
+def trust_gigatoken(spec: str, samples: Sequence[str]) -> str:
+    """ "" if gigatoken gives the same ids as the tokenizer of `spec` on a probe and on samples; else why not."""
+    fast = fast_tokenizer(spec)
+    if fast is None:
+        return "it does not know this tokenizer"
+    try:
+        check_same(fast, cached_tokenizer(spec), [*PROBE, *samples], "")
+    except GigatokenDiffers:
+        return "it gives other ids on a sample of the text"
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:
+        return f"it fails on a sample of the text: {error}"
+    return ""
+
+
+# -- workers
+
+
+def start_worker() -> None:
+    """Set up a worker process: it works on one core, and never outlives the tool."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the tool decides
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        # A worker waits on a pipe that it holds open itself, so the tool's death alone would not wake it.
+        def follow(sentinel: int = parent.sentinel) -> None:
+            connection.wait([sentinel])
+            os._exit(1)
+
+        threading.Thread(target=follow, daemon=True).start()
+
+
+def encode_all(job: Job, chunks: Iterator[Chunk], workers: int) -> Iterator[tuple[Chunk, Encoded]]:
+    """Every chunk with its tokens, in order, with a bounded number of chunks, and of bytes, in memory."""
+    if workers == 1:
+        for chunk in chunks:
+            yield chunk, encode_chunk(job, chunk)
+        return
+    context = multiprocessing.get_context("spawn")  # no copy of the tool's threads and buffers
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=start_worker)
+    waiting: deque[tuple[Chunk, Future[Encoded]]] = deque()
+    size = 0
+    try:
+        for chunk in chunks:
+            waiting.append((chunk, pool.submit(encode_chunk, job, chunk)))
+            size += len(chunk.raw)
+            while len(waiting) >= workers * CHUNKS_PER_WORKER or (size > WAITING_BYTES and waiting):
+                first, future = waiting.popleft()
+                encoded = future.result()
+                size -= len(first.raw)
+                yield first, encoded
+        while waiting:
+            first, future = waiting.popleft()
+            yield first, future.result()
+    except BrokenProcessPool as error:
+        raise ValueError(
+            f"--workers {workers}: a worker died (most often: out of memory); give fewer workers"
+        ) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,186 @@
+"""What --input names: files by name, folder or glob, standard input, and data sets of the `datasets` library."""
+
+import glob
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megazero.files import explain, open_regular
+
+Kind = Literal["jsonl", "text", "parquet", "arrow", "rows", "stream", "stdin", "stdin-text"]
+Format = Literal["auto", "jsonl", "text", "parquet", "arrow"]
+KINDS: dict[str, Kind] = {
+    **dict.fromkeys((".jsonl", ".json", ".ndjson"), "jsonl"),
+    **dict.fromkeys((".txt", ".md"), "text"),
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+COMPRESSIONS = (".gz", ".zst")
+STDIN = "-"
+DATASETS = "datasets:"
+# A folder with one of these was written by `datasets.Dataset.save_to_disk`, or `DatasetDict.save_to_disk`.
+SAVED_DATASET = ("dataset_info.json", "dataset_dict.json")
+INPUT_HELP = (
+    "JSON lines, one object per document (.jsonl, .json, .ndjson); text, one file per document (.txt, .md); each may "
+    "be .gz or .zst; .parquet, .arrow; folders and globs of these; - for JSON lines from standard input; "
+    "datasets:NAME[:SPLIT] for a data set of the `datasets` library, a folder of save_to_disk or one of the hub."
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file, or one stream, of documents.
+
+    `begin`, `end`: the part of [0, 1) of it that is read: all of it but under --partition. `argument`: which
+    of the values of --input it comes from. `size` in bytes on disk; 0 where it is not known.
+    """
+
+    name: str
+    kind: Kind
+    argument: int
+    size: int = 0
+    modified: int = 0
+    compression: str = ""
+    split: str = ""
+    begin: float = 0.0
+    end: float = 1.0
+
+    def identity(self) -> list[object]:
+        """What must not change between a run and the one that goes on from it."""
+        return [self.name, self.kind, self.size, self.modified, self.split, self.begin, self.end]
+
+
+def find_sources(inputs: Sequence[str], keys: Sequence[str], input_format: Format = "auto") -> list[Source]:
+    """All sources in order: those of a folder or a glob by name. ValueError naming the --input that is wrong."""
+    if len(set(keys)) != len(keys):
+        raise ValueError(f"--json-keys {' '.join(keys)}: a key is given twice; give each once")
+    for key in keys:
+        if not key or "/" in key or "\0" in key:
+            raise ValueError(f"--json-keys {key!r}: a key becomes part of a file name; rename it in the input")
+    if not inputs:
+        raise ValueError("--input is missing; name files, folders, globs, - or datasets:NAME")
+    found: list[Source] = []
+    seen: dict[Path, str] = {}
+    for number, given in enumerate(inputs):
+        for source in _sources_of(given, number, input_format):
+            if source.kind in ("text", "stdin-text") and list(keys) != ["text"]:
+                raise ValueError(
+                    f"--input {source.name}: a text file has no --json-keys {' '.join(keys)}; give JSON lines, "
+                    f"or leave --json-keys at text"
+                )
+            path = Path(source.name).resolve()
+            if path in seen:
+                raise ValueError(f"--input {given}: {source.name} is the same file as {seen[path]}; give each once")
+            seen[path] = source.name
+            found.append(source)
+    return found
+
+
+def _sources_of(given: str, number: int, input_format: Format) -> list[Source]:
+    if given == STDIN:
+        if input_format not in ("auto", "jsonl", "text"):
+            raise ValueError(f"--input -: standard input cannot be {input_format}; name the files")
+        return [Source(STDIN, "stdin-text" if input_format == "text" else "stdin", number)]
+    if given.startswith(DATASETS):
+        return [_dataset(given, number)]
+    if os.path.isdir(given):
+        if any(os.path.isfile(os.path.join(given, name)) for name in SAVED_DATASET):
+            return [_dataset(DATASETS + given, number)]
+        return _folder(given, number, input_format)
+    if not os.path.lexists(given) and glob.has_magic(given):
+        names = sorted(name for name in glob.glob(given, recursive=True) if not os.path.isdir(name))
+        if not names:
+            raise ValueError(f"--input {given}: no file has such a name")
+        return [_file(name, number, input_format) for name in names]
+    return [_file(given, number, input_format)]
+
+
+def _folder(folder: str, number: int, input_format: Format) -> list[Source]:
+    """Every file below a folder whose kind is known, or, with an explicit format, every file; none that is hidden."""
+    names = []
+    for parent, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        names += [os.path.join(parent, name) for name in sorted(files) if not name.startswith(".")]
+    if input_format == "auto":
+        names = [name for name in names if _kind_of(name)[0] is not None]
+    if not names:
+        ends = ", ".join(KINDS)
+        raise ValueError(
+            f"--input {folder}: a folder without a file whose name ends in {ends}; give --input-format for others"
+        )
+    return [_file(name, number, input_format) for name in names]
+
+
+def _kind_of(name: str) -> tuple[Kind | None, str]:
+    stem, end = os.path.splitext(name)
+    compression = end if end in COMPRESSIONS else ""
+    kind = KINDS.get(os.path.splitext(stem)[1] if compression else end)
+    return (None if compression and kind in ("parquet", "arrow") else kind), compression
+
+
+def _file(name: str, number: int, input_format: Format) -> Source:
+    try:
+        handle = open_regular(name)
+    except FileNotFoundError as error:
+        raise ValueError(f"--input {name}: no such file") from error
+    except OSError as error:
+        raise ValueError(f"--input {explain(error)}") from error
+    except ValueError as error:
+        raise ValueError(f"--input {error}; name files, or - for standard input") from error
+    status = os.fstat(handle)
+    os.close(handle)
+    kind, compression = _kind_of(name)
+    if input_format != "auto":
+        kind = input_format
+    if kind is None:
+        raise ValueError(
+            f"--input {name}: unknown kind of file; its name must end in {', '.join(KINDS)}, the first five also with "
+            f"{' or '.join(COMPRESSIONS)}; or say what it is with --input-format"
+        )
+    return Source(name, kind, number, status.st_size, status.st_mtime_ns, compression)
+
+
+def _dataset(given: str, number: int) -> Source:
+    name, _, split = given.removeprefix(DATASETS).rpartition(":")
+    if not name or os.path.exists(given.removeprefix(DATASETS)):
+        name, split = given.removeprefix(DATASETS), ""
+    if not name:
+        raise ValueError(f"--input {given}: name a data set, such as datasets:NAME or datasets:NAME:SPLIT")
+    saved = any(os.path.isfile(os.path.join(name, file)) for file in SAVED_DATASET)
+    if not saved:
+        return Source(name, "stream", number, split=split)
+    found = [path.stat() for path in Path(name).rglob("*.arrow")]
+    size, modified = sum(each.st_size for each in found), max((each.st_mtime_ns for each in found), default=0)
+    return Source(name, "rows", number, size, modified, split=split)
+
+
+def partition(sources: Sequence[Source], given: str) -> list[Source]:
+    """The sources of part I of N (`given`: "I/N", I from 0), of about equal size on disk.
+
+    The parts, one after another, are the whole input in its order. A document belongs to the part in which
+    its line, its row group or, where a file cannot be entered in the middle, its file begins.
+    """
+    try:
+        index, count = (int(word) for word in given.split("/"))
+    except ValueError:
+        index, count = -1, 0
+    if not 0 <= index < count:
+        raise ValueError(f"--partition {given}: give I/N with I from 0 to N - 1, such as 0/8")
+    if count == 1:
+        return list(sources)
+    unsized = [source.name for source in sources if source.kind in ("stream", "stdin", "stdin-text")]
+    if unsized:
+        raise ValueError(
+            f"--partition {given}: {unsized[0]} is a stream, which cannot be entered in the middle; save it as files"
+        )
+    sizes = [max(1, source.size) for source in sources]
+    total, position, parts = sum(sizes), 0, []
+    first, stop = total * index / count, total * (index + 1) / count
+    for source, size in zip(sources, sizes, strict=True):
+        begin, end = (min(1.0, max(0.0, (border - position) / size)) for border in (first, stop))
+        if position <= first < position + size or first <= position < stop:
+            parts.append(Source(**{**vars(source), "begin": begin, "end": end}))
+        position += size
+    return parts

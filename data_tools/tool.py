@@ -1,0 +1,110 @@
+"""What every tool does: flags made from a dataclass, errors of one line, progress on stderr."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from megazero.files import explain
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+Options = TypeVar("Options")
+# Seconds between two lines of progress where stderr is a file and no bar can be drawn.
+LOG_SECONDS = 30.0
+
+
+def parse(options: type[Options], arguments: Sequence[str], program: str) -> Options:
+    """The flags of a tool: a dataclass whose docstrings are the help. SystemExit(2) if one is mistyped."""
+    import tyro
+
+    return tyro.cli(options, args=list(arguments), prog=program)
+
+
+def run_tool(main: Callable[[Sequence[str]], None]) -> None:
+    """Run a tool's `main(arguments)`. What a user can mend comes out as one line and an exit code:
+
+    2 for a ValueError, 1 for an error of the system (a full disk), 130 when interrupted.
+    """
+    name, code, line = Path(sys.argv[0]).name, 0, ""
+    try:
+        main(sys.argv[1:])
+        sys.stdout.flush()
+    except ValueError as error:
+        code, line = 2, f"error: {error}{_notes(error)}"
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    except OSError as error:
+        code, line = 1, f"error: {explain(error)}{_notes(error)}"
+    except MemoryError:
+        code, line = 1, "error: out of memory; give fewer --workers, or more memory"
+    except KeyboardInterrupt as error:
+        code, line = 130, f"interrupted, {error if error.args else 'nothing was written'}"
+    if code:
+        if line:
+            print(f"{name}: {line}".replace("\n", " "), file=sys.stderr, flush=True)
+        sys.exit(code)
+
+
+def _notes(error: Exception) -> str:
+    return "".join(f". {note}" for note in getattr(error, "__notes__", ()))
+
+
+def check_workers(workers: int) -> None:
+    """ValueError unless so many processes can be started and have something to do."""
+    most = 4 * (os.cpu_count() or 1)
+    if not 1 <= workers <= most:
+        raise ValueError(f"--workers {workers}: give 1 to {most} processes, as this machine has {most // 4} cores")
+
+
+@contextmanager
+def progress_bar(verb: str, total: int) -> Iterator["Reporter"]:
+    """Shows work on `total` bytes of files on stderr; 0: not known."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%  {task.fields[rate]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        yield Reporter(bar, bar.add_task(verb, total=total or None, rate=""), total)
+
+
+class Reporter:
+    """Counts bytes and tokens: into a bar on a terminal, into a line now and then elsewhere."""
+
+    def __init__(self, bar: "Progress", task: object, total: int) -> None:
+        self._bar, self._task, self._total = bar, task, total
+        self._start = self._logged = time.monotonic()
+        self._text = self._disk = self._tokens = 0
+
+    def advance(self, text_bytes: int, disk_bytes: int, tokens: int = 0, *, counts: bool = True) -> None:
+        """`counts`: whether it was done now; what an earlier run did is no part of the rate."""
+        self._disk += disk_bytes
+        if counts:
+            self._text, self._tokens = self._text + text_bytes, self._tokens + tokens
+        now = time.monotonic()
+        passed = max(now - self._start, 1e-9)
+        rate = f"{self._text / 1e6:,.0f} MB, {self._text / 1e6 / passed:.1f} MB/s"
+        if self._tokens:
+            rate += f", {self._tokens / passed:,.0f} tokens/s"
+        self._bar.update(self._task, completed=self._disk, rate=rate)  # type: ignore[arg-type]
+        if self._bar.disable and now - self._logged > LOG_SECONDS:
+            share = f"{self._disk / self._total:.0%}, " if self._total else ""
+            left = ""
+            if self._total and self._text:
+                seconds = passed * max(0, self._total - self._disk) / max(1, self._disk)
+                left = f", about {seconds / 60:,.0f} min left"
+            print(f"{share}{rate}{left}", file=sys.stderr, flush=True)
+            self._logged = now
