@@ -53,7 +53,8 @@ def pretrain(config: Config, world: launch.World) -> None:
     if world.rank == 0:
         print(to_toml(config))
     eod = tokenizer.eod if tokenizer and config.data.eod_mask_loss else None
-    ranks = Mesh.build(layout, world.rank, device, config.parallel.distributed_timeout_minutes)
+    timeout, checks = config.parallel.distributed_timeout_minutes, config.zero.poison_buffers
+    ranks = Mesh.build(layout, world.rank, device, timeout, check_buffers=checks)
     Trainer(config, ranks, datasets, eod).run(find_checkpoint(config))
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
+from megazero.comm.in_flight import InFlight
 from megazero.plan.topology import ring_bytes
 
 SUM, MAX, MIN = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN
@@ -36,10 +38,18 @@ class Axis:
         sent: kind of traffic -> bytes that this rank has sent; the kind is the axis' name unless said otherwise.
     """
 
-    def __init__(self, name: str, ranks: list[int], rank: int, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        ranks: list[int],
+        rank: int,
+        group: dist.ProcessGroup | None = None,
+        in_flight: InFlight | None = None,
+    ) -> None:
         self.name, self.ranks, self.size = name, ranks, len(ranks)
         self.rank = ranks.index(rank)  # within the axis
         self.group = group
+        self.in_flight = in_flight or InFlight()
         self.sent: Counter[str] = Counter()
 
     @property
@@ -59,19 +69,37 @@ class Axis:
         assert x.is_contiguous(), f"{self.name}: collective on shape {tuple(x.shape)}, stride {x.stride()}"
         self.sent[kind or self.name] += ring_bytes(x.numel() * x.element_size(), self.size, passes)
 
-    def _launch(self, collective: Callable[[], dist.Work]) -> dist.Work:
-        """Issue an asynchronous collective. Tests put delays here."""
+    def _launch(
+        self, collective: Callable[[], _Work], reads: tuple[torch.Tensor, ...], writes: tuple[torch.Tensor, ...]
+    ) -> _Work:
+        """Issue an asynchronous collective. Tests put a slower backend here."""
         return collective()
+
+    def _start(
+        self,
+        name: str,
+        collective: Callable[[], _Work],
+        *,
+        reads: tuple[torch.Tensor, ...] = (),
+        writes: tuple[torch.Tensor, ...] = (),
+        result: torch.Tensor | None = None,
+        then: Callable[[], None] | None = None,
+    ) -> Pending:
+        """Start a collective that reads and writes these tensors; `then` writes `result` when it is waited for."""
+        claimed = writes if result is None else (*writes, result)
+        number = self.in_flight.add(f"{name} over {self.name}", reads, claimed)
+        with _peers(self):
+            work = self._launch(collective, reads, writes)
+        return Pending(work, self, held=(*reads, *writes), then=then, number=number)
 
     def start_all_reduce(self, x: torch.Tensor, op: dist.ReduceOp = SUM, kind: str | None = None) -> Pending:
         """Combine everyone's `x` in place; nobody touches it until the result has been waited for."""
         if self.size == 1:
             return Pending()
         self._count(x, 2, kind)
-        with _peers(self):
-            return Pending(
-                self._launch(lambda: dist.all_reduce(x, op=op, group=self.group, async_op=True)), self, held=(x,)
-            )
+        return self._start(
+            "all-reduce", lambda: dist.all_reduce(x, op=op, group=self.group, async_op=True), reads=(x,), writes=(x,)
+        )
 
     def all_reduce_(self, x: torch.Tensor, op: dist.ReduceOp = SUM, kind: str | None = None) -> torch.Tensor:
         self.start_all_reduce(x, op, kind).wait()
@@ -85,9 +113,12 @@ class Axis:
                 out.copy_(part.view_as(out))
             return Pending()
         self._count(out, 1, None)
-        with _peers(self):
-            work = self._launch(lambda: _all_gather(out, part, group=self.group, async_op=True))
-            return Pending(work, self, held=(part, out))
+        return self._start(
+            "all-gather",
+            lambda: _all_gather(out, part, group=self.group, async_op=True),
+            reads=(part,),
+            writes=(out,),
+        )
 
     def all_gather(self, part: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         self.start_all_gather(part, out).wait()
@@ -113,15 +144,31 @@ class Axis:
             return Pending()
         self._count(full, 1, None)
         scratch = scratch[: self.scratch_numel(out.numel())]
-        with _peers(self):
-            if self.staged:
-                work = self._launch(lambda: dist.all_to_all_single(scratch, full, group=self.group, async_op=True))
-                return Pending(work, self, held=(full,), then=lambda: _sum_rows(scratch.view(self.size, -1), out, add))
-            if not add:
-                work = self._launch(lambda: _reduce_scatter(out, full, group=self.group, async_op=True))
-                return Pending(work, self, held=(full, out))
-            work = self._launch(lambda: _reduce_scatter(scratch, full, group=self.group, async_op=True))
-            return Pending(work, self, held=(full,), then=lambda: _write(out, scratch, add))
+        name, group = "reduce-scatter", self.group
+        if self.staged:
+            return self._start(
+                name,
+                lambda: dist.all_to_all_single(scratch, full, group=group, async_op=True),
+                reads=(full,),
+                writes=(scratch,),
+                result=out,
+                then=lambda: _sum_rows(scratch.view(self.size, -1), out, add),
+            )
+        if not add:
+            return self._start(
+                name,
+                lambda: _reduce_scatter(out, full, group=group, async_op=True),
+                reads=(full,),
+                writes=(out,),
+            )
+        return self._start(
+            name,
+            lambda: _reduce_scatter(scratch, full, group=group, async_op=True),
+            reads=(full,),
+            writes=(scratch,),
+            result=out,
+            then=lambda: _write(out, scratch, add),
+        )
 
     def exchange(self, sends: list[tuple[torch.Tensor, int]], receives: list[tuple[torch.Tensor, int]]) -> None:
         """One batch of sends (tensor, neighbour) and receives (empty tensor, neighbour); a neighbour is +1 or -1."""
@@ -132,13 +179,33 @@ class Axis:
             operations.append(dist.P2POp(dist.isend, x, self.ranks[self.rank + step], self.group))
         for x, step in receives:
             operations.append(dist.P2POp(dist.irecv, x, self.ranks[self.rank + step], self.group))
-        with _peers(self):
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
+        self._start(
+            "exchange",
+            lambda: _Batch(dist.batch_isend_irecv(operations)),
+            reads=tuple(x for x, _ in sends),
+            writes=tuple(x for x, _ in receives),
+        ).wait()
+
+
+class _Work(Protocol):
+    """What a backend returns for an asynchronous collective."""
+
+    def wait(self) -> object: ...
+
+
+class _Batch:
+    """Several operations as one."""
+
+    def __init__(self, works: list[dist.Work]) -> None:
+        self.works = works
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
 
 
 class Pending:
-    """A collective under way, and what is done with its result. It keeps its tensors alive until it is waited for.
+    """A collective in flight, and what is done with its result. It keeps its tensors alive until it is waited for.
 
     On a GPU `wait` makes the compute stream wait, not this process: the backend runs collectives on a stream of its
     own, which has waited for the compute stream when they were issued.
@@ -146,12 +213,14 @@ class Pending:
 
     def __init__(
         self,
-        work: dist.Work | None = None,
+        work: _Work | None = None,
         axis: Axis | None = None,
         held: tuple[torch.Tensor, ...] = (),
         then: Callable[[], None] | None = None,
+        number: int = 0,
     ) -> None:
-        self._work, self._axis, self._held, self._then = work, axis, held, then
+        """`number`: the collective's in `axis.in_flight`."""
+        self._work, self._axis, self._held, self._then, self._number = work, axis, held, then, number
 
     def wait(self) -> None:
         """Once; a second call does nothing."""
@@ -159,6 +228,7 @@ class Pending:
             assert self._axis is not None
             with _peers(self._axis):
                 self._work.wait()
+            self._axis.in_flight.remove(self._number)
         if self._then is not None:
             self._then()
         self._work, self._held, self._then = None, (), None

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megazero.comm.collectives import Axis
+from megazero.comm.in_flight import InFlight
 from megazero.plan.topology import AXES, SUB_AXES, Coord, Layout
 
 
@@ -32,15 +33,28 @@ class Mesh:
     ends: Axis
     world: Axis
     host_group: dist.ProcessGroup | None  # all ranks, for what lies in host memory: gloo. None: a single process
+    in_flight: InFlight  # of all axes
 
     @property
     def coord(self) -> Coord:
         return self.layout.coord(self.rank)
 
     @classmethod
-    def build(cls, layout: Layout, rank: int, device: torch.device, timeout_minutes: float = 10.0) -> Mesh:
-        """Make every axis' groups; all ranks call this, after `start`."""
+    def build(
+        cls,
+        layout: Layout,
+        rank: int,
+        device: torch.device,
+        timeout_minutes: float = 10.0,
+        check_buffers: bool = True,
+    ) -> Mesh:
+        """Make every axis' groups; all ranks call this, after `start`.
+
+        Args:
+            check_buffers: refuse what overlaps the buffers of a collective in flight; see `InFlight`.
+        """
         timeout = datetime.timedelta(minutes=timeout_minutes)
+        in_flight = InFlight(check_buffers)
         axes = {"ends": Axis("ends", [rank], rank)}  # a middle stage has no ends
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for name in (*AXES, *SUB_AXES):
@@ -48,13 +62,13 @@ class Mesh:
                 if len(ranks) > 1 and tuple(ranks) not in groups:
                     groups[tuple(ranks)] = dist.new_group(ranks, timeout=timeout)
                 if rank in ranks:
-                    axes[name] = Axis(name, ranks, rank, groups.get(tuple(ranks)))
+                    axes[name] = Axis(name, ranks, rank, groups.get(tuple(ranks)), in_flight)
         everyone = list(range(layout.world_size))
-        axes["world"] = Axis("world", everyone, rank, dist.group.WORLD if len(everyone) > 1 else None)
+        axes["world"] = Axis("world", everyone, rank, dist.group.WORLD if len(everyone) > 1 else None, in_flight)
         host = axes["world"].group
         if host is not None and device.type != "cpu":
             host = dist.new_group(backend="gloo", timeout=timeout)
-        return cls(layout, rank, device, host_group=host, **axes)
+        return cls(layout, rank, device, host_group=host, in_flight=in_flight, **axes)
 
     def sent(self) -> dict[str, int]:
         """Bytes sent so far, by kind."""

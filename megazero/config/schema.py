@@ -133,7 +133,8 @@ class ZeroConfig:
     overlap_comm: bool = True
     """Reduce behind the backward, gather ahead of use, publish behind the next forward. Changes no bit of a result."""
     poison_buffers: bool = False
-    """Debug: fill released parameters' slots and fresh gradients with NaN, so that a use of either is seen."""
+    """Debug: fill released parameters' buffers and fresh gradients with NaN, so that a use of either is seen, and stop
+    at whatever overlaps a buffer of a collective in flight."""
 
 
 @dataclass(frozen=True)

@@ -210,6 +210,10 @@ class Engine:
         """The sum over data-parallel ranks; from the last stage to all."""
         return float(self.mesh.control_sum(loss, self.mesh.dp, self.mesh.pp))
 
+    def wait(self) -> None:
+        """Wait for everything in flight: before other hands touch the weights, and before the ranks part."""
+        self.zero.wait()
+
     def memory_bytes(self, result: StepResult) -> dict[str, int]:
         """This rank's memory in the iteration that gave `result`, by kind, as docs/metrics.md defines them."""
         now, peak = self.ledger.now, self.ledger.peak

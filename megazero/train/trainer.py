@@ -145,7 +145,7 @@ class Trainer:
             for writer in writers:
                 writer.close()
         self.save()
-        self.engine.zero.wait()
+        self.engine.wait()
 
     def _due(self, interval: int) -> bool:
         return interval > 0 and self.progress.iteration % interval == 0
@@ -228,6 +228,7 @@ class Trainer:
             "layout": asdict(self.mesh.layout),
             "config": asdict(self.config),
         }
+        self.engine.wait()
         path = checkpoint.save(Path(root), iteration, self.shards(), state, self.mesh.host_group)
         self.saved_at = iteration
         self.say(f"saved {path} in {time.perf_counter() - start:.1f} s")
@@ -236,7 +237,10 @@ class Trainer:
 
     def load(self, path: Path) -> None:
         start = time.perf_counter()
-        checkpoint.load(path, self.shards(), self.mesh.host_group)
+        self.engine.wait()  # the initial weights, all-gathered late, must not overwrite what is loaded
+        shards = self.shards()
+        self.mesh.in_flight.check("loading a checkpoint", writes=[shard.data for shard in shards.values()])
+        checkpoint.load(path, shards, self.mesh.host_group)
         for unit in self.engine.zero.units.values():
             unit.publish()
         state = checkpoint.read_state(path)

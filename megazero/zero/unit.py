@@ -316,6 +316,8 @@ class ParamUnit:
 
     def publish(self) -> None:
         """Master weights -> compute weights, everywhere that they are kept. They arrive by the next use."""
+        self.wait()
+        self.options.mesh.in_flight.check(f"the update of {self.name}", writes=[self.own])
         if self.master is not self.own:
             self.own.copy_(self.master)
         if self.policy.optimizer and not self.policy.parameters:

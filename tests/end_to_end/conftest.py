@@ -33,5 +33,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model(corpus: Path) -> list[object]:
     """Flags of a small odd model on the corpus: 5 layers, 6 heads, a prime vocabulary (257)."""
     sizes = "--num-layers 5 --hidden-size 48 --num-attention-heads 6 --seq-length 33 --init-method-std 0.05"
-    training = "--global-batch-size 12 --micro-batch-size 2 --lr 1e-3 --tokenizer byte --log-interval 5"
+    training = (
+        "--global-batch-size 12 --micro-batch-size 2 --lr 1e-3 --tokenizer byte --log-interval 5 --poison-buffers"
+    )
     return [*sizes.split(), *training.split(), "--data-path", corpus]

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import random
-import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from megazero.comm.collectives import Axis
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import ActivationConfig, Config, ModelConfig, OptimizerConfig, TrainingConfig, ZeroConfig
 from megazero.plan.resolve import resolve
@@ -164,42 +159,3 @@ def train(rank: int, case: Case, steps: int = STEPS) -> Outcome:
         outcome.memory.append(engine.memory_bytes(result))
         before = after
     return outcome
-
-
-class Delayed:
-    """A collective that another thread issues after a random delay; whoever waits for it waits for both.
-
-    One thread an axis: the order of issue stays the same on all ranks, as backends demand. A tensor that is changed,
-    released or read before the collective has been waited for then gives a wrong result.
-    """
-
-    def __init__(self, issued: Future[Any]) -> None:
-        self.issued = issued
-
-    def wait(self) -> None:
-        self.issued.result().wait()
-
-
-def train_delayed(rank: int, case: Case) -> Outcome:
-    """`train`, with a slow network."""
-    draw = random.Random(rank)
-    threads: dict[int, ThreadPoolExecutor] = {}
-    launch = Axis._launch
-
-    def slow(axis: Axis, collective: Callable[[], Any]) -> Any:
-        def later() -> Any:
-            time.sleep(draw.choice((0, 0, 0.001, 0.004)))
-            with torch.no_grad():  # as in a backend's own threads
-                return collective()
-
-        # axes that share a process group share a thread
-        thread = threads.setdefault(id(axis.group), ThreadPoolExecutor(1))
-        return Delayed(thread.submit(later))
-
-    Axis._launch = slow
-    try:
-        return train(rank, case)
-    finally:
-        Axis._launch = launch
-        for thread in threads.values():
-            thread.shutdown()

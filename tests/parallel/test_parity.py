@@ -15,6 +15,7 @@ import torch
 from megazero.config.schema import ModelConfig
 from megazero.model.dropout import Dropout
 from tests import reference
+from tests.helpers.late import late_collectives
 from tests.parallel.cases import (
     MODEL,
     STEPS,
@@ -25,7 +26,6 @@ from tests.parallel.cases import (
     micro_batches,
     new_engine,
     train,
-    train_delayed,
 )
 
 TOLERANCE = 1e-10  # relative, fp64: 7e-15 is the most that was seen
@@ -259,6 +259,11 @@ def test_16_bit_follows_fp64(case: Case, ranks) -> None:
         assert relative_error(outcome.norms[:1], wanted.norms[:1]) < 2**-7
 
 
+def train_late(rank: int, case: Case) -> Outcome:
+    with late_collectives():
+        return train(rank, case)
+
+
 @pytest.mark.parametrize(
     "case",
     [Case(dp=2, zero=z, micro_batches=3, recompute="full") for z in (1, 3)]
@@ -271,10 +276,10 @@ def test_16_bit_follows_fp64(case: Case, ranks) -> None:
     ids=str,
 )
 def test_overlap_changes_no_bit(case: Case, ranks) -> None:
-    """Nor do random delays: of every collective, before it reads its tensors, on every rank."""
+    """Nor do late collectives: see tests/helpers/late.py."""
     off = case._replace(options=(*case.options, ("overlap_comm", False)))
     wanted = ranks(case.world).run(train, off)
-    for outcome in (ranks(case.world).run(train, case), ranks(case.world).run(train_delayed, case)):
+    for outcome in (ranks(case.world).run(train, case), ranks(case.world).run(train_late, case)):
         assert [(o.losses, o.norms, o.sent) for o in outcome] == [(o.losses, o.norms, o.sent) for o in wanted]
 
 
