@@ -14,7 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megazero.model.context import Tokens
-from megazero.train.engine import Engine
+from megazero.plan.operations import Forward, Keep
+from megazero.plan.zero_policy import Use
+from megazero.train.engine import DeviceBatch, Engine
 
 
 def interval(values: list[float], draws: int = 2000) -> tuple[float, float]:
@@ -59,27 +61,26 @@ def kept_by_a_block(engine: Engine) -> list[int]:
     Counted as storages that are alive after the forward, the block's output and its weights left out; of an arena, the
     slots that are taken.
     """
-    training, model = engine.config.training, engine.config.model
-    ids = torch.zeros(training.micro_batch_size, model.seq_length, dtype=torch.long)
+    training, model, run = engine.config.training, engine.config.model, engine.interpreter
+    ids = torch.zeros(training.micro_batch_size, model.seq_length, dtype=torch.long, device=run.message.device)
     tokens = Tokens.of(ids, tuple(range(len(ids))), engine.model.stream, drops=True)
-    engine.begin(micro_batches=1)
-    keep = engine.checkpoints.keep() if engine.checkpoints is not None else None
-    block = next(iter(engine.model.blocks.values()))
-    with Alive() as alive:
-        message = engine.message
-        anchor = torch.zeros((), device=message.device, requires_grad=True)
-        x = (
-            torch.randn(message.shape, device=message.device).to(message.dtype).add(anchor)
-        )  # not a leaf: autograd keeps those anyway
-        y = engine.run_layer(keep, block, x, tokens)
-        del x
+    engine.begin()
+    step = engine.program(engine.config.parallel.pipeline_schedule, 1)
+    block = next(name for name, layer in engine.spec.layers.items() if layer.use is Use.LAYER)
+    ops = [op for op in step.gradients if isinstance(op, (Keep, Forward)) and op.layer == block]
+    if run.has_kept:
+        run.kept.begin(step.num_slots)
+    run.micro_batches = [DeviceBatch(ids, ids, ids, tokens)]
+    with Alive() as alive, torch.no_grad():
+        run.x[0] = torch.randn(run.message.shape, device=run.message.device).to(run.message.dtype)
+        run.execute(ops)
         gc.collect()
+        number = torch.zeros((), device=run.message.device)
         for _ in range(4):  # gloo's threads may hold a tensor a moment after it was waited for: until their next work
-            engine.mesh.tp.all_reduce_(anchor.detach())
-        weights = [unit.whole for unit in engine.zero.units.values() if unit.whole is not None]
-        slots = engine.checkpoints.slots if engine.checkpoints is not None else None
-        arena = slots.buffers if slots is not None else []
-        sizes = alive.sizes(but=[anchor, y, *weights, *arena])
-        if slots is not None:
-            sizes += [slots.each_bytes] * (len(arena) - len(slots.free))
+            engine.mesh.tp.all_reduce_(number)
+        weights = [unit.weights.unsharded for unit in engine.zero.units.values()]
+        slots = run.kept.slots if run.has_kept else []
+        but = [number, run.x[0], *slots, *(whole for whole in weights if whole is not None)]
+        sizes = alive.sizes(but=but)
+        sizes += [run.kept.part_bytes for op in ops if isinstance(op, Keep) and op.slot is not None]
     return sorted(sizes)

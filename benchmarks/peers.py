@@ -244,7 +244,7 @@ def megazero(work: Work, device: torch.device, stage: int) -> Training:
     def step(ids: torch.Tensor, labels: torch.Tensor) -> float:
         return engine.train_step(1, [MicroBatch(ids, labels, mask, samples)]).loss
 
-    return Training(step, engine.zero.wait)
+    return Training(step, engine.wait)
 
 
 class System(NamedTuple):

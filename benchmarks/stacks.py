@@ -32,8 +32,12 @@ from megazero.comm.mesh import Mesh
 from megazero.config.schema import Config, ModelConfig
 from megazero.model import matmul
 from megazero.model.context import Tokens
+from megazero.plan.operations import Norm, Open
+from megazero.plan.operations import Update as UpdateUnit
+from megazero.plan.program import Program, RankSpec, program
 from megazero.plan.resolve import resolve
-from megazero.train.engine import Engine
+from megazero.plan.zero_policy import Use
+from megazero.train.engine import DeviceBatch, Engine
 from megazero.zero.adamw import Update
 
 NOT_BLOCKS = ("*_embedding.weight", "head.*")
@@ -170,17 +174,28 @@ def megazero(work: Work, device: torch.device, cut: bool, silent: bool, own_prod
     tokens = Tokens.of(ids, tuple(range(len(ids))), stage.stream, drops=False)
     held = stage.stream.tokens(ids.numel())
     change = Update(config.optimizer, config.optimizer.lr, torch.zeros((), device=device), 1.0)
+    step = _blocks_alone(engine.spec)
+    turn = next(at for at, op in enumerate(step.gradients) if isinstance(op, Open))
+    run = engine.interpreter
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        run.reset()
+        run.micro_batches, run.x = [DeviceBatch(ids, ids, ids, tokens)], {0: x.detach()}
+        with torch.no_grad():
+            run.execute(step.gradients[:turn])
+        return run.x[0]
 
     def backward(y: torch.Tensor, dy: torch.Tensor) -> None:
-        with zero.backward(final=True):
-            y.backward(dy)
-        zero.sum_gradients(None)
+        run.dx = {0: dy}
+        with torch.no_grad():
+            run.execute([op for op in step.gradients[turn:] if not isinstance(op, Norm)])
 
     def gradients() -> Iterator[Gradient]:
-        for unit in zero.trained:
-            assert unit.reduced is not None
-            for spec, block in zip(unit.specs, unit.blocks, strict=True):
-                ours = unit.reduced.data[unit.flat.windows[spec.name].slice()].view(block.stored)
+        for name in step_units(step):
+            unit = zero.units[name]
+            for member in unit.flat.members:
+                spec, block = member.spec, member.block
+                ours = unit.gradients.reduced[member.window.slice()].view(block.stored)
                 where = tuple(slice(at, at + n) for at, n in zip(block.offset, block.shape, strict=True))
                 yield Gradient(spec.name, ours, partial(_window, shape=spec.shape, where=where))
 
@@ -189,12 +204,23 @@ def megazero(work: Work, device: torch.device, cut: bool, silent: bool, own_prod
         device,
         Stack(
             part=lambda whole: whole.detach().flatten(0, 1)[held.start : held.stop].clone(),
-            forward=lambda x: stage.body(x, tokens, zero.run),
+            forward=forward,
             backward=backward,
             gradients=gradients,
-            update=lambda: zero.update(change),
+            update=lambda: run.update(step, change),
         ),
     )
+
+
+def _blocks_alone(spec: RankSpec) -> Program:
+    """The step of a stack of blocks: the engine's own program, without embeddings and head."""
+    blocks = tuple(layer._replace(passes_gradient=True) for layer in spec.chunks[0] if layer.use is Use.LAYER)
+    units = {name: spec.units[name] for layer in blocks for name in layer.units}
+    return program(dataclasses.replace(spec, chunks=(blocks,), units=units, tied=None), "1f1b", 1)
+
+
+def step_units(step: Program) -> list[str]:
+    return [op.unit for op in step.update if isinstance(op, UpdateUnit)]
 
 
 def _window(whole: torch.Tensor, shape: tuple[int, ...], where: tuple[slice, ...]) -> torch.Tensor:

@@ -1,55 +1,43 @@
-"""Activation recompute: full, which keeps each block's input alone, and selective, which makes again what is cheap.
+"""Inputs of blocks, kept from their forward to their recompute: three choices that go together in any way.
 
-Where a block's kept input lives is three choices that go together in any way: whole, or partitioned over the
-tensor-parallel ranks (Pa); on the device, or in host memory (Pa+cpu); in memory of its own, or in an arena (MD).
-All of it is a (pack, unpack) pair: torch's non-reentrant checkpoint calls pack once per block and micro-batch in
-forward, and unpack when the block's backward begins.
+Whole, or partitioned over the tensor-parallel ranks (Pa); on the device, or in host memory (Pa+cpu); in memory of its
+own, or in an arena (MD). The program says when each is kept, fetched and dropped, and in which slot.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections import deque
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
 from megazero.activations.offload import Copies, Fetch, Stored, StreamCopies
-from megazero.comm.collectives import Axis
-from megazero.memory.pool import Slot, Slots
+from megazero.comm.collectives import Axis, Pending
 from megazero.memory.tracker import Lease, Ledger
 from megazero.plan.flat_layout import partition_numel
 
-
-class Keep(NamedTuple):
-    """Of the blocks of one micro-batch, in the order of the forward."""
-
-    pack: Callable[[torch.Tensor], Any]
-    unpack: Callable[[Any], torch.Tensor]
+Key = tuple[str, int]  # layer, micro-batch
 
 
-class Kept:
-    """A packed input. Its lease and its slot end when autograd lets go of it."""
+@dataclass
+class KeptInput:
+    """One input, or this rank's part of it."""
 
-    def __init__(self, shape: torch.Size, data: torch.Tensor, lease: Lease, slot: Slot | None) -> None:
-        self.shape, self.data, self.lease, self.slot = shape, data, lease, slot
-        # Of those in host memory:
-        self.stored: Stored | None = None
-        self.fetch: Fetch | None = None
-        self.before: Kept | None = None  # of the block whose backward is next
+    shape: torch.Size
+    data: torch.Tensor
+    lease: Lease
+    stored: Stored | None = None  # in host memory
+    fetch: Fetch | None = None  # on its way back to the device
+    whole: torch.Tensor | None = None  # rebuilt from its parts
 
 
-class Checkpoints:
-    """Keeps the inputs of a rank's blocks from forward to backward.
+class KeptInputs:
+    """Kept inputs of a rank's blocks.
 
     Args:
-        numel: elements of an input.
+        numel: elements of an input, at most.
         tp: Pa's ranks: each keeps 1/size of an input that is the same on all of them. None: each rank keeps its own.
         on_host: in host memory.
-        contiguous: in an arena, as large as the schedule's micro-batches in flight need.
+        contiguous: in an arena.
     """
 
     def __init__(
@@ -63,91 +51,79 @@ class Checkpoints:
         on_host: bool,
         contiguous: bool,
     ) -> None:
-        self.ledger, self.tp = ledger, tp
-        self.kind = "host" if on_host else "activation_checkpoints"
-        self.each = numel if tp is None else partition_numel(numel, tp.size)
-        self.all: weakref.WeakSet[Kept] = weakref.WeakSet()
-        self.waiting: deque[list[weakref.ref[Kept]]] = deque()  # the last input of each micro-batch, oldest first
-        self.slots: Slots | None = None
+        self.dtype, self.ledger, self.tp = dtype, ledger, tp
+        self.part_numel = numel if tp is None else partition_numel(numel, tp.size)
+        self.part_bytes = self.part_numel * dtype.itemsize
+        self.contiguous = contiguous
+        # kinds of memory: of an input that is kept, and of a slot that is free
+        self.kind, self.free_kind = ("host", "host") if on_host else ("activation_checkpoints", "buffers")
+        on_gpu = device.type != "cpu"
+        self.device, self.pin = (torch.device("cpu"), on_gpu) if on_host else (device, False)
         self.copies: Copies | None = None
         if on_host:
-            on_gpu = device.type != "cpu"
-            host = torch.device("cpu")
-            self.slots = Slots(self.each, dtype, host, ledger, idle="host", contiguous=contiguous, pin=on_gpu)
-            self.copies = StreamCopies(self.each, dtype, device, ledger) if on_gpu else Copies()
-        elif contiguous:
-            self.slots = Slots(self.each, dtype, device, ledger, idle="buffers", contiguous=True)
+            self.copies = StreamCopies(self.part_numel, dtype, device, ledger) if on_gpu else Copies()
+        self.slots: list[torch.Tensor] = []
+        self.slots_lease = ledger.lease(self.free_kind, 0)
+        self.kept: dict[Key, KeptInput] = {}
 
-    def begin(self, in_flight: int) -> None:
-        """A step begins that keeps at most `in_flight` inputs at once; now there is none.
-
-        What an exception's traceback may still hold of the step before no longer counts.
-        """
+    def begin(self, num_slots: int) -> None:
+        """Prepare for a program that needs `num_slots` slots. Drop what an exception has left of the one before."""
         if self.copies is not None:
             self.copies.finish()
-        for kept in list(self.all):
-            kept.lease.end()
-        self.waiting.clear()
-        if self.slots is not None:
-            self.slots.begin(in_flight)
+        for key in list(self.kept):
+            self.drop(key, 0 if self.slots else None)
+        if len(self.slots) < num_slots:
+            self.slots.clear()  # the old slots go before the new ones come
+            self.slots_lease.end()
+            options = {"dtype": self.dtype, "device": self.device, "pin_memory": self.pin}
+            if self.contiguous:
+                self.slots = list(torch.empty(num_slots, self.part_numel, **options))
+            else:
+                self.slots = [torch.empty(self.part_numel, **options) for _ in range(num_slots)]
+            self.slots_lease = self.ledger.lease(self.free_kind, num_slots * self.part_bytes)
 
-    def keep(self) -> Keep:
-        """For one micro-batch."""
-        # Weak: autograd may hold on to `pack` for longer than to what it packed.
-        packed: list[weakref.ref[Kept]] = []
-        self.waiting.append(packed)
-
-        def pack(x: torch.Tensor) -> Kept:
-            kept = self._pack(x.detach())
-            if kept.stored is not None and packed:
-                kept.before = packed[-1]()
-            packed[:] = [weakref.ref(kept)]
-            self.all.add(kept)
-            return kept
-
-        return Keep(pack, self._unpack)
-
-    def fetch_ahead(self) -> None:
-        """The oldest micro-batch's backward begins: with the head, while the last block's input comes back."""
-        packed = self.waiting.popleft()
-        last = packed[0]() if packed else None
-        if last is not None:
-            self._start_fetch(last)
-
-    def _start_fetch(self, kept: Kept) -> None:
-        if self.copies is not None and kept.stored is not None and kept.fetch is None:
-            kept.fetch = self.copies.start_fetch(kept.stored)
-
-    def _pack(self, x: torch.Tensor) -> Kept:
-        if self.tp is None and self.slots is None:
-            return Kept(x.shape, x, self._lease(x), None)
+    def keep(self, key: Key, x: torch.Tensor, slot: int | None) -> None:
+        """Keep x, or this rank's part of it; as a copy in `slot` if one is given."""
         part = x.reshape(-1)
         if self.tp is not None:
-            part = part[self.tp.rank * self.each : (self.tp.rank + 1) * self.each]
-        slot = self.slots.take() if self.slots is not None else None
-        kept = Kept(x.shape, slot.data if slot is not None else x.new_empty(self.each), self._lease(x), slot)
-        if self.copies is not None:
-            kept.stored = self.copies.start_store(part, kept.data)
-        else:
-            kept.data[: part.numel()].copy_(part)
-        return kept
+            part = part[self.tp.rank * self.part_numel : (self.tp.rank + 1) * self.part_numel]
+        copy: torch.Tensor | None = None
+        if slot is not None:
+            copy = self.slots[slot]
+            self.ledger.enter(self.free_kind, -self.part_bytes)
+        elif self.tp is not None:
+            copy = x.new_empty(self.part_numel)
+        kept = KeptInput(x.shape, x if copy is None else copy, self.ledger.lease(self.kind, self.part_bytes))
+        if copy is not None and self.copies is not None:
+            kept.stored = self.copies.start_store(part, copy)
+        elif copy is not None:
+            copy[: part.numel()].copy_(part)
+        self.kept[key] = kept
 
-    def _lease(self, x: torch.Tensor) -> Lease:
-        return self.ledger.lease(self.kind, self.each * x.element_size())
+    def start_fetch(self, key: Key) -> Pending:
+        """Start to copy a kept input from host memory to the device."""
+        kept = self.kept[key]
+        assert self.copies is not None and kept.stored is not None, key
+        kept.fetch = self.copies.start_fetch(kept.stored)
+        return Pending(then=kept.fetch.wait)
 
-    def _unpack(self, kept: Kept) -> torch.Tensor:
-        data = kept.data
-        self._start_fetch(kept)
-        if kept.fetch is not None:
-            data = kept.fetch.wait()
-            if kept.before is not None:
-                self._start_fetch(kept.before)  # one block ahead
-        if self.tp is not None:
-            data = self.tp.all_gather(data, data.new_empty(data.numel() * self.tp.size))
-        return data.view(-1)[: kept.shape.numel()].view(kept.shape)
+    def rebuild(self, key: Key) -> None:
+        """All-gather a partitioned input."""
+        assert self.tp is not None, key
+        kept = self.kept[key]
+        part = kept.data if kept.fetch is None else kept.fetch.data
+        kept.whole = self.tp.all_gather(part, part.new_empty(part.numel() * self.tp.size))
 
+    def take(self, key: Key) -> torch.Tensor:
+        """Return the input, in its shape; a rebuilt one is no longer held here."""
+        kept = self.kept[key]
+        whole, kept.whole = kept.whole, None
+        if whole is None:
+            whole = kept.data if kept.fetch is None else kept.fetch.data
+        return whole.view(-1)[: kept.shape.numel()].view(kept.shape)
 
-def recomputed(fn: Callable[..., torch.Tensor], *args: Any, keep: Keep) -> torch.Tensor:
-    """fn(*args), keeping only its tensor arguments, by `keep`, and computing it again in backward."""
-    with saved_tensors_hooks(*keep):
-        return checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=False)
+    def drop(self, key: Key, slot: int | None) -> None:
+        """Free a kept input, and its slot if it lies in one."""
+        self.kept.pop(key).lease.end()
+        if slot is not None:
+            self.ledger.enter(self.free_kind, self.part_bytes)

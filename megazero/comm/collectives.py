@@ -50,6 +50,8 @@ class Axis:
         self.rank = ranks.index(rank)  # within the axis
         self.group = group
         self.in_flight = in_flight or InFlight()
+        # (position of the link's first rank, direction) -> communicator; see Note [links]
+        self.links: dict[tuple[int, int], dist.ProcessGroup] = {}
         self.sent: Counter[str] = Counter()
 
     @property
@@ -170,38 +172,39 @@ class Axis:
             then=lambda: _write(out, scratch, add),
         )
 
-    def exchange(self, sends: list[tuple[torch.Tensor, int]], receives: list[tuple[torch.Tensor, int]]) -> None:
-        """One batch of sends (tensor, neighbour) and receives (empty tensor, neighbour); a neighbour is +1 or -1."""
-        operations = []
-        for x, step in sends:
-            assert x.is_contiguous(), f"{self.name}: send of shape {tuple(x.shape)}, stride {x.stride()}"
-            self.sent[self.name] += x.numel() * x.element_size()
-            operations.append(dist.P2POp(dist.isend, x, self.ranks[self.rank + step], self.group))
-        for x, step in receives:
-            operations.append(dist.P2POp(dist.irecv, x, self.ranks[self.rank + step], self.group))
-        self._start(
-            "exchange",
-            lambda: _Batch(dist.batch_isend_irecv(operations)),
-            reads=tuple(x for x, _ in sends),
-            writes=tuple(x for x, _ in receives),
-        ).wait()
+    def start_send(self, x: torch.Tensor, step: int, tag: int) -> Pending:
+        """Send `x` to the next (step +1) or the previous (-1) rank of the axis, which is a ring.
+
+        Nobody writes to `x` until the send has been waited for. `tag`: matches a send with its receive.
+        """
+        assert x.is_contiguous(), f"{self.name}: send of shape {tuple(x.shape)}, stride {x.stride()}"
+        self.sent[self.name] += x.numel() * x.element_size()
+        peer, link = self._neighbour(step), self._link(step, step)
+        return self._start("send", lambda: dist.isend(x, peer, link, tag), reads=(x,))
+
+    def start_recv(self, x: torch.Tensor, step: int, tag: int) -> Pending:
+        """Receive into `x` from the next (step +1) or the previous (-1) rank of the axis."""
+        peer, link = self._neighbour(step), self._link(step, -step)
+        return self._start("receive", lambda: dist.irecv(x, peer, link, tag), writes=(x,))
+
+    def _neighbour(self, step: int) -> int:
+        return self.ranks[(self.rank + step) % self.size]
+
+    def _link(self, step: int, direction: int) -> dist.ProcessGroup | None:
+        """The communicator of the link to a neighbour, for messages that travel in `direction`.
+
+        Note [links]: NCCL runs the operations of one communicator one after the other, so that a send which waits for
+        its receiver would hold up the receive behind it. Hence one communicator per link and direction. gloo matches
+        messages by tag and needs none.
+        """
+        first = self.rank if step > 0 else (self.rank - 1) % self.size
+        return self.links.get((first, direction), self.group)
 
 
 class _Work(Protocol):
     """What a backend returns for an asynchronous collective."""
 
     def wait(self) -> object: ...
-
-
-class _Batch:
-    """Several operations as one."""
-
-    def __init__(self, works: list[dist.Work]) -> None:
-        self.works = works
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
 
 
 class Pending:

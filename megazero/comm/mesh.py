@@ -63,6 +63,8 @@ class Mesh:
                     groups[tuple(ranks)] = dist.new_group(ranks, timeout=timeout)
                 if rank in ranks:
                     axes[name] = Axis(name, ranks, rank, groups.get(tuple(ranks)), in_flight)
+        if device.type != "cpu":
+            _make_links(layout, axes["pp"], timeout)
         everyone = list(range(layout.world_size))
         axes["world"] = Axis("world", everyone, rank, dist.group.WORLD if len(everyone) > 1 else None, in_flight)
         host = axes["world"].group
@@ -84,3 +86,15 @@ class Mesh:
         for axis in axes:
             axis.all_reduce_(x, kind="control")
         return x
+
+
+def _make_links(layout: Layout, pp: Axis, timeout: datetime.timedelta) -> None:
+    """Give every link of every pipeline a communicator per direction; see Note [links]. All ranks call this."""
+    for ranks in layout.groups("pp"):
+        num_links = len(ranks) if layout.chunks > 1 and len(ranks) > 2 else len(ranks) - 1
+        for first in range(num_links):
+            pair = [ranks[first], ranks[(first + 1) % len(ranks)]]
+            for direction in (1, -1):
+                group = dist.new_group(sorted(pair), timeout=timeout)
+                if ranks == pp.ranks and ranks[pp.rank] in pair:
+                    pp.links[first, direction] = group

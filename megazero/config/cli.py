@@ -44,6 +44,29 @@ def parse(argv: list[str]) -> Config:
     return tyro.cli(Config, args=under + argv, prog=PROGRAM, config=(tyro.conf.OmitArgPrefixes,))
 
 
+def whole_numbers(argv: list[str], defaults: dict[str, int]) -> tuple[list[int], list[str]]:
+    """Take `--name N` options that are not of the configuration out of a command line.
+
+    Args:
+        defaults: name -> value where the option is missing.
+
+    Returns:
+        The values in the order of `defaults`, and the arguments that are left.
+    """
+    found, left = dict(defaults), list[str]()
+    rest = iter(argv)
+    for arg in rest:
+        name, _, value = arg.removeprefix("--").partition("=")
+        if not arg.startswith("--") or name not in defaults:
+            left.append(arg)
+            continue
+        value = value or next(rest, "")
+        if not value.isdecimal():
+            raise ValueError(f"--{name} {value}: must be a whole number, such as {max(1, defaults[name])}")
+        found[name] = int(value)
+    return list(found.values()), left
+
+
 def _preset_of(argv: list[str]) -> str:
     found = ""
     for at, arg in enumerate(argv):

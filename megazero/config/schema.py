@@ -108,8 +108,15 @@ class ParallelConfig:
     """Ranks that share every matrix of a layer."""
     pipeline_model_parallel_size: int = 1
     """Stages that share the layers."""
-    pipeline_schedule: Literal["gpipe", "1f1b"] = "1f1b"
-    """Order of forwards and backwards. 1f1b holds as many micro-batches as there are stages, gpipe all."""
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
+    """Order of forwards and backwards. gpipe keeps the activations of all micro-batches, 1f1b of as many as there are
+    stages. interleaved divides the idle time of 1f1b by the virtual stages per rank, and sends more messages.
+    zero-bubble (ZB-H1) computes weight gradients where 1f1b waits, for a third of its idle time."""
+    virtual_pipeline_stages: int = 1
+    """--pipeline-schedule interleaved: chunks of layers per pipeline rank."""
+    zero_bubble_backlog: int = 0
+    """--pipeline-schedule zero-bubble: micro-batches whose weight gradients may wait at once, with their activations.
+    0: as many as the schedule can use."""
     sequence_parallel: bool = False
     """Cut what lies between tensor-parallel layers (norms, dropout, residual stream) over the tokens as well."""
     distributed_timeout_minutes: float = 10.0

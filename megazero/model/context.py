@@ -16,11 +16,7 @@ from megazero.model.fused_ops import PLAIN, Pieces
 from megazero.plan.parameters import ParamSpec
 
 Write = Callable[[torch.Tensor, bool], None]
-
-
 Contribute = Callable[[nn.Parameter, Write], None]
-
-
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
@@ -75,6 +71,16 @@ class Stream:
         return range(self.tp.rank * each, (self.tp.rank + 1) * each)
 
 
+class RecomputedInput(NamedTuple):
+    """A linear layer's input that is prepare(source), and recomputed in backward instead of kept.
+
+    It pays where `prepare` is cheap and keeps `source` for its own backward anyway: norms, GELU.
+    """
+
+    prepare: Callable[[torch.Tensor], torch.Tensor]
+    source: torch.Tensor
+
+
 @dataclass(frozen=True)
 class Context:
     """What every layer is built with."""
@@ -94,6 +100,12 @@ class Context:
     @property
     def tp(self) -> Axis:
         return self.stream.tp
+
+    def recomputed(
+        self, prepare: Callable[[torch.Tensor], torch.Tensor], source: torch.Tensor
+    ) -> RecomputedInput | None:
+        """Under selective recompute, a linear layer's input as prepare(source); else None: the layer keeps it."""
+        return RecomputedInput(prepare, source.detach()) if self.selective else None
 
     def parameter(self, spec: ParamSpec) -> nn.Parameter:
         """A released parameter: one NaN seen under its local shape, until ZeRO gives it memory."""

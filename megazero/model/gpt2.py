@@ -1,14 +1,11 @@
-"""GPT-2's architecture, one pipeline stage of it. Every layer is called through an injected run(layer, *args).
+"""GPT-2's architecture, the layers of one pipeline rank.
 
-The residual stream is [T', h]: this rank's T' of the micro-batch's T = b s tokens (see `tensor_parallel.Stream`).
+The residual stream is [T', h]: this rank's T' of the micro-batch's T = b s tokens (see `model.context.Stream`).
 
 Shapes: b micro-batch, s sequence, h hidden, n heads, d head dim, f ffn, v vocabulary; /tp = this rank's part.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn as nn
@@ -21,16 +18,8 @@ from megazero.model.dropout import Dropout, Rows
 from megazero.model.embedding import PositionEmbedding
 from megazero.model.linear import ColumnLinear, RowLinear
 from megazero.model.norm import LayerNorm
-from megazero.model.recompute import through
 from megazero.model.vocabulary import VocabularyTable, vocabulary_loss
 from megazero.plan.parameters import HEAD, POSITION, TOKEN, ParamSpec, stage_units
-
-Run = Callable[..., torch.Tensor]
-
-
-def call(layer: nn.Module, *args: Any) -> torch.Tensor:
-    """The plain `run`."""
-    return layer(*args)
 
 
 class Attention(nn.Module):
@@ -51,7 +40,7 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor, norm: nn.Module, tokens: Tokens) -> torch.Tensor:
         """x [T', h] -> attention(norm(x)) [T', h]"""
         c, rows = self.context, None
-        qkv = through(norm, self.qkv, x, again=c.selective)  # [T, n/tp * 3 * d]
+        qkv = self.qkv(norm(x), c.recomputed(norm, x))  # [T, n/tp * 3 * d]
         if tokens.drops and self.core.dropout.probability > 0:
             first, count = self.first_head * tokens.length, self.num_heads * tokens.length
             rows = tuple(Rows(sample, first, count) for sample in tokens.samples)
@@ -90,12 +79,13 @@ class Block(nn.Module):
         self.dropout1 = Dropout(model.hidden_dropout, seed, layer, "attention")
         self.dropout2 = Dropout(model.hidden_dropout, seed, layer, "mlp")
 
-    def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        """x [T', h] -> [T', h]"""
-        again = self.context.selective
+    def forward(self, x: torch.Tensor, tokens: Tokens, output: bool = True) -> torch.Tensor:
+        """x [T', h] -> [T', h]. `output` False: only the graph is needed, and the last sum over tp is left out."""
+        c = self.context
         x = x + self.dropout1(self.attention(x, self.norm1, tokens), tokens.dropped)
-        inner = through(self.norm2, self.mlp["up"], x, again=again)  # [T, f/tp], before GELU
-        return x + self.dropout2(through(self.gelu, self.mlp["down"], inner, again=again), tokens.dropped)
+        inner = self.mlp["up"](self.norm2(x), c.recomputed(self.norm2, x))  # [T, f/tp], before GELU
+        y = self.mlp["down"](self.gelu(inner), c.recomputed(self.gelu, inner), output)
+        return x + self.dropout2(y, tokens.dropped)
 
     def gelu(self, x: torch.Tensor) -> torch.Tensor:
         return _Gelu.apply(x, self.context.pieces)
@@ -127,7 +117,7 @@ class Head(nn.Module):
 
 
 class GPTStage(nn.Module):
-    """The layers of one pipeline stage. With one stage it is the whole GPT."""
+    """The layers of one pipeline rank. With one rank it is the whole GPT."""
 
     def __init__(
         self, model: ModelConfig, mesh: Mesh, seed: int, context: Context, frozen: tuple[str, ...] = ()
@@ -151,12 +141,13 @@ class GPTStage(nn.Module):
         parameters = dict(self.named_parameters())
         return {name: [(s, parameters[s.name]) for s in specs] for name, specs in self.units.items()}
 
-    def embed(self, ids: torch.Tensor, tokens: Tokens, run: Run = call) -> torch.Tensor:
-        """ids [b, s] -> [T', h]; on the first stage."""
-        return run(self.position_embedding, run(self.token_embedding, ids), tokens)
+    def embed(self, ids: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        """ids [b, s] -> [T', h]; on the first pipeline rank."""
+        assert self.token_embedding is not None and self.position_embedding is not None
+        return self.position_embedding(self.token_embedding(ids), tokens)
 
-    def body(self, x: torch.Tensor, tokens: Tokens, run: Run = call) -> torch.Tensor:
-        """x [T', h] -> [T', h], through this stage's blocks."""
+    def body(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        """x [T', h] -> [T', h], through this rank's blocks."""
         for block in self.blocks.values():
-            x = run(block, x, tokens)
+            x = block(x, tokens)
         return x

@@ -12,7 +12,7 @@ Shapes: b micro-batch, s sequence, T tokens, T' those of the residual stream on 
 
 Note [the Parameter itself]: a Function that needs a weight in backward keeps the Parameter as a plain attribute, never
 a view or a cast of it, and never through save_for_backward. A released weight is gathered into another slot, so
-backward must ask the Parameter where it is now; and under checkpoint a saved weight comes back as weight.detach().
+backward must ask the Parameter where it is now.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import torch.nn as nn
 
 from megazero.comm.collectives import Pending
-from megazero.model.context import Arriving, Context, write_sum
+from megazero.model.context import Arriving, Context, RecomputedInput, write_sum
 from megazero.model.matmul import as_matrix, input_grad, output, weight_grad
 from megazero.plan.parameters import ParamSpec
 
@@ -34,8 +34,9 @@ class _Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, adds_bias, stream, contribute):
-        ctx.save_for_backward(x)
+    def forward(ctx, x, weight, bias, adds_bias, stream, contribute, recomputed):
+        ctx.save_for_backward(x if recomputed is None else recomputed.source)
+        ctx.prepare = recomputed and recomputed.prepare
         ctx.weight, ctx.bias, ctx.adds_bias, ctx.stream, ctx.contribute = weight, bias, adds_bias, stream, contribute
         added = bias.detach().flatten() if adds_bias else None
         whole = x if stream is None else stream.start_gather(x).wait()
@@ -45,6 +46,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
         gathers = ctx.stream is not None and ctx.weight.requires_grad
+        if ctx.prepare is not None and ctx.weight.requires_grad:
+            x = ctx.prepare(x)
         gathering = ctx.stream.start_gather(x) if gathers else Arriving(x, Pending())
         summing = None
         if ctx.needs_input_grad[0]:
@@ -54,7 +57,7 @@ class _Linear(torch.autograd.Function):
         ctx.contribute(ctx.weight, lambda out, add: weight_grad(whole, dy, out, add))  # not asked for if frozen
         if ctx.stream is not None:
             ctx.contribute(ctx.bias, write_sum(dy.sum(0)))
-        return summing and summing.wait(), None, None, None, None, None
+        return summing and summing.wait(), None, None, None, None, None, None
 
 
 class SumParts(torch.autograd.Function):
@@ -64,8 +67,10 @@ class SumParts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, part, bias, stream, contribute):
+    def forward(ctx, part, bias, stream, contribute, output):
         ctx.bias, ctx.stream, ctx.contribute = bias, stream, contribute
+        if not output:  # a recompute: nobody reads it
+            return part.view(-1, part.shape[-1])[: len(stream.tokens(part.numel() // part.shape[-1]))]
         return stream.start_sum(part).wait().view(-1, part.shape[-1])
 
     @staticmethod
@@ -73,7 +78,7 @@ class SumParts(torch.autograd.Function):
         gathering = ctx.stream.start_gather(dy)
         if ctx.bias is not None:
             ctx.contribute(ctx.bias, write_sum(dy.sum(0)))
-        return gathering.wait(), None, None, None
+        return gathering.wait(), None, None, None, None
 
 
 class ColumnLinear(nn.Module):
@@ -84,9 +89,9 @@ class ColumnLinear(nn.Module):
         self.context = context
         self.weight, self.bias = context.parameter(weight), context.parameter(bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, recomputed: RecomputedInput | None = None) -> torch.Tensor:
         c = self.context
-        return _Linear.apply(x, self.weight, self.bias, True, c.stream, c.contribute)
+        return _Linear.apply(x, self.weight, self.bias, True, c.stream, c.contribute, recomputed)
 
 
 class RowLinear(nn.Module):
@@ -97,7 +102,8 @@ class RowLinear(nn.Module):
         self.context = context
         self.weight, self.bias = context.parameter(weight), context.parameter(bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, recomputed: RecomputedInput | None = None, output: bool = True) -> torch.Tensor:
+        """`output` False: only the graph is needed, and the sum over tp is left out."""
         c = self.context
-        part = _Linear.apply(x, self.weight, self.bias, c.tp.is_first, None, c.contribute)
-        return SumParts.apply(part, self.bias, c.stream, c.contribute)
+        part = _Linear.apply(x, self.weight, self.bias, c.tp.is_first, None, c.contribute, recomputed)
+        return SumParts.apply(part, self.bias, c.stream, c.contribute, output)

@@ -39,7 +39,8 @@ class VocabularyTable(nn.Module):
         """ids [b, s] -> [T', h]"""
         c = self.context
         rows, mine = self.localise(ids.flatten())
-        return SumParts.apply(_Lookup.apply(rows, mine, self.weight, c.contribute), None, c.stream, c.contribute)
+        part = _Lookup.apply(rows, mine, self.weight, c.contribute)
+        return SumParts.apply(part, None, c.stream, c.contribute, True)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """x [.., h] -> this rank's logits [.., v/tp], without padding. For generation and tests; has no gradient."""

@@ -60,7 +60,7 @@ def make_layout(config: Config, world_size: int) -> Layout:
             f"--zero-shard-size {shards} does not divide the {dp} data-parallel ranks; "
             f"use {sizes}{', or ' * bool(sizes)}0 for all"
         )
-    return Layout(pp, dp, tp, shards)
+    return Layout(pp, dp, tp, shards, config.parallel.virtual_pipeline_stages)
 
 
 def _grad_dtype(config: Config) -> str:
@@ -77,5 +77,13 @@ def _global_batch(config: Config, layout: Layout) -> int:
         raise ValueError(
             f"--global-batch-size {asked} is not divisible by --micro-batch-size {micro} x {layout.dp} "
             f"data-parallel ranks = {once}; use {fits} or {fits + once}"
+        )
+    micro_batches, pp = asked // once, layout.pp
+    if config.parallel.pipeline_schedule == "interleaved" and micro_batches % pp:
+        fits = max(1, micro_batches // pp) * pp
+        raise ValueError(
+            f"--pipeline-schedule interleaved sends micro-batches round in groups of --pipeline-model-parallel-size "
+            f"{pp}, which does not divide the {micro_batches} micro-batches of --global-batch-size {asked}; use a "
+            f"--global-batch-size of {fits * once} or {(fits + pp) * once}, or --pipeline-schedule 1f1b"
         )
     return asked

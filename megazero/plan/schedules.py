@@ -1,184 +1,133 @@
-"""Pipeline schedules as data: who computes and sends what, in which order. Pure: no torch.
+"""Pipeline schedules: the order in which a rank computes forwards and backwards of its chunks. Pure: no torch.
 
-A plan is one list of actions a stage. `pipeline.run` interprets it, `simulate` proves it free of deadlock and says
-what it holds, `draw` shows it:  python -m megazero.plan.schedules 1f1b 4 8
+Rank r of p holds `chunks` parts of the model: chunk c is virtual stage c p + r. A schedule is one function from a
+`Pipeline` to a list of steps. Everything else of a training step follows from it (`plan.program`); `price.simulate`
+says how long it takes.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
 
-class Op(Enum):
-    """What a stage does with one micro-batch. x flows forward between stages, dx backward."""
+class Pass(Enum):
+    """One direction of computing a chunk for a micro-batch."""
 
-    RECV_X = "rx"
     FORWARD = "F"
-    SEND_X = "sx"
-    RECV_DX = "rd"
-    BACKWARD = "B"
-    SEND_DX = "sd"
+    BACKWARD = "B"  # both of the following at once
+    BACKWARD_INPUT = "I"  # the gradient of the input, which the stage before waits for
+    BACKWARD_WEIGHTS = "W"  # the gradients of the weights, which no other rank waits for
 
 
-COMPUTE = (Op.FORWARD, Op.BACKWARD)
-# op -> (step to the neighbour's stage, what the neighbour does meanwhile)
-PEER = {
-    Op.SEND_X: (+1, Op.RECV_X),
-    Op.RECV_X: (-1, Op.SEND_X),
-    Op.SEND_DX: (-1, Op.RECV_DX),
-    Op.RECV_DX: (+1, Op.SEND_DX),
-}
+class Step(NamedTuple):
+    """One computation of a whole chunk."""
 
-
-class Action(NamedTuple):
-    op: Op
+    kind: Pass
     micro_batch: int
-    final: bool = False  # no later action of this stage adds weight gradients
-
-    def __repr__(self) -> str:
-        return f"{self.op.value}{self.micro_batch}{'!' if self.final else ''}"
+    chunk: int = 0
 
 
-Plan = list[Action]
-Order = list[tuple[Op, int]]
+Order = list[Step]
+F, B, IN, W = Pass
 
 
-def gpipe(stage: int, stages: int, micro_batches: int) -> Order:
-    """All forwards, then all backwards (Huang 2019). Holds every micro-batch."""
-    del stage, stages  # every stage has the same order
-    every = range(micro_batches)
-    return [(Op.FORWARD, i) for i in every] + [(Op.BACKWARD, i) for i in every]
+@dataclass(frozen=True)
+class Pipeline:
+    """The place of a rank in its pipeline, and the work of one iteration.
+
+    Attributes:
+        rank: of `ranks`.
+        chunks: virtual stages per rank.
+        micro_batches: per iteration.
+        backlog: the most micro-batches whose weight gradients wait at once (zero-bubble); None: as the schedule likes.
+    """
+
+    rank: int
+    ranks: int
+    micro_batches: int
+    chunks: int = 1
+    backlog: int | None = None
 
 
-def one_f_one_b(stage: int, stages: int, micro_batches: int) -> Order:
+def gpipe(p: Pipeline) -> Order:
+    """All forwards, then all backwards (Huang 2019). Keeps the activations of every micro-batch."""
+    every = range(p.micro_batches)
+    return [Step(F, i) for i in every] + [Step(B, i) for i in every]
+
+
+def one_f_one_b(p: Pipeline) -> Order:
     """Warm-up forwards, then one forward and one backward in turn, then drain (PipeDream-Flush, Narayanan 2021)."""
-    warm_up = min(stages - stage - 1, micro_batches)
-    order: Order = [(Op.FORWARD, i) for i in range(warm_up)]
-    for i in range(micro_batches - warm_up):
-        order += [(Op.FORWARD, warm_up + i), (Op.BACKWARD, i)]
-    return order + [(Op.BACKWARD, i) for i in range(micro_batches - warm_up, micro_batches)]
+    warm_up = min(p.ranks - p.rank - 1, p.micro_batches)
+    order = [Step(F, i) for i in range(warm_up)]
+    for i in range(p.micro_batches - warm_up):
+        order += [Step(F, warm_up + i), Step(B, i)]
+    return order + [Step(B, i) for i in range(p.micro_batches - warm_up, p.micro_batches)]
 
 
-def forward_only(stage: int, stages: int, micro_batches: int) -> Order:
+def interleaved(p: Pipeline) -> Order:
+    """1F1B over several chunks per rank (Narayanan 2021).
+
+    Micro-batches go round in groups of `ranks`, so that the bubble is 1 / chunks as long. The ranks must divide the
+    micro-batches.
+    """
+    assert p.micro_batches % p.ranks == 0, p
+    total = p.micro_batches * p.chunks
+    warm_up = min(total, 2 * (p.ranks - p.rank - 1) + (p.chunks - 1) * p.ranks)
+
+    def step(kind: Pass, k: int) -> Step:
+        group, at = divmod(k, p.ranks * p.chunks)
+        chunk, i = divmod(at, p.ranks)
+        return Step(kind, group * p.ranks + i, chunk if kind is F else p.chunks - 1 - chunk)
+
+    order = [step(F, k) for k in range(warm_up)]
+    for k in range(total - warm_up):
+        order += [step(F, warm_up + k), step(B, k)]
+    return order + [step(B, k) for k in range(total - warm_up, total)]
+
+
+def zero_bubble(p: Pipeline) -> Order:
+    """ZB-H1 (Qi 2023): 1F1B whose weight gradients wait.
+
+    Rank r puts off the weight gradients of r micro-batches, or of `backlog` if that is less, and computes them where
+    1F1B would wait for a neighbour.
+    """
+    behind = p.rank if p.backlog is None else min(p.rank, p.backlog)
+    order: Order = []
+    for kind, i, _ in one_f_one_b(p):
+        order.append(Step(F if kind is F else IN, i))
+        if kind is B and i >= behind:
+            order.append(Step(W, i - behind))
+    return order + [Step(W, i) for i in range(max(0, p.micro_batches - behind), p.micro_batches)]
+
+
+def forward_only(p: Pipeline) -> Order:
     """Evaluation."""
-    del stage, stages
-    return [(Op.FORWARD, i) for i in range(micro_batches)]
+    if p.chunks == 1 or p.micro_batches % p.ranks:
+        return [Step(F, i, c) for i in range(p.micro_batches) for c in range(p.chunks)]
+    return [step for step in interleaved(p) if step.kind is F]
 
 
-SCHEDULES: dict[str, Callable[[int, int, int], Order]] = {
+SCHEDULES: dict[str, Callable[[Pipeline], Order]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
-    "forward-only": forward_only,
+    "interleaved": interleaved,
+    "zero-bubble": zero_bubble,
 }
+EVALUATION = "forward-only"
 
 
-def plan(kind: str, stage: int, stages: int, micro_batches: int) -> Plan:
-    """The actions of one stage: receives before and sends after each computation, the final backward marked."""
-    order = SCHEDULES[kind](stage, stages, micro_batches)
-    backwards = [at for at, (op, _) in enumerate(order) if op is Op.BACKWARD]
-    final = backwards[-1] if backwards else -1
-    before = {Op.FORWARD: Op.RECV_X, Op.BACKWARD: Op.RECV_DX}
-    after = {Op.FORWARD: Op.SEND_X, Op.BACKWARD: Op.SEND_DX}
-
-    def has_peer(op: Op) -> bool:
-        return 0 <= stage + PEER[op][0] < stages
-
-    actions: Plan = []
-    for at, (op, i) in enumerate(order):
-        actions += [Action(before[op], i)] * has_peer(before[op])
-        actions.append(Action(op, i, at == final))
-        actions += [Action(after[op], i)] * has_peer(after[op])
-    return actions
+def order_of(schedule: str, p: Pipeline) -> Order:
+    """The steps of one rank under a schedule of SCHEDULES, or of an evaluation (EVALUATION)."""
+    return forward_only(p) if schedule == EVALUATION else SCHEDULES[schedule](p)
 
 
-def steps(actions: Plan) -> Iterator[tuple[Action, ...]]:
-    """Split a plan: one computation, or a run of adjacent transfers, which is issued as one exchange."""
-    transfers: list[Action] = []
-    for action in actions:
-        if action.op not in COMPUTE:
-            transfers.append(action)
-            continue
-        if transfers:
-            yield tuple(transfers)
-            transfers = []
-        yield (action,)
-    if transfers:
-        yield tuple(transfers)
-
-
-def peak_live(actions: Plan) -> int:
-    """The most micro-batches that a stage holds at once, between their forward and their backward."""
+def peak_live(order: Order) -> int:
+    """The most (chunk, micro-batch) pairs that a rank holds at once, between their forward and their backward."""
     live = peak = 0
-    for action in actions:
-        live += (action.op is Op.FORWARD) - (action.op is Op.BACKWARD)
+    for kind, _, _ in order:
+        live += (kind is F) - (kind in (B, IN))
         peak = max(peak, live)
     return peak
-
-
-class Simulation(NamedTuple):
-    ticks: int  # a computation takes one, transfers none
-    peak_live: list[int]  # per stage: the most micro-batches between their forward and their backward
-    timeline: list[list[str]]  # per stage: what it does at each tick, "" when idle
-
-
-def simulate(plans: list[Plan]) -> Simulation:
-    """Run every stage under rendezvous transfers.
-
-    Raises:
-        RuntimeError: the plans deadlock; it says where every stage waits.
-    """
-    stages = len(plans)
-    todo = [list(steps(p)) for p in plans]
-    at, live, peak = [0] * stages, [0] * stages, [0] * stages
-    done: set[tuple[int, Op, int]] = set()
-    timeline: list[list[str]] = [[] for _ in plans]
-
-    def current(stage: int) -> tuple[Action, ...]:
-        return todo[stage][at[stage]] if 0 <= stage < stages and at[stage] < len(todo[stage]) else ()
-
-    def ready(stage: int, a: Action) -> bool:
-        step, op = PEER[a.op]
-        offered = any(b.op is op and b.micro_batch == a.micro_batch for b in current(stage + step))
-        return offered or (stage + step, op, a.micro_batch) in done
-
-    def transfer_ready(stage: int) -> bool:
-        now = current(stage)
-        return bool(now) and now[0].op not in COMPUTE and all(ready(stage, a) for a in now)
-
-    while any(current(s) for s in range(stages)):
-        transfers = [s for s in range(stages) if transfer_ready(s)]
-        if transfers:
-            for s in transfers:
-                done |= {(s, a.op, a.micro_batch) for a in current(s)}
-                at[s] += 1
-            continue
-        computes = [s for s in range(stages) if current(s) and current(s)[0].op in COMPUTE]
-        if not computes:
-            raise RuntimeError(f"pipeline deadlock; each stage waits at {[current(s) for s in range(stages)]}")
-        for s in range(stages):
-            timeline[s].append(repr(current(s)[0]).rstrip("!") if s in computes else "")
-        for s in computes:
-            live[s] += 1 if current(s)[0].op is Op.FORWARD else -1
-            peak[s] = max(peak[s], live[s])
-            at[s] += 1
-    return Simulation(len(timeline[0]), peak, timeline)
-
-
-def draw(kind: str, stages: int, micro_batches: int) -> str:
-    """The schedule as text: one row a stage, one column a tick."""
-    done = simulate([plan(kind, s, stages, micro_batches) for s in range(stages)])
-    width = 2 + len(str(micro_batches - 1))
-    rows = [
-        f"stage {s} |" + "".join(cell.rjust(width) for cell in row) + f" |  holds {done.peak_live[s]}"
-        for s, row in enumerate(done.timeline)
-    ]
-    busy = sum(cell != "" for row in done.timeline for cell in row)
-    idle = 1 - busy / (stages * done.ticks)
-    return "\n".join([*rows, f"{done.ticks} ticks, {idle:.0%} idle"])
-
-
-if __name__ == "__main__":
-    print(draw(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))

@@ -25,13 +25,15 @@ class Layout:
     """Sizes of the axes: pipeline stages, data-parallel ranks, tensor-parallel parts.
 
     ZeRO partitions within `shards` neighbouring data-parallel ranks, and replicates what they hold over dp / shards
-    such groups. 0: over all of dp.
+    such groups. 0: over all of dp. Each pipeline rank holds `chunks` virtual stages: chunk c of rank r is virtual stage
+    c pp + r.
     """
 
     pp: int = 1
     dp: int = 1
     tp: int = 1
     shards: int = 0
+    chunks: int = 1
 
     def __post_init__(self) -> None:
         assert self.dp % (self.shards or self.dp) == 0, self
@@ -72,15 +74,21 @@ class Layout:
                 found.setdefault(coord._replace(**{axis: 0}), []).append(rank)
         return list(found.values())
 
-    def layers(self, num_layers: int, stage: int) -> range:
-        """The layers that pipeline stage `stage` holds; the first stages take one more where it does not divide."""
-        each, rest = divmod(num_layers, self.pp)
-        start = stage * each + min(stage, rest)
-        return range(start, start + each + (stage < rest))
+    def chunk_layers(self, num_layers: int, rank: int, chunk: int) -> range:
+        """The layers of one chunk of pipeline rank `rank`; the first virtual stages take one more where uneven."""
+        each, rest = divmod(num_layers, self.pp * self.chunks)
+        at = chunk * self.pp + rank
+        start = at * each + min(at, rest)
+        return range(start, start + each + (at < rest))
+
+    def layers(self, num_layers: int, rank: int) -> list[int]:
+        """All layers of pipeline rank `rank`, chunk by chunk."""
+        return [n for chunk in range(self.chunks) for n in self.chunk_layers(num_layers, rank, chunk)]
 
     def __str__(self) -> str:
+        chunks = f" ({self.chunks} virtual stages each)" if self.chunks > 1 else ""
         parts = f" ({self.replica} x {self.shard})" if self.replica > 1 else ""
-        return f"pp {self.pp} x dp {self.dp}{parts} x tp {self.tp}"
+        return f"pp {self.pp}{chunks} x dp {self.dp}{parts} x tp {self.tp}"
 
 
 def ring_bytes(num_bytes: int, size: int, passes: int = 1) -> int:

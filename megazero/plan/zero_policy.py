@@ -24,6 +24,11 @@ class ZeroPolicy:
     parameters: bool
     keeps_gathered: bool = False  # gathered once an iteration, not at every use
 
+    @property
+    def publishes(self) -> bool:
+        """Whether every rank keeps whole weights but updates a part of them."""
+        return self.optimizer and not self.parameters
+
     @classmethod
     def for_stage(cls, config: ZeroConfig, size: int) -> ZeroPolicy:
         """Over one rank there is nothing to cut: every stage is stage 0."""
@@ -42,6 +47,14 @@ class Use(Enum):
     LOOKUP = (False, False)  # embeddings: backward needs no weights
     LAYER = (False, True)  # gathered for forward, again for backward
     HEAD = (True, True)  # nothing runs between its forward and its backward: gathered once for both
+
+    @property
+    def keeps_weights(self) -> bool:
+        return self.value[0]
+
+    @property
+    def needs_weights_in_backward(self) -> bool:
+        return self.value[1]
 
 
 def layer_uses(units: Iterable[str], first: bool, tied: bool) -> dict[str, tuple[Use, list[str]]]:

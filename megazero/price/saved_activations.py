@@ -14,8 +14,10 @@ from typing import NamedTuple
 from megazero.config.schema import BYTES, Config
 from megazero.model.attention import Backend, attention_backend
 from megazero.plan.flat_layout import partition_numel
-from megazero.plan.schedules import peak_live, plan
+from megazero.plan.operations import Backward, Forward
+from megazero.plan.program import program, rank_spec
 from megazero.plan.topology import Layout
+from megazero.plan.zero_policy import Use
 
 
 class Saved(NamedTuple):
@@ -95,9 +97,13 @@ def stage_activations(config: Config, layout: Layout, rank: int, device_type: st
         found = computed_saves(config, layout, device_type)
         return saved_bytes(found[0 if config.activations.partition_activations else 1 :])
     stage, micro_batches = layout.coord(rank).pp, config.micro_batches(layout.dp)
-    live = peak_live(plan(config.parallel.pipeline_schedule, stage, layout.pp, micro_batches))
-    blocks = len(layout.layers(config.model.num_layers, stage))
-    return live * blocks * saved_bytes(block_saves(config, layout, device_type))
+    spec = rank_spec(config, layout, stage)
+    live = peak = 0
+    for op in program(spec, config.parallel.pipeline_schedule, micro_batches).gradients:
+        if isinstance(op, (Forward, Backward)) and spec.layers[op.layer].use is Use.LAYER:
+            live += op.graph if isinstance(op, Forward) else -1
+            peak = max(peak, live)
+    return peak * saved_bytes(block_saves(config, layout, device_type))
 
 
 def korthikanti(config: Config, layout: Layout) -> float:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.nn as nn
 
-from megazero.activations.store import Checkpoints, Keep, recomputed
+from megazero.activations.store import KeptInputs
+from megazero.checkpoint import LocalShard
 from megazero.comm.collectives import MIN
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import Config
@@ -19,16 +19,16 @@ from megazero.memory.tracker import Ledger
 from megazero.model import initial_values
 from megazero.model.context import DTYPES, Context, Stream, Tokens
 from megazero.model.fused_ops import PLAIN, compiled
-from megazero.model.gpt2 import Block, GPTStage
-from megazero.plan.parameters import TOKEN, stage_units
-from megazero.plan.schedules import Plan, peak_live, plan
+from megazero.model.gpt2 import GPTStage
+from megazero.plan.parameters import HEAD, POSITION, TOKEN, stage_units
+from megazero.plan.program import Layer, Program, program, rank_spec
+from megazero.plan.schedules import EVALUATION
 from megazero.plan.topology import Layout
-from megazero.plan.zero_policy import Use, ZeroPolicy, fixed_gradients, layer_uses
+from megazero.plan.zero_policy import fixed_gradients
+from megazero.train.interpreter import ActivationSpec, Compute, Interpreter
 from megazero.train.optimization import LossScale, clip_factor, learning_rate
-from megazero.train.pipeline import Message
-from megazero.train.pipeline import run as run_pipeline
 from megazero.zero.adamw import Update
-from megazero.zero.unit import ZeroOptions
+from megazero.zero.flat_unit import ZeroOptions
 from megazero.zero.zero import Zero
 
 
@@ -39,6 +39,15 @@ class Batch(Protocol):
     labels: torch.Tensor  # [b, s] int64
     loss_mask: torch.Tensor  # [b, s] fp32, 1 where the target counts
     samples: tuple[int, ...]  # global numbers
+
+
+class DeviceBatch(NamedTuple):
+    """A micro-batch as layers read it."""
+
+    ids: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    tokens: Tokens
 
 
 class LossScaleExhausted(Exception):
@@ -61,43 +70,62 @@ class Engine:
     """One rank's part of the model, and how it learns."""
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
-        """Weights are the initial ones, on this rank's device; `config` is resolved."""
+        """Build the model with its initial weights on this rank's device; `config` is resolved."""
         self.config, self.mesh, self.ledger = config, mesh, Ledger()
         self.updates = 0  # made so far: for Adam's bias correction
         self.scale = LossScale.of(config.training)
         self.tied = None if config.model.untie_embeddings else TOKEN  # the unit that both pipeline ends hold
-        dtype, zero = DTYPES[config.training.precision], config.zero
-        policy, arena = ZeroPolicy.for_stage(zero, mesh.shard.size), config.activations.contiguous_checkpointing
-        self.zero = Zero(
+        self.spec = rank_spec(config, mesh.layout, mesh.pp.rank)
+        self.programs: dict[tuple[str, int], Program] = {}
+        self.zero = self._zero()
+        stream = Stream(mesh.tp, cut=config.parallel.sequence_parallel)
+        pieces = compiled(mesh.device) if config.training.compile else PLAIN
+        context = Context(
+            stream,
+            self.zero.accumulate_grad,
+            self.ledger,
+            config.training.precision,
+            mesh.device,
+            config.activations.recompute == "selective",
+            pieces,
+        )
+        seed, model = config.training.seed, config.model
+        self.model = GPTStage(model, mesh, seed, context, config.training.freeze_parameters)
+        self.zero.allocate(self.model.named_units(), partial(initial_values.draw, seed))
+        tokens = len(stream.tokens(config.training.micro_batch_size * model.seq_length))
+        message = ActivationSpec((tokens, model.hidden_size), context.dtype, mesh.device)
+        self.interpreter = Interpreter(
+            {name: (layer, self._compute(layer)) for name, layer in self.spec.layers.items()},
+            self.zero,
+            self._kept_inputs(message),
+            mesh.pp,
+            message,
+            self.ledger,
+            self.tied,
+        )
+
+    def _zero(self) -> Zero:
+        config, mesh = self.config, self.mesh
+        policy, arena = self.spec.policy, config.activations.contiguous_checkpointing
+        return Zero(
             ZeroOptions(
                 policy,
                 mesh,
                 self.ledger,
-                dtype,
+                DTYPES[config.training.precision],
                 DTYPES[config.training.grad_dtype],
-                zero.reduce_bucket_size,
-                zero.overlap_comm,
+                config.zero.reduce_bucket_size,
+                config.zero.overlap_comm,
                 fixed_gradients(policy, arena, config.micro_batches(mesh.layout.dp)),
-                config.parallel.sequence_parallel,
-                zero.poison_buffers,
+                config.zero.poison_buffers,
             )
         )
-        stream = Stream(mesh.tp, cut=config.parallel.sequence_parallel)
-        selective = config.activations.recompute == "selective"
-        pieces = compiled(mesh.device) if config.training.compile else PLAIN
-        context = Context(
-            stream, self.zero.contribute, self.ledger, config.training.precision, mesh.device, selective, pieces
-        )
-        seed, model = config.training.seed, config.model
-        self.model = GPTStage(model, mesh, seed, context, config.training.freeze_parameters)
-        self.zero.adopt(self.model.named_units(), self._uses(), partial(initial_values.draw, seed))
-        tokens = len(stream.tokens(config.training.micro_batch_size * model.seq_length))
-        self.message = Message((tokens, model.hidden_size), dtype, mesh.device)
-        self.checkpoints = self._checkpoints() if config.activations.recompute == "full" else None
 
-    def _checkpoints(self) -> Checkpoints:
-        activations, message = self.config.activations, self.message
-        return Checkpoints(
+    def _kept_inputs(self, message: ActivationSpec) -> KeptInputs | None:
+        activations = self.config.activations
+        if activations.recompute != "full":
+            return None
+        return KeptInputs(
             math.prod(message.shape),
             message.dtype,
             message.device,
@@ -107,57 +135,52 @@ class Engine:
             contiguous=activations.contiguous_checkpointing,
         )
 
-    def _uses(self) -> dict[nn.Module, tuple[Use, list[str]]]:
-        model, first = self.model, self.mesh.pp.is_first
-        uses = layer_uses(model.units, first, self.tied is not None)
-        return {model.get_submodule(name): use for name, use in uses.items()}
+    def _compute(self, layer: Layer) -> Compute:
+        """Bind a layer to what it reads of a micro-batch, besides x."""
+        module = self.model.get_submodule(layer.name)
 
-    # -- what the pipeline calls
+        def block(x: torch.Tensor, batch: DeviceBatch, output: bool) -> torch.Tensor:
+            return module(x, batch.tokens, output)
 
-    def run_layer(self, keep: Keep | None, layer: nn.Module, *args: Any) -> torch.Tensor:
-        """Recompute outside, gather inside: so a recompute gathers again."""
-        gathered = partial(self.zero.run, layer)
-        if isinstance(layer, Block) and keep is not None:
-            return recomputed(gathered, *args, keep=keep)
-        return gathered(*args)
+        def token(x: None, batch: DeviceBatch, output: bool) -> torch.Tensor:
+            return module(batch.ids)
 
-    def forward(self, x: torch.Tensor | None, batch: Batch) -> torch.Tensor:
-        model, device, learns = self.model, self.mesh.device, torch.is_grad_enabled()
-        tokens = Tokens.of(batch.ids, batch.samples, model.stream, drops=learns)
-        run = partial(self.run_layer, self.checkpoints.keep() if self.checkpoints is not None and learns else None)
-        if x is None:
-            x = model.embed(batch.ids.to(device, non_blocking=True), tokens, run)
-        x = model.body(x, tokens, run)
-        if model.head is None:
-            return x
-        labels, mask = (t.to(device, non_blocking=True) for t in (batch.labels, batch.loss_mask))
-        return run(model.head, x, labels, mask)
+        def position(x: torch.Tensor, batch: DeviceBatch, output: bool) -> torch.Tensor:
+            return module(x, batch.tokens)
 
-    def backward(self, final: bool) -> AbstractContextManager[None]:
-        if self.checkpoints is not None:
-            self.checkpoints.fetch_ahead()
-        return self.zero.backward(final)
+        def head(x: torch.Tensor, batch: DeviceBatch, output: bool) -> torch.Tensor:
+            return module(x, batch.labels, batch.loss_mask)
 
-    # -- what the trainer calls
+        found: dict[str, Any] = {TOKEN: token, POSITION: position, HEAD: head}
+        return found.get(layer.name, block)
+
+    def program(self, schedule: str, micro_batches: int) -> Program:
+        """Return this rank's program, made once per schedule and number of micro-batches."""
+        key = schedule, micro_batches
+        if key not in self.programs:
+            self.programs[key] = program(self.spec, *key)
+        return self.programs[key]
+
+    # -- a step
 
     def train_step(self, iteration: int, batches: Sequence[Batch]) -> StepResult:
-        """One iteration, counted from 1, over this rank's micro-batches."""
-        zero, optimizer = self.zero, self.config.optimizer
+        """Run one iteration, counted from 1, over this rank's micro-batches."""
+        optimizer, interpreter = self.config.optimizer, self.interpreter
         scale = self.scale.value if self.scale else 1.0
-        self.begin(len(batches))
+        self.begin()
         targets = self._count_targets(batches)
-        loss = self._run(self.config.parallel.pipeline_schedule, batches, seed_gradient=scale / max(1, targets))
-        zero.sum_gradients(self.tied)
-        norm = zero.gradient_norm(self.tied) / scale
+        step = self.program(self.config.parallel.pipeline_schedule, len(batches))
+        loss = self._run(step, batches, seed_gradient=scale / max(1, targets))
+        norm = interpreter.grad_norm / scale
         gradient_bytes = self.ledger.now["gradients"]
         lr, culprit = learning_rate(optimizer, iteration), None
         skipped = targets == 0 or not math.isfinite(norm)
         if skipped:
             culprit = self._first_nonfinite() if targets else "no target counts in this batch"
-            zero.discard_gradients()
+            self.zero.discard_gradients()
         else:
             made = torch.tensor(float(self.updates), device=self.mesh.device)
-            zero.update(Update(optimizer, lr, made, clip_factor(norm, optimizer.clip_grad) / scale))
+            interpreter.update(step, Update(optimizer, lr, made, clip_factor(norm, optimizer.clip_grad) / scale))
             self.updates += 1
         mean = self._global_loss(loss) / targets if targets else math.nan
         if self.scale and skipped and targets and self.scale.exhausted:
@@ -168,18 +191,18 @@ class Engine:
         self.scale = self.scale and self.scale.after(skipped and targets > 0)
         return StepResult(mean, norm, lr, scale, skipped, culprit, gradient_bytes)
 
-    def begin(self, micro_batches: int) -> None:
-        """Peaks are an iteration's; nothing is kept yet, whatever became of the step before."""
-        self.zero.discard_gradients()
-        if self.checkpoints is not None:
-            actions = self._plan(self.config.parallel.pipeline_schedule, micro_batches)
-            self.checkpoints.begin(peak_live(actions) * len(self.model.blocks))
+    def begin(self) -> None:
+        """Reset per-iteration peaks and discard state left by a failed step."""
+        self.interpreter.reset()
         self.ledger.begin_iteration()
         if self.mesh.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.mesh.device)
 
     def _first_nonfinite(self) -> str:
-        """Of the whole model, in the order of its layers: on the lowest rank that sees it. Agreed over the world."""
+        """Name the model's first parameter whose gradient is not finite, and the lowest rank that sees it.
+
+        Agreed over the world.
+        """
         mesh, mine = self.mesh, self.zero.first_nonfinite()
         names = [s.name for specs in stage_units(self.config.model, Layout(), 0).values() for s in specs]
         at = names.index(mine) if mine is not None else len(names)
@@ -189,30 +212,59 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> tuple[float, int]:
-        """(sum of the cross-entropies, number of targets) of a global batch, on all ranks."""
+        """Return (sum of the cross-entropies, number of targets) of a global batch, on all ranks."""
         targets = self._count_targets(batches)
-        return self._global_loss(self._run("forward-only", batches, seed_gradient=0.0)), targets
+        return self._global_loss(self._run(self.program(EVALUATION, len(batches)), batches, 0.0)), targets
 
-    def _run(self, schedule: str, batches: Sequence[Batch], seed_gradient: float) -> torch.Tensor:
-        actions = self._plan(schedule, len(batches))
-        return run_pipeline(actions, self, batches, self.mesh.pp, self.message, self.ledger, seed_gradient)
+    def _run(self, step: Program, batches: Sequence[Batch], seed_gradient: float) -> torch.Tensor:
+        def on_device(b: Batch) -> DeviceBatch:
+            ids, labels, mask = (t.to(self.mesh.device, non_blocking=True) for t in (b.ids, b.labels, b.loss_mask))
+            return DeviceBatch(ids, labels, mask, Tokens.of(b.ids, b.samples, self.model.stream, drops=step.trains))
 
-    def _plan(self, schedule: str, micro_batches: int) -> Plan:
-        return plan(schedule, self.mesh.pp.rank, self.mesh.pp.size, micro_batches)
+        return self.interpreter.run(step, [on_device(batch) for batch in batches], seed_gradient)
+
+    def wait(self) -> None:
+        """Wait for all outstanding collectives: before ranks part."""
+        self.interpreter.wait_all()
 
     def _count_targets(self, batches: Sequence[Batch]) -> int:
-        """Unmasked targets of the global batch: the one divisor of the loss and of every gradient."""
+        """Count the unmasked targets of the global batch: the one divisor of the loss and of every gradient."""
         count = sum(batch.loss_mask.sum(dtype=torch.float64) for batch in batches)
         assert isinstance(count, torch.Tensor), "no micro-batch"
         return int(self.mesh.control_sum(count.to(self.mesh.device), self.mesh.dp))
 
     def _global_loss(self, loss: torch.Tensor) -> float:
-        """The sum over data-parallel ranks; from the last stage to all."""
+        """Sum over data-parallel ranks, and from the last stage to all."""
         return float(self.mesh.control_sum(loss, self.mesh.dp, self.mesh.pp))
 
-    def wait(self) -> None:
-        """Wait for everything in flight: before other hands touch the weights, and before the ranks part."""
-        self.zero.wait()
+    # -- state
+
+    def shards(self) -> dict[str, LocalShard]:
+        """Return what this rank owns, under global names. The master weights are the model.
+
+        The tensors are the engine's own: a checkpoint reads them, or fills them before `load_state_dict`.
+        """
+        found = {}
+        for part, states in self.zero.owned_states():
+            for state, data in states.items():
+                prefix = "model" if state == "master" else state
+                found[f"{prefix}.{part.spec.name}"] = LocalShard(
+                    part.spec.shape, part.block.offset, part.block.shape, part.start, part.stop, data
+                )
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds besides `shards`, the same on all ranks."""
+        return {"updates": self.updates, "loss_scale": asdict(self.scale) if self.scale else None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint whose tensors have been read into `shards`. All ranks call this."""
+        self.wait()
+        self.zero.publish()
+        self.updates = state["updates"]
+        if self.scale and state["loss_scale"]:
+            known = state["loss_scale"]
+            self.scale = replace(self.scale, **{key: known[key] for key in ("value", "left", "good")})
 
     def memory_bytes(self, result: StepResult) -> dict[str, int]:
         """This rank's memory in the iteration that gave `result`, by kind, as docs/metrics.md defines them."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import math
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megazero import checkpoint
-from megazero.checkpoint import LocalShard
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import Config, ModelConfig
 from megazero.data.indexed import IndexedDataset
@@ -203,33 +202,20 @@ class Trainer:
 
     # -- checkpoints
 
-    def shards(self) -> dict[str, LocalShard]:
-        """What this rank owns, under global names. The master weights are the model."""
-        found = {}
-        for unit in self.engine.zero.units.values():
-            for part in unit.owned_parts():
-                for state, data in unit.state(part).items():
-                    prefix = "model" if state == "master" else state
-                    found[f"{prefix}.{part.spec.name}"] = LocalShard(
-                        part.spec.shape, part.block.offset, part.block.shape, part.start, part.stop, data
-                    )
-        return found
-
     def save(self) -> None:
         """Into --save, once an iteration."""
         root, iteration = self.config.checkpoint.save, self.progress.iteration
         if not root or self.saved_at == iteration:
             return
         start = time.perf_counter()
-        state = asdict(self.progress) | {
-            "updates": self.engine.updates,
-            "loss_scale": asdict(self.engine.scale) if self.engine.scale else None,
+        state = asdict(self.progress) | self.engine.state_dict()
+        state |= {
             "model": asdict(self.config.model),
             "layout": asdict(self.mesh.layout),
             "config": asdict(self.config),
         }
         self.engine.wait()
-        path = checkpoint.save(Path(root), iteration, self.shards(), state, self.mesh.host_group)
+        path = checkpoint.save(Path(root), iteration, self.engine.shards(), state, self.mesh.host_group)
         self.saved_at = iteration
         self.say(f"saved {path} in {time.perf_counter() - start:.1f} s")
         if self.leads and self.config.checkpoint.keep_last:
@@ -237,19 +223,14 @@ class Trainer:
 
     def load(self, path: Path) -> None:
         start = time.perf_counter()
-        self.engine.wait()  # the initial weights, all-gathered late, must not overwrite what is loaded
-        shards = self.shards()
+        self.engine.wait()
+        shards = self.engine.shards()
         self.mesh.in_flight.check("loading a checkpoint", writes=[shard.data for shard in shards.values()])
         checkpoint.load(path, shards, self.mesh.host_group)
-        for unit in self.engine.zero.units.values():
-            unit.publish()
         state = checkpoint.read_state(path)
+        self.engine.load_state_dict(state)
         self.progress = Progress(state["iteration"], state["consumed_samples"])
         self._say_differences(state["config"])
-        self.engine.updates = state["updates"]
-        if self.engine.scale and state["loss_scale"]:
-            known = state["loss_scale"]
-            self.engine.scale = replace(self.engine.scale, **{key: known[key] for key in ("value", "left", "good")})
         if path.parent.resolve() == Path(self.config.checkpoint.save or ".").resolve():
             self.saved_at = self.progress.iteration
         self.say(f"loaded {path} in {time.perf_counter() - start:.1f} s")

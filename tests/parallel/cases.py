@@ -43,10 +43,11 @@ class Case(NamedTuple):
     frozen: tuple[str, ...] = ()
     model: ModelConfig = MODEL
     batch: int = 12
+    chunks: int = 1
 
     @property
     def layout(self) -> Layout:
-        return Layout(self.pp, self.dp, self.tp, dict(self.options).get("zero_shard_size", 0))
+        return Layout(self.pp, self.dp, self.tp, dict(self.options).get("zero_shard_size", 0), self.chunks)
 
     @property
     def world(self) -> int:
@@ -54,7 +55,7 @@ class Case(NamedTuple):
 
     def __str__(self) -> str:
         words = [f"pp{self.pp}", f"dp{self.dp}", f"tp{self.tp}", f"zero{self.zero}", f"M{self.micro_batches}"]
-        words += [self.schedule] * (self.pp > 1 or self.schedule != "1f1b")
+        words += [self.schedule] * (self.pp > 1 or self.schedule != "1f1b") + [f"v{self.chunks}"] * (self.chunks > 1)
         words += {"none": [], "full": ["recompute"], "selective": ["selective"]}[self.recompute]
         words += [name for name in ("pa", "host", "md", "sp", "compile") if getattr(self, name)]
         words += [self.precision] * (self.precision not in ("fp32", "fp64")) + ["grad16"] * (self.grad_dtype != "fp32")
@@ -92,6 +93,7 @@ class Case(NamedTuple):
             tensor_model_parallel_size=self.tp,
             pipeline_model_parallel_size=self.pp,
             pipeline_schedule=self.schedule,
+            virtual_pipeline_stages=self.chunks,
             sequence_parallel=self.sp,
         )
         return resolve(replace(config, parallel=parallel), self.world, 0)[0]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.measure import kept_by_a_block
-from megazero.activations.store import Checkpoints
+from megazero.activations.store import KeptInputs
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
 from megazero.memory.tracker import Ledger
@@ -57,12 +57,18 @@ def partitioned(rank: int, how: dict[str, bool]) -> bool:
     for shape in SHAPES:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             x = torch.arange(math.prod(shape)).view(shape).to(dtype)
-            checkpoints = Checkpoints(x.numel(), dtype, x.device, Ledger(), tp=tp, **how)
-            checkpoints.begin(2)
-            keep = checkpoints.keep()
-            first, second = keep.pack(x), keep.pack(x + 1)
-            same &= first.data.numel() == -(-x.numel() // 3)
-            same &= torch.equal(keep.unpack(second), x + 1) and torch.equal(keep.unpack(first), x)
+            inputs = KeptInputs(x.numel(), dtype, x.device, Ledger(), tp=tp, **how)
+            slotted = any(how.values())
+            inputs.begin(2 * slotted)
+            for i, value in enumerate((x, x + 1)):
+                inputs.keep(("block", i), value, i if slotted else None)
+            same &= inputs.kept["block", 0].data.numel() == -(-x.numel() // 3)
+            for i, value in ((1, x + 1), (0, x)):
+                if how["on_host"]:
+                    inputs.start_fetch(("block", i)).wait()
+                inputs.rebuild(("block", i))
+                same &= torch.equal(inputs.take(("block", i)), value)
+                inputs.drop(("block", i), i if slotted else None)
     return same
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 from megazero.comm.collectives import PeerLost
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import Config, ModelConfig, TrainingConfig
+from megazero.plan.operations import Op, Reduce, Start
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
 from megazero.train.engine import Engine, LossScaleExhausted
@@ -22,26 +25,31 @@ from tests.parallel.cases import Case, MicroBatch, micro_batches, new_engine
 def state_of(engine: Engine) -> dict[str, torch.Tensor]:
     """Everything that an update changes."""
     units = engine.zero.units.values()
-    tensors = {f"{u.name}.{i}": t for u in units for i, t in enumerate((u.master, u.own, *u.moments))}
+    tensors = {
+        f"{u.name}.{i}": t
+        for u in units
+        for i, t in enumerate((u.optimizer.master, u.weights.sharded, *u.optimizer.moments))
+    }
     return {name: t.clone() for name, t in tensors.items()}
 
 
 def step(engine: Engine, case: Case, number: int, poison: str | None = None) -> dict[str, object]:
     """One iteration; `poison`: the last data-parallel rank's gradient of this parameter becomes infinite."""
-    zero, original = engine.zero, engine.zero.contribute
-    if poison is not None and engine.mesh.dp.is_last:
+    holders = [(u, m) for u in engine.zero.units.values() for m in u.flat.members if m.spec.name == poison]
+    if holders and engine.mesh.dp.is_last:
+        ((unit, member),) = holders
 
-        def contribute(parameter, write):
-            original(parameter, write)
-            unit = zero.unit_of[parameter]
-            if unit.names[parameter] == poison and unit.full is not None:
-                unit.full.data[unit.windows[parameter].start] = math.inf
+        @contextlib.contextmanager
+        def observe(op: Op) -> Iterator[None]:
+            """Right before the unit's gradients are reduced."""
+            if op in (Reduce(unit.name), Start(Reduce(unit.name))):
+                assert unit.gradients.unsharded is not None
+                unit.gradients.unsharded.data[member.window.start] = math.inf
+            yield
 
-        for module in engine.model.modules():
-            for holder in (module, getattr(module, "context", None)):
-                if hasattr(holder, "contribute"):
-                    object.__setattr__(holder, "contribute", contribute)
+        engine.interpreter.observe = observe
     result = engine.train_step(number, micro_batches(case, engine.mesh, number - 1))
+    engine.interpreter.observe = None
     return result._asdict()
 
 
@@ -126,7 +134,7 @@ def test_a_parameter_without_a_gradient_is_named() -> None:
     case = Case()
     engine = new_engine(0, case)
     block = engine.model.blocks["4"]
-    block.forward = lambda x, tokens: x + block.attention(x, block.norm1, tokens)
+    block.forward = lambda x, tokens, output: x + block.attention(x, block.norm1, tokens)
     with pytest.raises(RuntimeError, match=r"no gradient came for .*blocks.4.norm2.weight.*blocks.4.mlp.down.bias"):
         engine.train_step(1, micro_batches(case, engine.mesh, 0))
 

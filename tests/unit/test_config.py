@@ -32,14 +32,15 @@ SURFACE = set(
 # Of these, the ones that are not there yet: whoever adds one takes it from this list.
 COMING = set(
     """
-    virtual-pipeline-stages async-save plan world-size device-type rehearse
+    async-save plan world-size device-type rehearse
     """.split()
 )
 # A budget, not a count: every option is one more that a user has to understand, and one more factor of what has to
 # be tested together. An addition is argued for where this number is raised. --preset and --help come on top.
 # 60: fp16 needs its scale's four; stages 2 and 3 two choices between memory and traffic.
+# 66: virtual stages, and the memory that a zero-bubble schedule may take for its speed.
 # 64: the surface's three of ZeRO-R and sequence parallelism; compiling costs a minute that a short run has not got.
-NUM_OPTIONS = 64
+NUM_OPTIONS = 66
 
 DEFAULTS = {
     "precision": "fp32",
@@ -378,6 +379,37 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         "--partition-activations .* --tensor-model-parallel-size is 1; raise it, or drop",
     ),
     ({"save_interval": 5}, 1, 9, "--save-interval 5 needs --save DIR"),
+    (
+        {"virtual_pipeline_stages": 2},
+        1,
+        9,
+        "--virtual-pipeline-stages 2 with --pipeline-schedule 1f1b: .* both, or",
+    ),
+    ({"pipeline_schedule": "interleaved"}, 1, 9, "--virtual-pipeline-stages 1 with --pipeline-schedule interleaved"),
+    (
+        {"pipeline_schedule": "interleaved", "virtual_pipeline_stages": 2},
+        1,
+        9,
+        "interleaved needs a pipeline, and --pipeline-model-parallel-size is 1; raise it",
+    ),
+    (
+        {"pipeline_schedule": "interleaved", "virtual_pipeline_stages": 7, "pipeline_model_parallel_size": 2},
+        2,
+        9,
+        "--virtual-pipeline-stages 7 x --pipeline-model-parallel-size 2 = 14 is more than --num-layers 12.* at most 6",
+    ),
+    (
+        {
+            "pipeline_schedule": "interleaved",
+            "virtual_pipeline_stages": 2,
+            "pipeline_model_parallel_size": 2,
+            "global_batch_size": 3,
+        },
+        2,
+        9,
+        "groups of --pipeline-model-parallel-size 2, .* the 3 micro-batches of --global-batch-size 3; use .* 2 or 4",
+    ),
+    ({"zero_bubble_backlog": 1}, 1, 9, "--zero-bubble-backlog 1 is about --pipeline-schedule zero-bubble, not 1f1b"),
     ({"keep_last": 2}, 1, 9, "--keep-last 2 needs --save DIR"),
     ({"wandb_project": "gpt"}, 1, 9, "--wandb-project gpt needs --log-dir DIR"),
     ({"eod_mask_loss": True}, 1, 9, "--eod-mask-loss needs --tokenizer"),
@@ -385,8 +417,8 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         ({flag.replace("-", "_"): 0}, 1, 9, f"--{flag} 0: must be more than 0")
         for flag in (
             *("num-layers", "hidden-size", "num-attention-heads", "seq-length", "micro-batch-size", "train-iters"),
-            *("tensor-model-parallel-size", "pipeline-model-parallel-size", "distributed-timeout-minutes"),
-            *("adam-eps", "eval-iters", "log-interval"),
+            *("tensor-model-parallel-size", "pipeline-model-parallel-size", "virtual-pipeline-stages"),
+            *("distributed-timeout-minutes", "adam-eps", "eval-iters", "log-interval"),
         )
     ),
     *(

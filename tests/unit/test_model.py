@@ -89,13 +89,13 @@ def test_loss_and_gradients(pair) -> None:
     loss = F.cross_entropy(theirs(b.ids).logits.flatten(0, 1), b.labels.flatten())
     theirs.zero_grad()
     loss.backward()
-    found = ours._run("1f1b", [b], seed_gradient=1 / b.labels.numel())
+    found = ours._run(ours.program("1f1b", 1), [b], seed_gradient=1 / b.labels.numel())
     assert abs(found / b.labels.numel() - loss) < 1e-5 * loss
     units = ours.zero.units
     gradients = {
-        spec.name: unit.reduced.data[unit.flat.windows[spec.name].slice()].view(block.stored)
+        member.spec.name: unit.gradients.reduced[member.window.slice()].view(member.block.stored)
         for unit in units.values()
-        for spec, block in zip(unit.specs, unit.blocks, strict=True)
+        for member in unit.flat.members
     }
     for name, p in theirs.transformer.named_parameters():
         name, wanted = to_megazero(name, p.grad, MODEL)

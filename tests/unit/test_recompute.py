@@ -1,75 +1,58 @@
-"""What is kept from forward to backward, and where: slots, the arena through all that a run does to it, prefetch."""
+"""Kept inputs: slots, the arena through all that a run does to it, prefetch from the host, selective recompute."""
 
 from __future__ import annotations
+
+import contextlib
 
 import pytest
 import torch
 
 from megazero.activations.offload import Copies, Fetch, Stored
-from megazero.activations.store import Checkpoints, recomputed
-from megazero.memory.pool import Slots
+from megazero.activations.store import KeptInputs
 from megazero.memory.tracker import Ledger
-from megazero.model.recompute import through
+from megazero.plan.operations import Backward, Op, Recompute
 from megazero.train.engine import Engine
 from tests.parallel.cases import STEPS, Case, micro_batches, new_engine, train
 
 CPU = torch.device("cpu")
 
 
-def slots(contiguous: bool, ledger: Ledger | None = None) -> Slots:
-    return Slots(6, torch.float32, CPU, ledger or Ledger(), idle="buffers", contiguous=contiguous)
+def inputs(contiguous: bool, ledger: Ledger, on_host: bool = False) -> KeptInputs:
+    return KeptInputs(6, torch.float32, CPU, ledger, tp=None, on_host=on_host, contiguous=contiguous)
 
 
-def test_an_arena_is_one_allocation_and_suffices() -> None:
-    arena = slots(contiguous=True)
-    arena.begin(3)
-    taken = [arena.take() for _ in range(3)]
-    assert len({slot.data.untyped_storage().data_ptr() for slot in taken}) == 1
-    assert len({slot.data.data_ptr() for slot in taken}) == 3
-    with pytest.raises(AssertionError, match="all 3 slots are in use"):
-        arena.take()
-    address = taken.pop().data.data_ptr()
-    assert arena.take().data.data_ptr() == address
-
-
-def test_separate_slots_are_made_when_needed_and_used_again() -> None:
+def test_an_arena_is_one_allocation() -> None:
     ledger = Ledger()
-    pool = slots(contiguous=False, ledger=ledger)
-    pool.begin(3)
-    assert ledger.now["buffers"] == 0
-    first, second = pool.take(), pool.take()
-    assert ledger.now["buffers"] == 0  # those in use are their users' to enter
-    addresses = {first.data.data_ptr(), second.data.data_ptr()}
-    del first, second
-    assert ledger.now["buffers"] == 2 * 24
-    pool.begin(3)
-    kept = [pool.take() for _ in range(2)]
-    assert {slot.data.data_ptr() for slot in kept} == addresses
+    arena = inputs(True, ledger)
+    arena.begin(3)
+    assert len({slot.untyped_storage().data_ptr() for slot in arena.slots}) == 1
+    assert len({slot.data_ptr() for slot in arena.slots}) == 3
+    assert ledger.now["buffers"] == 3 * 24
+    arena.keep(("a", 0), torch.arange(6.0), 1)
+    assert (ledger.now["buffers"], ledger.now["activation_checkpoints"]) == (2 * 24, 24)
+    assert torch.equal(arena.take(("a", 0)), torch.arange(6.0)) and torch.equal(arena.slots[1], torch.arange(6.0))
+    arena.drop(("a", 0), 1)
+    assert (ledger.now["buffers"], ledger.now["activation_checkpoints"]) == (3 * 24, 0)
+
+
+def test_an_arena_grows_between_steps_and_never_shrinks() -> None:
+    ledger = Ledger()
+    arena = inputs(True, ledger)
+    for count, wanted in ((2, 2), (5, 5), (3, 5)):
+        arena.begin(count)
+        assert len(arena.slots) == wanted and ledger.now["buffers"] == wanted * 24
 
 
 @pytest.mark.parametrize("contiguous", [True, False])
-def test_a_slot_that_outlives_its_step_does_not_come_back(contiguous: bool) -> None:
-    """A traceback may hold on to a graph: the next step has all slots, and the late one is not free twice."""
+def test_inputs_left_by_a_failed_step_are_dropped(contiguous: bool) -> None:
     ledger = Ledger()
-    pool = slots(contiguous, ledger)
-    pool.begin(2)
-    late = [pool.take(), pool.take()]
-    pool.begin(2)
-    taken = [pool.take(), pool.take()]
-    late.clear()
-    assert len(pool.free) == 0 and len({slot.data.data_ptr() for slot in taken}) == 2
-    taken.clear()
-    assert len(pool.free) == 2 and ledger.now["buffers"] == 2 * 24
-
-
-def test_an_arena_grows_between_steps() -> None:
-    ledger = Ledger()
-    arena = slots(True, ledger)
-    arena.begin(2)
-    arena.begin(5)
-    assert len(arena.free) == 5 and ledger.now["buffers"] == 5 * 24
-    arena.begin(3)
-    assert len(arena.free) == 5
+    kept = inputs(contiguous, ledger)
+    kept.begin(2 * contiguous)
+    for i in range(2):
+        kept.keep(("a", i), torch.zeros(6), i if contiguous else None)
+    kept.begin(2 * contiguous)
+    assert not kept.kept and ledger.now["activation_checkpoints"] == 0
+    assert ledger.now["buffers"] == 2 * 24 * contiguous
 
 
 # -- the arena in an engine
@@ -77,9 +60,14 @@ def test_an_arena_grows_between_steps() -> None:
 ARENA = Case(recompute="full", md=True, micro_batches=1, batch=6)
 
 
-def arena_of(engine: Engine) -> Slots:
-    assert engine.checkpoints is not None and engine.checkpoints.slots is not None
-    return engine.checkpoints.slots
+def arena_of(engine: Engine) -> KeptInputs:
+    return engine.interpreter.kept
+
+
+def is_whole(arena: KeptInputs, slots: int = 5) -> bool:
+    """Whether nothing is kept, and every slot is counted as free."""
+    kind = arena.free_kind
+    return len(arena.slots) == slots and not arena.kept and arena.ledger.now[kind] == slots * arena.part_bytes
 
 
 def step(engine: Engine, number: int, case: Case = ARENA) -> float:
@@ -97,8 +85,7 @@ def test_evaluation_does_not_touch_the_arena(plain: list[float]) -> None:
     for number in range(STEPS):
         engine.evaluate(micro_batches(ARENA, engine.mesh, 0) * 3)
         found.append(step(engine, number))
-        arena = arena_of(engine)
-        assert len(arena.free) == len(arena.buffers) == 5
+        assert is_whole(arena_of(engine))
     assert found == plain
 
 
@@ -122,8 +109,8 @@ def test_an_exception_leaves_the_arena_whole(where: str, host: bool, plain: list
     peak = engine.ledger.peak["host" if host else "activation_checkpoints"]
     found += [step(engine, number) for number in range(1, STEPS)]
     arena = arena_of(engine)
-    assert engine.ledger.peak["host" if host else "activation_checkpoints"] == 5 * arena.each_bytes >= peak
-    assert len(arena.free) == len(arena.buffers) == 5
+    assert engine.ledger.peak["host" if host else "activation_checkpoints"] == 5 * arena.part_bytes >= peak
+    assert is_whole(arena)
     assert found == plain
     del held
 
@@ -135,7 +122,7 @@ def test_the_number_of_micro_batches_may_change() -> None:
     found = []
     for number, count in enumerate((1, 3, 2, 1)):
         found.append(step(engine, number, ARENA._replace(micro_batches=count)))
-        assert len(arena_of(engine).buffers) == 5 * max((1, 3, 2, 1)[: number + 1])
+        assert len(arena_of(engine).slots) == 5 * max((1, 3, 2, 1)[: number + 1])
     assert found == pytest.approx(wanted, rel=1e-5)
 
 
@@ -144,7 +131,7 @@ def test_a_skipped_step_leaves_the_arena_whole() -> None:
     batches = micro_batches(ARENA, engine.mesh, 0)
     masked = [batch._replace(loss_mask=torch.zeros_like(batch.loss_mask)) for batch in batches]
     assert engine.train_step(1, masked).skipped
-    assert len(arena_of(engine).free) == 5
+    assert is_whole(arena_of(engine))
     assert step(engine, 0) == train(0, ARENA).losses[0]
 
 
@@ -155,20 +142,20 @@ def test_gradients_and_checkpoints_stay_where_they_are() -> None:
     seen = []
     for number in range(2):
         places = []
-        contribute = engine.zero.units["blocks.2"].contribute
+        unit = engine.zero.units["blocks.2"]
 
-        def look(parameter, write, contribute=contribute, places=places):
-            done = contribute(parameter, write)
-            places.append(engine.zero.units["blocks.2"].full.data.data_ptr())
-            return done
+        @contextlib.contextmanager
+        def look(op: Op, places=places, unit=unit):
+            yield
+            if isinstance(op, Backward) and op.layer == "blocks.2":
+                places.append(unit.gradients.unsharded.data.data_ptr())
 
-        engine.zero.units["blocks.2"].contribute = look
+        engine.interpreter.observe = look
         step(engine, number, case)
-        engine.zero.units["blocks.2"].contribute = contribute
-        seen.append((set(places), {buffer.data_ptr() for buffer in arena_of(engine).buffers}))
+        seen.append((set(places), {slot.data_ptr() for slot in arena_of(engine).slots}))
     assert seen[0] == seen[1] and len(seen[0][0]) == 1
-    homes = [unit.full_home for unit in engine.zero.units.values()]
-    assert len({home.untyped_storage().data_ptr() for home in homes}) == 1
+    bound = [unit.gradients._persistent[0] for unit in engine.zero.units.values()]
+    assert len({buffer.untyped_storage().data_ptr() for buffer in bound}) == 1
 
 
 # -- offloading
@@ -180,44 +167,30 @@ class Watched(Copies):
     def __init__(self, events: list[str]) -> None:
         self.events = events
 
-    def start_store(self, part: torch.Tensor, host: torch.Tensor) -> Stored:
-        self.events.append(f"store {int(part[0])}")
-        return super().start_store(part, host)
-
     def start_fetch(self, stored: Stored) -> Fetch:
-        self.events.append(f"fetch {int(stored.host[0])}")
+        self.events.append("fetch")
         return super().start_fetch(stored)
 
 
 def test_the_host_is_asked_one_block_ahead() -> None:
-    """While block i is computed again, the input of block i - 1 is on its way; the last one's since backward began.
-
-    Of two micro-batches in flight, whose values are 0, 1, 2 and 10, 11, 12.
-    """
+    """While block i is recomputed, the input of block i - 1 is on its way; the last during the head's backward."""
+    engine = new_engine(0, ARENA._replace(md=False, host=True, micro_batches=2))
     events: list[str] = []
-    checkpoints = Checkpoints(4, torch.float32, CPU, Ledger(), tp=None, on_host=True, contiguous=False)
-    checkpoints.copies = Watched(events)
+    engine.interpreter.kept.copies = Watched(events)
 
-    def block(x: torch.Tensor) -> torch.Tensor:
-        events.append(f"compute {int(x[0])}")
-        return (x + 1).square().sqrt()
+    @contextlib.contextmanager
+    def observe(op: Op):
+        if isinstance(op, (Recompute, Backward)):
+            events.append(f"{type(op).__name__} {op.layer}")
+        yield
 
-    outputs = []
-    for first in (0.0, 10.0):
-        y, keep = torch.full((4,), first, requires_grad=True), checkpoints.keep()
-        for _ in range(3):
-            y = recomputed(block, y, keep=keep)
-        outputs.append(y)
-    assert events == [f"{what} {first + i}" for first in (0, 10) for i in range(3) for what in ("store", "compute")]
-    for first, y in zip((0, 10), outputs, strict=True):
-        events.clear()
-        checkpoints.fetch_ahead()
-        events.append("head")
-        y.sum().backward()
-        order = ["fetch 2", "head", "fetch 1", "compute 2", "fetch 0", "compute 1", "compute 0"]
-        assert events == [
-            " ".join([word, *(str(first + int(n)) for n in rest)]) for word, *rest in map(str.split, order)
-        ]
+    engine.interpreter.observe = observe
+    step(engine, 0, ARENA._replace(micro_batches=2))
+    order = ["fetch", "Backward head", "fetch"]
+    for n in (4, 3, 2, 1, 0):
+        order += [f"Recompute blocks.{n}", f"Backward blocks.{n}", *["fetch"] * (n > 1)]
+    order += ["Backward position_embedding", "Backward token_embedding"]
+    assert events == order * 2
 
 
 def test_host_memory_is_used_again() -> None:
@@ -226,39 +199,12 @@ def test_host_memory_is_used_again() -> None:
     places = []
     for number in range(3):
         step(engine, number)
-        places.append({buffer.data_ptr() for buffer in arena_of(engine).buffers})
+        places.append({slot.data_ptr() for slot in arena_of(engine).slots})
     assert places[0] == places[1] == places[2] and len(places[0]) == 5
     assert engine.ledger.peak["activation_checkpoints"] == 0
 
 
 # -- selective
-
-
-def test_through_keeps_what_is_not_the_whole_of_it() -> None:
-    """A part of what `prepare` gave begins at the same address."""
-    x = torch.linspace(1, 2, 7, requires_grad=True)
-    through(torch.exp, lambda y: y[:3] * y[:3], x, again=True).sum().backward()
-    wanted = torch.where(torch.arange(7) < 3, 2 * (2 * x).exp(), 0.0)
-    assert x.grad is not None and torch.allclose(x.grad, wanted)
-
-
-def test_through_makes_again_what_it_does_not_keep() -> None:
-    calls = []
-
-    def prepare(x: torch.Tensor) -> torch.Tensor:
-        calls.append(torch.is_grad_enabled())
-        return x.exp()
-
-    def gradient(again: bool) -> torch.Tensor:
-        x = torch.linspace(-1, 1, 7, requires_grad=True)
-        through(prepare, torch.square, x, again=again).sum().backward()
-        assert x.grad is not None
-        return x.grad
-
-    kept = gradient(False)
-    assert calls == [True]
-    assert torch.equal(gradient(True), kept)
-    assert calls == [True, True, False]
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megazero.zero.unit import square_sum
+from megazero.zero.gradients import square_sum
 
 
 def test_square_sum_is_exact_where_fp32_is_not() -> None:

@@ -1,0 +1,146 @@
+"""Duration of a training step, given the cost of its operations: the programs of all pipeline ranks, played together.
+
+A rank has one stream that computes, and one per axis: Start puts an operation on the stream of its axis, and Wait makes
+the computation wait for it. A message arrives when sender and receiver have both started it. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from megazero.plan.operations import (
+    COMPUTE,
+    Backward,
+    BackwardWeights,
+    Fetch,
+    Forward,
+    Op,
+    Ops,
+    Recv,
+    Send,
+    Start,
+    SumReplicated,
+    SumTied,
+    Transfer,
+    Wait,
+    inner,
+    name_of,
+)
+from megazero.plan.program import Layer, RankSpec, Unit, program
+from megazero.plan.zero_policy import Use, ZeroPolicy
+
+Cost = Callable[[Op], float]
+
+
+class Span(NamedTuple):
+    """One computation on the time line of a rank."""
+
+    op: Op
+    begin: float
+    end: float
+
+
+class Timing(NamedTuple):
+    """Duration of a step, in the unit of its costs."""
+
+    seconds: float
+    busy: list[float]  # per rank: computing
+    spans: list[list[Span]]  # per rank: its computations, in order
+
+    @property
+    def bubble(self) -> float:
+        """Idle time over computing time, of the busiest rank: (p - 1) / m for 1F1B."""
+        return self.seconds / max(self.busy) - 1
+
+
+class _Rank:
+    """One rank's place in its program while it is played."""
+
+    def __init__(self, ops: Ops) -> None:
+        self.ops, self.at, self.now = ops, 0, 0.0
+        self.free: dict[str, float] = {}  # axis -> when its stream has nothing left to do
+        self.done: dict[Op, float] = {}  # operation in flight -> when it ends
+        self.spans: list[Span] = []
+
+    def advance(self, posted: dict[Transfer, float], cost: Cost) -> bool:
+        """Play on until a message is missing. Return whether anything was played."""
+        begin = self.at
+        while self.at < len(self.ops) and self._play(self.ops[self.at], posted, cost):
+            self.at += 1
+        return self.at > begin
+
+    def _play(self, op: Op, posted: dict[Transfer, float], cost: Cost) -> bool:
+        about = inner(op)
+        if isinstance(about, Transfer):
+            if not isinstance(op, Wait):
+                posted[about] = self.now
+            if not isinstance(op, Start):
+                mate = (Send if isinstance(about, Recv) else Recv)(about.what, about.to, about.micro_batch)
+                if mate not in posted:
+                    return False
+                self.now = max(self.now, max(posted[mate], posted[about]) + cost(about))
+        elif isinstance(op, Wait):
+            self.now = max(self.now, self.done.get(about, 0.0))
+        elif isinstance(op, COMPUTE):
+            self.spans.append(Span(op, self.now, self.now + cost(op)))
+            self.now += cost(op)
+        else:
+            axis = _axis(about)
+            self.free[axis] = self.done[about] = max(self.now, self.free.get(axis, 0.0)) + cost(about)
+            if not isinstance(op, Start):
+                self.now = self.done[about]
+        return True
+
+
+def simulate(programs: list[Ops], cost: Cost) -> Timing:
+    """Play the programs of the ranks of one pipeline.
+
+    Raises:
+        RuntimeError: they deadlock; it says where every rank waits.
+    """
+    ranks = [_Rank(ops) for ops in programs]
+    posted: dict[Transfer, float] = {}
+    while any(rank.at < len(rank.ops) for rank in ranks):
+        moved = [rank.advance(posted, cost) for rank in ranks]
+        if not any(moved):
+            waiting = [name_of(rank.ops[rank.at]) if rank.at < len(rank.ops) else "its end" for rank in ranks]
+            raise RuntimeError(f"pipeline deadlock; the ranks wait at {waiting}")
+    busy = [sum(span.end - span.begin for span in rank.spans) for rank in ranks]
+    return Timing(max(rank.now for rank in ranks), busy, [rank.spans for rank in ranks])
+
+
+def _axis(op: Op) -> str:
+    if isinstance(op, Fetch):
+        return "host"
+    return "tp" if isinstance(op, SumReplicated) else "ends" if isinstance(op, SumTied) else "dp"
+
+
+# -- schedules alone
+
+
+def plain_pipeline(ranks: int, chunks: int = 1, layers: int = 1) -> list[RankSpec]:
+    """A pipeline of equal layers, `layers` per chunk, without embedding, head or ZeRO."""
+    found = []
+    for rank in range(ranks):
+        names = [[f"{c}.{n}" for n in range(layers)] for c in range(chunks)]
+        made = [
+            tuple(Layer(name, (name,), Use.LAYER, True, rank + c > 0 or n > 0) for n, name in enumerate(chunk))
+            for c, chunk in enumerate(names)
+        ]
+        units = {name: Unit(64, True) for chunk in names for name in chunk}
+        found.append(RankSpec(tuple(made), units, ZeroPolicy(False, False, False), rank, ranks))
+    return found
+
+
+def thirds(op: Op) -> float:
+    """Cost where a forward, an input gradient and a weight gradient take 1 each, and nothing else takes time."""
+    if isinstance(op, Backward):
+        return 2.0 if op.weights else 1.0
+    return float(isinstance(op, (Forward, BackwardWeights)))
+
+
+def play(schedule: str, ranks: int, micro_batches: int, chunks: int = 1, layers: int = 1) -> Timing:
+    """Simulate a schedule on a plain pipeline with the costs of `thirds`."""
+    specs = plain_pipeline(ranks, chunks, layers)
+    return simulate([program(spec, schedule, micro_batches).gradients for spec in specs], thirds)

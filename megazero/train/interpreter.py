@@ -1,0 +1,316 @@
+"""The interpreter: carries out a program, one short method per operation.
+
+Between its Forward (or Recompute) and its Backward, a layer of a micro-batch is an autograd graph of its own: its input
+is a leaf, and its output is held by autograd's edge alone, so that the output's data is free. Autograd decides nothing
+about the order of events; the program has it written down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn as nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from megazero.activations.store import KeptInputs
+from megazero.comm.collectives import Axis, Pending
+from megazero.memory.tracker import Ledger
+from megazero.model.context import Write
+from megazero.plan.operations import (
+    Backward,
+    BackwardWeights,
+    Drop,
+    Fetch,
+    Forward,
+    Gather,
+    Keep,
+    Norm,
+    Op,
+    Open,
+    Ops,
+    Publish,
+    Rebuild,
+    Recompute,
+    Recv,
+    Reduce,
+    ReduceReplicas,
+    Release,
+    Send,
+    Start,
+    SumReplicated,
+    SumTied,
+    Update,
+    Wait,
+    name_of,
+)
+from megazero.plan.program import Layer, Program
+from megazero.zero.adamw import Update as StepParams
+from megazero.zero.zero import Zero
+
+Observer = Callable[[Op], contextlib.AbstractContextManager[object]]
+
+
+class Compute(Protocol):
+    """A layer as the interpreter calls it.
+
+    `output` False: only the graph is needed; the output is never read, and may be wrong.
+    """
+
+    def __call__(self, x: torch.Tensor | None, micro_batch: Any, output: bool) -> torch.Tensor: ...
+
+
+class ActivationSpec(NamedTuple):
+    """What pipeline stages send each other, and every layer but the first reads: [T', h]."""
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Graph(NamedTuple):
+    """A layer of a micro-batch, between its Forward and its Backward."""
+
+    x: torch.Tensor | None  # the leaf, where a gradient passes through
+    y: GradientEdge
+
+
+class Interpreter:
+    """The registers of one rank, and what each operation does with them.
+
+    Attributes:
+        x, dx: micro-batch -> what the next operation on it reads.
+        graphs: (layer, micro-batch) -> what its Backward needs.
+        queued: (layer, micro-batch) -> weight gradients that wait for BackwardWeights.
+        pending: asynchronous operations in flight.
+        current: the operation being carried out, for reports of hangs and errors. None between steps.
+        observe: wraps every operation, if set: profilers, traces and tests.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[str, tuple[Layer, Compute]],
+        zero: Zero,
+        kept: KeptInputs | None,
+        pp: Axis,
+        message: ActivationSpec,
+        ledger: Ledger,
+        tied: str | None,
+    ) -> None:
+        self.layers, self.zero, self.units, self._kept = layers, zero, zero.units, kept
+        self.pp, self.message, self.ledger, self.tied = pp, message, ledger, tied
+        self.pending: dict[Op, Pending] = {}
+        self.gathered: set[str] = set()
+        self.current: Op | None = None
+        self.observe: Observer | None = None
+        self.grad_norm = 0.0
+        self._step_params: StepParams | None = None
+        self.reset()
+        self._start: dict[type, Callable[[Any], Pending]] = {
+            Gather: self._gather,
+            Publish: lambda op: self.units[op.unit].weights.start_publish(),
+            Reduce: lambda op: self.units[op.unit].gradients.start_reduce(self.zero.reducer),
+            ReduceReplicas: lambda op: self.units[op.unit].gradients.start_reduce_replicas(),
+            SumReplicated: lambda op: self.units[op.unit].gradients.start_sum_replicated(),
+            SumTied: lambda op: self.units[op.unit].gradients.start_sum_tied(),
+            Fetch: lambda op: self.kept.start_fetch(op.key),
+            Recv: self._recv,
+            Send: self._send,
+        }
+        self._do: dict[type, Callable[[Any], None]] = {
+            Forward: self._forward,
+            Recompute: lambda op: self._compute(op.layer, self.kept.take(op.key), op.micro_batch, output=False),
+            Backward: self._backward,
+            BackwardWeights: self._backward_weights,
+            Keep: lambda op: self.kept.keep(op.key, self.x[op.micro_batch], op.slot),
+            Rebuild: lambda op: self.kept.rebuild(op.key),
+            Drop: lambda op: self.kept.drop(op.key, op.slot),
+            Release: self._release,
+            Open: lambda op: self.units[op.unit].gradients.open(),
+            Norm: self._norm,
+            Update: self._update,
+            Start: self._begin,
+            Wait: self._wait,
+            **dict.fromkeys(self._start, self._at_once),
+        }
+
+    @property
+    def has_kept(self) -> bool:
+        """Whether inputs are kept for recompute."""
+        return self._kept is not None
+
+    @property
+    def kept(self) -> KeptInputs:
+        assert self._kept is not None, "the program recomputes, but nothing is kept"
+        return self._kept
+
+    def reset(self) -> None:
+        """Forget every micro-batch: at the start of a step, whatever became of the one before."""
+        for op in [op for op in self.pending if not isinstance(op, Publish)]:
+            self.pending.pop(op).wait()
+        for name in list(self.gathered):
+            self.units[name].weights.release()
+        self.gathered.clear()
+        self.x: dict[int, torch.Tensor] = {}
+        self.dx: dict[int, torch.Tensor] = {}
+        self.graphs: dict[tuple[str, int], Graph] = {}
+        self.queued: dict[tuple[str, int], list[tuple[nn.Parameter, Write]]] = {}
+        self.zero.discard_gradients()
+
+    def run(self, program: Program, micro_batches: Sequence[Any], seed_gradient: float) -> torch.Tensor:
+        """Carry out the first part of a program: all but the update.
+
+        Args:
+            seed_gradient: d objective / d loss, of every micro-batch.
+
+        Returns:
+            The sum of the micro-batches' losses, a scalar in fp64; 0 on all stages but the last.
+        """
+        self.reset()
+        if self._kept is not None:
+            self._kept.begin(program.num_slots)
+        self.micro_batches, self.seed_gradient = micro_batches, seed_gradient
+        self.loss = torch.zeros((), dtype=torch.float64, device=self.message.device)
+        with torch.no_grad():
+            self.execute(program.gradients)
+        return self.loss
+
+    def update(self, program: Program, params: StepParams) -> None:
+        """Carry out the second part of a program."""
+        self._step_params = params
+        with torch.no_grad():
+            self.execute(program.update)
+
+    def execute(self, ops: Ops) -> None:
+        """Carry out operations in order; an exception is noted with the operation that raised it."""
+        do, observe = self._do, self.observe
+        try:
+            for op in ops:
+                self.current = op
+                if observe is None:
+                    do[type(op)](op)
+                else:
+                    with observe(op):
+                        do[type(op)](op)
+        except Exception as error:
+            error.add_note(f"in operation {name_of(self.current)!r} of the step" if self.current else "in a step")
+            raise
+        self.current = None
+
+    # -- asynchronous operations
+
+    def _begin(self, op: Start) -> None:
+        assert op.op not in self.pending, f"{name_of(op)}: in flight already"
+        self.pending[op.op] = self._start[type(op.op)](op.op)
+
+    def _wait(self, op: Wait) -> None:
+        pending = self.pending.pop(op.op, None)
+        if pending is not None:
+            pending.wait()
+        else:  # an evaluation, or the first step, may have waited for it, or nothing was updated yet
+            assert isinstance(op.op, Publish), f"{name_of(op)}: was never started"
+
+    def _at_once(self, op: Op) -> None:
+        self._start[type(op)](op).wait()
+
+    def wait_all(self) -> None:
+        """Wait for every operation in flight: before ranks part, and before weights are replaced."""
+        while self.pending:
+            self.pending.popitem()[1].wait()
+
+    # -- layers
+
+    def _forward(self, op: Forward) -> None:
+        i = op.micro_batch
+        x = self.x.pop(i, None)  # no register holds it while the layer computes: a Keep or the graph does
+        y = self._compute(op.layer, x, i) if op.graph else self.layers[op.layer][1](x, self.micro_batches[i], True)
+        if y.dim() == 0:
+            self.loss += y.detach()
+        else:
+            self.x[i] = y.detach()
+
+    def _compute(self, name: str, x: torch.Tensor | None, i: int, output: bool = True) -> torch.Tensor:
+        """Compute a layer with a graph."""
+        layer, compute = self.layers[name]
+        with torch.enable_grad():
+            if x is not None:
+                x = x.detach().requires_grad_(layer.passes_gradient)
+            y = compute(x, self.micro_batches[i], output)
+        self.graphs[name, i] = Graph(x if layer.passes_gradient else None, get_gradient_edge(y))
+        return y
+
+    def _backward(self, op: Backward) -> None:
+        x, y = self.graphs.pop(op.key)
+        dy = self.dx.pop(op.micro_batch, None)
+        if dy is None:
+            dy = torch.full((), self.seed_gradient, dtype=torch.float64, device=self.message.device)
+        if not op.weights:
+            self.zero.queue = self.queued[op.key] = []
+        # Only nodes on paths from y to x run, and those of every parameter are: their Functions hand gradients over.
+        if x is None:
+            torch.autograd.backward(y, dy)
+        else:
+            (self.dx[op.micro_batch],) = torch.autograd.grad(y, x, dy)
+        self.zero.queue = None
+
+    def _backward_weights(self, op: BackwardWeights) -> None:
+        for parameter, write in self.queued.pop(op.key):
+            self.zero.accumulate_grad(parameter, write)
+
+    # -- weights
+
+    def _gather(self, op: Gather) -> Pending:
+        unit = self.units[op.unit]
+        self.gathered.add(op.unit)
+        arriving = unit.weights.start_gather(self.zero.pool.slots[unit.flat.numel][op.slot])
+
+        def arrive() -> None:
+            arriving.wait()
+            unit.weights.gathered()
+
+        return Pending(then=arrive)
+
+    def _release(self, op: Release) -> None:
+        self.gathered.discard(op.unit)
+        self.units[op.unit].weights.release()
+
+    # -- between stages
+
+    def _tag(self, op: Recv | Send) -> int:
+        return (op.to * len(self.micro_batches) + op.micro_batch) * 2 + (op.what == "dx")
+
+    def _recv(self, op: Recv) -> Pending:
+        shape, dtype, device = self.message
+        x = torch.empty(shape, dtype=dtype, device=device)
+        lease = self.ledger.lease("buffers", x.nbytes)
+        arriving = self.pp.start_recv(x, -1 if op.what == "x" else 1, self._tag(op))
+
+        def arrive() -> None:
+            arriving.wait()
+            lease.end()
+            (self.x if op.what == "x" else self.dx)[op.micro_batch] = x
+
+        return Pending(then=arrive)
+
+    def _send(self, op: Send) -> Pending:
+        x = (self.x if op.what == "x" else self.dx).pop(op.micro_batch).contiguous()
+        lease = self.ledger.lease("buffers", x.nbytes)
+        leaving = self.pp.start_send(x, 1 if op.what == "x" else -1, self._tag(op))
+
+        def left() -> None:
+            leaving.wait()
+            lease.end()
+
+        return Pending(then=left)
+
+    # -- the end of a step
+
+    def _norm(self, op: Norm) -> None:
+        self.grad_norm = self.zero.gradient_norm(self.tied)
+
+    def _update(self, op: Update) -> None:
+        assert self._step_params is not None
+        unit = self.units[op.unit]
+        unit.optimizer.step(self._step_params, unit.gradients.take())

@@ -1,0 +1,96 @@
+"""A unit on one rank: the parameters that are gathered, reduced and updated together, and their flat buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+
+from megazero.comm.mesh import Mesh
+from megazero.memory.tracker import Ledger
+from megazero.plan.flat_layout import Range
+from megazero.plan.parameters import LocalBlock, ParamSpec, unit_layout
+from megazero.plan.zero_policy import NOTHING_FIXED, FixedGradients, ZeroPolicy
+
+
+@dataclass(frozen=True)
+class ZeroOptions:
+    """Options that all units of a rank share."""
+
+    policy: ZeroPolicy
+    mesh: Mesh
+    ledger: Ledger
+    dtype: torch.dtype = torch.float32
+    grad_dtype: torch.dtype = torch.float32
+    bucket_size: int = 40_000_000  # elements
+    overlap: bool = True
+    fixed: FixedGradients = NOTHING_FIXED
+    poison: bool = False  # fill memory that must not be read with NaN
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """The dtype of master weights, moments and norms."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+
+class Member(NamedTuple):
+    """A parameter of a unit."""
+
+    spec: ParamSpec
+    parameter: nn.Parameter
+    block: LocalBlock
+    window: Range  # in the flat buffer, padding rows included
+
+    @property
+    def trains(self) -> bool:
+        return self.parameter.requires_grad
+
+
+class OwnedPart(NamedTuple):
+    """The part of a parameter that this rank owns: the flat range [start, stop) of its local block."""
+
+    spec: ParamSpec
+    block: LocalBlock
+    start: int
+    stop: int
+    owned: Range  # the same range, within the owned range of the unit
+
+
+class FlatUnit:
+    """Layout of a unit: where each parameter lies in the flat buffer [numel], and which range this rank owns."""
+
+    def __init__(self, name: str, members: list[tuple[ParamSpec, nn.Parameter]], options: ZeroOptions) -> None:
+        mesh = options.mesh
+        self.name = name
+        self.layout = unit_layout([spec for spec, _ in members], mesh.tp.size, mesh.shard.size)
+        self.members = [
+            Member(spec, p, spec.local(mesh.tp.size, mesh.tp.rank), self.layout.windows[spec.name])
+            for spec, p in members
+        ]
+        whole = Range(0, self.numel)
+        self.owned = self.layout.owned(mesh.shard.rank, mesh.shard.size) if options.policy.optimizer else whole
+
+    @property
+    def numel(self) -> int:
+        return self.layout.numel
+
+    @property
+    def trains(self) -> bool:
+        """Whether any parameter does."""
+        return any(member.trains for member in self.members)
+
+    @property
+    def num_decayed(self) -> int:
+        """Elements at the start of the owned range that weight decay applies to."""
+        return self.layout.decayed.within(self.owned).numel
+
+    def owned_parts(self) -> Iterator[OwnedPart]:
+        """Yield every parameter's part of the owned range, possibly empty. Gaps and padding are left out."""
+        for spec, _, block, window in self.members:
+            true = Range(window.start, window.start + block.numel)
+            mine = true.within(self.owned)
+            first = mine.start + self.owned.start - true.start if mine.numel else 0
+            yield OwnedPart(spec, block, first, first + mine.numel, mine)

@@ -1,0 +1,166 @@
+"""Gradients of a unit: the unsharded sum of this rank's contributions, and the reduced one of the owned range."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn as nn
+
+from megazero.comm.collectives import Pending
+from megazero.model.context import Write
+from megazero.plan.flat_layout import ALIGN, Range
+from megazero.zero.flat_unit import FlatUnit, ZeroOptions
+from megazero.zero.reduce_scatter import Buffer, Reducer
+
+
+class UnitGradients:
+    """Gradients of one unit, in --grad-dtype.
+
+    unsharded  [numel]  from `open` to `start_reduce`
+    sharded    [owned]  their sum over the ranks that share a copy, from `start_reduce` to the update
+    """
+
+    def __init__(self, unit: FlatUnit, options: ZeroOptions) -> None:
+        self.unit, self.options, self.mesh = unit, options, options.mesh
+        self.unsharded: Buffer | None = None
+        self.sharded: Buffer | None = None
+        self._persistent: tuple[torch.Tensor | None, torch.Tensor | None] = None, None  # see bind_persistent
+        self._untouched: set[nn.Parameter] = set()  # no contribution in `unsharded` yet
+        self._trainable = {member.parameter for member in unit.members if member.trains}
+        self._windows = {member.parameter: member.window.slice() for member in unit.members}
+
+    # -- memory
+
+    @property
+    def persistent_numel(self) -> tuple[int, int]:
+        """Elements of `unsharded` and of `sharded` that lie in an arena (--contiguous-checkpointing)."""
+        fixed, trains = self.options.fixed, self.unit.trains
+        return self.unit.numel * (fixed.full and trains), self.unit.owned.numel * (fixed.reduced and trains)
+
+    def bind_persistent(self, unsharded: torch.Tensor, sharded: torch.Tensor) -> None:
+        """Bind the buffers to slices of the persistent arena, `persistent_numel` elements each."""
+        self._persistent = (unsharded if unsharded.numel() else None, sharded if sharded.numel() else None)
+        ledger = self.options.ledger
+        self.at_rest = ledger.lease(self._unsharded_kind, unsharded.nbytes), ledger.lease("gradients", sharded.nbytes)
+
+    @property
+    def _unsharded_kind(self) -> str:
+        return "buffers" if self.options.policy.optimizer else "gradients"
+
+    def _buffer(self, kind: str, numel: int, persistent: torch.Tensor | None) -> Buffer:
+        if persistent is not None:
+            return Buffer(persistent, self.options.ledger.lease(kind, 0))  # counted when it was bound
+        data = torch.empty(numel, dtype=self.options.grad_dtype, device=self.mesh.device)
+        return Buffer(data, self.options.ledger.lease(kind, data.nbytes))
+
+    # -- contributions
+
+    def open(self) -> None:
+        """Take the unsharded buffer.
+
+        It is not zeroed, since each parameter's first contribution writes. Gaps and frozen parameters are: norm and
+        update read them.
+        """
+        assert self.unsharded is None, f"the gradients of {self.unit.name} are open already"
+        self.unsharded = self._buffer(self._unsharded_kind, self.unit.numel, self._persistent[0])
+        if self.options.poison:
+            self.unsharded.data.fill_(torch.nan)
+        frozen = [member.window for member in self.unit.members if not member.trains]
+        for gap in self.unit.layout.gaps + frozen:
+            self.unsharded.data[gap.slice()] = 0
+        self._untouched = set(self._trainable)
+
+    def accumulate(self, parameter: nn.Parameter, write: Write) -> None:
+        """Let `write` write or add to the parameter's window of the unsharded buffer."""
+        assert self.unsharded is not None, f"the gradients of {self.unit.name} are not open"
+        window = self.unsharded.data[self._windows[parameter]].view(parameter.shape)
+        write(window, parameter not in self._untouched)
+        self._untouched.discard(parameter)
+
+    # -- reduction
+
+    def start_reduce(self, reducer: Reducer) -> Pending:
+        """Sum over the ranks that share a copy; the unsharded buffer is freed when that is done.
+
+        Raises:
+            RuntimeError: naming the trainable parameters that have no gradient.
+        """
+        missing = [member.spec.name for member in self.unit.members if member.parameter in self._untouched]
+        if missing:
+            raise RuntimeError(
+                f"no gradient came for {', '.join(missing)}; --freeze-parameters what the loss does not use"
+            )
+        assert self.unsharded is not None, self.unit.name
+        unsharded, self.unsharded = self.unsharded, None
+        if not self.options.policy.optimizer:
+            self.sharded = unsharded
+            return self.mesh.shard.start_all_reduce(unsharded.data)
+        add = self.sharded is not None
+        if self.sharded is None:
+            self.sharded = self._buffer("gradients", self.unit.owned.numel, self._persistent[1])
+        reducer.start(unsharded, self.sharded.data, add)
+        return Pending(then=reducer.drain)
+
+    @property
+    def reduced(self) -> torch.Tensor:
+        """The reduced gradient of the owned range."""
+        assert self.sharded is not None, f"the gradients of {self.unit.name} are not reduced"
+        return self.sharded.data
+
+    def start_reduce_replicas(self) -> Pending:
+        """Sum over the groups that each hold a whole copy."""
+        return self.mesh.replica.start_all_reduce(self.reduced)
+
+    def start_sum_replicated(self) -> Pending:
+        """Sum over tp the gradients of tp-replicated parameters (with sequence parallelism)."""
+        part = self.unit.layout.replicated.within(self.unit.owned)
+        return self.mesh.tp.start_all_reduce(self.reduced[part.slice()]) if part.numel else Pending()
+
+    def start_sum_tied(self) -> Pending:
+        """Sum over the first and the last pipeline stage, which both hold this unit."""
+        return self.mesh.ends.start_all_reduce(self.reduced)
+
+    # -- after the reduction
+
+    def square_sum(self, replicated: bool) -> torch.Tensor:
+        """Return the sum of squares of the tp-sharded parameters' gradients; include the tp-replicated if `replicated`.
+
+        A scalar in fp64.
+        """
+        shared = self.unit.layout.replicated
+        ranges = [Range(0, shared.start), Range(shared.stop, self.unit.numel)] + [shared] * replicated
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        for part in ranges:
+            total += square_sum(self.reduced[part.within(self.unit.owned).slice()])
+        return total
+
+    def first_nonfinite(self) -> str | None:
+        """Return the name of the first parameter whose reduced gradient, in the owned range, is not finite."""
+        for part in self.unit.owned_parts():
+            if self.sharded is not None and not self.sharded.data[part.owned.slice()].isfinite().all():
+                return part.spec.name
+        return None
+
+    def take(self) -> Buffer:
+        """Hand the reduced gradient over; the caller ends its allocation."""
+        assert self.sharded is not None, self.unit.name
+        sharded, self.sharded = self.sharded, None
+        return sharded
+
+    def discard(self) -> None:
+        """Free all gradients."""
+        for buffer in (self.unsharded, self.sharded):
+            if buffer is not None:
+                buffer.lease.end()
+        self.unsharded = self.sharded = None
+
+
+def square_sum(values: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares of `values` [n] as a scalar in fp64. ALIGN divides n, as it does all flat ranges.
+
+    Note [norms in fp32]: torch's vector_norm of 4 M fp32 numbers on a CPU is off by 1e-4, for it adds them up one by
+    one in fp32. Rows of ALIGN elements in fp32, and their sum in fp64, are off by 1e-10, cost the same, and give every
+    layout the same rows.
+    """
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    rows = torch.linalg.vector_norm(values.view(-1, ALIGN), dim=1, dtype=dtype)
+    return rows.double().square_().sum()

@@ -1,0 +1,60 @@
+"""Optimizer states of a unit, for the owned range alone: master weights and AdamW's moments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from megazero.plan.parameters import LocalBlock, ParamSpec
+from megazero.zero.adamw import Update, adamw_
+from megazero.zero.flat_unit import FlatUnit, OwnedPart, ZeroOptions
+from megazero.zero.reduce_scatter import Buffer
+
+# (parameter, its local block, start, stop) -> initial values of elements [start, stop) of the block, fp32
+Initial = Callable[[ParamSpec, LocalBlock, int, int], torch.Tensor]
+
+
+class OptimizerShard:
+    """Master weights and moments of one unit, in fp32 (fp64 with --precision fp64).
+
+    master   [owned]  what the optimizer steps. Where the compute dtype is as wide, it *is* the sharded weights.
+    moments  2 x [owned]
+    """
+
+    def __init__(self, unit: FlatUnit, weights: torch.Tensor, options: ZeroOptions, initial: Initial) -> None:
+        """Draw the initial values of the owned range. `weights` [owned]: the sharded weights."""
+        self.unit, self.options, self.weights = unit, options, weights
+        dtype = options.master_dtype
+        in_place = weights.dtype == dtype
+        self.master = weights if in_place else torch.zeros(unit.owned.numel, dtype=dtype, device=weights.device)
+        self.moments = torch.zeros_like(self.master), torch.zeros_like(self.master)
+        self.allocation = options.ledger.lease("optimizer", (2 + (not in_place)) * self.master.nbytes)
+        for part in unit.owned_parts():
+            values = initial(part.spec, part.block, part.start, part.stop)
+            self.master[part.owned.slice()] = values.to(weights.device)
+        self.cast()
+
+    def step(self, update: Update, gradient: Buffer) -> None:
+        """Step the master weights with the reduced gradient, free that, and cast the weights."""
+        self.options.mesh.in_flight.check(f"the update of {self.unit.name}", writes=[self.weights])
+        values, wide = gradient.data, gradient.data.dtype == self.master.dtype
+        widened = self.options.ledger.lease("buffers", 0 if wide else self.master.nbytes)
+        if not wide:
+            values = values.to(self.master.dtype)
+        if update.factor != 1.0:
+            values.mul_(update.factor)
+        adamw_(update, self.master, values, self.moments, self.unit.num_decayed)
+        widened.end()
+        gradient.lease.end()
+        self.cast()
+
+    def cast(self) -> None:
+        """Copy the master weights to this rank's compute weights."""
+        if self.master is not self.weights:
+            self.weights.copy_(self.master)
+
+    def state(self, part: OwnedPart) -> dict[str, torch.Tensor]:
+        """Return what a checkpoint holds of a part: [stop - start] each."""
+        tensors = {"master": self.master, "exp_avg": self.moments[0], "exp_avg_sq": self.moments[1]}
+        return {name: tensor[part.owned.slice()] for name, tensor in tensors.items()}

@@ -1,0 +1,92 @@
+"""Weights of a unit in the compute dtype: the owned shard, and the whole where it is needed."""
+
+from __future__ import annotations
+
+import torch
+
+from megazero.comm.collectives import Pending
+from megazero.plan.zero_policy import ring_slots
+from megazero.zero.flat_unit import FlatUnit, ZeroOptions
+
+
+class UnshardedPool:
+    """Fixed buffers for gathered weights, a few per size of unit (`zero_policy.ring_slots`).
+
+    The program says which unit lies in which buffer.
+    """
+
+    def __init__(self, sizes: list[int], options: ZeroOptions) -> None:
+        self.slots: dict[int, list[torch.Tensor]] = {
+            size: [
+                torch.full((size,), torch.nan, dtype=options.dtype, device=options.mesh.device) for _ in range(count)
+            ]
+            for size, count in ring_slots(sizes, options.policy).items()
+        }
+        num_bytes = sum(slot.nbytes for slots in self.slots.values() for slot in slots)
+        self.allocation = options.ledger.lease("buffers", num_bytes)
+
+
+class UnitWeights:
+    """Weights of one unit.
+
+    sharded    [owned]  this rank's range; with whole weights, a window of `unsharded`.
+    unsharded  [numel]  all weights: kept (stages 0 to 2), or a buffer of the pool while in use (stage 3), else None.
+    """
+
+    def __init__(self, unit: FlatUnit, options: ZeroOptions) -> None:
+        self.unit, self.options, self.axis = unit, options, options.mesh.shard
+        dtype, device = options.dtype, options.mesh.device
+        self.unsharded: torch.Tensor | None = None
+        if options.policy.parameters:
+            self.sharded = torch.zeros(unit.owned.numel, dtype=dtype, device=device)
+            kept = self.sharded
+        else:
+            kept = self.unsharded = torch.zeros(unit.numel, dtype=dtype, device=device)
+            self.sharded = kept[unit.owned.slice()]
+        self.allocation = options.ledger.lease("parameters", kept.nbytes)
+        self._released = torch.full((), torch.nan, dtype=dtype, device=device)
+        self._views: dict[int, list[torch.Tensor]] = {}  # address of the whole weights -> every parameter there
+        self._point()
+
+    def _point(self) -> None:
+        """Point every parameter into `unsharded` or, where that is None, at one NaN expanded to its shape.
+
+        Note [param.data]: setting it gives the parameter a version counter of its own. Plain views of a buffer that is
+        filled anew fail in backward.
+        """
+        whole = self.unsharded
+        at = 0 if whole is None else whole.data_ptr()
+        if at not in self._views:
+            self._views[at] = [
+                self._released.expand(member.block.stored)
+                if whole is None
+                else whole[member.window.slice()].view(member.block.stored)
+                for member in self.unit.members
+            ]
+        for member, view in zip(self.unit.members, self._views[at], strict=True):
+            member.parameter.data = view
+
+    def start_gather(self, slot: torch.Tensor) -> Pending:
+        """Stage 3: all-gather the weights into `slot`. They may be used after `gathered`."""
+        assert self.unsharded is None, f"{self.unit.name} is gathered already"
+        self.unsharded = slot
+        return self.axis.start_all_gather(self.sharded, slot)
+
+    def gathered(self) -> None:
+        """Let the parameters use what `start_gather` has brought."""
+        self._point()
+
+    def release(self) -> None:
+        """Stage 3: give the buffer of the whole weights back."""
+        assert self.unsharded is not None, f"{self.unit.name} is not gathered"
+        if self.options.poison:
+            self.unsharded.fill_(torch.nan)
+        self.unsharded = None
+        self._point()
+
+    def start_publish(self) -> Pending:
+        """Stages 1 and 2: all-gather the updated shards into the whole weights of all ranks."""
+        if not self.options.policy.publishes:
+            return Pending()
+        assert self.unsharded is not None
+        return self.axis.start_all_gather(self.sharded, self.unsharded)
