@@ -69,7 +69,7 @@ def kept_by_a_block(engine: Engine) -> list[int]:
     block = next(name for name, layer in engine.spec.layers.items() if layer.use is Use.LAYER)
     ops = [op for op in step.gradients if isinstance(op, (Keep, Forward)) and op.layer == block]
     if run.has_kept:
-        run.kept.begin(step.num_slots)
+        run.kept.begin(sum(isinstance(op, Keep) and op.slot is not None for op in ops))
     run.micro_batches = [DeviceBatch(ids, ids, ids, tokens)]
     with Alive() as alive, torch.no_grad():
         run.x[0] = torch.randn(run.message.shape, device=run.message.device).to(run.message.dtype)

@@ -71,11 +71,26 @@ def cases() -> list[Case]:
     mixed += [Case(dp=2, zero=z, frozen=FROZEN, recompute=r) for z in (0, 3) for r in ("none", "full")]
     mixed += [Case(pp=2, dp=2, zero=3, frozen=FROZEN), Case(tp=2, frozen=FROZEN)]
     cube = [Case(pp=2, dp=2, tp=2, zero=3, recompute="full", pa=True, micro_batches=3)]
-    return one + dp + tp + pp + mixed + kept() + cube
+    return one + dp + tp + pp + mixed + kept() + cube + schedules()
 
 
 MODES = ("none", "selective", "full")
 KINDS = ("1f1b", "gpipe")
+
+
+def schedules() -> list[Case]:
+    """Interleaved and zero-bubble pipelines: 5 layers over 2 and 3 ranks, so uneven; every stage, recompute, tp."""
+    inter, zb = {"schedule": "interleaved", "chunks": 2}, {"schedule": "zero-bubble"}
+    found = [Case(pp=2, micro_batches=m, **inter) for m in (2, 4)] + [Case(pp=2, micro_batches=m, **zb) for m in (1, 3)]
+    found += [
+        Case(pp=2, micro_batches=2, recompute="full", **inter),
+        Case(pp=2, micro_batches=3, recompute="full", **zb),
+    ]
+    found += [Case(pp=3, micro_batches=6, **zb), Case(pp=2, micro_batches=2, model=UNTIED, **inter)]
+    found += [Case(pp=2, dp=2, zero=z, micro_batches=2, **inter) for z in (2, 3)]
+    found += [Case(pp=2, dp=2, zero=z, micro_batches=3, **zb) for z in (2, 3)]
+    found += [Case(pp=2, tp=2, sp=True, micro_batches=3, **zb)]
+    return found
 
 
 def kept() -> list[Case]:
