@@ -126,6 +126,7 @@ class Closed:
         total = 0.0
         for name, psi in self.units().items():
             gathers = 2 * m if name.startswith("block") or (name == "token" and self.first and self.last) else m
+            gathers -= self.joined(name)
             if name == "token" and not self.tied:
                 gathers = m
             once = self.config.zero.zero_gather_every == "step"
@@ -142,6 +143,23 @@ class Closed:
         replicas = self.layout.dp // n
         owned = self.psi / n if self.zero else self.psi
         return total * (n - 1) / n + 2 * self.g * owned * (replicas - 1) / replicas
+
+    def joined(self, name: str) -> int:
+        """Gathers that 1F1B saves, since the unit is used twice in a row with only messages in between.
+
+        After w warm-up forwards come M - w pairs of a forward and a backward. In a pair, the last block of a stage that
+        is not the last is used twice in a row; between pairs, the first block of a stage that is not the first is. A block that is
+        alone on its stage, between others, is gathered once.
+        """
+        if name == "block 0" and self.blocks == 1 and not (self.first or self.last):
+            return 2 * self.M - 1
+        w = min(self.layout.pp - self.stage - 1, self.M)
+        found = 0
+        if name == f"block {self.blocks - 1}" and not self.last:
+            found += max(self.M - w, 1)
+        if name == "block 0" and not self.first:
+            found += max(self.M - w - 1, 0)
+        return found
 
     def tp(self) -> float:
         """In passes of w b s h x (t-1)/t: an all-reduce is two, a gather or a reduce-scatter one.
