@@ -148,8 +148,8 @@ class Closed:
         """Gathers that 1F1B saves, since the unit is used twice in a row with only messages in between.
 
         After w warm-up forwards come M - w pairs of a forward and a backward. In a pair, the last block of a stage that
-        is not the last is used twice in a row; between pairs, the first block of a stage that is not the first is. A block that is
-        alone on its stage, between others, is gathered once.
+        is not the last is used twice in a row; between pairs, the first block of a stage that is not the first is. A
+        block that is alone on its stage, between others, is gathered once.
         """
         if name == "block 0" and self.blocks == 1 and not (self.first or self.last):
             return 2 * self.M - 1
