@@ -11,7 +11,7 @@ from megazero.model import initial_values
 from megazero.plan.parameters import num_parameters, stage_units, unit_layout
 from megazero.plan.topology import Layout
 from megazero.price.estimate import estimate
-from tests.parallel.cases import MODEL, Case, new_engine, train
+from tests.parallel.cases import MODEL, Case, micro_batches, new_engine, train
 
 UNTIED = replace(MODEL, untie_embeddings=True)
 
@@ -71,6 +71,30 @@ def test_bytes_are_those_estimated(case: Case, ranks) -> None:
         for step in (0, -1):
             assert outcome.sent[step] == traffic
             assert outcome.memory[step] == memory
+
+
+def left_over(rank: int, case: Case) -> list[dict[str, int]]:
+    """What the tracker holds at first, after an iteration, and after an evaluation."""
+    engine = new_engine(rank, case)
+    batches = micro_batches(case, engine.mesh, 0)
+    held = []
+    for use in (lambda: None, lambda: engine.train_step(1, batches), lambda: engine.evaluate(batches)):
+        use()
+        held.append({kind: num_bytes for kind, num_bytes in engine.ledger.now.items() if num_bytes})
+    return held
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(dp=2, zero=z, precision=p, micro_batches=3) for z in range(4) for p in ("fp32", "bf16")]
+    + [Case(pp=2, tp=2, recompute="full", pa=True), Case(pp=2, schedule="gpipe", micro_batches=3)],
+    ids=str,
+)
+def test_nothing_is_left_over(case: Case, ranks) -> None:
+    """After an iteration, and after an evaluation, the tracker holds what is at rest and nothing else."""
+    for before, trained, evaluated in ranks(case.world).run(left_over, case):
+        assert before == trained == evaluated
+        assert not {"gradients", "logits", "activation_checkpoints"} & set(trained)
 
 
 def dp_formula(case: Case) -> int:

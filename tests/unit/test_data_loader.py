@@ -1,14 +1,19 @@
 """Which rank gets which sample, masks, and worker processes that change nothing."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from megazero.comm.mesh import Mesh
+from megazero.config.schema import Config, DataConfig, ModelConfig
 from megazero.data.loader import Assignment, Batches
-from megazero.data.samples import GPTDataset
+from megazero.data.samples import Datasets, GPTDataset
+from megazero.plan.resolve import resolve
+from megazero.train.trainer import Trainer
 from tests.unit.data_helpers import numbered_documents, write_corpus
 
 EOD = 0
@@ -99,3 +104,17 @@ def test_workers_read_and_nobody_else(num_workers: int) -> None:
     batches.close()
     assert len(readers) == max(1, num_workers)
     assert (os.getpid() in readers) == (num_workers == 0)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_run_trains_on_what_its_workers_read(num_workers: int) -> None:
+    """--num-workers reaches the loader of the training split; evaluation reads in this process."""
+    model = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=2, vocab_size=5)
+    config = replace(Config(), model=model, data=DataConfig(num_workers=num_workers))
+    config, layout = resolve(config, 1, 0)
+    mesh = Mesh.build(layout, 0, torch.device("cpu"))
+    trainer = Trainer(config, mesh, Datasets(WhoReads(), WhoReads(), WhoReads()), None)
+    readers = {int(trainer.train_batches.batch(step)[0].ids[0, 0]) for step in range(4)}
+    trainer.train_batches.close()
+    assert len(readers) == max(1, num_workers) and (os.getpid() in readers) == (num_workers == 0)
+    assert int(trainer.validation_batches.batch(0)[0].ids[0, 0]) == os.getpid()
