@@ -16,7 +16,7 @@ import math
 import struct
 from fractions import Fraction
 from functools import cache
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,20 @@ class Corpus:
         ends = 16 << 20
         digest.update(index[:ends] + index[max(0, len(index) - ends) :])
         self.fingerprint = digest.hexdigest()
+
+
+def write_corpus(prefix: Path, code: str, documents: list[list[list[int]]]) -> None:
+    """The files of a corpus without PREFIX.json. `documents`: their sequences of token ids; `code`: of TOKEN_TYPES."""
+    sequences = list(chain(*documents))
+    lengths = [len(sequence) for sequence in sequences]
+    bounds = [0, *accumulate(len(document) for document in documents)]
+    data = np.array(list(chain(*sequences)), code)
+    offsets = [start * data.itemsize for start in accumulate(lengths, initial=0)][:-1]
+    number = {name: number for number, name in TOKEN_TYPES.items()}[code]
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, number, len(lengths), len(bounds))
+    index = [struct.pack(f"<{len(lengths)}i", *lengths), *(struct.pack(f"<{len(r)}q", *r) for r in (offsets, bounds))]
+    Path(f"{prefix}.bin").write_bytes(data.tobytes())
+    Path(f"{prefix}.idx").write_bytes(header + b"".join(index))
 
 
 def split_of(corpus: Corpus, split: str, which: int) -> range:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from megazero.data.indexed import IndexedWriter
 from scripts.generate import Options
 from scripts.generate import main as generate
 from tests.end_to_end.cli import pretrain
-from tests.reference_run import read_checkpoint
+from tests.reference_run import read_checkpoint, write_corpus
 
 LAYERS, HIDDEN, HEADS, LENGTH, WORDS = 2, 30, 3, 11, 61
 PROMPT = [7, 3, 55, 12]
@@ -39,10 +38,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     folder = tmp_path_factory.mktemp("generate")
-    draw = np.random.default_rng(0)
-    with IndexedWriter(folder / "words", np.uint16) as writer:
-        for _ in range(20):
-            writer.add(draw.integers(0, WORDS, 50))
+    draw = random.Random(0)
+    write_corpus(folder / "words", "<u2", [[draw.choices(range(WORDS), k=50)] for _ in range(20)])
     sizes = ["--num-layers", LAYERS, "--hidden-size", HIDDEN, "--num-attention-heads", HEADS, "--seq-length", LENGTH]
     # Weights so wide that what follows depends on all words before it, and on their places; a tied table would say the
     # last word again and again.

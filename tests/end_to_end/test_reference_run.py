@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 import random
 import re
-import struct
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 
 from tests.end_to_end.cli import metrics, pretrain
-from tests.reference_run import Flags, Run, read_checkpoint
+from tests.reference_run import Flags, Run, read_checkpoint, write_corpus
 
 EOD = 256  # of the byte tokenizer
 
@@ -37,31 +35,22 @@ FP16: Flags = {
 }
 
 
-def write_corpus(prefix: Path, code: str, seed: int) -> None:
-    """A .bin/.idx pair by the format's description: documents of one or several sequences, some empty."""
-    draw, lengths, bounds, tokens = random.Random(seed), [], [0], []
+def documents(seed: int) -> list[list[list[int]]]:
+    """Documents of one sequence or several, some without any."""
+    draw = random.Random(seed)
     alphabet = draw.sample(range(256), 20)
-    for _ in range(30):
-        for _ in range(draw.choice((0, 1, 1, 2))):
-            words = draw.choices(alphabet, k=draw.randrange(1, 25))
-            lengths.append(len(words) + 1)
-            tokens += [*words, EOD]
-        bounds.append(len(lengths))
-    data = np.array(tokens, code)
-    offsets = [sum(lengths[:i]) * data.itemsize for i in range(len(lengths))]
-    header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, {"<u2": 8, "<i4": 4}[code], len(lengths), len(bounds))
-    index = [header, struct.pack(f"<{len(lengths)}i", *lengths)]
-    index += [struct.pack(f"<{len(row)}q", *row) for row in (offsets, bounds)]
-    prefix.with_suffix(".bin").write_bytes(data.tobytes())
-    prefix.with_suffix(".idx").write_bytes(b"".join(index))
+    return [
+        [[*draw.choices(alphabet, k=draw.randrange(1, 25)), EOD] for _ in range(draw.choice((0, 1, 1, 2)))]
+        for _ in range(30)
+    ]
 
 
 @pytest.fixture(scope="module")
 def blend(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """W1 PREFIX1 W2 PREFIX2"""
     folder = tmp_path_factory.mktemp("blend")
-    write_corpus(folder / "a", "<u2", 1)
-    write_corpus(folder / "b", "<i4", 2)
+    write_corpus(folder / "a", "<u2", documents(1))
+    write_corpus(folder / "b", "<i4", documents(2))
     return ["0.3", str(folder / "a"), "0.7", str(folder / "b")]
 
 
@@ -127,13 +116,21 @@ class Case(NamedTuple):
 
 
 # Rounding alone: about ten times what is seen in fp32, and three times in 16 bit, whose rounding is 2^-11 or 2^-8.
-FP32, HALF, BRAIN = (1e-6, 3e-6, 1e-5), (2**-12, 2**-10, 2**-7), (2**-9, 2**-6, 2**-4)
+FP64, FP32, HALF, BRAIN = (1e-9, 1e-9, 1e-8), (1e-6, 3e-6, 1e-5), (2**-12, 2**-10, 2**-7), (2**-9, 2**-6, 2**-4)
 TWO_STAGES, TWO_PARTS = "--pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2"
 FULL = "--recompute full --checkpoint-in-cpu"
 CASES = {
     "fp32": Case(COMMON, (Part(5, 2, "--zero-stage 2"), Part(12, 2, TWO_PARTS)), *FP32),
     # Stops once with a window under way, and once between the overflow that is forgiven and the one that is not.
     "fp16": Case(FP16, (Part(5, 2, TWO_STAGES), Part(10, 2, "--zero-stage 3"), Part(12, 1, "")), *HALF),
+    # The same in one process: the quickest that notice what has nothing to do with ranks (tests/mutations.toml).
+    "alone": Case(COMMON, (Part(5, 1, ""), Part(12, 1, "")), *FP32),
+    "fp16 alone": Case(FP16, (Part(5, 1, ""), Part(10, 1, ""), Part(12, 1, "")), *HALF),
+    "fp64": Case(
+        {**COMMON, "precision": "fp64"},
+        (Part(5, 2, f"{TWO_PARTS} --sequence-parallel"), Part(12, 2, "--zero-stage 3 --recompute selective")),
+        *FP64,
+    ),
     "linear": Case(
         {**COMMON, "lr-decay-style": "linear", "eod-mask-loss": False},
         (
