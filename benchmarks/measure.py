@@ -79,8 +79,8 @@ def kept_by_a_block(engine: Engine) -> list[int]:
         for _ in range(4):  # gloo's threads may hold a tensor a moment after it was waited for: until their next work
             engine.mesh.tp.all_reduce_(number)
         weights = [unit.weights.unsharded for unit in engine.zero.units.values()]
-        slots = run.kept.slots if run.has_kept else []
+        slots = run.kept.slots.slots if run.has_kept else []
         but = [number, run.x[0], *slots, *(whole for whole in weights if whole is not None)]
         sizes = alive.sizes(but=but)
-        sizes += [run.kept.part_bytes for op in ops if isinstance(op, Keep) and op.slot is not None]
+        sizes += [run.kept.slots.slot_bytes for op in ops if isinstance(op, Keep) and op.slot is not None]
     return sorted(sizes)

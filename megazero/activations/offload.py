@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from megazero.memory.pool import BufferPool
 from megazero.memory.tracker import Ledger
 from megazero.plan.zero_policy import COPY_DEPTH
 
@@ -59,28 +60,28 @@ class StreamCopies(Copies):
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, ledger: Ledger) -> None:
         self.device = device
         self.storing, self.fetching = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self.outgoing = [torch.empty(numel, dtype=dtype, device=device) for _ in range(COPY_DEPTH)]
-        self.incoming = [torch.empty(numel, dtype=dtype, device=device) for _ in range(COPY_DEPTH)]
+        self.outgoing = BufferPool(numel, dtype, device, ledger, "buffers", count=COPY_DEPTH)
+        self.incoming = BufferPool(numel, dtype, device, ledger, "buffers", count=COPY_DEPTH)
         self.left: list[torch.cuda.Event | None] = [None] * COPY_DEPTH  # when an outgoing buffer was last copied from
-        self.lease = ledger.lease("buffers", 2 * COPY_DEPTH * numel * dtype.itemsize)
+        self.stores = self.fetches = 0  # so far: buffers are used in turn
 
     def start_store(self, part: torch.Tensor, host: torch.Tensor) -> Stored:
         compute = torch.cuda.current_stream(self.device)
-        buffer, left = self.outgoing.pop(0), self.left.pop(0)
+        turn = self.stores % COPY_DEPTH
+        self.stores += 1
+        buffer, left = self.outgoing[turn], self.left[turn]
         if left is not None:
             compute.wait_event(left)
         buffer[: part.numel()].copy_(part)
         self.storing.wait_stream(compute)
         with torch.cuda.stream(self.storing):
             host.copy_(buffer, non_blocking=True)
-        done = self.storing.record_event()
-        self.outgoing.append(buffer)
-        self.left.append(done)
+        done = self.left[turn] = self.storing.record_event()
         return Stored(host, done)
 
     def start_fetch(self, stored: Stored) -> Fetch:
-        buffer = self.incoming.pop(0)
-        self.incoming.append(buffer)
+        buffer = self.incoming[self.fetches % COPY_DEPTH]
+        self.fetches += 1
         self.fetching.wait_stream(torch.cuda.current_stream(self.device))  # its work with this buffer is issued by now
         if stored.done is not None:
             self.fetching.wait_event(stored.done)

@@ -12,6 +12,7 @@ import torch
 
 from megazero.activations.offload import Copies, Fetch, Stored, StreamCopies
 from megazero.comm.collectives import Axis, Pending
+from megazero.memory.pool import BufferPool
 from megazero.memory.tracker import Lease, Ledger
 from megazero.plan.flat_layout import partition_numel
 
@@ -51,19 +52,23 @@ class KeptInputs:
         on_host: bool,
         contiguous: bool,
     ) -> None:
-        self.dtype, self.ledger, self.tp = dtype, ledger, tp
+        self.ledger, self.tp = ledger, tp
         self.part_numel = numel if tp is None else partition_numel(numel, tp.size)
-        self.part_bytes = self.part_numel * dtype.itemsize
-        self.contiguous = contiguous
         # kinds of memory: of an input that is kept, and of a slot that is free
         self.kind, self.free_kind = ("host", "host") if on_host else ("activation_checkpoints", "buffers")
         on_gpu = device.type != "cpu"
-        self.device, self.pin = (torch.device("cpu"), on_gpu) if on_host else (device, False)
         self.copies: Copies | None = None
         if on_host:
             self.copies = StreamCopies(self.part_numel, dtype, device, ledger) if on_gpu else Copies()
-        self.slots: list[torch.Tensor] = []
-        self.slots_lease = ledger.lease(self.free_kind, 0)
+        self.slots = BufferPool(
+            self.part_numel,
+            dtype,
+            torch.device("cpu") if on_host else device,
+            ledger,
+            self.free_kind,
+            contiguous=contiguous,
+            pin=on_host and on_gpu,
+        )
         self.kept: dict[Key, KeptInput] = {}
 
     def begin(self, num_slots: int) -> None:
@@ -71,16 +76,8 @@ class KeptInputs:
         if self.copies is not None:
             self.copies.finish()
         for key in list(self.kept):
-            self.drop(key, 0 if self.slots else None)
-        if len(self.slots) < num_slots:
-            self.slots.clear()  # the old slots go before the new ones come
-            self.slots_lease.end()
-            options = {"dtype": self.dtype, "device": self.device, "pin_memory": self.pin}
-            if self.contiguous:
-                self.slots = list(torch.empty(num_slots, self.part_numel, **options))
-            else:
-                self.slots = [torch.empty(self.part_numel, **options) for _ in range(num_slots)]
-            self.slots_lease = self.ledger.lease(self.free_kind, num_slots * self.part_bytes)
+            self.drop(key, 0 if len(self.slots) else None)
+        self.slots.grow(num_slots)
 
     def keep(self, key: Key, x: torch.Tensor, slot: int | None) -> None:
         """Keep x, or this rank's part of it; as a copy in `slot` if one is given."""
@@ -90,10 +87,10 @@ class KeptInputs:
         copy: torch.Tensor | None = None
         if slot is not None:
             copy = self.slots[slot]
-            self.ledger.enter(self.free_kind, -self.part_bytes)
+            self.ledger.enter(self.free_kind, -self.slots.slot_bytes)
         elif self.tp is not None:
             copy = x.new_empty(self.part_numel)
-        kept = KeptInput(x.shape, x if copy is None else copy, self.ledger.lease(self.kind, self.part_bytes))
+        kept = KeptInput(x.shape, x if copy is None else copy, self.ledger.lease(self.kind, self.slots.slot_bytes))
         if copy is not None and self.copies is not None:
             kept.stored = self.copies.start_store(part, copy)
         elif copy is not None:
@@ -126,4 +123,4 @@ class KeptInputs:
         """Free a kept input, and its slot if it lies in one."""
         self.kept.pop(key).lease.end()
         if slot is not None:
-            self.ledger.enter(self.free_kind, self.part_bytes)
+            self.ledger.enter(self.free_kind, self.slots.slot_bytes)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from megazero.comm.collectives import Axis, Pending
+from megazero.memory.pool import BufferPool
 from megazero.memory.tracker import Lease, Ledger
 from megazero.plan.zero_policy import Buckets
 
@@ -16,20 +17,6 @@ class Buffer(NamedTuple):
 
     data: torch.Tensor
     lease: Lease
-
-
-class _Slot:
-    """A bucket's buffers: [shards * columns] to pack into, where units are larger than a bucket, and scratch."""
-
-    def __init__(self, axis: Axis, buckets: Buckets, dtype: torch.dtype, device: torch.device) -> None:
-        packed = buckets.columns * axis.size if buckets.packs else 0
-        self.packed = torch.empty(packed, dtype=dtype, device=device)
-        self.scratch = torch.empty(axis.scratch_numel(buckets.columns), dtype=dtype, device=device)
-        self.pending = Pending()
-
-    @property
-    def num_bytes(self) -> int:
-        return (self.packed.numel() + self.scratch.numel()) * self.packed.element_size()
 
 
 class Reducer:
@@ -50,8 +37,11 @@ class Reducer:
         overlap: bool,
     ) -> None:
         self.axis, self.columns, self.overlap = axis, buckets.columns, overlap
-        self.slots = [_Slot(axis, buckets, dtype, device) for _ in range(buckets.slots)]
-        self.at_rest = ledger.lease("buffers", sum(slot.num_bytes for slot in self.slots))
+        # a bucket: [shards * columns] to pack into, where units are larger than a bucket, and scratch
+        self.packed = buckets.columns * axis.size if buckets.packs else 0
+        numel = self.packed + axis.scratch_numel(buckets.columns)
+        self.pool = BufferPool(numel, dtype, device, ledger, "buffers", count=buckets.slots)
+        self.pending = [Pending() for _ in range(buckets.slots)]
         self.sending: Buffer | None = None  # a unit's gradients that are sent as they lie
 
     def start(self, full: Buffer, out: torch.Tensor, add: bool) -> None:
@@ -61,13 +51,13 @@ class Reducer:
         rows = full.data.view(self.axis.size, n)
         for k, at in enumerate(range(0, n, self.columns)):
             stop = min(at + self.columns, n)
-            slot = self.slots[k % len(self.slots)]
-            slot.pending.wait()
-            bucket = full.data
+            slot = k % len(self.pool)
+            self.pending[slot].wait()
+            bucket, scratch = full.data, self.pool[slot][self.packed :]
             if packs:
-                bucket = slot.packed[: self.axis.size * (stop - at)]
+                bucket = self.pool[slot][: self.axis.size * (stop - at)]
                 bucket.view(self.axis.size, -1).copy_(rows[:, at:stop])
-            slot.pending = self.axis.start_reduce_scatter(bucket, out[at:stop], add, slot.scratch)
+            self.pending[slot] = self.axis.start_reduce_scatter(bucket, out[at:stop], add, scratch)
         if packs:
             full.lease.end()
         else:
@@ -76,9 +66,9 @@ class Reducer:
             self.drain()
 
     def drain(self) -> None:
-        """Wait for what is under way."""
-        for slot in self.slots:
-            slot.pending.wait()
+        """Wait for the reductions in flight."""
+        for pending in self.pending:
+            pending.wait()
         if self.sending is not None:
             self.sending.lease.end()
             self.sending = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from megazero.comm.collectives import Pending
+from megazero.memory.pool import BufferPool
 from megazero.plan.zero_policy import ring_slots
 from megazero.zero.flat_unit import FlatUnit, ZeroOptions
 
@@ -16,14 +17,13 @@ class UnshardedPool:
     """
 
     def __init__(self, sizes: list[int], options: ZeroOptions) -> None:
-        self.slots: dict[int, list[torch.Tensor]] = {
-            size: [
-                torch.full((size,), torch.nan, dtype=options.dtype, device=options.mesh.device) for _ in range(count)
-            ]
+        self.slots = {
+            size: BufferPool(size, options.dtype, options.mesh.device, options.ledger, "buffers", count=count)
             for size, count in ring_slots(sizes, options.policy).items()
         }
-        num_bytes = sum(slot.nbytes for slots in self.slots.values() for slot in slots)
-        self.allocation = options.ledger.lease("buffers", num_bytes)
+        for pool in self.slots.values():
+            for slot in pool.slots:
+                slot.fill_(torch.nan)
 
 
 class UnitWeights:

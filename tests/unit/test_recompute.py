@@ -25,8 +25,8 @@ def test_an_arena_is_one_allocation() -> None:
     ledger = Ledger()
     arena = inputs(True, ledger)
     arena.begin(3)
-    assert len({slot.untyped_storage().data_ptr() for slot in arena.slots}) == 1
-    assert len({slot.data_ptr() for slot in arena.slots}) == 3
+    assert len({slot.untyped_storage().data_ptr() for slot in arena.slots.slots}) == 1
+    assert len({slot.data_ptr() for slot in arena.slots.slots}) == 3
     assert ledger.now["buffers"] == 3 * 24
     arena.keep(("a", 0), torch.arange(6.0), 1)
     assert (ledger.now["buffers"], ledger.now["activation_checkpoints"]) == (2 * 24, 24)
@@ -67,7 +67,7 @@ def arena_of(engine: Engine) -> KeptInputs:
 def is_whole(arena: KeptInputs, slots: int = 5) -> bool:
     """Whether nothing is kept, and every slot is counted as free."""
     kind = arena.free_kind
-    return len(arena.slots) == slots and not arena.kept and arena.ledger.now[kind] == slots * arena.part_bytes
+    return len(arena.slots) == slots and not arena.kept and arena.ledger.now[kind] == slots * arena.slots.slot_bytes
 
 
 def step(engine: Engine, number: int, case: Case = ARENA) -> float:
@@ -109,7 +109,7 @@ def test_an_exception_leaves_the_arena_whole(where: str, host: bool, plain: list
     peak = engine.ledger.peak["host" if host else "activation_checkpoints"]
     found += [step(engine, number) for number in range(1, STEPS)]
     arena = arena_of(engine)
-    assert engine.ledger.peak["host" if host else "activation_checkpoints"] == 5 * arena.part_bytes >= peak
+    assert engine.ledger.peak["host" if host else "activation_checkpoints"] == 5 * arena.slots.slot_bytes >= peak
     assert is_whole(arena)
     assert found == plain
     del held
@@ -152,7 +152,7 @@ def test_gradients_and_checkpoints_stay_where_they_are() -> None:
 
         engine.interpreter.observe = look
         step(engine, number, case)
-        seen.append((set(places), {slot.data_ptr() for slot in arena_of(engine).slots}))
+        seen.append((set(places), {slot.data_ptr() for slot in arena_of(engine).slots.slots}))
     assert seen[0] == seen[1] and len(seen[0][0]) == 1
     bound = [unit.gradients._persistent[0] for unit in engine.zero.units.values()]
     assert len({buffer.untyped_storage().data_ptr() for buffer in bound}) == 1
@@ -199,7 +199,7 @@ def test_host_memory_is_used_again() -> None:
     places = []
     for number in range(3):
         step(engine, number)
-        places.append({slot.data_ptr() for slot in arena_of(engine).slots})
+        places.append({slot.data_ptr() for slot in arena_of(engine).slots.slots})
     assert places[0] == places[1] == places[2] and len(places[0]) == 5
     assert engine.ledger.peak["activation_checkpoints"] == 0
 
