@@ -4,6 +4,7 @@
 import sys
 import time
 import traceback
+from pathlib import Path
 from typing import NoReturn
 
 from megazero.comm import launch
@@ -13,6 +14,7 @@ from megazero.config.cli import parse, to_toml
 from megazero.config.schema import Config
 from megazero.plan.resolve import resolve
 from megazero.train.engine import LossScaleExhausted
+from megazero.train.stopping import DeadRun
 
 
 def main(argv: list[str]) -> None:
@@ -23,7 +25,7 @@ def main(argv: list[str]) -> None:
         launch.stop()
     except ValueError as error:
         fail(world, f"ValueError: {error}")
-    except LossScaleExhausted as error:
+    except (LossScaleExhausted, DeadRun) as error:
         fail(world, str(error))
     except PeerLost as error:
         time.sleep(2)  # launchers name the rank that ends first as the cause: that is the other one
@@ -41,13 +43,16 @@ def main(argv: list[str]) -> None:
 
 def pretrain(config: Config, world: launch.World) -> None:
     """Everything that can be refused is refused before ranks meet or a file is made."""
+    from megazero import checkpoint
     from megazero.data.tokenizer import load_tokenizer
-    from megazero.train.trainer import Trainer, find_checkpoint, open_data
+    from megazero.train.resume import find_checkpoint
+    from megazero.train.trainer import Trainer, open_data
 
     tokenizer = load_tokenizer(config.data.tokenizer) if config.data.tokenizer else None
     config, layout = resolve(config, world.size, tokenizer.vocab_size if tokenizer else 0)
     datasets = open_data(config, tokenizer.vocab_size if tokenizer else 0)
-    find_checkpoint(config)
+    if world.rank == 0:  # for all: it reads what the others would read
+        find_checkpoint(config)
     device = launch.pick_device(world)
     launch.start(world, device, config.parallel.distributed_timeout_minutes)
     if world.rank == 0:
@@ -55,7 +60,10 @@ def pretrain(config: Config, world: launch.World) -> None:
     eod = tokenizer.eod if tokenizer and config.data.eod_mask_loss else None
     timeout, checks = config.parallel.distributed_timeout_minutes, config.zero.poison_buffers
     ranks = Mesh.build(layout, world.rank, device, timeout, check_buffers=checks)
-    Trainer(config, ranks, datasets, eod).run(find_checkpoint(config))
+    lock = checkpoint.lock(Path(config.checkpoint.save), ranks.host_group) if config.checkpoint.save else None
+    Trainer(config, ranks, datasets, eod).run(find_checkpoint(config, ranks.host_group))
+    if lock is not None:
+        lock.release()
 
 
 def fail(world: launch.World, message: str, report: bool = True) -> NoReturn:

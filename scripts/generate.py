@@ -24,6 +24,7 @@ from megazero.memory.tracker import Ledger
 from megazero.model.context import Context, Stream, Tokens
 from megazero.model.gpt2 import GPTStage
 from megazero.plan.topology import Layout
+from megazero.train.run_state import RunState
 
 
 @dataclass(frozen=True)
@@ -107,9 +108,9 @@ def main(options: Options) -> None:
     path = checkpoint.find(Path(options.load))
     if path is None:
         raise ValueError(f"--load {options.load} holds no checkpoint; give the --save folder of a run")
-    state = checkpoint.read_state(path)
-    model = ModelConfig(**state["model"])
-    tokenizer = load_tokenizer(options.tokenizer or state["config"]["data"]["tokenizer"])
+    state = RunState.read(path)
+    model = state.model_config(path)
+    tokenizer = load_tokenizer(options.tokenizer or state.tokenizer(path))
     if options.tokenizer and tokenizer.vocab_size > model.vocab_size:
         raise ValueError(
             f"--tokenizer {options.tokenizer} has {tokenizer.vocab_size} tokens, the model {model.vocab_size}"

@@ -58,6 +58,7 @@ for flag in ${flags[@]+"${flags[@]}"}; do
   [ "$previous" != --log-dir ] || log_dir=$flag
   previous=$flag
 done
+log_dir=${log_dir:-runs} # --log-dir "" writes no metrics; ranks' logs are kept all the same
 
 [ -f "$program" ] || fail "no program at $program; set PROGRAM to a file that exists, or leave it out"
 if ! $nproc_given; then # torch counts what CUDA_VISIBLE_DEVICES leaves

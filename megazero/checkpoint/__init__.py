@@ -3,9 +3,9 @@
 The only package beside `mesh` that may import torch.distributed.
 """
 
-from megazero.checkpoint.engine import find, load, save
-from megazero.checkpoint.folders import prune
-from megazero.checkpoint.manifest import read_state
+from megazero.checkpoint.engine import find, load, lock, read_state, save
+from megazero.checkpoint.folders import checkpoints, prune
+from megazero.checkpoint.manifest import Damaged
 from megazero.checkpoint.shards import LocalShard
 
-__all__ = ["LocalShard", "find", "load", "prune", "read_state", "save"]
+__all__ = ["Damaged", "LocalShard", "checkpoints", "find", "load", "lock", "prune", "read_state", "save"]

@@ -11,8 +11,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megazero.checkpoint import folders
-from megazero.checkpoint.manifest import read_manifest
+from megazero.checkpoint import folders, manifest
+from megazero.checkpoint.locking import SaveLock
+from megazero.checkpoint.manifest import Damaged
 from megazero.checkpoint.planning import CoveredLoadPlanner, CoveredSavePlanner
 from megazero.checkpoint.shards import LocalShard
 from megazero.checkpoint.storage import ManifestReader, ManifestWriter
@@ -60,24 +61,42 @@ def load(path: Path, shards: Mapping[str, LocalShard], group: Group = None, *, p
     exactly the checkpoint's tensors, or with `partial` some of them: weights without moments, to generate text.
     A rank reads only the chunks that it needs, and checks what it reads.
 
-    Raises ValueError on every rank, naming --load and the tensor or file, if the checkpoint is of another
-    model (a name, shape or dtype differs), not whole, or damaged; the data of the shards is then undefined.
+    Raises, on every rank, naming --load and the tensor or file: ValueError if the checkpoint is of another
+    model (a name, shape or dtype differs); Damaged, a ValueError, if it is not whole or is damaged. The data of
+    the shards is then undefined.
     """
     path = Path(path)
-    manifest = _from_rank_0(lambda: read_manifest(path), group)
+    content = _from_rank_0(lambda: manifest.read_manifest(path), group)
     with _together(f"loading {path}"):
         dcp.load(
             dict(shards),
-            storage_reader=ManifestReader(path, manifest),
-            planner=CoveredLoadPlanner(shards, path, manifest, partial),
+            storage_reader=ManifestReader(path, content),
+            planner=CoveredLoadPlanner(shards, path, content, partial),
             process_group=group,
             no_dist=not dist.is_initialized(),
         )
 
 
-def find(load: Path, group: Group = None) -> Path | None:
+def find(
+    load: Path, group: Group = None, *, passing_over: Mapping[str, str] | None = None, exact: bool = False
+) -> Path | None:
     """`folders.find` on rank 0, for all ranks: they cannot disagree about which checkpoint is the newest."""
-    return _from_rank_0(lambda: folders.find(load), group)
+    return _from_rank_0(lambda: folders.find(load, passing_over, exact), group)
+
+
+def read_state(path: Path, group: Group = None) -> dict[str, Any]:
+    """`manifest.read_state` on rank 0, for all ranks: damage is everyone's error."""
+    return _from_rank_0(lambda: manifest.read_state(path), group)
+
+
+def lock(root: Path, group: Group = None) -> SaveLock | None:
+    """Take the lock of a folder of checkpoints, on rank 0 for all ranks; None on the others.
+
+    Raises ValueError, on every rank, if another run holds it or the folder cannot be written.
+    """
+    taken: list[SaveLock] = []
+    _from_rank_0(lambda: taken.append(SaveLock(root)), group)
+    return taken[0] if taken else None
 
 
 def _rank(group: Group) -> int:
@@ -112,6 +131,7 @@ def _together(action: str) -> Iterator[None]:
         except CheckpointException as exception:  # a BaseException
             errors = {rank: error for rank, (error, _) in sorted(exception.failures.items())}
             if all(isinstance(error, ValueError) for error in errors.values()):
-                raise ValueError("; ".join(dict.fromkeys(map(str, errors.values())))) from exception
+                kind = Damaged if any(isinstance(error, Damaged) for error in errors.values()) else ValueError
+                raise kind("; ".join(dict.fromkeys(map(str, errors.values())))) from exception
             reports = [f"rank {rank}: {type(error).__name__}: {error}" for rank, error in errors.items()]
             raise RuntimeError(f"{action} failed on {'; '.join(reports)}") from exception

@@ -6,19 +6,32 @@ files on the disk, rank 0 renames the folder to `iter_0000100`, and then replace
 iteration again moves the old folder to `.iter_0000100.replaced` for the moment between two renames: a crash
 right there leaves no `iter_0000100`, so `find` takes the folder set aside in its stead. Deleting, too,
 begins with a rename.
+
+Note [Which one]
+A run that goes back to iteration 100 and saves 150 has abandoned its 200 and 300, which stay on the disk. Every save
+has a number in its state, larger than those of all folders under the root at that time. To go on from a root:
+1. Take the folder that `latest` names, if it is whole.
+2. If it is not, or is gone, take the newest whole save of a smaller iteration, and so on: a later iteration is ahead of
+   what the run had reached, hence abandoned.
+3. If `latest` itself is missing or damaged, begin at the newest save, whatever its iteration.
+In both cases a folder is passed over if its iteration is not smaller than that of a newer save: it was abandoned then.
+Whatever is passed over is said.
 """
 
 import logging
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
-from megazero.checkpoint.manifest import missing_part, read_manifest, sync_folder, write_durably
+from megazero.checkpoint.manifest import RESTORE, Damaged, missing_part, read_manifest, unchecked_state
+from megazero.files import read_regular, sync_folder, write_atomically
 
 LATEST = "latest"
 PARTIAL = ".partial"
 REPLACED = ".replaced"
+MAX_LATEST_BYTES = 256
 
 _NAME = re.compile(r"iter_(\d{7,})")
 _ASIDE = re.compile(r"\.(iter_\d{7,})\.replaced")
@@ -36,50 +49,94 @@ def partial_folder(root: Path, iteration: int) -> Path:
     return root / f".{folder_name(iteration)}{PARTIAL}"
 
 
-def find(load: Path) -> Path | None:
-    """The checkpoint that `--load` means: a folder `iter_NNNNNNN`, or the newest under a root.
+def find(load: Path, passing_over: Mapping[str, str] | None = None, exact: bool = False) -> Path | None:
+    """The checkpoint that `--load` means: a folder `iter_NNNNNNN`, or the one to go on from under a root.
 
-    Under a root: the folder that `latest` names; if that is not whole, the newest that is. None if there is
-    no checkpoint under the root, or no root. ValueError if a folder `iter_NNNNNNN` was asked for and is
-    missing or not whole, and if a root has checkpoints of which none is whole: to start afresh there would
-    lose them.
+    See Note [Which one].
+
+    Args:
+        passing_over: folders under the root that were found damaged since -> what is wrong with them.
+        exact: refuse where the first choice is not whole, instead of passing it over.
+
+    Returns:
+        None if there is no checkpoint under the root, or no root.
+
+    Raises:
+        Damaged: a folder `iter_NNNNNNN` was asked for and is missing or not whole; or a root has checkpoints and none
+            to go on from: to start afresh there would lose them.
     """
-    load = Path(load)
+    load, known = Path(load), passing_over or {}
     if _NAME.fullmatch(load.name):
-        fault = _fault(load)
+        fault = known.get(load.name) or _fault(load)
         if fault:
-            raise ValueError(f"--load {load} is not a whole checkpoint: {fault}; name another, or its parent folder")
+            raise Damaged(f"--load {load} is not a whole checkpoint: {fault}; name another, or its parent folder")
         return load
-    candidates = list(reversed(_checkpoints(load)))
-    named = _read_latest(load)
-    if named is not None:
-        candidates.sort(key=lambda folder: folder.name != named)  # stable: the rest stays newest first
-    faults = []
-    for folder in candidates:
-        fault = _fault(folder)
-        if fault is None:
-            return folder
-        logger.warning("--load %s: passing over %s, which is not whole: %s", load, folder.name, fault)
-        faults.append(f"{folder.name}: {fault}")
-    if faults:
-        raise ValueError(
-            f"--load {load} has no whole checkpoint ({'; '.join(faults)}); "
-            "restore one, or name another folder to start afresh"
-        )
-    if named is not None:
-        raise ValueError(
-            f"--load {load}: its file `latest` names {named}, which is gone; restore it, or delete the file"
-        )
+    folders = checkpoints(load)
+    named, faults = None, []
+    try:
+        named = _read_latest(load)
+    except Damaged as error:
+        faults.append(str(error))
     if load.is_file():
         raise ValueError(f"--load {load} is a file; name a folder of checkpoints, or one of its iter_NNNNNNN")
+    candidates = _branch(folders, named)
+    if candidates and named is not None and candidates[0].name.strip(".").removesuffix(REPLACED) != named:
+        faults.append(f"{named}, which `latest` names, is gone")
+    for folder in candidates:
+        fault = _brief(folder, known[folder.name]) if folder.name in known else _fault(folder)
+        if fault is None:
+            if faults and exact:
+                break
+            if faults:
+                logger.warning("--load %s: %s. GOING ON FROM %s", load, "; ".join(faults), folder.name)
+            return folder
+        faults.append(f"{folder.name}: {fault}")
+    ahead = [folder.name for folder in folders if folder not in candidates]
+    rest = f"; ahead of it, and perhaps abandoned, are {', '.join(ahead)}: name one to load it" if ahead else ""
+    if candidates and exact:
+        raise Damaged(f"--load {load} --load-exact: {'; '.join(faults)}; restore it, or leave out --load-exact")
+    if candidates:
+        raise Damaged(
+            f"--load {load} has no whole checkpoint ({'; '.join(faults)}); "
+            f"restore one, or name another folder to start afresh{rest}"
+        )
+    if named is not None:
+        raise Damaged(
+            f"--load {load}: its file `latest` names {named}, which is gone; restore it, or delete the file{rest}"
+        )
     return None
 
 
-def prune(root: Path, keep_last: int) -> None:
-    """Delete all but the newest `keep_last` checkpoints (0 = keep all) up to the one that `latest` names.
+def _branch(folders: list[Path], named: str | None) -> list[Path]:
+    """The folders to try, best first. See Note [Which one]."""
+    limit = None if named is None else int(_NAME.fullmatch(named)[1])
+    newest_first = sorted(folders, key=lambda folder: (_save_number(folder), _iteration(folder)), reverse=True)
+    chosen = [folder for folder in newest_first if _iteration(folder) == limit]
+    for folder in newest_first:
+        if limit is None or _iteration(folder) < limit:
+            chosen.append(folder)
+            limit = _iteration(folder)
+    return chosen
 
-    Those of larger numbers go too: they are of a run that was left when this one went back to an earlier
-    checkpoint. For one process, between saves.
+
+def next_save_number(root: Path) -> int:
+    """The number of the next save into `root`: larger than those of all checkpoints there."""
+    return 1 + max((_save_number(folder) for folder in checkpoints(root)), default=0)
+
+
+def _save_number(folder: Path) -> int:
+    """When a folder was saved, among those under its root; 0 if it does not say."""
+    number = unchecked_state(folder).get("save_number")
+    return number if isinstance(number, int) else 0
+
+
+def prune(root: Path, keep_last: int, keep_every: int = 0, run: str = "") -> None:
+    """Delete old checkpoints of the run `run` (as their state's "run" says), up to the one that `latest` names.
+
+    Kept are: the newest `keep_last` whole ones (0: all), those whose iteration is a multiple of `keep_every`
+    (0: none), the newest whose state does not say that it is not "sound", and whatever another run wrote or is
+    not whole. Those of larger numbers go: they are of a branch that was left when the run went back to an
+    earlier checkpoint. For one process, between saves.
     """
     root = Path(root)
     if keep_last < 0:
@@ -87,10 +144,16 @@ def prune(root: Path, keep_last: int) -> None:
     if keep_last == 0:
         return
     named = _read_latest(root)
-    every = _checkpoints(root)
-    last = next((at for at, folder in enumerate(every) if folder.name == named), len(every) - 1)
-    for folder in every[: max(0, last + 1 - keep_last)] + every[last + 1 :]:
-        if folder.name != named:
+    states = {
+        folder: unchecked_state(folder) for folder in checkpoints(root) if folder.name == named or not _fault(folder)
+    }
+    ours = [folder for folder, state in states.items() if state.get("run", "") == run or folder.name == named]
+    last = next((at for at, folder in enumerate(ours) if folder.name == named), len(ours) - 1)
+    kept = set(ours[: last + 1][-keep_last:])
+    kept |= {folder for folder in ours if keep_every and _iteration(folder) % keep_every == 0}
+    kept |= set([folder for folder in ours[: last + 1] if states[folder].get("sound") is not False][-1:])
+    for folder in ours:
+        if folder not in kept:
             doomed = root / f".{folder.name.strip('.')}{PARTIAL}"
             folder.rename(doomed)
             shutil.rmtree(doomed)
@@ -100,6 +163,8 @@ def clear_leftovers(root: Path) -> None:
     """Delete what saves that crashed left behind. For one process, while no save into `root` is under way."""
     for folder in root.glob(f".iter_*{PARTIAL}"):
         shutil.rmtree(folder)
+    for pointer in root.glob(f".{LATEST}{PARTIAL}-*"):
+        pointer.unlink()
     for folder in root.glob(f".iter_*{REPLACED}"):
         aside = _ASIDE.fullmatch(folder.name)
         if aside and (root / aside[1]).exists():
@@ -114,16 +179,13 @@ def publish(root: Path, iteration: int) -> Path:
         final.rename(aside)
     partial_folder(root, iteration).rename(final)
     sync_folder(root)
-    pointer = root / f".{LATEST}{PARTIAL}"
-    write_durably(pointer, final.name + "\n")
-    pointer.replace(root / LATEST)
-    sync_folder(root)
+    write_atomically(root / LATEST, f"{final.name}\n".encode())
     if aside.exists():
         shutil.rmtree(aside)
     return final
 
 
-def _checkpoints(root: Path) -> list[Path]:
+def checkpoints(root: Path) -> list[Path]:
     """The folders under a root that should be whole checkpoints, oldest first; see Note [Whole or absent]."""
     found: dict[int, Path] = {}
     if root.is_dir():
@@ -135,11 +197,23 @@ def _checkpoints(root: Path) -> list[Path]:
     return [found[iteration] for iteration in sorted(found)]
 
 
+def _iteration(folder: Path) -> int:
+    aside = _ASIDE.fullmatch(folder.name)
+    return int(_NAME.fullmatch(aside[1] if aside else folder.name)[1])
+
+
 def _read_latest(root: Path) -> str | None:
+    """The name in `latest`; None if there is no such file. Damaged if it is anything but one."""
+    path = root / LATEST
     try:
-        return (root / LATEST).read_text(encoding="utf-8").strip()
-    except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
+        text = read_regular(path, MAX_LATEST_BYTES).decode()
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except (OSError, ValueError) as error:
+        raise Damaged(f"{path} is damaged: {str(error)[:200]}") from None
+    if not _NAME.fullmatch(text.strip()):
+        raise Damaged(f"{path} is damaged: it names no checkpoint, but {text.strip()[:40]!r}")
+    return text.strip()
 
 
 def _fault(folder: Path) -> str | None:
@@ -149,4 +223,11 @@ def _fault(folder: Path) -> str | None:
     try:
         return missing_part(folder, read_manifest(folder))
     except ValueError as error:
-        return str(error)
+        return _brief(folder, str(error))
+
+
+def _brief(folder: Path, text: str) -> str:
+    """An error's text without what the sentence around it says already."""
+    for known in (f"--load {folder}: ", f"--load {folder} is not a whole checkpoint: "):
+        text = text.removeprefix(known)
+    return text.removesuffix(f"; {RESTORE}")

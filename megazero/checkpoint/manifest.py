@@ -7,11 +7,13 @@ A checkpoint is a folder `iter_0000100`:
     state.json                   all that is not a tensor
     manifest.json                this module; written last, and by rank 0 alone
 Its checksums are CRC-32: of each chunk's bytes, of state.json, and of the manifest itself, so that one
-flipped bit anywhere is found. They guard against accidents, not against forgery.
+flipped bit anywhere is found. They guard against accidents, not against forgery: so whatever is read is
+parsed by a schema, names files of its own folder only, and is read only where it is a regular file.
 """
 
 import json
-import os
+import re
+import stat
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,11 +22,18 @@ from typing import Any
 
 import torch
 
+from megazero.files import read_regular, write_atomically
 from megazero.plan.regions import Rectangle
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
 FORMAT = "megazero checkpoint 1"
+# About 100 bytes a chunk of at most 64 MiB: far above what any checkpoint needs, far below what fills a host's memory.
+MAX_MANIFEST_BYTES = 2 << 30
+MAX_STATE_BYTES = 64 << 20
+
+RESTORE = "restore the file, or load an earlier checkpoint"
+_FILE = re.compile(r"rank_[0-9]{5,9}\.safetensors")
 
 # Our name of a dtype -> what torch and the safetensors format call it.
 DTYPES = {
@@ -96,94 +105,163 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
             for name, entry in manifest.tensors.items()
         },
     }
-    write_durably(folder / MANIFEST, json.dumps(content | {"crc32": _digest(content)}))
+    write_atomically(folder / MANIFEST, json.dumps(content | {"crc32": _digest(content)}).encode())
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check `folder/manifest.json`; ValueError, naming --load and the file, if absent or damaged."""
+    """Read and check `folder/manifest.json`.
+
+    Raises:
+        Damaged: it is absent, not a regular file, damaged, or not a manifest.
+        ValueError: it is of another version's format.
+    """
     path = folder / MANIFEST
-    try:
-        content = json.loads(path.read_bytes())
-        crc32 = content.pop("crc32")
-    except FileNotFoundError:
-        raise ValueError(f"--load {folder} is not a whole checkpoint: it has no {MANIFEST}") from None
-    except (ValueError, KeyError, AttributeError) as error:
-        raise ValueError(_damaged(path, f"it is not a manifest ({error})")) from None
+    content = _parse_object(path, _read(path, MAX_MANIFEST_BYTES))
+    crc32 = content.pop("crc32", None)
     if crc32 != _digest(content):
-        raise ValueError(_damaged(path, "its checksum does not fit its content"))
-    if content["format"] != FORMAT:
+        raise damage(path, "its checksum does not fit its content")
+    if content.get("format") != FORMAT:
         raise ValueError(
-            f"--load {folder} has the format {content['format']!r}; this version reads {FORMAT!r}: "
+            f"--load {folder} has the format {str(content.get('format'))[:80]!r}; this version reads {FORMAT!r}: "
             "load it with the version that wrote it"
         )
-    return Manifest(
-        files=content["files"],
-        state_crc32=content["state_crc32"],
-        tensors={
-            name: Entry(
-                entry["dtype"],
-                tuple(entry["shape"]),
-                tuple(
-                    Chunk(Rectangle(tuple(c["offset"]), tuple(c["size"])), c["file"], c["crc32"])
-                    for c in entry["chunks"]
-                ),
-            )
-            for name, entry in content["tensors"].items()
-        },
-    )
+    try:
+        return _parse(content)
+    except Malformed as error:
+        raise damage(path, f"it is not a manifest: {error}") from None
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The `state` that the checkpoint was saved with; ValueError if the folder is not whole or is damaged."""
+    """The `state` that the checkpoint was saved with; Damaged if the folder is not whole or is damaged."""
     manifest = read_manifest(folder)
     path = folder / STATE
+    raw = _read(path, MAX_STATE_BYTES)
+    if zlib.crc32(raw) != manifest.state_crc32:
+        raise damage(path, f"its checksum is not the one in {MANIFEST}")
+    return _parse_object(path, raw)
+
+
+def unchecked_state(folder: Path) -> dict[str, Any]:
+    """`state.json` without a look at its checksum, to order and to prune checkpoints; {} if it cannot be read."""
     try:
-        text = path.read_bytes()
-    except FileNotFoundError:
-        raise ValueError(f"--load {folder} is not a whole checkpoint: it has no {STATE}") from None
-    if zlib.crc32(text) != manifest.state_crc32:
-        raise ValueError(_damaged(path, f"its checksum is not the one in {MANIFEST}"))
-    return json.loads(text)
+        return _parse_object(folder / STATE, _read(folder / STATE, MAX_STATE_BYTES))
+    except Damaged:
+        return {}
 
 
 def missing_part(folder: Path, manifest: Manifest) -> str | None:
-    """What is absent or of another length than the manifest says, found without reading it; or None."""
-    for file, size in manifest.files.items():
+    """What is absent, no regular file, or of another length than the manifest says, found without reading it."""
+    for file, size in {**manifest.files, STATE: None}.items():
         path = folder / file
-        if not path.is_file():
-            return f"{file} is missing"
-        if path.stat().st_size != size:
-            return f"{file} has {path.stat().st_size} bytes instead of {size}"
-    return None if (folder / STATE).is_file() else f"{STATE} is missing"
+        try:
+            found = path.stat()
+        except OSError as error:
+            return f"{file} is missing" if isinstance(error, FileNotFoundError) else f"{file}: {error.strerror}"
+        if not stat.S_ISREG(found.st_mode):
+            return f"{file} is no regular file"
+        if size is not None and found.st_size != size:
+            return f"{file} has {found.st_size} bytes instead of {size}"
+    return None
 
 
-def write_durably(path: Path, text: str) -> None:
-    """Write a text file and wait until it is on the disk."""
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+class Damaged(ValueError):
+    """A checkpoint is not whole, or its content is not what was written. An older one may be."""
 
 
-def sync_folder(folder: Path) -> None:
-    """Wait until the folder's entries (creations, renames) are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def damage(path: Path, fault: str) -> ValueError:
+def damage(path: Path, fault: str) -> Damaged:
     """The error for a file whose content is not what was written."""
-    return ValueError(_damaged(path, fault))
+    return Damaged(f"--load {path.parent}: {path.name} is damaged: {fault}; {RESTORE}")
 
 
-def _damaged(path: Path, fault: str) -> str:
-    way_out = "restore the file, or load an earlier checkpoint"
-    return f"--load {path.parent}: {path.name} is damaged: {fault}; {way_out}"
+def _read(path: Path, limit: int) -> bytes:
+    try:
+        return read_regular(path, limit)
+    except FileNotFoundError:
+        raise Damaged(f"--load {path.parent} is not a whole checkpoint: it has no {path.name}") from None
+    except OSError as error:
+        raise damage(path, f"{error.strerror or error}") from None
+    except ValueError as error:
+        raise damage(path, str(error)) from None
+
+
+def _parse_object(path: Path, raw: bytes) -> dict[str, Any]:
+    """The JSON object that a file holds; Damaged for anything else."""
+    try:
+        content = json.loads(raw, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise damage(path, "it is nested too deeply") from None
+    except ValueError as error:
+        raise damage(path, f"it is no JSON ({str(error)[:200]})") from None
+    if not isinstance(content, dict):
+        raise damage(path, f"it holds a JSON {type(content).__name__}, not an object")
+    return content
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number")
 
 
 def _digest(content: dict[str, Any]) -> int:
     """CRC-32 of the content, whatever the spacing and order of the text that it was read from."""
     return zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+
+
+class Malformed(ValueError):
+    """Well-formed JSON that is not a manifest; the message says where."""
+
+
+def _parse(content: dict[str, Any]) -> Manifest:
+    """The manifest in a JSON object whose checksum and format are right; anyone may have written it."""
+    files = _object(content.get("files"), "'files'")
+    for name, size in files.items():
+        # No other names than `write_data` gives: nothing outside the folder can be named.
+        if not _FILE.fullmatch(name):
+            raise Malformed(f"it names a file {name[:80]!r}, where rank_NNNNN.safetensors are expected")
+        _number(size, f"the length of {name}")
+    tensors = {
+        name: _parse_entry(repr(name[:200]), _object(entry, f"tensor {name[:200]!r}"), files)
+        for name, entry in _object(content.get("tensors"), "'tensors'").items()
+    }
+    return Manifest(files, _number(content.get("state_crc32"), "'state_crc32'"), tensors)
+
+
+def _parse_entry(name: str, entry: dict[str, Any], files: dict[str, int]) -> Entry:
+    dtype, chunks = entry.get("dtype"), entry.get("chunks")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise Malformed(f"the dtype of tensor {name} is {str(dtype)[:40]!r}, not one of {', '.join(DTYPES)}")
+    shape = _numbers(entry.get("shape"), f"the shape of tensor {name}")
+    if 0 in shape or len(shape) > 16:
+        raise Malformed(f"the shape of tensor {name} has a zero, or more than 16 dims")
+    if not isinstance(chunks, list):
+        raise Malformed(f"the chunks of tensor {name} are no list")
+    parsed = []
+    for each in chunks:
+        chunk = _object(each, f"a chunk of tensor {name}")
+        offset = _numbers(chunk.get("offset"), f"the offset of a chunk of tensor {name}")
+        size = _numbers(chunk.get("size"), f"the size of a chunk of tensor {name}")
+        if len(offset) != len(shape) or len(size) != len(shape):
+            raise Malformed(f"a chunk of tensor {name} has another number of dims than the tensor")
+        file = chunk.get("file")
+        if not isinstance(file, str) or file not in files:
+            raise Malformed(f"a chunk of tensor {name} lies in {str(file)[:80]!r}, which is not among 'files'")
+        crc32 = _number(chunk.get("crc32"), f"the checksum of a chunk of tensor {name}")
+        parsed.append(Chunk(Rectangle(offset, size), file, crc32))
+    return Entry(dtype, shape, tuple(parsed))
+
+
+def _object(value: Any, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise Malformed(f"{what} is no object")
+    return value
+
+
+def _number(value: Any, what: str) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise Malformed(f"{what} is no whole number from 0 to 2^63 - 1")
+    return value
+
+
+def _numbers(value: Any, what: str) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise Malformed(f"{what} is no list")
+    return tuple(_number(each, what) for each in value)

@@ -28,21 +28,21 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from megazero.checkpoint.folders import clear_leftovers, partial_folder, publish
+from megazero.checkpoint.folders import clear_leftovers, next_save_number, partial_folder, publish
 from megazero.checkpoint.manifest import (
     DTYPES,
     STATE,
     Chunk,
+    Damaged,
     Entry,
     Manifest,
     damage,
     dtype_name,
     key,
     missing_part,
-    sync_folder,
-    write_durably,
     write_manifest,
 )
+from megazero.files import OutputFile, open_regular, sync_folder, write_atomically
 from megazero.plan.regions import Rectangle
 
 
@@ -68,14 +68,16 @@ def write_safetensors(path: Path, chunks: Sequence[tuple[str, torch.Tensor]]) ->
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     checksums = []
-    with open(path, "wb") as file:
+    file = OutputFile(path)
+    try:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, tensor in chunks:
             data = host_bytes(tensor)
             checksums.append(zlib.crc32(data))
             file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+        file.sync()
+    finally:
+        file.close()
     return checksums, 8 + len(text) + position
 
 
@@ -109,7 +111,8 @@ class ManifestWriter(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Rank 0 makes the partial folder; no rank writes before plans were exchanged, so after this."""
         if is_coordinator:
-            self.state_text = json.dumps(self.state)  # before any byte is written: it may not be JSON
+            numbered = self.state | {"save_number": next_save_number(self.root)}
+            self.state_text = json.dumps(numbered)  # before any byte is written: it may not be JSON
             self.root.mkdir(parents=True, exist_ok=True)
             clear_leftovers(self.root)
             self.folder.mkdir()
@@ -157,7 +160,7 @@ class ManifestWriter(StorageWriter):
         }
         files = {where.file: where.file_bytes for where in stored.values()}
         manifest = Manifest(files, zlib.crc32(self.state_text.encode()), tensors)
-        write_durably(self.folder / STATE, self.state_text)
+        write_atomically(self.folder / STATE, self.state_text.encode())
         fault = missing_part(self.folder, manifest)
         if fault:
             raise FileNotFoundError(f"{self.folder}: {fault}: --save must be a folder shared by all ranks")
@@ -220,10 +223,13 @@ class ManifestReader(StorageReader):
             by_file[chunks[item.storage_index].file][item.storage_index].append(item)
         for file, wanted in sorted(by_file.items()):
             try:
+                os.close(open_regular(self.path / file))  # a FIFO would hang the library
                 with _sendable_errors(), safe_open(self.path / file, "pt") as opened:
                     for index, items in wanted.items():
                         _fill(items, self._read_chunk(opened, index, chunks[index]), planner)
-            except (SafetensorError, OSError) as error:
+            except Damaged:
+                raise
+            except (SafetensorError, OSError, ValueError) as error:
                 raise damage(self.path / file, f"{error}") from None
         return _done(None)
 

@@ -70,6 +70,8 @@ class TrainingConfig:
     """fp16: iterations without an overflow after which the scale doubles."""
     hysteresis: int = 2
     """fp16: overflows until the scale halves."""
+    max_skipped_iterations: int = 50
+    """End the run, with an error, when this many iterations in a row made no update. 0: never."""
     compile: bool = False
     """Compile what of a block lies between products and collectives (GELU, softmax in the open); slow to start."""
 
@@ -192,11 +194,19 @@ class CheckpointConfig:
     save: str = ""
     """Folder for checkpoints; the last iteration is always saved. Empty: none."""
     load: str = ""
-    """Folder of checkpoints, or one of its iter_NNNNNNN. A folder without a checkpoint starts fresh."""
+    """Folder of checkpoints, or one of its iter_NNNNNNN. A folder without a checkpoint starts fresh. In a folder, a
+    damaged checkpoint is passed over, with a warning, for the newest whole one before it."""
+    load_exact: bool = False
+    """Refuse a damaged checkpoint instead of going on from an older one."""
     save_interval: int = 0
     """Iterations between checkpoints. 0: only at the end."""
     keep_last: int = 0
-    """Checkpoints to keep; older ones are deleted after a save. 0: all."""
+    """Whole checkpoints of this run to keep; older ones are deleted after a save. 0: all. Those of other runs stay, and
+    the newest from before skipped iterations."""
+    keep_every: int = 0
+    """With --keep-last: keep checkpoints whose iteration is a multiple of this as well. 0: none."""
+    on_save_error: Literal["continue", "stop"] = "continue"
+    """When a save fails, say so and train on to the next, or end the run. The last save's failure always ends it."""
     exit_interval: int = 0
     """Save and stop when the iteration is a multiple of this. 0: never."""
 

@@ -6,10 +6,9 @@ Every refusal is a ValueError that names the flag, its value and the way out.
 from __future__ import annotations
 
 import math
-import os
-from pathlib import Path
 
 from megazero.config.cli import flags
+from megazero.config.folders import check_project, check_text, check_writable
 from megazero.config.schema import Config
 
 POSITIVE = (
@@ -31,6 +30,10 @@ def check_values(config: Config) -> None:
 
     for name in POSITIVE:
         require(name, value[name] > 0, "must be more than 0")
+    for name, found in value.items():
+        for text in found if isinstance(found, tuple) else (found,):
+            if isinstance(text, str):
+                check_text(name, text)
     for name, (_, kind) in flags().items():
         if kind is float:
             require(name, math.isfinite(value[name]), "must be finite")
@@ -129,10 +132,15 @@ def _check_combinations(config: Config) -> None:
     for flag, interval in (("save-interval", checkpoint.save_interval), ("keep-last", checkpoint.keep_last)):
         if interval and not checkpoint.save:
             raise ValueError(f"--{flag} {interval} needs --save DIR to know where to")
+    if checkpoint.keep_every and not checkpoint.keep_last:
+        raise ValueError(
+            f"--keep-every {checkpoint.keep_every} without --keep-last keeps every checkpoint anyway; drop it"
+        )
     folders = {"save": checkpoint.save, "log-dir": config.log.log_dir, "tensorboard-dir": config.log.tensorboard_dir}
     for flag, path in folders.items():
         if path:
-            _check_writable(flag, Path(path))
+            check_writable(flag, path)
+    check_project(config.log.wandb_project)
     if config.log.wandb_project and not config.log.log_dir:
         raise ValueError(f"--wandb-project {config.log.wandb_project} needs --log-dir DIR for its files")
     if config.data.eod_mask_loss and not config.data.tokenizer:
@@ -176,12 +184,3 @@ def _check_activations(config: Config) -> None:
             f"tokens of a micro-batch over --tensor-model-parallel-size {tp}, which does not divide them; use a "
             f"--micro-batch-size that is a multiple of {fits}"
         )
-
-
-def _check_writable(flag: str, path: Path) -> None:
-    """Before hours of work, not after them: a folder that exists, or can be made."""
-    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    if not there.is_dir():
-        raise ValueError(f"--{flag} {path}: {there} is a file, not a folder; name another")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"--{flag} {path}: no right to write in {there}; name another, or change its rights")

@@ -5,6 +5,7 @@ The heavy libraries are imported only when asked for.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 
 from megazero.config.cli import to_toml
 from megazero.config.schema import Config
-from megazero.files import replace_file
+from megazero.files import OutputFile, explain, read_regular, replace_file
 
 Record = dict[str, Any]  # one iteration, as in metrics.jsonl
 
@@ -26,40 +27,102 @@ class Writer(Protocol):
     def close(self) -> None: ...
 
 
+def tell(text: str) -> None:
+    """Print a line. A full disk under the log, or a reader that is gone, ends no run."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
+
+
 def open_writers(config: Config, start_iteration: int) -> list[Writer]:
-    """Everything that the flags ask for. `start_iteration`: of the checkpoint that the run goes on from, or 0."""
+    """Everything that the flags ask for. `start_iteration`: of the checkpoint that the run goes on from, or 0.
+
+    Raises:
+        ValueError: a folder or file cannot be made; nothing has been trained yet.
+    """
     log, writers = config.log, []
     if log.log_dir:
         folder = Path(log.log_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        replace_file(folder / "config.toml", to_toml(config))
-        writers.append(MetricsFile(folder / "metrics.jsonl", start_iteration))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            replace_file(folder / "config.toml", to_toml(config))
+            writers.append(MetricsFile(folder / "metrics.jsonl", start_iteration))
+        except OSError as error:
+            raise ValueError(f"--log-dir {log.log_dir}: {explain(error)}") from None
+        except ValueError as error:
+            raise ValueError(f"--log-dir {log.log_dir}: {error}; remove it, or name another folder") from None
     if log.tensorboard_dir:
-        writers.append(TensorBoard(log.tensorboard_dir, start_iteration))
+        try:
+            writers.append(TensorBoard(log.tensorboard_dir, start_iteration))
+        except OSError as error:
+            raise ValueError(f"--tensorboard-dir {log.tensorboard_dir}: {explain(error)}") from None
     if log.wandb_project:
         writers.append(WeightsAndBiases(config))
     writers.append(ProgressLine(config, start_iteration))
     return writers
 
 
-class MetricsFile:
-    """One JSON object a line and iteration. Lines after `start_iteration` are those of a run that is left, and are cut.
+class Writers:
+    """All of a run's writers. One that fails is said and left out from then on: what it tells is not worth the run."""
 
-    A run that starts afresh over an older one's file keeps that as metrics.previous.jsonl.
+    def __init__(self, writers: list[Writer]) -> None:
+        self.writers = writers
+
+    def write(self, record: Record) -> None:
+        for writer in list(self.writers):
+            try:
+                writer.write(record)
+            except Exception as error:
+                self.writers.remove(writer)
+                warn(f"{type(writer).__name__} failed, and is left out from here on: {type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        for writer in self.writers:
+            try:
+                writer.close()
+            except Exception as error:
+                warn(f"{type(writer).__name__} failed at its end: {type(error).__name__}: {error}")
+
+
+def warn(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(f"WARNING: {text}", file=sys.stderr, flush=True)
+
+
+MAX_PENDING_LINES = 100_000  # of about a kilobyte
+
+
+class MetricsFile:
+    """One JSON object per iteration and line. Lines after `start_iteration` are of a run that is left, and are cut.
+
+    A run that starts afresh over an older one's file keeps that as metrics.previous.jsonl. What cannot be written, on a
+    full disk say, is kept and tried again with every later line: the run goes on, and the file becomes whole again.
     """
 
     def __init__(self, path: Path, start_iteration: int) -> None:
+        """OSError or ValueError if it is not a file that can be written."""
         if path.exists() and start_iteration == 0:
             os.replace(path, path.with_name("metrics.previous.jsonl"))
         elif path.exists():
-            kept = [line for line in path.read_text().splitlines() if _iteration(line) <= start_iteration]
-            replace_file(path, "".join(line + "\n" for line in kept))
-        self.file = path.open("a", buffering=1)  # a line at a time: readers see whole ones
+            lines = read_regular(path).decode(errors="replace").splitlines()
+            replace_file(path, "".join(line + "\n" for line in lines if _iteration(line) <= start_iteration))
+        self.path, self.pending = path, list[bytes]()
+        self.file = OutputFile(path, at=path.stat().st_size if path.exists() else 0)
 
     def write(self, record: Record) -> None:
-        self.file.write(json.dumps(finite(record)) + "\n")
+        """Append a line at once: readers see whole ones."""
+        self.pending.append((json.dumps(finite(record)) + "\n").encode())
+        try:
+            self.file.write(b"".join(self.pending))  # over what an attempt that failed may have left
+        except OSError as error:
+            if len(self.pending) == 1 or len(self.pending) % 100 == 0:
+                warn(f"{explain(error)}. Training goes on; {len(self.pending)} lines of metrics wait for room")
+            del self.pending[:-MAX_PENDING_LINES]
+        else:
+            self.pending.clear()
 
     def close(self) -> None:
+        if self.pending:
+            warn(f"{self.path} lacks the last {len(self.pending)} iterations, which could not be written")
         self.file.close()
 
 
@@ -132,7 +195,7 @@ class ProgressLine:
     def __init__(self, config: Config, start_iteration: int) -> None:
         self.interval, self.last = config.log.log_interval, config.training.train_iters
         self.start, self.seconds, self.seen = start_iteration, 0.0, 0
-        self.bar, self.show = self._open_bar() if sys.stdout.isatty() else (None, _print)
+        self.bar, self.show = self._open_bar() if sys.stdout.isatty() else (None, tell)
 
     def _open_bar(self) -> tuple[Any, Callable[[str], None]]:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -156,10 +219,6 @@ class ProgressLine:
     def close(self) -> None:
         if self.bar is not None:
             self.bar.stop()
-
-
-def _print(text: str) -> None:
-    print(text, flush=True)
 
 
 def line(record: Record, last: int, left: str) -> str:

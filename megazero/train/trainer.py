@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
+import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megazero import checkpoint
+from megazero.checkpoint import LocalShard
+from megazero.comm.collectives import MIN
 from megazero.comm.mesh import Mesh
-from megazero.config.schema import Config, ModelConfig
+from megazero.config.schema import Config
 from megazero.data.indexed import IndexedDataset
 from megazero.data.loader import Batches
 from megazero.data.samples import Datasets, open_datasets, parse_data_path, read_about, validate
@@ -20,13 +24,10 @@ from megazero.plan.parameters import num_parameters
 from megazero.price.flops import model_flops
 from megazero.price.report import table
 from megazero.train.engine import Engine, LossScaleExhausted, StepResult
-from megazero.train.loggers import Record, open_writers
-
-# Of the model's configuration, what a checkpoint must agree on: the shapes of its tensors.
-SHAPE_FLAGS = (
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length", "vocab_size"),
-    "untie_embeddings",
-)
+from megazero.train.loggers import Record, Writers, open_writers, tell
+from megazero.train.resume import changed_options, check_data, data_fingerprints, find_checkpoint
+from megazero.train.run_state import RunState
+from megazero.train.stopping import DeadRun
 
 
 @dataclass
@@ -35,6 +36,7 @@ class Progress:
 
     iteration: int = 0
     consumed_samples: int = 0
+    skipped_in_a_row: int = 0  # iterations without an update, up to this one
 
 
 def open_data(config: Config, tokens: int) -> Datasets:
@@ -61,35 +63,6 @@ def open_data(config: Config, tokens: int) -> Datasets:
     return open_datasets(data.data_path, data.split, model.seq_length, seed, model.vocab_size)
 
 
-def find_checkpoint(config: Config) -> Path | None:
-    """What --load names, checked to be this model's; None: start afresh. Among ranks, what rank 0 finds.
-
-    Raises:
-        ValueError: it is damaged, or of another model.
-    """
-    load, save = config.checkpoint.load, config.checkpoint.save
-    if not load:
-        if save and (there := checkpoint.find(Path(save))) is not None:
-            raise ValueError(
-                f"--save {save} holds {there.name} of an earlier run; add --load {save} to go on with it, "
-                "or name another folder"
-            )
-        return None
-    path = checkpoint.find(Path(config.checkpoint.load))
-    if path is not None:
-        check_model(path, checkpoint.read_state(path)["model"], config.model)
-    return path
-
-
-def check_model(path: Path, saved: dict[str, Any], model: ModelConfig) -> None:
-    ours = asdict(model)
-    wrong = [
-        f"--{key.replace('_', '-')} {saved[key]}, not {ours[key]}" for key in SHAPE_FLAGS if saved[key] != ours[key]
-    ]
-    if wrong:
-        raise ValueError(f"--load {path}: the checkpoint of another model: it has {'; '.join(wrong)}")
-
-
 class Trainer:
     """One rank's run."""
 
@@ -100,6 +73,8 @@ class Trainer:
         self.engine = Engine(config, mesh)
         self.progress = Progress()
         self.saved_at: int | None = None  # iteration of the newest checkpoint in --save
+        self.run_id = uuid.uuid4().hex  # a resume in the same folder keeps the run's
+        self.fingerprints = data_fingerprints(config)
 
         def batches(dataset: Any, num_workers: int) -> Batches:
             return Batches(
@@ -117,15 +92,19 @@ class Trainer:
 
     def say(self, text: str) -> None:
         if self.leads:
-            print(text, flush=True)
+            tell(text)
 
     def run(self, load: Path | None) -> None:
-        """Train from `load`, or from the beginning, to --train-iters or the next --exit-interval."""
+        """Train from `load`, or from the beginning, to --train-iters or the next --exit-interval.
+
+        Raises:
+            ValueError: what is to be loaded cannot be.
+            DeadRun: the run makes no progress.
+        """
         config = self.config
-        if load is not None:
-            self.load(load)
+        load = self.resume(load)
         self.describe(load)
-        writers = open_writers(config, self.progress.iteration) if self.leads else []
+        writers = Writers(open_writers(config, self.progress.iteration) if self.leads else [])
         try:
             while self.progress.iteration < config.training.train_iters:
                 try:
@@ -133,18 +112,26 @@ class Trainer:
                 except LossScaleExhausted:
                     self.save()  # what the last good update made
                     raise
-                for writer in writers:
-                    writer.write(record)
+                writers.write(record)
+                self._check_alive()
                 if self._due(config.checkpoint.save_interval):
                     self.save()
                 if self._due(config.checkpoint.exit_interval):
                     self.say(f"--exit-interval {config.checkpoint.exit_interval}: stopping")
                     break
         finally:
-            for writer in writers:
-                writer.close()
-        self.save()
+            writers.close()
+        self.save(last=True)
         self.engine.wait()
+
+    def _check_alive(self) -> None:
+        limit, skipped = self.config.training.max_skipped_iterations, self.progress.skipped_in_a_row
+        if limit and skipped >= limit:
+            raise DeadRun(
+                f"iteration {self.progress.iteration}: {skipped} iterations in a row made no update "
+                f"(--max-skipped-iterations {limit}), the last: {self.culprit}. The last checkpoint is left as it is; "
+                "lower --lr, look at the data, or go on from an earlier checkpoint"
+            )
 
     def _due(self, interval: int) -> bool:
         return interval > 0 and self.progress.iteration % interval == 0
@@ -160,6 +147,8 @@ class Trainer:
         progress.consumed_samples += config.training.global_batch_size
         traffic = {kind: total - sent[kind] for kind, total in mesh.sent().items()}
         record = self._record(result, seconds, traffic)
+        progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if result.skipped else 0
+        self.culprit = result.culprit
         if result.culprit is not None:
             self.say(f"iteration {progress.iteration} makes no update: {result.culprit}")
         if self._due(config.evaluation.eval_interval):
@@ -202,48 +191,83 @@ class Trainer:
 
     # -- checkpoints
 
-    def save(self) -> None:
-        """Into --save, once an iteration."""
-        root, iteration = self.config.checkpoint.save, self.progress.iteration
-        if not root or self.saved_at == iteration:
-            return
-        start = time.perf_counter()
-        state = asdict(self.progress) | self.engine.state_dict()
-        state |= {
-            "model": asdict(self.config.model),
-            "layout": asdict(self.mesh.layout),
-            "config": asdict(self.config),
-        }
-        self.engine.wait()
-        path = checkpoint.save(Path(root), iteration, self.engine.shards(), state, self.mesh.host_group)
-        self.saved_at = iteration
-        self.say(f"saved {path} in {time.perf_counter() - start:.1f} s")
-        if self.leads and self.config.checkpoint.keep_last:
-            checkpoint.prune(Path(root), self.config.checkpoint.keep_last)
+    def save(self, last: bool = False) -> None:
+        """Into --save, once an iteration.
 
-    def load(self, path: Path) -> None:
+        A save that fails is said, and training goes on to the next, unless it is the last or --on-save-error says stop.
+        """
+        options, iteration = self.config.checkpoint, self.progress.iteration
+        if not options.save or self.saved_at == iteration:
+            return
         start = time.perf_counter()
         self.engine.wait()
         shards = self.engine.shards()
+        self._refuse_nonfinite(shards)
+        state = RunState(
+            **asdict(self.progress),
+            **self.engine.state_dict(),
+            model=asdict(self.config.model),
+            layout=asdict(self.mesh.layout),
+            config=asdict(self.config),
+            run=self.run_id,
+            sound=self.progress.skipped_in_a_row == 0,
+            fingerprints=self.fingerprints,
+        )
+        root = Path(options.save)
+        try:
+            path = checkpoint.save(root, iteration, shards, state.to_json(), self.mesh.host_group)
+        except RuntimeError as error:  # on every rank, with the message of the one that could not write
+            if last or options.on_save_error == "stop":
+                raise
+            self.say(f"WARNING: {error}. Training goes on; the next save is tried as if this had not been")
+            return
+        self.saved_at = iteration
+        self.say(f"saved {path} in {time.perf_counter() - start:.1f} s")
+        if self.leads:
+            checkpoint.prune(root, options.keep_last, options.keep_every, self.run_id)
+
+    def _refuse_nonfinite(self, shards: dict[str, LocalShard]) -> None:
+        """Weights that are not finite make no checkpoint: the last one before them stays the newest."""
+        mesh, mine = self.mesh, next((n for n, s in shards.items() if n.startswith("model.") and not _finite(s)), None)
+        seen = torch.tensor(mesh.rank if mine is not None else mesh.world.size, device=mesh.device)
+        rank = int(mesh.world.all_reduce_(seen, op=MIN, kind="control"))
+        if rank < mesh.world.size:
+            where = f"{mine.removeprefix('model.')} is" if mine is not None else f"weights of rank {rank} are"
+            raise DeadRun(
+                f"iteration {self.progress.iteration}: {where} not finite; nothing is saved, and the last checkpoint "
+                "is left as it is; lower --lr, or go on from an earlier checkpoint"
+            )
+
+    def resume(self, load: Path | None) -> Path | None:
+        """Load `load`, or, where it turns out to be damaged, the newest older one; the folder that was loaded."""
+        passed: dict[str, str] = {}
+        while load is not None:
+            try:
+                self.load(load)
+                return load
+            except checkpoint.Damaged as error:
+                if self.config.checkpoint.load_exact or load.samefile(self.config.checkpoint.load):
+                    raise
+                passed[load.name] = str(error)
+                load = find_checkpoint(self.config, self.mesh.host_group, passed)
+        return None
+
+    def load(self, path: Path) -> None:
+        start = time.perf_counter()
+        state = RunState.read(path, self.mesh.host_group)
+        check_data(path, state, self.config, self.fingerprints)
+        self.engine.wait()  # the initial weights, all-gathered late, must not overwrite what is loaded
+        shards = self.engine.shards()
         self.mesh.in_flight.check("loading a checkpoint", writes=[shard.data for shard in shards.values()])
         checkpoint.load(path, shards, self.mesh.host_group)
-        state = checkpoint.read_state(path)
-        self.engine.load_state_dict(state)
-        self.progress = Progress(state["iteration"], state["consumed_samples"])
-        self._say_differences(state["config"])
+        self.engine.load_state_dict({"updates": state.updates, "loss_scale": state.loss_scale})
+        self.progress = Progress(state.iteration, state.consumed_samples, state.skipped_in_a_row)
+        for difference in changed_options(state.config, self.config):
+            self.say(difference)
         if path.parent.resolve() == Path(self.config.checkpoint.save or ".").resolve():
             self.saved_at = self.progress.iteration
+            self.run_id = state.run
         self.say(f"loaded {path} in {time.perf_counter() - start:.1f} s")
-
-    def _say_differences(self, saved: dict[str, Any]) -> None:
-        """What this run does otherwise than the one that it goes on from; some of it changes the curve."""
-        ours = json.loads(json.dumps(asdict(self.config)))
-        for group, options in saved.items():
-            if group in ("log", "checkpoint", "preset") or not isinstance(options, dict):
-                continue
-            for name, value in options.items():
-                if name in ours[group] and ours[group][name] != value:
-                    self.say(f"--{name.replace('_', '-')} is {ours[group][name]}, and was {value} when this was saved")
 
     def describe(self, load: Path | None) -> None:
         """What is about to run, said once."""
@@ -263,3 +287,8 @@ class Trainer:
             self.say(f"iteration {done} is done, and --train-iters is {asked}: nothing to do")
         elif load is not None:
             self.say(f"going on after iteration {self.progress.iteration}")
+
+
+def _finite(shard: LocalShard) -> bool:
+    """Whether all of a shard is; without a temporary of its size."""
+    return not shard.data.numel() or all(math.isfinite(float(x)) for x in torch.aminmax(shard.data))

@@ -46,6 +46,12 @@ def test_ranks_meet_and_log_under_the_log_dir(tmp_path):
     assert done.stdout.count('"total": 3') == 2  # on the console too
 
 
+def test_an_empty_log_dir_keeps_the_ranks_logs_here(tmp_path):
+    done = launch("--nproc", "1", "--log-dir", "", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [r["argv"] for r in reports(tmp_path / "runs" / "ranks")] == [["--log-dir", ""]]
+
+
 def test_a_failing_rank_fails_the_launch_and_is_named(tmp_path):
     done = launch("--nproc", "2", "--fail-rank", "1", "--fail-code", "7", "--hang", cwd=tmp_path)
     assert done.returncode == 1

@@ -40,7 +40,9 @@ COMING = set(
 # 60: fp16 needs its scale's four; stages 2 and 3 two choices between memory and traffic.
 # 66: virtual stages, and the memory that a zero-bubble schedule may take for its speed.
 # 64: the surface's three of ZeRO-R and sequence parallelism; compiling costs a minute that a short run has not got.
-NUM_OPTIONS = 66
+# 70: the life of a run: when it is dead (--max-skipped-iterations), what is damaged (--load-exact), what is kept
+# (--keep-every), what a failed save means (--on-save-error).
+NUM_OPTIONS = 70
 
 DEFAULTS = {
     "precision": "fp32",

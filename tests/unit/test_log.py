@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import resource
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from megazero.train.loggers import (
     Record,
     TensorBoard,
     WeightsAndBiases,
+    Writers,
     duration,
     finite,
     flatten,
@@ -153,6 +155,71 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(OSError, match="disk"):
         replace_file(path, "new")
     assert path.read_text() == "old"
+
+
+def test_a_full_disk_loses_no_line_and_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines wait until there is room; a half-written one is written over."""
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path, 0)
+    file.write(record(1))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, hard))
+    try:
+        for i in (2, 3):
+            file.write(record(i))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_text().endswith('{"iteratio')
+    assert f"WARNING: {path}: File too large" in capsys.readouterr().err
+    file.write(record(4))
+    file.close()
+    assert read(path) == [record(i) for i in (1, 2, 3, 4)]
+    assert capsys.readouterr().err == ""
+
+
+def test_what_could_never_be_written_is_said_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl", 0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        file.write(record(1))
+        file.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "metrics.jsonl lacks the last 1 iterations" in capsys.readouterr().err
+
+
+def test_a_writer_that_fails_is_left_out_and_the_others_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    class Keeps:
+        def __init__(self) -> None:
+            self.seen: list[int] = []
+
+        def write(self, record: Record) -> None:
+            self.seen.append(record["iteration"])
+
+        def close(self) -> None:
+            self.seen.append(-1)
+
+    class Fails(Keeps):
+        def write(self, record: Record) -> None:
+            super().write(record)
+            raise RuntimeError("the server is gone")
+
+    fails, keeps = Fails(), Keeps()
+    writers = Writers([fails, keeps])
+    for i in (1, 2):
+        writers.write(record(i))
+    writers.close()
+    assert (fails.seen, keeps.seen) == ([1], [1, 2, -1])
+    assert "WARNING: Fails failed, and is left out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "config.toml"])
+def test_a_log_folder_that_refuses_is_a_sentence(tmp_path: Path, file: str) -> None:
+    (tmp_path / file).mkdir()
+    (tmp_path / file / "x").write_text("")
+    with pytest.raises(ValueError, match=rf"--log-dir {tmp_path}: .*{file}"):
+        open_writers(replace(Config(), log=LogConfig(log_dir=str(tmp_path))), 3)
 
 
 def test_open_writers_makes_what_is_asked_for(tmp_path: Path) -> None:

@@ -1,0 +1,59 @@
+"""The lock of a folder of checkpoints: one run at a time saves into it.
+
+A POSIX record lock on the file `.lock`: the system drops it with the process, however that ends, and data workers
+forked from the process do not share it. The file stays; what is in it says who holds the lock, or held it last.
+"""
+
+import datetime
+import errno
+import fcntl
+import logging
+import os
+import socket
+from pathlib import Path
+
+from megazero.files import explain
+
+LOCK = ".lock"
+_HELD = (errno.EACCES, errno.EAGAIN)
+_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+logger = logging.getLogger(__name__)
+
+
+class SaveLock:
+    """Held from construction to `release`, or to the end of the process.
+
+    A process that opens the lock file again and closes it loses the lock: nobody else opens it.
+    """
+
+    def __init__(self, root: Path) -> None:
+        """ValueError, naming --save and the holder, if another process holds it, or the folder cannot be written."""
+        root = Path(root)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(root / LOCK, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ValueError(f"--save {root}: {explain(error)}") from None
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _HELD:
+                holder = os.pread(self._file, 500, 0).decode(errors="replace").strip() or "another process"
+                os.close(self._file)
+                raise ValueError(
+                    f"--save {root} is in use by {holder}; wait for that run to end, end it, or name another folder"
+                ) from None
+            if error.errno not in _UNSUPPORTED:
+                raise ValueError(f"--save {root}: {explain(error)}") from None
+            logger.warning("--save %s: this file system has no locks (%s); see that one run uses it", root, error)
+        now = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
+        text = f"process {os.getpid()} on {socket.gethostname()}, since {now}\n"
+        try:
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, text.encode(), 0)
+        except OSError as error:
+            raise ValueError(f"--save {root}: {explain(error)}") from None
+
+    def release(self) -> None:
+        os.close(self._file)

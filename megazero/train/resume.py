@@ -1,0 +1,111 @@
+"""Which checkpoint a run goes on from, and whether it may: the guard of --save, the model, the corpora."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megazero import checkpoint
+from megazero.checkpoint import Damaged
+from megazero.config.schema import Config, ModelConfig
+from megazero.data import fingerprint
+from megazero.data.samples import parse_data_path
+from megazero.train.run_state import RunState
+
+# Of the model's configuration, what a checkpoint must agree on: the shapes of its tensors.
+SHAPE_FLAGS = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length", "vocab_size"),
+    "untie_embeddings",
+)
+
+
+def find_checkpoint(config: Config, group: Any = None, passing_over: Mapping[str, str] | None = None) -> Path | None:
+    """The folder that --load means, checked to be this model's; None: start afresh. Rank 0 looks, for all of `group`.
+
+    Where --load names a folder of checkpoints, damaged ones are passed over, with a warning, unless --load-exact.
+
+    Args:
+        passing_over: folders that were found damaged since -> what is wrong with them.
+
+    Raises:
+        ValueError: --save holds another run's checkpoints; or the one to load is of another model.
+        Damaged: what is to be loaded is damaged, and there is nothing older to go back to.
+    """
+    options = config.checkpoint
+    path, known = None, dict(passing_over or {})
+    while options.load:
+        path = checkpoint.find(Path(options.load), group, passing_over=known, exact=options.load_exact)
+        if path is None:
+            break
+        try:
+            state = RunState.read(path, group)
+        except Damaged as error:
+            if path.samefile(options.load):
+                raise
+            known[path.name] = str(error)
+            continue
+        check_model(path, state.model, config.model)
+        break
+    _guard_save(options.load, options.save, path)
+    return path
+
+
+def _guard_save(load: str, save: str, path: Path | None) -> None:
+    """Refuse to save where another run's checkpoints are: they would be mixed with this run's, and pruned."""
+    there = checkpoint.checkpoints(Path(save)) if save else []
+    if not there or (path is not None and path.parent.resolve() == Path(save).resolve()):
+        return
+    holds = f"--save {save} holds {there[-1].name.strip('.')} of an earlier run"
+    if not load:
+        raise ValueError(f"{holds}; add --load {save} to go on with it, or name another folder")
+    elsewhere = f"loads {path}" if path is not None else "holds no checkpoint"
+    raise ValueError(f"{holds}, and --load {load} {elsewhere}; --load {save} goes on with it, or name another folder")
+
+
+def check_model(path: Path, saved: dict[str, Any], model: ModelConfig) -> None:
+    ours, defaults = asdict(model), asdict(ModelConfig())
+    there = {key: saved.get(key, defaults[key]) for key in SHAPE_FLAGS}
+    wrong = [
+        f"--{key.replace('_', '-')} {value}, not {ours[key]}" for key, value in there.items() if value != ours[key]
+    ]
+    if wrong:
+        raise ValueError(f"--load {path}: the checkpoint of another model: it has {'; '.join(wrong)}")
+
+
+def data_fingerprints(config: Config) -> tuple[str, ...]:
+    """Of every corpus of --data-path, in order."""
+    return tuple(fingerprint.fingerprint(prefix) for _, prefix in parse_data_path(config.data.data_path))
+
+
+def check_data(path: Path, state: RunState, config: Config, fingerprints: tuple[str, ...]) -> None:
+    """Refuse a corpus that was made anew under the same prefix: the curve would go on over other samples in silence.
+
+    Another --data-path is the user's choice, and is said with the other differences.
+
+    Raises:
+        ValueError: the same prefixes hold other tokens than when the checkpoint was saved.
+    """
+    saved = state.config.get("data", {})
+    if not state.fingerprints or list(saved.get("data_path", ())) != list(config.data.data_path):
+        return
+    prefixes = [prefix for _, prefix in parse_data_path(config.data.data_path)]
+    found = fingerprint.differences(state.fingerprints, fingerprints, prefixes)
+    if found:
+        raise ValueError(
+            f"--load {path}: {'; '.join(found)}; restore the corpus, or give the new one another name to train on it"
+        )
+
+
+def changed_options(saved: dict[str, Any], config: Config) -> list[str]:
+    """A sentence for each option that this run has otherwise than the one that it goes on from."""
+    ours, found = json.loads(json.dumps(asdict(config))), []
+    for group, options in saved.items():
+        if group in ("log", "checkpoint", "preset") or not isinstance(options, dict):
+            continue
+        for name, value in options.items():
+            if name in ours.get(group, {}) and ours[group][name] != value:
+                found.append(f"--{name.replace('_', '-')} is {ours[group][name]}, and was {value} when this was saved")
+    return found

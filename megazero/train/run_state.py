@@ -1,0 +1,107 @@
+"""`RunState`: what state.json of a checkpoint says of the run, all but its tensors. Parsed by a schema."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from megazero import checkpoint
+from megazero.checkpoint import Damaged
+from megazero.config.schema import ModelConfig
+
+
+@dataclass(frozen=True)
+class RunState:
+    """How far a run was, and what it was."""
+
+    iteration: int
+    consumed_samples: int
+    updates: int  # optimizer steps, for the bias correction; skipped iterations made none
+    loss_scale: dict[str, Any] | None  # value, left and good of `optimization.LossScale`
+    model: dict[str, Any]  # fields of ModelConfig
+    layout: dict[str, Any]
+    config: dict[str, Any]  # group -> options, as in Config
+    run: str = ""  # identifies the run that wrote it, over all its resumes in one folder
+    sound: bool = True  # False: the last iterations before it made no update
+    skipped_in_a_row: int = 0
+    fingerprints: tuple[str, ...] = ()  # of the corpora of --data-path, in order
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"fingerprints": list(self.fingerprints)}
+
+    @classmethod
+    def read(cls, path: Path, group: Any = None) -> RunState:
+        """Of the checkpoint folder `path`; all ranks of `group` call it, and rank 0 reads.
+
+        Raises:
+            Damaged: it cannot be read, or is not what a run writes.
+        """
+        content = checkpoint.read_state(path, group)
+        try:
+            return cls.parse(content)
+        except ValueError as error:
+            raise Damaged(f"--load {path}: state.json is damaged: {error}; load another checkpoint") from None
+
+    @classmethod
+    def parse(cls, content: dict[str, Any]) -> RunState:
+        """ValueError, saying what is wrong, unless every field is there and of its type. Others are left out."""
+        for name in ("iteration", "consumed_samples", "updates"):
+            if name not in content:
+                raise ValueError(f"it lacks {name!r}")
+        known = {field.name: content[field.name] for field in fields(cls) if field.name in content}
+        for name in ("iteration", "consumed_samples", "updates", "skipped_in_a_row"):
+            _require(_is_count(known.get(name, 0)), name, "a whole number")
+        for name in ("model", "layout", "config"):
+            _require(isinstance(known.get(name), dict), name, "an object")
+        for group, options in known["config"].items():
+            _require(isinstance(options, (dict, str)), f"config.{group}", "an object")
+        _require(isinstance(known.get("run", ""), str), "run", "a text")
+        _require(isinstance(known.get("sound", True), bool), "sound", "true or false")
+        prints = known.get("fingerprints", [])
+        _require(isinstance(prints, list) and all(isinstance(p, str) and p.count(":") == 1 for p in prints), *_PRINTS)
+        scale = known.get("loss_scale")
+        if scale is not None:
+            _require(isinstance(scale, dict) and _is_scale(scale), "loss_scale", "an object with value, left and good")
+        return cls(**known | {"loss_scale": scale, "fingerprints": tuple(prints)})
+
+    def model_config(self, path: Path) -> ModelConfig:
+        """The model of the checkpoint `path`, which this state was read from.
+
+        Raises:
+            ValueError: it is not what this version's ModelConfig holds.
+        """
+        defaults = asdict(ModelConfig())
+        for name, value in self.model.items():
+            default = defaults.get(name)
+            if type(value) is not type(default) and not (isinstance(default, float) and type(value) is int):
+                fault = "another type than" if name in defaults else "no meaning in"
+                raise ValueError(f"--load {path}: the model's option {name[:80]!r} has {fault} this version knows")
+        return ModelConfig(**self.model)
+
+    def tokenizer(self, path: Path) -> str:
+        """What --tokenizer was; ValueError if the run had none."""
+        data = self.config.get("data")
+        spec = data.get("tokenizer") if isinstance(data, dict) else None
+        if not isinstance(spec, str) or not spec:
+            raise ValueError(f"--load {path}: that run had no tokenizer; give --tokenizer")
+        return spec
+
+
+_PRINTS = ("fingerprints", "a list of fingerprints")
+
+
+def _require(holds: bool, name: str, kind: str) -> None:
+    if not holds:
+        raise ValueError(f"its {name[:80]!r} is not {kind}")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_scale(scale: dict[str, Any]) -> bool:
+    value = scale.get("value")
+    positive = type(value) in (int, float) and math.isfinite(value) and value > 0
+    return positive and _is_count(scale.get("left")) and _is_count(scale.get("good"))

@@ -1,0 +1,156 @@
+"""The trainer on real ranks: damaged checkpoints, dead runs, saves that fail."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megazero import checkpoint
+from megazero.comm.mesh import Mesh
+from megazero.config.schema import CheckpointConfig, Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig
+from megazero.data.writer import IndexedWriter
+from megazero.plan.resolve import resolve
+from megazero.train.resume import find_checkpoint
+from megazero.train.stopping import DeadRun
+from megazero.train.trainer import Trainer, open_data
+
+MODEL = ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=8, vocab_size=257)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    prefix = tmp_path_factory.mktemp("corpus") / "small"
+    draw = np.random.default_rng(0)
+    with IndexedWriter(prefix, np.uint16, {"tokenizer": "byte", "vocab_size": 257}) as writer:
+        for _ in range(20):
+            writer.add(draw.integers(0, 256, 100))
+    return str(prefix)
+
+
+def configured(corpus: str, save: Path | str, iterations: int, eod: bool = False, **options: Any) -> Config:
+    known = {field: options.pop(field) for field in ("max_skipped_iterations",) if field in options}
+    return replace(
+        Config(),
+        model=MODEL,
+        training=TrainingConfig(global_batch_size=4, train_iters=iterations, **known),
+        parallel=ParallelConfig(tensor_model_parallel_size=options.pop("tp", 1)),
+        data=DataConfig(data_path=(corpus,), tokenizer="byte", eod_mask_loss=eod),
+        checkpoint=CheckpointConfig(save=str(save), **options),
+    )
+
+
+def trainer(rank: int, world: int, config: Config) -> Trainer:
+    config, layout = resolve(config, world, 257)
+    mesh = Mesh.build(layout, rank, torch.device("cpu"))
+    return Trainer(config, mesh, open_data(config, 257), 256 if config.data.eod_mask_loss else None)
+
+
+def train(rank: int, world: int, config: Config) -> tuple[int, str]:
+    """A run as pretrain_gpt.py makes it: the iteration that it reached, and why it ended early."""
+    run = trainer(rank, world, config)
+    with contextlib.redirect_stdout(open(os.devnull, "w")):
+        try:
+            run.run(find_checkpoint(run.config, run.mesh.host_group))
+        except (DeadRun, ValueError, RuntimeError) as error:
+            return run.progress.iteration, f"{type(error).__name__}: {error}"
+    return run.progress.iteration, ""
+
+
+def weights(path: Path) -> torch.Tensor:
+    shape = (257, 8)
+    target = checkpoint.LocalShard(shape, (0, 0), shape, 0, 257 * 8, torch.zeros(257 * 8))
+    checkpoint.load(path, {"model.token_embedding.weight": target}, partial=True)
+    return target.data
+
+
+def names(root: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in root.glob("iter_*"))
+
+
+# -- damage
+
+
+@pytest.mark.parametrize("file", ["rank_00001.safetensors", "state.json"])
+def test_a_flipped_bit_costs_one_checkpoint_and_not_the_run(ranks: Any, corpus: str, tmp_path: Path, file: str) -> None:
+    """dp 2: only rank 1 reads what is damaged, and both go back; the weights are those of a run without the damage."""
+    options = {"save_interval": 2, "load": str(tmp_path)}
+    assert ranks(2).run(train, 2, configured(corpus, tmp_path, 4, **options)) == [(4, "")] * 2
+    expected = weights(tmp_path / "iter_0000004")
+    content = bytearray((tmp_path / "iter_0000004" / file).read_bytes())
+    content[-9] ^= 4
+    (tmp_path / "iter_0000004" / file).write_bytes(content)
+    for _, error in ranks(2).run(train, 2, configured(corpus, tmp_path, 5, load_exact=True, **options)):
+        assert error.startswith("Damaged: --load ") and file in error and "damaged" in error
+    assert ranks(2).run(train, 2, configured(corpus, tmp_path, 4, **options)) == [(4, "")] * 2
+    assert torch.equal(weights(tmp_path / "iter_0000004"), expected)  # trained again from 2, and saved anew
+
+
+# -- dead runs
+
+
+def poisoned_save(rank: int, config: Config) -> str:
+    run = trainer(rank, 2, config)
+    run.progress.iteration = 7
+    if rank == 1:
+        unit = run.engine.zero.units["blocks.1"]
+        unit.master[-1 - next(unit.owned_parts()).owned.start :].fill_(float("nan"))
+    try:
+        run.save()
+    except DeadRun as error:
+        return str(error)
+    return "saved"
+
+
+def test_weights_that_are_not_finite_are_never_saved(ranks: Any, corpus: str, tmp_path: Path) -> None:
+    (first, second) = ranks(2).run(poisoned_save, configured(corpus, tmp_path, 10))
+    assert "iteration 7: weights of rank 1 are not finite; nothing is saved" in first
+    assert "iteration 7: blocks.1." in second and "is not finite" in second
+    assert names(tmp_path) == []
+
+
+def test_a_run_without_targets_ends_with_an_error(ranks: Any, tmp_path: Path) -> None:
+    """A corpus of end-of-document tokens alone, all masked; the checkpoint from before stays."""
+    prefix = str(tmp_path / "empty")
+    with IndexedWriter(prefix, np.uint16, {"tokenizer": "byte", "vocab_size": 257}) as writer:
+        for _ in range(20):
+            writer.add(np.full(100, 256))
+    options = {"save_interval": 1, "keep_last": 1, "load": str(tmp_path / "saved")}
+    config = configured(prefix, tmp_path / "saved", 20, eod=True, max_skipped_iterations=3, **options)
+    for reached, error in ranks(2).run(train, 2, config):
+        assert reached == 3 and error.startswith("DeadRun: iteration 3: 3 iterations in a row made no update")
+        assert "no target counts in this batch" in error
+    again = replace(config, training=replace(config.training, max_skipped_iterations=4))
+    for reached, error in ranks(2).run(train, 2, again):  # the count goes on over a resume, from 2 at iteration 2
+        assert reached == 4 and "4 iterations in a row" in error
+
+
+# -- saves that fail
+
+
+def small_disk(rank: int, config: Config) -> tuple[int, str]:
+    """Rank 1 may write 5,000 bytes per file: enough for the trial at the start, too little for its shard."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
+    try:
+        return train(rank, 2, config)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize(("policy", "reached"), [("continue", 5), ("stop", 2)])
+def test_a_save_that_fails(ranks: Any, corpus: str, tmp_path: Path, policy: str, reached: int) -> None:
+    """Said, and the run goes on, to the last save, whose failure is the run's; or it ends at once."""
+    config = configured(corpus, tmp_path, 5, save_interval=2, on_save_error=policy)
+    for iteration, error in ranks(2).run(small_disk, config):
+        assert iteration == reached
+        assert error.startswith("RuntimeError: saving") and "failed on rank 1" in error and "File too large" in error
+    assert names(tmp_path) == []
