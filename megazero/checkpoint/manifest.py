@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from megazero.files import read_regular, write_atomically
+from megazero.files import OutputFile, read_regular
 from megazero.plan.regions import Rectangle
 
 MANIFEST = "manifest.json"
@@ -105,7 +105,17 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
             for name, entry in manifest.tensors.items()
         },
     }
-    write_atomically(folder / MANIFEST, json.dumps(content | {"crc32": _digest(content)}).encode())
+    write_durably(folder / MANIFEST, json.dumps(content | {"crc32": _digest(content)}))
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a text file in a folder that nobody reads yet, and wait until it is on the disk."""
+    file = OutputFile(path)
+    try:
+        file.write(text.encode())
+        file.sync()
+    finally:
+        file.close()
 
 
 def read_manifest(folder: Path) -> Manifest:

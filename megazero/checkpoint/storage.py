@@ -40,9 +40,10 @@ from megazero.checkpoint.manifest import (
     dtype_name,
     key,
     missing_part,
+    write_durably,
     write_manifest,
 )
-from megazero.files import OutputFile, open_regular, sync_folder, write_atomically
+from megazero.files import OutputFile, open_regular, sync_folder
 from megazero.plan.regions import Rectangle
 
 
@@ -160,7 +161,7 @@ class ManifestWriter(StorageWriter):
         }
         files = {where.file: where.file_bytes for where in stored.values()}
         manifest = Manifest(files, zlib.crc32(self.state_text.encode()), tensors)
-        write_atomically(self.folder / STATE, self.state_text.encode())
+        write_durably(self.folder / STATE, self.state_text)
         fault = missing_part(self.folder, manifest)
         if fault:
             raise FileNotFoundError(f"{self.folder}: {fault}: --save must be a folder shared by all ranks")

@@ -77,7 +77,8 @@ def check_model(path: Path, saved: dict[str, Any], model: ModelConfig) -> None:
 
 def data_fingerprints(config: Config) -> tuple[str, ...]:
     """Of every corpus of --data-path, in order."""
-    return tuple(fingerprint.fingerprint(prefix) for _, prefix in parse_data_path(config.data.data_path))
+    named = parse_data_path(config.data.data_path) if config.data.data_path else []
+    return tuple(fingerprint.fingerprint(prefix) for _, prefix in named)
 
 
 def check_data(path: Path, state: RunState, config: Config, fingerprints: tuple[str, ...]) -> None:
