@@ -100,8 +100,8 @@ def poisoned_save(rank: int, config: Config) -> str:
     run = trainer(rank, 2, config)
     run.progress.iteration = 7
     if rank == 1:
-        unit = run.engine.zero.units["blocks.1"]
-        unit.master[-1 - next(unit.owned_parts()).owned.start :].fill_(float("nan"))
+        name = next(n for n, s in run.engine.shards().items() if n.startswith("model.blocks.1") and s.data.numel())
+        run.engine.shards()[name].data[-1] = float("nan")
     try:
         run.save()
     except DeadRun as error:
