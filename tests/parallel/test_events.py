@@ -7,6 +7,8 @@ calls torch's attention, and each block's backward passes its output's gradient.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from megazero.comm.collectives import Axis, Pending
+from megazero.plan.operations import Op, Open
 from megazero.train.engine import Engine
 from tests.parallel.cases import MODEL, Case, micro_batches, new_engine
 
@@ -99,6 +102,27 @@ def slots_after_a_step(rank: int, case: Case, poison: bool) -> list[bool]:
     finally:
         Axis.start_all_gather = start
     return [bool(out.isnan().all()) for out in gathered]
+
+
+def fresh_gradients(rank: int, case: Case) -> list[str]:
+    """Parameters of any unit whose gradient memory holds anything but NaN before the first contribution."""
+    engine = new_engine(rank, case)
+    found, opened = [], set()
+
+    @contextmanager
+    def look(op: Op) -> Iterator[None]:
+        yield
+        if isinstance(op, Open):
+            opened.add(op.unit)
+            gradients = engine.zero.units[op.unit].gradients
+            for parameter, window in gradients._windows.items():
+                if not gradients.unsharded.data[window].isnan().all():
+                    found.append(f"{op.unit} {tuple(parameter.shape)}")
+
+    engine.interpreter.observe = look
+    engine.train_step(1, micro_batches(case, engine.mesh, 0))
+    assert opened == set(engine.zero.units)
+    return found
 
 
 def two_steps(rank: int, case: Case) -> list[Event]:
@@ -230,6 +254,12 @@ def test_poisoned_slots_hold_nothing_to_read(poison: bool, ranks) -> None:
     for found in ranks(2).run(slots_after_a_step, Case(zero=3, **ONE), poison):
         assert len(found) >= 2 * BLOCKS
         assert found == [poison] * len(found)
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_poisoned_gradients_hold_nothing_to_add_to(zero: int, ranks) -> None:
+    """So that a parameter which is added to before it is written, or never written, is seen."""
+    assert ranks(2).run(fresh_gradients, Case(zero=zero, **ONE)) == [[], []]
 
 
 @pytest.mark.parametrize("compiles", [False, True])

@@ -19,7 +19,7 @@ from megazero.plan.operations import Op, Reduce, Start
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
 from megazero.train.engine import Engine, LossScaleExhausted
-from tests.parallel.cases import Case, MicroBatch, micro_batches, new_engine
+from tests.parallel.cases import Case, MicroBatch, micro_batches, new_engine, train
 
 
 def state_of(engine: Engine) -> dict[str, torch.Tensor]:
@@ -112,6 +112,18 @@ def test_the_rank_that_has_the_tensor_is_named(case: Case, ranks) -> None:
     found = ranks(case.world).run(blamed, case)
     assert len(set(found)) == 1 and "blocks.4.mlp.up.bias" in found[0]
     assert re.search(r"\brank (\d+)", found[0])[1] == str(guilty)
+
+
+@pytest.mark.parametrize(
+    "frozen", [("*embedding*", "blocks.[012].*"), ("head.*", "blocks.[34].*")], ids=["first", "last"]
+)
+def test_a_stage_may_learn_nothing(frozen: tuple[str, ...], ranks) -> None:
+    """All that a pipeline stage holds is frozen: it still passes on what its neighbours need."""
+    case = Case(pp=2, frozen=frozen, recompute="full")
+    wanted = train(0, case._replace(pp=1))
+    for found in ranks(2).run(train, case):
+        assert found.losses == pytest.approx(wanted.losses, rel=1e-6)
+        assert found.norms == pytest.approx(wanted.norms, rel=1e-5)
 
 
 def without_targets(rank: int) -> tuple[bool, int, float]:
