@@ -6,7 +6,6 @@ Shapes: b micro-batch, s sequence, h hidden, n heads, v vocabulary. Sizes are by
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -19,7 +18,8 @@ from megazero.memory.fragmentation import Fragmentation, device_fragmentation, f
 from megazero.plan.topology import Layout
 from megazero.train import trainer
 from megazero.train.engine import StepResult
-from tests.caching_allocator import Block, CachingAllocator, OutOfMemory
+from tests.caching_allocator import OutOfMemory
+from tests.helpers.replay import MicroBatch, Rank, Shape
 
 # -- the measure
 
@@ -66,197 +66,6 @@ def test_a_block_that_another_stream_reads_is_not_free(state: str) -> None:
     assert found == Fragmentation(reserved=2048, allocated=1536, largest_free=512)
 
 
-# -- a training step's allocations
-
-
-class Shape(NamedTuple):
-    """GPT-3 XL (1.3 B) by its width, half as deep to be quick; ZeRO stage 2 over 8 ranks, bf16 throughout."""
-
-    layers: int = 12
-    h: int = 2048
-    n: int = 16
-    v: int = 50257
-    b: int = 8  # the largest micro-batch of a run
-    s: int = 1024  # its longest sequence
-    dp: int = 8
-
-    @property
-    def units(self) -> list[int]:
-        """Weights, or gradients, of every unit: 12 h^2 a block, the token table last."""
-        return [2 * 12 * self.h**2] * self.layers + [2 * self.v * self.h]
-
-
-class MicroBatch(NamedTuple):
-    b: int
-    s: int
-
-
-class Held(NamedTuple):
-    """What a micro-batch keeps from its forward to its backward."""
-
-    size: MicroBatch
-    checkpoints: list[Block | None]
-    head: list[Block]
-
-
-class Rank:
-    """Replays what one rank allocates and frees, in the engine's order.
-
-    Per block, in forward: norm, qkv, attention, projection, sum; norm, up, gelu, down, sum. Each goes when its reader
-    is done, but the sum: it is the next block's input, and kept for recompute. In backward, last block first: the same
-    again, now kept until their gradients are there; the unit's full gradient, of which 1/dp stays until the update.
-
-    Left out: what is below a few KiB, buckets and messages between stages, the position table's unit.
-
-    `in_arena`: which of what lives long ("checkpoints", "gradients") lies in slots of one allocation made at the start.
-    """
-
-    def __init__(self, shape: Shape, capacity: int, in_arena: Sequence[str] = (), in_flight: int = 1) -> None:
-        self.shape, self.in_arena, self.in_flight = shape, in_arena, in_flight
-        self.allocator = CachingAllocator(capacity)
-        self.new = self.allocator.malloc
-        for unit in shape.units:
-            self.new(unit)  # weights
-            for _ in range(3):
-                self.new(2 * unit // shape.dp)  # master and moments, fp32
-        self.at_rest = self.allocator.allocated
-        self.shards: list[Block | None] = [None] * len(shape.units)
-        slots = {
-            "checkpoints": in_flight * shape.layers * 2 * shape.b * shape.s * shape.h,
-            "gradients": sum(shape.units) // shape.dp,
-        }
-        if in_arena:
-            self.new(sum(slots[kind] for kind in in_arena))
-
-    def drop(self, *blocks: Block | None) -> None:
-        for block in blocks:
-            if block is not None:
-                self.allocator.free(block)
-
-    def steps(self, steps: Sequence[Sequence[MicroBatch]], evaluate: bool) -> None:
-        for micro_batches in steps:
-            self.step(micro_batches)
-            if evaluate:
-                self.forward(MicroBatch(self.shape.b, self.shape.s), train=False)
-
-    def step(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """One-forward-one-backward once `in_flight` micro-batches are under way, then the update."""
-        waiting: list[Held] = []
-        for size in micro_batches:
-            held = self.forward(size, train=True)
-            assert held is not None
-            waiting.append(held)
-            if len(waiting) == self.in_flight:
-                self.backward(waiting.pop(0))
-        for held in waiting:
-            self.backward(held)
-        for i, unit in enumerate(self.shape.units):
-            self.drop(self.new(2 * unit // self.shape.dp), self.shards[i])  # the gradient in fp32
-            self.shards[i] = None
-
-    def forward(self, size: MicroBatch, train: bool) -> Held | None:
-        u = 2 * size.b * size.s * self.shape.h  # [b, s, h]
-        tokens, positions = self.new(u), self.new(u // size.b)
-        x = self.new(u)
-        self.drop(tokens, positions)
-        checkpoints: list[Block | None] = []
-        for _ in range(self.shape.layers):
-            y = self.block_forward(size)
-            if train and "checkpoints" not in self.in_arena:
-                checkpoints.append(x)
-            else:
-                self.drop(x)  # read for the last time, or copied into its slot
-                checkpoints.append(None)
-            x = y
-        if self.in_flight > 1:  # a stage that is not the last: x has been sent
-            self.drop(x)
-            return Held(size, checkpoints, [])
-        head = [x, self.new(u), self.new(2 * size.b * size.s * self.shape.v)]  # norm, logits
-        if not train:
-            self.drop(*head)
-            return None
-        return Held(size, checkpoints, head)
-
-    def block_forward(self, size: MicroBatch) -> Block:
-        u, row = 2 * size.b * size.s * self.shape.h, 4 * size.b * size.s  # [b, s, h]; [b, s] in fp32
-        norm = [self.new(u), self.new(row), self.new(row)]
-        qkv = self.new(3 * u)
-        self.drop(*norm)
-        attention, sums = self.new(u), self.new(row * self.shape.n)
-        self.drop(qkv, sums)
-        projection = self.new(u)
-        self.drop(attention)
-        middle = self.new(u)
-        self.drop(projection)
-        norm = [self.new(u), self.new(row), self.new(row)]
-        up = self.new(4 * u)
-        self.drop(*norm)
-        gelu = self.new(4 * u)
-        self.drop(up)
-        down = self.new(u)
-        self.drop(gelu)
-        y = self.new(u)
-        self.drop(down, middle)
-        return y
-
-    def backward(self, held: Held) -> None:
-        u = 2 * held.size.b * held.size.s * self.shape.h
-        if held.head:
-            x, norm, logits = held.head
-            table, d_norm = self.new(self.shape.units[-1]), self.new(u)
-            self.drop(logits)  # the gradient was in their place
-            dy = self.new(u)
-            self.drop(d_norm, norm, x)
-        else:
-            table, dy = None, self.new(u)  # received
-        for i in reversed(range(self.shape.layers)):
-            dy = self.block_backward(i, held.size, dy)
-            self.drop(held.checkpoints.pop())
-        if table is not None:
-            self.reduce(self.shape.layers, table)
-        self.drop(dy)
-
-    def block_backward(self, i: int, size: MicroBatch, dy: Block) -> Block:
-        """Recompute up to the last tensor that is needed, then every gradient in turn."""
-        u, row = 2 * size.b * size.s * self.shape.h, 4 * size.b * size.s
-        norm1 = [self.new(u), self.new(row), self.new(row)]
-        qkv, attention, sums = self.new(3 * u), self.new(u), self.new(row * self.shape.n)
-        projection = self.new(u)
-        middle = self.new(u)
-        self.drop(projection)
-        norm2 = [self.new(u), self.new(row), self.new(row)]
-        up, gelu = self.new(4 * u), self.new(4 * u)
-        full = self.new(self.shape.units[i])
-        d_gelu = self.new(4 * u)
-        self.drop(gelu)
-        d_up = self.new(4 * u)
-        self.drop(d_gelu, up)
-        d_norm = self.new(u)
-        self.drop(d_up)
-        d_middle = self.new(u)
-        self.drop(d_norm, *norm2)
-        total = self.new(u)
-        self.drop(d_middle, dy, middle)
-        d_attention, d_parts, wide = self.new(u), [self.new(u) for _ in "qkv"], self.new(2 * u)  # dq is summed in fp32
-        self.drop(wide, attention, sums, qkv, d_attention)
-        d_qkv = self.new(3 * u)
-        self.drop(*d_parts)
-        d_norm = self.new(u)
-        self.drop(d_qkv)
-        d_x = self.new(u)
-        self.drop(d_norm, *norm1)
-        dx = self.new(u)
-        self.drop(d_x, total)
-        self.reduce(i, full)
-        return dx
-
-    def reduce(self, i: int, full: Block) -> None:
-        """The first micro-batch's shard stays, and the others' are added to it."""
-        if self.shards[i] is None and "gradients" not in self.in_arena:
-            self.shards[i] = self.new(self.shape.units[i] // self.shape.dp)
-        self.drop(full)
-
-
 # -- MD
 
 
@@ -299,14 +108,14 @@ SLACK = {
     ("evaluations", PLAIN): 7,
     ("evaluations", CHECKPOINTS): 11,
     ("evaluations", BOTH): 3,
-    ("4 in flight", PLAIN): 6,
-    ("4 in flight", CHECKPOINTS): 2,
-    ("4 in flight", BOTH): 3,
+    ("4 in flight", PLAIN): 8,
+    ("4 in flight", CHECKPOINTS): 11,
+    ("4 in flight", BOTH): 4,
     ("growing", PLAIN): 24,
-    ("growing", CHECKPOINTS): 27,
+    ("growing", CHECKPOINTS): 35,
     ("growing", BOTH): 7,
     ("mixed", PLAIN): 20,
-    ("mixed", CHECKPOINTS): 26,
+    ("mixed", CHECKPOINTS): 22,
     ("mixed", BOTH): 11,
 }
 
@@ -339,9 +148,10 @@ def test_memory_that_a_run_needs_beyond_its_demand(name: str, in_arena: tuple[st
     """What was found, to the percent.
 
     - One steady pattern fragments little: best fit finds for every tensor the hole that its like left a block ago.
-      Evaluations change nothing: they ask for the same sizes. Under 1F1B checkpoints do not leave last-first; no worse.
+      Evaluations change nothing: they ask for the same sizes. Under 1F1B checkpoints do not leave last-first; a
+      point worse.
     - Changing sizes fragment: holes of one length fit no tensor of the next, and what lives long keeps them apart.
-    - An arena for checkpoints and gradients needs the least in the rows with one micro-batch in flight.
+    - An arena for checkpoints and gradients needs the least in every row.
     - An arena for checkpoints alone does not help there: the gradients' shards, laid down one by one among a
       backward's activations, keep the holes apart just as well, and the arena itself can lend no hole to others.
     - All that is of this shape: what fits into whose hole is arithmetic of sizes, and no law. Among five others, tried
