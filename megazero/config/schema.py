@@ -116,6 +116,9 @@ class ParallelConfig:
     zero-bubble (ZB-H1) computes weight gradients where 1f1b waits, for a third of its idle time."""
     virtual_pipeline_stages: int = 1
     """--pipeline-schedule interleaved: chunks of layers per pipeline rank."""
+    pipeline_split: str = ""
+    """Layers of each virtual pipeline stage, in the order of the forward, such as 4,4,3,1. Empty: so that the busiest
+    rank computes least, with the head counted."""
     zero_bubble_backlog: int = 0
     """--pipeline-schedule zero-bubble: micro-batches whose weight gradients may wait at once, with their activations.
     0: as many as the schedule can use."""

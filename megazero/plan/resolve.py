@@ -6,6 +6,7 @@ import dataclasses
 
 from megazero.config.schema import Config
 from megazero.config.validate import check_values
+from megazero.plan.split import layer_split
 from megazero.plan.topology import Layout
 
 
@@ -30,9 +31,10 @@ def resolve(config: Config, world_size: int, vocab_size: int) -> tuple[Config, L
             f"{config.data.tokenizer}; use at least {vocab_size}, or leave it out"
         )
     replace = dataclasses.replace
+    model = replace(config.model, vocab_size=vocabulary, ffn_hidden_size=config.model.ffn_size)
     config = replace(
         config,
-        model=replace(config.model, vocab_size=vocabulary, ffn_hidden_size=config.model.ffn_size),
+        model=model,
         training=replace(
             config.training, global_batch_size=_global_batch(config, layout), grad_dtype=_grad_dtype(config)
         ),
@@ -41,11 +43,11 @@ def resolve(config: Config, world_size: int, vocab_size: int) -> tuple[Config, L
             lr_decay_iters=config.optimizer.lr_decay_iters or config.training.train_iters,
         ),
     )
-    return config, layout
+    return config, replace(layout, split=layer_split(config))
 
 
 def make_layout(config: Config, world_size: int) -> Layout:
-    """pp and tp as asked, dp whatever is left."""
+    """pp and tp as asked, dp whatever is left; layers split evenly."""
     tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
     if world_size % (tp * pp):
         fits = max(1, world_size // (tp * pp)) * tp * pp

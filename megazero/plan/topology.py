@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megazero.plan.split import even_split
+
 AXES = ("pp", "dp", "tp")
 SUB_AXES = ("shard", "replica", "ends")  # parts of dp and of pp
 
@@ -26,7 +28,7 @@ class Layout:
 
     ZeRO partitions within `shards` neighbouring data-parallel ranks, and replicates what they hold over dp / shards
     such groups. 0: over all of dp. Each pipeline rank holds `chunks` virtual stages: chunk c of rank r is virtual stage
-    c pp + r.
+    c pp + r. `split`: the layers of every virtual stage; () splits evenly.
     """
 
     pp: int = 1
@@ -34,6 +36,7 @@ class Layout:
     tp: int = 1
     shards: int = 0
     chunks: int = 1
+    split: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.dp % (self.shards or self.dp) == 0, self
@@ -75,11 +78,12 @@ class Layout:
         return list(found.values())
 
     def chunk_layers(self, num_layers: int, rank: int, chunk: int) -> range:
-        """The layers of one chunk of pipeline rank `rank`; the first virtual stages take one more where uneven."""
-        each, rest = divmod(num_layers, self.pp * self.chunks)
+        """The layers of one chunk of pipeline rank `rank`."""
+        split = self.split or even_split(num_layers, self.pp * self.chunks)
+        assert sum(split) == num_layers, (split, num_layers)
         at = chunk * self.pp + rank
-        start = at * each + min(at, rest)
-        return range(start, start + each + (at < rest))
+        start = sum(split[:at])
+        return range(start, start + split[at])
 
     def layers(self, num_layers: int, rank: int) -> list[int]:
         """All layers of pipeline rank `rank`, chunk by chunk."""
@@ -88,7 +92,8 @@ class Layout:
     def __str__(self) -> str:
         chunks = f" ({self.chunks} virtual stages each)" if self.chunks > 1 else ""
         parts = f" ({self.replica} x {self.shard})" if self.replica > 1 else ""
-        return f"pp {self.pp}{chunks} x dp {self.dp}{parts} x tp {self.tp}"
+        split = f" (layers {','.join(map(str, self.split))})" if self.split else ""
+        return f"pp {self.pp}{chunks}{split} x dp {self.dp}{parts} x tp {self.tp}"
 
 
 def ring_bytes(num_bytes: int, size: int, passes: int = 1) -> int:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from megazero.config.schema import BYTES, Config
 from megazero.plan.parameters import stage_units, unit_layout
+from megazero.plan.split import ends, rank_costs
 from megazero.plan.topology import Layout
 from megazero.plan.zero_policy import ZeroPolicy
 from megazero.price.estimate import estimate, state_bytes
@@ -98,6 +99,18 @@ def partition_line(config: Config, layout: Layout, rank: int = 0) -> str:
     )
 
 
+def split_line(config: Config, layout: Layout) -> str:
+    """The layers of every virtual stage where they are uneven, and why; empty where they are even."""
+    if not layout.split:
+        return ""
+    costs = rank_costs(layout.split, layout.pp, ends(config.model, config.activations))
+    return (
+        f"layers per virtual stage: {','.join(map(str, layout.split))}; the head computes as much as "
+        f"{ends(config.model, config.activations).head:.1f} blocks, so that pipeline ranks compute "
+        f"{', '.join(f'{cost:.1f}' for cost in costs)} (--pipeline-split has other layers)"
+    )
+
+
 def table(config: Config, layout: Layout, rank: int = 0, staged: bool = True) -> str:
     """The account as text."""
     head = f"bytes of rank {rank} by estimate; Psi = {psi(config, layout, rank):,} elements"
@@ -105,4 +118,4 @@ def table(config: Config, layout: Layout, rank: int = 0, staged: bool = True) ->
         f"  {row.kind:<24}{row.num_bytes:>20,}   {row.formula}".rstrip()
         for row in account(config, layout, rank, staged)
     ]
-    return "\n".join([head, *rows, *filter(None, [partition_line(config, layout, rank)])])
+    return "\n".join([head, *rows, *filter(None, [split_line(config, layout), partition_line(config, layout, rank)])])

@@ -44,10 +44,12 @@ class Case(NamedTuple):
     model: ModelConfig = MODEL
     batch: int = 12
     chunks: int = 1
+    split: str = ""
+    backlog: int = 0
 
     @property
     def layout(self) -> Layout:
-        return Layout(self.pp, self.dp, self.tp, dict(self.options).get("zero_shard_size", 0), self.chunks)
+        return self.resolved()[1]
 
     @property
     def world(self) -> int:
@@ -56,6 +58,7 @@ class Case(NamedTuple):
     def __str__(self) -> str:
         words = [f"pp{self.pp}", f"dp{self.dp}", f"tp{self.tp}", f"zero{self.zero}", f"M{self.micro_batches}"]
         words += [self.schedule] * (self.pp > 1 or self.schedule != "1f1b") + [f"v{self.chunks}"] * (self.chunks > 1)
+        words += [f"split{self.split}"] * bool(self.split) + [f"backlog{self.backlog}"] * bool(self.backlog)
         words += {"none": [], "full": ["recompute"], "selective": ["selective"]}[self.recompute]
         words += [name for name in ("pa", "host", "md", "sp", "compile") if getattr(self, name)]
         words += [self.precision] * (self.precision not in ("fp32", "fp64")) + ["grad16"] * (self.grad_dtype != "fp32")
@@ -73,6 +76,9 @@ class Case(NamedTuple):
         return "-".join(words)
 
     def config(self) -> Config:
+        return self.resolved()[0]
+
+    def resolved(self) -> tuple[Config, Layout]:
         config = Config(
             model=self.model,
             training=TrainingConfig(
@@ -94,9 +100,11 @@ class Case(NamedTuple):
             pipeline_model_parallel_size=self.pp,
             pipeline_schedule=self.schedule,
             virtual_pipeline_stages=self.chunks,
+            pipeline_split=self.split,
+            zero_bubble_backlog=self.backlog,
             sequence_parallel=self.sp,
         )
-        return resolve(replace(config, parallel=parallel), self.world, 0)[0]
+        return resolve(replace(config, parallel=parallel), self.world, 0)
 
 
 class MicroBatch(NamedTuple):

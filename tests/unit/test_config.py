@@ -42,7 +42,8 @@ COMING = set(
 # 64: the surface's three of ZeRO-R and sequence parallelism; compiling costs a minute that a short run has not got.
 # 70: the life of a run: when it is dead (--max-skipped-iterations), what is damaged (--load-exact), what is kept
 # (--keep-every), what a failed save means (--on-save-error).
-NUM_OPTIONS = 70
+# 71: layers of a pipeline stage, which a cost by FLOPs cannot always know.
+NUM_OPTIONS = 71
 
 DEFAULTS = {
     "precision": "fp32",

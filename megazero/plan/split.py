@@ -1,0 +1,117 @@
+"""Layers of each virtual pipeline stage: as given, or by cost. Pure.
+
+Costs are in blocks: a block costs 1, the embedding and the head what their FLOPs are against a block's. All virtual
+stages are named in the order of the forward pass: number c pp + r is chunk c of pipeline rank r.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megazero.config.schema import ActivationConfig, Config, ModelConfig
+
+WORTH_IT = 0.01  # an uneven split must make the busiest rank this much faster: what divides evenly is easier to read
+
+
+class Ends(NamedTuple):
+    """Cost of what the first and the last virtual stage compute besides blocks, in blocks."""
+
+    embedding: float
+    head: float
+
+
+def ends(model: ModelConfig, activations: ActivationConfig) -> Ends:
+    """Count FLOPs per token of a forward: block 8 h^2 + 4 h f + 4 s h, embedding 2 h, head 2 v h.
+
+    A backward takes twice as much. A block that is recomputed takes a forward more, which the ends do not.
+    """
+    h, passes = model.hidden_size, 4 if activations.recompute == "full" else 3
+    block = (8 * h * h + 4 * h * model.ffn_size + 4 * model.seq_length * h) * passes / 3
+    return Ends(2 * h / block, 2 * model.vocab_size * h / block)
+
+
+def even_split(num_layers: int, stages: int) -> tuple[int, ...]:
+    """As many layers in every stage; the first stages take one more where that leaves a rest."""
+    each, rest = divmod(num_layers, stages)
+    return tuple(each + (stage < rest) for stage in range(stages))
+
+
+def rank_costs(split: tuple[int, ...], pp: int, ends: Ends) -> list[float]:
+    """Cost of what every pipeline rank computes for a micro-batch, in blocks."""
+    costs: list[float] = [sum(split[rank::pp]) for rank in range(pp)]
+    costs[0] += ends.embedding
+    costs[-1] += ends.head
+    return costs
+
+
+def split_by_cost(num_layers: int, pp: int, chunks: int, ends: Ends) -> tuple[int, ...]:
+    """Split layers so that the busiest rank computes least; evenly, unless that is slower by WORTH_IT.
+
+    Every virtual stage has a layer, but for the last, whose head may be work enough.
+    """
+    even = even_split(num_layers, pp * chunks)
+    if pp == 1:
+        return even
+    last = (pp - 1, chunks - 1)
+    of_rank = _fill(
+        [ends.embedding, *[0.0] * (pp - 2), ends.head], [chunks - (r == last[0]) for r in range(pp)], num_layers
+    )
+    found = [0] * len(even)
+    for rank, layers in enumerate(of_rank):
+        base = [ends.embedding * (rank == c == 0) + ends.head * ((rank, c) == last) for c in range(chunks)]
+        found[rank::pp] = _fill(base, [int((rank, c) != last) for c in range(chunks)], layers)
+    uneven = tuple(found)
+    gain = 1 - max(rank_costs(uneven, pp, ends)) / max(rank_costs(even, pp, ends))
+    return uneven if gain >= WORTH_IT else even
+
+
+def _fill(base: list[float], least: list[int], num_layers: int) -> list[int]:
+    """Hand out layers one by one, each to the part that costs least so far: so the costliest part costs least."""
+    counts = list(least)
+    for _ in range(num_layers - sum(least)):
+        costs = [cost + count for cost, count in zip(base, counts, strict=True)]
+        counts[costs.index(min(costs))] += 1
+    return counts
+
+
+def given_split(config: Config) -> tuple[int, ...]:
+    """Read --pipeline-split.
+
+    Raises:
+        ValueError: naming the way out.
+    """
+    text, layers = config.parallel.pipeline_split, config.model.num_layers
+    pp, chunks = config.parallel.pipeline_model_parallel_size, config.parallel.virtual_pipeline_stages
+    stages, virtual = pp * chunks, f" x --virtual-pipeline-stages {chunks}" * (chunks > 1)
+    words = text.split(",")
+    example = ",".join(map(str, even_split(layers, stages)))
+    if not all(word.strip().isdecimal() for word in words):
+        raise ValueError(f"--pipeline-split {text}: must be whole numbers with commas between, such as {example}")
+    split = tuple(map(int, words))
+    if len(split) != stages:
+        raise ValueError(
+            f"--pipeline-split {text} is for {len(split)} virtual stages, and --pipeline-model-parallel-size {pp}"
+            f"{virtual} makes {stages}; give {stages} numbers, such as {example}"
+        )
+    if sum(split) != layers:
+        raise ValueError(
+            f"--pipeline-split {text} comes to {sum(split)} layers, and --num-layers is {layers}; "
+            f"change one of them, or use {example}"
+        )
+    if 0 in split[1:-1] or (stages == 1 and not layers):
+        raise ValueError(
+            f"--pipeline-split {text}: only the first and the last stage, which hold the embedding and the head, can "
+            f"do without a layer; use {example}, or fewer stages"
+        )
+    return split
+
+
+def layer_split(config: Config) -> tuple[int, ...]:
+    """Layers per virtual stage of a config whose vocabulary is known; () stands for `even_split`."""
+    parallel, layers = config.parallel, config.model.num_layers
+    pp, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_stages
+    if parallel.pipeline_split:
+        found = given_split(config)
+    else:
+        found = split_by_cost(layers, pp, chunks, ends(config.model, config.activations))
+    return () if found == even_split(layers, pp * chunks) else found

@@ -1,0 +1,72 @@
+"""Pipelines of real ranks: layers split unevenly, any number of micro-batches, every schedule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megazero import checkpoint
+from megazero.price.estimate import estimate
+from tests.parallel.cases import MODEL, Case, micro_batches, new_engine, train
+from tests.parallel.test_parity import TOLERANCE, expected, fp64, relative_error
+
+UNTIED = replace(MODEL, untie_embeddings=True)
+WORDY = replace(MODEL, vocab_size=1801)  # a head of 3 blocks: split by cost, the last stage has fewer layers
+INTER = {"schedule": "interleaved", "chunks": 2}
+
+
+def uneven() -> list[Case]:
+    found = [Case(pp=2, split="1,4", micro_batches=3), Case(pp=2, split="5,0", micro_batches=3, recompute="full")]
+    found += [Case(pp=2, dp=2, split="0,5", zero=z, micro_batches=3) for z in (0, 3)]
+    found += [Case(pp=4, split="0,2,3,0", micro_batches=2, model=UNTIED)]
+    found += [Case(pp=2, split="0,2,3,0", micro_batches=4, recompute="full", **INTER)]
+    found += [Case(pp=2, dp=2, split="2,0", zero=2, schedule="zero-bubble", model=replace(MODEL, num_layers=2))]
+    found += [Case(pp=2, tp=2, model=WORDY, sp=True), Case(pp=3, model=WORDY, recompute="full", md=True)]
+    return found
+
+
+@pytest.mark.parametrize("case", uneven(), ids=str)
+def test_every_pipeline_is_the_same_model(case: Case, ranks) -> None:
+    """Losses and norms against plain PyTorch in fp64; bytes of every rank, to the byte, as estimated."""
+    losses, norms = expected(case.model, case.frozen)
+    case = fp64(case)
+    for rank, outcome in enumerate(ranks(case.world).run(train, case)):
+        assert relative_error(outcome.losses, losses) < TOLERANCE
+        assert relative_error(outcome.norms, norms) < TOLERANCE
+        memory, traffic = estimate(case.config(), case.layout, rank)
+        assert outcome.memory[-1] == memory and outcome.sent[-1] == traffic
+
+
+def test_the_cases_are_split_by_cost() -> None:
+    found = [Case(pp=2, model=WORDY), Case(pp=3, model=WORDY, recompute="full"), Case(pp=2)]
+    assert [case.layout.split for case in found] == [(4, 1), (2, 3, 0), ()]
+
+
+def train_and_save(rank: int, case: Case, folder: Path) -> float:
+    """A step, a checkpoint, and the loss of the step after it."""
+    engine = new_engine(rank, case)
+    engine.train_step(1, micro_batches(case, engine.mesh, 0))
+    engine.wait()
+    checkpoint.save(folder, 1, engine.shards(), engine.state_dict(), engine.mesh.host_group)
+    return engine.train_step(2, micro_batches(case, engine.mesh, 1)).loss
+
+
+def load_and_train(rank: int, case: Case, path: Path) -> float:
+    engine = new_engine(rank, case)
+    engine.wait()
+    checkpoint.load(path, engine.shards(), engine.mesh.host_group)
+    engine.load_state_dict(checkpoint.read_state(path))
+    return engine.train_step(2, micro_batches(case, engine.mesh, 1)).loss
+
+
+def test_any_split_loads_what_any_other_saved(tmp_path: Path, ranks) -> None:
+    cases = [fp64(Case(pp=2, split=split, micro_batches=4)) for split in ("", "5,0")]
+    cases.append(fp64(Case(pp=2, split="0,3,1,1", micro_batches=4, **INTER)))
+    for number, saved in enumerate(cases):
+        root = tmp_path / str(number)
+        wanted = ranks(2).run(train_and_save, saved, root)
+        for case in cases:
+            for loss in ranks(2).run(load_and_train, case, checkpoint.find(root)):
+                assert relative_error([loss], wanted[:1]) < TOLERANCE

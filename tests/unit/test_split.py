@@ -1,0 +1,102 @@
+"""Layers of pipeline stages: by cost, and as given."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megazero.config.schema import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
+from megazero.plan.resolve import resolve
+from megazero.plan.split import Ends, ends, even_split, rank_costs, split_by_cost
+from megazero.plan.topology import Layout
+from megazero.price.report import split_line, table
+
+SMALL = ModelConfig(num_layers=12, hidden_size=768, num_attention_heads=12, seq_length=1024, vocab_size=50257)
+
+
+def splits(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
+    """Every split in which only the last stage may have no layer."""
+    for cuts in itertools.combinations(range(1, layers + 1), stages - 1):
+        yield tuple(b - a for a, b in itertools.pairwise((0, *cuts, layers)))
+
+
+@pytest.mark.parametrize("head", [0.0, 0.17, 0.9, 2.5, 6.0])
+@pytest.mark.parametrize(("pp", "chunks"), [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (3, 2)])
+def test_no_split_has_a_faster_busiest_rank(pp: int, chunks: int, head: float) -> None:
+    """All splits are tried; the even one may be 1 % slower."""
+    cost = Ends(0.01, head)
+    for layers in range(pp * chunks, 10):
+        best = min(max(rank_costs(s, pp, cost)) for s in splits(layers, pp * chunks))
+        found = split_by_cost(layers, pp, chunks, cost)
+        assert sum(found) == layers and 0 not in found[:-1]
+        assert max(rank_costs(found, pp, cost)) <= best / 0.99 + 1e-9
+        if head == 0.0:
+            assert found == even_split(layers, pp * chunks)
+
+
+def test_the_head_is_counted_in_blocks_by_its_flops() -> None:
+    """GPT-2 small: 2 v h = 77.2 M FLOPs per token against 24 h^2 + 4 s h = 17.3 M; 3/4 of it if blocks recompute."""
+    cost = ends(SMALL, ActivationConfig())
+    assert cost.head == pytest.approx(77.19 / 17.30, rel=1e-3) and cost.embedding < 1e-3
+    assert ends(SMALL, ActivationConfig(recompute="full")).head == pytest.approx(0.75 * cost.head)
+    assert split_by_cost(12, 4, 1, cost) == (4, 4, 4, 0)
+    assert split_by_cost(12, 2, 2, cost) == (4, 4, 4, 0)  # rank 0: 8 blocks; rank 1: 4, and 4.5 for the head
+
+
+def resolved(split: str = "", vocabulary: int = 50257, batch: int = 1, **parallel: int | str) -> tuple[Config, Layout]:
+    parallel = {"pipeline_model_parallel_size": 4} | parallel
+    config = Config(
+        model=replace(SMALL, vocab_size=vocabulary),
+        training=TrainingConfig(global_batch_size=batch),
+        parallel=replace(ParallelConfig(), pipeline_split=split, **parallel),  # type: ignore[arg-type]
+    )
+    return resolve(config, 4, 0)
+
+
+def made(*args: Any, **options: Any) -> Layout:
+    return resolved(*args, **options)[1]
+
+
+def test_a_layout_has_the_split_by_cost_or_as_given() -> None:
+    assert made().split == (4, 4, 4, 0) and str(made()) == "pp 4 (layers 4,4,4,0) x dp 1 x tp 1"
+    assert made(vocabulary=101).split == ()  # even, which needs no saying
+    assert made("3,3,3,3").split == () and str(made("3,3,3,3")) == "pp 4 x dp 1 x tp 1"
+    given = made("0, 5,6,1")
+    assert [given.layers(12, rank) for rank in range(4)] == [[], [*range(5)], [*range(5, 11)], [11]]
+    virtual = Layout(pp=2, chunks=2, split=(1, 4, 2, 0))
+    assert [virtual.layers(7, rank) for rank in range(2)] == [[0, 5, 6], [1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        ("4,4,4", r"--pipeline-split 4,4,4 is for 3 .* --pipeline-model-parallel-size 4 makes 4; .* such as 3,3,3,3"),
+        ("4,4,4,1", r"--pipeline-split 4,4,4,1 comes to 13 layers, and --num-layers is 12; change .* or use 3,3,3,3"),
+        ("6,0,4,2", r"--pipeline-split 6,0,4,2: only the first and the last stage, .* use 3,3,3,3, or fewer stages"),
+        ("4,4,4,-0", r"--pipeline-split 4,4,4,-0: must be whole numbers with commas between, such as 3,3,3,3"),
+        ("even", r"--pipeline-split even: must be whole numbers with commas between, such as 3,3,3,3"),
+        ("3,3,3,", r"--pipeline-split 3,3,3,: must be whole numbers"),
+    ],
+)
+def test_a_split_that_does_not_fit_is_refused_with_the_way_out(split: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        made(split)
+
+
+def test_virtual_stages_count() -> None:
+    with pytest.raises(ValueError, match=r"--pipeline-model-parallel-size 4 x --virtual-pipeline-stages 2 makes 8"):
+        made("3,3,3,3", pipeline_schedule="interleaved", virtual_pipeline_stages=2, batch=4)
+
+
+def test_an_uneven_split_is_reported_with_its_reason() -> None:
+    config, layout = resolved()
+    assert split_line(config, layout) == (
+        "layers per virtual stage: 4,4,4,0; the head computes as much as 4.5 blocks, so that pipeline ranks compute "
+        "4.0, 4.0, 4.0, 4.5 (--pipeline-split has other layers)"
+    )
+    assert split_line(config, layout) in table(config, layout)
+    assert split_line(*resolved("3,3,3,3")) == ""
