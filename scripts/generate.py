@@ -116,8 +116,7 @@ def main(options: Options) -> None:
             f"--tokenizer {options.tokenizer} has {tokenizer.vocab_size} tokens, the model {model.vocab_size}"
         )
     device = launch.pick_device(launch.World(0, 1, 0, "single"))
-    precision = "fp64" if state["config"]["training"]["precision"] == "fp64" else "fp32"
-    stage = load_model(path, model, device, precision)
+    stage = load_model(path, model, device, state.master_precision)
     generator = torch.Generator(device).manual_seed(options.seed)
     prompt = tokenizer.encode(options.prompt)
     if not prompt:

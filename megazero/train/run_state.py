@@ -88,6 +88,12 @@ class RunState:
             raise ValueError(f"--load {path}: that run had no tokenizer; give --tokenizer")
         return spec
 
+    @property
+    def master_precision(self) -> str:
+        """The type of the checkpoint's weights, fp64 or fp32, as --precision names it."""
+        training = self.config.get("training")
+        return "fp64" if isinstance(training, dict) and training.get("precision") == "fp64" else "fp32"
+
 
 _PRINTS = ("fingerprints", "a list of fingerprints")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -27,6 +29,18 @@ def pretrain(*flags: object, ranks: int = 1) -> subprocess.CompletedProcess[str]
         torchrun = "-m torch.distributed.run --rdzv-backend c10d --rdzv-endpoint localhost:0 --nproc-per-node"
         launcher += [*torchrun.split(), str(ranks)]
     return run(*launcher, "pretrain_gpt.py", *flags)
+
+
+def pretrain_here(*flags: object) -> str:
+    """As `pretrain`, alone and in this process, which saves its start; what it printed. Errors are raised."""
+    import pretrain_gpt
+    from megazero.comm import launch
+    from megazero.config.cli import parse
+
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        pretrain_gpt.pretrain(parse([str(flag) for flag in flags]), launch.World(0, 1, 0, "single"))
+    return said.getvalue()
 
 
 def metrics(log_dir: Path) -> list[dict[str, Any]]:
