@@ -50,7 +50,7 @@ def pretrain(config: Config, world: launch.World) -> None:
 
     tokenizer = load_tokenizer(config.data.tokenizer) if config.data.tokenizer else None
     config, layout = resolve(config, world.size, tokenizer.vocab_size if tokenizer else 0)
-    datasets = open_data(config, tokenizer.vocab_size if tokenizer else 0)
+    datasets = open_data(config, tokenizer)
     if world.rank == 0:  # for all: it reads what the others would read
         find_checkpoint(config)
     device = launch.pick_device(world)

@@ -189,10 +189,11 @@ def explain(error: OSError) -> str:
 
 
 @contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[OutputFile]:
-    """A file under a passing name, which becomes `path`, durably, when the block ends without an exception.
+def replacing(path: str | os.PathLike[str], *, durable: bool = True) -> Iterator[OutputFile]:
+    """A file under a passing name, which becomes `path` when the block ends without an exception.
 
-    An exception, that of a full disk too, leaves nothing behind.
+    An exception, that of a full disk too, leaves nothing behind. `durable`: wait until it is on the disk; not
+    needed for what can be made again.
     """
     target = Path(path)
     part = target.with_name(f".{target.name}.partial-{uuid.uuid4().hex[:12]}")
@@ -200,11 +201,13 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[OutputFile]:
     try:
         try:
             yield file
-            file.sync()
+            if durable:
+                file.sync()
         finally:
             file.close()
         os.replace(part, target)
-        sync_folder(target.parent)
+        if durable:
+            sync_folder(target.parent)
     finally:
         part.unlink(missing_ok=True)
 

@@ -170,14 +170,16 @@ class DataConfig:
 
     data_path: tuple[str, ...] = ()
     """PREFIX of a .bin/.idx pair, or W1 PREFIX1 W2 PREFIX2 ... to blend by weights."""
+    data_args_path: str = ""
+    """Text file of what --data-path would name, for many corpora. # begins a comment."""
     split: str = "969,30,1"
     """Shares of the documents for training, validation and test."""
     tokenizer: str = ""
     """A folder or file with a Hugging Face tokenizer, gpt2:DIR, sentencepiece:FILE.model, or byte."""
     eod_mask_loss: bool = False
     """Leave out of the loss what is predicted from an end-of-document token: the first token of another document."""
-    num_workers: int = 0
-    """Processes that read batches ahead. 0: read in the training process."""
+    num_workers: int = 1
+    """Processes per rank that read batches ahead, behind the step that runs. 0: read in the training process."""
 
 
 @dataclass(frozen=True)

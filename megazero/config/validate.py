@@ -19,6 +19,9 @@ POSITIVE = (
     *("initial-loss-scale", "min-loss-scale", "loss-scale-window", "hysteresis"),
 )
 
+# Reading is light: one process per rank is ahead of any step. More than these only take memory.
+MOST_WORKERS = 64
+
 
 def check_values(config: Config) -> None:
     """What can be said of the flags alone."""
@@ -143,6 +146,8 @@ def _check_combinations(config: Config) -> None:
     check_project(config.log.wandb_project)
     if config.log.wandb_project and not config.log.log_dir:
         raise ValueError(f"--wandb-project {config.log.wandb_project} needs --log-dir DIR for its files")
+    if config.data.num_workers > MOST_WORKERS:
+        raise ValueError(f"--num-workers {config.data.num_workers}: a rank has use for a few; give 0 to {MOST_WORKERS}")
     if config.data.eod_mask_loss and not config.data.tokenizer:
         raise ValueError("--eod-mask-loss needs --tokenizer, to know the end-of-document token")
 

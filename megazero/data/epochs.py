@@ -5,12 +5,17 @@ time: a table that is missing, damaged or unwritable is computed again, and any 
 for it.
 """
 
+import errno
+import fcntl
 import hashlib
 import io
 import os
 import stat
 import tempfile
+import time
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +26,10 @@ from megazero.files import open_regular, replacing
 
 # Part of every key. Raise it when the meaning of a table changes, so that an old cache is never read.
 TABLE_VERSION = 1
+# Smaller tables are not cached.
+CACHED_BYTES = 1 << 20
+# How long a process waits for another that computes the table it needs: a billion documents take minutes.
+LOCK_SECONDS = 900.0
 
 
 class EpochTable(NamedTuple):
@@ -70,9 +79,17 @@ def permutation(generator: np.random.PCG64, count: int) -> Int64s:
 
     Note [stable permutation]: numpy promises that a bit generator's raw stream never changes, but not what
     `Generator.permutation` makes of it. A resumed run must see the same order after an upgrade, so we sort
-    the raw stream ourselves, stably, for equal keys.
+    the raw stream ourselves, stably, for equal keys. The fast sort is not stable, but equal keys, which
+    come once in a thousand permutations of 10^8, are seen and sorted again.
     """
-    return np.argsort(generator.random_raw(count), kind="stable").astype(np.int64, copy=False)
+    keys = generator.random_raw(count)
+    order = np.argsort(keys, kind="quicksort")
+    for at in range(0, count - 1, CHUNK):  # in pieces: memory
+        part = keys[order[at : at + CHUNK + 1]]
+        if (part[1:] == part[:-1]).any():
+            order = np.argsort(keys, kind="stable")
+            break
+    return order.astype(np.int64, copy=False)
 
 
 def build_table(data: IndexedDataset, key: EpochKey, epoch: int) -> EpochTable:
@@ -88,20 +105,72 @@ def build_table(data: IndexedDataset, key: EpochKey, epoch: int) -> EpochTable:
 
 
 def load_table(data: IndexedDataset, key: EpochKey, epoch: int) -> EpochTable:
-    """The epoch's table from the cache, memory-mapped; else computed, and cached where we may write."""
+    """The epoch's table from the cache, memory-mapped; else computed, and cached where we may write.
+
+    A small one is computed at once: that takes milliseconds, and a blend of 10,000 corpora would have 10,000
+    small files. Of the processes that want it at once, on one node or on a shared disk, one computes it, and the others
+    wait and map it.
+    """
+    first, stop = key.sample_range(epoch)
+    if 8 * (2 * (key.stop_document - key.first_document) + stop - first) < CACHED_BYTES:
+        return build_table(data, key, epoch)
+    table = _cached(data, key, epoch)
+    if table is not None:
+        return table
+    with _alone(data.prefix, key.name(epoch)) as waited:
+        if waited and (table := _cached(data, key, epoch)) is not None:
+            return table
+        table = build_table(data, key, epoch)
+        stored = any(_write(directory, key.name(epoch), table) for directory in _cache_directories(data.prefix))
+    # Mapped, it is shared with the other processes; as it was computed, it is this one's own memory.
+    return (_cached(data, key, epoch) if stored else None) or table
+
+
+def _cached(data: IndexedDataset, key: EpochKey, epoch: int) -> EpochTable | None:
     num_documents = key.stop_document - key.first_document
     first, stop = key.sample_range(epoch)
     for directory in _cache_directories(data.prefix):
         flat = _read(directory, key.name(epoch), count=2 * num_documents + 1 + stop - first)
         if flat is not None:
-            cuts = [num_documents, 2 * num_documents + 1]
-            order, starts, shuffle = np.split(flat, cuts)
+            order, starts, shuffle = np.split(flat, [num_documents, 2 * num_documents + 1])
             return EpochTable(order, starts, shuffle)
-    table = build_table(data, key, epoch)
-    for directory in _cache_directories(data.prefix):
-        if _write(directory, key.name(epoch), table):
-            break
-    return table
+    return None
+
+
+@contextmanager
+def _alone(prefix: str, name: str) -> Iterator[bool]:
+    """Keep other processes from computing the same table meanwhile; yields whether one was waited for.
+
+    By a lock on a file in the cache, which the system gives back when its holder dies. Where no file can be
+    made or locked, or one waits for too long (its holder may be stopped), each computes its own.
+    """
+    handle = None
+    waited = False
+    for directory in _cache_directories(prefix):
+        if _make_trusted(directory):
+            path = os.path.join(directory, f".{name}.lock")
+            with suppress(OSError):
+                handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+                break
+    if handle is None:
+        yield False
+        return
+    try:
+        give_up = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES) or time.monotonic() > give_up:
+                    break
+                waited = True
+                time.sleep(0.05)
+        yield waited
+    finally:
+        with suppress(OSError):
+            os.unlink(path)
+        os.close(handle)
 
 
 def _cache_directories(prefix: str) -> tuple[str, str]:
@@ -128,6 +197,19 @@ def _trusted(directory: str) -> bool:
         if not beside and (found.st_uid != os.getuid() or found.st_mode & stat.S_IWGRP):
             return False
     return True
+
+
+def _make_trusted(directory: str) -> bool:
+    """Make a cache's folder, if it can be made; whether it is there and trusted."""
+    try:
+        if directory.endswith("_index_cache"):
+            os.makedirs(directory, exist_ok=True)
+        else:
+            for path in (os.path.dirname(directory), directory):
+                os.makedirs(path, mode=0o700, exist_ok=True)
+    except OSError:
+        return False
+    return _trusted(directory)
 
 
 def _checksum(flat: Int64s) -> int:
@@ -177,16 +259,10 @@ def _write(directory: str, name: str, table: EpochTable) -> bool:
     for part in table:
         for at in range(0, part.shape[0], CHUNK):
             check = zlib.crc32(np.ascontiguousarray(part[at : at + CHUNK]).data, check)
-    beside = directory.endswith("_index_cache")
+    if not _make_trusted(directory):
+        return False
     try:
-        if beside:
-            os.makedirs(directory, exist_ok=True)
-        else:
-            for path in (os.path.dirname(directory), directory):
-                os.makedirs(path, mode=0o700, exist_ok=True)
-        if not _trusted(directory):
-            return False
-        with replacing(os.path.join(directory, name)) as file:
+        with replacing(os.path.join(directory, name), durable=False) as file:
             file.write(_header(sum(part.shape[0] for part in table) + 1))
             for part in table:
                 for at in range(0, part.shape[0], CHUNK):

@@ -13,29 +13,14 @@ from collections.abc import Sequence
 from megazero.data.about import read_about
 from megazero.data.indexed import IndexedDataset
 
-# A corpus is recognised by this much of both ends of its .idx (and the sizes of both files): a million
-# documents in full, and still a moment's work for a billion.
-INDEX_BYTES = 16 << 20
 # How many stretches of the tokens are looked at, evenly spaced, and how long each is.
 STRETCHES, STRETCH_BYTES = 16, 4096
-
-
-def index_fingerprint(data: IndexedDataset) -> str:
-    """Hash of the document lengths; the order of samples is seeded with it. It does not depend on the path."""
-    path = data.prefix + ".idx"
-    size = os.path.getsize(path)
-    digest = hashlib.sha256(repr((size, data.num_tokens, data.dtype.name)).encode())
-    with open(path, "rb") as file:
-        digest.update(file.read(INDEX_BYTES))
-        file.seek(max(0, size - INDEX_BYTES))
-        digest.update(file.read(INDEX_BYTES))
-    return digest.hexdigest()
 
 
 def fingerprint(data: str | os.PathLike[str] | IndexedDataset) -> str:
     """The fingerprint of a corpus, or of the one with this prefix. ValueError as `IndexedDataset`."""
     data = data if isinstance(data, IndexedDataset) else IndexedDataset(data)
-    digest = hashlib.sha256(index_fingerprint(data).encode())
+    digest = hashlib.sha256(data.index_fingerprint.encode())
     length = STRETCH_BYTES // data.dtype.itemsize
     last = max(0, data.num_tokens - length)
     for start in sorted({last * k // (STRETCHES - 1) for k in range(STRETCHES)}):

@@ -15,6 +15,8 @@
 Sequences follow each other in `.bin` without gaps, so a document is one range of tokens.
 """
 
+import functools
+import hashlib
 import os
 import struct
 from typing import Any
@@ -34,6 +36,10 @@ DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.
 CHUNK = 1 << 20
 # An index up to this size is read into memory: a map costs a descriptor, and 10,000 corpora are many.
 RESIDENT_BYTES = 1 << 20
+
+# The order of samples is seeded with a hash of this much of both ends of the .idx, and the sizes of both files:
+# a million documents in full, and still a moment's work for a billion.
+HASHED_BYTES = 16 << 20
 
 Tokens = npt.NDArray[Any]
 Int64s = npt.NDArray[np.int64]
@@ -106,6 +112,22 @@ class IndexedDataset:
         inside = bounds < self.lengths.shape[0]
         starts[inside] = self.offsets[bounds[inside]] // self.dtype.itemsize
         return starts
+
+    @functools.cached_property
+    def index_fingerprint(self) -> str:
+        """Hash of the document lengths; the order of samples is seeded with it. It does not depend on the path."""
+        size = os.path.getsize(self.prefix + ".idx")
+        digest = hashlib.sha256(repr((size, self.num_tokens, self.dtype.name)).encode())
+        with os.fdopen(open_regular(self.prefix + ".idx"), "rb") as file:
+            digest.update(file.read(HASHED_BYTES))
+            file.seek(max(0, size - HASHED_BYTES))
+            digest.update(file.read(HASHED_BYTES))
+        return digest.hexdigest()
+
+    @property
+    def num_mapped(self) -> int:
+        """Descriptors that this corpus holds for as long as it lives."""
+        return 1 if self._mapped_bytes else 0
 
     def _map_index(self) -> None:
         """Read the header and map the three tables."""

@@ -6,9 +6,10 @@ The state of the loader is one number, `consumed_samples`: whoever asks for the 
 same samples, in whatever layout, with or without worker processes.
 """
 
+import multiprocessing
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -59,8 +60,9 @@ class Batches:
 
     `eod`: the end-of-document id, given with --eod-mask-loss: where it is the input, the target (the first
     token of an unrelated document) does not count, as in Megatron. None: every target counts. `num_workers`
-    processes read ahead, as long as batches are asked for in order; 0: read when asked. ValueErrors of the
-    dataset come through from the workers.
+    processes read ahead, as long as batches are asked for in order; 0: read when asked. `pin`: put batches
+    into page-locked memory, from which a GPU copies without a stop. ValueErrors of the dataset come through
+    from the workers.
     """
 
     def __init__(
@@ -73,28 +75,29 @@ class Batches:
         *,
         eod: int | None = None,
         num_workers: int = 0,
+        pin: bool = False,
     ) -> None:
         self.assignment = Assignment(micro_batch_size, num_micro_batches, dp_rank, dp_size)
-        self._masked = eod
-        self._steps = _Steps(dataset, self.assignment)
-        self._num_workers = num_workers
-        self._ahead: Iterator[torch.Tensor] | None = None
+        self._steps = _Steps(dataset, self.assignment, eod)
+        self._num_workers, self._pin = num_workers, pin
+        self._ahead: Iterator[Any] | None = None
         self._next = -1  # the consumed samples at which `_ahead` stands
 
     def batch(self, consumed_samples: int) -> list[MicroBatch]:
         """The M micro-batches of the step that begins after `consumed_samples`."""
-        if self._num_workers == 0:
-            tokens = self._steps[consumed_samples]
+        if self._num_workers == 0 or multiprocessing.current_process().daemon:  # which may have no children
+            step = self._steps.read(consumed_samples)
+            step = tuple(each.pin_memory() for each in step) if self._pin else step
         else:
-            tokens = self._read_ahead(consumed_samples)
+            step = self._read_ahead(consumed_samples)
         numbers = self.assignment.samples(consumed_samples)
-        return [self._micro_batch(*pair) for pair in zip(tokens, numbers, strict=True)]
+        return [MicroBatch(*each) for each in zip(*step, numbers, strict=True)]
 
     def close(self) -> None:
         """End the worker processes; a later `batch` starts new ones."""
         self._ahead = None
 
-    def _read_ahead(self, consumed: int) -> torch.Tensor:
+    def _read_ahead(self, consumed: int) -> tuple[torch.Tensor, ...]:
         if self._ahead is None or consumed != self._next:
             self.close()
             self._ahead = iter(
@@ -104,34 +107,41 @@ class Batches:
                     sampler=_Progress(consumed, self.assignment.samples_per_step),
                     num_workers=self._num_workers,
                     prefetch_factor=PREFETCHED_STEPS,
+                    pin_memory=self._pin,
                 )
             )
         try:
-            tokens = next(self._ahead)
+            step = next(self._ahead)
+            if isinstance(step, str):
+                raise ValueError(step)
         except BaseException:
             self.close()  # the step after a failed one is not the next of the workers
             raise
         self._next = consumed + self.assignment.samples_per_step
-        return tokens
+        return tuple(step)
 
-    def _micro_batch(self, tokens: torch.Tensor, numbers: tuple[int, ...]) -> MicroBatch:
-        ids = tokens[:, :-1].contiguous()  # [b, s]
-        labels = tokens[:, 1:].contiguous()  # [b, s]
+
+class _Steps(Dataset[Any]):
+    """A dataset as torch's DataLoader wants it: at key `consumed`, a rank's step: ids, labels, mask, [M, b, s]."""
+
+    def __init__(self, dataset: Samples, assignment: Assignment, masked: int | None) -> None:
+        self._dataset, self._assignment, self._masked = dataset, assignment, masked
+
+    def __getitem__(self, consumed: int) -> tuple[torch.Tensor, ...] | str:
+        """As `read`; the message of a ValueError, around which torch would put the worker's traceback."""
+        try:
+            return self.read(consumed)
+        except ValueError as error:
+            return str(error)
+
+    def read(self, consumed: int) -> tuple[torch.Tensor, ...]:
+        rows = self._assignment.samples(consumed)
+        tokens = torch.from_numpy(np.stack([[self._dataset[i] for i in row] for row in rows]))  # [M, b, s + 1]
+        ids, labels = tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
         loss_mask = torch.ones(ids.shape, dtype=torch.float32)
         if self._masked is not None:
             loss_mask[ids == self._masked] = 0.0
-        return MicroBatch(ids, labels, loss_mask, numbers)
-
-
-class _Steps(Dataset[torch.Tensor]):
-    """A dataset as torch's DataLoader wants it: at key `consumed`, a rank's step, int64 [M, b, s + 1]."""
-
-    def __init__(self, dataset: Samples, assignment: Assignment) -> None:
-        self._dataset, self._assignment = dataset, assignment
-
-    def __getitem__(self, consumed: int) -> torch.Tensor:
-        rows = self._assignment.samples(consumed)
-        return torch.from_numpy(np.stack([[self._dataset[i] for i in row] for row in rows]))
+        return ids, labels, loss_mask
 
 
 class _Progress(Sampler[int]):

@@ -12,7 +12,7 @@ from megazero import checkpoint
 from megazero.checkpoint import Damaged
 from megazero.config.schema import Config, ModelConfig
 from megazero.data import fingerprint
-from megazero.data.samples import parse_data_path
+from megazero.data.corpora import parse_data_path, read_data_args
 from megazero.train.run_state import RunState
 
 # Of the model's configuration, what a checkpoint must agree on: the shapes of its tensors.
@@ -75,12 +75,6 @@ def check_model(path: Path, saved: dict[str, Any], model: ModelConfig) -> None:
         raise ValueError(f"--load {path}: the checkpoint of another model: it has {'; '.join(wrong)}")
 
 
-def data_fingerprints(config: Config) -> tuple[str, ...]:
-    """Of every corpus of --data-path, in order."""
-    named = parse_data_path(config.data.data_path) if config.data.data_path else []
-    return tuple(fingerprint.fingerprint(prefix) for _, prefix in named)
-
-
 def check_data(path: Path, state: RunState, config: Config, fingerprints: tuple[str, ...]) -> None:
     """Refuse a corpus that was made anew under the same prefix: the curve would go on over other samples in silence.
 
@@ -89,10 +83,11 @@ def check_data(path: Path, state: RunState, config: Config, fingerprints: tuple[
     Raises:
         ValueError: the same prefixes hold other tokens than when the checkpoint was saved.
     """
-    saved = state.config.get("data", {})
-    if not state.fingerprints or list(saved.get("data_path", ())) != list(config.data.data_path):
+    saved, ours = state.config.get("data", {}), config.data
+    named = (list(saved.get("data_path", ())), saved.get("data_args_path", ""))
+    if not state.fingerprints or not any(named) or named != (list(ours.data_path), ours.data_args_path):
         return
-    prefixes = [prefix for _, prefix in parse_data_path(config.data.data_path)]
+    prefixes = [prefix for _, prefix in parse_data_path(ours.data_path or read_data_args(ours.data_args_path))]
     found = fingerprint.differences(state.fingerprints, fingerprints, prefixes)
     if found:
         raise ValueError(

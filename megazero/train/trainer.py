@@ -16,18 +16,21 @@ from megazero.checkpoint import LocalShard
 from megazero.comm.collectives import MIN
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import Config
-from megazero.data.indexed import IndexedDataset
+from megazero.data.corpora import Datasets, open_datasets, read_data_args
 from megazero.data.loader import Batches
-from megazero.data.samples import Datasets, open_datasets, parse_data_path, read_about, validate
+from megazero.data.tokenizer import Tokenizer
 from megazero.memory.fragmentation import device_fragmentation
 from megazero.plan.parameters import num_parameters
 from megazero.price.flops import model_flops
 from megazero.price.report import table
 from megazero.train.engine import Engine, LossScaleExhausted, StepResult
 from megazero.train.loggers import Record, Writers, open_writers, tell
-from megazero.train.resume import changed_options, check_data, data_fingerprints, find_checkpoint
+from megazero.train.resume import changed_options, check_data, find_checkpoint
 from megazero.train.run_state import RunState
 from megazero.train.stopping import DeadRun
+
+# Corpora of a blend whose shares are in the metrics; with more, a line would be pages.
+SERVED_SHOWN = 100
 
 
 @dataclass
@@ -39,28 +42,28 @@ class Progress:
     skipped_in_a_row: int = 0  # iterations without an update, up to this one
 
 
-def open_data(config: Config, tokens: int) -> Datasets:
-    """The corpora, checked. `tokens`: of the tokenizer; 0 when there is none.
+def open_data(config: Config, tokenizer: Tokenizer | None) -> Datasets:
+    """The corpora, checked.
 
     Raises:
-        ValueError: see `data.samples`; also when no data is named, or it was made with another tokenizer.
+        ValueError: see `data.corpora`; also when no data is named.
     """
     data = config.data
-    if not data.data_path:
+    if bool(data.data_path) == bool(data.data_args_path):
         raise ValueError(
             "--data-path is missing; give the PREFIX of a .bin/.idx pair, which data_tools/preprocess_data.py makes"
+            if not data.data_path
+            else f"--data-path and --data-args-path {data.data_args_path} both name corpora; give one of them"
         )
-    model, seed = config.model, config.training.seed
-    evaluates = config.evaluation.eval_interval > 0
-    for _, prefix in parse_data_path(data.data_path):
-        about = read_about(IndexedDataset(prefix))
-        if tokens and about.get("vocab_size", tokens) != tokens:
-            raise ValueError(
-                f"--data-path {prefix} was made with the tokenizer {about['tokenizer']}, "
-                f"of {about['vocab_size']} tokens; --tokenizer {data.tokenizer} has {tokens}; name the same one"
-            )
-    validate(data.data_path, data.split, model.seq_length, model.vocab_size, evaluation=evaluates)
-    return open_datasets(data.data_path, data.split, model.seq_length, seed, model.vocab_size)
+    return open_datasets(
+        data.data_path or read_data_args(data.data_args_path),
+        data.split,
+        config.model.seq_length,
+        config.training.seed,
+        config.model.vocab_size,
+        tokenizer=tokenizer,
+        evaluation=config.evaluation.eval_interval > 0,
+    )
 
 
 class Trainer:
@@ -74,7 +77,7 @@ class Trainer:
         self.progress = Progress()
         self.saved_at: int | None = None  # iteration of the newest checkpoint in --save
         self.run_id = uuid.uuid4().hex  # a resume in the same folder keeps the run's
-        self.fingerprints = data_fingerprints(config)
+        self.fingerprints = tuple(datasets.fingerprints())
 
         def batches(dataset: Any, num_workers: int) -> Batches:
             return Batches(
@@ -85,8 +88,10 @@ class Trainer:
                 mesh.dp.size,
                 eod=eod,
                 num_workers=num_workers,
+                pin=mesh.device.type == "cuda",
             )
 
+        self.datasets = datasets
         self.train_batches = batches(datasets.train, config.data.num_workers)
         self.validation_batches = batches(datasets.validation, 0)
 
@@ -178,6 +183,9 @@ class Trainer:
             found = device_fragmentation(self.mesh.device)
             if found is not None:
                 record["fragmentation"] = found._asdict()
+            served = self.datasets.served(self.progress.consumed_samples)
+            if 0 < len(served) <= SERVED_SHOWN:
+                record["samples_served"] = served
         return record
 
     def evaluate(self) -> float:

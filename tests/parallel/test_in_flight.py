@@ -13,7 +13,7 @@ import torch
 from megazero.comm.in_flight import OverlapError
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import CheckpointConfig
-from megazero.data.samples import open_datasets
+from megazero.data.corpora import open_datasets
 from megazero.plan.topology import Layout
 from megazero.train.trainer import Trainer
 from tests.helpers.late import late_collectives

@@ -16,6 +16,7 @@ import torch
 from megazero import checkpoint
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import CheckpointConfig, Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig
+from megazero.data.tokenizer import load_tokenizer
 from megazero.data.writer import IndexedWriter
 from megazero.plan.resolve import resolve
 from megazero.train.resume import find_checkpoint
@@ -50,7 +51,7 @@ def configured(corpus: str, save: Path | str, iterations: int, eod: bool = False
 def trainer(rank: int, world: int, config: Config) -> Trainer:
     config, layout = resolve(config, world, 257)
     mesh = Mesh.build(layout, rank, torch.device("cpu"))
-    return Trainer(config, mesh, open_data(config, 257), 256 if config.data.eod_mask_loss else None)
+    return Trainer(config, mesh, open_data(config, load_tokenizer("byte")), 256 if config.data.eod_mask_loss else None)
 
 
 def train(rank: int, world: int, config: Config) -> tuple[int, str]:

@@ -43,7 +43,8 @@ COMING = set(
 # 70: the life of a run: when it is dead (--max-skipped-iterations), what is damaged (--load-exact), what is kept
 # (--keep-every), what a failed save means (--on-save-error).
 # 71: layers of a pipeline stage, which a cost by FLOPs cannot always know.
-NUM_OPTIONS = 71
+# 72: the words of --data-path in a file, for a blend of thousands of corpora.
+NUM_OPTIONS = 72
 
 DEFAULTS = {
     "precision": "fp32",

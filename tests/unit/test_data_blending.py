@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megazero.data.samples import BlendedDataset, GPTDataset, open_datasets, parse_data_path
+from megazero.data.blending import BlendedDataset
+from megazero.data.corpora import open_datasets, parse_data_path
+from megazero.data.samples import GPTDataset
 from tests.unit.data_helpers import numbered_documents, write_corpus
 
 

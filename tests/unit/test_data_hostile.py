@@ -14,9 +14,10 @@ import pytest
 from megazero import files
 from megazero.data import about, epochs
 from megazero.data.about import read_about, verify
+from megazero.data.corpora import open_datasets
 from megazero.data.fingerprint import differences, fingerprint, same
 from megazero.data.indexed import IndexedDataset
-from megazero.data.samples import GPTDataset, open_datasets, validate
+from megazero.data.samples import GPTDataset
 from megazero.data.tokenizer import load_tokenizer
 from megazero.data.writer import IndexedWriter
 from tests.unit.data_helpers import numbered_documents, write_corpus
@@ -30,6 +31,11 @@ def write_described(prefix: Path, documents: list[list[int]] = DOCUMENTS, **said
         for document in documents:
             writer.add(document)
     return prefix
+
+
+@pytest.fixture(autouse=True)
+def cache_all(monkeypatch) -> None:
+    monkeypatch.setattr(epochs, "CACHED_BYTES", 0)
 
 
 ODD: dict[str, Callable[[Path], object]] = {
@@ -48,7 +54,7 @@ def test_no_file_in_place_of_a_corpus_file(tmp_path: Path, end: str, kind: str) 
     path.unlink()
     ODD[kind](path)
     with pytest.raises(ValueError, match=rf"--data-path {prefix}: .*c\{end}") as caught:
-        validate((str(prefix),), "1", 4, 300)
+        open_datasets((str(prefix),), "1", 4, 1, 300)
     assert "\n" not in str(caught.value)
 
 
@@ -82,19 +88,19 @@ def test_odd_descriptions(tmp_path: Path, text: str, words: str) -> None:
     prefix = write_corpus(tmp_path / "c", [[1, 2, 3], [8], [9, 10, 11, 12]])
     Path(f"{prefix}.json").write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=f"--data-path {prefix}: {prefix}.json .*{words}") as caught:
-        validate((str(prefix),), "1", 4, 300)
+        open_datasets((str(prefix),), "1", 4, 1, 300)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
 
 
 def test_a_description_without_tokenizer_is_fine(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path / "c", [[1, 2, 3, 4, 5, 6, 7, 8]])
     Path(f"{prefix}.json").write_text('{"num_tokens": 8, "max_id": 8}')
-    validate((str(prefix),), "1", 4, 300)
+    open_datasets((str(prefix),), "1", 4, 1, 300)
 
 
 def test_every_flipped_byte_is_found_at_start(tmp_path: Path) -> None:
     prefix = write_described(tmp_path / "c")
-    validate((str(prefix),), "1", 4, 600)
+    open_datasets((str(prefix),), "1", 4, 1, 600)
     draw = random.Random(0)
     for end in (".bin", ".idx"):
         path = Path(f"{prefix}{end}")
@@ -102,7 +108,7 @@ def test_every_flipped_byte_is_found_at_start(tmp_path: Path) -> None:
         for at in draw.sample(range(len(good)), 60):
             path.write_bytes(good[:at] + bytes([good[at] ^ (1 << draw.randrange(8))]) + good[at + 1 :])
             with pytest.raises(ValueError, match=f"--data-path {prefix}"):
-                validate((str(prefix),), "1", 4, None)
+                open_datasets((str(prefix),), "1", 4, 1, None)
         path.write_bytes(good)
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megazero.data import epochs, fingerprint, samples
+from megazero.data import corpora, epochs, indexed, samples
+from megazero.data.corpora import open_datasets
 from megazero.data.indexed import IndexedDataset
-from megazero.data.samples import GPTDataset, open_datasets, split_ranges, validate
+from megazero.data.samples import GPTDataset, split_ranges
 from tests.unit.data_helpers import numbered_documents, write_corpus
 
 ALL = "1,0,0"
@@ -22,6 +23,7 @@ GOLDEN = [[201, 202, 10, 11, 12], [212, 213, 260, 261, 262], [72, 73, 74, 260, 2
 def own_temporary_directory(tmp_path: Path, monkeypatch) -> None:
     """The second-best place of the cache is under the system's: keep the tests out of it."""
     monkeypatch.setattr(epochs.tempfile, "gettempdir", lambda: str(tmp_path / "system"))
+    monkeypatch.setattr(epochs, "CACHED_BYTES", 0)
 
 
 def stream_of(dataset: GPTDataset, num_samples: int) -> list[int]:
@@ -223,9 +225,12 @@ def test_bad_split(split: str) -> None:
 def test_splits_hold_their_own_documents(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path / "c", numbered_documents(100))
     data = open_datasets((str(prefix),), "60,30,10", 4, 1, None)
-    seen = [set(np.concatenate([part[i] for i in range(part.num_tokens // 4)]).tolist()) for part in data]
+    seen = [
+        set(np.concatenate([part[i] for i in range(part.num_tokens // 4)]).tolist())
+        for part in (data.train, data.validation, data.test)
+    ]
     assert not seen[0] & seen[1] and not seen[1] & seen[2] and not seen[0] & seen[2]
-    assert [part.num_documents for part in data] == [60, 30, 10]
+    assert [part.num_documents for part in (data.train, data.validation, data.test)] == [60, 30, 10]
 
 
 def test_short_or_empty_split_raises_when_used(tmp_path: Path) -> None:
@@ -233,46 +238,46 @@ def test_short_or_empty_split_raises_when_used(tmp_path: Path) -> None:
     assert GPTDataset(prefix, ALL, "train", 4, seed=1)[0].size == 5
     short = GPTDataset(prefix, ALL, "train", 5, seed=1)
     words = r"--data-path .*train split.*5 tokens in 2 of 2 documents.*--seq-length 5"
-    for act in (short.check, lambda: short[0], lambda: validate((prefix,), ALL, 5, None)):
+    for act in (short.check, lambda: short[0], lambda: open_datasets((prefix,), ALL, 5, 1, None)):
         with pytest.raises(ValueError, match=words):
             act()
     data = open_datasets((prefix,), ALL, 4, 1, None)
     with pytest.raises(ValueError, match=r"validation split.* 0 tokens in 0 of 2"):
         data.validation[0]
-    validate((prefix,), ALL, 4, None)
+    open_datasets((prefix,), ALL, 4, 1, None)
     with pytest.raises(ValueError, match="validation split"):
-        validate((prefix,), ALL, 4, None, evaluation=True)
+        open_datasets((prefix,), ALL, 4, 1, None, evaluation=True)
 
 
 def test_ids_outside_the_vocabulary(tmp_path: Path, monkeypatch) -> None:
     prefix = str(write_corpus(tmp_path / "c", [[1, 2, 3, 4, 300, 5, 6, 7]]))
     words = rf"--data-path {prefix}: .*token id 300, outside the vocabulary of 300.*--tokenizer"
-    validate((prefix,), ALL, 4, 301)
+    open_datasets((prefix,), ALL, 4, 1, 301)
     with pytest.raises(ValueError, match=words):
-        validate((prefix,), ALL, 4, 300)
+        open_datasets((prefix,), ALL, 4, 1, 300)
     with pytest.raises(ValueError, match=words):
         list(map(GPTDataset(prefix, ALL, "train", 4, 1, vocab_size=300).__getitem__, range(2)))
     list(map(GPTDataset(prefix, ALL, "train", 4, 1, vocab_size=301).__getitem__, range(2)))
     negative = str(write_corpus(tmp_path / "n", [[1, 2, 3, 4, -5]], code=4))
     with pytest.raises(ValueError, match="token id -5"):
-        validate((negative,), ALL, 4, 300)
+        open_datasets((negative,), ALL, 4, 1, 300)
     # Only the ends of a large corpus are read; the note beside it knows the rest, if it is about these
     # tokens.
-    monkeypatch.setattr(samples, "SCANNED_BYTES", 4)
-    validate((prefix,), ALL, 4, 300)
+    monkeypatch.setattr(corpora, "SCANNED_BYTES", 4)
+    open_datasets((prefix,), ALL, 4, 1, 300)
     Path(prefix + ".json").write_text('{"max_id": 300, "num_tokens": 8}')
     with pytest.raises(ValueError, match=words):
-        validate((prefix,), ALL, 4, 300)
+        open_datasets((prefix,), ALL, 4, 1, 300)
     Path(prefix + ".json").unlink()
-    monkeypatch.setattr(samples, "SCANNED_BYTES", 8)
+    monkeypatch.setattr(corpora, "SCANNED_BYTES", 8)
     with pytest.raises(ValueError, match=words):
-        validate((prefix,), ALL, 4, 300)
+        open_datasets((prefix,), ALL, 4, 1, 300)
 
 
 def test_validate_names_the_second_corpus(tmp_path: Path) -> None:
     prefix = str(write_corpus(tmp_path / "c", numbered_documents(9)))
     with pytest.raises(ValueError, match=f"--data-path {prefix}2: .*not found"):
-        validate(("1", prefix, "2", prefix + "2"), ALL, 4, None)
+        open_datasets(("1", prefix, "2", prefix + "2"), ALL, 4, 1, None)
 
 
 def test_far_epochs_are_reached_at_once(tmp_path: Path) -> None:
@@ -288,8 +293,8 @@ def test_few_tables_are_kept(tmp_path: Path) -> None:
 
 
 def test_fingerprint_sees_both_ends(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(fingerprint, "INDEX_BYTES", 50)
+    monkeypatch.setattr(indexed, "HASHED_BYTES", 50)
     names = []
     for sequences in ([[1], [2, 3], [4]], [[1, 2], [3], [4]], [[1], [2], [3, 4]], [[1], [2], [3, 4, 5]]):
-        names.append(fingerprint.index_fingerprint(IndexedDataset(write_corpus(tmp_path / "c", sequences))))
+        names.append(IndexedDataset(write_corpus(tmp_path / "c", sequences)).index_fingerprint)
     assert len(set(names)) == 4

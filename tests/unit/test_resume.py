@@ -18,11 +18,18 @@ from megazero.checkpoint import LocalShard
 from megazero.checkpoint.locking import SaveLock
 from megazero.config.schema import CheckpointConfig, Config, DataConfig, LogConfig, ModelConfig
 from megazero.config.validate import check_values
+from megazero.data.corpora import parse_data_path
+from megazero.data.fingerprint import fingerprint
 from megazero.data.writer import IndexedWriter
-from megazero.train.resume import changed_options, check_data, data_fingerprints, find_checkpoint
+from megazero.train.resume import changed_options, check_data, find_checkpoint
 from megazero.train.run_state import RunState
 
 STATE = RunState(1, 8, 1, None, asdict(ModelConfig()), {}, {}, run="ours")
+
+
+def prints(config: Config) -> tuple[str, ...]:
+    """The fingerprints of a run's corpora."""
+    return tuple(fingerprint(prefix) for _, prefix in parse_data_path(config.data.data_path))
 
 
 def save(root: Path, iteration: int, run: str = "ours", **changes: Any) -> Path:
@@ -173,15 +180,15 @@ def corpus(prefix: Path, first: int) -> str:
 def test_a_corpus_made_anew_under_the_same_name_is_refused(tmp_path: Path) -> None:
     prefix = corpus(tmp_path / "corpus", 0)
     ours = replace(Config(), data=DataConfig(data_path=(prefix,)))
-    state = replace(STATE, config=asdict(ours), fingerprints=data_fingerprints(ours))
-    check_data(Path("iter"), state, ours, data_fingerprints(ours))
+    state = replace(STATE, config=asdict(ours), fingerprints=prints(ours))
+    check_data(Path("iter"), state, ours, prints(ours))
     corpus(tmp_path / "corpus", 1)
     with pytest.raises(
         ValueError, match=rf"--load iter: --data-path {prefix} holds other tokens than when this was saved"
     ):
-        check_data(Path("iter"), state, ours, data_fingerprints(ours))
+        check_data(Path("iter"), state, ours, prints(ours))
     other = replace(Config(), data=DataConfig(data_path=(corpus(tmp_path / "other", 1),)))
-    check_data(Path("iter"), state, other, data_fingerprints(other))  # the user's choice, and said:
+    check_data(Path("iter"), state, other, prints(other))  # the user's choice, and said:
     assert any(text.startswith("--data-path is") for text in changed_options(state.config, other))
 
 

@@ -1,0 +1,173 @@
+"""The corpora of a run: named, opened once, checked once, and handed out as datasets."""
+
+import random
+import re
+import resource
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megazero.data.about import BLOCK_BYTES, SAMPLED_BYTES, read_about, verify
+from megazero.data.blending import BlendedDataset
+from megazero.data.fingerprint import fingerprint
+from megazero.data.indexed import IndexedDataset
+from megazero.data.samples import SPLITS, GPTDataset, Samples, require_vocabulary, split_ranges
+from megazero.data.tokenizer import Tokenizer
+from megazero.files import FilePool, read_regular
+
+# How much of each end of a corpus without PREFIX.json is read in search of ids outside the vocabulary.
+SCANNED_BYTES = 64 << 20
+# A file of corpora and weights is a page or a few hundred.
+MAX_LIST_BYTES = 64 << 20
+# Descriptors that all else of a process needs.
+OTHER_FILES = 256
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """The splits of a run, and the corpora that they are made of.
+
+    An empty split raises when its first sample is asked for.
+    """
+
+    train: Samples
+    validation: Samples
+    test: Samples
+    corpora: tuple[IndexedDataset, ...] = ()
+
+    def fingerprints(self) -> list[str]:
+        """What each corpus is recognised by, in the order of --data-path."""
+        return [fingerprint(data) for data in self.corpora]
+
+    def served(self, consumed_samples: int) -> dict[str, int]:
+        """How many of the first samples of training came from each corpus; {} where there is but one."""
+        if not isinstance(self.train, BlendedDataset):
+            return {}
+        counts = self.train.counts(consumed_samples)
+        return {data.prefix: count for data, count in zip(self.corpora, counts, strict=True)}
+
+
+def parse_data_path(data_path: Sequence[str]) -> list[tuple[Fraction, str]]:
+    """[(weight, prefix)] of --data-path PREFIX or W1 PREFIX1 W2 PREFIX2 ..."""
+    if len(data_path) == 1:
+        return [(Fraction(1), data_path[0])]
+    given = "--data-path " + " ".join(data_path)
+    if len(data_path) % 2 or not data_path:
+        raise ValueError(f"{given}: expected PREFIX, or pairs W1 PREFIX1 W2 PREFIX2 ...")
+    pairs = []
+    for weight, prefix in zip(data_path[::2], data_path[1::2], strict=True):
+        number = re.fullmatch(r"(\d*\.?\d+|\d+\.)(e[+-]?\d{1,3})?", weight, re.IGNORECASE)
+        if not number or Fraction(weight) == 0:
+            raise ValueError(f"{given}: weight {weight!r} of {prefix} must be a number above 0, such as 0.3")
+        pairs.append((Fraction(weight), prefix))
+    return pairs
+
+
+def read_data_args(path: str) -> tuple[str, ...]:
+    """The words of --data-args-path FILE, which stand for those of --data-path; # begins a comment."""
+    try:
+        text = read_regular(path, MAX_LIST_BYTES).decode()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--data-args-path {path}: {error}; name a text file of W1 PREFIX1 W2 PREFIX2 ...") from error
+    words = tuple(word for line in text.splitlines() for word in line.split("#")[0].split())
+    if not words:
+        raise ValueError(f"--data-args-path {path}: the file names no corpus; write W1 PREFIX1 W2 PREFIX2 ...")
+    return words
+
+
+def open_datasets(
+    data_path: Sequence[str],
+    split: str,
+    seq_length: int,
+    seed: int,
+    vocab_size: int | None,
+    *,
+    tokenizer: Tokenizer | None = None,
+    evaluation: bool = False,
+) -> Datasets:
+    """Open the corpora of --data-path, each once, and check them; to be called before any process group starts.
+
+    Files are checked as `IndexedDataset` does, and a random choice of their blocks against the checksums in
+    PREFIX.json. Ids must lie below `vocab_size`: known from PREFIX.json, else from a scan of the first and last
+    64 MiB of tokens. A corpus must be made by `tokenizer`, if PREFIX.json tells. Train (and validation, with
+    `evaluation`) must hold one sample.
+
+    Raises:
+        ValueError: whatever is wrong, naming --data-path and the corpus.
+    """
+    pairs = parse_data_path(data_path)
+    split_ranges(split, 1)  # raises for a --split that is none
+    files = FilePool()
+    corpora = tuple(IndexedDataset(prefix, files) for _, prefix in pairs)
+    _allow_files(corpora)
+    abouts = [read_about(data) for data in corpora]
+    for data, about in zip(corpora, abouts, strict=True):
+        if tokenizer is not None:
+            _check_tokenizer(data, about, tokenizer)
+        if vocab_size is not None:
+            _check_vocabulary(data, about, vocab_size)
+    _check_sample(corpora, random.Random())
+
+    def opened(split_name: str) -> Samples:
+        parts = [GPTDataset(data, split, split_name, seq_length, seed, vocab_size) for data in corpora]
+        if split_name == "train" or (evaluation and split_name == "validation"):
+            for part in parts:
+                part.check()
+        return parts[0] if len(parts) == 1 else BlendedDataset(parts, [weight for weight, _ in pairs])
+
+    train, validation, test = (opened(name) for name in SPLITS)
+    return Datasets(train, validation, test, corpora)
+
+
+def _allow_files(corpora: Sequence[IndexedDataset]) -> None:
+    """Raise the limit of open files where mapped indices, and the tables of their epochs, need it."""
+    needed = OTHER_FILES + 4 * sum(data.num_mapped for data in corpora)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft >= needed or soft == resource.RLIM_INFINITY:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ValueError(
+            f"--data-path names {len(corpora):,} corpora, which need up to {needed:,} open files, and `ulimit -Hn` is "
+            f"{hard:,}; raise it, or join corpora with data_tools/merge_datasets.py"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def _check_sample(corpora: Sequence[IndexedDataset], draw: random.Random) -> None:
+    """Compare about `SAMPLED_BYTES` of all corpora with their checksums; each start of each rank chooses anew."""
+    left = SAMPLED_BYTES
+    for number in draw.sample(range(len(corpora)), len(corpora)):
+        budget = max(2 * BLOCK_BYTES, SAMPLED_BYTES // len(corpora))
+        verify(corpora[number], budget, draw)
+        size = corpora[number].num_tokens * corpora[number].dtype.itemsize
+        left -= min(budget, size + 20 * corpora[number].num_documents + 4096)
+        if left <= 0:
+            return
+
+
+def _check_tokenizer(data: IndexedDataset, about: dict[str, Any], tokenizer: Tokenizer) -> None:
+    known, ours = about.get("tokenizer_hash"), tokenizer.identity if "tokenizer_hash" in about else None
+    if known != ours or about.get("vocab_size", tokenizer.vocab_size) != tokenizer.vocab_size:
+        name = about.get("tokenizer", "another tokenizer")
+        copy = Path(data.prefix).parent / str(about.get("saved_tokenizer", "")).rpartition(":")[2]
+        at = f" (a copy is in {copy})" if "saved_tokenizer" in about and copy.exists() and known != ours else ""
+        raise ValueError(
+            f"--data-path {data.prefix} was made with the tokenizer {name}{at}, of "
+            f"{about.get('vocab_size', 'unknown')} tokens; --tokenizer {tokenizer.spec} has {tokenizer.vocab_size} and "
+            f"gives other ids; name the one that made the corpus"
+        )
+
+
+def _check_vocabulary(data: IndexedDataset, about: dict[str, Any], vocab_size: int) -> None:
+    largest = about.get("max_id")
+    if isinstance(largest, int):
+        parts = [np.array([largest])]
+    else:
+        count, end = SCANNED_BYTES // data.dtype.itemsize, data.num_tokens
+        parts = [data.tokens(0, min(count, end)), data.tokens(max(0, end - count), end)]
+    for ids in parts:
+        require_vocabulary(data.prefix, ids, vocab_size, "the corpus")
