@@ -1,5 +1,9 @@
 #!/usr/bin/env python3
-"""Pretrain a GPT model: alone, under torchrun or under srun. `--help` lists the flags."""
+"""Pretrain a GPT model: alone, under torchrun or under srun. `--help` lists the flags.
+
+Exit codes: 0 done, or stopped as planned; 75 stopped early by a signal or the job's time limit, after saving; 1 an
+error; 130 interrupted twice, unsaved. See Note [Exit codes] in megazero/train/stopping.py.
+"""
 
 import sys
 import time
@@ -7,22 +11,25 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from megazero.comm import launch
+from megazero.comm import launch, scheduler
 from megazero.comm.collectives import PeerLost
 from megazero.comm.mesh import Mesh
 from megazero.config.cli import parse, to_toml
 from megazero.config.schema import Config
 from megazero.plan.resolve import resolve
 from megazero.train.engine import LossScaleExhausted
-from megazero.train.stopping import DeadRun
+from megazero.train.stopping import Clock, DeadRun, Signals, Stop
 
 
 def main(argv: list[str]) -> None:
     world = launch.World(0, 1, 0, "single")
     try:
-        world = launch.read_world()
-        pretrain(parse(argv), world)
-        launch.stop()
+        with Signals() as signals:
+            world = launch.read_world()
+            stop = pretrain(parse(argv), world, signals)
+            launch.stop()
+        if stop is not None:
+            sys.exit(stop.exit_code)
     except ValueError as error:
         fail(world, f"ValueError: {error}")
     except (LossScaleExhausted, DeadRun) as error:
@@ -41,8 +48,11 @@ def main(argv: list[str]) -> None:
         fail(world, f"{type(error).__name__}: {error}")
 
 
-def pretrain(config: Config, world: launch.World) -> None:
-    """Everything that can be refused is refused before ranks meet or a file is made."""
+def pretrain(config: Config, world: launch.World, signals: Signals) -> Stop | None:
+    """Train, and return what ended the run early, if anything did.
+
+    Everything that can be refused is refused before ranks meet or a file is made.
+    """
     from megazero import checkpoint
     from megazero.data.tokenizer import load_tokenizer
     from megazero.train.resume import find_checkpoint
@@ -53,6 +63,9 @@ def pretrain(config: Config, world: launch.World) -> None:
     datasets = open_data(config, tokenizer)
     if world.rank == 0:  # for all: it reads what the others would read
         find_checkpoint(config)
+    limits = config.checkpoint
+    leads = world.rank == 0
+    clock = Clock(limits.exit_duration_minutes, limits.exit_before_minutes, scheduler.job_end) if leads else None
     device = launch.pick_device(world)
     launch.start(world, device, config.parallel.distributed_timeout_minutes)
     if world.rank == 0:
@@ -61,9 +74,11 @@ def pretrain(config: Config, world: launch.World) -> None:
     timeout, checks = config.parallel.distributed_timeout_minutes, config.zero.poison_buffers
     ranks = Mesh.build(layout, world.rank, device, timeout, check_buffers=checks)
     lock = checkpoint.lock(Path(config.checkpoint.save), ranks.host_group) if config.checkpoint.save else None
-    Trainer(config, ranks, datasets, eod).run(find_checkpoint(config, ranks.host_group))
+    trainer = Trainer(config, ranks, datasets, eod, signals, clock)
+    stop = trainer.run(find_checkpoint(config, ranks.host_group))
     if lock is not None:
         lock.release()
+    return stop
 
 
 def fail(world: launch.World, message: str, report: bool = True) -> NoReturn:

@@ -214,6 +214,10 @@ class CheckpointConfig:
     """When a save fails, say so and train on to the next, or end the run. The last save's failure always ends it."""
     exit_interval: int = 0
     """Save and stop when the iteration is a multiple of this. 0: never."""
+    exit_duration_minutes: float = 0.0
+    """Save and stop after this many minutes. 0: never."""
+    exit_before_minutes: float = 0.0
+    """Save and stop this many minutes before the time limit of the SLURM job. 0: never."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ same samples, in whatever layout, with or without worker processes.
 """
 
 import multiprocessing
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,6 +20,8 @@ from megazero.data.samples import Samples
 
 # Steps that each worker process prepares ahead.
 PREFETCHED_STEPS = 2
+# How long a worker lives on after a TERM.
+LAST_SECONDS = 30
 
 
 class MicroBatch(NamedTuple):
@@ -108,6 +111,7 @@ class Batches:
                     num_workers=self._num_workers,
                     prefetch_factor=PREFETCHED_STEPS,
                     pin_memory=self._pin,
+                    worker_init_fn=_leave_signals_to_the_parent,
                 )
             )
         try:
@@ -142,6 +146,17 @@ class _Steps(Dataset[Any]):
         if self._masked is not None:
             loss_mask[ids == self._masked] = 0.0
         return ids, labels, loss_mask
+
+
+def _leave_signals_to_the_parent(_: int) -> None:
+    """In a worker: a signal to the whole job is for the training process, whose step still needs this worker's batch.
+
+    TERM is how that process ends a worker that hangs, so it works, but late.
+    """
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(LAST_SECONDS))
 
 
 class _Progress(Sampler[int]):

@@ -13,7 +13,7 @@ import torch
 
 from megazero import checkpoint
 from megazero.checkpoint import LocalShard
-from megazero.comm.collectives import MIN
+from megazero.comm.collectives import MAX, MIN
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import Config
 from megazero.data.corpora import Datasets, open_datasets, read_data_args
@@ -27,7 +27,7 @@ from megazero.train.engine import Engine, LossScaleExhausted, StepResult
 from megazero.train.loggers import Record, Writers, open_writers, tell
 from megazero.train.resume import changed_options, check_data, find_checkpoint
 from megazero.train.run_state import RunState
-from megazero.train.stopping import DeadRun
+from megazero.train.stopping import STOPS, Clock, DeadRun, Signals, Stop, asked_to_stop
 
 # Corpora of a blend whose shares are in the metrics; with more, a line would be pages.
 SERVED_SHOWN = 100
@@ -69,9 +69,25 @@ def open_data(config: Config, tokenizer: Tokenizer | None) -> Datasets:
 class Trainer:
     """One rank's run."""
 
-    def __init__(self, config: Config, mesh: Mesh, datasets: Datasets, eod: int | None) -> None:
-        """`config` is resolved; `eod`: the end-of-document token where targets behind it are masked, else None."""
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        datasets: Datasets,
+        eod: int | None,
+        signals: Signals | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """Build the engine.
+
+        Args:
+            config: resolved.
+            eod: the end-of-document token where targets behind it are masked, else None.
+            signals: what asks for a stop; None: nothing does.
+            clock: rank 0's limits of time.
+        """
         self.config, self.mesh = config, mesh
+        self.signals, self.clock = signals or Signals(), clock
         self.leads = mesh.rank == 0
         self.engine = Engine(config, mesh)
         self.progress = Progress()
@@ -99,8 +115,8 @@ class Trainer:
         if self.leads:
             tell(text)
 
-    def run(self, load: Path | None) -> None:
-        """Train from `load`, or from the beginning, to --train-iters or the next --exit-interval.
+    def run(self, load: Path | None) -> Stop | None:
+        """Train from `load`, or from the beginning, to --train-iters, or until asked to stop; returns by what.
 
         Raises:
             ValueError: what is to be loaded cannot be.
@@ -110,8 +126,9 @@ class Trainer:
         load = self.resume(load)
         self.describe(load)
         writers = Writers(open_writers(config, self.progress.iteration) if self.leads else [])
+        stop = None
         try:
-            while self.progress.iteration < config.training.train_iters:
+            while self.progress.iteration < config.training.train_iters and (stop := self._stop()) is None:
                 try:
                     record = self.iterate()
                 except LossScaleExhausted:
@@ -126,8 +143,26 @@ class Trainer:
                     break
         finally:
             writers.close()
-        self.save(last=True)
+            self.train_batches.close()
+        if self.progress.iteration:
+            self.save(last=True)
         self.engine.wait()
+        if stop is not None:
+            kept = "saved" if self.saved_at == self.progress.iteration else "nothing saved"
+            self.say(f"stopped after iteration {self.progress.iteration} by {stop.why}: {kept}")
+        return stop
+
+    def _stop(self) -> Stop | None:
+        """What ends the run here, agreed over all ranks: a signal may reach only some, and clocks differ."""
+        log_dir = self.config.log.log_dir
+        stop_file = Path(log_dir) / "stop" if self.leads and log_dir else None
+        seen = torch.tensor(asked_to_stop(self.signals, self.clock, stop_file), device=self.mesh.device)
+        found = int(self.mesh.world.all_reduce_(seen, op=MAX, kind="control"))
+        if found < 0:
+            return None
+        if stop_file is not None:  # obeyed: the next run goes on
+            stop_file.unlink(missing_ok=True)
+        return STOPS[found]
 
     def _check_alive(self) -> None:
         limit, skipped = self.config.training.max_skipped_iterations, self.progress.skipped_in_a_row

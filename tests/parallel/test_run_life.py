@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,20 @@ import torch
 
 from megazero import checkpoint
 from megazero.comm.mesh import Mesh
-from megazero.config.schema import CheckpointConfig, Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig
+from megazero.config.schema import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LogConfig,
+    ModelConfig,
+    ParallelConfig,
+    TrainingConfig,
+)
 from megazero.data.tokenizer import load_tokenizer
 from megazero.data.writer import IndexedWriter
 from megazero.plan.resolve import resolve
 from megazero.train.resume import find_checkpoint
-from megazero.train.stopping import DeadRun
+from megazero.train.stopping import SAVED_EARLY, STOPS, Clock, DeadRun, Signals, Stop
 from megazero.train.trainer import Trainer, open_data
 
 MODEL = ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=8, vocab_size=257)
@@ -54,14 +64,18 @@ def trainer(rank: int, world: int, config: Config) -> Trainer:
     return Trainer(config, mesh, open_data(config, load_tokenizer("byte")), 256 if config.data.eod_mask_loss else None)
 
 
+def quietly(run: Trainer) -> Stop | None:
+    with contextlib.redirect_stdout(open(os.devnull, "w")):
+        return run.run(find_checkpoint(run.config, run.mesh.host_group))
+
+
 def train(rank: int, world: int, config: Config) -> tuple[int, str]:
     """A run as pretrain_gpt.py makes it: the iteration that it reached, and why it ended early."""
     run = trainer(rank, world, config)
-    with contextlib.redirect_stdout(open(os.devnull, "w")):
-        try:
-            run.run(find_checkpoint(run.config, run.mesh.host_group))
-        except (DeadRun, ValueError, RuntimeError) as error:
-            return run.progress.iteration, f"{type(error).__name__}: {error}"
+    try:
+        quietly(run)
+    except (DeadRun, ValueError, RuntimeError) as error:
+        return run.progress.iteration, f"{type(error).__name__}: {error}"
     return run.progress.iteration, ""
 
 
@@ -92,6 +106,64 @@ def test_a_flipped_bit_costs_one_checkpoint_and_not_the_run(ranks: Any, corpus: 
         assert error.startswith("Damaged: --load ") and file in error and "damaged" in error
     assert ranks(2).run(train, 2, configured(corpus, tmp_path, 4, **options)) == [(4, "")] * 2
     assert torch.equal(weights(tmp_path / "iter_0000004"), expected)  # trained again from 2, and saved anew
+
+
+# -- asked to stop
+
+
+def signalled(rank: int, config: Config, numbers: list[int], at: int) -> tuple[int, Stop | None]:
+    """A run of which rank 1 alone is sent signals, in the middle of an iteration."""
+    with Signals() as signals:
+        run = trainer(rank, 2, config)
+        run.signals = signals
+        step = run.engine.train_step
+
+        def interrupted(iteration: int, batches: Any) -> Any:
+            if iteration == at and rank == 1:
+                for number in numbers:
+                    os.kill(os.getpid(), number)
+            return step(iteration, batches)
+
+        run.engine.train_step = interrupted
+        stop = quietly(run)
+        return run.progress.iteration, stop
+
+
+@pytest.mark.parametrize("numbers", [[signal.SIGUSR1], [signal.SIGTERM, signal.SIGTERM], [signal.SIGINT]], ids=str)
+def test_a_signal_to_one_rank_stops_all_after_the_step(
+    ranks: Any, corpus: str, tmp_path: Path, numbers: list[int]
+) -> None:
+    """Saved, with the exit code that says so; what goes on from there is the uninterrupted run to the bit."""
+    whole, parts = configured(corpus, tmp_path / "whole", 5), configured(corpus, tmp_path / "parts", 5)
+    parts = replace(parts, checkpoint=replace(parts.checkpoint, load=parts.checkpoint.save))
+    assert ranks(2).run(train, 2, whole) == [(5, "")] * 2
+    assert ranks(2).run(signalled, parts, numbers, 3) == [(3, Stop(numbers[0].name, SAVED_EARLY))] * 2
+    assert names(tmp_path / "parts") == [3]
+    assert ranks(2).run(train, 2, parts) == [(5, "")] * 2
+    found, wanted = (weights(tmp_path / name / "iter_0000005") for name in ("parts", "whole"))
+    assert torch.equal(found, wanted)
+
+
+def timed(rank: int, config: Config, job_end: float | None) -> tuple[int, Stop | None]:
+    run = trainer(rank, 2, config)
+    if rank == 0:
+        limits = config.checkpoint
+        run.clock = Clock(limits.exit_duration_minutes, limits.exit_before_minutes, lambda: job_end)
+    stop = quietly(run)
+    return run.progress.iteration, stop
+
+
+def test_a_limit_that_rank_0_sees_stops_all(ranks: Any, corpus: str, tmp_path: Path) -> None:
+    """Before any step nothing is saved; a stop file is obeyed once."""
+    logs = LogConfig(log_dir=str(tmp_path / "logs"))
+    config = replace(configured(corpus, tmp_path / "saved", 3, exit_before_minutes=60.0), log=logs)
+    soon, later = time.time() + 600, time.time() + 6000
+    assert ranks(2).run(timed, config, soon) == [(0, STOPS[2])] * 2
+    assert names(tmp_path / "saved") == []
+    (tmp_path / "logs" / "stop").touch()
+    assert ranks(2).run(timed, config, later) == [(0, STOPS[1])] * 2
+    assert ranks(2).run(timed, config, later) == [(3, None)] * 2
+    assert STOPS[1].exit_code == 0 and STOPS[2].exit_code == SAVED_EARLY
 
 
 # -- dead runs
@@ -137,14 +209,24 @@ def test_a_run_without_targets_ends_with_an_error(ranks: Any, tmp_path: Path) ->
 
 
 def small_disk(rank: int, config: Config) -> tuple[int, str]:
-    """Rank 1 may write 5,000 bytes per file: enough for the trial at the start, too little for its shard."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
+    """Rank 1 may write 5,000 bytes per file while it saves: too little for its shard."""
+    run = trainer(rank, 2, config)
+    save, (soft, hard) = run.save, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limited(last: bool = False) -> None:
+        if rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
+        try:
+            save(last)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    run.save = limited
     try:
-        return train(rank, 2, config)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        quietly(run)
+    except RuntimeError as error:
+        return run.progress.iteration, str(error)
+    return run.progress.iteration, ""
 
 
 @pytest.mark.parametrize(("policy", "reached"), [("continue", 5), ("stop", 2)])
@@ -153,5 +235,5 @@ def test_a_save_that_fails(ranks: Any, corpus: str, tmp_path: Path, policy: str,
     config = configured(corpus, tmp_path, 5, save_interval=2, on_save_error=policy)
     for iteration, error in ranks(2).run(small_disk, config):
         assert iteration == reached
-        assert error.startswith("RuntimeError: saving") and "failed on rank 1" in error and "File too large" in error
+        assert error.startswith("saving") and "failed on rank 1" in error and "File too large" in error
     assert names(tmp_path) == []

@@ -44,7 +44,8 @@ COMING = set(
 # (--keep-every), what a failed save means (--on-save-error).
 # 71: layers of a pipeline stage, which a cost by FLOPs cannot always know.
 # 72: the words of --data-path in a file, for a blend of thousands of corpora.
-NUM_OPTIONS = 72
+# 74: when a run stops (--exit-duration-minutes, --exit-before-minutes).
+NUM_OPTIONS = 74
 
 DEFAULTS = {
     "precision": "fp32",

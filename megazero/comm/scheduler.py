@@ -1,0 +1,26 @@
+"""What SLURM says of the job that this process belongs to."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import subprocess
+
+ANSWER_SECONDS = 30  # slurmctld can be slow; a run must not hang on it
+
+
+def job_end() -> float | None:
+    """When the job will be ended, in seconds since the epoch; None outside a job, and where it has no limit."""
+    job = os.environ.get("SLURM_JOB_ID")
+    if not job:
+        return None
+    try:
+        done = subprocess.run(
+            ["scontrol", "--oneliner", "show", "job", job], capture_output=True, text=True, timeout=ANSWER_SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = re.search(r"\bEndTime=(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", done.stdout)
+    limited = not re.search(r"\bTimeLimit=UNLIMITED\b", done.stdout)
+    return datetime.datetime.fromisoformat(found[1]).timestamp() if found and limited else None

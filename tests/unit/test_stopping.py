@@ -1,0 +1,104 @@
+"""What asks a run to stop: clocks and signals, without a run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megazero.comm import scheduler
+from megazero.train.stopping import SIGNALS, STOPS, Clock, Signals, asked_to_stop
+
+
+def test_the_order_of_stops() -> None:
+    assert [stop.exit_code for stop in STOPS] == [0, 0, 75, 75, 75, 75]
+    assert STOPS[1].why == "the stop file" and [stop.why for stop in STOPS[3:]] == ["SIGTERM", "SIGUSR1", "SIGINT"]
+
+
+def test_duration() -> None:
+    clock = Clock(2.0, 0.0, lambda: None, now=1000.0)
+    assert [clock.reached(now) for now in (1000.0, 1119.0, 1120.0)] == [None, None, 0]
+
+
+def test_the_end_of_the_job_is_asked_for_again_before_it_is_believed() -> None:
+    """Somebody gave the job more time."""
+    ends = iter([10_000.0, 20_000.0, 20_000.0])
+    clock = Clock(0.0, 5.0, lambda: next(ends), now=0.0)
+    assert [clock.reached(now) for now in (9_699.0, 9_700.0, 19_699.0, 19_700.0)] == [None, None, None, 2]
+
+
+def test_a_job_without_a_limit_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"--exit-before-minutes 5: this is no SLURM job with a time limit; use --exit-d"
+    ):
+        Clock(0.0, 5.0, lambda: None)
+
+
+def test_the_first_signal_is_noted_and_the_second_interrupt_is_not() -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with Signals() as signals:
+        assert asked_to_stop(signals, None, None) == -1
+        os.kill(os.getpid(), signal.SIGINT)
+        assert STOPS[asked_to_stop(signals, None, None)].why == "SIGINT"
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_a_forked_process_dies_of_a_signal_as_ever() -> None:
+    """Else multiprocessing could not end its workers."""
+    with Signals():
+        for number in SIGNALS:
+            child = os.fork()
+            if child == 0:
+                os.kill(os.getpid(), number)
+                os._exit(0)
+            assert os.WTERMSIG(os.waitpid(child, 0)[1]) == number
+
+
+def test_the_stop_file(tmp_path: Path) -> None:
+    assert asked_to_stop(Signals(), None, tmp_path / "stop") == -1
+    (tmp_path / "stop").touch()
+    assert asked_to_stop(Signals(), None, tmp_path / "stop") == 1
+
+
+WORKER = """
+import os, signal
+import numpy as np
+from megazero.data.loader import Batches
+class Slow:
+    def __getitem__(self, i):
+        return np.full(5, i)
+if __name__ == "__main__":
+    batches = Batches(Slow(), 1, 2, num_workers=1)
+    for step in range(6):
+        os.killpg(0, signal.SIGTERM), os.killpg(0, signal.SIGUSR1), os.killpg(0, signal.SIGINT)
+        print([batch.ids[0, 0].item() for batch in batches.batch(2 * step)], flush=True)
+    batches.close()
+"""
+
+
+def test_a_signal_to_the_whole_job_leaves_the_workers_reading() -> None:
+    """As of a scheduler: the training process notes it, and its step still gets its batches."""
+    ignoring = "import signal\nfor n in (15, 10, 2): signal.signal(n, lambda *_: None)\n"
+    program = ignoring + WORKER
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=Path(__file__).parents[2], capture_output=True, text=True,
+        start_new_session=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [str([2 * i, 2 * i + 1]) for i in range(6)]
+
+
+def test_outside_a_job_there_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert scheduler.job_end() is None
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert scheduler.job_end() is None
