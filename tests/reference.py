@@ -1,4 +1,4 @@
-"""The same GPT in plain PyTorch, sharing no mechanism with megazero but the initial values.
+"""The same GPT in plain PyTorch, sharing no mechanism with megazero but the initial values and dropout's masks.
 
 F.linear, F.cross_entropy, clip_grad_norm_ and torch.optim.AdamW over whole tensors, in one process, the global batch at
 once. In fp32, or with --precision fp64 in fp64, from the same weights.
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from megazero.config.schema import Config
 from megazero.model import initial_values
+from megazero.model.dropout import Dropout, Rows
 from megazero.plan.parameters import LocalBlock, stage_units
 from megazero.plan.topology import Layout
 
@@ -28,10 +29,21 @@ def initial_weights(config: Config) -> dict[str, torch.Tensor]:
     return weights
 
 
-def forward(config: Config, w: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
-    """ids [b, s] -> logits [b, s, v]"""
+def forward(
+    config: Config, w: dict[str, torch.Tensor], ids: torch.Tensor, samples: range | None = None
+) -> torch.Tensor:
+    """ids [b, s] -> logits [b, s, v]; `samples`: their global numbers in training, where dropout drops."""
     model = config.model
+
+    def drop(probability: float, layer: int, site: str, x: torch.Tensor) -> torch.Tensor:
+        """x * mask; x [b, rows, columns] or [b, n, s, s]."""
+        if probability == 0 or samples is None:
+            return x
+        rows = tuple(Rows(sample, 0, x[0, ..., 0].numel()) for sample in samples)
+        return x * Dropout(probability, config.training.seed, layer, site).mask(x.detach(), rows)
+
     x = F.embedding(ids, w["token_embedding.weight"]) + w["position_embedding.weight"][: ids.shape[1]]
+    x = drop(model.hidden_dropout, -1, "embedding", x)
     b, s, h = x.shape
     for i in range(model.num_layers):
 
@@ -44,9 +56,12 @@ def forward(config: Config, w: dict[str, torch.Tensor], ids: torch.Tensor) -> to
 
         qkv = lin("attention.qkv", norm("norm1", x)).view(b, s, model.num_attention_heads, 3, -1)
         q, k, v = qkv.transpose(1, 2).unbind(3)
-        a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + lin("attention.proj", a.transpose(1, 2).reshape(b, s, h))
-        x = x + lin("mlp.down", F.gelu(lin("mlp.up", norm("norm2", x)), approximate="tanh"))
+        scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(torch.ones(s, s).triu(1) > 0, -torch.inf)
+        a = drop(model.attention_dropout, i, "scores", scores.softmax(-1)) @ v
+        y = lin("attention.proj", a.transpose(1, 2).reshape(b, s, h))
+        x = x + drop(model.hidden_dropout, i, "attention", y)
+        y = lin("mlp.down", F.gelu(lin("mlp.up", norm("norm2", x)), approximate="tanh"))
+        x = x + drop(model.hidden_dropout, i, "mlp", y)
     x = F.layer_norm(x, (h,), w["head.norm.weight"], w["head.norm.bias"])
     return F.linear(x, w.get("head.output.weight", w["token_embedding.weight"]))
 
@@ -64,8 +79,9 @@ def train(config: Config, batches: list[tuple[torch.Tensor, torch.Tensor, torch.
     ]
     optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
     losses, norms = [], []
-    for ids, labels, mask in batches:
-        each = F.cross_entropy(forward(config, w, ids).flatten(0, 1), labels.flatten(), reduction="none")
+    for step, (ids, labels, mask) in enumerate(batches):
+        logits = forward(config, w, ids, range(step * len(ids), (step + 1) * len(ids)))
+        each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
         loss = (each * mask.flatten()).sum() / mask.sum()
         optimizer.zero_grad()
         loss.backward()

@@ -18,7 +18,7 @@ from megazero.train.engine import Engine
 MODEL = ModelConfig(
     num_layers=5, hidden_size=48, num_attention_heads=6, seq_length=11, vocab_size=101, init_method_std=0.05
 )
-STEPS = 4
+STEPS = 3  # the first weights, an update with fresh moments, one with kept moments
 OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.5)
 
 

@@ -30,7 +30,7 @@ def uneven() -> list[Case]:
 @pytest.mark.parametrize("case", uneven(), ids=str)
 def test_every_pipeline_is_the_same_model(case: Case, ranks) -> None:
     """Losses and norms against plain PyTorch in fp64; bytes of every rank, to the byte, as estimated."""
-    losses, norms = expected(case.model, case.frozen)
+    losses, norms = expected(case.model, case.frozen, case.batch)
     case = fp64(case)
     for rank, outcome in enumerate(ranks(case.world).run(train, case)):
         assert relative_error(outcome.losses, losses) < TOLERANCE

@@ -118,7 +118,7 @@ def test_an_exception_leaves_the_arena_whole(where: str, host: bool, plain: list
 def test_the_number_of_micro_batches_may_change() -> None:
     """gpipe holds them all: the arena follows. Their order of summation is the only difference."""
     engine = new_engine(0, ARENA._replace(schedule="gpipe"))
-    wanted = train(0, ARENA._replace(md=False)).losses
+    wanted = train(0, ARENA._replace(md=False), 4).losses
     found = []
     for number, count in enumerate((1, 3, 2, 1)):
         found.append(step(engine, number, ARENA._replace(micro_batches=count)))

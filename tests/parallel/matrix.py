@@ -1,0 +1,320 @@
+"""The parity matrix: factors, rules about which levels go together, cases in which every legal pair of levels meets.
+
+A feature joins by a level in `FACTORS` and, if it does not go with everything, a rule in `RULES`. The cases are
+generated from both, always the same ones; `python -m tests.parallel.matrix` prints them and the pairs that they cover.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Any, NamedTuple
+
+from tests.parallel.cases import MODEL, Case
+
+Choice = dict[str, Any]  # factor -> level
+Factors = dict[str, tuple[Any, ...]]  # factor -> levels, the plainest first
+
+LAYOUT: Factors = {"pp": (1, 2, 3, 4), "dp": (1, 2, 3, 4), "tp": (1, 2, 3, 4)}
+FACTORS: Factors = {
+    **LAYOUT,
+    "schedule": ("1f1b", "gpipe", "interleaved", "zero-bubble"),
+    "by_hand": (False, True),  # layers split over the stages: the first has none
+    "backlog": (0, 1),
+    "micro_batches": (1, 2, 3, 4),
+    "zero": (0, 1, 2, 3),
+    "zero_shard_size": (0, 2),
+    "zero_reduce_every": ("micro-batch", "step"),
+    "zero_gather_every": ("use", "step"),
+    "reduce_bucket_size": (40_000_000, 1000),
+    "overlap_comm": (True, False),
+    "recompute": ("none", "selective", "full"),
+    "pa": (False, True),
+    "host": (False, True),
+    "md": (False, True),
+    "sp": (False, True),
+    "compile": (False, True),
+    "dropout": (False, True),
+    "untied": (False, True),
+    "frozen": (False, True),
+    "seq_length": (11, 12),  # under sp, 12 cuts in the middle of a sample
+}
+# The precisions that users train in, with what each may change: a smaller matrix.
+NUMBERS: Factors = {
+    **dict.fromkeys(LAYOUT, (1, 2)),
+    "precision": ("fp32", "bf16", "fp16"),
+    "grad_dtype": ("fp32", "bf16", "fp16"),
+    **{name: FACTORS[name] for name in ("zero", "recompute", "pa", "sp", "untied")},
+    "micro_batches": (1, 3),
+    "reduce_bucket_size": (40_000_000, 1000),
+}
+FROZEN = ("token_embedding.*", "position*", "blocks.0.*", "blocks.2.mlp.*", "blocks.3.*.bias")
+SAMPLES = 2  # of a micro-batch
+MAX_WORLD = 8
+BEGINNINGS, TRIES = 6, 12  # of the search for a case: pairs that it begins from, layouts that it tries
+LARGER = 6  # generated cases of 3 and 4 ranks in the default suite: those that add most pairs
+COMPILED = 1  # generated cases with --compile there: a start costs half a minute
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Levels of the factors that `holds` names, which do not go together where it is False."""
+
+    reason: str
+    refused: bool  # by the command line; else they have no effect together, or take too long
+    holds: Callable[..., bool]
+
+    @cached_property
+    def factors(self) -> tuple[str, ...]:
+        return tuple(inspect.signature(self.holds).parameters)
+
+    def allows(self, choice: Choice) -> bool:
+        """Of a choice that has all of the rule's factors."""
+        return self.holds(*(choice[name] for name in self.factors))
+
+
+RULES = [
+    Rule("more ranks than a test starts", False, lambda pp, dp, tp: pp * dp * tp <= MAX_WORLD),
+    Rule("over one rank every ZeRO stage is stage 0", False, lambda zero, dp: not zero or dp > 1),
+    Rule("shard groups need ZeRO", True, lambda zero_shard_size, zero: not zero_shard_size or zero > 0),
+    Rule("two shard groups", False, lambda zero_shard_size, dp: not zero_shard_size or dp == 2 * zero_shard_size),
+    Rule("stages 0, 1: once a step", True, lambda zero_reduce_every, zero: zero_reduce_every != "step" or zero > 1),
+    Rule("only stage 3 gathers", True, lambda zero_gather_every, zero: zero_gather_every != "step" or zero == 3),
+    Rule("stage 0 has no buckets", False, lambda reduce_bucket_size, zero: reduce_bucket_size > 1000 or zero > 0),
+    Rule("one stage has all layers", False, lambda by_hand, pp: not by_hand or pp > 1),
+    Rule("interleaved needs a pipeline", True, lambda schedule, pp: schedule != "interleaved" or pp > 1),
+    Rule("micro-batches go round the stages in groups", True, lambda micro_batches, schedule, pp: (
+        schedule != "interleaved" or micro_batches % pp == 0
+    )),
+    Rule("only zero-bubble has a backlog", True, lambda backlog, schedule: not backlog or schedule == "zero-bubble"),
+    Rule("nothing to overlap", False, lambda overlap_comm, dp: overlap_comm or dp > 1),
+    Rule("parts need tp ranks", True, lambda pa, tp: not pa or tp > 1),
+    Rule("sequence parallelism keeps parts already", True, lambda pa, sp: not (pa and sp)),
+    *(Rule("full recompute alone keeps inputs", True, holds) for holds in (
+        lambda pa, recompute: not pa or recompute == "full",
+        lambda host, recompute: not host or recompute == "full",
+        lambda md, recompute: not md or recompute == "full",
+    )),
+    Rule("sequence parallelism needs tp", True, lambda sp, tp: not sp or tp > 1),
+    Rule("tp divides the tokens", True, lambda sp, tp, seq_length: not sp or SAMPLES * seq_length % tp == 0),
+    Rule("no third type", False, lambda grad_dtype, precision: grad_dtype in ("fp32", precision)),
+]  # fmt: skip
+# What many rules name: at most one other factor is in a rule beside these.
+SHARED = ("pp", "dp", "tp", "zero", "recompute", "sp", "schedule", "precision")
+
+
+def case_of(choice: Choice) -> Case:
+    """The case that a choice of levels stands for; factors that it lacks are at their plainest, in fp64."""
+    choice = {name: levels[0] for name, levels in FACTORS.items()} | {"precision": "fp64"} | choice
+    dropout = {"hidden_dropout": 0.1, "attention_dropout": 0.2} if choice["dropout"] else {}
+    chunks = 2 if choice["schedule"] == "interleaved" else 1
+    stages = choice["pp"] * chunks
+    layers = max(MODEL.num_layers, stages + 1)
+    flags = ("zero_shard_size", "zero_reduce_every", "zero_gather_every", "reduce_bucket_size", "overlap_comm")
+    return Case(
+        **{name: choice[name] for name in Case._fields if name in choice and name != "frozen"},
+        frozen=FROZEN if choice["frozen"] else (),
+        options=tuple((name, choice[name]) for name in flags if choice[name] != FACTORS[name][0]),
+        chunks=chunks,
+        split=",".join(map(str, [0, *[1] * (stages - 2), layers - stages + 2])) if choice["by_hand"] else "",
+        model=replace(
+            MODEL,
+            num_layers=layers,
+            num_attention_heads=8 if choice["tp"] == 4 else MODEL.num_attention_heads,
+            seq_length=choice["seq_length"],
+            untie_embeddings=choice["untied"],
+            **dropout,
+        ),
+        batch=choice["dp"] * choice["micro_batches"] * SAMPLES,
+    )
+
+
+def name_of(choice: Choice) -> str:
+    """The levels that are not the plainest."""
+    words = []
+    for name, level in choice.items():
+        if level != FACTORS.get(name, NUMBERS.get(name, ()))[0]:
+            words.append(name if level is True else f"{name}={level}")
+    return "-".join(words) or "plain"
+
+
+class Matrix:
+    """Cases in which every legal pair of levels of two factors meets.
+
+    Levels are numbered, and a set of levels is an integer with their bits. `partners[i]`: the levels that legally meet
+    level i; `missing[i]`: those that it has not met yet.
+    """
+
+    def __init__(self, factors: Factors, dear: tuple[str, ...] = ()) -> None:
+        """`dear`: factors that stay at their plainest in all cases but a few, which cover the rest."""
+        self.factors, self.dear = factors, dear
+        self.draw = random.Random(0)
+        self.levels = [(name, level) for name in factors for level in factors[name]]
+        self.number = {key: i for i, key in enumerate(self.levels)}
+        self.numbers = {name: [self.number[name, level] for level in factors[name]] for name in factors}
+        self.rules = {
+            name: [r for r in RULES if name in r.factors and set(r.factors) <= set(factors)] for name in factors
+        }
+        self.states = list(self._states())
+        self.partners = self._unions(mask for _, mask in self.states)
+        self.missing = list(self.partners)
+
+    def _states(self) -> Iterator[tuple[int, int]]:
+        """Every legal choice of the shared factors: its number of ranks, and the levels that go with it."""
+        shared = [name for name in self.factors if name in SHARED]
+        others = [name for name in self.factors if name not in SHARED]
+        chosen: list[Choice] = [{}]
+        for name in shared:
+            ready = [r for r in self.rules[name] if set(r.factors) <= set(shared[: shared.index(name) + 1])]
+            wider = (choice | {name: level} for choice in chosen for level in self.factors[name])
+            chosen = [choice for choice in wider if all(rule.allows(choice) for rule in ready)]
+        for choice in chosen:
+            mask = sum(1 << self.number[item] for item in choice.items())
+            for name in others:
+                for level in self.factors[name]:
+                    if all(rule.allows(choice | {name: level}) for rule in self.rules[name]):
+                        mask |= 1 << self.number[name, level]
+            yield choice["pp"] * choice["dp"] * choice["tp"], mask
+
+    def _unions(self, masks: Iterable[int]) -> list[int]:
+        """Of each level those that are in one of the masks with it, other levels of its factor left out."""
+        found = [0] * len(self.levels)
+        for mask in masks:
+            for i in range(len(found)):
+                if mask >> i & 1:
+                    found[i] |= mask
+        own = {name: sum(1 << i for i in numbers) for name, numbers in self.numbers.items()}
+        return [mask & ~own[name] for mask, (name, _) in zip(found, self.levels, strict=True)]
+
+    def reach(self, max_world: int) -> list[int]:
+        """Pairs that can meet on up to `max_world` ranks."""
+        return self._unions(mask for ranks, mask in self.states if ranks <= max_world)
+
+    def cover(self, max_world: int, dear: bool = False) -> Iterator[Choice]:
+        """Choices on up to `max_world` ranks until all pairs that can meet there have; most new pairs first."""
+        masks = [mask for ranks, mask in self.states if ranks <= max_world]
+        if not dear:
+            masks = [mask & ~sum(1 << i for name in self.dear for i in self.numbers[name][1:]) for mask in masks]
+        reach = self._unions(masks)
+        while wanted := [i for i, mask in enumerate(self.missing) if mask & reach[i]]:
+            best, most = 0, 0
+            for i in wanted[:: 1 + len(wanted) // BEGINNINGS]:  # the best of several beginnings is taken
+                pair = 1 << i | (self.missing[i] & reach[i]) & -(self.missing[i] & reach[i])
+                fits = [mask for mask in masks if mask & pair == pair]
+                for mask in self.draw.sample(fits, min(TRIES, len(fits))):
+                    case, gain = self._best_of(mask, pair)
+                    if gain > most:
+                        best, most = case, gain
+            assert most
+            choice = dict(level for i, level in enumerate(self.levels) if best >> i & 1)
+            self.meet(choice)
+            yield choice
+
+    def _best_of(self, mask: int, pair: int) -> tuple[int, int]:
+        """One level of each factor, and how many new pairs that makes; `pair` first, the less plain one of equals."""
+        case, total = pair, 0
+        for numbers in self.numbers.values():
+            free = [i for i in numbers if pair >> i & 1] or [i for i in reversed(numbers) if mask >> i & 1]
+            gains = [(self.missing[i] & case).bit_count() for i in free]
+            case |= 1 << free[gains.index(max(gains))]
+        for i in range(len(self.levels)):
+            if case >> i & 1:
+                total += (self.missing[i] & case).bit_count()
+        return case, total // 2
+
+    def meet(self, choice: Choice) -> None:
+        """Take note that the levels of a choice have met."""
+        numbers = [self.number[item] for item in choice.items()]
+        met = sum(1 << i for i in numbers)
+        for i in numbers:
+            self.missing[i] &= ~met
+
+
+def count(pairs: list[int]) -> int:
+    """Pairs of levels in `partners` or `missing`, each of which is there twice."""
+    return sum(mask.bit_count() for mask in pairs) // 2
+
+
+# Beside what is generated: three kinds of parallelism at once, as users run them.
+ANCHORS: list[Choice] = [
+    {},
+    {"pp": 2, "dp": 2, "tp": 2, "zero": 3, "recompute": "full", "pa": True, "micro_batches": 3},
+    {"dp": 2, "tp": 2, "zero": 1, "recompute": "selective", "sp": True, "micro_batches": 3},
+    {"pp": 2, "dp": 2, "zero": 2, "schedule": "zero-bubble", "micro_batches": 3, "untied": True},
+]
+
+
+class Covers(NamedTuple):
+    """The generated choices, and the matrix, in which all pairs have met."""
+
+    default: list[Choice]
+    slow: list[Choice]
+    matrix: Matrix
+    not_by_default: list[int]  # pairs, like `Matrix.missing`
+
+
+@cache
+def covers() -> Covers:
+    """The matrix in fp64."""
+    matrix = Matrix(FACTORS, dear=("compile",))
+    default = [{name: anchor.get(name, levels[0]) for name, levels in FACTORS.items()} for anchor in ANCHORS]
+    for choice in default:
+        matrix.meet(choice)
+    default += matrix.cover(max_world=2)
+    larger = matrix.cover(max_world=4)
+    default += itertools.islice(larger, LARGER)
+    default += itertools.islice(matrix.cover(max_world=2, dear=True), COMPILED)
+    missing = list(matrix.missing)
+    slow = [*larger, *matrix.cover(MAX_WORLD), *matrix.cover(MAX_WORLD, dear=True)]
+    assert not count(matrix.missing)
+    return Covers(default, slow, matrix, missing)
+
+
+@cache
+def numbers() -> list[Choice]:
+    """The matrix of precisions, on two ranks."""
+    return list(Matrix(NUMBERS).cover(max_world=2))
+
+
+def products() -> list[Choice]:
+    """Where three factors meet that share a mechanism: every way to keep activations, at every stage and schedule."""
+    full = {"recompute": "full"}
+    ways: list[Choice] = [{"recompute": mode, "sp": sp} for mode in FACTORS["recompute"] for sp in (False, True)]
+    ways += [full | {"sp": sp, "host": h, "md": m} for sp in (False, True) for h, m in ((False, True), (True, False))]
+    ways += [full | {"pa": True, "host": h, "md": m} for h in (False, True) for m in (False, True)]
+    layouts: list[Choice] = [{"dp": 2, "tp": 2, "zero": z, "micro_batches": 3} for z in FACTORS["zero"]]
+    layouts += [{"pp": 2, "tp": 2, "schedule": s, "micro_batches": 4} for s in FACTORS["schedule"]]
+    return [layout | way for layout in layouts for way in ways]
+
+
+def main() -> None:
+    found = covers()
+    for title, choices in (
+        ("default suite, fp64", found.default),
+        ("slow, fp64", found.slow),
+        ("slow, fp64: products", products()),
+        ("default suite, fp32, bf16, fp16", numbers()),
+    ):
+        print(f"{title}: {len(choices)} cases")
+        for choice in choices:
+            print(f"  {case_of(choice).world} ranks  {name_of(choice)}")
+    matrix, missing = found.matrix, found.not_by_default
+    legal = count(matrix.partners)
+    print(f"legal pairs of levels: {legal:,}; covered by default: {legal - count(missing):,}; with the slow cases: all")
+    print(f"Not by default, on up to {MAX_WORLD} ranks:")
+    words = [f"{name}={level}" for name, level in matrix.levels]
+    for i, word in enumerate(words):
+        others = [words[j] for j in range(i + 1, len(words)) if missing[i] >> j & 1]
+        if others:
+            print(f"  {word} with {', '.join(others)}")
+    print("Never, because")
+    for rule in RULES:
+        print(f"  {', '.join(rule.factors)}: {rule.reason}{' (refused)' * rule.refused}")
+
+
+if __name__ == "__main__":
+    main()

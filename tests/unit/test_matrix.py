@@ -1,0 +1,76 @@
+"""The parity matrix: its rules are the command line's, and every legal pair of levels meets."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from tests.parallel.matrix import (
+    FACTORS,
+    NUMBERS,
+    RULES,
+    Choice,
+    Factors,
+    Matrix,
+    Rule,
+    case_of,
+    covers,
+    numbers,
+    products,
+)
+
+
+def random_choices(factors: Factors, count: int) -> list[Choice]:
+    draw = random.Random(1)
+    return [{name: draw.choice(levels) for name, levels in factors.items()} for _ in range(count)]
+
+
+def broken(choice: Choice) -> list[Rule]:
+    return [rule for rule in RULES if set(rule.factors) <= set(choice) and not rule.allows(choice)]
+
+
+@pytest.mark.parametrize("factors", [FACTORS, NUMBERS], ids=["fp64", "numbers"])
+def test_a_pair_is_legal_where_some_choice_has_it(factors: Factors) -> None:
+    """Against random choices, which meet all rules by themselves or do not count."""
+    matrix = Matrix(factors)
+    for choice in random_choices(factors, 20_000):
+        if not broken(choice):
+            for a, b in itertools.permutations(choice.items(), 2):
+                assert matrix.partners[matrix.number[a]] >> matrix.number[b] & 1, (a, b)
+
+
+def test_every_case_is_legal_and_every_legal_pair_meets() -> None:
+    found = covers()
+    matrix = Matrix(FACTORS)
+    for choice in products():
+        case_of(choice).config()
+    for choice in found.default + found.slow:
+        assert not broken(choice)
+        case_of(choice).config()  # which the command line's checks pass
+        matrix.meet(choice)
+    assert not any(matrix.missing)
+    small = Matrix(NUMBERS)
+    for choice in numbers():
+        assert case_of(choice).world <= 2
+        case_of(choice).config()
+        small.meet(choice)
+    assert not any(missing & reach for missing, reach in zip(small.missing, small.reach(2), strict=True))
+
+
+def test_what_a_rule_calls_refused_is_refused() -> None:
+    """Of each such rule, a choice that breaks no other."""
+    seen = set()
+    for choice in random_choices(FACTORS | {"pp": (1, 2), "dp": (2, 4), "tp": (1, 2, 4)}, 20_000):
+        rules = broken(choice)
+        if len(rules) == 1 and rules[0].refused and rules[0] not in seen:
+            seen.add(rules[0])
+            with pytest.raises(ValueError, match="--"):
+                case_of(choice).config()
+    assert seen == {rule for rule in RULES if rule.refused}
+
+
+def test_the_matrix_is_the_same_every_time() -> None:
+    again = covers.__wrapped__()
+    assert (again.default, again.slow) == (covers().default, covers().slow)
