@@ -1,7 +1,7 @@
 # The developer's commands. `bash scripts/test.sh` once makes .venv with all that they need.
 BIN := .venv/bin
 
-.PHONY: help check format test test-all test-gpu bench
+.PHONY: help check format test test-all test-gpu mutate bench
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -25,6 +25,9 @@ test-all:  ## and what is marked slow
 
 test-gpu:  ## what needs a GPU
 	bash scripts/test.sh -m gpu
+
+mutate:  ## plant the faults of tests/mutations.toml one by one: is each noticed? Half an hour
+	$(BIN)/python -m tests.mutate
 
 bench:  ## speed of one process against transformers, of two against DDP and FSDP2
 	$(BIN)/python benchmarks/single_process.py
