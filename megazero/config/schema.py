@@ -110,7 +110,7 @@ class ParallelConfig:
     """Ranks that share every matrix of a layer."""
     pipeline_model_parallel_size: int = 1
     """Stages that share the layers."""
-    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
+    pipeline_schedule: str = "1f1b"
     """Order of forwards and backwards. gpipe keeps the activations of all micro-batches, 1f1b of as many as there are
     stages. interleaved divides the idle time of 1f1b by the virtual stages per rank, and sends more messages.
     zero-bubble (ZB-H1) computes weight gradients where 1f1b waits, for a third of its idle time."""

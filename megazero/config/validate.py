@@ -62,40 +62,10 @@ def _check_model(config: Config) -> None:
                 f"use a --tensor-model-parallel-size of {divisors}, or another --{flag}"
             )
     pp = config.parallel.pipeline_model_parallel_size
-    _check_schedule(config)
     if pp > model.num_layers:
         raise ValueError(
             f"--pipeline-model-parallel-size {pp} is more than --num-layers {model.num_layers}: "
             f"a stage would hold no layer; use at most {model.num_layers}"
-        )
-
-
-def _check_schedule(config: Config) -> None:
-    parallel, layers = config.parallel, config.model.num_layers
-    pp, chunks, schedule = (
-        parallel.pipeline_model_parallel_size,
-        parallel.virtual_pipeline_stages,
-        parallel.pipeline_schedule,
-    )
-    if (schedule == "interleaved") != (chunks > 1):
-        raise ValueError(
-            f"--virtual-pipeline-stages {chunks} with --pipeline-schedule {schedule}: interleaved needs at least 2 "
-            "virtual stages per rank, and the other schedules know none; give both, or neither"
-        )
-    if schedule == "interleaved" and pp == 1:
-        raise ValueError(
-            "--pipeline-schedule interleaved needs a pipeline, and --pipeline-model-parallel-size is 1; raise it, or "
-            "use 1f1b"
-        )
-    if pp <= layers < pp * chunks:
-        raise ValueError(
-            f"--virtual-pipeline-stages {chunks} x --pipeline-model-parallel-size {pp} = {pp * chunks} is more than "
-            f"--num-layers {layers}: a virtual stage would hold no layer; use at most {layers // pp} virtual stages"
-        )
-    if parallel.zero_bubble_backlog and schedule != "zero-bubble":
-        raise ValueError(
-            f"--zero-bubble-backlog {parallel.zero_bubble_backlog} is about --pipeline-schedule zero-bubble, not "
-            f"{schedule}; add that, or drop it"
         )
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 
 from megazero.config.schema import Config
 from megazero.config.validate import check_values
+from megazero.plan.schedules import SCHEDULES
 from megazero.plan.split import layer_split
 from megazero.plan.topology import Layout
 
@@ -21,6 +23,7 @@ def resolve(config: Config, world_size: int, vocab_size: int) -> tuple[Config, L
         ValueError: naming the flag, its value and the way out.
     """
     check_values(config)
+    _check_schedule(config)
     layout = make_layout(config, world_size)
     vocabulary = config.model.vocab_size or vocab_size
     if not vocabulary:
@@ -65,6 +68,42 @@ def make_layout(config: Config, world_size: int) -> Layout:
     return Layout(pp, dp, tp, shards, config.parallel.virtual_pipeline_stages)
 
 
+def _check_schedule(config: Config) -> None:
+    """Refuse an unknown schedule, and options that the schedule does not know."""
+    parallel, layers = config.parallel, config.model.num_layers
+    pp, chunks, name = (
+        parallel.pipeline_model_parallel_size,
+        parallel.virtual_pipeline_stages,
+        parallel.pipeline_schedule,
+    )
+    schedule = SCHEDULES.get(name)
+    if schedule is None:
+        close = difflib.get_close_matches(name, SCHEDULES, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ValueError(f"--pipeline-schedule {name}: there is none of that name, but {', '.join(SCHEDULES)}{hint}")
+    if schedule.virtual_stages != (chunks > 1):
+        virtual = [known for known in SCHEDULES if SCHEDULES[known].virtual_stages]
+        raise ValueError(
+            f"--virtual-pipeline-stages {chunks} with --pipeline-schedule {name}: {', '.join(virtual)} needs at least "
+            "2 virtual stages per rank, and the other schedules know none; give both, or neither"
+        )
+    if schedule.virtual_stages and pp == 1:
+        raise ValueError(
+            f"--pipeline-schedule {name} needs a pipeline, and --pipeline-model-parallel-size is 1; raise it, or use "
+            "1f1b"
+        )
+    if layers < pp * chunks:
+        raise ValueError(
+            f"--virtual-pipeline-stages {chunks} x --pipeline-model-parallel-size {pp} = {pp * chunks} is more than "
+            f"--num-layers {layers}: a virtual stage would hold no layer; use at most {layers // pp} virtual stages"
+        )
+    if parallel.zero_bubble_backlog and not schedule.backlog:
+        raise ValueError(
+            f"--zero-bubble-backlog {parallel.zero_bubble_backlog} is about --pipeline-schedule "
+            f"{', '.join(known for known in SCHEDULES if SCHEDULES[known].backlog)}, not {name}; add that, or drop it"
+        )
+
+
 def _grad_dtype(config: Config) -> str:
     """fp64 gradients in an fp64 run, which `check_values` allows no narrower ones; else as asked."""
     return "fp64" if config.training.precision == "fp64" else config.training.grad_dtype
@@ -79,13 +118,5 @@ def _global_batch(config: Config, layout: Layout) -> int:
         raise ValueError(
             f"--global-batch-size {asked} is not divisible by --micro-batch-size {micro} x {layout.dp} "
             f"data-parallel ranks = {once}; use {fits} or {fits + once}"
-        )
-    micro_batches, pp = asked // once, layout.pp
-    if config.parallel.pipeline_schedule == "interleaved" and micro_batches % pp:
-        fits = max(1, micro_batches // pp) * pp
-        raise ValueError(
-            f"--pipeline-schedule interleaved sends micro-batches round in groups of --pipeline-model-parallel-size "
-            f"{pp}, which does not divide the {micro_batches} micro-batches of --global-batch-size {asked}; use a "
-            f"--global-batch-size of {fits * once} or {(fits + pp) * once}, or --pipeline-schedule 1f1b"
         )
     return asked

@@ -1,14 +1,14 @@
 """Pipeline schedules: the order in which a rank computes forwards and backwards of its chunks. Pure: no torch.
 
 Rank r of p holds `chunks` parts of the model: chunk c is virtual stage c p + r. A schedule is one function from a
-`Pipeline` to a list of steps. Everything else of a training step follows from it (`plan.program`); `price.simulate`
-says how long it takes.
+`Pipeline` to a list of steps, and a line in SCHEDULES. Everything else of a training step follows from it
+(`plan.program`); `price.simulate` says how long it takes. docs/add-a-schedule.md has an example.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -70,10 +70,17 @@ def one_f_one_b(p: Pipeline) -> Order:
 def interleaved(p: Pipeline) -> Order:
     """1F1B over several chunks per rank (Narayanan 2021).
 
-    Micro-batches go round in groups of `ranks`, so that the bubble is 1 / chunks as long. The ranks must divide the
-    micro-batches.
+    Micro-batches go round in groups of `ranks`, so that the bubble is 1 / chunks as long. Where the ranks do not divide
+    the micro-batches, the first group is short: its order is that of a whole group, less the steps of the micro-batches
+    that are not there. So ranks still agree on the order of messages, and the bubble is at most that of 1F1B.
     """
-    assert p.micro_batches % p.ranks == 0, p
+    missing = -p.micro_batches % p.ranks
+    whole = _interleaved(replace(p, micro_batches=p.micro_batches + missing))
+    return [step._replace(micro_batch=step.micro_batch - missing) for step in whole if step.micro_batch >= missing]
+
+
+def _interleaved(p: Pipeline) -> Order:
+    """`interleaved` for whole groups."""
     total = p.micro_batches * p.chunks
     warm_up = min(total, 2 * (p.ranks - p.rank - 1) + (p.chunks - 1) * p.ranks)
 
@@ -105,23 +112,35 @@ def zero_bubble(p: Pipeline) -> Order:
 
 def forward_only(p: Pipeline) -> Order:
     """Evaluation."""
-    if p.chunks == 1 or p.micro_batches % p.ranks:
-        return [Step(F, i, c) for i in range(p.micro_batches) for c in range(p.chunks)]
     return [step for step in interleaved(p) if step.kind is F]
 
 
-SCHEDULES: dict[str, Callable[[Pipeline], Order]] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved": interleaved,
-    "zero-bubble": zero_bubble,
+@dataclass(frozen=True)
+class Schedule:
+    """An order of steps, and which options it knows.
+
+    Attributes:
+        virtual_stages: it is made for several chunks per rank.
+        backlog: it computes weight gradients later than input gradients.
+    """
+
+    order: Callable[[Pipeline], Order]
+    virtual_stages: bool = False
+    backlog: bool = False
+
+
+SCHEDULES: dict[str, Schedule] = {  # --pipeline-schedule
+    "gpipe": Schedule(gpipe),
+    "1f1b": Schedule(one_f_one_b),
+    "interleaved": Schedule(interleaved, virtual_stages=True),
+    "zero-bubble": Schedule(zero_bubble, backlog=True),
 }
 EVALUATION = "forward-only"
 
 
 def order_of(schedule: str, p: Pipeline) -> Order:
     """The steps of one rank under a schedule of SCHEDULES, or of an evaluation (EVALUATION)."""
-    return forward_only(p) if schedule == EVALUATION else SCHEDULES[schedule](p)
+    return forward_only(p) if schedule == EVALUATION else SCHEDULES[schedule].order(p)
 
 
 def peak_live(order: Order) -> int:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
+from megazero.plan.schedules import SCHEDULES
 from tests.parallel.cases import MODEL, Case
 
 Choice = dict[str, Any]  # factor -> level
@@ -22,7 +23,7 @@ Factors = dict[str, tuple[Any, ...]]  # factor -> levels, the plainest first
 LAYOUT: Factors = {"pp": (1, 2, 3, 4), "dp": (1, 2, 3, 4), "tp": (1, 2, 3, 4)}
 FACTORS: Factors = {
     **LAYOUT,
-    "schedule": ("1f1b", "gpipe", "interleaved", "zero-bubble"),
+    "schedule": ("1f1b", *(name for name in SCHEDULES if name != "1f1b")),
     "by_hand": (False, True),  # layers split over the stages: the first has none
     "backlog": (0, 1),
     "micro_batches": (1, 2, 3, 4),
@@ -86,11 +87,8 @@ RULES = [
     Rule("only stage 3 gathers", True, lambda zero_gather_every, zero: zero_gather_every != "step" or zero == 3),
     Rule("stage 0 has no buckets", False, lambda reduce_bucket_size, zero: reduce_bucket_size > 1000 or zero > 0),
     Rule("one stage has all layers", False, lambda by_hand, pp: not by_hand or pp > 1),
-    Rule("interleaved needs a pipeline", True, lambda schedule, pp: schedule != "interleaved" or pp > 1),
-    Rule("micro-batches go round the stages in groups", True, lambda micro_batches, schedule, pp: (
-        schedule != "interleaved" or micro_batches % pp == 0
-    )),
-    Rule("only zero-bubble has a backlog", True, lambda backlog, schedule: not backlog or schedule == "zero-bubble"),
+    Rule("virtual stages need a pipeline", True, lambda schedule, pp: pp > 1 or not SCHEDULES[schedule].virtual_stages),
+    Rule("only zero-bubble has a backlog", True, lambda backlog, schedule: not backlog or SCHEDULES[schedule].backlog),
     Rule("nothing to overlap", False, lambda overlap_comm, dp: overlap_comm or dp > 1),
     Rule("parts need tp ranks", True, lambda pa, tp: not pa or tp > 1),
     Rule("sequence parallelism keeps parts already", True, lambda pa, sp: not (pa and sp)),
@@ -111,7 +109,7 @@ def case_of(choice: Choice) -> Case:
     """The case that a choice of levels stands for; factors that it lacks are at their plainest, in fp64."""
     choice = {name: levels[0] for name, levels in FACTORS.items()} | {"precision": "fp64"} | choice
     dropout = {"hidden_dropout": 0.1, "attention_dropout": 0.2} if choice["dropout"] else {}
-    chunks = 2 if choice["schedule"] == "interleaved" else 1
+    chunks = 2 if SCHEDULES[choice["schedule"]].virtual_stages else 1
     stages = choice["pp"] * chunks
     layers = max(MODEL.num_layers, stages + 1)
     flags = ("zero_shard_size", "zero_reduce_every", "zero_gather_every", "reduce_bucket_size", "overlap_comm")

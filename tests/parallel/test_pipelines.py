@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megazero import checkpoint
+from megazero.plan.schedules import SCHEDULES
 from megazero.price.estimate import estimate
-from tests.parallel.cases import MODEL, Case, micro_batches, new_engine, train
-from tests.parallel.test_parity import TOLERANCE, expected, fp64, relative_error
+from tests.parallel.cases import MODEL, Case, evaluate, micro_batches, new_engine, train
+from tests.parallel.test_parity import TOLERANCE, expected, fp64, relative_error, train_late
 
 UNTIED = replace(MODEL, untie_embeddings=True)
 WORDY = replace(MODEL, vocab_size=1801)  # a head of 3 blocks: split by cost, the last stage has fewer layers
-INTER = {"schedule": "interleaved", "chunks": 2}
+INTER: dict[str, Any] = {"schedule": "interleaved", "chunks": 2}
 
 
 def uneven() -> list[Case]:
@@ -27,7 +29,40 @@ def uneven() -> list[Case]:
     return found
 
 
-@pytest.mark.parametrize("case", uneven(), ids=str)
+def every_number_of_micro_batches() -> list[Case]:
+    """M in 1, pp - 1, pp, 2 pp + 1; with a layer or two more than the virtual stages."""
+    found = []
+    for pp in (2, 3, 4):
+        for name, schedule in SCHEDULES.items():
+            chunks = 2 if schedule.virtual_stages else 1
+            model = replace(MODEL, num_layers=pp * chunks + 1)
+            for m in sorted({1, pp - 1, pp, 2 * pp + 1}):
+                found.append(Case(pp=pp, schedule=name, chunks=chunks, micro_batches=m, batch=m, model=model))
+    return found
+
+
+def every_policy() -> list[Case]:
+    """Schedules with ZeRO's stages, recompute, and kept inputs cut over tp or on the host."""
+    ways: list[dict[str, Any]] = [
+        {"dp": 2, "zero": zero, "recompute": r} for zero in range(4) for r in ("none", "full")
+    ]
+    ways += [{"tp": 2, "recompute": "full", "pa": True, "host": host} for host in (False, True)]
+    schedules: list[dict[str, Any]] = [
+        {"schedule": name, "chunks": 2 if schedule.virtual_stages else 1} for name, schedule in SCHEDULES.items()
+    ]
+    return [Case(pp=2, micro_batches=3, **schedule, **way) for schedule in schedules for way in ways]
+
+
+def chosen(cases: list[Case], every: int) -> list[Any]:
+    """All cases, of which one of `every` in the default suite."""
+    return [
+        pytest.param(case, marks=[pytest.mark.slow] * (n % every > 0), id=str(case)) for n, case in enumerate(cases)
+    ]
+
+
+@pytest.mark.parametrize(
+    "case", chosen(uneven(), 1) + chosen(every_number_of_micro_batches(), 3) + chosen(every_policy(), 3)
+)
 def test_every_pipeline_is_the_same_model(case: Case, ranks) -> None:
     """Losses and norms against plain PyTorch in fp64; bytes of every rank, to the byte, as estimated."""
     losses, norms = expected(case.model, case.frozen, case.batch)
@@ -37,6 +72,32 @@ def test_every_pipeline_is_the_same_model(case: Case, ranks) -> None:
         assert relative_error(outcome.norms, norms) < TOLERANCE
         memory, traffic = estimate(case.config(), case.layout, rank)
         assert outcome.memory[-1] == memory and outcome.sent[-1] == traffic
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("m", [1, 3])
+def test_an_evaluation_takes_any_number_of_micro_batches(m: int, chunks: int, ranks) -> None:
+    case = fp64(Case(pp=2, micro_batches=m, batch=3, schedule="interleaved" if chunks > 1 else "1f1b", chunks=chunks))
+    ((wanted, targets),) = ranks(1).run(evaluate, fp64(Case(batch=3, micro_batches=1)))
+    for loss, count in ranks(2).run(evaluate, case):
+        assert relative_error([loss], [wanted]) < TOLERANCE and count == targets
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(pp=2, dp=2, zero=3, micro_batches=3, recompute="full", **INTER),
+        Case(pp=2, dp=2, zero=2, micro_batches=3, schedule="zero-bubble"),
+        Case(pp=2, dp=2, zero=1, micro_batches=3, split="4,1", recompute="full"),
+    ],
+    ids=str,
+)
+def test_overlap_changes_no_bit_of_a_pipeline(case: Case, ranks) -> None:
+    """Nor do late collectives: see tests/helpers/late.py."""
+    off = case._replace(options=(("overlap_comm", False),))
+    wanted = [(o.losses, o.norms, o.sent) for o in ranks(case.world).run(train, off)]
+    for function in (train, train_late):
+        assert [(o.losses, o.norms, o.sent) for o in ranks(case.world).run(function, case)] == wanted
 
 
 def test_the_cases_are_split_by_cost() -> None:

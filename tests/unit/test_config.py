@@ -404,15 +404,10 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         "--virtual-pipeline-stages 7 x --pipeline-model-parallel-size 2 = 14 is more than --num-layers 12.* at most 6",
     ),
     (
-        {
-            "pipeline_schedule": "interleaved",
-            "virtual_pipeline_stages": 2,
-            "pipeline_model_parallel_size": 2,
-            "global_batch_size": 3,
-        },
-        2,
+        {"pipeline_schedule": "interleave"},
+        1,
         9,
-        "groups of --pipeline-model-parallel-size 2, .* the 3 micro-batches of --global-batch-size 3; use .* 2 or 4",
+        "--pipeline-schedule interleave: .* none of that name, but gpipe, .*; did you mean interleaved",
     ),
     ({"zero_bubble_backlog": 1}, 1, 9, "--zero-bubble-backlog 1 is about --pipeline-schedule zero-bubble, not 1f1b"),
     ({"keep_last": 2}, 1, 9, "--keep-last 2 needs --save DIR"),

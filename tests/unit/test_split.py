@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megazero.config.schema import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
+from megazero.config.schema import ActivationConfig, Config, ModelConfig, ParallelConfig
 from megazero.plan.resolve import resolve
 from megazero.plan.split import Ends, ends, even_split, rank_costs, split_by_cost
 from megazero.plan.topology import Layout
@@ -47,11 +47,10 @@ def test_the_head_is_counted_in_blocks_by_its_flops() -> None:
     assert split_by_cost(12, 2, 2, cost) == (4, 4, 4, 0)  # rank 0: 8 blocks; rank 1: 4, and 4.5 for the head
 
 
-def resolved(split: str = "", vocabulary: int = 50257, batch: int = 1, **parallel: int | str) -> tuple[Config, Layout]:
+def resolved(split: str = "", vocabulary: int = 50257, **parallel: int | str) -> tuple[Config, Layout]:
     parallel = {"pipeline_model_parallel_size": 4} | parallel
     config = Config(
         model=replace(SMALL, vocab_size=vocabulary),
-        training=TrainingConfig(global_batch_size=batch),
         parallel=replace(ParallelConfig(), pipeline_split=split, **parallel),  # type: ignore[arg-type]
     )
     return resolve(config, 4, 0)
@@ -89,7 +88,7 @@ def test_a_split_that_does_not_fit_is_refused_with_the_way_out(split: str, messa
 
 def test_virtual_stages_count() -> None:
     with pytest.raises(ValueError, match=r"--pipeline-model-parallel-size 4 x --virtual-pipeline-stages 2 makes 8"):
-        made("3,3,3,3", pipeline_schedule="interleaved", virtual_pipeline_stages=2, batch=4)
+        made("3,3,3,3", pipeline_schedule="interleaved", virtual_pipeline_stages=2)
 
 
 def test_an_uneven_split_is_reported_with_its_reason() -> None:
