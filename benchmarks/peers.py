@@ -235,9 +235,11 @@ def megazero(work: Work, device: torch.device, stage: int) -> Training:
     from megazero.data.loader import MicroBatch
     from megazero.plan.resolve import resolve
     from megazero.train.engine import Engine
+    from megazero.train.matmul_backend import choose_matmul_backend
 
     config, layout = resolve(work.config(stage), work.ranks, 0)
-    engine = Engine(config, Mesh.build(layout, dist.get_rank(), device))
+    mesh = Mesh.build(layout, dist.get_rank(), device)
+    engine = Engine(choose_matmul_backend(config, mesh)[0], mesh)
     mask = torch.ones(work.micro_batch_size, work.seq_length, device=device)
     samples = tuple(range(work.micro_batch_size))
 

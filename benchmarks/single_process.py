@@ -28,6 +28,7 @@ from megazero.config.schema import Config, ModelConfig, TrainingConfig
 from megazero.data.loader import MicroBatch
 from megazero.plan.resolve import resolve
 from megazero.train.engine import DTYPES, Engine
+from megazero.train.matmul_backend import choose_matmul_backend
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,10 @@ def ours(o: Options, batch: MicroBatch, device: torch.device) -> Callable[[], ob
     model = ModelConfig(o.layers, o.hidden, 0, o.heads, o.seq_length, o.vocabulary)
     training = TrainingConfig(micro_batch_size=o.batch, precision=o.precision)
     config, layout = resolve(Config(model=model, training=training), 1, 0)
-    engine = Engine(config, Mesh.build(layout, 0, device))
+    mesh = Mesh.build(layout, 0, device)
+    config, said = choose_matmul_backend(config, mesh)
+    print(said)
+    engine = Engine(config, mesh)
     return lambda: engine.train_step(1, [batch])
 
 

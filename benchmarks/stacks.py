@@ -30,7 +30,6 @@ from benchmarks.peers import Work as GPTWork
 from megazero.comm.collectives import Axis
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import Config, ModelConfig
-from megazero.model import matmul
 from megazero.model.context import Tokens
 from megazero.plan.operations import Norm, Open
 from megazero.plan.operations import Update as UpdateUnit
@@ -38,6 +37,7 @@ from megazero.plan.program import Program, RankSpec, program
 from megazero.plan.resolve import resolve
 from megazero.plan.zero_policy import Use
 from megazero.train.engine import DeviceBatch, Engine
+from megazero.train.matmul_backend import choose_matmul_backend
 from megazero.zero.adamw import Update
 
 NOT_BLOCKS = ("*_embedding.weight", "head.*")
@@ -160,12 +160,12 @@ class _SilentAxis(Axis):
 
 def megazero(work: Work, device: torch.device, cut: bool, silent: bool, own_products: bool) -> Training:
     """The Engine's own blocks, ZeRO stage 0, with gradients, sums and update as in a training step."""
-    if not own_products:
-        matmul.PREFERS_ONEDNN = False  # this process is this system's alone
     config = work.config()
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, sequence_parallel=cut))
     config, layout = resolve(config, work.ranks, 0)
     mesh = Mesh.build(layout, dist.get_rank(), device)
+    if own_products:
+        config, _ = choose_matmul_backend(config, mesh)
     if silent:
         mesh = dataclasses.replace(mesh, tp=_SilentAxis("tp", mesh.tp.ranks, mesh.rank, _fake_group(mesh.tp.ranks)))
     engine = Engine(config, mesh)

@@ -36,7 +36,7 @@ from rich.table import Table
 
 from benchmarks.processes import Job, Processes, alive, isolate, quotients, shown, take_turns
 from benchmarks.stacks import SYSTEMS, Work
-from megazero.model.matmul import PREFERS_ONEDNN
+from megazero.model.matmul import has_onednn
 
 GAP = 1e-4  # relative L2 distance from plain blocks
 VOCABULARY = 128  # megazero's model has a token table, frozen and never looked up
@@ -193,7 +193,7 @@ def main(options: Options) -> None:
     gpus = torch.cuda.device_count()
     if options.ranks > gpus > 0:
         raise SystemExit(f"--ranks {options.ranks}: there are {gpus} GPUs, and a rank needs its own")
-    if gpus or not PREFERS_ONEDNN:
+    if gpus or not has_onednn():
         options = dataclasses.replace(options, products=("own",))
     console = Console(width=150 if not sys.stdout.isatty() else None)
     isolated = not gpus and isolate()

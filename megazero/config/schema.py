@@ -72,6 +72,9 @@ class TrainingConfig:
     """fp16: overflows until the scale halves."""
     max_skipped_iterations: int = 50
     """End the run, with an error, when this many iterations in a row made no update. 0: never."""
+    matmul_backend: Literal["auto", "torch", "onednn"] = "auto"
+    """Library of fp32 matrix products on a CPU. auto: the faster by a measurement at the start. They differ in the last
+    bits: to resume bit for bit on another machine, give what config.toml of the first run says."""
     compile: bool = False
     """Compile what of a block lies between products and collectives (GELU, softmax in the open); slow to start."""
 

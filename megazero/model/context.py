@@ -13,6 +13,7 @@ from megazero.comm.collectives import Axis, Pending
 from megazero.memory.tracker import Ledger
 from megazero.model.dropout import Rows
 from megazero.model.fused_ops import PLAIN, Pieces
+from megazero.model.matmul import TORCH, Products, write_or_add
 from megazero.plan.parameters import ParamSpec
 
 Write = Callable[[torch.Tensor, bool], None]
@@ -92,6 +93,7 @@ class Context:
     device: torch.device
     selective: bool = False  # recompute
     pieces: Pieces = PLAIN
+    products: Products = TORCH
 
     @property
     def dtype(self) -> torch.dtype:
@@ -117,14 +119,6 @@ class Context:
 def write_sum(gradient: torch.Tensor) -> Write:
     """The `write` of a gradient that is there already."""
     return lambda out, add: write_or_add(out, add, gradient)
-
-
-def write_or_add(out: torch.Tensor, add: bool, gradient: torch.Tensor) -> None:
-    gradient = gradient.view(out.shape)
-    if add:
-        out.add_(gradient)
-    else:
-        out.copy_(gradient)
 
 
 class Tokens(NamedTuple):

@@ -22,7 +22,7 @@ import torch.nn as nn
 
 from megazero.comm.collectives import Pending
 from megazero.model.context import Arriving, Context, RecomputedInput, write_sum
-from megazero.model.matmul import as_matrix, input_grad, output, weight_grad
+from megazero.model.matmul import Products, as_matrix
 from megazero.plan.parameters import ParamSpec
 
 
@@ -34,13 +34,13 @@ class _Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, adds_bias, stream, contribute, recomputed):
+    def forward(ctx, x, weight, bias, adds_bias, stream, contribute, recomputed, products: Products):
         ctx.save_for_backward(x if recomputed is None else recomputed.source)
-        ctx.prepare = recomputed and recomputed.prepare
+        ctx.prepare, ctx.products = recomputed and recomputed.prepare, products
         ctx.weight, ctx.bias, ctx.adds_bias, ctx.stream, ctx.contribute = weight, bias, adds_bias, stream, contribute
         added = bias.detach().flatten() if adds_bias else None
         whole = x if stream is None else stream.start_gather(x).wait()
-        return output(whole, as_matrix(weight.detach()), added)
+        return products.output(whole, as_matrix(weight.detach()), added)
 
     @staticmethod
     def backward(ctx, dy):
@@ -51,13 +51,14 @@ class _Linear(torch.autograd.Function):
         gathering = ctx.stream.start_gather(x) if gathers else Arriving(x, Pending())
         summing = None
         if ctx.needs_input_grad[0]:
-            dx = input_grad(dy, as_matrix(ctx.weight.detach()))
+            dx = ctx.products.input_grad(dy, as_matrix(ctx.weight.detach()))
             summing = ctx.stream.start_sum(dx) if ctx.stream is not None else Arriving(dx, Pending())
         whole = gathering.wait()
-        ctx.contribute(ctx.weight, lambda out, add: weight_grad(whole, dy, out, add))  # not asked for if frozen
+        products = ctx.products
+        ctx.contribute(ctx.weight, lambda out, add: products.weight_grad(whole, dy, out, add))  # not called if frozen
         if ctx.stream is not None:
             ctx.contribute(ctx.bias, write_sum(dy.sum(0)))
-        return summing and summing.wait(), None, None, None, None, None, None
+        return summing and summing.wait(), None, None, None, None, None, None, None
 
 
 class SumParts(torch.autograd.Function):
@@ -91,7 +92,7 @@ class ColumnLinear(nn.Module):
 
     def forward(self, x: torch.Tensor, recomputed: RecomputedInput | None = None) -> torch.Tensor:
         c = self.context
-        return _Linear.apply(x, self.weight, self.bias, True, c.stream, c.contribute, recomputed)
+        return _Linear.apply(x, self.weight, self.bias, True, c.stream, c.contribute, recomputed, c.products)
 
 
 class RowLinear(nn.Module):
@@ -105,5 +106,5 @@ class RowLinear(nn.Module):
     def forward(self, x: torch.Tensor, recomputed: RecomputedInput | None = None, output: bool = True) -> torch.Tensor:
         """`output` False: only the graph is needed, and the sum over tp is left out."""
         c = self.context
-        part = _Linear.apply(x, self.weight, self.bias, c.tp.is_first, None, c.contribute, recomputed)
+        part = _Linear.apply(x, self.weight, self.bias, c.tp.is_first, None, c.contribute, recomputed, c.products)
         return SumParts.apply(part, self.bias, c.stream, c.contribute, output)

@@ -1,18 +1,72 @@
-"""Matrix products: output, input gradient, weight gradient."""
+"""Matrix products: output, input gradient, weight gradient; and which library makes fp32 ones on this CPU.
+
+Note [oneDNN]: torch's own fp32 products are MKL's. On AMD's CPUs with AVX-512 they reach half the speed of oneDNN's; on
+Intel's, oneDNN takes twice as long for both gradients (docs/log.md). The operator is private to torch, which uses it in
+compiled models: so it is used only where it was measured to be faster. The two differ in the last bits.
+"""
 
 from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from megazero.model.context import write_or_add
+FASTER = 1.25  # oneDNN is taken from here on: less may be noise, and a resumed run is to choose the same
 
-# See Note [oneDNN].
-PREFERS_ONEDNN = (
-    torch.backends.mkldnn.is_available()
-    and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-)
+
+@dataclass(frozen=True)
+class Products:
+    """The three products of a linear layer.
+
+    Attributes:
+        onednn: fp32 on a CPU by oneDNN; see Note [oneDNN]. Elsewhere without effect.
+    """
+
+    onednn: bool = False
+
+    def output(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """[.., in] -> [.., out]"""
+        if upcasts(x):
+            return self._affine(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+        return self._affine(x, weight, bias)
+
+    def input_grad(self, dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """[.., out] -> [.., in]"""
+        if upcasts(dy):
+            return self._affine(dy.float(), weight.float().t()).to(dy.dtype)
+        return self._affine(dy, weight.t())
+
+    def weight_grad(self, x: torch.Tensor, dy: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+        """out [out, in] (+)= dy.T @ x, into the flat buffer."""
+        x, dy, out = x.flatten(0, -2), dy.flatten(0, -2), as_matrix(out)
+        if upcasts(x):
+            x, dy = x.float(), dy.float()
+        if self._by_onednn(x):
+            write_or_add(out, add, self._affine(dy.t(), x.t()))
+        elif x.dtype == out.dtype:
+            if add:
+                out.addmm_(dy.t(), x)
+            else:
+                torch.mm(dy.t(), x, out=out)
+        elif x.device.type == "cpu":
+            write_or_add(out, add, dy.t() @ x)
+        else:  # a GPU multiplies in 16 bit, and sums and returns fp32
+            write_or_add(out, add, torch.mm(dy.t(), x, out_dtype=out.dtype))
+
+    def _by_onednn(self, x: torch.Tensor) -> bool:
+        return self.onednn and x.device.type == "cpu" and x.dtype == torch.float32
+
+    def _affine(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """F.linear: x [.., in], weight [out, in] -> [.., out]."""
+        if self._by_onednn(x):
+            return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return F.linear(x, weight, bias)
+
+
+TORCH = Products()
 
 
 def upcasts(x: torch.Tensor) -> bool:
@@ -20,50 +74,44 @@ def upcasts(x: torch.Tensor) -> bool:
     return x.device.type == "cpu" and x.element_size() == 2
 
 
-def _affine(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """F.linear: x [.., in], weight [out, in] -> [.., out]; in fp32 on a CPU by oneDNN where that is faster.
-
-    Note [oneDNN]: torch's own fp32 products are MKL's, which on AMD's CPUs with AVX-512 reach about half the speed of
-    oneDNN's; with AVX2 alone they are 10 to 30 % faster, and write weight gradients in place. The operator is the one
-    that torch.compile uses; where it is missing, F.linear does the same.
-    """
-    if x.device.type == "cpu" and x.dtype == torch.float32 and PREFERS_ONEDNN:
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return F.linear(x, weight, bias)
-
-
-def output(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """[.., in] -> [.., out]"""
-    if upcasts(x):
-        return _affine(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
-    return _affine(x, weight, bias)
-
-
-def input_grad(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """[.., out] -> [.., in]"""
-    if upcasts(dy):
-        return _affine(dy.float(), weight.float().t()).to(dy.dtype)
-    return _affine(dy, weight.t())
-
-
-def weight_grad(x: torch.Tensor, dy: torch.Tensor, out: torch.Tensor, add: bool) -> None:
-    """out [out, in] (+)= dy.T @ x, into the flat buffer."""
-    x, dy, out = x.flatten(0, -2), dy.flatten(0, -2), as_matrix(out)
-    if (
-        x.device.type == "cpu" and x.dtype != torch.float64 and PREFERS_ONEDNN
-    ):  # faster, with the copy, than MKL in place
-        write_or_add(out, add, _affine(dy.float().t(), x.float().t()))
-    elif x.dtype == out.dtype and not upcasts(x):
-        if add:
-            out.addmm_(dy.t(), x)
-        else:
-            torch.mm(dy.t(), x, out=out)
-    elif upcasts(x):
-        write_or_add(out, add, dy.float().t() @ x.float())
-    else:  # a GPU multiplies in 16 bit, and sums and returns fp32
-        write_or_add(out, add, torch.mm(dy.t(), x, out_dtype=out.dtype))
-
-
 def as_matrix(weight: torch.Tensor) -> torch.Tensor:
     """[heads, 3, d, h] -> [heads * 3 * d, h]; a matrix stays what it is."""
     return weight.flatten(0, -2) if weight.dim() > 2 else weight
+
+
+def write_or_add(out: torch.Tensor, add: bool, gradient: torch.Tensor) -> None:
+    gradient = gradient.view(out.shape)
+    if add:
+        out.add_(gradient)
+    else:
+        out.copy_(gradient)
+
+
+def has_onednn() -> bool:
+    """Whether this torch has oneDNN's operator."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def onednn_gain(tokens: int, inner: int, outer: int, turns: int = 5) -> float:
+    """Time of torch's three products over the time of oneDNN's, for x [tokens, inner] and weight [outer, inner].
+
+    The two take turns, and of each its fastest turn counts: other work on the machine slows, but never speeds up.
+    """
+    x, dy, weight = torch.randn(tokens, inner), torch.randn(tokens, outer), torch.randn(outer, inner)
+    gradient = torch.empty(outer, inner)
+
+    def seconds(products: Products) -> float:
+        start = time.perf_counter()
+        products.output(x, weight)
+        products.input_grad(dy, weight)
+        products.weight_grad(x, dy, gradient, add=False)
+        return time.perf_counter() - start
+
+    return fastest_ratio(lambda: seconds(TORCH), lambda: seconds(Products(onednn=True)), turns)
+
+
+def fastest_ratio(ours: Callable[[], float], theirs: Callable[[], float], turns: int) -> float:
+    """The least of `turns` results of `ours` over the least of `theirs`, made in turns after one of each."""
+    ours(), theirs()
+    found = [(ours(), theirs()) for _ in range(turns)]
+    return min(a for a, _ in found) / min(b for _, b in found)

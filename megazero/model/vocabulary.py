@@ -10,7 +10,6 @@ from megazero.comm.collectives import MAX, Pending
 from megazero.model.context import Arriving, Context
 from megazero.model.fused_ops import wide
 from megazero.model.linear import SumParts
-from megazero.model.matmul import input_grad, output, weight_grad
 from megazero.plan.parameters import ParamSpec
 
 CHUNK_BYTES = 1 << 20  # rows of logits that are worked on together: what stays in a core's cache
@@ -44,7 +43,7 @@ class VocabularyTable(nn.Module):
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """x [.., h] -> this rank's logits [.., v/tp], without padding. For generation and tests; has no gradient."""
-        return output(x, self.weight.detach()[: self.num_rows])
+        return self.context.products.output(x, self.weight.detach()[: self.num_rows])
 
 
 class _Lookup(torch.autograd.Function):
@@ -80,7 +79,7 @@ class _VocabularyLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, labels, weights, table, context):
         tp = context.tp
-        logits = output(context.stream.start_gather(x).wait(), weight.detach())  # [T, v/tp]
+        logits = context.products.output(context.stream.start_gather(x).wait(), weight.detach())  # [T, v/tp]
         lease = context.ledger.lease("logits", logits.numel() * logits.element_size())
         logits[:, table.num_rows :] = -torch.inf  # padding: probability 0, gradient 0
         rows, mine = (t.flatten() for t in table.localise(labels))
@@ -113,9 +112,10 @@ class _VocabularyLoss(torch.autograd.Function):
         factor = (factor * scale).to(dlogits.dtype)[:, None]
         for part in _chunks(dlogits):
             dlogits[part].mul_(factor[part]).scatter_add_(-1, rows[part, None], picked[part])
-        summing = ctx.context.stream.start_sum(input_grad(dlogits, ctx.weight.detach()))
+        products = ctx.context.products
+        summing = ctx.context.stream.start_sum(products.input_grad(dlogits, ctx.weight.detach()))
         whole = gathering.wait()
-        ctx.context.contribute(ctx.weight, lambda out, add: weight_grad(whole, dlogits, out, add))
+        ctx.context.contribute(ctx.weight, lambda out, add: products.weight_grad(whole, dlogits, out, add))
         ctx.lease.end()
         return summing.wait(), None, None, None, None, None
 

@@ -20,6 +20,7 @@ from megazero.model import initial_values
 from megazero.model.context import DTYPES, Context, Stream, Tokens
 from megazero.model.fused_ops import PLAIN, compiled
 from megazero.model.gpt2 import GPTStage
+from megazero.model.matmul import Products
 from megazero.plan.parameters import HEAD, POSITION, TOKEN, stage_units
 from megazero.plan.program import Layer, Program, program, rank_spec
 from megazero.plan.schedules import EVALUATION
@@ -70,7 +71,10 @@ class Engine:
     """One rank's part of the model, and how it learns."""
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
-        """Build the model with its initial weights on this rank's device; `config` is resolved."""
+        """Build the model with its initial weights on this rank's device; `config` is resolved.
+
+        --matmul-backend auto is torch here: see `choose_matmul_backend`.
+        """
         self.config, self.mesh, self.ledger = config, mesh, Ledger()
         self.updates = 0  # made so far: for Adam's bias correction
         self.scale = LossScale.of(config.training)
@@ -88,6 +92,7 @@ class Engine:
             mesh.device,
             config.activations.recompute == "selective",
             pieces,
+            Products(onednn=config.training.matmul_backend == "onednn"),
         )
         seed, model = config.training.seed, config.model
         self.model = GPTStage(model, mesh, seed, context, config.training.freeze_parameters)

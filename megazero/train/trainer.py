@@ -25,6 +25,7 @@ from megazero.price.flops import model_flops
 from megazero.price.report import table
 from megazero.train.engine import Engine, LossScaleExhausted, StepResult
 from megazero.train.loggers import Record, Writers, open_writers, tell
+from megazero.train.matmul_backend import choose_matmul_backend
 from megazero.train.resume import changed_options, check_data, find_checkpoint
 from megazero.train.run_state import RunState
 from megazero.train.stopping import STOPS, Clock, DeadRun, Signals, Stop, asked_to_stop
@@ -89,7 +90,8 @@ class Trainer:
         self.config, self.mesh = config, mesh
         self.signals, self.clock = signals or Signals(), clock
         self.leads = mesh.rank == 0
-        self.engine = Engine(config, mesh)
+        self.config, self.choices = choose_matmul_backend(config, mesh)
+        self.engine = Engine(self.config, mesh)
         self.progress = Progress()
         self.saved_at: int | None = None  # iteration of the newest checkpoint in --save
         self.run_id = uuid.uuid4().hex  # a resume in the same folder keeps the run's
@@ -323,6 +325,8 @@ class Trainer:
             f"x {config.training.micro_batch_size} x {layout.dp} data-parallel ranks"
         )
         self.say(table(config, layout, staged=self.mesh.device.type == "cpu"))
+        if self.choices:
+            self.say(self.choices)
         if config.checkpoint.load and load is None:
             self.say(f"--load {config.checkpoint.load} holds no checkpoint: starting afresh")
         if self.progress.iteration >= config.training.train_iters:

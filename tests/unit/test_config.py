@@ -44,8 +44,9 @@ COMING = set(
 # (--keep-every), what a failed save means (--on-save-error).
 # 71: layers of a pipeline stage, which a cost by FLOPs cannot always know.
 # 72: the words of --data-path in a file, for a blend of thousands of corpora.
+# 75: the library of fp32 products on a CPU, which changes the last bits (--matmul-backend).
 # 74: when a run stops (--exit-duration-minutes, --exit-before-minutes).
-NUM_OPTIONS = 74
+NUM_OPTIONS = 75
 
 DEFAULTS = {
     "precision": "fp32",

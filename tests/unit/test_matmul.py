@@ -1,0 +1,109 @@
+"""Products by either library, and which one a run takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megazero.comm.mesh import Mesh
+from megazero.model.matmul import FASTER, Products, fastest_ratio, has_onednn, onednn_gain
+from megazero.plan.topology import Layout
+from megazero.train.engine import Engine
+from megazero.train.matmul_backend import choose_matmul_backend
+from tests.parallel.cases import MODEL, Case, micro_batches
+
+LARGE = replace(MODEL, hidden_size=768, num_attention_heads=12, seq_length=64)  # 0.3 GFLOPs a product
+needs_onednn = pytest.mark.skipif(not has_onednn(), reason="no oneDNN")
+
+
+@pytest.mark.parametrize("onednn", [False, pytest.param(True, marks=needs_onednn)])
+@pytest.mark.parametrize(
+    ("dtype", "grad_dtype"),
+    [
+        (torch.float64, torch.float64),
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_products_are_those_of_fp64(onednn: bool, dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
+    """The weight's gradient is written, or added, in the gradient's type. Sums are of 20 to 33 products."""
+    products, generator = Products(onednn), torch.Generator().manual_seed(0)
+    shapes = ((3, 7, 20), (3, 7, 33), (33, 20), (33,))
+    x, dy, weight, bias = (torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes)
+    wide = [t.double() for t in (x, dy, weight, bias)]
+
+    def near(found: torch.Tensor, wanted: torch.Tensor) -> None:
+        assert (found.double() - wanted).abs().max() < 50 * torch.finfo(found.dtype).eps
+
+    near(products.output(x, weight, bias), wide[0] @ wide[2].t() + wide[3])
+    near(products.input_grad(dy, weight), wide[1] @ wide[2])
+    out, wanted = torch.full((33, 20), torch.nan, dtype=grad_dtype), wide[1].flatten(0, 1).t() @ wide[0].flatten(0, 1)
+    for times in (1, 2):
+        products.weight_grad(x, dy, out, add=times == 2)
+        near(out, times * wanted)
+
+
+@needs_onednn
+def test_an_engine_uses_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = set()
+    affine = Products._affine
+    monkeypatch.setattr(Products, "_affine", lambda self, *a: used.add(self.onednn) or affine(self, *a))
+    case = Case(batch=2, micro_batches=1)
+    for backend in ("onednn", "torch"):
+        config = replace(case.config(), training=replace(case.config().training, matmul_backend=backend))
+        engine = Engine(config, Mesh.build(Layout(), 0, torch.device("cpu")))
+        engine.train_step(1, micro_batches(case, engine.mesh, 0))
+        assert used == {backend == "onednn"}
+        used.clear()
+
+
+def choose(rank: int, gain: float, case: Case, backend: str = "auto") -> tuple[str, str]:
+    """With `gain` for a measurement, which rank 0 makes alone."""
+
+    def measure(*shape: int) -> float:
+        assert rank == 0 and shape == (64, 768, 3072)
+        return gain
+
+    config = replace(case.config(), training=replace(case.config().training, matmul_backend=backend))
+    config, said = choose_matmul_backend(config, Mesh.build(case.layout, rank, torch.device("cpu")), measure)
+    return config.training.matmul_backend, said
+
+
+@needs_onednn
+def test_all_ranks_take_what_rank_0_measured(ranks) -> None:
+    case = Case(dp=2, model=LARGE, batch=2, micro_batches=1)
+    for gain, wanted in ((FASTER + 0.5, "onednn"), (FASTER - 0.01, "torch")):
+        for chosen, said in ranks(2).run(choose, gain, case):
+            assert chosen == wanted and f"--matmul-backend {wanted}: torch takes {gain:.2f} times" in said
+
+
+def test_nothing_is_measured_where_nothing_can_be_gained() -> None:
+    """With the library named, for small products, in fp64: else oneDNN would be chosen."""
+    large = Case(model=LARGE, batch=1, micro_batches=1)
+    assert choose(0, 100.0, large, "torch") == ("torch", "")
+    assert choose(0, 100.0, Case()) == choose(0, 100.0, large._replace(precision="fp64")) == ("torch", "")
+
+
+def test_onednn_cannot_be_had_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="--matmul-backend onednn: this torch has no oneDNN; use torch, or auto"):
+        choose(0, 1.0, Case(), "onednn")
+    assert choose(0, 100.0, Case(model=LARGE, batch=1, micro_batches=1)) == ("torch", "")
+
+
+def test_the_fastest_of_each_counts() -> None:
+    """The first of each warms up; slow turns are somebody else's."""
+    ours, theirs = iter([0.1, 9.0, 3.0, 7.0]), iter([0.1, 2.0, 5.0, 4.0])
+    assert fastest_ratio(lambda: next(ours), lambda: next(theirs), 3) == 1.5
+
+
+@needs_onednn
+def test_both_libraries_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = []
+    affine = Products._affine
+    monkeypatch.setattr(Products, "_affine", lambda self, *a: used.append(self.onednn) or affine(self, *a))
+    assert onednn_gain(8, 16, 32, turns=2) > 0
+    assert used.count(True) == 9 and used.count(False) == 6  # MKL writes the weight's gradient in place
