@@ -6,13 +6,13 @@ error; 130 interrupted twice, unsaved. See Note [Exit codes] in megazero/train/s
 """
 
 import sys
-import time
 import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from megazero.comm import launch, scheduler
-from megazero.comm.collectives import PeerLost
+from megazero.comm import failures, launch, scheduler
+from megazero.comm.agreement import agree
+from megazero.comm.errors import PeerLost
 from megazero.comm.mesh import Mesh
 from megazero.config.cli import parse, to_toml
 from megazero.config.schema import Config
@@ -26,8 +26,8 @@ def main(argv: list[str]) -> None:
     try:
         with Signals() as signals:
             world = launch.read_world()
+            launch.end_with_launcher(world)
             stop = pretrain(parse(argv), world, signals)
-            launch.stop()
         if stop is not None:
             sys.exit(stop.exit_code)
     except ValueError as error:
@@ -35,14 +35,11 @@ def main(argv: list[str]) -> None:
     except (LossScaleExhausted, DeadRun) as error:
         fail(world, str(error))
     except PeerLost as error:
-        time.sleep(2)  # launchers name the rank that ends first as the cause: that is the other one
-        cause = launch.reported_failure()
-        if cause is None:
-            traceback.print_exc()
-        fail(world, f"stopped, for another rank failed: {cause or error}", report=False)
+        say(world, f"{error}; asking the others why")  # at once: this rank may be ended before they answer
+        fail(world, failures.explain(world, error), report=False)
     except KeyboardInterrupt:
         print("interrupted; --load goes on from the last checkpoint in --save", file=sys.stderr, flush=True)
-        launch.leave(130)
+        launch.abort(130)
     except Exception as error:
         traceback.print_exc()
         fail(world, f"{type(error).__name__}: {error}")
@@ -56,6 +53,7 @@ def pretrain(config: Config, world: launch.World, signals: Signals) -> Stop | No
     from megazero import checkpoint
     from megazero.data.tokenizer import load_tokenizer
     from megazero.train.resume import find_checkpoint
+    from megazero.train.same_run import run_values
     from megazero.train.trainer import Trainer, open_data
 
     tokenizer = load_tokenizer(config.data.tokenizer) if config.data.tokenizer else None
@@ -67,26 +65,34 @@ def pretrain(config: Config, world: launch.World, signals: Signals) -> Stop | No
     leads = world.rank == 0
     clock = Clock(limits.exit_duration_minutes, limits.exit_before_minutes, scheduler.job_end) if leads else None
     device = launch.pick_device(world)
-    launch.start(world, device, config.parallel.distributed_timeout_minutes)
+    timeout, checks = config.parallel.distributed_timeout_minutes, config.zero.poison_buffers
+    hosts = launch.start(world, device, timeout)
+    agree(lambda: run_values(config, datasets, tokenizer), world, device, hosts)
     if world.rank == 0:
         print(to_toml(config))
     eod = tokenizer.eod if tokenizer and config.data.eod_mask_loss else None
-    timeout, checks = config.parallel.distributed_timeout_minutes, config.zero.poison_buffers
-    ranks = Mesh.build(layout, world.rank, device, timeout, check_buffers=checks)
-    lock = checkpoint.lock(Path(config.checkpoint.save), ranks.host_group) if config.checkpoint.save else None
-    trainer = Trainer(config, ranks, datasets, eod, signals, clock)
-    stop = trainer.run(find_checkpoint(config, ranks.host_group))
+    with launch.limit(world, 60 * (launch.JOIN_MINUTES + timeout), "making the groups of ranks"):
+        ranks = Mesh.build(layout, world.rank, device, timeout, check_buffers=checks, hosts=hosts)
+    with ranks.world.peer_errors("looking for a checkpoint"):
+        lock = checkpoint.lock(Path(config.checkpoint.save), ranks.host_group) if config.checkpoint.save else None
+        path = find_checkpoint(config, ranks.host_group)
+    stop = Trainer(config, ranks, datasets, eod, signals, clock).run(path)
     if lock is not None:
         lock.release()
+    launch.stop(world, timeout)
     return stop
+
+
+def say(world: launch.World, message: str) -> None:
+    print(f"rank {world.rank}: {message}" if world.size > 1 else message, file=sys.stderr, flush=True)
 
 
 def fail(world: launch.World, message: str, report: bool = True) -> NoReturn:
     """Say it, tell the other ranks, and leave at once: what waits for this rank then fails too, promptly."""
+    say(world, message)
     if report:
-        launch.report_failure(world, message)
-    print(f"rank {world.rank}: {message}" if world.size > 1 else message, file=sys.stderr, flush=True)
-    launch.leave(1)
+        failures.report_failure(world, message)
+    launch.abort(1)
 
 
 if __name__ == "__main__":

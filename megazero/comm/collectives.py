@@ -1,5 +1,4 @@
-"""Ranks and the axes that they talk along. The only file that imports torch.distributed, save the checkpoint engine,
-and the only one that reads the environment.
+"""`Axis`: the collectives along one axis of the mesh, and `Pending`: one that is in flight.
 
 Every collective is the identity on an axis of size 1, asserts that its tensors are contiguous (gloo's all_reduce is
 wrong without an error on others), and counts the bytes that this rank sends under a ring algorithm when it is issued.
@@ -8,12 +7,13 @@ wrong without an error on others), and counts the bytes that this rank sends und
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
+from megazero.comm.errors import peer_errors
 from megazero.comm.in_flight import InFlight
 from megazero.plan.topology import ring_bytes
 
@@ -22,10 +22,6 @@ SUM, MAX, MIN = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN
 # torch 2.13 deprecates the old names, 2.11 does not have the new ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class PeerLost(RuntimeError):
-    """A collective failed because another rank is gone; that rank's message is the one to read."""
 
 
 # -- axes
@@ -45,11 +41,15 @@ class Axis:
         rank: int,
         group: dist.ProcessGroup | None = None,
         in_flight: InFlight | None = None,
+        hosts: Sequence[str] = (),
     ) -> None:
+        """`rank` and `ranks` are the world's; `hosts`: of all the world's ranks, for messages."""
         self.name, self.ranks, self.size = name, ranks, len(ranks)
         self.rank = ranks.index(rank)  # within the axis
+        self.peers = [other for other in ranks if other != rank]
         self.group = group
         self.in_flight = in_flight or InFlight()
+        self.hosts = hosts
         # (position of the link's first rank, direction) -> communicator; see Note [links]
         self.links: dict[tuple[int, int], dist.ProcessGroup] = {}
         self.sent: Counter[str] = Counter()
@@ -86,13 +86,29 @@ class Axis:
         writes: tuple[torch.Tensor, ...] = (),
         result: torch.Tensor | None = None,
         then: Callable[[], None] | None = None,
+        peer: int | None = None,
     ) -> Pending:
-        """Start a collective that reads and writes these tensors; `then` writes `result` when it is waited for."""
+        """Start a collective that reads and writes these tensors; `then` writes `result` when it is waited for.
+
+        `peer`: the only rank, of the world's, that it communicates with.
+        """
         claimed = writes if result is None else (*writes, result)
-        number = self.in_flight.add(f"{name} over {self.name}", reads, claimed)
-        with _peers(self):
+        name = f"{name} over {self.name}"
+        number = self.in_flight.add(name, reads, claimed)
+        errors = self.peer_errors(name, peer)
+        with errors:
             work = self._launch(collective, reads, writes)
-        return Pending(work, self, held=(*reads, *writes), then=then, number=number)
+
+        def wait() -> None:
+            with errors:
+                work.wait()
+            self.in_flight.remove(number)
+
+        return Pending(wait, held=(*reads, *writes), then=then)
+
+    def peer_errors(self, action: str, peer: int | None = None) -> peer_errors:
+        """Around communication with this axis' ranks: raises PeerLost, naming them, where a peer failed."""
+        return peer_errors(action, self.peers if peer is None else (peer,), self.hosts)
 
     def start_all_reduce(self, x: torch.Tensor, op: dist.ReduceOp = SUM, kind: str | None = None) -> Pending:
         """Combine everyone's `x` in place; nobody touches it until the result has been waited for."""
@@ -180,12 +196,12 @@ class Axis:
         assert x.is_contiguous(), f"{self.name}: send of shape {tuple(x.shape)}, stride {x.stride()}"
         self.sent[self.name] += x.numel() * x.element_size()
         peer, link = self._neighbour(step), self._link(step, step)
-        return self._start("send", lambda: dist.isend(x, peer, link, tag), reads=(x,))
+        return self._start("send", lambda: dist.isend(x, peer, link, tag), reads=(x,), peer=peer)
 
     def start_recv(self, x: torch.Tensor, step: int, tag: int) -> Pending:
         """Receive into `x` from the next (step +1) or the previous (-1) rank of the axis."""
         peer, link = self._neighbour(step), self._link(step, -step)
-        return self._start("receive", lambda: dist.irecv(x, peer, link, tag), writes=(x,))
+        return self._start("receive", lambda: dist.irecv(x, peer, link, tag), writes=(x,), peer=peer)
 
     def _neighbour(self, step: int) -> int:
         return self.ranks[(self.rank + step) % self.size]
@@ -216,25 +232,20 @@ class Pending:
 
     def __init__(
         self,
-        work: _Work | None = None,
-        axis: Axis | None = None,
+        wait: Callable[[], None] | None = None,
         held: tuple[torch.Tensor, ...] = (),
         then: Callable[[], None] | None = None,
-        number: int = 0,
     ) -> None:
-        """`number`: the collective's in `axis.in_flight`."""
-        self._work, self._axis, self._held, self._then, self._number = work, axis, held, then, number
+        """`wait` returns when the backend is done; `then` uses the result."""
+        self._wait, self._held, self._then = wait, held, then
 
     def wait(self) -> None:
         """Once; a second call does nothing."""
-        if self._work is not None:
-            assert self._axis is not None
-            with _peers(self._axis):
-                self._work.wait()
-            self._axis.in_flight.remove(self._number)
+        if self._wait is not None:
+            self._wait()
         if self._then is not None:
             self._then()
-        self._work, self._held, self._then = None, (), None
+        self._wait, self._held, self._then = None, (), None
 
 
 def _write(out: torch.Tensor, values: torch.Tensor, add: bool) -> None:
@@ -258,28 +269,3 @@ def _sum_rows(rows: torch.Tensor, out: torch.Tensor, add: bool) -> None:
         total = rows[:, at : at + piece].sum(0, dtype=torch.float32)
         target = out[at : at + piece]
         target.copy_(total.add_(target) if add else total)
-
-
-# What gloo says when another rank is gone or does not come: plain RuntimeErrors, told by their words alone.
-LOST = ("closed by peer", "reset by peer", "broken pipe", "timed out", "timeout", "connection refused", "not connected")
-
-
-def _is_peers(error: BaseException) -> bool:
-    """Whether a collective failed for another rank's sake, rather than for a mistake of this one's."""
-    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError)):
-        return True
-    return type(error) is RuntimeError and any(words in str(error).lower() for words in LOST)
-
-
-class _peers:
-    """Around a collective: another rank's failure becomes PeerLost, which names the axis and its ranks."""
-
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
-        if error is not None and _is_peers(error):
-            raise PeerLost(f"axis {self.axis.name}, ranks {self.axis.ranks}: {error}") from error

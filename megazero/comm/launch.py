@@ -1,24 +1,33 @@
-"""Start and stop of a rank: what launched it, its device, how a failure is told to the others."""
+"""Start and stop of a rank: what launched it, its device, how it joins the others, how it ends."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
-import json
 import os
+import queue
+import socket
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
-FAILURE_KEY = "megazero/failure"  # in the rendezvous store: what the first rank to fail said
+from megazero.comm.errors import PeerLost, peer_errors
+
+JOIN_MINUTES = 10.0  # for all ranks to start; a collective's limit may be shorter
+ANSWER_SECONDS = 30.0  # for a store that listens to answer; a torchrun that is alive has one
+HOST_BYTES = 64  # of a host's name, in the table of hosts
+
+T = TypeVar("T")
 
 
 class World(NamedTuple):
-    """What this process was started as."""
+    """Rank and world size as set by the launcher."""
 
     rank: int
     size: int
@@ -27,22 +36,49 @@ class World(NamedTuple):
 
 
 def read_world() -> World:
-    """From torchrun's variables, else from those of an srun step, else a single process.
+    """Read torchrun's variables, else those of an srun step; else this is a single process.
 
     A plain process inside a batch script or an salloc shell is single: only a step's tasks have peers.
+
+    Raises:
+        ValueError: a variable that is missing, no number or out of range.
     """
     env = os.environ
-    if "RANK" in env and "WORLD_SIZE" in env:
-        return World(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0)), "torchrun")
-    size = int(env.get("SLURM_STEP_NUM_TASKS", 1))  # SLURM_NTASKS is set in a batch shell too
-    if size > 1:
+    if "RANK" in env or "WORLD_SIZE" in env:
+        world = World(_number("RANK"), _number("WORLD_SIZE"), _number("LOCAL_RANK", 0), "torchrun")
+    elif "SLURM_STEP_NUM_TASKS" in env and _number("SLURM_STEP_NUM_TASKS") > 1:  # SLURM_NTASKS is a batch shell's too
+        world = World(_number("SLURM_PROCID"), _number("SLURM_STEP_NUM_TASKS"), _number("SLURM_LOCALID"), "srun")
+    else:
+        return World(0, 1, 0, "single")
+    if world.size < 1 or not 0 <= world.rank < world.size or world.local_rank < 0:
+        raise ValueError(
+            f"RANK={world.rank} with WORLD_SIZE={world.size} and LOCAL_RANK={world.local_rank}: ranks are numbered "
+            "from 0 to WORLD_SIZE - 1; start them with torchrun, srun or scripts/launch.sh, which number them, or "
+            "unset all three to train with a single process"
+        )
+    if world.size > 1:
         if not ("MASTER_ADDR" in env and "MASTER_PORT" in env):
             raise ValueError(
-                f"srun started {size} tasks, but MASTER_ADDR and MASTER_PORT are not set; "
-                "use scripts/slurm/pretrain.sbatch, or export both before srun"
+                f"{world.size} ranks were started, but MASTER_ADDR and MASTER_PORT are not set; use "
+                "scripts/launch.sh or scripts/slurm/pretrain.sbatch, or export both before the ranks are started"
             )
-        return World(int(env["SLURM_PROCID"]), size, int(env["SLURM_LOCALID"]), "srun")
-    return World(0, 1, 0, "single")
+        if not 0 < _number("MASTER_PORT") < 1 << 16:
+            raise ValueError(f"MASTER_PORT={env['MASTER_PORT']}: a port is a number from 1 to 65535; export another")
+    return world
+
+
+def _number(name: str, default: int | None = None) -> int:
+    text = os.environ.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        found = "is not set" if text is None else f"is {text!r}, which is not a whole number"
+        raise ValueError(
+            f"{name} {found}; torchrun and srun set it: use them or scripts/launch.sh, or unset RANK and WORLD_SIZE "
+            "to train with a single process"
+        ) from None
 
 
 def pick_device(world: World) -> torch.device:
@@ -63,53 +99,231 @@ def pick_device(world: World) -> torch.device:
     return torch.device("cuda", index)
 
 
-def start(world: World, device: torch.device, timeout_minutes: float) -> None:
-    """Join the other ranks: NCCL on GPUs, gloo on CPU. A single process needs no group."""
-    if world.size > 1:
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            rank=world.rank,
-            world_size=world.size,
-            timeout=datetime.timedelta(minutes=timeout_minutes),
-            device_id=device if device.type == "cuda" else None,
+# -- limits
+
+
+@contextlib.contextmanager
+def limit(world: World, seconds: float, action: str) -> Iterator[None]:
+    """End this process, with a message, if the block takes longer than `seconds`.
+
+    Note [waits without a limit]: a TCPStore whose host is frozen (SIGSTOP, a hung node) lets `get`, `check`, `add` and
+    `wait` block for ever, whatever time-out they were given: the client waits for the server's answer without one.
+    """
+
+    def expire() -> None:
+        print(f"rank {world.rank}: {action} took more than {seconds:g} s; giving up", file=sys.stderr, flush=True)
+        abort(1)
+
+    timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), expire)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def within(seconds: float, function: Callable[[], T]) -> T:
+    """Return function(), computed in another thread; TimeoutError, leaving that thread behind, after `seconds`."""
+    outcome: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue()
+
+    def compute() -> None:
+        try:
+            outcome.put((function(), None))
+        except BaseException as error:
+            outcome.put((None, error))
+
+    threading.Thread(target=compute, daemon=True).start()
+    try:
+        value, error = outcome.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError(f"no answer within {seconds:g} s") from None
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]
+
+
+# -- start and stop
+
+
+def start(world: World, device: torch.device, timeout_minutes: float) -> tuple[str, ...]:
+    """Join the other ranks: NCCL on GPUs, gloo on CPU. A single process needs no group.
+
+    Returns:
+        Each rank's host.
+
+    Raises:
+        ValueError: the port is taken, or its store is another run's.
+        PeerLost: not all ranks came.
+    """
+    if world.size == 1:
+        return (socket.gethostname(),)
+    minutes = max(JOIN_MINUTES, timeout_minutes)
+    with limit(world, 60 * (minutes + timeout_minutes + 1), "joining the other ranks"):
+        store = _open_store(world, 60 * minutes)
+        _take_seat(store, world, device)
+        _wait_for_all(store, world, datetime.timedelta(minutes=minutes))
+        with peer_errors("joining the other ranks"):
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                store=store,
+                rank=world.rank,
+                world_size=world.size,
+                timeout=datetime.timedelta(minutes=timeout_minutes),
+                device_id=device if device.type == "cuda" else None,
+            )
+            return _hosts(world, device)
+
+
+def agent_store() -> bool:
+    """Whether torchrun, and not rank 0, hosts the store."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _open_store(world: World, seconds: float) -> dist.Store:
+    host, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT")
+    hosts_it = world.rank == 0 and not agent_store()
+    if not hosts_it:
+        _wait_for_listener(host, port, ANSWER_SECONDS if agent_store() else seconds)
+    limit_of_operations = datetime.timedelta(seconds=seconds)
+    try:
+        store = within(
+            ANSWER_SECONDS,
+            lambda: dist.TCPStore(host, port, is_master=hosts_it, wait_for_workers=False, timeout=limit_of_operations),
+        )
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise PeerLost(f"cannot reach the store at MASTER_ADDR={host}, MASTER_PORT={port}: {error}") from None
+        raise ValueError(
+            f"MASTER_PORT={port} is taken on this machine, perhaps by another run; export another port before the "
+            f"ranks are started, such as {_free_port()}, or end what listens there (see `ss -ltnp 'sport = :{port}'`)"
+        ) from None
+    except TimeoutError:
+        raise ValueError(
+            f"what listens at MASTER_ADDR={host}, MASTER_PORT={port} does not answer as rank 0 would: another program "
+            "uses that port, or rank 0 is frozen; export another port before the ranks are started"
+        ) from None
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store may outlive a restart of its ranks
+    return dist.PrefixStore(f"megazero/{attempt}", store)
+
+
+def _wait_for_listener(host: str, port: int, seconds: float) -> None:
+    """Return when something listens there."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=10).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                host_of = "torchrun" if agent_store() else "rank 0"
+                raise PeerLost(
+                    f"nothing listens at MASTER_ADDR={host}, MASTER_PORT={port} after {seconds:g} s ({error}); "
+                    f"{host_of} should: was it started, and can this machine reach it?"
+                ) from None
+            time.sleep(0.1)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return listener.getsockname()[1]
+
+
+def _take_seat(store: dist.Store, world: World, device: torch.device) -> None:
+    """Refuse a store that is another run's, and a rank that is there already.
+
+    Raises:
+        ValueError: naming MASTER_PORT, or the rank.
+    """
+    where = f"MASTER_ADDR={os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']}"
+    job = os.environ.get("SLURM_JOB_ID")
+    ours = f"{world.size} ranks on {device.type}" + (f" of SLURM job {job}" if job else "")
+    theirs = store.compare_set("run", "", ours).decode()
+    if theirs != ours:
+        raise ValueError(
+            f"rank {world.rank} on {socket.gethostname()} is one of {ours}, but the ranks at {where} are {theirs}: "
+            "another run uses that port (export another before the ranks are started), or a node lacks its GPUs"
+        )
+    if store.add(f"seat/{world.rank}", 1) > 1 and not agent_store():
+        raise ValueError(
+            f"rank {world.rank} is at {where} already: another run uses that port, or two processes were started with "
+            f"RANK={world.rank}; export another port before the ranks are started, such as {_free_port()}"
         )
 
 
-def stop() -> None:
+def _wait_for_all(store: dist.Store, world: World, timeout: datetime.timedelta) -> None:
+    """Return when all ranks are here."""
+    round_, arrived = divmod(store.add("arrived", 1) - 1, world.size)
+    if arrived == world.size - 1:
+        store.set(f"all/{round_}", "here")
+    try:
+        store.wait([f"all/{round_}"], timeout)
+    except dist.DistStoreError:
+        missing = [rank for rank in range(world.size) if not store.check([f"seat/{rank}"])]
+        raise PeerLost(
+            f"{len(missing)} of {world.size} ranks did not start within {timeout.total_seconds():g} s: "
+            f"{', '.join(map(str, missing[:16]))}{', ...' if len(missing) > 16 else ''}"
+        ) from None
+
+
+def _hosts(world: World, device: torch.device) -> tuple[str, ...]:
+    """Every rank's host, in one all-gather."""
+    name = socket.gethostname().encode()[:HOST_BYTES].ljust(HOST_BYTES, b"\0")
+    mine = torch.tensor(list(name), dtype=torch.uint8, device=device)
+    table = [torch.empty_like(mine) for _ in range(world.size)]
+    dist.all_gather(table, mine)
+    return tuple(bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in table)
+
+
+def stop(world: World, timeout_minutes: float) -> None:
     """Leave in good order; a gloo process that ends without this sometimes aborts on its way out."""
     if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+        with limit(world, 60 * (timeout_minutes + 1), "leaving the other ranks"), peer_errors("waiting for the end"):
+            dist.barrier()
+            dist.destroy_process_group()
 
 
-def leave(code: int) -> NoReturn:
+def abort(code: int) -> NoReturn:
     """End this process after a failure: at once, for the others may wait for it, and without the backend's own
     clean-up, which can hang on them or replace the exit code by an abort's.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
     os._exit(code)
 
 
-def report_failure(world: World, message: str) -> None:
-    """Leave this rank's message where the others find it, and where torchrun does. Never raises, never waits."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")  # what is in there is in torchrun's last words
-    if path:
-        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
-        with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
-    if dist.is_initialized():
-        try:
-            store = dist.distributed_c10d._get_default_store()
-            store.compare_set(FAILURE_KEY, "", f"rank {world.rank}: {message}")  # the first one stays
-        except Exception as error:  # the store goes with the rank that hosts it: then there is nobody to tell
-            print(f"rank {world.rank}: could not tell the others: {error}", file=sys.stderr)
+# -- the launcher's end
 
 
-def reported_failure() -> str | None:
-    """What the rank that failed first said, if it could."""
+def end_with_launcher(world: World) -> None:
+    """End this rank when torchrun or srun, its parent, is gone: killed, it cannot end its ranks itself.
+
+    Note [a parent's death]: a rank whose parent is gone is handed to another process, so `getppid` changes. Asking for
+    a signal instead (Linux' PR_SET_PDEATHSIG) is no better: it comes when the *thread* that forked ends, and says
+    nothing. A parent that died before the first look has been replaced already, by process 1 as a rule. Where process
+    1 is not a launcher, that is seen here; elsewhere a lost torchrun is noticed because its store is gone as well.
+    """
+    launched = "TORCHELASTIC_RUN_ID" in os.environ or world.launcher == "srun"
+    parent = os.getppid()
+    if not launched or parent == 0:  # 0: a process of another namespace, which cannot be watched
+        return
+    orphan = parent == 1 and not _is_launcher(parent)
+
+    def watch() -> None:
+        while os.getppid() == parent and not orphan:
+            time.sleep(0.5)
+        with contextlib.suppress(OSError, ValueError):
+            print(f"rank {world.rank}: its launcher is gone; ending", file=sys.stderr, flush=True)
+        abort(1)
+
+    threading.Thread(target=watch, name="launcher's end", daemon=True).start()
+
+
+def _is_launcher(process: int) -> bool:
     try:
-        store = dist.distributed_c10d._get_default_store()
-        return store.get(FAILURE_KEY).decode() if store.check([FAILURE_KEY]) else None
-    except Exception:
-        return None
+        command = Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return True  # not to be known
+    return b"torch" in command or b"slurm" in command

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import datetime
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from megazero.comm.collectives import Axis
+from megazero.comm.errors import peer_errors
 from megazero.comm.in_flight import InFlight
 from megazero.plan.topology import AXES, SUB_AXES, Coord, Layout
 
@@ -47,13 +49,29 @@ class Mesh:
         device: torch.device,
         timeout_minutes: float = 10.0,
         check_buffers: bool = True,
+        hosts: Sequence[str] = (),
     ) -> Mesh:
         """Make every axis' groups; all ranks call this, after `start`.
 
         Args:
             check_buffers: refuse what overlaps the buffers of a collective in flight; see `InFlight`.
+            hosts: of all ranks, as `start` returned them, for messages.
         """
-        timeout = datetime.timedelta(minutes=timeout_minutes)
+        with peer_errors(
+            "making the groups of ranks", [other for other in range(layout.world_size) if other != rank], hosts
+        ):
+            return cls._build(layout, rank, device, datetime.timedelta(minutes=timeout_minutes), check_buffers, hosts)
+
+    @classmethod
+    def _build(
+        cls,
+        layout: Layout,
+        rank: int,
+        device: torch.device,
+        timeout: datetime.timedelta,
+        check_buffers: bool,
+        hosts: Sequence[str],
+    ) -> Mesh:
         in_flight = InFlight(check_buffers)
         axes = {"ends": Axis("ends", [rank], rank)}  # a middle stage has no ends
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -62,11 +80,11 @@ class Mesh:
                 if len(ranks) > 1 and tuple(ranks) not in groups:
                     groups[tuple(ranks)] = dist.new_group(ranks, timeout=timeout)
                 if rank in ranks:
-                    axes[name] = Axis(name, ranks, rank, groups.get(tuple(ranks)), in_flight)
+                    axes[name] = Axis(name, ranks, rank, groups.get(tuple(ranks)), in_flight, hosts)
         if device.type != "cpu":
             _make_links(layout, axes["pp"], timeout)
         everyone = list(range(layout.world_size))
-        axes["world"] = Axis("world", everyone, rank, dist.group.WORLD if len(everyone) > 1 else None, in_flight)
+        axes["world"] = Axis("world", everyone, rank, dist.group.WORLD if len(everyone) > 1 else None, in_flight, hosts)
         host = axes["world"].group
         if host is not None and device.type != "cpu":
             host = dist.new_group(backend="gloo", timeout=timeout)

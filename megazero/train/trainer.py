@@ -14,6 +14,7 @@ import torch
 from megazero import checkpoint
 from megazero.checkpoint import LocalShard
 from megazero.comm.collectives import MAX, MIN
+from megazero.comm.errors import PeerLost
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import Config
 from megazero.data.corpora import Datasets, open_datasets, read_data_args
@@ -260,7 +261,10 @@ class Trainer:
         )
         root = Path(options.save)
         try:
-            path = checkpoint.save(root, iteration, shards, state.to_json(), self.mesh.host_group)
+            with self.mesh.world.peer_errors(f"saving iteration {iteration}"):
+                path = checkpoint.save(root, iteration, shards, state.to_json(), self.mesh.host_group)
+        except PeerLost:
+            raise
         except RuntimeError as error:  # on every rank, with the message of the one that could not write
             if last or options.on_save_error == "stop":
                 raise
@@ -304,7 +308,8 @@ class Trainer:
         self.engine.wait()  # the initial weights, all-gathered late, must not overwrite what is loaded
         shards = self.engine.shards()
         self.mesh.in_flight.check("loading a checkpoint", writes=[shard.data for shard in shards.values()])
-        checkpoint.load(path, shards, self.mesh.host_group)
+        with self.mesh.world.peer_errors(f"loading {path}"):
+            checkpoint.load(path, shards, self.mesh.host_group)
         self.engine.load_state_dict({"updates": state.updates, "loss_scale": state.loss_scale})
         self.progress = Progress(state.iteration, state.consumed_samples, state.skipped_in_a_row)
         for difference in changed_options(state.config, self.config):

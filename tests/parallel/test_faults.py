@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megazero.comm.collectives import PeerLost
+from megazero.comm.errors import PeerLost
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import Config, ModelConfig, TrainingConfig
 from megazero.plan.operations import Op, Reduce, Start

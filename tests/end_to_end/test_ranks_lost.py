@@ -1,0 +1,220 @@
+"""Ranks that are stopped, killed, orphaned, started unlike each other or at a taken port: what the others say and do.
+
+Real processes and signals. Time-outs are short, for they are what is waited for; no test measures time.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.cli import ROOT
+
+SECONDS = 100
+FOREVER = ["--train-iters", 100000, "--log-interval", 1, "--distributed-timeout-minutes", 0.15]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+class Rank:
+    """A process whose output goes to a file."""
+
+    def __init__(self, log: Path, command: list[object], env: dict[str, str]) -> None:
+        self.log = log
+        with log.open("w") as out:
+            self.process = subprocess.Popen(
+                [str(word) for word in command],
+                cwd=ROOT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **env},
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text()
+
+    @property
+    def iterations(self) -> int:
+        return self.said.count("| loss ")
+
+    def wait_for_iterations(self, number: int) -> None:
+        wait(lambda: self.iterations >= number or self.process.poll() is not None, self.log)
+        assert self.iterations >= number, self.said
+
+    def end(self) -> str:
+        """All that it said, once it has ended by itself with an error."""
+        wait(lambda: self.process.poll() is not None, self.log)
+        assert self.process.returncode == 1, self.said
+        return self.said
+
+
+def wait(happened: Callable[[], bool], log: Path) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not happened():
+        assert time.monotonic() < deadline, log.read_text()[-3000:]
+        time.sleep(0.05)
+
+
+Start = Callable[..., list[Rank]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """start(flags of each rank) starts them as srun would, rank 0 being the host of the store."""
+    started: list[Rank] = []
+
+    def run(flags: list[list[object]], port: int = 0, program: tuple[object, ...] = ("pretrain_gpt.py",)) -> list[Rank]:
+        port = port or free_port()
+        ranks = []
+        for rank, words in enumerate(flags):
+            env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": len(flags), "MASTER_PORT": port}
+            env = {name: str(value) for name, value in env.items()} | {"MASTER_ADDR": "127.0.0.1"}
+            log = tmp_path / f"{len(started)}.log"
+            ranks.append(Rank(log, [sys.executable, *program, *words], env))
+            started.append(ranks[-1])
+        return ranks
+
+    yield run
+    for rank in started:
+        rank.process.kill()
+        rank.process.wait()
+
+
+def test_a_frozen_host_of_the_store_does_not_hang_the_others(model: list[Any], start: Start) -> None:
+    first, second = start([[*model, *FOREVER]] * 2)
+    first.wait_for_iterations(2)
+    first.process.send_signal(signal.SIGSTOP)
+    said, host = second.end(), re.escape(socket.gethostname())
+    assert re.search(rf"rank 1: [a-z-]+ over \w+: lost rank 0 \({host}\): .*; asking the others why\n", said), said
+    assert "rank 0's store does not answer: its process is frozen" in said
+
+
+@pytest.mark.slow  # the same, of three ranks
+def test_a_frozen_rank_is_named_by_the_others(model: list[Any], start: Start) -> None:
+    ranks = start([[*model, *FOREVER]] * 3)
+    ranks[0].wait_for_iterations(2)
+    ranks[1].process.send_signal(signal.SIGSTOP)
+    host = re.escape(socket.gethostname())
+    for rank in (ranks[0], ranks[2]):
+        said = rank.end()
+        assert re.search(r"rank [02]: [a-z-]+ over \w+: lost one of ranks \d.*; asking the others why\n", said), said
+        assert re.search(rf"no word from rank 1 \({host}\), which is frozen, gone or busy elsewhere", said), said
+
+
+@pytest.mark.parametrize("how", [pytest.param("SIGSTOP", marks=pytest.mark.slow), "SIGKILL"])
+def test_a_rank_lost_in_a_save_is_named(how: str, model: list[Any], start: Start, tmp_path: Path) -> None:
+    flags = [*model, *FOREVER, "--save", tmp_path / "saved", "--save-interval", 2]
+    first, second = start([flags] * 2, program=("tests/end_to_end/stricken_rank.py", how, 1))
+    said = first.end()
+    assert f"rank 0: saving iteration 2: lost rank 1 ({socket.gethostname()}): " in said, said
+    assert "no word from rank 1" in said
+    assert not (tmp_path / "saved" / "latest").exists()
+    second.process.kill()
+
+
+def rank_processes(torchrun: int) -> list[int]:
+    children = Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split()
+    return [int(pid) for pid in children if b"pretrain_gpt" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_ranks_end_when_torchrun_is_killed(model: list[Any], tmp_path: Path) -> None:
+    torchrun = "-m torch.distributed.run --rdzv-backend c10d --rdzv-endpoint localhost:0 --nproc-per-node 2".split()
+    command = [sys.executable, *torchrun, "pretrain_gpt.py", *model, *FOREVER]
+    launcher = Rank(tmp_path / "log", command, {})
+    ranks: list[int] = []
+    try:
+        launcher.wait_for_iterations(2)
+        ranks = rank_processes(launcher.process.pid)
+        assert len(ranks) == 2
+        launcher.process.kill()
+        wait(lambda: not any(map(runs, ranks)), launcher.log)
+        assert "its launcher is gone; ending" in launcher.said
+    finally:
+        launcher.process.kill()
+        launcher.process.wait()
+        for pid in filter(runs, ranks):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_second_run_on_a_taken_port_says_so_and_disturbs_nobody(model: list[Any], start: Start) -> None:
+    port = free_port()
+    running = start([[*model, *FOREVER]] * 2, port)
+    running[0].wait_for_iterations(1)
+    second = start([[*model, *FOREVER]] * 2, port)
+    assert f"ValueError: MASTER_PORT={port} is taken on this machine, perhaps by another run" in second[0].end()
+    assert "rank 1 is at MASTER_ADDR=127.0.0.1" in second[1].end()
+    running[0].wait_for_iterations(running[0].iterations + 2)
+
+
+UNLIKE: dict[str, tuple[list[list[Any]], list[str]]] = {
+    "a flag of the optimizer": (
+        [["--weight-decay", 0.2], [], []],
+        ["--weight-decay is 0.01 on ranks 1-2 (HOST), 0.2 on rank 0 (HOST)."],
+    ),
+    "the layout": (
+        [[], ["--tensor-model-parallel-size", 3], []],
+        ["--tensor-model-parallel-size is 1 on ranks 0, 2 (HOST), 3 on rank 1 (HOST)"],
+    ),
+    "the vocabulary and the stage": (
+        [["--vocab-size", 300], ["--zero-stage", 2], []],
+        ["--vocab-size is 257 on ranks 1-2 (HOST), 300 on rank 0 (HOST)", "--zero-stage is 1 on ranks 0, 2 (HOST), 2"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "the layout")) for n in UNLIKE])
+def test_ranks_with_different_flags_are_refused(name: str, model: list[Any], start: Start, tmp_path: Path) -> None:
+    flags, words = UNLIKE[name]
+    for rank in start([[*model, *FOREVER, "--log-dir", tmp_path / "run", *own] for own in flags]):
+        said = rank.end()
+        for text in words:
+            assert text.replace("HOST", socket.gethostname()) in said, said
+        assert rank.iterations == 0
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_another_corpus_under_the_same_name_is_refused(
+    model: list[Any], corpus: Path, start: Start, tmp_path: Path
+) -> None:
+    """Of each node its own: the path may differ between ranks, the tokens may not."""
+    flags = []
+    for rank in range(2):
+        copy = tmp_path / str(rank)
+        copy.mkdir()
+        for suffix in (".bin", ".idx"):  # without PREFIX.json, whose checksum would be asked first
+            source = corpus.with_name(corpus.name + suffix)
+            (copy / f"corpus{suffix}").write_bytes(source.read_bytes())
+        flags.append([*model, "--data-path", copy / "corpus", "--train-iters", 1, "--log-dir", copy / "log"])
+    good = start(flags)
+    for rank in good:
+        wait(lambda rank=rank: rank.process.poll() is not None, rank.log)
+        assert rank.process.returncode == 0, rank.said
+    with (tmp_path / "1" / "corpus.bin").open("r+b") as file:
+        byte = file.read(1)
+        file.seek(0)
+        file.write(bytes([byte[0] ^ 1]))
+    for rank in start(flags):
+        assert "the content of --data-path's corpus 1 is" in rank.end()

@@ -1,0 +1,216 @@
+"""What a rank reads from its launcher, how it joins, and how ranks are named in messages."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from megazero.comm import launch
+from megazero.comm.agreement import difference
+from megazero.comm.errors import PeerLost, peer_errors, ranks_text
+from megazero.comm.launch import World, read_world
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+SLURM = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID", "TORCHELASTIC_USE_AGENT_STORE")
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*LAUNCHER, *SLURM):
+        monkeypatch.delenv(name, raising=False)
+
+
+def set_env(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    for word in text.split():
+        name, _, value = word.partition("=")
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    "env, rank, size",
+    [
+        ("", 0, 1),
+        ("RANK=0 WORLD_SIZE=1", 0, 1),
+        ("RANK=1 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=29500", 1, 2),
+        ("SLURM_STEP_NUM_TASKS=3 SLURM_PROCID=2 SLURM_LOCALID=0 MASTER_ADDR=a MASTER_PORT=29500", 2, 3),
+        ("SLURM_STEP_NUM_TASKS=1 SLURM_PROCID=0 SLURM_LOCALID=0", 0, 1),
+    ],
+)
+def test_ranks_are_read(env: str, rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_env(monkeypatch, env)
+    world = read_world()
+    assert (world.rank, world.size) == (rank, size)
+
+
+@pytest.mark.parametrize(
+    "env, words",
+    [
+        ("RANK=0 WORLD_SIZE=0", ["RANK=0 with WORLD_SIZE=0", "torchrun"]),
+        ("RANK=5 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=29500", ["RANK=5 with WORLD_SIZE=2", "0 to WORLD_SIZE - 1"]),
+        ("RANK=-1 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=29500", ["RANK=-1"]),
+        ("RANK=1 WORLD_SIZE=-2", ["WORLD_SIZE=-2"]),
+        ("RANK=0 WORLD_SIZE=two", ["WORLD_SIZE is 'two', which is not a whole number"]),
+        ("WORLD_SIZE=2", ["RANK is not set"]),
+        ("RANK=0", ["WORLD_SIZE is not set"]),
+        ("RANK=0 WORLD_SIZE=2", ["MASTER_ADDR and MASTER_PORT are not set"]),
+        ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=70000", ["MASTER_PORT=70000"]),
+        ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=x", ["MASTER_PORT is 'x'"]),
+        ("RANK=0 WORLD_SIZE=2 LOCAL_RANK=-3 MASTER_ADDR=a MASTER_PORT=1", ["LOCAL_RANK=-3"]),
+        ("SLURM_STEP_NUM_TASKS=3 SLURM_PROCID=2 SLURM_LOCALID=0", ["MASTER_ADDR and MASTER_PORT", "pretrain.sbatch"]),
+    ],
+)
+def test_a_senseless_launch_is_refused(env: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    set_env(monkeypatch, env)
+    with pytest.raises(ValueError) as refused:
+        read_world()
+    for word in words:
+        assert word in str(refused.value)
+
+
+# -- joining
+
+
+@pytest.fixture
+def listener(monkeypatch: pytest.MonkeyPatch):
+    """A program that listens at MASTER_PORT and says nothing."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        set_env(monkeypatch, f"MASTER_ADDR=127.0.0.1 MASTER_PORT={listening.getsockname()[1]}")
+        yield listening
+
+
+def test_a_taken_port_is_named_at_once(listener: socket.socket) -> None:
+    with pytest.raises(ValueError, match=rf"MASTER_PORT={listener.getsockname()[1]} is taken .* such as \d+"):
+        launch.start(World(0, 2, 0, "torchrun"), torch.device("cpu"), 10)
+
+
+def test_a_port_of_another_program_is_named(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "ANSWER_SECONDS", 0.5)
+    with pytest.raises(ValueError, match="does not answer as rank 0 would"):
+        launch.start(World(1, 2, 1, "torchrun"), torch.device("cpu"), 10)
+
+
+def test_a_launcher_that_is_gone_is_not_waited_for(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun listens before it starts its ranks."""
+    monkeypatch.setattr(launch, "ANSWER_SECONDS", 0.5)
+    set_env(monkeypatch, "TORCHELASTIC_USE_AGENT_STORE=True")
+    listener.close()
+    with pytest.raises(PeerLost, match=r"nothing listens at MASTER_ADDR.*torchrun should"):
+        launch.start(World(0, 2, 0, "torchrun"), torch.device("cpu"), 10)
+
+
+def test_the_same_rank_twice_and_another_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of a second run that find the first one's store."""
+    cpu, port = torch.device("cpu"), launch._free_port()
+    set_env(monkeypatch, f"MASTER_ADDR=127.0.0.1 MASTER_PORT={port}")
+    store = launch._open_store(World(0, 2, 0, "torchrun"), 60)
+    for rank in (0, 1):
+        launch._take_seat(store, World(rank, 2, rank, "torchrun"), cpu)
+    with pytest.raises(ValueError, match=rf"rank 1 is at MASTER_ADDR=127.0.0.1, MASTER_PORT={port} already"):
+        launch._take_seat(launch._open_store(World(1, 2, 1, "torchrun"), 60), World(1, 2, 1, "torchrun"), cpu)
+    with pytest.raises(ValueError, match=r"is one of 4 ranks on cpu, but the ranks at .* are 2 ranks on cpu"):
+        launch._take_seat(store, World(3, 4, 3, "torchrun"), cpu)
+    with pytest.raises(ValueError, match=r"2 ranks on cuda.*a node lacks its GPUs"):
+        launch._take_seat(store, World(1, 2, 1, "torchrun"), torch.device("cuda", 1))
+
+
+def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_env(monkeypatch, f"MASTER_ADDR=127.0.0.1 MASTER_PORT={launch._free_port()}")
+    monkeypatch.setattr(launch, "JOIN_MINUTES", 0.01)
+    with pytest.raises(PeerLost, match=r"2 of 3 ranks did not start within 0.6 s: 1, 2"):
+        launch.start(World(0, 3, 0, "torchrun"), torch.device("cpu"), 0.01)
+
+
+def test_a_wait_has_a_limit() -> None:
+    block = threading.Event()
+    with pytest.raises(TimeoutError):
+        launch.within(0.1, block.wait)
+    block.set()
+    assert launch.within(60, lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        launch.within(60, lambda: 1 // 0)
+
+
+LIMITED = """
+import threading
+from megazero.comm.launch import World, limit
+with limit(World(3, 4, 0, "torchrun"), 0.2, "joining"):
+    threading.Event().wait()
+"""
+ORPHAN = """
+import os, sys, threading
+from megazero.comm.launch import World, end_with_launcher
+first = os.getppid()
+print(first, flush=True)
+sys.stdin.read()  # until the parent is gone
+print(os.getppid(), flush=True)
+if os.getppid() == 1:
+    end_with_launcher(World(0, 2, 0, "torchrun"))
+    threading.Event().wait(60)
+    print("still here")
+"""
+
+
+def test_a_limit_ends_the_process_and_says_why() -> None:
+    done = subprocess.run([sys.executable, "-c", LIMITED], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "rank 3: joining took more than 0.2 s; giving up" in done.stderr
+
+
+# -- words
+
+
+def test_ranks_are_named_in_few_words() -> None:
+    assert ranks_text([3]) == "rank 3"
+    assert ranks_text([2, 0, 1, 5]) == "ranks 0-2, 5"
+    assert ranks_text([0, 1, 2, 3, 5], ["a", "a", "b", "b", "c", "c"]) == "ranks 0-1 (a), 2-3 (b), 5 (c)"
+    many = ranks_text(range(1024), [f"n{rank // 8}" for rank in range(1024)])
+    assert many == "ranks 0-7 (n0), 8-15 (n1), 16-23 (n2), 24-31 (n3), and 124 more hosts"
+
+
+def test_a_difference_names_the_flag_and_the_ranks() -> None:
+    alike = {"--lr": "0.1", "--seed": "1", "code": "a"}
+    everyone = [alike, alike | {"--lr": "0.2"}, alike, {"--lr": "0.1", "--seed": "1"}]
+    said = difference(everyone, ["x", "x", "y", "y"])
+    assert "--lr is 0.1 on ranks 0 (x), 2-3 (y), 0.2 on rank 1 (x);" in said
+    assert "code is a on ranks 0-1 (x), 2 (y), not known on rank 3 (y)." in said
+    assert "--seed" not in said
+
+
+def test_only_what_a_peer_caused_is_a_lost_peer() -> None:
+    with pytest.raises(PeerLost, match=r"all-reduce over dp: lost one of ranks 1-2: Connection closed by peer"):
+        with peer_errors("all-reduce over dp", [1, 2]):
+            raise RuntimeError("Connection closed by peer [::1]:123")
+    with pytest.raises(RuntimeError, match=r"^shape mismatch$") as ours:
+        with peer_errors("all-reduce over dp", [1, 2]):
+            raise RuntimeError("shape mismatch")
+    assert not isinstance(ours.value, PeerLost)
+    with pytest.raises(RuntimeError) as report, peer_errors("saving", [1]):
+        raise RuntimeError("saving failed on rank 1: OSError: Connection timed out") from OSError()
+    assert not isinstance(report.value, PeerLost)
+
+
+def test_an_orphan_of_the_start_is_seen() -> None:
+    """A launcher that is killed while its ranks still import: they belong to process 1 when they first look."""
+    launcher = f"import subprocess, sys, threading; subprocess.Popen([sys.executable, '-c', {ORPHAN!r}]).wait()"
+    env = {**os.environ, "TORCHELASTIC_RUN_ID": "test"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    parent = subprocess.Popen([sys.executable, "-c", launcher], cwd=ROOT, env=env, text=True, **pipes)
+    assert parent.stdin is not None and parent.stdout is not None
+    assert int(parent.stdout.readline()) == parent.pid
+    parent.kill()
+    parent.wait()
+    parent.stdin.close()  # the rank goes on only now
+    now_of = int(parent.stdout.readline())
+    said = parent.stdout.read()  # to the end of the rank
+    if now_of != 1:
+        pytest.skip(f"orphans belong to process {now_of} here, not to 1")
+    assert "rank 0: its launcher is gone; ending" in said
