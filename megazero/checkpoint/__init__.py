@@ -3,9 +3,21 @@
 The only package beside `mesh` that may import torch.distributed.
 """
 
+from megazero.checkpoint.background import BackgroundSaver
 from megazero.checkpoint.engine import find, load, lock, read_state, save
 from megazero.checkpoint.folders import checkpoints, prune
 from megazero.checkpoint.manifest import Damaged
 from megazero.checkpoint.shards import LocalShard
 
-__all__ = ["Damaged", "LocalShard", "checkpoints", "find", "load", "lock", "prune", "read_state", "save"]
+__all__ = [
+    "BackgroundSaver",
+    "Damaged",
+    "LocalShard",
+    "checkpoints",
+    "find",
+    "load",
+    "lock",
+    "prune",
+    "read_state",
+    "save",
+]

@@ -227,14 +227,14 @@ class ManifestReader(StorageReader):
                 os.close(open_regular(self.path / file))  # a FIFO would hang the library
                 with _sendable_errors(), safe_open(self.path / file, "pt") as opened:
                     for index, items in wanted.items():
-                        _fill(items, self._read_chunk(opened, index, chunks[index]), planner)
+                        _fill(items, self.read_chunk(opened, index, chunks[index]), planner)
             except Damaged:
                 raise
             except (SafetensorError, OSError, ValueError) as error:
                 raise damage(self.path / file, f"{error}") from None
         return _done(None)
 
-    def _read_chunk(self, opened: Any, index: MetadataIndex, chunk: Chunk) -> torch.Tensor:
+    def read_chunk(self, opened: Any, index: MetadataIndex, chunk: Chunk) -> torch.Tensor:
         """The chunk's elements, a view of the file, after its checksum was found right."""
         tensor = opened.get_tensor(key(index.fqn, index.offset))
         expected = (DTYPES[self.manifest.tensors[index.fqn].dtype][0], chunk.rectangle.size)

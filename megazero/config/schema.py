@@ -213,6 +213,9 @@ class CheckpointConfig:
     the newest from before skipped iterations."""
     keep_every: int = 0
     """With --keep-last: keep checkpoints whose iteration is a multiple of this as well. 0: none."""
+    async_save: bool = False
+    """Write checkpoints in the background: training stops only for a copy to host memory, which is as large as what a
+    rank saves. A save waits for the one before it."""
     on_save_error: Literal["continue", "stop"] = "continue"
     """When a save fails, say so and train on to the next, or end the run. The last save's failure always ends it."""
     exit_interval: int = 0

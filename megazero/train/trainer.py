@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,9 @@ class Trainer:
         self.saved_at: int | None = None  # iteration of the newest checkpoint in --save
         self.run_id = uuid.uuid4().hex  # a resume in the same folder keeps the run's
         self.fingerprints = tuple(datasets.fingerprints())
+        minutes = config.parallel.distributed_timeout_minutes
+        self.saver = checkpoint.BackgroundSaver(minutes) if config.checkpoint.async_save else None
+        self.saving_since = 0.0
 
         def batches(dataset: Any, num_workers: int) -> Batches:
             return Batches(
@@ -135,7 +139,7 @@ class Trainer:
                 try:
                     record = self.iterate()
                 except LossScaleExhausted:
-                    self.save()  # what the last good update made
+                    self.save(last=True)  # what the last good update made
                     raise
                 writers.write(record)
                 self._check_alive()
@@ -170,6 +174,7 @@ class Trainer:
     def _check_alive(self) -> None:
         limit, skipped = self.config.training.max_skipped_iterations, self.progress.skipped_in_a_row
         if limit and skipped >= limit:
+            self._finish_save()
             raise DeadRun(
                 f"iteration {self.progress.iteration}: {skipped} iterations in a row made no update "
                 f"(--max-skipped-iterations {limit}), the last: {self.culprit}. The last checkpoint is left as it is; "
@@ -238,14 +243,17 @@ class Trainer:
     # -- checkpoints
 
     def save(self, last: bool = False) -> None:
-        """Into --save, once an iteration.
+        """Into --save, once an iteration; with --async-save it goes on in the background, unless it is the last.
 
         A save that fails is said, and training goes on to the next, unless it is the last or --on-save-error says stop.
         """
         options, iteration = self.config.checkpoint, self.progress.iteration
-        if not options.save or self.saved_at == iteration:
+        if not options.save:
             return
-        start = time.perf_counter()
+        self._finish_save(last and self.saved_at == iteration)
+        if self.saved_at == iteration:
+            return
+        self.saving_since = time.perf_counter()
         self.engine.wait()
         shards = self.engine.shards()
         self._refuse_nonfinite(shards)
@@ -259,21 +267,39 @@ class Trainer:
             sound=self.progress.skipped_in_a_row == 0,
             fingerprints=self.fingerprints,
         )
-        root = Path(options.save)
+        root, group = Path(options.save), self.mesh.host_group
+        self.saved_at = iteration
+        if self.saver is not None:
+            self.saver.start(root, iteration, shards, state.to_json())
+            self.say(f"saving in the background; training stopped for {time.perf_counter() - self.saving_since:.1f} s")
+            if last:
+                self._finish_save(last)
+        else:
+            self._outcome(lambda: checkpoint.save(root, iteration, shards, state.to_json(), group), last)
+
+    def _finish_save(self, last: bool = False) -> None:
+        """Wait for a save in the background, if there is one."""
+        if self.saver is not None:
+            self._outcome(self.saver.finish, last)
+
+    def _outcome(self, save: Callable[[], Path | None], last: bool) -> None:
+        """Say how a save went, and delete what it made superfluous."""
+        options = self.config.checkpoint
         try:
-            with self.mesh.world.peer_errors(f"saving iteration {iteration}"):
-                path = checkpoint.save(root, iteration, shards, state.to_json(), self.mesh.host_group)
+            with self.mesh.world.peer_errors(f"saving iteration {self.saved_at}"):
+                path = save()
         except PeerLost:
             raise
         except RuntimeError as error:  # on every rank, with the message of the one that could not write
+            self.saved_at = None
             if last or options.on_save_error == "stop":
                 raise
             self.say(f"WARNING: {error}. Training goes on; the next save is tried as if this had not been")
             return
-        self.saved_at = iteration
-        self.say(f"saved {path} in {time.perf_counter() - start:.1f} s")
-        if self.leads:
-            checkpoint.prune(root, options.keep_last, options.keep_every, self.run_id)
+        if path is not None:
+            self.say(f"saved {path} in {time.perf_counter() - self.saving_since:.1f} s")
+            if self.leads:
+                checkpoint.prune(Path(options.save), options.keep_last, options.keep_every, self.run_id)
 
     def _refuse_nonfinite(self, shards: dict[str, LocalShard]) -> None:
         """Weights that are not finite make no checkpoint: the last one before them stays the newest."""

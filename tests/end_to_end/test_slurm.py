@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -136,3 +137,59 @@ def test_a_refusal_reaches_the_job(cluster, tmp_path, model):
     job = cluster.wait(job_id, timeout=150)
     assert (job.state, job.exit_code) == ("FAILED", "1:0"), batch_log(tmp_path, job)
     assert "--hidden-size 48 is not divisible by --num-attention-heads 7" in batch_log(tmp_path, job)
+
+
+def started(cluster: SlurmCluster, job_id: int, log_dir: Path, lines: int = 4) -> None:
+    """Wait until the run has trained a few iterations."""
+    path = log_dir / "metrics.jsonl"
+    cluster.wait(job_id, {"RUNNING"})
+    cluster.poll(lambda: path.exists() and len(path.read_text().splitlines()) > lines, "training", timeout=120)
+
+
+def test_a_job_near_its_limit_saves_is_requeued_and_ends_with_the_same_curve(cluster, tmp_path, model):
+    """Signalled as before the time limit, over two nodes; equal to the uninterrupted run bit for bit."""
+    flags = [*map(str, model), "--train-iters", "150", "--zero-stage", "2"]
+    where = ["--save", str(tmp_path / "saved"), "--load", str(tmp_path / "nothing"), "--log-dir", str(tmp_path / "run")]
+    program = {"PROGRAM": str(ROOT / "pretrain_gpt.py"), "OMP_NUM_THREADS": "1"}
+    job_id = submit(cluster, tmp_path, ["--nodes=2", "--ntasks-per-node=1"], [*flags, *where], **program)
+    started(cluster, job_id, tmp_path / "run")
+    cluster.run("scancel", "--batch", "--signal=USR1", str(job_id))
+    job = cluster.wait(job_id, timeout=240)
+    log = batch_log(tmp_path, job)
+    assert (job.state, job.exit_code, job.fields["Restarts"]) == ("COMPLETED", "0:0", "1"), log
+    assert "USR1: the ranks save and stop" in log and "exit code 75" in log and "requeued: goes on from iter_" in log
+    at = int(log.split("requeued: goes on from iter_")[1][:7])
+    assert 4 < at < 150
+    done = pretrain(*flags, "--log-dir", tmp_path / "whole", ranks=2)
+    assert done.returncode == 0, done.stderr
+    found, wanted = metrics(tmp_path / "run"), metrics(tmp_path / "whole")
+    assert [(m["iteration"], m["loss"], m["grad_norm"]) for m in found] == [
+        (m["iteration"], m["loss"], m["grad_norm"]) for m in wanted
+    ]
+
+
+def test_a_cancelled_job_saves_and_is_not_requeued(cluster, tmp_path, model):
+    where = ["--save", str(tmp_path / "saved"), "--log-dir", str(tmp_path / "run")]
+    flags = [*map(str, model), "--train-iters", "5000", *where]
+    program = {"PROGRAM": str(ROOT / "pretrain_gpt.py"), "OMP_NUM_THREADS": "1"}
+    job_id = submit(cluster, tmp_path, ["--nodes=1", "--ntasks-per-node=2"], flags, **program)
+    started(cluster, job_id, tmp_path / "run")
+    cluster.run("scancel", str(job_id))
+    job = cluster.wait(job_id, timeout=60)
+    assert job.state == "CANCELLED"
+    rank_0 = rank_logs(tmp_path / "run", job)[0]
+    cluster.poll(lambda: "by SIGTERM: saved" in rank_0.read_text(), "the save")
+    newest = (tmp_path / "saved" / "latest").read_text().strip()
+    assert f"stopped after iteration {int(newest[5:])} by SIGTERM" in rank_0.read_text()
+
+
+def test_the_end_of_a_job_is_known(cluster, tmp_path):
+    """--exit-before-minutes asks SLURM; a margin as long as the limit stops before the first step."""
+    ask = f"cd {ROOT} && {sys.executable} -c 'from megazero.comm.scheduler import job_end; print(job_end())'"
+    for limit, known in (("--time=30", True), ("--time=UNLIMITED", False)):
+        script = tmp_path / "ask.sh"
+        script.write_text(f"#!/bin/bash\n{ask}\n")
+        begin = time.time()
+        job = cluster.wait(cluster.submit(limit, script, cwd=tmp_path), timeout=60)
+        found = batch_log(tmp_path, job).strip().splitlines()[-1]
+        assert (abs(float(found) - begin - 1800) < 60) if known else found == "None"

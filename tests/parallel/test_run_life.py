@@ -205,35 +205,48 @@ def test_a_run_without_targets_ends_with_an_error(ranks: Any, tmp_path: Path) ->
         assert reached == 4 and "4 iterations in a row" in error
 
 
-# -- saves that fail
+# -- saves
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_save_in_the_background_is_the_same_checkpoint(ranks: Any, corpus: str, tmp_path: Path, stage: int) -> None:
+    """Although training goes on while it is written; the last one is whole when the run ends."""
+    for name, background in (("now", False), ("later", True)):
+        config = configured(corpus, tmp_path / name, 5, save_interval=1, keep_last=4, async_save=background)
+        config = replace(config, zero=replace(config.zero, zero_stage=stage))
+        assert ranks(2).run(train, 2, config) == [(5, "")] * 2
+        assert names(tmp_path / name) == [2, 3, 4, 5]
+    for iteration in (2, 3, 4, 5):
+        found, wanted = (weights(tmp_path / name / f"iter_000000{iteration}") for name in ("later", "now"))
+        assert torch.equal(found, wanted)
 
 
 def small_disk(rank: int, config: Config) -> tuple[int, str]:
-    """Rank 1 may write 5,000 bytes per file while it saves: too little for its shard."""
+    """Rank 1 may write 5,000 bytes per file: too little for its shard."""
     run = trainer(rank, 2, config)
-    save, (soft, hard) = run.save, resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def limited(last: bool = False) -> None:
-        if rank == 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
-        try:
-            save(last)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-    run.save = limited
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
     try:
         quietly(run)
     except RuntimeError as error:
         return run.progress.iteration, str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     return run.progress.iteration, ""
 
 
-@pytest.mark.parametrize(("policy", "reached"), [("continue", 5), ("stop", 2)])
-def test_a_save_that_fails(ranks: Any, corpus: str, tmp_path: Path, policy: str, reached: int) -> None:
-    """Said, and the run goes on, to the last save, whose failure is the run's; or it ends at once."""
-    config = configured(corpus, tmp_path, 5, save_interval=2, on_save_error=policy)
-    for iteration, error in ranks(2).run(small_disk, config):
+@pytest.mark.parametrize(
+    ("policy", "background", "reached"),
+    [("continue", False, 5), ("stop", False, 2), ("continue", True, 5), ("stop", True, 4)],
+)
+def test_a_save_that_fails(
+    ranks: Any, corpus: str, tmp_path: Path, policy: str, background: bool, reached: int
+) -> None:
+    """Said, and the run goes on, to the last save, whose failure is the run's; or it ends at once: in the background,
+    when the next save asks."""
+    options = {"save_interval": 2, "on_save_error": policy, "async_save": background}
+    for iteration, error in ranks(2).run(small_disk, configured(corpus, tmp_path, 5, **options)):
         assert iteration == reached
         assert error.startswith("saving") and "failed on rank 1" in error and "File too large" in error
     assert names(tmp_path) == []

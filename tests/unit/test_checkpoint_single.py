@@ -92,10 +92,10 @@ def test_only_what_is_needed_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(shards, "CHUNK_BYTES", 16)
     path = checkpoint.save(tmp_path, 1, {"x": whole((100,), torch.arange(100.0))}, {})
     read = []
-    original = storage.ManifestReader._read_chunk
+    original = storage.ManifestReader.read_chunk
     monkeypatch.setattr(
         storage.ManifestReader,
-        "_read_chunk",
+        "read_chunk",
         lambda self, opened, index, chunk: (
             read.append(index.offset[0]),
             original(self, opened, index, chunk),

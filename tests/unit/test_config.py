@@ -46,7 +46,8 @@ COMING = set(
 # 72: the words of --data-path in a file, for a blend of thousands of corpora.
 # 75: the library of fp32 products on a CPU, which changes the last bits (--matmul-backend).
 # 74: when a run stops (--exit-duration-minutes, --exit-before-minutes).
-NUM_OPTIONS = 75
+# 76: copying a shard to host memory costs memory that a run may not have (--async-save).
+NUM_OPTIONS = 76
 
 DEFAULTS = {
     "precision": "fp32",

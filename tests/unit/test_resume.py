@@ -105,11 +105,13 @@ def test_a_second_run_in_one_folder_is_refused_and_a_crash_leaves_no_lock(tmp_pa
         lock.release()
 
     holder = forked(hold)
-    assert os.read(reader, 4) == b"held"
-    with pytest.raises(ValueError, match=rf"--save {tmp_path} is in use by process {holder} on .*since"):
-        SaveLock(tmp_path)
-    os.kill(holder, signal.SIGKILL)
-    os.waitpid(holder, 0)
+    try:
+        assert os.read(reader, 4) == b"held"
+        with pytest.raises(ValueError, match=rf"--save {tmp_path} is in use by process {holder} on .*since"):
+            SaveLock(tmp_path)
+    finally:
+        os.kill(holder, signal.SIGKILL)
+        os.waitpid(holder, 0)
     SaveLock(tmp_path).release()
 
 
@@ -123,10 +125,12 @@ def test_a_forked_worker_neither_holds_nor_drops_the_lock(tmp_path: Path) -> Non
 
     assert os.waitpid(forked(probe), 0)[1] == 0
     worker = forked(signal.pause)
-    lock.release()
-    SaveLock(tmp_path).release()
-    os.kill(worker, signal.SIGKILL)
-    os.waitpid(worker, 0)
+    try:
+        lock.release()
+        SaveLock(tmp_path).release()
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        os.waitpid(worker, 0)
 
 
 # -- what is pruned

@@ -1,0 +1,61 @@
+"""A save in a thread: training stops only for the copy to host memory.
+
+The copies lie in buffers that are made once and used for every save; on a GPU they are pinned. The thread then does
+what `save` does, over a group of its own, so that its collectives never meet training's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megazero.checkpoint.engine import save
+from megazero.checkpoint.shards import LocalShard
+
+# A rank waits this long for the slowest rank's write, or longer if the run's own time-out is.
+LEAST_TIMEOUT_MINUTES = 60.0
+
+
+class BackgroundSaver:
+    """One save at a time. All ranks make it together, and call `start` and `finish` in the same order."""
+
+    def __init__(self, timeout_minutes: float) -> None:
+        timeout = datetime.timedelta(minutes=max(timeout_minutes, LEAST_TIMEOUT_MINUTES))
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if dist.is_initialized() else None
+        self._thread = ThreadPoolExecutor(1, "save")
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._running: Future[Path] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory of the copies."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def start(self, root: Path, iteration: int, shards: Mapping[str, LocalShard], state: dict[str, Any]) -> None:
+        """Copy the shards, which may change once this returns, and begin to write them. The last save is finished."""
+        assert self._running is None, "finish the last save first"
+        copies = {
+            name: dataclasses.replace(shard, data=self._copied(name, shard.data)) for name, shard in shards.items()
+        }
+        if any(shard.data.is_cuda for shard in shards.values()):
+            torch.cuda.synchronize()
+        self._running = self._thread.submit(save, root, iteration, copies, state, self._group)
+
+    def _copied(self, name: str, data: torch.Tensor) -> torch.Tensor:
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != data.shape:
+            buffer = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
+            self._buffers[name] = buffer
+        return buffer.copy_(data.detach(), non_blocking=True)
+
+    def finish(self) -> Path | None:
+        """Wait for the save that was started, if any; its folder. Raises what `save` raises, on every rank."""
+        running, self._running = self._running, None
+        return running.result() if running is not None else None

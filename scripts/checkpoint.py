@@ -1,0 +1,150 @@
+#!/usr/bin/env python3
+"""Look at checkpoints: what there is, whether it is whole, what is in it.
+
+python scripts/checkpoint.py list runs/a              every checkpoint of a folder, and which one a resume takes
+python scripts/checkpoint.py verify runs/a            read and check every byte; exit code 1 if anything is damaged
+python scripts/checkpoint.py show runs/a/iter_0000100 the run, its layout, its tensors
+"""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Annotated
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import tyro
+
+from megazero import checkpoint
+from megazero.checkpoint import verify
+from megazero.checkpoint.manifest import MANIFEST, read_manifest, unchecked_state
+from megazero.train.loggers import size
+from megazero.train.run_state import RunState
+
+
+@dataclass(frozen=True)
+class List:
+    """List the checkpoints of a folder: size, layout, and which one a resume takes. Checks names and lengths only."""
+
+    folder: Annotated[Path, tyro.conf.Positional]
+    """Folder of checkpoints: the --save of a run."""
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Read and check every byte. Exit code 1, and a sentence for each fault, if anything is damaged."""
+
+    folder: Annotated[Path, tyro.conf.Positional]
+    """One iter_NNNNNNN, or a folder of them: then all are checked."""
+
+
+@dataclass(frozen=True)
+class Show:
+    """Show what is in a checkpoint: the run, its layout, its tensors."""
+
+    folder: Annotated[Path, tyro.conf.Positional]
+    """One iter_NNNNNNN, or a folder of them: then the one that a resume takes."""
+
+
+def printed(rows: list[tuple[str, ...]]) -> None:
+    """A plain table; the first row is its head."""
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def layout_of(state: dict[str, object]) -> str:
+    """`pp 2 x dp 4 x tp 1`, as far as the state says it."""
+    layout = state.get("layout")
+    return (
+        " x ".join(f"{k} {layout[k]}" for k in ("pp", "dp", "tp") if k in layout) if isinstance(layout, dict) else "?"
+    )
+
+
+def folders(folder: Path) -> list[Path]:
+    """The checkpoints that `folder` means. ValueError if there are none."""
+    if (folder / MANIFEST).exists() or folder.name.startswith("iter_"):
+        return [folder]
+    found = checkpoint.checkpoints(folder)
+    if not found:
+        raise ValueError(f"{folder} holds no checkpoint; give the --save folder of a run, or one of its iter_NNNNNNN")
+    return found
+
+
+def list_checkpoints(options: List) -> int:
+    found = folders(options.folder)
+    try:
+        chosen, said = checkpoint.find(options.folder), ""
+    except ValueError as error:
+        chosen, said = None, str(error)
+    rows = [("checkpoint", "saved", "size", "layout", "samples", "state")]
+    for path in found:
+        state = unchecked_state(path)
+        files = [file.stat() for file in path.iterdir() if file.is_file()]
+        saved = datetime.datetime.fromtimestamp(max((f.st_mtime for f in files), default=0)).isoformat(" ", "seconds")
+        try:
+            kind = "" if checkpoint.find(path) else "?"
+        except ValueError as error:
+            kind = f"NOT WHOLE: {str(error).split(': ', 1)[-1]}"
+        kind += "not sound: skipped iterations before it" if not kind and state.get("sound") is False else ""
+        kind += " <- a resume goes on from here" if path == chosen else ""
+        samples = state.get("consumed_samples", "?")
+        rows.append(
+            (path.name, saved, size(sum(f.st_size for f in files)), layout_of(state), str(samples), kind.strip())
+        )
+    printed(rows)
+    if said:
+        print(said, file=sys.stderr)
+    return 1 if said else 0
+
+
+def verify_checkpoints(options: Verify) -> int:
+    bad = 0
+    for path in folders(options.folder):
+        faults = list(verify.faults(path))
+        print(f"{path}: {'DAMAGED' if faults else 'whole'}")
+        for fault in faults:
+            print(f"  {fault}")
+        bad += bool(faults)
+    return 1 if bad else 0
+
+
+def show_checkpoint(options: Show) -> int:
+    path = checkpoint.find(options.folder)
+    if path is None:
+        raise ValueError(f"{options.folder} holds no checkpoint")
+    state, manifest = RunState.read(path), read_manifest(path)
+    model = " ".join(f"{key.replace('_', '-')}={value}" for key, value in state.model.items())
+    parameters = sum(prod(e.shape) for name, e in manifest.tensors.items() if name.startswith("model."))
+    print(f"{path}")
+    print(
+        f"iteration {state.iteration}, {state.consumed_samples:,} samples, {state.updates:,} updates, run {state.run}"
+    )
+    files = f"{len(manifest.files)} files, {size(sum(manifest.files.values()))}"
+    print(f"layout {layout_of({'layout': state.layout})}, {files}")
+    print(f"model of {parameters:,} parameters: {model}\n")
+    rows = [("tensor", "dtype", "shape", "chunks", "size")]
+    for name, entry in manifest.tensors.items():
+        volume = sum(chunk.rectangle.volume for chunk in entry.chunks)
+        width = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "uint8": 1}.get(entry.dtype, 2)
+        shape = " x ".join(map(str, entry.shape)) or "scalar"
+        rows.append((name, entry.dtype, shape, str(len(entry.chunks)), size(volume * width)))
+    printed(rows)
+    return 0
+
+
+def main(options: List | Verify | Show) -> int:
+    if isinstance(options, List):
+        return list_checkpoints(options)
+    return verify_checkpoints(options) if isinstance(options, Verify) else show_checkpoint(options)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(tyro.cli(List | Verify | Show, description=__doc__)))
+    except ValueError as error:
+        sys.exit(f"ValueError: {error}")
