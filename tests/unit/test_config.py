@@ -32,7 +32,7 @@ SURFACE = set(
 # Of these, the ones that are not there yet: whoever adds one takes it from this list.
 COMING = set(
     """
-    async-save plan world-size device-type rehearse
+    plan world-size device-type rehearse
     """.split()
 )
 # A budget, not a count: every option is one more that a user has to understand, and one more factor of what has to
