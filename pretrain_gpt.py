@@ -13,10 +13,13 @@ from typing import NoReturn
 from megazero.comm import failures, launch, scheduler
 from megazero.comm.agreement import agree
 from megazero.comm.errors import PeerLost
+from megazero.comm.machine import machine
 from megazero.comm.mesh import Mesh
 from megazero.config.cli import parse, to_toml
 from megazero.config.schema import Config
+from megazero.config.validate import check_values
 from megazero.plan.resolve import resolve
+from megazero.price.capacity import check_memory
 from megazero.train.engine import LossScaleExhausted
 from megazero.train.stopping import Clock, DeadRun, Signals, Stop
 
@@ -56,15 +59,17 @@ def pretrain(config: Config, world: launch.World, signals: Signals) -> Stop | No
     from megazero.train.same_run import run_values
     from megazero.train.trainer import Trainer, open_data
 
+    check_values(config)
     tokenizer = load_tokenizer(config.data.tokenizer) if config.data.tokenizer else None
     config, layout = resolve(config, world.size, tokenizer.vocab_size if tokenizer else 0)
+    device = launch.pick_device(world)
+    check_memory(config, layout, world.rank, machine(world, device))
     datasets = open_data(config, tokenizer)
     if world.rank == 0:  # for all: it reads what the others would read
         find_checkpoint(config)
     limits = config.checkpoint
     leads = world.rank == 0
     clock = Clock(limits.exit_duration_minutes, limits.exit_before_minutes, scheduler.job_end) if leads else None
-    device = launch.pick_device(world)
     timeout, checks = config.parallel.distributed_timeout_minutes, config.zero.poison_buffers
     hosts = launch.start(world, device, timeout)
     agree(lambda: run_values(config, datasets, tokenizer), world, device, hosts)

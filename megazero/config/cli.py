@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 import tomllib
 import typing
 from pathlib import Path
 from typing import Any, Literal
 
+from megazero.config.limits import Range, check_text
 from megazero.config.schema import Config
 
 PRESETS = Path(__file__).resolve().parents[2] / "scripts" / "presets"
@@ -18,8 +20,9 @@ PRESETS = Path(__file__).resolve().parents[2] / "scripts" / "presets"
 PROGRAM = "pretrain_gpt.py"
 
 
+@functools.cache
 def flags() -> dict[str, tuple[str, Any]]:
-    """flag, without dashes -> (group, type), of every option but --preset."""
+    """Return (group, type) of every flag except --preset, by its name without dashes."""
     found = {}
     for group in dataclasses.fields(Config):
         cls = typing.get_type_hints(Config)[group.name]
@@ -27,6 +30,19 @@ def flags() -> dict[str, tuple[str, Any]]:
             hints = typing.get_type_hints(cls)
             for option in dataclasses.fields(cls):
                 found[option.name.replace("_", "-")] = (group.name, hints[option.name])
+    return found
+
+
+@functools.cache
+def ranges() -> dict[str, Range]:
+    """Return the range of every flag that takes a number; the other flags take no number."""
+    found: dict[str, Range] = {}
+    for name, (group, _) in flags().items():
+        cls = typing.get_type_hints(Config)[group]
+        hint = typing.get_type_hints(cls, include_extras=True)[name.replace("-", "_")]
+        for extra in getattr(hint, "__metadata__", ()):
+            if isinstance(extra, Range):
+                found[name] = extra
     return found
 
 
@@ -40,6 +56,7 @@ def parse(argv: list[str]) -> Config:
     import tyro
 
     preset = _preset_of(argv)
+    check_text("preset", preset, is_path=True)
     under = preset_args(_find_preset(preset)) if preset else []
     return tyro.cli(Config, args=under + argv, prog=PROGRAM, config=(tyro.conf.OmitArgPrefixes,))
 

@@ -39,15 +39,6 @@ def check_writable(flag: str, name: str) -> None:
         ) from None
 
 
-def check_text(flag: str, value: str) -> None:
-    """ValueError unless `value` is UTF-8, as config.toml and state.json are that will hold it."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        shown = value.encode(errors="backslashreplace").decode()
-        raise ValueError(f"--{flag} {shown} is not UTF-8, as config.toml must be; rename it, or use a link") from None
-
-
 def check_project(name: str) -> None:
     """ValueError unless Weights & Biases takes `name` for a project."""
     if any(character in WANDB_REFUSES for character in name) or len(name) > WANDB_LENGTH:

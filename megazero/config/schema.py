@@ -7,32 +7,46 @@ Field docstrings are the help text. Nothing rewrites a config: `resolve` makes t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from megazero.config.limits import Range
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}  # of a number, by --precision or --grad-dtype
+
+# Kinds of numbers that several flags share. 0 stands for a derived value or for "never", as each flag says.
+_FEW = "no published model has as many"
+_ITERATIONS = "iterations are numbered in 9 digits"
+Positive = Annotated[int, Range(1, 10**9, _ITERATIONS)]
+Iterations = Annotated[int, Range(0, 10**9, _ITERATIONS)]
+Minutes = Annotated[float, Range(0, 10**6, "that is two years")]
+Ranks = Annotated[int, Range(1, 10**6, "no job has as many ranks")]
+Probability = Annotated[float, Range(0, 1, "1 would drop everything", most_open=True)]
+DecayRate = Annotated[float, Range(0, 1, "a mean with weight 1 on its past never changes", most_open=True)]
+LearningRate = Annotated[float, Range(0, 10, "AdamW moves every weight by about --lr per update")]
+LossScaleValue = Annotated[float, Range(0, 2**48, "the scaled loss would overflow fp32", least_open=True)]
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """GPT-2's architecture: learned positions, pre-LayerNorm, tanh GELU, biases."""
 
-    num_layers: int = 12
+    num_layers: Annotated[int, Range(1, 4096, _FEW)] = 12
     """Transformer blocks."""
-    hidden_size: int = 768
+    hidden_size: Annotated[int, Range(1, 2**20, "no published model is as wide")] = 768
     """Width of the residual stream."""
-    ffn_hidden_size: int = 0
+    ffn_hidden_size: Annotated[int, Range(0, 2**23, "no published model is as wide")] = 0
     """Width inside the MLP. 0: 4 x --hidden-size."""
-    num_attention_heads: int = 12
+    num_attention_heads: Annotated[int, Range(1, 2**20, _FEW)] = 12
     """Attention heads; must divide --hidden-size."""
-    seq_length: int = 1024
+    seq_length: Annotated[int, Range(1, 2**24, "attention over more tokens is not feasible")] = 1024
     """Tokens of a sample; also the number of learned positions."""
-    vocab_size: int = 0
+    vocab_size: Annotated[int, Range(0, 2**31 - 1, "token ids are stored in 32 bits")] = 0
     """Vocabulary. 0: that of --tokenizer. Padding is added inside and changes no result."""
-    attention_dropout: float = 0.0
+    attention_dropout: Probability = 0.0
     """Dropout probability of attention weights."""
-    hidden_dropout: float = 0.0
+    hidden_dropout: Probability = 0.0
     """Dropout probability of the embedding and of both residual branches."""
-    init_method_std: float = 0.02
+    init_method_std: Annotated[float, Range(0, 10, "GPT-2 uses 0.02, and products of larger weights overflow")] = 0.02
     """Standard deviation of the initial weights; residual projections / sqrt(2 x --num-layers)."""
     untie_embeddings: bool = False
     """Give the head an output matrix of its own instead of the token table."""
@@ -46,13 +60,13 @@ class ModelConfig:
 class TrainingConfig:
     """How long, in what batches, in what numbers."""
 
-    micro_batch_size: int = 1
+    micro_batch_size: Annotated[int, Range(1, 2**20, "a rank computes all of its samples at once")] = 1
     """Samples that a rank computes at once."""
-    global_batch_size: int = 0
+    global_batch_size: Annotated[int, Range(0, 2**30, "published batches are thousands of samples")] = 0
     """Samples of an iteration, over all ranks. 0: --micro-batch-size x data-parallel ranks."""
-    train_iters: int = 1000
+    train_iters: Positive = 1000
     """Iterations to train, counted from the first run."""
-    seed: int = 1234
+    seed: Annotated[int, Range(-(2**63), 2**63 - 1, "seeds are 64-bit")] = 1234
     """Of initial weights, data order and dropout. The same seed is the same run in every layout."""
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     """Of weights and activations; the optimizer's master weights and moments are fp32. fp16 scales the loss. fp64 is
@@ -62,15 +76,15 @@ class TrainingConfig:
     """In which gradients are accumulated and reduced. With --precision fp64, and only there, it is fp64."""
     freeze_parameters: tuple[str, ...] = ()
     """Do not train parameters whose names match these patterns, such as token_embedding.* or blocks.[01].*"""
-    initial_loss_scale: float = 65536.0
+    initial_loss_scale: LossScaleValue = 65536.0
     """fp16: the loss is multiplied with this at first."""
-    min_loss_scale: float = 1.0
+    min_loss_scale: LossScaleValue = 1.0
     """fp16: an overflow at this scale ends the run, after saving."""
-    loss_scale_window: int = 1000
+    loss_scale_window: Positive = 1000
     """fp16: iterations without an overflow after which the scale doubles."""
-    hysteresis: int = 2
+    hysteresis: Positive = 2
     """fp16: overflows until the scale halves."""
-    max_skipped_iterations: int = 50
+    max_skipped_iterations: Iterations = 50
     """End the run, with an error, when this many iterations in a row made no update. 0: never."""
     matmul_backend: Literal["auto", "torch", "onednn"] = "auto"
     """Library of fp32 matrix products on a CPU. auto: the faster by a measurement at the start. They differ in the last
@@ -83,25 +97,25 @@ class TrainingConfig:
 class OptimizerConfig:
     """AdamW; biases and norms do not decay."""
 
-    lr: float = 3e-4
+    lr: LearningRate = 3e-4
     """Peak learning rate."""
-    min_lr: float = 0.0
+    min_lr: LearningRate = 0.0
     """Learning rate at the end of the decay."""
-    lr_warmup_iters: int = 0
+    lr_warmup_iters: Iterations = 0
     """Iterations of linear warm-up; iteration i has lr x i / this."""
-    lr_decay_iters: int = 0
+    lr_decay_iters: Iterations = 0
     """Iteration at which --min-lr is reached. 0: --train-iters."""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the decay after warm-up."""
-    weight_decay: float = 0.01
+    weight_decay: Annotated[float, Range(0, 1000, "usual values are between 0 and 1")] = 0.01
     """Decoupled weight decay of matrices."""
-    adam_beta1: float = 0.9
+    adam_beta1: DecayRate = 0.9
     """Decay rate of the first moment."""
-    adam_beta2: float = 0.999
+    adam_beta2: DecayRate = 0.999
     """Decay rate of the second moment."""
-    adam_eps: float = 1e-8
+    adam_eps: Annotated[float, Range(0, 1, "it only keeps the update's divisor from 0", least_open=True)] = 1e-8
     """Added to the root of the second moment."""
-    clip_grad: float = 1.0
+    clip_grad: Annotated[float, Range(0, 1e9, "no gradient norm is as large; 0 turns clipping off")] = 1.0
     """Clip gradients to this global L2 norm. 0: never."""
 
 
@@ -109,25 +123,25 @@ class OptimizerConfig:
 class ParallelConfig:
     """How ranks share the model. Data-parallel ranks = all ranks / (tensor x pipeline)."""
 
-    tensor_model_parallel_size: int = 1
+    tensor_model_parallel_size: Ranks = 1
     """Ranks that share every matrix of a layer."""
-    pipeline_model_parallel_size: int = 1
+    pipeline_model_parallel_size: Ranks = 1
     """Stages that share the layers."""
     pipeline_schedule: str = "1f1b"
     """Order of forwards and backwards. gpipe keeps the activations of all micro-batches, 1f1b of as many as there are
     stages. interleaved divides the idle time of 1f1b by the virtual stages per rank, and sends more messages.
     zero-bubble (ZB-H1) computes weight gradients where 1f1b waits, for a third of its idle time."""
-    virtual_pipeline_stages: int = 1
+    virtual_pipeline_stages: Annotated[int, Range(1, 4096, "each holds at least one layer")] = 1
     """--pipeline-schedule interleaved: chunks of layers per pipeline rank."""
     pipeline_split: str = ""
     """Layers of each virtual pipeline stage, in the order of the forward, such as 4,4,3,1. Empty: so that the busiest
     rank computes least, with the head counted."""
-    zero_bubble_backlog: int = 0
+    zero_bubble_backlog: Annotated[int, Range(0, 10**6, "no rank has as many micro-batches")] = 0
     """--pipeline-schedule zero-bubble: micro-batches whose weight gradients may wait at once, with their activations.
     0: as many as the schedule can use."""
     sequence_parallel: bool = False
     """Cut what lies between tensor-parallel layers (norms, dropout, residual stream) over the tokens as well."""
-    distributed_timeout_minutes: float = 10.0
+    distributed_timeout_minutes: Annotated[float, Range(0, 10_080, "that is a week", least_open=True)] = 10.0
     """A collective that waits longer ends the run."""
 
 
@@ -137,13 +151,13 @@ class ZeroConfig:
 
     zero_stage: Literal[0, 1, 2, 3] = 1
     """0 nothing; 1 optimizer states; 2 and gradients; 3 and parameters."""
-    zero_shard_size: int = 0
+    zero_shard_size: Annotated[int, Range(0, 10**6, "no job has as many ranks; 0 stands for all")] = 0
     """Partition within groups of this many data-parallel ranks, such as a node's; replicate over the groups. 0: all."""
     zero_reduce_every: Literal["micro-batch", "step"] = "micro-batch"
     """Stages 2, 3: reduce gradients at every micro-batch (least memory), or once a step (least traffic)."""
     zero_gather_every: Literal["use", "step"] = "use"
     """Stage 3: gather weights at every use (least memory), or once a step (least traffic)."""
-    reduce_bucket_size: int = 40_000_000
+    reduce_bucket_size: Annotated[int, Range(1, 2**40, "no model has a layer of as many elements")] = 40_000_000
     """Elements of a communication buffer; larger units are reduced in several."""
     overlap_comm: bool = True
     """Reduce behind the backward, gather ahead of use, publish behind the next forward. Changes no bit of a result."""
@@ -181,7 +195,7 @@ class DataConfig:
     """A folder or file with a Hugging Face tokenizer, gpt2:DIR, sentencepiece:FILE.model, or byte."""
     eod_mask_loss: bool = False
     """Leave out of the loss what is predicted from an end-of-document token: the first token of another document."""
-    num_workers: int = 1
+    num_workers: Annotated[int, Range(0, 64, "one process per rank is ahead of any step")] = 1
     """Processes per rank that read batches ahead, behind the step that runs. 0: read in the training process."""
 
 
@@ -189,9 +203,9 @@ class DataConfig:
 class EvaluationConfig:
     """Validation loss."""
 
-    eval_interval: int = 0
+    eval_interval: Iterations = 0
     """Iterations between evaluations. 0: never."""
-    eval_iters: int = 10
+    eval_iters: Annotated[int, Range(1, 10**6, "training would wait for days")] = 10
     """Global batches of an evaluation, always the same ones."""
 
 
@@ -206,23 +220,23 @@ class CheckpointConfig:
     damaged checkpoint is passed over, with a warning, for the newest whole one before it."""
     load_exact: bool = False
     """Refuse a damaged checkpoint instead of going on from an older one."""
-    save_interval: int = 0
+    save_interval: Iterations = 0
     """Iterations between checkpoints. 0: only at the end."""
-    keep_last: int = 0
+    keep_last: Iterations = 0
     """Whole checkpoints of this run to keep; older ones are deleted after a save. 0: all. Those of other runs stay, and
     the newest from before skipped iterations."""
-    keep_every: int = 0
+    keep_every: Iterations = 0
     """With --keep-last: keep checkpoints whose iteration is a multiple of this as well. 0: none."""
     async_save: bool = False
     """Write checkpoints in the background: training stops only for a copy to host memory, which is as large as what a
     rank saves. A save waits for the one before it."""
     on_save_error: Literal["continue", "stop"] = "continue"
     """When a save fails, say so and train on to the next, or end the run. The last save's failure always ends it."""
-    exit_interval: int = 0
+    exit_interval: Iterations = 0
     """Save and stop when the iteration is a multiple of this. 0: never."""
-    exit_duration_minutes: float = 0.0
+    exit_duration_minutes: Minutes = 0.0
     """Save and stop after this many minutes. 0: never."""
-    exit_before_minutes: float = 0.0
+    exit_before_minutes: Minutes = 0.0
     """Save and stop this many minutes before the time limit of the SLURM job. 0: never."""
 
 
@@ -232,7 +246,7 @@ class LogConfig:
 
     log_dir: str = ""
     """Folder for metrics.jsonl and config.toml. Empty: neither is written."""
-    log_interval: int = 1
+    log_interval: Positive = 1
     """Iterations between progress lines; metrics.jsonl has every iteration (a GPU's fragmentation: every such one)."""
     tensorboard_dir: str = ""
     """Folder for TensorBoard. Empty: none."""

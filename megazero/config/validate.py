@@ -1,4 +1,4 @@
-"""All that can be said of a configuration before a process group or a file is made. Pure but for a look at folders.
+"""Check a configuration before a process group or a file is made. Pure, except that it looks at folders.
 
 Every refusal is a ValueError that names the flag, its value and the way out.
 """
@@ -7,43 +7,32 @@ from __future__ import annotations
 
 import math
 
-from megazero.config.cli import flags
-from megazero.config.folders import check_project, check_text, check_writable
+from megazero.config.cli import flags, ranges
+from megazero.config.folders import check_project, check_writable
+from megazero.config.limits import check_text, divisors, shorten
 from megazero.config.schema import Config
 
-POSITIVE = (
-    *("num-layers", "hidden-size", "num-attention-heads", "seq-length", "micro-batch-size", "train-iters"),
-    *("tensor-model-parallel-size", "pipeline-model-parallel-size", "virtual-pipeline-stages"),
-    "distributed-timeout-minutes",
-    *("adam-eps", "eval-iters", "log-interval", "reduce-bucket-size"),
-    *("initial-loss-scale", "min-loss-scale", "loss-scale-window", "hysteresis"),
-)
+# Flags that name a file or a folder. --data-path and --tokenizer hold other words too, all of them shorter.
+PATHS = ("data-path", "tokenizer", "save", "load", "log-dir", "tensorboard-dir")
 
 # Reading is light: one process per rank is ahead of any step. More than these only take memory.
 MOST_WORKERS = 64
 
 
 def check_values(config: Config) -> None:
-    """What can be said of the flags alone."""
+    """Check each flag by itself, then the flags with each other.
+
+    Raises:
+        ValueError: naming the flag, its value and the way out.
+    """
     value = {name: getattr(getattr(config, group), name.replace("-", "_")) for name, (group, _) in flags().items()}
-
-    def require(name: str, holds: bool, way_out: str) -> None:
-        if not holds:
-            raise ValueError(f"--{name} {value[name]}: {way_out}")
-
-    for name in POSITIVE:
-        require(name, value[name] > 0, "must be more than 0")
-    for name, found in value.items():
-        for text in found if isinstance(found, tuple) else (found,):
+    for name, bounds in ranges().items():
+        if complaint := bounds.complaint(value[name]):
+            raise ValueError(f"--{name} {shorten(value[name])}: {complaint}")
+    for name, given in value.items():
+        for text in given if isinstance(given, tuple) else (given,):
             if isinstance(text, str):
-                check_text(name, text)
-    for name, (_, kind) in flags().items():
-        if kind is float:
-            require(name, math.isfinite(value[name]), "must be finite")
-        if kind in (int, float) and name != "seed":
-            require(name, value[name] >= 0, "must not be negative")
-    for name in ("attention-dropout", "hidden-dropout", "adam-beta1", "adam-beta2"):
-        require(name, value[name] < 1, "must be less than 1")
+                check_text(name, text, is_path=name in PATHS)
     _check_model(config)
     _check_combinations(config)
 
@@ -52,14 +41,14 @@ def _check_model(config: Config) -> None:
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     heads, hidden = model.num_attention_heads, model.hidden_size
     if hidden % heads:
-        fits = min((n for n in range(1, hidden + 1) if hidden % n == 0), key=lambda n: abs(n - heads))
+        fits = min(divisors(hidden), key=lambda n: abs(n - heads))
         raise ValueError(f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; use {fits} heads")
     for flag, size in (("num-attention-heads", heads), ("ffn-hidden-size", model.ffn_size)):
         if size % tp:
-            divisors = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0 and n <= 64)
+            sizes = ", ".join(str(n) for n in divisors(size) if n <= 64)
             raise ValueError(
                 f"--{flag} {size} is not divisible by --tensor-model-parallel-size {tp}; "
-                f"use a --tensor-model-parallel-size of {divisors}, or another --{flag}"
+                f"use a --tensor-model-parallel-size of {sizes}, or another --{flag}"
             )
     pp = config.parallel.pipeline_model_parallel_size
     if pp > model.num_layers:
@@ -94,6 +83,11 @@ def _check_combinations(config: Config) -> None:
         raise ValueError(f"--initial-loss-scale {scale} is less than --min-loss-scale {least}; raise it")
     if optimizer.min_lr > optimizer.lr:
         raise ValueError(f"--min-lr {optimizer.min_lr} is more than --lr {optimizer.lr}; lower it")
+    if optimizer.lr * optimizer.weight_decay > 1:
+        raise ValueError(
+            f"--weight-decay {optimizer.weight_decay} x --lr {optimizer.lr} is more than 1, so that an update would "
+            "turn the sign of decayed weights; lower one of them"
+        )
     last = optimizer.lr_decay_iters or config.training.train_iters
     if optimizer.lr_decay_style != "constant" and optimizer.lr_warmup_iters >= last:
         raise ValueError(
@@ -115,9 +109,7 @@ def _check_combinations(config: Config) -> None:
             check_writable(flag, path)
     check_project(config.log.wandb_project)
     if config.log.wandb_project and not config.log.log_dir:
-        raise ValueError(f"--wandb-project {config.log.wandb_project} needs --log-dir DIR for its files")
-    if config.data.num_workers > MOST_WORKERS:
-        raise ValueError(f"--num-workers {config.data.num_workers}: a rank has use for a few; give 0 to {MOST_WORKERS}")
+        raise ValueError(f"--wandb-project {shorten(config.log.wandb_project)} needs --log-dir DIR for its files")
     if config.data.eod_mask_loss and not config.data.tokenizer:
         raise ValueError("--eod-mask-loss needs --tokenizer, to know the end-of-document token")
 

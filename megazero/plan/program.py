@@ -18,6 +18,8 @@ Every pass is a function from list to list. The list is what runs (`train.interp
 
 from __future__ import annotations
 
+import bisect
+import functools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -116,7 +118,7 @@ class RankSpec:
         """The last virtual stage."""
         return self.ranks * len(self.chunks) - 1
 
-    @property
+    @functools.cached_property
     def layers(self) -> dict[str, Layer]:
         return {layer.name: layer for chunk in self.chunks for layer in chunk}
 
@@ -227,17 +229,25 @@ def places(spec: RankSpec, ops: Ops) -> Ops:
     return placed
 
 
-def _spans(spec: RankSpec, ops: Ops, unit: str) -> Iterator[tuple[int, int]]:
-    """Yield (first, last) operation of each span in which the unit's weights are needed."""
-    users = spec.layers
-    whole_step = spec.policy.keeps_gathered and any(isinstance(op, Backward) for op in ops)
+def _uses(spec: RankSpec, ops: Ops) -> dict[str, list[int]]:
+    """Return, per unit, the operations that compute with its weights."""
+    found: dict[str, list[int]] = {unit: [] for unit in spec.units}
+    for at, op in enumerate(ops):
+        if isinstance(op, (Forward, Recompute, Backward)):
+            for unit in spec.layers[op.layer].units:
+                found[unit].append(at)
+    return found
+
+
+def _spans(spec: RankSpec, ops: Ops, uses: list[int], whole_step: bool) -> Iterator[tuple[int, int]]:
+    """Yield (first, last) operation of each span in which a unit's weights are needed, given those that use them."""
     forward_at: dict[tuple[str, int], int] = {}
     recompute_at: int | None = None
     needs: list[tuple[int, int]] = []
-    for at, op in enumerate(ops):
-        if not isinstance(op, (Forward, Recompute, Backward)) or unit not in users[op.layer].units:
-            continue
-        use = users[op.layer].use
+    for at in uses:
+        op = ops[at]
+        assert isinstance(op, (Forward, Recompute, Backward))
+        use = spec.layers[op.layer].use
         if isinstance(op, Forward):
             needs.append((at, at))
             forward_at[op.key] = at
@@ -266,8 +276,10 @@ def weights(spec: RankSpec, ops: Ops) -> Ops:
     before: dict[int, Ops] = {}
     after: dict[int, Ops] = {}
     if spec.policy.optimizer:
+        uses = _uses(spec, ops)
+        whole_step = spec.policy.keeps_gathered and any(isinstance(op, Backward) for op in ops)
         for unit in spec.units:
-            for first, last in _spans(spec, ops, unit):
+            for first, last in _spans(spec, ops, uses[unit], whole_step):
                 if spec.policy.publishes:
                     before.setdefault(first, []).append(Wait(Publish(unit)))
                     break
@@ -305,10 +317,11 @@ def gradients(spec: RankSpec, ops: Ops) -> Ops:
     before: dict[int, Ops] = {}
     after: dict[int, Ops] = {}
     for unit, groups in due.items():
+        contributions = sorted(at for made in groups.values() for at in made)
         reduced_at = -1
         for made in sorted(groups.values(), key=lambda made: made[-1]):
             # With queued weight gradients, those of two micro-batches may alternate: they share one buffer then.
-            first = min(at for other in groups.values() for at in other if at > reduced_at)
+            first = contributions[bisect.bisect_right(contributions, reduced_at)]
             before.setdefault(first, []).append(Open(unit))
             after.setdefault(made[-1], []).insert(0, Reduce(unit))
             reduced_at = made[-1]

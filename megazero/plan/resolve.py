@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import fnmatch
 
-from megazero.config.schema import Config
+from megazero.config.limits import divisors, shorten
+from megazero.config.schema import Config, ModelConfig
 from megazero.config.validate import check_values
+from megazero.plan.parameters import stage_units
 from megazero.plan.schedules import SCHEDULES
 from megazero.plan.split import layer_split
 from megazero.plan.topology import Layout
+
+# Blocks x micro-batches of a rank in an iteration: its program is a list with operations for each of them.
+MAX_BLOCK_RUNS = 2**17
 
 
 def resolve(config: Config, world_size: int, vocab_size: int) -> tuple[Config, Layout]:
@@ -46,7 +52,45 @@ def resolve(config: Config, world_size: int, vocab_size: int) -> tuple[Config, L
             lr_decay_iters=config.optimizer.lr_decay_iters or config.training.train_iters,
         ),
     )
-    return config, replace(layout, split=layer_split(config))
+    layout = replace(layout, split=layer_split(config))
+    check_block_runs(config, layout)
+    _check_frozen(config.model, config.training.freeze_parameters)
+    return config, layout
+
+
+def check_block_runs(config: Config, layout: Layout) -> None:
+    """Raise if an iteration has more micro-batches than a rank's schedule can list in reasonable time."""
+    micro_batches, blocks = config.micro_batches(layout.dp), -(-config.model.num_layers // layout.pp)
+    if micro_batches * blocks > MAX_BLOCK_RUNS:
+        most = max(1, MAX_BLOCK_RUNS // blocks)
+        fits = most * config.training.micro_batch_size * layout.dp
+        raise ValueError(
+            f"--global-batch-size {config.training.global_batch_size} is {micro_batches} micro-batches of "
+            f"{config.training.micro_batch_size} samples per rank, through {blocks} layers each: more than "
+            f"{MAX_BLOCK_RUNS} in all; use at most {fits}, a larger --micro-batch-size, or more ranks"
+        )
+
+
+def _check_frozen(model: ModelConfig, patterns: tuple[str, ...]) -> None:
+    """Every pattern of --freeze-parameters must match a parameter, and some parameter must match none."""
+    if not patterns:
+        return
+    names = [spec.name for specs in stage_units(model, Layout(), 0).values() for spec in specs]
+    trained = set(names)
+    for pattern in patterns:
+        matched = fnmatch.filter(names, pattern)
+        if not matched:
+            close = difflib.get_close_matches(pattern, names[:14] + names[-4:], n=1, cutoff=0.0)[0]
+            raise ValueError(
+                f"--freeze-parameters {shorten(pattern)}: matches no parameter; names look like {close}; "
+                "correct it, or leave it out"
+            )
+        trained -= set(matched)
+    if not trained:
+        raise ValueError(
+            f"--freeze-parameters {shorten(' '.join(patterns))}: matches all {len(names)} parameters, so that nothing "
+            "is left to train; match fewer"
+        )
 
 
 def make_layout(config: Config, world_size: int) -> Layout:
@@ -60,7 +104,7 @@ def make_layout(config: Config, world_size: int) -> Layout:
         )
     dp, shards = world_size // (tp * pp), config.zero.zero_shard_size
     if shards and dp % shards:
-        sizes = ", ".join(str(n) for n in range(2, dp + 1) if dp % n == 0)
+        sizes = ", ".join(str(n) for n in divisors(dp) if n > 1)
         raise ValueError(
             f"--zero-shard-size {shards} does not divide the {dp} data-parallel ranks; "
             f"use {sizes}{', or ' * bool(sizes)}0 for all"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from megazero.config.limits import shorten
 from megazero.config.schema import ActivationConfig, Config, ModelConfig
 
 WORTH_IT = 0.01  # an uneven split must make the busiest rank this much faster: what divides evenly is easier to read
@@ -83,8 +84,8 @@ def given_split(config: Config) -> tuple[int, ...]:
     text, layers = config.parallel.pipeline_split, config.model.num_layers
     pp, chunks = config.parallel.pipeline_model_parallel_size, config.parallel.virtual_pipeline_stages
     stages, virtual = pp * chunks, f" x --virtual-pipeline-stages {chunks}" * (chunks > 1)
-    words = text.split(",")
-    example = ",".join(map(str, even_split(layers, stages)))
+    words, text = text.split(","), shorten(text)
+    example = shorten(",".join(map(str, even_split(layers, stages))))
     if not all(word.strip().isdecimal() for word in words):
         raise ValueError(f"--pipeline-split {text}: must be whole numbers with commas between, such as {example}")
     split = tuple(map(int, words))
@@ -95,7 +96,7 @@ def given_split(config: Config) -> tuple[int, ...]:
         )
     if sum(split) != layers:
         raise ValueError(
-            f"--pipeline-split {text} comes to {sum(split)} layers, and --num-layers is {layers}; "
+            f"--pipeline-split {text} comes to {shorten(sum(split))} layers, and --num-layers is {layers}; "
             f"change one of them, or use {example}"
         )
     if 0 in split[1:-1] or (stages == 1 and not layers):

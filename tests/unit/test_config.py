@@ -416,20 +416,21 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
     ({"wandb_project": "gpt"}, 1, 9, "--wandb-project gpt needs --log-dir DIR"),
     ({"eod_mask_loss": True}, 1, 9, "--eod-mask-loss needs --tokenizer"),
     *(
-        ({flag.replace("-", "_"): 0}, 1, 9, f"--{flag} 0: must be more than 0")
+        ({flag.replace("-", "_"): 0}, 1, 9, f"--{flag} 0: must be (at least 1|more than 0)")
         for flag in (
             *("num-layers", "hidden-size", "num-attention-heads", "seq-length", "micro-batch-size", "train-iters"),
             *("tensor-model-parallel-size", "pipeline-model-parallel-size", "virtual-pipeline-stages"),
-            *("distributed-timeout-minutes", "adam-eps", "eval-iters", "log-interval"),
+            *("distributed-timeout-minutes", "adam-eps", "eval-iters", "log-interval", "reduce-bucket-size"),
+            *("initial-loss-scale", "min-loss-scale", "loss-scale-window", "hysteresis"),
         )
     ),
     *(
-        ({flag.replace("-", "_"): -1}, 1, 9, f"--{flag} -1: must (not be negative|be more than 0)")
+        ({flag.replace("-", "_"): -1}, 1, 9, f"--{flag} -1: must (not be negative|be more than 0|be at least 1)")
         for flag, (_, kind) in flags().items()
         if kind in (int, float) and flag != "seed"
     ),
     *(
-        ({flag.replace("-", "_"): value}, 1, 9, f"--{flag} {value}: must be (finite|more than 0)")
+        ({flag.replace("-", "_"): value}, 1, 9, f"--{flag} {value}: must be finite")
         for flag, (_, kind) in flags().items()
         for value in (float("nan"), float("inf"))
         if kind is float

@@ -1,0 +1,88 @@
+"""Memory of this machine that a process can still allocate: by the kernel, and by the limits of control groups."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Available(NamedTuple):
+    """Bytes that can still be allocated, and where the limit comes from."""
+
+    num_bytes: int
+    source: str  # "of host memory", "of the control group's memory limit"
+
+
+class Machine(NamedTuple):
+    """Memory that one node has for the ranks that run on it; None: not known, so not checked."""
+
+    ranks: range  # of this node
+    device_type: str
+    device: Available | None  # per rank; None on a CPU, where ranks take host memory
+    host: Available | None  # for all ranks of the node together
+
+
+def host_memory(root: Path = Path("/")) -> Available | None:
+    """Return the host memory available to this process; None where the system does not say.
+
+    That is the least of MemAvailable and of every memory limit of the control groups around it (containers, jobs),
+    from the innermost group to the outermost. Page cache counts as available.
+
+    Args:
+        root: the folder that holds proc/ and sys/.
+    """
+    found = [Available(num_bytes, "of host memory") for num_bytes in _kernel_available(root)]
+    found += [Available(left, "of the control group's memory limit") for left in _control_groups(root)]
+    return min(found, default=None)
+
+
+def _kernel_available(root: Path) -> list[int]:
+    try:
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return [1024 * int(line.split()[1])]
+    except (OSError, ValueError):
+        pass
+    try:  # not Linux: all that there is
+        return [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    except (OSError, ValueError):
+        return []
+
+
+def _control_groups(root: Path) -> list[int]:
+    """Return what every control group around this process has left of its limit."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    left = []
+    for line in lines:  # "4:memory:/path" in version 1, "0::/path" in version 2
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            mount, limit, usage, prefix = (
+                "sys/fs/cgroup/memory",
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_",
+            )
+        elif not controllers:
+            mount, limit, usage, prefix = "sys/fs/cgroup", "memory.max", "memory.current", ""
+        else:
+            continue
+        inner = root / mount / path.lstrip("/")
+        for folder in (inner, *inner.parents):
+            if not folder.is_relative_to(root / mount):
+                break
+            try:  # absent in the outermost group, and for a path that lies outside a container; "max" is no limit
+                taken = int((folder / usage).read_text()) - _page_cache(folder / "memory.stat", prefix)
+                left.append(max(0, int((folder / limit).read_text()) - max(0, taken)))
+            except (OSError, ValueError):
+                continue
+    return left
+
+
+def _page_cache(stat: Path, prefix: str) -> int:
+    wanted = {f"{prefix}inactive_file", f"{prefix}active_file"}
+    fields = [line.split() for line in stat.read_text().splitlines()]
+    return sum(int(value) for name, value in fields if name in wanted)

@@ -1,0 +1,172 @@
+"""Refusing what cannot fit in memory: what there is, what is needed at least, and flags that make it fit."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megazero.comm import launch
+from megazero.comm.machine import machine, tasks_of_node
+from megazero.config.schema import Config
+from megazero.memory.host import Available, Machine, host_memory
+from megazero.plan.resolve import resolve
+from megazero.plan.topology import Layout
+from megazero.price.capacity import check_memory, estimated, lower_bound
+from tests.unit.test_config import make
+from tests.unit.test_limits import limited_work
+
+SMALL = {"num_layers": 4, "hidden_size": 96, "seq_length": 64, "vocab_size": 300, "num_attention_heads": 6}
+
+
+def files(root: Path, **contents: str) -> Path:
+    for name, text in contents.items():
+        path = root / name.replace("__", "/").replace("_DOT_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+MEMINFO = "MemTotal: 4000 kB\nMemFree: 100 kB\nMemAvailable: 1000 kB\n"
+
+
+def test_host_memory_is_the_least_of_kernel_and_control_groups(tmp_path: Path) -> None:
+    root = files(tmp_path, proc__meminfo=MEMINFO)
+    assert host_memory(root) == Available(1000 * 1024, "of host memory")
+    for name in ("sys/fs/cgroup/job/step", "sys/fs/cgroup/job"):
+        (root / name).mkdir(parents=True, exist_ok=True)
+        (root / name / "memory.current").write_text("90000\n")
+        (root / name / "memory.stat").write_text("anon 50000\ninactive_file 20000\nactive_file 10000\n")
+        (root / name / "memory.max").write_text("max\n")
+    (root / "proc/self").mkdir()
+    (root / "proc/self/cgroup").write_text("0::/job/step\n")
+    assert host_memory(root) == Available(1000 * 1024, "of host memory")
+    (root / "sys/fs/cgroup/job/memory.max").write_text("100000\n")  # of the outer group: it binds all the same
+    assert host_memory(root) == Available(100_000 - (90_000 - 30_000), "of the control group's memory limit")
+    (root / "sys/fs/cgroup/job/step/memory.max").write_text("50000\n")
+    assert host_memory(root) == Available(0, "of the control group's memory limit")
+
+
+def test_host_memory_in_a_version_1_control_group(tmp_path: Path) -> None:
+    """In a container the group's path is often that of the host: then the limit lies at the mount itself."""
+    root = files(
+        tmp_path, proc__meminfo=MEMINFO, proc__self__cgroup="9:cpu:/docker/a\n4:blkio,memory:/docker/a\n0::/\n"
+    )
+    folder = "sys__fs__cgroup__memory__memory_DOT_"
+    files(root, **{f"{folder}limit_in_bytes": "70000", f"{folder}usage_in_bytes": "30000"})
+    files(root, **{f"{folder}stat": "total_inactive_file 5000\ninactive_file 1\n"})
+    assert host_memory(root) == Available(45_000, "of the control group's memory limit")
+
+
+def test_host_memory_here() -> None:
+    found = host_memory()
+    assert found is not None and found.num_bytes > 0
+
+
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+    (1, {}),
+    (4, {"zero_stage": 3, "precision": "bf16"}),
+    (4, {"zero_stage": 2, "recompute": "full", "micro_batch_size": 3}),
+    (8, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "zero_stage": 1}),
+    (4, {"pipeline_model_parallel_size": 4, "pipeline_schedule": "gpipe", "global_batch_size": 16}),
+    (
+        2,
+        {"tensor_model_parallel_size": 2, "recompute": "full", "partition_activations": True, "untie_embeddings": True},
+    ),
+    (2, {"recompute": "full", "checkpoint_in_cpu": True, "freeze_parameters": ("blocks.*",)}),
+]
+
+
+def resolved(world_size: int, options: dict[str, Any]) -> tuple[Config, Layout]:
+    return resolve(make(**(SMALL | options)), world_size, 0)
+
+
+@pytest.mark.parametrize(("world_size", "options"), LAYOUTS, ids=str)
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_the_lower_bound_is_one(world_size: int, options: dict[str, Any], device_type: str) -> None:
+    """Never more than the estimate, and at least its parameters and optimizer states: or it would refuse too much."""
+    config, layout = resolved(world_size, options)
+    for rank in range(world_size):
+        least, whole = (count(config, layout, rank, device_type) for count in (lower_bound, estimated))
+        assert all(least.device[kind] == whole.device[kind] for kind in ("parameters", "optimizer"))
+        assert least.total <= whole.total and least.host <= whole.host
+
+
+def test_the_lower_bound_costs_the_same_for_any_number_of_layers() -> None:
+    lines = []
+    for layers in (2, 4096):
+        config, layout = resolved(1, {"num_layers": layers, "global_batch_size": 30})
+        with limited_work() as count:
+            lower_bound(config, layout, 0, "cpu")
+        lines.append(count[0])
+    assert lines[0] == lines[1] < 5000
+
+
+@pytest.mark.parametrize(("world_size", "options"), LAYOUTS, ids=str)
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_a_run_is_refused_where_a_byte_is_missing(world_size: int, options: dict[str, Any], device_type: str) -> None:
+    """On a CPU the ranks of a node share the host; a GPU is a rank's own, and copies of inputs are the host's."""
+    config, layout = resolved(world_size, options)
+    needs = [estimated(config, layout, rank, device_type) for rank in range(world_size)]
+    device = max(n.total for n in needs)
+    host = sum(n.host + n.total * (device_type == "cpu") for n in needs)
+
+    def with_memory(missing_device: int = 0, missing_host: int = 0) -> Machine:
+        free = Available(device - missing_device, "free on its GPU") if device_type == "cuda" else None
+        return Machine(range(world_size), device_type, free, Available(host - missing_host, "of host memory"))
+
+    fullest = max(range(world_size), key=lambda rank: needs[rank].total)
+    check_memory(config, layout, fullest, with_memory())
+    shortages = [{"missing_host": 1}] * (host > 0) + [{"missing_device": 1}] * (device_type == "cuda")
+    for shortage in shortages:
+        with pytest.raises(ValueError, match=r"^--[a-z-]+ \d+ .*: a rank needs .* bytes .* available.*; "):
+            check_memory(config, layout, fullest, with_memory(**shortage))
+    check_memory(config, layout, fullest, Machine(range(world_size), device_type, None, None))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options", "share", "expected"),
+    [
+        (4, {"zero_stage": 0}, 0.9, "--zero-stage 1"),
+        (4, {"zero_stage": 0}, 0.32, "--zero-stage 3"),
+        (1, {"micro_batch_size": 4}, 0.7, "--recompute"),
+        (1, {"num_layers": 40}, 0.3, "--num-layers"),
+    ],
+    ids=str,
+)
+def test_the_way_out_is_one(world_size: int, options: dict[str, Any], share: float, expected: str) -> None:
+    """The flags that a refusal names make the run fit."""
+    config, layout = resolved(world_size, options)
+    total = sum(estimated(config, layout, rank, "cpu").total for rank in range(world_size))
+    node = Machine(range(world_size), "cpu", None, Available(int(total * share), "of host memory"))
+    with pytest.raises(ValueError) as refusal:
+        check_memory(config, layout, 0, node)
+    way_out = str(refusal.value).rsplit("; ", 1)[1]
+    assert expected in way_out, way_out
+    named = dict(itertools.pairwise(re.findall(r"--[a-z-]+|[\w.]+", way_out.split(" or at most ")[-1])))
+    changes: dict[str, Any] = {
+        flag[2:].replace("-", "_"): int(value) if value.isdigit() else value
+        for flag, value in named.items()
+        if flag.startswith("--")
+    }
+    assert changes
+    config, layout = resolved(world_size, options | changes)
+    check_memory(config, layout, 0, node)
+
+
+def test_ranks_of_a_node_by_slurm() -> None:
+    tasks = "2(x2),3,1(x1000000)"
+    assert [tasks_of_node(tasks, node) for node in (0, 1, 2, 3, 9)] == [2, 2, 3, 1, 1]
+    assert tasks_of_node("", 0) == 1
+
+
+def test_the_machine_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    found = machine(launch.World(5, 8, 1, "torchrun"), torch.device("cpu"))
+    assert (found.ranks, found.device_type, found.device) == (range(4, 8), "cpu", None)
+    assert found.host is not None
+    assert machine(launch.World(0, 1, 0, "single"), torch.device("cpu")).ranks == range(1)
