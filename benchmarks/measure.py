@@ -13,10 +13,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megazero.model.context import Tokens
+from megazero.model.context import DeviceBatch, Tokens
 from megazero.plan.operations import Forward, Keep
 from megazero.plan.zero_policy import Use
-from megazero.train.engine import DeviceBatch, Engine
+from megazero.train.engine import Engine
 
 
 def interval(values: list[float], draws: int = 2000) -> tuple[float, float]:

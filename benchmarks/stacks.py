@@ -30,13 +30,13 @@ from benchmarks.peers import Work as GPTWork
 from megazero.comm.collectives import Axis
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import Config, ModelConfig
-from megazero.model.context import Tokens
+from megazero.model.context import DeviceBatch, Tokens
 from megazero.plan.operations import Norm, Open
 from megazero.plan.operations import Update as UpdateUnit
 from megazero.plan.program import Program, RankSpec, program
 from megazero.plan.resolve import resolve
 from megazero.plan.zero_policy import Use
-from megazero.train.engine import DeviceBatch, Engine
+from megazero.train.engine import Engine
 from megazero.train.matmul_backend import choose_matmul_backend
 from megazero.zero.adamw import Update
 

@@ -146,3 +146,12 @@ class Tokens(NamedTuple):
     def dropped(self) -> tuple[Rows, ...] | None:
         """The rows of the residual stream's dropout masks; None in evaluation."""
         return self.rows if self.drops else None
+
+
+class DeviceBatch(NamedTuple):
+    """A micro-batch on this rank's device, as layers read it."""
+
+    ids: torch.Tensor  # [b, s] int64
+    labels: torch.Tensor  # [b, s] int64
+    loss_mask: torch.Tensor  # [b, s] fp32, 1 where the target counts
+    tokens: Tokens

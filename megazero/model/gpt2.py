@@ -7,13 +7,15 @@ Shapes: b micro-batch, s sequence, h hidden, n heads, d head dim, f ffn, v vocab
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn as nn
 
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import ModelConfig
 from megazero.model.attention import Core, attention_backend
-from megazero.model.context import Context, Tokens
+from megazero.model.context import Context, DeviceBatch, Tokens
 from megazero.model.dropout import Dropout, Rows
 from megazero.model.embedding import PositionEmbedding
 from megazero.model.linear import ColumnLinear, RowLinear
@@ -140,6 +142,28 @@ class GPTStage(nn.Module):
         """unit name -> its parameters with their specs."""
         parameters = dict(self.named_parameters())
         return {name: [(s, parameters[s.name]) for s in specs] for name, specs in self.units.items()}
+
+    def compute(self, name: str) -> Callable[[torch.Tensor | None, DeviceBatch, bool], torch.Tensor]:
+        """Bind layer `name` to what it reads of a micro-batch: compute(x, batch, output).
+
+        `output` False: only the graph is needed; what is returned is never read.
+        """
+        layer = self.get_submodule(name)
+
+        def token(x: None, batch: DeviceBatch, output: bool) -> torch.Tensor:
+            return layer(batch.ids)
+
+        def position(x: torch.Tensor, batch: DeviceBatch, output: bool) -> torch.Tensor:
+            return layer(x, batch.tokens)
+
+        def block(x: torch.Tensor, batch: DeviceBatch, output: bool) -> torch.Tensor:
+            return layer(x, batch.tokens, output)
+
+        def head(x: torch.Tensor, batch: DeviceBatch, output: bool) -> torch.Tensor:
+            return layer(x, batch.labels, batch.loss_mask)
+
+        found: dict[str, Callable[..., torch.Tensor]] = {TOKEN: token, POSITION: position, HEAD: head}
+        return found.get(name, block)
 
     def embed(self, ids: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         """ids [b, s] -> [T', h]; on the first pipeline rank."""

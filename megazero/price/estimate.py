@@ -38,10 +38,11 @@ from megazero.plan.operations import (
     Wait,
     inner,
 )
-from megazero.plan.parameters import HEAD, TOKEN, ParamSpec, stage_units, unit_layout
-from megazero.plan.program import Layer, program, rank_spec
+from megazero.plan.parameters import stage_units, unit_layout
+from megazero.plan.program import program, rank_spec
 from megazero.plan.topology import Layout, ring_bytes
-from megazero.plan.zero_policy import COPY_DEPTH, Use, fixed_gradients, plan_buckets, ring_slots
+from megazero.plan.zero_policy import COPY_DEPTH, fixed_gradients, plan_buckets, ring_slots
+from megazero.price.trace import trace_layers
 
 NUMBER = 8  # bytes of a number that ranks agree on: fp64
 
@@ -70,32 +71,6 @@ def estimate(config: Config, layout: Layout, rank: int = 0, staged: bool = True)
     return _Pricer(config, layout, rank, staged).run()
 
 
-class TensorParallel(NamedTuple):
-    """Collectives of a layer's backward along tp."""
-
-    gathers: int = 0  # of the residual stream, with sequence parallelism
-    sums: int = 0
-
-
-def backward_collectives(layer: Layer, specs: dict[str, list[ParamSpec]]) -> TensorParallel:
-    """Count the collectives of a layer's backward, where some of its parameters may be frozen."""
-    if layer.use is not Use.LAYER:
-        table = next((s for name in reversed(layer.units) for s in reversed(specs[name]) if len(s.shape) == 2), None)
-        if layer.name == HEAD:  # the gradient of its input is made whether it is needed or not
-            return TensorParallel(int(table is not None and table.trains), 1)
-        return TensorParallel(int(layer.name == TOKEN))
-    trains = {spec.name.removeprefix(f"{layer.name}."): spec.trains for spec in specs[layer.name]}
-    x, gathers, sums = layer.passes_gradient, 0, 0
-    for norm, column, row in (("norm1", "attention.qkv", "attention.proj"), ("norm2", "mlp.up", "mlp.down")):
-        normed = x or trains[f"{norm}.weight"] or trains[f"{norm}.bias"]
-        hidden = normed or trains[f"{column}.weight"] or trains[f"{column}.bias"]
-        branch = hidden or trains[f"{row}.weight"] or trains[f"{row}.bias"]
-        gathers += (hidden and trains[f"{column}.weight"]) + branch
-        sums += normed
-        x = x or branch
-    return TensorParallel(gathers, sums)
-
-
 class _Pricer:
     """Memory and traffic of every operation. Operations without a method here cost nothing of either."""
 
@@ -108,19 +83,15 @@ class _Pricer:
         self.w, self.g = BYTES[training.precision], BYTES[training.grad_dtype]
         self.specs = stage_units(model, layout, self.coord.pp, training.freeze_parameters)
         self.flats = {name: unit_layout(s, layout.tp, layout.shard) for name, s in self.specs.items()}
-        self.layers = self.spec.layers
-        self.backward = {name: backward_collectives(layer, self.specs) for name, layer in self.layers.items()}
-        self.tokens = training.micro_batch_size * model.seq_length  # b s
-        self.stream_bytes = self.tokens * model.hidden_size * self.w  # the residual stream: b s h
-        self.sequence_parallel = config.parallel.sequence_parallel
+        self.costs = trace_layers(config, layout, self.coord.pp)
         # a block's input and a message between stages: a rank's part of the residual stream
-        self.hidden_bytes = self.stream_bytes // (layout.tp if self.sequence_parallel else 1)
+        parts = layout.tp if config.parallel.sequence_parallel else 1
+        self.hidden_bytes = training.micro_batch_size * model.seq_length // parts * model.hidden_size * self.w
         parts = layout.tp if self.activations.partition_activations else 1
         self.kept_bytes = partition_numel(self.hidden_bytes // self.w, parts) * self.w
         self.fixed = fixed_gradients(
             self.policy, self.activations.contiguous_checkpointing, config.micro_batches(layout.dp)
         )
-        self.vocabulary = stage_units(model, Layout(), 0)[TOKEN][0].local(layout.tp, 0).stored[0]  # rows per rank
         self.leases: dict[object, Lease] = {}
         self.price: dict[type, Callable[[Any], None]] = {
             Forward: self._forward,
@@ -196,37 +167,19 @@ class _Pricer:
     # -- layers
 
     def _forward(self, op: Forward) -> None:
-        if self.layers[op.layer].use is Use.LAYER:
-            self._stream_gather(2)
-            self._stream_sum(2)
-        elif op.layer == TOKEN:
-            self._stream_sum()
-        elif op.layer == HEAD:
-            self._stream_gather()
-            size = self.tokens * self.vocabulary * self.w
-            self.leases["logits", op.micro_batch] = self.ledger.lease("logits", size)
-            for count in (1, 2):  # maxima; sums and picked logits
-                num_bytes = count * self.tokens * max(4, self.w)
-                self.sent["tp"] += ring_bytes(num_bytes, self.layout.tp, passes=2)
+        cost = self.costs[op.layer]
+        self.sent["tp"] += cost.forward
+        if cost.logits:
+            self.leases["logits", op.micro_batch] = self.ledger.lease("logits", cost.logits)
 
     def _recompute(self, op: Recompute) -> None:
-        """As a forward, without the last sum over tp, whose result is never read."""
-        self._stream_gather(2)
-        self._stream_sum()
+        self.sent["tp"] += self.costs[op.layer].recompute
 
     def _backward(self, op: Backward) -> None:
-        self._stream_gather(self.backward[op.layer].gathers)
-        self._stream_sum(self.backward[op.layer].sums)
-        if op.layer == HEAD:
+        cost = self.costs[op.layer]
+        self.sent["tp"] += cost.backward
+        if cost.logits:
             self.leases.pop(("logits", op.micro_batch))
-
-    def _stream_gather(self, times: int = 1) -> None:
-        """`model.context.Stream`: a stream that every rank holds whole is not gathered."""
-        if self.sequence_parallel:
-            self.sent["tp"] += times * ring_bytes(self.stream_bytes, self.layout.tp)
-
-    def _stream_sum(self, times: int = 1) -> None:
-        self.sent["tp"] += times * ring_bytes(self.stream_bytes, self.layout.tp, passes=2 - self.sequence_parallel)
 
     # -- kept inputs: those on the host are counted at rest; in an arena they were buffers until they are kept
 

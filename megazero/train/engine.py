@@ -17,16 +17,16 @@ from megazero.comm.mesh import Mesh
 from megazero.config.schema import Config
 from megazero.memory.tracker import Ledger
 from megazero.model import initial_values
-from megazero.model.context import DTYPES, Context, Stream, Tokens
+from megazero.model.context import DTYPES, Context, DeviceBatch, Stream, Tokens
 from megazero.model.fused_ops import PLAIN, compiled
 from megazero.model.gpt2 import GPTStage
 from megazero.model.matmul import Products
-from megazero.plan.parameters import HEAD, POSITION, TOKEN, stage_units
-from megazero.plan.program import Layer, Program, program, rank_spec
+from megazero.plan.parameters import TOKEN, stage_units
+from megazero.plan.program import Program, program, rank_spec
 from megazero.plan.schedules import EVALUATION
 from megazero.plan.topology import Layout
 from megazero.plan.zero_policy import fixed_gradients
-from megazero.train.interpreter import ActivationSpec, Compute, Interpreter
+from megazero.train.interpreter import ActivationSpec, Interpreter
 from megazero.train.optimization import LossScale, clip_factor, learning_rate
 from megazero.zero.adamw import Update
 from megazero.zero.flat_unit import ZeroOptions
@@ -40,15 +40,6 @@ class Batch(Protocol):
     labels: torch.Tensor  # [b, s] int64
     loss_mask: torch.Tensor  # [b, s] fp32, 1 where the target counts
     samples: tuple[int, ...]  # global numbers
-
-
-class DeviceBatch(NamedTuple):
-    """A micro-batch as layers read it."""
-
-    ids: torch.Tensor
-    labels: torch.Tensor
-    loss_mask: torch.Tensor
-    tokens: Tokens
 
 
 class LossScaleExhausted(Exception):
@@ -100,7 +91,7 @@ class Engine:
         tokens = len(stream.tokens(config.training.micro_batch_size * model.seq_length))
         message = ActivationSpec((tokens, model.hidden_size), context.dtype, mesh.device)
         self.interpreter = Interpreter(
-            {name: (layer, self._compute(layer)) for name, layer in self.spec.layers.items()},
+            {name: (layer, self.model.compute(name)) for name, layer in self.spec.layers.items()},
             self.zero,
             self._kept_inputs(message),
             mesh.pp,
@@ -139,25 +130,6 @@ class Engine:
             on_host=activations.checkpoint_in_cpu,
             contiguous=activations.contiguous_checkpointing,
         )
-
-    def _compute(self, layer: Layer) -> Compute:
-        """Bind a layer to what it reads of a micro-batch, besides x."""
-        module = self.model.get_submodule(layer.name)
-
-        def block(x: torch.Tensor, batch: DeviceBatch, output: bool) -> torch.Tensor:
-            return module(x, batch.tokens, output)
-
-        def token(x: None, batch: DeviceBatch, output: bool) -> torch.Tensor:
-            return module(batch.ids)
-
-        def position(x: torch.Tensor, batch: DeviceBatch, output: bool) -> torch.Tensor:
-            return module(x, batch.tokens)
-
-        def head(x: torch.Tensor, batch: DeviceBatch, output: bool) -> torch.Tensor:
-            return module(x, batch.labels, batch.loss_mask)
-
-        found: dict[str, Any] = {TOKEN: token, POSITION: position, HEAD: head}
-        return found.get(layer.name, block)
 
     def program(self, schedule: str, micro_batches: int) -> Program:
         """Return this rank's program, made once per schedule and number of micro-batches."""

@@ -1,0 +1,49 @@
+"""`PretendAxis`: an axis of which only this rank exists. It counts what would be sent, and sends nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megazero.comm.collectives import Axis
+from megazero.comm.in_flight import InFlight
+from megazero.comm.mesh import Mesh
+from megazero.plan.topology import AXES, SUB_AXES, Layout
+
+
+class _Done:
+    """A collective that is over at once."""
+
+    def wait(self) -> None:
+        pass
+
+
+class PretendAxis(Axis):
+    """One rank of an axis without its peers: every collective answers at once and leaves its output as it is.
+
+    For stand-in tensors, whose values do not matter. `staged`: take the paths of gloo, else those of NCCL.
+    """
+
+    def __init__(self, name: str, ranks: list[int], rank: int, staged: bool) -> None:
+        super().__init__(name, ranks, rank, None, InFlight(checks=False))
+        self._staged = staged
+
+    @property
+    def staged(self) -> bool:
+        return self._staged and self.size > 1
+
+    def _launch(self, collective: Callable[[], Any], reads: Any, writes: Any) -> _Done:
+        return _Done()
+
+
+def pretend_mesh(layout: Layout, rank: int, device: torch.device, staged: bool) -> Mesh:
+    """Make the mesh of one rank of `layout`, without any other."""
+    axes: dict[str, Axis] = {"ends": PretendAxis("ends", [rank], rank, staged)}
+    for name in (*AXES, *SUB_AXES):
+        for ranks in layout.groups(name):
+            if rank in ranks:
+                axes[name] = PretendAxis(name, ranks, rank, staged)
+    axes["world"] = PretendAxis("world", list(range(layout.world_size)), rank, staged)
+    return Mesh(layout, rank, device, host_group=None, in_flight=InFlight(checks=False), **axes)
