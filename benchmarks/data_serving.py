@@ -105,7 +105,8 @@ def loader(folder: Path, workers: int) -> str:
         return found
 
     Batches.batch = timed  # type: ignore[method-assign]
-    flags = f"--preset tiny --data-path {prefix} --tokenizer byte --train-iters 30 --split 1 --eval-interval 0"
+    flags = f"--preset tiny --data-path {prefix} --tokenizer byte --train-iters 30 --lr-warmup-iters 0"
+    flags += " --split 1 --eval-interval 0"
     with contextlib.redirect_stdout(io.StringIO()):
         pretrain_gpt.main([*flags.split(), "--log-dir", str(folder / "log"), "--num-workers", str(workers)])
     lines = (folder / "log" / "metrics.jsonl").read_text().splitlines()[5:]  # the first steps start the workers

@@ -19,7 +19,7 @@ from megazero.data.samples import SPLITS, GPTDataset, Samples, require_vocabular
 from megazero.data.tokenizer import Tokenizer
 from megazero.files import FilePool, read_regular
 
-# How much of each end of a corpus without PREFIX.json is read in search of ids outside the vocabulary.
+# How much of each end of corpora without PREFIX.json is read, of all together, in search of ids outside the vocabulary.
 SCANNED_BYTES = 64 << 20
 # A file of corpora and weights is a page or a few hundred.
 MAX_LIST_BYTES = 64 << 20
@@ -92,8 +92,8 @@ def open_datasets(
     """Open the corpora of --data-path, each once, and check them; to be called before any process group starts.
 
     Files are checked as `IndexedDataset` does, and a random choice of their blocks against the checksums in
-    PREFIX.json. Ids must lie below `vocab_size`: known from PREFIX.json, else from a scan of the first and last
-    64 MiB of tokens. A corpus must be made by `tokenizer`, if PREFIX.json tells. Train (and validation, with
+    PREFIX.json. Ids must lie below `vocab_size`: known from PREFIX.json, else from a scan of both ends of the
+    tokens. A corpus must be made by `tokenizer`, if PREFIX.json tells. Train (and validation, with
     `evaluation`) must hold one sample.
 
     Raises:
@@ -109,7 +109,7 @@ def open_datasets(
         if tokenizer is not None:
             _check_tokenizer(data, about, tokenizer)
         if vocab_size is not None:
-            _check_vocabulary(data, about, vocab_size)
+            _check_vocabulary(data, about, vocab_size, SCANNED_BYTES // len(corpora))
     _check_sample(corpora, random.Random())
 
     def opened(split_name: str) -> Samples:
@@ -162,12 +162,12 @@ def _check_tokenizer(data: IndexedDataset, about: dict[str, Any], tokenizer: Tok
         )
 
 
-def _check_vocabulary(data: IndexedDataset, about: dict[str, Any], vocab_size: int) -> None:
+def _check_vocabulary(data: IndexedDataset, about: dict[str, Any], vocab_size: int, scanned_bytes: int) -> None:
     largest = about.get("max_id")
     if isinstance(largest, int):
         parts = [np.array([largest])]
     else:
-        count, end = SCANNED_BYTES // data.dtype.itemsize, data.num_tokens
+        count, end = scanned_bytes // data.dtype.itemsize, data.num_tokens
         parts = [data.tokens(0, min(count, end)), data.tokens(max(0, end - count), end)]
     for ids in parts:
         require_vocabulary(data.prefix, ids, vocab_size, "the corpus")

@@ -216,12 +216,8 @@ def require_pair(prefix: str) -> None:
     missing = [path for path in paths if not os.path.exists(path)]
     if not missing:
         for path in paths:
-            try:
-                os.close(open_regular(path))
-            except OSError as error:
-                raise ValueError(f"--data-path {prefix}: {explain(error)}") from error
-            except ValueError as error:
-                raise ValueError(f"--data-path {prefix}: {error}; name a corpus") from error
+            if not os.path.isfile(path):
+                raise ValueError(f"--data-path {prefix}: {path} is not a regular file; name a corpus")
         return
     stem, end = os.path.splitext(prefix)
     if end in (".bin", ".idx") and os.path.isfile(stem + end):

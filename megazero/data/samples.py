@@ -9,6 +9,7 @@ epoch are shuffled among themselves. So what `dataset[i]` is depends on (corpus,
 on the length of the run, the batch size or the layout, and a run can be extended or its layout changed.
 """
 
+import functools
 import os
 from itertools import accumulate
 from typing import Any, Protocol
@@ -75,8 +76,13 @@ class GPTDataset:
         first, stop = split_ranges(split, self.data.num_documents)[split_name]
         begin, end = self.data.document_starts(first, stop + 1)[[0, -1]].tolist()
         self.num_documents, self.num_tokens = stop - first, end - begin
-        self._key = EpochKey(self.data.index_fingerprint, first, stop, self.num_tokens, seq_length, seed)
+        self._range, self._seed = (first, stop), seed
         self._tables: dict[int, EpochTable] = {}  # by epoch, oldest use first
+
+    @functools.cached_property
+    def _key(self) -> EpochKey:
+        # At the first sample: of 10,000 corpora, most are not read for a long time.
+        return EpochKey(self.data.index_fingerprint, *self._range, self.num_tokens, self.seq_length, self._seed)
 
     def __reduce__(self) -> tuple[type["GPTDataset"], tuple[Any, ...]]:
         return GPTDataset, self._arguments  # a worker process maps the files itself

@@ -107,16 +107,26 @@ def test_a_computed_table_is_mapped_not_kept(tmp_path: Path, monkeypatch) -> Non
     assert np.memmap in kinds
 
 
-def test_permutations_are_stable_for_equal_keys() -> None:
-    class Few:
-        """A stream of few different numbers."""
+class Keys:
+    """A stream of given numbers."""
 
-        def random_raw(self, count: int) -> np.ndarray:
-            return np.random.default_rng(0).integers(0, 50, count).astype(np.uint64)
+    def __init__(self, keys: np.ndarray) -> None:
+        self.keys = keys
 
-    found = epochs.permutation(Few(), 5000)  # type: ignore[arg-type]
-    keys = Few().random_raw(5000)
-    assert np.array_equal(found, np.argsort(keys, kind="stable")) and found.dtype == np.int64
+    def random_raw(self, count: int) -> np.ndarray:
+        return self.keys[:count]
+
+
+@pytest.mark.parametrize("shift", [0, 3, 12, 13, 50, 58])
+def test_permutations_are_a_stable_sort_of_the_raw_stream(shift: int) -> None:
+    """Keys that differ in high bits, in low bits that the packed sort does not see, in both, or not at all."""
+    draw = np.random.default_rng(shift)
+    keys = (draw.integers(0, 40, 5000).astype(np.uint64) << np.uint64(shift)) | draw.integers(0, 7, 5000).astype(
+        np.uint64
+    )
+    for count in (0, 1, 2, 3, 4096, 4097, 5000):
+        found = epochs.permutation(Keys(keys), count)  # type: ignore[arg-type]
+        assert np.array_equal(found, np.argsort(keys[:count], kind="stable")) and found.dtype == np.int64
     plain = epochs.permutation(np.random.PCG64(5), 5000)
     assert np.array_equal(plain, np.argsort(np.random.PCG64(5).random_raw(5000), kind="stable"))
 
