@@ -38,14 +38,21 @@ def main(argv: list[str]) -> None:
     except (LossScaleExhausted, DeadRun) as error:
         fail(world, str(error))
     except PeerLost as error:
-        say(world, f"{error}; asking the others why")  # at once: this rank may be ended before they answer
+        say(
+            world, f"{error}{place_of(error)}; asking the others why"
+        )  # at once: this rank may be ended before they answer
         fail(world, failures.explain(world, error), report=False)
     except KeyboardInterrupt:
         print("interrupted; --load goes on from the last checkpoint in --save", file=sys.stderr, flush=True)
         launch.abort(130)
     except Exception as error:
         traceback.print_exc()
-        fail(world, f"{type(error).__name__}: {error}")
+        fail(world, f"{type(error).__name__}: {error}{place_of(error)}")
+
+
+def place_of(error: BaseException) -> str:
+    """Name the operation of the step that raised an exception, where the interpreter has noted one."""
+    return "".join(f" {note}" for note in getattr(error, "__notes__", [])[:1])
 
 
 def pretrain(config: Config, world: launch.World, signals: Signals) -> Stop | None:

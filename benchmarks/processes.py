@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.measure import interval
 from benchmarks.peers import Work
 
-RANK = Path(__file__).with_name("rank.py")
+ROOT = Path(__file__).resolve().parent.parent
 CLONE_NEWNET = 0x40000000
 
 
@@ -30,6 +30,7 @@ class Job:
     Attributes:
         module: where the table SYSTEMS has it.
         env: beyond this process' own.
+        root: the tree whose `benchmarks` and megazero the ranks import.
     """
 
     system: str
@@ -37,6 +38,7 @@ class Job:
     module: str
     python: str = sys.executable
     env: dict[str, str] = field(default_factory=dict)
+    root: Path = ROOT
 
 
 class Processes:
@@ -54,7 +56,7 @@ class Processes:
             with self.said.open("a") as said:
                 self.ranks.append(
                     subprocess.Popen(
-                        [job.python, str(RANK), *arguments, str(rank), rendezvous],
+                        [job.python, str(job.root / "benchmarks" / "rank.py"), *arguments, str(rank), rendezvous],
                         stdin=subprocess.PIPE,
                         stdout=subprocess.PIPE,
                         stderr=said,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -98,6 +98,33 @@ class Mesh:
             for kind, num_bytes in axis.sent.items():
                 total[kinds.get(kind, kind)] += num_bytes
         return dict(total)
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.host_group is not None:
+            with self.world.peer_errors("barrier over all ranks"):
+                dist.barrier(self.host_group)
+
+    def gather_bytes(self, data: bytes) -> Iterator[bytes]:
+        """Yield every rank's `data` on rank 0, in order of rank, one at a time; nothing on the others.
+
+        All ranks call this, and iterate to the end. Not counted as traffic.
+        """
+        if self.host_group is None:
+            yield data
+            return
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world.size)]
+        with self.world.peer_errors("gathering bytes on rank 0"):
+            dist.all_gather(sizes, torch.tensor([len(data)]), group=self.host_group)
+            if self.rank > 0:
+                dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), dst=0, group=self.host_group)
+                return
+        yield data
+        for rank in range(1, self.world.size):
+            arriving = torch.empty(int(sizes[rank]), dtype=torch.uint8)
+            with self.world.peer_errors("gathering bytes on rank 0", rank):
+                dist.recv(arriving, src=rank, group=self.host_group)
+            yield arriving.numpy().tobytes()
 
     def control_sum(self, x: torch.Tensor, *axes: Axis) -> torch.Tensor:
         """Sum a few numbers over `axes`, in place, counted as control traffic."""

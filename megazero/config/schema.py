@@ -248,6 +248,9 @@ class LogConfig:
     """Folder for metrics.jsonl and config.toml. Empty: neither is written."""
     log_interval: Positive = 1
     """Iterations between progress lines; metrics.jsonl has every iteration (a GPU's fragmentation: every such one)."""
+    profile_iterations: str = ""
+    """A:B: trace iterations A to B of this run, both included, into --log-dir/trace-A-B.json, one file of all ranks for
+    chrome://tracing and ui.perfetto.dev. Empty: none."""
     tensorboard_dir: str = ""
     """Folder for TensorBoard. Empty: none."""
     wandb_project: str = ""

@@ -108,10 +108,40 @@ def _check_combinations(config: Config) -> None:
         if path:
             check_writable(flag, path)
     check_project(config.log.wandb_project)
+    _check_profile(config)
     if config.log.wandb_project and not config.log.log_dir:
         raise ValueError(f"--wandb-project {shorten(config.log.wandb_project)} needs --log-dir DIR for its files")
     if config.data.eod_mask_loss and not config.data.tokenizer:
         raise ValueError("--eod-mask-loss needs --tokenizer, to know the end-of-document token")
+
+
+def iteration_range(text: str) -> tuple[int, int]:
+    """Read --profile-iterations: the first and the last iteration to trace.
+
+    Raises:
+        ValueError: it is no such range.
+    """
+    first, _, last = text.partition(":")
+    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+        raise ValueError(
+            f"--profile-iterations {text}: must be A:B, the first and the last iteration to trace, counted from 1, "
+            "such as 10:12"
+        )
+    return int(first), int(last)
+
+
+def _check_profile(config: Config) -> None:
+    text, iterations = config.log.profile_iterations, config.training.train_iters
+    if not text:
+        return
+    _, last = iteration_range(text)
+    if last > iterations:
+        raise ValueError(
+            f"--profile-iterations {text}: iteration {last} is not reached, for --train-iters is {iterations}; end "
+            "the range earlier, or train longer"
+        )
+    if not config.log.log_dir:
+        raise ValueError(f"--profile-iterations {text} needs --log-dir DIR for the trace")
 
 
 def _check_activations(config: Config) -> None:

@@ -8,6 +8,7 @@ and frees is not the engine's, and not in here.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 # At rest: parameters, optimizer. Within a step: the others. `host`: memory of the host, not of the device.
 KINDS = ("parameters", "optimizer", "gradients", "activation_checkpoints", "buffers", "logits", "host")
@@ -33,9 +34,16 @@ class Lease:
 
 
 class Ledger:
-    """Current bytes and their peaks."""
+    """Current bytes and their peaks.
+
+    Attributes:
+        total: bytes on the device now.
+        watch: called with a kind whenever its bytes have changed, if set: for traces.
+    """
 
     def __init__(self) -> None:
+        self.total = 0
+        self.watch: Callable[[str], None] | None = None
         self.now: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
         self.total_peak = 0
@@ -45,14 +53,13 @@ class Ledger:
         return Lease(self, kind, num_bytes)
 
     def enter(self, kind: str, num_bytes: int) -> None:
-        self.now[kind] += num_bytes
-        self.peak[kind] = max(self.peak[kind], self.now[kind])
-        self.total_peak = max(self.total_peak, self.total)
-
-    @property
-    def total(self) -> int:
-        """Bytes on the device now."""
-        return sum(self.now.values()) - self.now["host"]
+        now = self.now[kind] = self.now[kind] + num_bytes
+        self.peak[kind] = max(self.peak[kind], now)
+        if kind != "host":
+            self.total += num_bytes
+            self.total_peak = max(self.total_peak, self.total)
+        if self.watch is not None:
+            self.watch(kind)
 
     def begin_iteration(self) -> None:
         """Peaks are an iteration's."""

@@ -201,6 +201,15 @@ def inner(op: Op) -> Op:
     return op.op if isinstance(op, (Start, Wait)) else op
 
 
+def axis_of(op: Op) -> str:
+    """Where an operation that may be in flight runs: dp, tp, pp, or the host's copies."""
+    if isinstance(op, Fetch):
+        return "host"
+    if isinstance(op, (Transfer, SumTied)):
+        return "pp"
+    return "tp" if isinstance(op, SumReplicated) else "dp"
+
+
 def name_of(op: Op) -> str:
     """An operation in words: "Forward blocks.0 mb 1", "start Gather blocks.1 slot 0"."""
     about = inner(op)

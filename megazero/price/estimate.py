@@ -39,7 +39,7 @@ from megazero.plan.operations import (
     inner,
 )
 from megazero.plan.parameters import stage_units, unit_layout
-from megazero.plan.program import program, rank_spec
+from megazero.plan.program import Program, program, rank_spec
 from megazero.plan.topology import Layout, ring_bytes
 from megazero.plan.zero_policy import COPY_DEPTH, fixed_gradients, plan_buckets, ring_slots
 from megazero.price.trace import trace_layers
@@ -69,6 +69,14 @@ def estimate(config: Config, layout: Layout, rank: int = 0, staged: bool = True)
             as on NCCL and GPUs, where it is the other way round.
     """
     return _Pricer(config, layout, rank, staged).run()
+
+
+def predicted_after(config: Config, layout: Layout, rank: int, staged: bool, num_ops: int) -> Ledger:
+    """Predict the memory tracker of `rank` when the first `num_ops` operations of a step have been carried out."""
+    pricer = _Pricer(config, layout, rank, staged)
+    step = pricer.at_rest()
+    pricer.execute([*step.gradients, *step.update][:num_ops])
+    return pricer.ledger
 
 
 class _Pricer:
@@ -113,10 +121,11 @@ class _Pricer:
             Update: self._update,
         }
 
-    def run(self) -> Estimate:
+    def at_rest(self) -> Program:
+        """Enter what is held between steps; return the step."""
         micro_batches = self.config.micro_batches(self.layout.dp)
         step = program(self.spec, self.config.parallel.pipeline_schedule, micro_batches)
-        parameters, optimizer = self._at_rest()
+        parameters, optimizer = self._states()
         self.ledger.enter("parameters", parameters)
         self.ledger.enter("optimizer", optimizer)
         self.ledger.enter("buffers", self._fixed_buffers())
@@ -126,14 +135,19 @@ class _Pricer:
         on_host = self.activations.checkpoint_in_cpu
         self.ledger.enter("host" if on_host else "buffers", step.num_slots * self.kept_bytes)
         self.ledger.enter("buffers", 2 * COPY_DEPTH * self.kept_bytes * (on_host and not self.staged))
-        self._execute(step.gradients)
+        return step
+
+    def run(self) -> Estimate:
+        step = self.at_rest()
+        parameters, optimizer = self.ledger.now["parameters"], self.ledger.now["optimizer"]
+        self.execute(step.gradients)
         gradients = self.ledger.now["gradients"]
-        self._execute(step.update)
+        self.execute(step.update)
         peak = {kind: self.ledger.peak[kind] for kind in ("activation_checkpoints", "buffers", "logits")}
         memory = {"parameters": parameters, "optimizer": optimizer, "gradients": gradients, **peak}
         return Estimate(memory | {"peak": self.ledger.total_peak, "host": self.ledger.peak["host"]}, dict(self.sent))
 
-    def _execute(self, ops: Ops) -> None:
+    def execute(self, ops: Ops) -> None:
         """Price operations in order. What an asynchronous operation holds is free when it has been waited for."""
         for op in ops:
             about: Op = inner(op)
@@ -144,7 +158,7 @@ class _Pricer:
 
     # -- at rest
 
-    def _at_rest(self) -> tuple[int, int]:
+    def _states(self) -> tuple[int, int]:
         total = sum(unit.numel for unit in self.spec.units.values())
         owned = sum(map(self._owned, self.spec.units))
         kept = owned if self.policy.parameters else total

@@ -13,17 +13,15 @@ from megazero.plan.operations import (
     COMPUTE,
     Backward,
     BackwardWeights,
-    Fetch,
     Forward,
     Op,
     Ops,
     Recv,
     Send,
     Start,
-    SumReplicated,
-    SumTied,
     Transfer,
     Wait,
+    axis_of,
     inner,
     name_of,
 )
@@ -86,7 +84,7 @@ class _Rank:
             self.spans.append(Span(op, self.now, self.now + cost(op)))
             self.now += cost(op)
         else:
-            axis = _axis(about)
+            axis = axis_of(about)
             self.free[axis] = self.done[about] = max(self.now, self.free.get(axis, 0.0)) + cost(about)
             if not isinstance(op, Start):
                 self.now = self.done[about]
@@ -108,12 +106,6 @@ def simulate(programs: list[Ops], cost: Cost) -> Timing:
             raise RuntimeError(f"pipeline deadlock; the ranks wait at {waiting}")
     busy = [sum(span.end - span.begin for span in rank.spans) for rank in ranks]
     return Timing(max(rank.now for rank in ranks), busy, [rank.spans for rank in ranks])
-
-
-def _axis(op: Op) -> str:
-    if isinstance(op, Fetch):
-        return "host"
-    return "tp" if isinstance(op, SumReplicated) else "ends" if isinstance(op, SumTied) else "dp"
 
 
 # -- schedules alone

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -21,12 +23,14 @@ from megazero.model.context import DTYPES, Context, DeviceBatch, Stream, Tokens
 from megazero.model.fused_ops import PLAIN, compiled
 from megazero.model.gpt2 import GPTStage
 from megazero.model.matmul import Products
+from megazero.plan.operations import name_of
 from megazero.plan.parameters import TOKEN, stage_units
 from megazero.plan.program import Program, program, rank_spec
 from megazero.plan.schedules import EVALUATION
 from megazero.plan.topology import Layout
 from megazero.plan.zero_policy import fixed_gradients
 from megazero.train.interpreter import ActivationSpec, Interpreter
+from megazero.train.memory_report import is_out_of_memory, memory_report
 from megazero.train.optimization import LossScale, clip_factor, learning_rate
 from megazero.zero.adamw import Update
 from megazero.zero.flat_unit import ZeroOptions
@@ -56,6 +60,17 @@ class StepResult(NamedTuple):
     skipped: bool  # no update: the gradients are not finite
     culprit: str | None  # why: where a gradient is not finite, tensor and rank
     gradient_bytes: int  # accumulated, just before the update
+
+
+class CurrentOperation(NamedTuple):
+    """What a rank is doing, for reports of hangs."""
+
+    rank: int
+    name: str  # printed name: with layer or unit, micro-batch, and "wait" where it waits for another rank
+    seconds: float  # since it began
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} has been in {self.name!r} for {self.seconds:.0f} s"
 
 
 class Engine:
@@ -138,6 +153,24 @@ class Engine:
             self.programs[key] = program(self.spec, *key)
         return self.programs[key]
 
+    # -- reports
+
+    @property
+    def current_operation(self) -> CurrentOperation | None:
+        """The operation that is being carried out; None between steps. May be read from another thread."""
+        op, since = self.interpreter.current, self.interpreter.since
+        return CurrentOperation(self.mesh.rank, name_of(op), time.monotonic() - since) if op is not None else None
+
+    @contextlib.contextmanager
+    def _reporting_memory(self, step: Program) -> Iterator[None]:
+        """Around a program: an exception that says that memory ran out is noted with a memory report."""
+        try:
+            yield
+        except Exception as error:
+            if is_out_of_memory(error):
+                error.add_note(memory_report(self.config, self.mesh, self.ledger, step, self.interpreter.current))
+            raise
+
     # -- a step
 
     def train_step(self, iteration: int, batches: Sequence[Batch]) -> StepResult:
@@ -157,7 +190,8 @@ class Engine:
             self.zero.discard_gradients()
         else:
             made = torch.tensor(float(self.updates), device=self.mesh.device)
-            interpreter.update(step, Update(optimizer, lr, made, clip_factor(norm, optimizer.clip_grad) / scale))
+            with self._reporting_memory(step):
+                interpreter.update(step, Update(optimizer, lr, made, clip_factor(norm, optimizer.clip_grad) / scale))
             self.updates += 1
         mean = self._global_loss(loss) / targets if targets else math.nan
         if self.scale and skipped and targets and self.scale.exhausted:
@@ -198,7 +232,8 @@ class Engine:
             ids, labels, mask = (t.to(self.mesh.device, non_blocking=True) for t in (b.ids, b.labels, b.loss_mask))
             return DeviceBatch(ids, labels, mask, Tokens.of(b.ids, b.samples, self.model.stream, drops=step.trains))
 
-        return self.interpreter.run(step, [on_device(batch) for batch in batches], seed_gradient)
+        with self._reporting_memory(step):
+            return self.interpreter.run(step, [on_device(batch) for batch in batches], seed_gradient)
 
     def wait(self) -> None:
         """Wait for all outstanding collectives: before ranks part."""

@@ -8,6 +8,7 @@ about the order of events; the program has it written down.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -86,6 +87,7 @@ class Interpreter:
         queued: (layer, micro-batch) -> weight gradients that wait for BackwardWeights.
         pending: asynchronous operations in flight.
         current: the operation being carried out, for reports of hangs and errors. None between steps.
+        since: when it began, by time.monotonic.
         observe: wraps every operation, if set: profilers, traces and tests.
     """
 
@@ -104,6 +106,7 @@ class Interpreter:
         self.pending: dict[Op, Pending] = {}
         self.gathered: set[str] = set()
         self.current: Op | None = None
+        self.since = 0.0
         self.observe: Observer | None = None
         self.grad_norm = 0.0
         self._step_params: StepParams | None = None
@@ -153,6 +156,7 @@ class Interpreter:
         for name in list(self.gathered):
             self.units[name].weights.release()
         self.gathered.clear()
+        self.current = None
         self.x: dict[int, torch.Tensor] = {}
         self.dx: dict[int, torch.Tensor] = {}
         self.graphs: dict[tuple[str, int], Graph] = {}
@@ -185,10 +189,10 @@ class Interpreter:
 
     def execute(self, ops: Ops) -> None:
         """Carry out operations in order; an exception is noted with the operation that raised it."""
-        do, observe = self._do, self.observe
+        do, observe, now = self._do, self.observe, time.monotonic
         try:
             for op in ops:
-                self.current = op
+                self.current, self.since = op, now()
                 if observe is None:
                     do[type(op)](op)
                 else:

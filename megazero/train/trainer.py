@@ -28,6 +28,7 @@ from megazero.price.report import table
 from megazero.train.engine import Engine, LossScaleExhausted, StepResult
 from megazero.train.loggers import Record, Writers, open_writers, tell
 from megazero.train.matmul_backend import choose_matmul_backend
+from megazero.train.profiling import Profiler
 from megazero.train.resume import changed_options, check_data, find_checkpoint
 from megazero.train.run_state import RunState
 from megazero.train.stopping import STOPS, Clock, DeadRun, Signals, Stop, asked_to_stop
@@ -94,6 +95,7 @@ class Trainer:
         self.leads = mesh.rank == 0
         self.config, self.choices = choose_matmul_backend(config, mesh)
         self.engine = Engine(self.config, mesh)
+        self.profiler = Profiler(self.config, self.engine)
         self.progress = Progress()
         self.saved_at: int | None = None  # iteration of the newest checkpoint in --save
         self.run_id = uuid.uuid4().hex  # a resume in the same folder keeps the run's
@@ -151,6 +153,7 @@ class Trainer:
         finally:
             writers.close()
             self.train_batches.close()
+        self.profiler.close()
         if self.progress.iteration:
             self.save(last=True)
         self.engine.wait()
@@ -187,6 +190,7 @@ class Trainer:
     def iterate(self) -> Record:
         """One training step, and an evaluation where it is due."""
         config, mesh, progress = self.config, self.mesh, self.progress
+        self.profiler.begin(progress.iteration + 1)
         sent, start = mesh.sent(), time.perf_counter()
         batches = self.train_batches.batch(progress.consumed_samples)
         result = self.engine.train_step(progress.iteration + 1, batches)
@@ -194,7 +198,7 @@ class Trainer:
         progress.iteration += 1
         progress.consumed_samples += config.training.global_batch_size
         traffic = {kind: total - sent[kind] for kind, total in mesh.sent().items()}
-        record = self._record(result, seconds, traffic)
+        record = self._record(result, seconds, traffic) | self.profiler.end()
         progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if result.skipped else 0
         self.culprit = result.culprit
         if result.culprit is not None:

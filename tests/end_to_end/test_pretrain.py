@@ -46,6 +46,9 @@ def test_every_layout_has_the_single_process_curve(name: str, model, alone: Path
     assert done.returncode == 0, done.stderr
     found, wanted = metrics(tmp_path), metrics(alone)[:5]
     assert close(found, wanted, "loss") and close(found, wanted, "grad_norm")
+    measured = [m["iteration"] for m in found if m.get("bubble", -1) >= 0 and m.get("bubble_simulated", -1) >= 0]
+    assert measured == [5] * ("pp2" in name)  # --log-interval 5
+    assert all("bubble" not in m for m in found[:4])
 
 
 def test_metrics_are_as_defined(alone: Path, model) -> None:
@@ -275,6 +278,55 @@ def test_a_rank_that_raises_ends_the_run(model, corpus: Path, tmp_path: Path) ->
     assert "ValueError: --data-path" in said[0] and "65535" in said[0]  # before anybody else's lament
     last = [line for line in said[1:] if not line.endswith("asking the others why")]
     assert all("stopped, for another rank failed: rank" in line and "65535" in line for line in last)
+
+
+PLANTED = """
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+import os, pretrain_gpt, torch
+from megazero.model.gpt2 import Block
+
+forward, calls = Block.forward, []
+
+def full(self, *args):
+    calls.append(1)
+    if os.environ["RANK"] == "1" and len(calls) == 8:  # 5 layers: the third of the second micro-batch
+        raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+    return forward(self, *args)
+
+Block.forward = full
+pretrain_gpt.main(sys.argv[1:])
+"""
+
+
+def test_memory_that_runs_out_is_the_last_word_of_its_rank(model, tmp_path: Path) -> None:
+    """Rank, operation, layer and micro-batch; a table on that rank alone; the other, if torchrun lets it speak, where
+    it was stopped."""
+    (tmp_path / "planted.py").write_text(PLANTED)
+    torchrun = "-m torch.distributed.run --rdzv-backend c10d --rdzv-endpoint localhost:0 --nproc-per-node 2"
+    flags = ["--train-iters", 3, "--pipeline-schedule", "gpipe"]
+    done = run(sys.executable, *torchrun.split(), tmp_path / "planted.py", ROOT, *model, *flags)
+    assert done.returncode != 0
+    said = [line for line in done.stderr.splitlines() if line.startswith("rank ")]
+    words = "rank 1: OutOfMemoryError: Tried to allocate 2.00 GiB in operation 'Forward blocks.2 mb 1' of the step"
+    assert said[0] == words
+    assert done.stderr.count("memory of rank 1 in Forward blocks.2 mb 1, MiB:") == 1
+    assert "memory of rank 0" not in done.stderr
+    lost, cause = (
+        r"rank 0: .* in operation '[^']+' of the step; asking the others why",
+        rf"rank 0: stopped, for another rank failed: {re.escape(words)}",
+    )
+    assert all(re.fullmatch(f"{lost}|{cause}", line) for line in said[1:])
+
+
+def test_a_trace_of_two_ranks(model, tmp_path: Path) -> None:
+    flags = ["--pipeline-model-parallel-size", 2, "--train-iters", 3, "--profile-iterations", "2:3"]
+    done = pretrain(*model, *flags, "--log-dir", tmp_path, ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert f"wrote {tmp_path}/trace-2-3.json" in done.stdout
+    events = json.loads((tmp_path / "trace-2-3.json").read_text())["traceEvents"]
+    spans = {(event["pid"], event["name"]) for event in events if event["ph"] == "X"}
+    assert {(0, "Forward token_embedding mb 0"), (1, "Backward head mb 1"), (1, "iteration 3")} <= spans
 
 
 def test_help_teaches() -> None:

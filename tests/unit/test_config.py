@@ -47,7 +47,8 @@ COMING = set(
 # 75: the library of fp32 products on a CPU, which changes the last bits (--matmul-backend).
 # 74: when a run stops (--exit-duration-minutes, --exit-before-minutes).
 # 76: copying a shard to host memory costs memory that a run may not have (--async-save).
-NUM_OPTIONS = 76
+# 77: which iterations are traced: a trace of a whole run would be gigabytes.
+NUM_OPTIONS = 77
 
 DEFAULTS = {
     "precision": "fp32",
@@ -413,6 +414,17 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
     ),
     ({"zero_bubble_backlog": 1}, 1, 9, "--zero-bubble-backlog 1 is about --pipeline-schedule zero-bubble, not 1f1b"),
     ({"keep_last": 2}, 1, 9, "--keep-last 2 needs --save DIR"),
+    ({"profile_iterations": "2:3"}, 1, 9, "--profile-iterations 2:3 needs --log-dir DIR"),
+    *(
+        ({"profile_iterations": text, "log_dir": "x"}, 1, 9, f"--profile-iterations {text}: must be A:B, .* such as")
+        for text in ("5", "5:", ":5", "a:b", "0:2", "3:2", "-1:2", "1:2:3")
+    ),
+    (
+        {"profile_iterations": "2:30", "log_dir": "x", "train_iters": 20},
+        1,
+        9,
+        "--profile-iterations 2:30: iteration 30 is not reached, for --train-iters is 20",
+    ),
     ({"wandb_project": "gpt"}, 1, 9, "--wandb-project gpt needs --log-dir DIR"),
     ({"eod_mask_loss": True}, 1, 9, "--eod-mask-loss needs --tokenizer"),
     *(

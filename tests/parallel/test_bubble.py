@@ -1,0 +1,78 @@
+"""The measured bubble is the simulated one where operations take what the simulation says; no clock is read here."""
+
+from __future__ import annotations
+
+import pytest
+
+from megazero.plan.operations import Backward, BackwardWeights, Forward, Norm, Op, Recompute, Recv, Wait
+from megazero.plan.program import program
+from megazero.plan.schedules import SCHEDULES
+from megazero.price.simulate import Timing, play, simulate
+from megazero.train.bubble import BubbleMeter, StageTimes, bubble, stage_times
+from megazero.train.timeline import Span
+from tests.parallel.cases import Case, new_engine
+
+SECOND = 10**9  # ns
+
+
+def spans_of(timing: Timing, rank: int) -> list[Span]:
+    """What a timeline would record: the computations, and between them the waits for messages."""
+    found, at = [], 0
+    for op, begin, end in timing.spans[rank]:
+        if begin * SECOND > at:
+            found.append(Span(Wait(Recv("x", 0, len(found))), at, round(begin * SECOND)))
+        at = round(end * SECOND)
+        found.append(Span(op, round(begin * SECOND), at))
+    # what follows the last computation, such as the wait for the norm of all ranks, is idle time only up to the end of
+    # the last stage's computation
+    return [*found, Span(Norm(), at, round((timing.seconds + 7) * SECOND))]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (4, 4), (4, 8)])
+def test_measured_equals_simulated_on_the_simulations_own_time_line(
+    schedule: str, ranks: int, micro_batches: int
+) -> None:
+    timing = play(schedule, ranks, micro_batches, chunks=2 if schedule == "interleaved" else 1)
+    found = bubble([stage_times(spans_of(timing, rank)) for rank in range(ranks)])
+    assert found == pytest.approx(timing.bubble, abs=1e-9)
+    if schedule in ("1f1b", "gpipe"):
+        assert found == pytest.approx((ranks - 1) / micro_batches, abs=1e-9)
+
+
+def test_idle_time_is_that_of_the_stage_that_computes_longest() -> None:
+    stages = [StageTimes(computing=4.0, waiting=1.0, until=6.0), StageTimes(computing=8.0, waiting=0.5, until=9.0)]
+    assert bubble(stages) == pytest.approx(0.5 / 8)
+    stages[0] = stages[0]._replace(until=10.0)
+    assert bubble(stages) == pytest.approx((0.5 + 1) / 8)
+
+
+def cost(op: Op) -> float:
+    """Seconds by kind of operation and layer, all different."""
+    layer = sum(map(ord, getattr(op, "layer", ""))) % 7 / 8
+    kinds = {Forward: 1, Recompute: 1.5, Backward: 2.25, BackwardWeights: 0.75}
+    return kinds[type(op)] + layer if type(op) in kinds else 0.0
+
+
+def measured(rank: int, case: Case) -> tuple[dict[str, float], float]:
+    engine = new_engine(rank, case)
+    meter = BubbleMeter(engine.config, engine.mesh)
+    programs = [program(stage, case.schedule, case.micro_batches).gradients for stage in meter.stages]
+    timing = simulate(programs, cost)
+    return meter.measure(spans_of(timing, engine.mesh.pp.rank), simulates=rank == 0), timing.bubble
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(pp=2, dp=2, zero=3, recompute="full", micro_batches=3),
+        Case(pp=3, micro_batches=4, schedule="zero-bubble"),
+        Case(pp=2, micro_batches=4, schedule="interleaved", chunks=2),
+    ],
+    ids=str,
+)
+def test_stages_agree_and_the_simulation_has_every_stages_costs(case: Case, ranks) -> None:
+    """Layers of different cost on every stage: each stage knows its own alone, and the simulation needs all."""
+    for rank, (found, wanted) in enumerate(ranks(case.world).run(measured, case)):
+        assert set(found) == {"bubble", "bubble_simulated"} if rank == 0 else {"bubble"}
+        assert list(found.values()) == pytest.approx([wanted] * len(found), abs=1e-8)

@@ -1,0 +1,130 @@
+"""What a rank says when a step fails: the operation; when memory runs out, also what was held."""
+
+from __future__ import annotations
+
+import re
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from megazero.comm.errors import PeerLost
+from megazero.train.engine import Engine
+from pretrain_gpt import place_of
+from tests.parallel.cases import Case, micro_batches, new_engine
+
+ERRORS = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    MemoryError("std::bad_alloc"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: not enough memory: you tried to allocate"),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes. Error code 12"),
+]
+
+
+def fail_in(engine: Engine, block: str, error: BaseException, call: int) -> None:
+    """Make the `call`-th forward of a block (recomputes count) raise."""
+    layer, calls = engine.model.blocks[block], []
+    forward = layer.forward
+
+    def raising(*args: Any) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == call:
+            raise error
+        return forward(*args)
+
+    layer.forward = raising
+
+
+def numbers(report: str) -> dict[str, list[float]]:
+    """The rows of the table."""
+    rows = [re.fullmatch(r"  (\w[\w ]*?) +(-?[\d.,]+(?: +-?[\d.,]+)*)", line) for line in report.splitlines()]
+    return {row[1]: [float(x.replace(",", "")) for x in row[2].split()] for row in rows if row}
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda e: str(e)[:12])
+def test_memory_that_runs_out_is_reported_once_with_the_operation(error: BaseException) -> None:
+    case = Case(micro_batches=2)
+    engine = new_engine(0, case)
+    fail_in(engine, "3", error, call=1)
+    with pytest.raises(type(error)) as raised:
+        engine.train_step(1, micro_batches(case, engine.mesh, 0))
+    operation, report = raised.value.__notes__
+    assert operation == "in operation 'Forward blocks.3 mb 0' of the step"
+    assert report.startswith("memory of rank 0 in Forward blocks.3 mb 0, MiB:")
+    assert {"parameters", "optimizer", "activation_checkpoints", "host", "total on the device"} <= set(numbers(report))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(recompute="full", micro_batches=2),
+        Case(recompute="full", md=True, micro_batches=3),
+        Case(recompute="full", host=True, zero=3),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("call", [2, 4])  # a forward of a micro-batch, and a recompute behind a backward
+def test_what_was_held_is_what_was_predicted_for_that_operation(case: Case, call: int) -> None:
+    engine = new_engine(0, case)
+    fail_in(engine, "2", MemoryError(), call)
+    with pytest.raises(MemoryError) as raised:
+        engine.train_step(1, micro_batches(case, engine.mesh, 0))
+    table = numbers(raised.value.__notes__[1])
+    assert any(now > 0 for now, *_ in table.values())
+    for kind, (now, peak, predicted, predicted_peak) in table.items():
+        assert (now, peak) == (predicted, predicted_peak), kind
+
+
+def test_an_evaluation_is_reported_without_a_prediction() -> None:
+    case = Case(micro_batches=2)
+    engine = new_engine(0, case)
+    fail_in(engine, "1", MemoryError(), call=2)
+    with pytest.raises(MemoryError) as raised:
+        engine.evaluate(micro_batches(case, engine.mesh, 0))
+    operation, report = raised.value.__notes__
+    assert "Forward blocks.1 mb 1" in operation and "predicted" not in report
+    assert len(numbers(report)["parameters"]) == 2
+
+
+def test_another_error_names_the_operation_alone() -> None:
+    case = Case(micro_batches=2)
+    engine = new_engine(0, case)
+    fail_in(engine, "1", RuntimeError("shapes differ"), call=2)
+    with pytest.raises(RuntimeError) as raised:
+        engine.train_step(1, micro_batches(case, engine.mesh, 0))
+    assert len(raised.value.__notes__) == 1
+
+
+def test_a_rank_that_is_stopped_by_another_says_where() -> None:
+    case = Case(micro_batches=2)
+    engine = new_engine(0, case)
+    fail_in(engine, "1", PeerLost("axis dp, ranks [0, 1]: Connection closed by peer"), call=2)
+    with pytest.raises(PeerLost) as raised:
+        engine.train_step(1, micro_batches(case, engine.mesh, 0))
+    assert place_of(raised.value) == " in operation 'Forward blocks.1 mb 1' of the step"
+    assert place_of(ValueError("--lr")) == ""
+
+
+def test_the_operation_under_way_is_seen_from_another_thread() -> None:
+    case = Case(micro_batches=2)
+    engine, seen = new_engine(0, case), []
+
+    def watch() -> None:
+        seen.append(engine.current_operation)
+
+    forward = engine.model.blocks["2"].forward
+
+    def watched(*args: Any) -> torch.Tensor:
+        thread = threading.Thread(target=watch)
+        thread.start()
+        thread.join()
+        return forward(*args)
+
+    engine.model.blocks["2"].forward = watched
+    assert engine.current_operation is None
+    engine.train_step(1, micro_batches(case, engine.mesh, 0))
+    assert engine.current_operation is None
+    assert [operation.name for operation in seen] == ["Forward blocks.2 mb 0", "Forward blocks.2 mb 1"]
+    assert all(operation.rank == 0 and 0 <= operation.seconds < 60 for operation in seen)
+    assert str(seen[0]).startswith("rank 0 has been in 'Forward blocks.2 mb 0' for ")
