@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn as nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megazero.comm.collectives import Axis, Pending
 from megazero.memory.tracker import Ledger
@@ -16,7 +17,20 @@ from megazero.model.fused_ops import PLAIN, Pieces
 from megazero.model.matmul import TORCH, Products, write_or_add
 from megazero.plan.parameters import ParamSpec
 
-Write = Callable[[torch.Tensor, bool], None]
+
+class Write(NamedTuple):
+    """A contribution to a gradient: `function(*tensors, out, add)` writes it to `out` or adds it.
+
+    `tensors` are all that it keeps until then.
+    """
+
+    function: Callable[..., None]
+    tensors: tuple[torch.Tensor, ...]
+
+    def __call__(self, out: torch.Tensor, add: bool) -> None:
+        self.function(*self.tensors, out, add)
+
+
 Contribute = Callable[[nn.Parameter, Write], None]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -116,9 +130,15 @@ class Context:
         return nn.Parameter(nan.expand(shape), requires_grad=spec.trains)
 
 
+def kept_bytes(writes: Iterable[Write]) -> int:
+    """Bytes that contributions keep until they are made; what two of them share counts once."""
+    storages = [t.untyped_storage() for write in writes for t in write.tensors]
+    return sum({StorageWeakRef(storage).cdata: storage.nbytes() for storage in storages}.values())
+
+
 def write_sum(gradient: torch.Tensor) -> Write:
     """The `write` of a gradient that is there already."""
-    return lambda out, add: write_or_add(out, add, gradient)
+    return Write(lambda gradient, out, add: write_or_add(out, add, gradient), (gradient,))
 
 
 class Tokens(NamedTuple):

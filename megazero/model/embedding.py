@@ -6,7 +6,7 @@ import torch
 import torch.nn as nn
 
 from megazero.config.schema import ModelConfig
-from megazero.model.context import Context, Tokens
+from megazero.model.context import Context, Tokens, Write
 from megazero.model.dropout import Dropout, Rows
 from megazero.plan.parameters import ParamSpec
 
@@ -24,13 +24,13 @@ class _AddPositions(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        def write(out: torch.Tensor, add: bool) -> None:
+        def write(dy: torch.Tensor, out: torch.Tensor, add: bool) -> None:
             if not add:
                 out.zero_()
             for part, row in zip(_split(dy, ctx.rows), ctx.rows, strict=True):
                 out[row.first : row.first + row.count] += part
 
-        ctx.contribute(ctx.weight, write)
+        ctx.contribute(ctx.weight, Write(write, (dy,)))
         return dy, None, None, None
 
 

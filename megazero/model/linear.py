@@ -21,7 +21,7 @@ import torch
 import torch.nn as nn
 
 from megazero.comm.collectives import Pending
-from megazero.model.context import Arriving, Context, RecomputedInput, write_sum
+from megazero.model.context import Arriving, Context, RecomputedInput, Write, write_sum
 from megazero.model.matmul import Products, as_matrix
 from megazero.plan.parameters import ParamSpec
 
@@ -54,8 +54,7 @@ class _Linear(torch.autograd.Function):
             dx = ctx.products.input_grad(dy, as_matrix(ctx.weight.detach()))
             summing = ctx.stream.start_sum(dx) if ctx.stream is not None else Arriving(dx, Pending())
         whole = gathering.wait()
-        products = ctx.products
-        ctx.contribute(ctx.weight, lambda out, add: products.weight_grad(whole, dy, out, add))  # not called if frozen
+        ctx.contribute(ctx.weight, Write(ctx.products.weight_grad, (whole, dy)))  # not called if frozen
         if ctx.stream is not None:
             ctx.contribute(ctx.bias, write_sum(dy.sum(0)))
         return summing and summing.wait(), None, None, None, None, None, None, None

@@ -7,7 +7,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from megazero.comm.collectives import MAX, Pending
-from megazero.model.context import Arriving, Context
+from megazero.model.context import Arriving, Context, Write
 from megazero.model.fused_ops import wide
 from megazero.model.linear import SumParts
 from megazero.plan.parameters import ParamSpec
@@ -59,13 +59,13 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx, dy):
         rows, mine = ctx.saved_tensors
 
-        def write(out: torch.Tensor, add: bool) -> None:
+        def write(dy: torch.Tensor, rows: torch.Tensor, mine: torch.Tensor, out: torch.Tensor, add: bool) -> None:
             if not add:
                 out.zero_()
             ours = dy.masked_fill(~mine[..., None], 0).flatten(0, -2)  # selecting rows would wait for the GPU
             out.index_add_(0, rows.flatten(), ours.to(out.dtype))
 
-        ctx.contribute(ctx.weight, write)
+        ctx.contribute(ctx.weight, Write(write, (dy, rows, mine)))
         return None, None, None, None
 
 
@@ -115,7 +115,7 @@ class _VocabularyLoss(torch.autograd.Function):
         products = ctx.context.products
         summing = ctx.context.stream.start_sum(products.input_grad(dlogits, ctx.weight.detach()))
         whole = gathering.wait()
-        ctx.context.contribute(ctx.weight, lambda out, add: products.weight_grad(whole, dlogits, out, add))
+        ctx.context.contribute(ctx.weight, Write(products.weight_grad, (whole, dlogits)))
         ctx.lease.end()
         return summing.wait(), None, None, None, None, None
 

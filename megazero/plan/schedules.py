@@ -99,9 +99,11 @@ def zero_bubble(p: Pipeline) -> Order:
     """ZB-H1 (Qi 2023): 1F1B whose weight gradients wait.
 
     Rank r puts off the weight gradients of r micro-batches, or of `backlog` if that is less, and computes them where
-    1F1B would wait for a neighbour.
+    1F1B would wait for a neighbour. The first rank, which has nothing to wait for, puts off none.
     """
     behind = p.rank if p.backlog is None else min(p.rank, p.backlog)
+    if not behind:
+        return one_f_one_b(p)
     order: Order = []
     for kind, i, _ in one_f_one_b(p):
         order.append(Step(F if kind is F else IN, i))

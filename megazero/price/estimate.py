@@ -16,6 +16,7 @@ from megazero.memory.tracker import Lease, Ledger
 from megazero.plan.flat_layout import Range, partition_numel
 from megazero.plan.operations import (
     Backward,
+    BackwardWeights,
     Drop,
     Forward,
     Gather,
@@ -105,6 +106,7 @@ class _Pricer:
             Forward: self._forward,
             Recompute: self._recompute,
             Backward: self._backward,
+            BackwardWeights: self._backward_weights,
             Keep: self._keep,
             Drop: self._drop,
             Rebuild: self._rebuild,
@@ -194,6 +196,11 @@ class _Pricer:
         self.sent["tp"] += cost.backward
         if cost.logits:
             self.leases.pop(("logits", op.micro_batch))
+        if not op.weights:
+            self.leases["queued", op.key] = self.ledger.lease("buffers", cost.queued)
+
+    def _backward_weights(self, op: BackwardWeights) -> None:
+        self.leases.pop(("queued", op.key))
 
     # -- kept inputs: those on the host are counted at rest; in an arena they were buffers until they are kept
 

@@ -6,12 +6,16 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megazero.config.schema import BYTES, Config
+from megazero.plan.operations import Backward, BackwardWeights
 from megazero.plan.parameters import stage_units, unit_layout
+from megazero.plan.program import program, rank_spec
+from megazero.plan.schedules import SCHEDULES
 from megazero.plan.split import ends, rank_costs
 from megazero.plan.topology import Layout
 from megazero.plan.zero_policy import ZeroPolicy
 from megazero.price.estimate import estimate, state_bytes
 from megazero.price.saved_activations import stage_activations
+from megazero.price.trace import trace_layers
 
 
 class Row(NamedTuple):
@@ -111,6 +115,39 @@ def split_line(config: Config, layout: Layout) -> str:
     )
 
 
+def most_queued(config: Config, layout: Layout) -> int:
+    """The most bytes that weight gradients which wait keep at one instant, on the pipeline rank that keeps most."""
+    most = 0
+    for stage in range(layout.pp):
+        spec, costs = rank_spec(config, layout, stage), trace_layers(config, layout, stage)
+        now = 0
+        for op in program(spec, config.parallel.pipeline_schedule, config.micro_batches(layout.dp)).gradients:
+            if isinstance(op, Backward) and not op.weights:
+                now += costs[op.layer].queued
+                most = max(most, now)
+            elif isinstance(op, BackwardWeights):
+                now -= costs[op.layer].queued
+    return most
+
+
+def queue_line(config: Config, layout: Layout) -> str:
+    """What weight gradients that wait keep, and that full recompute does not free it; empty where none wait."""
+    parallel = config.parallel
+    queued = most_queued(config, layout) if SCHEDULES[parallel.pipeline_schedule].backlog else 0
+    if not queued:
+        return ""
+    line = (
+        f"--pipeline-schedule {parallel.pipeline_schedule}: weight gradients that wait keep up to {queued:,} bytes of "
+        "a rank's buffers"
+    )
+    if config.activations.recompute != "full":
+        return line
+    return (
+        f"warning: {line}, which --recompute full would free under another schedule; bound the micro-batches that wait "
+        "with --zero-bubble-backlog 1, or use --pipeline-schedule 1f1b"
+    )
+
+
 def table(config: Config, layout: Layout, rank: int = 0, staged: bool = True) -> str:
     """The account as text."""
     head = f"bytes of rank {rank} by estimate; Psi = {psi(config, layout, rank):,} elements"
@@ -118,4 +155,5 @@ def table(config: Config, layout: Layout, rank: int = 0, staged: bool = True) ->
         f"  {row.kind:<24}{row.num_bytes:>20,}   {row.formula}".rstrip()
         for row in account(config, layout, rank, staged)
     ]
-    return "\n".join([head, *rows, *filter(None, [split_line(config, layout), partition_line(config, layout, rank)])])
+    notes = [split_line(config, layout), queue_line(config, layout), partition_line(config, layout, rank)]
+    return "\n".join([head, *rows, *filter(None, notes)])

@@ -16,7 +16,7 @@ import torch
 from megazero.comm.pretend import pretend_mesh
 from megazero.config.schema import Config, ModelConfig
 from megazero.memory.tracker import Ledger
-from megazero.model.context import Context, DeviceBatch, Stream, Tokens
+from megazero.model.context import Context, DeviceBatch, Stream, Tokens, Write, kept_bytes
 from megazero.model.gpt2 import GPTStage
 from megazero.plan.parameters import ParamSpec, stage_units
 from megazero.plan.program import Layer, rank_spec
@@ -35,6 +35,7 @@ class LayerCost(NamedTuple):
     recompute: int
     backward: int
     logits: int  # bytes held from its forward to its backward
+    queued: int  # bytes that its weight gradients keep while they wait
 
 
 def trace_layers(config: Config, layout: Layout, pp: int) -> dict[str, LayerCost]:
@@ -88,9 +89,13 @@ def _trace(kind: _Kind) -> LayerCost:
     model = kind.model
     mesh = pretend_mesh(Layout(tp=kind.tp), 0, kind.device, staged=False)
     stream, ledger = Stream(mesh.tp, cut=kind.sequence_parallel), Ledger()
-    context = Context(
-        stream, lambda parameter, write: None, ledger, kind.precision, mesh.device, kind.recompute == "selective"
-    )
+    queue: list[Write] = []
+
+    def contribute(parameter: torch.nn.Parameter, write: Write) -> None:
+        if parameter.requires_grad:
+            queue.append(write)
+
+    context = Context(stream, contribute, ledger, kind.precision, mesh.device, kind.recompute == "selective")
     stage = GPTStage(model, mesh, 0, context, kind.frozen)
     for p in stage.parameters():  # not one NaN expanded, which CPU products are slow on
         p.data = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
@@ -115,9 +120,9 @@ def _trace(kind: _Kind) -> LayerCost:
             torch.autograd.grad(y, x, torch.empty_like(y))
         elif y.requires_grad:
             torch.autograd.backward(y, torch.empty_like(y))
-        backward = sent() - forward
+        backward, queued = sent() - forward, kept_bytes(queue)
         recompute = 0
         if kind.recompute == "full" and kind.layer == "blocks.0":
             run(output=False)
             recompute = sent() - forward - backward
-    return LayerCost(forward, recompute, backward, logits)
+    return LayerCost(forward, recompute, backward, logits, queued)

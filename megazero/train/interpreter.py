@@ -18,8 +18,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megazero.activations.store import KeptInputs
 from megazero.comm.collectives import Axis, Pending
-from megazero.memory.tracker import Ledger
-from megazero.model.context import Write
+from megazero.memory.tracker import Lease, Ledger
+from megazero.model.context import Write, kept_bytes
 from megazero.plan.operations import (
     Backward,
     BackwardWeights,
@@ -78,13 +78,20 @@ class Graph(NamedTuple):
     y: GradientEdge
 
 
+class Queued(NamedTuple):
+    """Weight gradients of a layer and a micro-batch that wait, with the tensors that they are made of."""
+
+    writes: list[tuple[nn.Parameter, Write]]
+    lease: Lease
+
+
 class Interpreter:
     """The registers of one rank, and what each operation does with them.
 
     Attributes:
         x, dx: micro-batch -> what the next operation on it reads.
         graphs: (layer, micro-batch) -> what its Backward needs.
-        queued: (layer, micro-batch) -> weight gradients that wait for BackwardWeights.
+        queued: (layer, micro-batch) -> weight gradients that wait for BackwardWeights, and the bytes that they keep.
         pending: asynchronous operations in flight.
         current: the operation being carried out, for reports of hangs and errors. None between steps.
         since: when it began, by time.monotonic.
@@ -160,7 +167,7 @@ class Interpreter:
         self.x: dict[int, torch.Tensor] = {}
         self.dx: dict[int, torch.Tensor] = {}
         self.graphs: dict[tuple[str, int], Graph] = {}
-        self.queued: dict[tuple[str, int], list[tuple[nn.Parameter, Write]]] = {}
+        self.queued: dict[tuple[str, int], Queued] = {}
         self.zero.discard_gradients()
 
     def run(self, program: Program, micro_batches: Sequence[Any], seed_gradient: float) -> torch.Tensor:
@@ -251,17 +258,22 @@ class Interpreter:
         if dy is None:
             dy = torch.full((), self.seed_gradient, dtype=torch.float64, device=self.message.device)
         if not op.weights:
-            self.zero.queue = self.queued[op.key] = []
+            self.zero.queue = []
         # Only nodes on paths from y to x run, and those of every parameter are: their Functions hand gradients over.
         if x is None:
             torch.autograd.backward(y, dy)
         else:
             (self.dx[op.micro_batch],) = torch.autograd.grad(y, x, dy)
+        if self.zero.queue is not None:
+            num_bytes = kept_bytes(write for _, write in self.zero.queue)
+            self.queued[op.key] = Queued(self.zero.queue, self.ledger.lease("buffers", num_bytes))
         self.zero.queue = None
 
     def _backward_weights(self, op: BackwardWeights) -> None:
-        for parameter, write in self.queued.pop(op.key):
+        queued = self.queued.pop(op.key)
+        for parameter, write in queued.writes:
             self.zero.accumulate_grad(parameter, write)
+        queued.lease.end()
 
     # -- weights
 

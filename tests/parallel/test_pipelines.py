@@ -53,6 +53,14 @@ def every_policy() -> list[Case]:
     return [Case(pp=2, micro_batches=3, **schedule, **way) for schedule in schedules for way in ways]
 
 
+def queues() -> list[Case]:
+    """Weight gradients that wait: all that they keep is counted. Waiting on rank 1 and, unbounded, more on rank 2."""
+    zb: dict[str, Any] = {"schedule": "zero-bubble", "micro_batches": 4}
+    found = [Case(pp=3, **zb, backlog=b, recompute=r) for b, r in ((0, "full"), (1, "none"), (1, "selective"))]
+    found += [Case(pp=2, tp=2, **zb, batch=8, sp=sp, recompute=r) for sp, r in ((False, "full"), (True, "selective"))]
+    return [*found, Case(pp=2, **zb, model=replace(MODEL, hidden_dropout=0.1, untie_embeddings=True))]
+
+
 def chosen(cases: list[Case], every: int) -> list[Any]:
     """All cases, of which one of `every` in the default suite."""
     return [
@@ -61,7 +69,7 @@ def chosen(cases: list[Case], every: int) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "case", chosen(uneven(), 1) + chosen(every_number_of_micro_batches(), 3) + chosen(every_policy(), 3)
+    "case", chosen(uneven() + queues(), 1) + chosen(every_number_of_micro_batches(), 3) + chosen(every_policy(), 3)
 )
 def test_every_pipeline_is_the_same_model(case: Case, ranks) -> None:
     """Losses and norms against plain PyTorch in fp64; bytes of every rank, to the byte, as estimated."""

@@ -10,7 +10,7 @@ import pytest
 from megazero.config.schema import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig, ZeroConfig
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
-from megazero.price.report import account, partition_line, psi, table
+from megazero.price.report import account, partition_line, psi, queue_line, table
 from megazero.price.saved_activations import block_saves, computed_saves, saved_bytes
 
 FULL = ActivationConfig("full")
@@ -112,3 +112,22 @@ def test_formulas_come_to_the_bytes_beside_them(zero: int, shards: int, once: bo
         assert 0.8 * wanted < sent.num_bytes < wanted
     else:
         assert abs(sent.num_bytes - wanted) < 100  # each collective's bytes are rounded down
+
+
+@pytest.mark.parametrize("backlog", [0, 1])
+def test_a_queue_of_weight_gradients_is_reported_and_with_full_recompute_warned_of(backlog: int) -> None:
+    """Per block and micro-batch: inputs and output gradients of four products, 16 b s h at f = 4h, and 13 h of vectors.
+
+    The last of 4 ranks, with 3 blocks, puts off 3 micro-batches, and holds a fourth while it computes the first.
+    """
+    model = ModelConfig(12, 64, 0, 4, 16, 101)
+    parallel = ParallelConfig(1, 4, "zero-bubble", zero_bubble_backlog=backlog)
+    for recompute in ("none", "full"):
+        config = Config(model, TrainingConfig(2, 16), parallel=parallel, activations=ActivationConfig(recompute))
+        line = queue_line(*resolve(config, 4, 0))
+        block = 4 * ((1 + 3 + 1 + 1 + 1 + 4 + 4 + 1) * 32 * 64 + (3 + 1 + 4 + 1 + 4) * 64)
+        assert f"up to {3 * (4 if backlog == 0 else 2) * block:,} bytes" in line
+        assert line.startswith("warning: ") == (recompute == "full")
+        assert ("--zero-bubble-backlog 1" in line) == (recompute == "full")
+    plain = replace(config, parallel=replace(parallel, pipeline_schedule="1f1b", zero_bubble_backlog=0))
+    assert queue_line(*resolve(plain, 4, 0)) == ""
