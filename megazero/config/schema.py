@@ -195,6 +195,9 @@ class DataConfig:
     """A folder or file with a Hugging Face tokenizer, gpt2:DIR, sentencepiece:FILE.model, or byte."""
     eod_mask_loss: bool = False
     """Leave out of the loss what is predicted from an end-of-document token: the first token of another document."""
+    skip_samples: str = ""
+    """A:B leaves out samples A to B - 1 of the run, counted as metrics.jsonl's consumed_samples are: go back to a
+    checkpoint from before a loss spike, and on without the data that made it."""
     num_workers: Annotated[int, Range(0, 64, "one process per rank is ahead of any step")] = 1
     """Processes per rank that read batches ahead, behind the step that runs. 0: read in the training process."""
 
@@ -218,6 +221,8 @@ class CheckpointConfig:
     load: str = ""
     """Folder of checkpoints, or one of its iter_NNNNNNN. A folder without a checkpoint starts fresh. In a folder, a
     damaged checkpoint is passed over, with a warning, for the newest whole one before it."""
+    finetune: bool = False
+    """Load weights only: optimizer, schedule and data begin anew, at iteration 0."""
     load_exact: bool = False
     """Refuse a damaged checkpoint instead of going on from an older one."""
     save_interval: Iterations = 0

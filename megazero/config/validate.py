@@ -6,6 +6,7 @@ Every refusal is a ValueError that names the flag, its value and the way out.
 from __future__ import annotations
 
 import math
+import re
 
 from megazero.config.cli import flags, ranges
 from megazero.config.folders import check_project, check_writable
@@ -109,6 +110,9 @@ def _check_combinations(config: Config) -> None:
             check_writable(flag, path)
     check_project(config.log.wandb_project)
     _check_profile(config)
+    if checkpoint.finetune and not checkpoint.load:
+        raise ValueError("--finetune needs --load DIR, to know whose weights to begin with")
+    skipped_samples(config)
     if config.log.wandb_project and not config.log.log_dir:
         raise ValueError(f"--wandb-project {shorten(config.log.wandb_project)} needs --log-dir DIR for its files")
     if config.data.eod_mask_loss and not config.data.tokenizer:
@@ -142,6 +146,15 @@ def _check_profile(config: Config) -> None:
         )
     if not config.log.log_dir:
         raise ValueError(f"--profile-iterations {text} needs --log-dir DIR for the trace")
+
+
+def skipped_samples(config: Config) -> range:
+    """The samples that --skip-samples leaves out; ValueError unless it is A:B with 0 <= A < B."""
+    given = config.data.skip_samples
+    found = re.fullmatch(r"([0-9]{1,18}):([0-9]{1,18})", given)
+    if given and not (found and int(found[1]) < int(found[2])):
+        raise ValueError(f"--skip-samples {given}: give A:B, two sample numbers, A less than B, such as 4096:8192")
+    return range(int(found[1]), int(found[2])) if found else range(0)
 
 
 def _check_activations(config: Config) -> None:

@@ -49,18 +49,21 @@ def find_checkpoint(config: Config, group: Any = None, passing_over: Mapping[str
             continue
         check_model(path, state.model, config.model)
         break
-    _guard_save(options.load, options.save, path)
+    _guard_save(options.load, options.save, path, options.finetune)
     return path
 
 
-def _guard_save(load: str, save: str, path: Path | None) -> None:
+def _guard_save(load: str, save: str, path: Path | None, finetune: bool) -> None:
     """Refuse to save where another run's checkpoints are: they would be mixed with this run's, and pruned."""
     there = checkpoint.checkpoints(Path(save)) if save else []
-    if not there or (path is not None and path.parent.resolve() == Path(save).resolve()):
+    goes_on = path is not None and path.parent.resolve() == Path(save).resolve() and not finetune
+    if not there or goes_on:
         return
     holds = f"--save {save} holds {there[-1].name.strip('.')} of an earlier run"
     if not load:
         raise ValueError(f"{holds}; add --load {save} to go on with it, or name another folder")
+    if finetune:
+        raise ValueError(f"{holds}, and --finetune begins a new one; name another folder, or drop --finetune to go on")
     elsewhere = f"loads {path}" if path is not None else "holds no checkpoint"
     raise ValueError(f"{holds}, and --load {load} {elsewhere}; --load {save} goes on with it, or name another folder")
 

@@ -18,6 +18,7 @@ from megazero.comm.collectives import MAX, MIN
 from megazero.comm.errors import PeerLost
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import Config
+from megazero.config.validate import skipped_samples
 from megazero.data.corpora import Datasets, open_datasets, read_data_args
 from megazero.data.loader import Batches
 from megazero.data.tokenizer import Tokenizer
@@ -103,6 +104,7 @@ class Trainer:
         minutes = config.parallel.distributed_timeout_minutes
         self.saver = checkpoint.BackgroundSaver(minutes) if config.checkpoint.async_save else None
         self.saving_since = 0.0
+        self.left_out = skipped_samples(config)
 
         def batches(dataset: Any, num_workers: int) -> Batches:
             return Batches(
@@ -191,6 +193,7 @@ class Trainer:
         """One training step, and an evaluation where it is due."""
         config, mesh, progress = self.config, self.mesh, self.progress
         self.profiler.begin(progress.iteration + 1)
+        self._skip_samples()
         sent, start = mesh.sent(), time.perf_counter()
         batches = self.train_batches.batch(progress.consumed_samples)
         result = self.engine.train_step(progress.iteration + 1, batches)
@@ -206,6 +209,13 @@ class Trainer:
         if self._due(config.evaluation.eval_interval):
             record["validation_loss"] = self.evaluate()
         return record
+
+    def _skip_samples(self) -> None:
+        """Go on behind the samples of --skip-samples where the next batch would hold one of them."""
+        left_out, next_one = self.left_out, self.progress.consumed_samples
+        if left_out.start < next_one + self.config.training.global_batch_size and next_one < left_out.stop:
+            self.say(f"--skip-samples: going on from sample {left_out.stop} instead of {next_one}")
+            self.progress.consumed_samples = left_out.stop
 
     def _record(self, result: StepResult, seconds: float, traffic: dict[str, int]) -> Record:
         config = self.config
@@ -333,6 +343,10 @@ class Trainer:
 
     def load(self, path: Path) -> None:
         start = time.perf_counter()
+        if self.config.checkpoint.finetune:
+            self._load_weights(path)
+            self.say(f"loaded the weights of {path} in {time.perf_counter() - start:.1f} s")
+            return
         state = RunState.read(path, self.mesh.host_group)
         check_data(path, state, self.config, self.fingerprints)
         self.engine.wait()  # the initial weights, all-gathered late, must not overwrite what is loaded
@@ -348,6 +362,14 @@ class Trainer:
             self.saved_at = self.progress.iteration
             self.run_id = state.run
         self.say(f"loaded {path} in {time.perf_counter() - start:.1f} s")
+
+    def _load_weights(self, path: Path) -> None:
+        """As another run's last weights, with everything else as at the beginning of this one."""
+        self.engine.wait()
+        shards = {name: shard for name, shard in self.engine.shards().items() if name.startswith("model.")}
+        self.mesh.in_flight.check("loading a checkpoint", writes=[shard.data for shard in shards.values()])
+        checkpoint.load(path, shards, self.mesh.host_group, partial=True)
+        self.engine.load_state_dict({"updates": 0, "loss_scale": None})
 
     def describe(self, load: Path | None) -> None:
         """What is about to run, said once."""

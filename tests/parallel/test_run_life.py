@@ -108,6 +108,57 @@ def test_a_flipped_bit_costs_one_checkpoint_and_not_the_run(ranks: Any, corpus: 
     assert torch.equal(weights(tmp_path / "iter_0000004"), expected)  # trained again from 2, and saved anew
 
 
+# -- not simply going on
+
+
+def optimizer_after(rank: int, config: Config) -> tuple[float, float, int]:
+    """After `resume`: the largest moment, the sum of this rank's weights, the iteration."""
+    run = trainer(rank, 2, config)
+    with contextlib.redirect_stdout(open(os.devnull, "w")):
+        run.resume(find_checkpoint(run.config, run.mesh.host_group))
+    shards = run.engine.shards()
+    moments = max(float(s.data.abs().max()) for n, s in shards.items() if n.startswith("exp_avg") and s.data.numel())
+    total = sum(float(s.data.double().sum()) for n, s in shards.items() if n.startswith("model."))
+    return moments, total, run.progress.iteration + run.progress.consumed_samples + run.engine.updates
+
+
+def test_finetuning_takes_weights_and_nothing_else(ranks: Any, corpus: str, tmp_path: Path) -> None:
+    assert ranks(2).run(train, 2, configured(corpus, tmp_path / "base", 3)) == [(3, "")] * 2
+    base = str(tmp_path / "base")
+    resumed = ranks(2).run(optimizer_after, configured(corpus, tmp_path / "new", 3, load=base))
+    tuned = ranks(2).run(optimizer_after, configured(corpus, tmp_path / "new", 3, load=base, finetune=True))
+    for (moment, total, progress), (tuned_moment, tuned_total, tuned_progress) in zip(resumed, tuned, strict=True):
+        assert moment > 0 and progress == 3 + 12 + 3
+        assert tuned_moment == 0 and tuned_progress == 0 and tuned_total == total
+    for _, error in ranks(2).run(train, 2, configured(corpus, base, 3, load=base, finetune=True)):
+        assert "--finetune begins a new one; name another folder" in error
+
+
+def samples_read(rank: int, config: Config) -> list[int]:
+    """The samples of each iteration, of this rank."""
+    run, seen = trainer(rank, 2, config), []
+    step = run.engine.train_step
+
+    def spied(iteration: int, batches: Any) -> Any:
+        seen.extend(number for batch in batches for number in batch.samples)
+        return step(iteration, batches)
+
+    run.engine.train_step = spied
+    quietly(run)
+    return sorted(seen)
+
+
+def test_samples_are_left_out_and_stay_so_after_a_resume(ranks: Any, corpus: str, tmp_path: Path) -> None:
+    """Batches of 4; 6 to 9 are left out, hence 4 and 5 with them: their batch would hold 6. No flag at the resume."""
+    config = configured(corpus, tmp_path, 3, load=str(tmp_path))
+    skipping = replace(config, data=replace(config.data, skip_samples="6:10"))
+    first, second = ranks(2).run(samples_read, skipping)
+    assert sorted(first + second) == [0, 1, 2, 3, *range(10, 18)]
+    on = replace(config, training=replace(config.training, train_iters=4))
+    first, second = ranks(2).run(samples_read, on)
+    assert sorted(first + second) == [18, 19, 20, 21]
+
+
 # -- asked to stop
 
 

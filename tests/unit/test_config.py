@@ -48,7 +48,8 @@ COMING = set(
 # 74: when a run stops (--exit-duration-minutes, --exit-before-minutes).
 # 76: copying a shard to host memory costs memory that a run may not have (--async-save).
 # 77: which iterations are traced: a trace of a whole run would be gigabytes.
-NUM_OPTIONS = 77
+# 79: weights alone (--finetune), and a run without the data of a loss spike (--skip-samples).
+NUM_OPTIONS = 79
 
 DEFAULTS = {
     "precision": "fp32",
