@@ -113,7 +113,12 @@ class Buckets(NamedTuple):
 
 
 def plan_buckets(bucket_size: int, sizes: list[int], shards: int, overlap: bool) -> Buckets:
-    """For units of `sizes` elements and buckets of at most `bucket_size`, or of ALIGN columns where that is more."""
+    """For units of `sizes` elements and buckets of at most `bucket_size`, or of ALIGN columns where that is more.
+
+    A unit's reduction is waited for before the next one's begins. So a second bucket is of use only where a unit needs
+    several; and it is no larger than the largest unit.
+    """
     largest = max(sizes, default=0) // shards
     columns = min(largest, max(ALIGN, bucket_size // shards // ALIGN * ALIGN))
-    return Buckets(columns, 2 if overlap else 1, packs=largest > columns)
+    packs = largest > columns
+    return Buckets(columns, 2 if overlap and packs else 1, packs)

@@ -81,8 +81,9 @@ def test_a_choice_of_when() -> None:
 
 
 def test_buckets() -> None:
-    """At most the size asked for, in whole multiples of ALIGN for every rank; never less than that; never idle."""
-    assert plan_buckets(10**6, [6400, 640], 2, overlap=True) == Buckets(3200, 2, packs=False)
+    """At most the size asked for, in whole multiples of ALIGN for every rank; never less than that; none is idle."""
+    assert plan_buckets(10**6, [6400, 640], 2, overlap=True) == Buckets(3200, 1, packs=False)
+    assert plan_buckets(6400, [6400, 640], 2, overlap=True) == Buckets(3200, 1, packs=False)
     assert plan_buckets(1000, [6400, 640], 2, overlap=False) == Buckets(448, 1, packs=True)
     assert plan_buckets(1, [6400], 4, overlap=True) == Buckets(64, 2, packs=True)
     assert plan_buckets(10**6, [], 4, overlap=True).columns == 0
