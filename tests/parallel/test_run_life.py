@@ -108,6 +108,15 @@ def test_a_flipped_bit_costs_one_checkpoint_and_not_the_run(ranks: Any, corpus: 
     assert torch.equal(weights(tmp_path / "iter_0000004"), expected)  # trained again from 2, and saved anew
 
 
+def test_a_corpus_made_anew_ends_the_resume(ranks: Any, tmp_path: Path) -> None:
+    for iterations, first in ((1, 0), (2, 1)):
+        with IndexedWriter(tmp_path / "corpus", np.uint16, {"tokenizer": "byte", "vocab_size": 257}) as writer:
+            writer.add(np.arange(first, first + 200))
+        config = configured(str(tmp_path / "corpus"), tmp_path / "saved", iterations, load=str(tmp_path / "saved"))
+        errors = [error for _, error in ranks(2).run(train, 2, config)]
+    assert all("holds other tokens than when this was saved" in error for error in errors), errors
+
+
 # -- not simply going on
 
 
