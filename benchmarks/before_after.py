@@ -4,6 +4,8 @@
 The older revision is checked out into a temporary folder. Both trees' processes stay alive and take turns, old, new,
 new, old, ...; a ratio is new / old of neighbouring turns, with the 95 % bootstrap interval of its median.
 
+Both trees have torch's own fp32 products.
+
 - CPU ms: user and system time of a rank's whole process per step, all threads. Other load on the machine changes it
   less than it changes the duration.
 - MiB of a step: the most bytes at once of all tensors that a step makes, counted at every operator; exact.

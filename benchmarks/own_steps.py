@@ -6,6 +6,8 @@ modules of `benchmarks` that it imports are the tree's own.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +29,13 @@ except ModuleNotFoundError:  # before folders by subject
     from megazero.engine import Engine
     from megazero.mesh import Mesh
 from megazero.data.loader import MicroBatch
+
+# Old revisions choose the library of fp32 products by the CPU: here all trees have torch's own.
+for _name in ("megazero.tensor_parallel", "megazero.model.matmul"):
+    with contextlib.suppress(ModuleNotFoundError):
+        _module = importlib.import_module(_name)
+        if hasattr(_module, "PREFERS_ONEDNN"):
+            _module.PREFERS_ONEDNN = False
 
 MICRO_BATCHES = 2  # per step; the work's batch is that of the step
 assert Path(megazero.__file__).parents[1] == Path(__file__).parents[1], "another tree's megazero was imported"
