@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a block keeps for its backward, and what keeping less costs: every recompute mode, on 1, 2 and 4 ranks.
+"""Measure what a block saves for its backward, and the cost of saving less: every recompute mode, on 1, 2 and 4 ranks.
 
 For each tensor-parallel size the modes live side by side on the same ranks and take a step in turn, forwards and
 backwards; a ratio is to the turn of "none" in the same round. Bytes are of one block and micro-batch, by
@@ -53,7 +53,7 @@ class Options:
     batch: int = 2
     """Samples of a micro-batch; a step has one."""
     dropout: float = 0.0
-    """Of the residual stream and of the attention weights."""
+    """Dropout of the residual stream and of the attention weights."""
     sizes: tuple[int, ...] = (1, 2, 4)
     """Tensor-parallel sizes."""
     rounds: int = 9

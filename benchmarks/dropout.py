@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What dropout costs: masks by coordinate against F.dropout and against a generator per sample and head.
+"""Measure dropout: masks by coordinate against F.dropout and against a generator per sample and head.
 
 In turn in one process; ratios are taken round by round, so that a machine whose speed drifts slows all alike. Prints
 Markdown. With `--steps`, also the share that dropout has of a small model's training step.
@@ -28,18 +28,18 @@ Times = dict[str, list[float]]  # seconds of each round
 
 @dataclass(frozen=True)
 class Options:
-    """What dropout costs."""
+    """Measure dropout."""
 
     rounds: int = 31
-    """Of forward and backward; two more warm up."""
+    """Runs of forward and backward; two more warm up."""
     steps: int = 15
     """Training steps of each kind; two more warm up. 0: none."""
     threads: int = 1
-    """Of torch, on a CPU."""
+    """Threads of torch, on a CPU."""
 
 
 class _Generators(torch.autograd.Function):
-    """As it was before: a generator for each sample and head, whole samples alone; made again in backward."""
+    """The former way: a generator per sample and head, whole samples alone; recomputed in backward."""
 
     @staticmethod
     def forward(ctx, x, samples):

@@ -1,4 +1,4 @@
-"""What benchmarks share."""
+"""Measurements that benchmarks share."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from megazero.plan.topology import Layout
 
 @dataclass(frozen=True)
 class Work:
-    """What every system of a run trains, and on how many ranks."""
+    """The model that every system of a run trains, and the number of ranks."""
 
     num_layers: int
     hidden_size: int
@@ -39,7 +39,7 @@ class Work:
     precision: str
 
     def config(self, stage: int) -> Config:
-        """As megazero takes it; the peers read the model and the optimizer from it too."""
+        """Return megazero's config; the peers read the model and the optimizer from it too."""
         h, n = self.hidden_size, self.num_heads
         return Config(
             model=ModelConfig(self.num_layers, h, 4 * h, n, self.seq_length, self.vocab_size),
@@ -54,7 +54,7 @@ class Work:
         return (self.vocab_size * uniform**3).long()
 
     def inputs(self, step: int, rank: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """What a rank's step is called with: ids and labels, [b, s] each."""
+        """Arguments of a rank's step: ids and labels, [b, s] each."""
         tokens = self.tokens(step, rank).to(device)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
@@ -119,7 +119,7 @@ class Training(NamedTuple):
     """One rank's."""
 
     step: Callable[..., float]  # (*inputs of this rank) -> loss
-    settle: Callable[[], None] = _nothing  # waits for communication that a step leaves under way
+    wait_for_all: Callable[[], None] = _nothing  # waits for communication that a step leaves in flight
     check: Callable[[], dict[str, float]] | None = None  # kind -> how far results are from what they should be
 
 
@@ -138,7 +138,7 @@ def _adamw(c: OptimizerConfig) -> dict[str, Any]:
 
 
 def _autocast(work: Work, device: torch.device) -> Callable[[], Any]:
-    """For the peers that keep fp32 weights and know no other mixed precision."""
+    """Autocast for the peers that keep fp32 weights and know no other mixed precision."""
     if work.precision == "fp32":
         return contextlib.nullcontext
     return lambda: torch.autocast(device.type, torch.bfloat16)

@@ -30,7 +30,7 @@ class Options:
     tokenizer: str
     """That of the data."""
     iterations: int = 200
-    """Of each run."""
+    """Iterations of each run."""
     stages: tuple[int, ...] = (0, 1, 2, 3)
     """ZeRO stages."""
 

@@ -34,7 +34,7 @@ class Options:
     """Preprocessing side by side."""
 
     folder: Path = Path("runs/preprocess")
-    """Where packages, corpora and results go."""
+    """Folder for packages, corpora and results."""
     tokenizer: Path = Path("runs/preprocess/gpt2")
     """Folder with GPT-2's vocab.json and merges.txt; made from a package if it is not there."""
     workers: int = 2
@@ -49,7 +49,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one run: wall seconds, CPU seconds and peak memory of its tree of processes."""
+    """Measurement of one run: wall seconds, CPU seconds and peak memory of its tree of processes."""
 
     wall: float
     cpu: float

@@ -57,7 +57,7 @@ class Rank:
         losses = []
         for i in range(self.at, self.at + count):
             losses.append(self.training.step(*self.work.inputs(i, self.rank, self.device)))
-        self.training.settle()
+        self.training.wait_for_all()
         self.at += count
         return losses
 

@@ -66,7 +66,7 @@ class Work(GPTWork):
 
 
 class Gradient(NamedTuple):
-    """Of one parameter, on this rank."""
+    """Gradient of one parameter on this rank, by both systems."""
 
     name: str
     ours: torch.Tensor
@@ -151,7 +151,7 @@ def _fake_group(ranks: list[int]) -> dist.ProcessGroup:
 
 
 class _SilentAxis(Axis):
-    """Of a fake group, taking the paths that it would take on the real one: on a CPU, gloo's."""
+    """Axis of a fake group that takes the paths of the real one: on a CPU, gloo's."""
 
     @property
     def staged(self) -> bool:
@@ -231,7 +231,7 @@ def _window(whole: torch.Tensor, shape: tuple[int, ...], where: tuple[slice, ...
 
 
 def _plan(cut: bool) -> dict[str, Any]:
-    """As torch's tensor-parallel tutorial and torchtitan compose a block. They gather a cut stream by
+    """Parallelize a block as torch's tensor-parallel tutorial and torchtitan do. They gather a sharded stream by
     PrepareModuleInput on the whole attention or MLP, because two or three matrices read it; here one does, and its own
     style gathers it, once.
     """

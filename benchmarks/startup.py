@@ -2,7 +2,7 @@
 """Start-up of a partitioned model: seconds until it is ready and until its first step is done, and the peak of memory.
 
 One process is rank 0 of a pretended world (torch's "fake" backend): it allocates, draws and computes as that rank
-does, and waits for nobody. Example, GPT-2 1.5B on 8 ranks:
+does, and waits for no other rank. Example, GPT-2 1.5B on 8 ranks:
 
     python -m benchmarks.startup --preset gpt2-1.5b --ranks 8 --stage 3 --seq-length 128
 """
@@ -31,7 +31,7 @@ class Options:
 
     preset: str = "gpt2-1.5b"
     ranks: int = 8
-    """Of the pretended world."""
+    """Ranks of the pretended world."""
     stage: int = 3
     seq_length: int = 128
     """Shorter than the preset's, for a CPU."""

@@ -82,7 +82,7 @@ def jobs(names: list[str], work: Work, options: Options, extra: dict[str, str]) 
 
 
 def measure_memory(names: list[str], work: Work, options: Options) -> dict[str, Any]:
-    """Of the rank that takes the most. The systems run at once: nothing is timed; on a GPU one after the other."""
+    """Measure the rank that takes the most. The systems run at once: nothing is timed; on a GPU one after the other."""
     found = {}
     at_once = [names] if not torch.cuda.is_available() else [[name] for name in names]
     for group in at_once:

@@ -21,7 +21,7 @@ from data_tools.documents import Bad, documents_of
 from data_tools.reading import Chunk
 from megazero.data.tokenizer import PROBE, FastTokenizer, Tokenizer, load_tokenizer
 
-# Chunks in flight for each worker: one at work, and some that wait, so that a slow document stops nobody.
+# Chunks in flight for each worker: one at work, and some that wait, so that a slow document delays no other worker.
 CHUNKS_PER_WORKER = 4
 # Chunks and results that may wait, in bytes of text: what bounds memory where single documents are huge.
 WAITING_BYTES = 256 << 20
@@ -38,7 +38,7 @@ class GigatokenDiffers(Exception):
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker does to every chunk. `dtype`: name of the token type. `digests`: hash each document."""
+    """Settings of a worker. `dtype`: name of the token type. `digests`: hash each document."""
 
     tokenizer: str
     keys: tuple[str, ...]
@@ -147,7 +147,7 @@ def fast_tokenizer(spec: str) -> Any | None:
 
 
 def encode_fast(fast: Any, texts: Sequence[str]) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
-    """As `Tokenizer.encode_flat`, by gigatoken, on this thread."""
+    """Encode like `Tokenizer.encode_flat`, by gigatoken, on this thread."""
     layout = fast.encode_batch([text.encode() for text in texts], parallel=False).layout
     offsets = np.asarray(layout.offsets.data).astype(np.int64)
     return np.asarray(layout.content.data)[offsets[0] : offsets[-1]], np.diff(offsets)

@@ -72,7 +72,7 @@ class Options:
     """A folder or tokenizer.json of Hugging Face, gpt2:DIR (vocab.json and merges.txt), sentencepiece:FILE.model, or
     byte."""
     input_format: Format = "auto"
-    """What all of --input is. auto: by the names of the files."""
+    """Format of all of --input. auto: by the names of the files."""
     json_keys: tuple[str, ...] = ("text",)
     """Keys, or columns, that hold text; a corpus for each."""
     append_eod: bool = False
@@ -80,7 +80,7 @@ class Options:
     workers: int = 0
     """Processes that tokenize. 0: one per core."""
     on_bad_line: Literal["stop", "skip"] = "stop"
-    """What to do with a line that is no document. skip: leave it out, count it, and name it in P_skipped.txt."""
+    """Action for a line that is no document. skip: leave it out, count it, and name it in P_skipped.txt."""
     dtype: Literal["auto", "uint16", "int32"] = "auto"
     """Type of a token in the file. auto: uint16 for a vocabulary below 65,500, else int32, as Megatron does."""
     dedup: bool = False
@@ -95,7 +95,7 @@ class Options:
 
 
 class Corpus(NamedTuple):
-    """What was made: where, and how much."""
+    """Result of a run: files and counts."""
 
     prefix: str
     num_documents: int
@@ -105,7 +105,7 @@ class Corpus(NamedTuple):
 
 @dataclass
 class Counts:
-    """What a run has done so far; stored with every commit."""
+    """Progress of a run; stored with every commit."""
 
     text_bytes: int = 0
     disk_bytes: int = 0

@@ -27,7 +27,7 @@ ROWS = 256
 
 @dataclass(frozen=True)
 class Position:
-    """Where reading goes on: in source `source`, at `offset` (bytes as decompressed, or rows), in line `line`.
+    """Position to read on from: source `source`, `offset` (bytes as decompressed, or rows), line `line`.
 
     `line` is -1 where it is not known, behind the border of a --partition.
     """

@@ -42,7 +42,7 @@ class Seen:
 
 
 def _contains(run: Digests, sought: Digests) -> npt.NDArray[np.bool_]:
-    """Whether each of `sought` is in a sorted run."""
+    """Return, for each of `sought`, if it is in a sorted run."""
     at = np.searchsorted(run[:, 0], sought[:, 0])
     found = np.zeros(len(sought), dtype=bool)
     open_ = np.arange(len(sought))

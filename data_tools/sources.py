@@ -1,4 +1,4 @@
-"""What --input names: files by name, folder or glob, standard input, and data sets of the `datasets` library."""
+"""Sources that --input names: files by name, folder or glob, standard input, data sets of the `datasets` library."""
 
 import glob
 import os
@@ -48,7 +48,7 @@ class Source:
     end: float = 1.0
 
     def identity(self) -> list[object]:
-        """What must not change between a run and the one that goes on from it."""
+        """Properties that must not change between a run and the one that resumes it."""
         return [self.name, self.kind, self.size, self.modified, self.split, self.begin, self.end]
 
 

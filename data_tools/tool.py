@@ -1,4 +1,4 @@
-"""What every tool does: flags made from a dataclass, errors of one line, progress on stderr."""
+"""Common parts of the tools: flags made from a dataclass, errors of one line, progress on stderr."""
 
 import os
 import sys

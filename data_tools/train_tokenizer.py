@@ -40,7 +40,7 @@ class Options:
     """
 
     input: tuple[str, ...]
-    """As of preprocess_data.py: JSON lines, text, parquet, arrow, folders, globs, -, datasets:NAME."""
+    """Inputs as of preprocess_data.py: JSON lines, text, parquet, arrow, folders, globs, -, datasets:NAME."""
     output: str
     """Folder for tokenizer.json and tokenizer_config.json, or for tokenizer.model."""
     vocab_size: int
@@ -48,11 +48,11 @@ class Options:
     model: Literal["bpe", "sentencepiece"] = "bpe"
     """sentencepiece: a BPE model with byte fallback; read with --tokenizer sentencepiece:DIR/tokenizer.model."""
     input_format: Format = "auto"
-    """What all of --input is. auto: by the names of the files."""
+    """Format of all of --input. auto: by the names of the files."""
     json_keys: tuple[str, ...] = ("text",)
     """Keys, or columns, that hold text."""
     on_bad_line: Literal["stop", "skip"] = "stop"
-    """What to do with a line that is no document."""
+    """Action for a line that is no document."""
 
 
 def texts_of(options: Options, sources: Sequence[Source]) -> Iterator[list[str]]:

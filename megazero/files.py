@@ -96,7 +96,7 @@ class FilePool:
         return FilePool, (self._limit,)  # another process opens its own
 
     def read(self, path: str, count: int, at: int) -> bytes:
-        """As `read_at`. ValueError if `path` is not a regular file; OSError."""
+        """Read like `read_at`. ValueError if `path` is not a regular file; OSError."""
         with self._lock:
             handle = self._open.pop(path, None)
             if handle is None:

@@ -46,7 +46,7 @@ class Options:
     num_samples: int = 1
     """Texts to generate."""
     seed: int = 1234
-    """Of the draws."""
+    """Seed of the draws."""
 
 
 def load_model(path: Path, model: ModelConfig, device: torch.device, precision: str = "fp32") -> GPTStage:

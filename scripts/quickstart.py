@@ -136,7 +136,7 @@ def launch(ranks: int, flags: str, last: int) -> None:
 
 @contextmanager
 def bar(last: int) -> Iterator:
-    """A progress bar; where nobody looks at a terminal, a line now and then."""
+    """A progress bar; without a terminal, a line now and then."""
     if not console.is_terminal:
         shown = [-1]
 

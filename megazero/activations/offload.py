@@ -32,7 +32,7 @@ class Fetch(NamedTuple):
 
 
 class Copies:
-    """Where device and host are one: to store is to copy, to fetch is to look."""
+    """CPU implementation: storing copies into the buffer, fetching returns it."""
 
     def start_store(self, part: torch.Tensor, host: torch.Tensor) -> Stored:
         """Begin to copy `part` [n] to the beginning of `host`, n or more elements."""

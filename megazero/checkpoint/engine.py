@@ -104,7 +104,7 @@ def _rank(group: Group) -> int:
 
 
 def _from_rank_0(function: Callable[[], T], group: Group) -> T:
-    """What the function returns or raises on rank 0, on every rank."""
+    """Return or raise on every rank what the function returns or raises on rank 0."""
     if not dist.is_initialized():
         return function()
     outcome: list[Any] = [None, None]

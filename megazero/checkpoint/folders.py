@@ -4,7 +4,7 @@ Note [Whole or absent]
 A reader never meets half a checkpoint. A save writes into `.iter_0000100.partial`; once every rank has its
 files on the disk, rank 0 renames the folder to `iter_0000100`, and then replaces `latest`. Saving an
 iteration again moves the old folder to `.iter_0000100.replaced` for the moment between two renames: a crash
-right there leaves no `iter_0000100`, so `find` takes the folder set aside in its stead. Deleting, too,
+right there leaves no `iter_0000100`, so `find` takes the folder set aside instead. Deleting, too,
 begins with a rename.
 
 Note [Which one]
@@ -45,7 +45,7 @@ def folder_name(iteration: int) -> str:
 
 
 def partial_folder(root: Path, iteration: int) -> Path:
-    """Where a save writes before it publishes."""
+    """Return the folder that a save writes to before it is renamed to its final name."""
     return root / f".{folder_name(iteration)}{PARTIAL}"
 
 
@@ -63,7 +63,7 @@ def find(load: Path, passing_over: Mapping[str, str] | None = None, exact: bool 
 
     Raises:
         Damaged: a folder `iter_NNNNNNN` was asked for and is missing or not whole; or a root has checkpoints and none
-            to go on from: to start afresh there would lose them.
+            to go on from: to start fresh there would lose them.
     """
     load, known = Path(load), passing_over or {}
     if _NAME.fullmatch(load.name):
@@ -98,7 +98,7 @@ def find(load: Path, passing_over: Mapping[str, str] | None = None, exact: bool 
     if candidates:
         raise Damaged(
             f"--load {load} has no whole checkpoint ({'; '.join(faults)}); "
-            f"restore one, or name another folder to start afresh{rest}"
+            f"restore one, or name another folder to start fresh{rest}"
         )
     if named is not None:
         raise Damaged(
@@ -154,13 +154,13 @@ def prune(root: Path, keep_last: int, keep_every: int = 0, run: str = "") -> Non
     kept |= set([folder for folder in ours[: last + 1] if states[folder].get("sound") is not False][-1:])
     for folder in ours:
         if folder not in kept:
-            doomed = root / f".{folder.name.strip('.')}{PARTIAL}"
-            folder.rename(doomed)
-            shutil.rmtree(doomed)
+            removed = root / f".{folder.name.strip('.')}{PARTIAL}"
+            folder.rename(removed)
+            shutil.rmtree(removed)
 
 
 def clear_leftovers(root: Path) -> None:
-    """Delete what saves that crashed left behind. For one process, while no save into `root` is under way."""
+    """Delete what saves that crashed left behind. For one process, while no save into `root` runs."""
     for folder in root.glob(f".iter_*{PARTIAL}"):
         shutil.rmtree(folder)
     for pointer in root.glob(f".{LATEST}{PARTIAL}-*"):

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 class SaveLock:
     """Held from construction to `release`, or to the end of the process.
 
-    A process that opens the lock file again and closes it loses the lock: nobody else opens it.
+    A process that opens the lock file again and closes it loses the lock: nothing else may open it.
     """
 
     def __init__(self, root: Path) -> None:

@@ -67,7 +67,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds."""
+    """Contents of a checkpoint."""
 
     files: dict[str, int]  # name -> bytes, the safetensors files
     state_crc32: int
@@ -109,7 +109,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a text file in a folder that nobody reads yet, and wait until it is on the disk."""
+    """Write a text file in a folder that no process reads yet, and wait until it is on the disk."""
     file = OutputFile(path)
     try:
         file.write(text.encode())
@@ -160,7 +160,7 @@ def unchecked_state(folder: Path) -> dict[str, Any]:
 
 
 def missing_part(folder: Path, manifest: Manifest) -> str | None:
-    """What is absent, no regular file, or of another length than the manifest says, found without reading it."""
+    """Name a file that is absent, not regular, or of another length than the manifest says; None if all are whole."""
     for file, size in {**manifest.files, STATE: None}.items():
         path = folder / file
         try:

@@ -125,7 +125,7 @@ def _prove_coverage(declared: Mapping[str, Declared], plans: Iterable[SavePlan])
 
 
 def _without_replicas(plans: list[SavePlan]) -> list[SavePlan]:
-    """Each chunk stays with one of its holders: large ones first, each to the least laden holder."""
+    """Each chunk stays with one of its holders: large ones first, each to the holder with the least to write."""
     holders: dict[MetadataIndex, list[int]] = defaultdict(list)
     size: dict[MetadataIndex, int] = {}
     for rank, plan in enumerate(plans):
@@ -163,7 +163,7 @@ class CoveredLoadPlanner(LoadPlanner):
         self.metadata = metadata
 
     def create_local_plan(self) -> LoadPlan:
-        """What this rank must read; ValueError if the manifest does not provide a tensor exactly once."""
+        """Plan the reads of this rank; ValueError if the manifest does not provide a tensor exactly once."""
         declared = _declare(self.shards)
         items: list[ReadItem] = []
         for name, shard in self.shards.items():

@@ -1,4 +1,4 @@
-"""What a rank holds of a globally named tensor, and how it falls into chunks."""
+"""Shards: a rank's part of a globally named tensor, and its division into chunks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

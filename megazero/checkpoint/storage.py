@@ -84,7 +84,7 @@ def write_safetensors(path: Path, chunks: Sequence[tuple[str, torch.Tensor]]) ->
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a rank put a chunk: what it tells rank 0 for the manifest."""
+    """Location of a written chunk, reported to rank 0 for the manifest."""
 
     file: str
     file_bytes: int

@@ -64,7 +64,7 @@ class Axis:
 
     @property
     def staged(self) -> bool:
-        """Whether a reduce-scatter needs scratch as large as its input; see `start_reduce_scatter`."""
+        """Return true if a reduce-scatter needs scratch as large as its input; see `start_reduce_scatter`."""
         return self.size > 1 and dist.get_backend(self.group) == "gloo"
 
     def _count(self, x: torch.Tensor, passes: int, kind: str | None) -> None:
@@ -111,7 +111,7 @@ class Axis:
         return peer_errors(action, self.peers if peer is None else (peer,), self.hosts)
 
     def start_all_reduce(self, x: torch.Tensor, op: dist.ReduceOp = SUM, kind: str | None = None) -> Pending:
-        """Combine everyone's `x` in place; nobody touches it until the result has been waited for."""
+        """All-reduce `x` in place; it must not be read or written before the result has been waited for."""
         if self.size == 1:
             return Pending()
         self._count(x, 2, kind)
@@ -191,7 +191,7 @@ class Axis:
     def start_send(self, x: torch.Tensor, step: int, tag: int) -> Pending:
         """Send `x` to the next (step +1) or the previous (-1) rank of the axis, which is a ring.
 
-        Nobody writes to `x` until the send has been waited for. `tag`: matches a send with its receive.
+        `x` must not be written before the send has been waited for. `tag`: matches a send with its receive.
         """
         assert x.is_contiguous(), f"{self.name}: send of shape {tuple(x.shape)}, stride {x.stride()}"
         self.sent[self.name] += x.numel() * x.element_size()
@@ -218,7 +218,7 @@ class Axis:
 
 
 class _Work(Protocol):
-    """What a backend returns for an asynchronous collective."""
+    """Handle that a backend returns for an asynchronous collective."""
 
     def wait(self) -> object: ...
 

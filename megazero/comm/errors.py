@@ -48,7 +48,7 @@ class peer_errors:
 
 
 def _caused_by_peer(error: BaseException) -> bool:
-    """Whether a failed or missing peer caused the error, rather than a mistake of this rank's."""
+    """Return true if a failed or missing peer caused the error, and not a mistake of this rank."""
     if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
         return True
     if type(error) is not RuntimeError or error.__cause__ is not None:  # one with a cause is a report, not gloo's

@@ -30,7 +30,7 @@ def report_failure(world: World, message: str) -> None:
     if dist.is_initialized():
         try:
             within(STORE_SECONDS, lambda: _tell(f"rank {world.rank}: {message}"))
-        except Exception as error:  # the store goes with the rank that hosts it: then there is nobody to tell
+        except Exception as error:  # the store goes with the rank that hosts it: then no rank can be told
             print(f"rank {world.rank}: could not tell the others: {error}", file=sys.stderr, flush=True)
 
 

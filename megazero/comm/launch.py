@@ -176,7 +176,7 @@ def start(world: World, device: torch.device, timeout_minutes: float) -> tuple[s
 
 
 def agent_store() -> bool:
-    """Whether torchrun, and not rank 0, hosts the store."""
+    """Return true if torchrun, and not rank 0, hosts the store."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 

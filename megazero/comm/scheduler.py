@@ -1,4 +1,4 @@
-"""What SLURM says of the job that this process belongs to."""
+"""The SLURM job that this process belongs to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a run will be able to write where its flags say: found out before hours of work, not after them."""
+"""Check that a run can write where its flags say: before hours of work, not after them."""
 
 from __future__ import annotations
 

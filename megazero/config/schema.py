@@ -67,13 +67,13 @@ class TrainingConfig:
     train_iters: Positive = 1000
     """Iterations to train, counted from the first run."""
     seed: Annotated[int, Range(-(2**63), 2**63 - 1, "seeds are 64-bit")] = 1234
-    """Of initial weights, data order and dropout. The same seed is the same run in every layout."""
+    """Seed of initial weights, data order and dropout. The same seed gives the same run in every layout."""
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
-    """Of weights and activations; the optimizer's master weights and moments are fp32. fp16 scales the loss. fp64 is
+    """Precision of weights and activations; master weights and moments are fp32. fp16 scales the loss. fp64 is
     for tests and debugging: all of a run, gradients, moments and checkpoints included, is fp64; it starts from the
     same weights as fp32."""
     grad_dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
-    """In which gradients are accumulated and reduced. With --precision fp64, and only there, it is fp64."""
+    """Precision in which gradients are accumulated and reduced. With --precision fp64, and only there, it is fp64."""
     freeze_parameters: tuple[str, ...] = ()
     """Do not train parameters whose names match these patterns, such as token_embedding.* or blocks.[01].*"""
     initial_loss_scale: LossScaleValue = 65536.0
@@ -147,7 +147,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class ZeroConfig:
-    """What is partitioned over the data-parallel ranks (ZeRO-DP)."""
+    """ZeRO-DP: sharding over the data-parallel ranks."""
 
     zero_stage: Literal[0, 1, 2, 3] = 1
     """0 nothing; 1 optimizer states; 2 and gradients; 3 and parameters."""
@@ -168,7 +168,7 @@ class ZeroConfig:
 
 @dataclass(frozen=True)
 class ActivationConfig:
-    """What of the activations is kept for the backward pass (ZeRO-R)."""
+    """ZeRO-R: activations that are kept for the backward pass, and where."""
 
     recompute: Literal["none", "selective", "full"] = "none"
     """full: keep only each block's input, and compute the block again in backward (a third more compute). selective:
@@ -183,7 +183,7 @@ class ActivationConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where samples come from."""
+    """Corpora, tokenizer and reading."""
 
     data_path: tuple[str, ...] = ()
     """PREFIX of a .bin/.idx pair, or W1 PREFIX1 W2 PREFIX2 ... to blend by weights."""
@@ -247,7 +247,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """What a run tells."""
+    """Metrics and progress."""
 
     log_dir: str = ""
     """Folder for metrics.jsonl and config.toml. Empty: neither is written."""

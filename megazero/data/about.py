@@ -30,7 +30,7 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
-# What each key must be, if it is there; other keys are nobody's business.
+# What each key must be, if it is there; other keys are not checked.
 _SCHEMA: dict[str, tuple[Callable[[object], bool], str]] = {
     "version": (_is_count, "a whole number"),
     "num_tokens": (_is_count, "a whole number"),

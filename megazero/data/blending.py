@@ -42,7 +42,7 @@ class BlendedDataset:
         return first, index
 
     def _middle(self, first: int, stop: int) -> int:
-        """Where to part the datasets [first, stop): as near to equal weight as can be; of equals, the first."""
+        """Return the index that best divides datasets [first, stop) into equal weights; of equals, the first."""
         sums = self._sums
         both = sums[first] + sums[stop]
         k = bisect_left(sums, both, first + 1, stop - 1, key=lambda each: 2 * each)

@@ -40,7 +40,7 @@ class Datasets:
     corpora: tuple[IndexedDataset, ...] = ()
 
     def fingerprints(self) -> list[str]:
-        """What each corpus is recognised by, in the order of --data-path."""
+        """Return the fingerprint of each corpus, in the order of --data-path."""
         return [fingerprint(data) for data in self.corpora]
 
     def served(self, consumed_samples: int) -> dict[str, int]:

@@ -181,14 +181,14 @@ def _alone(prefix: str, name: str) -> Iterator[bool]:
 
 
 def _cache_directories(prefix: str) -> tuple[str, str]:
-    """Where tables may lie: next to the data; else, as that may be read-only, in the temporary directory."""
+    """List folders for tables: next to the data; else, as that may be read-only, in the temporary directory."""
     name = hashlib.sha256(os.path.abspath(prefix).encode("utf-8", "surrogateescape")).hexdigest()[:16]
     own = os.path.join(tempfile.gettempdir(), f"megazero-index-cache-{os.getuid()}", name)
     return f"{prefix}_index_cache", own
 
 
 def _trusted(directory: str) -> bool:
-    """Whether nobody may have put tables there who could not have changed the data as well.
+    """Return true if only those who may change the data may have put tables there.
 
     Beside the data, that is whoever may write there, unless all the world may. In the temporary directory,
     where everybody may make a folder of any name, it is this user alone.

@@ -31,7 +31,7 @@ def fingerprint(data: str | os.PathLike[str] | IndexedDataset) -> str:
 
 
 def same(one: str, other: str) -> bool:
-    """Whether two fingerprints can be of one corpus: a missing PREFIX.json alone makes no difference."""
+    """Return true if two fingerprints can be of one corpus: a missing PREFIX.json alone makes no difference."""
     (sampled, whole), (sampled2, whole2) = one.split(":"), other.split(":")
     return sampled == sampled2 and (whole == whole2 or "-" in (whole, whole2))
 

@@ -54,7 +54,7 @@ class IndexedDataset:
     """The corpus `prefix.bin` + `prefix.idx`; its index is checked in full when opened.
 
     Note [truncated while in use]: tokens are read with `pread`, not through a memory map. A map of a file
-    that somebody truncates kills the process with SIGBUS at the next access; a read says how much is there.
+    that another process truncates kills the process with SIGBUS at the next access; a read says how much is there.
     The index is mapped (read, if it is small), and its size is looked at before it is used.
 
     `files`: a pool that several corpora share.

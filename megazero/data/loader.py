@@ -132,7 +132,7 @@ class _Steps(Dataset[Any]):
         self._dataset, self._assignment, self._masked = dataset, assignment, masked
 
     def __getitem__(self, consumed: int) -> tuple[torch.Tensor, ...] | str:
-        """As `read`; the message of a ValueError, around which torch would put the worker's traceback."""
+        """Call `read`; return the message of a ValueError, around which torch would put the worker's traceback."""
         try:
             return self.read(consumed)
         except ValueError as error:

@@ -55,7 +55,7 @@ class GPTDataset:
     """The endless samples of one split of one corpus: `dataset[i]` is int64 [s + 1] for any i >= 0.
 
     `data` is the corpus or its prefix. `num_documents` and `num_tokens` are those of the split. An
-    empty or too short split raises at `check()` and at the first sample, not before: nobody may ever ask
+    empty or too short split raises at `check()` and at the first sample, not before: no caller may ever ask
     for it. Ids outside `vocab_size` (None: not checked) raise at the sample that holds them.
     """
 

@@ -29,7 +29,7 @@ class Fragmentation(NamedTuple):
 
     @property
     def free(self) -> int:
-        """Reserved, and in use by nobody."""
+        """Bytes that are reserved and not in use."""
         return self.reserved - self.allocated
 
     @property
@@ -46,7 +46,7 @@ class Fragmentation(NamedTuple):
 
 
 def fragmentation(segments: Iterable[Mapping[str, Any]]) -> Fragmentation:
-    """Of the segments of a snapshot, in the format of `torch.cuda.memory_snapshot()`, of one device.
+    """Measure the segments of one device's snapshot, in the format of `torch.cuda.memory_snapshot()`.
 
     Of a segment its `total_size` is read and its `blocks`, of a block its `size` and `state`.
     """
@@ -57,7 +57,7 @@ def fragmentation(segments: Iterable[Mapping[str, Any]]) -> Fragmentation:
 
 
 def device_fragmentation(device: torch.device) -> Fragmentation | None:
-    """Of the caching allocator of a GPU at this instant; None on a CPU, which has none.
+    """Measure the caching allocator of a GPU now; None on a CPU, which has none.
 
     The snapshot lists every block, under the allocator's lock: not for every iteration.
     """

@@ -15,7 +15,7 @@ KINDS = ("parameters", "optimizer", "gradients", "activation_checkpoints", "buff
 
 
 class Lease:
-    """Bytes of one kind, counted until `end` or until nobody holds the lease."""
+    """Bytes of one kind, counted until `end`, or until the last reference to the lease is gone."""
 
     __slots__ = ("_ledger", "kind", "num_bytes")
 

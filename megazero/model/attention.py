@@ -106,7 +106,7 @@ class _OpenAttention(torch.autograd.Function):
 
 
 class Backend(Enum):
-    """Of the attention core: see `attention`."""
+    """Autograd function of the attention core: see `attention`."""
 
     FUSED = "fused"  # keeps a number a query
     OPEN = "open"  # keeps the attention weights

@@ -98,7 +98,7 @@ class RecomputedInput(NamedTuple):
 
 @dataclass(frozen=True)
 class Context:
-    """What every layer is built with."""
+    """Dependencies that every layer is built with."""
 
     stream: Stream
     contribute: Contribute

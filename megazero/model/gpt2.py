@@ -101,7 +101,7 @@ class Head(nn.Module):
         self.context = context
         self.norm = LayerNorm(specs[0], specs[1], context)
         self.output = VocabularyTable(specs[2], context) if tied is None else None
-        self._tied = (tied,)  # in a tuple, lest it count as a child: the table is a unit of its own
+        self._tied = (tied,)  # in a tuple, so that it is not registered as a child: the table is a unit of its own
 
     @property
     def table(self) -> VocabularyTable:

@@ -46,7 +46,7 @@ def draw(seed: int, spec: ParamSpec, block: LocalBlock, start: int, stop: int) -
 
 
 def _draw_columns(seed: int, spec: ParamSpec, block: LocalBlock, start: int, stop: int) -> torch.Tensor:
-    """For a matrix cut over its columns: whole rows are drawn, a piece at a time, and our columns kept."""
+    """Draw a matrix that is sharded over its columns: whole rows, a block at a time, of which our columns are kept."""
     row, width = spec.shape[1], block.shape[1]
     columns = slice(block.offset[1], block.offset[1] + width)
     first, last = start // width, -(-stop // width)

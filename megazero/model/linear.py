@@ -61,7 +61,7 @@ class _Linear(torch.autograd.Function):
 
 
 class SumParts(torch.autograd.Function):
-    """The sum over tp of everyone's part; the part is fresh from a product, and nobody has kept it.
+    """Sum the partial products over tp. The partial product is new and not referenced elsewhere.
 
     The bias, if there is one, is in the parts already; its gradient is of this rank's tokens.
     """
@@ -69,7 +69,7 @@ class SumParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, part, bias, stream, contribute, output):
         ctx.bias, ctx.stream, ctx.contribute = bias, stream, contribute
-        if not output:  # a recompute: nobody reads it
+        if not output:  # a recompute: it is never read
             return part.view(-1, part.shape[-1])[: len(stream.tokens(part.numel() // part.shape[-1]))]
         return stream.start_sum(part).wait().view(-1, part.shape[-1])
 

@@ -88,7 +88,7 @@ def write_or_add(out: torch.Tensor, add: bool, gradient: torch.Tensor) -> None:
 
 
 def has_onednn() -> bool:
-    """Whether this torch has oneDNN's operator."""
+    """Return true if this torch has oneDNN's operator."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 

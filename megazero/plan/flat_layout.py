@@ -36,7 +36,7 @@ class Range(NamedTuple):
 
 
 class FlatParam(NamedTuple):
-    """What the arithmetic has to know of a parameter."""
+    """A parameter as the arithmetic sees it."""
 
     name: str
     numel: int  # of the local block, vocabulary padding included
@@ -46,7 +46,7 @@ class FlatParam(NamedTuple):
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Where everything of a unit lies in its flat buffer."""
+    """Offsets of a unit's parameters in its flat buffer."""
 
     windows: dict[str, Range]
     gaps: list[Range]

@@ -144,6 +144,6 @@ def unit_layout(specs: list[ParamSpec], tp_size: int, shards: int) -> FlatLayout
 
 
 def num_parameters(model: ModelConfig) -> int:
-    """Of the whole model, each counted once, padding excluded."""
+    """Count the elements of the whole model, each parameter once, padding excluded."""
     units = stage_units(model, Layout(), 0)
     return sum(math.prod(s.shape) for specs in units.values() for s in specs)

@@ -77,7 +77,7 @@ class Layer(NamedTuple):
 
     @property
     def queues_weights(self) -> bool:
-        """Whether its weight gradients can wait.
+        """True if its weight gradients can wait.
 
         Only a block's: the head's queue would keep the logits, and no rank waits for the embeddings.
         """
@@ -333,7 +333,7 @@ def _weave(ops: Ops, before: dict[int, Ops], after: dict[int, Ops]) -> Ops:
 
 
 def _layer_before(ops: Ops) -> list[int]:
-    """For each operation, the index where the computation of the layer before its own begins.
+    """Return, per operation, the index where the computation of the layer before its own begins.
 
     A Recompute and its Backward are one computation.
     """

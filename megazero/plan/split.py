@@ -32,7 +32,7 @@ def ends(model: ModelConfig, activations: ActivationConfig) -> Ends:
 
 
 def even_split(num_layers: int, stages: int) -> tuple[int, ...]:
-    """As many layers in every stage; the first stages take one more where that leaves a rest."""
+    """Split layers evenly; the first stages take one more where that leaves a rest."""
     each, rest = divmod(num_layers, stages)
     return tuple(each + (stage < rest) for stage in range(stages))
 

@@ -1,4 +1,4 @@
-"""What a run's memory and traffic come to, as a table that a person reads before it starts. Pure."""
+"""The table of a run's estimated memory and traffic, printed before it starts. Pure."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _traffic_formulas(config: Config, layout: Layout) -> dict[str, str]:
 
 
 def partition_line(config: Config, layout: Layout, rank: int = 0) -> str:
-    """What --partition-activations saves and what it costs; empty without it."""
+    """Describe the memory that --partition-activations saves and the traffic it costs; empty without it."""
     activations = config.activations
     if not activations.partition_activations:
         return ""

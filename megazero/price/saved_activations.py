@@ -1,4 +1,4 @@
-"""What a block keeps from its forward to its backward: one row a tensor, exact. Pure.
+"""Activations that a block saves from its forward for its backward: one row per tensor, exact. Pure.
 
 Beside it stands Korthikanti et al.'s formula (2022), which says what Megatron keeps.
 
@@ -33,7 +33,7 @@ class Saved(NamedTuple):
 
 
 def block_saves(config: Config, layout: Layout, device_type: str) -> list[Saved]:
-    """Of one block and one micro-batch, on one rank's device, between their forward and their backward.
+    """List what one block saves for one micro-batch on its device, between forward and backward.
 
     Under full recompute all that is kept is the block's input, or a part of it, or nothing here (Pa+cpu); while the
     block is computed again, it is `computed_saves`.
@@ -56,7 +56,7 @@ def _stream_rows(config: Config, layout: Layout) -> int:
 
 
 def computed_saves(config: Config, layout: Layout, device_type: str) -> list[Saved]:
-    """What a block keeps that has been computed, all but what selective recompute makes again.
+    """List computed tensors that a block saves, without those that selective recompute recomputes.
 
     A norm's statistics are in fp32 or fp64, on a CPU in the weights' own type. Dropout keeps nothing: masks are made
     again.

@@ -51,7 +51,7 @@ class LossScaleExhausted(Exception):
 
 
 class StepResult(NamedTuple):
-    """Of one iteration, the same on all ranks but for the bytes."""
+    """Result of one iteration, the same on all ranks except for the bytes."""
 
     loss: float  # nats a target, before the update
     grad_norm: float

@@ -64,7 +64,7 @@ class Compute(Protocol):
 
 
 class ActivationSpec(NamedTuple):
-    """What pipeline stages send each other, and every layer but the first reads: [T', h]."""
+    """Shape of the tensors between layers and between pipeline stages: [T', h]."""
 
     shape: tuple[int, int]
     dtype: torch.dtype
@@ -148,7 +148,7 @@ class Interpreter:
 
     @property
     def has_kept(self) -> bool:
-        """Whether inputs are kept for recompute."""
+        """True if inputs are kept for recompute."""
         return self._kept is not None
 
     @property

@@ -1,4 +1,4 @@
-"""What a run tells: metrics.jsonl, a progress line, TensorBoard, Weights & Biases. Used by rank 0 alone.
+"""Loggers: metrics.jsonl, a progress line, TensorBoard, Weights & Biases. Used by rank 0 alone.
 
 The heavy libraries are imported only when asked for.
 """
@@ -94,7 +94,7 @@ MAX_PENDING_LINES = 100_000  # of about a kilobyte
 class MetricsFile:
     """One JSON object per iteration and line. Lines after `start_iteration` are of a run that is left, and are cut.
 
-    A run that starts afresh over an older one's file keeps that as metrics.previous.jsonl. What cannot be written, on a
+    A run that starts fresh over an older one's file keeps that as metrics.previous.jsonl. What cannot be written, on a
     full disk say, is kept and tried again with every later line: the run goes on, and the file becomes whole again.
     """
 
@@ -127,7 +127,7 @@ class MetricsFile:
 
 
 def _iteration(line: str) -> float:
-    """Of a line of metrics.jsonl; infinite for one that was cut short by a crash."""
+    """Return the iteration of a line of metrics.jsonl; infinity for a line that a crash cut short."""
     try:
         return json.loads(line)["iteration"]
     except (json.JSONDecodeError, KeyError, TypeError):
@@ -222,7 +222,7 @@ class ProgressLine:
 
 
 def line(record: Record, last: int, left: str) -> str:
-    """What a person reads of an iteration."""
+    """Progress line of an iteration."""
     width = len(str(last))
     parts = [f"iteration {record['iteration']:>{width}}/{last}", f"loss {record['loss']:.4f}"]
     if "validation_loss" in record:

@@ -9,7 +9,7 @@ from megazero.config.schema import OptimizerConfig, TrainingConfig
 
 
 def learning_rate(config: OptimizerConfig, iteration: int) -> float:
-    """Of the update that ends iteration `iteration`, counted from 1; `lr_decay_iters` is resolved."""
+    """Return the learning rate of iteration `iteration`, counted from 1; `lr_decay_iters` is resolved."""
     warmup, end = config.lr_warmup_iters, config.lr_decay_iters
     if iteration <= warmup:
         return config.lr * iteration / warmup
@@ -21,7 +21,7 @@ def learning_rate(config: OptimizerConfig, iteration: int) -> float:
 
 
 def clip_factor(norm: float, clip: float) -> float:
-    """What gradients of this norm are multiplied with. The norm is finite: a skip is decided before."""
+    """Return the factor for gradients of this norm. The norm is finite: a skip is decided before."""
     assert math.isfinite(norm), norm
     return min(1.0, clip / (norm + 1e-6)) if clip > 0 else 1.0
 

@@ -23,7 +23,7 @@ SHAPE_FLAGS = (
 
 
 def find_checkpoint(config: Config, group: Any = None, passing_over: Mapping[str, str] | None = None) -> Path | None:
-    """The folder that --load means, checked to be this model's; None: start afresh. Rank 0 looks, for all of `group`.
+    """The folder that --load means, checked to be this model's; None: start fresh. Rank 0 looks, for all of `group`.
 
     Where --load names a folder of checkpoints, damaged ones are passed over, with a warning, unless --load-exact.
 

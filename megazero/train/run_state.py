@@ -33,7 +33,7 @@ class RunState:
 
     @classmethod
     def read(cls, path: Path, group: Any = None) -> RunState:
-        """Of the checkpoint folder `path`; all ranks of `group` call it, and rank 0 reads.
+        """Read the state in checkpoint folder `path`; all ranks of `group` call it, and rank 0 reads.
 
         Raises:
             Damaged: it cannot be read, or is not what a run writes.
@@ -81,7 +81,7 @@ class RunState:
         return ModelConfig(**self.model)
 
     def tokenizer(self, path: Path) -> str:
-        """What --tokenizer was; ValueError if the run had none."""
+        """Return the run's --tokenizer; ValueError if it had none."""
         data = self.config.get("data")
         spec = data.get("tokenizer") if isinstance(data, dict) else None
         if not isinstance(spec, str) or not spec:

@@ -1,4 +1,4 @@
-"""What all ranks of a run must have in common, as text that `comm.agreement.agree` compares."""
+"""Values that all ranks of a run must have in common, as text that `comm.agreement.agree` compares."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOCAL_FLAGS = {
 
 
 def run_values(config: Config, datasets: Datasets, tokenizer: Tokenizer | None) -> dict[str, str]:
-    """What is compared, by the name that a message gives it. `config` is resolved.
+    """Return the values to compare, by the name that a message gives them. `config` is resolved.
 
     --save and --load must be the same: both name one folder that all ranks share.
     """

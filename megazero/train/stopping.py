@@ -28,7 +28,7 @@ class DeadRun(Exception):
 class Signals:
     """Notes the signals that ask for a stop, for as long as the context lasts.
 
-    The step under way ends in good order. A signal that comes again changes nothing, but for SIGINT: the second one
+    The running step ends in good order. A signal that comes again changes nothing, but for SIGINT: the second one
     raises KeyboardInterrupt. Only for the main thread. A forked process that inherits the handlers dies of the signal
     as it would without them.
     """
@@ -56,7 +56,7 @@ class Signals:
 
 
 class Stop(NamedTuple):
-    """What ended a run."""
+    """Reason that a run ended."""
 
     why: str
     exit_code: int

@@ -165,7 +165,7 @@ class Trainer:
         return stop
 
     def _stop(self) -> Stop | None:
-        """What ends the run here, agreed over all ranks: a signal may reach only some, and clocks differ."""
+        """Return the reason to stop here, agreed over all ranks: a signal may reach only some, and clocks differ."""
         log_dir = self.config.log.log_dir
         stop_file = Path(log_dir) / "stop" if self.leads and log_dir else None
         seen = torch.tensor(asked_to_stop(self.signals, self.clock, stop_file), device=self.mesh.device)
@@ -372,7 +372,7 @@ class Trainer:
         self.engine.load_state_dict({"updates": 0, "loss_scale": None})
 
     def describe(self, load: Path | None) -> None:
-        """What is about to run, said once."""
+        """Print what is about to run, once."""
         config, layout = self.config, self.mesh.layout
         total = num_parameters(config.model)
         batch = f"{config.training.global_batch_size} = {config.micro_batches(layout.dp)} micro-batches"
@@ -385,7 +385,7 @@ class Trainer:
         if self.choices:
             self.say(self.choices)
         if config.checkpoint.load and load is None:
-            self.say(f"--load {config.checkpoint.load} holds no checkpoint: starting afresh")
+            self.say(f"--load {config.checkpoint.load} holds no checkpoint: starting fresh")
         if self.progress.iteration >= config.training.train_iters:
             done, asked = self.progress.iteration, config.training.train_iters
             self.say(f"iteration {done} is done, and --train-iters is {asked}: nothing to do")
@@ -394,5 +394,5 @@ class Trainer:
 
 
 def _finite(shard: LocalShard) -> bool:
-    """Whether all of a shard is; without a temporary of its size."""
+    """Return true if all of a shard is finite, without a temporary of its size."""
     return not shard.data.numel() or all(math.isfinite(float(x)) for x in torch.aminmax(shard.data))

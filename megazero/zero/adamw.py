@@ -15,7 +15,7 @@ Moments = tuple[torch.Tensor, torch.Tensor]
 
 
 class Update(NamedTuple):
-    """What one update is made of, the same for every unit."""
+    """Inputs of one optimizer step, the same for every unit."""
 
     config: OptimizerConfig
     lr: float

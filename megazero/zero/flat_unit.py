@@ -79,7 +79,7 @@ class FlatUnit:
 
     @property
     def trains(self) -> bool:
-        """Whether any parameter does."""
+        """True if any parameter trains."""
         return any(member.trains for member in self.members)
 
     @property
