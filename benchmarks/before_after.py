@@ -51,7 +51,7 @@ class Options:
     """A training step of this tree against the same step of an older revision."""
 
     revision: str = "736be37"
-    """Of git: what this tree is compared with."""
+    """Revision that this tree is compared with."""
     layers: int = 6
     hidden: int = 512
     heads: int = 8

@@ -202,7 +202,7 @@ def inner(op: Op) -> Op:
 
 
 def axis_of(op: Op) -> str:
-    """Where an operation that may be in flight runs: dp, tp, pp, or the host's copies."""
+    """Return the stream of an operation that may be in flight: dp, tp, pp, or the host's copies."""
     if isinstance(op, Fetch):
         return "host"
     if isinstance(op, (Transfer, SumTied)):

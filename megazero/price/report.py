@@ -131,7 +131,7 @@ def most_queued(config: Config, layout: Layout) -> int:
 
 
 def queue_line(config: Config, layout: Layout) -> str:
-    """What weight gradients that wait keep, and that full recompute does not free it; empty where none wait."""
+    """Describe bytes that queued weight gradients keep and full recompute does not free; empty without a queue."""
     parallel = config.parallel
     queued = most_queued(config, layout) if SCHEDULES[parallel.pipeline_schedule].backlog else 0
     if not queued:

@@ -60,7 +60,7 @@ class _Kind(NamedTuple):
 
     @property
     def device(self) -> torch.device:
-        """Of the stand-ins: meta where activations are more than SMALL elements."""
+        """Return the device of the stand-ins: meta where activations are more than SMALL elements."""
         tokens = self.micro_batch_size * self.model.seq_length
         scores = tokens * self.model.seq_length * self.model.num_attention_heads
         activations = tokens * (self.model.vocab_size + 4 * self.model.hidden_size + self.model.ffn_size)

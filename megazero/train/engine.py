@@ -63,7 +63,7 @@ class StepResult(NamedTuple):
 
 
 class CurrentOperation(NamedTuple):
-    """What a rank is doing, for reports of hangs."""
+    """Operation that a rank carries out now, for reports of hangs."""
 
     rank: int
     name: str  # printed name: with layer or unit, micro-batch, and "wait" where it waits for another rank

@@ -1,4 +1,4 @@
-"""What is said when memory runs out: the memory tracker beside the estimate's prediction for the same operation."""
+"""Report of memory that ran out: the memory tracker beside the estimate's prediction for the same operation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIB = 2**20
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory ran out, of a GPU or of the host."""
+    """Return true if an exception says that memory ran out, of a GPU or of the host."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in WORDS)

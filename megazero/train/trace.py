@@ -76,7 +76,7 @@ class Trace:
         """
         self.ledger.watch = None
         now = time.perf_counter_ns()
-        for op, begin in self._in_flight.items():  # nobody has waited for it yet
+        for op, begin in self._in_flight.items():  # not waited for yet
             self._asynchronous(Span(op, begin, now))
         part = ",\n".join(json.dumps(event) for event in [*self._metadata(), *self.events])
         parts = self.mesh.gather_bytes(part.encode())
