@@ -32,7 +32,7 @@ class Options:
     """Draw a pipeline schedule."""
 
     schedule: str = "1f1b"
-    """As --pipeline-schedule of pretrain_gpt.py, or forward-only: an evaluation."""
+    """Schedule, as for --pipeline-schedule of pretrain_gpt.py, or forward-only: an evaluation."""
     stages: int = 4
     """Pipeline ranks."""
     micro_batches: int = 8

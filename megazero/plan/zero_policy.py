@@ -1,4 +1,4 @@
-"""What ZeRO shards, how layers use their units, which buffers are persistent: plain values. Pure.
+"""ZeRO policy: what is sharded, how layers use their units, which buffers are persistent. Plain values. Pure.
 
 The engine and `price.estimate` read them.
 """
@@ -17,7 +17,7 @@ from megazero.plan.parameters import HEAD, POSITION, TOKEN
 
 @dataclass(frozen=True)
 class ZeroPolicy:
-    """What is cut over the ranks that share a copy (the shard axis)."""
+    """States that are sharded over the shard axis."""
 
     optimizer: bool
     gradients: bool  # reduced at every micro-batch: full ones never outlive a unit's backward
@@ -26,7 +26,7 @@ class ZeroPolicy:
 
     @property
     def publishes(self) -> bool:
-        """Whether every rank keeps whole weights but updates a part of them."""
+        """True if every rank keeps whole weights but updates a part of them."""
         return self.optimizer and not self.parameters
 
     @classmethod
@@ -101,19 +101,19 @@ def fixed_gradients(policy: ZeroPolicy, arena: bool, micro_batches: int) -> Fixe
     return FixedGradients(full=arena and adds_up, reduced=arena and policy.optimizer)
 
 
-COPY_DEPTH = 2  # device buffers each way between a GPU and host memory: one in use, one under way
+COPY_DEPTH = 2  # device buffers each way between a GPU and host memory: one in use, one in flight
 
 
 class Buckets(NamedTuple):
-    """Through what gradients are reduce-scattered: buckets of [shards, columns] elements, and what they need."""
+    """Shape and number of the reduce-scatter buckets, of [shards, columns] elements each."""
 
     columns: int  # elements of every rank's range
-    slots: int  # buckets under way at once
+    slots: int  # buckets in flight at once
     packs: bool  # some unit is larger than a bucket: its buckets are copied together
 
 
 def plan_buckets(bucket_size: int, sizes: list[int], shards: int, overlap: bool) -> Buckets:
-    """For units of `sizes` elements and buckets of at most `bucket_size`, or of ALIGN columns where that is more.
+    """Plan buckets of at most `bucket_size` elements, or of ALIGN columns where that is more, for units of `sizes`.
 
     A unit's reduction is waited for before the next one's begins. So a second bucket is of use only where a unit needs
     several; and it is no larger than the largest unit.

@@ -364,7 +364,7 @@ class Trainer:
         self.say(f"loaded {path} in {time.perf_counter() - start:.1f} s")
 
     def _load_weights(self, path: Path) -> None:
-        """As another run's last weights, with everything else as at the beginning of this one."""
+        """Start from another run's last weights, with everything else as at the beginning of this one."""
         self.engine.wait()
         shards = {name: shard for name, shard in self.engine.shards().items() if name.startswith("model.")}
         self.mesh.in_flight.check("loading a checkpoint", writes=[shard.data for shard in shards.values()])
