@@ -227,6 +227,7 @@ def test_the_record_has_it_at_the_log_interval_of_the_rank_that_writes(
     run.config = replace(Config(), log=LogConfig(log_interval=2))
     run.mesh, run.leads = SimpleNamespace(layout=Layout(), device=torch.device("cuda", 0)), leads
     run.engine = SimpleNamespace(memory_bytes=lambda result: {})
+    run.datasets = SimpleNamespace(served=lambda consumed: {})
     result = StepResult(1.0, 1.0, 1.0, 1.0, False, None, 0)
     for iteration in (1, 2, 3, 4):
         run.progress = trainer.Progress(iteration)
