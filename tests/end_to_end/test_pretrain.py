@@ -289,7 +289,8 @@ from megazero.model.gpt2 import Block
 forward, calls = Block.forward, []
 
 def full(self, *args):
-    calls.append(1)
+    if type(args[0]) is torch.Tensor and args[0].device.type == "cpu":  # not a stand-in, by which layers are priced
+        calls.append(1)
     if os.environ["RANK"] == "1" and len(calls) == 8:  # 5 layers: the third of the second micro-batch
         raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
     return forward(self, *args)
