@@ -58,12 +58,12 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """How long, in what batches, in what numbers."""
+    """Duration, batches and precision."""
 
     micro_batch_size: Annotated[int, Range(1, 2**20, "a rank computes all of its samples at once")] = 1
-    """Samples that a rank computes at once."""
+    """Samples per forward pass of a rank."""
     global_batch_size: Annotated[int, Range(0, 2**30, "published batches are thousands of samples")] = 0
-    """Samples of an iteration, over all ranks. 0: --micro-batch-size x data-parallel ranks."""
+    """Samples per iteration, over all ranks. 0: --micro-batch-size x data-parallel ranks."""
     train_iters: Positive = 1000
     """Iterations to train, counted from the first run."""
     seed: Annotated[int, Range(-(2**63), 2**63 - 1, "seeds are 64-bit")] = 1234
@@ -90,7 +90,7 @@ class TrainingConfig:
     """Library of fp32 matrix products on a CPU. auto: the faster by a measurement at the start. They differ in the last
     bits: to resume bit for bit on another machine, give what config.toml of the first run says."""
     compile: bool = False
-    """Compile what of a block lies between products and collectives (GELU, softmax in the open); slow to start."""
+    """torch.compile the element-wise parts of a block (GELU, softmax). Starting takes longer."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class ParallelConfig:
     """--pipeline-schedule zero-bubble: micro-batches whose weight gradients may wait at once, with their activations.
     0: as many as the schedule can use."""
     sequence_parallel: bool = False
-    """Cut what lies between tensor-parallel layers (norms, dropout, residual stream) over the tokens as well."""
+    """Shard the activations between tensor-parallel layers (norms, dropout, residual stream) over the tokens."""
     distributed_timeout_minutes: Annotated[float, Range(0, 10_080, "that is a week", least_open=True)] = 10.0
     """A collective that waits longer ends the run."""
 
@@ -150,9 +150,9 @@ class ZeroConfig:
     """ZeRO-DP: sharding over the data-parallel ranks."""
 
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """0 nothing; 1 optimizer states; 2 and gradients; 3 and parameters."""
+    """States sharded over data-parallel ranks. 0: none; 1: optimizer states; 2: also gradients; 3: also parameters."""
     zero_shard_size: Annotated[int, Range(0, 10**6, "no job has as many ranks; 0 stands for all")] = 0
-    """Partition within groups of this many data-parallel ranks, such as a node's; replicate over the groups. 0: all."""
+    """Shard within groups of this many data-parallel ranks, such as a node's; replicate over the groups. 0: all."""
     zero_reduce_every: Literal["micro-batch", "step"] = "micro-batch"
     """Stages 2, 3: reduce gradients at every micro-batch (least memory), or once a step (least traffic)."""
     zero_gather_every: Literal["use", "step"] = "use"
@@ -160,7 +160,7 @@ class ZeroConfig:
     reduce_bucket_size: Annotated[int, Range(1, 2**40, "no model has a layer of as many elements")] = 40_000_000
     """Elements of a communication buffer; larger units are reduced in several."""
     overlap_comm: bool = True
-    """Reduce behind the backward, gather ahead of use, publish behind the next forward. Changes no bit of a result."""
+    """Overlap ZeRO communication with computation. Results are bitwise identical."""
     poison_buffers: bool = False
     """Debug: fill released parameters' buffers and fresh gradients with NaN, so that a use of either is seen, and stop
     at whatever overlaps a buffer of a collective in flight."""
@@ -172,9 +172,9 @@ class ActivationConfig:
 
     recompute: Literal["none", "selective", "full"] = "none"
     """full: keep only each block's input, and compute the block again in backward (a third more compute). selective:
-    make again what is cheap and large: norms, GELU, attention weights where the backend would keep them."""
+    recompute only what is cheap and large: norms, GELU, attention weights where the backend would save them."""
     partition_activations: bool = False
-    """Pa: each tensor-parallel rank keeps its part of a block's input. Needs --recompute full and tp > 1."""
+    """Pa: shard kept block inputs over tensor-parallel ranks. Needs --recompute full and tp > 1."""
     checkpoint_in_cpu: bool = False
     """Keep blocks' inputs in host memory, copied behind the computation. Needs --recompute full."""
     contiguous_checkpointing: bool = False
@@ -194,7 +194,7 @@ class DataConfig:
     tokenizer: str = ""
     """A folder or file with a Hugging Face tokenizer, gpt2:DIR, sentencepiece:FILE.model, or byte."""
     eod_mask_loss: bool = False
-    """Leave out of the loss what is predicted from an end-of-document token: the first token of another document."""
+    """Exclude from the loss the token after each end-of-document token: the first token of another document."""
     skip_samples: str = ""
     """A:B leaves out samples A to B - 1 of the run, counted as metrics.jsonl's consumed_samples are: go back to a
     checkpoint from before a loss spike, and on without the data that made it."""
