@@ -28,7 +28,7 @@ from megazero.plan.topology import Layout
 from megazero.price.capacity import check_memory
 
 ROOT = Path(__file__).resolve().parents[2]
-MAX_LINES = 1_000_000  # a refusal by the estimate takes some 300,000; a loop over a billion numbers never ends
+MAX_LINES = 4_000_000  # an estimate takes up to some 1,000,000; a loop over a billion candidates never ends
 HOST = Machine(range(1), "cpu", None, Available(8 << 30, "of host memory"))
 NUMBERS = {
     int: ["0", "-1", "7", "1000000007", "1000000000001", "9" * 4000],
