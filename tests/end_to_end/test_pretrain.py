@@ -284,18 +284,25 @@ PLANTED = """
 import sys
 sys.path.insert(0, sys.argv.pop(1))
 import os, pretrain_gpt, torch
-from megazero.model.gpt2 import Block
+from megazero.train.engine import Engine
 
-forward, calls = Block.forward, []
+build = Engine.__init__
 
-def full(self, *args):
-    if type(args[0]) is torch.Tensor and args[0].device.type == "cpu":  # not a stand-in, by which layers are priced
-        calls.append(1)
-    if os.environ["RANK"] == "1" and len(calls) == 8:  # 5 layers: the third of the second micro-batch
-        raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
-    return forward(self, *args)
+def planted(self, *args):
+    build(self, *args)
+    if os.environ["RANK"] == "1":
+        block, calls = self.model.blocks["2"], []
+        forward = block.forward
 
-Block.forward = full
+        def full(*args):
+            calls.append(1)
+            if len(calls) == 2:
+                raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+            return forward(*args)
+
+        block.forward = full
+
+Engine.__init__ = planted
 pretrain_gpt.main(sys.argv[1:])
 """
 
