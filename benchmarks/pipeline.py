@@ -1,0 +1,201 @@
+#!/usr/bin/env python3
+"""The measured bubble of every pipeline schedule beside the simulated one.
+
+Real ranks run the real program; blocks sleep a known time instead of computing, so that more ranks than cores measure
+the schedule and not the machine. A forward, an input gradient and a weight gradient take one sleep each. The time
+is that from the first computation to the last, over the computing time of the busiest rank. Example:
+
+    python benchmarks/pipeline.py --ranks 4 --micro-batches 8 --milliseconds 30
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from benchmarks.peers import Training
+from benchmarks.processes import Job, alive, isolate
+from megazero.config.schema import Config, ModelConfig, ParallelConfig, TrainingConfig
+from megazero.model.context import Contribute, Write
+from megazero.plan.operations import COMPUTE, Op, name_of
+from megazero.plan.program import Layer, program, rank_spec
+from megazero.plan.resolve import resolve
+from megazero.plan.schedules import SCHEDULES
+from megazero.plan.topology import Layout
+from megazero.plan.zero_policy import Use
+from megazero.price.simulate import Timing, simulate, thirds
+
+
+@dataclass(frozen=True)
+class Work:
+    """A pipeline of one sleeping block per virtual stage."""
+
+    schedule: str
+    ranks: int
+    micro_batches: int
+    seconds: float  # of a third of a block's work
+
+    def resolved(self) -> tuple[Config, Layout]:
+        chunks = 2 if SCHEDULES[self.schedule].virtual_stages else 1
+        config = Config(
+            model=ModelConfig(self.ranks * chunks, 8, 32, 1, 4, 16),
+            training=TrainingConfig(1, self.micro_batches),
+            parallel=replace(
+                ParallelConfig(),
+                pipeline_model_parallel_size=self.ranks,
+                pipeline_schedule=self.schedule,
+                virtual_pipeline_stages=chunks,
+            ),
+        )
+        return resolve(config, self.ranks, 0)
+
+    def inputs(self, step: int, rank: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Arguments of a step of rank `rank`: ids of all micro-batches."""
+        return (torch.zeros(self.micro_batches, 4, dtype=torch.long, device=device),)
+
+    def simulated(self) -> Timing:
+        """In sleeps; embedding and head take no time."""
+        config, layout = self.resolved()
+        specs = [rank_spec(config, layout, pp) for pp in range(self.ranks)]
+        blocks = {name for spec in specs for name, layer in spec.layers.items() if layer.use is Use.LAYER}
+
+        def cost(op: Op) -> float:
+            return thirds(op) if isinstance(op, COMPUTE) and op.layer in blocks else 0.0
+
+        return simulate([program(spec, self.schedule, self.micro_batches).gradients for spec in specs], cost)
+
+
+class _Sleep(torch.autograd.Function):
+    """A block that sleeps: in its forward, for its input gradient, and for its weight gradients."""
+
+    @staticmethod
+    def forward(ctx, x, seconds, parameters, contribute):
+        ctx.seconds, ctx.parameters, ctx.contribute = seconds, parameters, contribute
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        time.sleep(ctx.seconds)
+        pauses = [ctx.seconds] + [0.0] * (len(ctx.parameters) - 1)
+        for parameter, pause in zip(ctx.parameters, pauses, strict=True):
+            ctx.contribute(parameter, Write(_slow_zero(pause), ()))
+        return dy.clone(), None, None, None
+
+
+def _slow_zero(seconds: float) -> Callable[[torch.Tensor, bool], None]:
+    def write(out: torch.Tensor, add: bool) -> None:
+        time.sleep(seconds)
+        if not add:
+            out.zero_()
+
+    return write
+
+
+def sleeping(
+    layer: Layer, block: torch.nn.Module, seconds: float, contribute: Contribute
+) -> tuple[Layer, Callable[..., torch.Tensor]]:
+    parameters = list(block.parameters())
+    return layer, lambda x, batch, output: _Sleep.apply(x, seconds, parameters, contribute)
+
+
+def asleep(work: Work, device: torch.device) -> Training:
+    """Its check: (operation, begin, end) of every computation of blocks in the last step; one clock for all ranks."""
+    import torch.distributed as dist
+
+    from megazero.comm.mesh import Mesh
+    from megazero.data.loader import MicroBatch
+    from megazero.train.engine import Engine
+
+    config, layout = work.resolved()
+    engine = Engine(config, Mesh.build(layout, dist.get_rank(), device))
+    run, spans = engine.interpreter, list[tuple[str, float, float]]()
+    blocks = {name: layer for name, layer in engine.spec.layers.items() if layer.use is Use.LAYER}
+    run.layers = dict(run.layers) | {
+        name: sleeping(layer, engine.model.get_submodule(name), work.seconds, engine.zero.accumulate_grad)
+        for name, layer in blocks.items()
+    }
+
+    @contextlib.contextmanager
+    def observe(op: Op) -> Iterator[None]:
+        begin = time.monotonic()
+        yield
+        if isinstance(op, COMPUTE) and op.layer in blocks:
+            spans.append((name_of(op), begin, time.monotonic()))
+
+    run.observe = observe
+
+    def step(ids: torch.Tensor) -> float:
+        spans.clear()
+        mask = torch.ones(1, 4)
+        return engine.train_step(1, [MicroBatch(row[None], row[None], mask, (n,)) for n, row in enumerate(ids)]).loss
+
+    return Training(step, engine.wait, lambda: {"spans": list(spans)})  # type: ignore[dict-item]
+
+
+class System:
+    label = "megazero, blocks asleep"
+    make = staticmethod(asleep)
+
+
+SYSTEMS = {"asleep": System}
+
+
+@dataclass(frozen=True)
+class Options:
+    """The measured bubble of every pipeline schedule beside the simulated one."""
+
+    ranks: int = 4
+    """Pipeline ranks."""
+    micro_batches: int = 8
+    """Per step."""
+    milliseconds: float = 30.0
+    """One sleep: a third of the work of a block."""
+    steps: int = 3
+    """Measured steps of each schedule; the median counts. One more warms up."""
+    schedules: tuple[str, ...] = tuple(SCHEDULES)
+    """Which to measure."""
+
+
+def measured_bubble(ranks: list[dict[str, Any]]) -> float:
+    """Idle over computing time of the busiest rank, from the first computation to the last."""
+    times = [[(begin, end) for _, begin, end in rank["spans"]] for rank in ranks]
+    whole = max(end for rank in times for _, end in rank) - min(begin for rank in times for begin, _ in rank)
+    return whole / max(sum(end - begin for begin, end in rank) for rank in times) - 1
+
+
+def main(options: Options) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    isolate()
+    table = Table(title=f"{options.ranks} ranks, {options.micro_batches} micro-batches")
+    for column in ("schedule", "bubble simulated", "bubble measured", "measured / simulated"):
+        table.add_column(column, justify="right")
+    for schedule in options.schedules:
+        work = Work(schedule, options.ranks, options.micro_batches, options.milliseconds / 1000)
+        wanted, found = work.simulated(), []
+        with alive([Job("asleep", work, "benchmarks.pipeline")]) as (system,):  # type: ignore[arg-type]
+            system.ask("build")
+            for _ in range(options.steps + 1):
+                system.ask("timed", 1)
+                found.append(measured_bubble(system.ask("check")))
+        bubble = statistics.median(found[1:])
+        table.add_row(schedule, f"{wanted.bubble:.3f}", f"{bubble:.3f}", f"{bubble / wanted.bubble:.2f}")
+    Console(width=100).print(table)
+
+
+if __name__ == "__main__":
+    import tyro
+
+    main(tyro.cli(Options, description=__doc__))
