@@ -4,7 +4,7 @@
 For each tensor-parallel size the modes live side by side on the same ranks and take a step in turn, forwards and
 backwards; a ratio is to the turn of "none" in the same round. Bytes are of one block and micro-batch, by
 `price.saved_activations` and as counted (storages alive after the forward); on a CPU the two are asserted to be
-equal, and kept inputs on the host to be what the ledger has there. Korthikanti: what Megatron would keep, by his
+equal, and kept inputs on the host to be what the tracker has there. Korthikanti: what Megatron would keep, by his
 formula. On GPUs in bf16, one a rank; there also the price of copies to the host shows.
 
     python -m benchmarks.activations
@@ -135,7 +135,7 @@ def run_rank(rank: int, tp: int, options: Options, rendezvous: str, answers: str
         engines[mode.name] = engine
         on_host = mode.activations.checkpoint_in_cpu
         kept, said = sum(kept_by_a_block(engine)), saved_bytes(block_saves(config, layout, device.type))
-        kept_on_host = engine.ledger.now["host"]
+        kept_on_host = engine.tracker.now["host"]
         if device.type == "cpu":  # a fused kernel of a GPU may keep a random state besides
             assert kept == said + kept_on_host and (kept_on_host > 0) == on_host, (mode.name, kept, said, kept_on_host)
             kept -= kept_on_host

@@ -68,7 +68,7 @@ def own(work: Work, device: torch.device, stage: int, recompute: str) -> Trainin
     def check() -> dict[str, float]:
         with Alive() as alive:
             step(*work.inputs(0, dist.get_rank(), device))
-        return {"alive": alive.peak, "tracked": engine.ledger.total_peak}
+        return {"alive": alive.peak, "tracked": engine.tracker.total_peak}
 
     return Training(step, engine.wait if hasattr(engine, "wait") else engine.zero.wait, check)
 

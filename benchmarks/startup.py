@@ -61,7 +61,7 @@ def main(o: Options) -> None:
         f"{o.preset} on {o.ranks} pretended ranks, stage {o.stage}: ready in {ready:.1f} s, "
         f"first step done after {done:.1f} s\n"
         f"resident: {before:.2f} GiB before, {held:.2f} at most until ready, {resident():.2f} at most after the step\n"
-        f"at rest by the ledger: {engine.ledger.total / 2**30:.2f} GiB; whole model in fp32: "
+        f"at rest by the tracker: {engine.tracker.total / 2**30:.2f} GiB; whole model in fp32: "
         f"{4 * sum(unit.flat.numel for unit in units) / 2**30:.2f} GiB; largest unit: {4 * largest / 2**30:.2f} GiB"
     )
 

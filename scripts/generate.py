@@ -20,8 +20,8 @@ from megazero.comm import launch
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import ModelConfig
 from megazero.data.tokenizer import Tokenizer, load_tokenizer
-from megazero.memory.tracker import Ledger
-from megazero.model.context import Context, Stream, Tokens
+from megazero.memory.tracker import MemoryTracker
+from megazero.model.context import Context, ResidualStream, Tokens
 from megazero.model.gpt2 import GPTStage
 from megazero.plan.topology import Layout
 from megazero.train.run_state import RunState
@@ -56,7 +56,12 @@ def load_model(path: Path, model: ModelConfig, device: torch.device, precision: 
         raise AssertionError("a model for generation has no gradients")
 
     alone = Mesh.build(Layout(), 0, device)
-    stage = GPTStage(model, alone, 0, Context(Stream(alone.tp, cut=False), no_training, Ledger(), precision, device))
+    stage = GPTStage(
+        model,
+        alone,
+        0,
+        Context(ResidualStream(alone.tp, cut=False), no_training, MemoryTracker(), precision, device),
+    )
     shards = {}
     for members in stage.named_units().values():
         for spec, parameter in members:

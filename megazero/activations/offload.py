@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from megazero.memory.pool import BufferPool
-from megazero.memory.tracker import Ledger
+from megazero.memory.tracker import MemoryTracker
 from megazero.plan.zero_policy import COPY_DEPTH
 
 
@@ -57,11 +57,11 @@ class StreamCopies(Copies):
     the computation has issued.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, ledger: Ledger) -> None:
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, tracker: MemoryTracker) -> None:
         self.device = device
         self.storing, self.fetching = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self.outgoing = BufferPool(numel, dtype, device, ledger, "buffers", count=COPY_DEPTH)
-        self.incoming = BufferPool(numel, dtype, device, ledger, "buffers", count=COPY_DEPTH)
+        self.outgoing = BufferPool(numel, dtype, device, tracker, "buffers", count=COPY_DEPTH)
+        self.incoming = BufferPool(numel, dtype, device, tracker, "buffers", count=COPY_DEPTH)
         self.left: list[torch.cuda.Event | None] = [None] * COPY_DEPTH  # when an outgoing buffer was last copied from
         self.stores = self.fetches = 0  # so far: buffers are used in turn
 

@@ -13,7 +13,7 @@ import torch
 from megazero.activations.offload import Copies, Fetch, Stored, StreamCopies
 from megazero.comm.collectives import Axis, Pending
 from megazero.memory.pool import BufferPool
-from megazero.memory.tracker import Lease, Ledger
+from megazero.memory.tracker import Allocation, MemoryTracker
 from megazero.plan.flat_layout import partition_numel
 
 Key = tuple[str, int]  # layer, micro-batch
@@ -25,7 +25,7 @@ class KeptInput:
 
     shape: torch.Size
     data: torch.Tensor
-    lease: Lease
+    allocation: Allocation
     stored: Stored | None = None  # in host memory
     fetch: Fetch | None = None  # on its way back to the device
     whole: torch.Tensor | None = None  # rebuilt from its parts
@@ -46,25 +46,25 @@ class KeptInputs:
         numel: int,
         dtype: torch.dtype,
         device: torch.device,
-        ledger: Ledger,
+        tracker: MemoryTracker,
         *,
         tp: Axis | None,
         on_host: bool,
         contiguous: bool,
     ) -> None:
-        self.ledger, self.tp = ledger, tp
+        self.tracker, self.tp = tracker, tp
         self.part_numel = numel if tp is None else partition_numel(numel, tp.size)
         # kinds of memory: of an input that is kept, and of a slot that is free
         self.kind, self.free_kind = ("host", "host") if on_host else ("activation_checkpoints", "buffers")
         on_gpu = device.type != "cpu"
         self.copies: Copies | None = None
         if on_host:
-            self.copies = StreamCopies(self.part_numel, dtype, device, ledger) if on_gpu else Copies()
+            self.copies = StreamCopies(self.part_numel, dtype, device, tracker) if on_gpu else Copies()
         self.slots = BufferPool(
             self.part_numel,
             dtype,
             torch.device("cpu") if on_host else device,
-            ledger,
+            tracker,
             self.free_kind,
             contiguous=contiguous,
             pin=on_host and on_gpu,
@@ -87,10 +87,10 @@ class KeptInputs:
         copy: torch.Tensor | None = None
         if slot is not None:
             copy = self.slots[slot]
-            self.ledger.enter(self.free_kind, -self.slots.slot_bytes)
+            self.tracker.enter(self.free_kind, -self.slots.slot_bytes)
         elif self.tp is not None:
             copy = x.new_empty(self.part_numel)
-        kept = KeptInput(x.shape, x if copy is None else copy, self.ledger.lease(self.kind, self.slots.slot_bytes))
+        kept = KeptInput(x.shape, x if copy is None else copy, self.tracker.allocate(self.kind, self.slots.slot_bytes))
         if copy is not None and self.copies is not None:
             kept.stored = self.copies.start_store(part, copy)
         elif copy is not None:
@@ -121,6 +121,6 @@ class KeptInputs:
 
     def drop(self, key: Key, slot: int | None) -> None:
         """Free a kept input, and its slot if it lies in one."""
-        self.kept.pop(key).lease.end()
+        self.kept.pop(key).allocation.end()
         if slot is not None:
-            self.ledger.enter(self.free_kind, self.slots.slot_bytes)
+            self.tracker.enter(self.free_kind, self.slots.slot_bytes)

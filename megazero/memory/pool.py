@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megazero.memory.tracker import Ledger
+from megazero.memory.tracker import MemoryTracker
 
 
 class BufferPool:
@@ -23,7 +23,7 @@ class BufferPool:
         numel: int,
         dtype: torch.dtype,
         device: torch.device,
-        ledger: Ledger,
+        tracker: MemoryTracker,
         kind: str,
         *,
         count: int = 0,
@@ -31,10 +31,10 @@ class BufferPool:
         pin: bool = False,
     ) -> None:
         self.numel, self.dtype, self.device, self.kind = numel, dtype, device, kind
-        self.contiguous, self.pin, self.ledger = contiguous, pin, ledger
+        self.contiguous, self.pin, self.tracker = contiguous, pin, tracker
         self.slot_bytes = numel * dtype.itemsize
         self.slots: list[torch.Tensor] = []
-        self._lease = ledger.lease(kind, 0)
+        self._lease = tracker.allocate(kind, 0)
         self.grow(count)
 
     def __len__(self) -> int:
@@ -54,4 +54,4 @@ class BufferPool:
             self.slots = list(torch.empty(count, self.numel, **options))
         else:
             self.slots = [torch.empty(self.numel, **options) for _ in range(count)]
-        self._lease = self.ledger.lease(self.kind, count * self.slot_bytes)
+        self._lease = self.tracker.allocate(self.kind, count * self.slot_bytes)

@@ -1,8 +1,8 @@
 """The engine's own account of its memory, by kind, in bytes. Pure: no torch.
 
-A buffer is entered as a `Lease` that lives as long as the buffer does; dropping the lease is the end of its bytes.
-Peaks are kept per kind and for the total. Scratch that one kernel takes
-and frees is not the engine's, and not in here.
+A buffer is entered as an `Allocation` that lives as long as the buffer does: when the last reference to it goes, its
+bytes are no longer counted. Peaks are kept per kind and for the total. Scratch that one kernel takes and frees is not
+counted.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from collections.abc import Callable
 KINDS = ("parameters", "optimizer", "gradients", "activation_checkpoints", "buffers", "logits", "host")
 
 
-class Lease:
-    """Bytes of one kind, counted until `end`, or until the last reference to the lease is gone."""
+class Allocation:
+    """Bytes of one kind, counted until `end`, or until the last reference to the allocation is gone."""
 
-    __slots__ = ("_ledger", "kind", "num_bytes")
+    __slots__ = ("_tracker", "kind", "num_bytes")
 
-    def __init__(self, ledger: Ledger, kind: str, num_bytes: int) -> None:
-        self._ledger: Ledger | None = ledger
+    def __init__(self, tracker: MemoryTracker, kind: str, num_bytes: int) -> None:
+        self._tracker: MemoryTracker | None = tracker
         self.kind, self.num_bytes = kind, num_bytes
-        ledger.enter(kind, num_bytes)
+        tracker.enter(kind, num_bytes)
 
     def end(self) -> None:
-        if self._ledger is not None:
-            self._ledger.enter(self.kind, -self.num_bytes)
-            self._ledger = None
+        if self._tracker is not None:
+            self._tracker.enter(self.kind, -self.num_bytes)
+            self._tracker = None
 
     def __del__(self) -> None:
         self.end()
 
 
-class Ledger:
+class MemoryTracker:
     """Current bytes and their peaks.
 
     Attributes:
@@ -48,9 +48,9 @@ class Ledger:
         self.peak: Counter[str] = Counter()
         self.total_peak = 0
 
-    def lease(self, kind: str, num_bytes: int) -> Lease:
+    def allocate(self, kind: str, num_bytes: int) -> Allocation:
         assert kind in KINDS, kind
-        return Lease(self, kind, num_bytes)
+        return Allocation(self, kind, num_bytes)
 
     def enter(self, kind: str, num_bytes: int) -> None:
         now = self.now[kind] = self.now[kind] + num_bytes

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from megazero.model.dropout import Dropout, Rows
-from megazero.model.fused_ops import Pieces
+from megazero.model.fused_ops import FusedOps
 from megazero.model.matmul import upcasts
 
 
@@ -32,7 +32,7 @@ class Core:
 
     num_heads: int
     dropout: Dropout
-    pieces: Pieces
+    pieces: FusedOps
     again: bool
 
     def __call__(self, qkv: torch.Tensor, batch: int, backend: Backend, rows: tuple[Rows, ...] | None) -> torch.Tensor:

@@ -11,14 +11,14 @@ import torch.nn as nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megazero.comm.collectives import Axis, Pending
-from megazero.memory.tracker import Ledger
+from megazero.memory.tracker import MemoryTracker
 from megazero.model.dropout import Rows
-from megazero.model.fused_ops import PLAIN, Pieces
+from megazero.model.fused_ops import PLAIN, FusedOps
 from megazero.model.matmul import TORCH, Products, write_or_add
 from megazero.plan.parameters import ParamSpec
 
 
-class Write(NamedTuple):
+class GradWriter(NamedTuple):
     """A contribution to a gradient: `function(*tensors, out, add)` writes it to `out` or adds it.
 
     `tensors` are all that it keeps until then.
@@ -31,7 +31,7 @@ class Write(NamedTuple):
         self.function(*self.tensors, out, add)
 
 
-Contribute = Callable[[nn.Parameter, Write], None]
+AccumulateGrad = Callable[[nn.Parameter, GradWriter], None]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
@@ -47,7 +47,7 @@ class Arriving(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Stream:
+class ResidualStream:
     """How the residual stream lies on the tensor-parallel ranks, and so what a cut layer's two ends send.
 
     Whole: all T tokens on every rank; nothing is gathered, sums are all-reduces. Cut (sequence parallelism): rank r
@@ -100,13 +100,13 @@ class RecomputedInput(NamedTuple):
 class Context:
     """Dependencies that every layer is built with."""
 
-    stream: Stream
-    contribute: Contribute
-    ledger: Ledger
+    stream: ResidualStream
+    accumulate_grad: AccumulateGrad
+    tracker: MemoryTracker
     precision: str
     device: torch.device
     selective: bool = False  # recompute
-    pieces: Pieces = PLAIN
+    pieces: FusedOps = PLAIN
     products: Products = TORCH
 
     @property
@@ -130,15 +130,15 @@ class Context:
         return nn.Parameter(nan.expand(shape), requires_grad=spec.trains)
 
 
-def kept_bytes(writes: Iterable[Write]) -> int:
+def kept_bytes(writes: Iterable[GradWriter]) -> int:
     """Bytes that contributions keep until they are made; what two of them share counts once."""
     storages = [t.untyped_storage() for write in writes for t in write.tensors]
     return sum({StorageWeakRef(storage).cdata: storage.nbytes() for storage in storages}.values())
 
 
-def write_sum(gradient: torch.Tensor) -> Write:
+def write_sum(gradient: torch.Tensor) -> GradWriter:
     """The `write` of a gradient that is there already."""
-    return Write(lambda gradient, out, add: write_or_add(out, add, gradient), (gradient,))
+    return GradWriter(lambda gradient, out, add: write_or_add(out, add, gradient), (gradient,))
 
 
 class Tokens(NamedTuple):
@@ -150,7 +150,7 @@ class Tokens(NamedTuple):
     rows: tuple[Rows, ...]  # the tokens of the residual stream on this rank, sample by sample; a row is a position
 
     @classmethod
-    def of(cls, ids: torch.Tensor, samples: tuple[int, ...], stream: Stream, *, drops: bool) -> Tokens:
+    def of(cls, ids: torch.Tensor, samples: tuple[int, ...], stream: ResidualStream, *, drops: bool) -> Tokens:
         """ids [b, s]"""
         assert len(samples) == len(ids), (samples, ids.shape)
         held, length, rows = stream.tokens(ids.numel()), ids.shape[1], []

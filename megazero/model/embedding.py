@@ -6,7 +6,7 @@ import torch
 import torch.nn as nn
 
 from megazero.config.schema import ModelConfig
-from megazero.model.context import Context, Tokens, Write
+from megazero.model.context import Context, GradWriter, Tokens
 from megazero.model.dropout import Dropout, Rows
 from megazero.plan.parameters import ParamSpec
 
@@ -15,8 +15,8 @@ class _AddPositions(torch.autograd.Function):
     """`rows`: which positions the tokens of x have."""
 
     @staticmethod
-    def forward(ctx, x, weight, rows, contribute):
-        ctx.weight, ctx.rows, ctx.contribute = weight, rows, contribute
+    def forward(ctx, x, weight, rows, accumulate_grad):
+        ctx.weight, ctx.rows, ctx.accumulate_grad = weight, rows, accumulate_grad
         y = torch.empty_like(x)
         for part, into, row in zip(*(_split(t, rows) for t in (x, y)), rows, strict=True):
             torch.add(part, weight.detach()[row.first : row.first + row.count], out=into)
@@ -30,7 +30,7 @@ class _AddPositions(torch.autograd.Function):
             for part, row in zip(_split(dy, ctx.rows), ctx.rows, strict=True):
                 out[row.first : row.first + row.count] += part
 
-        ctx.contribute(ctx.weight, Write(write, (dy,)))
+        ctx.accumulate_grad(ctx.weight, GradWriter(write, (dy,)))
         return dy, None, None, None
 
 
@@ -43,10 +43,10 @@ class PositionEmbedding(nn.Module):
 
     def __init__(self, weight: ParamSpec, model: ModelConfig, seed: int, context: Context) -> None:
         super().__init__()
-        self.contribute = context.contribute
+        self.accumulate_grad = context.accumulate_grad
         self.weight = context.parameter(weight)
         self.dropout = Dropout(model.hidden_dropout, seed, -1, "embedding")
 
     def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         """x [T', h] -> [T', h]"""
-        return self.dropout(_AddPositions.apply(x, self.weight, tokens.rows, self.contribute), tokens.dropped)
+        return self.dropout(_AddPositions.apply(x, self.weight, tokens.rows, self.accumulate_grad), tokens.dropped)

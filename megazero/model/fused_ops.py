@@ -21,7 +21,7 @@ def wide(x: torch.Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-class Pieces(NamedTuple):
+class FusedOps(NamedTuple):
     """Shapes: all elementwise but for the last dim of the attention weights [.., s, s]."""
 
     gelu: Callable[[torch.Tensor], torch.Tensor]  # x -> gelu(x), by tanh
@@ -44,7 +44,7 @@ def _scores_grad(weights: torch.Tensor, dropped: torch.Tensor, ddropped: torch.T
     return product.sub_(weights * mean).mul_(scale)
 
 
-PLAIN = Pieces(
+PLAIN = FusedOps(
     gelu=lambda x: F.gelu(x, approximate="tanh"),
     gelu_grad=lambda dy, x: torch.ops.aten.gelu_backward(dy, x, approximate="tanh"),
     causal_softmax=_causal_softmax,
@@ -67,7 +67,7 @@ def _softmax_in_one(scores: torch.Tensor) -> torch.Tensor:
     return scores.to(wide(scores)).masked_fill(at > at[:, None], -torch.inf).softmax(-1).to(scores.dtype)
 
 
-def compiled(device: torch.device) -> Pieces:
+def compiled(device: torch.device) -> FusedOps:
     """Compiled by torch, each when its shapes are first seen.
 
     Raises:
@@ -77,7 +77,7 @@ def compiled(device: torch.device) -> Pieces:
     def compile_(fn: Callable[..., torch.Tensor]) -> Any:
         return torch.compile(fn, dynamic=False)
 
-    pieces = Pieces(*map(compile_, (_sigmoid_gelu, _sigmoid_gelu_grad, _softmax_in_one, _scores_grad)))
+    pieces = FusedOps(*map(compile_, (_sigmoid_gelu, _sigmoid_gelu_grad, _softmax_in_one, _scores_grad)))
     try:
         pieces.gelu(torch.zeros(64, device=device))
     except Exception as error:

@@ -1,6 +1,6 @@
 """GPT-2's architecture, the layers of one pipeline rank.
 
-The residual stream is [T', h]: this rank's T' of the micro-batch's T = b s tokens (see `model.context.Stream`).
+The residual stream is [T', h]: this rank's T' of the micro-batch's T = b s tokens (see `model.context.ResidualStream`).
 
 Shapes: b micro-batch, s sequence, h hidden, n heads, d head dim, f ffn, v vocabulary; /tp = this rank's part.
 """

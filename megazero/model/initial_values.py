@@ -38,10 +38,10 @@ def draw(seed: int, spec: ParamSpec, block: LocalBlock, start: int, stop: int) -
     assert 0 <= start <= stop <= block.numel, (spec.name, start, stop, block)
     if spec.std == 0.0 or start == stop:
         return torch.full((stop - start,), spec.mean)
-    if spec.cut_dim in (None, 0):
+    if spec.tp_dim in (None, 0):
         at = block.offset[0] * math.prod(spec.shape[1:])
         return standard_normal(seed, spec.name, at + start, at + stop).mul_(spec.std).add_(spec.mean)
-    assert spec.cut_dim == 1 and len(spec.shape) == 2, (spec.name, spec.shape)
+    assert spec.tp_dim == 1 and len(spec.shape) == 2, (spec.name, spec.shape)
     return _draw_columns(seed, spec, block, start, stop).mul_(spec.std).add_(spec.mean)
 
 

@@ -1,11 +1,12 @@
 """The one `linear`, the layers that cut it over tp, the token table and the vocabulary's loss.
 
 Activations are [T, h], the T = b s tokens of a micro-batch one below the other. The residual stream holds all of them
-on every tensor-parallel rank, or with sequence parallelism 1/tp of them: see `Stream`.
+on every tensor-parallel rank, or with sequence parallelism 1/tp of them: see `ResidualStream`.
 
-Parameters never collect a `.grad`. Every Function that uses one hands its gradient to `contribute(parameter, write)`,
-which calls `write(out, add)` with `out` the parameter's window of a flat gradient buffer: to be written (add False: the
-first contribution) or added to.
+Parameters never collect a `.grad`. Every Function that uses one hands its gradient to
+`accumulate_grad(parameter, write)`, which calls `write(out, add)` with `out` the parameter's window of a flat gradient
+buffer: to be written (add False: the first
+contribution) or added to.
 
 Shapes: b micro-batch, s sequence, T tokens, T' those of the residual stream on this rank, h hidden, v vocabulary;
 /tp = this rank's part.
@@ -21,7 +22,7 @@ import torch
 import torch.nn as nn
 
 from megazero.comm.collectives import Pending
-from megazero.model.context import Arriving, Context, RecomputedInput, Write, write_sum
+from megazero.model.context import Arriving, Context, GradWriter, RecomputedInput, write_sum
 from megazero.model.matmul import Products, as_matrix
 from megazero.plan.parameters import ParamSpec
 
@@ -34,10 +35,16 @@ class _Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, adds_bias, stream, contribute, recomputed, products: Products):
+    def forward(ctx, x, weight, bias, adds_bias, stream, accumulate_grad, recomputed, products: Products):
         ctx.save_for_backward(x if recomputed is None else recomputed.source)
         ctx.prepare, ctx.products = recomputed and recomputed.prepare, products
-        ctx.weight, ctx.bias, ctx.adds_bias, ctx.stream, ctx.contribute = weight, bias, adds_bias, stream, contribute
+        ctx.weight, ctx.bias, ctx.adds_bias, ctx.stream, ctx.accumulate_grad = (
+            weight,
+            bias,
+            adds_bias,
+            stream,
+            accumulate_grad,
+        )
         added = bias.detach().flatten() if adds_bias else None
         whole = x if stream is None else stream.start_gather(x).wait()
         return products.output(whole, as_matrix(weight.detach()), added)
@@ -54,9 +61,9 @@ class _Linear(torch.autograd.Function):
             dx = ctx.products.input_grad(dy, as_matrix(ctx.weight.detach()))
             summing = ctx.stream.start_sum(dx) if ctx.stream is not None else Arriving(dx, Pending())
         whole = gathering.wait()
-        ctx.contribute(ctx.weight, Write(ctx.products.weight_grad, (whole, dy)))  # not called if frozen
+        ctx.accumulate_grad(ctx.weight, GradWriter(ctx.products.weight_grad, (whole, dy)))  # not called if frozen
         if ctx.stream is not None:
-            ctx.contribute(ctx.bias, write_sum(dy.sum(0)))
+            ctx.accumulate_grad(ctx.bias, write_sum(dy.sum(0)))
         return summing and summing.wait(), None, None, None, None, None, None, None
 
 
@@ -67,8 +74,8 @@ class SumParts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, part, bias, stream, contribute, output):
-        ctx.bias, ctx.stream, ctx.contribute = bias, stream, contribute
+    def forward(ctx, part, bias, stream, accumulate_grad, output):
+        ctx.bias, ctx.stream, ctx.accumulate_grad = bias, stream, accumulate_grad
         if not output:  # a recompute: it is never read
             return part.view(-1, part.shape[-1])[: len(stream.tokens(part.numel() // part.shape[-1]))]
         return stream.start_sum(part).wait().view(-1, part.shape[-1])
@@ -77,7 +84,7 @@ class SumParts(torch.autograd.Function):
     def backward(ctx, dy):
         gathering = ctx.stream.start_gather(dy)
         if ctx.bias is not None:
-            ctx.contribute(ctx.bias, write_sum(dy.sum(0)))
+            ctx.accumulate_grad(ctx.bias, write_sum(dy.sum(0)))
         return gathering.wait(), None, None, None, None
 
 
@@ -91,7 +98,7 @@ class ColumnLinear(nn.Module):
 
     def forward(self, x: torch.Tensor, recomputed: RecomputedInput | None = None) -> torch.Tensor:
         c = self.context
-        return _Linear.apply(x, self.weight, self.bias, True, c.stream, c.contribute, recomputed, c.products)
+        return _Linear.apply(x, self.weight, self.bias, True, c.stream, c.accumulate_grad, recomputed, c.products)
 
 
 class RowLinear(nn.Module):
@@ -105,5 +112,5 @@ class RowLinear(nn.Module):
     def forward(self, x: torch.Tensor, recomputed: RecomputedInput | None = None, output: bool = True) -> torch.Tensor:
         """`output` False: only the graph is needed, and the sum over tp is left out."""
         c = self.context
-        part = _Linear.apply(x, self.weight, self.bias, c.tp.is_first, None, c.contribute, recomputed, c.products)
-        return SumParts.apply(part, self.bias, c.stream, c.contribute, output)
+        part = _Linear.apply(x, self.weight, self.bias, c.tp.is_first, None, c.accumulate_grad, recomputed, c.products)
+        return SumParts.apply(part, self.bias, c.stream, c.accumulate_grad, output)

@@ -13,10 +13,10 @@ NORM_EPS = 1e-5
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, contribute):
+    def forward(ctx, x, weight, bias, accumulate_grad):
         y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], weight.detach(), bias.detach(), NORM_EPS)
         ctx.save_for_backward(x, mean, rstd)
-        ctx.weight, ctx.bias, ctx.contribute = weight, bias, contribute
+        ctx.weight, ctx.bias, ctx.accumulate_grad = weight, bias, accumulate_grad
         return y
 
     @staticmethod
@@ -26,8 +26,8 @@ class _LayerNorm(torch.autograd.Function):
         dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
             dy, x, x.shape[-1:], mean, rstd, weight, bias, [True, True, True]
         )
-        ctx.contribute(ctx.weight, write_sum(dweight))
-        ctx.contribute(ctx.bias, write_sum(dbias))
+        ctx.accumulate_grad(ctx.weight, write_sum(dweight))
+        ctx.accumulate_grad(ctx.bias, write_sum(dbias))
         return dx, None, None, None
 
 
@@ -36,8 +36,8 @@ class LayerNorm(nn.Module):
 
     def __init__(self, weight: ParamSpec, bias: ParamSpec, context: Context) -> None:
         super().__init__()
-        self.contribute = context.contribute
+        self.accumulate_grad = context.accumulate_grad
         self.weight, self.bias = context.parameter(weight), context.parameter(bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _LayerNorm.apply(x, self.weight, self.bias, self.contribute)
+        return _LayerNorm.apply(x, self.weight, self.bias, self.accumulate_grad)

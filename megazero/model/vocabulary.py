@@ -7,7 +7,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from megazero.comm.collectives import MAX, Pending
-from megazero.model.context import Arriving, Context, Write
+from megazero.model.context import Arriving, Context, GradWriter
 from megazero.model.fused_ops import wide
 from megazero.model.linear import SumParts
 from megazero.plan.parameters import ParamSpec
@@ -38,8 +38,8 @@ class VocabularyTable(nn.Module):
         """ids [b, s] -> [T', h]"""
         c = self.context
         rows, mine = self.localise(ids.flatten())
-        part = _Lookup.apply(rows, mine, self.weight, c.contribute)
-        return SumParts.apply(part, None, c.stream, c.contribute, True)
+        part = _Lookup.apply(rows, mine, self.weight, c.accumulate_grad)
+        return SumParts.apply(part, None, c.stream, c.accumulate_grad, True)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """x [.., h] -> this rank's logits [.., v/tp], without padding. For generation and tests; has no gradient."""
@@ -50,9 +50,9 @@ class _Lookup(torch.autograd.Function):
     """Rows of the local part of the table, zero for foreign ids. Backward needs no weights."""
 
     @staticmethod
-    def forward(ctx, rows, mine, weight, contribute):
+    def forward(ctx, rows, mine, weight, accumulate_grad):
         ctx.save_for_backward(rows, mine)
-        ctx.weight, ctx.contribute = weight, contribute
+        ctx.weight, ctx.accumulate_grad = weight, accumulate_grad
         return F.embedding(rows, weight.detach()).masked_fill_(~mine[..., None], 0)
 
     @staticmethod
@@ -65,7 +65,7 @@ class _Lookup(torch.autograd.Function):
             ours = dy.masked_fill(~mine[..., None], 0).flatten(0, -2)  # selecting rows would wait for the GPU
             out.index_add_(0, rows.flatten(), ours.to(out.dtype))
 
-        ctx.contribute(ctx.weight, Write(write, (dy, rows, mine)))
+        ctx.accumulate_grad(ctx.weight, GradWriter(write, (dy, rows, mine)))
         return None, None, None, None
 
 
@@ -80,7 +80,7 @@ class _VocabularyLoss(torch.autograd.Function):
     def forward(ctx, x, weight, labels, weights, table, context):
         tp = context.tp
         logits = context.products.output(context.stream.start_gather(x).wait(), weight.detach())  # [T, v/tp]
-        lease = context.ledger.lease("logits", logits.numel() * logits.element_size())
+        allocation = context.tracker.allocate("logits", logits.numel() * logits.element_size())
         logits[:, table.num_rows :] = -torch.inf  # padding: probability 0, gradient 0
         rows, mine = (t.flatten() for t in table.localise(labels))
         peak = logits.new_empty(len(logits), dtype=wide(logits))  # [T]; all of the following in fp32, or in fp64
@@ -99,7 +99,7 @@ class _VocabularyLoss(torch.autograd.Function):
         tp.all_reduce_(stats)
         loss = stats[0].log() + highest - stats[1]
         ctx.save_for_backward(x, logits, factor / stats[0], rows, mine, weights)
-        ctx.weight, ctx.context, ctx.lease = weight, context, lease
+        ctx.weight, ctx.context, ctx.allocation = weight, context, allocation
         return (loss * weights.flatten()).sum(dtype=torch.float64)
 
     @staticmethod
@@ -115,8 +115,8 @@ class _VocabularyLoss(torch.autograd.Function):
         products = ctx.context.products
         summing = ctx.context.stream.start_sum(products.input_grad(dlogits, ctx.weight.detach()))
         whole = gathering.wait()
-        ctx.context.contribute(ctx.weight, Write(products.weight_grad, (whole, dlogits)))
-        ctx.lease.end()
+        ctx.context.accumulate_grad(ctx.weight, GradWriter(products.weight_grad, (whole, dlogits)))
+        ctx.allocation.end()
         return summing.wait(), None, None, None, None, None
 
 

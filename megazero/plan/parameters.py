@@ -44,7 +44,7 @@ class ParamSpec:
 
     name: str  # "blocks.3.mlp.up.weight"
     shape: tuple[int, ...]  # of the global tensor, padding excluded
-    cut_dim: int | None  # the dim that is cut over tp; None: replicated
+    tp_dim: int | None  # the dim that is cut over tp; None: replicated
     decays: bool
     std: float = 0.0  # of the initial normal distribution
     mean: float = 0.0
@@ -54,17 +54,17 @@ class ParamSpec:
     def local(self, tp_size: int, tp_rank: int) -> LocalBlock:
         """The block of rank `tp_rank` of `tp_size`. Without padding, the sizes divide: `config` has seen to it."""
         offset, shape = [0] * len(self.shape), list(self.shape)
-        if self.cut_dim is None:
+        if self.tp_dim is None:
             return LocalBlock(tuple(offset), self.shape, self.shape)
-        whole = self.shape[self.cut_dim]
+        whole = self.shape[self.tp_dim]
         each = -(-whole // tp_size)
         if self.pads:
             each = round_up(each, VOCABULARY_ALIGN)
         assert self.pads or each * tp_size == whole, (self.name, self.shape, tp_size)
         start = min(whole, tp_rank * each)
-        offset[self.cut_dim], shape[self.cut_dim] = start, min(whole, start + each) - start
+        offset[self.tp_dim], shape[self.tp_dim] = start, min(whole, start + each) - start
         stored = list(self.shape)
-        stored[self.cut_dim] = each
+        stored[self.tp_dim] = each
         return LocalBlock(tuple(offset), tuple(shape), tuple(stored))
 
 
@@ -74,9 +74,9 @@ def block_specs(model: ModelConfig, layer: int) -> list[ParamSpec]:
     d, std = h // n, model.init_method_std
     residual_std = std / math.sqrt(2 * model.num_layers)  # GPT-2: the residual stream's variance stays put with depth
 
-    def spec(name: str, shape: tuple[int, ...], cut_dim: int | None, std: float, mean: float = 0.0) -> ParamSpec:
+    def spec(name: str, shape: tuple[int, ...], tp_dim: int | None, std: float, mean: float = 0.0) -> ParamSpec:
         decays = name.endswith("weight") and "norm" not in name
-        return ParamSpec(f"blocks.{layer}.{name}", shape, cut_dim, decays, std, mean)
+        return ParamSpec(f"blocks.{layer}.{name}", shape, tp_dim, decays, std, mean)
 
     return [
         spec("norm1.weight", (h,), None, 0.0, 1.0),
@@ -138,7 +138,7 @@ def _stage_units(model: ModelConfig, layout: Layout, stage: int) -> dict[str, li
 def unit_layout(specs: list[ParamSpec], tp_size: int, shards: int) -> FlatLayout:
     """The flat buffer of a unit, laid out for `shards` data-parallel ranks. The same on every tensor-parallel rank."""
     return flat_layout(
-        [FlatParam(s.name, s.local(tp_size, 0).stored_numel, s.decays, s.cut_dim is not None) for s in specs],
+        [FlatParam(s.name, s.local(tp_size, 0).stored_numel, s.decays, s.tp_dim is not None) for s in specs],
         shards,
     )
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from megazero.config.schema import BYTES, Config
-from megazero.memory.tracker import Lease, Ledger
+from megazero.memory.tracker import Allocation, MemoryTracker
 from megazero.plan.flat_layout import Range, partition_numel
 from megazero.plan.operations import (
     Backward,
@@ -72,12 +72,12 @@ def estimate(config: Config, layout: Layout, rank: int = 0, staged: bool = True)
     return _Pricer(config, layout, rank, staged).run()
 
 
-def predicted_after(config: Config, layout: Layout, rank: int, staged: bool, num_ops: int) -> Ledger:
+def predicted_after(config: Config, layout: Layout, rank: int, staged: bool, num_ops: int) -> MemoryTracker:
     """Predict the memory tracker of `rank` when the first `num_ops` operations of a step have been carried out."""
     pricer = _Pricer(config, layout, rank, staged)
     step = pricer.at_rest()
     pricer.execute([*step.gradients, *step.update][:num_ops])
-    return pricer.ledger
+    return pricer.tracker
 
 
 class _Pricer:
@@ -87,7 +87,7 @@ class _Pricer:
         training, model, self.activations = config.training, config.model, config.activations
         self.config, self.layout, self.coord, self.staged = config, layout, layout.coord(rank), staged
         self.spec = rank_spec(config, layout, self.coord.pp)
-        self.policy, self.ledger = self.spec.policy, Ledger()
+        self.policy, self.tracker = self.spec.policy, MemoryTracker()
         self.sent: Counter[str] = Counter({"dp": 0, "tp": 0, "pp": 0, "control": 0})
         self.w, self.g = BYTES[training.precision], BYTES[training.grad_dtype]
         self.specs = stage_units(model, layout, self.coord.pp, training.freeze_parameters)
@@ -101,7 +101,7 @@ class _Pricer:
         self.fixed = fixed_gradients(
             self.policy, self.activations.contiguous_checkpointing, config.micro_batches(layout.dp)
         )
-        self.leases: dict[object, Lease] = {}
+        self.allocations: dict[object, Allocation] = {}
         self.price: dict[type, Callable[[Any], None]] = {
             Forward: self._forward,
             Recompute: self._recompute,
@@ -128,26 +128,26 @@ class _Pricer:
         micro_batches = self.config.micro_batches(self.layout.dp)
         step = program(self.spec, self.config.parallel.pipeline_schedule, micro_batches)
         parameters, optimizer = self._states()
-        self.ledger.enter("parameters", parameters)
-        self.ledger.enter("optimizer", optimizer)
-        self.ledger.enter("buffers", self._fixed_buffers())
+        self.tracker.enter("parameters", parameters)
+        self.tracker.enter("optimizer", optimizer)
+        self.tracker.enter("buffers", self._fixed_buffers())
         for name, unit in self.spec.units.items():
-            self.ledger.enter(self._unsharded_kind, unit.trains * self.fixed.full * unit.numel * self.g)
-            self.ledger.enter("gradients", unit.trains * self.fixed.reduced * self._owned(name) * self.g)
+            self.tracker.enter(self._unsharded_kind, unit.trains * self.fixed.full * unit.numel * self.g)
+            self.tracker.enter("gradients", unit.trains * self.fixed.reduced * self._owned(name) * self.g)
         on_host = self.activations.checkpoint_in_cpu
-        self.ledger.enter("host" if on_host else "buffers", step.num_slots * self.kept_bytes)
-        self.ledger.enter("buffers", 2 * COPY_DEPTH * self.kept_bytes * (on_host and not self.staged))
+        self.tracker.enter("host" if on_host else "buffers", step.num_slots * self.kept_bytes)
+        self.tracker.enter("buffers", 2 * COPY_DEPTH * self.kept_bytes * (on_host and not self.staged))
         return step
 
     def run(self) -> Estimate:
         step = self.at_rest()
-        parameters, optimizer = self.ledger.now["parameters"], self.ledger.now["optimizer"]
+        parameters, optimizer = self.tracker.now["parameters"], self.tracker.now["optimizer"]
         self.execute(step.gradients)
-        gradients = self.ledger.now["gradients"]
+        gradients = self.tracker.now["gradients"]
         self.execute(step.update)
-        peak = {kind: self.ledger.peak[kind] for kind in ("activation_checkpoints", "buffers", "logits")}
+        peak = {kind: self.tracker.peak[kind] for kind in ("activation_checkpoints", "buffers", "logits")}
         memory = {"parameters": parameters, "optimizer": optimizer, "gradients": gradients, **peak}
-        return Estimate(memory | {"peak": self.ledger.total_peak, "host": self.ledger.peak["host"]}, dict(self.sent))
+        return Estimate(memory | {"peak": self.tracker.total_peak, "host": self.tracker.peak["host"]}, dict(self.sent))
 
     def execute(self, ops: Ops) -> None:
         """Price operations in order. What an asynchronous operation holds is free when it has been waited for."""
@@ -156,7 +156,7 @@ class _Pricer:
             if not isinstance(op, Wait) and type(about) in self.price:
                 self.price[type(about)](about)
             if not isinstance(op, Start):
-                self.leases.pop(about, None)
+                self.allocations.pop(about, None)
 
     # -- at rest
 
@@ -186,7 +186,7 @@ class _Pricer:
         cost = self.costs[op.layer]
         self.sent["tp"] += cost.forward
         if cost.logits:
-            self.leases["logits", op.micro_batch] = self.ledger.lease("logits", cost.logits)
+            self.allocations["logits", op.micro_batch] = self.tracker.allocate("logits", cost.logits)
 
     def _recompute(self, op: Recompute) -> None:
         self.sent["tp"] += self.costs[op.layer].recompute
@@ -195,24 +195,24 @@ class _Pricer:
         cost = self.costs[op.layer]
         self.sent["tp"] += cost.backward
         if cost.logits:
-            self.leases.pop(("logits", op.micro_batch))
+            self.allocations.pop(("logits", op.micro_batch))
         if not op.weights:
-            self.leases["queued", op.key] = self.ledger.lease("buffers", cost.queued)
+            self.allocations["queued", op.key] = self.tracker.allocate("buffers", cost.queued)
 
     def _backward_weights(self, op: BackwardWeights) -> None:
-        self.leases.pop(("queued", op.key))
+        self.allocations.pop(("queued", op.key))
 
     # -- kept inputs: those on the host are counted at rest; in an arena they were buffers until they are kept
 
     def _keep(self, op: Keep) -> None:
         if not self.activations.checkpoint_in_cpu:
-            self.ledger.enter("buffers", -self.kept_bytes * (op.slot is not None))
-            self.leases[op.key] = self.ledger.lease("activation_checkpoints", self.kept_bytes)
+            self.tracker.enter("buffers", -self.kept_bytes * (op.slot is not None))
+            self.allocations[op.key] = self.tracker.allocate("activation_checkpoints", self.kept_bytes)
 
     def _drop(self, op: Drop) -> None:
         if not self.activations.checkpoint_in_cpu:
-            self.leases.pop(op.key)
-            self.ledger.enter("buffers", self.kept_bytes * (op.slot is not None))
+            self.allocations.pop(op.key)
+            self.tracker.enter("buffers", self.kept_bytes * (op.slot is not None))
 
     def _rebuild(self, op: Rebuild) -> None:
         self.sent["tp"] += ring_bytes(self.kept_bytes * self.layout.tp, self.layout.tp)
@@ -220,7 +220,7 @@ class _Pricer:
     # -- between stages
 
     def _recv(self, op: Recv | Send) -> None:
-        self.leases[op] = self.ledger.lease("buffers", self.hidden_bytes)
+        self.allocations[op] = self.tracker.allocate("buffers", self.hidden_bytes)
 
     def _send(self, op: Send) -> None:
         self._recv(op)
@@ -237,21 +237,21 @@ class _Pricer:
 
     def _open(self, op: Open) -> None:
         size = 0 if self.fixed.full else self.spec.units[op.unit].numel * self.g
-        self.leases["unsharded", op.unit] = self.ledger.lease(self._unsharded_kind, size)
+        self.allocations["unsharded", op.unit] = self.tracker.allocate(self._unsharded_kind, size)
 
     def _reduce(self, op: Reduce) -> None:
         """An unpacked unit's gradient is freed when the reduction has been waited for; a packed one's at once."""
-        num_bytes, unsharded = self.spec.units[op.unit].numel * self.g, self.leases.pop(("unsharded", op.unit))
+        num_bytes, unsharded = self.spec.units[op.unit].numel * self.g, self.allocations.pop(("unsharded", op.unit))
         if not self.policy.optimizer:
             self.sent["dp"] += ring_bytes(num_bytes, self.layout.shard, passes=2)
-            self.leases["sharded", op.unit] = unsharded
+            self.allocations["sharded", op.unit] = unsharded
             return
-        if ("sharded", op.unit) not in self.leases:
+        if ("sharded", op.unit) not in self.allocations:
             size = 0 if self.fixed.reduced else self._owned(op.unit) * self.g
-            self.leases["sharded", op.unit] = self.ledger.lease("gradients", size)
+            self.allocations["sharded", op.unit] = self.tracker.allocate("gradients", size)
         self.sent["dp"] += ring_bytes(num_bytes, self.layout.shard)
         if self._owned(op.unit) <= self.columns:
-            self.leases[op] = unsharded
+            self.allocations[op] = unsharded
 
     def _reduce_replicas(self, op: ReduceReplicas) -> None:
         self.sent["dp"] += ring_bytes(self._owned(op.unit) * self.g, self.layout.replica, passes=2)
@@ -273,5 +273,5 @@ class _Pricer:
 
     def _update(self, op: Update) -> None:
         master, _ = state_bytes(self.config.training.precision)
-        self.ledger.lease("buffers", master * self._owned(op.unit) if self.g < master else 0).end()
-        self.leases.pop(("sharded", op.unit)).end()
+        self.tracker.allocate("buffers", master * self._owned(op.unit) if self.g < master else 0).end()
+        self.allocations.pop(("sharded", op.unit)).end()

@@ -15,8 +15,8 @@ import torch
 
 from megazero.comm.pretend import pretend_mesh
 from megazero.config.schema import Config, ModelConfig
-from megazero.memory.tracker import Ledger
-from megazero.model.context import Context, DeviceBatch, Stream, Tokens, Write, kept_bytes
+from megazero.memory.tracker import MemoryTracker
+from megazero.model.context import Context, DeviceBatch, GradWriter, ResidualStream, Tokens, kept_bytes
 from megazero.model.gpt2 import GPTStage
 from megazero.plan.parameters import ParamSpec, stage_units
 from megazero.plan.program import Layer, rank_spec
@@ -88,14 +88,14 @@ def _trace(kind: _Kind) -> LayerCost:
     """Build a model of one layer of this kind, and run that forward, backward and, if asked for, forward again."""
     model = kind.model
     mesh = pretend_mesh(Layout(tp=kind.tp), 0, kind.device, staged=False)
-    stream, ledger = Stream(mesh.tp, cut=kind.sequence_parallel), Ledger()
-    queue: list[Write] = []
+    stream, tracker = ResidualStream(mesh.tp, cut=kind.sequence_parallel), MemoryTracker()
+    queue: list[GradWriter] = []
 
-    def contribute(parameter: torch.nn.Parameter, write: Write) -> None:
+    def accumulate_grad(parameter: torch.nn.Parameter, write: GradWriter) -> None:
         if parameter.requires_grad:
             queue.append(write)
 
-    context = Context(stream, contribute, ledger, kind.precision, mesh.device, kind.recompute == "selective")
+    context = Context(stream, accumulate_grad, tracker, kind.precision, mesh.device, kind.recompute == "selective")
     stage = GPTStage(model, mesh, 0, context, kind.frozen)
     for p in stage.parameters():  # not one NaN expanded, which CPU products are slow on
         p.data = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
@@ -115,7 +115,7 @@ def _trace(kind: _Kind) -> LayerCost:
 
     with torch.enable_grad():
         x, y = run(output=True)
-        forward, logits = sent(), ledger.now["logits"]
+        forward, logits = sent(), tracker.now["logits"]
         if y.requires_grad and kind.passes_gradient:
             torch.autograd.grad(y, x, torch.empty_like(y))
         elif y.requires_grad:

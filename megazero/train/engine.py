@@ -17,9 +17,9 @@ from megazero.checkpoint import LocalShard
 from megazero.comm.collectives import MIN
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import Config
-from megazero.memory.tracker import Ledger
+from megazero.memory.tracker import MemoryTracker
 from megazero.model import initial_values
-from megazero.model.context import DTYPES, Context, DeviceBatch, Stream, Tokens
+from megazero.model.context import DTYPES, Context, DeviceBatch, ResidualStream, Tokens
 from megazero.model.fused_ops import PLAIN, compiled
 from megazero.model.gpt2 import GPTStage
 from megazero.model.matmul import Products
@@ -81,19 +81,19 @@ class Engine:
 
         --matmul-backend auto is torch here: see `choose_matmul_backend`.
         """
-        self.config, self.mesh, self.ledger = config, mesh, Ledger()
+        self.config, self.mesh, self.tracker = config, mesh, MemoryTracker()
         self.updates = 0  # made so far: for Adam's bias correction
         self.scale = LossScale.of(config.training)
         self.tied = None if config.model.untie_embeddings else TOKEN  # the unit that both pipeline ends hold
         self.spec = rank_spec(config, mesh.layout, mesh.pp.rank)
         self.programs: dict[tuple[str, int], Program] = {}
         self.zero = self._zero()
-        stream = Stream(mesh.tp, cut=config.parallel.sequence_parallel)
+        stream = ResidualStream(mesh.tp, cut=config.parallel.sequence_parallel)
         pieces = compiled(mesh.device) if config.training.compile else PLAIN
         context = Context(
             stream,
             self.zero.accumulate_grad,
-            self.ledger,
+            self.tracker,
             config.training.precision,
             mesh.device,
             config.activations.recompute == "selective",
@@ -111,7 +111,7 @@ class Engine:
             self._kept_inputs(message),
             mesh.pp,
             message,
-            self.ledger,
+            self.tracker,
             self.tied,
         )
 
@@ -122,7 +122,7 @@ class Engine:
             ZeroOptions(
                 policy,
                 mesh,
-                self.ledger,
+                self.tracker,
                 DTYPES[config.training.precision],
                 DTYPES[config.training.grad_dtype],
                 config.zero.reduce_bucket_size,
@@ -140,7 +140,7 @@ class Engine:
             math.prod(message.shape),
             message.dtype,
             message.device,
-            self.ledger,
+            self.tracker,
             tp=self.mesh.tp if activations.partition_activations else None,
             on_host=activations.checkpoint_in_cpu,
             contiguous=activations.contiguous_checkpointing,
@@ -168,7 +168,7 @@ class Engine:
             yield
         except Exception as error:
             if is_out_of_memory(error):
-                error.add_note(memory_report(self.config, self.mesh, self.ledger, step, self.interpreter.current))
+                error.add_note(memory_report(self.config, self.mesh, self.tracker, step, self.interpreter.current))
             raise
 
     # -- a step
@@ -182,7 +182,7 @@ class Engine:
         step = self.program(self.config.parallel.pipeline_schedule, len(batches))
         loss = self._run(step, batches, seed_gradient=scale / max(1, targets))
         norm = interpreter.grad_norm / scale
-        gradient_bytes = self.ledger.now["gradients"]
+        gradient_bytes = self.tracker.now["gradients"]
         lr, culprit = learning_rate(optimizer, iteration), None
         skipped = targets == 0 or not math.isfinite(norm)
         if skipped:
@@ -205,7 +205,7 @@ class Engine:
     def begin(self) -> None:
         """Reset per-iteration peaks and discard state left by a failed step."""
         self.interpreter.reset()
-        self.ledger.begin_iteration()
+        self.tracker.begin_iteration()
         if self.mesh.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.mesh.device)
 
@@ -280,7 +280,7 @@ class Engine:
 
     def memory_bytes(self, result: StepResult) -> dict[str, int]:
         """This rank's memory in the iteration that gave `result`, by kind, as docs/metrics.md defines them."""
-        now, peak = self.ledger.now, self.ledger.peak
+        now, peak = self.tracker.now, self.tracker.peak
         on_gpu = self.mesh.device.type == "cuda"
         return {
             "parameters": now["parameters"],
@@ -289,6 +289,6 @@ class Engine:
             "activation_checkpoints": peak["activation_checkpoints"],
             "buffers": peak["buffers"],
             "logits": peak["logits"],
-            "peak": torch.cuda.max_memory_allocated(self.mesh.device) if on_gpu else self.ledger.total_peak,
+            "peak": torch.cuda.max_memory_allocated(self.mesh.device) if on_gpu else self.tracker.total_peak,
             "host": peak["host"],
         }

@@ -18,8 +18,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megazero.activations.store import KeptInputs
 from megazero.comm.collectives import Axis, Pending
-from megazero.memory.tracker import Lease, Ledger
-from megazero.model.context import Write, kept_bytes
+from megazero.memory.tracker import Allocation, MemoryTracker
+from megazero.model.context import GradWriter, kept_bytes
 from megazero.plan.operations import (
     Backward,
     BackwardWeights,
@@ -81,8 +81,8 @@ class Graph(NamedTuple):
 class Queued(NamedTuple):
     """Weight gradients of a layer and a micro-batch that wait, with the tensors that they are made of."""
 
-    writes: list[tuple[nn.Parameter, Write]]
-    lease: Lease
+    writes: list[tuple[nn.Parameter, GradWriter]]
+    allocation: Allocation
 
 
 class Interpreter:
@@ -105,11 +105,11 @@ class Interpreter:
         kept: KeptInputs | None,
         pp: Axis,
         message: ActivationSpec,
-        ledger: Ledger,
+        tracker: MemoryTracker,
         tied: str | None,
     ) -> None:
         self.layers, self.zero, self.units, self._kept = layers, zero, zero.units, kept
-        self.pp, self.message, self.ledger, self.tied = pp, message, ledger, tied
+        self.pp, self.message, self.tracker, self.tied = pp, message, tracker, tied
         self.pending: dict[Op, Pending] = {}
         self.gathered: set[str] = set()
         self.current: Op | None = None
@@ -266,14 +266,14 @@ class Interpreter:
             (self.dx[op.micro_batch],) = torch.autograd.grad(y, x, dy)
         if self.zero.queue is not None:
             num_bytes = kept_bytes(write for _, write in self.zero.queue)
-            self.queued[op.key] = Queued(self.zero.queue, self.ledger.lease("buffers", num_bytes))
+            self.queued[op.key] = Queued(self.zero.queue, self.tracker.allocate("buffers", num_bytes))
         self.zero.queue = None
 
     def _backward_weights(self, op: BackwardWeights) -> None:
         queued = self.queued.pop(op.key)
         for parameter, write in queued.writes:
             self.zero.accumulate_grad(parameter, write)
-        queued.lease.end()
+        queued.allocation.end()
 
     # -- weights
 
@@ -300,24 +300,24 @@ class Interpreter:
     def _recv(self, op: Recv) -> Pending:
         shape, dtype, device = self.message
         x = torch.empty(shape, dtype=dtype, device=device)
-        lease = self.ledger.lease("buffers", x.nbytes)
+        allocation = self.tracker.allocate("buffers", x.nbytes)
         arriving = self.pp.start_recv(x, -1 if op.what == "x" else 1, self._tag(op))
 
         def arrive() -> None:
             arriving.wait()
-            lease.end()
+            allocation.end()
             (self.x if op.what == "x" else self.dx)[op.micro_batch] = x
 
         return Pending(then=arrive)
 
     def _send(self, op: Send) -> Pending:
         x = (self.x if op.what == "x" else self.dx).pop(op.micro_batch).contiguous()
-        lease = self.ledger.lease("buffers", x.nbytes)
+        allocation = self.tracker.allocate("buffers", x.nbytes)
         leaving = self.pp.start_send(x, 1 if op.what == "x" else -1, self._tag(op))
 
         def left() -> None:
             leaving.wait()
-            lease.end()
+            allocation.end()
 
         return Pending(then=left)
 

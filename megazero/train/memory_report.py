@@ -9,7 +9,7 @@ import torch
 
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import Config
-from megazero.memory.tracker import KINDS, Ledger
+from megazero.memory.tracker import KINDS, MemoryTracker
 from megazero.plan.operations import Op, name_of
 from megazero.plan.program import Program
 from megazero.price.estimate import predicted_after
@@ -26,13 +26,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in WORDS)
 
 
-def memory_report(config: Config, mesh: Mesh, ledger: Ledger, step: Program, op: Op | None) -> str:
+def memory_report(config: Config, mesh: Mesh, tracker: MemoryTracker, step: Program, op: Op | None) -> str:
     """Tell what this rank held when `op` of `step` ran out of memory, by kind, now and at its peak, and as predicted.
 
     The prediction is for the moment after the operation. It is left out for an evaluation, and where it fails: this
     report is made while another exception is on its way.
     """
-    expected: Ledger | None = None
+    expected: MemoryTracker | None = None
     ops = [*step.gradients, *step.update]
     at = next((n for n, known in enumerate(ops) if known is op), None)
     if step.trains and at is not None:
@@ -44,10 +44,10 @@ def memory_report(config: Config, mesh: Mesh, ledger: Ledger, step: Program, op:
     columns = ["now", "peak", *(["predicted", "its peak"] if expected is not None else [])]
     rows = [f"memory of rank {mesh.rank}{where}, MiB:", f"{'':24}" + "".join(f"{name:>12}" for name in columns)]
     for kind in KINDS:
-        values = [ledger.now[kind], ledger.peak[kind]]
+        values = [tracker.now[kind], tracker.peak[kind]]
         values += [expected.now[kind], expected.peak[kind]] if expected is not None else []
         rows.append(f"  {kind:<22}" + "".join(f"{value / MIB:>12,.1f}" for value in values))
-    totals = [ledger.total, ledger.total_peak]
+    totals = [tracker.total, tracker.total_peak]
     totals += [expected.total, expected.total_peak] if expected is not None else []
     rows.append(f"  {'total on the device':<22}" + "".join(f"{value / MIB:>12,.1f}" for value in totals))
     rows.append(f"not in the table: activations that autograd keeps inside layers, and scratch; {_allocated(mesh)}")

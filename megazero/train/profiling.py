@@ -29,7 +29,7 @@ class Profiler:
         self.traces = first <= iteration <= last
         self.measures = self.meter is not None and iteration % self.config.log.log_interval == 0
         if self.traces and self.trace is None:
-            self.trace = Trace(self.mesh, self.engine.ledger)
+            self.trace = Trace(self.mesh, self.engine.tracker)
         self.iteration = iteration
         self.timeline = timeline(self.mesh.device, self.traces) if self.traces or self.measures else None
         self.engine.interpreter.observe = self.timeline

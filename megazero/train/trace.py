@@ -24,7 +24,7 @@ from typing import Any
 
 from megazero.comm.mesh import Mesh
 from megazero.files import OutputFile, replacing
-from megazero.memory.tracker import KINDS, Ledger
+from megazero.memory.tracker import KINDS, MemoryTracker
 from megazero.plan.operations import Op, Recv, Send, Start, Wait, axis_of, name_of
 from megazero.train.timeline import Span, Timeline
 
@@ -41,8 +41,8 @@ class Trace:
     takes the wait for the slowest rank, and opens connections.
     """
 
-    def __init__(self, mesh: Mesh, ledger: Ledger) -> None:
-        self.mesh, self.ledger = mesh, ledger
+    def __init__(self, mesh: Mesh, tracker: MemoryTracker) -> None:
+        self.mesh, self.tracker = mesh, tracker
         self.events: list[Event] = []
         self._in_flight: dict[Op, int] = {}  # operation -> when it was started
         self._lanes: dict[str, list[int]] = {}  # axis -> per track: when its last span ended
@@ -52,7 +52,7 @@ class Trace:
         self.origin = time.perf_counter_ns()
         for kind in KINDS:
             self._count(kind)
-        ledger.watch = self._count
+        tracker.watch = self._count
 
     def iteration(self, number: int, timeline: Timeline) -> None:
         """Add an iteration that is over."""
@@ -74,7 +74,7 @@ class Trace:
         Raises:
             OSError: on rank 0, which has received the parts of all the others nevertheless.
         """
-        self.ledger.watch = None
+        self.tracker.watch = None
         now = time.perf_counter_ns()
         for op, begin in self._in_flight.items():  # not waited for yet
             self._asynchronous(Span(op, begin, now))
@@ -118,7 +118,7 @@ class Trace:
 
     def _count(self, kind: str) -> None:
         now = self._time(time.perf_counter_ns())
-        for name, value in ((kind, self.ledger.now[kind]), ("total on the device", self.ledger.total)):
+        for name, value in ((kind, self.tracker.now[kind]), ("total on the device", self.tracker.total)):
             event = {"ph": "C", "name": f"memory: {name}", "pid": self.mesh.rank, "ts": now}
             self.events.append(event | {"args": {"bytes": value}})
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 
 from megazero.comm.mesh import Mesh
-from megazero.memory.tracker import Ledger
+from megazero.memory.tracker import MemoryTracker
 from megazero.plan.flat_layout import Range
 from megazero.plan.parameters import LocalBlock, ParamSpec, unit_layout
 from megazero.plan.zero_policy import NOTHING_FIXED, FixedGradients, ZeroPolicy
@@ -22,7 +22,7 @@ class ZeroOptions:
 
     policy: ZeroPolicy
     mesh: Mesh
-    ledger: Ledger
+    tracker: MemoryTracker
     dtype: torch.dtype = torch.float32
     grad_dtype: torch.dtype = torch.float32
     bucket_size: int = 40_000_000  # elements

@@ -6,7 +6,7 @@ import torch
 import torch.nn as nn
 
 from megazero.comm.collectives import Pending
-from megazero.model.context import Write
+from megazero.model.context import GradWriter
 from megazero.plan.flat_layout import ALIGN, Range
 from megazero.zero.flat_unit import FlatUnit, ZeroOptions
 from megazero.zero.reduce_scatter import Buffer, Reducer
@@ -39,8 +39,11 @@ class UnitGradients:
     def bind_persistent(self, unsharded: torch.Tensor, sharded: torch.Tensor) -> None:
         """Bind the buffers to slices of the persistent arena, `persistent_numel` elements each."""
         self._persistent = (unsharded if unsharded.numel() else None, sharded if sharded.numel() else None)
-        ledger = self.options.ledger
-        self.at_rest = ledger.lease(self._unsharded_kind, unsharded.nbytes), ledger.lease("gradients", sharded.nbytes)
+        tracker = self.options.tracker
+        self.at_rest = (
+            tracker.allocate(self._unsharded_kind, unsharded.nbytes),
+            tracker.allocate("gradients", sharded.nbytes),
+        )
 
     @property
     def _unsharded_kind(self) -> str:
@@ -48,9 +51,9 @@ class UnitGradients:
 
     def _buffer(self, kind: str, numel: int, persistent: torch.Tensor | None) -> Buffer:
         if persistent is not None:
-            return Buffer(persistent, self.options.ledger.lease(kind, 0))  # counted when it was bound
+            return Buffer(persistent, self.options.tracker.allocate(kind, 0))  # counted when it was bound
         data = torch.empty(numel, dtype=self.options.grad_dtype, device=self.mesh.device)
-        return Buffer(data, self.options.ledger.lease(kind, data.nbytes))
+        return Buffer(data, self.options.tracker.allocate(kind, data.nbytes))
 
     # -- contributions
 
@@ -69,7 +72,7 @@ class UnitGradients:
             self.unsharded.data[gap.slice()] = 0
         self._untouched = set(self._trainable)
 
-    def accumulate(self, parameter: nn.Parameter, write: Write) -> None:
+    def accumulate(self, parameter: nn.Parameter, write: GradWriter) -> None:
         """Let `write` write or add to the parameter's window of the unsharded buffer."""
         assert self.unsharded is not None, f"the gradients of {self.unit.name} are not open"
         window = self.unsharded.data[self._windows[parameter]].view(parameter.shape)
@@ -150,7 +153,7 @@ class UnitGradients:
         """Free all gradients."""
         for buffer in (self.unsharded, self.sharded):
             if buffer is not None:
-                buffer.lease.end()
+                buffer.allocation.end()
         self.unsharded = self.sharded = None
 
 

@@ -29,7 +29,7 @@ class OptimizerShard:
         in_place = weights.dtype == dtype
         self.master = weights if in_place else torch.zeros(unit.owned.numel, dtype=dtype, device=weights.device)
         self.moments = torch.zeros_like(self.master), torch.zeros_like(self.master)
-        self.allocation = options.ledger.lease("optimizer", (2 + (not in_place)) * self.master.nbytes)
+        self.allocation = options.tracker.allocate("optimizer", (2 + (not in_place)) * self.master.nbytes)
         for part in unit.owned_parts():
             values = initial(part.spec, part.block, part.start, part.stop)
             self.master[part.owned.slice()] = values.to(weights.device)
@@ -39,14 +39,14 @@ class OptimizerShard:
         """Step the master weights with the reduced gradient, free that, and cast the weights."""
         self.options.mesh.in_flight.check(f"the update of {self.unit.name}", writes=[self.weights])
         values, wide = gradient.data, gradient.data.dtype == self.master.dtype
-        widened = self.options.ledger.lease("buffers", 0 if wide else self.master.nbytes)
+        widened = self.options.tracker.allocate("buffers", 0 if wide else self.master.nbytes)
         if not wide:
             values = values.to(self.master.dtype)
         if update.factor != 1.0:
             values.mul_(update.factor)
         adamw_(update, self.master, values, self.moments, self.unit.num_decayed)
         widened.end()
-        gradient.lease.end()
+        gradient.allocation.end()
         self.cast()
 
     def cast(self) -> None:

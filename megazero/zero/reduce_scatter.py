@@ -8,15 +8,15 @@ import torch
 
 from megazero.comm.collectives import Axis, Pending
 from megazero.memory.pool import BufferPool
-from megazero.memory.tracker import Lease, Ledger
+from megazero.memory.tracker import Allocation, MemoryTracker
 from megazero.plan.zero_policy import Buckets
 
 
 class Buffer(NamedTuple):
-    """A tensor and its entry in the ledger."""
+    """A tensor and its entry in the tracker."""
 
     data: torch.Tensor
-    lease: Lease
+    allocation: Allocation
 
 
 class Reducer:
@@ -33,14 +33,14 @@ class Reducer:
         buckets: Buckets,
         dtype: torch.dtype,
         device: torch.device,
-        ledger: Ledger,
+        tracker: MemoryTracker,
         overlap: bool,
     ) -> None:
         self.axis, self.columns, self.overlap = axis, buckets.columns, overlap
         # a bucket: [shards * columns] to pack into, where units are larger than a bucket, and scratch
         self.packed = buckets.columns * axis.size if buckets.packs else 0
         numel = self.packed + axis.scratch_numel(buckets.columns)
-        self.pool = BufferPool(numel, dtype, device, ledger, "buffers", count=buckets.slots)
+        self.pool = BufferPool(numel, dtype, device, tracker, "buffers", count=buckets.slots)
         self.pending = [Pending() for _ in range(buckets.slots)]
         self.sending: Buffer | None = None  # a unit's gradients that are sent as they lie
 
@@ -59,7 +59,7 @@ class Reducer:
                 bucket.view(self.axis.size, -1).copy_(rows[:, at:stop])
             self.pending[slot] = self.axis.start_reduce_scatter(bucket, out[at:stop], add, scratch)
         if packs:
-            full.lease.end()
+            full.allocation.end()
         else:
             self.sending = full
         if not self.overlap:
@@ -70,5 +70,5 @@ class Reducer:
         for pending in self.pending:
             pending.wait()
         if self.sending is not None:
-            self.sending.lease.end()
+            self.sending.allocation.end()
             self.sending = None

@@ -18,7 +18,7 @@ class UnshardedPool:
 
     def __init__(self, sizes: list[int], options: ZeroOptions) -> None:
         self.slots = {
-            size: BufferPool(size, options.dtype, options.mesh.device, options.ledger, "buffers", count=count)
+            size: BufferPool(size, options.dtype, options.mesh.device, options.tracker, "buffers", count=count)
             for size, count in ring_slots(sizes, options.policy).items()
         }
         for pool in self.slots.values():
@@ -43,7 +43,7 @@ class UnitWeights:
         else:
             kept = self.unsharded = torch.zeros(unit.numel, dtype=dtype, device=device)
             self.sharded = kept[unit.owned.slice()]
-        self.allocation = options.ledger.lease("parameters", kept.nbytes)
+        self.allocation = options.tracker.allocate("parameters", kept.nbytes)
         self._released = torch.full((), torch.nan, dtype=dtype, device=device)
         self._views: dict[int, list[torch.Tensor]] = {}  # address of the whole weights -> every parameter there
         self._point()

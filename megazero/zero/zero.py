@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 import torch
 import torch.nn as nn
 
-from megazero.model.context import Write
+from megazero.model.context import GradWriter
 from megazero.plan.parameters import ParamSpec
 from megazero.plan.zero_policy import plan_buckets
 from megazero.zero.flat_unit import FlatUnit, OwnedPart, ZeroOptions
@@ -52,7 +52,7 @@ class Zero:
         self.units: dict[str, ParamUnit] = {}
         self._trained: dict[nn.Parameter, UnitGradients] = {}
         # zero-bubble: where contributions are queued while a Backward without weight gradients runs
-        self.queue: list[tuple[nn.Parameter, Write]] | None = None
+        self.queue: list[tuple[nn.Parameter, GradWriter]] | None = None
 
     def allocate(self, units: Mapping[str, list[tuple[ParamSpec, nn.Parameter]]], initial: Initial) -> None:
         """Allocate every unit and set its initial values. All ranks call this.
@@ -69,7 +69,7 @@ class Zero:
         sizes = [unit.flat.numel for unit in self.units.values()]
         self.pool = UnshardedPool(sizes, o)
         buckets = plan_buckets(o.bucket_size, sizes if o.policy.optimizer else [], self.mesh.shard.size, o.overlap)
-        self.reducer = Reducer(self.mesh.shard, buckets, o.grad_dtype, self.mesh.device, o.ledger, o.overlap)
+        self.reducer = Reducer(self.mesh.shard, buckets, o.grad_dtype, self.mesh.device, o.tracker, o.overlap)
         self.publish()
 
     def _bind_persistent_gradients(self) -> None:
@@ -86,7 +86,7 @@ class Zero:
             unit.optimizer.cast()
             unit.weights.start_publish().wait()
 
-    def accumulate_grad(self, parameter: nn.Parameter, write: Write) -> None:
+    def accumulate_grad(self, parameter: nn.Parameter, write: GradWriter) -> None:
         """Take a contribution to a parameter's gradient, now or from the queue. Ignore a frozen parameter's."""
         gradients = self._trained.get(parameter)
         if gradients is None:

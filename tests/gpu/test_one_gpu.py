@@ -10,7 +10,7 @@ import torch
 from megazero.activations.offload import StreamCopies
 from megazero.comm.mesh import Mesh
 from megazero.memory.fragmentation import device_fragmentation
-from megazero.memory.tracker import Ledger
+from megazero.memory.tracker import MemoryTracker
 from megazero.train.engine import Engine
 from tests import reference
 from tests.parallel.cases import MODEL, STEPS, Case, global_batch, micro_batches
@@ -45,7 +45,7 @@ def test_one_gpu_is_the_same_model(precision: str, tolerance: float, how: dict[s
     assert relative_error([r.loss for r in found], losses) < tolerance
     assert relative_error([found[0].grad_norm], norms[:1]) < tolerance
     memory = engine.memory_bytes(found[-1])
-    assert memory["peak"] >= engine.ledger.total
+    assert memory["peak"] >= engine.tracker.total
     assert (memory["host"] > 0) == case.host and (memory["activation_checkpoints"] > 0) == (
         case.recompute == "full" and not case.host
     )
@@ -54,7 +54,7 @@ def test_one_gpu_is_the_same_model(precision: str, tolerance: float, how: dict[s
 def test_copies_to_the_host_and_back() -> None:
     """What comes back is what went, though copies are slow, and its memory is used for something else at once."""
     device, numel = torch.device("cuda", 0), 1 << 22
-    copies = StreamCopies(numel, torch.float32, device, Ledger())
+    copies = StreamCopies(numel, torch.float32, device, MemoryTracker())
     stored, wanted = [], []
     for i in range(4):
         x = torch.full((numel,), float(i), device=device)
@@ -73,7 +73,7 @@ def test_copies_to_the_host_and_back() -> None:
 def test_a_fetch_runs_behind_the_computation() -> None:
     """It is done while the computation, busy since, is not."""
     device, numel = torch.device("cuda", 0), 1 << 20
-    copies = StreamCopies(numel, torch.float32, device, Ledger())
+    copies = StreamCopies(numel, torch.float32, device, MemoryTracker())
     stored = copies.start_store(torch.ones(numel, device=device), torch.empty(numel, pin_memory=True))
     torch.cuda.synchronize()
     fetch = copies.start_fetch(stored)

@@ -12,7 +12,7 @@ from benchmarks.measure import kept_by_a_block
 from megazero.activations.store import KeptInputs
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
-from megazero.memory.tracker import Ledger
+from megazero.memory.tracker import MemoryTracker
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
 from megazero.price.saved_activations import block_saves, korthikanti, saved_bytes
@@ -22,9 +22,9 @@ SCORES = replace(MODEL, attention_dropout=0.1, hidden_dropout=0.1)
 
 
 def kept(rank: int, case: Case) -> tuple[list[int], int]:
-    """(sizes of the tensors that a block keeps, bytes that the ledger has in host memory)"""
+    """(sizes of the tensors that a block keeps, bytes that the tracker has in host memory)"""
     engine = new_engine(rank, case)
-    return kept_by_a_block(engine), engine.ledger.now["host"]
+    return kept_by_a_block(engine), engine.tracker.now["host"]
 
 
 def cases() -> list[Case]:
@@ -57,7 +57,7 @@ def partitioned(rank: int, how: dict[str, bool]) -> bool:
     for shape in SHAPES:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             x = torch.arange(math.prod(shape)).view(shape).to(dtype)
-            inputs = KeptInputs(x.numel(), dtype, x.device, Ledger(), tp=tp, **how)
+            inputs = KeptInputs(x.numel(), dtype, x.device, MemoryTracker(), tp=tp, **how)
             slotted = any(how.values())
             inputs.begin(2 * slotted)
             for i, value in enumerate((x, x + 1)):

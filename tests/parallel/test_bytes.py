@@ -83,7 +83,7 @@ def left_over(rank: int, case: Case) -> list[tuple[dict[str, int], int]]:
         for use in (lambda: None, lambda: engine.train_step(1, batches), lambda: engine.evaluate(batches)):
             use()
             engine.wait()
-            kinds = {kind: num_bytes for kind, num_bytes in engine.ledger.now.items() if num_bytes}
+            kinds = {kind: num_bytes for kind, num_bytes in engine.tracker.now.items() if num_bytes}
             read = [tensor for batch in batches for tensor in batch if isinstance(tensor, torch.Tensor)]
             held.append((kinds, sum(alive.sizes(read)) - sum(kinds.values())))
     return held
@@ -142,7 +142,7 @@ def start_up(rank: int, case: Case) -> tuple[int, int, int]:
     """(most bytes alive while the engine is made, bytes at rest, bytes of the largest unit in fp32)"""
     with Alive() as alive:
         engine = new_engine(rank, case)
-    return alive.peak, engine.ledger.total, 4 * max(unit.flat.numel for unit in engine.zero.units.values())
+    return alive.peak, engine.tracker.total, 4 * max(unit.flat.numel for unit in engine.zero.units.values())
 
 
 LARGE = replace(MODEL, num_layers=16, hidden_size=192)  # 7 M parameters: much more than what is drawn at once

@@ -38,7 +38,7 @@ def traced_steps(rank: int, case: Case, folder: str) -> Seen:
     for iteration in range(1, 5):
         profiler.begin(iteration)
         assert (engine.interpreter.observe is not None) == (FIRST <= iteration <= LAST or case.pp > 1)
-        assert (engine.ledger.watch is not None) == (FIRST <= iteration <= LAST)
+        assert (engine.tracker.watch is not None) == (FIRST <= iteration <= LAST)
         result = engine.train_step(iteration, micro_batches(case, engine.mesh, iteration - 1))
         profiler.end()
         memory[iteration] = engine.memory_bytes(result)

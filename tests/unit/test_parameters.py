@@ -27,7 +27,7 @@ def test_local_blocks_tile_the_global_tensor(tp: int, vocab_size: int) -> None:
     model = replace(MODEL, vocab_size=vocab_size, untie_embeddings=True)
     for spec in every_spec(model).values():
         blocks = [spec.local(tp, rank) for rank in range(tp)]
-        if spec.cut_dim is None:
+        if spec.tp_dim is None:
             assert all(block.shape == block.stored == spec.shape and not any(block.offset) for block in blocks)
             continue
         assert coverage_fault(spec.shape, [Rectangle(b.offset, b.shape) for b in blocks]) is None, spec.name
@@ -100,7 +100,7 @@ def test_what_decays_is_matrices_and_tables() -> None:
 
 
 def test_what_is_cut_is_what_megatron_cuts() -> None:
-    cuts = {spec.name.removeprefix("blocks.0."): spec.cut_dim for spec in every_spec(MODEL).values()}
+    cuts = {spec.name.removeprefix("blocks.0."): spec.tp_dim for spec in every_spec(MODEL).values()}
     assert {name: dim for name, dim in cuts.items() if dim is not None and "blocks" not in name} == {
         f"{TOKEN}.weight": 0,
         "attention.qkv.weight": 0,
@@ -136,4 +136,4 @@ def test_a_units_layout_is_the_same_on_every_tensor_parallel_rank() -> None:
             for spec in specs:
                 start = flat.windows[spec.name].start
                 assert (start in range(*flat.decayed)) == spec.decays
-                assert (start in range(*flat.replicated)) == (spec.cut_dim is None)
+                assert (start in range(*flat.replicated)) == (spec.tp_dim is None)

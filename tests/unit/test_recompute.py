@@ -9,7 +9,7 @@ import torch
 
 from megazero.activations.offload import Copies, Fetch, Stored
 from megazero.activations.store import KeptInputs
-from megazero.memory.tracker import Ledger
+from megazero.memory.tracker import MemoryTracker
 from megazero.plan.operations import Backward, Op, Recompute
 from megazero.train.engine import Engine
 from tests.parallel.cases import STEPS, Case, micro_batches, new_engine, train
@@ -17,42 +17,42 @@ from tests.parallel.cases import STEPS, Case, micro_batches, new_engine, train
 CPU = torch.device("cpu")
 
 
-def inputs(contiguous: bool, ledger: Ledger, on_host: bool = False) -> KeptInputs:
-    return KeptInputs(6, torch.float32, CPU, ledger, tp=None, on_host=on_host, contiguous=contiguous)
+def inputs(contiguous: bool, tracker: MemoryTracker, on_host: bool = False) -> KeptInputs:
+    return KeptInputs(6, torch.float32, CPU, tracker, tp=None, on_host=on_host, contiguous=contiguous)
 
 
 def test_an_arena_is_one_allocation() -> None:
-    ledger = Ledger()
-    arena = inputs(True, ledger)
+    tracker = MemoryTracker()
+    arena = inputs(True, tracker)
     arena.begin(3)
     assert len({slot.untyped_storage().data_ptr() for slot in arena.slots.slots}) == 1
     assert len({slot.data_ptr() for slot in arena.slots.slots}) == 3
-    assert ledger.now["buffers"] == 3 * 24
+    assert tracker.now["buffers"] == 3 * 24
     arena.keep(("a", 0), torch.arange(6.0), 1)
-    assert (ledger.now["buffers"], ledger.now["activation_checkpoints"]) == (2 * 24, 24)
+    assert (tracker.now["buffers"], tracker.now["activation_checkpoints"]) == (2 * 24, 24)
     assert torch.equal(arena.take(("a", 0)), torch.arange(6.0)) and torch.equal(arena.slots[1], torch.arange(6.0))
     arena.drop(("a", 0), 1)
-    assert (ledger.now["buffers"], ledger.now["activation_checkpoints"]) == (3 * 24, 0)
+    assert (tracker.now["buffers"], tracker.now["activation_checkpoints"]) == (3 * 24, 0)
 
 
 def test_an_arena_grows_between_steps_and_never_shrinks() -> None:
-    ledger = Ledger()
-    arena = inputs(True, ledger)
+    tracker = MemoryTracker()
+    arena = inputs(True, tracker)
     for count, wanted in ((2, 2), (5, 5), (3, 5)):
         arena.begin(count)
-        assert len(arena.slots) == wanted and ledger.now["buffers"] == wanted * 24
+        assert len(arena.slots) == wanted and tracker.now["buffers"] == wanted * 24
 
 
 @pytest.mark.parametrize("contiguous", [True, False])
 def test_inputs_left_by_a_failed_step_are_dropped(contiguous: bool) -> None:
-    ledger = Ledger()
-    kept = inputs(contiguous, ledger)
+    tracker = MemoryTracker()
+    kept = inputs(contiguous, tracker)
     kept.begin(2 * contiguous)
     for i in range(2):
         kept.keep(("a", i), torch.zeros(6), i if contiguous else None)
     kept.begin(2 * contiguous)
-    assert not kept.kept and ledger.now["activation_checkpoints"] == 0
-    assert ledger.now["buffers"] == 2 * 24 * contiguous
+    assert not kept.kept and tracker.now["activation_checkpoints"] == 0
+    assert tracker.now["buffers"] == 2 * 24 * contiguous
 
 
 # -- the arena in an engine
@@ -67,7 +67,7 @@ def arena_of(engine: Engine) -> KeptInputs:
 def is_whole(arena: KeptInputs, slots: int = 5) -> bool:
     """Whether nothing is kept, and every slot is counted as free."""
     kind = arena.free_kind
-    return len(arena.slots) == slots and not arena.kept and arena.ledger.now[kind] == slots * arena.slots.slot_bytes
+    return len(arena.slots) == slots and not arena.kept and arena.tracker.now[kind] == slots * arena.slots.slot_bytes
 
 
 def step(engine: Engine, number: int, case: Case = ARENA) -> float:
@@ -106,10 +106,10 @@ def test_an_exception_leaves_the_arena_whole(where: str, host: bool, plain: list
         block.norm2.register_forward_pre_hook(fail)
     with pytest.raises(MemoryError) as held:
         step(engine, 1)
-    peak = engine.ledger.peak["host" if host else "activation_checkpoints"]
+    peak = engine.tracker.peak["host" if host else "activation_checkpoints"]
     found += [step(engine, number) for number in range(1, STEPS)]
     arena = arena_of(engine)
-    assert engine.ledger.peak["host" if host else "activation_checkpoints"] == 5 * arena.slots.slot_bytes >= peak
+    assert engine.tracker.peak["host" if host else "activation_checkpoints"] == 5 * arena.slots.slot_bytes >= peak
     assert is_whole(arena)
     assert found == plain
     del held
@@ -201,7 +201,7 @@ def test_host_memory_is_used_again() -> None:
         step(engine, number)
         places.append({slot.data_ptr() for slot in arena_of(engine).slots.slots})
     assert places[0] == places[1] == places[2] and len(places[0]) == 5
-    assert engine.ledger.peak["activation_checkpoints"] == 0
+    assert engine.tracker.peak["activation_checkpoints"] == 0
 
 
 # -- selective

@@ -34,8 +34,8 @@ def drawn(spec: ParamSpec, tp: int = 1, rank: int = 0, seed: int = SEED) -> torc
 def test_any_range_of_a_block_is_part_of_the_whole() -> None:
     """Cut over rows, over columns, not at all; ranges within a row, over several, empty."""
     matrix = next(spec for spec in SPECS if spec.name == "blocks.0.mlp.down.weight")
-    for spec in (replace(matrix, cut_dim=cut) for cut in (None, 0, 1)):
-        block = spec.local(3, 1) if spec.cut_dim is not None else spec.local(1, 0)
+    for spec in (replace(matrix, tp_dim=cut) for cut in (None, 0, 1)):
+        block = spec.local(3, 1) if spec.tp_dim is not None else spec.local(1, 0)
         whole = draw(SEED, spec, block, 0, block.numel)
         for start, stop in ((0, 1), (5, 5), (7, 300), (1, block.numel), (block.numel - 3, block.numel)):
             assert torch.equal(draw(SEED, spec, block, start, stop), whole[start:stop]), (spec, start, stop)
@@ -49,14 +49,14 @@ def test_any_range_of_a_block_is_part_of_the_whole() -> None:
 def test_a_rank_draws_its_part_of_the_global_tensor(spec: ParamSpec, tp: int) -> None:
     whole = drawn(spec)
     parts = [drawn(spec, tp, rank) for rank in range(tp)]
-    if spec.cut_dim is None:
+    if spec.tp_dim is None:
         assert all(torch.equal(part, whole) for part in parts)
     else:
-        assert torch.equal(torch.cat(parts, spec.cut_dim), whole)
+        assert torch.equal(torch.cat(parts, spec.tp_dim), whole)
 
 
 def test_elements_are_numbered_in_the_order_of_the_global_tensor() -> None:
-    for spec in (TALL, replace(TALL, cut_dim=0), replace(TALL, cut_dim=None)):
+    for spec in (TALL, replace(TALL, tp_dim=0), replace(TALL, tp_dim=None)):
         expected = standard_normal(SEED, TALL.name, 0, math.prod(TALL.shape)).view(TALL.shape) * TALL.std + TALL.mean
         assert torch.equal(drawn(spec), expected)
 
