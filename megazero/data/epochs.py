@@ -124,8 +124,9 @@ def load_table(data: IndexedDataset, key: EpochKey, epoch: int) -> EpochTable:
     table = _cached(data, key, epoch)
     if table is not None:
         return table
-    with _alone(data.prefix, key.name(epoch)) as waited:
-        if waited and (table := _cached(data, key, epoch)) is not None:
+    with _alone(data.prefix, key.name(epoch)):
+        # Again, for another process may have finished since, even one that was not waited for.
+        if (table := _cached(data, key, epoch)) is not None:
             return table
         table = build_table(data, key, epoch)
         stored = any(_write(directory, key.name(epoch), table) for directory in _cache_directories(data.prefix))
@@ -145,14 +146,13 @@ def _cached(data: IndexedDataset, key: EpochKey, epoch: int, check: bool = True)
 
 
 @contextmanager
-def _alone(prefix: str, name: str) -> Iterator[bool]:
-    """Keep other processes from computing the same table meanwhile; yields whether one was waited for.
+def _alone(prefix: str, name: str) -> Iterator[None]:
+    """Keep other processes from computing the same table meanwhile.
 
     By a lock on a file in the cache, which the system gives back when its holder dies. Where no file can be
     made or locked, or one waits for too long (its holder may be stopped), each computes its own.
     """
     handle = None
-    waited = False
     for directory in _cache_directories(prefix):
         if _make_trusted(directory):
             path = os.path.join(directory, f".{name}.lock")
@@ -160,7 +160,7 @@ def _alone(prefix: str, name: str) -> Iterator[bool]:
                 handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
                 break
     if handle is None:
-        yield False
+        yield
         return
     try:
         give_up = time.monotonic() + LOCK_SECONDS
@@ -171,9 +171,8 @@ def _alone(prefix: str, name: str) -> Iterator[bool]:
             except OSError as error:
                 if error.errno not in (errno.EWOULDBLOCK, errno.EACCES) or time.monotonic() > give_up:
                     break
-                waited = True
                 time.sleep(0.05)
-        yield waited
+        yield
     finally:
         with suppress(OSError):
             os.unlink(path)

@@ -205,7 +205,7 @@ def test_folders_that_cannot_be_written_are_refused_at_the_start(tmp_path: Path)
         name = flag.replace("-", "_")
         for path, words in (
             ("/proc/nothing/here", "cannot write there"),
-            (str(tmp_path / ("x" * 256)), "longer than the 255 bytes of a name"),
+            (str(tmp_path / ("x" * 256)), "a name in it has 256 bytes"),
             (str(tmp_path / "\udcff"), "is not UTF-8"),
         ):
             with pytest.raises(ValueError, match=f"--{flag} .*{words}"):
