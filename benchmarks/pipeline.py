@@ -26,7 +26,7 @@ import torch
 from benchmarks.peers import Training
 from benchmarks.processes import Job, alive, isolate
 from megazero.config.schema import Config, ModelConfig, ParallelConfig, TrainingConfig
-from megazero.model.context import Contribute, Write
+from megazero.model.context import AccumulateGrad, GradWriter
 from megazero.plan.operations import COMPUTE, Op, name_of
 from megazero.plan.program import Layer, program, rank_spec
 from megazero.plan.resolve import resolve
@@ -79,8 +79,8 @@ class _Sleep(torch.autograd.Function):
     """A block that sleeps: in its forward, for its input gradient, and for its weight gradients."""
 
     @staticmethod
-    def forward(ctx, x, seconds, parameters, contribute):
-        ctx.seconds, ctx.parameters, ctx.contribute = seconds, parameters, contribute
+    def forward(ctx, x, seconds, parameters, accumulate_grad):
+        ctx.seconds, ctx.parameters, ctx.accumulate_grad = seconds, parameters, accumulate_grad
         time.sleep(seconds)
         return x.clone()
 
@@ -89,7 +89,7 @@ class _Sleep(torch.autograd.Function):
         time.sleep(ctx.seconds)
         pauses = [ctx.seconds] + [0.0] * (len(ctx.parameters) - 1)
         for parameter, pause in zip(ctx.parameters, pauses, strict=True):
-            ctx.contribute(parameter, Write(_slow_zero(pause), ()))
+            ctx.accumulate_grad(parameter, GradWriter(_slow_zero(pause), ()))
         return dy.clone(), None, None, None
 
 
@@ -103,10 +103,10 @@ def _slow_zero(seconds: float) -> Callable[[torch.Tensor, bool], None]:
 
 
 def sleeping(
-    layer: Layer, block: torch.nn.Module, seconds: float, contribute: Contribute
+    layer: Layer, block: torch.nn.Module, seconds: float, accumulate_grad: AccumulateGrad
 ) -> tuple[Layer, Callable[..., torch.Tensor]]:
     parameters = list(block.parameters())
-    return layer, lambda x, batch, output: _Sleep.apply(x, seconds, parameters, contribute)
+    return layer, lambda x, batch, output: _Sleep.apply(x, seconds, parameters, accumulate_grad)
 
 
 def asleep(work: Work, device: torch.device) -> Training:
