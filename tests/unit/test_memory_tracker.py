@@ -58,7 +58,7 @@ def test_peaks_are_an_iterations() -> None:
     assert tracker.now["parameters"] == rest.num_bytes
 
 
-def test_ledgers_are_apart_and_kinds_are_known() -> None:
+def test_trackers_are_apart_and_kinds_are_known() -> None:
     first, second = MemoryTracker(), MemoryTracker()
     held = first.allocate("buffers", 1)
     assert (first.total, second.total) == (held.num_bytes, 0)
