@@ -16,7 +16,7 @@ def computed(rank: int, work: Work) -> list[tuple[str, float, float]]:
     """(operation, begin, end) of a rank's computations in a step."""
     training = asleep(work, torch.device("cpu"))
     training.step(*work.inputs(0, rank, torch.device("cpu")))
-    training.settle()
+    training.wait_for_all()
     assert training.check is not None
     return training.check()["spans"]  # type: ignore[return-value]
 
