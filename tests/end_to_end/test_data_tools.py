@@ -51,8 +51,9 @@ def test_train_preprocess_peek(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for words in (
         "uint16",
-        "Hello world, number 1. [bold]<|endoftext|>",
-        "document 1",
+        "Hello world, number 0. [bold]<|endoftext|>",
+        "Hello world, number 150. [bold]<|endoftext|>",  # evenly spaced over the corpus
+        "document 150",
         f"{tmp_path}/tok"[:20],
     ):
         assert words in done.stdout
