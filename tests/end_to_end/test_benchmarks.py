@@ -41,6 +41,7 @@ def test_the_papers_configurations_run_by_flags_alone() -> None:
     assert sent["C1"] == sent["C3"] < sent["C2"] == sent["C4"] == sent["C5"]
 
 
+@pytest.mark.slow
 def test_one_process_against_transformers_runs() -> None:
     small = "--layers 1 --hidden 32 --heads 2 --seq-length 16 --vocabulary 64 --batch 1 --rounds 2".split()
     done = run(sys.executable, "benchmarks/single_process.py", *small)

@@ -41,6 +41,7 @@ def content(prefix: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(prefix.parent.iterdir())}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kills", [4, pytest.param(50, marks=pytest.mark.slow)])
 def test_killed_at_random_moments(tmp_path: Path, kills: int) -> None:

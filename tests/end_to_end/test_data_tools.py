@@ -129,7 +129,9 @@ def test_disk_full_in_train_tokenizer(tmp_path: Path, small_disk: Path) -> None:
     assert not (small_disk / "tok" / "tokenizer.json").exists()
 
 
-@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "kind", [signal.SIGINT, *(pytest.param(k, marks=pytest.mark.slow) for k in (signal.SIGTERM, signal.SIGKILL))]
+)
 def test_interrupted_run_leaves_no_corpus(tmp_path: Path, kind: signal.Signals) -> None:
     """Stopped while two workers are busy with more than they can do in a moment."""
     text = tmp_path / "a.jsonl"

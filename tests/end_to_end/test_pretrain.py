@@ -36,7 +36,13 @@ def close(found: list[dict], wanted: list[dict], key: str) -> bool:
     return all(abs(a[key] - b[key]) < 1e-5 * abs(b[key]) for a, b in zip(found, wanted, strict=True))
 
 
-SLOW = ("tp2 recompute pa, M 6", "pp2 gpipe, M 12", "sp, selective, M 6")  # tests/parallel has them all
+SLOW = (
+    "dp3 zero2, M 2",
+    "c5",
+    "tp2 recompute pa, M 6",
+    "pp2 gpipe, M 12",
+    "sp, selective, M 6",
+)  # tests/parallel has them all
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in LAYOUTS])
@@ -77,7 +83,13 @@ def test_config_is_saved_as_a_preset(alone: Path, tmp_path: Path) -> None:
     assert [m["loss"] for m in metrics(tmp_path)] == [m["loss"] for m in metrics(alone)[:2]]
 
 
-@pytest.mark.parametrize("ranks, flags", [(1, ""), (2, "--zero-stage 3 --precision bf16")], ids=["alone", "dp2"])
+@pytest.mark.parametrize(
+    "ranks, flags",
+    [
+        pytest.param(1, "", marks=pytest.mark.slow, id="alone"),
+        pytest.param(2, "--zero-stage 3 --precision bf16", id="dp2"),
+    ],
+)
 def test_resumes_to_the_bit(ranks: int, flags: str, model, tmp_path: Path) -> None:
     """10 iterations are 5, a stop, and 5 more; the decay and the evaluation go on too."""
     common = [*model, *flags.split(), "--train-iters", 10, "--lr-decay-style", "cosine", "--lr-warmup-iters", 2]
@@ -175,7 +187,13 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
+# The others are refused before the program starts a rank, and unit tests see that: here they are slow.
+TOLD_BY_THE_PROGRAM = ("an empty validation split", "a file where a folder should be", "a checkpoint that is not there")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in TOLD_BY_THE_PROGRAM)) for n in BAD]
+)
 def test_bad_input_is_refused_before_anything_is_made(name: str, model, tmp_path: Path) -> None:
     flags, words = BAD[name]
     where = ["--log-dir", tmp_path / "logs", "--save", tmp_path / "saved"]
@@ -187,6 +205,7 @@ def test_bad_input_is_refused_before_anything_is_made(name: str, model, tmp_path
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_compile_without_a_compiler(model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/nowhere/g++")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))  # what was compiled before does not help
@@ -200,6 +219,7 @@ def test_mistyped_flag(model) -> None:
     assert done.returncode == 2 and "--micro-batch-size" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model(model, tmp_path: Path) -> None:
     assert pretrain(*model, "--train-iters", 1, "--save", tmp_path).returncode == 0
     done = pretrain(*model, "--train-iters", 2, "--load", tmp_path, "--num-layers", 4)
@@ -216,6 +236,7 @@ def test_a_save_folder_of_another_run_is_not_overwritten(model, tmp_path: Path) 
     assert done.returncode == 1 and "`latest` names iter_0000001, which is gone" in done.stderr
 
 
+@pytest.mark.slow
 def test_data_of_another_tokenizer(model, corpus: Path, tmp_path: Path) -> None:
     train = [sys.executable, "data_tools/train_tokenizer.py", "--input", ROOT / "README.md", "--vocab-size", 300]
     assert run(*train, "--output", tmp_path / "bpe").returncode == 0
@@ -223,6 +244,7 @@ def test_data_of_another_tokenizer(model, corpus: Path, tmp_path: Path) -> None:
     assert done.returncode == 1 and f"--data-path {corpus} was made with the tokenizer byte" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_load_folder_without_a_checkpoint_starts_fresh(model, tmp_path: Path) -> None:
     done = pretrain(*model, "--train-iters", 1, "--load", tmp_path)
     assert done.returncode == 0 and "starting fresh" in done.stdout
@@ -247,12 +269,14 @@ def test_masking_behind_documents(model, alone: Path, tmp_path: Path) -> None:
     assert abs(found["loss"] - wanted["loss"]) < 0.1 and found["loss"] != wanted["loss"]
 
 
+@pytest.mark.slow
 def test_resuming_otherwise_is_said(model, tmp_path: Path) -> None:
     assert pretrain(*model, "--train-iters", 1, "--save", tmp_path).returncode == 0
     done = pretrain(*model, "--train-iters", 2, "--load", tmp_path, "--seed", 5)
     assert done.returncode == 0 and "--seed is 5, and was 1234" in done.stdout
 
 
+@pytest.mark.slow
 def test_fp16_that_cannot_go_on_saves_and_says_where(model, tmp_path: Path) -> None:
     flags = ["--precision", "fp16", "--grad-dtype", "fp16", "--initial-loss-scale", 2**40, "--min-loss-scale", 2**39]
     done = pretrain(*model, *flags, "--train-iters", 20, "--save", tmp_path, "--zero-stage", 2, ranks=2)
@@ -307,6 +331,7 @@ pretrain_gpt.main(sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_is_the_last_word_of_its_rank(model, tmp_path: Path) -> None:
     """Rank, operation, layer and micro-batch; a table on that rank alone; the other, if torchrun lets it speak, where
     it was stopped."""
@@ -327,6 +352,7 @@ def test_memory_that_runs_out_is_the_last_word_of_its_rank(model, tmp_path: Path
     assert all(re.fullmatch(f"{lost}|{cause}", line) for line in said[1:])
 
 
+@pytest.mark.slow
 def test_a_trace_of_two_ranks(model, tmp_path: Path) -> None:
     flags = ["--pipeline-model-parallel-size", 2, "--train-iters", 3, "--profile-iterations", "2:3"]
     done = pretrain(*model, *flags, "--log-dir", tmp_path, ranks=2)

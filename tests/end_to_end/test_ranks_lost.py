@@ -116,6 +116,7 @@ def test_a_frozen_rank_is_named_by_the_others(model: list[Any], start: Start) ->
         assert re.search(rf"no word from rank 1 \({host}\), which is frozen, gone or busy elsewhere", said), said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [pytest.param("SIGSTOP", marks=pytest.mark.slow), "SIGKILL"])
 def test_a_rank_lost_in_a_save_is_named(how: str, model: list[Any], start: Start, tmp_path: Path) -> None:
     flags = [*model, *FOREVER, "--save", tmp_path / "saved", "--save-interval", 2]
@@ -158,6 +159,7 @@ def test_ranks_end_when_torchrun_is_killed(model: list[Any], tmp_path: Path) -> 
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_second_run_on_a_taken_port_says_so_and_disturbs_nobody(model: list[Any], start: Start) -> None:
     port = free_port()
     running = start([[*model, *FOREVER]] * 2, port)

@@ -41,7 +41,9 @@ def reports(log_dir: Path, job: Job) -> list[dict]:
     return [json.loads(log.read_text().splitlines()[0]) for log in rank_logs(log_dir, job)]
 
 
-@pytest.mark.parametrize("num_nodes, tasks_per_node", [(1, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    "num_nodes, tasks_per_node", [*(pytest.param(1, n, marks=pytest.mark.slow) for n in (1, 2)), (2, 2)]
+)
 def test_ranks_meet(cluster, tmp_path, num_nodes, tasks_per_node):
     options = [f"--nodes={num_nodes}", f"--ntasks-per-node={tasks_per_node}", "--cpus-per-task=3"]
     options += [f"--gpus-per-node={tasks_per_node}"]
@@ -112,6 +114,7 @@ def test_outside_slurm_the_script_says_how_to_submit_it(tmp_path):
     assert done.returncode == 2 and "sbatch --nodes=1" in done.stderr and "launch.sh" in done.stderr
 
 
+@pytest.mark.slow
 def test_pretrains_over_two_nodes(cluster, tmp_path, model):
     """The real program: dp 2 over two nodes, saved, resumed by one node with tp 2; the single process' curve."""
     flags = [str(flag) for flag in model] + ["--train-iters", "6", "--zero-stage", "3"]
@@ -130,6 +133,7 @@ def test_pretrains_over_two_nodes(cluster, tmp_path, model):
     assert [m["iteration"] for m in found] == list(range(1, 7))
 
 
+@pytest.mark.slow
 def test_a_refusal_reaches_the_job(cluster, tmp_path, model):
     flags = [*map(str, model), "--num-attention-heads", "7"]
     options = ["--nodes=2", "--ntasks-per-node=1"]
@@ -168,6 +172,7 @@ def test_a_job_near_its_limit_saves_is_requeued_and_ends_with_the_same_curve(clu
     ]
 
 
+@pytest.mark.slow
 def test_a_cancelled_job_saves_and_is_not_requeued(cluster, tmp_path, model):
     where = ["--save", str(tmp_path / "saved"), "--log-dir", str(tmp_path / "run")]
     flags = [*map(str, model), "--train-iters", "5000", *where]
