@@ -150,7 +150,8 @@ def started(cluster: SlurmCluster, job_id: int, log_dir: Path, lines: int = 4) -
     cluster.poll(lambda: path.exists() and len(path.read_text().splitlines()) > lines, "training", timeout=120)
 
 
-@pytest.mark.slow  # minutes: SLURM looks at time limits every 30 s, and a requeued job waits
+# Slow: over a minute. It also failed once on two cores, for a reason not found yet: see docs/log.md.
+@pytest.mark.slow
 def test_a_job_near_its_limit_saves_is_requeued_and_ends_with_the_same_curve(cluster, tmp_path, model):
     """Signalled as before the time limit, over two nodes; equal to the uninterrupted run bit for bit."""
     flags = [*map(str, model), "--train-iters", "150", "--zero-stage", "2"]

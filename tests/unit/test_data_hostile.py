@@ -95,7 +95,8 @@ def test_odd_descriptions(tmp_path: Path, text: str, words: str) -> None:
 def test_a_description_without_tokenizer_is_fine(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path / "c", [[1, 2, 3, 4, 5, 6, 7, 8]])
     Path(f"{prefix}.json").write_text('{"num_tokens": 8, "max_id": 8}')
-    open_datasets((str(prefix),), "1", 4, 1, 300)
+    datasets = open_datasets((str(prefix),), "1", 4, 1, 300)
+    assert len(datasets.train[0]) == 5  # a sample and its last target
 
 
 def test_every_flipped_byte_is_found_at_start(tmp_path: Path) -> None:
