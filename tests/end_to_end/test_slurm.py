@@ -150,8 +150,7 @@ def started(cluster: SlurmCluster, job_id: int, log_dir: Path, lines: int = 4) -
     cluster.poll(lambda: path.exists() and len(path.read_text().splitlines()) > lines, "training", timeout=120)
 
 
-# Slow: over a minute. It also failed once on two cores, for a reason not found yet: see docs/log.md.
-@pytest.mark.slow
+@pytest.mark.slow  # a minute, of which SLURM waits 11 s before it requeues
 def test_a_job_near_its_limit_saves_is_requeued_and_ends_with_the_same_curve(cluster, tmp_path, model):
     """Signalled as before the time limit, over two nodes; equal to the uninterrupted run bit for bit."""
     flags = [*map(str, model), "--train-iters", "150", "--zero-stage", "2"]
@@ -163,7 +162,9 @@ def test_a_job_near_its_limit_saves_is_requeued_and_ends_with_the_same_curve(clu
     job = cluster.wait(job_id, timeout=240)
     log = batch_log(tmp_path, job)
     assert (job.state, job.exit_code, job.fields["Restarts"]) == ("COMPLETED", "0:0", "1"), log
-    assert "USR1: the ranks save and stop" in log and "exit code 75" in log and "requeued: goes on from iter_" in log
+    for words in ("USR1: the ranks save and stop", "exit code 75", "requeued: goes on from iter_"):
+        assert words in log, log
+    assert "ended first" not in log  # which rank left first is no failure
     at = int(log.split("requeued: goes on from iter_")[1][:7])
     assert 4 < at < 150
     done = pretrain(*flags, "--log-dir", tmp_path / "whole", ranks=2)
