@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megazero.model.context import DeviceBatch, Tokens
+from megazero.model.context import DeviceBatch, MicroBatchInfo
 from megazero.plan.operations import Forward, Keep
 from megazero.plan.zero_policy import Use
 from megazero.train.engine import Engine
@@ -62,8 +62,8 @@ def kept_by_a_block(engine: Engine) -> list[int]:
     slots that are taken.
     """
     training, model, run = engine.config.training, engine.config.model, engine.interpreter
-    ids = torch.zeros(training.micro_batch_size, model.seq_length, dtype=torch.long, device=run.message.device)
-    tokens = Tokens.of(ids, tuple(range(len(ids))), engine.model.stream, drops=True)
+    ids = torch.zeros(training.micro_batch_size, model.seq_length, dtype=torch.long, device=run.activation.device)
+    tokens = MicroBatchInfo.of(ids, tuple(range(len(ids))), engine.model.stream, training=True)
     engine.begin()
     step = engine.program(engine.config.parallel.pipeline_schedule, 1)
     block = next(name for name, layer in engine.spec.layers.items() if layer.use is Use.LAYER)
@@ -72,10 +72,10 @@ def kept_by_a_block(engine: Engine) -> list[int]:
         run.kept.begin(sum(isinstance(op, Keep) and op.slot is not None for op in ops))
     run.micro_batches = [DeviceBatch(ids, ids, ids, tokens)]
     with Alive() as alive, torch.no_grad():
-        run.x[0] = torch.randn(run.message.shape, device=run.message.device).to(run.message.dtype)
+        run.x[0] = torch.randn(run.activation.shape, device=run.activation.device).to(run.activation.dtype)
         run.execute(ops)
         gc.collect()
-        number = torch.zeros((), device=run.message.device)
+        number = torch.zeros((), device=run.activation.device)
         for _ in range(4):  # gloo's threads may hold a tensor a moment after it was waited for: until their next work
             engine.mesh.tp.all_reduce_(number)
         weights = [unit.weights.unsharded for unit in engine.zero.units.values()]

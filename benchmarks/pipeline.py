@@ -28,7 +28,8 @@ from benchmarks.processes import Job, alive, isolate
 from megazero.config.schema import Config, ModelConfig, ParallelConfig, TrainingConfig
 from megazero.model.context import AccumulateGrad, GradWriter
 from megazero.plan.operations import COMPUTE, Op, name_of
-from megazero.plan.program import Layer, program, rank_spec
+from megazero.plan.program import program
+from megazero.plan.rank_spec import Layer, rank_spec
 from megazero.plan.resolve import resolve
 from megazero.plan.schedules import SCHEDULES
 from megazero.plan.topology import Layout
@@ -164,7 +165,7 @@ class Options:
     steps: int = 3
     """Measured steps of each schedule; the median counts. One more warms up."""
     schedules: tuple[str, ...] = tuple(SCHEDULES)
-    """Which to measure."""
+    """The schedules to measure."""
 
 
 def measured_bubble(ranks: list[dict[str, Any]]) -> float:

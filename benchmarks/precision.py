@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How far 16-bit training is from fp32: the same tiny model on the same text in fp32, bf16 and fp16, stages 0 to 3.
+"""Distance of 16-bit training from fp32: the same tiny model on the same text in fp32, bf16 and fp16, stages 0 to 3.
 
 Runs pretrain_gpt.py with two ranks for each, prints Markdown. Needs a corpus, such as the quickstart's:
 
@@ -23,12 +23,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Options:
-    """How far 16-bit training is from fp32."""
+    """Distance of 16-bit training from fp32."""
 
     data_path: str
     """Prefix of a .bin/.idx pair."""
     tokenizer: str
-    """That of the data."""
+    """The tokenizer of the data."""
     iterations: int = 200
     """Iterations of each run."""
     stages: tuple[int, ...] = (0, 1, 2, 3)

@@ -68,7 +68,7 @@ class Rank:
         return {"losses": (mean / self.work.ranks).tolist()}
 
     def check(self) -> dict[str, Any]:
-        """How far this rank's results are from what they should be, by kind."""
+        """Return the distance of this rank's results from the expected ones, by kind."""
         assert self.training is not None and self.training.check is not None, "nothing to check"
         return self.training.check()
 

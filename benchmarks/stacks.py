@@ -30,15 +30,15 @@ from benchmarks.peers import Work as GPTWork
 from megazero.comm.collectives import Axis
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import Config, ModelConfig
-from megazero.model.context import DeviceBatch, Tokens
-from megazero.plan.operations import Norm, Open
-from megazero.plan.operations import Update as UpdateUnit
-from megazero.plan.program import Program, RankSpec, program
+from megazero.model.context import DeviceBatch, MicroBatchInfo
+from megazero.plan.operations import Norm, Open, Update
+from megazero.plan.program import Program, program
+from megazero.plan.rank_spec import RankSpec
 from megazero.plan.resolve import resolve
 from megazero.plan.zero_policy import Use
 from megazero.train.engine import Engine
 from megazero.train.matmul_backend import choose_matmul_backend
-from megazero.zero.adamw import Update
+from megazero.zero.adamw import StepParams
 
 NOT_BLOCKS = ("*_embedding.weight", "head.*")
 LR = 1e-6  # so small that hundreds of steps from one fixed gradient do not move the numbers to where they are slow
@@ -154,7 +154,7 @@ class _SilentAxis(Axis):
     """Axis of a fake group that takes the paths of the real one: on a CPU, gloo's."""
 
     @property
-    def staged(self) -> bool:
+    def needs_staging_buffer(self) -> bool:
         return self.size > 1 and dist.get_backend() == "gloo"
 
 
@@ -171,9 +171,9 @@ def megazero(work: Work, device: torch.device, cut: bool, silent: bool, own_prod
     engine = Engine(config, mesh)
     zero, stage = engine.zero, engine.model
     ids = torch.zeros(work.micro_batch_size, work.seq_length, dtype=torch.long)  # blocks see their number alone
-    tokens = Tokens.of(ids, tuple(range(len(ids))), stage.stream, drops=False)
+    tokens = MicroBatchInfo.of(ids, tuple(range(len(ids))), stage.stream, training=False)
     held = stage.stream.tokens(ids.numel())
-    change = Update(config.optimizer, config.optimizer.lr, torch.zeros((), device=device), 1.0)
+    change = StepParams(config.optimizer, config.optimizer.lr, torch.zeros((), device=device), 1.0)
     step = _blocks_alone(engine.spec)
     turn = next(at for at, op in enumerate(step.gradients) if isinstance(op, Open))
     run = engine.interpreter
@@ -195,7 +195,7 @@ def megazero(work: Work, device: torch.device, cut: bool, silent: bool, own_prod
             unit = zero.units[name]
             for member in unit.flat.members:
                 spec, block = member.spec, member.block
-                ours = unit.gradients.reduced[member.window.slice()].view(block.stored)
+                ours = unit.gradients.sharded_grad[member.window.slice()].view(block.stored)
                 where = tuple(slice(at, at + n) for at, n in zip(block.offset, block.shape, strict=True))
                 yield Gradient(spec.name, ours, partial(_window, shape=spec.shape, where=where))
 
@@ -220,7 +220,7 @@ def _blocks_alone(spec: RankSpec) -> Program:
 
 
 def step_units(step: Program) -> list[str]:
-    return [op.unit for op in step.update if isinstance(op, UpdateUnit)]
+    return [op.unit for op in step.update if isinstance(op, Update)]
 
 
 def _window(whole: torch.Tensor, shape: tuple[int, ...], where: tuple[slice, ...]) -> torch.Tensor:

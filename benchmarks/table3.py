@@ -95,7 +95,7 @@ def large(console: Console) -> None:
             ]
             shape += ["--reduce-bucket-size", 40_000_000]
             config, layout = resolve(parse(["--preset", f"c{number}", *map(str, shape)]), 400, 0)
-            memory = estimate(config, layout, staged=False).memory
+            memory = estimate(config, layout, needs_staging_buffer=False).memory
             block = stage_activations(config, layout, 0, "cuda")
             states = sum(memory[kind] for kind in ("parameters", "optimizer", "gradients"))
             parts = [memory[kind] for kind in ("activation_checkpoints", "logits")]

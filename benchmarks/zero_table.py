@@ -98,7 +98,7 @@ def rows(dp: int, pretended: bool) -> list[str]:
     lines = []
     for stage, numbers in enumerate(measured):
         config, layout = config_of(stage, dp), Layout(dp=dp)
-        said = estimate(config, layout, staged=not pretended)
+        said = estimate(config, layout, needs_staging_buffer=not pretended)
         total = psi(config, layout)
         memory, sent = numbers["memory"], numbers["traffic"]["dp"]
         assert (memory, numbers["traffic"]) == said, (stage, dp, numbers, said)

@@ -1,4 +1,4 @@
-"""Which documents were seen before: exact, by 16-byte hashes, in 16 bytes of memory a document."""
+"""A set of the documents seen before: exact, by 16-byte hashes, in 16 bytes of memory per document."""
 
 import numpy as np
 import numpy.typing as npt

@@ -21,7 +21,7 @@ from megazero.comm.mesh import Mesh
 from megazero.config.schema import ModelConfig
 from megazero.data.tokenizer import Tokenizer, load_tokenizer
 from megazero.memory.tracker import MemoryTracker
-from megazero.model.context import Context, ResidualStream, Tokens
+from megazero.model.context import Context, MicroBatchInfo, ResidualStream
 from megazero.model.gpt2 import GPTStage
 from megazero.plan.topology import Layout
 from megazero.train.run_state import RunState
@@ -60,7 +60,7 @@ def load_model(path: Path, model: ModelConfig, device: torch.device, precision: 
         model,
         alone,
         0,
-        Context(ResidualStream(alone.tp, cut=False), no_training, MemoryTracker(), precision, device),
+        Context(ResidualStream(alone.tp, sharded=False), no_training, MemoryTracker(), precision, device),
     )
     shards = {}
     for members in stage.named_units().values():
@@ -84,7 +84,7 @@ def generate(
     """`ids` and what follows. Each step computes the last --seq-length tokens anew."""
     for _ in range(options.max_new_tokens):
         window = torch.tensor([ids[-model.seq_length :]], device=generator.device)
-        tokens = Tokens.of(window, (0,), stage.stream, drops=False)
+        tokens = MicroBatchInfo.of(window, (0,), stage.stream, training=False)
         x = stage.body(stage.embed(window, tokens), tokens)  # [s, h]
         assert stage.head is not None
         logits = stage.head.logits(x[-1])  # [v]

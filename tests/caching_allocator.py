@@ -31,7 +31,7 @@ ROUND_LARGE = 2 << 20
 class OutOfMemory(RuntimeError):
     """No block is large enough, nor has the device enough left to take.
 
-    Attributes: `requested`, rounded; `idle`, bytes that nobody uses, reserved or not. Both in bytes.
+    Attributes: `requested`, rounded; `idle`, unused bytes, reserved or not. Both in bytes.
     """
 
     def __init__(self, requested: int, idle: int) -> None:

@@ -63,7 +63,7 @@ class Mutation:
         return None if self.tests else "it names no test"
 
     def status(self, root: Path) -> int | None:
-        """As `run_tests` with the fault planted in the tree at `root`, which is then as it was."""
+        """Return `run_tests` with the fault planted in the tree at `root`, which is restored."""
         path = root / self.file
         original = path.read_text()
         path.write_text(original.replace(self.find, self.replace))
@@ -81,7 +81,7 @@ def read_entries() -> list[Mutation]:
 
 
 def copy_tree(target: Path) -> None:
-    """What git tracks, and what it does not ignore, as it is now; the environment is shared."""
+    """Copy the files that git tracks or does not ignore, as they are now; the environment is shared."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,

@@ -16,7 +16,7 @@ SECONDS = 120  # no case takes nearly as long: past this the ranks hang
 
 
 class RankError(AssertionError):
-    """What a rank raised, with its traceback."""
+    """The error that a rank raised, with its traceback."""
 
 
 def _leave_groups() -> None:

@@ -245,7 +245,7 @@ class Model:
         return r(F.linear(norm(x, "head.norm"), w["token_embedding.weight"]))
 
     def rounded(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """As it is computed with. The gradient of a matrix is a sum in fp32, that of a bias or of a norm in 16 bit."""
+        """Round as computed. The gradient of a matrix is a sum in fp32, that of a bias or of a norm in 16 bit."""
         if self.half and (name.endswith("bias") or "norm" in name):
             return self.round(weight)
         return weight + (weight.to(self.half).to(weight.dtype) - weight).detach() if self.half else weight
@@ -371,7 +371,7 @@ class Run:
         return float(total) / targets
 
     def _flops(self) -> float:
-        """Of an iteration: Narayanan et al. (2021), without recompute."""
+        """Count the FLOPs of an iteration: Narayanan et al. (2021), without recompute."""
         flags = self.flags
         b, s, h, layers, v = (
             flags[name] for name in ("global-batch-size", "seq-length", "hidden-size", "num-layers", "vocab-size")
@@ -379,7 +379,7 @@ class Run:
         return 72 * b * layers * s * h**2 * (1 + s / (6 * h) + v / (12 * h * layers))
 
     def state(self) -> Weights:
-        """What a checkpoint holds, by its names there."""
+        """Return the tensors of a checkpoint, by their names there."""
         found = {f"model.{name}": t.detach() for name, t in self.weights.items()}
         for name, t in self.weights.items():
             moments = self.optimizer.state.get(t, {})

@@ -87,7 +87,7 @@ def missing() -> str | None:
 
 @dataclass(frozen=True)
 class Job:
-    """What `scontrol show job` says of a job at one moment."""
+    """A job at one moment, as `scontrol show job` describes it."""
 
     id: int
     fields: Mapping[str, str]
@@ -258,7 +258,7 @@ def _slurm_version() -> tuple[int, int]:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports nobody listens on: above those of pretrain.sbatch's MASTER_PORT, below the ephemeral ones."""
+    """Ports without a listener: above those of pretrain.sbatch's MASTER_PORT, below the ephemeral ones."""
     ports: list[int] = []
     with contextlib.ExitStack() as held:
         for port in random.sample(range(30000, 32768), 2768):

@@ -11,15 +11,15 @@ from megazero.memory.tracker import MemoryTracker
 from megazero.plan.zero_policy import COPY_DEPTH
 
 
-class Stored(NamedTuple):
-    """Data in host memory, or on its way there."""
+class HostCopy(NamedTuple):
+    """Data in host memory, or being copied there."""
 
     host: torch.Tensor
     done: torch.cuda.Event | None = None
 
 
 class Fetch(NamedTuple):
-    """Data on the device, or on its way there."""
+    """Data on the device, or being copied there."""
 
     data: torch.Tensor
     done: torch.cuda.Event | None = None
@@ -34,14 +34,14 @@ class Fetch(NamedTuple):
 class Copies:
     """CPU implementation: storing copies into the buffer, fetching returns it."""
 
-    def start_store(self, part: torch.Tensor, host: torch.Tensor) -> Stored:
-        """Begin to copy `part` [n] to the beginning of `host`, n or more elements."""
+    def start_store(self, part: torch.Tensor, host: torch.Tensor) -> HostCopy:
+        """Start to copy `part` [n] to the beginning of `host`, n or more elements."""
         host[: part.numel()].copy_(part)
-        return Stored(host)
+        return HostCopy(host)
 
-    def start_fetch(self, stored: Stored) -> Fetch:
-        """Begin to bring it back. What this gives is overwritten by the next fetch but one."""
-        return Fetch(stored.host)
+    def start_fetch(self, copy: HostCopy) -> Fetch:
+        """Start to copy it to the device. The result is valid until two more fetches have started."""
+        return Fetch(copy.host)
 
     def finish(self) -> None:
         """Wait for all copies: before buffers are used for something else."""
@@ -50,7 +50,7 @@ class Copies:
 class StreamCopies(Copies):
     """Between a GPU and pinned memory, each way on a CUDA stream of its own.
 
-    Each way goes by way of COPY_DEPTH buffers on the device, which are never freed: so a block's input can be let go as
+    Each way uses COPY_DEPTH buffers on the device, which are never freed: so a block's input can be freed as
     soon as the computation has copied it into one, and no tensor is freed while another stream reads it.
 
     A host slot is written again only after the computation has waited for its fetch: `start_store` waits for all that
@@ -65,7 +65,7 @@ class StreamCopies(Copies):
         self.left: list[torch.cuda.Event | None] = [None] * COPY_DEPTH  # when an outgoing buffer was last copied from
         self.stores = self.fetches = 0  # so far: buffers are used in turn
 
-    def start_store(self, part: torch.Tensor, host: torch.Tensor) -> Stored:
+    def start_store(self, part: torch.Tensor, host: torch.Tensor) -> HostCopy:
         compute = torch.cuda.current_stream(self.device)
         turn = self.stores % COPY_DEPTH
         self.stores += 1
@@ -77,16 +77,16 @@ class StreamCopies(Copies):
         with torch.cuda.stream(self.storing):
             host.copy_(buffer, non_blocking=True)
         done = self.left[turn] = self.storing.record_event()
-        return Stored(host, done)
+        return HostCopy(host, done)
 
-    def start_fetch(self, stored: Stored) -> Fetch:
+    def start_fetch(self, copy: HostCopy) -> Fetch:
         buffer = self.incoming[self.fetches % COPY_DEPTH]
         self.fetches += 1
         self.fetching.wait_stream(torch.cuda.current_stream(self.device))  # its work with this buffer is issued by now
-        if stored.done is not None:
-            self.fetching.wait_event(stored.done)
+        if copy.done is not None:
+            self.fetching.wait_event(copy.done)
         with torch.cuda.stream(self.fetching):
-            buffer.copy_(stored.host, non_blocking=True)
+            buffer.copy_(copy.host, non_blocking=True)
         return Fetch(buffer, self.fetching.record_event())
 
     def finish(self) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megazero.activations.offload import Copies, Fetch, Stored, StreamCopies
+from megazero.activations.offload import Copies, Fetch, HostCopy, StreamCopies
 from megazero.comm.collectives import Axis, Pending
 from megazero.memory.pool import BufferPool
 from megazero.memory.tracker import Allocation, MemoryTracker
@@ -26,8 +26,8 @@ class KeptInput:
     shape: torch.Size
     data: torch.Tensor
     allocation: Allocation
-    stored: Stored | None = None  # in host memory
-    fetch: Fetch | None = None  # on its way back to the device
+    copy: HostCopy | None = None  # in host memory
+    fetch: Fetch | None = None  # in flight to the device
     whole: torch.Tensor | None = None  # rebuilt from its parts
 
 
@@ -92,7 +92,7 @@ class KeptInputs:
             copy = x.new_empty(self.part_numel)
         kept = KeptInput(x.shape, x if copy is None else copy, self.tracker.allocate(self.kind, self.slots.slot_bytes))
         if copy is not None and self.copies is not None:
-            kept.stored = self.copies.start_store(part, copy)
+            kept.copy = self.copies.start_store(part, copy)
         elif copy is not None:
             copy[: part.numel()].copy_(part)
         self.kept[key] = kept
@@ -100,8 +100,8 @@ class KeptInputs:
     def start_fetch(self, key: Key) -> Pending:
         """Start to copy a kept input from host memory to the device."""
         kept = self.kept[key]
-        assert self.copies is not None and kept.stored is not None, key
-        kept.fetch = self.copies.start_fetch(kept.stored)
+        assert self.copies is not None and kept.copy is not None, key
+        kept.fetch = self.copies.start_fetch(kept.copy)
         return Pending(then=kept.fetch.wait)
 
     def rebuild(self, key: Key) -> None:

@@ -1,10 +1,10 @@
-"""Sharded checkpoints that any layout can load: saved once by all ranks, published by a rename, proven whole.
+"""Sharded checkpoints that any layout can load: saved once by all ranks, committed by a rename, proven whole.
 
 The only package beside `mesh` that may import torch.distributed.
 """
 
+from megazero.checkpoint.api import find, load, lock, read_state, save
 from megazero.checkpoint.background import BackgroundSaver
-from megazero.checkpoint.engine import find, load, lock, read_state, save
 from megazero.checkpoint.folders import checkpoints, prune
 from megazero.checkpoint.manifest import Damaged
 from megazero.checkpoint.shards import LocalShard

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megazero.checkpoint.engine import save
+from megazero.checkpoint.api import save
 from megazero.checkpoint.shards import LocalShard
 
 # A rank waits this long for the slowest rank's write, or longer if the run's own time-out is.

@@ -1,4 +1,4 @@
-"""Checkpoint folders under a root: their names, which one to load, how one is published, which ones are kept.
+"""Checkpoint folders under a root: their names, which one to load, how one is committed, which ones are kept.
 
 Note [Whole or absent]
 A reader never meets half a checkpoint. A save writes into `.iter_0000100.partial`; once every rank has its
@@ -125,7 +125,7 @@ def next_save_number(root: Path) -> int:
 
 
 def _save_number(folder: Path) -> int:
-    """When a folder was saved, among those under its root; 0 if it does not say."""
+    """Return the number of the save that made a folder, counted under its root; 0 if it does not say."""
     number = unchecked_state(folder).get("save_number")
     return number if isinstance(number, int) else 0
 
@@ -171,7 +171,7 @@ def clear_leftovers(root: Path) -> None:
             shutil.rmtree(folder)
 
 
-def publish(root: Path, iteration: int) -> Path:
+def commit(root: Path, iteration: int) -> Path:
     """Make a partial folder, whole and on the disk, the checkpoint of its iteration and the latest one."""
     final = root / folder_name(iteration)
     aside = root / f".{final.name}{REPLACED}"

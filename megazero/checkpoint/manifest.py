@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from megazero.files import OutputFile, read_regular
-from megazero.plan.regions import Rectangle
+from megazero.plan.regions import Region
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -49,9 +49,9 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Chunk:
-    """A rectangle of a tensor, the file that holds it, and the CRC-32 of its bytes."""
+    """A region of a tensor, the file that holds it, and the CRC-32 of its bytes."""
 
-    rectangle: Rectangle
+    region: Region
     file: str
     crc32: int
 
@@ -98,7 +98,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
                 "dtype": entry.dtype,
                 "shape": entry.shape,
                 "chunks": [
-                    {"offset": c.rectangle.offset, "size": c.rectangle.size, "file": c.file, "crc32": c.crc32}
+                    {"offset": c.region.offset, "size": c.region.size, "file": c.file, "crc32": c.crc32}
                     for c in entry.chunks
                 ],
             }
@@ -255,7 +255,7 @@ def _parse_entry(name: str, entry: dict[str, Any], files: dict[str, int]) -> Ent
         if not isinstance(file, str) or file not in files:
             raise Malformed(f"a chunk of tensor {name} lies in {str(file)[:80]!r}, which is not among 'files'")
         crc32 = _number(chunk.get("crc32"), f"the checksum of a chunk of tensor {name}")
-        parsed.append(Chunk(Rectangle(offset, size), file, crc32))
+        parsed.append(Chunk(Region(offset, size), file, crc32))
     return Entry(dtype, shape, tuple(parsed))
 
 

@@ -1,4 +1,4 @@
-"""Who writes and who reads what: planners for torch.distributed.checkpoint (DCP), which prove coverage.
+"""Planners for torch.distributed.checkpoint (DCP): they divide writing and reading over ranks, and prove coverage.
 
 Note [DCP and us]
 DCP gathers the plan of every rank on rank 0, hands each its part back, and tells every rank of a failure of
@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megazero.checkpoint.manifest import Manifest, dtype_name
 from megazero.checkpoint.shards import LocalShard
-from megazero.plan.regions import Rectangle, coverage_fault
+from megazero.plan.regions import Region, coverage_fault
 
 # What a rank says of a tensor, whether or not it owns any of it: its global shape, and its dtype by name.
 Declared = tuple[tuple[int, ...], str]
@@ -79,7 +79,7 @@ class CoveredSavePlanner(SavePlanner):
         return self.data[write_item.index]
 
 
-def _write_item(index: MetadataIndex, chunk: Rectangle, shard: LocalShard) -> WriteItem:
+def _write_item(index: MetadataIndex, chunk: Region, shard: LocalShard) -> WriteItem:
     return WriteItem(
         index,
         WriteItemType.SHARD,
@@ -108,16 +108,16 @@ def _agreed_declarations(declarations: Iterable[dict[str, Declared]]) -> dict[st
     return {name: declared for name, (_, declared) in agreed.items()}
 
 
-def _rectangle(item: WriteItem) -> Rectangle:
+def _region(item: WriteItem) -> Region:
     chunk = item.tensor_data.chunk
-    return Rectangle(tuple(chunk.offsets), tuple(chunk.sizes))
+    return Region(tuple(chunk.offsets), tuple(chunk.sizes))
 
 
 def _prove_coverage(declared: Mapping[str, Declared], plans: Iterable[SavePlan]) -> None:
-    pieces: dict[str, set[Rectangle]] = defaultdict(set)  # sets: replicas are equal, and count once
+    pieces: dict[str, set[Region]] = defaultdict(set)  # sets: replicas are equal, and count once
     for plan in plans:
         for item in plan.items:
-            pieces[item.index.fqn].add(_rectangle(item))
+            pieces[item.index.fqn].add(_region(item))
     for name, (shape, _) in declared.items():
         fault = coverage_fault(shape, pieces[name])
         if fault:
@@ -131,7 +131,7 @@ def _without_replicas(plans: list[SavePlan]) -> list[SavePlan]:
     for rank, plan in enumerate(plans):
         for item in plan.items:
             holders[item.index].append(rank)
-            size[item.index] = _rectangle(item).volume * item.tensor_data.properties.dtype.itemsize
+            size[item.index] = _region(item).volume * item.tensor_data.properties.dtype.itemsize
     load: Counter[int] = Counter()
     writer: dict[MetadataIndex, int] = {}
     # What only one rank holds is not ours to place: count it first.
@@ -170,12 +170,12 @@ class CoveredLoadPlanner(LoadPlanner):
             entry = self.manifest.tensors.get(name)
             if entry is None or (entry.shape, entry.dtype) != declared[name]:
                 continue  # rank 0 hears of it from `declared`, and speaks for all
-            fault = coverage_fault(entry.shape, [chunk.rectangle for chunk in entry.chunks])
+            fault = coverage_fault(entry.shape, [chunk.region for chunk in entry.chunks])
             if fault:
                 raise ValueError(f"--load {self.path}: the checkpoint is broken: of tensor {name!r} {fault}")
-            rectangles = shard.rectangles()
-            self.targets |= {MetadataIndex(name, offset): data for offset, data in shard.views(rectangles)}
-            wanted = [ChunkStorageMetadata(torch.Size(r.offset), torch.Size(r.size)) for r in rectangles]
+            regions = shard.regions()
+            self.targets |= {MetadataIndex(name, offset): data for offset, data in shard.views(regions)}
+            wanted = [ChunkStorageMetadata(torch.Size(r.offset), torch.Size(r.size)) for r in regions]
             items += create_read_items_for_chunk_list(name, self.metadata.state_dict_metadata[name], wanted)
         return LoadPlan(items, planner_data=declared)
 

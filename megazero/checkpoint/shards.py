@@ -6,7 +6,7 @@ from math import prod
 
 import torch
 
-from megazero.plan.regions import Rectangle, rectangles, split
+from megazero.plan.regions import Region, regions, split
 
 # A chunk is the unit of writing, of checksums and of reading, so this bounds the host memory of a save and
 # the bytes that a load reads in vain; small enough for that, large enough that 1e12 parameters are some 1e5
@@ -24,8 +24,8 @@ class LocalShard:
 
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]  # of the local block in the global tensor
-    local_shape: tuple[int, ...]  # of the local block (the tensor-parallel cut), padding excluded
-    start: int  # of the owned range of the local block (the ZeRO cut)
+    local_shape: tuple[int, ...]  # of the local block (the tensor-parallel shard), padding excluded
+    start: int  # of the owned range of the local block (the ZeRO shard)
     stop: int
     data: torch.Tensor  # [stop - start], contiguous; read by save, written in place by load
 
@@ -44,17 +44,17 @@ class LocalShard:
         assert self.data.shape == (self.stop - self.start,), (self.data.shape, self.start, self.stop)
         assert self.data.is_contiguous(), self.data.stride()
 
-    def rectangles(self) -> list[Rectangle]:
-        """The owned range as rectangles of the global tensor, in the order of `data`."""
-        return [r.moved(self.offset) for r in rectangles(self.local_shape, self.start, self.stop)]
+    def regions(self) -> list[Region]:
+        """The owned range as regions of the global tensor, in the order of `data`."""
+        return [r.moved(self.offset) for r in regions(self.local_shape, self.start, self.stop)]
 
-    def chunks(self) -> list[Rectangle]:
-        """`rectangles()`, cut into pieces of at most CHUNK_BYTES; equal shards give equal chunks."""
+    def chunks(self) -> list[Region]:
+        """`regions()`, split into regions of at most CHUNK_BYTES; equal shards give equal chunks."""
         limit = CHUNK_BYTES // self.data.element_size()
-        return [chunk for rectangle in self.rectangles() for chunk in split(rectangle, limit)]
+        return [chunk for region in self.regions() for chunk in split(region, limit)]
 
-    def views(self, pieces: list[Rectangle]) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-        """(offset, its elements of `data`, shaped) of each piece of `rectangles()` or of `chunks()`."""
+    def views(self, pieces: list[Region]) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+        """(offset, its elements of `data`, shaped) of each piece of `regions()` or of `chunks()`."""
         position = 0
         for piece in pieces:
             yield piece.offset, self.data.detach()[position : position + piece.volume].view(piece.size)

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from megazero.checkpoint.folders import clear_leftovers, next_save_number, partial_folder, publish
+from megazero.checkpoint.folders import clear_leftovers, commit, next_save_number, partial_folder
 from megazero.checkpoint.manifest import (
     DTYPES,
     STATE,
@@ -44,7 +44,7 @@ from megazero.checkpoint.manifest import (
     write_manifest,
 )
 from megazero.files import OutputFile, open_regular, sync_folder
-from megazero.plan.regions import Rectangle
+from megazero.plan.regions import Region
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
@@ -83,7 +83,7 @@ def write_safetensors(path: Path, chunks: Sequence[tuple[str, torch.Tensor]]) ->
 
 
 @dataclass(frozen=True)
-class Stored:
+class WrittenChunk:
     """Location of a written chunk, reported to rank 0 for the manifest."""
 
     file: str
@@ -92,11 +92,11 @@ class Stored:
 
 
 class ManifestWriter(StorageWriter):
-    """Writes `root/iter_NNNNNNN`: each rank its chunks, rank 0 the rest, and publishes it once all is on
+    """Writes `root/iter_NNNNNNN`: each rank its chunks, rank 0 the rest, and commits it once all is on
     the disk.
 
     DCP calls `finish` on rank 0 only after every rank has reported that `write_data` succeeded, and reports
-    its outcome to every rank: so a failure anywhere publishes nothing, and is known everywhere.
+    its outcome to every rank: so a failure anywhere commits nothing, and is known everywhere.
     """
 
     def __init__(self, root: Path, iteration: int, rank: int, state: dict[str, Any]) -> None:
@@ -139,20 +139,20 @@ class ManifestWriter(StorageWriter):
             chunks = [(key(i.index.fqn, i.index.offset), planner.resolve_data(i)) for i in plan.items]
             checksums, file_bytes = write_safetensors(self.folder / file, chunks)
             results = [
-                WriteResult(item.index, tensor.nbytes, Stored(file, file_bytes, crc32))
+                WriteResult(item.index, tensor.nbytes, WrittenChunk(file, file_bytes, crc32))
                 for item, (_, tensor), crc32 in zip(plan.items, chunks, checksums, strict=True)
             ]
         return _done(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On rank 0: state, manifest, and then the name by which others see the checkpoint."""
-        stored: dict[MetadataIndex, Stored] = {r.index: r.storage_data for rank in results for r in rank}
+        stored: dict[MetadataIndex, WrittenChunk] = {r.index: r.storage_data for rank in results for r in rank}
         tensors = {
             name: Entry(
                 dtype_name(tensor.properties.dtype),
                 tuple(tensor.size),
                 tuple(
-                    Chunk(Rectangle(tuple(c.offsets), tuple(c.sizes)), where.file, where.crc32)
+                    Chunk(Region(tuple(c.offsets), tuple(c.sizes)), where.file, where.crc32)
                     for c in tensor.chunks
                     for where in [stored[MetadataIndex(name, c.offsets)]]
                 ),
@@ -167,7 +167,7 @@ class ManifestWriter(StorageWriter):
             raise FileNotFoundError(f"{self.folder}: {fault}: --save must be a folder shared by all ranks")
         write_manifest(self.folder, manifest)
         sync_folder(self.folder)
-        publish(self.root, self.iteration)
+        commit(self.root, self.iteration)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -176,7 +176,7 @@ class ManifestWriter(StorageWriter):
 
 
 class ManifestReader(StorageReader):
-    """Reads a published checkpoint: only the chunks that are needed, each checked, by memory map."""
+    """Reads a committed checkpoint: only the chunks that are needed, each checked, by memory map."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path = path
@@ -193,7 +193,7 @@ class ManifestReader(StorageReader):
                     TensorProperties(dtype=DTYPES[entry.dtype][0]),
                     torch.Size(entry.shape),
                     [
-                        ChunkStorageMetadata(torch.Size(c.rectangle.offset), torch.Size(c.rectangle.size))
+                        ChunkStorageMetadata(torch.Size(c.region.offset), torch.Size(c.region.size))
                         for c in entry.chunks
                     ],
                 )
@@ -216,7 +216,7 @@ class ManifestReader(StorageReader):
         """Fill the planner's tensors; ValueError, naming file and tensor, at the first damaged chunk."""
         by_file: dict[str, dict[MetadataIndex, list[ReadItem]]] = defaultdict(lambda: defaultdict(list))
         chunks = {
-            MetadataIndex(name, chunk.rectangle.offset): chunk
+            MetadataIndex(name, chunk.region.offset): chunk
             for name in {item.storage_index.fqn for item in plan.items}
             for chunk in self.manifest.tensors[name].chunks
         }
@@ -237,8 +237,8 @@ class ManifestReader(StorageReader):
     def read_chunk(self, opened: Any, index: MetadataIndex, chunk: Chunk) -> torch.Tensor:
         """The chunk's elements, a view of the file, after its checksum was found right."""
         tensor = opened.get_tensor(key(index.fqn, index.offset))
-        expected = (DTYPES[self.manifest.tensors[index.fqn].dtype][0], chunk.rectangle.size)
-        where = f"tensor {index.fqn!r} at {list(chunk.rectangle.offset)}"
+        expected = (DTYPES[self.manifest.tensors[index.fqn].dtype][0], chunk.region.size)
+        where = f"tensor {index.fqn!r} at {list(chunk.region.offset)}"
         if (tensor.dtype, tuple(tensor.shape)) != expected:
             raise damage(self.path / chunk.file, f"{where} has another shape or dtype than the manifest says")
         if zlib.crc32(host_bytes(tensor)) != chunk.crc32:

@@ -30,7 +30,7 @@ def faults(path: Path) -> Iterator[str]:
         yield f"--load {path} is not a whole checkpoint: {missing}"
     by_file: dict[str, list[tuple[str, Chunk]]] = defaultdict(list)
     for name, entry in manifest.tensors.items():
-        fault = coverage_fault(entry.shape, [chunk.rectangle for chunk in entry.chunks])
+        fault = coverage_fault(entry.shape, [chunk.region for chunk in entry.chunks])
         if fault:
             yield f"tensor {name!r}: {fault}"
         for chunk in entry.chunks:
@@ -48,7 +48,7 @@ def faults(path: Path) -> Iterator[str]:
 
 def _chunk_faults(reader: ManifestReader, opened: object, name: str, chunk: Chunk) -> Iterator[str]:
     try:
-        reader.read_chunk(opened, MetadataIndex(name, chunk.rectangle.offset), chunk)
+        reader.read_chunk(opened, MetadataIndex(name, chunk.region.offset), chunk)
     except Damaged as error:
         yield str(error)
     except SafetensorError as error:

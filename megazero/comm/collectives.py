@@ -63,7 +63,7 @@ class Axis:
         return self.rank == self.size - 1
 
     @property
-    def staged(self) -> bool:
+    def needs_staging_buffer(self) -> bool:
         """Return true if a reduce-scatter needs scratch as large as its input; see `start_reduce_scatter`."""
         return self.size > 1 and dist.get_backend(self.group) == "gloo"
 
@@ -146,7 +146,7 @@ class Axis:
         """Elements of scratch that reduce-scattering `numel` x size elements takes; see the Note there."""
         if self.size == 1:
             return 0
-        return numel * self.size if self.staged else numel
+        return numel * self.size if self.needs_staging_buffer else numel
 
     def start_reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, add: bool, scratch: torch.Tensor) -> Pending:
         """Sum of everyone's `full`, this rank's 1/size of it, written or added to `out` when it is waited for.
@@ -154,7 +154,8 @@ class Axis:
         Note [gloo's reduce-scatter]: it is an all-reduce and a copy, which sends twice the bytes. An all-to-all and a
         local sum send (size - 1) / size of the buffer, as they should, at the price of scratch as large as the buffer.
 
-        Shapes: full [size * n], out [n], scratch at least [scratch_numel(n)]; none where `staged` and `add` are False.
+        Shapes: full [size * n], out [n], scratch at least [scratch_numel(n)], which is not read where
+        `needs_staging_buffer` and `add` are both False.
         """
         assert full.dim() == 1 and full.numel() == out.numel() * self.size, (full.shape, out.shape)
         if self.size == 1:
@@ -163,7 +164,7 @@ class Axis:
         self._count(full, 1, None)
         scratch = scratch[: self.scratch_numel(out.numel())]
         name, group = "reduce-scatter", self.group
-        if self.staged:
+        if self.needs_staging_buffer:
             return self._start(
                 name,
                 lambda: dist.all_to_all_single(scratch, full, group=group, async_op=True),

@@ -1,4 +1,4 @@
-"""How ranks tell each other why they stop: through the rendezvous store, which may be frozen or gone itself."""
+"""Reports between ranks of why one stops: through the rendezvous store, which may be frozen or gone itself."""
 
 from __future__ import annotations
 

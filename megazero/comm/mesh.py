@@ -20,8 +20,8 @@ from megazero.plan.topology import AXES, SUB_AXES, Coord, Layout
 class Mesh:
     """This rank's place, and its axes.
 
-    `ends` joins the first and the last stage, `world` all ranks. `shard` and `replica` are dp in two: ZeRO partitions
-    within `shard`, and ranks along `replica` own the same range.
+    `embedding` joins the first and the last stage, which both hold a tied token table; `world` joins all ranks.
+    `shard` and `replica` divide dp: ZeRO partitions within `shard`, and ranks along `replica` own the same range.
     """
 
     layout: Layout
@@ -32,7 +32,7 @@ class Mesh:
     shard: Axis
     replica: Axis
     tp: Axis
-    ends: Axis
+    embedding: Axis
     world: Axis
     host_group: dist.ProcessGroup | None  # all ranks, for what lies in host memory: gloo. None: a single process
     in_flight: InFlight  # of all axes
@@ -73,7 +73,7 @@ class Mesh:
         hosts: Sequence[str],
     ) -> Mesh:
         in_flight = InFlight(check_buffers)
-        axes = {"ends": Axis("ends", [rank], rank)}  # a middle stage has no ends
+        axes = {"embedding": Axis("embedding", [rank], rank)}  # of a middle stage: itself
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for name in (*AXES, *SUB_AXES):
             for ranks in layout.groups(name):
@@ -92,9 +92,9 @@ class Mesh:
 
     def sent(self) -> dict[str, int]:
         """Bytes sent so far, by kind."""
-        kinds = {"shard": "dp", "replica": "dp", "ends": "pp", "world": "control"}
+        kinds = {"shard": "dp", "replica": "dp", "embedding": "pp", "world": "control"}
         total: Counter[str] = Counter({"dp": 0, "tp": 0, "pp": 0, "control": 0})
-        for axis in (self.pp, self.dp, self.shard, self.replica, self.tp, self.ends, self.world):
+        for axis in (self.pp, self.dp, self.shard, self.replica, self.tp, self.embedding, self.world):
             for kind, num_bytes in axis.sent.items():
                 total[kinds.get(kind, kind)] += num_bytes
         return dict(total)

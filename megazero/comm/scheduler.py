@@ -11,7 +11,7 @@ ANSWER_SECONDS = 30  # slurmctld can be slow; a run must not hang on it
 
 
 def job_end() -> float | None:
-    """When the job will be ended, in seconds since the epoch; None outside a job, and where it has no limit."""
+    """Return when the job will be ended, in seconds since the epoch; None outside a job or without a limit."""
     job = os.environ.get("SLURM_JOB_ID")
     if not job:
         return None

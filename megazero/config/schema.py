@@ -7,9 +7,10 @@ Field docstrings are the help text. Nothing rewrites a config: `resolve` makes t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from megazero.config.limits import Range
+from megazero.plan.schedules import SCHEDULES
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}  # of a number, by --precision or --grad-dtype
 
@@ -24,6 +25,11 @@ Probability = Annotated[float, Range(0, 1, "1 would drop everything", most_open=
 DecayRate = Annotated[float, Range(0, 1, "a mean with weight 1 on its past never changes", most_open=True)]
 LearningRate = Annotated[float, Range(0, 10, "AdamW moves every weight by about --lr per update")]
 LossScaleValue = Annotated[float, Range(0, 2**48, "the scaled loss would overflow fp32", least_open=True)]
+
+if TYPE_CHECKING:
+    ScheduleName = str
+else:
+    ScheduleName = Literal[tuple(SCHEDULES)]  # --help lists the choices
 
 
 @dataclass(frozen=True)
@@ -121,13 +127,13 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How ranks share the model. Data-parallel ranks = all ranks / (tensor x pipeline)."""
+    """Division of the model over ranks. Data-parallel ranks = all ranks / (tensor x pipeline)."""
 
     tensor_model_parallel_size: Ranks = 1
     """Ranks that share every matrix of a layer."""
     pipeline_model_parallel_size: Ranks = 1
     """Stages that share the layers."""
-    pipeline_schedule: str = "1f1b"
+    pipeline_schedule: ScheduleName = "1f1b"
     """Order of forwards and backwards. gpipe keeps the activations of all micro-batches, 1f1b of as many as there are
     stages. interleaved divides the idle time of 1f1b by the virtual stages per rank, and sends more messages.
     zero-bubble (ZB-H1) computes weight gradients where 1f1b waits, for a third of its idle time."""
@@ -231,12 +237,12 @@ class CheckpointConfig:
     """Whole checkpoints of this run to keep; older ones are deleted after a save. 0: all. Those of other runs stay, and
     the newest from before skipped iterations."""
     keep_every: Iterations = 0
-    """With --keep-last: keep checkpoints whose iteration is a multiple of this as well. 0: none."""
+    """Keep checkpoints whose iteration is a multiple of this, besides those of --keep-last. 0: none."""
     async_save: bool = False
     """Write checkpoints in the background: training stops only for a copy to host memory, which is as large as what a
     rank saves. A save waits for the one before it."""
     on_save_error: Literal["continue", "stop"] = "continue"
-    """When a save fails, say so and train on to the next, or end the run. The last save's failure always ends it."""
+    """Reaction to a save that fails: say so and train on, or end the run. The last save's failure always ends it."""
     exit_interval: Iterations = 0
     """Save and stop when the iteration is a multiple of this. 0: never."""
     exit_duration_minutes: Minutes = 0.0

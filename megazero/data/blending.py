@@ -49,7 +49,7 @@ class BlendedDataset:
         return k - 1 if k > first + 1 and both - 2 * sums[k - 1] <= abs(2 * sums[k] - both) else k
 
     def counts(self, index: int) -> list[int]:
-        """How many of the samples [0, index) each dataset serves."""
+        """Count the samples of [0, index) that each dataset serves."""
         counts = [0] * len(self.datasets)
         parts = [(0, len(counts), index)]
         while parts:
@@ -69,7 +69,7 @@ class BlendedDataset:
 
 
 def _behind_count(left: int, right: int, index: int) -> int:
-    """How many of the samples [0, index) go to the left of two datasets, of weights left and right.
+    """Count the samples of [0, index) that go to the left of two datasets, of weights left and right.
 
     Megatron's rule for sample n: the dataset with the larger share * max(n, 1) - count; of equals, the
     left. For two that is: left iff left * n >= count * (left + right), whose solutions are these two, by

@@ -44,7 +44,7 @@ class Datasets:
         return [fingerprint(data) for data in self.corpora]
 
     def served(self, consumed_samples: int) -> dict[str, int]:
-        """How many of the first samples of training came from each corpus; {} where there is but one."""
+        """Count the first samples of training that came from each corpus; {} where there is only one."""
         if not isinstance(self.train, BlendedDataset):
             return {}
         counts = self.train.counts(consumed_samples)

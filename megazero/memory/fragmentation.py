@@ -1,4 +1,4 @@
-"""How much of a caching allocator's memory lies idle, and how much of that in one piece. Pure: no torch.
+"""Fragmentation of a caching allocator: how much memory lies idle, and how much of that in one block. Pure: no torch.
 
 The allocator reserves segments from the device and cuts them into blocks. A block that outlives its neighbours splits
 what is free around it: enough bytes may be free in sum, and no block be large enough. That is what the ZeRO paper's

@@ -1,4 +1,4 @@
-"""`BufferPool`: equal buffers that are made once and used again and again."""
+"""`BufferPool`: buffers of equal size that are allocated once and reused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class BufferPool:
         self.contiguous, self.pin, self.tracker = contiguous, pin, tracker
         self.slot_bytes = numel * dtype.itemsize
         self.slots: list[torch.Tensor] = []
-        self._lease = tracker.allocate(kind, 0)
+        self._allocation = tracker.allocate(kind, 0)
         self.grow(count)
 
     def __len__(self) -> int:
@@ -48,10 +48,10 @@ class BufferPool:
         if len(self.slots) >= count:
             return
         self.slots.clear()  # the old ones go before the new ones come
-        self._lease.end()
+        self._allocation.end()
         options = {"dtype": self.dtype, "device": self.device, "pin_memory": self.pin}
         if self.contiguous:
             self.slots = list(torch.empty(count, self.numel, **options))
         else:
             self.slots = [torch.empty(self.numel, **options) for _ in range(count)]
-        self._lease = self.tracker.allocate(self.kind, count * self.slot_bytes)
+        self._allocation = self.tracker.allocate(self.kind, count * self.slot_bytes)

@@ -1,4 +1,4 @@
-"""The engine's own account of its memory, by kind, in bytes. Pure: no torch.
+"""The memory tracker: bytes that the engine allocates, by kind. Pure: no torch.
 
 A buffer is entered as an `Allocation` that lives as long as the buffer does: when the last reference to it goes, its
 bytes are no longer counted. Peaks are kept per kind and for the total. Scratch that one kernel takes and frees is not

@@ -1,9 +1,9 @@
 """The attention core: causal attention of heads that are on this rank, by one of two backends.
 
-FUSED: torch's scaled_dot_product_attention, which keeps queries, keys, values, its output and a number a query.
-OPEN: with the attention weights in the open, for what the fused kernels cannot do here: dropout with masks by
-coordinate; 16 bit on a CPU, where they are 8 times slower; fp64 on a GPU, which has none. It keeps the weights, [s, s]
-a head, for backward, or makes them again (selective recompute).
+FUSED: torch's scaled_dot_product_attention, which saves queries, keys, values, output and log-sum-exp per query.
+MATH: explicit attention weights, for what the fused kernels cannot do here: dropout with masks by coordinate; 16 bit
+on a CPU, where they are 8 times slower; fp64 on a GPU, which has none. It saves the weights, [s, s] per head, for
+backward, or recomputes them (selective recompute).
 
 Shapes: b micro-batch, s sequence, T = b s tokens, n heads, d head dim; /tp = this rank's part.
 """
@@ -22,18 +22,18 @@ from megazero.model.matmul import upcasts
 
 
 @dataclass(frozen=True)
-class Core:
+class CoreAttention:
     """The attention core of one layer.
 
     Attributes:
         num_heads: n/tp.
-        again: make the attention weights of the open backend again in backward, instead of keeping them.
+        recompute: compute the attention weights of the math backend again in backward, instead of saving them.
     """
 
     num_heads: int
     dropout: Dropout
-    pieces: FusedOps
-    again: bool
+    fused_ops: FusedOps
+    recompute: bool
 
     def __call__(self, qkv: torch.Tensor, batch: int, backend: Backend, rows: tuple[Rows, ...] | None) -> torch.Tensor:
         """[T, n/tp * 3 * d] -> [T, n/tp * d].
@@ -42,8 +42,8 @@ class Core:
             rows: of the dropout's mask, a row for every head and query; None without dropout.
         """
         q, k, v = _Heads.apply(qkv, batch, self.num_heads)
-        if backend is Backend.OPEN:
-            y = _OpenAttention.apply(q, k, v, self, rows)
+        if backend is Backend.MATH:
+            y = _MathAttention.apply(q, k, v, self, rows)
         else:
             assert rows is None, "the fused kernels draw masks that depend on the layout"
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -54,7 +54,7 @@ class Core:
 
         Queries are scaled, not scores: q k^T alone can be more than fp16 holds.
         """
-        return self.pieces.causal_softmax(_matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2)))
+        return self.fused_ops.causal_softmax(_matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2)))
 
 
 class _Heads(torch.autograd.Function):
@@ -83,13 +83,13 @@ def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a @ b
 
 
-class _OpenAttention(torch.autograd.Function):
+class _MathAttention(torch.autograd.Function):
     """q, k, v [b, n/tp, s, d] -> [b, n/tp, s, d]"""
 
     @staticmethod
     def forward(ctx, q, k, v, core, rows):
         weights = core.weights(q, k)
-        ctx.save_for_backward(q, k, v, *(() if core.again else (weights,)))
+        ctx.save_for_backward(q, k, v, *(() if core.recompute else (weights,)))
         ctx.core, ctx.rows = core, rows
         return _matmul(core.dropout(weights, rows), v)
 
@@ -101,18 +101,18 @@ class _OpenAttention(torch.autograd.Function):
         dropped = core.dropout(weights, ctx.rows)
         dv = _matmul(dropped.transpose(-1, -2), dy)
         ddropped = _matmul(dy, v.transpose(-1, -2))
-        dscores = core.pieces.scores_grad(weights, dropped, ddropped, q.shape[-1] ** -0.5)
+        dscores = core.fused_ops.scores_grad(weights, dropped, ddropped, q.shape[-1] ** -0.5)
         return _matmul(dscores, k), _matmul(dscores.transpose(-1, -2), q), dv, None, None
 
 
 class Backend(Enum):
     """Autograd function of the attention core: see `attention`."""
 
-    FUSED = "fused"  # keeps a number a query
-    OPEN = "open"  # keeps the attention weights
+    FUSED = "fused"  # saves the log-sum-exp per query
+    MATH = "math"  # saves the attention weights
 
 
-def attention_backend(device_type: str, precision: str, drops: bool) -> Backend:
-    """`drops`: in training with --attention-dropout."""
+def attention_backend(device_type: str, precision: str, dropout: bool) -> Backend:
+    """Choose the backend; `dropout`: in training with --attention-dropout."""
     fused = ("fp32", "fp64") if device_type == "cpu" else ("fp32", "bf16", "fp16")
-    return Backend.OPEN if drops or precision not in fused else Backend.FUSED
+    return Backend.MATH if dropout or precision not in fused else Backend.FUSED

@@ -35,8 +35,8 @@ AccumulateGrad = Callable[[nn.Parameter, GradWriter], None]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
-class Arriving(NamedTuple):
-    """A collective's result, on its way."""
+class AsyncTensor(NamedTuple):
+    """A collective's result, which may be in flight."""
 
     data: torch.Tensor
     pending: Pending
@@ -48,9 +48,9 @@ class Arriving(NamedTuple):
 
 @dataclass(frozen=True)
 class ResidualStream:
-    """How the residual stream lies on the tensor-parallel ranks, and so what a cut layer's two ends send.
+    """Layout of the residual stream on the tensor-parallel ranks, and so the collectives of a sharded layer.
 
-    Whole: all T tokens on every rank; nothing is gathered, sums are all-reduces. Cut (sequence parallelism): rank r
+    Whole: all T tokens on every rank; nothing is gathered, sums are all-reduces. Sharded (sequence parallelism): rank r
     has the r-th T/tp of the tokens; they are gathered where a layer needs all of them, sums are reduce-scatters. Either
     way the gradient of a gather is a sum, and that of a sum a gather.
 
@@ -60,26 +60,26 @@ class ResidualStream:
     """
 
     tp: Axis
-    cut: bool
+    sharded: bool
 
-    def start_gather(self, x: torch.Tensor) -> Arriving:
+    def start_unshard(self, x: torch.Tensor) -> AsyncTensor:
         """x [T', c] -> [T, c]"""
-        if not self.cut:
-            return Arriving(x, Pending())
+        if not self.sharded:
+            return AsyncTensor(x, Pending())
         whole = x.new_empty(x.shape[0] * self.tp.size, *x.shape[1:])
-        return Arriving(whole, self.tp.start_all_gather(x.contiguous(), whole))
+        return AsyncTensor(whole, self.tp.start_all_gather(x.contiguous(), whole))
 
-    def start_sum(self, part: torch.Tensor) -> Arriving:
+    def start_reduce(self, part: torch.Tensor) -> AsyncTensor:
         """part [T, c], each rank's summand -> [T', c]. Where the stream is whole, in place."""
-        if not self.cut:
-            return Arriving(part, self.tp.start_all_reduce(part))
+        if not self.sharded:
+            return AsyncTensor(part, self.tp.start_all_reduce(part))
         out = part.new_empty(part.shape[0] // self.tp.size, *part.shape[1:])
-        scratch = part.new_empty(self.tp.scratch_numel(out.numel()) if self.tp.staged else 0)
-        return Arriving(out, self.tp.start_reduce_scatter(part.view(-1), out.view(-1), False, scratch))
+        scratch = part.new_empty(self.tp.scratch_numel(out.numel()) if self.tp.needs_staging_buffer else 0)
+        return AsyncTensor(out, self.tp.start_reduce_scatter(part.view(-1), out.view(-1), False, scratch))
 
     def tokens(self, total: int) -> range:
-        """Which of a micro-batch's T tokens this rank holds."""
-        if not self.cut:
+        """Return the range of a micro-batch's T tokens that this rank holds."""
+        if not self.sharded:
             return range(total)
         assert total % self.tp.size == 0, (total, self.tp.size)
         each = total // self.tp.size
@@ -106,7 +106,7 @@ class Context:
     precision: str
     device: torch.device
     selective: bool = False  # recompute
-    pieces: FusedOps = PLAIN
+    fused_ops: FusedOps = PLAIN
     products: Products = TORCH
 
     @property
@@ -141,16 +141,18 @@ def write_sum(gradient: torch.Tensor) -> GradWriter:
     return GradWriter(lambda gradient, out, add: write_or_add(out, add, gradient), (gradient,))
 
 
-class Tokens(NamedTuple):
+class MicroBatchInfo(NamedTuple):
     """A micro-batch as its layers see it: b samples of s tokens."""
 
     length: int  # s
     samples: tuple[int, ...]  # their global numbers, for dropout
-    drops: bool  # in training
+    training: bool  # else an evaluation, without dropout
     rows: tuple[Rows, ...]  # the tokens of the residual stream on this rank, sample by sample; a row is a position
 
     @classmethod
-    def of(cls, ids: torch.Tensor, samples: tuple[int, ...], stream: ResidualStream, *, drops: bool) -> Tokens:
+    def of(
+        cls, ids: torch.Tensor, samples: tuple[int, ...], stream: ResidualStream, *, training: bool
+    ) -> MicroBatchInfo:
         """ids [b, s]"""
         assert len(samples) == len(ids), (samples, ids.shape)
         held, length, rows = stream.tokens(ids.numel()), ids.shape[1], []
@@ -160,12 +162,12 @@ class Tokens(NamedTuple):
             stop = min(held.stop, at - first + length)
             rows.append(Rows(samples[sample], first, stop - at))
             at = stop
-        return cls(length, samples, drops, tuple(rows))
+        return cls(length, samples, training, tuple(rows))
 
     @property
-    def dropped(self) -> tuple[Rows, ...] | None:
+    def dropout_rows(self) -> tuple[Rows, ...] | None:
         """The rows of the residual stream's dropout masks; None in evaluation."""
-        return self.rows if self.drops else None
+        return self.rows if self.training else None
 
 
 class DeviceBatch(NamedTuple):
@@ -174,4 +176,4 @@ class DeviceBatch(NamedTuple):
     ids: torch.Tensor  # [b, s] int64
     labels: torch.Tensor  # [b, s] int64
     loss_mask: torch.Tensor  # [b, s] fp32, 1 where the target counts
-    tokens: Tokens
+    tokens: MicroBatchInfo

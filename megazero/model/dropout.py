@@ -142,7 +142,7 @@ def _round_(
 
 
 def _rows_together(x: torch.Tensor) -> int:
-    """How many rows of x [R, C] are worked on together; the result does not depend on it."""
+    """Return the number of rows of x [R, C] that are worked on together; the result does not depend on it."""
     elements = CORE_ELEMENTS * torch.get_num_threads() if x.device.type == "cpu" else GPU_ELEMENTS
     return max(1, elements // x.shape[1])
 

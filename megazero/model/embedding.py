@@ -6,7 +6,7 @@ import torch
 import torch.nn as nn
 
 from megazero.config.schema import ModelConfig
-from megazero.model.context import Context, GradWriter, Tokens
+from megazero.model.context import Context, GradWriter, MicroBatchInfo
 from megazero.model.dropout import Dropout, Rows
 from megazero.plan.parameters import ParamSpec
 
@@ -47,6 +47,6 @@ class PositionEmbedding(nn.Module):
         self.weight = context.parameter(weight)
         self.dropout = Dropout(model.hidden_dropout, seed, -1, "embedding")
 
-    def forward(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, tokens: MicroBatchInfo) -> torch.Tensor:
         """x [T', h] -> [T', h]"""
-        return self.dropout(_AddPositions.apply(x, self.weight, tokens.rows, self.accumulate_grad), tokens.dropped)
+        return self.dropout(_AddPositions.apply(x, self.weight, tokens.rows, self.accumulate_grad), tokens.dropout_rows)

@@ -1,4 +1,4 @@
-"""The pieces of a block between its products and collectives that gain from being compiled. No state, no collectives.
+"""Operations of a block, between products and collectives, that gain from being compiled. No state, no collectives.
 
 Only these: compiled norms and dropout are no faster than torch's own, and what contains a collective, a product that
 writes into a flat gradient buffer, or a counter in Python is never traced.
@@ -77,13 +77,13 @@ def compiled(device: torch.device) -> FusedOps:
     def compile_(fn: Callable[..., torch.Tensor]) -> Any:
         return torch.compile(fn, dynamic=False)
 
-    pieces = FusedOps(*map(compile_, (_sigmoid_gelu, _sigmoid_gelu_grad, _softmax_in_one, _scores_grad)))
+    ops = FusedOps(*map(compile_, (_sigmoid_gelu, _sigmoid_gelu_grad, _softmax_in_one, _scores_grad)))
     try:
-        pieces.gelu(torch.zeros(64, device=device))
+        ops.gelu(torch.zeros(64, device=device))
     except Exception as error:
         reason = str(error).strip().splitlines()
         raise ValueError(
             f"--compile: torch cannot compile here ({reason[0] if reason else type(error).__name__}); "
             f"{'install a C++ compiler, such as g++' if device.type == 'cpu' else 'install triton'}, or drop --compile"
         ) from error
-    return pieces
+    return ops

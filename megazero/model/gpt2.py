@@ -14,18 +14,18 @@ import torch.nn as nn
 
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import ModelConfig
-from megazero.model.attention import Core, attention_backend
-from megazero.model.context import Context, DeviceBatch, Tokens
+from megazero.model.attention import CoreAttention, attention_backend
+from megazero.model.context import Context, DeviceBatch, MicroBatchInfo
 from megazero.model.dropout import Dropout, Rows
 from megazero.model.embedding import PositionEmbedding
 from megazero.model.linear import ColumnLinear, RowLinear
 from megazero.model.norm import LayerNorm
 from megazero.model.vocabulary import VocabularyTable, vocabulary_loss
-from megazero.plan.parameters import HEAD, POSITION, TOKEN, ParamSpec, stage_units
+from megazero.plan.parameters import HEAD, POSITION_EMBEDDING, TOKEN_EMBEDDING, ParamSpec, stage_units
 
 
 class Attention(nn.Module):
-    """Causal self-attention; heads are cut over tp."""
+    """Causal self-attention; heads are sharded over tp."""
 
     def __init__(
         self, specs: dict[str, ParamSpec], model: ModelConfig, layer: int, seed: int, context: Context
@@ -37,13 +37,13 @@ class Attention(nn.Module):
         self.qkv = ColumnLinear(specs["attention.qkv.weight"], specs["attention.qkv.bias"], context)
         self.proj = RowLinear(specs["attention.proj.weight"], specs["attention.proj.bias"], context)
         dropout = Dropout(model.attention_dropout, seed, layer, "scores")
-        self.core = Core(self.num_heads, dropout, context.pieces, context.selective)
+        self.core = CoreAttention(self.num_heads, dropout, context.fused_ops, context.selective)
 
-    def forward(self, x: torch.Tensor, norm: nn.Module, tokens: Tokens) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, norm: nn.Module, tokens: MicroBatchInfo) -> torch.Tensor:
         """x [T', h] -> attention(norm(x)) [T', h]"""
         c, rows = self.context, None
         qkv = self.qkv(norm(x), c.recomputed(norm, x))  # [T, n/tp * 3 * d]
-        if tokens.drops and self.core.dropout.probability > 0:
+        if tokens.training and self.core.dropout.probability > 0:
             first, count = self.first_head * tokens.length, self.num_heads * tokens.length
             rows = tuple(Rows(sample, first, count) for sample in tokens.samples)
         backend = attention_backend(x.device.type, c.precision, rows is not None)
@@ -52,14 +52,14 @@ class Attention(nn.Module):
 
 class _Gelu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, pieces):
+    def forward(ctx, x, fused_ops):
         ctx.save_for_backward(x)
-        ctx.pieces = pieces
-        return pieces.gelu(x)
+        ctx.fused_ops = fused_ops
+        return fused_ops.gelu(x)
 
     @staticmethod
     def backward(ctx, dy):
-        return ctx.pieces.gelu_grad(dy, *ctx.saved_tensors), None
+        return ctx.fused_ops.gelu_grad(dy, *ctx.saved_tensors), None
 
 
 class Block(nn.Module):
@@ -81,16 +81,16 @@ class Block(nn.Module):
         self.dropout1 = Dropout(model.hidden_dropout, seed, layer, "attention")
         self.dropout2 = Dropout(model.hidden_dropout, seed, layer, "mlp")
 
-    def forward(self, x: torch.Tensor, tokens: Tokens, output: bool = True) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, tokens: MicroBatchInfo, output: bool = True) -> torch.Tensor:
         """x [T', h] -> [T', h]. `output` False: only the graph is needed, and the last sum over tp is left out."""
         c = self.context
-        x = x + self.dropout1(self.attention(x, self.norm1, tokens), tokens.dropped)
+        x = x + self.dropout1(self.attention(x, self.norm1, tokens), tokens.dropout_rows)
         inner = self.mlp["up"](self.norm2(x), c.recomputed(self.norm2, x))  # [T, f/tp], before GELU
         y = self.mlp["down"](self.gelu(inner), c.recomputed(self.gelu, inner), output)
-        return x + self.dropout2(y, tokens.dropped)
+        return x + self.dropout2(y, tokens.dropout_rows)
 
     def gelu(self, x: torch.Tensor) -> torch.Tensor:
-        return _Gelu.apply(x, self.context.pieces)
+        return _Gelu.apply(x, self.context.fused_ops)
 
 
 class Head(nn.Module):
@@ -128,9 +128,11 @@ class GPTStage(nn.Module):
         self.stream = context.stream
         self.units = stage_units(model, mesh.layout, mesh.pp.rank, frozen)
         units = self.units
-        self.token_embedding = VocabularyTable(units[TOKEN][0], context) if TOKEN in units else None
+        self.token_embedding = VocabularyTable(units[TOKEN_EMBEDDING][0], context) if TOKEN_EMBEDDING in units else None
         self.position_embedding = (
-            PositionEmbedding(units[POSITION][0], model, seed, context) if POSITION in units else None
+            PositionEmbedding(units[POSITION_EMBEDDING][0], model, seed, context)
+            if POSITION_EMBEDDING in units
+            else None
         )
         self.blocks = nn.ModuleDict()
         for layer in mesh.layout.layers(model.num_layers, mesh.pp.rank):
@@ -162,15 +164,19 @@ class GPTStage(nn.Module):
         def head(x: torch.Tensor, batch: DeviceBatch, output: bool) -> torch.Tensor:
             return layer(x, batch.labels, batch.loss_mask)
 
-        found: dict[str, Callable[..., torch.Tensor]] = {TOKEN: token, POSITION: position, HEAD: head}
+        found: dict[str, Callable[..., torch.Tensor]] = {
+            TOKEN_EMBEDDING: token,
+            POSITION_EMBEDDING: position,
+            HEAD: head,
+        }
         return found.get(name, block)
 
-    def embed(self, ids: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+    def embed(self, ids: torch.Tensor, tokens: MicroBatchInfo) -> torch.Tensor:
         """ids [b, s] -> [T', h]; on the first pipeline rank."""
         assert self.token_embedding is not None and self.position_embedding is not None
         return self.position_embedding(self.token_embedding(ids), tokens)
 
-    def body(self, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+    def body(self, x: torch.Tensor, tokens: MicroBatchInfo) -> torch.Tensor:
         """x [T', h] -> [T', h], through this rank's blocks."""
         for block in self.blocks.values():
             x = block(x, tokens)

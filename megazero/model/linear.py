@@ -1,4 +1,4 @@
-"""The one `linear`, the layers that cut it over tp, the token table and the vocabulary's loss.
+"""The one `linear`, the layers that shard it over tp, the token table and the vocabulary's loss.
 
 Activations are [T, h], the T = b s tokens of a micro-batch one below the other. The residual stream holds all of them
 on every tensor-parallel rank, or with sequence parallelism 1/tp of them: see `ResidualStream`.
@@ -22,7 +22,7 @@ import torch
 import torch.nn as nn
 
 from megazero.comm.collectives import Pending
-from megazero.model.context import Arriving, Context, GradWriter, RecomputedInput, write_sum
+from megazero.model.context import AsyncTensor, Context, GradWriter, RecomputedInput, write_sum
 from megazero.model.matmul import Products, as_matrix
 from megazero.plan.parameters import ParamSpec
 
@@ -30,7 +30,7 @@ from megazero.plan.parameters import ParamSpec
 class _Linear(torch.autograd.Function):
     """See Note [the Parameter itself]. `stream`: where the input is the residual stream, else None.
 
-    Of a cut stream this rank's tokens alone are kept, and gathered again in backward. Nothing waits: the tokens arrive
+    Of a sharded stream only this rank's tokens are saved; backward unshards them again. Nothing waits: tokens arrive
     while the input gradient is computed, and that is summed while the weight gradient is.
     """
 
@@ -46,7 +46,7 @@ class _Linear(torch.autograd.Function):
             accumulate_grad,
         )
         added = bias.detach().flatten() if adds_bias else None
-        whole = x if stream is None else stream.start_gather(x).wait()
+        whole = x if stream is None else stream.start_unshard(x).wait()
         return products.output(whole, as_matrix(weight.detach()), added)
 
     @staticmethod
@@ -55,16 +55,16 @@ class _Linear(torch.autograd.Function):
         gathers = ctx.stream is not None and ctx.weight.requires_grad
         if ctx.prepare is not None and ctx.weight.requires_grad:
             x = ctx.prepare(x)
-        gathering = ctx.stream.start_gather(x) if gathers else Arriving(x, Pending())
-        summing = None
+        unsharding = ctx.stream.start_unshard(x) if gathers else AsyncTensor(x, Pending())
+        reducing = None
         if ctx.needs_input_grad[0]:
             dx = ctx.products.input_grad(dy, as_matrix(ctx.weight.detach()))
-            summing = ctx.stream.start_sum(dx) if ctx.stream is not None else Arriving(dx, Pending())
-        whole = gathering.wait()
+            reducing = ctx.stream.start_reduce(dx) if ctx.stream is not None else AsyncTensor(dx, Pending())
+        whole = unsharding.wait()
         ctx.accumulate_grad(ctx.weight, GradWriter(ctx.products.weight_grad, (whole, dy)))  # not called if frozen
         if ctx.stream is not None:
             ctx.accumulate_grad(ctx.bias, write_sum(dy.sum(0)))
-        return summing and summing.wait(), None, None, None, None, None, None, None
+        return reducing and reducing.wait(), None, None, None, None, None, None, None
 
 
 class SumParts(torch.autograd.Function):
@@ -78,14 +78,14 @@ class SumParts(torch.autograd.Function):
         ctx.bias, ctx.stream, ctx.accumulate_grad = bias, stream, accumulate_grad
         if not output:  # a recompute: it is never read
             return part.view(-1, part.shape[-1])[: len(stream.tokens(part.numel() // part.shape[-1]))]
-        return stream.start_sum(part).wait().view(-1, part.shape[-1])
+        return stream.start_reduce(part).wait().view(-1, part.shape[-1])
 
     @staticmethod
     def backward(ctx, dy):
-        gathering = ctx.stream.start_gather(dy)
+        unsharding = ctx.stream.start_unshard(dy)
         if ctx.bias is not None:
             ctx.accumulate_grad(ctx.bias, write_sum(dy.sum(0)))
-        return gathering.wait(), None, None, None, None
+        return unsharding.wait(), None, None, None, None
 
 
 class ColumnLinear(nn.Module):

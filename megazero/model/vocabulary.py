@@ -7,16 +7,16 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from megazero.comm.collectives import MAX, Pending
-from megazero.model.context import Arriving, Context, GradWriter
+from megazero.model.context import AsyncTensor, Context, GradWriter
 from megazero.model.fused_ops import wide
 from megazero.model.linear import SumParts
 from megazero.plan.parameters import ParamSpec
 
-CHUNK_BYTES = 1 << 20  # rows of logits that are worked on together: what stays in a core's cache
+LOGIT_CHUNK_BYTES = 1 << 20  # rows of logits that are worked on together: what stays in a core's cache
 
 
 class VocabularyTable(nn.Module):
-    """A [v, h] table whose rows are cut over tp. Rows that only pad this rank's part stand for no token.
+    """A [v, h] table whose rows are sharded over tp. Rows that only pad this rank's part stand for no token.
 
     As the token table it is looked up; as the output matrix it gives logits; a tied one does both.
     """
@@ -79,7 +79,7 @@ class _VocabularyLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, labels, weights, table, context):
         tp = context.tp
-        logits = context.products.output(context.stream.start_gather(x).wait(), weight.detach())  # [T, v/tp]
+        logits = context.products.output(context.stream.start_unshard(x).wait(), weight.detach())  # [T, v/tp]
         allocation = context.tracker.allocate("logits", logits.numel() * logits.element_size())
         logits[:, table.num_rows :] = -torch.inf  # padding: probability 0, gradient 0
         rows, mine = (t.flatten() for t in table.localise(labels))
@@ -106,25 +106,25 @@ class _VocabularyLoss(torch.autograd.Function):
     def backward(ctx, dloss):
         x, dlogits, factor, rows, mine, weights = ctx.saved_tensors
         trains = ctx.weight.requires_grad
-        gathering = ctx.context.stream.start_gather(x) if trains else Arriving(x, Pending())
+        unsharding = ctx.context.stream.start_unshard(x) if trains else AsyncTensor(x, Pending())
         scale = weights.flatten().to(factor.dtype) * dloss  # [T]
         picked = (-scale).masked_fill_(~mine, 0).to(dlogits.dtype)[:, None]
         factor = (factor * scale).to(dlogits.dtype)[:, None]
         for part in _chunks(dlogits):
             dlogits[part].mul_(factor[part]).scatter_add_(-1, rows[part, None], picked[part])
         products = ctx.context.products
-        summing = ctx.context.stream.start_sum(products.input_grad(dlogits, ctx.weight.detach()))
-        whole = gathering.wait()
+        reducing = ctx.context.stream.start_reduce(products.input_grad(dlogits, ctx.weight.detach()))
+        whole = unsharding.wait()
         ctx.context.accumulate_grad(ctx.weight, GradWriter(products.weight_grad, (whole, dlogits)))
         ctx.allocation.end()
-        return summing.wait(), None, None, None, None, None
+        return reducing.wait(), None, None, None, None, None
 
 
 def _chunks(logits: torch.Tensor) -> list[slice]:
     rows = len(logits)
     if logits.device.type != "cpu":
         return [slice(0, rows)]  # a GPU wants few, large kernels
-    each = max(1, CHUNK_BYTES // (logits.shape[1] * logits.element_size()))
+    each = max(1, LOGIT_CHUNK_BYTES // (logits.shape[1] * logits.element_size()))
     return [slice(at, min(at + each, rows)) for at in range(0, rows, each)]
 
 

@@ -1,6 +1,6 @@
 """Arithmetic of a unit's flat buffer. Pure: integers only.
 
-    decayed, cut over tp | decayed, replicated | undecayed, replicated | undecayed, cut over tp | padding
+    decayed, sharded over tp | decayed, replicated | undecayed, replicated | undecayed, sharded over tp | padding
 
 So what decays is one range (at most two optimizer slices for any owned range), and what is replicated over tp is one
 range (counted once in the gradient norm). Every parameter starts at a multiple of ALIGN elements, which keeps kernels
@@ -41,7 +41,7 @@ class FlatParam(NamedTuple):
     name: str
     numel: int  # of the local block, vocabulary padding included
     decays: bool  # weight decay applies
-    cut: bool  # cut over tp, else replicated
+    sharded: bool  # over tp, else replicated
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class FlatLayout:
     numel: int
 
     def owned(self, rank: int, size: int) -> Range:
-        """The range that rank `rank` of `size` owns, where the buffer is cut."""
+        """The range that rank `rank` of `size` owns, where the buffer is sharded."""
         assert self.numel % size == 0, (self.numel, size)
         each = self.numel // size
         return Range(rank * each, (rank + 1) * each)
@@ -72,9 +72,9 @@ def flat_layout(params: Iterable[FlatParam], size: int) -> FlatLayout:
     gaps: list[Range] = []
     ends: list[int] = []
     at = 0
-    for decays, cut in ((True, True), (True, False), (False, False), (False, True)):
+    for decays, sharded in ((True, True), (True, False), (False, False), (False, True)):
         for p in params:
-            if (p.decays, p.cut) != (decays, cut):
+            if (p.decays, p.sharded) != (decays, sharded):
                 continue
             windows[p.name] = Range(at, at + p.numel)
             gaps.append(Range(at + p.numel, round_up(at + p.numel, ALIGN)))

@@ -3,13 +3,12 @@
 x (activations) and dx (their gradient) are registers, one each per micro-batch: an operation reads the register that
 the one before it wrote.
 
-Not NamedTuples: those of different types compare equal, so that Publish("head") and Reduce("head") would be one key of
+Not NamedTuples: those of different types compare equal, so that Sync("head") and Reduce("head") would be one key of
 the operations in flight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 
 
@@ -126,7 +125,7 @@ class Release(UnitOp):
 
 
 @dataclass(frozen=True, slots=True)
-class Publish(UnitOp):
+class Sync(UnitOp):
     """All-gather a unit's updated weights to all ranks that hold them whole."""
 
 
@@ -170,7 +169,7 @@ class Update(UnitOp):
 
 # -- asynchronous operations. One that stands alone is started and waited for at once.
 
-Asynchronous = Gather | Fetch | Reduce | Recv | Send | Publish | ReduceReplicas | SumReplicated | SumTied
+Asynchronous = Gather | Fetch | Reduce | Recv | Send | Sync | ReduceReplicas | SumReplicated | SumTied
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,12 +223,3 @@ def name_of(op: Op) -> str:
             words.append(f"{field.name}={value}" if isinstance(value, bool) else f"{field.name} {value}")
     prefix = {Start: "start ", Wait: "wait "}.get(type(op), "")
     return prefix + " ".join(words)
-
-
-def text(ops: Iterable[Op]) -> Iterator[str]:
-    """One line per operation: computation on the left, memory further right, asynchronous operations on the right."""
-    for op in ops:
-        if isinstance(op, (Start, Wait)):
-            yield f"{'':34}{name_of(op)}"
-        else:
-            yield name_of(op) if isinstance(op, COMPUTE) else f"{'':17}{name_of(op)}"

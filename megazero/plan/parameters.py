@@ -1,4 +1,4 @@
-"""Every parameter of the model: global name, global shape, cut, decay, initial values, unit. Pure.
+"""Every parameter of the model: global name, global shape, sharded dim, decay, initial values, unit. Pure.
 
 One table that the layers, the initial weights, the checkpoints and `estimate` all read.
 
@@ -17,7 +17,7 @@ from megazero.config.schema import ModelConfig
 from megazero.plan.flat_layout import FlatLayout, FlatParam, flat_layout, round_up
 from megazero.plan.topology import Layout
 
-TOKEN, POSITION, HEAD = "token_embedding", "position_embedding", "head"
+TOKEN_EMBEDDING, POSITION_EMBEDDING, HEAD = "token_embedding", "position_embedding", "head"
 VOCABULARY_ALIGN = 64  # rows of a rank's part of the token table: keeps the logits' matrix product aligned
 
 
@@ -44,7 +44,7 @@ class ParamSpec:
 
     name: str  # "blocks.3.mlp.up.weight"
     shape: tuple[int, ...]  # of the global tensor, padding excluded
-    tp_dim: int | None  # the dim that is cut over tp; None: replicated
+    tp_dim: int | None  # the dim that is sharded over tp; None: replicated
     decays: bool
     std: float = 0.0  # of the initial normal distribution
     mean: float = 0.0
@@ -117,12 +117,12 @@ def _stage_units(model: ModelConfig, layout: Layout, stage: int) -> dict[str, li
     h, v, std = model.hidden_size, model.vocab_size, model.init_method_std
     assert v > 0, "the vocabulary size is not resolved yet"
     first, last = stage == 0, stage == layout.pp - 1
-    table = ParamSpec(f"{TOKEN}.weight", (v, h), 0, True, std, pads=True)
+    table = ParamSpec(f"{TOKEN_EMBEDDING}.weight", (v, h), 0, True, std, pads=True)
     units: dict[str, list[ParamSpec]] = {}
     if first or (last and not model.untie_embeddings):
-        units[TOKEN] = [table]
+        units[TOKEN_EMBEDDING] = [table]
     if first:
-        units[POSITION] = [ParamSpec(f"{POSITION}.weight", (model.seq_length, h), None, True, std)]
+        units[POSITION_EMBEDDING] = [ParamSpec(f"{POSITION_EMBEDDING}.weight", (model.seq_length, h), None, True, std)]
     for layer in layout.layers(model.num_layers, stage):
         units[f"blocks.{layer}"] = block_specs(model, layer)
     if last:

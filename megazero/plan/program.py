@@ -3,12 +3,12 @@
     schedule         F0 F1 B0 ...                           order of whole chunks: `plan.schedules`
     -> layers()      Recv, Keep, Forward, Recompute, ...    the same, layer by layer, with transfers and kept inputs
     -> places()      Keep(slot), Drop(slot)                 slots for kept inputs
-    -> weights()     + Gather, Release; Wait(Publish)       stage 3: around uses; stages 1, 2: before the first use
+    -> weights()     + Gather, Release; Wait(Sync)       stage 3: around uses; stages 1, 2: before the first use
     -> merge()       - Release, Gather                      where nothing is computed between the two
     -> gradients()   + Open, Reduce                         when the last gradient that is due has been added
     -> ahead()       Gather -> Start(Gather) .. Wait(Gather)   one layer earlier; buffer slots are assigned
     + tail()         ReduceReplicas, SumReplicated, SumTied, Norm
-    + update()       Update, Publish
+    + update()       Update, Sync
 
 Every pass is a function from list to list. The list is what runs (`train.interpreter`), what is priced in bytes
 (`price.estimate`), what is timed (`price.simulate`) and what is read:
@@ -18,418 +18,16 @@ Every pass is a function from list to list. The list is what runs (`train.interp
 
 from __future__ import annotations
 
-import bisect
-import functools
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from megazero.config import cli
-from megazero.config.schema import Config
-from megazero.plan.operations import (
-    COMPUTE,
-    Backward,
-    BackwardWeights,
-    Drop,
-    Fetch,
-    Forward,
-    Gather,
-    Keep,
-    Norm,
-    Op,
-    Open,
-    Ops,
-    Publish,
-    Rebuild,
-    Recompute,
-    Recv,
-    Reduce,
-    ReduceReplicas,
-    Release,
-    Send,
-    Start,
-    SumReplicated,
-    SumTied,
-    Update,
-    Wait,
-    text,
-)
-from megazero.plan.parameters import TOKEN, stage_units, unit_layout
+from megazero.plan.operations import COMPUTE, Keep, Op, Ops, Start, Wait, name_of
+from megazero.plan.passes import ahead, gradients, layers, merge, places, tail, update, weights
+from megazero.plan.rank_spec import RankSpec, rank_spec
 from megazero.plan.resolve import resolve
-from megazero.plan.schedules import EVALUATION, Order, Pass, Pipeline, order_of, peak_live
-from megazero.plan.topology import Layout
-from megazero.plan.zero_policy import Use, ZeroPolicy, layer_uses, ring_slots
-
-
-class Layer(NamedTuple):
-    """A layer as the passes see it."""
-
-    name: str
-    units: tuple[str, ...]
-    use: Use
-    trains: bool  # some of its parameters do
-    passes_gradient: bool  # its input needs a gradient
-
-    @property
-    def has_backward(self) -> bool:
-        return self.trains or self.passes_gradient
-
-    @property
-    def queues_weights(self) -> bool:
-        """True if its weight gradients can wait.
-
-        Only a block's: the head's queue would keep the logits, and no rank waits for the embeddings.
-        """
-        return self.trains and self.use is Use.LAYER
-
-
-class Unit(NamedTuple):
-    """A unit as the passes see it."""
-
-    numel: int
-    trains: bool
-
-
-@dataclass(frozen=True)
-class RankSpec:
-    """All that the passes know of a rank. It depends on the pipeline position alone.
-
-    So all ranks of another axis have the same program, and issue their collectives in the same order.
-    """
-
-    chunks: tuple[tuple[Layer, ...], ...]
-    units: dict[str, Unit]
-    policy: ZeroPolicy
-    rank: int = 0  # along the pipeline
-    ranks: int = 1
-    overlap: bool = True
-    recompute: bool = False  # of blocks
-    partitioned: bool = False  # kept inputs, over tp
-    on_host: bool = False  # kept inputs
-    arena: bool = False  # kept inputs
-    replicas: bool = False
-    sequence_parallel: bool = False
-    tied: str | None = None  # the unit that both ends of the pipeline hold
-    backlog: int | None = None  # micro-batches whose weight gradients may wait
-
-    @property
-    def last_stage(self) -> int:
-        """The last virtual stage."""
-        return self.ranks * len(self.chunks) - 1
-
-    @functools.cached_property
-    def layers(self) -> dict[str, Layer]:
-        return {layer.name: layer for chunk in self.chunks for layer in chunk}
-
-    @property
-    def trained_units(self) -> list[str]:
-        return [name for name, unit in self.units.items() if unit.trains]
-
-    def recomputes(self, layer: Layer) -> bool:
-        return self.recompute and layer.use is Use.LAYER and layer.has_backward
-
-    def pipeline(self, micro_batches: int) -> Pipeline:
-        return Pipeline(self.rank, self.ranks, micro_batches, len(self.chunks), self.backlog)
-
-
-def rank_spec(config: Config, layout: Layout, pp: int) -> RankSpec:
-    """Describe the ranks at pipeline position `pp`; `config` is resolved."""
-    specs = stage_units(config.model, layout, pp, config.training.freeze_parameters)
-    units = {
-        name: Unit(unit_layout(s, layout.tp, layout.shard).numel, any(p.trains for p in s)) for name, s in specs.items()
-    }
-    tied = None if config.model.untie_embeddings else TOKEN
-    uses = layer_uses(specs, pp == 0, tied is not None)
-    chunks: list[tuple[Layer, ...]] = []
-    for chunk in range(layout.chunks):
-        blocks = {f"blocks.{n}" for n in layout.chunk_layers(config.model.num_layers, pp, chunk)}
-        layers: list[Layer] = []
-        passes = pp + chunk > 0
-        for name, (use, names) in uses.items():
-            at = {Use.HEAD: layout.chunks - 1, Use.LOOKUP: 0}.get(use)
-            if name in blocks or at == chunk:
-                trains = any(units[n].trains for n in names)
-                layers.append(Layer(name, tuple(names), use, trains, passes))
-                passes = passes or trains
-        chunks.append(tuple(layers))
-    activations = config.activations
-    return RankSpec(
-        chunks=tuple(chunks),
-        units=units,
-        policy=ZeroPolicy.for_stage(config.zero, layout.shard),
-        rank=pp,
-        ranks=layout.pp,
-        overlap=config.zero.overlap_comm,
-        recompute=activations.recompute == "full",
-        partitioned=activations.partition_activations,
-        on_host=activations.checkpoint_in_cpu,
-        arena=activations.contiguous_checkpointing,
-        replicas=layout.replica > 1,
-        sequence_parallel=config.parallel.sequence_parallel,
-        tied=tied if layout.pp > 1 and pp in (0, layout.pp - 1) else None,
-        backlog=config.parallel.zero_bubble_backlog or None,
-    )
-
-
-# -- passes
-
-
-def layers(spec: RankSpec, order: Order, trains: bool = True) -> Ops:
-    """Expand every step of a chunk into its layers, with transfers and kept inputs."""
-    ops: Ops = []
-    for kind, i, c in order:
-        stage, chunk = c * spec.ranks + spec.rank, spec.chunks[c]
-        if kind is Pass.FORWARD:
-            ops += [Recv("x", stage, i)] * (stage > 0)
-            for layer in chunk:
-                again = trains and spec.recomputes(layer)
-                ops += [Keep(layer.name, i)] * again
-                ops.append(Forward(layer.name, i, graph=trains and layer.has_backward and not again))
-            ops += [Send("x", stage + 1, i)] * (stage < spec.last_stage)
-        elif kind is Pass.BACKWARD_WEIGHTS:
-            ops += [BackwardWeights(layer.name, i) for layer in reversed(chunk) if layer.queues_weights]
-        else:
-            ops += [Recv("dx", stage, i)] * (stage < spec.last_stage)
-            for layer in reversed(chunk):
-                if layer.has_backward:
-                    ops += _backward(spec, layer, i, whole=kind is Pass.BACKWARD)
-            ops += [Send("dx", stage - 1, i)] * (stage > 0)
-    return ops
-
-
-def _backward(spec: RankSpec, layer: Layer, i: int, whole: bool) -> Ops:
-    """One layer's backward; `whole`: with its weight gradients."""
-    backward = Backward(layer.name, i, weights=whole or not layer.queues_weights)
-    if not spec.recomputes(layer):
-        return [backward]
-    fetch: Ops = [Fetch(layer.name, i)] * spec.on_host
-    rebuild: Ops = [Rebuild(layer.name, i)] * spec.partitioned
-    return [*fetch, *rebuild, Recompute(layer.name, i), backward, Drop(layer.name, i)]
-
-
-def places(spec: RankSpec, ops: Ops) -> Ops:
-    """Assign slots to kept inputs that lie in host memory or in an arena."""
-    if not (spec.on_host or spec.arena):
-        return ops
-    free: list[int] = []
-    num_slots, slot_of, placed = 0, {}, []
-    for op in ops:
-        if isinstance(op, Keep):
-            if not free:
-                free.append(num_slots)
-                num_slots += 1
-            slot = slot_of[op.key] = free.pop()
-            op = replace(op, slot=slot)
-        elif isinstance(op, Drop):
-            slot = slot_of.pop(op.key)
-            free.append(slot)
-            op = replace(op, slot=slot)
-        placed.append(op)
-    return placed
-
-
-def _uses(spec: RankSpec, ops: Ops) -> dict[str, list[int]]:
-    """Return, per unit, the operations that compute with its weights."""
-    found: dict[str, list[int]] = {unit: [] for unit in spec.units}
-    for at, op in enumerate(ops):
-        if isinstance(op, (Forward, Recompute, Backward)):
-            for unit in spec.layers[op.layer].units:
-                found[unit].append(at)
-    return found
-
-
-def _spans(spec: RankSpec, ops: Ops, uses: list[int], whole_step: bool) -> Iterator[tuple[int, int]]:
-    """Yield (first, last) operation of each span in which a unit's weights are needed, given those that use them."""
-    forward_at: dict[tuple[str, int], int] = {}
-    recompute_at: int | None = None
-    needs: list[tuple[int, int]] = []
-    for at in uses:
-        op = ops[at]
-        assert isinstance(op, (Forward, Recompute, Backward))
-        use = spec.layers[op.layer].use
-        if isinstance(op, Forward):
-            needs.append((at, at))
-            forward_at[op.key] = at
-        elif isinstance(op, Recompute):
-            recompute_at = at
-        elif use.needs_weights_in_backward:
-            begin = at if recompute_at is None else recompute_at
-            needs.append((forward_at[op.key] if use.keeps_weights else begin, at))
-            recompute_at = None
-    first, last = None, -1
-    for begin, end in sorted(needs):
-        if first is not None and begin > last and not whole_step:
-            yield first, last
-            first = None
-        first, last = begin if first is None else first, max(last, end)
-    if first is not None:
-        yield first, last
-
-
-def weights(spec: RankSpec, ops: Ops) -> Ops:
-    """Make weights present where they are used.
-
-    Stage 3 gathers before a use and releases after it. Stages 1 and 2 wait, before the first use, for the all-gather
-    that followed the last update.
-    """
-    before: dict[int, Ops] = {}
-    after: dict[int, Ops] = {}
-    if spec.policy.optimizer:
-        uses = _uses(spec, ops)
-        whole_step = spec.policy.keeps_gathered and any(isinstance(op, Backward) for op in ops)
-        for unit in spec.units:
-            for first, last in _spans(spec, ops, uses[unit], whole_step):
-                if spec.policy.publishes:
-                    before.setdefault(first, []).append(Wait(Publish(unit)))
-                    break
-                before.setdefault(first, []).append(Gather(unit))
-                after.setdefault(last, []).append(Release(unit))
-    return _weave(ops, before, after)
-
-
-def merge(ops: Ops) -> Ops:
-    """Drop a Release and the Gather that follows it where nothing is computed between the two."""
-    dropped: set[int] = set()
-    released: dict[str, int] = {}
-    for at, op in enumerate(ops):
-        if isinstance(op, COMPUTE):
-            released.clear()
-        elif isinstance(op, Release):
-            released[op.unit] = at
-        elif isinstance(op, Gather) and op.unit in released:
-            dropped |= {released.pop(op.unit), at}
-    return [op for at, op in enumerate(ops) if at not in dropped]
-
-
-def gradients(spec: RankSpec, ops: Ops) -> Ops:
-    """Open a unit's gradient buffer before its first contribution; reduce it after the last one that is due.
-
-    Due are the contributions of one micro-batch where gradients are sharded (stages 2 and 3), else of the whole step.
-    """
-    due: dict[str, dict[int, list[int]]] = {unit: {} for unit in spec.trained_units}  # unit -> micro-batch -> where
-    for at, op in enumerate(ops):
-        if isinstance(op, BackwardWeights) or (isinstance(op, Backward) and op.weights):
-            for unit in spec.layers[op.layer].units:
-                if unit in due:
-                    group = op.micro_batch if spec.policy.gradients else -1
-                    due[unit].setdefault(group, []).append(at)
-    before: dict[int, Ops] = {}
-    after: dict[int, Ops] = {}
-    for unit, groups in due.items():
-        contributions = sorted(at for made in groups.values() for at in made)
-        reduced_at = -1
-        for made in sorted(groups.values(), key=lambda made: made[-1]):
-            # With queued weight gradients, those of two micro-batches may alternate: they share one buffer then.
-            first = contributions[bisect.bisect_right(contributions, reduced_at)]
-            before.setdefault(first, []).append(Open(unit))
-            after.setdefault(made[-1], []).insert(0, Reduce(unit))
-            reduced_at = made[-1]
-    return _weave(ops, before, after)
-
-
-def _weave(ops: Ops, before: dict[int, Ops], after: dict[int, Ops]) -> Ops:
-    return [op for at, own in enumerate(ops) for op in (*before.get(at, ()), own, *after.get(at, ()))]
-
-
-def _layer_before(ops: Ops) -> list[int]:
-    """Return, per operation, the index where the computation of the layer before its own begins.
-
-    A Recompute and its Backward are one computation.
-    """
-    found, begin, then, key = [], 0, 0, None
-    for at, op in enumerate(ops):
-        if isinstance(op, COMPUTE) and key != (op.key, isinstance(op, Forward)):
-            key = op.key, isinstance(op, Forward)
-            begin, then = then, at
-        found.append(begin if isinstance(op, COMPUTE) else then)
-    return found
-
-
-class _Slots:
-    """Buffers for gathered weights while a program is made: which is free from when on."""
-
-    def __init__(self, spec: RankSpec, ops: Ops) -> None:
-        self.sizes = {name: unit.numel for name, unit in spec.units.items()}
-        slots = ring_slots([*self.sizes.values()], spec.policy)
-        self.free = {size: [(0, slot) for slot in range(count)] for size, count in slots.items()}
-        self.release_at: dict[int, int] = {}  # index of a Gather -> of its Release
-        self.slot_of: dict[str, int] = {}
-        self.released: dict[str, int] = {}  # unit -> first index at which it may be gathered again
-        next_release: dict[str, int] = {}
-        for at in range(len(ops) - 1, -1, -1):
-            op = ops[at]
-            if isinstance(op, Release):
-                next_release[op.unit] = at
-            elif isinstance(op, Gather):
-                self.release_at[at] = next_release[op.unit]
-
-    def take(self, unit: str, at: int) -> int:
-        """Take a slot for the Gather at index `at`; return the first index at which the slot can be written."""
-        free = self.free[self.sizes[unit]]
-        since, slot = min(free)  # free for longest: a unit's weights seldom return to the slot that they left
-        assert since <= at, f"no slot is free for {unit}"
-        free.remove((since, slot))
-        free.append((self.release_at[at] + 1, slot))
-        self.slot_of[unit] = slot
-        return max(since, self.released.get(unit, 0))
-
-
-def ahead(spec: RankSpec, ops: Ops) -> Ops:
-    """Split asynchronous operations: start one layer ahead where there is a buffer, wait where the result is needed.
-
-    Transfers are always split: sends that wait for their receiver can wait for each other.
-    """
-    early, overlap, slots = _layer_before(ops), spec.overlap, _Slots(spec, ops)
-    started: dict[int, Ops] = {}  # index -> what starts before it
-    reducing: Reduce | None = None
-    sending: dict[str, Send] = {}
-    split: list[Ops] = [[op] for op in ops]
-    for at, op in enumerate(ops):
-        if isinstance(op, Gather):
-            possible = slots.take(op.unit, at)
-            op = replace(op, slot=slots.slot_of[op.unit])
-            started.setdefault(max(possible, early[at]) if overlap else at, []).append(Start(op))
-            split[at] = [Wait(op)]
-        elif isinstance(op, Release):
-            slots.released[op.unit] = at + 1
-            split[at] = [replace(op, slot=slots.slot_of[op.unit])]
-        elif isinstance(op, (Fetch, Recv)):
-            started.setdefault(early[at] if overlap else at, []).append(Start(op))
-            split[at] = [Wait(op)]
-        elif isinstance(op, Send):
-            split[at] = [Wait(sending[op.what]), Start(op)] if op.what in sending else [Start(op)]
-            sending[op.what] = op
-        elif isinstance(op, Reduce) and overlap:
-            waits: Ops = [Wait(reducing)] if reducing is not None and spec.policy.optimizer else []
-            split[at] = [*waits, Start(op)]
-            reducing = op
-    found: Ops = [op for at in range(len(ops)) for op in (*started.get(at, ()), *split[at])]
-    found += [Wait(op) for op in sending.values()]
-    if reducing is not None:
-        found += [Wait(reducing)] if spec.policy.optimizer else [Wait(Reduce(unit)) for unit in spec.trained_units]
-    return found
-
-
-def tail(spec: RankSpec) -> Ops:
-    """Finish the sum of gradients, once per step, in the one order that is right."""
-    trained, ops = spec.trained_units, list[Op]()
-    if spec.replicas:
-        ops += [Start(ReduceReplicas(u)) for u in trained] + [Wait(ReduceReplicas(u)) for u in trained]
-    if spec.sequence_parallel:
-        ops += [Start(SumReplicated(u)) for u in trained] + [Wait(SumReplicated(u)) for u in trained]
-    ops += [SumTied(u) for u in trained if u == spec.tied]
-    return [*ops, Norm()]
-
-
-def update(spec: RankSpec) -> Ops:
-    """Step the optimizer unit by unit. The first layer that uses updated weights waits for their all-gather."""
-    ops: Ops = []
-    for unit in spec.trained_units:
-        ops.append(Update(unit))
-        if spec.policy.publishes:
-            ops.append(Start(Publish(unit)) if spec.overlap else Publish(unit))
-    return ops
+from megazero.plan.schedules import EVALUATION, order_of, peak_live
 
 
 class Program(NamedTuple):
@@ -454,8 +52,24 @@ def program(spec: RankSpec, schedule: str, micro_batches: int) -> Program:
     return Program(ahead(spec, gradients(spec, ops)) + tail(spec), update(spec), trains, slots, peak_live(order))
 
 
+# -- printing
+
+
+def text(ops: Iterable[Op]) -> Iterator[str]:
+    """Yield one line per operation: computation on the left, then memory, then what may be in flight."""
+    for op in ops:
+        if isinstance(op, (Start, Wait)):
+            yield f"{'':34}{name_of(op)}"
+        else:
+            yield name_of(op) if isinstance(op, COMPUTE) else f"{'':17}{name_of(op)}"
+
+
 def main(argv: list[str]) -> None:
-    """Print the step of one rank: `python -m megazero.plan.program FLAGS [--world-size N] [--rank R]`."""
+    """Print the step of the rank that the flags name.
+
+    Raises:
+        ValueError: naming the flag that is wrong.
+    """
     (world_size, rank), rest = cli.whole_numbers(argv, {"world-size": 1, "rank": 0})
     config, layout = resolve(cli.parse(rest), world_size, vocab_size=0)
     if not 0 <= rank < world_size:

@@ -1,8 +1,7 @@
-"""Flat ranges of row-major tensors as rectangles, and the proof that rectangles tile a tensor. Pure integers.
+"""Regions (rectangular parts) of tensors: flat ranges as regions, and the proof that regions tile a tensor. Pure.
 
-What a rank owns of a tensor under ZeRO is a range of its flat order; what a file format and a resharding plan
-speak of is rectangles. A flat range of an n-d tensor is at most 2n-1 of them: for a matrix, the rest of a
-row, whole rows, and the start of a row.
+Under ZeRO a rank owns a range of a tensor in flat order; file formats and resharding plans deal in regions. A flat
+range of an n-d tensor is at most 2n-1 regions: for a matrix, the rest of a row, whole rows, and the start of a row.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,8 +13,8 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Rectangle:
-    """The elements `[offset[d], offset[d] + size[d])` in every dim d; one element where there are no dims."""
+class Region:
+    """Elements `[offset[d], offset[d] + size[d])` in every dim d; one element where there are no dims."""
 
     offset: Shape
     size: Shape
@@ -25,13 +24,13 @@ class Rectangle:
         """Number of elements."""
         return prod(self.size)
 
-    def moved(self, by: Sequence[int]) -> "Rectangle":
-        """The same rectangle, `by[d]` elements further in dim d."""
-        return Rectangle(tuple(o + b for o, b in zip(self.offset, by, strict=True)), self.size)
+    def moved(self, by: Sequence[int]) -> "Region":
+        """The same region, `by[d]` elements further in dim d."""
+        return Region(tuple(o + b for o, b in zip(self.offset, by, strict=True)), self.size)
 
 
-def rectangles(shape: Sequence[int], start: int, stop: int) -> list[Rectangle]:
-    """The flat range `[start, stop)` of a row-major tensor of `shape`, in elements, as rectangles.
+def regions(shape: Sequence[int], start: int, stop: int) -> list[Region]:
+    """The flat range `[start, stop)` of a row-major tensor of `shape`, in elements, as regions.
 
     At most `2 * len(shape) - 1` of them (one for a tensor without dims, none for an empty range), in flat
     order: laid end to end they are the range, so the k-th begins where the volumes before it end.
@@ -40,51 +39,51 @@ def rectangles(shape: Sequence[int], start: int, stop: int) -> list[Rectangle]:
     if start == stop:
         return []
     if not shape:
-        return [Rectangle((), ())]
+        return [Region((), ())]
     rows, inner = shape[0], shape[1:]
     row_size = prod(inner)
     first_row, head = divmod(start, row_size)
     last_row, tail = divmod(stop, row_size)
     if first_row == last_row:  # begins and ends within one row
-        return _in_row(first_row, rectangles(inner, head, tail))
+        return _in_row(first_row, regions(inner, head, tail))
     pieces = []
     if head:
-        pieces += _in_row(first_row, rectangles(inner, head, row_size))
+        pieces += _in_row(first_row, regions(inner, head, row_size))
         first_row += 1
     if first_row < last_row:
-        pieces.append(Rectangle((first_row,) + (0,) * len(inner), (last_row - first_row, *inner)))
+        pieces.append(Region((first_row,) + (0,) * len(inner), (last_row - first_row, *inner)))
     if tail:
         assert last_row < rows, (shape, start, stop)
-        pieces += _in_row(last_row, rectangles(inner, 0, tail))
+        pieces += _in_row(last_row, regions(inner, 0, tail))
     return pieces
 
 
-def _in_row(row: int, pieces: Iterable[Rectangle]) -> list[Rectangle]:
-    """Rectangles of row `row`, given without dim 0, as rectangles of the tensor."""
-    return [Rectangle((row, *piece.offset), (1, *piece.size)) for piece in pieces]
+def _in_row(row: int, pieces: Iterable[Region]) -> list[Region]:
+    """Regions of row `row`, given without dim 0, as regions of the tensor."""
+    return [Region((row, *piece.offset), (1, *piece.size)) for piece in pieces]
 
 
-def split(rectangle: Rectangle, limit: int) -> list[Rectangle]:
-    """Cut a rectangle into pieces of at most `limit` elements, in the row-major order of its elements.
+def split(region: Region, limit: int) -> list[Region]:
+    """Cut a region into pieces of at most `limit` elements, in the row-major order of its elements.
 
-    Only leading dims are cut, so each piece is contiguous in that order: where the rectangle's elements lie
+    Only leading dims are cut, so each piece is contiguous in that order: where the region's elements lie
     end to end in memory, so do those of each piece.
     """
     assert limit > 0, limit
-    if rectangle.volume <= limit:
-        return [rectangle]
-    (first, *offset), (rows, *size) = rectangle.offset, rectangle.size
+    if region.volume <= limit:
+        return [region]
+    (first, *offset), (rows, *size) = region.offset, region.size
     rows_at_once = limit // prod(size)
     if rows_at_once == 0:  # not even one row fits: cut within each row
-        inner = split(Rectangle(tuple(offset), tuple(size)), limit)
+        inner = split(Region(tuple(offset), tuple(size)), limit)
         return [piece for row in range(first, first + rows) for piece in _in_row(row, inner)]
     return [
-        Rectangle((row, *offset), (min(rows_at_once, first + rows - row), *size))
+        Region((row, *offset), (min(rows_at_once, first + rows - row), *size))
         for row in range(first, first + rows, rows_at_once)
     ]
 
 
-def coverage_fault(global_shape: Sequence[int], pieces: Iterable[Rectangle]) -> str | None:
+def coverage_fault(global_shape: Sequence[int], pieces: Iterable[Region]) -> str | None:
     """None if `pieces` hold every element of a tensor of `global_shape` exactly once; else a phrase that says
     what is wrong, such as "elements [0:4, 8:16] are missing" (the first fault met).
 
@@ -103,7 +102,7 @@ def coverage_fault(global_shape: Sequence[int], pieces: Iterable[Rectangle]) -> 
 Span = tuple[int, int]
 
 
-def _sweep(shape: Shape, pieces: Sequence[Rectangle], cut: tuple[Span, ...]) -> str | None:
+def _sweep(shape: Shape, pieces: Sequence[Region], cut: tuple[Span, ...]) -> str | None:
     """`coverage_fault` within the slab `cut` (a span per dim swept so far); every piece given crosses it."""
     dim = len(cut)
     if not pieces and prod(shape) > 0:
@@ -113,7 +112,7 @@ def _sweep(shape: Shape, pieces: Sequence[Rectangle], cut: tuple[Span, ...]) -> 
         return None if len(pieces) <= 1 else f"elements {_brackets(cut)} are given {len(pieces)} times"
     waiting = sorted(pieces, key=lambda piece: piece.offset[dim], reverse=True)
     edges = sorted({0, shape[dim], *(edge for piece in pieces for edge in _spans(piece)[dim])})
-    in_force: list[Rectangle] = []
+    in_force: list[Region] = []
     for start, stop in pairwise(edges):
         in_force = [piece for piece in in_force if _spans(piece)[dim][1] > start]
         while waiting and waiting[-1].offset[dim] == start:
@@ -124,11 +123,11 @@ def _sweep(shape: Shape, pieces: Sequence[Rectangle], cut: tuple[Span, ...]) -> 
     return None
 
 
-def _spans(piece: Rectangle) -> tuple[Span, ...]:
+def _spans(piece: Region) -> tuple[Span, ...]:
     return tuple((offset, offset + size) for offset, size in zip(piece.offset, piece.size, strict=True))
 
 
-def _lies_within(piece: Rectangle, shape: Shape) -> bool:
+def _lies_within(piece: Region, shape: Shape) -> bool:
     return len(piece.offset) == len(shape) and all(
         0 <= start and stop <= size for (start, stop), size in zip(_spans(piece), shape, strict=True)
     )

@@ -14,21 +14,22 @@ from megazero.config.schema import ActivationConfig, Config, ModelConfig
 WORTH_IT = 0.01  # an uneven split must make the busiest rank this much faster: what divides evenly is easier to read
 
 
-class Ends(NamedTuple):
-    """Cost of what the first and the last virtual stage compute besides blocks, in blocks."""
+class NonBlockCosts(NamedTuple):
+    """Cost of the embedding (first virtual stage) and of the head (last virtual stage), in blocks."""
 
     embedding: float
     head: float
 
 
-def ends(model: ModelConfig, activations: ActivationConfig) -> Ends:
+def non_block_costs(model: ModelConfig, activations: ActivationConfig) -> NonBlockCosts:
     """Count FLOPs per token of a forward: block 8 h^2 + 4 h f + 4 s h, embedding 2 h, head 2 v h.
 
-    A backward takes twice as much. A block that is recomputed takes a forward more, which the ends do not.
+    A backward takes twice as much. A block that is recomputed takes one more forward; embedding and
+    head are not recomputed.
     """
     h, passes = model.hidden_size, 4 if activations.recompute == "full" else 3
     block = (8 * h * h + 4 * h * model.ffn_size + 4 * model.seq_length * h) * passes / 3
-    return Ends(2 * h / block, 2 * model.vocab_size * h / block)
+    return NonBlockCosts(2 * h / block, 2 * model.vocab_size * h / block)
 
 
 def even_split(num_layers: int, stages: int) -> tuple[int, ...]:
@@ -37,15 +38,15 @@ def even_split(num_layers: int, stages: int) -> tuple[int, ...]:
     return tuple(each + (stage < rest) for stage in range(stages))
 
 
-def rank_costs(split: tuple[int, ...], pp: int, ends: Ends) -> list[float]:
+def rank_costs(split: tuple[int, ...], pp: int, outer: NonBlockCosts) -> list[float]:
     """Cost of what every pipeline rank computes for a micro-batch, in blocks."""
     costs: list[float] = [sum(split[rank::pp]) for rank in range(pp)]
-    costs[0] += ends.embedding
-    costs[-1] += ends.head
+    costs[0] += outer.embedding
+    costs[-1] += outer.head
     return costs
 
 
-def split_by_cost(num_layers: int, pp: int, chunks: int, ends: Ends) -> tuple[int, ...]:
+def split_by_cost(num_layers: int, pp: int, chunks: int, outer: NonBlockCosts) -> tuple[int, ...]:
     """Split layers so that the busiest rank computes least; evenly, unless that is slower by WORTH_IT.
 
     Every virtual stage has a layer, but for the last, whose head may be work enough.
@@ -55,14 +56,14 @@ def split_by_cost(num_layers: int, pp: int, chunks: int, ends: Ends) -> tuple[in
         return even
     last = (pp - 1, chunks - 1)
     of_rank = _fill(
-        [ends.embedding, *[0.0] * (pp - 2), ends.head], [chunks - (r == last[0]) for r in range(pp)], num_layers
+        [outer.embedding, *[0.0] * (pp - 2), outer.head], [chunks - (r == last[0]) for r in range(pp)], num_layers
     )
     found = [0] * len(even)
     for rank, layers in enumerate(of_rank):
-        base = [ends.embedding * (rank == c == 0) + ends.head * ((rank, c) == last) for c in range(chunks)]
+        base = [outer.embedding * (rank == c == 0) + outer.head * ((rank, c) == last) for c in range(chunks)]
         found[rank::pp] = _fill(base, [int((rank, c) != last) for c in range(chunks)], layers)
     uneven = tuple(found)
-    gain = 1 - max(rank_costs(uneven, pp, ends)) / max(rank_costs(even, pp, ends))
+    gain = 1 - max(rank_costs(uneven, pp, outer)) / max(rank_costs(even, pp, outer))
     return uneven if gain >= WORTH_IT else even
 
 
@@ -114,5 +115,5 @@ def layer_split(config: Config) -> tuple[int, ...]:
     if parallel.pipeline_split:
         found = given_split(config)
     else:
-        found = split_by_cost(layers, pp, chunks, ends(config.model, config.activations))
+        found = split_by_cost(layers, pp, chunks, non_block_costs(config.model, config.activations))
     return () if found == even_split(layers, pp * chunks) else found

@@ -1,4 +1,4 @@
-"""How a world of ranks is cut into pipeline, data and tensor axes. Pure: integers only, no process group.
+"""The pipeline, data and tensor axes of a world of ranks. Pure: integers only, no process group.
 
 Ranks are numbered pp-major, tp-minor: tensor-parallel neighbours share a node.
 """
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from megazero.plan.split import even_split
 
 AXES = ("pp", "dp", "tp")
-SUB_AXES = ("shard", "replica", "ends")  # parts of dp and of pp
+SUB_AXES = ("shard", "replica", "embedding")  # parts of dp and of pp
 
 
 class Coord(NamedTuple):
@@ -62,11 +62,11 @@ class Layout:
         return (coord.pp * self.dp + coord.dp) * self.tp + coord.tp
 
     def groups(self, axis: str) -> list[list[int]]:
-        """Every group of ranks along an axis or a sub-axis; "ends" joins the first and the last pipeline stage."""
+        """Every group of ranks along an axis or a sub-axis; "embedding" joins the first and the last pipeline stage."""
         found: dict[Coord, list[int]] = {}
         for rank in range(self.world_size):
             coord = self.coord(rank)
-            if axis == "ends":
+            if axis == "embedding":
                 if coord.pp in (0, self.pp - 1):
                     found.setdefault(coord._replace(pp=0), []).append(rank)
             elif axis == "shard":

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from megazero.config.schema import ZeroConfig
 from megazero.plan.flat_layout import ALIGN
-from megazero.plan.parameters import HEAD, POSITION, TOKEN
+from megazero.plan.parameters import HEAD, POSITION_EMBEDDING, TOKEN_EMBEDDING
 
 
 @dataclass(frozen=True)
@@ -20,29 +20,29 @@ class ZeroPolicy:
     """States that are sharded over the shard axis."""
 
     optimizer: bool
-    gradients: bool  # reduced at every micro-batch: full ones never outlive a unit's backward
+    gradients: bool  # reduced at every micro-batch: unsharded ones never outlive a unit's backward
     parameters: bool
-    keeps_gathered: bool = False  # gathered once an iteration, not at every use
+    gathers_once: bool = False  # gathered once per iteration, not at every use (reshard_after_forward=False of FSDP2)
 
     @property
-    def publishes(self) -> bool:
+    def syncs(self) -> bool:
         """True if every rank keeps whole weights but updates a part of them."""
         return self.optimizer and not self.parameters
 
     @classmethod
     def for_stage(cls, config: ZeroConfig, size: int) -> ZeroPolicy:
-        """Over one rank there is nothing to cut: every stage is stage 0."""
+        """Make the policy of --zero-stage over `size` ranks. One rank has nothing to shard: every stage is stage 0."""
         stage = config.zero_stage if size > 1 else 0
         return cls(
             optimizer=stage >= 1,
             gradients=stage >= 2 and config.zero_reduce_every == "micro-batch",
             parameters=stage >= 3,
-            keeps_gathered=stage >= 3 and config.zero_gather_every == "step",
+            gathers_once=stage >= 3 and config.zero_gather_every == "step",
         )
 
 
 class Use(Enum):
-    """How a layer uses its weights: (kept from forward to backward, needed in backward)."""
+    """A layer's use of its weights: (kept from forward to backward, needed in backward)."""
 
     LOOKUP = (False, False)  # embeddings: backward needs no weights
     LAYER = (False, True)  # gathered for forward, again for backward
@@ -65,40 +65,43 @@ def layer_uses(units: Iterable[str], first: bool, tied: bool) -> dict[str, tuple
     uses: dict[str, tuple[Use, list[str]]] = {}
     for name in units:
         if name == HEAD:
-            uses[name] = Use.HEAD, [HEAD, TOKEN] if tied else [HEAD]
+            uses[name] = Use.HEAD, [HEAD, TOKEN_EMBEDDING] if tied else [HEAD]
         elif name.startswith("blocks."):
             uses[name] = Use.LAYER, [name]
         elif first:
-            assert name in (TOKEN, POSITION), name
+            assert name in (TOKEN_EMBEDDING, POSITION_EMBEDDING), name
             uses[name] = Use.LOOKUP, [name]
     return uses
 
 
-RING_DEPTH = 2  # slots for gathered units of one size: one in use, one on its way
+POOL_DEPTH = 2  # slots for gathered units of one size: one in use, one being gathered
 
 
-def ring_slots(sizes: list[int], policy: ZeroPolicy) -> dict[int, int]:
-    """unit size -> slots of that size: all the units that have it where they stay gathered, else RING_DEPTH at most."""
+def pool_slots(sizes: list[int], policy: ZeroPolicy) -> dict[int, int]:
+    """unit size -> slots of that size: one per unit where units stay gathered, else at most POOL_DEPTH."""
     if not policy.parameters:
         return {}
-    depth = len(sizes) if policy.keeps_gathered else RING_DEPTH
+    depth = len(sizes) if policy.gathers_once else POOL_DEPTH
     return {size: min(depth, sizes.count(size)) for size in dict.fromkeys(sizes)}
 
 
-class FixedGradients(NamedTuple):
-    """Which gradients lie in an arena from start to end: see `fixed_gradients`."""
+class PersistentGradients(NamedTuple):
+    """Gradient buffers that are slices of one persistent arena: see `persistent_gradients`."""
 
-    full: bool
-    reduced: bool
-
-
-NOTHING_FIXED = FixedGradients(False, False)
+    unsharded: bool
+    sharded: bool
 
 
-def fixed_gradients(policy: ZeroPolicy, arena: bool, micro_batches: int) -> FixedGradients:
-    """With MD, those that outlive the backward of their unit: the reduced ones, and full ones that add up."""
-    adds_up = not policy.optimizer or (not policy.gradients and micro_batches > 1)
-    return FixedGradients(full=arena and adds_up, reduced=arena and policy.optimizer)
+NOTHING_PERSISTENT = PersistentGradients(False, False)
+
+
+def persistent_gradients(policy: ZeroPolicy, arena: bool, micro_batches: int) -> PersistentGradients:
+    """Choose which gradient buffers are persistent under --contiguous-checkpointing (`arena`).
+
+    Those that outlive their unit's backward: the sharded ones, and unsharded ones that accumulate over micro-batches.
+    """
+    accumulates = not policy.optimizer or (not policy.gradients and micro_batches > 1)
+    return PersistentGradients(unsharded=arena and accumulates, sharded=arena and policy.optimizer)
 
 
 COPY_DEPTH = 2  # device buffers each way between a GPU and host memory: one in use, one in flight

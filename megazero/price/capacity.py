@@ -88,7 +88,7 @@ def estimated(config: Config, layout: Layout, rank: int, device_type: str) -> Ne
         min(config.micro_batches(layout.dp), 4 * layout.pp * layout.chunks) * training.micro_batch_size * layout.dp
     )
     config = replace(config, training=replace(training, global_batch_size=samples))
-    memory = estimate(config, layout, rank, staged=device_type == "cpu").memory
+    memory = estimate(config, layout, rank, needs_staging_buffer=device_type == "cpu").memory
     at_rest = {kind: memory[kind] for kind in ("parameters", "optimizer")}
     activations = 0 if training.freeze_parameters else stage_activations(config, layout, rank, device_type)
     # Held together with the activations: the logits, but under full recompute, which starts when they are gone.

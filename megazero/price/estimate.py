@@ -25,7 +25,6 @@ from megazero.plan.operations import (
     Op,
     Open,
     Ops,
-    Publish,
     Rebuild,
     Recompute,
     Recv,
@@ -35,14 +34,16 @@ from megazero.plan.operations import (
     Start,
     SumReplicated,
     SumTied,
+    Sync,
     Update,
     Wait,
     inner,
 )
 from megazero.plan.parameters import stage_units, unit_layout
-from megazero.plan.program import Program, program, rank_spec
+from megazero.plan.program import Program, program
+from megazero.plan.rank_spec import rank_spec
 from megazero.plan.topology import Layout, ring_bytes
-from megazero.plan.zero_policy import COPY_DEPTH, fixed_gradients, plan_buckets, ring_slots
+from megazero.plan.zero_policy import COPY_DEPTH, persistent_gradients, plan_buckets, pool_slots
 from megazero.price.trace import trace_layers
 
 NUMBER = 8  # bytes of a number that ranks agree on: fp64
@@ -61,20 +62,22 @@ class Estimate(NamedTuple):
     traffic: dict[str, int]
 
 
-def estimate(config: Config, layout: Layout, rank: int = 0, staged: bool = True) -> Estimate:
+def estimate(config: Config, layout: Layout, rank: int = 0, needs_staging_buffer: bool = True) -> Estimate:
     """Predict the bytes of `rank` in one iteration.
 
     Args:
         config: resolved.
-        staged: as on gloo and CPUs, where a reduce-scatter needs a staging buffer and copies to the host none. False:
-            as on NCCL and GPUs, where it is the other way round.
+        needs_staging_buffer: True as on gloo and CPUs, where a reduce-scatter needs a staging buffer and a copy to the
+            host does not; False as on NCCL and GPUs, where it is the other way round.
     """
-    return _Pricer(config, layout, rank, staged).run()
+    return _Pricer(config, layout, rank, needs_staging_buffer).run()
 
 
-def predicted_after(config: Config, layout: Layout, rank: int, staged: bool, num_ops: int) -> MemoryTracker:
+def predicted_after(
+    config: Config, layout: Layout, rank: int, needs_staging_buffer: bool, num_ops: int
+) -> MemoryTracker:
     """Predict the memory tracker of `rank` when the first `num_ops` operations of a step have been carried out."""
-    pricer = _Pricer(config, layout, rank, staged)
+    pricer = _Pricer(config, layout, rank, needs_staging_buffer)
     step = pricer.at_rest()
     pricer.execute([*step.gradients, *step.update][:num_ops])
     return pricer.tracker
@@ -83,9 +86,14 @@ def predicted_after(config: Config, layout: Layout, rank: int, staged: bool, num
 class _Pricer:
     """Memory and traffic of every operation. Operations without a method here cost nothing of either."""
 
-    def __init__(self, config: Config, layout: Layout, rank: int, staged: bool) -> None:
+    def __init__(self, config: Config, layout: Layout, rank: int, needs_staging_buffer: bool) -> None:
         training, model, self.activations = config.training, config.model, config.activations
-        self.config, self.layout, self.coord, self.staged = config, layout, layout.coord(rank), staged
+        self.config, self.layout, self.coord, self.needs_staging_buffer = (
+            config,
+            layout,
+            layout.coord(rank),
+            needs_staging_buffer,
+        )
         self.spec = rank_spec(config, layout, self.coord.pp)
         self.policy, self.tracker = self.spec.policy, MemoryTracker()
         self.sent: Counter[str] = Counter({"dp": 0, "tp": 0, "pp": 0, "control": 0})
@@ -98,7 +106,7 @@ class _Pricer:
         self.hidden_bytes = training.micro_batch_size * model.seq_length // parts * model.hidden_size * self.w
         parts = layout.tp if self.activations.partition_activations else 1
         self.kept_bytes = partition_numel(self.hidden_bytes // self.w, parts) * self.w
-        self.fixed = fixed_gradients(
+        self.persistent = persistent_gradients(
             self.policy, self.activations.contiguous_checkpointing, config.micro_batches(layout.dp)
         )
         self.allocations: dict[object, Allocation] = {}
@@ -113,7 +121,7 @@ class _Pricer:
             Recv: self._recv,
             Send: self._send,
             Gather: self._gather,
-            Publish: self._gather,
+            Sync: self._gather,
             Open: self._open,
             Reduce: self._reduce,
             ReduceReplicas: self._reduce_replicas,
@@ -130,13 +138,13 @@ class _Pricer:
         parameters, optimizer = self._states()
         self.tracker.enter("parameters", parameters)
         self.tracker.enter("optimizer", optimizer)
-        self.tracker.enter("buffers", self._fixed_buffers())
+        self.tracker.enter("buffers", self._persistent_buffers())
         for name, unit in self.spec.units.items():
-            self.tracker.enter(self._unsharded_kind, unit.trains * self.fixed.full * unit.numel * self.g)
-            self.tracker.enter("gradients", unit.trains * self.fixed.reduced * self._owned(name) * self.g)
+            self.tracker.enter(self._unsharded_kind, unit.trains * self.persistent.unsharded * unit.numel * self.g)
+            self.tracker.enter("gradients", unit.trains * self.persistent.sharded * self._owned(name) * self.g)
         on_host = self.activations.checkpoint_in_cpu
         self.tracker.enter("host" if on_host else "buffers", step.num_slots * self.kept_bytes)
-        self.tracker.enter("buffers", 2 * COPY_DEPTH * self.kept_bytes * (on_host and not self.staged))
+        self.tracker.enter("buffers", 2 * COPY_DEPTH * self.kept_bytes * (on_host and not self.needs_staging_buffer))
         return step
 
     def run(self) -> Estimate:
@@ -169,14 +177,14 @@ class _Pricer:
     def _owned(self, unit: str) -> int:
         return self.spec.units[unit].numel // (self.layout.shard if self.policy.optimizer else 1)
 
-    def _fixed_buffers(self) -> int:
+    def _persistent_buffers(self) -> int:
         """Bytes of the unsharded-parameter pool, and of the reduce buckets with their scratch."""
         sizes, shards, zero = [u.numel for u in self.spec.units.values()], self.layout.shard, self.config.zero
-        pool = sum(size * slots for size, slots in ring_slots(sizes, self.policy).items())
-        reduced = sizes if self.policy.optimizer else []
-        buckets = plan_buckets(zero.reduce_bucket_size, reduced, shards, zero.overlap_comm)
+        pool = sum(size * slots for size, slots in pool_slots(sizes, self.policy).items())
+        sharded = sizes if self.policy.optimizer else []
+        buckets = plan_buckets(zero.reduce_bucket_size, sharded, shards, zero.overlap_comm)
         self.columns = buckets.columns
-        scratch = 0 if shards == 1 else buckets.columns * (shards if self.staged else 1)
+        scratch = 0 if shards == 1 else buckets.columns * (shards if self.needs_staging_buffer else 1)
         packed = buckets.columns * shards * buckets.packs
         return pool * self.w + buckets.slots * (scratch + packed) * self.g
 
@@ -228,7 +236,7 @@ class _Pricer:
 
     # -- units
 
-    def _gather(self, op: Gather | Publish) -> None:
+    def _gather(self, op: Gather | Sync) -> None:
         self.sent["dp"] += ring_bytes(self.spec.units[op.unit].numel * self.w, self.layout.shard)
 
     @property
@@ -236,7 +244,7 @@ class _Pricer:
         return "buffers" if self.policy.optimizer else "gradients"
 
     def _open(self, op: Open) -> None:
-        size = 0 if self.fixed.full else self.spec.units[op.unit].numel * self.g
+        size = 0 if self.persistent.unsharded else self.spec.units[op.unit].numel * self.g
         self.allocations["unsharded", op.unit] = self.tracker.allocate(self._unsharded_kind, size)
 
     def _reduce(self, op: Reduce) -> None:
@@ -247,7 +255,7 @@ class _Pricer:
             self.allocations["sharded", op.unit] = unsharded
             return
         if ("sharded", op.unit) not in self.allocations:
-            size = 0 if self.fixed.reduced else self._owned(op.unit) * self.g
+            size = 0 if self.persistent.sharded else self._owned(op.unit) * self.g
             self.allocations["sharded", op.unit] = self.tracker.allocate("gradients", size)
         self.sent["dp"] += ring_bytes(num_bytes, self.layout.shard)
         if self._owned(op.unit) <= self.columns:

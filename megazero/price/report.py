@@ -8,9 +8,10 @@ from typing import NamedTuple
 from megazero.config.schema import BYTES, Config
 from megazero.plan.operations import Backward, BackwardWeights
 from megazero.plan.parameters import stage_units, unit_layout
-from megazero.plan.program import program, rank_spec
+from megazero.plan.program import program
+from megazero.plan.rank_spec import rank_spec
 from megazero.plan.schedules import SCHEDULES
-from megazero.plan.split import ends, rank_costs
+from megazero.plan.split import non_block_costs, rank_costs
 from megazero.plan.topology import Layout
 from megazero.plan.zero_policy import ZeroPolicy
 from megazero.price.estimate import estimate, state_bytes
@@ -26,11 +27,11 @@ class Row(NamedTuple):
     formula: str  # Psi: elements of the rank's units, padding included; N: the ranks that share a copy of them
 
 
-def account(config: Config, layout: Layout, rank: int = 0, staged: bool = True) -> list[Row]:
-    """Every kind of memory, then of traffic of an iteration; `staged` as in `estimate`."""
-    memory, traffic = estimate(config, layout, rank, staged)
+def report_rows(config: Config, layout: Layout, rank: int = 0, needs_staging_buffer: bool = True) -> list[Row]:
+    """List every kind of memory, then of traffic of an iteration; `needs_staging_buffer` as in `estimate`."""
+    memory, traffic = estimate(config, layout, rank, needs_staging_buffer)
     formulas = _memory_formulas(config, layout) | _traffic_formulas(config, layout)
-    computed = stage_activations(config, layout, rank, "cpu" if staged else "cuda")
+    computed = stage_activations(config, layout, rank, "cpu" if needs_staging_buffer else "cuda")
     memory = {"activations": computed} | memory
     rows = [Row(kind, num_bytes, formulas[kind]) for kind, num_bytes in memory.items()]
     return rows + [
@@ -74,7 +75,7 @@ def _traffic_formulas(config: Config, layout: Layout) -> dict[str, str]:
     elif not policy.parameters:
         dp = f"({reduced} + {w}) Psi"
     else:
-        gathers = "1" if policy.keeps_gathered else f"up to 2 x {m}"
+        gathers = "1" if policy.gathers_once else f"up to 2 x {m}"
         dp = f"({gathers} x {w} + {reduced}) Psi"
     replicas = f" + 2 x {g} Psi / {layout.shard} x ({layout.replica}-1)/{layout.replica}" if layout.replica > 1 else ""
     return {
@@ -107,10 +108,10 @@ def split_line(config: Config, layout: Layout) -> str:
     """The layers of every virtual stage where they are uneven, and why; empty where they are even."""
     if not layout.split:
         return ""
-    costs = rank_costs(layout.split, layout.pp, ends(config.model, config.activations))
+    costs = rank_costs(layout.split, layout.pp, non_block_costs(config.model, config.activations))
     return (
         f"layers per virtual stage: {','.join(map(str, layout.split))}; the head computes as much as "
-        f"{ends(config.model, config.activations).head:.1f} blocks, so that pipeline ranks compute "
+        f"{non_block_costs(config.model, config.activations).head:.1f} blocks, so that pipeline ranks compute "
         f"{', '.join(f'{cost:.1f}' for cost in costs)} (--pipeline-split has other layers)"
     )
 
@@ -148,12 +149,12 @@ def queue_line(config: Config, layout: Layout) -> str:
     )
 
 
-def table(config: Config, layout: Layout, rank: int = 0, staged: bool = True) -> str:
-    """The account as text."""
+def table(config: Config, layout: Layout, rank: int = 0, needs_staging_buffer: bool = True) -> str:
+    """Format `report_rows` as text."""
     head = f"bytes of rank {rank} by estimate; Psi = {psi(config, layout, rank):,} elements"
     rows = [
         f"  {row.kind:<24}{row.num_bytes:>20,}   {row.formula}".rstrip()
-        for row in account(config, layout, rank, staged)
+        for row in report_rows(config, layout, rank, needs_staging_buffer)
     ]
     notes = [split_line(config, layout), queue_line(config, layout), partition_line(config, layout, rank)]
     return "\n".join([head, *rows, *filter(None, notes)])

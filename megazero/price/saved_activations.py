@@ -15,7 +15,8 @@ from megazero.config.schema import BYTES, Config
 from megazero.model.attention import Backend, attention_backend
 from megazero.plan.flat_layout import partition_numel
 from megazero.plan.operations import Backward, Forward
-from megazero.plan.program import program, rank_spec
+from megazero.plan.program import program
+from megazero.plan.rank_spec import rank_spec
 from megazero.plan.topology import Layout
 from megazero.plan.zero_policy import Use
 
@@ -35,8 +36,8 @@ class Saved(NamedTuple):
 def block_saves(config: Config, layout: Layout, device_type: str) -> list[Saved]:
     """List what one block saves for one micro-batch on its device, between forward and backward.
 
-    Under full recompute all that is kept is the block's input, or a part of it, or nothing here (Pa+cpu); while the
-    block is computed again, it is `computed_saves`.
+    Under full recompute: the block's input, or a part of it, or nothing on the device (Pa+cpu). During its recompute a
+    block saves `computed_saves`.
     """
     activations, w = config.activations, BYTES[config.training.precision]
     if activations.recompute != "full":
@@ -58,8 +59,8 @@ def _stream_rows(config: Config, layout: Layout) -> int:
 def computed_saves(config: Config, layout: Layout, device_type: str) -> list[Saved]:
     """List computed tensors that a block saves, without those that selective recompute recomputes.
 
-    A norm's statistics are in fp32 or fp64, on a CPU in the weights' own type. Dropout keeps nothing: masks are made
-    again.
+    A norm's statistics are in fp32 or fp64, on a CPU in the weights' own type. Dropout saves nothing: its masks are
+    recomputed.
     """
     model, training, tp = config.model, config.training, layout.tp
     b, s, h, w = training.micro_batch_size, model.seq_length, model.hidden_size, BYTES[training.precision]
@@ -88,9 +89,9 @@ def saved_bytes(saves: list[Saved]) -> int:
 
 
 def stage_activations(config: Config, layout: Layout, rank: int, device_type: str) -> int:
-    """The most bytes that the blocks of a rank keep at one instant, inputs kept for recompute left out.
+    """Return the peak of the bytes that the blocks of a rank save, inputs kept for recompute excluded.
 
-    Of all blocks and micro-batches in flight; under full recompute, of the one block that is being computed again: its
+    Without full recompute all blocks and micro-batches in flight count; with it, only the block being recomputed: its
     input is the kept one, unless Pa has gathered it.
     """
     if config.activations.recompute == "full":
@@ -107,7 +108,7 @@ def stage_activations(config: Config, layout: Layout, rank: int, device_type: st
 
 
 def korthikanti(config: Config, layout: Layout) -> float:
-    """Bytes a block by table 2 of "Reducing Activation Recomputation in Large Transformer Models" (2022).
+    """Bytes per block by table 2 of "Reducing Activation Recomputation in Large Transformer Models" (2022).
 
     Its model is Megatron's, with dropout masks of a byte, and with softmax, its dropout and that one's mask kept. The
     paper has it for 16 bit: there this is sbh (10 + 24 / t + 5 a s / (h t)) and so on.
@@ -115,8 +116,8 @@ def korthikanti(config: Config, layout: Layout) -> float:
     model, tp, w = config.model, layout.tp, BYTES[config.training.precision]
     s, h, n = model.seq_length, model.hidden_size, model.num_attention_heads
     sbh, recompute = s * config.training.micro_batch_size * h, config.activations.recompute
-    cut = tp if config.parallel.sequence_parallel else 1
+    shards = tp if config.parallel.sequence_parallel else 1
     if recompute == "full":
-        return w * sbh / cut
+        return w * sbh / shards
     scores = (2 * w + 1) * n * s / h / tp if recompute == "none" else 0.0
-    return sbh * ((4 * w + 2) / cut + 12 * w / tp + scores)
+    return sbh * ((4 * w + 2) / shards + 12 * w / tp + scores)

@@ -25,7 +25,8 @@ from megazero.plan.operations import (
     inner,
     name_of,
 )
-from megazero.plan.program import Layer, RankSpec, Unit, program
+from megazero.plan.program import program
+from megazero.plan.rank_spec import Layer, RankSpec, Unit
 from megazero.plan.zero_policy import Use, ZeroPolicy
 
 Cost = Callable[[Op], float]

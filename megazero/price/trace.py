@@ -16,10 +16,10 @@ import torch
 from megazero.comm.pretend import pretend_mesh
 from megazero.config.schema import Config, ModelConfig
 from megazero.memory.tracker import MemoryTracker
-from megazero.model.context import Context, DeviceBatch, GradWriter, ResidualStream, Tokens, kept_bytes
+from megazero.model.context import Context, DeviceBatch, GradWriter, MicroBatchInfo, ResidualStream, kept_bytes
 from megazero.model.gpt2 import GPTStage
 from megazero.plan.parameters import ParamSpec, stage_units
-from megazero.plan.program import Layer, rank_spec
+from megazero.plan.rank_spec import Layer, rank_spec
 from megazero.plan.topology import Layout
 
 SMALL = 1 << 24  # elements: tens of milliseconds
@@ -87,8 +87,8 @@ class _Kind(NamedTuple):
 def _trace(kind: _Kind) -> LayerCost:
     """Build a model of one layer of this kind, and run that forward, backward and, if asked for, forward again."""
     model = kind.model
-    mesh = pretend_mesh(Layout(tp=kind.tp), 0, kind.device, staged=False)
-    stream, tracker = ResidualStream(mesh.tp, cut=kind.sequence_parallel), MemoryTracker()
+    mesh = pretend_mesh(Layout(tp=kind.tp), 0, kind.device, needs_staging_buffer=False)
+    stream, tracker = ResidualStream(mesh.tp, sharded=kind.sequence_parallel), MemoryTracker()
     queue: list[GradWriter] = []
 
     def accumulate_grad(parameter: torch.nn.Parameter, write: GradWriter) -> None:
@@ -101,7 +101,7 @@ def _trace(kind: _Kind) -> LayerCost:
         p.data = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
     compute = stage.compute(kind.layer)
     ids = torch.zeros(kind.micro_batch_size, model.seq_length, dtype=torch.int64, device=mesh.device)
-    tokens = Tokens.of(ids, tuple(range(len(ids))), stream, drops=True)
+    tokens = MicroBatchInfo.of(ids, tuple(range(len(ids))), stream, training=True)
     batch = DeviceBatch(ids, ids, ids.float(), tokens)
     rows = len(stream.tokens(ids.numel()))
 

@@ -15,7 +15,8 @@ import torch
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import Config
 from megazero.plan.operations import COMPUTE, Op, Transfer, inner
-from megazero.plan.program import program, rank_spec
+from megazero.plan.program import program
+from megazero.plan.rank_spec import rank_spec
 from megazero.price.simulate import simulate
 from megazero.train.timeline import Span
 

@@ -19,20 +19,21 @@ from megazero.comm.mesh import Mesh
 from megazero.config.schema import Config
 from megazero.memory.tracker import MemoryTracker
 from megazero.model import initial_values
-from megazero.model.context import DTYPES, Context, DeviceBatch, ResidualStream, Tokens
+from megazero.model.context import DTYPES, Context, DeviceBatch, MicroBatchInfo, ResidualStream
 from megazero.model.fused_ops import PLAIN, compiled
 from megazero.model.gpt2 import GPTStage
 from megazero.model.matmul import Products
 from megazero.plan.operations import name_of
-from megazero.plan.parameters import TOKEN, stage_units
-from megazero.plan.program import Program, program, rank_spec
+from megazero.plan.parameters import TOKEN_EMBEDDING, stage_units
+from megazero.plan.program import Program, program
+from megazero.plan.rank_spec import rank_spec
 from megazero.plan.schedules import EVALUATION
 from megazero.plan.topology import Layout
-from megazero.plan.zero_policy import fixed_gradients
+from megazero.plan.zero_policy import persistent_gradients
 from megazero.train.interpreter import ActivationSpec, Interpreter
 from megazero.train.memory_report import is_out_of_memory, memory_report
 from megazero.train.optimization import LossScale, clip_factor, learning_rate
-from megazero.zero.adamw import Update
+from megazero.zero.adamw import StepParams
 from megazero.zero.flat_unit import ZeroOptions
 from megazero.zero.zero import Zero
 
@@ -53,12 +54,14 @@ class LossScaleExhausted(Exception):
 class StepResult(NamedTuple):
     """Result of one iteration, the same on all ranks except for the bytes."""
 
-    loss: float  # nats a target, before the update
+    loss: float  # nats per target, before the update
     grad_norm: float
     lr: float
     loss_scale: float  # that the gradients were made with
     skipped: bool  # no update: the gradients are not finite
-    culprit: str | None  # why: where a gradient is not finite, tensor and rank
+    skip_reason: (
+        str | None
+    )  # if skipped: the tensor and the rank whose gradient is not finite, or that no target counts
     gradient_bytes: int  # accumulated, just before the update
 
 
@@ -84,12 +87,12 @@ class Engine:
         self.config, self.mesh, self.tracker = config, mesh, MemoryTracker()
         self.updates = 0  # made so far: for Adam's bias correction
         self.scale = LossScale.of(config.training)
-        self.tied = None if config.model.untie_embeddings else TOKEN  # the unit that both pipeline ends hold
+        self.tied = None if config.model.untie_embeddings else TOKEN_EMBEDDING  # the unit of the embedding group
         self.spec = rank_spec(config, mesh.layout, mesh.pp.rank)
         self.programs: dict[tuple[str, int], Program] = {}
         self.zero = self._zero()
-        stream = ResidualStream(mesh.tp, cut=config.parallel.sequence_parallel)
-        pieces = compiled(mesh.device) if config.training.compile else PLAIN
+        stream = ResidualStream(mesh.tp, sharded=config.parallel.sequence_parallel)
+        fused_ops = compiled(mesh.device) if config.training.compile else PLAIN
         context = Context(
             stream,
             self.zero.accumulate_grad,
@@ -97,20 +100,20 @@ class Engine:
             config.training.precision,
             mesh.device,
             config.activations.recompute == "selective",
-            pieces,
+            fused_ops,
             Products(onednn=config.training.matmul_backend == "onednn"),
         )
         seed, model = config.training.seed, config.model
         self.model = GPTStage(model, mesh, seed, context, config.training.freeze_parameters)
         self.zero.allocate(self.model.named_units(), partial(initial_values.draw, seed))
         tokens = len(stream.tokens(config.training.micro_batch_size * model.seq_length))
-        message = ActivationSpec((tokens, model.hidden_size), context.dtype, mesh.device)
+        activation = ActivationSpec((tokens, model.hidden_size), context.dtype, mesh.device)
         self.interpreter = Interpreter(
             {name: (layer, self.model.compute(name)) for name, layer in self.spec.layers.items()},
             self.zero,
-            self._kept_inputs(message),
+            self._kept_inputs(activation),
             mesh.pp,
-            message,
+            activation,
             self.tracker,
             self.tied,
         )
@@ -127,19 +130,19 @@ class Engine:
                 DTYPES[config.training.grad_dtype],
                 config.zero.reduce_bucket_size,
                 config.zero.overlap_comm,
-                fixed_gradients(policy, arena, config.micro_batches(mesh.layout.dp)),
+                persistent_gradients(policy, arena, config.micro_batches(mesh.layout.dp)),
                 config.zero.poison_buffers,
             )
         )
 
-    def _kept_inputs(self, message: ActivationSpec) -> KeptInputs | None:
+    def _kept_inputs(self, activation: ActivationSpec) -> KeptInputs | None:
         activations = self.config.activations
         if activations.recompute != "full":
             return None
         return KeptInputs(
-            math.prod(message.shape),
-            message.dtype,
-            message.device,
+            math.prod(activation.shape),
+            activation.dtype,
+            activation.device,
             self.tracker,
             tp=self.mesh.tp if activations.partition_activations else None,
             on_host=activations.checkpoint_in_cpu,
@@ -183,24 +186,25 @@ class Engine:
         loss = self._run(step, batches, seed_gradient=scale / max(1, targets))
         norm = interpreter.grad_norm / scale
         gradient_bytes = self.tracker.now["gradients"]
-        lr, culprit = learning_rate(optimizer, iteration), None
+        lr, skip_reason = learning_rate(optimizer, iteration), None
         skipped = targets == 0 or not math.isfinite(norm)
         if skipped:
-            culprit = self._first_nonfinite() if targets else "no target counts in this batch"
+            skip_reason = self._first_nonfinite() if targets else "no target counts in this batch"
             self.zero.discard_gradients()
         else:
-            made = torch.tensor(float(self.updates), device=self.mesh.device)
+            updates = torch.tensor(float(self.updates), device=self.mesh.device)
             with self._reporting_memory(step):
-                interpreter.update(step, Update(optimizer, lr, made, clip_factor(norm, optimizer.clip_grad) / scale))
+                factor = clip_factor(norm, optimizer.clip_grad) / scale
+                interpreter.update(step, StepParams(optimizer, lr, updates, factor))
             self.updates += 1
         mean = self._global_loss(loss) / targets if targets else math.nan
         if self.scale and skipped and targets and self.scale.exhausted:
             raise LossScaleExhausted(
                 f"iteration {iteration}: gradients overflow at the smallest loss scale (--min-loss-scale {scale:g}), "
-                f"first: {culprit}; the loss is {mean:g}. Lower --lr, or train in bf16"
+                f"first: {skip_reason}; the loss is {mean:g}. Lower --lr, or train in bf16"
             )
         self.scale = self.scale and self.scale.after(skipped and targets > 0)
-        return StepResult(mean, norm, lr, scale, skipped, culprit, gradient_bytes)
+        return StepResult(mean, norm, lr, scale, skipped, skip_reason, gradient_bytes)
 
     def begin(self) -> None:
         """Reset per-iteration peaks and discard state left by a failed step."""
@@ -230,13 +234,14 @@ class Engine:
     def _run(self, step: Program, batches: Sequence[Batch], seed_gradient: float) -> torch.Tensor:
         def on_device(b: Batch) -> DeviceBatch:
             ids, labels, mask = (t.to(self.mesh.device, non_blocking=True) for t in (b.ids, b.labels, b.loss_mask))
-            return DeviceBatch(ids, labels, mask, Tokens.of(b.ids, b.samples, self.model.stream, drops=step.trains))
+            tokens = MicroBatchInfo.of(b.ids, b.samples, self.model.stream, training=step.trains)
+            return DeviceBatch(ids, labels, mask, tokens)
 
         with self._reporting_memory(step):
             return self.interpreter.run(step, [on_device(batch) for batch in batches], seed_gradient)
 
     def wait(self) -> None:
-        """Wait for all outstanding collectives: before ranks part."""
+        """Wait for all outstanding collectives; call before shutdown."""
         self.interpreter.wait_all()
 
     def _count_targets(self, batches: Sequence[Batch]) -> int:
@@ -272,7 +277,7 @@ class Engine:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint whose tensors have been read into `shards`. All ranks call this."""
         self.wait()
-        self.zero.publish()
+        self.zero.sync_params()
         self.updates = state["updates"]
         if self.scale and state["loss_scale"]:
             known = state["loss_scale"]

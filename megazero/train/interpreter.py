@@ -32,7 +32,6 @@ from megazero.plan.operations import (
     Op,
     Open,
     Ops,
-    Publish,
     Rebuild,
     Recompute,
     Recv,
@@ -43,12 +42,14 @@ from megazero.plan.operations import (
     Start,
     SumReplicated,
     SumTied,
+    Sync,
     Update,
     Wait,
     name_of,
 )
-from megazero.plan.program import Layer, Program
-from megazero.zero.adamw import Update as StepParams
+from megazero.plan.program import Program
+from megazero.plan.rank_spec import Layer
+from megazero.zero.adamw import StepParams
 from megazero.zero.zero import Zero
 
 Observer = Callable[[Op], contextlib.AbstractContextManager[object]]
@@ -104,12 +105,12 @@ class Interpreter:
         zero: Zero,
         kept: KeptInputs | None,
         pp: Axis,
-        message: ActivationSpec,
+        activation: ActivationSpec,
         tracker: MemoryTracker,
         tied: str | None,
     ) -> None:
         self.layers, self.zero, self.units, self._kept = layers, zero, zero.units, kept
-        self.pp, self.message, self.tracker, self.tied = pp, message, tracker, tied
+        self.pp, self.activation, self.tracker, self.tied = pp, activation, tracker, tied
         self.pending: dict[Op, Pending] = {}
         self.gathered: set[str] = set()
         self.current: Op | None = None
@@ -120,7 +121,7 @@ class Interpreter:
         self.reset()
         self._start: dict[type, Callable[[Any], Pending]] = {
             Gather: self._gather,
-            Publish: lambda op: self.units[op.unit].weights.start_publish(),
+            Sync: lambda op: self.units[op.unit].weights.start_sync(),
             Reduce: lambda op: self.units[op.unit].gradients.start_reduce(self.zero.reducer),
             ReduceReplicas: lambda op: self.units[op.unit].gradients.start_reduce_replicas(),
             SumReplicated: lambda op: self.units[op.unit].gradients.start_sum_replicated(),
@@ -158,7 +159,7 @@ class Interpreter:
 
     def reset(self) -> None:
         """Forget every micro-batch: at the start of a step, whatever became of the one before."""
-        for op in [op for op in self.pending if not isinstance(op, Publish)]:
+        for op in [op for op in self.pending if not isinstance(op, Sync)]:
             self.pending.pop(op).wait()
         for name in list(self.gathered):
             self.units[name].weights.release()
@@ -183,7 +184,7 @@ class Interpreter:
         if self._kept is not None:
             self._kept.begin(program.num_slots)
         self.micro_batches, self.seed_gradient = micro_batches, seed_gradient
-        self.loss = torch.zeros((), dtype=torch.float64, device=self.message.device)
+        self.loss = torch.zeros((), dtype=torch.float64, device=self.activation.device)
         with torch.no_grad():
             self.execute(program.gradients)
         return self.loss
@@ -221,7 +222,7 @@ class Interpreter:
         if pending is not None:
             pending.wait()
         else:  # an evaluation, or the first step, may have waited for it, or nothing was updated yet
-            assert isinstance(op.op, Publish), f"{name_of(op)}: was never started"
+            assert isinstance(op.op, Sync), f"{name_of(op)}: was never started"
 
     def _at_once(self, op: Op) -> None:
         self._start[type(op)](op).wait()
@@ -256,7 +257,7 @@ class Interpreter:
         x, y = self.graphs.pop(op.key)
         dy = self.dx.pop(op.micro_batch, None)
         if dy is None:
-            dy = torch.full((), self.seed_gradient, dtype=torch.float64, device=self.message.device)
+            dy = torch.full((), self.seed_gradient, dtype=torch.float64, device=self.activation.device)
         if not op.weights:
             self.zero.queue = []
         # Only nodes on paths from y to x run, and those of every parameter are: their Functions hand gradients over.
@@ -280,13 +281,13 @@ class Interpreter:
     def _gather(self, op: Gather) -> Pending:
         unit = self.units[op.unit]
         self.gathered.add(op.unit)
-        arriving = unit.weights.start_gather(self.zero.pool.slots[unit.flat.numel][op.slot])
+        arriving = unit.weights.start_all_gather(self.zero.pool.slots[unit.flat.numel][op.slot])
 
-        def arrive() -> None:
+        def received() -> None:
             arriving.wait()
             unit.weights.gathered()
 
-        return Pending(then=arrive)
+        return Pending(then=received)
 
     def _release(self, op: Release) -> None:
         self.gathered.discard(op.unit)
@@ -298,28 +299,28 @@ class Interpreter:
         return (op.to * len(self.micro_batches) + op.micro_batch) * 2 + (op.what == "dx")
 
     def _recv(self, op: Recv) -> Pending:
-        shape, dtype, device = self.message
+        shape, dtype, device = self.activation
         x = torch.empty(shape, dtype=dtype, device=device)
         allocation = self.tracker.allocate("buffers", x.nbytes)
-        arriving = self.pp.start_recv(x, -1 if op.what == "x" else 1, self._tag(op))
+        receive = self.pp.start_recv(x, -1 if op.what == "x" else 1, self._tag(op))
 
-        def arrive() -> None:
-            arriving.wait()
+        def received() -> None:
+            receive.wait()
             allocation.end()
             (self.x if op.what == "x" else self.dx)[op.micro_batch] = x
 
-        return Pending(then=arrive)
+        return Pending(then=received)
 
     def _send(self, op: Send) -> Pending:
         x = (self.x if op.what == "x" else self.dx).pop(op.micro_batch).contiguous()
         allocation = self.tracker.allocate("buffers", x.nbytes)
-        leaving = self.pp.start_send(x, 1 if op.what == "x" else -1, self._tag(op))
+        send = self.pp.start_send(x, 1 if op.what == "x" else -1, self._tag(op))
 
-        def left() -> None:
-            leaving.wait()
+        def sent() -> None:
+            send.wait()
             allocation.end()
 
-        return Pending(then=left)
+        return Pending(then=sent)
 
     # -- the end of a step
 

@@ -30,7 +30,7 @@ def memory_report(config: Config, mesh: Mesh, tracker: MemoryTracker, step: Prog
     """Tell what this rank held when `op` of `step` ran out of memory, by kind, now and at its peak, and as predicted.
 
     The prediction is for the moment after the operation. It is left out for an evaluation, and where it fails: this
-    report is made while another exception is on its way.
+    report is made while another exception is being raised.
     """
     expected: MemoryTracker | None = None
     ops = [*step.gradients, *step.update]

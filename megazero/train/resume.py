@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and whether it may: the guard of --save, the model, the corpora."""
+"""The checkpoint that a run goes on from, and whether it may: the guard of --save, the model, the corpora."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from megazero.config.schema import ModelConfig
 
 @dataclass(frozen=True)
 class RunState:
-    """How far a run was, and what it was."""
+    """Progress of a run when it was saved, and its identity."""
 
     iteration: int
     consumed_samples: int

@@ -52,7 +52,7 @@ class Timeline:
         self.issued = [Span(*span) for span in self._spans]
 
     def computed(self) -> list[Span]:
-        """When the device ran each operation; call it after `close`."""
+        """Return the times at which the device ran each operation; call it after `close`."""
         return self.issued
 
 

@@ -40,7 +40,7 @@ SERVED_SHOWN = 100
 
 @dataclass
 class Progress:
-    """How far the run is; saved with every checkpoint."""
+    """Progress of the run; saved with every checkpoint."""
 
     iteration: int = 0
     consumed_samples: int = 0
@@ -182,7 +182,8 @@ class Trainer:
             self._finish_save()
             raise DeadRun(
                 f"iteration {self.progress.iteration}: {skipped} iterations in a row made no update "
-                f"(--max-skipped-iterations {limit}), the last: {self.culprit}. The last checkpoint is left as it is; "
+                f"(--max-skipped-iterations {limit}), the last: {self.skip_reason}. The last checkpoint is left "
+                f"as it is; "
                 "lower --lr, look at the data, or go on from an earlier checkpoint"
             )
 
@@ -203,9 +204,9 @@ class Trainer:
         traffic = {kind: total - sent[kind] for kind, total in mesh.sent().items()}
         record = self._record(result, seconds, traffic) | self.profiler.end()
         progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if result.skipped else 0
-        self.culprit = result.culprit
-        if result.culprit is not None:
-            self.say(f"iteration {progress.iteration} makes no update: {result.culprit}")
+        self.skip_reason = result.skip_reason
+        if result.skip_reason is not None:
+            self.say(f"iteration {progress.iteration} makes no update: {result.skip_reason}")
         if self._due(config.evaluation.eval_interval):
             record["validation_loss"] = self.evaluate()
         return record
@@ -381,7 +382,7 @@ class Trainer:
             f"{self.mesh.device.type}: {layout}, ZeRO stage {config.zero.zero_stage}; global batch {batch} "
             f"x {config.training.micro_batch_size} x {layout.dp} data-parallel ranks"
         )
-        self.say(table(config, layout, staged=self.mesh.device.type == "cpu"))
+        self.say(table(config, layout, needs_staging_buffer=self.mesh.device.type == "cpu"))
         if self.choices:
             self.say(self.choices)
         if config.checkpoint.load and load is None:

@@ -14,18 +14,18 @@ from megazero.config.schema import OptimizerConfig
 Moments = tuple[torch.Tensor, torch.Tensor]
 
 
-class Update(NamedTuple):
+class StepParams(NamedTuple):
     """Inputs of one optimizer step, the same for every unit."""
 
     config: OptimizerConfig
     lr: float
-    made: torch.Tensor  # updates made before this one, an fp32 scalar on the device: for the bias correction
+    step: torch.Tensor  # number of updates before this one, an fp32 scalar on the device: for the bias correction
     factor: float  # of the gradients: clipping, and 1 / loss scale
 
 
-def adamw_(update: Update, master: torch.Tensor, gradient: torch.Tensor, moments: Moments, decayed: int) -> None:
+def adamw_(params: StepParams, master: torch.Tensor, gradient: torch.Tensor, moments: Moments, decayed: int) -> None:
     """Update `master` and `moments` in place, all [n] in fp32 or fp64; the first `decayed` elements decay."""
-    c = update.config
+    c = params.config
     for part, decay in ((slice(0, decayed), c.weight_decay), (slice(decayed, len(master)), 0.0)):
         if part.start == part.stop:
             continue
@@ -35,12 +35,12 @@ def adamw_(update: Update, master: torch.Tensor, gradient: torch.Tensor, moments
             [moments[0][part]],
             [moments[1][part]],
             [],
-            [update.made.clone()],  # the kernel counts this update itself
+            [params.step.clone()],  # the kernel counts this update itself
             fused=True,
             amsgrad=False,
             beta1=c.adam_beta1,
             beta2=c.adam_beta2,
-            lr=update.lr,
+            lr=params.lr,
             weight_decay=decay,
             eps=c.adam_eps,
             maximize=False,

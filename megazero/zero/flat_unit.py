@@ -13,7 +13,7 @@ from megazero.comm.mesh import Mesh
 from megazero.memory.tracker import MemoryTracker
 from megazero.plan.flat_layout import Range
 from megazero.plan.parameters import LocalBlock, ParamSpec, unit_layout
-from megazero.plan.zero_policy import NOTHING_FIXED, FixedGradients, ZeroPolicy
+from megazero.plan.zero_policy import NOTHING_PERSISTENT, PersistentGradients, ZeroPolicy
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class ZeroOptions:
     grad_dtype: torch.dtype = torch.float32
     bucket_size: int = 40_000_000  # elements
     overlap: bool = True
-    fixed: FixedGradients = NOTHING_FIXED
+    persistent: PersistentGradients = NOTHING_PERSISTENT
     poison: bool = False  # fill memory that must not be read with NaN
 
     @property

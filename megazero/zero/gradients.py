@@ -1,4 +1,4 @@
-"""Gradients of a unit: the unsharded sum of this rank's contributions, and the reduced one of the owned range."""
+"""Gradients of a unit: the unsharded sum of this rank's contributions, and the sharded one of the owned range."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ class UnitGradients:
     @property
     def persistent_numel(self) -> tuple[int, int]:
         """Elements of `unsharded` and of `sharded` that lie in an arena (--contiguous-checkpointing)."""
-        fixed, trains = self.options.fixed, self.unit.trains
-        return self.unit.numel * (fixed.full and trains), self.unit.owned.numel * (fixed.reduced and trains)
+        if not self.unit.trains:
+            return 0, 0
+        persistent = self.options.persistent
+        return self.unit.numel * persistent.unsharded, self.unit.owned.numel * persistent.sharded
 
     def bind_persistent(self, unsharded: torch.Tensor, sharded: torch.Tensor) -> None:
         """Bind the buffers to slices of the persistent arena, `persistent_numel` elements each."""
@@ -104,23 +106,23 @@ class UnitGradients:
         return Pending(then=reducer.drain)
 
     @property
-    def reduced(self) -> torch.Tensor:
-        """The reduced gradient of the owned range."""
+    def sharded_grad(self) -> torch.Tensor:
+        """The reduced gradient of the owned range, [owned]."""
         assert self.sharded is not None, f"the gradients of {self.unit.name} are not reduced"
         return self.sharded.data
 
     def start_reduce_replicas(self) -> Pending:
         """Sum over the groups that each hold a whole copy."""
-        return self.mesh.replica.start_all_reduce(self.reduced)
+        return self.mesh.replica.start_all_reduce(self.sharded_grad)
 
     def start_sum_replicated(self) -> Pending:
         """Sum over tp the gradients of tp-replicated parameters (with sequence parallelism)."""
         part = self.unit.layout.replicated.within(self.unit.owned)
-        return self.mesh.tp.start_all_reduce(self.reduced[part.slice()]) if part.numel else Pending()
+        return self.mesh.tp.start_all_reduce(self.sharded_grad[part.slice()]) if part.numel else Pending()
 
     def start_sum_tied(self) -> Pending:
         """Sum over the first and the last pipeline stage, which both hold this unit."""
-        return self.mesh.ends.start_all_reduce(self.reduced)
+        return self.mesh.embedding.start_all_reduce(self.sharded_grad)
 
     # -- after the reduction
 
@@ -133,7 +135,7 @@ class UnitGradients:
         ranges = [Range(0, shared.start), Range(shared.stop, self.unit.numel)] + [shared] * replicated
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for part in ranges:
-            total += square_sum(self.reduced[part.within(self.unit.owned).slice()])
+            total += square_sum(self.sharded_grad[part.within(self.unit.owned).slice()])
         return total
 
     def first_nonfinite(self) -> str | None:
@@ -144,7 +146,7 @@ class UnitGradients:
         return None
 
     def take(self) -> Buffer:
-        """Hand the reduced gradient over; the caller ends its allocation."""
+        """Return the reduced gradient and forget it; the caller ends its allocation."""
         assert self.sharded is not None, self.unit.name
         sharded, self.sharded = self.sharded, None
         return sharded

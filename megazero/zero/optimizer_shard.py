@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from megazero.plan.parameters import LocalBlock, ParamSpec
-from megazero.zero.adamw import Update, adamw_
+from megazero.zero.adamw import StepParams, adamw_
 from megazero.zero.flat_unit import FlatUnit, OwnedPart, ZeroOptions
 from megazero.zero.reduce_scatter import Buffer
 
@@ -35,16 +35,16 @@ class OptimizerShard:
             self.master[part.owned.slice()] = values.to(weights.device)
         self.cast()
 
-    def step(self, update: Update, gradient: Buffer) -> None:
+    def step(self, params: StepParams, gradient: Buffer) -> None:
         """Step the master weights with the reduced gradient, free that, and cast the weights."""
         self.options.mesh.in_flight.check(f"the update of {self.unit.name}", writes=[self.weights])
         values, wide = gradient.data, gradient.data.dtype == self.master.dtype
         widened = self.options.tracker.allocate("buffers", 0 if wide else self.master.nbytes)
         if not wide:
             values = values.to(self.master.dtype)
-        if update.factor != 1.0:
-            values.mul_(update.factor)
-        adamw_(update, self.master, values, self.moments, self.unit.num_decayed)
+        if params.factor != 1.0:
+            values.mul_(params.factor)
+        adamw_(params, self.master, values, self.moments, self.unit.num_decayed)
         widened.end()
         gradient.allocation.end()
         self.cast()

@@ -23,8 +23,8 @@ class Reducer:
     """Reduce-scatters units' gradients, one unit after the other, bucket by bucket.
 
     Bucket k packs the k-th `columns` elements of every rank's range as [shards, columns], so that each rank receives
-    whole buckets of its own range. A unit that fits a bucket is sent as it lies. What a unit sends is on its way until
-    the next unit's turn, or `drain`.
+    whole buckets of its own range. A unit that fits a bucket is not packed. Its reduction is in flight until the
+    next unit's starts, or until `drain`.
     """
 
     def __init__(
@@ -42,26 +42,26 @@ class Reducer:
         numel = self.packed + axis.scratch_numel(buckets.columns)
         self.pool = BufferPool(numel, dtype, device, tracker, "buffers", count=buckets.slots)
         self.pending = [Pending() for _ in range(buckets.slots)]
-        self.sending: Buffer | None = None  # a unit's gradients that are sent as they lie
+        self.sending: Buffer | None = None  # a unit's gradient that is sent unpacked
 
-    def start(self, full: Buffer, out: torch.Tensor, add: bool) -> None:
-        """Write or add the sum of everyone's `full` [shards * n], this rank's part of it, to `out` [n]."""
+    def start(self, unsharded: Buffer, out: torch.Tensor, add: bool) -> None:
+        """Write or add the sum of everyone's `unsharded` [shards * n], this rank's part of it, to `out` [n]."""
         self.drain()
         n, packs = out.numel(), out.numel() > self.columns
-        rows = full.data.view(self.axis.size, n)
+        rows = unsharded.data.view(self.axis.size, n)
         for k, at in enumerate(range(0, n, self.columns)):
             stop = min(at + self.columns, n)
             slot = k % len(self.pool)
             self.pending[slot].wait()
-            bucket, scratch = full.data, self.pool[slot][self.packed :]
+            bucket, scratch = unsharded.data, self.pool[slot][self.packed :]
             if packs:
                 bucket = self.pool[slot][: self.axis.size * (stop - at)]
                 bucket.view(self.axis.size, -1).copy_(rows[:, at:stop])
             self.pending[slot] = self.axis.start_reduce_scatter(bucket, out[at:stop], add, scratch)
         if packs:
-            full.allocation.end()
+            unsharded.allocation.end()
         else:
-            self.sending = full
+            self.sending = unsharded
         if not self.overlap:
             self.drain()
 

@@ -6,12 +6,12 @@ import torch
 
 from megazero.comm.collectives import Pending
 from megazero.memory.pool import BufferPool
-from megazero.plan.zero_policy import ring_slots
+from megazero.plan.zero_policy import pool_slots
 from megazero.zero.flat_unit import FlatUnit, ZeroOptions
 
 
 class UnshardedPool:
-    """Fixed buffers for gathered weights, a few per size of unit (`zero_policy.ring_slots`).
+    """Persistent buffers for gathered weights, a few per size of unit (`zero_policy.pool_slots`).
 
     The program says which unit lies in which buffer.
     """
@@ -19,7 +19,7 @@ class UnshardedPool:
     def __init__(self, sizes: list[int], options: ZeroOptions) -> None:
         self.slots = {
             size: BufferPool(size, options.dtype, options.mesh.device, options.tracker, "buffers", count=count)
-            for size, count in ring_slots(sizes, options.policy).items()
+            for size, count in pool_slots(sizes, options.policy).items()
         }
         for pool in self.slots.values():
             for slot in pool.slots:
@@ -66,14 +66,14 @@ class UnitWeights:
         for member, view in zip(self.unit.members, self._views[at], strict=True):
             member.parameter.data = view
 
-    def start_gather(self, slot: torch.Tensor) -> Pending:
+    def start_all_gather(self, slot: torch.Tensor) -> Pending:
         """Stage 3: all-gather the weights into `slot`. They may be used after `gathered`."""
         assert self.unsharded is None, f"{self.unit.name} is gathered already"
         self.unsharded = slot
         return self.axis.start_all_gather(self.sharded, slot)
 
     def gathered(self) -> None:
-        """Let the parameters use what `start_gather` has brought."""
+        """Let the parameters use what `start_all_gather` has brought."""
         self._point()
 
     def release(self) -> None:
@@ -84,9 +84,9 @@ class UnitWeights:
         self.unsharded = None
         self._point()
 
-    def start_publish(self) -> Pending:
+    def start_sync(self) -> Pending:
         """Stages 1 and 2: all-gather the updated shards into the whole weights of all ranks."""
-        if not self.options.policy.publishes:
+        if not self.options.policy.syncs:
             return Pending()
         assert self.unsharded is not None
         return self.axis.start_all_gather(self.sharded, self.unsharded)

@@ -6,7 +6,7 @@
 | Reduce                               | all-reduce      | reduce-scatter  | same             | same             |
 | when                                 | once per step   | once per step   | each micro-batch | each micro-batch |
 | Gather and Release around a use      | -               | -               | -                | all-gather, free |
-| Publish after Update                 | -               | all-gather      | all-gather       | -                |
+| Sync after Update                 | -               | all-gather      | all-gather       | -                |
 
 The classes here own memory and start collectives; the program (`plan.program`) says when.
 """
@@ -70,7 +70,7 @@ class Zero:
         self.pool = UnshardedPool(sizes, o)
         buckets = plan_buckets(o.bucket_size, sizes if o.policy.optimizer else [], self.mesh.shard.size, o.overlap)
         self.reducer = Reducer(self.mesh.shard, buckets, o.grad_dtype, self.mesh.device, o.tracker, o.overlap)
-        self.publish()
+        self.sync_params()
 
     def _bind_persistent_gradients(self) -> None:
         """MD: place gradients that outlive their unit's backward side by side in one allocation."""
@@ -80,11 +80,11 @@ class Zero:
         for unit in self.units.values():
             unit.gradients.bind_persistent(next(parts), next(parts))
 
-    def publish(self) -> None:
-        """Bring the compute weights of all ranks up to date with the master weights, and wait for that."""
+    def sync_params(self) -> None:
+        """Cast the master weights and all-gather them to the ranks that keep them whole; wait for that."""
         for unit in self.units.values():
             unit.optimizer.cast()
-            unit.weights.start_publish().wait()
+            unit.weights.start_sync().wait()
 
     def accumulate_grad(self, parameter: nn.Parameter, write: GradWriter) -> None:
         """Take a contribution to a parameter's gradient, now or from the queue. Ignore a frozen parameter's."""

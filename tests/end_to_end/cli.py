@@ -33,7 +33,7 @@ def pretrain(*flags: object, ranks: int = 1) -> subprocess.CompletedProcess[str]
 
 
 def pretrain_here(*flags: object) -> str:
-    """As `pretrain`, alone and in this process, which saves its start; what it printed. A failure is raised."""
+    """Run `pretrain` alone and in this process, which saves its start; return what it printed. A failure is raised."""
     import pretrain_gpt
 
     def fail(world: object, message: str, **_: object) -> NoReturn:  # the program's own would end this process

@@ -152,7 +152,7 @@ def test_interrupted_run_leaves_no_corpus(tmp_path: Path, kind: signal.Signals) 
     process.send_signal(kind)
     assert process.wait(timeout=30) != 0
     left = {path.name.split(".partial")[0] for path in (tmp_path / "out").iterdir()}
-    if kind == signal.SIGKILL:  # nobody could clean up, but nothing bears a corpus's name
+    if kind == signal.SIGKILL:  # no clean-up was possible, but nothing bears a corpus's name
         assert not {path.name for path in (tmp_path / "out").iterdir()} & left
     else:
         assert left == set()

@@ -28,7 +28,7 @@ def environment(**env: str) -> dict[str, str]:
 
 
 def reports(folder: Path) -> list[dict]:
-    """What each rank wrote into its log, by rank."""
+    """Return what each rank wrote into its log, by rank."""
     logs = sorted(folder.glob("*/attempt_0/*/stdout.log"), key=lambda path: int(path.parent.name))
     return [json.loads(log.read_text().splitlines()[0]) for log in logs]
 

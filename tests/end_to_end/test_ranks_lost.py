@@ -201,7 +201,7 @@ def test_ranks_with_different_flags_are_refused(name: str, model: list[Any], sta
 def test_another_corpus_under_the_same_name_is_refused(
     model: list[Any], corpus: Path, start: Start, tmp_path: Path
 ) -> None:
-    """Of each node its own: the path may differ between ranks, the tokens may not."""
+    """Every node has a corpus of its own: the path may differ between ranks, the tokens may not."""
     flags = []
     for rank in range(2):
         copy = tmp_path / str(rank)

@@ -97,7 +97,7 @@ def compare(found: list[dict[str, Any]], wanted: list[dict[str, Any]], worlds: l
 
 
 class Part(NamedTuple):
-    """Of a run: until which iteration, on how many ranks, in which layout."""
+    """Part of a run: until which iteration, on how many ranks, in which layout."""
 
     stop: int
     ranks: int
@@ -121,7 +121,7 @@ TWO_STAGES, TWO_PARTS = "--pipeline-model-parallel-size 2", "--tensor-model-para
 FULL = "--recompute full --checkpoint-in-cpu"
 CASES = {
     "fp32": Case(COMMON, (Part(5, 2, "--zero-stage 2"), Part(12, 2, TWO_PARTS)), *FP32),
-    # Stops once with a window under way, and once between the overflow that is forgiven and the one that is not.
+    # Stops once within a window, and once between the overflow that is forgiven and the one that is not.
     "fp16": Case(FP16, (Part(5, 2, TWO_STAGES), Part(10, 2, "--zero-stage 3"), Part(12, 1, "")), *HALF),
     # The same in one process: the quickest that notice what has nothing to do with ranks (tests/mutations.toml).
     "alone": Case(COMMON, (Part(5, 1, ""), Part(12, 1, "")), *FP32),

@@ -37,7 +37,7 @@ def rank_logs(log_dir: Path, job: Job) -> list[Path]:
 
 
 def reports(log_dir: Path, job: Job) -> list[dict]:
-    """What each rank said, by rank."""
+    """Return what each rank said, by rank."""
     return [json.loads(log.read_text().splitlines()[0]) for log in rank_logs(log_dir, job)]
 
 

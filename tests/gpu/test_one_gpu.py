@@ -37,7 +37,7 @@ pytestmark = [
     ids=str,
 )
 def test_one_gpu_is_the_same_model(precision: str, tolerance: float, how: dict[str, Any]) -> None:
-    """To 1e-4 in fp32: other kernels, which add up in another order, and four updates. TF32 stays off."""
+    """Equal to 1e-4 in fp32: other kernels, which add up in another order, and four updates. TF32 stays off."""
     case = Case(precision=precision, micro_batches=3, model=MODEL, **how)
     losses, norms = reference.train(case.config(), [global_batch(case, step) for step in range(STEPS)])
     engine = Engine(case.config(), Mesh.build(case.layout, 0, torch.device("cuda", 0)))
@@ -52,7 +52,7 @@ def test_one_gpu_is_the_same_model(precision: str, tolerance: float, how: dict[s
 
 
 def test_copies_to_the_host_and_back() -> None:
-    """What comes back is what went, though copies are slow, and its memory is used for something else at once."""
+    """The copy that comes back is equal, though copies are slow and the memory is reused at once."""
     device, numel = torch.device("cuda", 0), 1 << 22
     copies = StreamCopies(numel, torch.float32, device, MemoryTracker())
     stored, wanted = [], []

@@ -1,8 +1,8 @@
 """A backend that is as late as it may be: for tests of who waits for what.
 
 A collective may read its inputs, and write its outputs, at any time between start and wait; a fast machine hides that
-somebody did not wait. Here inputs are read at the start, outputs hold NaN until the wait, and results come newest
-first: one that nobody waited for overwrites a newer one. All of it is deterministic: no thread, no sleep.
+a wait is missing. Here inputs are read at the start, outputs hold NaN until the wait, and results come newest
+first: one that was not waited for overwrites a newer one. All of it is deterministic: no thread, no sleep.
 """
 
 from __future__ import annotations

@@ -26,8 +26,9 @@ from megazero.plan.operations import (
     Wait,
     inner,
 )
-from megazero.plan.parameters import HEAD, POSITION, TOKEN
-from megazero.plan.program import program, rank_spec
+from megazero.plan.parameters import HEAD, POSITION_EMBEDDING, TOKEN_EMBEDDING
+from megazero.plan.program import program
+from megazero.plan.rank_spec import rank_spec
 from megazero.plan.schedules import EVALUATION
 from megazero.plan.topology import Layout
 from tests.caching_allocator import Block, CachingAllocator
@@ -82,7 +83,9 @@ class Rank:
         config = Config(model=model, zero=ZeroConfig(2), activations=ActivationConfig("full"))
         self.spec = rank_spec(config, Layout(pp=in_flight, dp=shape.dp), 0)
         block, table = 2 * 12 * shape.h**2, 2 * shape.v * shape.h
-        self.units = {n: table if n == TOKEN else block for n in self.spec.units if n not in (POSITION, HEAD)}
+        self.units = {
+            n: table if n == TOKEN_EMBEDDING else block for n in self.spec.units if n not in (POSITION_EMBEDDING, HEAD)
+        }
         self.allocator = CachingAllocator(capacity)
         self.new = self.allocator.malloc
         for unit in self.units.values():
@@ -157,9 +160,9 @@ class Rank:
     def _forward(self, op: Forward) -> None:
         i = op.micro_batch
         u, _ = self._bytes(i)
-        if op.layer == TOKEN:
+        if op.layer == TOKEN_EMBEDDING:
             self.x[i] = self.new(u)
-        elif op.layer == POSITION:
+        elif op.layer == POSITION_EMBEDDING:
             tokens, positions = self.x[i], self.new(u // self.micro_batches[i].b)
             self.x[i] = self.new(u)
             self.drop(tokens, positions)
@@ -213,7 +216,7 @@ class Rank:
 
     def _backward(self, op: Backward) -> None:
         i = op.micro_batch
-        if op.layer == TOKEN:
+        if op.layer == TOKEN_EMBEDDING:
             self.drop(self.dx.pop(i))
         elif op.layer == HEAD:
             x, norm, logits = self.heads.pop(i)
@@ -222,7 +225,7 @@ class Rank:
             self.drop(logits)  # the gradient was in their place
             self.dx[i] = self.new(u)
             self.drop(d_norm, norm, x)
-        elif op.layer != POSITION:
+        elif op.layer != POSITION_EMBEDDING:
             self.dx[i] = self._block_backward(i, self.graphs.pop(op.key), self.dx.pop(i))
 
     def _block_backward(self, i: int, graph: Graph, dy: Block) -> Block:

@@ -137,7 +137,7 @@ def micro_batches(case: Case, mesh: Mesh, step: int) -> list[MicroBatch]:
 
 
 class Outcome(NamedTuple):
-    """What a rank saw, a list entry a step."""
+    """A rank's results, one list entry per step."""
 
     losses: list[float]
     norms: list[float]

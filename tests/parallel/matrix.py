@@ -74,7 +74,7 @@ class Rule:
         return tuple(inspect.signature(self.holds).parameters)
 
     def allows(self, choice: Choice) -> bool:
-        """Of a choice that has all of the rule's factors."""
+        """Return whether the rule allows a choice that has all of its factors."""
         return self.holds(*(choice[name] for name in self.factors))
 
 
@@ -179,7 +179,7 @@ class Matrix:
             yield choice["pp"] * choice["dp"] * choice["tp"], mask
 
     def _unions(self, masks: Iterable[int]) -> list[int]:
-        """Of each level those that are in one of the masks with it, other levels of its factor left out."""
+        """Return, per level, the levels that are in one of the masks with it, other levels of its factor left out."""
         found = [0] * len(self.levels)
         for mask in masks:
             for i in range(len(found)):
@@ -279,7 +279,7 @@ def numbers() -> list[Choice]:
 
 
 def products() -> list[Choice]:
-    """Where three factors meet that share a mechanism: every way to keep activations, at every stage and schedule."""
+    """Products of three factors that share a mechanism: every way to keep activations, at every stage and schedule."""
     full = {"recompute": "full"}
     ways: list[Choice] = [{"recompute": mode, "sp": sp} for mode in FACTORS["recompute"] for sp in (False, True)]
     ways += [full | {"sp": sp, "host": h, "md": m} for sp in (False, True) for h, m in ((False, True), (True, False))]

@@ -1,4 +1,4 @@
-"""What a block keeps for its backward, against `activations`: tensor by tensor, to the byte."""
+"""Activations that a block saves for its backward, against `saved_activations`: tensor by tensor, to the byte."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ SHAPES = [(5, 7), (12,), (1,), (2, 1), (3, 3, 5)]
 
 
 def partitioned(rank: int, how: dict[str, bool]) -> bool:
-    """Whether inputs of any shape and type come back, each rank having kept a third."""
+    """Return whether inputs of any shape and type come back, each rank having kept a third."""
     tp, same = Mesh.build(Layout(tp=3), rank, torch.device("cpu")).tp, True
     for shape in SHAPES:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):

@@ -16,7 +16,7 @@ ALIKE = {"--lr": "0.1", "--tensor-model-parallel-size": "1", "--seed": "5"}
 
 
 def compare(rank: int, own: dict[int, dict[str, str]], world: int) -> tuple[str, list[int]]:
-    """What this rank is told, and the bytes of each all-reduce that it took; -1: the values were sent."""
+    """Return this rank's error, and the bytes of each all-reduce that it took; -1: the values were sent."""
     sent: list[int] = []
     all_reduce, all_gather_object = dist.all_reduce, dist.all_gather_object
 

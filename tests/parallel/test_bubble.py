@@ -16,7 +16,7 @@ SECOND = 10**9  # ns
 
 
 def spans_of(timing: Timing, rank: int) -> list[Span]:
-    """What a timeline would record: the computations, and between them the waits for messages."""
+    """Return the spans of a timeline: the computations, and between them the waits for messages."""
     found, at = [], 0
     for op, begin, end in timing.spans[rank]:
         if begin * SECOND > at:

@@ -75,7 +75,7 @@ def test_bytes_are_those_estimated(case: Case, ranks) -> None:
 
 
 def left_over(rank: int, case: Case) -> list[tuple[dict[str, int], int]]:
-    """What the tracker holds at first, after an iteration, and after an evaluation; and bytes alive besides."""
+    """Return the tracker's bytes at first, after an iteration, and after an evaluation; and bytes alive besides."""
     with Alive() as alive:
         engine = new_engine(rank, case)
         batches = micro_batches(case, engine.mesh, 0)

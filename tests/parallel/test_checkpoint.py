@@ -93,7 +93,7 @@ def cut(size: int, rank: int, parts: int) -> tuple[int, int]:
 
 
 def held(rank: int, tp: int, dp: int, filled: bool, stage: int = 1) -> dict[str, LocalShard]:
-    """What a rank of a layout holds: a tensor-parallel block, cut into flat ranges over dp unless stage 0."""
+    """Return the shards of a rank of a layout: a tensor-parallel block, in flat ranges over dp unless stage 0."""
     tp_rank, dp_rank = rank % tp, rank // tp
     made = {}
     for name, (shape, _, dim) in MODEL.items():
@@ -266,7 +266,7 @@ def test_one_rank_that_cannot_write(tmp_path: Path) -> None:
 
 
 def save_into_folders_of_its_own(rank: int, root: Path, leftover: bool) -> tuple[str, float]:
-    """As where `--save` names a disk of each node: every rank has a root that the others do not see."""
+    """Save where `--save` names a disk of each node: every rank has a root that the others do not see."""
     mine = root / str(rank)
     if rank == 1 and leftover:
         (mine / ".iter_0000100.partial").mkdir(parents=True)
@@ -395,7 +395,7 @@ def test_rank_0_reads_the_manifest_for_all(tmp_path: Path) -> None:
 
 
 def save_beside_training(rank: int, root: Path) -> None:
-    """As `--async-save` does: from a thread, over a group of its own, beside the collectives of a step."""
+    """Save as `--async-save` does: from a thread, over a group of its own, beside the collectives of a step."""
     group = dist.new_group(backend="gloo")
     with ThreadPoolExecutor(1) as pool:
         saving = pool.submit(checkpoint.save, root, 100, held(rank, 1, 2, True), {"rank": rank}, group)

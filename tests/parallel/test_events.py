@@ -1,4 +1,4 @@
-"""What changes no result: the order of starts, waits and computation, the types that are sent, what is compiled.
+"""Options that change no result: the order of starts, waits and computation, the types that are sent, compiling.
 
 Seen at the edges that every engine has: `Axis` starts collectives and `Pending` waits for them; each block's forward
 calls torch's attention, and each block's backward passes its output's gradient.
@@ -85,7 +85,7 @@ class Recorder:
 
 
 def slots_after_a_step(rank: int, case: Case, poison: bool) -> list[bool]:
-    """Of the memory that weights were gathered into: whether it is NaN throughout when the iteration is over."""
+    """Return, per buffer of gathered weights, whether it is NaN throughout when the iteration is over."""
     gathered: list[torch.Tensor] = []
     start = Axis.start_all_gather
 
@@ -150,7 +150,7 @@ def intervals(events: list[Event], what: str, axes: tuple[str, ...] = ("dp", "sh
 
 
 def of_blocks(found: list[tuple[Event, Counter]]) -> list[Counter]:
-    """Those of the blocks' units, which all have one size that no other unit has."""
+    """Select those of the blocks' units, which all have one size that no other unit has."""
     sizes = Counter(event.numel for event, _ in found)
     size, count = sizes.most_common(1)[0]
     assert count >= BLOCKS
@@ -163,7 +163,7 @@ def second_step(events: list[Event]) -> list[Event]:
 
 
 def overlapping(rank_events: list[list[Event]], what: str) -> list[Counter]:
-    """Of the first rank; all ranks issue the same collectives in the same order, or some day they would hang."""
+    """Events of the first rank; all ranks issue the same collectives in the same order, or they could hang."""
     orders = [[(e.what, e.axis, e.numel) for e in events if e.what.startswith("start")] for events in rank_events]
     assert all(order == orders[0] for order in orders)
     return of_blocks(intervals(second_step(rank_events[0]), what))
@@ -216,7 +216,7 @@ def test_stage_0_reduces_behind_the_backward(ranks) -> None:
 
 @pytest.mark.parametrize("zero", [1, 2])
 def test_updates_arrive_behind_the_next_forward(zero: int, ranks) -> None:
-    """What an update changed is gathered while the next iteration's first blocks compute: block i's until block i."""
+    """Updated parameters are gathered while the next iteration's first blocks compute: block i's until block i."""
     events = ranks(2).run(two_steps, Case(zero=zero, **ONE))[0]
     first, *_ = (i for i, e in enumerate(events) if e.what == "step")
     found = of_blocks(intervals(events[first:], "start_all_gather"))

@@ -1,4 +1,4 @@
-"""What is skipped, what is refused, and what is left as it was."""
+"""Faults: what is skipped, what is refused, and what is left as it was."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ def skip_then_go_on(rank: int, case: Case) -> list[dict[str, object]]:
 )
 def test_a_skipped_step_changes_nothing_and_names_the_tensor(case: Case, ranks) -> None:
     for first, poisoned in ranks(case.world).run(skip_then_go_on, case):
-        assert not first["skipped"] and first["culprit"] is None
+        assert not first["skipped"] and first["skip_reason"] is None
         assert poisoned["skipped"] and not math.isfinite(poisoned["grad_norm"])
-        assert "blocks.1.mlp.up.bias" in poisoned["culprit"] and "rank" in poisoned["culprit"]
+        assert "blocks.1.mlp.up.bias" in poisoned["skip_reason"] and "rank" in poisoned["skip_reason"]
         assert math.isfinite(poisoned["loss"])
 
 
@@ -101,7 +101,7 @@ def test_fp16_overflow_lowers_the_scale_and_ends_at_its_least(ranks) -> None:
 
 
 def blamed(rank: int, case: Case) -> object:
-    return step(new_engine(rank, case), case, 1, poison="blocks.4.mlp.up.bias")["culprit"]
+    return step(new_engine(rank, case), case, 1, poison="blocks.4.mlp.up.bias")["skip_reason"]
 
 
 @pytest.mark.parametrize("case", [Case(pp=2), Case(pp=2, dp=2), Case(pp=2, tp=2), Case(pp=3)], ids=str)
@@ -178,7 +178,7 @@ def test_a_released_parameter_is_nan_and_takes_no_memory(ranks) -> None:
 
 def timeouts(rank: int) -> set[datetime.timedelta]:
     mesh = Mesh.build(Layout(pp=2, dp=2), rank, torch.device("cpu"), timeout_minutes=3.0)
-    groups = [axis.group for axis in (mesh.pp, mesh.dp, mesh.shard, mesh.ends)]
+    groups = [axis.group for axis in (mesh.pp, mesh.dp, mesh.shard, mesh.embedding)]
     return {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
 
 

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def refusal(start: Any) -> str:
-    """What `start` is refused with; "" where it is not."""
+    """Return the message that `start` is refused with; "" where it is not."""
     try:
         start().wait()
     except OverlapError as error:
@@ -59,7 +59,7 @@ def overlaps(rank: int) -> dict[str, str]:
     scatter.wait()
 
     axis.start_all_reduce(other)  # dropped
-    found["one that nobody waited for"] = refusal(lambda: axis.start_all_reduce(other))
+    found["one not waited for"] = refusal(lambda: axis.start_all_reduce(other))
     free = Mesh.build(Layout(dp=2), rank, CPU, check_buffers=False)
     first = free.dp.start_all_reduce(out)
     found["without checks"] = refusal(lambda: free.dp.start_all_reduce(out))

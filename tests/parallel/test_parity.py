@@ -126,7 +126,7 @@ def test_every_place_of_hidden_dropout_is_used(monkeypatch: pytest.MonkeyPatch) 
     ids=str,
 )
 def test_evaluation_is_the_same_in_every_layout(case: Case, ranks) -> None:
-    """Of the first weights, over a global batch whose ranks have unlike numbers of targets."""
+    """Evaluate the first weights, over a global batch whose ranks have unlike numbers of targets."""
     ids, labels, mask = global_batch(case, 0)
     config = case._replace(precision="fp64", grad_dtype="fp32").config()
     logits = reference.forward(config, reference.initial_weights(config), ids)
@@ -164,7 +164,7 @@ def test_overlap_changes_no_bit(case: Case, ranks) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_stages_are_the_same_to_the_bit(precision: str, ranks) -> None:
-    """With one micro-batch and two ranks every stage adds the same numbers in the same order."""
+    """Every stage adds the same numbers in the same order, with one micro-batch and two ranks."""
     found = [ranks(2).run(train, Case(dp=2, zero=z, micro_batches=1, precision=precision))[0] for z in range(4)]
     for outcome in found[1:]:
         assert outcome.losses == found[0].losses

@@ -1,4 +1,4 @@
-"""Traces of real ranks: what the file holds, and that nothing is recorded where nobody asks."""
+"""Traces of real ranks: what the file holds, and that nothing is recorded unless asked for."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FIRST, LAST = 2, 3
 
 
 class Seen(dict[str, Any]):
-    """What a rank reports of its run."""
+    """A rank's report of its run."""
 
 
 def traced_steps(rank: int, case: Case, folder: str) -> Seen:
@@ -86,7 +86,7 @@ def test_every_operation_is_a_span_in_the_order_of_the_program(run) -> None:
 
 
 def test_spans_of_a_track_nest(run) -> None:
-    """As the format demands: a span ends before the next begins, or lies within it."""
+    """The format demands that a span ends before the next begins, or lies within it."""
     _, _, events = run
     for rank in range(2):
         for track in spans_of(events, rank).values():
@@ -113,7 +113,7 @@ def test_asynchronous_operations_lie_on_their_axes_from_start_to_wait(run) -> No
                 assert (f"start {span['name']}", span["ts"]) in begins
                 until = span["ts"] + span["dur"]
                 waited = any(abs(until - end) < 1e-2 for end in ends)
-                assert waited or span["name"].startswith("Publish")  # the last ones are waited for in iteration 4
+                assert waited or span["name"].startswith("Sync")  # the last ones are waited for in iteration 4
         started = sum(name.startswith("start ") for name in seen[rank]["operations"])
         assert len(found) == 2 * started
 

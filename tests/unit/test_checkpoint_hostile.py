@@ -55,7 +55,7 @@ def copied(sound: Path, tmp_path: Path) -> Path:
 
 
 def read_all(root: Path) -> None:
-    """What a resume reads: which one, its state, its tensors."""
+    """Read all that a resume reads: which checkpoint, its state, its tensors."""
     path = checkpoint.find(root)
     assert path is not None
     state = RunState.read(path)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from megazero import checkpoint
 from megazero.checkpoint import LocalShard, folders, manifest, shards, storage
-from megazero.plan.regions import Rectangle
+from megazero.plan.regions import Region
 
 SHAPES = {"w": (5, 7), "b": (7,), "qkv": (2, 3, 2, 5), "scale": ()}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8]
@@ -231,7 +231,7 @@ def test_a_manifest_with_a_hole_or_an_overlap_is_refused(tmp_path: Path, monkeyp
     with pytest.raises(ValueError, match=r"broken: of tensor 'w' elements \[2:3, 0:7\] are missing"):
         checkpoint.load(path, model())
     path = checkpoint.save(tmp_path, 1, model(1), {})
-    extra = manifest.Chunk(Rectangle((2, 1), (1, 2)), "rank_00000.safetensors", 0)
+    extra = manifest.Chunk(Region((2, 1), (1, 2)), "rank_00000.safetensors", 0)
     rewritten(path, lambda w: manifest.Entry(w.dtype, w.shape, (*w.chunks, extra)))
     with pytest.raises(ValueError, match=r"broken: of tensor 'w' elements \[2:3, 1:3\] are given 2 times"):
         checkpoint.load(path, model())

@@ -65,7 +65,7 @@ class Closed:
 
     @property
     def blocks(self) -> int:
-        """Of the stage: the first stages have one more where L / pp leaves a rest."""
+        """Count the stage's blocks: the first stages have one more where L / pp leaves a rest."""
         return self.L // self.layout.pp + (self.stage < self.L % self.layout.pp)
 
     @property
@@ -108,7 +108,7 @@ class Closed:
         return self.live * self.blocks * self.w * math.ceil(elements / parts) * self.full
 
     def memory(self) -> dict[str, int]:
-        """What has a closed form in every layout."""
+        """Return the bytes that have a closed form in every layout."""
         on_host = self.config.activations.checkpoint_in_cpu
         owners = self.N if self.zero >= 1 else 1
         return {
@@ -251,15 +251,15 @@ def draw(seed: int) -> tuple[Config, Layout]:
     return resolve(config, pp * dp * tp, 0)
 
 
-@pytest.mark.parametrize("staged", [True, False], ids=["gloo", "NCCL"])
+@pytest.mark.parametrize("needs_staging_buffer", [True, False], ids=["gloo", "NCCL"])
 @pytest.mark.parametrize("seeds", [range(k, k + 20) for k in range(0, 80, 20)], ids=str)
-def test_estimate_is_the_closed_formulas(seeds: range, staged: bool) -> None:
+def test_estimate_is_the_closed_formulas(seeds: range, needs_staging_buffer: bool) -> None:
     """On the first rank of every stage. Sums of rounded-down terms: a byte a collective is forgiven."""
     for seed in seeds:
         config, layout = draw(seed)
         for stage in range(layout.pp):
             rank = next(rank for rank in range(layout.world_size) if layout.coord(rank).pp == stage)
-            memory, traffic = estimate(config, layout, rank, staged)
+            memory, traffic = estimate(config, layout, rank, needs_staging_buffer)
             closed = Closed(config, layout, stage)
             where = f"seed {seed}, stage {stage}: {config}"
             for kind, wanted in closed.memory().items():
@@ -267,12 +267,14 @@ def test_estimate_is_the_closed_formulas(seeds: range, staged: bool) -> None:
             for kind, wanted in (("dp", closed.dp()), ("pp", closed.pp())):
                 assert abs(traffic[kind] - wanted) <= 20 * closed.M * (closed.L + 3), (kind, where)
             sharers = [rank for rank in range(layout.world_size) if shares_copy(layout, rank, stage)]
-            found = sum(estimate(config, layout, rank, staged).traffic["tp"] for rank in sharers) / len(sharers)
+            found = sum(estimate(config, layout, rank, needs_staging_buffer).traffic["tp"] for rank in sharers) / len(
+                sharers
+            )
             assert abs(found - closed.tp()) <= 20 * closed.M * (closed.L + 3), ("tp", where)
 
 
 def shares_copy(layout: Layout, rank: int, stage: int) -> bool:
-    """Whether a rank is one of the first N of a stage, which own its gradients together."""
+    """Return whether a rank is one of the first N of a stage, which own its gradients together."""
     coord = layout.coord(rank)
     return (coord.pp, coord.tp) == (stage, 0) and coord.dp < layout.shard
 
@@ -284,7 +286,7 @@ def test_what_nccl_and_a_gpu_take_instead() -> None:
     for seed in range(80):
         config, layout = draw(seed)
         closed = Closed(config, layout, 0)
-        gloo, nccl = (estimate(config, layout, 0, staged) for staged in (True, False))
+        gloo, nccl = (estimate(config, layout, 0, needs_staging_buffer) for needs_staging_buffer in (True, False))
         assert gloo.traffic == nccl.traffic
         # A bucket holds so many elements of every rank's range; there are two where one is packed while one is sent.
         largest = max(closed.units().values()) // closed.N
@@ -310,11 +312,11 @@ def test_the_peak_of_a_single_process() -> None:
     assert memory["peak"] == 16 * closed.psi + 4 * 2 * 32 * 320
 
 
-@pytest.mark.parametrize("staged", [True, False], ids=["gloo", "NCCL"])
-def test_the_peak_lies_between_its_bounds(staged: bool) -> None:
+@pytest.mark.parametrize("needs_staging_buffer", [True, False], ids=["gloo", "NCCL"])
+def test_the_peak_lies_between_its_bounds(needs_staging_buffer: bool) -> None:
     for seed in range(40):
         config, layout = draw(seed)
-        memory = estimate(config, layout, 0, staged).memory
+        memory = estimate(config, layout, 0, needs_staging_buffer).memory
         at_rest = memory["parameters"] + memory["optimizer"] + memory["gradients"]
         kinds = at_rest + memory["buffers"] + memory["activation_checkpoints"] + memory["logits"]
         assert at_rest <= memory["peak"] <= kinds, config

@@ -1,4 +1,4 @@
-"""What --input can be, and what becomes of what is wrong with it."""
+"""Kinds of --input, and the refusals of what is wrong with it."""
 
 import gzip
 import io

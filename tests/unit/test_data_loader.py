@@ -1,4 +1,4 @@
-"""Which rank gets which sample, masks, and worker processes that change nothing."""
+"""Samples of each rank, masks, and worker processes that change nothing."""
 
 import os
 from dataclasses import replace
@@ -80,7 +80,7 @@ def test_errors_come_through(tmp_path: Path, num_workers: int) -> None:
     prefix = write_corpus(tmp_path / "c", [[1, 2, 3, 4, 5, 300, 7, 8, 9, 10]])
     dataset = GPTDataset(prefix, "1", "train", 3, seed=1, vocab_size=256)
     (bad,) = [i for i in range(4) if 300 in GPTDataset(prefix, "1", "train", 3, seed=1)[i]]
-    assert bad > 0  # so that the workers are under way
+    assert bad > 0  # so that the workers have started
     batches = Batches(dataset, 1, 1, num_workers=num_workers)
     for _ in range(2):  # the second time too, not the step after it
         with pytest.raises(ValueError, match=r"--data-path .*token id 300"):

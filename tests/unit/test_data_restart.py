@@ -85,7 +85,7 @@ def expected(tmp_path: Path, command: Callable[[str], list[str]]) -> dict[str, b
 
 
 def no_half_corpus(folder: Path) -> None:
-    """What bears a corpus's name is a corpus: its index is there last."""
+    """Files that bear a corpus's name are a corpus: its index is there last."""
     for idx in folder.glob("*.idx"):
         assert idx.with_suffix(".bin").exists() and idx.with_suffix(".json").exists()
 

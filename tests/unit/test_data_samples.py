@@ -1,4 +1,4 @@
-"""Which tokens are sample i: coverage, order, splits, the cache, and every refusal."""
+"""Tokens of sample i: coverage, order, splits, the cache, and every refusal."""
 
 import os
 import pickle

@@ -1,4 +1,4 @@
-"""What a save flushes and renames, in which order: seen at the calls to the system, for no test can cut the power."""
+"""Flushes and renames of a save, in order: seen at the calls to the system, since no test can cut the power."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Event = tuple[str, ...]  # ("flush", path) or ("rename", from, to)
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Event]]:
-    """What is flushed and renamed while the test runs."""
+    """Record the flushes and renames of the test."""
     found: list[Event] = []
 
     def flushing(original: Any) -> Any:

@@ -53,7 +53,7 @@ def test_ranges_hold_exactly_the_right_parameters(which: str) -> None:
     for params, size, flat in CASES:
         chosen = getattr(flat, which)
         for p in params:
-            belongs = p.decays if which == "decayed" else not p.cut
+            belongs = p.decays if which == "decayed" else not p.sharded
             window = flat.windows[p.name]
             inside = set(elements(window)) & set(elements(chosen))
             assert inside == (set(elements(window)) if belongs else set()), (params, size, p, flat)

@@ -130,7 +130,7 @@ def replay(name: str, capacity: int, in_arena: tuple[str, ...], rounds: int = 1)
 
 @functools.cache
 def capacity(name: str, slack: int) -> int:
-    """Of a device that has `slack` percent more than the run's demand."""
+    """Return the capacity of a device that has `slack` percent more than the run's demand."""
     rank = replay(name, 1 << 50, PLAIN)
     return rank.at_rest + (rank.allocator.peak_allocated - rank.at_rest) * (100 + slack) // 100
 
@@ -145,7 +145,7 @@ def survives(name: str, in_arena: tuple[str, ...], slack: int) -> bool:
 
 @pytest.mark.parametrize(("name", "in_arena"), SLACK)
 def test_memory_that_a_run_needs_beyond_its_demand(name: str, in_arena: tuple[str, ...]) -> None:
-    """What was found, to the percent.
+    """Compare with the measured numbers, to the percent.
 
     - One steady pattern fragments little: best fit finds for every tensor the hole that its like left a block ago.
       Evaluations change nothing: they ask for the same sizes. Under 1F1B checkpoints do not leave last-first; a

@@ -1,4 +1,4 @@
-"""What a rank reads from its launcher, how it joins, and how ranks are named in messages."""
+"""Start of a rank: what it reads from its launcher, how it joins, and how ranks are named in messages."""
 
 from __future__ import annotations
 

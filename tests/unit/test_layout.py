@@ -42,7 +42,7 @@ def test_groups_partition_the_world(axis: str) -> None:
 
 def test_ends_join_the_first_and_the_last_stage() -> None:
     for layout in LAYOUTS:
-        groups = layout.groups("ends")
+        groups = layout.groups("embedding")
         assert len(groups) == layout.dp * layout.tp
         for group in groups:
             coords = [layout.coord(rank) for rank in group]

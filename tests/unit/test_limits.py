@@ -99,7 +99,7 @@ def start(argv: list[str], world_size: int, vocab_size: int = 257) -> tuple[Conf
 
 
 def one_sentence(said: str) -> bool:
-    """Whether a refusal is one line that names a flag of the command line or one that it goes with."""
+    """Return whether a refusal is one line that names a flag of the command line or one that it goes with."""
     return (
         said.startswith("--") and "\n" not in said and len(said) < 1000 and said.split()[0][2:] in [*flags(), "preset"]
     )
@@ -203,7 +203,7 @@ def test_a_refusal_names_flag_value_and_way_out(line: str, ranks: int, said: str
 
 
 def test_the_program_refuses_in_one_line_and_with_exit_code_1() -> None:
-    """As a user sees it: no traceback, and nothing on the other stream."""
+    """A user sees no traceback, and nothing on the other stream."""
     argv = [sys.executable, "pretrain_gpt.py", "--vocab-size", "9", "--num-layers", "4095", "--hidden-size", "98304"]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr

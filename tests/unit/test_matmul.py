@@ -61,7 +61,7 @@ def test_an_engine_uses_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def choose(rank: int, gain: float, case: Case, backend: str = "auto") -> tuple[str, str]:
-    """With `gain` for a measurement, which rank 0 makes alone."""
+    """Choose a backend with `gain` in place of the measurement, which rank 0 makes alone."""
 
     def measure(*shape: int) -> float:
         assert rank == 0 and shape == (64, 768, 3072)
@@ -81,7 +81,7 @@ def test_all_ranks_take_what_rank_0_measured(ranks) -> None:
 
 
 def test_nothing_is_measured_where_nothing_can_be_gained() -> None:
-    """With the library named, for small products, in fp64: else oneDNN would be chosen."""
+    """The library is named, products are small, or the precision is fp64: else oneDNN would be chosen."""
     large = Case(model=LARGE, batch=1, micro_batches=1)
     assert choose(0, 100.0, large, "torch") == ("torch", "")
     assert choose(0, 100.0, Case()) == choose(0, 100.0, large._replace(precision="fp64")) == ("torch", "")
@@ -95,7 +95,7 @@ def test_onednn_cannot_be_had_everywhere(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_fastest_of_each_counts() -> None:
-    """The first of each warms up; slow turns are somebody else's."""
+    """The first of each warms up; slow turns are another process'."""
     ours, theirs = iter([0.1, 9.0, 3.0, 7.0]), iter([0.1, 2.0, 5.0, 4.0])
     assert fastest_ratio(lambda: next(ours), lambda: next(theirs), 3) == 1.5
 

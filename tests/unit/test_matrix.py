@@ -60,7 +60,7 @@ def test_every_case_is_legal_and_every_legal_pair_meets() -> None:
 
 
 def test_what_a_rule_calls_refused_is_refused() -> None:
-    """Of each such rule, a choice that breaks no other."""
+    """Every such rule is tried with a choice that breaks no other."""
     seen = set()
     for choice in random_choices(FACTORS | {"pp": (1, 2), "dp": (2, 4), "tp": (1, 2, 4)}, 20_000):
         rules = broken(choice)

@@ -1,4 +1,4 @@
-"""The account of memory: allocations, peaks, what counts as the device's."""
+"""The memory tracker: allocations, peaks, what counts as the device's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from megazero.memory.tracker import KINDS, MemoryTracker
 
 
-def test_a_lease_counts_until_it_ends() -> None:
+def test_an_allocation_counts_until_it_ends() -> None:
     tracker = MemoryTracker()
     allocation = tracker.allocate("buffers", 10)
     assert (tracker.now["buffers"], tracker.total) == (10, 10)
@@ -16,7 +16,7 @@ def test_a_lease_counts_until_it_ends() -> None:
     assert (tracker.now["buffers"], tracker.total) == (0, 0)
 
 
-def test_a_lease_that_nobody_holds_has_ended() -> None:
+def test_an_allocation_without_references_has_ended() -> None:
     tracker = MemoryTracker()
     allocations = [tracker.allocate("gradients", n) for n in (1, 2, 4)]
     del allocations[1]

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import Config, ModelConfig, TrainingConfig
-from megazero.model.attention import Core
-from megazero.model.context import Tokens
+from megazero.model.attention import CoreAttention
+from megazero.model.context import MicroBatchInfo
 from megazero.model.dropout import Dropout
 from megazero.model.fused_ops import PLAIN
 from megazero.plan.resolve import resolve
@@ -75,7 +75,7 @@ def test_logits(pair) -> None:
     ids = batch().ids
     with torch.no_grad():
         wanted = theirs(ids).logits
-        tokens = Tokens.of(ids, (0, 1, 2), ours.model.stream, drops=False)
+        tokens = MicroBatchInfo.of(ids, (0, 1, 2), ours.model.stream, training=False)
         found = ours.model.head.logits(ours.model.body(ours.model.embed(ids, tokens), tokens)).view(
             3, MODEL.seq_length, -1
         )
@@ -93,7 +93,7 @@ def test_loss_and_gradients(pair) -> None:
     assert abs(found / b.labels.numel() - loss) < 1e-5 * loss
     units = ours.zero.units
     gradients = {
-        member.spec.name: unit.gradients.reduced[member.window.slice()].view(member.block.stored)
+        member.spec.name: unit.gradients.sharded_grad[member.window.slice()].view(member.block.stored)
         for unit in units.values()
         for member in unit.flat.members
     }
@@ -107,7 +107,7 @@ def test_loss_and_gradients(pair) -> None:
 
 def test_large_scores_do_not_overflow_fp16() -> None:
     """q k^T is more than fp16 holds; divided by the root of d it is not."""
-    core = Core(1, Dropout(0.0, 0, 0, "scores"), PLAIN, again=False)
+    core = CoreAttention(1, Dropout(0.0, 0, 0, "scores"), PLAIN, recompute=False)
     q = torch.full((1, 1, 3, 128), 24.0, dtype=torch.float16)
     assert float((q.float() @ q.float().transpose(-1, -2)).max()) > torch.finfo(torch.float16).max
     weights = core.weights(q, q).float()

@@ -13,7 +13,7 @@ import torch
 from megazero.config.schema import OptimizerConfig, TrainingConfig
 from megazero.plan.flat_layout import FlatParam, flat_layout
 from megazero.train.optimization import LossScale, clip_factor, learning_rate
-from megazero.zero.adamw import Update, adamw_
+from megazero.zero.adamw import StepParams, adamw_
 
 CONFIG = OptimizerConfig(lr=2.0, min_lr=0.5, lr_warmup_iters=10, lr_decay_iters=110)
 
@@ -108,7 +108,7 @@ def test_slices_learn_as_torchs_adamw_does(ranks: int, dtype: torch.dtype) -> No
             own = owned.slice()
             decayed = flat.decayed.within(owned).numel
             adamw_(
-                Update(OPTIMIZER, rate, torch.tensor(step - 1.0), 1.0),
+                StepParams(OPTIMIZER, rate, torch.tensor(step - 1.0), 1.0),
                 master[own],
                 gradient[own],
                 (moments[0][own], moments[1][own]),
@@ -125,10 +125,14 @@ def test_slices_learn_as_torchs_adamw_does(ranks: int, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("decayed", [0, 64, 128])
 def test_decay_ends_where_it_is_said(decayed: int) -> None:
-    """With no gradient, decay is all that happens; the gradient is read only."""
+    """Decay is all that happens without a gradient; the gradient is read only."""
     master, gradient = torch.ones(128), torch.zeros(128)
     adamw_(
-        Update(OPTIMIZER, 0.5, torch.zeros(()), 1.0), master, gradient, (torch.zeros(128), torch.zeros(128)), decayed
+        StepParams(OPTIMIZER, 0.5, torch.zeros(()), 1.0),
+        master,
+        gradient,
+        (torch.zeros(128), torch.zeros(128)),
+        decayed,
     )
     assert torch.equal(master[:decayed], torch.full((decayed,), 1 - 0.5 * 0.3))
     assert torch.equal(master[decayed:], torch.ones(128 - decayed))
@@ -141,7 +145,7 @@ def test_the_bias_correction_follows_the_step() -> None:
     gradient = torch.tensor([3.0, -0.2] * 32)
     for step in (1, 2, 50):
         master = torch.zeros(64)
-        update = Update(replace(OPTIMIZER, adam_eps=1e-12), 0.1, torch.tensor(step - 1.0), 1.0)
+        update = StepParams(replace(OPTIMIZER, adam_eps=1e-12), 0.1, torch.tensor(step - 1.0), 1.0)
         adamw_(update, master, gradient, (torch.zeros(64), torch.zeros(64)), 0)
         size = 0.1 * (1 - beta1) / (1 - beta1**step) / math.sqrt((1 - beta2) / (1 - beta2**step))
         assert step > 1 or size == pytest.approx(0.1)
@@ -153,7 +157,7 @@ def test_an_empty_range_is_no_trouble(numel: int) -> None:
     """A rank may own nothing of a unit, or nothing that decays, or nothing else: each slice is stepped or left out."""
     for decayed in (0, numel):
         master, moments = torch.ones(numel), (torch.zeros(numel), torch.zeros(numel))
-        adamw_(Update(OPTIMIZER, 0.1, torch.zeros(()), 1.0), master, torch.ones(numel), moments, decayed)
+        adamw_(StepParams(OPTIMIZER, 0.1, torch.zeros(()), 1.0), master, torch.ones(numel), moments, decayed)
         kept = 1 - 0.1 * OPTIMIZER.weight_decay if decayed else 1.0
         torch.testing.assert_close(master, torch.full((numel,), kept - 0.1))
 

@@ -8,8 +8,16 @@ from dataclasses import replace
 import pytest
 
 from megazero.config.schema import ModelConfig
-from megazero.plan.parameters import HEAD, POSITION, TOKEN, ParamSpec, num_parameters, stage_units, unit_layout
-from megazero.plan.regions import Rectangle, coverage_fault
+from megazero.plan.parameters import (
+    HEAD,
+    POSITION_EMBEDDING,
+    TOKEN_EMBEDDING,
+    ParamSpec,
+    num_parameters,
+    stage_units,
+    unit_layout,
+)
+from megazero.plan.regions import Region, coverage_fault
 from megazero.plan.topology import Layout
 
 # 840 heads of one dim: every tp from 1 to 8 divides them.
@@ -30,7 +38,7 @@ def test_local_blocks_tile_the_global_tensor(tp: int, vocab_size: int) -> None:
         if spec.tp_dim is None:
             assert all(block.shape == block.stored == spec.shape and not any(block.offset) for block in blocks)
             continue
-        assert coverage_fault(spec.shape, [Rectangle(b.offset, b.shape) for b in blocks]) is None, spec.name
+        assert coverage_fault(spec.shape, [Region(b.offset, b.shape) for b in blocks]) is None, spec.name
         assert len({block.stored for block in blocks}) == 1
         for block in blocks:
             assert block.numel == math.prod(block.shape) and block.stored_numel == math.prod(block.stored)
@@ -73,17 +81,22 @@ def test_stages_partition_the_units(untied: bool) -> None:
     """But for a tied token table, which both ends hold."""
     model = replace(MODEL, untie_embeddings=untied)
     whole = stage_units(model, Layout(), 0)
-    assert list(whole) == [TOKEN, POSITION, *(f"blocks.{layer}" for layer in range(model.num_layers)), HEAD]
+    assert list(whole) == [
+        TOKEN_EMBEDDING,
+        POSITION_EMBEDDING,
+        *(f"blocks.{layer}" for layer in range(model.num_layers)),
+        HEAD,
+    ]
     for pp in range(1, model.num_layers + 1):
         stages = [stage_units(model, Layout(pp=pp), stage) for stage in range(pp)]
         held = [name for units in stages for name in units]
-        second = [TOKEN] if pp > 1 and not untied else []
+        second = [TOKEN_EMBEDDING] if pp > 1 and not untied else []
         assert sorted(held) == sorted([*whole, *second])
         if second:
-            assert TOKEN in stages[0] and TOKEN in stages[-1]
+            assert TOKEN_EMBEDDING in stages[0] and TOKEN_EMBEDDING in stages[-1]
         assert all(specs == whole[name] for units in stages for name, specs in units.items())
         assert [name for name in held if name.startswith("blocks.")] == list(whole)[2:-1]
-        assert POSITION in stages[0] and HEAD in stages[-1]
+        assert POSITION_EMBEDDING in stages[0] and HEAD in stages[-1]
 
 
 def test_names_are_unique_and_say_the_unit() -> None:
@@ -102,7 +115,7 @@ def test_what_decays_is_matrices_and_tables() -> None:
 def test_what_is_cut_is_what_megatron_cuts() -> None:
     cuts = {spec.name.removeprefix("blocks.0."): spec.tp_dim for spec in every_spec(MODEL).values()}
     assert {name: dim for name, dim in cuts.items() if dim is not None and "blocks" not in name} == {
-        f"{TOKEN}.weight": 0,
+        f"{TOKEN_EMBEDDING}.weight": 0,
         "attention.qkv.weight": 0,
         "attention.qkv.bias": 0,
         "attention.proj.weight": 1,

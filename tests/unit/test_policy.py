@@ -1,13 +1,13 @@
-"""What a ZeRO stage cuts, how layers use their units, how many slots the ring has."""
+"""ZeRO policy: what a stage shards, how layers use their units, how many slots the pool has."""
 
 from __future__ import annotations
 
 import pytest
 
 from megazero.config.schema import ModelConfig, ZeroConfig
-from megazero.plan.parameters import HEAD, POSITION, TOKEN, stage_units
+from megazero.plan.parameters import HEAD, POSITION_EMBEDDING, TOKEN_EMBEDDING, stage_units
 from megazero.plan.topology import Layout
-from megazero.plan.zero_policy import RING_DEPTH, Buckets, Use, ZeroPolicy, layer_uses, plan_buckets, ring_slots
+from megazero.plan.zero_policy import POOL_DEPTH, Buckets, Use, ZeroPolicy, layer_uses, plan_buckets, pool_slots
 
 CUT = ZeroPolicy(True, True, True)
 
@@ -38,13 +38,16 @@ def test_uses(untied: bool) -> None:
             uses = layer_uses(units, stage == 0, not untied)
             expected = {}
             if stage == 0:
-                expected |= {TOKEN: (Use.LOOKUP, [TOKEN]), POSITION: (Use.LOOKUP, [POSITION])}
+                expected |= {
+                    TOKEN_EMBEDDING: (Use.LOOKUP, [TOKEN_EMBEDDING]),
+                    POSITION_EMBEDDING: (Use.LOOKUP, [POSITION_EMBEDDING]),
+                }
             for layer in Layout(pp=pp).layers(4, stage):
                 expected[f"blocks.{layer}"] = (Use.LAYER, [f"blocks.{layer}"])
             if stage == pp - 1:
-                expected[HEAD] = (Use.HEAD, [HEAD] if untied else [HEAD, TOKEN])
+                expected[HEAD] = (Use.HEAD, [HEAD] if untied else [HEAD, TOKEN_EMBEDDING])
             assert list(uses.items()) == list(expected.items())
-            assert {name for _, names in uses.values() for name in names} == set(units), "a unit nobody uses"
+            assert {name for _, names in uses.values() for name in names} == set(units), "an unused unit"
 
 
 def test_an_unknown_unit_is_an_error() -> None:
@@ -61,22 +64,22 @@ def test_what_a_use_keeps() -> None:
     }
 
 
-def test_ring_slots() -> None:
+def test_pool_slots() -> None:
     """A few of each size, however many units have it; so the sum does not grow with the layers."""
-    assert RING_DEPTH == 2
-    assert ring_slots([], CUT) == {}
-    assert ring_slots([64, 128, 128, 128, 128, 192, 192], CUT) == {64: 1, 128: 2, 192: 2}
-    assert ring_slots([64] + [128] * 100, CUT) == ring_slots([64] + [128] * 2, CUT)
+    assert POOL_DEPTH == 2
+    assert pool_slots([], CUT) == {}
+    assert pool_slots([64, 128, 128, 128, 128, 192, 192], CUT) == {64: 1, 128: 2, 192: 2}
+    assert pool_slots([64] + [128] * 100, CUT) == pool_slots([64] + [128] * 2, CUT)
 
 
 def test_no_slots_where_parameters_are_whole_and_one_each_where_they_stay() -> None:
-    assert ring_slots([64, 64], ZeroPolicy(True, True, False)) == {}
-    assert ring_slots([64] + [128] * 5, ZeroPolicy(True, True, True, keeps_gathered=True)) == {64: 1, 128: 5}
+    assert pool_slots([64, 64], ZeroPolicy(True, True, False)) == {}
+    assert pool_slots([64] + [128] * 5, ZeroPolicy(True, True, True, gathers_once=True)) == {64: 1, 128: 5}
 
 
 def test_a_choice_of_when() -> None:
     once = ZeroConfig(zero_stage=3, zero_reduce_every="step", zero_gather_every="step")
-    assert ZeroPolicy.for_stage(once, 2) == ZeroPolicy(True, False, True, keeps_gathered=True)
+    assert ZeroPolicy.for_stage(once, 2) == ZeroPolicy(True, False, True, gathers_once=True)
     assert ZeroPolicy.for_stage(once, 1) == ZeroPolicy(False, False, False)
 
 

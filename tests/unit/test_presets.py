@@ -93,4 +93,4 @@ def test_the_papers_models_are_zero_100bs_configuration(name: str) -> None:
     assert config.zero.zero_stage == 2 and config.training.grad_dtype == "bf16"
     assert config.activations.recompute == "full" and config.activations.partition_activations
     assert config.micro_batches(layout.dp) == 1
-    assert estimate(config, layout, staged=False).memory["peak"] < 32e9
+    assert estimate(config, layout, needs_staging_buffer=False).memory["peak"] < 32e9

@@ -21,7 +21,6 @@ from megazero.plan.operations import (
     Keep,
     Norm,
     Open,
-    Publish,
     Recompute,
     Reduce,
     ReduceReplicas,
@@ -29,13 +28,15 @@ from megazero.plan.operations import (
     Start,
     SumReplicated,
     SumTied,
+    Sync,
     Update,
     Wait,
     inner,
     name_of,
-    text,
 )
-from megazero.plan.program import Program, RankSpec, merge, program, rank_spec, tail
+from megazero.plan.passes import merge, tail
+from megazero.plan.program import Program, program, text
+from megazero.plan.rank_spec import RankSpec, rank_spec
 from megazero.plan.schedules import EVALUATION
 from megazero.plan.topology import Layout
 
@@ -73,7 +74,7 @@ def test_everything_used_is_present() -> None:
             if isinstance(op, Start):
                 assert op.op not in in_flight
                 in_flight.add(op.op)
-            if isinstance(op, Wait) and not isinstance(op.op, Publish):
+            if isinstance(op, Wait) and not isinstance(op.op, Sync):
                 in_flight.remove(op.op)
             about = inner(op)
             if isinstance(about, Gather) and isinstance(op, Start):
@@ -110,18 +111,18 @@ def test_everything_used_is_present() -> None:
 
 def test_updated_weights_are_waited_for_before_their_first_use() -> None:
     for _, spec, made in programs():
-        if not spec.policy.publishes:
+        if not spec.policy.syncs:
             continue
         waited = set()
         for op in made.gradients:
-            if isinstance(op, Wait) and isinstance(op.op, Publish):
+            if isinstance(op, Wait) and isinstance(op.op, Sync):
                 waited.add(op.op.unit)
             if isinstance(op, Forward):
                 assert set(spec.layers[op.layer].units) <= waited
 
 
 def test_gathers_and_receives_start_one_layer_ahead() -> None:
-    """With overlap, a layer's weights are gathered while the layer before it computes, and no earlier."""
+    """A layer's weights are gathered, with overlap, while the layer before it computes, and no earlier."""
     spec = rank_spec(config(zero=ZeroConfig(3)), Layout(dp=2), 0)
     ops = program(spec, "1f1b", 1).gradients
     for at, op in enumerate(ops):
@@ -137,7 +138,7 @@ def test_gathers_and_receives_start_one_layer_ahead() -> None:
 
 
 def test_reductions_run_behind_the_backward() -> None:
-    """With overlap, a unit's reduction is waited for only when the next one starts."""
+    """A unit's reduction is waited for, with overlap, only when the next one starts."""
     spec = rank_spec(config(zero=ZeroConfig(2)), Layout(dp=2), 0)
     ops = program(spec, "1f1b", 2).gradients
     starts = [at for at, op in enumerate(ops) if isinstance(op, Start) and isinstance(op.op, Reduce)]
@@ -199,7 +200,7 @@ def test_a_frozen_unit_is_neither_opened_nor_updated() -> None:
 
 
 def test_operations_of_different_types_differ() -> None:
-    assert Publish("head") != Reduce("head") and len({Publish("head"), Reduce("head")}) == 2
+    assert Sync("head") != Reduce("head") and len({Sync("head"), Reduce("head")}) == 2
 
 
 def test_a_program_is_printed_one_operation_per_line() -> None:

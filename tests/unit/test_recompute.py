@@ -7,7 +7,7 @@ import contextlib
 import pytest
 import torch
 
-from megazero.activations.offload import Copies, Fetch, Stored
+from megazero.activations.offload import Copies, Fetch, HostCopy
 from megazero.activations.store import KeptInputs
 from megazero.memory.tracker import MemoryTracker
 from megazero.plan.operations import Backward, Op, Recompute
@@ -65,7 +65,7 @@ def arena_of(engine: Engine) -> KeptInputs:
 
 
 def is_whole(arena: KeptInputs, slots: int = 5) -> bool:
-    """Whether nothing is kept, and every slot is counted as free."""
+    """Return whether nothing is kept, and every slot is counted as free."""
     kind = arena.free_kind
     return len(arena.slots) == slots and not arena.kept and arena.tracker.now[kind] == slots * arena.slots.slot_bytes
 
@@ -167,7 +167,7 @@ class Watched(Copies):
     def __init__(self, events: list[str]) -> None:
         self.events = events
 
-    def start_fetch(self, stored: Stored) -> Fetch:
+    def start_fetch(self, stored: HostCopy) -> Fetch:
         self.events.append("fetch")
         return super().start_fetch(stored)
 

@@ -1,4 +1,4 @@
-"""What a run may load and save: guard and lock of --save, pruning, corpora made anew, bad folders."""
+"""Loading and saving of a run: guard and lock of --save, pruning, corpora made anew, bad folders."""
 
 from __future__ import annotations
 

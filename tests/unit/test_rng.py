@@ -122,7 +122,7 @@ DROPOUT = Dropout(0.25, SEED, 3, "mlp")
 
 
 def whole(count: int, *samples: int) -> tuple[Rows, ...]:
-    """Of each sample its first `count` rows."""
+    """Select the first `count` rows of each sample."""
     return tuple(Rows(sample, 0, count) for sample in samples)
 
 
@@ -133,14 +133,14 @@ def mask(dropout: Dropout, rows: tuple[Rows, ...], columns: int) -> torch.Tensor
 
 @functools.cache
 def kept(dropout: Dropout, sample: int = 0, count: int = 1024, columns: int = 1024) -> torch.Tensor:
-    """Whether an element is kept: [count, columns], with mean 0 and deviation 1 if the mask is what it should be."""
+    """Return which elements are kept, [count, columns], of mean 0 and deviation 1 if the mask is what it should be."""
     p = dropout.probability
     keep = (mask(dropout, whole(count, sample), columns) != 0).float()
     return (keep - (1 - p)) / math.sqrt(p * (1 - p))
 
 
 def deviations(values: torch.Tensor) -> float:
-    """How many standard deviations the mean of independent values, of deviation 1 each, is from 0."""
+    """Return the distance from 0, in standard deviations, of the mean of independent values of deviation 1 each."""
     return float(values.mean(dtype=torch.float64)) * math.sqrt(values.numel())
 
 
@@ -220,7 +220,7 @@ def test_no_mask_is_kept_for_backward() -> None:
 
 @pytest.mark.parametrize("heads", [1, 4])
 def test_what_is_not_a_number_stays_so(heads: int) -> None:
-    """As in x * mask: dropout hides no overflow."""
+    """Dropout hides no overflow, as x * mask does not."""
     x = torch.full((1, heads, 5, 8), math.nan)
     assert DROPOUT(x, whole(5 * heads, 0)).isnan().all()
 
@@ -297,7 +297,7 @@ def test_every_coordinate_gives_another_mask(name: str) -> None:
 
 
 def test_the_masks_are_those_of_yesterday_and_of_any_device() -> None:
-    """By the formula of the note, in Python's integers; rows up to the last that there may be."""
+    """Compute the formula of the note in Python's integers; rows up to the last that there may be."""
     full, probability = 1 << 32, 0.3
 
     def mix(x: int) -> int:

@@ -11,7 +11,7 @@ import pytest
 
 from megazero.config.schema import ActivationConfig, Config, ModelConfig, ParallelConfig
 from megazero.plan.resolve import resolve
-from megazero.plan.split import Ends, ends, even_split, rank_costs, split_by_cost
+from megazero.plan.split import NonBlockCosts, even_split, non_block_costs, rank_costs, split_by_cost
 from megazero.plan.topology import Layout
 from megazero.price.report import split_line, table
 
@@ -28,7 +28,7 @@ def splits(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
 @pytest.mark.parametrize(("pp", "chunks"), [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (3, 2)])
 def test_no_split_has_a_faster_busiest_rank(pp: int, chunks: int, head: float) -> None:
     """All splits are tried; the even one may be 1 % slower."""
-    cost = Ends(0.01, head)
+    cost = NonBlockCosts(0.01, head)
     for layers in range(pp * chunks, 10):
         best = min(max(rank_costs(s, pp, cost)) for s in splits(layers, pp * chunks))
         found = split_by_cost(layers, pp, chunks, cost)
@@ -40,9 +40,9 @@ def test_no_split_has_a_faster_busiest_rank(pp: int, chunks: int, head: float) -
 
 def test_the_head_is_counted_in_blocks_by_its_flops() -> None:
     """GPT-2 small: 2 v h = 77.2 M FLOPs per token against 24 h^2 + 4 s h = 17.3 M; 3/4 of it if blocks recompute."""
-    cost = ends(SMALL, ActivationConfig())
+    cost = non_block_costs(SMALL, ActivationConfig())
     assert cost.head == pytest.approx(77.19 / 17.30, rel=1e-3) and cost.embedding < 1e-3
-    assert ends(SMALL, ActivationConfig(recompute="full")).head == pytest.approx(0.75 * cost.head)
+    assert non_block_costs(SMALL, ActivationConfig(recompute="full")).head == pytest.approx(0.75 * cost.head)
     assert split_by_cost(12, 4, 1, cost) == (4, 4, 4, 0)
     assert split_by_cost(12, 2, 2, cost) == (4, 4, 4, 0)  # rank 0: 8 blocks; rank 1: 4, and 4.5 for the head
 

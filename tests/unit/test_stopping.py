@@ -1,4 +1,4 @@
-"""What asks a run to stop: clocks and signals, without a run."""
+"""Requests to stop a run: clocks and signals, without a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_duration() -> None:
 
 
 def test_the_end_of_the_job_is_asked_for_again_before_it_is_believed() -> None:
-    """Somebody gave the job more time."""
+    """The job got more time."""
     ends = iter([10_000.0, 20_000.0, 20_000.0])
     clock = Clock(0.0, 5.0, lambda: next(ends), now=0.0)
     assert [clock.reached(now) for now in (9_699.0, 9_700.0, 19_699.0, 19_700.0)] == [None, None, None, 2]
@@ -85,7 +85,7 @@ if __name__ == "__main__":
 
 
 def test_a_signal_to_the_whole_job_leaves_the_workers_reading() -> None:
-    """As of a scheduler: the training process notes it, and its step still gets its batches."""
+    """A scheduler's signal: the training process notes it, and its step still gets its batches."""
     ignoring = "import signal\nfor n in (15, 10, 2): signal.signal(n, lambda *_: None)\n"
     program = ignoring + WORKER
     done = subprocess.run(

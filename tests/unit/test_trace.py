@@ -44,7 +44,7 @@ def test_logits_are_this_ranks_part_of_the_padded_vocabulary() -> None:
 
 
 def test_a_frozen_layer_sends_no_gradients() -> None:
-    """What is frozen from the first layer on passes no gradient, and has no backward."""
+    """A layer that is frozen, and all before it, passes no gradient, and has no backward."""
     frozen = TrainingConfig(freeze_parameters=("*_embedding.*", "blocks.0.*"))
     config = Config(model=MODEL, training=frozen, parallel=ParallelConfig(tensor_model_parallel_size=2))
     config, layout = resolve(config, 2, 0)

@@ -1,4 +1,4 @@
-"""What of ZeRO needs no ranks."""
+"""ZeRO without ranks."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import pytest
 from megazero.config.schema import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig, ZeroConfig
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
-from megazero.price.report import account, partition_line, psi, queue_line, table
+from megazero.price.report import partition_line, psi, queue_line, report_rows, table
 from megazero.price.saved_activations import block_saves, computed_saves, saved_bytes
 
 FULL = ActivationConfig("full")
@@ -28,7 +28,7 @@ def resolved(activations: ActivationConfig, **parallel: object) -> tuple[Config,
 
 
 def rows(activations: ActivationConfig, **parallel: object) -> dict[str, int]:
-    return {row.kind: row.num_bytes for row in account(*resolved(activations, **parallel))}
+    return {row.kind: row.num_bytes for row in report_rows(*resolved(activations, **parallel))}
 
 
 def test_pa_says_what_it_saves_and_costs() -> None:
@@ -64,13 +64,13 @@ def test_activations_are_those_of_what_is_in_flight() -> None:
     assert rows(FULL)["activations"] == saved_bytes(computed[1:])
     assert rows(PA)["activations"] == saved_bytes(computed)
     config = replace(none[0], parallel=replace(none[0].parallel, pipeline_schedule="gpipe"))
-    assert {r.kind: r.num_bytes for r in account(config, none[1])}["activations"] == 2 * rows(ActivationConfig())[
+    assert {r.kind: r.num_bytes for r in report_rows(config, none[1])}["activations"] == 2 * rows(ActivationConfig())[
         "activations"
     ]
 
 
 def value(formula: str, names: dict[str, int]) -> float:
-    """Of a printed formula, such as "(2 x 4 + 2) Psi / 4": numbers and names side by side are multiplied."""
+    """Evaluate a printed formula, such as "(2 x 4 + 2) Psi / 4": numbers and names side by side are multiplied."""
     words = re.findall(r"\d+|[A-Za-z]+|[()+\-/]", re.sub(r"\bx\b", " ", formula))
     text = ""
     for before, word in zip(["(", *words], words, strict=False):
@@ -96,7 +96,7 @@ def test_formulas_come_to_the_bytes_beside_them(zero: int, shards: int, once: bo
     )
     config, layout = resolve(config, 8, 0)
     names = {"Psi": psi(config, layout), "N": shards or 4, "b": 5, "s": 16, "h": 64, "v": 128, "tp": 2}
-    found = {row.kind: row for row in account(config, layout)}
+    found = {row.kind: row for row in report_rows(config, layout)}
     for kind in ("parameters", "optimizer", "gradients", "logits"):
         assert value(found[kind].formula, names) == found[kind].num_bytes, kind
     kept = found["activation_checkpoints"]

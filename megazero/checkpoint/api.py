@@ -32,7 +32,7 @@ def save(
     started); give a gloo group of its own, with a timeout longer than the slowest rank's write, where the
     save runs in a thread. An iteration that was saved before is replaced. One save at a time for a root.
 
-    Raises, on every rank and with nothing published: ValueError, naming the tensor and the range, if some
+    Raises, on every rank and with nothing committed: ValueError, naming the tensor and the range, if some
     element of some tensor is held by no rank or in two different pieces; RuntimeError with the message of
     each rank that could not write.
     """

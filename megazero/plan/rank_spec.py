@@ -1,0 +1,123 @@
+"""`RankSpec`: the layers, units and policies of one pipeline rank, as the passes of `plan.program` see them. Pure."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megazero.config.schema import Config
+from megazero.plan.parameters import TOKEN_EMBEDDING, stage_units, unit_layout
+from megazero.plan.schedules import Pipeline
+from megazero.plan.topology import Layout
+from megazero.plan.zero_policy import Use, ZeroPolicy, layer_uses
+
+
+class Layer(NamedTuple):
+    """A layer as the passes see it."""
+
+    name: str
+    units: tuple[str, ...]
+    use: Use
+    trains: bool  # some of its parameters do
+    passes_gradient: bool  # its input needs a gradient
+
+    @property
+    def has_backward(self) -> bool:
+        return self.trains or self.passes_gradient
+
+    @property
+    def queues_weights(self) -> bool:
+        """True if its weight gradients can wait.
+
+        Only a block's: the head's queue would keep the logits, and no rank waits for the embeddings.
+        """
+        return self.trains and self.use is Use.LAYER
+
+
+class Unit(NamedTuple):
+    """A unit as the passes see it."""
+
+    numel: int
+    trains: bool
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """A rank as the passes see it. It depends on the pipeline position alone.
+
+    So all ranks along another axis have the same program, and issue their collectives in the same order.
+    """
+
+    chunks: tuple[tuple[Layer, ...], ...]
+    units: dict[str, Unit]
+    policy: ZeroPolicy
+    rank: int = 0  # along the pipeline
+    ranks: int = 1
+    overlap: bool = True
+    recompute: bool = False  # of blocks
+    partitioned: bool = False  # kept inputs, over tp
+    on_host: bool = False  # kept inputs
+    arena: bool = False  # kept inputs
+    replicas: bool = False
+    sequence_parallel: bool = False
+    tied: str | None = None  # the unit of the embedding group
+    backlog: int | None = None  # micro-batches whose weight gradients may wait
+
+    @property
+    def last_stage(self) -> int:
+        """The last virtual stage."""
+        return self.ranks * len(self.chunks) - 1
+
+    @functools.cached_property
+    def layers(self) -> dict[str, Layer]:
+        return {layer.name: layer for chunk in self.chunks for layer in chunk}
+
+    @property
+    def trained_units(self) -> list[str]:
+        return [name for name, unit in self.units.items() if unit.trains]
+
+    def recomputes(self, layer: Layer) -> bool:
+        return self.recompute and layer.use is Use.LAYER and layer.has_backward
+
+    def pipeline(self, micro_batches: int) -> Pipeline:
+        return Pipeline(self.rank, self.ranks, micro_batches, len(self.chunks), self.backlog)
+
+
+def rank_spec(config: Config, layout: Layout, pp: int) -> RankSpec:
+    """Describe the ranks at pipeline position `pp`; `config` is resolved."""
+    specs = stage_units(config.model, layout, pp, config.training.freeze_parameters)
+    units = {
+        name: Unit(unit_layout(s, layout.tp, layout.shard).numel, any(p.trains for p in s)) for name, s in specs.items()
+    }
+    tied = None if config.model.untie_embeddings else TOKEN_EMBEDDING
+    uses = layer_uses(specs, pp == 0, tied is not None)
+    chunks: list[tuple[Layer, ...]] = []
+    for chunk in range(layout.chunks):
+        blocks = {f"blocks.{n}" for n in layout.chunk_layers(config.model.num_layers, pp, chunk)}
+        layers: list[Layer] = []
+        passes = pp + chunk > 0
+        for name, (use, names) in uses.items():
+            at = {Use.HEAD: layout.chunks - 1, Use.LOOKUP: 0}.get(use)
+            if name in blocks or at == chunk:
+                trains = any(units[n].trains for n in names)
+                layers.append(Layer(name, tuple(names), use, trains, passes))
+                passes = passes or trains
+        chunks.append(tuple(layers))
+    activations = config.activations
+    return RankSpec(
+        chunks=tuple(chunks),
+        units=units,
+        policy=ZeroPolicy.for_stage(config.zero, layout.shard),
+        rank=pp,
+        ranks=layout.pp,
+        overlap=config.zero.overlap_comm,
+        recompute=activations.recompute == "full",
+        partitioned=activations.partition_activations,
+        on_host=activations.checkpoint_in_cpu,
+        arena=activations.contiguous_checkpointing,
+        replicas=layout.replica > 1,
+        sequence_parallel=config.parallel.sequence_parallel,
+        tied=tied if layout.pp > 1 and pp in (0, layout.pp - 1) else None,
+        backlog=config.parallel.zero_bubble_backlog or None,
+    )
