@@ -88,7 +88,8 @@ def pretrain(config: Config, world: launch.World, signals: Signals) -> Stop | No
     with ranks.world.peer_errors("looking for a checkpoint"):
         lock = checkpoint.lock(Path(config.checkpoint.save), ranks.host_group) if config.checkpoint.save else None
         path = find_checkpoint(config, ranks.host_group)
-    stop = Trainer(config, ranks, datasets, eod, signals, clock).run(path)
+    trainer = Trainer(config, ranks, datasets, eod, signals, clock)
+    stop = trainer.evaluate_only(path) if config.evaluation.eval_only else trainer.run(path)
     if lock is not None:
         lock.release()
     launch.stop(world, timeout)

@@ -38,6 +38,8 @@ def read_metrics(run: Path) -> list[dict]:
             record = None
         if isinstance(record, dict) and "iteration" in record and "loss" in record:
             found.append(record)
+        elif isinstance(record, dict) and "eval_split" in record:  # of a checkpoint, by --eval-only
+            continue
         else:
             cut.append(str(number))
     if not found:

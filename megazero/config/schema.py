@@ -210,12 +210,17 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Validation loss."""
+    """Loss of data that is not trained on: during training, or of a checkpoint alone."""
 
     eval_interval: Iterations = 0
     """Iterations between evaluations. 0: never."""
-    eval_iters: Annotated[int, Range(1, 10**6, "training would wait for days")] = 10
-    """Global batches of an evaluation, always the same ones."""
+    eval_iters: Annotated[int, Range(0, 10**6, "training would wait for days")] = 10
+    """Global batches of an evaluation, always the same ones. 0: the whole split, each of its tokens a target once."""
+    eval_only: bool = False
+    """Evaluate the weights of --load on a split, print loss and perplexity, and end: nothing is trained or saved. The
+    metrics.jsonl under --log-dir gets a line; name another folder than that of a run which still writes."""
+    eval_split: Literal["train", "validation", "test"] = "validation"
+    """--eval-only: the split of --data-path to evaluate."""
 
 
 @dataclass(frozen=True)

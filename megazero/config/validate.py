@@ -112,11 +112,23 @@ def _check_combinations(config: Config) -> None:
     _check_profile(config)
     if checkpoint.finetune and not checkpoint.load:
         raise ValueError("--finetune needs --load DIR, to know whose weights to begin with")
+    _check_evaluation(config)
     skipped_samples(config)
     if config.log.wandb_project and not config.log.log_dir:
         raise ValueError(f"--wandb-project {shorten(config.log.wandb_project)} needs --log-dir DIR for its files")
     if config.data.eod_mask_loss and not config.data.tokenizer:
         raise ValueError("--eod-mask-loss needs --tokenizer, to know the end-of-document token")
+
+
+def _check_evaluation(config: Config) -> None:
+    evaluation = config.evaluation
+    if evaluation.eval_only and not config.checkpoint.load:
+        raise ValueError("--eval-only needs --load DIR, to know which checkpoint to evaluate")
+    if evaluation.eval_split != "validation" and not evaluation.eval_only:
+        raise ValueError(
+            f"--eval-split {evaluation.eval_split}: during training the validation split is evaluated; add --eval-only "
+            "to evaluate a checkpoint on this one, or drop it"
+        )
 
 
 def iteration_range(text: str) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from megazero.data.about import BLOCK_BYTES, SAMPLED_BYTES, read_about, verify
 from megazero.data.blending import BlendedDataset
 from megazero.data.fingerprint import fingerprint
 from megazero.data.indexed import IndexedDataset
-from megazero.data.samples import SPLITS, GPTDataset, Samples, require_vocabulary, split_ranges
+from megazero.data.samples import SPLITS, GPTDataset, Samples, WholeSplit, require_vocabulary, split_ranges
 from megazero.data.tokenizer import Tokenizer
 from megazero.files import FilePool, read_regular
 
@@ -38,6 +38,12 @@ class Datasets:
     validation: Samples
     test: Samples
     corpora: tuple[IndexedDataset, ...] = ()
+
+    def whole(self, split: str) -> dict[str, WholeSplit]:
+        """Return a split of each corpus, in order and once through, by the corpus' prefix."""
+        samples: Samples = getattr(self, split)
+        parts = samples.datasets if isinstance(samples, BlendedDataset) else (samples,)
+        return {data.prefix: WholeSplit(part) for data, part in zip(self.corpora, parts, strict=True)}
 
     def fingerprints(self) -> list[str]:
         """Return the fingerprint of each corpus, in the order of --data-path."""
@@ -87,14 +93,14 @@ def open_datasets(
     vocab_size: int | None,
     *,
     tokenizer: Tokenizer | None = None,
-    evaluation: bool = False,
+    needed: Sequence[str] = ("train",),
 ) -> Datasets:
     """Open the corpora of --data-path, each once, and check them; to be called before any process group starts.
 
     Files are checked as `IndexedDataset` does, and a random choice of their blocks against the checksums in
     PREFIX.json. Ids must lie below `vocab_size`: known from PREFIX.json, else from a scan of both ends of the
-    tokens. A corpus must be made by `tokenizer`, if PREFIX.json tells. Train (and validation, with
-    `evaluation`) must hold one sample.
+    tokens. A corpus must be made by `tokenizer`, if PREFIX.json tells. The splits `needed` must hold one sample
+    of every corpus.
 
     Raises:
         ValueError: whatever is wrong, naming --data-path and the corpus.
@@ -114,7 +120,7 @@ def open_datasets(
 
     def opened(split_name: str) -> Samples:
         parts = [GPTDataset(data, split, split_name, seq_length, seed, vocab_size) for data in corpora]
-        if split_name == "train" or (evaluation and split_name == "validation"):
+        if split_name in needed:
             for part in parts:
                 part.check()
         return parts[0] if len(parts) == 1 else BlendedDataset(parts, [weight for weight, _ in pairs])

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from megazero.data.samples import Samples
+from megazero.data.samples import NO_TOKEN, Samples
 
 # Steps that each worker process prepares ahead.
 PREFETCHED_STEPS = 2
@@ -141,8 +141,9 @@ class _Steps(Dataset[Any]):
     def read(self, consumed: int) -> tuple[torch.Tensor, ...]:
         rows = self._assignment.samples(consumed)
         tokens = torch.from_numpy(np.stack([[self._dataset[i] for i in row] for row in rows]))  # [M, b, s + 1]
+        loss_mask = (tokens[..., 1:] != NO_TOKEN).to(torch.float32)
+        tokens.clamp_(min=0)  # any id does where none counts
         ids, labels = tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
-        loss_mask = torch.ones(ids.shape, dtype=torch.float32)
         if self._masked is not None:
             loss_mask[ids == self._masked] = 0.0
         return ids, labels, loss_mask

@@ -22,6 +22,8 @@ from megazero.data.indexed import IndexedDataset, Int64s, Tokens
 SPLITS = ("train", "validation", "test")
 # Tables kept in memory at once: the running epoch, the next, and one for whoever looks back.
 KEPT_EPOCHS = 3
+# An id that stands for no token, as a target or as an input: it counts in no loss.
+NO_TOKEN = -1
 
 
 class Samples(Protocol):
@@ -104,6 +106,14 @@ class GPTDataset:
         epoch = index * self.seq_length // self.num_tokens
         first, _ = self._key.sample_range(epoch)
         in_stream = first + int(self._table(epoch).shuffle[index - first])
+        return self._checked(index, in_stream)
+
+    def in_order(self, number: int) -> Int64s:
+        """Sample `number` of the stream, int64 [s + 1]: before samples are shuffled."""
+        self.check()
+        return self._checked(number, number)
+
+    def _checked(self, index: int, in_stream: int) -> Int64s:
         ids = self._stream(in_stream * self.seq_length, self.seq_length + 1)
         if self.vocab_size is not None:
             where = f"sample {index} of {self.split_name}"
@@ -132,6 +142,29 @@ class GPTDataset:
                 filled += part.size
                 at += part.size
                 place += 1
+        return ids
+
+
+class WholeSplit:
+    """A split of one corpus once through: each of its tokens, save the first, is a target in exactly one sample.
+
+    Samples are in the order of the stream. Ids behind the split's last token are `NO_TOKEN`: those that fill up the
+    last sample, and all of a sample beyond it, which fills up a global batch.
+    """
+
+    def __init__(self, dataset: GPTDataset) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return max(0, -(-(int(self.dataset.num_tokens) - 1) // self.dataset.seq_length))
+
+    def __getitem__(self, index: int) -> Int64s:
+        """int64 [s + 1]; index >= 0, without upper limit."""
+        length = self.dataset.seq_length
+        if index >= len(self):
+            return np.full(length + 1, NO_TOKEN)
+        ids = self.dataset.in_order(index)
+        ids[max(0, self.dataset.num_tokens - index * length) :] = NO_TOKEN
         return ids
 
 

@@ -51,6 +51,8 @@ def resolve(config: Config, world_size: int, vocab_size: int) -> tuple[Config, L
             config.optimizer,
             lr_decay_iters=config.optimizer.lr_decay_iters or config.training.train_iters,
         ),
+        # An evaluation saves nothing; --save may come from the preset of the run that is evaluated.
+        checkpoint=replace(config.checkpoint, save="" if config.evaluation.eval_only else config.checkpoint.save),
     )
     layout = replace(layout, split=layer_split(config))
     check_block_runs(config, layout)

@@ -44,8 +44,9 @@ def open_writers(config: Config, start_iteration: int) -> list[Writer]:
         folder = Path(log.log_dir)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            replace_file(folder / "config.toml", to_toml(config))
-            writers.append(MetricsFile(folder / "metrics.jsonl", start_iteration))
+            evaluates = config.evaluation.eval_only  # perhaps a run in whose folder its own files are
+            replace_file(folder / ("evaluation.toml" if evaluates else "config.toml"), to_toml(config))
+            writers.append(MetricsFile(folder / "metrics.jsonl", None if evaluates else start_iteration))
         except OSError as error:
             raise ValueError(f"--log-dir {log.log_dir}: {explain(error)}") from None
         except ValueError as error:
@@ -57,7 +58,8 @@ def open_writers(config: Config, start_iteration: int) -> list[Writer]:
             raise ValueError(f"--tensorboard-dir {log.tensorboard_dir}: {explain(error)}") from None
     if log.wandb_project:
         writers.append(WeightsAndBiases(config))
-    writers.append(ProgressLine(config, start_iteration))
+    if not config.evaluation.eval_only:
+        writers.append(ProgressLine(config, start_iteration))
     return writers
 
 
@@ -94,17 +96,20 @@ MAX_PENDING_LINES = 100_000  # of about a kilobyte
 class MetricsFile:
     """One JSON object per iteration and line. Lines after `start_iteration` are of a run that is left, and are cut.
 
-    A run that starts fresh over an older one's file keeps that as metrics.previous.jsonl. What cannot be written, on a
-    full disk say, is kept and tried again with every later line: the run goes on, and the file becomes whole again.
+    A run that starts fresh over an older one's file keeps that as metrics.previous.jsonl; an evaluation (None) adds to
+    what is there. What cannot be written, on a full disk say, is kept and tried again with every later line: the run
+    goes on, and the file becomes whole again.
     """
 
-    def __init__(self, path: Path, start_iteration: int) -> None:
+    def __init__(self, path: Path, start_iteration: int | None) -> None:
         """OSError or ValueError if it is not a file that can be written."""
+        adds = start_iteration is None
         if path.exists() and start_iteration == 0:
             os.replace(path, path.with_name("metrics.previous.jsonl"))
         elif path.exists():
             lines = read_regular(path).decode(errors="replace").splitlines()
-            replace_file(path, "".join(line + "\n" for line in lines if _iteration(line) <= start_iteration))
+            kept = [line + "\n" for line in lines if adds or _iteration(line) <= start_iteration]
+            replace_file(path, "".join(kept))
         self.path, self.pending = path, list[bytes]()
         self.file = OutputFile(path, at=path.stat().st_size if path.exists() else 0)
 

@@ -49,6 +49,8 @@ def find_checkpoint(config: Config, group: Any = None, passing_over: Mapping[str
             continue
         check_model(path, state.model, config.model)
         break
+    if config.evaluation.eval_only and path is None:
+        raise ValueError(f"--eval-only: --load {options.load} holds no checkpoint; give the --save folder of a run")
     _guard_save(options.load, options.save, path, options.finetune)
     return path
 

@@ -27,6 +27,7 @@ from megazero.plan.parameters import num_parameters
 from megazero.price.flops import model_flops
 from megazero.price.report import table
 from megazero.train.engine import Engine, LossScaleExhausted, StepResult
+from megazero.train.evaluation import Evaluation, Evaluator, Stopped, line
 from megazero.train.loggers import Record, Writers, open_writers, tell
 from megazero.train.matmul_backend import choose_matmul_backend
 from megazero.train.profiling import Profiler
@@ -53,7 +54,10 @@ def open_data(config: Config, tokenizer: Tokenizer | None) -> Datasets:
     Raises:
         ValueError: see `data.corpora`; also when no data is named.
     """
-    data = config.data
+    data, evaluation = config.data, config.evaluation
+    needed = ("train", *["validation"] * (evaluation.eval_interval > 0))
+    if evaluation.eval_only:
+        needed = (evaluation.eval_split,)
     if bool(data.data_path) == bool(data.data_args_path):
         raise ValueError(
             "--data-path is missing; give the PREFIX of a .bin/.idx pair, which data_tools/preprocess_data.py makes"
@@ -67,7 +71,7 @@ def open_data(config: Config, tokenizer: Tokenizer | None) -> Datasets:
         config.training.seed,
         config.model.vocab_size,
         tokenizer=tokenizer,
-        evaluation=config.evaluation.eval_interval > 0,
+        needed=needed,
     )
 
 
@@ -120,7 +124,9 @@ class Trainer:
 
         self.datasets = datasets
         self.train_batches = batches(datasets.train, config.data.num_workers)
-        self.validation_batches = batches(datasets.validation, 0)
+        workers = config.data.num_workers if config.evaluation.eval_only else 0
+        split = config.evaluation.eval_split
+        self.evaluator = Evaluator(config, self.engine, datasets, split, lambda samples: batches(samples, workers))
 
     def say(self, text: str) -> None:
         if self.leads:
@@ -248,12 +254,30 @@ class Trainer:
 
     def evaluate(self) -> float:
         """Cross-entropy over the first --eval-iters global batches of the validation split, in nats a target."""
-        total, targets = 0.0, 0
-        for i in range(self.config.evaluation.eval_iters):
-            batches = self.validation_batches.batch(i * self.config.training.global_batch_size)
-            loss, count = self.engine.evaluate(batches)
-            total, targets = total + loss, targets + count
-        return total / targets if targets else math.nan
+        found = self.evaluator.run()
+        assert isinstance(found, Evaluation)
+        return found.loss
+
+    def evaluate_only(self, load: Path) -> Stop | None:
+        """Evaluate the weights of `load` on --eval-split; returns what stopped it, if anything did."""
+        loaded = self.resume(load)
+        self.describe(loaded)
+        writers = Writers(open_writers(self.config, self.progress.iteration) if self.leads else [])
+        start = time.perf_counter()
+        try:
+            found = self.evaluator.run(self._stop, self.say)
+            if isinstance(found, Evaluation):
+                progress, seconds = self.progress, time.perf_counter() - start
+                record = self.evaluator.record(found, progress.iteration, progress.consumed_samples, seconds)
+                writers.write(record)
+        finally:
+            writers.close()
+        self.engine.wait()
+        if isinstance(found, Stopped):
+            self.say(f"stopped by {found.stop.why}, with {found.done:.0%} evaluated: no result")
+            return found.stop
+        self.say(line(record))
+        return None
 
     # -- checkpoints
 
@@ -344,7 +368,7 @@ class Trainer:
 
     def load(self, path: Path) -> None:
         start = time.perf_counter()
-        if self.config.checkpoint.finetune:
+        if self.config.checkpoint.finetune or self.config.evaluation.eval_only:
             self._load_weights(path)
             self.say(f"loaded the weights of {path} in {time.perf_counter() - start:.1f} s")
             return
@@ -371,6 +395,9 @@ class Trainer:
         self.mesh.in_flight.check("loading a checkpoint", writes=[shard.data for shard in shards.values()])
         checkpoint.load(path, shards, self.mesh.host_group, partial=True)
         self.engine.load_state_dict({"updates": 0, "loss_scale": None})
+        if self.config.evaluation.eval_only:
+            state = RunState.read(path, self.mesh.host_group)
+            self.progress = Progress(state.iteration, state.consumed_samples)
 
     def describe(self, load: Path | None) -> None:
         """Print what is about to run, once."""
@@ -387,7 +414,11 @@ class Trainer:
             self.say(self.choices)
         if config.checkpoint.load and load is None:
             self.say(f"--load {config.checkpoint.load} holds no checkpoint: starting fresh")
-        if self.progress.iteration >= config.training.train_iters:
+        if config.evaluation.eval_only:
+            iters = config.evaluation.eval_iters
+            part = f"the first {iters} global batches" if iters else "all"
+            self.say(f"evaluating {part} of the {config.evaluation.eval_split} split")
+        elif self.progress.iteration >= config.training.train_iters:
             done, asked = self.progress.iteration, config.training.train_iters
             self.say(f"iteration {done} is done, and --train-iters is {asked}: nothing to do")
         elif load is not None:

@@ -49,7 +49,8 @@ COMING = set(
 # 76: copying a shard to host memory costs memory that a run may not have (--async-save).
 # 77: which iterations are traced: a trace of a whole run would be gigabytes.
 # 79: weights alone (--finetune), and a run without the data of a loss spike (--skip-samples).
-NUM_OPTIONS = 79
+# 81: loss of a checkpoint, without training (--eval-only), and of which data (--eval-split).
+NUM_OPTIONS = 81
 
 DEFAULTS = {
     "precision": "fp32",
@@ -426,6 +427,8 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         9,
         "--profile-iterations 2:30: iteration 30 is not reached, for --train-iters is 20",
     ),
+    ({"eval_only": True}, 1, 9, "--eval-only needs --load DIR"),
+    ({"eval_split": "test"}, 1, 9, "--eval-split test: during training the validation split is .* add --eval-only"),
     ({"wandb_project": "gpt"}, 1, 9, "--wandb-project gpt needs --log-dir DIR"),
     ({"eod_mask_loss": True}, 1, 9, "--eod-mask-loss needs --tokenizer"),
     *(
@@ -433,7 +436,7 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         for flag in (
             *("num-layers", "hidden-size", "num-attention-heads", "seq-length", "micro-batch-size", "train-iters"),
             *("tensor-model-parallel-size", "pipeline-model-parallel-size", "virtual-pipeline-stages"),
-            *("distributed-timeout-minutes", "adam-eps", "eval-iters", "log-interval", "reduce-bucket-size"),
+            *("distributed-timeout-minutes", "adam-eps", "log-interval", "reduce-bucket-size"),
             *("initial-loss-scale", "min-loss-scale", "loss-scale-window", "hysteresis"),
         )
     ),

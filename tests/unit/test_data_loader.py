@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from megazero.comm.mesh import Mesh
 from megazero.config.schema import Config, DataConfig, ModelConfig
 from megazero.data.corpora import Datasets
 from megazero.data.loader import Assignment, Batches
-from megazero.data.samples import GPTDataset
+from megazero.data.samples import GPTDataset, WholeSplit
 from megazero.plan.resolve import resolve
 from megazero.train.trainer import Trainer
 from tests.unit.data_helpers import numbered_documents, write_corpus
@@ -58,6 +59,22 @@ def test_eod_mask_loss_masks_targets_whose_input_is_eod(dataset: GPTDataset) -> 
         assert torch.equal(micro.loss_mask, (micro.ids != EOD).float())
         assert 0 < micro.loss_mask.sum() < micro.loss_mask.numel()
         assert torch.equal(micro.labels, unmasked.labels) and unmasked.loss_mask.eq(1).all()
+
+
+@pytest.mark.parametrize("count", [9, 10, 17, 480])
+def test_a_whole_split_has_every_target_once(count: int, tmp_path: Path) -> None:
+    """Behind the last token nothing counts, though ids there are such as a layer can look up."""
+    ids = list(range(1, count + 1))
+    data = GPTDataset(write_corpus(tmp_path / "c", [ids]), "1", "train", seq_length=8, seed=1)
+    whole = WholeSplit(data)
+    steps = -(-len(whole) // 6)
+    micros = [micro for step in range(steps) for micro in Batches(whole, 3, 2).batch(6 * step)]
+    counted = []
+    for micro in micros:
+        counts = micro.loss_mask.bool()
+        counted += zip(micro.ids[counts].tolist(), micro.labels[counts].tolist(), strict=True)
+    assert counted == list(pairwise(ids))
+    assert all(micro.ids.min() >= 0 and micro.labels.min() >= 0 for micro in micros)
 
 
 def flat(batch: list) -> list:
@@ -119,4 +136,5 @@ def test_a_run_trains_on_what_its_workers_read(num_workers: int) -> None:
     readers = {int(trainer.train_batches.batch(step)[0].ids[0, 0]) for step in range(4)}
     trainer.train_batches.close()
     assert len(readers) == max(1, num_workers) and (os.getpid() in readers) == (num_workers == 0)
-    assert int(trainer.validation_batches.batch(0)[0].ids[0, 0]) == os.getpid()
+    ((_, validation, _),) = trainer.evaluator.parts
+    assert int(validation.batch(0)[0].ids[0, 0]) == os.getpid()

@@ -246,7 +246,7 @@ def test_short_or_empty_split_raises_when_used(tmp_path: Path) -> None:
         data.validation[0]
     open_datasets((prefix,), ALL, 4, 1, None)
     with pytest.raises(ValueError, match="validation split"):
-        open_datasets((prefix,), ALL, 4, 1, None, evaluation=True)
+        open_datasets((prefix,), ALL, 4, 1, None, needed=("validation",))
 
 
 def test_ids_outside_the_vocabulary(tmp_path: Path, monkeypatch) -> None:

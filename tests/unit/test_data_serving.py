@@ -150,7 +150,7 @@ def test_each_corpus_is_opened_once(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(indexed.IndexedDataset, "__init__", lambda self, *a: (opened.append(a[0]), start(self, *a))[1])
     monkeypatch.setattr(indexed.IndexedDataset, "_check_sequences", lambda self: (checked.append(1), check(self))[1])
     data_path = [word for prefix in prefixes for word in ("1", prefix)]
-    data = open_datasets(data_path, "8,1,1", 4, 1, 10_000, evaluation=True)
+    data = open_datasets(data_path, "8,1,1", 4, 1, 10_000, needed=("train", "validation"))
     data.train[0], data.validation[0], data.fingerprints()
     assert opened == prefixes and len(checked) == 3
     assert data.fingerprints() == [fingerprint(prefix) for prefix in prefixes]

@@ -1,0 +1,123 @@
+"""Loss of a split: its first global batches, always the same ones, or each of its tokens once."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from megazero.config.schema import Config
+from megazero.data.corpora import Datasets
+from megazero.data.loader import Batches
+from megazero.data.samples import Samples
+from megazero.train.engine import Engine
+from megazero.train.loggers import Record, duration
+from megazero.train.stopping import Stop
+
+REPORT_SECONDS = 30.0  # between two lines that say how far an evaluation is
+
+
+class Evaluation(NamedTuple):
+    """Result of an evaluation, the same on all ranks."""
+
+    loss_sum: float  # nats, over all targets
+    targets: int
+    loss_by_corpus: dict[str, float]  # nats a target, by prefix; empty unless several corpora were evaluated whole
+
+    @property
+    def loss(self) -> float:
+        """Nats a target."""
+        return self.loss_sum / self.targets if self.targets else math.nan
+
+    @property
+    def perplexity(self) -> float:
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
+
+
+class Stopped(NamedTuple):
+    """An evaluation that was asked to stop before its end; it has no result."""
+
+    stop: Stop
+    done: float  # share of the global batches
+
+
+class Evaluator:
+    """Evaluates one split of a run's corpora; all ranks call `run` together."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        datasets: Datasets,
+        split: str,
+        open_batches: Callable[[Samples], Batches],
+    ) -> None:
+        self.engine, self.split = engine, split
+        self.batch_size = size = config.training.global_batch_size
+        iters = config.evaluation.eval_iters
+        # (corpus, its batches, their number); with --eval-iters the corpora are blended, and have no names
+        self.parts: list[tuple[str, Batches, int]]
+        if iters:
+            self.parts = [("", open_batches(getattr(datasets, split)), iters)]
+        else:
+            whole = datasets.whole(split)
+            self.parts = [(name, open_batches(samples), -(-len(samples) // size)) for name, samples in whole.items()]
+
+    def run(
+        self, stop: Callable[[], Stop | None] = lambda: None, say: Callable[[str], None] = lambda _: None
+    ) -> Evaluation | Stopped:
+        """Evaluate.
+
+        Args:
+            stop: asked before every global batch; a reason ends the evaluation.
+            say: told now and then how far it is.
+        """
+        total, targets, by_corpus = 0.0, 0, {}
+        done, last = 0, sum(count for _, _, count in self.parts)
+        start = reported = time.monotonic()
+        for name, batches, count in self.parts:
+            loss_before, targets_before = total, targets
+            for i in range(count):
+                if (why := stop()) is not None:
+                    return Stopped(why, done / last)
+                loss, found = self.engine.evaluate(batches.batch(i * self.batch_size))
+                total, targets, done = total + loss, targets + found, done + 1
+                if (now := time.monotonic()) - reported > REPORT_SECONDS:
+                    left = duration((now - start) / done * (last - done))
+                    say(f"evaluated {done} of {last} global batches, loss {total / max(1, targets):.4f}, {left} left")
+                    reported = now
+            batches.close()
+            by_corpus[name] = (total - loss_before) / max(1, targets - targets_before)
+        return Evaluation(total, targets, by_corpus if len(by_corpus) > 1 else {})
+
+    def record(self, found: Evaluation, iteration: int, consumed_samples: int, seconds: float) -> Record:
+        """Return the line of metrics.jsonl of an evaluation alone."""
+        record: Record = {
+            "iteration": iteration,
+            "consumed_samples": consumed_samples,
+            "eval_split": self.split,
+            f"{self.split}_loss": found.loss,
+            "perplexity": found.perplexity,
+            "targets": found.targets,
+            "eval_seconds": seconds,
+            "tokens_per_second": found.targets / seconds,
+        }
+        if found.loss_by_corpus:  # JSON has no NaN
+            by_corpus = found.loss_by_corpus.items()
+            record["loss_by_corpus"] = {name: loss if math.isfinite(loss) else None for name, loss in by_corpus}
+        return record
+
+
+def line(record: Record) -> str:
+    """Sum up an evaluation for a reader."""
+    split = record["eval_split"]
+    parts = [f"iteration {record['iteration']}: {split} loss {record[f'{split}_loss']:.4f}"]
+    parts += [f"perplexity {record['perplexity']:.4g}", f"{record['targets']:,} targets"]
+    parts += [f"{duration(record['eval_seconds'])}", f"{record['tokens_per_second']:,.0f} tokens/s"]
+    by_corpus = record.get("loss_by_corpus", {}).items()
+    corpora = [f"  {math.nan if loss is None else loss:.4f}  {prefix}" for prefix, loss in by_corpus]
+    return "\n".join([" | ".join(parts), *corpora])
