@@ -112,16 +112,14 @@ class Send(Transfer):
 
 @dataclass(frozen=True, slots=True)
 class Gather(UnitOp):
-    """All-gather a unit's weights into buffer `slot` of its size."""
+    """All-gather a unit's weights into the arena, from element `offset` on."""
 
-    slot: int = 0
+    offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Release(UnitOp):
-    """Free the buffer that a unit's weights were gathered into."""
-
-    slot: int = 0
+    """Free the part of the arena that a unit's weights were gathered into."""
 
 
 @dataclass(frozen=True, slots=True)

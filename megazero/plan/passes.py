@@ -35,7 +35,6 @@ from megazero.plan.operations import (
 )
 from megazero.plan.rank_spec import Layer, RankSpec
 from megazero.plan.schedules import Order, Pass
-from megazero.plan.zero_policy import pool_slots
 
 
 def layers(spec: RankSpec, order: Order, trains: bool = True) -> Ops:
@@ -209,60 +208,33 @@ def _layer_before(ops: Ops) -> list[int]:
     return found
 
 
-class _Slots:
-    """Buffers for gathered weights while a program is made: which is free from when on."""
-
-    def __init__(self, spec: RankSpec, ops: Ops) -> None:
-        self.sizes = {name: unit.numel for name, unit in spec.units.items()}
-        slots = pool_slots([*self.sizes.values()], spec.policy)
-        self.free = {size: [(0, slot) for slot in range(count)] for size, count in slots.items()}
-        self.release_at: dict[int, int] = {}  # index of a Gather -> of its Release
-        self.slot_of: dict[str, int] = {}
-        self.released: dict[str, int] = {}  # unit -> first index at which it may be gathered again
-        next_release: dict[str, int] = {}
-        for at in range(len(ops) - 1, -1, -1):
-            op = ops[at]
-            if isinstance(op, Release):
-                next_release[op.unit] = at
-            elif isinstance(op, Gather):
-                self.release_at[at] = next_release[op.unit]
-
-    def take(self, unit: str, at: int) -> int:
-        """Take a slot for the Gather at index `at`; return the first index at which the slot can be written."""
-        free = self.free[self.sizes[unit]]
-        since, slot = min(free)  # free for longest: a unit's weights seldom return to the slot that they left
-        assert since <= at, f"no slot is free for {unit}"
-        free.remove((since, slot))
-        free.append((self.release_at[at] + 1, slot))
-        self.slot_of[unit] = slot
-        return max(since, self.released.get(unit, 0))
-
-
 def ahead(spec: RankSpec, ops: Ops) -> Ops:
-    """Split asynchronous operations: start one layer ahead where there is a buffer, wait where the result is needed.
+    """Split asynchronous operations: start one layer ahead, wait where the result is needed.
 
     Transfers are always split: sends that wait for their receiver can wait for each other.
     """
-    early, overlap, slots = _layer_before(ops), spec.overlap, _Slots(spec, ops)
+    early, overlap = _layer_before(ops), spec.overlap
+    released: dict[str, int] = {}  # unit -> first index at which it may be gathered again
     started: dict[int, Ops] = {}  # index -> what starts before it
     reducing: Reduce | None = None
     sending: dict[str, Send] = {}
     split: list[Ops] = [[op] for op in ops]
     for at, op in enumerate(ops):
         if isinstance(op, Gather):
-            possible = slots.take(op.unit, at)
-            op = replace(op, slot=slots.slot_of[op.unit])
-            started.setdefault(max(possible, early[at]) if overlap else at, []).append(Start(op))
+            start = max(released.get(op.unit, 0), early[at]) if overlap else at
+            started.setdefault(start, []).append(Start(op))
             split[at] = [Wait(op)]
         elif isinstance(op, Release):
-            slots.released[op.unit] = at + 1
-            split[at] = [replace(op, slot=slots.slot_of[op.unit])]
+            released[op.unit] = at + 1
         elif isinstance(op, (Fetch, Recv)):
             started.setdefault(early[at] if overlap else at, []).append(Start(op))
             split[at] = [Wait(op)]
         elif isinstance(op, Send):
             split[at] = [Wait(sending[op.what]), Start(op)] if op.what in sending else [Start(op)]
             sending[op.what] = op
+        elif isinstance(op, Open) and reducing == Reduce(op.unit) and spec.policy.optimizer:
+            split[at] = [Wait(reducing), op]  # else its gradients of two micro-batches would be there at once
+            reducing = None
         elif isinstance(op, Reduce) and overlap:
             waits: Ops = [Wait(reducing)] if reducing is not None and spec.policy.optimizer else []
             split[at] = [*waits, Start(op)]

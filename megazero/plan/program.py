@@ -6,7 +6,8 @@
     -> weights()     + Gather, Release; Wait(Sync)       stage 3: around uses; stages 1, 2: before the first use
     -> merge()       - Release, Gather                      where nothing is computed between the two
     -> gradients()   + Open, Reduce                         when the last gradient that is due has been added
-    -> ahead()       Gather -> Start(Gather) .. Wait(Gather)   one layer earlier; buffer slots are assigned
+    -> ahead()       Gather -> Start(Gather) .. Wait(Gather)   one layer earlier
+    -> place_weights()   Gather(offset)                     gathered weights in one arena, by liveness: `plan.arena`
     + tail()         ReduceReplicas, SumReplicated, SumTied, Norm
     + update()       Update, Sync
 
@@ -23,6 +24,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from megazero.config import cli
+from megazero.plan.arena import delay, place_weights
 from megazero.plan.operations import COMPUTE, Keep, Op, Ops, Start, Wait, name_of
 from megazero.plan.passes import ahead, gradients, layers, merge, places, tail, update, weights
 from megazero.plan.rank_spec import RankSpec, rank_spec
@@ -37,19 +39,27 @@ class Program(NamedTuple):
     update: Ops
     trains: bool  # else an evaluation
     num_slots: int  # for kept inputs
+    arena_numel: int  # elements of the arena for gathered weights
     peak_live: int  # the most (chunk, micro-batch) pairs between their forward and their backward
 
 
-def program(spec: RankSpec, schedule: str, micro_batches: int) -> Program:
-    """Make the program of a rank for one iteration, under a schedule of `plan.schedules`."""
+def program(spec: RankSpec, schedule: str, micro_batches: int, arena_limit: int | None = None) -> Program:
+    """Make the program of a rank for one iteration, under a schedule of `plan.schedules`.
+
+    Args:
+        arena_limit: elements of an arena that there is already: gathers start later where they would need a larger one.
+    """
     order = order_of(schedule, spec.pipeline(micro_batches))
     trains = schedule != EVALUATION
     placed = places(spec, layers(spec, order, trains))
     ops = merge(weights(spec, placed))
     slots = 1 + max((op.slot for op in placed if isinstance(op, Keep) and op.slot is not None), default=-1)
+    sizes = {name: unit.numel for name, unit in spec.units.items()}
+    ops = ahead(spec, gradients(spec, ops) if trains else ops)
+    ops, numel = place_weights(ops if arena_limit is None else delay(ops, sizes, arena_limit), sizes)
     if not trains:
-        return Program(ahead(spec, ops), [], trains, slots, 0)
-    return Program(ahead(spec, gradients(spec, ops)) + tail(spec), update(spec), trains, slots, peak_live(order))
+        return Program(ops, [], trains, slots, numel, 0)
+    return Program(ops + tail(spec), update(spec), trains, slots, numel, peak_live(order))
 
 
 # -- printing

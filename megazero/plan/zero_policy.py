@@ -74,17 +74,6 @@ def layer_uses(units: Iterable[str], first: bool, tied: bool) -> dict[str, tuple
     return uses
 
 
-POOL_DEPTH = 2  # slots for gathered units of one size: one in use, one being gathered
-
-
-def pool_slots(sizes: list[int], policy: ZeroPolicy) -> dict[int, int]:
-    """unit size -> slots of that size: one per unit where units stay gathered, else at most POOL_DEPTH."""
-    if not policy.parameters:
-        return {}
-    depth = len(sizes) if policy.gathers_once else POOL_DEPTH
-    return {size: min(depth, sizes.count(size)) for size in dict.fromkeys(sizes)}
-
-
 class PersistentGradients(NamedTuple):
     """Gradient buffers that are slices of one persistent arena: see `persistent_gradients`."""
 

@@ -43,7 +43,7 @@ from megazero.plan.parameters import stage_units, unit_layout
 from megazero.plan.program import Program, program
 from megazero.plan.rank_spec import rank_spec
 from megazero.plan.topology import Layout, ring_bytes
-from megazero.plan.zero_policy import COPY_DEPTH, persistent_gradients, plan_buckets, pool_slots
+from megazero.plan.zero_policy import COPY_DEPTH, persistent_gradients, plan_buckets
 from megazero.price.trace import trace_layers
 
 NUMBER = 8  # bytes of a number that ranks agree on: fp64
@@ -138,7 +138,7 @@ class _Pricer:
         parameters, optimizer = self._states()
         self.tracker.enter("parameters", parameters)
         self.tracker.enter("optimizer", optimizer)
-        self.tracker.enter("buffers", self._persistent_buffers())
+        self.tracker.enter("buffers", step.arena_numel * self.w + self._buckets())
         for name, unit in self.spec.units.items():
             self.tracker.enter(self._unsharded_kind, unit.trains * self.persistent.unsharded * unit.numel * self.g)
             self.tracker.enter("gradients", unit.trains * self.persistent.sharded * self._owned(name) * self.g)
@@ -177,16 +177,15 @@ class _Pricer:
     def _owned(self, unit: str) -> int:
         return self.spec.units[unit].numel // (self.layout.shard if self.policy.optimizer else 1)
 
-    def _persistent_buffers(self) -> int:
-        """Bytes of the unsharded-parameter pool, and of the reduce buckets with their scratch."""
+    def _buckets(self) -> int:
+        """Bytes of the reduce buckets with their scratch."""
         sizes, shards, zero = [u.numel for u in self.spec.units.values()], self.layout.shard, self.config.zero
-        pool = sum(size * slots for size, slots in pool_slots(sizes, self.policy).items())
         sharded = sizes if self.policy.optimizer else []
         buckets = plan_buckets(zero.reduce_bucket_size, sharded, shards, zero.overlap_comm)
         self.columns = buckets.columns
         scratch = 0 if shards == 1 else buckets.columns * (shards if self.needs_staging_buffer else 1)
         packed = buckets.columns * shards * buckets.packs
-        return pool * self.w + buckets.slots * (scratch + packed) * self.g
+        return buckets.slots * (scratch + packed) * self.g
 
     # -- layers
 

@@ -106,6 +106,8 @@ class Engine:
         seed, model = config.training.seed, config.model
         self.model = GPTStage(model, mesh, seed, context, config.training.freeze_parameters)
         self.zero.allocate(self.model.named_units(), partial(initial_values.draw, seed))
+        step = self.program(config.parallel.pipeline_schedule, config.micro_batches(mesh.layout.dp))
+        self.zero.reserve(step.arena_numel)
         tokens = len(stream.tokens(config.training.micro_batch_size * model.seq_length))
         activation = ActivationSpec((tokens, model.hidden_size), context.dtype, mesh.device)
         self.interpreter = Interpreter(
@@ -150,10 +152,15 @@ class Engine:
         )
 
     def program(self, schedule: str, micro_batches: int) -> Program:
-        """Return this rank's program, made once per schedule and number of micro-batches."""
-        key = schedule, micro_batches
+        """Return this rank's program, made once per schedule and number of micro-batches.
+
+        All gather weights into the arena of the configured step, so that an evaluation takes no more memory.
+        """
+        config, key = self.config, (schedule, micro_batches)
         if key not in self.programs:
-            self.programs[key] = program(self.spec, *key)
+            step = config.parallel.pipeline_schedule, config.micro_batches(self.mesh.layout.dp)
+            limit = None if key == step else self.program(*step).arena_numel
+            self.programs[key] = program(self.spec, *key, limit)
         return self.programs[key]
 
     # -- reports

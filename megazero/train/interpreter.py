@@ -181,6 +181,7 @@ class Interpreter:
             The sum of the micro-batches' losses, a scalar in fp64; 0 on all stages but the last.
         """
         self.reset()
+        self.zero.reserve(program.arena_numel)
         if self._kept is not None:
             self._kept.begin(program.num_slots)
         self.micro_batches, self.seed_gradient = micro_batches, seed_gradient
@@ -281,7 +282,7 @@ class Interpreter:
     def _gather(self, op: Gather) -> Pending:
         unit = self.units[op.unit]
         self.gathered.add(op.unit)
-        arriving = unit.weights.start_all_gather(self.zero.pool.slots[unit.flat.numel][op.slot])
+        arriving = unit.weights.start_all_gather(self.zero.arena.data, op.offset)
 
         def received() -> None:
             arriving.wait()

@@ -5,32 +5,33 @@ from __future__ import annotations
 import torch
 
 from megazero.comm.collectives import Pending
-from megazero.memory.pool import BufferPool
-from megazero.plan.zero_policy import pool_slots
 from megazero.zero.flat_unit import FlatUnit, ZeroOptions
 
 
-class UnshardedPool:
-    """Persistent buffers for gathered weights, a few per size of unit (`zero_policy.pool_slots`).
+class UnshardedArena:
+    """Memory for gathered weights, one allocation. The program says which unit lies where in it (`plan.arena`)."""
 
-    The program says which unit lies in which buffer.
-    """
+    def __init__(self, options: ZeroOptions) -> None:
+        self.options = options
+        self.data = torch.empty(0, dtype=options.dtype, device=options.mesh.device)
+        self._allocation = options.tracker.allocate("buffers", 0)
 
-    def __init__(self, sizes: list[int], options: ZeroOptions) -> None:
-        self.slots = {
-            size: BufferPool(size, options.dtype, options.mesh.device, options.tracker, "buffers", count=count)
-            for size, count in pool_slots(sizes, options.policy).items()
-        }
-        for pool in self.slots.values():
-            for slot in pool.slots:
-                slot.fill_(torch.nan)
+    def grow(self, numel: int) -> None:
+        """Have at least `numel` elements. If there are fewer, all are made anew; nothing may lie there then."""
+        if self.data.numel() >= numel:
+            return
+        options = self.options
+        self.data = self.data.new_empty(0)  # the old one goes before the new one comes
+        self._allocation.end()
+        self.data = torch.full((numel,), torch.nan, dtype=options.dtype, device=options.mesh.device)
+        self._allocation = options.tracker.allocate("buffers", self.data.nbytes)
 
 
 class UnitWeights:
     """Weights of one unit.
 
     sharded    [owned]  this rank's range; with whole weights, a window of `unsharded`.
-    unsharded  [numel]  all weights: kept (stages 0 to 2), or a buffer of the pool while in use (stage 3), else None.
+    unsharded  [numel]  all weights: kept (stages 0 to 2), or a part of the arena while in use (stage 3), else None.
     """
 
     def __init__(self, unit: FlatUnit, options: ZeroOptions) -> None:
@@ -66,18 +67,24 @@ class UnitWeights:
         for member, view in zip(self.unit.members, self._views[at], strict=True):
             member.parameter.data = view
 
-    def start_all_gather(self, slot: torch.Tensor) -> Pending:
-        """Stage 3: all-gather the weights into `slot`. They may be used after `gathered`."""
+    def start_all_gather(self, arena: torch.Tensor, offset: int) -> Pending:
+        """Stage 3: all-gather the weights into `arena`, from element `offset` on. They may be used after `gathered`."""
         assert self.unsharded is None, f"{self.unit.name} is gathered already"
-        self.unsharded = slot
-        return self.axis.start_all_gather(self.sharded, slot)
+        self.unsharded = arena[offset : offset + self.unit.numel]
+        return self.axis.start_all_gather(self.sharded, self.unsharded)
+
+    def forget_arena(self) -> None:
+        """Hold nothing of the arena any longer: it is about to be made anew."""
+        assert self.unsharded is None, f"{self.unit.name} is gathered"
+        self._views = {}
+        self._point()
 
     def gathered(self) -> None:
         """Let the parameters use what `start_all_gather` has brought."""
         self._point()
 
     def release(self) -> None:
-        """Stage 3: give the buffer of the whole weights back."""
+        """Stage 3: give the part of the arena back."""
         assert self.unsharded is not None, f"{self.unit.name} is not gathered"
         if self.options.poison:
             self.unsharded.fill_(torch.nan)

@@ -25,7 +25,7 @@ from megazero.zero.flat_unit import FlatUnit, OwnedPart, ZeroOptions
 from megazero.zero.gradients import UnitGradients
 from megazero.zero.optimizer_shard import Initial, OptimizerShard
 from megazero.zero.reduce_scatter import Reducer
-from megazero.zero.weights import UnitWeights, UnshardedPool
+from megazero.zero.weights import UnitWeights, UnshardedArena
 
 
 class ParamUnit:
@@ -53,6 +53,7 @@ class Zero:
         self._trained: dict[nn.Parameter, UnitGradients] = {}
         # zero-bubble: where contributions are queued while a Backward without weight gradients runs
         self.queue: list[tuple[nn.Parameter, GradWriter]] | None = None
+        self.arena = UnshardedArena(options)
 
     def allocate(self, units: Mapping[str, list[tuple[ParamSpec, nn.Parameter]]], initial: Initial) -> None:
         """Allocate every unit and set its initial values. All ranks call this.
@@ -67,7 +68,6 @@ class Zero:
         for unit in self.units.values():
             self._trained |= {m.parameter: unit.gradients for m in unit.flat.members if m.trains}
         sizes = [unit.flat.numel for unit in self.units.values()]
-        self.pool = UnshardedPool(sizes, o)
         buckets = plan_buckets(o.bucket_size, sizes if o.policy.optimizer else [], self.mesh.shard.size, o.overlap)
         self.reducer = Reducer(self.mesh.shard, buckets, o.grad_dtype, self.mesh.device, o.tracker, o.overlap)
         self.sync_params()
@@ -79,6 +79,13 @@ class Zero:
         parts = iter(arena.split(sizes))
         for unit in self.units.values():
             unit.gradients.bind_persistent(next(parts), next(parts))
+
+    def reserve(self, numel: int) -> None:
+        """Make room for `numel` elements of gathered weights at once; none are gathered now."""
+        if numel > self.arena.data.numel():
+            for unit in self.units.values():
+                unit.weights.forget_arena()
+            self.arena.grow(numel)
 
     def sync_params(self) -> None:
         """Cast the master weights and all-gather them to the ranks that keep them whole; wait for that."""

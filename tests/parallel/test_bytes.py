@@ -92,6 +92,7 @@ def left_over(rank: int, case: Case) -> list[tuple[dict[str, int], int]]:
 @pytest.mark.parametrize(
     "case",
     [Case(dp=2, zero=z, precision=p, micro_batches=3) for z in range(4) for p in ("fp32", "bf16")]
+    + [Case(dp=2, zero=3, micro_batches=3, model=replace(UNTIED, vocab_size=2000))]  # its evaluation would gather more
     + [Case(pp=2, tp=2, recompute="full", pa=True), Case(pp=2, schedule="gpipe", micro_batches=3)],
     ids=str,
 )

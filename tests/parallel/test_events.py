@@ -84,8 +84,8 @@ class Recorder:
         return self.events
 
 
-def slots_after_a_step(rank: int, case: Case, poison: bool) -> list[bool]:
-    """Return, per buffer of gathered weights, whether it is NaN throughout when the iteration is over."""
+def arena_after_a_step(rank: int, case: Case, poison: bool) -> list[bool]:
+    """Return, per range that weights were gathered into, whether it is NaN throughout when the iteration is over."""
     gathered: list[torch.Tensor] = []
     start = Axis.start_all_gather
 
@@ -249,9 +249,9 @@ def test_gradients_travel_in_grad_dtype(zero: int, grad_dtype: str, ranks) -> No
 
 
 @pytest.mark.parametrize("poison", [False, True])
-def test_poisoned_slots_hold_nothing_to_read(poison: bool, ranks) -> None:
+def test_a_poisoned_arena_holds_nothing_to_read(poison: bool, ranks) -> None:
     """Stage 3: where weights were gathered there is NaN, and nothing else, once they are released."""
-    for found in ranks(2).run(slots_after_a_step, Case(zero=3, **ONE), poison):
+    for found in ranks(2).run(arena_after_a_step, Case(zero=3, **ONE), poison):
         assert len(found) >= 2 * BLOCKS
         assert found == [poison] * len(found)
 

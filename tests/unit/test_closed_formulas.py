@@ -7,6 +7,7 @@ that share a copy, M the micro-batches.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from dataclasses import dataclass, replace
@@ -119,6 +120,43 @@ class Closed:
             "host": self.kept() if on_host else 0,
             "logits": self.w * self.b * self.s * self.vocabulary * self.live * self.last,
         }
+
+    def adjacent(self, layers: list[list[str]]) -> int:
+        """The most elements of a layer's units or, with overlap, of two layers that follow each other."""
+        sizes = [sum(self.units()[unit] for unit in layer) for layer in layers]
+        pairs = [a + b for a, b in itertools.pairwise(sizes)] if self.config.zero.overlap_comm else []
+        return max(sizes + pairs)
+
+    def stage_3_buffers(self, staged: bool) -> int:
+        """Buffers of a single pipeline stage whose weights are gathered for every use, and reduced after each.
+
+        The arena: the weights that are computed with and, with overlap, the next layer's, which are on their way. The
+        order is token table, positions, blocks, head (with a tied table), and back; backward begins where forward ends.
+
+        Gradients: those that are made and, with overlap, the layer's before, which are being reduced. A unit larger
+        than a bucket is copied into buckets, and its gradients are freed at once. A tied table's are made by the head
+        and by the lookup, so that they are there throughout; those of two micro-batches are never there at once.
+
+        Buckets: as many columns as the largest unit has per rank, or as --reduce-bucket-size says.
+        """
+        units = self.units()
+        blocks = [[f"block {i}"] for i in range(self.blocks)]
+        arena = self.adjacent([["token"], ["position"], *blocks, ["head", "token"] if self.tied else ["head"]])
+        columns = min(max(units.values()), max(64 * self.N, self.config.zero.reduce_bucket_size)) // self.N // 64 * 64
+        large = {name for name, size in units.items() if size > columns * self.N}
+        made = [["head"], *reversed(blocks), ["position"], ["token"]]
+        gradients = 0
+        for before, (name,) in zip([made[-1] if self.M > 1 else [], *made], made, strict=False):
+            there = {name} | ({"token"} if self.tied else set())
+            if self.config.zero.overlap_comm:
+                there |= {unit for unit in before if unit not in large}
+            gradients = max(gradients, sum(units[unit] for unit in there))
+        # In 16 bit, the update takes a copy in fp32 of a unit's reduced gradients.
+        update = 4 * max(units.values()) // self.N * (self.g == 2)
+        buckets = 2 if large and self.config.zero.overlap_comm else 1
+        scratch = columns * (self.N if staged else 1)
+        packed = columns * self.N * bool(large)
+        return self.w * arena + max(self.g * gradients, update) + self.g * buckets * (scratch + packed)
 
     def dp(self) -> float:
         """2 g Psi; (g + w) Psi; (M g + w) Psi; (G w + M g) Psi, G gathers. Between replicas 2 g Psi / N."""
@@ -271,6 +309,31 @@ def test_estimate_is_the_closed_formulas(seeds: range, needs_staging_buffer: boo
                 sharers
             )
             assert abs(found - closed.tp()) <= 20 * closed.M * (closed.L + 3), ("tp", where)
+
+
+@pytest.mark.parametrize("staged", [True, False], ids=["gloo", "NCCL"])
+def test_buffers_at_stage_3(staged: bool) -> None:
+    for seed in range(60):
+        r = random.Random(seed)
+        micro_batches, dp, precision = r.choice([1, 3]), r.choice([2, 4]), r.choice(["fp32", "bf16"])
+        model = ModelConfig(
+            num_layers=r.randrange(1, 5),
+            hidden_size=8 * r.randrange(2, 9),
+            num_attention_heads=8,
+            seq_length=r.randrange(3, 400),
+            vocab_size=r.choice([100, 300, 3000]),
+            untie_embeddings=r.random() < 0.5,
+        )
+        config = Config(
+            model=model,
+            training=TrainingConfig(2, 2 * micro_batches * dp, precision=precision, grad_dtype=precision),
+            zero=ZeroConfig(3, overlap_comm=r.random() < 0.6, reduce_bucket_size=r.choice([1, 9000, 40_000_000])),
+            parallel=ParallelConfig(tensor_model_parallel_size=r.choice([1, 2])),
+            activations=ActivationConfig(recompute=r.choice(["none", "full"])),
+        )
+        config, layout = resolve(config, dp * config.parallel.tensor_model_parallel_size, 0)
+        found = estimate(config, layout, 0, staged).memory["buffers"]
+        assert found == Closed(config, layout, 0).stage_3_buffers(staged), (seed, config)
 
 
 def shares_copy(layout: Layout, rank: int, stage: int) -> bool:

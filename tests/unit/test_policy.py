@@ -1,4 +1,4 @@
-"""ZeRO policy: what a stage shards, how layers use their units, how many slots the pool has."""
+"""ZeRO policy: what a stage shards, how layers use their units, how many buckets there are."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from megazero.config.schema import ModelConfig, ZeroConfig
 from megazero.plan.parameters import HEAD, POSITION_EMBEDDING, TOKEN_EMBEDDING, stage_units
 from megazero.plan.topology import Layout
-from megazero.plan.zero_policy import POOL_DEPTH, Buckets, Use, ZeroPolicy, layer_uses, plan_buckets, pool_slots
+from megazero.plan.zero_policy import Buckets, Use, ZeroPolicy, layer_uses, plan_buckets
 
 CUT = ZeroPolicy(True, True, True)
 
@@ -62,19 +62,6 @@ def test_what_a_use_keeps() -> None:
         "LAYER": (False, True),
         "HEAD": (True, True),
     }
-
-
-def test_pool_slots() -> None:
-    """A few of each size, however many units have it; so the sum does not grow with the layers."""
-    assert POOL_DEPTH == 2
-    assert pool_slots([], CUT) == {}
-    assert pool_slots([64, 128, 128, 128, 128, 192, 192], CUT) == {64: 1, 128: 2, 192: 2}
-    assert pool_slots([64] + [128] * 100, CUT) == pool_slots([64] + [128] * 2, CUT)
-
-
-def test_no_slots_where_parameters_are_whole_and_one_each_where_they_stay() -> None:
-    assert pool_slots([64, 64], ZeroPolicy(True, True, False)) == {}
-    assert pool_slots([64] + [128] * 5, ZeroPolicy(True, True, True, gathers_once=True)) == {64: 1, 128: 5}
 
 
 def test_a_choice_of_when() -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 from megazero.config.schema import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig, ZeroConfig
+from megazero.plan.flat_layout import ALIGN
 from megazero.plan.operations import (
     COMPUTE,
     Backward,
@@ -65,11 +66,12 @@ def programs() -> Iterator[tuple[str, RankSpec, Program]]:
 
 
 def test_everything_used_is_present() -> None:
-    """Weights between Wait(Gather) and Release, each in a slot of its own; gradients between Open and Reduce; kept
-    inputs between Keep and Drop. What is started is waited for, once, and nothing is left at the end.
+    """Weights between Wait(Gather) and Release, each in a part of the arena of its own; gradients between Open and
+    Reduce; kept inputs between Keep and Drop. What is started is waited for, once, and nothing is left at the end.
     """
     for _, spec, made in programs():
-        present, slots, opened, kept, in_flight = set(), set(), set(), set(), set()
+        present, opened, kept, in_flight = set(), set(), set(), set()
+        taken: dict[str, range] = {}  # unit -> its part of the arena
         for op in made.gradients:
             if isinstance(op, Start):
                 assert op.op not in in_flight
@@ -78,14 +80,17 @@ def test_everything_used_is_present() -> None:
                 in_flight.remove(op.op)
             about = inner(op)
             if isinstance(about, Gather) and isinstance(op, Start):
-                at = spec.units[about.unit].numel, about.slot
-                assert at not in slots
-                slots.add(at)
+                part = range(about.offset, about.offset + spec.units[about.unit].numel)
+                assert part.start % ALIGN == 0 and part.stop <= made.arena_numel
+                assert all(part.stop <= other.start or other.stop <= part.start for other in taken.values())
+                assert about.unit not in taken
+                taken[about.unit] = part
             elif isinstance(about, Gather):
+                assert about.offset == taken[about.unit].start
                 present.add(about.unit)
             elif isinstance(op, Release):
                 present.remove(op.unit)
-                slots.remove((spec.units[op.unit].numel, op.slot))
+                del taken[op.unit]
             elif isinstance(op, Open):
                 assert op.unit not in opened
                 opened.add(op.unit)
@@ -106,7 +111,7 @@ def test_everything_used_is_present() -> None:
                     assert {u for u in layer.units if spec.units[u].trains} <= opened
                 if isinstance(op, Recompute):
                     assert op.key in kept
-        assert not (present or slots or opened or kept or in_flight)
+        assert not (present or taken or opened or kept or in_flight)
 
 
 def test_updated_weights_are_waited_for_before_their_first_use() -> None:
@@ -138,14 +143,15 @@ def test_gathers_and_receives_start_one_layer_ahead() -> None:
 
 
 def test_reductions_run_behind_the_backward() -> None:
-    """A unit's reduction is waited for, with overlap, only when the next one starts."""
+    """A unit's reduction is waited for, with overlap, only when the next starts or its own gradients are opened."""
     spec = rank_spec(config(zero=ZeroConfig(2)), Layout(dp=2), 0)
     ops = program(spec, "1f1b", 2).gradients
     starts = [at for at, op in enumerate(ops) if isinstance(op, Start) and isinstance(op.op, Reduce)]
     for at in starts[:-1]:
         wait = ops.index(Wait(ops[at].op), at)
         assert any(isinstance(op, COMPUTE) for op in ops[at:wait])
-        assert any(isinstance(op, Start) and isinstance(op.op, Reduce) for op in ops[wait : wait + 2])
+        following = ops[wait + 1]
+        assert following == Open(ops[at].op.unit) or (isinstance(following, Start) and isinstance(following.op, Reduce))
     plain = program(replace(spec, overlap=False), "1f1b", 2).gradients
     assert not any(isinstance(op, (Start, Wait)) and isinstance(op.op, Reduce) for op in plain)
 
@@ -169,7 +175,7 @@ def test_a_release_right_before_a_gather_is_dropped() -> None:
     )
     ops = program(spec, "1f1b", 4).gradients
     last = spec.chunks[0][-1].units[0]
-    gathers = [op for op in ops if isinstance(op, Start) and op.op == Gather(last, getattr(op.op, "slot", 0))]
+    gathers = [op for op in ops if isinstance(op, Start) and isinstance(op.op, Gather) and op.op.unit == last]
     # 4 forwards and 4 backwards; warm-up F0 | F1 B0 | F2 B1 | F3 B2 | B3 leaves 5 spans
     assert len(gathers) == 5
     assert merge([Release("a"), Gather("a"), Release("b"), Forward("x", 0, True), Gather("b")]) == [
