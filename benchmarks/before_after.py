@@ -81,7 +81,8 @@ def checked_out(revision: str) -> Iterator[Path]:
         git = ["git", "-C", str(ROOT), "worktree"]
         subprocess.run([*git, "add", "--quiet", "--detach", str(tree), revision], check=True)
         try:
-            shutil.copy(ROOT / "benchmarks" / "own_steps.py", tree / "benchmarks")
+            for name in ("own_steps.py", "launcher.py", "commands.py"):
+                shutil.copy(ROOT / "benchmarks" / name, tree / "benchmarks")
             yield tree
         finally:
             subprocess.run([*git, "remove", "--force", str(tree)], check=True)

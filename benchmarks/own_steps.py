@@ -58,6 +58,7 @@ def own(work: Work, device: torch.device, stage: int, recompute: str) -> Trainin
     )
     config, layout = resolve(config, work.ranks, 0)
     engine: Any = Engine(config, Mesh.build(layout, dist.get_rank(), device))
+    tracker = engine.tracker if hasattr(engine, "tracker") else engine.ledger  # its name in old revisions
     mask = torch.ones(part, work.seq_length, device=device)
 
     def step(ids: torch.Tensor, labels: torch.Tensor) -> float:
@@ -68,7 +69,7 @@ def own(work: Work, device: torch.device, stage: int, recompute: str) -> Trainin
     def check() -> dict[str, float]:
         with Alive() as alive:
             step(*work.inputs(0, dist.get_rank(), device))
-        return {"alive": alive.peak, "tracked": engine.tracker.total_peak}
+        return {"alive": alive.peak, "tracked": tracker.total_peak}
 
     return Training(step, engine.wait if hasattr(engine, "wait") else engine.zero.wait, check)
 

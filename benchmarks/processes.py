@@ -9,17 +9,17 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.commands import obey
+from benchmarks.launcher import ROOT, Program, RankError, Ranks
 from benchmarks.measure import interval
 from benchmarks.peers import Work
 
-ROOT = Path(__file__).resolve().parent.parent
 CLONE_NEWNET = 0x40000000
 
 
@@ -42,62 +42,30 @@ class Job:
 
 
 class Processes:
-    """All ranks of one system."""
+    """All ranks of one system, which carry out the commands of `rank.Rank`."""
 
     def __init__(self, job: Job) -> None:
         self.system, self.num_ranks = job.system, job.work.ranks
-        self.folder = tempfile.TemporaryDirectory(prefix="megazero-bench-")
-        self.said = Path(self.folder.name, "stderr")
-        rendezvous = str(Path(self.folder.name, "store"))
-        arguments = [job.module, job.system, json.dumps(dataclasses.asdict(job.work))]
-        self.ranks = []
-        for rank in range(job.work.ranks):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job.work.ranks}
-            with self.said.open("a") as said:
-                self.ranks.append(
-                    subprocess.Popen(
-                        [job.python, str(job.root / "benchmarks" / "rank.py"), *arguments, str(rank), rendezvous],
-                        stdin=subprocess.PIPE,
-                        stdout=subprocess.PIPE,
-                        stderr=said,
-                        text=True,
-                        env={**os.environ, **job.env, **{name: str(value) for name, value in place.items()}},
-                    )
-                )
+        self.made_of = job.module, job.system, json.dumps(dataclasses.asdict(job.work))
+        # A peer compiles for minutes at its first use.
+        self.ranks = Ranks(self.num_ranks, Program(job.python, job.root, job.env), seconds=1800, gpus=True)
 
     def tell(self, *command: Any) -> None:
-        for process in self.ranks:
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(command) + "\n")
-            process.stdin.flush()
+        self.ranks.tell(obey, self.made_of, *command)
 
     def hear(self) -> list[dict[str, Any]]:
-        """Every rank's answer to the last command."""
-        answers = []
-        for process in self.ranks:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            if not line:
-                raise RuntimeError(f"{self.system} failed:\n{self.said.read_text()[-3000:]}")
-            answers.append(json.loads(line))
-        return answers
+        """Return every rank's answer to the last command."""
+        try:
+            return self.ranks.hear()
+        except RankError as error:
+            raise RuntimeError(f"{self.system} failed: {error}") from None
 
     def ask(self, *command: Any) -> list[dict[str, Any]]:
         self.tell(*command)
         return self.hear()
 
     def stop(self) -> None:
-        for process in self.ranks:
-            assert process.stdin is not None and process.stdout is not None
-            process.stdin.close()
-        for process in self.ranks:
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            process.stdout.close()
-        self.folder.cleanup()
+        self.ranks.stop()
 
 
 @contextmanager

@@ -1,25 +1,13 @@
-"""One rank of one system, kept alive: takes a command a line on stdin, answers with a JSON line on stdout.
-
-Between commands it waits on a pipe and computes nothing. `processes.py` starts it; it imports nothing that DeepSpeed's
-environment lacks.
-"""
+"""One rank of one system and its commands. It imports nothing that DeepSpeed's environment lacks."""
 
 from __future__ import annotations
 
-import datetime
 import gc
-import importlib
-import json
-import os
-import sys
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
@@ -115,31 +103,3 @@ class Rank:
         self._steps(count)
         step = resident("VmHWM")
         return {"step": step - base, "ever": max(step, ever) - base, "process": max(step, ever)}
-
-
-def main(module: str, system: str, work: dict[str, Any], rank: int, rendezvous: str) -> None:
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print is not an answer
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        init_method=f"file://{rendezvous}",
-        rank=rank,
-        world_size=work["ranks"],
-        timeout=datetime.timedelta(minutes=10),  # DeepSpeed compiles at its first use
-    )
-    systems = importlib.import_module(module)
-    served = Rank(systems.SYSTEMS[system].make, systems.Work(**work), rank)
-    for line in sys.stdin:
-        name, *arguments = json.loads(line)
-        answers.write(json.dumps(getattr(served, name)(*arguments)) + "\n")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), int(sys.argv[4]), sys.argv[5])

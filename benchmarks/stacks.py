@@ -78,7 +78,7 @@ class Stack(NamedTuple):
 
     part: Callable[[torch.Tensor], torch.Tensor]  # [b, s, h] -> what this rank holds of it between blocks
     forward: Callable[[torch.Tensor], torch.Tensor]
-    backward: Callable[[torch.Tensor, torch.Tensor], None]  # (y, dy); then the weights' gradients are complete
+    backward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]  # (y, dy) -> dx, or None: it is x.grad
     gradients: Callable[[], Iterator[Gradient]]
     update: Callable[[], None]  # after which the gradients are gone
 
@@ -109,7 +109,9 @@ def training(work: Work, device: torch.device, stack: Stack) -> Training:
     def passes() -> torch.Tensor:
         x.grad = None
         y = stack.forward(x)
-        stack.backward(y, dy)
+        dx = stack.backward(y, dy)
+        if dx is not None:
+            x.grad = dx
         return y
 
     def step() -> float:
@@ -174,9 +176,11 @@ def megazero(work: Work, device: torch.device, cut: bool, silent: bool, own_prod
     tokens = MicroBatchInfo.of(ids, tuple(range(len(ids))), stage.stream, training=False)
     held = stage.stream.tokens(ids.numel())
     change = StepParams(config.optimizer, config.optimizer.lr, torch.zeros((), device=device), 1.0)
-    step = _blocks_alone(engine.spec)
+    spec = _blocks_alone(engine.spec)
+    step = program(spec, "1f1b", 1)
     turn = next(at for at, op in enumerate(step.gradients) if isinstance(op, Open))
     run = engine.interpreter
+    run.layers = {name: (layer, run.layers[name][1]) for name, layer in spec.layers.items()}
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         run.reset()
@@ -185,10 +189,11 @@ def megazero(work: Work, device: torch.device, cut: bool, silent: bool, own_prod
             run.execute(step.gradients[:turn])
         return run.x[0]
 
-    def backward(y: torch.Tensor, dy: torch.Tensor) -> None:
+    def backward(y: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
         run.dx = {0: dy}
         with torch.no_grad():
             run.execute([op for op in step.gradients[turn:] if not isinstance(op, Norm)])
+        return run.dx[0]
 
     def gradients() -> Iterator[Gradient]:
         for name in step_units(step):
@@ -212,11 +217,11 @@ def megazero(work: Work, device: torch.device, cut: bool, silent: bool, own_prod
     )
 
 
-def _blocks_alone(spec: RankSpec) -> Program:
-    """The step of a stack of blocks: the engine's own program, without embeddings and head."""
+def _blocks_alone(spec: RankSpec) -> RankSpec:
+    """Describe a stack of blocks: the engine's own layers, without embeddings and head."""
     blocks = tuple(layer._replace(passes_gradient=True) for layer in spec.chunks[0] if layer.use is Use.LAYER)
     units = {name: spec.units[name] for layer in blocks for name in layer.units}
-    return program(dataclasses.replace(spec, chunks=(blocks,), units=units, tied=None), "1f1b", 1)
+    return dataclasses.replace(spec, chunks=(blocks,), units=units, tied=None)
 
 
 def step_units(step: Program) -> list[str]:

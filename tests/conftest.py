@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from tests.ranks import Ranks
+from benchmarks.launcher import Forked, Ranks
 
 torch.set_num_threads(1)
 
@@ -15,10 +15,11 @@ torch.set_num_threads(1)
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], Ranks]]:
     """ranks(world) -> a pool of that many gloo ranks, kept for the session."""
+    start = Forked(["torch", "torch.distributed", "megazero.train.engine"])
     pools: dict[int, Ranks] = {}
 
     def get(world: int) -> Ranks:
-        return pools.setdefault(world, Ranks(world))
+        return pools.setdefault(world, Ranks(world, start, separate=True))
 
     yield get
     for pool in pools.values():

@@ -282,10 +282,10 @@ class Interpreter:
     def _gather(self, op: Gather) -> Pending:
         unit = self.units[op.unit]
         self.gathered.add(op.unit)
-        arriving = unit.weights.start_all_gather(self.zero.arena.data, op.offset)
+        gather = unit.weights.start_all_gather(self.zero.arena.data, op.offset)
 
         def received() -> None:
-            arriving.wait()
+            gather.wait()
             unit.weights.gathered()
 
         return Pending(then=received)

@@ -1,0 +1,63 @@
+"""The launcher of ranks, as tests and benchmarks use it: results in order, and errors at once, with their cause."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.launcher import Forked, Program, RankError, Ranks
+
+
+def total(rank: int, number: int) -> tuple[int, int]:
+    """(rank, the sum of rank + number over all ranks)"""
+    x = torch.tensor(rank + number)
+    dist.all_reduce(x)
+    return rank, int(x)
+
+
+def fail(rank: int, how: str) -> None:
+    """Rank 1 raises or ends; the others wait for it."""
+    if rank == 1:
+        if how == "raises":
+            raise ValueError("rank 1 does not want to")
+        print("last words", flush=True)
+        os._exit(3)
+    dist.barrier()
+
+
+def pid(rank: int) -> int:
+    return os.getpid()
+
+
+@pytest.fixture(scope="module", params=["forked", pytest.param("program", marks=pytest.mark.slow)])
+def pool(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    start = Forked(["torch"]) if request.param == "forked" else Program(env={"OMP_NUM_THREADS": "1"})
+    pool = Ranks(2, start, separate=True)
+    yield pool
+    pool.stop()
+
+
+def test_results_come_in_the_order_of_ranks_and_processes_stay(pool: Ranks) -> None:
+    assert pool.run(total, 10) == [(0, 21), (1, 21)]
+    assert pool.run(pid) == pool.run(pid)
+
+
+@pytest.mark.parametrize(("how", "said"), [("raises", "rank 1 does not want to"), ("ends", "rank 1:\nit ended")])
+def test_an_error_is_raised_at_once_and_the_next_call_starts_new_ranks(pool: Ranks, how: str, said: str) -> None:
+    before = pool.run(pid)
+    with pytest.raises(RankError, match=said):
+        pool.run(fail, how)
+    assert pool.run(total, 0) == [(0, 1), (1, 1)]
+    assert not set(before) & set(pool.run(pid))
+
+
+@pytest.mark.slow
+def test_ranks_that_hang_are_named() -> None:
+    pool = Ranks(2, Program(sys.executable, env={"OMP_NUM_THREADS": "1"}), seconds=0.0)
+    with pytest.raises(RankError, match=r"ranks \[0, 1\] did not answer in 0 s"):
+        pool.run(pid)
