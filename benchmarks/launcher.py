@@ -47,7 +47,7 @@ class Group:
 
 
 class Process(Protocol):
-    """What is common to both kinds of processes."""
+    """A process of either kind."""
 
     def kill(self) -> None: ...
 
