@@ -30,14 +30,14 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.measure import interval, kept_by_a_block
+from benchmarks.measure import interval, kept_by_a_block, korthikanti
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
 from megazero.data.loader import MicroBatch
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
 from megazero.price.estimate import estimate
-from megazero.price.saved_activations import block_saves, korthikanti, saved_bytes
+from megazero.price.saved_activations import block_saves
 from megazero.train.engine import Engine
 
 
@@ -134,7 +134,7 @@ def run_rank(rank: int, tp: int, options: Options, rendezvous: str, answers: str
         engine = Engine(config, Mesh.build(layout, rank, device))
         engines[mode.name] = engine
         on_host = mode.activations.checkpoint_in_cpu
-        kept, said = sum(kept_by_a_block(engine)), saved_bytes(block_saves(config, layout, device.type))
+        kept, said = sum(kept_by_a_block(engine)), sum(block_saves(config, layout, device.type))
         kept_on_host = engine.tracker.now["host"]
         if device.type == "cpu":  # a fused kernel of a GPU may keep a random state besides
             assert kept == said + kept_on_host and (kept_on_host > 0) == on_host, (mode.name, kept, said, kept_on_host)

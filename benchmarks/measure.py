@@ -13,8 +13,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megazero.config.schema import BYTES, Config
 from megazero.model.context import DeviceBatch, MicroBatchInfo
 from megazero.plan.operations import Forward, Keep
+from megazero.plan.topology import Layout
 from megazero.plan.zero_policy import Use
 from megazero.train.engine import Engine
 
@@ -84,3 +86,19 @@ def kept_by_a_block(engine: Engine) -> list[int]:
         sizes = alive.sizes(but=but)
         sizes += [run.kept.slots.slot_bytes for op in ops if isinstance(op, Keep) and op.slot is not None]
     return sorted(sizes)
+
+
+def korthikanti(config: Config, layout: Layout) -> float:
+    """Bytes a block by table 2 of "Reducing Activation Recomputation in Large Transformer Models" (2022).
+
+    Its model is Megatron's, with dropout masks of a byte, and with softmax, its dropout and that one's mask kept. The
+    paper has it for 16 bit: there this is sbh (10 + 24 / t + 5 a s / (h t)) and so on.
+    """
+    model, tp, w = config.model, layout.tp, BYTES[config.training.precision]
+    s, h, n = model.seq_length, model.hidden_size, model.num_attention_heads
+    sbh, recompute = s * config.training.micro_batch_size * h, config.activations.recompute
+    cut = tp if config.parallel.sequence_parallel else 1
+    if recompute == "full":
+        return w * sbh / cut
+    scores = (2 * w + 1) * n * s / h / tp if recompute == "none" else 0.0
+    return sbh * ((4 * w + 2) / cut + 12 * w / tp + scores)

@@ -26,7 +26,7 @@ import torch
 from benchmarks.peers import Training
 from benchmarks.processes import Job, alive, isolate
 from megazero.config.schema import Config, ModelConfig, ParallelConfig, TrainingConfig
-from megazero.model.context import AccumulateGrad, GradWriter
+from megazero.model.weight import GradWriter, Weight
 from megazero.plan.operations import COMPUTE, Op, name_of
 from megazero.plan.program import program
 from megazero.plan.rank_spec import Layer, rank_spec
@@ -80,18 +80,18 @@ class _Sleep(torch.autograd.Function):
     """A block that sleeps: in its forward, for its input gradient, and for its weight gradients."""
 
     @staticmethod
-    def forward(ctx, x, seconds, parameters, accumulate_grad):
-        ctx.seconds, ctx.parameters, ctx.accumulate_grad = seconds, parameters, accumulate_grad
+    def forward(ctx, x, seconds, weights, *handles):
+        ctx.seconds, ctx.weights = seconds, weights
         time.sleep(seconds)
         return x.clone()
 
     @staticmethod
     def backward(ctx, dy):
         time.sleep(ctx.seconds)
-        pauses = [ctx.seconds] + [0.0] * (len(ctx.parameters) - 1)
-        for parameter, pause in zip(ctx.parameters, pauses, strict=True):
-            ctx.accumulate_grad(parameter, GradWriter(_slow_zero(pause), ()))
-        return dy.clone(), None, None, None
+        pauses = [ctx.seconds] + [0.0] * (len(ctx.weights) - 1)
+        for weight, pause in zip(ctx.weights, pauses, strict=True):
+            weight.accumulate_grad(GradWriter(_slow_zero(pause), ()))
+        return dy.clone(), *[None] * (2 + len(ctx.weights))
 
 
 def _slow_zero(seconds: float) -> Callable[[torch.Tensor, bool], None]:
@@ -103,11 +103,9 @@ def _slow_zero(seconds: float) -> Callable[[torch.Tensor, bool], None]:
     return write
 
 
-def sleeping(
-    layer: Layer, block: torch.nn.Module, seconds: float, accumulate_grad: AccumulateGrad
-) -> tuple[Layer, Callable[..., torch.Tensor]]:
-    parameters = list(block.parameters())
-    return layer, lambda x, batch, output: _Sleep.apply(x, seconds, parameters, accumulate_grad)
+def sleeping(layer: Layer, weights: list[Weight], seconds: float) -> tuple[Layer, Callable[..., torch.Tensor]]:
+    handles = [weight.handle for weight in weights]
+    return layer, lambda x, batch, output: _Sleep.apply(x, seconds, weights, *handles)
 
 
 def asleep(work: Work, device: torch.device) -> Training:
@@ -123,8 +121,7 @@ def asleep(work: Work, device: torch.device) -> Training:
     run, spans = engine.interpreter, list[tuple[str, float, float]]()
     blocks = {name: layer for name, layer in engine.spec.layers.items() if layer.use is Use.LAYER}
     run.layers = dict(run.layers) | {
-        name: sleeping(layer, engine.model.get_submodule(name), work.seconds, engine.zero.accumulate_grad)
-        for name, layer in blocks.items()
+        name: sleeping(layer, engine.model.units[name], work.seconds) for name, layer in blocks.items()
     }
 
     @contextlib.contextmanager

@@ -22,7 +22,7 @@ from megazero.config.schema import ModelConfig
 from megazero.data.tokenizer import Tokenizer, load_tokenizer
 from megazero.memory.tracker import MemoryTracker
 from megazero.model.context import Context, MicroBatchInfo, ResidualStream
-from megazero.model.gpt2 import GPTStage
+from megazero.model.stage import Stage
 from megazero.plan.topology import Layout
 from megazero.train.run_state import RunState
 
@@ -49,27 +49,17 @@ class Options:
     """Seed of the draws."""
 
 
-def load_model(path: Path, model: ModelConfig, device: torch.device, precision: str = "fp32") -> GPTStage:
+def load_model(path: Path, model: ModelConfig, device: torch.device, precision: str = "fp32") -> Stage:
     """The whole model in the precision of a checkpoint's master weights, read from there."""
-
-    def no_training(*_: object) -> None:
-        raise AssertionError("a model for generation has no gradients")
-
     alone = Mesh.build(Layout(), 0, device)
-    stage = GPTStage(
-        model,
-        alone,
-        0,
-        Context(ResidualStream(alone.tp, sharded=False), no_training, MemoryTracker(), precision, device),
-    )
+    context = Context(ResidualStream(alone.tp, sharded=False), MemoryTracker(), precision, device)
+    stage = Stage(model, range(model.num_layers), context)
     shards = {}
-    for members in stage.named_units().values():
-        for spec, parameter in members:
-            block = spec.local(1, 0)
-            flat = torch.zeros(
-                block.stored_numel, dtype=parameter.dtype, device=device
-            )  # the vocabulary's padding stays zero
-            parameter.data = flat.view(block.stored)
+    for weights in stage.units.values():
+        for weight in weights:
+            spec, block = weight.spec, weight.block
+            flat = torch.zeros(block.stored_numel, dtype=context.dtype, device=device)  # padding rows stay zero
+            weight.data = flat.view(block.stored)
             shards[f"model.{spec.name}"] = LocalShard(
                 spec.shape, block.offset, block.shape, 0, block.numel, flat[: block.numel]
             )
@@ -79,7 +69,7 @@ def load_model(path: Path, model: ModelConfig, device: torch.device, precision: 
 
 @torch.no_grad()
 def generate(
-    stage: GPTStage, model: ModelConfig, ids: list[int], options: Options, generator: torch.Generator, eod: int | None
+    stage: Stage, model: ModelConfig, ids: list[int], options: Options, generator: torch.Generator, eod: int | None
 ) -> list[int]:
     """`ids` and what follows. Each step computes the last --seq-length tokens anew."""
     for _ in range(options.max_new_tokens):

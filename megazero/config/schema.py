@@ -6,8 +6,9 @@ Field docstrings are the help text. Nothing rewrites a config: `resolve` makes t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from megazero.config.limits import Range
 from megazero.plan.schedules import SCHEDULES
@@ -56,10 +57,16 @@ class ModelConfig:
     """Standard deviation of the initial weights; residual projections / sqrt(2 x --num-layers)."""
     untie_embeddings: bool = False
     """Give the head an output matrix of its own instead of the token table."""
+    architecture: ClassVar[str] = "gpt2"
 
     @property
     def ffn_size(self) -> int:
         return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def residual_std(self) -> float:
+        """Standard deviation of weights that write to the residual stream, whose variance then stays put with depth."""
+        return self.init_method_std / math.sqrt(2 * self.num_layers)
 
 
 @dataclass(frozen=True)

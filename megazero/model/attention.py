@@ -1,4 +1,4 @@
-"""The attention core: causal attention of heads that are on this rank, by one of two backends.
+"""Causal self-attention, and its core: attention of the heads that are on this rank, by one of two backends.
 
 FUSED: torch's scaled_dot_product_attention, which saves queries, keys, values, output and log-sum-exp per query.
 MATH: explicit attention weights, for what the fused kernels cannot do here: dropout with masks by coordinate; 16 bit
@@ -14,10 +14,14 @@ from dataclasses import dataclass
 from enum import Enum
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 
+from megazero.config.schema import ModelConfig
+from megazero.model.context import Context, MicroBatchInfo
 from megazero.model.dropout import Dropout, Rows
 from megazero.model.fused_ops import FusedOps
+from megazero.model.linear import ColumnLinear, RowLinear
 from megazero.model.matmul import upcasts
 
 
@@ -46,7 +50,7 @@ class CoreAttention:
             y = _MathAttention.apply(q, k, v, self, rows)
         else:
             assert rows is None, "the fused kernels draw masks that depend on the layout"
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            y = _fused_attention(q, k, v)
         return y.transpose(1, 2).reshape(qkv.shape[0], -1)
 
     def weights(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -55,6 +59,18 @@ class CoreAttention:
         Queries are scaled, not scores: q k^T alone can be more than fp16 holds.
         """
         return self.fused_ops.causal_softmax(_matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2)))
+
+
+def _fused_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """q, k, v [b, n/tp, s, d] -> [b, n/tp, s, d]
+
+    For meta tensors, which stand for a GPU's, torch would choose no fused kernel; so the one that a GPU takes is named.
+    """
+    if not q.is_meta:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    if q.dtype == torch.float32:
+        return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True)[0]
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
 
 
 class _Heads(torch.autograd.Function):
@@ -116,3 +132,28 @@ def attention_backend(device_type: str, precision: str, dropout: bool) -> Backen
     """Choose the backend; `dropout`: in training with --attention-dropout."""
     fused = ("fp32", "fp64") if device_type == "cpu" else ("fp32", "bf16", "fp16")
     return Backend.MATH if dropout or precision not in fused else Backend.FUSED
+
+
+class Attention(nn.Module):
+    """Causal self-attention; heads are sharded over tp."""
+
+    def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
+        super().__init__()
+        h, n = model.hidden_size, model.num_attention_heads
+        self.context = context
+        self.num_heads = n // context.tp.size
+        self.first_head = context.tp.rank * self.num_heads
+        self.qkv = ColumnLinear(context, h, n, 3, h // n, std=model.init_method_std, bias=True)
+        self.proj = RowLinear(context, h, h, std=model.residual_std, bias=True)
+        dropout = Dropout(model.attention_dropout, context.seed, number, "scores")
+        self.core = CoreAttention(self.num_heads, dropout, context.fused_ops, context.selective)
+
+    def forward(self, x: torch.Tensor, norm: nn.Module, tokens: MicroBatchInfo) -> torch.Tensor:
+        """x [T', h] -> attention(norm(x)) [T', h]"""
+        c, rows = self.context, None
+        qkv = self.qkv(norm(x), c.recomputed(norm, x))  # [T, n/tp * 3 * d]
+        if tokens.training and self.core.dropout.probability > 0:
+            first, count = self.first_head * tokens.length, self.num_heads * tokens.length
+            rows = tuple(Rows(sample, first, count) for sample in tokens.samples)
+        backend = attention_backend(x.device.type, c.precision, rows is not None)
+        return self.proj(self.core(qkv, len(tokens.samples), backend, rows))  # [T, h/tp] -> [T', h]

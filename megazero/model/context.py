@@ -1,37 +1,23 @@
-"""Everything that layers share: the layout of the residual stream, how gradients are handed over, a batch's tokens."""
+"""Everything that layers share: how they declare weights, the layout of the residual stream, a batch's tokens."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn as nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megazero.comm.collectives import Axis, Pending
 from megazero.memory.tracker import MemoryTracker
 from megazero.model.dropout import Rows
 from megazero.model.fused_ops import PLAIN, FusedOps
-from megazero.model.matmul import TORCH, Products, write_or_add
+from megazero.model.matmul import TORCH, Products
+from megazero.model.weight import GradWriter, Weight
 from megazero.plan.parameters import ParamSpec
 
-
-class GradWriter(NamedTuple):
-    """A contribution to a gradient: `function(*tensors, out, add)` writes it to `out` or adds it.
-
-    `tensors` are all that it keeps until then.
-    """
-
-    function: Callable[..., None]
-    tensors: tuple[torch.Tensor, ...]
-
-    def __call__(self, out: torch.Tensor, add: bool) -> None:
-        self.function(*self.tensors, out, add)
-
-
-AccumulateGrad = Callable[[nn.Parameter, GradWriter], None]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
@@ -98,14 +84,19 @@ class RecomputedInput(NamedTuple):
 
 @dataclass(frozen=True)
 class Context:
-    """Dependencies that every layer is built with."""
+    """Dependencies that every layer is built with.
+
+    Attributes:
+        seed: of initial weights and dropout masks.
+        selective: recompute in backward what is cheap and large.
+    """
 
     stream: ResidualStream
-    accumulate_grad: AccumulateGrad
     tracker: MemoryTracker
     precision: str
     device: torch.device
-    selective: bool = False  # recompute
+    seed: int = 0
+    selective: bool = False
     fused_ops: FusedOps = PLAIN
     products: Products = TORCH
 
@@ -123,22 +114,36 @@ class Context:
         """Under selective recompute, a linear layer's input as prepare(source); else None: the layer keeps it."""
         return RecomputedInput(prepare, source.detach()) if self.selective else None
 
-    def parameter(self, spec: ParamSpec) -> nn.Parameter:
-        """A released parameter: one NaN seen under its local shape, until ZeRO gives it memory."""
-        shape = spec.local(self.tp.size, self.tp.rank).stored
-        nan = torch.full((), torch.nan, dtype=self.dtype, device=self.device)
-        return nn.Parameter(nan.expand(shape), requires_grad=spec.trains)
+    @functools.cached_property
+    def released(self) -> torch.Tensor:
+        """One NaN, to which every weight without memory is expanded."""
+        return torch.full((), torch.nan, dtype=self.dtype, device=self.device)
+
+    def weight(
+        self,
+        *shape: int,
+        tp_dim: int | None = None,
+        std: float = 0.0,
+        mean: float = 0.0,
+        decays: bool = False,
+        pads: bool = False,
+    ) -> Weight:
+        """Declare a weight of the global `shape`, without memory. Its name is the path at which it is assigned.
+
+        Args:
+            tp_dim: the dim that is sharded over tp; None: replicated.
+            std, mean: of the initial normal distribution.
+            decays: weight decay applies.
+            pads: rows of the shard may be padded: the vocabulary.
+        """
+        spec = ParamSpec("", shape, tp_dim, decays, std, mean, pads)
+        return Weight(spec, self.tp.size, self.tp.rank, self.seed, self.released)
 
 
 def kept_bytes(writes: Iterable[GradWriter]) -> int:
     """Bytes that contributions keep until they are made; what two of them share counts once."""
     storages = [t.untyped_storage() for write in writes for t in write.tensors]
     return sum({StorageWeakRef(storage).cdata: storage.nbytes() for storage in storages}.values())
-
-
-def write_sum(gradient: torch.Tensor) -> GradWriter:
-    """The `write` of a gradient that is there already."""
-    return GradWriter(lambda gradient, out, add: write_or_add(out, add, gradient), (gradient,))
 
 
 class MicroBatchInfo(NamedTuple):

@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 import torch
 
+from megazero.model.fused_ops import is_stand_in
 from megazero.model.initial_values import seed_of
 
 CORE_ELEMENTS = 1 << 18  # of a mask, made together by a core: less, and calling torch costs more than its work
@@ -143,6 +144,8 @@ def _round_(
 
 def _rows_together(x: torch.Tensor) -> int:
     """Return the number of rows of x [R, C] that are worked on together; the result does not depend on it."""
+    if is_stand_in(x):
+        return len(x)
     elements = CORE_ELEMENTS * torch.get_num_threads() if x.device.type == "cpu" else GPU_ELEMENTS
     return max(1, elements // x.shape[1])
 

@@ -21,6 +21,11 @@ def wide(x: torch.Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
+def is_stand_in(x: torch.Tensor) -> bool:
+    """True of a tensor without data, which a layer is traced with: it is worked on whole, not in chunks."""
+    return x.is_meta or type(x) not in (torch.Tensor, torch.nn.Parameter)
+
+
 class FusedOps(NamedTuple):
     """Shapes: all elementwise but for the last dim of the attention weights [.., s, s]."""
 

@@ -1,70 +1,96 @@
-"""The one `linear`, the layers that shard it over tp, the token table and the vocabulary's loss.
+"""Linear layers, sharded over tp.
 
 Activations are [T, h], the T = b s tokens of a micro-batch one below the other. The residual stream holds all of them
 on every tensor-parallel rank, or with sequence parallelism 1/tp of them: see `ResidualStream`.
 
-Parameters never collect a `.grad`. Every Function that uses one hands its gradient to
-`accumulate_grad(parameter, write)`, which calls `write(out, add)` with `out` the parameter's window of a flat gradient
-buffer: to be written (add False: the first
-contribution) or added to.
+Weights never collect a `.grad`. Every Function that uses one hands its gradient to `Weight.accumulate_grad(write)`,
+which calls `write(out, add)` with `out` the weight's window of a flat gradient buffer: to be written (add False: the
+first contribution) or added to.
 
-Shapes: b micro-batch, s sequence, T tokens, T' those of the residual stream on this rank, h hidden, v vocabulary;
-/tp = this rank's part.
-
-Note [the Parameter itself]: a Function that needs a weight in backward keeps the Parameter as a plain attribute, never
-a view or a cast of it, and never through save_for_backward. A released weight is gathered into another slot, so
-backward must ask the Parameter where it is now.
+Shapes: b micro-batch, s sequence, T tokens, T' those of the residual stream on this rank, h hidden; /tp = this rank's
+part.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
 
 from megazero.comm.collectives import Pending
-from megazero.model.context import AsyncTensor, Context, GradWriter, RecomputedInput, write_sum
+from megazero.model.context import AsyncTensor, Context, RecomputedInput, ResidualStream
 from megazero.model.matmul import Products, as_matrix
-from megazero.plan.parameters import ParamSpec
+from megazero.model.weight import GradWriter, Weight
+
+
+class _Affine(NamedTuple):
+    """x @ weight.T + bias."""
+
+    weight: Weight
+    bias: Weight | None
+
+    def output(self, x: torch.Tensor, products: Products) -> torch.Tensor:
+        added = None if self.bias is None else self.bias.data.flatten()
+        return products.output(x, as_matrix(self.weight.data), added)
 
 
 class _Linear(torch.autograd.Function):
-    """See Note [the Parameter itself]. `stream`: where the input is the residual stream, else None.
+    """Products of one input with several weights. See Note [the Weight itself].
 
-    Of a sharded stream only this rank's tokens are saved; backward unshards them again. Nothing waits: tokens arrive
-    while the input gradient is computed, and that is summed while the weight gradient is.
+    `stream`: where the input is the residual stream, else None. Of a sharded stream this rank's tokens alone are kept,
+    and gathered again in backward. Nothing waits: the tokens arrive while the input gradient is computed, and that is
+    summed while the weight gradients are.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, adds_bias, stream, accumulate_grad, recomputed, products: Products):
+    def forward(
+        ctx,
+        x: torch.Tensor,
+        affines: tuple[_Affine, ...],
+        stream: ResidualStream | None,
+        recomputed: RecomputedInput | None,
+        products: Products,
+        *handles: torch.Tensor,
+    ):
         ctx.save_for_backward(x if recomputed is None else recomputed.source)
         ctx.prepare, ctx.products = recomputed and recomputed.prepare, products
-        ctx.weight, ctx.bias, ctx.adds_bias, ctx.stream, ctx.accumulate_grad = (
-            weight,
-            bias,
-            adds_bias,
-            stream,
-            accumulate_grad,
-        )
-        added = bias.detach().flatten() if adds_bias else None
+        ctx.affines, ctx.stream, ctx.num_handles = affines, stream, len(handles)
         whole = x if stream is None else stream.start_unshard(x).wait()
-        return products.output(whole, as_matrix(weight.detach()), added)
+        return tuple(affine.output(whole, products) for affine in affines)
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx, *dys):
         (x,) = ctx.saved_tensors
-        gathers = ctx.stream is not None and ctx.weight.requires_grad
-        if ctx.prepare is not None and ctx.weight.requires_grad:
+        trains = any(affine.weight.trains for affine in ctx.affines)
+        if ctx.prepare is not None and trains:
             x = ctx.prepare(x)
-        unsharding = ctx.stream.start_unshard(x) if gathers else AsyncTensor(x, Pending())
+        unsharding = ctx.stream.start_unshard(x) if ctx.stream is not None and trains else AsyncTensor(x, Pending())
         reducing = None
         if ctx.needs_input_grad[0]:
-            dx = ctx.products.input_grad(dy, as_matrix(ctx.weight.detach()))
+            dx = None
+            for affine, dy in zip(ctx.affines, dys, strict=True):
+                part = ctx.products.input_grad(dy, as_matrix(affine.weight.data))
+                dx = part if dx is None else dx.add_(part)
             reducing = ctx.stream.start_reduce(dx) if ctx.stream is not None else AsyncTensor(dx, Pending())
         whole = unsharding.wait()
-        ctx.accumulate_grad(ctx.weight, GradWriter(ctx.products.weight_grad, (whole, dy)))  # not called if frozen
-        if ctx.stream is not None:
-            ctx.accumulate_grad(ctx.bias, write_sum(dy.sum(0)))
-        return reducing and reducing.wait(), None, None, None, None, None, None, None
+        for affine, dy in zip(ctx.affines, dys, strict=True):
+            affine.weight.accumulate_grad(GradWriter(ctx.products.weight_grad, (whole, dy)))
+            if affine.bias is not None and ctx.stream is not None:  # else `SumParts` hands it over
+                affine.bias.add_grad(dy.sum(0))
+        return reducing and reducing.wait(), *[None] * (4 + ctx.num_handles)
+
+
+def _linear(
+    x: torch.Tensor,
+    affines: tuple[_Affine, ...],
+    stream: ResidualStream | None,
+    recomputed: RecomputedInput | None,
+    products: Products,
+) -> tuple[torch.Tensor, ...]:
+    handles = [weight.handle for affine in affines for weight in affine if weight is not None]
+    return _Linear.apply(x, affines, stream, recomputed, products, *handles)
 
 
 class SumParts(torch.autograd.Function):
@@ -74,8 +100,8 @@ class SumParts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, part, bias, stream, accumulate_grad, output):
-        ctx.bias, ctx.stream, ctx.accumulate_grad = bias, stream, accumulate_grad
+    def forward(ctx, part, bias, stream, output, *handles):
+        ctx.bias, ctx.stream, ctx.num_handles = bias, stream, len(handles)
         if not output:  # a recompute: it is never read
             return part.view(-1, part.shape[-1])[: len(stream.tokens(part.numel() // part.shape[-1]))]
         return stream.start_reduce(part).wait().view(-1, part.shape[-1])
@@ -84,33 +110,55 @@ class SumParts(torch.autograd.Function):
     def backward(ctx, dy):
         unsharding = ctx.stream.start_unshard(dy)
         if ctx.bias is not None:
-            ctx.accumulate_grad(ctx.bias, write_sum(dy.sum(0)))
-        return unsharding.wait(), None, None, None, None
+            ctx.bias.add_grad(dy.sum(0))
+        return unsharding.wait(), *[None] * (3 + ctx.num_handles)
 
 
 class ColumnLinear(nn.Module):
-    """y [T, out/tp] = x [T', in] of all tokens @ weight[out/tp, in].T + bias[out/tp]"""
+    """y [T, out/tp] = x [T', in] of all tokens @ weight[out/tp, in].T + bias[out/tp]
 
-    def __init__(self, weight: ParamSpec, bias: ParamSpec, context: Context) -> None:
+    Args:
+        out: the weight's shape but for its last dim, such as (heads, 3, d).
+        tp_dim: which of these dims is sharded.
+    """
+
+    def __init__(self, context: Context, inner: int, *out: int, std: float, bias: bool, tp_dim: int = 0) -> None:
         super().__init__()
         self.context = context
-        self.weight, self.bias = context.parameter(weight), context.parameter(bias)
+        self.weight = context.weight(*out, inner, tp_dim=tp_dim, std=std, decays=True)
+        self.bias = context.weight(*out, tp_dim=tp_dim) if bias else None
 
     def forward(self, x: torch.Tensor, recomputed: RecomputedInput | None = None) -> torch.Tensor:
-        c = self.context
-        return _Linear.apply(x, self.weight, self.bias, True, c.stream, c.accumulate_grad, recomputed, c.products)
+        return column_linears((self,), x, recomputed)[0]
+
+
+def column_linears(
+    layers: Sequence[ColumnLinear], x: torch.Tensor, recomputed: RecomputedInput | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Apply several column-linear layers to one input [T', in], which is gathered, and its gradient summed, once."""
+    c = layers[0].context
+    return _linear(x, tuple(_Affine(layer.weight, layer.bias) for layer in layers), c.stream, recomputed, c.products)
 
 
 class RowLinear(nn.Module):
     """y [T', out] = sum over tp of x [T, in/tp] @ weight[out, in/tp].T, + bias[out], which the first rank adds."""
 
-    def __init__(self, weight: ParamSpec, bias: ParamSpec, context: Context) -> None:
+    def __init__(self, context: Context, inner: int, out: int, *, std: float, bias: bool) -> None:
         super().__init__()
         self.context = context
-        self.weight, self.bias = context.parameter(weight), context.parameter(bias)
+        self.weight = context.weight(out, inner, tp_dim=1, std=std, decays=True)
+        self.bias = context.weight(out) if bias else None
 
     def forward(self, x: torch.Tensor, recomputed: RecomputedInput | None = None, output: bool = True) -> torch.Tensor:
         """`output` False: only the graph is needed, and the sum over tp is left out."""
+        return self.sum(self.part(x, recomputed), output)
+
+    def part(self, x: torch.Tensor, recomputed: RecomputedInput | None = None) -> torch.Tensor:
+        """This rank's summand, [T, out]."""
         c = self.context
-        part = _Linear.apply(x, self.weight, self.bias, c.tp.is_first, None, c.accumulate_grad, recomputed, c.products)
-        return SumParts.apply(part, self.bias, c.stream, c.accumulate_grad, output)
+        added = self.bias if c.tp.is_first else None
+        return _linear(x, (_Affine(self.weight, added),), None, recomputed, c.products)[0]
+
+    def sum(self, part: torch.Tensor, output: bool = True) -> torch.Tensor:
+        handles = () if self.bias is None else (self.bias.handle,)
+        return SumParts.apply(part, self.bias, self.context.stream, output, *handles)

@@ -5,39 +5,37 @@ from __future__ import annotations
 import torch
 import torch.nn as nn
 
-from megazero.model.context import Context, write_sum
-from megazero.plan.parameters import ParamSpec
+from megazero.config.schema import ModelConfig
+from megazero.model.context import Context
 
 NORM_EPS = 1e-5
 
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, accumulate_grad):
-        y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], weight.detach(), bias.detach(), NORM_EPS)
+    def forward(ctx, x, weight, bias, *handles):
+        y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], weight.data, bias.data, NORM_EPS)
         ctx.save_for_backward(x, mean, rstd)
-        ctx.weight, ctx.bias, ctx.accumulate_grad = weight, bias, accumulate_grad
+        ctx.weight, ctx.bias = weight, bias
         return y
 
     @staticmethod
     def backward(ctx, dy):
         x, mean, rstd = ctx.saved_tensors
-        weight, bias = ctx.weight.detach(), ctx.bias.detach()
         dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
-            dy, x, x.shape[-1:], mean, rstd, weight, bias, [True, True, True]
+            dy, x, x.shape[-1:], mean, rstd, ctx.weight.data, ctx.bias.data, [True, True, True]
         )
-        ctx.accumulate_grad(ctx.weight, write_sum(dweight))
-        ctx.accumulate_grad(ctx.bias, write_sum(dbias))
-        return dx, None, None, None
+        ctx.weight.add_grad(dweight)
+        ctx.bias.add_grad(dbias)
+        return dx, None, None, None, None
 
 
 class LayerNorm(nn.Module):
     """Over h; replicated over tp."""
 
-    def __init__(self, weight: ParamSpec, bias: ParamSpec, context: Context) -> None:
+    def __init__(self, model: ModelConfig, context: Context) -> None:
         super().__init__()
-        self.accumulate_grad = context.accumulate_grad
-        self.weight, self.bias = context.parameter(weight), context.parameter(bias)
+        self.weight, self.bias = context.weight(model.hidden_size, mean=1.0), context.weight(model.hidden_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _LayerNorm.apply(x, self.weight, self.bias, self.accumulate_grad)
+        return _LayerNorm.apply(x, self.weight, self.bias, self.weight.handle, self.bias.handle)

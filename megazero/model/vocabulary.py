@@ -7,10 +7,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from megazero.comm.collectives import MAX, Pending
-from megazero.model.context import AsyncTensor, Context, GradWriter
-from megazero.model.fused_ops import wide
+from megazero.config.schema import ModelConfig
+from megazero.model.context import AsyncTensor, Context
+from megazero.model.fused_ops import is_stand_in, wide
 from megazero.model.linear import SumParts
-from megazero.plan.parameters import ParamSpec
+from megazero.model.weight import GradWriter
 
 LOGIT_CHUNK_BYTES = 1 << 20  # rows of logits that are worked on together: what stays in a core's cache
 
@@ -21,12 +22,12 @@ class VocabularyTable(nn.Module):
     As the token table it is looked up; as the output matrix it gives logits; a tied one does both.
     """
 
-    def __init__(self, spec: ParamSpec, context: Context) -> None:
+    def __init__(self, model: ModelConfig, context: Context) -> None:
         super().__init__()
         self.context = context
-        block = spec.local(context.tp.size, context.tp.rank)
-        self.first_row, self.num_rows = block.offset[0], block.shape[0]
-        self.weight = context.parameter(spec)
+        v, h, std = model.vocab_size, model.hidden_size, model.init_method_std
+        self.weight = context.weight(v, h, tp_dim=0, std=std, decays=True, pads=True)
+        self.first_row, self.num_rows = self.weight.block.offset[0], self.weight.block.shape[0]
 
     def localise(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids -> local row numbers (0 where foreign), and which are this rank's. Shapes as ids."""
@@ -38,22 +39,22 @@ class VocabularyTable(nn.Module):
         """ids [b, s] -> [T', h]"""
         c = self.context
         rows, mine = self.localise(ids.flatten())
-        part = _Lookup.apply(rows, mine, self.weight, c.accumulate_grad)
-        return SumParts.apply(part, None, c.stream, c.accumulate_grad, True)
+        part = _Lookup.apply(rows, mine, self.weight, self.weight.handle)
+        return SumParts.apply(part, None, c.stream, True)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """x [.., h] -> this rank's logits [.., v/tp], without padding. For generation and tests; has no gradient."""
-        return self.context.products.output(x, self.weight.detach()[: self.num_rows])
+        return self.context.products.output(x, self.weight.data[: self.num_rows])
 
 
 class _Lookup(torch.autograd.Function):
     """Rows of the local part of the table, zero for foreign ids. Backward needs no weights."""
 
     @staticmethod
-    def forward(ctx, rows, mine, weight, accumulate_grad):
+    def forward(ctx, rows, mine, weight, handle):
         ctx.save_for_backward(rows, mine)
-        ctx.weight, ctx.accumulate_grad = weight, accumulate_grad
-        return F.embedding(rows, weight.detach()).masked_fill_(~mine[..., None], 0)
+        ctx.weight = weight
+        return F.embedding(rows, weight.data).masked_fill_(~mine[..., None], 0)
 
     @staticmethod
     def backward(ctx, dy):
@@ -65,7 +66,7 @@ class _Lookup(torch.autograd.Function):
             ours = dy.masked_fill(~mine[..., None], 0).flatten(0, -2)  # selecting rows would wait for the GPU
             out.index_add_(0, rows.flatten(), ours.to(out.dtype))
 
-        ctx.accumulate_grad(ctx.weight, GradWriter(write, (dy, rows, mine)))
+        ctx.weight.accumulate_grad(GradWriter(write, (dy, rows, mine)))
         return None, None, None, None
 
 
@@ -77,9 +78,9 @@ class _VocabularyLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, labels, weights, table, context):
+    def forward(ctx, x, weight, labels, weights, table, context, handle):
         tp = context.tp
-        logits = context.products.output(context.stream.start_unshard(x).wait(), weight.detach())  # [T, v/tp]
+        logits = context.products.output(context.stream.start_unshard(x).wait(), weight.data)  # [T, v/tp]
         allocation = context.tracker.allocate("logits", logits.numel() * logits.element_size())
         logits[:, table.num_rows :] = -torch.inf  # padding: probability 0, gradient 0
         rows, mine = (t.flatten() for t in table.localise(labels))
@@ -105,7 +106,7 @@ class _VocabularyLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dloss):
         x, dlogits, factor, rows, mine, weights = ctx.saved_tensors
-        trains = ctx.weight.requires_grad
+        trains = ctx.weight.trains
         unsharding = ctx.context.stream.start_unshard(x) if trains else AsyncTensor(x, Pending())
         scale = weights.flatten().to(factor.dtype) * dloss  # [T]
         picked = (-scale).masked_fill_(~mine, 0).to(dlogits.dtype)[:, None]
@@ -113,16 +114,16 @@ class _VocabularyLoss(torch.autograd.Function):
         for part in _chunks(dlogits):
             dlogits[part].mul_(factor[part]).scatter_add_(-1, rows[part, None], picked[part])
         products = ctx.context.products
-        reducing = ctx.context.stream.start_reduce(products.input_grad(dlogits, ctx.weight.detach()))
+        reducing = ctx.context.stream.start_reduce(products.input_grad(dlogits, ctx.weight.data))
         whole = unsharding.wait()
-        ctx.context.accumulate_grad(ctx.weight, GradWriter(products.weight_grad, (whole, dlogits)))
+        ctx.weight.accumulate_grad(GradWriter(products.weight_grad, (whole, dlogits)))
         ctx.allocation.end()
-        return reducing.wait(), None, None, None, None, None
+        return reducing.wait(), None, None, None, None, None, None
 
 
 def _chunks(logits: torch.Tensor) -> list[slice]:
     rows = len(logits)
-    if logits.device.type != "cpu":
+    if logits.device.type != "cpu" or is_stand_in(logits):
         return [slice(0, rows)]  # a GPU wants few, large kernels
     each = max(1, LOGIT_CHUNK_BYTES // (logits.shape[1] * logits.element_size()))
     return [slice(at, min(at + each, rows)) for at in range(0, rows, each)]
@@ -135,4 +136,4 @@ def vocabulary_loss(
 
     Shapes: x [T', h], labels [b, s] of token ids, weights [b, s] in fp32.
     """
-    return _VocabularyLoss.apply(x, table.weight, labels, weights, table, context)
+    return _VocabularyLoss.apply(x, table.weight, labels, weights, table, context, table.weight.handle)

@@ -1,23 +1,26 @@
-"""Every parameter of the model: global name, global shape, sharded dim, decay, initial values, unit. Pure.
+"""Parameters of the model as plain values: global name, global shape, sharded dim, decay, initial values, unit. Pure.
 
-One table that the layers, the initial weights, the checkpoints and `estimate` all read.
+The layers declare them (`model.weight`); the initial weights, the checkpoints and `estimate` read them here.
 
 A *unit* is what is gathered, reduced and updated together: a block, the token table, the position table, the head.
-Shapes: h hidden, n heads, d head dim, f ffn, v vocabulary, s sequence.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
+import importlib
 import math
 from dataclasses import dataclass
 
-from megazero.config.schema import ModelConfig
+from megazero.config.schema import ActivationConfig, ModelConfig
 from megazero.plan.flat_layout import FlatLayout, FlatParam, flat_layout, round_up
+from megazero.plan.split import NonBlockCosts
 from megazero.plan.topology import Layout
 
 TOKEN_EMBEDDING, POSITION_EMBEDDING, HEAD = "token_embedding", "position_embedding", "head"
+FIRST_BLOCK = "blocks.0"
 VOCABULARY_ALIGN = 64  # rows of a rank's part of the token table: keeps the logits' matrix product aligned
 
 
@@ -68,30 +71,14 @@ class ParamSpec:
         return LocalBlock(tuple(offset), tuple(shape), tuple(stored))
 
 
-def block_specs(model: ModelConfig, layer: int) -> list[ParamSpec]:
-    """The parameters of one transformer block."""
-    h, n, f = model.hidden_size, model.num_attention_heads, model.ffn_size
-    d, std = h // n, model.init_method_std
-    residual_std = std / math.sqrt(2 * model.num_layers)  # GPT-2: the residual stream's variance stays put with depth
+@functools.lru_cache(maxsize=64)
+def declared(model: ModelConfig, tp: int) -> dict[str, tuple[ParamSpec, ...]]:
+    """Unit name -> the weights that its layer declares, in the order of the forward pass; of the blocks, the first.
 
-    def spec(name: str, shape: tuple[int, ...], tp_dim: int | None, std: float, mean: float = 0.0) -> ParamSpec:
-        decays = name.endswith("weight") and "norm" not in name
-        return ParamSpec(f"blocks.{layer}.{name}", shape, tp_dim, decays, std, mean)
-
-    return [
-        spec("norm1.weight", (h,), None, 0.0, 1.0),
-        spec("norm1.bias", (h,), None, 0.0),
-        spec("attention.qkv.weight", (n, 3, d, h), 0, std),
-        spec("attention.qkv.bias", (n, 3, d), 0, 0.0),
-        spec("attention.proj.weight", (h, h), 1, residual_std),
-        spec("attention.proj.bias", (h,), None, 0.0),
-        spec("norm2.weight", (h,), None, 0.0, 1.0),
-        spec("norm2.bias", (h,), None, 0.0),
-        spec("mlp.up.weight", (f, h), 0, std),
-        spec("mlp.up.bias", (f,), 0, 0.0),
-        spec("mlp.down.weight", (h, f), 1, residual_std),
-        spec("mlp.down.bias", (h,), None, 0.0),
-    ]
+    They are plain values. The layers that declare them need torch, and are imported here when they are first asked.
+    """
+    found: dict[str, tuple[ParamSpec, ...]] = importlib.import_module("megazero.model.stage").declare(model, tp)
+    return found
 
 
 def stage_units(
@@ -114,24 +101,17 @@ def _frozen(spec: ParamSpec, patterns: tuple[str, ...]) -> ParamSpec:
 
 
 def _stage_units(model: ModelConfig, layout: Layout, stage: int) -> dict[str, list[ParamSpec]]:
-    h, v, std = model.hidden_size, model.vocab_size, model.init_method_std
-    assert v > 0, "the vocabulary size is not resolved yet"
-    first, last = stage == 0, stage == layout.pp - 1
-    table = ParamSpec(f"{TOKEN_EMBEDDING}.weight", (v, h), 0, True, std, pads=True)
+    known, first, last = declared(model, layout.tp), stage == 0, stage == layout.pp - 1
+    at_end = (HEAD,) if model.untie_embeddings else (HEAD, TOKEN_EMBEDDING)
     units: dict[str, list[ParamSpec]] = {}
-    if first or (last and not model.untie_embeddings):
-        units[TOKEN_EMBEDDING] = [table]
-    if first:
-        units[POSITION_EMBEDDING] = [ParamSpec(f"{POSITION_EMBEDDING}.weight", (model.seq_length, h), None, True, std)]
-    for layer in layout.layers(model.num_layers, stage):
-        units[f"blocks.{layer}"] = block_specs(model, layer)
-    if last:
-        units[HEAD] = [
-            ParamSpec(f"{HEAD}.norm.weight", (h,), None, False, mean=1.0),
-            ParamSpec(f"{HEAD}.norm.bias", (h,), None, False),
-        ]
-        if model.untie_embeddings:
-            units[HEAD].append(ParamSpec(f"{HEAD}.output.weight", (v, h), 0, True, std, pads=True))
+    for name, specs in known.items():
+        if name == FIRST_BLOCK:
+            for number in layout.layers(model.num_layers, stage):
+                units[f"blocks.{number}"] = [
+                    dataclasses.replace(s, name=s.name.replace(FIRST_BLOCK, f"blocks.{number}", 1)) for s in specs
+                ]
+        elif (last and name in at_end) or (first and name != HEAD):
+            units[name] = list(specs)
     return units
 
 
@@ -145,5 +125,17 @@ def unit_layout(specs: list[ParamSpec], tp_size: int, shards: int) -> FlatLayout
 
 def num_parameters(model: ModelConfig) -> int:
     """Count the elements of the whole model, each parameter once, padding excluded."""
-    units = stage_units(model, Layout(), 0)
-    return sum(math.prod(s.shape) for specs in units.values() for s in specs)
+    counts = {name: sum(math.prod(s.shape) for s in specs) for name, specs in declared(model, 1).items()}
+    return sum(count * (model.num_layers if name == FIRST_BLOCK else 1) for name, count in counts.items())
+
+
+def non_block_costs(model: ModelConfig, activations: ActivationConfig) -> NonBlockCosts:
+    """Cost of the embedding and of the head, in blocks: FLOPs per token of a forward.
+
+    A matrix takes 2 per element, attention 4 s h, the embedding 2 h. A backward takes twice as much. A block that is
+    recomputed takes one more forward; embedding and head are not recomputed.
+    """
+    h, specs = model.hidden_size, declared(model, 1)[FIRST_BLOCK]
+    block = 2 * sum(math.prod(spec.shape) for spec in specs if spec.decays) + 4 * model.seq_length * h
+    cost = block * (4 if activations.recompute == "full" else 3) / 3
+    return NonBlockCosts(2 * h / cost, 2 * model.vocab_size * h / cost)

@@ -9,7 +9,7 @@ import fnmatch
 from megazero.config.limits import divisors, shorten
 from megazero.config.schema import Config, ModelConfig
 from megazero.config.validate import check_values
-from megazero.plan.parameters import stage_units
+from megazero.plan.parameters import non_block_costs, stage_units
 from megazero.plan.schedules import SCHEDULES
 from megazero.plan.split import layer_split
 from megazero.plan.topology import Layout
@@ -54,7 +54,7 @@ def resolve(config: Config, world_size: int, vocab_size: int) -> tuple[Config, L
         # An evaluation saves nothing; --save may come from the preset of the run that is evaluated.
         checkpoint=replace(config.checkpoint, save="" if config.evaluation.eval_only else config.checkpoint.save),
     )
-    layout = replace(layout, split=layer_split(config))
+    layout = replace(layout, split=layer_split(config, lambda: non_block_costs(config.model, config.activations)))
     check_block_runs(config, layout)
     _check_frozen(config.model, config.training.freeze_parameters)
     return config, layout

@@ -6,10 +6,11 @@ stages are named in the order of the forward pass: number c pp + r is chunk c of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from megazero.config.limits import shorten
-from megazero.config.schema import ActivationConfig, Config, ModelConfig
+from megazero.config.schema import Config
 
 WORTH_IT = 0.01  # an uneven split must make the busiest rank this much faster: what divides evenly is easier to read
 
@@ -19,17 +20,6 @@ class NonBlockCosts(NamedTuple):
 
     embedding: float
     head: float
-
-
-def non_block_costs(model: ModelConfig, activations: ActivationConfig) -> NonBlockCosts:
-    """Count FLOPs per token of a forward: block 8 h^2 + 4 h f + 4 s h, embedding 2 h, head 2 v h.
-
-    A backward takes twice as much. A block that is recomputed takes one more forward; embedding and
-    head are not recomputed.
-    """
-    h, passes = model.hidden_size, 4 if activations.recompute == "full" else 3
-    block = (8 * h * h + 4 * h * model.ffn_size + 4 * model.seq_length * h) * passes / 3
-    return NonBlockCosts(2 * h / block, 2 * model.vocab_size * h / block)
 
 
 def even_split(num_layers: int, stages: int) -> tuple[int, ...]:
@@ -108,12 +98,12 @@ def given_split(config: Config) -> tuple[int, ...]:
     return split
 
 
-def layer_split(config: Config) -> tuple[int, ...]:
-    """Layers per virtual stage of a config whose vocabulary is known; () stands for `even_split`."""
+def layer_split(config: Config, costs: Callable[[], NonBlockCosts]) -> tuple[int, ...]:
+    """Layers per virtual stage; () stands for `even_split`. `costs` is asked where several stages need it."""
     parallel, layers = config.parallel, config.model.num_layers
     pp, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_stages
     if parallel.pipeline_split:
         found = given_split(config)
     else:
-        found = split_by_cost(layers, pp, chunks, non_block_costs(config.model, config.activations))
+        found = split_by_cost(layers, pp, chunks, costs() if pp > 1 else NonBlockCosts(0, 0))
     return () if found == even_split(layers, pp * chunks) else found

@@ -20,7 +20,9 @@ from megazero.plan.resolve import check_block_runs
 from megazero.plan.topology import Layout
 from megazero.plan.zero_policy import ZeroPolicy
 from megazero.price.estimate import estimate, state_bytes
-from megazero.price.saved_activations import block_saves, saved_bytes, stage_activations
+from megazero.price.saved_activations import block_input, block_saves, stage_activations
+
+MOST_TRACED = 1 << 40  # bytes: a block whose input alone is larger fits nowhere, and is not traced
 
 
 class Needs(NamedTuple):
@@ -67,7 +69,10 @@ def lower_bound(config: Config, layout: Layout, rank: int, device_type: str) -> 
     }
     live = config.micro_batches(layout.dp) if config.parallel.pipeline_schedule == "gpipe" else 1
     gradients = 0 if training.freeze_parameters else owned * g
-    kept = live * blocks * saved_bytes(block_saves(config, layout, device_type))
+    saved = block_input(config, layout)
+    if saved < MOST_TRACED:
+        saved = sum(block_saves(config, layout, device_type))
+    kept = live * blocks * saved
     if training.freeze_parameters:  # layers before the first trained one keep nothing
         kept = 0
     logits = 0

@@ -100,7 +100,7 @@ class _Pricer:
         self.w, self.g = BYTES[training.precision], BYTES[training.grad_dtype]
         self.specs = stage_units(model, layout, self.coord.pp, training.freeze_parameters)
         self.flats = {name: unit_layout(s, layout.tp, layout.shard) for name, s in self.specs.items()}
-        self.costs = trace_layers(config, layout, self.coord.pp)
+        self.costs = trace_layers(config, layout, self.coord.pp, "cpu" if needs_staging_buffer else "cuda")
         # a block's input and a message between stages: a rank's part of the residual stream
         parts = layout.tp if config.parallel.sequence_parallel else 1
         self.hidden_bytes = training.micro_batch_size * model.seq_length // parts * model.hidden_size * self.w

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from megazero.config.schema import BYTES, Config
 from megazero.plan.operations import Backward, BackwardWeights
-from megazero.plan.parameters import stage_units, unit_layout
+from megazero.plan.parameters import non_block_costs, stage_units, unit_layout
 from megazero.plan.program import program
 from megazero.plan.rank_spec import rank_spec
 from megazero.plan.schedules import SCHEDULES
-from megazero.plan.split import non_block_costs, rank_costs
+from megazero.plan.split import rank_costs
 from megazero.plan.topology import Layout
 from megazero.plan.zero_policy import ZeroPolicy
 from megazero.price.estimate import estimate, state_bytes

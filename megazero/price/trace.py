@@ -1,26 +1,35 @@
 """Costs of a layer, found by running it once on stand-in tensors along a pretended axis.
 
-So nothing about a layer's collectives or its logits is written down a second time: what the layer does is counted.
-Stand-ins are meta tensors, which have a shape and a dtype but no data. A small layer runs on real tensors instead:
-torch's meta operators import its compiler, which takes longer than the layer.
+So nothing about a layer's bytes, collectives or products is written down a second time: what the layer does is counted.
+Stand-ins have a shape and a dtype but no data: for a GPU meta tensors, whose operators have its kernels' shapes and
+types, for a CPU fake tensors. A small layer of a CPU runs on real tensors instead: what imitates torch's operators
+takes longer to import than the layer takes to run.
+
+Not seen: scratch that a kernel takes and frees, and what a value decides.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megazero.comm.pretend import pretend_mesh
 from megazero.config.schema import Config, ModelConfig
 from megazero.memory.tracker import MemoryTracker
-from megazero.model.context import Context, DeviceBatch, GradWriter, MicroBatchInfo, ResidualStream, kept_bytes
-from megazero.model.gpt2 import GPTStage
-from megazero.plan.parameters import ParamSpec, stage_units
+from megazero.model.context import Context, DeviceBatch, MicroBatchInfo, ResidualStream, kept_bytes
+from megazero.model.stage import Stage
+from megazero.model.weight import GradWriter, Weight
+from megazero.plan.parameters import FIRST_BLOCK, HEAD, TOKEN_EMBEDDING, ParamSpec, stage_units
 from megazero.plan.rank_spec import Layer, rank_spec
 from megazero.plan.topology import Layout
+from megazero.plan.zero_policy import Use
 
 SMALL = 1 << 24  # elements: tens of milliseconds
 
@@ -36,13 +45,21 @@ class LayerCost(NamedTuple):
     backward: int
     logits: int  # bytes held from its forward to its backward
     queued: int  # bytes that its weight gradients keep while they wait
+    saved: tuple[int, ...]  # bytes of every tensor that its forward keeps for its backward, its input left out
+    saved_input: int  # bytes of its input, if that is kept too
 
 
-def trace_layers(config: Config, layout: Layout, pp: int) -> dict[str, LayerCost]:
+def trace_layers(config: Config, layout: Layout, pp: int, device_type: str = "cpu") -> dict[str, LayerCost]:
     """Trace every layer of pipeline rank `pp`, each kind once; `config` is resolved."""
     spec = rank_spec(config, layout, pp)
     specs = stage_units(config.model, layout, pp, config.training.freeze_parameters)
-    return {name: _trace(_Kind.of(config, layout, layer, specs)) for name, layer in spec.layers.items()}
+    return {name: _trace(_Kind.of(config, layout, layer, specs, device_type)) for name, layer in spec.layers.items()}
+
+
+def trace_block(config: Config, layout: Layout, device_type: str) -> LayerCost:
+    """Trace a block whose weights all train."""
+    layer = Layer(FIRST_BLOCK, (), Use.LAYER, trains=True, passes_gradient=True)
+    return _trace(_Kind.of(config, layout, layer, {}, device_type))
 
 
 class _Kind(NamedTuple):
@@ -54,21 +71,36 @@ class _Kind(NamedTuple):
     recompute: str
     sequence_parallel: bool
     tp: int
+    device_type: str
     layer: str  # of all layers of this kind, the name of a block is that of the model's first
     passes_gradient: bool
     frozen: tuple[str, ...]  # names of parameters in it that do not train
 
     @property
-    def device(self) -> torch.device:
-        """Return the device of the stand-ins: meta where activations are more than SMALL elements."""
+    def small(self) -> bool:
         tokens = self.micro_batch_size * self.model.seq_length
         scores = tokens * self.model.seq_length * self.model.num_attention_heads
         activations = tokens * (self.model.vocab_size + 4 * self.model.hidden_size + self.model.ffn_size)
-        return torch.device("cpu" if max(scores, activations) // self.tp <= SMALL else "meta")
+        return max(scores, activations) // self.tp <= SMALL
+
+    @contextlib.contextmanager
+    def stand_in(self) -> Iterator[torch.device]:
+        """Yield the device whose new tensors stand for those of this kind's device."""
+        if self.device_type != "cpu":
+            yield torch.device("meta")
+        elif self.small:
+            yield torch.device("cpu")
+        else:
+            from torch._subclasses.fake_tensor import FakeTensorMode
+
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                yield torch.device("cpu")
 
     @classmethod
-    def of(cls, config: Config, layout: Layout, layer: Layer, specs: dict[str, list[ParamSpec]]) -> _Kind:
-        kind = "blocks.0" if layer.name.startswith("blocks.") else layer.name
+    def of(
+        cls, config: Config, layout: Layout, layer: Layer, specs: dict[str, list[ParamSpec]], device_type: str
+    ) -> _Kind:
+        kind = FIRST_BLOCK if layer.name.startswith("blocks.") else layer.name
         frozen = (s.name.replace(layer.name, kind, 1) for unit in layer.units for s in specs[unit] if not s.trains)
         return cls(
             dataclasses.replace(config.model, num_layers=1),
@@ -77,52 +109,124 @@ class _Kind(NamedTuple):
             config.activations.recompute,
             config.parallel.sequence_parallel,
             layout.tp,
+            device_type,
             kind,
             layer.passes_gradient,
             tuple(frozen),
         )
 
 
+class _Queue(list[GradWriter]):
+    """Contributions to gradients, none of which is made."""
+
+    def accumulate_grad(self, weight: Weight, write: GradWriter) -> None:
+        self.append(write)
+
+
+class _Traced:
+    """A model of one layer of a kind, on stand-ins, and a micro-batch for it."""
+
+    def __init__(self, kind: _Kind, device: torch.device, padded: bool = True) -> None:
+        """`padded`: with the rows of the vocabulary that only pad a rank's shard."""
+        self.kind, model = kind, kind.model
+        self.mesh = pretend_mesh(Layout(tp=kind.tp), 0, device, needs_staging_buffer=False)
+        self.tracker, self.queue = MemoryTracker(), _Queue()
+        self.context = Context(
+            ResidualStream(self.mesh.tp, sharded=kind.sequence_parallel),
+            self.tracker,
+            kind.precision,
+            device,
+            selective=kind.recompute == "selective",
+        )
+        names = {FIRST_BLOCK: [0]}.get(kind.layer, [])
+        ends = kind.layer != FIRST_BLOCK
+        self.stage = Stage(model, names, self.context, first=ends, last=kind.layer == HEAD, frozen=kind.frozen)
+        for weight in [weight for unit in self.stage.units.values() for weight in unit]:
+            shape = weight.block.stored if padded else weight.block.shape
+            # not one NaN expanded, which CPU products are slow on
+            weight.data = torch.zeros(shape, dtype=self.context.dtype, device=device)
+            weight.owner = self.queue
+        self.compute = self.stage.compute(kind.layer)
+        ids = torch.zeros(kind.micro_batch_size, model.seq_length, dtype=torch.int64, device=device)
+        tokens = MicroBatchInfo.of(ids, tuple(range(len(ids))), self.context.stream, training=True)
+        self.batch = DeviceBatch(ids, ids, ids.float(), tokens)
+
+    @property
+    def sent(self) -> int:
+        return self.mesh.tp.sent["tp"]
+
+    def input(self) -> torch.Tensor:
+        rows = len(self.context.stream.tokens(self.batch.ids.numel()))
+        x = torch.zeros(rows, self.kind.model.hidden_size, dtype=self.context.dtype, device=self.mesh.device)
+        return x.requires_grad_(self.kind.passes_gradient)
+
+    def constants(self) -> set[int]:
+        """The storages that are there whether or not the layer runs."""
+        weights = [weight.data for unit in self.stage.units.values() for weight in unit]
+        return {_storage(t) for t in [*weights, *(t for t in self.batch if isinstance(t, torch.Tensor))]}
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(StorageWeakRef(tensor.untyped_storage()).cdata)  # type: ignore[no-untyped-call]
+
+
 @functools.lru_cache(maxsize=256)
 def _trace(kind: _Kind) -> LayerCost:
-    """Build a model of one layer of this kind, and run that forward, backward and, if asked for, forward again."""
-    model = kind.model
-    mesh = pretend_mesh(Layout(tp=kind.tp), 0, kind.device, needs_staging_buffer=False)
-    stream, tracker = ResidualStream(mesh.tp, sharded=kind.sequence_parallel), MemoryTracker()
-    queue: list[GradWriter] = []
+    """Run a layer of this kind forward, backward and, if asked for, forward again."""
+    with kind.stand_in() as device, torch.enable_grad():
+        traced = _Traced(kind, device)
+        saved: dict[int, torch.Tensor] = {}  # a tensor each, so that no storage is freed and its number used again
 
-    def accumulate_grad(parameter: torch.nn.Parameter, write: GradWriter) -> None:
-        if parameter.requires_grad:
-            queue.append(write)
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            saved.setdefault(_storage(tensor), tensor.detach())
+            return tensor
 
-    context = Context(stream, accumulate_grad, tracker, kind.precision, mesh.device, kind.recompute == "selective")
-    stage = GPTStage(model, mesh, 0, context, kind.frozen)
-    for p in stage.parameters():  # not one NaN expanded, which CPU products are slow on
-        p.data = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
-    compute = stage.compute(kind.layer)
-    ids = torch.zeros(kind.micro_batch_size, model.seq_length, dtype=torch.int64, device=mesh.device)
-    tokens = MicroBatchInfo.of(ids, tuple(range(len(ids))), stream, training=True)
-    batch = DeviceBatch(ids, ids, ids.float(), tokens)
-    rows = len(stream.tokens(ids.numel()))
-
-    def sent() -> int:
-        return mesh.tp.sent["tp"]
-
-    def run(output: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        x = torch.zeros(rows, model.hidden_size, dtype=context.dtype, device=mesh.device)
-        x.requires_grad_(kind.passes_gradient)
-        return x, compute(x, batch, output)
-
-    with torch.enable_grad():
-        x, y = run(output=True)
-        forward, logits = sent(), tracker.now["logits"]
+        x = traced.input()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            y = traced.compute(x, traced.batch, True)
+        forward, logits = traced.sent, traced.tracker.now["logits"]
+        saved_input = saved.pop(_storage(x), None)
+        constants = traced.constants()
+        kept = [t.untyped_storage().nbytes() for number, t in saved.items() if number not in constants]
         if y.requires_grad and kind.passes_gradient:
             torch.autograd.grad(y, x, torch.empty_like(y))
         elif y.requires_grad:
             torch.autograd.backward(y, torch.empty_like(y))
-        backward, queued = sent() - forward, kept_bytes(queue)
+        backward, queued = traced.sent - forward, kept_bytes(traced.queue)
         recompute = 0
-        if kind.recompute == "full" and kind.layer == "blocks.0":
-            run(output=False)
-            recompute = sent() - forward - backward
-    return LayerCost(forward, recompute, backward, logits, queued)
+        if kind.recompute == "full" and kind.layer == FIRST_BLOCK:
+            traced.compute(traced.input(), traced.batch, False)
+            recompute = traced.sent - forward - backward
+        input_bytes = 0 if saved_input is None else saved_input.untyped_storage().nbytes()
+    return LayerCost(forward, recompute, backward, logits, queued, tuple(sorted(kept)), input_bytes)
+
+
+def model_flops(model: ModelConfig, samples: int) -> int:
+    """FLOPs of an iteration over `samples`: the products of a forward, times 3 for the backward; recompute not counted.
+
+    Attention counts as if it were not causal, and the lookup of tokens not at all (Narayanan 2021).
+    """
+    blocks = model.num_layers
+    one = dataclasses.replace(model, num_layers=1)
+    return 3 * samples * sum(count * (blocks if name == FIRST_BLOCK else 1) for name, count in _flops(one).items())
+
+
+@functools.lru_cache(maxsize=64)
+def _flops(model: ModelConfig) -> Counter[str]:
+    """FLOPs of every layer's forward of one sample, on one rank, without padding."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+    def of_attention(q: torch.Size, k: torch.Size, *_: Any, **__: Any) -> int:
+        return 4 * q.numel() * k[2]
+
+    found = Counter[str]()
+    for layer in (TOKEN_EMBEDDING, FIRST_BLOCK, HEAD):
+        kind = _Kind(model, "fp32", 1, "none", False, 1, "cpu", layer, False, ())
+        with kind.stand_in() as device, torch.no_grad():
+            traced = _Traced(kind, device, padded=False)
+            with FlopCounterMode(display=False, custom_mapping={attention: of_attention}) as counter:
+                traced.compute(traced.input(), traced.batch, True)
+            found[layer] = counter.get_total_flops()
+    return found

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,11 +17,10 @@ from megazero.comm.collectives import MIN
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import Config
 from megazero.memory.tracker import MemoryTracker
-from megazero.model import initial_values
 from megazero.model.context import DTYPES, Context, DeviceBatch, MicroBatchInfo, ResidualStream
 from megazero.model.fused_ops import PLAIN, compiled
-from megazero.model.gpt2 import GPTStage
 from megazero.model.matmul import Products
+from megazero.model.stage import Stage
 from megazero.plan.operations import name_of
 from megazero.plan.parameters import TOKEN_EMBEDDING, stage_units
 from megazero.plan.program import Program, program
@@ -90,22 +88,22 @@ class Engine:
         self.tied = None if config.model.untie_embeddings else TOKEN_EMBEDDING  # the unit of the embedding group
         self.spec = rank_spec(config, mesh.layout, mesh.pp.rank)
         self.programs: dict[tuple[str, int], Program] = {}
-        self.zero = self._zero()
         stream = ResidualStream(mesh.tp, sharded=config.parallel.sequence_parallel)
         fused_ops = compiled(mesh.device) if config.training.compile else PLAIN
         context = Context(
             stream,
-            self.zero.accumulate_grad,
             self.tracker,
             config.training.precision,
             mesh.device,
+            config.training.seed,
             config.activations.recompute == "selective",
             fused_ops,
             Products(onednn=config.training.matmul_backend == "onednn"),
         )
-        seed, model = config.training.seed, config.model
-        self.model = GPTStage(model, mesh, seed, context, config.training.freeze_parameters)
-        self.zero.allocate(self.model.named_units(), partial(initial_values.draw, seed))
+        model, pp = config.model, mesh.pp
+        blocks, frozen = mesh.layout.layers(model.num_layers, pp.rank), config.training.freeze_parameters
+        self.model = Stage(model, blocks, context, first=pp.is_first, last=pp.is_last, frozen=frozen)
+        self.zero = Zero(self._zero_options(), self.model.units)
         step = self.program(config.parallel.pipeline_schedule, config.micro_batches(mesh.layout.dp))
         self.zero.reserve(step.arena_numel)
         tokens = len(stream.tokens(config.training.micro_batch_size * model.seq_length))
@@ -120,21 +118,19 @@ class Engine:
             self.tied,
         )
 
-    def _zero(self) -> Zero:
+    def _zero_options(self) -> ZeroOptions:
         config, mesh = self.config, self.mesh
         policy, arena = self.spec.policy, config.activations.contiguous_checkpointing
-        return Zero(
-            ZeroOptions(
-                policy,
-                mesh,
-                self.tracker,
-                DTYPES[config.training.precision],
-                DTYPES[config.training.grad_dtype],
-                config.zero.reduce_bucket_size,
-                config.zero.overlap_comm,
-                persistent_gradients(policy, arena, config.micro_batches(mesh.layout.dp)),
-                config.zero.poison_buffers,
-            )
+        return ZeroOptions(
+            policy,
+            mesh,
+            self.tracker,
+            DTYPES[config.training.precision],
+            DTYPES[config.training.grad_dtype],
+            config.zero.reduce_bucket_size,
+            config.zero.overlap_comm,
+            persistent_gradients(policy, arena, config.micro_batches(mesh.layout.dp)),
+            config.zero.poison_buffers,
         )
 
     def _kept_inputs(self, activation: ActivationSpec) -> KeptInputs | None:

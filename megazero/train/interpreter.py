@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.nn as nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megazero.activations.store import KeptInputs
 from megazero.comm.collectives import Axis, Pending
 from megazero.memory.tracker import Allocation, MemoryTracker
-from megazero.model.context import GradWriter, kept_bytes
+from megazero.model.context import kept_bytes
+from megazero.model.weight import GradWriter, Weight
 from megazero.plan.operations import (
     Backward,
     BackwardWeights,
@@ -82,7 +82,7 @@ class Graph(NamedTuple):
 class Queued(NamedTuple):
     """Weight gradients of a layer and a micro-batch that wait, with the tensors that they are made of."""
 
-    writes: list[tuple[nn.Parameter, GradWriter]]
+    writes: list[tuple[Weight, GradWriter]]
     allocation: Allocation
 
 
@@ -273,8 +273,8 @@ class Interpreter:
 
     def _backward_weights(self, op: BackwardWeights) -> None:
         queued = self.queued.pop(op.key)
-        for parameter, write in queued.writes:
-            self.zero.accumulate_grad(parameter, write)
+        for weight, write in queued.writes:
+            self.zero.accumulate_grad(weight, write)
         queued.allocation.end()
 
     # -- weights

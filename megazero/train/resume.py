@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from megazero import checkpoint
 from megazero.checkpoint import Damaged
+from megazero.config.cli import ranges
 from megazero.config.schema import Config, ModelConfig
 from megazero.data import fingerprint
 from megazero.data.corpora import parse_data_path, read_data_args
+from megazero.plan.parameters import declared
 from megazero.train.run_state import RunState
-
-# Of the model's configuration, what a checkpoint must agree on: the shapes of its tensors.
-SHAPE_FLAGS = (
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length", "vocab_size"),
-    "untie_embeddings",
-)
 
 
 def find_checkpoint(config: Config, group: Any = None, passing_over: Mapping[str, str] | None = None) -> Path | None:
@@ -71,13 +67,27 @@ def _guard_save(load: str, save: str, path: Path | None, finetune: bool) -> None
 
 
 def check_model(path: Path, saved: dict[str, Any], model: ModelConfig) -> None:
-    ours, defaults = asdict(model), asdict(ModelConfig())
-    there = {key: saved.get(key, defaults[key]) for key in SHAPE_FLAGS}
+    """Refuse a checkpoint whose tensors have other names or shapes, as the layers declare them."""
+    there = asdict(ModelConfig()) | saved
     wrong = [
-        f"--{key.replace('_', '-')} {value}, not {ours[key]}" for key, value in there.items() if value != ours[key]
+        f"--{key.replace('_', '-')} {there[key]}, not {value}"
+        for key, value in asdict(model).items()
+        if there[key] != value and _changes_shapes(model, key, there[key])
     ]
     if wrong:
         raise ValueError(f"--load {path}: the checkpoint of another model: it has {'; '.join(wrong)}")
+
+
+def _changes_shapes(model: ModelConfig, option: str, value: Any) -> bool:
+    """True if the layers declare other weights where `option` of the model is `value`, or if it cannot be that."""
+    bounds = ranges().get(option.replace("_", "-"))
+    if type(value) is not type(getattr(model, option)) or (bounds is not None and bounds.complaint(value)):
+        return True
+    return _shapes(replace(model, **{option: value})) != _shapes(model)
+
+
+def _shapes(model: ModelConfig) -> tuple[int, list[tuple[str, tuple[int, ...]]]]:
+    return model.num_layers, [(spec.name, spec.shape) for specs in declared(model, 1).values() for spec in specs]
 
 
 def check_data(path: Path, state: RunState, config: Config, fingerprints: tuple[str, ...]) -> None:

@@ -24,8 +24,8 @@ from megazero.data.loader import Batches
 from megazero.data.tokenizer import Tokenizer
 from megazero.memory.fragmentation import device_fragmentation
 from megazero.plan.parameters import num_parameters
-from megazero.price.flops import model_flops
 from megazero.price.report import table
+from megazero.price.trace import model_flops
 from megazero.train.engine import Engine, LossScaleExhausted, StepResult
 from megazero.train.evaluation import Evaluation, Evaluator, Stopped, line
 from megazero.train.loggers import Record, Writers, open_writers, tell

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn as nn
 
 from megazero.comm.mesh import Mesh
 from megazero.memory.tracker import MemoryTracker
+from megazero.model.weight import Weight
 from megazero.plan.flat_layout import Range
 from megazero.plan.parameters import LocalBlock, ParamSpec, unit_layout
 from megazero.plan.zero_policy import NOTHING_PERSISTENT, PersistentGradients, ZeroPolicy
@@ -37,39 +37,49 @@ class ZeroOptions:
 
 
 class Member(NamedTuple):
-    """A parameter of a unit."""
+    """A weight of a unit, and its window of the flat buffer, padding rows included."""
 
-    spec: ParamSpec
-    parameter: nn.Parameter
-    block: LocalBlock
-    window: Range  # in the flat buffer, padding rows included
+    weight: Weight
+    window: Range
+
+    @property
+    def spec(self) -> ParamSpec:
+        return self.weight.spec
+
+    @property
+    def block(self) -> LocalBlock:
+        return self.weight.block
 
     @property
     def trains(self) -> bool:
-        return self.parameter.requires_grad
+        return self.weight.trains
 
 
 class OwnedPart(NamedTuple):
-    """The part of a parameter that this rank owns: the flat range [start, stop) of its local block."""
+    """The part of a weight that this rank owns: the flat range [start, stop) of its local block."""
 
-    spec: ParamSpec
-    block: LocalBlock
+    weight: Weight
     start: int
     stop: int
     owned: Range  # the same range, within the owned range of the unit
+
+    @property
+    def spec(self) -> ParamSpec:
+        return self.weight.spec
+
+    @property
+    def block(self) -> LocalBlock:
+        return self.weight.block
 
 
 class FlatUnit:
     """Layout of a unit: where each parameter lies in the flat buffer [numel], and which range this rank owns."""
 
-    def __init__(self, name: str, members: list[tuple[ParamSpec, nn.Parameter]], options: ZeroOptions) -> None:
+    def __init__(self, name: str, weights: list[Weight], options: ZeroOptions) -> None:
         mesh = options.mesh
         self.name = name
-        self.layout = unit_layout([spec for spec, _ in members], mesh.tp.size, mesh.shard.size)
-        self.members = [
-            Member(spec, p, spec.local(mesh.tp.size, mesh.tp.rank), self.layout.windows[spec.name])
-            for spec, p in members
-        ]
+        self.layout = unit_layout([weight.spec for weight in weights], mesh.tp.size, mesh.shard.size)
+        self.members = [Member(weight, self.layout.windows[weight.spec.name]) for weight in weights]
         whole = Range(0, self.numel)
         self.owned = self.layout.owned(mesh.shard.rank, mesh.shard.size) if options.policy.optimizer else whole
 
@@ -88,9 +98,9 @@ class FlatUnit:
         return self.layout.decayed.within(self.owned).numel
 
     def owned_parts(self) -> Iterator[OwnedPart]:
-        """Yield every parameter's part of the owned range, possibly empty. Gaps and padding are left out."""
-        for spec, _, block, window in self.members:
-            true = Range(window.start, window.start + block.numel)
+        """Yield every weight's part of the owned range, possibly empty. Gaps and padding are left out."""
+        for weight, window in self.members:
+            true = Range(window.start, window.start + weight.block.numel)
             mine = true.within(self.owned)
             first = mine.start + self.owned.start - true.start if mine.numel else 0
-            yield OwnedPart(spec, block, first, first + mine.numel, mine)
+            yield OwnedPart(weight, first, first + mine.numel, mine)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn as nn
 
 from megazero.comm.collectives import Pending
-from megazero.model.context import GradWriter
+from megazero.model.weight import GradWriter, Weight
 from megazero.plan.flat_layout import ALIGN, Range
 from megazero.zero.flat_unit import FlatUnit, ZeroOptions
 from megazero.zero.reduce_scatter import Buffer, Reducer
@@ -24,9 +23,9 @@ class UnitGradients:
         self.unsharded: Buffer | None = None
         self.sharded: Buffer | None = None
         self._persistent: tuple[torch.Tensor | None, torch.Tensor | None] = None, None  # see bind_persistent
-        self._untouched: set[nn.Parameter] = set()  # no contribution in `unsharded` yet
-        self._trainable = {member.parameter for member in unit.members if member.trains}
-        self._windows = {member.parameter: member.window.slice() for member in unit.members}
+        self._untouched: set[Weight] = set()  # no contribution in `unsharded` yet
+        self._trainable = {member.weight for member in unit.members if member.trains}
+        self._windows = {member.weight: member.window.slice() for member in unit.members}
 
     # -- memory
 
@@ -74,12 +73,12 @@ class UnitGradients:
             self.unsharded.data[gap.slice()] = 0
         self._untouched = set(self._trainable)
 
-    def accumulate(self, parameter: nn.Parameter, write: GradWriter) -> None:
-        """Let `write` write or add to the parameter's window of the unsharded buffer."""
+    def accumulate(self, weight: Weight, write: GradWriter) -> None:
+        """Let `write` write or add to the weight's window of the unsharded buffer."""
         assert self.unsharded is not None, f"the gradients of {self.unit.name} are not open"
-        window = self.unsharded.data[self._windows[parameter]].view(parameter.shape)
-        write(window, parameter not in self._untouched)
-        self._untouched.discard(parameter)
+        window = self.unsharded.data[self._windows[weight]].view(weight.block.stored)
+        write(window, weight not in self._untouched)
+        self._untouched.discard(weight)
 
     # -- reduction
 
@@ -89,7 +88,7 @@ class UnitGradients:
         Raises:
             RuntimeError: naming the trainable parameters that have no gradient.
         """
-        missing = [member.spec.name for member in self.unit.members if member.parameter in self._untouched]
+        missing = [member.spec.name for member in self.unit.members if member.weight in self._untouched]
         if missing:
             raise RuntimeError(
                 f"no gradient came for {', '.join(missing)}; --freeze-parameters what the loss does not use"

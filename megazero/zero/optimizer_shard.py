@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from megazero.plan.parameters import LocalBlock, ParamSpec
 from megazero.zero.adamw import StepParams, adamw_
 from megazero.zero.flat_unit import FlatUnit, OwnedPart, ZeroOptions
 from megazero.zero.reduce_scatter import Buffer
-
-# (parameter, its local block, start, stop) -> initial values of elements [start, stop) of the block, fp32
-Initial = Callable[[ParamSpec, LocalBlock, int, int], torch.Tensor]
 
 
 class OptimizerShard:
@@ -22,7 +16,7 @@ class OptimizerShard:
     moments  2 x [owned]
     """
 
-    def __init__(self, unit: FlatUnit, weights: torch.Tensor, options: ZeroOptions, initial: Initial) -> None:
+    def __init__(self, unit: FlatUnit, weights: torch.Tensor, options: ZeroOptions) -> None:
         """Draw the initial values of the owned range. `weights` [owned]: the sharded weights."""
         self.unit, self.options, self.weights = unit, options, weights
         dtype = options.master_dtype
@@ -31,8 +25,7 @@ class OptimizerShard:
         self.moments = torch.zeros_like(self.master), torch.zeros_like(self.master)
         self.allocation = options.tracker.allocate("optimizer", (2 + (not in_place)) * self.master.nbytes)
         for part in unit.owned_parts():
-            values = initial(part.spec, part.block, part.start, part.stop)
-            self.master[part.owned.slice()] = values.to(weights.device)
+            self.master[part.owned.slice()] = part.weight.initial(part.start, part.stop).to(weights.device)
         self.cast()
 
     def step(self, params: StepParams, gradient: Buffer) -> None:

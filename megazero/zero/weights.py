@@ -65,7 +65,7 @@ class UnitWeights:
                 for member in self.unit.members
             ]
         for member, view in zip(self.unit.members, self._views[at], strict=True):
-            member.parameter.data = view
+            member.weight.data = view
 
     def start_all_gather(self, arena: torch.Tensor, offset: int) -> Pending:
         """Stage 3: all-gather the weights into `arena`, from element `offset` on. They may be used after `gathered`."""

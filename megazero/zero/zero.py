@@ -16,14 +16,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import torch
-import torch.nn as nn
 
-from megazero.model.context import GradWriter
-from megazero.plan.parameters import ParamSpec
+from megazero.model.weight import GradWriter, Weight
 from megazero.plan.zero_policy import plan_buckets
 from megazero.zero.flat_unit import FlatUnit, OwnedPart, ZeroOptions
 from megazero.zero.gradients import UnitGradients
-from megazero.zero.optimizer_shard import Initial, OptimizerShard
+from megazero.zero.optimizer_shard import OptimizerShard
 from megazero.zero.reduce_scatter import Reducer
 from megazero.zero.weights import UnitWeights, UnshardedArena
 
@@ -31,42 +29,34 @@ from megazero.zero.weights import UnitWeights, UnshardedArena
 class ParamUnit:
     """Weights, gradients and optimizer states of one unit, on one rank."""
 
-    def __init__(
-        self, name: str, members: list[tuple[ParamSpec, nn.Parameter]], options: ZeroOptions, initial: Initial
-    ) -> None:
+    def __init__(self, name: str, weights: list[Weight], options: ZeroOptions) -> None:
         self.name = name
-        self.flat = FlatUnit(name, members, options)
+        self.flat = FlatUnit(name, weights, options)
         self.weights = UnitWeights(self.flat, options)
         self.gradients = UnitGradients(self.flat, options)
-        self.optimizer = OptimizerShard(self.flat, self.weights.sharded, options, initial)
+        self.optimizer = OptimizerShard(self.flat, self.weights.sharded, options)
 
 
 class Zero:
-    """All units of a pipeline rank.
+    """All units of a pipeline rank. It owns the memory of the layers' weights, and takes their gradients."""
 
-    `accumulate_grad` goes into the layers' constructors; `allocate` gives their parameters memory.
-    """
-
-    def __init__(self, options: ZeroOptions) -> None:
-        self.options, self.policy, self.mesh = options, options.policy, options.mesh
-        self.units: dict[str, ParamUnit] = {}
-        self._trained: dict[nn.Parameter, UnitGradients] = {}
-        # zero-bubble: where contributions are queued while a Backward without weight gradients runs
-        self.queue: list[tuple[nn.Parameter, GradWriter]] | None = None
-        self.arena = UnshardedArena(options)
-
-    def allocate(self, units: Mapping[str, list[tuple[ParamSpec, nn.Parameter]]], initial: Initial) -> None:
-        """Allocate every unit and set its initial values. All ranks call this.
+    def __init__(self, options: ZeroOptions, units: Mapping[str, list[Weight]]) -> None:
+        """Give all weights memory and their initial values. All ranks call this.
 
         Args:
-            units: unit name -> its parameters.
+            units: unit name -> its weights.
         """
-        o = self.options
-        for name, members in units.items():
-            self.units[name] = ParamUnit(name, members, o, initial)
+        self.options, self.policy, self.mesh = options, options.policy, options.mesh
+        # zero-bubble: where contributions are queued while a Backward without weight gradients runs
+        self.queue: list[tuple[Weight, GradWriter]] | None = None
+        self.arena = UnshardedArena(options)
+        o = options
+        self.units = {name: ParamUnit(name, weights, o) for name, weights in units.items()}
         self._bind_persistent_gradients()
+        self._gradients: dict[Weight, UnitGradients] = {}
         for unit in self.units.values():
-            self._trained |= {m.parameter: unit.gradients for m in unit.flat.members if m.trains}
+            for weight, _ in unit.flat.members:
+                self._gradients[weight], weight.owner = unit.gradients, self
         sizes = [unit.flat.numel for unit in self.units.values()]
         buckets = plan_buckets(o.bucket_size, sizes if o.policy.optimizer else [], self.mesh.shard.size, o.overlap)
         self.reducer = Reducer(self.mesh.shard, buckets, o.grad_dtype, self.mesh.device, o.tracker, o.overlap)
@@ -93,15 +83,12 @@ class Zero:
             unit.optimizer.cast()
             unit.weights.start_sync().wait()
 
-    def accumulate_grad(self, parameter: nn.Parameter, write: GradWriter) -> None:
-        """Take a contribution to a parameter's gradient, now or from the queue. Ignore a frozen parameter's."""
-        gradients = self._trained.get(parameter)
-        if gradients is None:
-            return
+    def accumulate_grad(self, weight: Weight, write: GradWriter) -> None:
+        """Take a contribution to a weight's gradient, now or from the queue."""
         if self.queue is not None:
-            self.queue.append((parameter, write))
+            self.queue.append((weight, write))
         else:
-            gradients.accumulate(parameter, write)
+            self._gradients[weight].accumulate(weight, write)
 
     @property
     def trained_units(self) -> list[ParamUnit]:

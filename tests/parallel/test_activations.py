@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.measure import kept_by_a_block
+from benchmarks.measure import kept_by_a_block, korthikanti
 from megazero.activations.store import KeptInputs
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
 from megazero.memory.tracker import MemoryTracker
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
-from megazero.price.saved_activations import block_saves, korthikanti, saved_bytes
+from megazero.price.saved_activations import block_saves
 from tests.parallel.cases import MODEL, Case, new_engine, train
 
 SCORES = replace(MODEL, attention_dropout=0.1, hidden_dropout=0.1)
@@ -45,7 +45,7 @@ def test_a_block_keeps_what_is_said(case: Case, ranks) -> None:
         if case.host:  # which is this device here, too
             assert saves == [] and sizes == [on_host]
         else:
-            assert sizes == sorted(saved.num_bytes for saved in saves) and on_host == 0
+            assert sizes == saves and on_host == 0
 
 
 SHAPES = [(5, 7), (12,), (1,), (2, 1), (3, 3, 5)]
@@ -127,9 +127,10 @@ def test_the_difference_from_korthikanti_is_named(tp: int, recompute: str, seque
         pytest.skip("sequence parallelism needs tensor parallelism")
     config, layout = paper(tp, sequence, recompute)
     b, s, h, a = 2, 512, 1024, 16
-    ours, theirs = saved_bytes(block_saves(config, layout, "cuda")), korthikanti(config, layout)
+    ours, theirs = sum(block_saves(config, layout, "cuda")), korthikanti(config, layout)
     cut = tp if sequence else 1
     masks, statistics, queries = 2 * b * s * h / cut, 4 * 4 * b * s / cut, 4 * b * a * s / tp
     weights = 5 * a * s * s * b / tp if recompute == "none" else 0
     again = 0 if recompute == "none" else 2 * b * s * h * (2 / cut + 4 / tp)
-    assert ours == theirs - masks - weights - again + statistics + queries
+    random_state = 16 + 8  # the fused kernel's, for a dropout that there is not
+    assert ours == theirs - masks - weights - again + statistics + queries + random_state

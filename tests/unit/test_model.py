@@ -56,7 +56,7 @@ def pair():
             p.add_(torch.randn_like(p) * 0.1)
     config, _ = resolve(replace(Config(), model=MODEL, training=TrainingConfig(micro_batch_size=3)), 1, 0)
     ours = Engine(config, Mesh.build(Layout(), 0, torch.device("cpu")))
-    parameters = dict(ours.model.named_parameters())
+    parameters = {w.spec.name: w.data for weights in ours.model.units.values() for w in weights}
     with torch.no_grad():
         for name, p in theirs.transformer.named_parameters():
             name, value = to_megazero(name, p, MODEL)

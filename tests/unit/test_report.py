@@ -11,7 +11,7 @@ from megazero.config.schema import ActivationConfig, Config, ModelConfig, Parall
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
 from megazero.price.report import partition_line, psi, queue_line, report_rows, table
-from megazero.price.saved_activations import block_saves, computed_saves, saved_bytes
+from megazero.price.saved_activations import block_saves, recomputed_bytes
 
 FULL = ActivationConfig("full")
 PA = replace(FULL, partition_activations=True)
@@ -58,11 +58,11 @@ def test_where_checkpoints_lie() -> None:
 def test_activations_are_those_of_what_is_in_flight() -> None:
     """Without recompute, of every block and micro-batch held; with it, of the one block that is computed again."""
     none, full = resolved(ActivationConfig()), resolved(FULL)
-    assert rows(ActivationConfig())["activations"] == 5 * saved_bytes(block_saves(*none, "cpu"))
-    computed = computed_saves(*full, "cpu")
-    assert computed[0].name == "norm1 input"  # which is the kept one, unless Pa has gathered it
-    assert rows(FULL)["activations"] == saved_bytes(computed[1:])
-    assert rows(PA)["activations"] == saved_bytes(computed)
+    saved = sum(block_saves(*none, "cpu"))
+    assert rows(ActivationConfig())["activations"] == 5 * saved
+    block = 3 * 16 * 64 * 2  # its input is the kept one, unless Pa has gathered it
+    assert rows(FULL)["activations"] == recomputed_bytes(*full, "cpu") == saved - block
+    assert rows(PA)["activations"] == saved
     config = replace(none[0], parallel=replace(none[0].parallel, pipeline_schedule="gpipe"))
     assert {r.kind: r.num_bytes for r in report_rows(config, none[1])}["activations"] == 2 * rows(ActivationConfig())[
         "activations"

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from megazero.config.schema import ActivationConfig, Config, ModelConfig, ParallelConfig
+from megazero.plan.parameters import non_block_costs
 from megazero.plan.resolve import resolve
-from megazero.plan.split import NonBlockCosts, even_split, non_block_costs, rank_costs, split_by_cost
+from megazero.plan.split import NonBlockCosts, even_split, rank_costs, split_by_cost
 from megazero.plan.topology import Layout
 from megazero.price.report import split_line, table
 

@@ -1,0 +1,49 @@
+"""The contract of an architecture: what its layers are, and how a block is called.
+
+A layer is an nn.Module that
+- declares its weights in its constructor, by `Context.weight`, where it uses them. A weight's global name is its path;
+- computes x [T', h] -> [T', h]: weights are read as `weight.data` inside autograd Functions, which hand gradients to
+  `weight.accumulate_grad`; collectives go through the context's axes, dropout through `Dropout`;
+- says nothing else. Its bytes, collectives and FLOPs are found by running it (`price.trace`).
+
+The residual stream is [T', h]: this rank's T' of the micro-batch's T = b s tokens (see `model.context.ResidualStream`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+
+from megazero.config.schema import ModelConfig
+from megazero.model.context import Context, MicroBatchInfo
+from megazero.model.dropout import Dropout
+
+
+class Architecture(NamedTuple):
+    """The layers that a model of this architecture is made of, besides the token table."""
+
+    block: Callable[[ModelConfig, int, Context], nn.Module]  # called as block(x, tokens, output); the number: its place
+    norm: Callable[[ModelConfig, Context], nn.Module]  # before the output matrix
+    positions: Callable[[ModelConfig, Context], nn.Module] | None  # a layer behind the token table, or none
+
+
+class PreNormBlock(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)). A subclass makes the four parts."""
+
+    norm1: nn.Module
+    attention: nn.Module
+    norm2: nn.Module
+    mlp: nn.Module
+
+    def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
+        super().__init__()
+        self.dropout1 = Dropout(model.hidden_dropout, context.seed, number, "attention")
+        self.dropout2 = Dropout(model.hidden_dropout, context.seed, number, "mlp")
+
+    def forward(self, x: torch.Tensor, tokens: MicroBatchInfo, output: bool = True) -> torch.Tensor:
+        """x [T', h] -> [T', h]. `output` False: only the graph is needed, and the last sum over tp is left out."""
+        x = x + self.dropout1(self.attention(x, self.norm1, tokens), tokens.dropout_rows)
+        return x + self.dropout2(self.mlp(x, self.norm2, output), tokens.dropout_rows)

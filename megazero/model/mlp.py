@@ -1,0 +1,41 @@
+"""MLPs: mlp(norm(x)), [T', h] -> [T', h]; their inner width is sharded over tp."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn as nn
+
+from megazero.config.schema import ModelConfig
+from megazero.model.context import Context
+from megazero.model.linear import ColumnLinear, RowLinear
+
+
+class _Gelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, fused_ops):
+        ctx.save_for_backward(x)
+        ctx.fused_ops = fused_ops
+        return fused_ops.gelu(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return ctx.fused_ops.gelu_grad(dy, *ctx.saved_tensors), None
+
+
+class GeluMLP(nn.Module):
+    """down(gelu(up(norm(x))))"""
+
+    def __init__(self, model: ModelConfig, context: Context) -> None:
+        super().__init__()
+        h, f = model.hidden_size, model.ffn_size
+        self.context = context
+        self.up = ColumnLinear(context, h, f, std=model.init_method_std, bias=True)
+        self.down = RowLinear(context, f, h, std=model.residual_std, bias=True)
+
+    def forward(self, x: torch.Tensor, norm: nn.Module, output: bool = True) -> torch.Tensor:
+        c = self.context
+        inner = self.up(norm(x), c.recomputed(norm, x))  # [T, f/tp], before GELU
+        return self.down(self.gelu(inner), c.recomputed(self.gelu, inner), output)
+
+    def gelu(self, x: torch.Tensor) -> torch.Tensor:
+        return _Gelu.apply(x, self.context.fused_ops)
