@@ -47,6 +47,8 @@ class Axis:
         self.name, self.ranks, self.size = name, ranks, len(ranks)
         self.rank = ranks.index(rank)  # within the axis
         self.peers = [other for other in ranks if other != rank]
+        self._others = [i for i in range(self.size) if i != self.rank]  # the same, within the axis
+        self._num_exchanges = 0  # the same on all ranks: a tag
         self.group = group
         self.in_flight = in_flight or InFlight()
         self.hosts = hosts
@@ -64,7 +66,7 @@ class Axis:
 
     @property
     def needs_staging_buffer(self) -> bool:
-        """Return true if a reduce-scatter needs scratch as large as its input; see `start_reduce_scatter`."""
+        """Return true if a reduce-scatter needs scratch for what every other rank sends; see `_exchange`."""
         return self.size > 1 and dist.get_backend(self.group) == "gloo"
 
     def _count(self, x: torch.Tensor, passes: int, kind: str | None) -> None:
@@ -131,12 +133,21 @@ class Axis:
                 out.copy_(part.view_as(out))
             return Pending()
         self._count(out, 1, None)
-        return self._start(
-            "all-gather",
-            lambda: _all_gather(out, part, group=self.group, async_op=True),
-            reads=(part,),
-            writes=(out,),
-        )
+        if not self.needs_staging_buffer:
+            return self._start(
+                "all-gather",
+                lambda: _all_gather(out, part, group=self.group, async_op=True),
+                reads=(part,),
+                writes=(out,),
+            )
+        parts = out.view(self.size, -1)
+
+        def exchange() -> _Work:
+            if parts[self.rank].data_ptr() != part.data_ptr():
+                parts[self.rank].copy_(part.view(-1))
+            return self._exchange(dict.fromkeys(self._others, part), {i: parts[i] for i in self._others})
+
+        return self._start("all-gather", exchange, reads=(part,), writes=(out,))
 
     def all_gather(self, part: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         self.start_all_gather(part, out).wait()
@@ -146,13 +157,10 @@ class Axis:
         """Elements of scratch that reduce-scattering `numel` x size elements takes; see the Note there."""
         if self.size == 1:
             return 0
-        return numel * self.size if self.needs_staging_buffer else numel
+        return numel * (self.size - 1) if self.needs_staging_buffer else numel
 
     def start_reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, add: bool, scratch: torch.Tensor) -> Pending:
         """Sum of everyone's `full`, this rank's 1/size of it, written or added to `out` when it is waited for.
-
-        Note [gloo's reduce-scatter]: it is an all-reduce and a copy, which sends twice the bytes. An all-to-all and a
-        local sum send (size - 1) / size of the buffer, as they should, at the price of scratch as large as the buffer.
 
         Shapes: full [size * n], out [n], scratch at least [scratch_numel(n)], which is not read where
         `needs_staging_buffer` and `add` are both False.
@@ -165,13 +173,15 @@ class Axis:
         scratch = scratch[: self.scratch_numel(out.numel())]
         name, group = "reduce-scatter", self.group
         if self.needs_staging_buffer:
+            rows = dict(enumerate(full.view(self.size, -1)))
+            arriving = dict(zip(self._others, scratch.view(self.size - 1, -1), strict=True))
             return self._start(
                 name,
-                lambda: dist.all_to_all_single(scratch, full, group=group, async_op=True),
+                lambda: self._exchange({i: rows[i] for i in self._others}, arriving),
                 reads=(full,),
                 writes=(scratch,),
                 result=out,
-                then=lambda: _sum_rows(scratch.view(self.size, -1), out, add),
+                then=lambda: _sum_rows([(rows | arriving)[i] for i in rows], out, add),
             )
         if not add:
             return self._start(
@@ -188,6 +198,20 @@ class Axis:
             result=out,
             then=lambda: _write(out, scratch, add),
         )
+
+    def _exchange(self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> _Work:
+        """Send to and receive from other ranks of the axis, all at once; keys are ranks within the axis.
+
+        Note [gloo's collectives]: its all-gather fills a buffer of its own, as large as the output, and copies that.
+        Its reduce-scatter is an all-reduce and a copy, which sends twice the bytes. Messages from every rank to every
+        other send what a ring does, (size - 1) / size of the whole, and arrive where they are wanted; what arrives for
+        a reduce-scatter lies in scratch until it is added up.
+        """
+        self._num_exchanges = (self._num_exchanges + 1) % (1 << 31)
+        tag, group = self._num_exchanges, self.group
+        works = [dist.irecv(x, self.ranks[i], group, tag) for i, x in receives.items()]
+        works += [dist.isend(x, self.ranks[i], group, tag) for i, x in sends.items()]
+        return _Works(works)
 
     def start_send(self, x: torch.Tensor, step: int, tag: int) -> Pending:
         """Send `x` to the next (step +1) or the previous (-1) rank of the axis, which is a ring.
@@ -224,6 +248,18 @@ class _Work(Protocol):
     def wait(self) -> object: ...
 
 
+class _Works:
+    """Several handles as one."""
+
+    def __init__(self, works: Sequence[_Work | None]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            assert work is not None, "this rank is outside the group"
+            work.wait()
+
+
 class Pending:
     """A collective in flight, and what is done with its result. It keeps its tensors alive until it is waited for.
 
@@ -256,17 +292,18 @@ def _write(out: torch.Tensor, values: torch.Tensor, add: bool) -> None:
         out.copy_(values)
 
 
-def _sum_rows(rows: torch.Tensor, out: torch.Tensor, add: bool) -> None:
-    """out (+)= the sum over dim 0 of `rows` [size, n]. 16-bit rows are summed in fp32, a piece at a time."""
-    if rows.element_size() > 2:
-        first = 0 if add else 1
+def _sum_rows(rows: Sequence[torch.Tensor], out: torch.Tensor, add: bool) -> None:
+    """out (+)= the sum of `rows`, [n] each, in their order. 16-bit rows are summed in fp32, a piece at a time."""
+    if out.element_size() > 2:
         if not add:
             out.copy_(rows[0])
-        for row in rows[first:]:
+        for row in rows if add else rows[1:]:
             out.add_(row)
         return
     piece = 1 << 20
     for at in range(0, out.numel(), piece):
-        total = rows[:, at : at + piece].sum(0, dtype=torch.float32)
         target = out[at : at + piece]
+        total = rows[0][at : at + piece].float()
+        for row in rows[1:]:
+            total += row[at : at + piece]
         target.copy_(total.add_(target) if add else total)

@@ -183,7 +183,7 @@ class _Pricer:
         sharded = sizes if self.policy.optimizer else []
         buckets = plan_buckets(zero.reduce_bucket_size, sharded, shards, zero.overlap_comm)
         self.columns = buckets.columns
-        scratch = 0 if shards == 1 else buckets.columns * (shards if self.needs_staging_buffer else 1)
+        scratch = buckets.columns * (shards - 1 if self.needs_staging_buffer else shards > 1)
         packed = buckets.columns * shards * buckets.packs
         return buckets.slots * (scratch + packed) * self.g
 

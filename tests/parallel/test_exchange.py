@@ -1,0 +1,69 @@
+"""Gathers and reduce-scatters on gloo, which are messages: their results, and the memory that they take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.rank import forget_peak, resident
+from megazero.comm.mesh import Mesh
+from megazero.plan.topology import Layout
+
+CPU = torch.device("cpu")
+
+
+def part_of(rank: int, k: int, n: int) -> torch.Tensor:
+    """Numbers that differ between ranks and collectives, exact in 16 bit."""
+    return torch.arange(n) % 7 + 8.0 * rank + 32.0 * k
+
+
+def many_in_flight(rank: int, dtype: torch.dtype) -> list[bool]:
+    """Gathers and reduce-scatters in flight at once, waited for in another order than they were started."""
+    mesh = Mesh.build(Layout(dp=3), rank, CPU)
+    axis, sizes, pending, right = mesh.dp, (5, 1000, 64), [], []
+    for k, n in enumerate(sizes):
+        gathered = torch.full((3 * n,), torch.nan, dtype=dtype)
+        own = part_of(rank, k, n).to(dtype)
+        if k == 1:  # a window of the output
+            gathered[rank * n : (rank + 1) * n] = own
+            own = gathered[rank * n : (rank + 1) * n]
+        wanted = torch.cat([part_of(i, k, n) for i in range(3)]).to(dtype)
+        pending.append((axis.start_all_gather(own, gathered), gathered, wanted))
+
+        full = torch.cat([part_of(rank + i, k, n) for i in range(3)]).to(dtype)  # rank's contribution to rank i
+        summed, scratch = torch.full((n,), 2.0, dtype=dtype), torch.empty(axis.scratch_numel(n), dtype=dtype)
+        assert scratch.numel() == 2 * n
+        wanted = sum(part_of(i + rank, k, n) for i in range(3)) + 2.0 * (k > 0)
+        start = axis.start_reduce_scatter(full, summed, k > 0, scratch)
+        pending.append((start, summed, wanted.to(dtype)))
+    for start, found, wanted in pending[::-1]:
+        start.wait()
+        right.append(torch.equal(found, wanted))
+    return right
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_number_in_flight_arrive_where_they_belong(dtype: torch.dtype, ranks) -> None:
+    assert ranks(3).run(many_in_flight, dtype) == [[True] * 6] * 3
+
+
+def taken_by_a_gather(rank: int, numel: int) -> int:
+    """Bytes of resident memory that an all-gather takes besides its input and its output."""
+    mesh = Mesh.build(Layout(dp=2), rank, CPU)
+    part, out = torch.ones(numel), torch.zeros(2 * numel)
+    mesh.dp.all_gather(torch.ones(4), torch.empty(8))  # connected
+    forget_peak()
+    before = resident("VmRSS")
+    mesh.dp.all_gather(part, out)
+    taken = resident("VmHWM") - before
+    assert torch.equal(out, torch.ones(2 * numel))
+    return taken
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells a process its peak")
+def test_a_gather_takes_no_buffer_besides_its_output(ranks) -> None:
+    """gloo's own would take 32 MiB more here."""
+    for taken in ranks(2).run(taken_by_a_gather, 1 << 22):
+        assert taken < 8 << 20
