@@ -1,6 +1,7 @@
 """The same GPT in plain PyTorch, under the data-parallel systems that megazero is measured against.
 
-Imports torch and megazero's random numbers alone, so that DeepSpeed can run it in an environment of its own.
+Imports torch and megazero's random numbers, and transformers for a llama, so that DeepSpeed can run it in an
+environment of its own.
 
 Every peer has the model as good PyTorch writes it (flash attention, tanh GELU, fused AdamW, gradients clipped with
 foreach) and the settings below; anything not named is the peer's default.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -37,12 +38,17 @@ class Work:
     micro_batch_size: int
     ranks: int
     precision: str
+    architecture: str = "gpt2"
 
     def config(self, stage: int) -> Config:
         """Return megazero's config; the peers read the model and the optimizer from it too."""
         h, n = self.hidden_size, self.num_heads
+        model = ModelConfig(self.num_layers, h, 4 * h, n, self.seq_length, self.vocab_size)
+        if self.architecture == "llama":  # as many weights in the MLP; groups of two heads
+            options = {"num_query_groups": n // 2, "norm_epsilon": 1e-6, "untie_embeddings": True}
+            model = replace(model, architecture="llama", ffn_hidden_size=8 * h // 3 // 64 * 64, **options)
         return Config(
-            model=ModelConfig(self.num_layers, h, 4 * h, n, self.seq_length, self.vocab_size),
+            model=model,
             training=TrainingConfig(self.micro_batch_size, precision=self.precision),  # type: ignore[arg-type]
             zero=ZeroConfig(stage),  # type: ignore[arg-type]
         )
@@ -111,6 +117,57 @@ class PlainGPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
+class PlainLlama(nn.Module):
+    """transformers' LlamaForCausalLM with torch's attention, and megazero's initial values."""
+
+    def __init__(self, model: ModelConfig, seed: int) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        super().__init__()
+        config = LlamaConfig(
+            vocab_size=model.vocab_size,
+            hidden_size=model.hidden_size,
+            intermediate_size=model.ffn_size,
+            num_hidden_layers=model.num_layers,
+            num_attention_heads=model.num_attention_heads,
+            num_key_value_heads=model.query_groups,
+            max_position_embeddings=model.seq_length,
+            rms_norm_eps=model.norm_epsilon,
+            tie_word_embeddings=False,
+            use_cache=False,
+        )
+        self.llama = LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
+        self.blocks = self.llama.model.layers
+        drawn = {}
+        for specs in stage_units(model, Layout(), 0).values():
+            for spec in specs:
+                block = LocalBlock((0,) * len(spec.shape), spec.shape, spec.shape)
+                drawn[spec.name] = initial_values.draw(seed, spec, block, 0, block.numel).view(spec.shape)
+        ends = {"model.embed_tokens": "token_embedding", "model.norm": "head.norm", "lm_head": "head.output"}
+        values = {f"{theirs}.weight": drawn[f"{ours}.weight"] for theirs, ours in ends.items()}
+        for i in range(model.num_layers):
+            (k, v), (gate, up) = drawn[f"blocks.{i}.attention.kv.weight"].unbind(1), drawn[f"blocks.{i}.mlp.up.weight"]
+            parts = {"self_attn.q_proj": drawn[f"blocks.{i}.attention.query.weight"].flatten(0, 1)}
+            parts |= {"self_attn.k_proj": k.flatten(0, 1), "self_attn.v_proj": v.flatten(0, 1)}
+            parts |= {"self_attn.o_proj": drawn[f"blocks.{i}.attention.proj.weight"], "mlp.gate_proj": gate}
+            parts |= {"mlp.up_proj": up, "mlp.down_proj": drawn[f"blocks.{i}.mlp.down.weight"]}
+            parts |= {"input_layernorm": drawn[f"blocks.{i}.norm1.weight"]}
+            parts |= {"post_attention_layernorm": drawn[f"blocks.{i}.norm2.weight"]}
+            values |= {f"model.layers.{i}.{name}.weight": value for name, value in parts.items()}
+        self.llama.load_state_dict(values)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """ids, labels [b, s] -> mean cross-entropy, a scalar."""
+        logits = self.llama(ids).logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+def plain_model(config: Config) -> Any:
+    """The model as the peers train it."""
+    made = PlainLlama if config.model.architecture == "llama" else PlainGPT
+    return made(config.model, config.training.seed)
+
+
 def _nothing() -> None:
     pass
 
@@ -163,7 +220,7 @@ def ddp(work: Work, device: torch.device, sharded: bool) -> Training:
     from torch.nn.parallel import DistributedDataParallel
 
     config = work.config(0)
-    plain = PlainGPT(config.model, config.training.seed).to(device)
+    plain = plain_model(config).to(device)
     model = DistributedDataParallel(plain, gradient_as_bucket_view=True, static_graph=True)
     groups, settings = _groups(plain, config.optimizer), _adamw(config.optimizer)
     if sharded:
@@ -181,7 +238,7 @@ def fsdp2(work: Work, device: torch.device, reshard: bool) -> Training:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     config = work.config(0)
-    plain = PlainGPT(config.model, config.training.seed).to(device)
+    plain = plain_model(config).to(device)
     settings: dict[str, Any] = {"mesh": init_device_mesh(device.type, (work.ranks,))}
     if work.precision == "bf16":
         settings["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
@@ -200,7 +257,7 @@ def deepspeed(work: Work, device: torch.device, stage: int) -> Training:
 
     config = work.config(stage)
     o = config.optimizer
-    model = PlainGPT(config.model, config.training.seed).to(device)
+    model = plain_model(config).to(device)
     if work.precision == "bf16":
         model = model.bfloat16()
     zero: dict[str, Any] = {"stage": stage}

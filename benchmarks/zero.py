@@ -8,6 +8,7 @@ CPU ms: what a rank computes in a step, on all its threads; hardly touched by wh
 Settings of the peers: `peers.py`. Examples:
 
     python benchmarks/zero.py --rounds 20 --json zero.json
+    python benchmarks/zero.py --architecture llama --stages 3
     python3 -m venv deepspeed-venv && deepspeed-venv/bin/pip install torch==2.13.0 deepspeed==0.19.8
     python benchmarks/zero.py --deepspeed-python deepspeed-venv/bin/python
     python benchmarks/zero.py --ranks 1 --stages 3 --layers 24 --hidden 2048 --heads 16   # one GPU: FSDP2 and megazero
@@ -22,7 +23,7 @@ import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -43,6 +44,8 @@ MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", 
 class Options:
     """megazero's ZeRO stages against DDP, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed."""
 
+    architecture: Literal["gpt2", "llama"] = "gpt2"
+    """llama: the peers train transformers' LlamaForCausalLM."""
     layers: int = 6
     hidden: int = 512
     heads: int = 8
@@ -72,7 +75,7 @@ class Options:
     def work(self) -> Work:
         precision = "bf16" if torch.cuda.is_available() else "fp32"
         shape = (self.layers, self.hidden, self.heads, self.seq_length, self.vocabulary, self.batch)
-        return Work(*shape, self.ranks, precision)
+        return Work(*shape, self.ranks, precision, self.architecture)
 
 
 def jobs(names: list[str], work: Work, options: Options, extra: dict[str, str]) -> list[Job]:

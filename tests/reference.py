@@ -1,4 +1,4 @@
-"""The same GPT in plain PyTorch, sharing no mechanism with megazero but the initial values and dropout's masks.
+"""The same models in plain PyTorch, sharing no mechanism with megazero but the initial values and dropout's masks.
 
 F.linear, F.cross_entropy, clip_grad_norm_ and torch.optim.AdamW over whole tensors, in one process, the global batch at
 once. In fp32, or with --precision fp64 in fp64, from the same weights.
@@ -7,11 +7,12 @@ once. In fp32, or with --precision fp64 in fp64, from the same weights.
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 
-from megazero.config.schema import Config
+from megazero.config.schema import Config, ModelConfig
 from megazero.model import initial_values
 from megazero.model.dropout import Dropout, Rows
 from megazero.plan.parameters import LocalBlock, stage_units
@@ -42,28 +43,70 @@ def forward(
         rows = tuple(Rows(sample, 0, x[0, ..., 0].numel()) for sample in samples)
         return x * Dropout(probability, config.training.seed, layer, site).mask(x.detach(), rows)
 
-    x = F.embedding(ids, w["token_embedding.weight"]) + w["position_embedding.weight"][: ids.shape[1]]
+    blocks = {"gpt2": gpt2_block, "llama": llama_block}[model.architecture]
+    x = F.embedding(ids, w["token_embedding.weight"])
+    if model.architecture == "gpt2":
+        x = x + w["position_embedding.weight"][: ids.shape[1]]
     x = drop(model.hidden_dropout, -1, "embedding", x)
-    b, s, h = x.shape
     for i in range(model.num_layers):
-
-        def lin(name: str, x: torch.Tensor, i: int = i) -> torch.Tensor:
-            weight, bias = w[f"blocks.{i}.{name}.weight"], w[f"blocks.{i}.{name}.bias"]
-            return F.linear(x, weight.reshape(-1, x.shape[-1]), bias.flatten())
-
-        def norm(name: str, x: torch.Tensor, i: int = i) -> torch.Tensor:
-            return F.layer_norm(x, (h,), w[f"blocks.{i}.{name}.weight"], w[f"blocks.{i}.{name}.bias"])
-
-        qkv = lin("attention.qkv", norm("norm1", x)).view(b, s, model.num_attention_heads, 3, -1)
-        q, k, v = qkv.transpose(1, 2).unbind(3)
-        scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(torch.ones(s, s).triu(1) > 0, -torch.inf)
-        a = drop(model.attention_dropout, i, "scores", scores.softmax(-1)) @ v
-        y = lin("attention.proj", a.transpose(1, 2).reshape(b, s, h))
-        x = x + drop(model.hidden_dropout, i, "attention", y)
-        y = lin("mlp.down", F.gelu(lin("mlp.up", norm("norm2", x)), approximate="tanh"))
-        x = x + drop(model.hidden_dropout, i, "mlp", y)
-    x = F.layer_norm(x, (h,), w["head.norm.weight"], w["head.norm.bias"])
+        mine = {name.removeprefix(f"blocks.{i}."): t for name, t in w.items() if name.startswith(f"blocks.{i}.")}
+        x = blocks(model, mine, x, lambda p, site, x, i=i: drop(p, i, site, x))
+    x = norm(model, w, "head.norm", x)
     return F.linear(x, w.get("head.output.weight", w["token_embedding.weight"]))
+
+
+Drop = Callable[[float, str, torch.Tensor], torch.Tensor]  # probability, site, x
+Weights = dict[str, torch.Tensor]
+
+
+def norm(model: ModelConfig, w: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
+    if f"{name}.bias" in w:
+        return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], model.norm_epsilon)
+    return F.rms_norm(x, x.shape[-1:], w[f"{name}.weight"], model.norm_epsilon)
+
+
+def linear(w: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
+    bias = w.get(f"{name}.bias")
+    return F.linear(x, w[f"{name}.weight"].reshape(-1, x.shape[-1]), None if bias is None else bias.flatten())
+
+
+def attention(model: ModelConfig, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, drop: Drop) -> torch.Tensor:
+    """q, k, v [b, n, s, d] -> [b, s, h]"""
+    future = torch.ones(q.shape[2], q.shape[2]).triu(1) > 0
+    scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(future, -torch.inf)
+    return (drop(model.attention_dropout, "scores", scores.softmax(-1)) @ v).transpose(1, 2).flatten(2)
+
+
+def gpt2_block(model: ModelConfig, w: Weights, x: torch.Tensor, drop: Drop) -> torch.Tensor:
+    b, s, _ = x.shape
+    qkv = linear(w, "attention.qkv", norm(model, w, "norm1", x)).view(b, s, model.num_attention_heads, 3, -1)
+    a = attention(model, *qkv.transpose(1, 2).unbind(3), drop)
+    x = x + drop(model.hidden_dropout, "attention", linear(w, "attention.proj", a))
+    inner = F.gelu(linear(w, "mlp.up", norm(model, w, "norm2", x)), approximate="tanh")
+    return x + drop(model.hidden_dropout, "mlp", linear(w, "mlp.down", inner))
+
+
+def llama_block(model: ModelConfig, w: Weights, x: torch.Tensor, drop: Drop) -> torch.Tensor:
+    b, s, _ = x.shape
+    y = norm(model, w, "norm1", x)
+    q = linear(w, "attention.query", y).view(b, s, model.num_attention_heads, -1).transpose(1, 2)
+    k, v = linear(w, "attention.kv", y).view(b, s, model.query_groups, 2, -1).transpose(1, 2).unbind(3)
+    each = model.num_attention_heads // model.query_groups
+    k, v = (t.repeat_interleave(each, dim=1) for t in (rotated(model, k), v))
+    a = attention(model, rotated(model, q), k, v, drop)
+    x = x + drop(model.hidden_dropout, "attention", linear(w, "attention.proj", a))
+    gate, value = linear(w, "mlp.up", norm(model, w, "norm2", x)).chunk(2, dim=-1)
+    return x + drop(model.hidden_dropout, "mlp", linear(w, "mlp.down", F.silu(gate) * value))
+
+
+def rotated(model: ModelConfig, x: torch.Tensor) -> torch.Tensor:
+    """x [b, n, s, d], as complex numbers of dims i and i + d/2, turned by position x base^(-2 i / d)."""
+    s, d = x.shape[-2:]
+    rates = 1.0 / model.rotary_base ** (torch.arange(0, d, 2).float() / d)
+    angles = torch.outer(torch.arange(s).float(), rates)
+    turn = torch.complex(angles.cos().to(x.dtype), angles.sin().to(x.dtype))
+    turned = torch.complex(*x.chunk(2, dim=-1)) * turn
+    return torch.cat([turned.real, turned.imag], dim=-1)
 
 
 def train(config: Config, batches: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> tuple[list, list]:

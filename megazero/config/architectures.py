@@ -2,8 +2,30 @@
 
 from __future__ import annotations
 
-# name -> the module whose ARCHITECTURE says which layers a model is made of. By name, since configurations and plans
-# import no torch, and a run imports only its own.
+from typing import NamedTuple
+
+
+class Entry(NamedTuple):
+    """An architecture, as far as it can be told without torch.
+
+    Attributes:
+        module: its ARCHITECTURE says which layers a model is made of. By name, since configurations and plans import no
+            torch, and a run imports only its own.
+        options: flags, without dashes, that its layers read and not every architecture's do.
+        defaults: flags whose defaults are others for it. They lie under those of the preset.
+    """
+
+    module: str
+    options: tuple[str, ...] = ()
+    defaults: tuple[str, ...] = ()
+
+
+ROTARY = ("rotary-base", "rope-scaling-factor")
 ARCHITECTURES = {
-    "gpt2": "megazero.model.gpt2",
+    "gpt2": Entry("megazero.model.gpt2"),
+    "llama": Entry(
+        "megazero.model.llama",
+        ("num-query-groups", "add-qkv-bias", *ROTARY),
+        ("--untie-embeddings", "--norm-epsilon", "1e-6"),
+    ),
 }

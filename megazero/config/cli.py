@@ -11,7 +11,9 @@ import typing
 from pathlib import Path
 from typing import Any, Literal
 
+from megazero.config.architectures import ARCHITECTURES
 from megazero.config.limits import Range, check_text
+from megazero.config.megatron import answer_megatron
 from megazero.config.schema import Config
 
 PRESETS = Path(__file__).resolve().parents[2] / "scripts" / "presets"
@@ -47,18 +49,21 @@ def ranges() -> dict[str, Range]:
 
 
 def parse(argv: list[str]) -> Config:
-    """The flags, over those of a preset, if one is named, over the defaults.
+    """The flags, over those of a preset, if one is named, over the architecture's defaults, over all others.
 
     Raises:
-        ValueError: an unknown preset, or a key or a value in it that is no flag's.
+        ValueError: a switch of Megatron's; an unknown preset, or a key or a value in it that is no flag's.
         SystemExit: --help, or a flag that is mistyped; the message is printed.
     """
     import tyro
 
-    preset = _preset_of(argv)
+    answer_megatron(argv, flags())
+    preset = _value_of(argv, "preset")
     check_text("preset", preset, is_path=True)
     under = preset_args(_find_preset(preset)) if preset else []
-    return tyro.cli(Config, args=under + argv, prog=PROGRAM, config=(tyro.conf.OmitArgPrefixes,))
+    entry = ARCHITECTURES.get(_value_of([*under, *argv], "architecture"))
+    defaults = list(entry.defaults) if entry is not None else []
+    return tyro.cli(Config, args=defaults + under + argv, prog=PROGRAM, config=(tyro.conf.OmitArgPrefixes,))
 
 
 def whole_numbers(argv: list[str], defaults: dict[str, int]) -> tuple[list[int], list[str]]:
@@ -84,13 +89,14 @@ def whole_numbers(argv: list[str], defaults: dict[str, int]) -> tuple[list[int],
     return list(found.values()), left
 
 
-def _preset_of(argv: list[str]) -> str:
+def _value_of(argv: list[str], flag: str) -> str:
+    """Return the value that is given last; empty if none is."""
     found = ""
     for at, arg in enumerate(argv):
-        if arg == "--preset" and at + 1 < len(argv):
+        if arg == f"--{flag}" and at + 1 < len(argv):
             found = argv[at + 1]
-        elif arg.startswith("--preset="):
-            found = arg.removeprefix("--preset=")
+        elif arg.startswith(f"--{flag}="):
+            found = arg.removeprefix(f"--{flag}=")
     return found
 
 

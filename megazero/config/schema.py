@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
+from megazero.config.architectures import ARCHITECTURES
 from megazero.config.limits import Range
 from megazero.plan.schedules import SCHEDULES
 
@@ -29,13 +30,15 @@ LossScaleValue = Annotated[float, Range(0, 2**48, "the scaled loss would overflo
 
 if TYPE_CHECKING:
     ScheduleName = str
+    ArchitectureName = str
 else:
     ScheduleName = Literal[tuple(SCHEDULES)]  # --help lists the choices
+    ArchitectureName = Literal[tuple(ARCHITECTURES)]
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """GPT-2's architecture: learned positions, pre-LayerNorm, tanh GELU, biases."""
+    """Architecture and sizes."""
 
     num_layers: Annotated[int, Range(1, 4096, _FEW)] = 12
     """Transformer blocks."""
@@ -46,7 +49,7 @@ class ModelConfig:
     num_attention_heads: Annotated[int, Range(1, 2**20, _FEW)] = 12
     """Attention heads; must divide --hidden-size."""
     seq_length: Annotated[int, Range(1, 2**24, "attention over more tokens is not feasible")] = 1024
-    """Tokens of a sample; also the number of learned positions."""
+    """Tokens of a sample; with --architecture gpt2 also the number of learned positions."""
     vocab_size: Annotated[int, Range(0, 2**31 - 1, "token ids are stored in 32 bits")] = 0
     """Vocabulary. 0: that of --tokenizer. Padding is added inside and changes no result."""
     attention_dropout: Probability = 0.0
@@ -57,11 +60,27 @@ class ModelConfig:
     """Standard deviation of the initial weights; residual projections / sqrt(2 x --num-layers)."""
     untie_embeddings: bool = False
     """Give the head an output matrix of its own instead of the token table."""
-    architecture: ClassVar[str] = "gpt2"
+    architecture: ArchitectureName = "gpt2"
+    """gpt2: learned positions, LayerNorm, tanh GELU, biases, tied embeddings. llama: rotary positions, RMSNorm, SwiGLU,
+    grouped-query attention, no biases, untied embeddings."""
+    num_query_groups: Annotated[int, Range(0, 2**20, _FEW)] = 0
+    """llama: groups of attention heads that share keys and values. 0: one per head."""
+    rotary_base: Annotated[float, Range(0, 1e12, "no published model has a longer wavelength", least_open=True)] = 1e4
+    """llama: base of the rotary positions' wavelengths; llama 3: 500000."""
+    rope_scaling_factor: Annotated[float, Range(1, 1e6, "no published model is stretched as far")] = 1.0
+    """llama: llama 3.1's scaling of long wavelengths, for contexts longer than 8192. 1: none."""
+    add_qkv_bias: bool = False
+    """llama: biases of queries, keys and values, as in Qwen 2."""
+    norm_epsilon: Annotated[float, Range(0, 1, "it only keeps a norm's divisor from 0", least_open=True)] = 1e-5
+    """Added to the variance in a norm. llama: 1e-6 unless it is given."""
 
     @property
     def ffn_size(self) -> int:
         return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def query_groups(self) -> int:
+        return self.num_query_groups or self.num_attention_heads
 
     @property
     def residual_std(self) -> float:

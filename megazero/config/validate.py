@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 import re
 
+from megazero.config.architectures import ARCHITECTURES
 from megazero.config.cli import flags, ranges
 from megazero.config.folders import check_project, check_writable
 from megazero.config.limits import check_text, divisors, shorten
-from megazero.config.schema import Config
+from megazero.config.schema import Config, ModelConfig
 
 # Flags that name a file or a folder. --data-path and --tokenizer hold other words too, all of them shorter.
 PATHS = ("data-path", "tokenizer", "save", "load", "log-dir", "tensorboard-dir")
@@ -38,12 +39,37 @@ def check_values(config: Config) -> None:
     _check_combinations(config)
 
 
+def _check_architecture(model: ModelConfig) -> None:
+    """Refuse options that only other architectures have."""
+    known = ARCHITECTURES[model.architecture].options
+    for name in sorted({option for entry in ARCHITECTURES.values() for option in entry.options} - set(known)):
+        value, default = (getattr(m, name.replace("-", "_")) for m in (model, ModelConfig()))
+        if value != default:
+            others = " or ".join(other for other, entry in ARCHITECTURES.items() if name in entry.options)
+            given = f"--{name}" if value is True else f"--{name} {value}"
+            raise ValueError(
+                f"{given} is nothing that --architecture {model.architecture} has; use {others}, or drop it"
+            )
+    heads, groups = model.num_attention_heads, model.query_groups
+    if heads % groups:
+        sizes = ", ".join(str(n) for n in divisors(heads) if n <= 64)
+        raise ValueError(
+            f"--num-query-groups {groups} does not divide --num-attention-heads {heads}; use one of {sizes}"
+        )
+    if "rotary-base" in known and model.hidden_size // heads % 2:
+        raise ValueError(
+            f"--hidden-size {model.hidden_size} / --num-attention-heads {heads} = {model.hidden_size // heads}: rotary "
+            "positions need heads of an even size; change one of them"
+        )
+
+
 def _check_model(config: Config) -> None:
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     heads, hidden = model.num_attention_heads, model.hidden_size
     if hidden % heads:
         fits = min(divisors(hidden), key=lambda n: abs(n - heads))
         raise ValueError(f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; use {fits} heads")
+    _check_architecture(model)
     for flag, size in (("num-attention-heads", heads), ("ffn-hidden-size", model.ffn_size)):
         if size % tp:
             sizes = ", ".join(str(n) for n in divisors(size) if n <= 64)
@@ -51,6 +77,13 @@ def _check_model(config: Config) -> None:
                 f"--{flag} {size} is not divisible by --tensor-model-parallel-size {tp}; "
                 f"use a --tensor-model-parallel-size of {sizes}, or another --{flag}"
             )
+    groups = model.query_groups
+    if groups % tp and tp % groups:
+        possible = ", ".join(str(n) for n in divisors(heads) if n % tp == 0 or tp % n == 0)
+        raise ValueError(
+            f"--num-query-groups {groups} and --tensor-model-parallel-size {tp}: one must divide the "
+            f"other, so that a rank has whole groups, or a part of one; use {possible} groups"
+        )
     pp = config.parallel.pipeline_model_parallel_size
     if pp > model.num_layers:
         raise ValueError(

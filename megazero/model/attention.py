@@ -21,8 +21,9 @@ from megazero.config.schema import ModelConfig
 from megazero.model.context import Context, MicroBatchInfo
 from megazero.model.dropout import Dropout, Rows
 from megazero.model.fused_ops import FusedOps
-from megazero.model.linear import ColumnLinear, RowLinear
+from megazero.model.linear import ColumnLinear, RowLinear, column_linears
 from megazero.model.matmul import upcasts
+from megazero.model.rotary import Rotary, rotate
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,18 @@ class CoreAttention:
         Args:
             rows: of the dropout's mask, a row for every head and query; None without dropout.
         """
-        q, k, v = _Heads.apply(qkv, batch, self.num_heads)
+        return self.attend(*_Heads.apply(qkv, batch, self.num_heads), backend, rows)
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: Backend, rows: tuple[Rows, ...] | None
+    ) -> torch.Tensor:
+        """q [b, n/tp, s, d], k and v [b, g, s, d], g dividing n/tp -> [T, n/tp * d]; rows as above."""
         if backend is Backend.MATH:
             y = _MathAttention.apply(q, k, v, self, rows)
         else:
             assert rows is None, "the fused kernels draw masks that depend on the layout"
             y = _fused_attention(q, k, v)
-        return y.transpose(1, 2).reshape(qkv.shape[0], -1)
+        return y.transpose(1, 2).reshape(q.shape[0] * q.shape[2], -1)
 
     def weights(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         """Causal softmax of q k^T / sqrt(d): [b, n/tp, s, s] in q's dtype, the softmax in fp32, or of fp64 in fp64.
@@ -62,12 +68,15 @@ class CoreAttention:
 
 
 def _fused_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """q, k, v [b, n/tp, s, d] -> [b, n/tp, s, d]
+    """q [b, n/tp, s, d], k and v [b, g, s, d] -> [b, n/tp, s, d]
 
     For meta tensors, which stand for a GPU's, torch would choose no fused kernel; so the one that a GPU takes is named.
     """
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1 and q.dtype == torch.float32 and q.device.type != "cpu":  # its kernel has no groups
+        k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
     if not q.is_meta:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     if q.dtype == torch.float32:
         return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True)[0]
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
@@ -100,25 +109,37 @@ def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 class _MathAttention(torch.autograd.Function):
-    """q, k, v [b, n/tp, s, d] -> [b, n/tp, s, d]"""
+    """q [b, n/tp, s, d], k and v [b, g, s, d] -> [b, n/tp, s, d]"""
 
     @staticmethod
     def forward(ctx, q, k, v, core, rows):
-        weights = core.weights(q, k)
+        groups = ctx.groups = q.shape[1] // k.shape[1]
+        weights = core.weights(q, _repeat(k, groups))
         ctx.save_for_backward(q, k, v, *(() if core.recompute else (weights,)))
         ctx.core, ctx.rows = core, rows
-        return _matmul(core.dropout(weights, rows), v)
+        return _matmul(core.dropout(weights, rows), _repeat(v, groups))
 
     @staticmethod
     def backward(ctx, dy):
         core = ctx.core
         q, k, v, *kept = ctx.saved_tensors
+        k, v = _repeat(k, ctx.groups), _repeat(v, ctx.groups)
         weights = kept[0] if kept else core.weights(q, k)
         dropped = core.dropout(weights, ctx.rows)
         dv = _matmul(dropped.transpose(-1, -2), dy)
         ddropped = _matmul(dy, v.transpose(-1, -2))
         dscores = core.fused_ops.scores_grad(weights, dropped, ddropped, q.shape[-1] ** -0.5)
-        return _matmul(dscores, k), _matmul(dscores.transpose(-1, -2), q), dv, None, None
+        dk = _matmul(dscores.transpose(-1, -2), q)
+        return _matmul(dscores, k), _sum_groups(dk, ctx.groups), _sum_groups(dv, ctx.groups), None, None
+
+
+def _repeat(x: torch.Tensor, groups: int) -> torch.Tensor:
+    """Keys or values of every query's head."""
+    return x if groups == 1 else x.repeat_interleave(groups, dim=1)
+
+
+def _sum_groups(gradient: torch.Tensor, groups: int) -> torch.Tensor:
+    return gradient if groups == 1 else gradient.unflatten(1, (-1, groups)).sum(2)
 
 
 class Backend(Enum):
@@ -134,26 +155,93 @@ def attention_backend(device_type: str, precision: str, dropout: bool) -> Backen
     return Backend.MATH if dropout or precision not in fused else Backend.FUSED
 
 
-class Attention(nn.Module):
+class _Attention(nn.Module):
     """Causal self-attention; heads are sharded over tp."""
 
     def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
         super().__init__()
-        h, n = model.hidden_size, model.num_attention_heads
         self.context = context
-        self.num_heads = n // context.tp.size
+        self.num_heads = model.num_attention_heads // context.tp.size
         self.first_head = context.tp.rank * self.num_heads
-        self.qkv = ColumnLinear(context, h, n, 3, h // n, std=model.init_method_std, bias=True)
-        self.proj = RowLinear(context, h, h, std=model.residual_std, bias=True)
         dropout = Dropout(model.attention_dropout, context.seed, number, "scores")
         self.core = CoreAttention(self.num_heads, dropout, context.fused_ops, context.selective)
 
-    def forward(self, x: torch.Tensor, norm: nn.Module, tokens: MicroBatchInfo) -> torch.Tensor:
-        """x [T', h] -> attention(norm(x)) [T', h]"""
-        c, rows = self.context, None
-        qkv = self.qkv(norm(x), c.recomputed(norm, x))  # [T, n/tp * 3 * d]
+    def backend(self, x: torch.Tensor, tokens: MicroBatchInfo) -> tuple[Backend, tuple[Rows, ...] | None]:
+        """Return the core's backend, and the rows of its dropout mask."""
+        rows = None
         if tokens.training and self.core.dropout.probability > 0:
             first, count = self.first_head * tokens.length, self.num_heads * tokens.length
             rows = tuple(Rows(sample, first, count) for sample in tokens.samples)
-        backend = attention_backend(x.device.type, c.precision, rows is not None)
-        return self.proj(self.core(qkv, len(tokens.samples), backend, rows))  # [T, h/tp] -> [T', h]
+        return attention_backend(x.device.type, self.context.precision, rows is not None), rows
+
+
+class Attention(_Attention):
+    """One weight has queries, keys and values of every head; with biases. Positions are learned elsewhere."""
+
+    def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
+        super().__init__(model, number, context)
+        h, n = model.hidden_size, model.num_attention_heads
+        self.qkv = ColumnLinear(context, h, n, 3, h // n, std=model.init_method_std, bias=True)
+        self.proj = RowLinear(context, h, h, std=model.residual_std, bias=True)
+
+    def forward(self, x: torch.Tensor, norm: nn.Module, tokens: MicroBatchInfo) -> torch.Tensor:
+        """x [T', h] -> attention(norm(x)) [T', h]"""
+        qkv = self.qkv(norm(x), self.context.recomputed(norm, x))  # [T, n/tp * 3 * d]
+        return self.proj(self.core(qkv, len(tokens.samples), *self.backend(x, tokens)))  # [T, h/tp] -> [T', h]
+
+
+class GroupedAttention(_Attention):
+    """Groups of query heads share keys and values; positions are rotary; no biases but, if asked for, of q, k and v.
+
+    Queries are one weight [n, d, h]; keys and values another [g, 2, d, h], sharded over tp by group. Where there are
+    fewer groups than ranks, it is replicated, and each rank computes with the group of its queries.
+    """
+
+    def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
+        super().__init__(model, number, context)
+        h, n, g, tp = model.hidden_size, model.num_attention_heads, model.query_groups, context.tp.size
+        d, std, bias = h // n, model.init_method_std, model.add_qkv_bias
+        self.rotary = Rotary(d, model.rotary_base, model.rope_scaling_factor)
+        group = self.first_head * g // n
+        rows = slice(group, group + 1) if g < tp else None
+        self.query = ColumnLinear(context, h, n, d, std=std, bias=bias)
+        self.kv = ColumnLinear(context, h, g, 2, d, std=std, bias=bias, tp_dim=None if g < tp else 0, rows=rows)
+        self.proj = RowLinear(context, h, h, std=model.residual_std, bias=False)
+
+    def forward(self, x: torch.Tensor, norm: nn.Module, tokens: MicroBatchInfo) -> torch.Tensor:
+        """x [T', h] -> attention(norm(x)) [T', h]"""
+        query, kv = column_linears((self.query, self.kv), norm(x), self.context.recomputed(norm, x))
+        return self.proj(self.attend(query, kv, tokens))
+
+    def attend(self, query: torch.Tensor, kv: torch.Tensor, tokens: MicroBatchInfo) -> torch.Tensor:
+        """query [T, n/tp * d], kv [T, g * 2 * d] -> [T, h/tp]"""
+        q, k, v = _Groups.apply(query, kv, len(tokens.samples), self.num_heads, self.rotary)
+        return self.core.attend(q, k, v, *self.backend(query, tokens))
+
+
+class _Groups(torch.autograd.Function):
+    """[T, n/tp * d], [T, g * 2 * d] -> queries [b, n/tp, s, d], keys and values [b, g, s, d], rotated by position.
+
+    They are tensors of their own, since a view of one would keep the memory of all; in memory [b, s, heads, d], as the
+    fused kernels' output then is. Nothing is kept: a rotation is undone by rotating back.
+    """
+
+    @staticmethod
+    def forward(ctx, query, kv, batch, num_heads, rotary):
+        d = ctx.d = query.shape[-1] // num_heads
+        ctx.rotary = rotary
+        q = query.view(batch, -1, num_heads, d)
+        k, v = kv.view(batch, q.shape[1], -1, 2, d).unbind(3)
+        cos, sin = rotary.tables(q)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        return q.transpose(1, 2), k.transpose(1, 2), v.contiguous().transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx, dq, dk, dv):
+        dq, dk, dv = (part.transpose(1, 2) for part in (dq, dk, dv))  # [b, s, heads, d]
+        b, s, g, d = dk.shape
+        cos, sin = ctx.rotary.tables(dq)
+        dkv = dk.new_empty(b, s, g, 2, d)
+        rotate(dk, cos, -sin, out=dkv[..., 0, :])
+        dkv[..., 1, :].copy_(dv)
+        return rotate(dq, cos, -sin).view(b * s, -1), dkv.view(b * s, -1), None, None, None

@@ -16,7 +16,7 @@ from megazero.model.dropout import Rows
 from megazero.model.fused_ops import PLAIN, FusedOps
 from megazero.model.matmul import TORCH, Products
 from megazero.model.weight import GradWriter, Weight
-from megazero.plan.parameters import ParamSpec
+from megazero.plan.parameters import GradientGroup, ParamSpec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -127,6 +127,7 @@ class Context:
         mean: float = 0.0,
         decays: bool = False,
         pads: bool = False,
+        group: GradientGroup = GradientGroup.DP,
     ) -> Weight:
         """Declare a weight of the global `shape`, without memory. Its name is the path at which it is assigned.
 
@@ -135,8 +136,9 @@ class Context:
             std, mean: of the initial normal distribution.
             decays: weight decay applies.
             pads: rows of the shard may be padded: the vocabulary.
+            group: axes over which its gradient is a sum.
         """
-        spec = ParamSpec("", shape, tp_dim, decays, std, mean, pads)
+        spec = ParamSpec("", shape, tp_dim, decays, std, mean, pads, group)
         return Weight(spec, self.tp.size, self.tp.rank, self.seed, self.released)
 
 

@@ -31,9 +31,25 @@ class FusedOps(NamedTuple):
 
     gelu: Callable[[torch.Tensor], torch.Tensor]  # x -> gelu(x), by tanh
     gelu_grad: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (dy, x) -> dx
+    swiglu: Callable[[torch.Tensor], torch.Tensor]  # [.., 2 f], gates and values -> silu(gates) * values
+    swiglu_grad: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (dy, x) -> dx
     causal_softmax: Callable[[torch.Tensor], torch.Tensor]  # scores -> weights; scores may be changed
     # (weights, weights behind dropout, gradient of those, scale) -> gradient of the scores
     scores_grad: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+
+
+def _swiglu(x: torch.Tensor) -> torch.Tensor:
+    gate, value = x.chunk(2, dim=-1)
+    return F.silu(gate).mul_(value)
+
+
+def _swiglu_grad(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    gate, value = x.chunk(2, dim=-1)
+    dx = torch.empty_like(x)
+    dgate, dvalue = dx.chunk(2, dim=-1)
+    torch.mul(dy, F.silu(gate), out=dvalue)
+    dgate.copy_(torch.ops.aten.silu_backward(dy * value, gate))
+    return dx
 
 
 def _causal_softmax(scores: torch.Tensor) -> torch.Tensor:
@@ -52,6 +68,8 @@ def _scores_grad(weights: torch.Tensor, dropped: torch.Tensor, ddropped: torch.T
 PLAIN = FusedOps(
     gelu=lambda x: F.gelu(x, approximate="tanh"),
     gelu_grad=lambda dy, x: torch.ops.aten.gelu_backward(dy, x, approximate="tanh"),
+    swiglu=_swiglu,
+    swiglu_grad=_swiglu_grad,
     causal_softmax=_causal_softmax,
     scores_grad=_scores_grad,
 )
@@ -65,6 +83,17 @@ def _sigmoid_gelu(x: torch.Tensor) -> torch.Tensor:
 def _sigmoid_gelu_grad(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     s = torch.sigmoid(x * (GELU_A + GELU_B * x * x))
     return dy * (s + x * s * (1 - s) * (GELU_A + 3 * GELU_B * x * x))
+
+
+def _sigmoid_swiglu(x: torch.Tensor) -> torch.Tensor:
+    gate, value = x.chunk(2, dim=-1)
+    return gate * torch.sigmoid(gate) * value
+
+
+def _sigmoid_swiglu_grad(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    gate, value = x.chunk(2, dim=-1)
+    s = torch.sigmoid(gate)
+    return torch.cat([dy * value * s * (1 + gate * (1 - s)), dy * gate * s], dim=-1)
 
 
 def _softmax_in_one(scores: torch.Tensor) -> torch.Tensor:
@@ -82,7 +111,8 @@ def compiled(device: torch.device) -> FusedOps:
     def compile_(fn: Callable[..., torch.Tensor]) -> Any:
         return torch.compile(fn, dynamic=False)
 
-    ops = FusedOps(*map(compile_, (_sigmoid_gelu, _sigmoid_gelu_grad, _softmax_in_one, _scores_grad)))
+    swiglu = _sigmoid_swiglu, _sigmoid_swiglu_grad
+    ops = FusedOps(*map(compile_, (_sigmoid_gelu, _sigmoid_gelu_grad, *swiglu, _softmax_in_one, _scores_grad)))
     try:
         ops.gelu(torch.zeros(64, device=device))
     except Exception as error:

@@ -41,19 +41,28 @@ def draw(seed: int, spec: ParamSpec, block: LocalBlock, start: int, stop: int) -
     if spec.tp_dim in (None, 0):
         at = block.offset[0] * math.prod(spec.shape[1:])
         return standard_normal(seed, spec.name, at + start, at + stop).mul_(spec.std).add_(spec.mean)
-    assert spec.tp_dim == 1 and len(spec.shape) == 2, (spec.name, spec.shape)
+    assert spec.tp_dim == 1, (spec.name, spec.shape)
     return _draw_columns(seed, spec, block, start, stop).mul_(spec.std).add_(spec.mean)
 
 
 def _draw_columns(seed: int, spec: ParamSpec, block: LocalBlock, start: int, stop: int) -> torch.Tensor:
-    """Draw a matrix that is sharded over its columns: whole rows, a block at a time, of which our columns are kept."""
-    row, width = spec.shape[1], block.shape[1]
-    columns = slice(block.offset[1], block.offset[1] + width)
+    """Draw a tensor that is sharded over dim 1, seen as a matrix of dim 0 against all others: our columns of it.
+
+    Wide rows one by one, of which our columns alone are drawn; of narrow ones a block of whole rows at a time.
+    """
+    row, width = math.prod(spec.shape[1:]), math.prod(block.shape[1:])
+    offset = block.offset[1] * math.prod(spec.shape[2:])
     first, last = start // width, -(-stop // width)
+    if width > BLOCK:
+        parts = []
+        for at in range(first, last):
+            begin, end = max(start - at * width, 0), min(stop - at * width, width)
+            parts.append(standard_normal(seed, spec.name, at * row + offset + begin, at * row + offset + end))
+        return torch.cat(parts)
     out = torch.empty((last - first) * width)
     rows = max(1, 16 * BLOCK // row)  # never the whole global tensor
     for at in range(first, last, rows):
         end = min(at + rows, last)
         values = standard_normal(seed, spec.name, at * row, end * row).view(-1, row)
-        out[(at - first) * width : (end - first) * width] = values[:, columns].flatten()
+        out[(at - first) * width : (end - first) * width] = values[:, offset : offset + width].flatten()
     return out[start - first * width : stop - first * width]

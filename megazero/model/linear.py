@@ -13,27 +13,58 @@ part.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
 
 from megazero.comm.collectives import Pending
 from megazero.model.context import AsyncTensor, Context, RecomputedInput, ResidualStream
-from megazero.model.matmul import Products, as_matrix
+from megazero.model.matmul import Products, as_matrix, write_or_add
 from megazero.model.weight import GradWriter, Weight
+from megazero.plan.parameters import GradientGroup
 
 
 class _Affine(NamedTuple):
-    """x @ weight.T + bias."""
+    """x @ weight.T + bias, of the rows `rows` (along dim 0) where this rank computes with a part of its shard."""
 
     weight: Weight
     bias: Weight | None
+    rows: slice | None = None
+
+    @property
+    def matrix(self) -> torch.Tensor:
+        return as_matrix(self.weight.data if self.rows is None else self.weight.data[self.rows])
 
     def output(self, x: torch.Tensor, products: Products) -> torch.Tensor:
-        added = None if self.bias is None else self.bias.data.flatten()
-        return products.output(x, as_matrix(self.weight.data), added)
+        added = None if self.bias is None else self.bias.data
+        if added is not None:
+            added = (added if self.rows is None else added[self.rows]).flatten()
+        return products.output(x, self.matrix, added)
+
+    def add_gradients(self, x: torch.Tensor, dy: torch.Tensor, products: Products, bias: bool) -> None:
+        self.weight.accumulate_grad(GradWriter(self._of_rows(products.weight_grad), (x, dy)))
+        if bias and self.bias is not None:
+            self.bias.accumulate_grad(GradWriter(self._of_rows(_write_sum), (dy.sum(0),)))
+
+    def _of_rows(self, write: Callable[..., None]) -> Callable[..., None]:
+        """`write` for the rows that are computed with; the gradient of the others is zero."""
+        rows = self.rows
+        if rows is None:
+            return write
+
+        def write_rows(*args: Any) -> None:
+            *tensors, out, add = args
+            if not add:
+                out.zero_()
+            write(*tensors, out[rows], add)
+
+        return write_rows
+
+
+def _write_sum(gradient: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+    write_or_add(out, add, gradient)
 
 
 class _Linear(torch.autograd.Function):
@@ -71,14 +102,12 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = None
             for affine, dy in zip(ctx.affines, dys, strict=True):
-                part = ctx.products.input_grad(dy, as_matrix(affine.weight.data))
+                part = ctx.products.input_grad(dy, affine.matrix)
                 dx = part if dx is None else dx.add_(part)
             reducing = ctx.stream.start_reduce(dx) if ctx.stream is not None else AsyncTensor(dx, Pending())
         whole = unsharding.wait()
         for affine, dy in zip(ctx.affines, dys, strict=True):
-            affine.weight.accumulate_grad(GradWriter(ctx.products.weight_grad, (whole, dy)))
-            if affine.bias is not None and ctx.stream is not None:  # else `SumParts` hands it over
-                affine.bias.add_grad(dy.sum(0))
+            affine.add_gradients(whole, dy, ctx.products, bias=ctx.stream is not None)  # else `SumParts` has the bias
         return reducing and reducing.wait(), *[None] * (4 + ctx.num_handles)
 
 
@@ -89,7 +118,8 @@ def _linear(
     recomputed: RecomputedInput | None,
     products: Products,
 ) -> tuple[torch.Tensor, ...]:
-    handles = [weight.handle for affine in affines for weight in affine if weight is not None]
+    weights = [weight for affine in affines for weight in (affine.weight, affine.bias)]
+    handles = [weight.handle for weight in weights if weight is not None]
     return _Linear.apply(x, affines, stream, recomputed, products, *handles)
 
 
@@ -120,13 +150,24 @@ class ColumnLinear(nn.Module):
     Args:
         out: the weight's shape but for its last dim, such as (heads, 3, d).
         tp_dim: which of these dims is sharded.
+        rows: of dim 0, which this rank computes with, where too few for tp are replicated (tp_dim None).
     """
 
-    def __init__(self, context: Context, inner: int, *out: int, std: float, bias: bool, tp_dim: int = 0) -> None:
+    def __init__(
+        self,
+        context: Context,
+        inner: int,
+        *out: int,
+        std: float,
+        bias: bool,
+        tp_dim: int | None = 0,
+        rows: slice | None = None,
+    ) -> None:
         super().__init__()
-        self.context = context
-        self.weight = context.weight(*out, inner, tp_dim=tp_dim, std=std, decays=True)
-        self.bias = context.weight(*out, tp_dim=tp_dim) if bias else None
+        self.context, self.rows = context, rows
+        group = GradientGroup.DP if rows is None else GradientGroup.DP_TP
+        self.weight = context.weight(*out, inner, tp_dim=tp_dim, std=std, decays=True, group=group)
+        self.bias = context.weight(*out, tp_dim=tp_dim, group=group) if bias else None
 
     def forward(self, x: torch.Tensor, recomputed: RecomputedInput | None = None) -> torch.Tensor:
         return column_linears((self,), x, recomputed)[0]
@@ -137,7 +178,9 @@ def column_linears(
 ) -> tuple[torch.Tensor, ...]:
     """Apply several column-linear layers to one input [T', in], which is gathered, and its gradient summed, once."""
     c = layers[0].context
-    return _linear(x, tuple(_Affine(layer.weight, layer.bias) for layer in layers), c.stream, recomputed, c.products)
+    return _linear(
+        x, tuple(_Affine(layer.weight, layer.bias, layer.rows) for layer in layers), c.stream, recomputed, c.products
+    )
 
 
 class RowLinear(nn.Module):

@@ -22,6 +22,18 @@ class _Gelu(torch.autograd.Function):
         return ctx.fused_ops.gelu_grad(dy, *ctx.saved_tensors), None
 
 
+class _Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, fused_ops):
+        ctx.save_for_backward(x)
+        ctx.fused_ops = fused_ops
+        return fused_ops.swiglu(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return ctx.fused_ops.swiglu_grad(dy, *ctx.saved_tensors), None
+
+
 class GeluMLP(nn.Module):
     """down(gelu(up(norm(x))))"""
 
@@ -39,3 +51,22 @@ class GeluMLP(nn.Module):
 
     def gelu(self, x: torch.Tensor) -> torch.Tensor:
         return _Gelu.apply(x, self.context.fused_ops)
+
+
+class SwigluMLP(nn.Module):
+    """down(silu(gate(y)) * value(y)), y = norm(x). One weight [2, f, h] has gate and value; no biases."""
+
+    def __init__(self, model: ModelConfig, context: Context) -> None:
+        super().__init__()
+        h, f = model.hidden_size, model.ffn_size
+        self.context = context
+        self.up = ColumnLinear(context, h, 2, f, tp_dim=1, std=model.init_method_std, bias=False)
+        self.down = RowLinear(context, f, h, std=model.residual_std, bias=False)
+
+    def forward(self, x: torch.Tensor, norm: nn.Module, output: bool = True) -> torch.Tensor:
+        c = self.context
+        inner = self.up(norm(x), c.recomputed(norm, x))  # [T, 2 f/tp]
+        return self.down(self.swiglu(inner), c.recomputed(self.swiglu, inner), output)
+
+    def swiglu(self, x: torch.Tensor) -> torch.Tensor:
+        return _Swiglu.apply(x, self.context.fused_ops)

@@ -14,6 +14,7 @@ from megazero.config.schema import ModelConfig
 from megazero.memory.tracker import MemoryTracker
 from megazero.model.block import Architecture
 from megazero.model.context import Context, DeviceBatch, MicroBatchInfo, ResidualStream
+from megazero.model.dropout import Dropout
 from megazero.model.vocabulary import VocabularyTable, vocabulary_loss
 from megazero.model.weight import Weight, named_weights
 from megazero.plan.parameters import HEAD, POSITION_EMBEDDING, TOKEN_EMBEDDING, ParamSpec
@@ -21,7 +22,20 @@ from megazero.plan.topology import Layout
 
 
 def architecture(name: str) -> Architecture:
-    return importlib.import_module(ARCHITECTURES[name]).ARCHITECTURE
+    return importlib.import_module(ARCHITECTURES[name].module).ARCHITECTURE
+
+
+class TokenEmbedding(VocabularyTable):
+    """The token table; then the embedding's dropout, unless a layer of positions follows, which has it."""
+
+    def __init__(self, model: ModelConfig, made: Architecture, context: Context) -> None:
+        super().__init__(model, context)
+        probability = model.hidden_dropout if made.positions is None else 0.0
+        self.dropout = Dropout(probability, context.seed, -1, "embedding")
+
+    def forward(self, ids: torch.Tensor, tokens: MicroBatchInfo) -> torch.Tensor:
+        """ids [b, s] -> [T', h]"""
+        return self.dropout(self.look_up(ids), tokens.dropout_rows)
 
 
 class Head(nn.Module):
@@ -76,7 +90,7 @@ class Stage(nn.Module):
         made = architecture(model.architecture)
         self.stream = context.stream
         tied = not model.untie_embeddings
-        self.token_embedding = VocabularyTable(model, context) if first or (last and tied) else None
+        self.token_embedding = TokenEmbedding(model, made, context) if first or (last and tied) else None
         self.position_embedding = made.positions(model, context) if first and made.positions is not None else None
         self.blocks = nn.ModuleDict()
         for number in blocks:
@@ -97,7 +111,7 @@ class Stage(nn.Module):
         layer = self.get_submodule(name)
 
         def token(x: None, batch: DeviceBatch, output: bool) -> torch.Tensor:
-            return layer(batch.ids)
+            return layer(batch.ids, batch.tokens)
 
         def position(x: torch.Tensor, batch: DeviceBatch, output: bool) -> torch.Tensor:
             return layer(x, batch.tokens)
@@ -118,7 +132,7 @@ class Stage(nn.Module):
     def embed(self, ids: torch.Tensor, tokens: MicroBatchInfo) -> torch.Tensor:
         """ids [b, s] -> [T', h]; on the first pipeline rank."""
         assert self.token_embedding is not None
-        x = self.token_embedding(ids)
+        x = self.token_embedding(ids, tokens)
         return x if self.position_embedding is None else self.position_embedding(x, tokens)
 
     def body(self, x: torch.Tensor, tokens: MicroBatchInfo) -> torch.Tensor:

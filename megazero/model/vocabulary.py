@@ -35,7 +35,7 @@ class VocabularyTable(nn.Module):
         mine = (rows >= 0) & (rows < self.num_rows)
         return rows.masked_fill(~mine, 0), mine
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def look_up(self, ids: torch.Tensor) -> torch.Tensor:
         """ids [b, s] -> [T', h]"""
         c = self.context
         rows, mine = self.localise(ids.flatten())

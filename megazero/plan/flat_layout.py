@@ -1,9 +1,10 @@
 """Arithmetic of a unit's flat buffer. Pure: integers only.
 
-    decayed, sharded over tp | decayed, replicated | undecayed, replicated | undecayed, sharded over tp | padding
+    decayed: sharded over tp, replicated, partial | undecayed: partial, replicated, sharded over tp | padding
 
-So what decays is one range (at most two optimizer slices for any owned range), and what is replicated over tp is one
-range (counted once in the gradient norm). Every parameter starts at a multiple of ALIGN elements, which keeps kernels
+Partial is replicated too, but each tensor-parallel rank has a summand of the gradient. So what decays is one range (at
+most two optimizer slices for any owned range), what is replicated is one (counted once in the gradient norm), and what
+is partial is one (summed over tp). Every parameter starts at a multiple of ALIGN elements, which keeps kernels
 aligned; gaps are kept zero; the total is a multiple of ALIGN x the ranks that share the buffer.
 """
 
@@ -42,6 +43,11 @@ class FlatParam(NamedTuple):
     numel: int  # of the local block, vocabulary padding included
     decays: bool  # weight decay applies
     sharded: bool  # over tp, else replicated
+    partial: bool = False  # replicated, and the gradient is a sum over tp
+
+    @property
+    def kind(self) -> str:
+        return "sharded" if self.sharded else "partial" if self.partial else "replicated"
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,12 @@ class FlatLayout:
     gaps: list[Range]
     decayed: Range
     replicated: Range
+    partial: Range  # of the replicated
     numel: int
+
+    def summed_over_tp(self, sequence_parallel: bool) -> Range:
+        """The range whose gradient each tensor-parallel rank has a summand of; of everything, its own tokens'."""
+        return self.replicated if sequence_parallel else self.partial
 
     def owned(self, rank: int, size: int) -> Range:
         """The range that rank `rank` of `size` owns, where the buffer is sharded."""
@@ -72,9 +83,11 @@ def flat_layout(params: Iterable[FlatParam], size: int) -> FlatLayout:
     gaps: list[Range] = []
     ends: list[int] = []
     at = 0
-    for decays, sharded in ((True, True), (True, False), (False, False), (False, True)):
+    orders = [(True, "sharded"), (True, "replicated"), (True, "partial")]
+    orders += [(False, kind) for _, kind in reversed(orders)]
+    for order in orders:
         for p in params:
-            if (p.decays, p.sharded) != (decays, sharded):
+            if (p.decays, p.kind) != order:
                 continue
             windows[p.name] = Range(at, at + p.numel)
             gaps.append(Range(at + p.numel, round_up(at + p.numel, ALIGN)))
@@ -85,8 +98,9 @@ def flat_layout(params: Iterable[FlatParam], size: int) -> FlatLayout:
     return FlatLayout(
         windows,
         [gap for gap in gaps if gap.numel],
-        decayed=Range(0, ends[1]),
-        replicated=Range(ends[0], ends[2]),
+        decayed=Range(0, ends[2]),
+        replicated=Range(ends[0], ends[4]),
+        partial=Range(ends[1], ends[3]),
         numel=numel,
     )
 

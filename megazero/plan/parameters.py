@@ -13,6 +13,7 @@ import functools
 import importlib
 import math
 from dataclasses import dataclass
+from enum import Enum
 
 from megazero.config.schema import ActivationConfig, ModelConfig
 from megazero.plan.flat_layout import FlatLayout, FlatParam, flat_layout, round_up
@@ -41,6 +42,13 @@ class LocalBlock:
         return math.prod(self.stored)
 
 
+class GradientGroup(Enum):
+    """Axes over which a parameter's gradient is a sum."""
+
+    DP = "dp"
+    DP_TP = "dp x tp"  # replicated over tp, and each rank computes with a part of it
+
+
 @dataclass(frozen=True)
 class ParamSpec:
     """A parameter of the global model."""
@@ -52,6 +60,7 @@ class ParamSpec:
     std: float = 0.0  # of the initial normal distribution
     mean: float = 0.0
     pads: bool = False  # rows are padded: the vocabulary
+    group: GradientGroup = GradientGroup.DP
     trains: bool = True  # False: frozen; it has no gradient and does not decay
 
     def local(self, tp_size: int, tp_rank: int) -> LocalBlock:
@@ -118,7 +127,12 @@ def _stage_units(model: ModelConfig, layout: Layout, stage: int) -> dict[str, li
 def unit_layout(specs: list[ParamSpec], tp_size: int, shards: int) -> FlatLayout:
     """The flat buffer of a unit, laid out for `shards` data-parallel ranks. The same on every tensor-parallel rank."""
     return flat_layout(
-        [FlatParam(s.name, s.local(tp_size, 0).stored_numel, s.decays, s.tp_dim is not None) for s in specs],
+        [
+            FlatParam(
+                s.name, s.local(tp_size, 0).stored_numel, s.decays, s.tp_dim is not None, s.group is GradientGroup.DP_TP
+            )
+            for s in specs
+        ],
         shards,
     )
 

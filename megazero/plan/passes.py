@@ -251,8 +251,8 @@ def tail(spec: RankSpec) -> Ops:
     trained, ops = spec.trained_units, list[Op]()
     if spec.replicas:
         ops += [Start(ReduceReplicas(u)) for u in trained] + [Wait(ReduceReplicas(u)) for u in trained]
-    if spec.sequence_parallel:
-        ops += [Start(SumReplicated(u)) for u in trained] + [Wait(SumReplicated(u)) for u in trained]
+    summed = [u for u in trained if spec.units[u].sums_over_tp]
+    ops += [Start(SumReplicated(u)) for u in summed] + [Wait(SumReplicated(u)) for u in summed]
     ops += [SumTied(u) for u in trained if u == spec.tied]
     return [*ops, Norm()]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megazero.config.schema import Config
-from megazero.plan.parameters import TOKEN_EMBEDDING, stage_units, unit_layout
+from megazero.plan.parameters import TOKEN_EMBEDDING, ParamSpec, stage_units, unit_layout
 from megazero.plan.schedules import Pipeline
 from megazero.plan.topology import Layout
 from megazero.plan.zero_policy import Use, ZeroPolicy, layer_uses
@@ -40,6 +40,7 @@ class Unit(NamedTuple):
 
     numel: int
     trains: bool
+    sums_over_tp: bool = False  # some gradients
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,6 @@ class RankSpec:
     on_host: bool = False  # kept inputs
     arena: bool = False  # kept inputs
     replicas: bool = False
-    sequence_parallel: bool = False
     tied: str | None = None  # the unit of the embedding group
     backlog: int | None = None  # micro-batches whose weight gradients may wait
 
@@ -87,9 +87,7 @@ class RankSpec:
 def rank_spec(config: Config, layout: Layout, pp: int) -> RankSpec:
     """Describe the ranks at pipeline position `pp`; `config` is resolved."""
     specs = stage_units(config.model, layout, pp, config.training.freeze_parameters)
-    units = {
-        name: Unit(unit_layout(s, layout.tp, layout.shard).numel, any(p.trains for p in s)) for name, s in specs.items()
-    }
+    units = {name: _unit(s, config, layout) for name, s in specs.items()}
     tied = None if config.model.untie_embeddings else TOKEN_EMBEDDING
     uses = layer_uses(specs, pp == 0, tied is not None)
     chunks: list[tuple[Layer, ...]] = []
@@ -117,7 +115,12 @@ def rank_spec(config: Config, layout: Layout, pp: int) -> RankSpec:
         on_host=activations.checkpoint_in_cpu,
         arena=activations.contiguous_checkpointing,
         replicas=layout.replica > 1,
-        sequence_parallel=config.parallel.sequence_parallel,
         tied=tied if layout.pp > 1 and pp in (0, layout.pp - 1) else None,
         backlog=config.parallel.zero_bubble_backlog or None,
     )
+
+
+def _unit(specs: list[ParamSpec], config: Config, layout: Layout) -> Unit:
+    flat = unit_layout(specs, layout.tp, layout.shard)
+    summed = flat.summed_over_tp(config.parallel.sequence_parallel)
+    return Unit(flat.numel, any(spec.trains for spec in specs), config.parallel.sequence_parallel or summed.numel > 0)

@@ -267,7 +267,8 @@ class _Pricer:
         flat, owned = self.flats[op.unit], Range(0, self.spec.units[op.unit].numel)
         if self.policy.optimizer:
             owned = flat.owned(self.coord.dp % self.layout.shard, self.layout.shard)
-        self.sent["tp"] += ring_bytes(flat.replicated.within(owned).numel * self.g, self.layout.tp, passes=2)
+        summed = flat.summed_over_tp(self.config.parallel.sequence_parallel)
+        self.sent["tp"] += ring_bytes(summed.within(owned).numel * self.g, self.layout.tp, passes=2)
 
     def _sum_tied(self, op: SumTied) -> None:
         self.sent["pp"] += ring_bytes(self._owned(op.unit) * self.g, 2, passes=2)

@@ -130,6 +130,7 @@ class Engine:
             config.zero.reduce_bucket_size,
             config.zero.overlap_comm,
             persistent_gradients(policy, arena, config.micro_batches(mesh.layout.dp)),
+            config.parallel.sequence_parallel,
             config.zero.poison_buffers,
         )
 

@@ -28,6 +28,7 @@ class ZeroOptions:
     bucket_size: int = 40_000_000  # elements
     overlap: bool = True
     persistent: PersistentGradients = NOTHING_PERSISTENT
+    sequence_parallel: bool = False
     poison: bool = False  # fill memory that must not be read with NaN
 
     @property

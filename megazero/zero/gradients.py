@@ -116,7 +116,8 @@ class UnitGradients:
 
     def start_sum_replicated(self) -> Pending:
         """Sum over tp the gradients of tp-replicated parameters (with sequence parallelism)."""
-        part = self.unit.layout.replicated.within(self.unit.owned)
+        summed = self.unit.layout.summed_over_tp(self.options.sequence_parallel)
+        part = summed.within(self.unit.owned)
         return self.mesh.tp.start_all_reduce(self.sharded_grad[part.slice()]) if part.numel else Pending()
 
     def start_sum_tied(self) -> Pending:

@@ -70,6 +70,8 @@ class Case(NamedTuple):
             "untie_embeddings",
             "hidden_dropout",
             "attention_dropout",
+            "architecture",
+            "num_query_groups",
         )
         words += [f"batch{self.batch}"] * (self.batch != 12)
         words += [f"{n}={getattr(self.model, n)}" for n in names if getattr(self.model, n) != getattr(MODEL, n)]

@@ -42,6 +42,7 @@ FACTORS: Factors = {
     "dropout": (False, True),
     "untied": (False, True),
     "frozen": (False, True),
+    "architecture": ("gpt2", "llama", "llama, 2 groups", "llama, 1 group"),  # of heads that share keys and values
     "seq_length": (11, 12),  # under sp, 12 cuts in the middle of a sample
 }
 # The precisions that users train in, with what each may change: a smaller matrix.
@@ -52,8 +53,10 @@ NUMBERS: Factors = {
     **{name: FACTORS[name] for name in ("zero", "recompute", "pa", "sp", "untied")},
     "micro_batches": (1, 3),
     "reduce_bucket_size": (40_000_000, 1000),
+    "architecture": ("gpt2", "llama, 2 groups"),
 }
 FROZEN = ("token_embedding.*", "position*", "blocks.0.*", "blocks.2.mlp.*", "blocks.3.*.bias")
+FROZEN_LLAMA = ("token_embedding.*", "blocks.0.*", "blocks.1.attention.kv.*", "blocks.2.mlp.*", "blocks.3.norm*")
 SAMPLES = 2  # of a micro-batch
 MAX_WORLD = 8
 BEGINNINGS, TRIES = 6, 12  # of the search for a case: pairs that it begins from, layouts that it tries
@@ -99,6 +102,7 @@ RULES = [
     )),
     Rule("sequence parallelism needs tp", True, lambda sp, tp: not sp or tp > 1),
     Rule("tp divides the tokens", True, lambda sp, tp, seq_length: not sp or SAMPLES * seq_length % tp == 0),
+    Rule("2 groups on 3 ranks", True, lambda architecture, tp: not (tp == 3 and architecture.endswith("2 groups"))),
     Rule("no third type", False, lambda grad_dtype, precision: grad_dtype in ("fp32", precision)),
 ]  # fmt: skip
 # What many rules name: at most one other factor is in a rule beside these.
@@ -109,13 +113,14 @@ def case_of(choice: Choice) -> Case:
     """The case that a choice of levels stands for; factors that it lacks are at their plainest, in fp64."""
     choice = {name: levels[0] for name, levels in FACTORS.items()} | {"precision": "fp64"} | choice
     dropout = {"hidden_dropout": 0.1, "attention_dropout": 0.2} if choice["dropout"] else {}
+    architecture, _, groups = choice["architecture"].partition(", ")
     chunks = 2 if SCHEDULES[choice["schedule"]].virtual_stages else 1
     stages = choice["pp"] * chunks
     layers = max(MODEL.num_layers, stages + 1)
     flags = ("zero_shard_size", "zero_reduce_every", "zero_gather_every", "reduce_bucket_size", "overlap_comm")
     return Case(
         **{name: choice[name] for name in Case._fields if name in choice and name != "frozen"},
-        frozen=FROZEN if choice["frozen"] else (),
+        frozen=(FROZEN if architecture == "gpt2" else FROZEN_LLAMA) if choice["frozen"] else (),
         options=tuple((name, choice[name]) for name in flags if choice[name] != FACTORS[name][0]),
         chunks=chunks,
         split=",".join(map(str, [0, *[1] * (stages - 2), layers - stages + 2])) if choice["by_hand"] else "",
@@ -125,6 +130,8 @@ def case_of(choice: Choice) -> Case:
             num_attention_heads=8 if choice["tp"] == 4 else MODEL.num_attention_heads,
             seq_length=choice["seq_length"],
             untie_embeddings=choice["untied"],
+            architecture=architecture,
+            num_query_groups=int(groups.split()[0]) if groups else 0,
             **dropout,
         ),
         batch=choice["dp"] * choice["micro_batches"] * SAMPLES,

@@ -18,6 +18,7 @@ from megazero.plan.topology import Layout
 from megazero.price.saved_activations import block_saves
 from tests.parallel.cases import MODEL, Case, new_engine, train
 
+LLAMA = replace(MODEL, architecture="llama", num_query_groups=2)
 SCORES = replace(MODEL, attention_dropout=0.1, hidden_dropout=0.1)
 
 
@@ -33,6 +34,7 @@ def cases() -> list[Case]:
     found += [Case(recompute=m, model=model) for m in modes for model in (MODEL, SCORES)]
     found += [Case(tp=2, sp=sp, recompute=m, model=SCORES) for sp in (False, True) for m in modes]
     found += [Case(recompute=m, precision=p) for m in modes for p in ("bf16", "fp16")]
+    found += [Case(tp=2, recompute=m, model=LLAMA) for m in modes] + [Case(model=LLAMA, precision="bf16")]
     found += [Case(tp=2, recompute="full", pa=True, precision=p) for p in ("fp32", "bf16")]
     found += [Case(tp=3, recompute="full", pa=True, host=True), Case(recompute="full", host=True)]
     return found

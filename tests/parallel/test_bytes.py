@@ -15,6 +15,8 @@ from megazero.price.estimate import estimate
 from tests.parallel.cases import MODEL, Case, micro_batches, new_engine, train
 
 UNTIED = replace(MODEL, untie_embeddings=True)
+LLAMA = replace(UNTIED, architecture="llama", num_query_groups=2, add_qkv_bias=True)
+ONE_GROUP = replace(LLAMA, num_query_groups=1)  # replicated over tp, and its gradients summed
 
 
 def cases() -> list[Case]:
@@ -55,6 +57,10 @@ def cases() -> list[Case]:
     found += [Case(pp=2, dp=2, zero=3, micro_batches=3, options=once, schedule="gpipe")]
     found += [Case(dp=4, zero=z, micro_batches=3, options=(("zero_shard_size", 2),)) for z in (1, 2, 3)]
     found += [Case(dp=2, zero=z, frozen=("token*", "blocks.[01].*")) for z in (0, 1, 3)]
+    found += [Case(tp=2, recompute=r, sp=s, model=LLAMA) for r, s in (("none", False), ("selective", True))]
+    found += [Case(tp=2, recompute="full", sp=s, model=ONE_GROUP) for s in (False, True)]
+    found += [Case(dp=2, tp=2, zero=z, model=ONE_GROUP, recompute="full", pa=True, micro_batches=3) for z in (1, 3)]
+    found += [Case(pp=2, schedule="zero-bubble", model=replace(LLAMA, untie_embeddings=False), micro_batches=3)]
     frozen = ("token_embedding.*", "position*", "blocks.0.*", "blocks.2.mlp.*", "blocks.3.*.bias", "blocks.1.norm1.*")
     frozen_too = {"frozen": frozen, "recompute": "full", "micro_batches": 3}
     found += [Case(**frozen_too, **how) for how in ({}, {"host": True}, {"md": True})]

@@ -77,6 +77,7 @@ def test_every_layout_is_the_same_model(case: Case, ranks) -> None:
 # was summed; so after updates no precision gives as much. The most that was seen on two ranks of an Intel CPU:
 #     fp32 6e-9, 3e-8, 3e-7, 6e-6 (plain PyTorch in fp32, one process: 1e-7, 8e-8, 5e-7, 9e-6; ours up to 2e-5)
 #     bf16 3e-4, 4e-3, 1e-3, 7e-2    fp16 3e-5, 5e-4, 3e-3, 4e-2
+# A llama's loss rises at first at this learning rate, and moves further: in one process in bf16 2e-4, 3e-3, 7e-3, 0.14.
 NEAR = {
     "fp32": (1e-6, 1e-6, 5e-6, 1e-4),
     "bf16": (2**-9, 2**-7, 2**-8, 2**-2),
@@ -88,6 +89,7 @@ NEAR = {
 def test_other_precisions_are_as_near_as_they_can_be(case: Case, ranks) -> None:
     losses, norms = expected(case.model, case.frozen, case.batch)
     first_loss, first_norm, any_loss, any_norm = NEAR[case.precision]
+    any_loss *= 4 if case.model.architecture == "llama" else 1
     for outcome in ranks(case.world).run(train, case):
         assert relative_error(outcome.losses[:1], losses[:1]) < first_loss
         assert relative_error(outcome.norms[:1], norms[:1]) < first_norm

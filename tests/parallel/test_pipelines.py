@@ -139,3 +139,17 @@ def test_any_split_loads_what_any_other_saved(tmp_path: Path, ranks) -> None:
         for case in cases:
             for loss in ranks(2).run(load_and_train, case, checkpoint.find(root)):
                 assert relative_error([loss], wanted[:1]) < TOLERANCE
+
+
+ONE_GROUP = replace(MODEL, num_layers=2, architecture="llama", num_query_groups=1, untie_embeddings=True)
+
+
+def test_any_layout_of_a_llama_loads_what_any_other_saved(tmp_path: Path, ranks) -> None:
+    """Its one group of keys and values is replicated over tp, whose ranks all own it."""
+    cases = [fp64(Case(model=ONE_GROUP, **how)) for how in ({"tp": 2}, {"dp": 2, "zero": 3}, {"pp": 2})]
+    for number, saved in enumerate(cases):
+        root = tmp_path / str(number)
+        wanted = ranks(2).run(train_and_save, saved, root)
+        for case in cases:
+            for loss in ranks(2).run(load_and_train, case, checkpoint.find(root)):
+                assert relative_error([loss], wanted[:1]) < TOLERANCE

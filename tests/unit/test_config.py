@@ -26,7 +26,7 @@ SURFACE = set(
     zero-stage zero-shard-size reduce-bucket-size recompute partition-activations checkpoint-in-cpu
     contiguous-checkpointing sequence-parallel distributed-timeout-minutes data-path split tokenizer eod-mask-loss
     num-workers eval-interval eval-iters save load save-interval keep-last async-save exit-interval log-dir log-interval
-    wandb-project plan world-size device-type rehearse
+    wandb-project plan world-size device-type rehearse architecture num-query-groups rotary-base norm-epsilon
     """.split()
 )
 # Of these, the ones that are not there yet: whoever adds one takes it from this list.
@@ -50,7 +50,8 @@ COMING = set(
 # 77: which iterations are traced: a trace of a whole run would be gigabytes.
 # 79: weights alone (--finetune), and a run without the data of a loss spike (--skip-samples).
 # 81: loss of a checkpoint, without training (--eval-only), and of which data (--eval-split).
-NUM_OPTIONS = 81
+# 87: llama-like models: which architecture, and the four numbers and the bias in which published ones differ.
+NUM_OPTIONS = 87
 
 DEFAULTS = {
     "precision": "fp32",

@@ -8,7 +8,8 @@ import pytest
 
 from megazero.plan.flat_layout import ALIGN, FlatLayout, FlatParam, Range, flat_layout, round_up
 
-KINDS = list(itertools.product((False, True), repeat=2))  # decays, cut
+PLACES = ((False, False), (True, False), (False, True))  # sharded, partial
+KINDS = [(decays, *place) for decays in (False, True) for place in PLACES]
 NUMELS = (1, 63, 64, 65, 200)
 SIZES = (1, 2, 3, 8)
 
@@ -20,7 +21,7 @@ def mixes() -> list[list[FlatParam]]:
     for n in (1, 2, 3):
         for kinds in itertools.product(KINDS, repeat=n):
             found += [[FlatParam(f"p{i}", next(turn), *kind) for i, kind in enumerate(kinds)] for _ in NUMELS]
-    found.append([FlatParam(f"p{i}", 17 * i + 1, *KINDS[i * 7 % 4]) for i in range(23)])
+    found.append([FlatParam(f"p{i}", 17 * i + 1, *KINDS[i * 7 % 6]) for i in range(23)])
     return found
 
 
@@ -45,15 +46,15 @@ def test_everything_is_aligned() -> None:
         assert all(window.start % ALIGN == 0 for window in flat.windows.values())
         assert flat.numel % (ALIGN * size) == 0
         assert flat.numel < sum(round_up(p.numel, ALIGN) for p in params) + ALIGN * size
-        assert all(edge % ALIGN == 0 for r in (flat.decayed, flat.replicated) for edge in r)
+        assert all(edge % ALIGN == 0 for r in (flat.decayed, flat.replicated, flat.partial) for edge in r)
 
 
-@pytest.mark.parametrize("which", ["decayed", "replicated"])
+@pytest.mark.parametrize("which", ["decayed", "replicated", "partial"])
 def test_ranges_hold_exactly_the_right_parameters(which: str) -> None:
     for params, size, flat in CASES:
         chosen = getattr(flat, which)
         for p in params:
-            belongs = p.decays if which == "decayed" else not p.sharded
+            belongs = {"decayed": p.decays, "replicated": not p.sharded, "partial": p.kind == "partial"}[which]
             window = flat.windows[p.name]
             inside = set(elements(window)) & set(elements(chosen))
             assert inside == (set(elements(window)) if belongs else set()), (params, size, p, flat)
@@ -76,7 +77,7 @@ def test_only_the_tail_depends_on_the_ranks() -> None:
     for params in mixes():
         layouts = [flat_layout(params, size) for size in SIZES]
         assert len({tuple(flat.windows.items()) for flat in layouts}) == 1
-        assert len({(flat.decayed, flat.replicated) for flat in layouts}) == 1
+        assert len({(flat.decayed, flat.replicated, flat.partial) for flat in layouts}) == 1
 
 
 def test_within_is_the_intersection_from_the_start_of_the_outer_range() -> None:
@@ -91,7 +92,7 @@ def test_within_is_the_intersection_from_the_start_of_the_outer_range() -> None:
 
 def test_owned_asserts_an_even_cut() -> None:
     with pytest.raises(AssertionError):
-        FlatLayout({}, [], Range(0, 0), Range(0, 0), 64).owned(0, 3)
+        FlatLayout({}, [], Range(0, 0), Range(0, 0), Range(0, 0), 64).owned(0, 3)
 
 
 def test_round_up() -> None:

@@ -11,6 +11,7 @@ from megazero.config.schema import Config
 from megazero.plan.parameters import num_parameters
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
+from megazero.price.capacity import estimated
 from megazero.price.estimate import estimate
 
 # preset -> (ranks, layers, hidden, heads, tensor parallelism, samples a model replica, global batch): the ZeRO paper,
@@ -26,6 +27,22 @@ SHAPES = {
     "zero-60b": (400, 132, 6144, 32, 16, 64, 1600),
     "zero-100b": (400, 125, 8192, 64, 16, 32, 800),
     "zero-170b": (400, 212, 8192, 64, 16, 12, 300),
+    "llama-125m": (8, 12, 768, 12, 1, 32, 256),
+    "llama-1b": (8, 20, 2048, 32, 1, 128, 1024),
+    "llama-7b": (64, 32, 4096, 32, 1, 16, 1024),
+    "llama-70b": (512, 80, 8192, 64, 8, 64, 1024),
+    "qwen2-0.5b": (8, 24, 896, 14, 1, 64, 512),
+    "qwen2-1.5b": (8, 28, 1536, 12, 1, 64, 512),
+}
+# preset -> (width of the MLP, query groups, vocabulary, sequence, weights): llamas. The weights of those that are
+# published: Llama 2's and Qwen2's, as transformers counts them.
+LLAMAS = {
+    "llama-125m": (2048, 4, 32000, 2048, None),
+    "llama-1b": (5632, 4, 32000, 2048, None),
+    "llama-7b": (11008, 32, 32000, 4096, 6_738_415_616),
+    "llama-70b": (28672, 8, 32000, 4096, 68_976_648_192),
+    "qwen2-0.5b": (4864, 2, 151936, 4096, 494_032_768),
+    "qwen2-1.5b": (8960, 2, 151936, 4096, 1_543_714_304),
 }
 SMALL = (
     "quickstart",
@@ -54,9 +71,23 @@ def test_shape_and_batch(name: str) -> None:
     samples = training.micro_batch_size * config.micro_batches(layout.dp)
     shape = (model.num_layers, model.hidden_size, model.num_attention_heads)
     assert (layout.world_size, *shape, layout.tp, samples, training.global_batch_size) == SHAPES[name]
+    if name in LLAMAS:
+        return
     assert model.ffn_hidden_size == 4 * model.hidden_size
     if name not in SMALL:
         assert (model.seq_length, model.vocab_size, training.precision) == (1024, 50257, "bf16")
+
+
+@pytest.mark.parametrize("name", LLAMAS)
+def test_llamas_have_published_shapes_and_fit(name: str) -> None:
+    """Each fits a GPU of 80 GB, its activations included."""
+    config, layout = load(name)
+    model, (ffn, groups, vocabulary, length, weights) = config.model, LLAMAS[name]
+    assert (model.architecture, model.norm_epsilon) == ("llama", 1e-5 if name in ("llama-7b", "llama-70b") else 1e-6)
+    assert (model.ffn_size, model.query_groups, model.vocab_size, model.seq_length) == (ffn, groups, vocabulary, length)
+    assert model.add_qkv_bias != model.untie_embeddings == name.startswith("llama")
+    assert weights is None or num_parameters(model) == weights
+    assert max(estimated(config, layout, stage * 128, "cuda").total for stage in range(layout.pp)) < 80e9
 
 
 @pytest.mark.parametrize("name", [name for name in SHAPES if name not in SMALL])

@@ -186,12 +186,9 @@ def test_a_release_right_before_a_gather_is_dropped() -> None:
 
 
 def test_the_end_of_a_step_has_one_order() -> None:
-    spec = replace(
-        rank_spec(config(zero=ZeroConfig(2)), Layout(dp=2), 0),
-        replicas=True,
-        sequence_parallel=True,
-        tied="token_embedding",
-    )
+    spec = rank_spec(config(zero=ZeroConfig(2)), Layout(dp=2), 0)
+    units = {name: unit._replace(sums_over_tp=True) for name, unit in spec.units.items()}
+    spec = replace(spec, replicas=True, units=units, tied="token_embedding")
     order = [type(inner(op)) for op in tail(spec)]
     assert [kind for kind, _ in itertools.groupby(order)] == [ReduceReplicas, SumReplicated, SumTied, Norm]
 

@@ -1,0 +1,98 @@
+"""Architectures on the command line: defaults, refusals, Megatron-LM's switches; what their layers declare."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megazero.config.architectures import ARCHITECTURES
+from megazero.config.cli import flags, parse, to_toml
+from megazero.config.megatron import INSTEAD
+from megazero.config.schema import ActivationConfig, ModelConfig
+from megazero.plan.parameters import GradientGroup, declared, non_block_costs, unit_layout
+from megazero.plan.resolve import resolve
+from megazero.price.trace import model_flops
+from tests.unit.test_config import make
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+LLAMA = ModelConfig(3, 64, 96, 8, 32, 1000, untie_embeddings=True, architecture="llama", num_query_groups=2)
+
+
+def test_an_architecture_brings_its_defaults(tmp_path: Path) -> None:
+    """Under the preset's flags, which lie under the command line's."""
+    assert parse([]).model == ModelConfig()
+    model = parse(["--architecture", "llama"]).model
+    assert (model.untie_embeddings, model.norm_epsilon) == (True, 1e-6)
+    asked = parse(["--architecture=llama", "--no-untie-embeddings", "--norm-epsilon", "1e-5"]).model
+    assert (asked.untie_embeddings, asked.norm_epsilon) == (False, 1e-5)
+    preset = tmp_path / "mine.toml"
+    preset.write_text('architecture = "llama"\nnorm-epsilon = 1e-7\n')
+    model = parse(["--preset", str(preset)]).model
+    assert (model.untie_embeddings, model.norm_epsilon) == (True, 1e-7)
+    assert parse(["--preset", str(preset), "--architecture", "gpt2"]).model.untie_embeddings is False
+    saved = parse(["--architecture", "llama", "--no-untie-embeddings"])
+    preset.write_text(to_toml(saved))
+    assert parse(["--preset", str(preset)]).model == saved.model
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"num_query_groups": 2}, "--num-query-groups 2 is nothing that --architecture gpt2 has; use llama"),
+        ({"add_qkv_bias": True}, "--add-qkv-bias is nothing that --architecture gpt2 has; use llama"),
+        (
+            {"architecture": "llama", "num_query_groups": 5},
+            "--num-query-groups 5 .*-heads 12; .* 6, 12",
+        ),
+        (
+            {"architecture": "llama", "num_query_groups": 4, "tensor_model_parallel_size": 6},
+            "--num-query-groups 4 and --tensor-model-parallel-size 6: .* use 1, 2, 3, 6, 12",
+        ),
+        ({"architecture": "llama", "hidden_size": 36}, "--hidden-size 36 / --num-attention-heads 12 = 3: .* even"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
+    config = make(vocab_size=50257, **options)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        resolve(config, config.parallel.tensor_model_parallel_size, 0)
+
+
+def test_options_of_architectures_are_flags_of_the_model() -> None:
+    for entry in ARCHITECTURES.values():
+        assert all(flags()[option][0] == "model" for option in entry.options)
+
+
+@pytest.mark.parametrize("switch", INSTEAD)
+def test_megatrons_switches_are_answered(switch: str) -> None:
+    """The answer names flags that exist, and the table in the docs says the same."""
+    for argv in ([f"--{switch}"], [f"--{switch}=1"], ["--num-layers", "2", f"--{switch}", "x"]):
+        with pytest.raises(ValueError, match=f"^--{switch} is Megatron-LM's; here it is ") as refusal:
+            parse(argv)
+    ours = re.findall(r"--([a-z0-9-]+)", str(refusal.value).split("here it is")[1])
+    assert all(name in flags() or name.removeprefix("no-") in flags() for name in ours)
+    assert f"| `--{switch}` | {INSTEAD[switch]} |" in (DOCS / "megatron.md").read_text()
+
+
+@pytest.mark.parametrize("groups", [1, 2, 8])
+def test_flops_of_a_llama_are_those_of_its_products(groups: int) -> None:
+    """Three times the forward: 2 h (h + 2 g d) for q, k, v, 2 h^2, 4 s h for attention, 6 h f, 2 V h at the end."""
+    model = replace(LLAMA, num_query_groups=groups)
+    h, f, s, v, d = 64, 96, 32, 1000, 8
+    block = 2 * h * (h + 2 * groups * d) + 2 * h * h + 4 * s * h + 6 * h * f
+    assert model_flops(model, 5) == 3 * 5 * s * (3 * block + 2 * v * h)
+    costs = non_block_costs(model, ActivationConfig())
+    assert (costs.head, costs.embedding) == pytest.approx((2 * v * h / block, 2 * h / block))
+
+
+def test_fewer_groups_than_ranks_are_replicated_and_their_gradients_summed() -> None:
+    for tp, sharded in ((1, True), (2, True), (4, False), (8, False)):
+        kv = {spec.name: spec for spec in declared(LLAMA, tp)["blocks.0"]}["blocks.0.attention.kv.weight"]
+        assert kv.shape == (2, 2, 8, 64)
+        assert (kv.tp_dim, kv.group) == ((0, GradientGroup.DP) if sharded else (None, GradientGroup.DP_TP))
+        flat = unit_layout(list(declared(LLAMA, tp)["blocks.0"]), tp, 1)
+        assert flat.summed_over_tp(False).numel == (0 if sharded else kv.local(tp, 0).numel)
+        assert flat.summed_over_tp(True) == flat.replicated

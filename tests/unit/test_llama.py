@@ -1,0 +1,145 @@
+"""Llama against transformers' LlamaForCausalLM, and Qwen2ForCausalLM, with the same weights: logits and gradients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megazero.comm.mesh import Mesh
+from megazero.config.schema import Config, ModelConfig, TrainingConfig
+from megazero.model.context import MicroBatchInfo
+from megazero.model.rotary import Rotary
+from megazero.plan.resolve import resolve
+from megazero.plan.topology import Layout
+from megazero.train.engine import Engine
+from tests.parallel.cases import MicroBatch
+
+MODEL = ModelConfig(
+    num_layers=2,
+    hidden_size=48,
+    ffn_hidden_size=80,
+    num_attention_heads=6,
+    seq_length=17,
+    vocab_size=131,
+    untie_embeddings=True,
+    architecture="llama",
+    num_query_groups=2,
+    rotary_base=5e5,
+    norm_epsilon=1e-6,
+)
+ROPE = {"rope_type": "default", "rope_theta": MODEL.rotary_base}
+LLAMA_3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA_3 |= {"rope_theta": MODEL.rotary_base, "original_max_position_embeddings": 8192}
+CASES: dict[str, tuple[ModelConfig, str, dict[str, Any]]] = {
+    "llama": (MODEL, "Llama", {"rope_parameters": ROPE}),
+    "one group": (replace(MODEL, num_query_groups=1), "Llama", {"rope_parameters": ROPE}),
+    "no groups, tied": (replace(MODEL, num_query_groups=0, untie_embeddings=False), "Llama", {"rope_parameters": ROPE}),
+    "llama 3.1": (replace(MODEL, rope_scaling_factor=8.0), "Llama", {"rope_parameters": LLAMA_3}),
+    "qwen 2": (replace(MODEL, add_qkv_bias=True), "Qwen2", {"rope_parameters": ROPE}),
+}
+
+
+def to_megazero(theirs: dict[str, torch.Tensor], model: ModelConfig) -> dict[str, torch.Tensor]:
+    """transformers' tensors, or gradients of them, under our names and in our shapes."""
+    h, d = model.hidden_size, model.hidden_size // model.num_attention_heads
+    names = {"token_embedding.weight": "model.embed_tokens.weight", "head.norm.weight": "model.norm.weight"}
+    if model.untie_embeddings:
+        names["head.output.weight"] = "lm_head.weight"
+    found = {ours: theirs[name] for ours, name in names.items()}
+    for i in range(model.num_layers):
+        t = {name.removeprefix(f"model.layers.{i}."): x for name, x in theirs.items() if f".layers.{i}." in name}
+        block = {"norm1.weight": t["input_layernorm.weight"], "norm2.weight": t["post_attention_layernorm.weight"]}
+        for kind, rest in (("weight", (h,)), ("bias", ())):
+            if f"self_attn.q_proj.{kind}" in t:
+                q, k, v = (t[f"self_attn.{name}_proj.{kind}"] for name in "qkv")
+                block[f"attention.query.{kind}"] = q.view(-1, d, *rest)
+                block[f"attention.kv.{kind}"] = torch.stack([k.view(-1, d, *rest), v.view(-1, d, *rest)], dim=1)
+        block["attention.proj.weight"] = t["self_attn.o_proj.weight"]
+        block["mlp.up.weight"] = torch.stack([t["mlp.gate_proj.weight"], t["mlp.up_proj.weight"]])
+        block["mlp.down.weight"] = t["mlp.down_proj.weight"]
+        found |= {f"blocks.{i}.{name}": x for name, x in block.items()}
+    return found
+
+
+def exact_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Theirs without its cast to fp32, which in fp64 loses half of the digits."""
+    return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+@pytest.mark.parametrize("precision, tolerance", [("fp32", 1e-5), ("fp64", 1e-10)])
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_gradients_are_those_of_transformers(
+    case: str, precision: str, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+
+    model, family, options = CASES[case]
+    torch.manual_seed(0)
+    hf = getattr(transformers, f"{family}Config")(
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.ffn_size,
+        num_hidden_layers=model.num_layers,
+        num_attention_heads=model.num_attention_heads,
+        num_key_value_heads=model.query_groups,
+        max_position_embeddings=model.seq_length,
+        rms_norm_eps=model.norm_epsilon,
+        tie_word_embeddings=not model.untie_embeddings,
+        **options,
+    )
+    dtype = torch.float64 if precision == "fp64" else torch.float32
+    theirs = getattr(transformers, f"{family}ForCausalLM")(hf).to(dtype)
+    if precision == "fp64":
+        for norm in (LlamaRMSNorm, Qwen2RMSNorm):
+            monkeypatch.setattr(norm, "forward", exact_norm)
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    training = TrainingConfig(micro_batch_size=3, precision=precision)  # type: ignore[arg-type]
+    config, _ = resolve(replace(Config(), model=model, training=training), 1, 0)
+    ours = Engine(config, Mesh.build(Layout(), 0, torch.device("cpu")))
+    weights = {weight.spec.name: weight for unit in ours.model.units.values() for weight in unit}
+    for name, value in to_megazero(dict(theirs.named_parameters()), model).items():
+        weights.pop(name).data[tuple(map(slice, value.shape))] = value.detach()  # the vocabulary is padded
+    assert not weights
+
+    tokens = torch.randint(0, model.vocab_size, (3, model.seq_length + 1), generator=torch.Generator().manual_seed(1))
+    ids, labels = tokens[:, :-1], tokens[:, 1:]
+    logits = theirs(ids).logits
+    with torch.no_grad():
+        info = MicroBatchInfo.of(ids, (0, 1, 2), ours.model.stream, training=False)
+        assert ours.model.head is not None
+        found = ours.model.head.logits(ours.model.body(ours.model.embed(ids, info), info)).view_as(logits)
+    assert (found - logits).abs().max() < tolerance * logits.abs().max()
+
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    loss.backward()
+    batch = MicroBatch(ids, labels, torch.ones(3, model.seq_length), (0, 1, 2))
+    summed = ours._run(ours.program("1f1b", 1), [batch], seed_gradient=1 / labels.numel())
+    assert abs(summed / labels.numel() - loss) < tolerance * loss
+    wanted = to_megazero({name: p.grad for name, p in theirs.named_parameters()}, model)
+    for unit in ours.zero.units.values():
+        for member in unit.flat.members:
+            gradient = unit.gradients.sharded_grad[member.window.slice()].view(member.block.stored)
+            want = wanted[member.spec.name]
+            gradient = gradient[tuple(map(slice, want.shape))]
+            assert (gradient - want).abs().max() < tolerance * want.abs().max(), member.spec.name
+    ours.zero.discard_gradients()
+
+
+@pytest.mark.parametrize("scaling", [1.0, 8.0])
+def test_rotary_frequencies_are_transformers(scaling: float) -> None:
+    """At d = 128, where llama 3.1 has wavelengths that are kept, scaled, and between the two."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    rope = LLAMA_3 if scaling > 1 else ROPE
+    theirs = LlamaRotaryEmbedding(LlamaConfig(hidden_size=256, num_attention_heads=2, rope_parameters=rope))
+    found = Rotary(128, MODEL.rotary_base, scaling).frequencies(torch.device("cpu"))
+    assert torch.equal(found, theirs.inv_freq)
