@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks.launcher import Forked, Ranks
+from tests.helpers.programs import PRELOADED
 
 torch.set_num_threads(1)
 
@@ -15,7 +16,7 @@ torch.set_num_threads(1)
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], Ranks]]:
     """ranks(world) -> a pool of that many gloo ranks, kept for the session."""
-    start = Forked(["torch", "torch.distributed", "megazero.train.engine"])
+    start = Forked(PRELOADED)
     pools: dict[int, Ranks] = {}
 
     def get(world: int) -> Ranks:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
-from unittest import mock
+from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+from tests.helpers.programs import ROOT, warm
+
 SECONDS = 240
 
 
@@ -24,28 +22,17 @@ def run(*command: object) -> subprocess.CompletedProcess[str]:
 
 
 def pretrain(*flags: object, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    """pretrain_gpt.py with `flags`: alone, or under torchrun on a free port."""
+    """pretrain_gpt.py with `flags`, in processes that have imported torch already, as srun would start them."""
+    return warm("pretrain_gpt.py", *flags, ranks=ranks)
+
+
+def pretrain_cold(*flags: object, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    """pretrain_gpt.py as a user starts it: alone, or under torchrun on a free port."""
     launcher = [sys.executable]
     if ranks > 1:
         torchrun = "-m torch.distributed.run --rdzv-backend c10d --rdzv-endpoint localhost:0 --nproc-per-node"
         launcher += [*torchrun.split(), str(ranks)]
     return run(*launcher, "pretrain_gpt.py", *flags)
-
-
-def pretrain_here(*flags: object) -> str:
-    """Run `pretrain` alone and in this process, which saves its start; return what it printed. A failure is raised."""
-    import pretrain_gpt
-
-    def fail(world: object, message: str, **_: object) -> NoReturn:  # the program's own would end this process
-        raise AssertionError(message)
-
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), mock.patch.object(pretrain_gpt, "fail", fail):
-        try:
-            pretrain_gpt.main([str(flag) for flag in flags])
-        except SystemExit as end:
-            assert end.code in (0, None), end.code
-    return said.getvalue()
 
 
 def metrics(log_dir: Path) -> list[dict[str, Any]]:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.cli import ROOT, metrics, pretrain, run
+from tests.end_to_end.cli import ROOT, metrics, pretrain, pretrain_cold, run
+from tests.helpers.programs import warm
 
 LAYOUTS = {
     "dp3 zero2, M 2": (3, "--zero-stage 2"),
@@ -36,16 +37,7 @@ def close(found: list[dict], wanted: list[dict], key: str) -> bool:
     return all(abs(a[key] - b[key]) < 1e-5 * abs(b[key]) for a, b in zip(found, wanted, strict=True))
 
 
-SLOW = (
-    "dp3 zero2, M 2",
-    "c5",
-    "tp2 recompute pa, M 6",
-    "pp2 gpipe, M 12",
-    "sp, selective, M 6",
-)  # tests/parallel has them all
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in LAYOUTS])
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_has_the_single_process_curve(name: str, model, alone: Path, tmp_path: Path) -> None:
     ranks, flags = LAYOUTS[name]
     done = pretrain(*model, *flags.split(), "--train-iters", 5, "--log-dir", tmp_path, ranks=ranks)
@@ -86,7 +78,7 @@ def test_config_is_saved_as_a_preset(alone: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "ranks, flags",
     [
-        pytest.param(1, "", marks=pytest.mark.slow, id="alone"),
+        pytest.param(1, "", id="alone"),
         pytest.param(2, "--zero-stage 3 --precision bf16", id="dp2"),
     ],
 )
@@ -129,16 +121,15 @@ def test_another_layout_resumes(model, tmp_path: Path) -> None:
 def test_generates_text(model, tmp_path: Path) -> None:
     flags = ["--train-iters", 3, "--save", tmp_path, "--tensor-model-parallel-size", 2]
     assert pretrain(*model, *flags, ranks=2).returncode == 0
-    generate = [sys.executable, "scripts/generate.py", "--load", tmp_path, "--prompt", "the", "--max-new-tokens", 40]
-    first, second, greedy = run(*generate), run(*generate), run(*generate, "--temperature", 0)
+    generate = ["scripts/generate.py", "--load", tmp_path, "--prompt", "the", "--max-new-tokens", 40]
+    first, second, greedy = run(sys.executable, *generate), warm(*generate), warm(*generate, "--temperature", 0)
     assert first.returncode == 0, first.stderr
     assert first.stdout.startswith("the") and len(first.stdout) > 20
     assert first.stdout == second.stdout != greedy.stdout
-    done = run(sys.executable, "scripts/generate.py", "--load", tmp_path / "nothing")
+    done = warm("scripts/generate.py", "--load", tmp_path / "nothing")
     assert done.returncode == 1 and "--load" in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.slow
 def test_an_fp64_run_is_fp64_on_disk_and_resumes_to_the_bit(model, tmp_path: Path) -> None:
     common = [*model, "--precision", "fp64", "--log-dir", tmp_path]
     assert pretrain(*common, "--train-iters", 4).returncode == 0
@@ -151,7 +142,7 @@ def test_an_fp64_run_is_fp64_on_disk_and_resumes_to_the_bit(model, tmp_path: Pat
     assert {entry["dtype"] for entry in tensors.values()} == {"float64"}
     done = pretrain(*model, "--load", tmp_path)
     assert done.returncode == 1 and re.search("is float64 .* there and float32 .* here", done.stderr)
-    done = run(sys.executable, "scripts/generate.py", "--load", tmp_path, "--prompt", "the", "--temperature", 0)
+    done = warm("scripts/generate.py", "--load", tmp_path, "--prompt", "the", "--temperature", 0)
     assert done.returncode == 0 and done.stdout.startswith("the"), done.stderr
 
 
@@ -177,7 +168,7 @@ BAD = {
     "a layout that does not fit": (["--tensor-model-parallel-size", 2], ["--tensor-model-parallel-size 2", "1 ranks"]),
     "an unknown preset": (["--preset", "gpt2-124n"], ["--preset gpt2-124n", "gpt2-124m"]),
     "no data": (["--data-path", "/nowhere/corpus"], ["--data-path", "/nowhere/corpus"]),
-    "a sample longer than the data": (["--seq-length", 50000], ["--data-path", "--seq-length 50000"]),
+    "a sample longer than the data": (["--seq-length", 500000], ["--data-path", "--seq-length 500000"]),
     "an unreadable tokenizer": (["--tokenizer", "/nowhere"], ["--tokenizer", "/nowhere"]),
     "a small vocabulary": (["--vocab-size", 200], ["--vocab-size 200", "257"]),
     "an empty validation split": (["--split", "1,0,0", "--eval-interval", 1], ["--split 1,0,0", "validation"]),
@@ -187,13 +178,7 @@ BAD = {
 }
 
 
-# The others are refused before the program starts a rank, and unit tests see that: here they are slow.
-TOLD_BY_THE_PROGRAM = ("an empty validation split", "a file where a folder should be", "a checkpoint that is not there")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in TOLD_BY_THE_PROGRAM)) for n in BAD]
-)
+@pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_refused_before_anything_is_made(name: str, model, tmp_path: Path) -> None:
     flags, words = BAD[name]
     where = ["--log-dir", tmp_path / "logs", "--save", tmp_path / "saved"]
@@ -219,7 +204,6 @@ def test_mistyped_flag(model) -> None:
     assert done.returncode == 2 and "--micro-batch-size" in done.stderr
 
 
-@pytest.mark.slow
 def test_a_checkpoint_of_another_model(model, tmp_path: Path) -> None:
     assert pretrain(*model, "--train-iters", 1, "--save", tmp_path).returncode == 0
     done = pretrain(*model, "--train-iters", 2, "--load", tmp_path, "--num-layers", 4)
@@ -236,15 +220,13 @@ def test_a_save_folder_of_another_run_is_not_overwritten(model, tmp_path: Path) 
     assert done.returncode == 1 and "`latest` names iter_0000001, which is gone" in done.stderr
 
 
-@pytest.mark.slow
 def test_data_of_another_tokenizer(model, corpus: Path, tmp_path: Path) -> None:
-    train = [sys.executable, "data_tools/train_tokenizer.py", "--input", ROOT / "README.md", "--vocab-size", 300]
-    assert run(*train, "--output", tmp_path / "bpe").returncode == 0
+    train = ["data_tools/train_tokenizer.py", "--input", ROOT / "README.md", "--vocab-size", 300]
+    assert warm(*train, "--output", tmp_path / "bpe").returncode == 0
     done = pretrain(*model, "--train-iters", 1, "--tokenizer", tmp_path / "bpe")
     assert done.returncode == 1 and f"--data-path {corpus} was made with the tokenizer byte" in done.stderr
 
 
-@pytest.mark.slow
 def test_a_load_folder_without_a_checkpoint_starts_fresh(model, tmp_path: Path) -> None:
     done = pretrain(*model, "--train-iters", 1, "--load", tmp_path)
     assert done.returncode == 0 and "starting fresh" in done.stdout
@@ -253,7 +235,7 @@ def test_a_load_folder_without_a_checkpoint_starts_fresh(model, tmp_path: Path) 
 def test_intervals_retention_and_workers(model, alone: Path, tmp_path: Path) -> None:
     """--save-interval and --keep-last on disk; batches read ahead by workers are the same ones."""
     flags = ["--save", tmp_path, "--save-interval", 2, "--keep-last", 2, "--num-workers", 1, "--log-dir", tmp_path]
-    done = pretrain(*model, "--train-iters", 7, "--zero-stage", 2, *flags, ranks=2)
+    done = pretrain_cold(*model, "--train-iters", 7, "--zero-stage", 2, *flags, ranks=2)
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000006", "iter_0000007"]
     assert done.stdout.count("saved ") == 4  # at 2, 4, 6 and at the end
@@ -269,14 +251,12 @@ def test_masking_behind_documents(model, alone: Path, tmp_path: Path) -> None:
     assert abs(found["loss"] - wanted["loss"]) < 0.1 and found["loss"] != wanted["loss"]
 
 
-@pytest.mark.slow
 def test_resuming_otherwise_is_said(model, tmp_path: Path) -> None:
     assert pretrain(*model, "--train-iters", 1, "--save", tmp_path).returncode == 0
     done = pretrain(*model, "--train-iters", 2, "--load", tmp_path, "--seed", 5)
     assert done.returncode == 0 and "--seed is 5, and was 1234" in done.stdout
 
 
-@pytest.mark.slow
 def test_fp16_that_cannot_go_on_saves_and_says_where(model, tmp_path: Path) -> None:
     flags = ["--precision", "fp16", "--grad-dtype", "fp16", "--initial-loss-scale", 2**40, "--min-loss-scale", 2**39]
     done = pretrain(*model, *flags, "--train-iters", 20, "--save", tmp_path, "--zero-stage", 2, ranks=2)
@@ -295,7 +275,8 @@ def test_a_rank_that_raises_ends_the_run(model, corpus: Path, tmp_path: Path) ->
     with (tmp_path / "bad.bin").open("r+b") as file:
         file.seek(20000)
         file.write(b"\xff\xff")  # PREFIX.json, which is believed at the start, says that there is none such
-    flags = ["--data-path", tmp_path / "bad", "--train-iters", 500, "--distributed-timeout-minutes", 5]
+    small = ["--num-layers", 1, "--micro-batch-size", 6]  # its sample comes after 120 iterations
+    flags = [*small, "--data-path", tmp_path / "bad", "--train-iters", 500, "--distributed-timeout-minutes", 5]
     done = pretrain(*model, *flags, ranks=2)  # which waits for less than the time-out
     assert done.returncode != 0
     said = [line for line in done.stderr.splitlines() if line.startswith("rank ")]
@@ -352,7 +333,6 @@ def test_memory_that_runs_out_is_the_last_word_of_its_rank(model, tmp_path: Path
     assert all(re.fullmatch(f"{lost}|{cause}", line) for line in said[1:])
 
 
-@pytest.mark.slow
 def test_a_trace_of_two_ranks(model, tmp_path: Path) -> None:
     flags = ["--pipeline-model-parallel-size", 2, "--train-iters", 3, "--profile-iterations", "2:3"]
     done = pretrain(*model, *flags, "--log-dir", tmp_path, ranks=2)
@@ -364,7 +344,7 @@ def test_a_trace_of_two_ranks(model, tmp_path: Path) -> None:
 
 
 def test_help_teaches() -> None:
-    done = pretrain("--help")
+    done = pretrain_cold("--help")
     text = " ".join(done.stdout.split())
     assert done.returncode == 0
     for words in ("--zero-stage {0,1,2,3}", "default: 969,30,1", "Example: python pretrain_gpt.py", "--preset"):

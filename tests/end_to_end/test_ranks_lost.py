@@ -18,31 +18,17 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.cli import ROOT
+from tests.helpers.programs import ROOT, WarmProgram, free_port, rank_environment
 
 SECONDS = 100
 FOREVER = ["--train-iters", 100000, "--log-interval", 1, "--distributed-timeout-minutes", 0.15]
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 class Rank:
-    """A process whose output goes to a file."""
+    """A program under way whose output goes to a file."""
 
-    def __init__(self, log: Path, command: list[object], env: dict[str, str]) -> None:
-        self.log = log
-        with log.open("w") as out:
-            self.process = subprocess.Popen(
-                [str(word) for word in command],
-                cwd=ROOT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **env},
-                stdout=out,
-                stderr=subprocess.STDOUT,
-            )
+    def __init__(self, log: Path, process: Any) -> None:
+        self.log, self.process = log, process
 
     @property
     def said(self) -> str:
@@ -82,10 +68,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
         port = port or free_port()
         ranks = []
         for rank, words in enumerate(flags):
-            env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": len(flags), "MASTER_PORT": port}
-            env = {name: str(value) for name, value in env.items()} | {"MASTER_ADDR": "127.0.0.1"}
             log = tmp_path / f"{len(started)}.log"
-            ranks.append(Rank(log, [sys.executable, *program, *words], env))
+            env = rank_environment(rank, len(flags), port)
+            ranks.append(Rank(log, WarmProgram(program[0], [*program[1:], *words], env, (log, log))))
             started.append(ranks[-1])
         return ranks
 
@@ -143,7 +128,11 @@ def runs(pid: int) -> bool:
 def test_ranks_end_when_torchrun_is_killed(model: list[Any], tmp_path: Path) -> None:
     torchrun = "-m torch.distributed.run --rdzv-backend c10d --rdzv-endpoint localhost:0 --nproc-per-node 2".split()
     command = [sys.executable, *torchrun, "pretrain_gpt.py", *model, *FOREVER]
-    launcher = Rank(tmp_path / "log", command, {})
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    log = tmp_path / "log"
+    with log.open("w") as out:
+        process = subprocess.Popen([*map(str, command)], cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT)
+    launcher = Rank(log, process)
     ranks: list[int] = []
     try:
         launcher.wait_for_iterations(2)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.end_to_end.cli import metrics, pretrain, pretrain_here
+from tests.end_to_end.cli import metrics, pretrain
 from tests.reference_run import Flags, Run, read_checkpoint, write_corpus
 
 EOD = 256  # of the byte tokenizer
@@ -166,12 +166,9 @@ def test_a_run_with_everything_on(name: str, blend: list[str], tmp_path: Path) -
     said = ""
     for part in case.parts:
         words = [*arguments(flags), *part.flags.split(), *folders, "--exit-interval", part.stop]
-        if part.ranks == 1:
-            said += pretrain_here(*words)
-        else:
-            done = pretrain(*words, ranks=part.ranks)
-            assert done.returncode == 0, done.stderr
-            said += done.stdout
+        done = pretrain(*words, ranks=part.ranks)
+        assert done.returncode == 0, done.stderr
+        said += done.stdout
         worlds += [part.ranks] * (part.stop - len(worlds))
     found = metrics(tmp_path)
     compare(found, wanted, worlds, case)

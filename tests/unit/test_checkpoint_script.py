@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,8 +13,7 @@ from megazero import checkpoint
 from megazero.checkpoint import LocalShard, verify
 from megazero.config.schema import ModelConfig
 from megazero.train.run_state import RunState
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers.programs import warm
 
 
 def save(root: Path, iteration: int) -> Path:
@@ -49,8 +47,7 @@ def test_every_fault_is_named(tmp_path: Path, file: str, at: int, words: str) ->
 
 
 def script(*words: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, ROOT / "scripts" / "checkpoint.py", *words]
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120)
+    return warm("scripts/checkpoint.py", *words)
 
 
 def test_list_verify_and_show(tmp_path: Path) -> None:

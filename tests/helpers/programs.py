@@ -1,0 +1,116 @@
+"""Starts Python programs in processes forked from one that has imported torch already.
+
+A rank started anew imports for four seconds before it does anything, and torchrun for three more; a test of what ranks
+do needs none of that. Each program is still a process of its own, with its own `__main__`, arguments, environment,
+working folder, output, signals and exit code.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Clean processes are forked ("forkserver"), not this one: forking one that has run autograd can deadlock.
+CONTEXT = multiprocessing.get_context("forkserver")
+PRELOADED = ["torch", "torch.distributed", "torch._subclasses.fake_tensor", "megazero.train.trainer", "pretrain_gpt"]
+CONTEXT.set_forkserver_preload(PRELOADED)
+
+
+def _run(program: str, arguments: list[str], env: dict[str, str], output: tuple[str, str]) -> None:
+    import torch
+
+    for number, path in enumerate(output, 1):
+        file = os.open(path, os.O_WRONLY | os.O_APPEND)
+        os.dup2(file, number)
+        os.close(file)
+    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    os.chdir(ROOT)
+    os.environ.clear()
+    os.environ.update(env)
+    multiprocessing.set_start_method(None, force=True)  # else the program's own children come by way of a fork server
+    torch.set_num_threads(1)  # OMP_NUM_THREADS was read when torch was imported
+    sys.argv = [program, *arguments]
+    sys.path.insert(0, str((ROOT / program).parent))
+    runpy.run_path(program, run_name="__main__")
+
+
+class WarmProgram:
+    """A program under way, with the part of subprocess.Popen that tests use."""
+
+    def __init__(
+        self, program: object, arguments: list[object], env: dict[str, str], output: tuple[Path, Path]
+    ) -> None:
+        words = [str(word) for word in arguments]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+        for path in output:
+            path.touch()
+        paths = tuple(map(str, output))
+        self._process: Any = CONTEXT.Process(target=_run, args=(str(program), words, env, paths))
+        self._process.start()
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, seconds: float | None = None) -> int:
+        """Raises subprocess.TimeoutExpired."""
+        self._process.join(seconds)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self._process.name, seconds or 0)
+        return self._process.exitcode
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
+    """The variables of one rank of `world`, all on this machine; rank 0 hosts the store."""
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port, "MASTER_ADDR": "127.0.0.1"}
+    return {name: str(value) for name, value in ranks.items()}
+
+
+def warm(program: str, *arguments: object, ranks: int = 1, seconds: float = 240) -> subprocess.CompletedProcess[str]:
+    """Run `ranks` copies of a program to their end: the first exit code that is not 0, and all that they printed.
+
+    Raises:
+        subprocess.TimeoutExpired: not all have ended after `seconds`; they are killed.
+    """
+    port = free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "stdout", Path(folder) / "stderr"
+        programs = [
+            WarmProgram(program, list(arguments), rank_environment(rank, ranks, port) if ranks > 1 else {}, output)
+            for rank in range(ranks)
+        ]
+        try:
+            codes = [each.wait(seconds) for each in programs]
+        finally:
+            for each in programs:
+                each.kill()
+        code = next((code for code in codes if code), 0)
+        stdout, stderr = (path.read_text() for path in output)
+    return subprocess.CompletedProcess([program, *map(str, arguments)], code, stdout, stderr)
