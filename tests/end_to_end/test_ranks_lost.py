@@ -25,7 +25,7 @@ FOREVER = ["--train-iters", 100000, "--log-interval", 1, "--distributed-timeout-
 
 
 class Rank:
-    """A program under way whose output goes to a file."""
+    """A running program whose output goes to a file."""
 
     def __init__(self, log: Path, process: Any) -> None:
         self.log, self.process = log, process

@@ -45,7 +45,7 @@ def _run(program: str, arguments: list[str], env: dict[str, str], output: tuple[
 
 
 class WarmProgram:
-    """A program under way, with the part of subprocess.Popen that tests use."""
+    """A running program, with the part of subprocess.Popen that tests use."""
 
     def __init__(
         self, program: object, arguments: list[object], env: dict[str, str], output: tuple[Path, Path]
