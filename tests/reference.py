@@ -43,7 +43,7 @@ def forward(
         rows = tuple(Rows(sample, 0, x[0, ..., 0].numel()) for sample in samples)
         return x * Dropout(probability, config.training.seed, layer, site).mask(x.detach(), rows)
 
-    blocks = {"gpt2": gpt2_block, "llama": llama_block}[model.architecture]
+    blocks = {"gpt2": gpt2_block, "llama": llama_block, "parallel": parallel_block}[model.architecture]
     x = F.embedding(ids, w["token_embedding.weight"])
     if model.architecture == "gpt2":
         x = x + w["position_embedding.weight"][: ids.shape[1]]
@@ -86,17 +86,27 @@ def gpt2_block(model: ModelConfig, w: Weights, x: torch.Tensor, drop: Drop) -> t
     return x + drop(model.hidden_dropout, "mlp", linear(w, "mlp.down", inner))
 
 
-def llama_block(model: ModelConfig, w: Weights, x: torch.Tensor, drop: Drop) -> torch.Tensor:
-    b, s, _ = x.shape
-    y = norm(model, w, "norm1", x)
+def grouped_attention(model: ModelConfig, w: Weights, y: torch.Tensor, drop: Drop) -> torch.Tensor:
+    b, s, _ = y.shape
     q = linear(w, "attention.query", y).view(b, s, model.num_attention_heads, -1).transpose(1, 2)
     k, v = linear(w, "attention.kv", y).view(b, s, model.query_groups, 2, -1).transpose(1, 2).unbind(3)
     each = model.num_attention_heads // model.query_groups
     k, v = (t.repeat_interleave(each, dim=1) for t in (rotated(model, k), v))
-    a = attention(model, rotated(model, q), k, v, drop)
-    x = x + drop(model.hidden_dropout, "attention", linear(w, "attention.proj", a))
+    return linear(w, "attention.proj", attention(model, rotated(model, q), k, v, drop))
+
+
+def llama_block(model: ModelConfig, w: Weights, x: torch.Tensor, drop: Drop) -> torch.Tensor:
+    y = grouped_attention(model, w, norm(model, w, "norm1", x), drop)
+    x = x + drop(model.hidden_dropout, "attention", y)
     gate, value = linear(w, "mlp.up", norm(model, w, "norm2", x)).chunk(2, dim=-1)
     return x + drop(model.hidden_dropout, "mlp", linear(w, "mlp.down", F.silu(gate) * value))
+
+
+def parallel_block(model: ModelConfig, w: Weights, x: torch.Tensor, drop: Drop) -> torch.Tensor:
+    y = norm(model, w, "norm", x)
+    inner = F.gelu(linear(w, "mlp.up", y), approximate="tanh")
+    both = grouped_attention(model, w, y, drop) + linear(w, "mlp.down", inner)
+    return x + drop(model.hidden_dropout, "block", both)
 
 
 def rotated(model: ModelConfig, x: torch.Tensor) -> torch.Tensor:

@@ -28,4 +28,5 @@ ARCHITECTURES = {
         ("num-query-groups", "add-qkv-bias", *ROTARY),
         ("--untie-embeddings", "--norm-epsilon", "1e-6"),
     ),
+    "parallel": Entry("megazero.model.parallel", ("num-query-groups", "add-qkv-bias", *ROTARY)),
 }

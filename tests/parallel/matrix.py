@@ -42,7 +42,13 @@ FACTORS: Factors = {
     "dropout": (False, True),
     "untied": (False, True),
     "frozen": (False, True),
-    "architecture": ("gpt2", "llama", "llama, 2 groups", "llama, 1 group"),  # of heads that share keys and values
+    "architecture": (
+        "gpt2",
+        "llama",
+        "llama, 2 groups",
+        "llama, 1 group",
+        "parallel",
+    ),  # of heads that share keys and values
     "seq_length": (11, 12),  # under sp, 12 cuts in the middle of a sample
 }
 # The precisions that users train in, with what each may change: a smaller matrix.
@@ -56,7 +62,7 @@ NUMBERS: Factors = {
     "architecture": ("gpt2", "llama, 2 groups"),
 }
 FROZEN = ("token_embedding.*", "position*", "blocks.0.*", "blocks.2.mlp.*", "blocks.3.*.bias")
-FROZEN_LLAMA = ("token_embedding.*", "blocks.0.*", "blocks.1.attention.kv.*", "blocks.2.mlp.*", "blocks.3.norm*")
+FROZEN_ROTARY = ("token_embedding.*", "blocks.0.*", "blocks.1.attention.kv.*", "blocks.2.mlp.*", "blocks.3.norm*")
 SAMPLES = 2  # of a micro-batch
 MAX_WORLD = 8
 BEGINNINGS, TRIES = 6, 12  # of the search for a case: pairs that it begins from, layouts that it tries
@@ -120,7 +126,7 @@ def case_of(choice: Choice) -> Case:
     flags = ("zero_shard_size", "zero_reduce_every", "zero_gather_every", "reduce_bucket_size", "overlap_comm")
     return Case(
         **{name: choice[name] for name in Case._fields if name in choice and name != "frozen"},
-        frozen=(FROZEN if architecture == "gpt2" else FROZEN_LLAMA) if choice["frozen"] else (),
+        frozen=(FROZEN if architecture == "gpt2" else FROZEN_ROTARY) if choice["frozen"] else (),
         options=tuple((name, choice[name]) for name in flags if choice[name] != FACTORS[name][0]),
         chunks=chunks,
         split=",".join(map(str, [0, *[1] * (stages - 2), layers - stages + 2])) if choice["by_hand"] else "",
