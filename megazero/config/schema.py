@@ -62,15 +62,15 @@ class ModelConfig:
     """Give the head an output matrix of its own instead of the token table."""
     architecture: ArchitectureName = "gpt2"
     """gpt2: learned positions, LayerNorm, tanh GELU, biases, tied embeddings. llama: rotary positions, RMSNorm, SwiGLU,
-    grouped-query attention, no biases, untied embeddings."""
+    grouped-query attention, no biases, untied embeddings. parallel: GPT-J's attention and MLP side by side, rotary."""
     num_query_groups: Annotated[int, Range(0, 2**20, _FEW)] = 0
-    """llama: groups of attention heads that share keys and values. 0: one per head."""
+    """Not gpt2: groups of attention heads that share keys and values. 0: one per head."""
     rotary_base: Annotated[float, Range(0, 1e12, "no published model has a longer wavelength", least_open=True)] = 1e4
-    """llama: base of the rotary positions' wavelengths; llama 3: 500000."""
+    """Not gpt2: base of the rotary positions' wavelengths; llama 3: 500000."""
     rope_scaling_factor: Annotated[float, Range(1, 1e6, "no published model is stretched as far")] = 1.0
-    """llama: llama 3.1's scaling of long wavelengths, for contexts longer than 8192. 1: none."""
+    """Not gpt2: llama 3.1's scaling of long wavelengths, for contexts longer than 8192. 1: none."""
     add_qkv_bias: bool = False
-    """llama: biases of queries, keys and values, as in Qwen 2."""
+    """Not gpt2: biases of queries, keys and values, as in Qwen 2."""
     norm_epsilon: Annotated[float, Range(0, 1, "it only keeps a norm's divisor from 0", least_open=True)] = 1e-5
     """Added to the variance in a norm. llama: 1e-6 unless it is given."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ pytestmark = [
     [
         {},
         {"compile": True},
+        {"model": replace(MODEL, architecture="llama", num_query_groups=2)},
         {"recompute": "selective"},
         {"recompute": "full"},
         {"recompute": "full", "md": True},
@@ -38,7 +40,7 @@ pytestmark = [
 )
 def test_one_gpu_is_the_same_model(precision: str, tolerance: float, how: dict[str, Any]) -> None:
     """Equal to 1e-4 in fp32: other kernels, which add up in another order, and four updates. TF32 stays off."""
-    case = Case(precision=precision, micro_batches=3, model=MODEL, **how)
+    case = Case(**{"precision": precision, "micro_batches": 3, "model": MODEL} | how)
     losses, norms = reference.train(case.config(), [global_batch(case, step) for step in range(STEPS)])
     engine = Engine(case.config(), Mesh.build(case.layout, 0, torch.device("cuda", 0)))
     found = [engine.train_step(i + 1, micro_batches(case, engine.mesh, i)) for i in range(STEPS)]
