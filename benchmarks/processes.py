@@ -41,12 +41,18 @@ class Job:
     root: Path = ROOT
 
 
+def _fields(work: Work) -> dict[str, Any]:
+    """The fields of a work, without those at their default: an older tree may not know them."""
+    defaults = {known.name: known.default for known in dataclasses.fields(work)}
+    return {name: value for name, value in dataclasses.asdict(work).items() if value != defaults[name]}
+
+
 class Processes:
     """All ranks of one system, which carry out the commands of `rank.Rank`."""
 
     def __init__(self, job: Job) -> None:
         self.system, self.num_ranks = job.system, job.work.ranks
-        self.made_of = job.module, job.system, json.dumps(dataclasses.asdict(job.work))
+        self.made_of = job.module, job.system, json.dumps(_fields(job.work))
         # A peer compiles for minutes at its first use.
         self.ranks = Ranks(self.num_ranks, Program(job.python, job.root, job.env), seconds=1800, gpus=True)
 
