@@ -37,13 +37,14 @@ def save(
     each rank that could not write.
     """
     root = Path(root)
-    writer = ManifestWriter(root, iteration, _rank(group), state)
+    planner = CoveredSavePlanner(shards)
+    writer = ManifestWriter(root, iteration, _rank(group), state, planner)
     try:
         with _together(f"saving {root / folders.folder_name(iteration)}"):
             dcp.save(
-                dict(shards),
+                {},  # the planner has the shards
                 storage_writer=writer,
-                planner=CoveredSavePlanner(shards),
+                planner=planner,
                 process_group=group,
                 no_dist=not dist.is_initialized(),
             )
@@ -66,10 +67,11 @@ def load(path: Path, shards: Mapping[str, LocalShard], group: Group = None, *, p
     the shards is then undefined.
     """
     path = Path(path)
-    content = _from_rank_0(lambda: manifest.read_manifest(path), group)
+    raw = _from_rank_0(lambda: _checked_manifest(path), group)  # bytes: objects would be slow to send
+    content = manifest.parse_manifest(path, raw)
     with _together(f"loading {path}"):
         dcp.load(
-            dict(shards),
+            {},
             storage_reader=ManifestReader(path, content),
             planner=CoveredLoadPlanner(shards, path, content, partial),
             process_group=group,
@@ -97,6 +99,13 @@ def lock(root: Path, group: Group = None) -> SaveLock | None:
     taken: list[SaveLock] = []
     _from_rank_0(lambda: taken.append(SaveLock(root)), group)
     return taken[0] if taken else None
+
+
+def _checked_manifest(path: Path) -> bytes:
+    """The manifest's bytes; raises what `read_manifest` raises."""
+    raw = manifest.read_manifest_bytes(path)
+    manifest.parse_manifest(path, raw)
+    return raw
 
 
 def _rank(group: Group) -> int:

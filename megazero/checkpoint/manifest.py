@@ -6,6 +6,9 @@ A checkpoint is a folder `iter_0000100`:
     rank_00000.safetensors ...   the chunks that a rank wrote, each under the key `name@offset` (`w@0,128`)
     state.json                   all that is not a tensor
     manifest.json                this module; written last, and by rank 0 alone
+The manifest lists *tilings*, which many tensors share (those of all layers, and their moments): regions that cover
+a shape, and the file of each. A tensor has a tiling's number, and the checksum of each of its chunks. So 10^6 chunks
+are some 15 MB.
 Its checksums are CRC-32: of each chunk's bytes, of state.json, and of the manifest itself, so that one
 flipped bit anywhere is found. They guard against accidents, not against forgery: so whatever is read is
 parsed by a schema, names files of its own folder only, and is read only where it is a regular file.
@@ -16,7 +19,7 @@ import re
 import stat
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +30,8 @@ from megazero.plan.regions import Region
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
-FORMAT = "megazero checkpoint 1"
-# About 100 bytes a chunk of at most 64 MiB: far above what any checkpoint needs, far below what fills a host's memory.
+FORMAT = "megazero checkpoint 2"
+# 12 bytes per chunk of at most 64 MiB: far above what any checkpoint needs, far below what fills a host's memory.
 MAX_MANIFEST_BYTES = 2 << 30
 MAX_STATE_BYTES = 64 << 20
 
@@ -57,12 +60,31 @@ class Chunk:
 
 
 @dataclass(frozen=True)
+class Tiling:
+    """Regions that cover a shape, and the file that holds each: shared by all tensors that are alike in it."""
+
+    regions: tuple[Region, ...]
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Entry:
     """A tensor of the checkpoint."""
 
     dtype: str  # a key of DTYPES
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    tiling: Tiling
+    crc32: tuple[int, ...]  # of each region of the tiling
+
+    @classmethod
+    def of(cls, dtype: str, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> "Entry":
+        """An entry with a tiling of its own."""
+        tiling = Tiling(tuple(c.region for c in chunks), tuple(c.file for c in chunks))
+        return cls(dtype, shape, tiling, tuple(c.crc32 for c in chunks))
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        return tuple(map(Chunk, self.tiling.regions, self.tiling.files, self.crc32))
 
 
 @dataclass(frozen=True)
@@ -89,23 +111,35 @@ def key(name: str, offset: Sequence[int]) -> str:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write `folder/manifest.json`, durably."""
+    write_durably(folder / MANIFEST, manifest_text(manifest))
+
+
+def manifest_text(manifest: Manifest) -> str:
+    """Return the text of a manifest, its checksum included."""
+    numbers: dict[Tiling, int] = {}
+    by_identity: dict[int, int] = {}  # tilings are shared as objects: their hashes are long to compute
+    tensors: dict[str, Any] = {}
+    for name, entry in manifest.tensors.items():
+        if id(entry.tiling) not in by_identity:
+            by_identity[id(entry.tiling)] = numbers.setdefault(entry.tiling, len(numbers))
+        number = by_identity[id(entry.tiling)]
+        tensors[name] = {"dtype": entry.dtype, "shape": entry.shape, "tiling": number, "crc32": entry.crc32}
     content = {
         "format": FORMAT,
         "files": manifest.files,
         "state_crc32": manifest.state_crc32,
-        "tensors": {
-            name: {
-                "dtype": entry.dtype,
-                "shape": entry.shape,
-                "chunks": [
-                    {"offset": c.region.offset, "size": c.region.size, "file": c.file, "crc32": c.crc32}
-                    for c in entry.chunks
-                ],
+        "tilings": [
+            {
+                "offset": [r.offset for r in tiling.regions],
+                "size": [r.size for r in tiling.regions],
+                "file": tiling.files,
             }
-            for name, entry in manifest.tensors.items()
-        },
+            for tiling in numbers
+        ],
+        "tensors": tensors,
     }
-    write_durably(folder / MANIFEST, json.dumps(content | {"crc32": _digest(content)}))
+    text = _compact(content)
+    return f'{text[:-1]},"crc32":{zlib.crc32(text.encode())}}}'
 
 
 def write_durably(path: Path, text: str) -> None:
@@ -125,8 +159,18 @@ def read_manifest(folder: Path) -> Manifest:
         Damaged: it is absent, not a regular file, damaged, or not a manifest.
         ValueError: it is of another version's format.
     """
+    return parse_manifest(folder, read_manifest_bytes(folder))
+
+
+def read_manifest_bytes(folder: Path) -> bytes:
+    """Read `folder/manifest.json` for `parse_manifest`; Damaged if it is absent or not a regular file."""
+    return _read(folder / MANIFEST, MAX_MANIFEST_BYTES)
+
+
+def parse_manifest(folder: Path, raw: bytes) -> Manifest:
+    """Check and parse the bytes of a manifest, which `folder` holds; raises as `read_manifest`."""
     path = folder / MANIFEST
-    content = _parse_object(path, _read(path, MAX_MANIFEST_BYTES))
+    content = _parse_object(path, raw)
     crc32 = content.pop("crc32", None)
     if crc32 != _digest(content):
         raise damage(path, "its checksum does not fit its content")
@@ -212,8 +256,12 @@ def _refuse_constant(name: str) -> None:
 
 
 def _digest(content: dict[str, Any]) -> int:
-    """CRC-32 of the content, whatever the spacing and order of the text that it was read from."""
-    return zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+    """CRC-32 of the content, whatever the spacing of the text that it was read from."""
+    return zlib.crc32(_compact(content).encode())
+
+
+def _compact(content: dict[str, Any]) -> str:
+    return json.dumps(content, separators=(",", ":"))
 
 
 class Malformed(ValueError):
@@ -228,35 +276,55 @@ def _parse(content: dict[str, Any]) -> Manifest:
         if not _FILE.fullmatch(name):
             raise Malformed(f"it names a file {name[:80]!r}, where rank_NNNNN.safetensors are expected")
         _number(size, f"the length of {name}")
+    tilings = content.get("tilings")
+    if not isinstance(tilings, list):
+        raise Malformed("'tilings' is no list")
+    shared: dict[tuple[Region, ...], tuple[Region, ...]] = {}  # so that equal ones are one object
+    parsed = []
+    for at, each in enumerate(tilings):
+        tiling = _parse_tiling(f"tiling {at}", _object(each, f"tiling {at}"), files)
+        parsed.append(replace(tiling, regions=shared.setdefault(tiling.regions, tiling.regions)))
     tensors = {
-        name: _parse_entry(repr(name[:200]), _object(entry, f"tensor {name[:200]!r}"), files)
+        name: _parse_entry(repr(name[:200]), _object(entry, f"tensor {name[:200]!r}"), parsed)
         for name, entry in _object(content.get("tensors"), "'tensors'").items()
     }
     return Manifest(files, _number(content.get("state_crc32"), "'state_crc32'"), tensors)
 
 
-def _parse_entry(name: str, entry: dict[str, Any], files: dict[str, int]) -> Entry:
-    dtype, chunks = entry.get("dtype"), entry.get("chunks")
+def _parse_tiling(name: str, tiling: dict[str, Any], files: dict[str, int]) -> Tiling:
+    offsets, sizes, names = tiling.get("offset"), tiling.get("size"), tiling.get("file")
+    if not (isinstance(offsets, list) and isinstance(sizes, list) and isinstance(names, list)):
+        raise Malformed(f"the offsets, sizes and files of {name} are no lists")
+    if not len(offsets) == len(sizes) == len(names):
+        raise Malformed(f"the offsets, sizes and files of {name} are not equally many")
+    regions = []
+    for offset, size, file in zip(offsets, sizes, names, strict=True):
+        begin, lengths = _numbers(offset, f"an offset of {name}"), _numbers(size, f"a size of {name}")
+        if len(begin) != len(lengths):
+            raise Malformed(f"an offset and a size of {name} differ in their number of dims")
+        if not isinstance(file, str) or file not in files:
+            raise Malformed(f"a chunk of {name} lies in {str(file)[:80]!r}, which is not among 'files'")
+        regions.append(Region(begin, lengths))
+    return Tiling(tuple(regions), tuple(names))
+
+
+def _parse_entry(name: str, entry: dict[str, Any], tilings: Sequence[Tiling]) -> Entry:
+    dtype, number, checksums = entry.get("dtype"), entry.get("tiling"), entry.get("crc32")
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise Malformed(f"the dtype of tensor {name} is {str(dtype)[:40]!r}, not one of {', '.join(DTYPES)}")
     shape = _numbers(entry.get("shape"), f"the shape of tensor {name}")
     if 0 in shape or len(shape) > 16:
         raise Malformed(f"the shape of tensor {name} has a zero, or more than 16 dims")
-    if not isinstance(chunks, list):
-        raise Malformed(f"the chunks of tensor {name} are no list")
-    parsed = []
-    for each in chunks:
-        chunk = _object(each, f"a chunk of tensor {name}")
-        offset = _numbers(chunk.get("offset"), f"the offset of a chunk of tensor {name}")
-        size = _numbers(chunk.get("size"), f"the size of a chunk of tensor {name}")
-        if len(offset) != len(shape) or len(size) != len(shape):
-            raise Malformed(f"a chunk of tensor {name} has another number of dims than the tensor")
-        file = chunk.get("file")
-        if not isinstance(file, str) or file not in files:
-            raise Malformed(f"a chunk of tensor {name} lies in {str(file)[:80]!r}, which is not among 'files'")
-        crc32 = _number(chunk.get("crc32"), f"the checksum of a chunk of tensor {name}")
-        parsed.append(Chunk(Region(offset, size), file, crc32))
-    return Entry(dtype, shape, tuple(parsed))
+    if _number(number, f"the tiling of tensor {name}") >= len(tilings):
+        raise Malformed(f"tensor {name} has tiling {number}, and there are {len(tilings)}")
+    tiling = tilings[number]
+    if any(len(region.offset) != len(shape) for region in tiling.regions):
+        raise Malformed(f"a chunk of tensor {name} has another number of dims than the tensor")
+    if not isinstance(checksums, list) or len(checksums) != len(tiling.regions):
+        raise Malformed(f"tensor {name} has not one checksum per chunk")
+    if not all(type(crc) is int and 0 <= crc < 2**32 for crc in checksums):
+        raise Malformed(f"a checksum of tensor {name} is no whole number from 0 to 2^32 - 1")
+    return Entry(dtype, shape, tiling, tuple(checksums))
 
 
 def _object(value: Any, what: str) -> dict[str, Any]:

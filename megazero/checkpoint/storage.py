@@ -9,21 +9,17 @@ import contextlib
 import json
 import os
 import zlib
+from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
@@ -34,7 +30,6 @@ from megazero.checkpoint.manifest import (
     STATE,
     Chunk,
     Damaged,
-    Entry,
     Manifest,
     damage,
     dtype_name,
@@ -43,8 +38,11 @@ from megazero.checkpoint.manifest import (
     write_durably,
     write_manifest,
 )
+from megazero.checkpoint.planning import CoveredSavePlanner, file_name
 from megazero.files import OutputFile, open_regular, sync_folder
-from megazero.plan.regions import Region
+
+# A thread's chunk is read from the disk while another's checksum is computed and a third is copied.
+READERS = 2
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
@@ -72,10 +70,12 @@ def write_safetensors(path: Path, chunks: Sequence[tuple[str, torch.Tensor]]) ->
     file = OutputFile(path)
     try:
         file.write(len(text).to_bytes(8, "little") + text)
-        for _, tensor in chunks:
-            data = host_bytes(tensor)
-            checksums.append(zlib.crc32(data))
-            file.write(data)
+        with ThreadPoolExecutor(1, "checksum") as pool:
+            for _, tensor in chunks:
+                data = host_bytes(tensor)
+                checksum = pool.submit(zlib.crc32, data)  # while the disk writes
+                file.write(data)
+                checksums.append(checksum.result())
         file.sync()
     finally:
         file.close()
@@ -83,12 +83,12 @@ def write_safetensors(path: Path, chunks: Sequence[tuple[str, torch.Tensor]]) ->
 
 
 @dataclass(frozen=True)
-class WrittenChunk:
-    """Location of a written chunk, reported to rank 0 for the manifest."""
+class WrittenFile:
+    """The file that a rank has written, reported to rank 0 for the manifest."""
 
     file: str
     file_bytes: int
-    crc32: int
+    crc32: array  # of its chunks, in the order of `planning.written`
 
 
 class ManifestWriter(StorageWriter):
@@ -99,7 +99,10 @@ class ManifestWriter(StorageWriter):
     its outcome to every rank: so a failure anywhere commits nothing, and is known everywhere.
     """
 
-    def __init__(self, root: Path, iteration: int, rank: int, state: dict[str, Any]) -> None:
+    def __init__(
+        self, root: Path, iteration: int, rank: int, state: dict[str, Any], planner: CoveredSavePlanner
+    ) -> None:
+        self.planner = planner
         self.root = root
         self.iteration = iteration
         self.rank = rank
@@ -135,31 +138,18 @@ class ManifestWriter(StorageWriter):
                 raise FileNotFoundError(
                     f"{self.folder}, made by rank 0, is not here: --save must be a folder shared by all ranks"
                 )
-            file = f"rank_{self.rank:05d}.safetensors"
+            file = file_name(self.rank)
             chunks = [(key(i.index.fqn, i.index.offset), planner.resolve_data(i)) for i in plan.items]
             checksums, file_bytes = write_safetensors(self.folder / file, chunks)
-            results = [
-                WriteResult(item.index, tensor.nbytes, WrittenChunk(file, file_bytes, crc32))
-                for item, (_, tensor), crc32 in zip(plan.items, chunks, checksums, strict=True)
-            ]
-        return _done(results)
+        stored = WrittenFile(file, file_bytes, array("I", checksums))
+        return _done([WriteResult(MetadataIndex(file), file_bytes, stored)])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On rank 0: state, manifest, and then the name by which others see the checkpoint."""
-        stored: dict[MetadataIndex, WrittenChunk] = {r.index: r.storage_data for rank in results for r in rank}
-        tensors = {
-            name: Entry(
-                dtype_name(tensor.properties.dtype),
-                tuple(tensor.size),
-                tuple(
-                    Chunk(Region(tuple(c.offsets), tuple(c.sizes)), where.file, where.crc32)
-                    for c in tensor.chunks
-                    for where in [stored[MetadataIndex(name, c.offsets)]]
-                ),
-            )
-            for name, tensor in metadata.state_dict_metadata.items()
-        }
-        files = {where.file: where.file_bytes for where in stored.values()}
+        assert self.planner.layout is not None, "only rank 0 commits"
+        stored: list[WrittenFile | None] = [rank[0].storage_data if rank else None for rank in results]
+        tensors = self.planner.layout.entries([each.crc32 if each else () for each in stored])
+        files = {each.file: each.file_bytes for each in stored if each}
         manifest = Manifest(files, zlib.crc32(self.state_text.encode()), tensors)
         write_durably(self.folder / STATE, self.state_text)
         fault = missing_part(self.folder, manifest)
@@ -186,20 +176,8 @@ class ManifestReader(StorageReader):
         """Nothing: a reader serves one load."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The manifest in DCP's terms."""
-        return Metadata(
-            {
-                name: TensorStorageMetadata(
-                    TensorProperties(dtype=DTYPES[entry.dtype][0]),
-                    torch.Size(entry.shape),
-                    [
-                        ChunkStorageMetadata(torch.Size(c.region.offset), torch.Size(c.region.size))
-                        for c in entry.chunks
-                    ],
-                )
-                for name, entry in self.manifest.tensors.items()
-            }
-        )
+        """Nothing of the manifest: the planner has it. Not empty, which DCP takes for a failure."""
+        return Metadata({})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing to set up."""
@@ -215,30 +193,38 @@ class ManifestReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the planner's tensors; ValueError, naming file and tensor, at the first damaged chunk."""
         by_file: dict[str, dict[MetadataIndex, list[ReadItem]]] = defaultdict(lambda: defaultdict(list))
-        chunks = {
-            MetadataIndex(name, chunk.region.offset): chunk
-            for name in {item.storage_index.fqn for item in plan.items}
-            for chunk in self.manifest.tensors[name].chunks
-        }
         for item in plan.items:
-            by_file[chunks[item.storage_index].file][item.storage_index].append(item)
+            index = item.storage_index
+            by_file[self.manifest.tensors[index.fqn].tiling.files[index.index]][index].append(item)
         for file, wanted in sorted(by_file.items()):
             try:
                 os.close(open_regular(self.path / file))  # a FIFO would hang the library
-                with _sendable_errors(), safe_open(self.path / file, "pt") as opened:
-                    for index, items in wanted.items():
-                        _fill(items, self.read_chunk(opened, index, chunks[index]), planner)
+                with (
+                    _sendable_errors(),
+                    safe_open(self.path / file, "pt") as opened,
+                    ThreadPoolExecutor(READERS, "load") as pool,
+                ):
+
+                    def read(index: MetadataIndex, opened: Any = opened) -> torch.Tensor:
+                        return self.read_chunk(opened, index.fqn, self._chunk(index))
+
+                    for items, chunk in zip(wanted.values(), pool.map(read, wanted), strict=True):
+                        _fill(items, chunk, planner)
             except Damaged:
                 raise
             except (SafetensorError, OSError, ValueError) as error:
                 raise damage(self.path / file, f"{error}") from None
         return _done(None)
 
-    def read_chunk(self, opened: Any, index: MetadataIndex, chunk: Chunk) -> torch.Tensor:
+    def _chunk(self, index: MetadataIndex) -> Chunk:
+        entry = self.manifest.tensors[index.fqn]
+        return Chunk(entry.tiling.regions[index.index], entry.tiling.files[index.index], entry.crc32[index.index])
+
+    def read_chunk(self, opened: Any, name: str, chunk: Chunk) -> torch.Tensor:
         """The chunk's elements, a view of the file, after its checksum was found right."""
-        tensor = opened.get_tensor(key(index.fqn, index.offset))
-        expected = (DTYPES[self.manifest.tensors[index.fqn].dtype][0], chunk.region.size)
-        where = f"tensor {index.fqn!r} at {list(chunk.region.offset)}"
+        tensor = opened.get_tensor(key(name, chunk.region.offset))
+        expected = (DTYPES[self.manifest.tensors[name].dtype][0], chunk.region.size)
+        where = f"tensor {name!r} at {list(chunk.region.offset)}"
         if (tensor.dtype, tuple(tensor.shape)) != expected:
             raise damage(self.path / chunk.file, f"{where} has another shape or dtype than the manifest says")
         if zlib.crc32(host_bytes(tensor)) != chunk.crc32:

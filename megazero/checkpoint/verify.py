@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megazero.checkpoint.manifest import Chunk, Damaged, missing_part, read_manifest, read_state
 from megazero.checkpoint.storage import ManifestReader
@@ -48,7 +47,7 @@ def faults(path: Path) -> Iterator[str]:
 
 def _chunk_faults(reader: ManifestReader, opened: object, name: str, chunk: Chunk) -> Iterator[str]:
     try:
-        reader.read_chunk(opened, MetadataIndex(name, chunk.region.offset), chunk)
+        reader.read_chunk(opened, name, chunk)
     except Damaged as error:
         yield str(error)
     except SafetensorError as error:

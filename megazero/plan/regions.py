@@ -83,6 +83,18 @@ def split(region: Region, limit: int) -> list[Region]:
     ]
 
 
+def intersection(a: Region, b: Region) -> Region | None:
+    """Return the elements that lie in both regions; None if there are none."""
+    offset, size = [], []
+    for first, count, other, others in zip(a.offset, a.size, b.offset, b.size, strict=True):
+        start, stop = max(first, other), min(first + count, other + others)
+        if start >= stop:
+            return None
+        offset.append(start)
+        size.append(stop - start)
+    return Region(tuple(offset), tuple(size))
+
+
 def coverage_fault(global_shape: Sequence[int], pieces: Iterable[Region]) -> str | None:
     """None if `pieces` hold every element of a tensor of `global_shape` exactly once; else a phrase that says
     what is wrong, such as "elements [0:4, 8:16] are missing" (the first fault met).

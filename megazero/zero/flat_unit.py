@@ -12,6 +12,7 @@ from megazero.comm.mesh import Mesh
 from megazero.memory.tracker import MemoryTracker
 from megazero.model.weight import Weight
 from megazero.plan.flat_layout import Range
+from megazero.plan.owned import overlap
 from megazero.plan.parameters import LocalBlock, ParamSpec, unit_layout
 from megazero.plan.zero_policy import NOTHING_PERSISTENT, PersistentGradients, ZeroPolicy
 
@@ -101,7 +102,4 @@ class FlatUnit:
     def owned_parts(self) -> Iterator[OwnedPart]:
         """Yield every weight's part of the owned range, possibly empty. Gaps and padding are left out."""
         for weight, window in self.members:
-            true = Range(window.start, window.start + weight.block.numel)
-            mine = true.within(self.owned)
-            first = mine.start + self.owned.start - true.start if mine.numel else 0
-            yield OwnedPart(weight, first, first + mine.numel, mine)
+            yield OwnedPart(weight, *overlap(window, weight.block, self.owned))

@@ -72,3 +72,19 @@ def test_before_and_after_runs_against_an_older_revision() -> None:
     done = run(sys.executable, "benchmarks/before_after.py", "--revision", "736be37", *small.split())
     assert done.returncode == 0, done.stderr
     assert "files with hooks or weak references: 1 before, 0 after" in done.stdout
+
+
+def test_checkpoints_of_ranks_that_are_not_there() -> None:
+    """400 ranks of the 100B preset take half a minute; here a model of 4 layers on 8."""
+    small = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 257 --tensor-model-parallel-size 2"
+    done = run(sys.executable, "benchmarks/checkpoint.py", "--pretend", 8, *small.split(), "--zero-stage", 2)
+    assert done.returncode == 0, done.stderr
+    tensors = 3 * (12 * 4 + 2 + 2)  # weights and two moments of the blocks, both tables, the last norm
+    assert f" chunks of {tensors} tensors" in done.stdout and "PLANNING of a load" in done.stdout
+
+
+@pytest.mark.slow
+def test_speed_of_checkpoints_runs() -> None:
+    done = run(sys.executable, "benchmarks/checkpoint.py", "--mb", 12, "--rounds", 2)
+    assert done.returncode == 0, done.stderr
+    assert "read ours" in done.stdout and "stall of async" in done.stdout

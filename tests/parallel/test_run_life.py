@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from megazero import checkpoint
+from megazero.checkpoint.planning import RankPlan
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import (
     CheckpointConfig,
@@ -28,6 +29,7 @@ from megazero.config.schema import (
 )
 from megazero.data.tokenizer import load_tokenizer
 from megazero.data.writer import IndexedWriter
+from megazero.plan.owned import rank_parts
 from megazero.plan.resolve import resolve
 from megazero.train.resume import find_checkpoint
 from megazero.train.stopping import SAVED_EARLY, STOPS, Clock, DeadRun, Signals, Stop
@@ -88,6 +90,38 @@ def weights(path: Path) -> torch.Tensor:
 
 def names(root: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in root.glob("iter_*"))
+
+
+# -- what a rank holds
+
+
+def held_and_planned(rank: int, world: int, config: Config) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """Geometry of every shard, by the engine and by the pure plan; lists of chunks that rank 0 hears of."""
+    run = trainer(rank, world, config)
+    held = {name: (s.global_shape, s.offset, s.local_shape, s.start, s.stop) for name, s in run.engine.shards().items()}
+    layout = run.mesh.layout
+    planned = {
+        f"{state}.{p.spec.name}": (p.spec.shape, p.block.offset, p.block.shape, p.start, p.stop)
+        for p in rank_parts(run.config, layout, rank)
+        for state in ("model", "exp_avg", "exp_avg_sq")
+    }
+    return held, planned, len(RankPlan.of(run.engine.shards()).holdings)
+
+
+@pytest.mark.parametrize(("tp", "stage"), [(1, 0), (1, 3), (2, 1)])
+def test_what_a_rank_holds_is_known_beforehand(ranks: Any, corpus: str, tmp_path: Path, tp: int, stage: int) -> None:
+    config = configured(corpus, tmp_path, 1, tp=tp)
+    config = replace(config, zero=replace(config.zero, zero_stage=stage))
+    for held, planned, _ in ranks(2).run(held_and_planned, 2, config):
+        assert held == planned and len(held) == 3 * (2 + 2 * 12 + 2)
+
+
+def test_a_plan_does_not_grow_with_the_layers(ranks: Any, corpus: str, tmp_path: Path) -> None:
+    """At a thousand ranks rank 0 reads a plan of each: what is alike in it is said once."""
+    config = configured(corpus, tmp_path, 1)
+    deep = replace(config, model=replace(MODEL, num_layers=8))
+    few, many = ([size for *_, size in ranks(2).run(held_and_planned, 2, each)] for each in (config, deep))
+    assert few == many and max(few) < 20
 
 
 # -- damage

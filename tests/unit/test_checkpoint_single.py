@@ -96,9 +96,9 @@ def test_only_what_is_needed_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         storage.ManifestReader,
         "read_chunk",
-        lambda self, opened, index, chunk: (
-            read.append(index.offset[0]),
-            original(self, opened, index, chunk),
+        lambda self, opened, name, chunk: (
+            read.append(chunk.region.offset[0]),
+            original(self, opened, name, chunk),
         )[1],
     )
     target = torch.zeros(6)
@@ -227,20 +227,20 @@ def rewritten(path: Path, change: Callable[[manifest.Entry], manifest.Entry]) ->
 def test_a_manifest_with_a_hole_or_an_overlap_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "CHUNK_BYTES", 7 * 4)
     path = checkpoint.save(tmp_path, 1, model(1), {})
-    rewritten(path, lambda w: manifest.Entry(w.dtype, w.shape, w.chunks[:2] + w.chunks[3:]))
+    rewritten(path, lambda w: manifest.Entry.of(w.dtype, w.shape, w.chunks[:2] + w.chunks[3:]))
     with pytest.raises(ValueError, match=r"broken: of tensor 'w' elements \[2:3, 0:7\] are missing"):
         checkpoint.load(path, model())
     path = checkpoint.save(tmp_path, 1, model(1), {})
     extra = manifest.Chunk(Region((2, 1), (1, 2)), "rank_00000.safetensors", 0)
-    rewritten(path, lambda w: manifest.Entry(w.dtype, w.shape, (*w.chunks, extra)))
+    rewritten(path, lambda w: manifest.Entry.of(w.dtype, w.shape, (*w.chunks, extra)))
     with pytest.raises(ValueError, match=r"broken: of tensor 'w' elements \[2:3, 1:3\] are given 2 times"):
         checkpoint.load(path, model())
 
 
 def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = checkpoint.save(tmp_path, 1, model(1), {})
-    monkeypatch.setattr(manifest, "FORMAT", "megazero checkpoint 2")
-    with pytest.raises(ValueError, match=r"--load .* has the format 'megazero checkpoint 1'"):
+    monkeypatch.setattr(manifest, "FORMAT", "megazero checkpoint 3")
+    with pytest.raises(ValueError, match=r"--load .* has the format 'megazero checkpoint 2'"):
         checkpoint.load(path, model())
 
 

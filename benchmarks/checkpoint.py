@@ -1,0 +1,227 @@
+"""Checkpoints: planning at a thousand ranks that are not there, and speed against the disk's own.
+
+python benchmarks/checkpoint.py --pretend 400 --preset zero-100b
+python benchmarks/checkpoint.py --pretend 1024 --preset zero-100b --num-layers 128 --hidden-size 25600 ...
+python benchmarks/checkpoint.py --folder /scratch --ranks 2 --mb 512
+
+`--pretend` makes what each rank would tell rank 0, and runs rank 0's part on it: proof of coverage, manifest, and a
+resume's plan by one rank. Nothing is allocated or written. Without it, real ranks save and load, beside the
+same bytes written and read by one plain process per rank, and beside torch.distributed.checkpoint's own files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing
+
+from megazero import checkpoint
+from megazero.checkpoint import LocalShard, manifest, planning
+from megazero.config.cli import parse
+from megazero.plan.owned import rank_parts
+from megazero.plan.resolve import resolve
+
+STATES = ("model", "exp_avg", "exp_avg_sq")
+
+
+# -- ranks that are not there
+
+
+class Timed:
+    """Says how long each action took."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+
+    def __call__(self, action: str, function: Callable[[], Any], counts: bool = True) -> Any:
+        start = time.perf_counter()
+        outcome = function()
+        seconds = time.perf_counter() - start
+        self.total += seconds * counts
+        print(f"  {seconds:7.2f} s  {action}", flush=True)
+        return outcome
+
+
+def shards_of(config: Any, layout: Any, rank: int) -> dict[str, LocalShard]:
+    """Return a rank's shards, on stand-in tensors."""
+    return {
+        f"{state}.{part.spec.name}": LocalShard(
+            part.spec.shape,
+            part.block.offset,
+            part.block.shape,
+            part.start,
+            part.stop,
+            torch.empty(part.stop - part.start, device="meta"),
+        )
+        for part in rank_parts(config, layout, rank)
+        for state in STATES
+    }
+
+
+def pretend(world: int, flags: list[str]) -> None:
+    """Print the time that planning takes on rank 0, and on any other, of `world` ranks."""
+    config, layout = resolve(parse(flags), world, 0)
+    print(f"{world} ranks, {layout}, ZeRO stage {config.zero.zero_stage}")
+    timed, plans, slowest = Timed(), [], 0.0
+    for rank in range(world):
+        mine = shards_of(config, layout, rank)
+        made = time.perf_counter()
+        plans.append(pickle.dumps(planning.RankPlan.of(mine)))
+        slowest = max(slowest, time.perf_counter() - made)
+        del mine
+    print(f"  {slowest:7.2f} s  a rank's own plan of a save (the slowest); {max(map(len, plans)):,} bytes to rank 0")
+    timed.total += slowest
+    received = timed("rank 0 reads the plans of all", lambda: [pickle.loads(plan) for plan in plans])
+    saved = timed("rank 0 proves coverage and leaves out replicas", lambda: planning.SaveLayout(received))
+    print(f"  {timed.total:7.2f} s  PLANNING of a save")
+    checksums = []
+    for plan, skipped in zip(received, saved.skipped, strict=True):
+        held = sum(len(holding.names) * len(holding.chunks) for holding in plan.holdings)
+        checksums.append([(1 << 32) - 1] * (held - len(skipped)))
+    timed = Timed()
+    entries = timed("rank 0 puts the checksums of all in order", lambda: saved.entries(checksums))
+    whole = manifest.Manifest({planning.file_name(r): 1 << 33 for r in range(world)}, 0, entries)
+    text = timed("rank 0 makes the manifest's text", lambda: manifest.manifest_text(whole))
+    print(f"  {timed.total:7.2f} s  MANIFEST of a save")
+    print(f"  {len(text) / 1e6:7.1f} MB manifest of {sum(map(len, checksums)):,} chunks of {len(entries):,} tensors")
+    timed = Timed()
+    found = timed("every rank parses the manifest", lambda: manifest.parse_manifest(Path("pretended"), text.encode()))
+    mine = shards_of(config, layout, world - 1)
+    planner = planning.CoveredLoadPlanner(mine, Path("pretended"), found)
+    local = timed("a rank says what it wants", planner.create_local_plan)
+    timed("rank 0 compares what all want, and proves coverage", lambda: planner.create_global_plan([local] * world))
+    items = timed("a rank plans its reads", lambda: planner.finish_plan(local).items)
+    print(f"  {timed.total:7.2f} s  PLANNING of a load ({len(items):,} reads of the last rank)")
+
+
+# -- real ranks, real files
+
+
+def timed_together(function: Callable[[], Any]) -> float:
+    """Seconds until all ranks are done."""
+    dist.barrier()
+    start = time.perf_counter()
+    function()
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+def plain_write(path: Path, data: torch.Tensor) -> None:
+    """Write bytes in pieces as large as a chunk, flushed: what the disk gives."""
+    view = memoryview(data.view(torch.uint8).numpy())
+    with open(path, "wb", buffering=0) as file:
+        for at in range(0, len(view), 64 << 20):
+            file.write(view[at : at + (64 << 20)])
+        os.fsync(file.fileno())
+
+
+def plain_read(path: Path, data: torch.Tensor) -> None:
+    with open(path, "rb", buffering=0) as file:
+        file.readinto(memoryview(data.view(torch.uint8).numpy()))
+
+
+def uncached(folder: Path) -> None:
+    """Ask the system to forget the pages of all files below a folder."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            handle = os.open(path, os.O_RDONLY)
+            os.fsync(handle)
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(handle)
+
+
+def held(rank: int, ranks: int, numel: int, tensors: int) -> dict[str, LocalShard]:
+    """Flat parts of `tensors` matrices of 1024 columns."""
+    rows = numel // tensors // 1024
+    shape = (rows * ranks, 1024)
+    each = rows * 1024
+    return {
+        f"model.{at}": LocalShard(shape, (0, 0), shape, rank * each, (rank + 1) * each, torch.rand(each))
+        for at in range(tensors)
+    }
+
+
+def measure(rank: int, ranks: int, folder: Path, store: str, mb: int, rounds: int) -> Iterator[tuple[str, float]]:
+    """Yield (what, seconds), interleaved so that all meet the same disk."""
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+    shards = held(rank, ranks, mb * 2**20 // 4, tensors=12)
+    mine = torch.cat([shard.data for shard in shards.values()])
+    saver = checkpoint.BackgroundSaver(10)
+    copy = torch.empty_like(mine)
+    mesh = init_device_mesh("cpu", (ranks,))
+    tensors = {name: DTensor.from_local(shard.data.view(-1, 1024), mesh, [Shard(0)]) for name, shard in shards.items()}
+    for number in range(rounds):
+        plain, ours, theirs = folder / f"plain{number}", folder / f"ours{number}", folder / f"dcp{number}"
+        plain.mkdir(exist_ok=True)
+        yield "write plain", timed_together(lambda at=plain: plain_write(at / str(rank), mine))
+        yield "write ours", timed_together(lambda at=ours: checkpoint.save(at, 1, shards, {}))
+        yield "write DCP", timed_together(lambda at=theirs: dcp.save(tensors, checkpoint_id=str(at)))
+        if rank == 0:
+            uncached(folder)
+        yield "read plain", timed_together(lambda at=plain: plain_read(at / str(rank), copy))
+        yield "read ours", timed_together(lambda at=ours: checkpoint.load(at / "iter_0000001", shards))
+        yield "read DCP", timed_together(lambda at=theirs: dcp.load(tensors, checkpoint_id=str(at)))
+        yield "copy alone", timed_together(lambda: copy.copy_(mine))
+        yield "stall of async", timed_together(lambda at=folder / f"async{number}": saver.start(at, 1, shards, {}))
+        saver.finish()
+        dist.barrier()
+        if rank == 0:
+            for path in folder.iterdir():
+                shutil.rmtree(path)
+        dist.barrier()
+
+
+def rank_main(rank: int, ranks: int, folder: str, store: str, mb: int, rounds: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    found: dict[str, list[float]] = {}
+    for what, seconds in measure(rank, ranks, Path(folder), store, mb, rounds):
+        found.setdefault(what, []).append(seconds)
+    if rank == 0:
+        total = mb * ranks / 1000
+        print(f"{ranks} ranks x {mb} MiB, {rounds} rounds, in {Path(folder).parent}: median (best) seconds, GB/s")
+        for what, seconds in found.items():
+            middle = statistics.median(seconds[1:] or seconds)  # the first round allocates buffers
+            print(f"  {what:15} {middle:7.3f} ({min(seconds):.3f})  {1.048576 * total / middle:6.2f} GB/s")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pretend", type=int, metavar="WORLD", help="ranks that are not there; flags of a run follow")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--mb", type=int, default=512, help="MiB that each rank saves")
+    parser.add_argument("--rounds", type=int, default=5)
+    options, flags = parser.parse_known_args()
+    if options.pretend:
+        pretend(options.pretend, flags)
+        return
+    if flags:
+        parser.error(f"not known without --pretend: {' '.join(flags)}")
+    with tempfile.TemporaryDirectory(prefix="megazero-bench-", dir=options.folder) as folder:
+        work, store = Path(folder, "work"), Path(folder, "store")
+        work.mkdir()
+        arguments = (options.ranks, str(work), str(store), options.mb, options.rounds)
+        torch.multiprocessing.spawn(rank_main, arguments, nprocs=options.ranks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""The part of each parameter that a rank owns: the master weights and moments that it updates and saves. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from megazero.config.schema import Config
+from megazero.plan.flat_layout import Range
+from megazero.plan.parameters import LocalBlock, ParamSpec, stage_units, unit_layout
+from megazero.plan.topology import Layout
+from megazero.plan.zero_policy import ZeroPolicy
+
+
+class Overlap(NamedTuple):
+    """The part of a parameter within a range of its unit's flat buffer."""
+
+    start: int  # in the parameter's local block, flat
+    stop: int
+    within: Range  # the same part, counted from the start of the range
+
+
+def overlap(window: Range, block: LocalBlock, owned: Range) -> Overlap:
+    """Return the part of a parameter in `owned`, possibly empty. Padding rows, at the end of its window, are left out."""
+    true = Range(window.start, window.start + block.numel)
+    mine = true.within(owned)
+    first = mine.start + owned.start - true.start if mine.numel else 0
+    return Overlap(first, first + mine.numel, mine)
+
+
+class RankPart(NamedTuple):
+    """The part of a parameter that a rank owns: the flat range [start, stop) of its local block."""
+
+    spec: ParamSpec
+    block: LocalBlock
+    start: int
+    stop: int
+
+
+def rank_parts(config: Config, layout: Layout, rank: int) -> Iterator[RankPart]:
+    """Yield the parts that a rank of a layout owns, unit by unit, empty ones too. `config` is resolved."""
+    coord, shards = layout.coord(rank), layout.shard
+    policy = ZeroPolicy.for_stage(config.zero, shards)
+    for specs in stage_units(config.model, layout, coord.pp, config.training.freeze_parameters).values():
+        flat = unit_layout(specs, layout.tp, shards)
+        owned = flat.owned(coord.dp % shards, shards) if policy.optimizer else Range(0, flat.numel)
+        for spec in specs:
+            block = spec.local(layout.tp, coord.tp)
+            part = overlap(flat.windows[spec.name], block, owned)
+            yield RankPart(spec, block, part.start, part.stop)
