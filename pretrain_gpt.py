@@ -2,7 +2,8 @@
 """Pretrain a GPT model: alone, under torchrun or under srun. `--help` lists the flags.
 
 Exit codes: 0 done, or stopped as planned; 75 stopped early by a signal or the job's time limit, after saving; 1 an
-error; 130 interrupted twice, unsaved. See Note [Exit codes] in megazero/train/stopping.py.
+error; 124 no progress (--hang-timeout); 130 interrupted twice, unsaved. See Note [Exit codes] in
+megazero/train/stopping.py.
 """
 
 import sys
@@ -22,6 +23,9 @@ from megazero.plan.resolve import resolve
 from megazero.price.capacity import check_memory
 from megazero.train.engine import LossScaleExhausted
 from megazero.train.stopping import Clock, DeadRun, Signals, Stop
+from megazero.train.watchdog import Watchdog
+
+HANG_PATIENCE_SECONDS = 10.0  # in which the watchdogs of the other ranks see the hang too
 
 
 def main(argv: list[str]) -> None:
@@ -88,8 +92,11 @@ def pretrain(config: Config, world: launch.World, signals: Signals) -> Stop | No
     with ranks.world.peer_errors("looking for a checkpoint"):
         lock = checkpoint.lock(Path(config.checkpoint.save), ranks.host_group) if config.checkpoint.save else None
         path = find_checkpoint(config, ranks.host_group)
-    trainer = Trainer(config, ranks, datasets, eod, signals, clock)
-    stop = trainer.evaluate_only(path) if config.evaluation.eval_only else trainer.run(path)
+    patience = max(HANG_PATIENCE_SECONDS, 6 * config.monitor.hang_timeout)  # a tenth of the limit
+    watchdog = Watchdog(config.monitor.hang_timeout, lambda place: failures.end_hung(world, place, hosts, patience))
+    trainer = Trainer(config, ranks, datasets, eod, signals, clock, watchdog)
+    with watchdog.over(trainer.engine.interpreter):
+        stop = trainer.evaluate_only(path) if config.evaluation.eval_only else trainer.run(path)
     if lock is not None:
         lock.release()
     launch.stop(world, timeout)

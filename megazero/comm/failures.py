@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
+import faulthandler
 import json
 import os
+import socket
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import torch.distributed as dist
 
 from megazero.comm.errors import PeerLost, ranks_text
-from megazero.comm.launch import World, agent_store, within
+from megazero.comm.launch import World, abort, agent_store, within
 
 FAILURE_KEY = "failure"  # what the first rank to fail said
 # Launchers name the rank that ends first as the cause. So a rank that lost a peer waits for the cause, this long.
 PATIENCE_SECONDS = 3.0
 STORE_SECONDS = 10.0  # for a few questions to the store
+HUNG = 124  # exit code, as that of timeout(1)
 
 
 def report_failure(world: World, message: str) -> None:
@@ -49,6 +55,62 @@ def explain(world: World, lost: PeerLost) -> str:
         return f"{lost}; {host} does not answer: its process is frozen, or its machine"
     except Exception:
         return f"{lost}; {host} is gone, and with it what the others said: read the output of all ranks"
+
+
+def end_hung(world: World, place: str, hosts: Sequence[str], patience: float) -> NoReturn:
+    """End this rank, which makes no progress: print its stacks, and where all ranks are, and leave with code 124.
+
+    Every rank whose watchdog sees a hang calls it, in a thread. The lowest of them speaks for all.
+
+    Args:
+        place: such as "has been in operation 'forward blocks.0 0' for 60 s".
+        patience: seconds to wait for the other ranks' watchdogs.
+    """
+    print(f"rank {world.rank} on {socket.gethostname()} {place}; all its stacks:", file=sys.stderr, flush=True)
+    faulthandler.dump_traceback(all_threads=True)
+    try:
+        places = within(patience + STORE_SECONDS, lambda: _places(world, place, patience))
+    except Exception as error:  # the store hangs with its host, or is gone
+        places = {world.rank: place}
+        print(f"rank {world.rank}: the other ranks cannot be asked: {error}", file=sys.stderr, flush=True)
+    if world.rank == min(places):
+        print(f"HANG (--hang-timeout): {hang_text(places, world.size, hosts)}", file=sys.stderr, flush=True)
+    abort(HUNG)
+
+
+def hang_text(places: Mapping[int, str], size: int, hosts: Sequence[str]) -> str:
+    """One sentence: where ranks are, those in a place that few are in first; ranks that say nothing last."""
+    ranks_in: dict[str, list[int]] = {}
+    for rank, place in sorted(places.items()):
+        ranks_in.setdefault(place, []).append(rank)
+    found = [
+        f"{ranks_text(ranks, hosts)} {place}" for place, ranks in sorted(ranks_in.items(), key=lambda p: len(p[1]))
+    ]
+    silent = [rank for rank in range(size) if rank not in places]
+    if silent:
+        found.append(f"no word from {ranks_text(silent, hosts)}, which is frozen, gone, or saw progress")
+    return "; ".join(found)
+
+
+def _places(world: World, place: str, patience: float) -> dict[int, str]:
+    """Say where this rank is, and collect what the others say."""
+    if not dist.is_initialized():
+        return {world.rank: place}
+    store, places = _store(), {world.rank: place}
+    store.set(f"hang/{world.rank}", place)
+    _tell(f"rank {world.rank}: {place}")
+    deadline = time.monotonic() + patience
+    while len(places) < world.size and time.monotonic() < deadline:
+        for rank in range(world.size):
+            if rank not in places and store.check([f"hang/{rank}"]):
+                places[rank] = store.get(f"hang/{rank}").decode()
+        time.sleep(0.1)
+    store.set(f"hung/{world.rank}", "")
+    if world.rank == 0 and not agent_store():  # the store goes with this process: the others read it first
+        others = [f"hung/{rank}" for rank in places if rank != world.rank]
+        with contextlib.suppress(dist.DistStoreError):
+            store.wait(others, datetime.timedelta(seconds=STORE_SECONDS / 2))
+    return places
 
 
 def _store() -> dist.Store:

@@ -283,6 +283,22 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class MonitorConfig:
+    """Finding hangs, slow ranks and wrong results."""
+
+    hang_timeout: Minutes = 0.0
+    """End the run, with exit code 124, when a rank has made no progress for this many minutes: each says in which
+    operation it is, and prints its stacks. Saving and loading, which have limits of their own, do not count. Choose
+    less than --distributed-timeout-minutes. 0: never."""
+    straggler_interval: Iterations = 100
+    """Iterations between comparisons of the ranks' own computing times; slow ranks are named, with their hosts. 0:
+    never."""
+    check_replicas_interval: Iterations = 0
+    """Iterations between checks that all copies of a weight or a moment are equal bit for bit: over data-parallel
+    ranks, of what tensor parallelism replicates, and of the tied table. A copy that differs ends the run. 0: never."""
+
+
+@dataclass(frozen=True)
 class LogConfig:
     """Metrics and progress."""
 
@@ -315,6 +331,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
     log: LogConfig = field(default_factory=LogConfig)
     preset: str = ""
     """TOML file of flags (without the dashes), or the name of one in scripts/presets. Flags override it."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megazero.config.schema import Config
 from megazero.config.validate import iteration_range
+from megazero.train import stragglers
 from megazero.train.bubble import BubbleMeter
 from megazero.train.engine import Engine
 from megazero.train.loggers import tell, warn
@@ -28,13 +29,17 @@ class Profiler:
         first, last = self.traced
         self.traces = first <= iteration <= last
         self.measures = self.meter is not None and iteration % self.config.log.log_interval == 0
+        every = self.config.monitor.straggler_interval
+        self.compares = every > 0 and iteration % every == 0
         if self.traces and self.trace is None:
             self.trace = Trace(self.mesh, self.engine.tracker)
         self.iteration = iteration
-        self.timeline = timeline(self.mesh.device, self.traces) if self.traces or self.measures else None
+        self.timeline = (
+            timeline(self.mesh.device, self.traces) if self.traces or self.measures or self.compares else None
+        )
         self.engine.interpreter.observe = self.timeline
 
-    def end(self) -> dict[str, float]:
+    def end(self) -> dict[str, object]:
         """After the iteration: what it adds to the record. Writes the trace after the last iteration of its range."""
         recorded, self.engine.interpreter.observe = self.timeline, None
         if recorded is None:
@@ -44,9 +49,12 @@ class Profiler:
             self.trace.iteration(self.iteration, recorded)
             if self.iteration == self.traced[1]:
                 self.close()
-        if self.meter is None or not self.measures:
-            return {}
-        return self.meter.measure(recorded.computed(), simulates=self.mesh.rank == 0)
+        found: dict[str, object] = {}
+        if self.compares:
+            found |= stragglers.report(self.mesh, self.iteration, recorded.computed())
+        if self.meter is not None and self.measures:
+            found |= self.meter.measure(recorded.computed(), simulates=self.mesh.rank == 0)
+        return found
 
     def close(self) -> None:
         """Write the trace, if one is being made: at the end of its range, or of a run that ends within it."""

@@ -4,6 +4,7 @@ Note [Exit codes]
 0   the last iteration is done; or --exit-interval, --exit-duration-minutes or the stop file ended the run as planned.
 75  (EX_TEMPFAIL) a signal or the job's time limit ended the run early. What was done is saved, and --load goes on.
 1   an error; the last message says which.
+124 no progress for --hang-timeout minutes (`comm.failures.HUNG`). --load goes on from the last checkpoint.
 130 a second SIGINT: stopped at once, without saving.
 """
 

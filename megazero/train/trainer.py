@@ -31,9 +31,11 @@ from megazero.train.evaluation import Evaluation, Evaluator, Stopped, line
 from megazero.train.loggers import Record, Writers, open_writers, tell
 from megazero.train.matmul_backend import choose_matmul_backend
 from megazero.train.profiling import Profiler
+from megazero.train.replicas import check_replicas
 from megazero.train.resume import changed_options, check_data, find_checkpoint
 from megazero.train.run_state import RunState
 from megazero.train.stopping import STOPS, Clock, DeadRun, Signals, Stop, asked_to_stop
+from megazero.train.watchdog import Watchdog
 
 # Corpora of a blend whose shares are in the metrics; with more, a line would be pages.
 SERVED_SHOWN = 100
@@ -86,6 +88,7 @@ class Trainer:
         eod: int | None,
         signals: Signals | None = None,
         clock: Clock | None = None,
+        watchdog: Watchdog | None = None,
     ) -> None:
         """Build the engine.
 
@@ -94,9 +97,11 @@ class Trainer:
             eod: the end-of-document token where targets behind it are masked, else None.
             signals: what asks for a stop; None: nothing does.
             clock: rank 0's limits of time.
+            watchdog: what watches this run; it is told what the run does.
         """
         self.config, self.mesh = config, mesh
         self.signals, self.clock = signals or Signals(), clock
+        self.watchdog = watchdog or Watchdog(0, lambda place: None)
         self.leads = mesh.rank == 0
         self.config, self.choices = choose_matmul_backend(config, mesh)
         self.engine = Engine(self.config, mesh)
@@ -151,8 +156,11 @@ class Trainer:
                 except LossScaleExhausted:
                     self.save(last=True)  # what the last good update made
                     raise
+                self.watchdog.doing = f"what follows iteration {self.progress.iteration}"
                 writers.write(record)
                 self._check_alive()
+                if self._due(config.monitor.check_replicas_interval):
+                    check_replicas(self.engine, self.progress.iteration)
                 if self._due(config.checkpoint.save_interval):
                     self.save()
                 if self._due(config.checkpoint.exit_interval):
@@ -162,6 +170,7 @@ class Trainer:
             writers.close()
             self.train_batches.close()
         self.profiler.close()
+        self.watchdog.doing = ""
         if self.progress.iteration:
             self.save(last=True)
         self.engine.wait()
@@ -202,7 +211,9 @@ class Trainer:
         self.profiler.begin(progress.iteration + 1)
         self._skip_samples()
         sent, start = mesh.sent(), time.perf_counter()
+        self.watchdog.doing = f"reading the batch of iteration {progress.iteration + 1}"
         batches = self.train_batches.batch(progress.consumed_samples)
+        self.watchdog.doing = f"iteration {progress.iteration + 1}"
         result = self.engine.train_step(progress.iteration + 1, batches)
         seconds = time.perf_counter() - start
         progress.iteration += 1
@@ -324,9 +335,11 @@ class Trainer:
     def _outcome(self, save: Callable[[], Path | None], last: bool) -> None:
         """Say how a save went, and delete what it made superfluous."""
         options = self.config.checkpoint
+        doing, self.watchdog.doing = self.watchdog.doing, ""  # waits in a save have limits of their own
         try:
             with self.mesh.world.peer_errors(f"saving iteration {self.saved_at}"):
                 path = save()
+            self.watchdog.doing = doing
         except PeerLost:
             raise
         except RuntimeError as error:  # on every rank, with the message of the one that could not write

@@ -42,10 +42,10 @@ class Rank:
         wait(lambda: self.iterations >= number or self.process.poll() is not None, self.log)
         assert self.iterations >= number, self.said
 
-    def end(self) -> str:
+    def end(self, exit_code: int = 1) -> str:
         """All that it said, once it has ended by itself with an error."""
         wait(lambda: self.process.poll() is not None, self.log)
-        assert self.process.returncode == 1, self.said
+        assert self.process.returncode == exit_code, self.said
         return self.said
 
 
@@ -209,3 +209,18 @@ def test_another_corpus_under_the_same_name_is_refused(
         file.write(bytes([byte[0] ^ 1]))
     for rank in start(flags):
         assert "the content of --data-path's corpus 1 is" in rank.end()
+
+
+def test_a_hang_says_who_is_where_and_ends_the_run(model: list[Any], start: Start) -> None:
+    """Rank 1 computes for ever, and rank 0 waits for it: both know it before a collective's time-out does."""
+    flags = [*model, "--train-iters", 9, "--hang-timeout", 0.1]
+    ranks = start([["1", *flags]] * 2, program=("tests/end_to_end/stuck_rank.py",))
+    said = [rank.end(exit_code=124) for rank in ranks]
+    host = re.escape(socket.gethostname())
+    (line,) = [line for line in said[0].splitlines() if line.startswith("HANG (--hang-timeout): ")]
+    assert re.search(rf"rank 1 \({host}\) has been in operation 'Forward \S+ mb 0' of iteration 3 for 6 s", line), line
+    assert re.search(rf"rank 0 \({host}\) has been in operation '[^']+' of iteration 3 for 6 s", line), line
+    assert "HANG" not in said[1]
+    for text in said:  # the stacks of all threads
+        assert "most recent call first" in text and "interpreter.py" in text
+    assert "stuck_rank.py" in said[1]

@@ -31,6 +31,7 @@ from megazero.data.tokenizer import load_tokenizer
 from megazero.data.writer import IndexedWriter
 from megazero.plan.owned import rank_parts
 from megazero.plan.resolve import resolve
+from megazero.train.replicas import check_replicas
 from megazero.train.resume import find_checkpoint
 from megazero.train.stopping import SAVED_EARLY, STOPS, Clock, DeadRun, Signals, Stop
 from megazero.train.trainer import Trainer, open_data
@@ -344,3 +345,70 @@ def test_a_save_that_fails(
         assert iteration == reached
         assert error.startswith("saving") and "failed on rank 1" in error and "File too large" in error
     assert names(tmp_path) == []
+
+
+# -- copies that must be equal
+
+
+def drift(rank: int, world: int, config: Config, state: str, name: str) -> str:
+    """Train a step; then flip a bit of the last rank's copy. What the check says before, and after."""
+    run = trainer(rank, world, config)
+    run.iterate()
+    check_replicas(run.engine, 1)
+    if rank == world - 1:
+        unit = next(unit for unit in run.engine.zero.units.values() if name in unit.flat.layout.windows)
+        if state == "weights":
+            data = unit.weights.unsharded[unit.flat.layout.windows[name].slice()]
+        else:
+            part = next(part for part in unit.flat.owned_parts() if part.spec.name == name and part.stop > part.start)
+            data = unit.optimizer.state(part)[state]
+        data[:1].view(torch.int32)[0] ^= 1
+    try:
+        check_replicas(run.engine, 1)
+    except DeadRun as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("axes", "zero", "state", "name"),
+    [
+        ({}, {"zero_stage": 0}, "exp_avg", "blocks.1.mlp.up.weight"),
+        ({}, {"zero_stage": 2}, "weights", "blocks.0.norm1.bias"),
+        ({}, {"zero_stage": 3, "zero_shard_size": 2}, "master", "blocks.1.mlp.down.weight"),
+        ({"tensor_model_parallel_size": 2}, {}, "exp_avg_sq", "blocks.0.attention.proj.bias"),
+        ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, {}, "master", "blocks.1.norm2.weight"),
+        ({"pipeline_model_parallel_size": 2}, {}, "master", "token_embedding.weight"),
+    ],
+    ids=str,
+)
+def test_a_copy_that_drifts_is_named(
+    ranks: Any, corpus: str, tmp_path: Path, axes: dict, zero: dict, state: str, name: str
+) -> None:
+    config = configured(corpus, tmp_path, 3)
+    config = replace(config, parallel=replace(config.parallel, **axes), zero=replace(config.zero, **zero))
+    kind = {"master": "the master weights", "weights": "the weights"}.get(state, state)
+    world = 2 * zero.get("zero_shard_size", 1)  # the last rank's twin: of two ranks the other, of two groups its place
+    errors = ranks(world).run(drift, world, config, state, name)
+    for error in (errors[-1], errors[world // 2 - 1]):
+        assert f"iteration 1: copies that must be equal differ (--check-replicas-interval): {kind} of {name}: " in error
+        assert f"rank {world - 1} not as rank {world // 2 - 1}" in error and "; and " not in error
+    assert all("copies that must be equal differ" in error for error in errors)
+
+
+def compared(rank: int, world: int, config: Config) -> list[float]:
+    return trainer(rank, world, config).iterate()["compute_seconds"]
+
+
+def test_computing_times_are_compared(ranks: Any, corpus: str, tmp_path: Path) -> None:
+    config = configured(corpus, tmp_path, 4)
+    config = replace(config, monitor=replace(config.monitor, straggler_interval=1))
+    first, second = ranks(2).run(compared, 2, config)
+    assert first == second == sorted(first) and first[0] > 0
+
+
+def test_copies_of_a_sound_run_are_equal(ranks: Any, corpus: str, tmp_path: Path) -> None:
+    """Over tp 2 and dp 2, every step."""
+    config = configured(corpus, tmp_path, 4, tp=2)
+    config = replace(config, monitor=replace(config.monitor, check_replicas_interval=1, straggler_interval=2))
+    assert ranks(4).run(train, 4, config) == [(4, "")] * 4

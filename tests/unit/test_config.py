@@ -51,7 +51,8 @@ COMING = set(
 # 79: weights alone (--finetune), and a run without the data of a loss spike (--skip-samples).
 # 81: loss of a checkpoint, without training (--eval-only), and of which data (--eval-split).
 # 87: llama-like models: which architecture, and the four numbers and the bias in which published ones differ.
-NUM_OPTIONS = 87
+# 90: minutes without progress that end a run (--hang-timeout); how often ranks and copies are compared, at a cost.
+NUM_OPTIONS = 90
 
 DEFAULTS = {
     "precision": "fp32",
