@@ -1,0 +1,73 @@
+"""A run that stops and goes on in another layout has the curve of the run that never stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.chains import LAYOUTS, TOLERANCE, configured, deviation, make_corpus, train
+
+STOP, END = 2, 4  # iterations
+NAMES = list(LAYOUTS)
+# Each layout goes on from three others, 1, 4 and 6 places before it, so from another number of ranks too: 39 pairs.
+PAIRS = [(NAMES[at - back], name) for at, name in enumerate(NAMES) for back in (1, 4, 6)]
+DEFAULT = [("dp4 zero2", "tp2 dp2 zero3"), ("pp2 interleaved", "alone"), ("tp2 dp2 zero3", "pp2 interleaved")]
+
+
+class Runs:
+    """Runs of layouts, each made once."""
+
+    def __init__(self, ranks: Any, folder: Path) -> None:
+        self.ranks, self.folder, self.corpus = ranks, folder, make_corpus(folder)
+        self.made: dict[tuple[object, ...], list[tuple[int, float]]] = {}
+
+    def __call__(self, precision: str, end: int, *names: str) -> list[tuple[int, float]]:
+        """The last part of a run over these layouts, each going on where the one before it saved."""
+        key = precision, end, *names
+        if key not in self.made:
+            save, load = self.at(precision, end, *names), ""
+            if len(names) > 1:
+                self(precision, end - STOP, *names[:-1])
+                load = str(self.at(precision, end - STOP, *names[:-1]))
+            world = LAYOUTS[names[-1]][0]
+            config = configured(names[-1], self.corpus, end, precision, save=str(save), load=load)
+            per_rank = self.ranks(world).run(train, world, config)
+            assert all(found == per_rank[0] for found in per_rank)
+            self.made[key] = per_rank[0]
+        return self.made[key]
+
+    def at(self, *key: object) -> Path:
+        return self.folder / "-".join(map(str, key)).replace(" ", "_")
+
+
+@pytest.fixture(scope="module")
+def runs(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(ranks, tmp_path_factory.mktemp("layouts"))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [pytest.param(*p, marks=[pytest.mark.slow] * (p not in DEFAULT)) for p in PAIRS]
+)
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+def test_a_run_goes_on_in_another_layout(runs: Runs, precision: str, first: str, second: str) -> None:
+    """Against the single process that never stopped."""
+    whole, rest = runs(precision, END, "alone"), runs(precision, END, first, second)
+    assert [iteration for iteration, _ in rest] == [3, 4]
+    assert deviation(rest, whole) < TOLERANCE[precision]
+    assert whole[-1][1] < whole[0][1] - 0.01  # something is learned: a resume that forgot it would show
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "tp2 dp2 zero3")) for n in NAMES])
+def test_the_same_layout_goes_on_to_the_bit(runs: Runs, name: str) -> None:
+    assert runs("fp32", END, name, name) == runs("fp32", END, name)[STOP:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", range(len(NAMES)))
+def test_chains_of_three(runs: Runs, at: int) -> None:
+    names = [NAMES[at - 4], NAMES[at - 1], NAMES[at]]
+    whole, rest = runs("fp32", END + STOP, "alone"), runs("fp32", END + STOP, *names)
+    assert [iteration for iteration, _ in rest] == [5, 6]
+    assert deviation(rest, whole) < TOLERANCE["fp32"]
