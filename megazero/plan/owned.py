@@ -21,7 +21,7 @@ class Overlap(NamedTuple):
 
 
 def overlap(window: Range, block: LocalBlock, owned: Range) -> Overlap:
-    """Return the part of a parameter in `owned`, possibly empty. Padding rows, at the end of its window, are left out."""
+    """Return the part of a parameter in `owned`, possibly empty. Padding, the end of its window, is left out."""
     true = Range(window.start, window.start + block.numel)
     mine = true.within(owned)
     first = mine.start + owned.start - true.start if mine.numel else 0
