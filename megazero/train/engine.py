@@ -28,6 +28,7 @@ from megazero.plan.rank_spec import rank_spec
 from megazero.plan.schedules import EVALUATION
 from megazero.plan.topology import Layout
 from megazero.plan.zero_policy import persistent_gradients
+from megazero.train.bad_step import Inspector, first_bad_result
 from megazero.train.interpreter import ActivationSpec, Interpreter
 from megazero.train.memory_report import is_out_of_memory, memory_report
 from megazero.train.optimization import LossScale, clip_factor, learning_rate
@@ -202,6 +203,8 @@ class Engine:
                 interpreter.update(step, StepParams(optimizer, lr, updates, factor))
             self.updates += 1
         mean = self._global_loss(loss) / targets if targets else math.nan
+        if skipped and targets and (self.scale is None or not math.isfinite(mean)):  # else an overflow, which fp16 has
+            skip_reason = f"{self._first_bad_result(step, batches, scale / targets)}; {skip_reason}"
         if self.scale and skipped and targets and self.scale.exhausted:
             raise LossScaleExhausted(
                 f"iteration {iteration}: gradients overflow at the smallest loss scale (--min-loss-scale {scale:g}), "
@@ -228,6 +231,18 @@ class Engine:
         seen = torch.tensor(at * mesh.world.size + mesh.rank, device=mesh.device)
         at, rank = divmod(int(mesh.world.all_reduce_(seen, op=MIN, kind="control")), mesh.world.size)
         return f"the gradient of {names[at]} is not finite on rank {rank}" if at < len(names) else "a sum of gradients"
+
+    def _first_bad_result(self, step: Program, batches: Sequence[Batch], seed_gradient: float) -> str:
+        """Compute the step's gradients again, and name the first result that is not finite. All ranks call this."""
+        inspector, observe = Inspector(self.interpreter), self.interpreter.observe
+        self.interpreter.observe = inspector
+        try:
+            self._run(step, batches, seed_gradient)
+        finally:
+            self.interpreter.observe = observe
+            self.zero.discard_gradients()
+        found = first_bad_result(self.mesh, inspector, [batch.samples for batch in batches])
+        return found or "every layer's result was finite when the step was computed again"
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> tuple[float, int]:

@@ -223,7 +223,9 @@ class Trainer:
         progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if result.skipped else 0
         self.skip_reason = result.skip_reason
         if result.skip_reason is not None:
-            self.say(f"iteration {progress.iteration} makes no update: {result.skip_reason}")
+            first = progress.consumed_samples - config.training.global_batch_size
+            batch = f"samples {first} to {progress.consumed_samples - 1}"
+            self.say(f"iteration {progress.iteration}, of {batch}, makes no update: {result.skip_reason}")
         if self._due(config.evaluation.eval_interval):
             record["validation_loss"] = self.evaluate()
         return record

@@ -15,9 +15,10 @@ import torch
 from megazero.comm.errors import PeerLost
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import Config, ModelConfig, TrainingConfig
-from megazero.plan.operations import Op, Reduce, Start
+from megazero.plan.operations import Backward, Forward, Op, Reduce, Start
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
+from megazero.train.bad_step import Place, samples_text
 from megazero.train.engine import Engine, LossScaleExhausted
 from tests.parallel.cases import Case, MicroBatch, micro_batches, new_engine, train
 
@@ -112,6 +113,50 @@ def test_the_rank_that_has_the_tensor_is_named(case: Case, ranks) -> None:
     found = ranks(case.world).run(blamed, case)
     assert len(set(found)) == 1 and "blocks.4.mlp.up.bias" in found[0]
     assert re.search(r"\brank (\d+)", found[0])[1] == str(guilty)
+
+
+def broken_weight(rank: int, case: Case, name: str) -> tuple[object, list[int]]:
+    """Return the reason of a skip, one weight of the last rank infinite, and the samples of its first micro-batch."""
+    engine = new_engine(rank, case)
+    engine.wait()
+    if rank == case.world - 1:
+        unit = next(unit for unit in engine.zero.units.values() if name in unit.flat.layout.windows)
+        unit.weights.unsharded[unit.flat.layout.windows[name].start] = math.inf
+    batches = micro_batches(case, engine.mesh, 0)
+    return engine.train_step(1, batches).skip_reason, list(batches[0].samples)
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "layer"),
+    [
+        (Case(), "blocks.2.mlp.up.bias", "the output of block 2"),
+        (Case(dp=2, zero=2, micro_batches=3), "blocks.0.attention.proj.weight", "the output of block 0"),
+        (Case(pp=2, dp=2), "head.norm.weight", "the output of the head"),
+        (Case(pp=2, tp=2, recompute="full"), "blocks.4.norm1.weight", "the output of block 4"),
+    ],
+    ids=str,
+)
+def test_the_first_layer_that_is_not_finite_is_named(case: Case, name: str, layer: str, ranks) -> None:
+    """And the rank, of a pair that tensor parallelism couples the lower one, and the samples of its micro-batch."""
+    found = ranks(case.world).run(broken_weight, case, name)
+    rank = case.world - case.tp
+    samples = samples_text(found[rank][1])
+    for reason, _ in found:
+        assert reason.startswith(f"{layer} is the first that is not finite, on rank {rank}, for {samples}; "), reason
+
+
+def test_a_fault_that_does_not_come_again_is_said_to_be_one(ranks) -> None:
+    for reason in ranks(2).run(blamed, Case(pp=2)):
+        assert reason.startswith("every layer's result was finite when the step was computed again; the gradient of ")
+
+
+def test_forwards_come_before_backwards_and_each_in_its_direction() -> None:
+    forwards = [Forward(layer, 0, True) for layer in ("token_embedding", "blocks.0", "blocks.11", "head")]
+    backwards = [Backward(layer, 0, True) for layer in ("head", "blocks.11", "blocks.0")]
+    places = [Place.of(op) for op in [*forwards, *backwards]]
+    assert sorted(places) == places and sorted(place.number for place in places) == [p.number for p in places]
+    assert [Place.from_number(place.number) for place in places] == places
+    assert str(places[4]) == "the gradient of the input of the head" and str(places[5]).endswith("block 11")
 
 
 @pytest.mark.parametrize(

@@ -203,6 +203,22 @@ def test_samples_are_left_out_and_stay_so_after_a_resume(ranks: Any, corpus: str
     assert sorted(first + second) == [18, 19, 20, 21]
 
 
+def test_back_to_a_checkpoint_by_name_and_on_without_some_samples(ranks: Any, corpus: str, tmp_path: Path) -> None:
+    """The recipe of docs/recovery.md: from 2, although 4 was saved, into the same folder; resumes stay there."""
+    config = configured(corpus, tmp_path, 4, save_interval=1)
+    assert ranks(2).run(train, 2, config) == [(4, "")] * 2
+    spike = weights(tmp_path / "iter_0000003")
+    back = replace(config, checkpoint=replace(config.checkpoint, load=str(tmp_path / "iter_0000002")))
+    back = replace(back, training=replace(back.training, train_iters=3), data=replace(back.data, skip_samples="9:11"))
+    first, second = ranks(2).run(samples_read, back)
+    assert sorted(first + second) == [11, 12, 13, 14]
+    assert not torch.equal(weights(tmp_path / "iter_0000003"), spike)
+    assert (tmp_path / "latest").read_text() == "iter_0000003\n"
+    on = replace(config, checkpoint=replace(config.checkpoint, load=str(tmp_path)))
+    first, second = ranks(2).run(samples_read, on)
+    assert sorted(first + second) == [15, 16, 17, 18]
+
+
 # -- asked to stop
 
 
