@@ -50,7 +50,7 @@ LAYOUTS: dict[str, Layout] = {
     "tp2 dp2 zero3": (4, {TP: 2}, {"zero_stage": 3}),
     "pp2 dp2 zero-bubble": (4, {PP: 2, "pipeline_schedule": "zero-bubble"}, {"zero_stage": 2}),
     "pp2 tp2": (4, {PP: 2, TP: 2}, {}),
-    "pp4 by hand": (4, {PP: 4, "pipeline_split": "2,1,0,2"}, {}),
+    "pp4 by hand": (4, {PP: 4, "pipeline_split": "2,1,1,1"}, {}),
 }
 
 
