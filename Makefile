@@ -1,7 +1,7 @@
 # The developer's commands. `bash scripts/test.sh` once makes .venv with all that they need.
 BIN := .venv/bin
 
-.PHONY: help check format test test-all test-gpu mutate bench
+.PHONY: help check format test test-all test-gpu chaos mutate bench
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -25,6 +25,10 @@ test-all:  ## and what is marked slow
 
 test-gpu:  ## what needs a GPU
 	bash scripts/test.sh -m gpu
+
+chaos:  ## 100 kills, 20 full disks and 1,000 damages at random, then 200 chains of resumes: half an hour
+	$(BIN)/python -m tests.chaos
+	$(BIN)/python -m tests.chains
 
 mutate:  ## plant the faults of tests/mutations.toml one by one: is each noticed? Half an hour
 	$(BIN)/python -m tests.mutate

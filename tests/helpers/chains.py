@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ MODEL = ModelConfig(
 )
 TOLERANCE = {"fp32": 1e-6, "fp64": 1e-10}  # of a loss of 5.5 nats: fp32 rounds it to 5e-7
 
+Curve = list[tuple[int, float]]  # iteration, loss
 Layout = tuple[int, dict[str, Any], dict[str, Any]]  # ranks, ParallelConfig, ZeroConfig
 
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
@@ -78,8 +80,15 @@ def configured(name: str, corpus: str, iterations: int, precision: str, **option
     )
 
 
-def train(rank: int, world: int, config: Config) -> list[tuple[int, float]]:
-    """Train from --load to --train-iters, and save; (iteration, loss) of each iteration, in full precision."""
+def train(
+    rank: int, world: int, config: Config, save_every: int = 0, see: Callable[[int, float], None] | None = None
+) -> Curve:
+    """Train from --load to --train-iters, and save; the curve, in full precision.
+
+    Args:
+        save_every: iterations between saves before the last; 0: none.
+        see: called with the iteration and its loss.
+    """
     config, layout = resolve(config, world, 257)
     mesh = Mesh.build(layout, rank, torch.device("cpu"))
     run = Trainer(config, mesh, open_data(config, load_tokenizer("byte")), None)
@@ -89,13 +98,17 @@ def train(rank: int, world: int, config: Config) -> list[tuple[int, float]]:
         while run.progress.iteration < config.training.train_iters:
             record = run.iterate()
             found.append((record["iteration"], record["loss"]))
+            if see is not None:
+                see(*found[-1])
+            if save_every and run.progress.iteration % save_every == 0:
+                run.save()
         run.save(last=True)
     run.train_batches.close()
     run.engine.wait()
     return found
 
 
-def deviation(found: list[tuple[int, float]], wanted: list[tuple[int, float]]) -> float:
+def deviation(found: Curve, wanted: Curve) -> float:
     """The largest difference of losses of the same iterations; infinite where one is missing or not finite."""
     curve = dict(wanted)
     differences = [abs(loss - curve.get(iteration, math.nan)) for iteration, loss in found]
