@@ -1,8 +1,8 @@
 """Kills and damages at random: `make chaos`, or `python -m tests.chaos --kills 100 --damages 1000`.
 
-Kills: a run of real ranks saves after every iteration or two, in the background or not; one rank or all are killed by
-SIGKILL at a random moment, saves included, and the run is started again in the same folder until it is done. Each loss of
-any of these attempts must be that of a run that was never killed, bit for bit, and the last checkpoint must be whole.
+Kills: a run of real ranks saves after every iteration or two, in the background or not. One rank or all are killed by
+SIGKILL at a random moment, saves included, and the run is started again in the same folder, until it is done. Each loss
+of any attempt must be that of a run that was never killed, bit for bit, and the last checkpoint must be whole.
 Disk full: the same, with a limit on the size of files on a random rank in place of the kill.
 Damages: a byte, a cut, or a missing file in a checkpoint; each must be found, in a sentence.
 """
