@@ -52,8 +52,8 @@ class Axis:
         self.group = group
         self.in_flight = in_flight or InFlight()
         self.hosts = hosts
-        # (position of the link's first rank, direction) -> communicator; see Note [links]
-        self.links: dict[tuple[int, int], dist.ProcessGroup] = {}
+        # (position of the link's first rank, direction, lane) -> communicator; see Note [links]
+        self.links: dict[tuple[int, int, int], dist.ProcessGroup] = {}
         self.sent: Counter[str] = Counter()
 
     @property
@@ -213,33 +213,33 @@ class Axis:
         works += [dist.isend(x, self.ranks[i], group, tag) for i, x in sends.items()]
         return _Works(works)
 
-    def start_send(self, x: torch.Tensor, step: int, tag: int) -> Pending:
+    def start_send(self, x: torch.Tensor, step: int, lane: int, tag: int) -> Pending:
         """Send `x` to the next (step +1) or the previous (-1) rank of the axis, which is a ring.
 
         `x` must not be written before the send has been waited for. `tag`: matches a send with its receive.
         """
         assert x.is_contiguous(), f"{self.name}: send of shape {tuple(x.shape)}, stride {x.stride()}"
         self.sent[self.name] += x.numel() * x.element_size()
-        peer, link = self._neighbour(step), self._link(step, step)
+        peer, link = self._neighbour(step), self._link(step, step, lane)
         return self._start("send", lambda: dist.isend(x, peer, link, tag), reads=(x,), peer=peer)
 
-    def start_recv(self, x: torch.Tensor, step: int, tag: int) -> Pending:
+    def start_recv(self, x: torch.Tensor, step: int, lane: int, tag: int) -> Pending:
         """Receive into `x` from the next (step +1) or the previous (-1) rank of the axis."""
-        peer, link = self._neighbour(step), self._link(step, -step)
+        peer, link = self._neighbour(step), self._link(step, -step, lane)
         return self._start("receive", lambda: dist.irecv(x, peer, link, tag), writes=(x,), peer=peer)
 
     def _neighbour(self, step: int) -> int:
         return self.ranks[(self.rank + step) % self.size]
 
-    def _link(self, step: int, direction: int) -> dist.ProcessGroup | None:
+    def _link(self, step: int, direction: int, lane: int) -> dist.ProcessGroup | None:
         """The communicator of the link to a neighbour, for messages that travel in `direction`.
 
         Note [links]: NCCL runs the operations of one communicator one after the other, so that a send which waits for
-        its receiver would hold up the receive behind it. Hence one communicator per link and direction. gloo matches
-        messages by tag and needs none.
+        its receiver would hold up the receive behind it. Hence a communicator per link, direction and
+        lane (`plan.topology.Route`). gloo matches messages by tag and needs none.
         """
         first = self.rank if step > 0 else (self.rank - 1) % self.size
-        return self.links.get((first, direction), self.group)
+        return self.links.get((first, direction, lane), self.group)
 
 
 class _Work(Protocol):

@@ -134,12 +134,10 @@ class Mesh:
 
 
 def _make_links(layout: Layout, pp: Axis, timeout: datetime.timedelta) -> None:
-    """Give every link of every pipeline a communicator per direction; see Note [links]. All ranks call this."""
+    """Give every link of every pipeline its communicators; see Note [links]. All ranks call this."""
     for ranks in layout.groups("pp"):
-        num_links = len(ranks) if layout.chunks > 1 and len(ranks) > 2 else len(ranks) - 1
-        for first in range(num_links):
+        for first, direction, lane in layout.links():
             pair = [ranks[first], ranks[(first + 1) % len(ranks)]]
-            for direction in (1, -1):
-                group = dist.new_group(sorted(pair), timeout=timeout)
-                if ranks == pp.ranks and ranks[pp.rank] in pair:
-                    pp.links[first, direction] = group
+            group = dist.new_group(sorted(pair), timeout=timeout)
+            if ranks == pp.ranks and ranks[pp.rank] in pair:
+                pp.links[first, direction, lane] = group

@@ -162,15 +162,16 @@ class ParallelConfig:
     pipeline_schedule: ScheduleName = "1f1b"
     """Order of forwards and backwards. gpipe keeps the activations of all micro-batches, 1f1b of as many as there are
     stages. interleaved divides the idle time of 1f1b by the virtual stages per rank, and sends more messages.
-    zero-bubble (ZB-H1) computes weight gradients where 1f1b waits, for a third of its idle time."""
+    zero-bubble (ZB-H1) computes weight gradients where 1f1b waits, for a third of its idle time; zero-bubble-v (ZB-V)
+    has a sixth, with two virtual stages per rank, the first and the last of all on the first rank."""
     virtual_pipeline_stages: Annotated[int, Range(1, 4096, "each holds at least one layer")] = 1
-    """--pipeline-schedule interleaved: chunks of layers per pipeline rank."""
+    """--pipeline-schedule interleaved, or zero-bubble-v, which takes 2: chunks of layers per pipeline rank."""
     pipeline_split: str = ""
     """Layers of each virtual pipeline stage, in the order of the forward, such as 4,4,3,1. Empty: so that the busiest
     rank computes least, with the head counted."""
     zero_bubble_backlog: Annotated[int, Range(0, 10**6, "no rank has as many micro-batches")] = 0
-    """--pipeline-schedule zero-bubble: micro-batches whose weight gradients may wait at once, with their activations.
-    0: as many as the schedule can use."""
+    """--pipeline-schedule zero-bubble, zero-bubble-v: micro-batches whose weight gradients may wait at once, with their
+    activations. 0: as many as the schedule can use."""
     sequence_parallel: bool = False
     """Shard the activations between tensor-parallel layers (norms, dropout, residual stream) over the tokens."""
     distributed_timeout_minutes: Annotated[float, Range(0, 10_080, "that is a week", least_open=True)] = 10.0

@@ -82,7 +82,7 @@ class Stage(nn.Module):
         """Build blocks of these numbers, without memory.
 
         Args:
-            first, last: whether it is the first, or the last, rank of the pipeline. Both hold a tied token table.
+            first, last: whether it holds the first, or the last, virtual stage. Both hold a tied token table.
             frozen: patterns of the names of weights that do not train.
         """
         super().__init__()

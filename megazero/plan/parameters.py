@@ -17,6 +17,7 @@ from enum import Enum
 
 from megazero.config.schema import ActivationConfig, ModelConfig
 from megazero.plan.flat_layout import FlatLayout, FlatParam, flat_layout, round_up
+from megazero.plan.schedules import Costs
 from megazero.plan.split import NonBlockCosts
 from megazero.plan.topology import Layout
 
@@ -110,7 +111,7 @@ def _frozen(spec: ParamSpec, patterns: tuple[str, ...]) -> ParamSpec:
 
 
 def _stage_units(model: ModelConfig, layout: Layout, stage: int) -> dict[str, list[ParamSpec]]:
-    known, first, last = declared(model, layout.tp), stage == 0, stage == layout.pp - 1
+    known, first, last = declared(model, layout.tp), stage == 0, stage == layout.last_pp
     at_end = (HEAD,) if model.untie_embeddings else (HEAD, TOKEN_EMBEDDING)
     units: dict[str, list[ParamSpec]] = {}
     for name, specs in known.items():
@@ -143,13 +144,29 @@ def num_parameters(model: ModelConfig) -> int:
     return sum(count * (model.num_layers if name == FIRST_BLOCK else 1) for name, count in counts.items())
 
 
-def non_block_costs(model: ModelConfig, activations: ActivationConfig) -> NonBlockCosts:
-    """Cost of the embedding and of the head, in blocks: FLOPs per token of a forward.
+def _block_flops(model: ModelConfig) -> tuple[int, int]:
+    """Return FLOPs per token of a block's forward: of its matrices, 2 per element, and of its attention, 4 s h."""
+    matrices = 2 * sum(math.prod(spec.shape) for spec in declared(model, 1)[FIRST_BLOCK] if spec.decays)
+    return matrices, 4 * model.seq_length * model.hidden_size
 
-    A matrix takes 2 per element, attention 4 s h, the embedding 2 h. A backward takes twice as much. A block that is
-    recomputed takes one more forward; embedding and head are not recomputed.
+
+def non_block_costs(model: ModelConfig, activations: ActivationConfig) -> NonBlockCosts:
+    """Cost of the embedding (2 h FLOPs per token) and of the head (2 v h), in blocks.
+
+    A backward takes twice as much as a forward. A block that is recomputed takes one more forward; embedding and head
+    are not recomputed.
     """
-    h, specs = model.hidden_size, declared(model, 1)[FIRST_BLOCK]
-    block = 2 * sum(math.prod(spec.shape) for spec in specs if spec.decays) + 4 * model.seq_length * h
-    cost = block * (4 if activations.recompute == "full" else 3) / 3
+    h = model.hidden_size
+    cost = sum(_block_flops(model)) * (4 if activations.recompute == "full" else 3) / 3
     return NonBlockCosts(2 * h / cost, 2 * model.vocab_size * h / cost)
+
+
+def pass_costs(model: ModelConfig, activations: ActivationConfig) -> Costs:
+    """Cost of a block's passes, in forwards: attention's whole backward, and all recompute, are in the input gradient.
+
+    Selective recompute computes the scores again, half of attention's products.
+    """
+    matrices, attention = _block_flops(model)
+    again = {"none": 0.0, "selective": attention / 2, "full": float(matrices + attention)}[activations.recompute]
+    forward = matrices + attention
+    return Costs(1.0, (matrices + 2 * attention + again) / forward, matrices / forward)

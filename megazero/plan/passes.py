@@ -35,28 +35,29 @@ from megazero.plan.operations import (
 )
 from megazero.plan.rank_spec import Layer, RankSpec
 from megazero.plan.schedules import Order, Pass
+from megazero.plan.topology import Route
 
 
 def layers(spec: RankSpec, order: Order, trains: bool = True) -> Ops:
     """Expand every step of a chunk into its layers, with transfers and kept inputs."""
     ops: Ops = []
     for kind, i, c in order:
-        stage, chunk = c * spec.ranks + spec.rank, spec.chunks[c]
+        stage, chunk = spec.stages[c], spec.chunks[c]
         if kind is Pass.FORWARD:
-            ops += [Recv("x", stage, i)] * (stage > 0)
+            ops += [Recv("x", stage, i)] * spec.is_remote(stage - 1)
             for layer in chunk:
                 again = trains and spec.recomputes(layer)
                 ops += [Keep(layer.name, i)] * again
                 ops.append(Forward(layer.name, i, graph=trains and layer.has_backward and not again))
-            ops += [Send("x", stage + 1, i)] * (stage < spec.last_stage)
+            ops += [Send("x", stage + 1, i)] * spec.is_remote(stage + 1)
         elif kind is Pass.BACKWARD_WEIGHTS:
             ops += [BackwardWeights(layer.name, i) for layer in reversed(chunk) if layer.queues_weights]
         else:
-            ops += [Recv("dx", stage, i)] * (stage < spec.last_stage)
+            ops += [Recv("dx", stage, i)] * spec.is_remote(stage + 1)
             for layer in reversed(chunk):
                 if layer.has_backward:
                     ops += _backward(spec, layer, i, whole=kind is Pass.BACKWARD)
-            ops += [Send("dx", stage - 1, i)] * (stage > 0)
+            ops += [Send("dx", stage - 1, i)] * spec.is_remote(stage - 1)
     return ops
 
 
@@ -217,7 +218,7 @@ def ahead(spec: RankSpec, ops: Ops) -> Ops:
     released: dict[str, int] = {}  # unit -> first index at which it may be gathered again
     started: dict[int, Ops] = {}  # index -> what starts before it
     reducing: Reduce | None = None
-    sending: dict[str, Send] = {}
+    sending: dict[Route, Send] = {}
     split: list[Ops] = [[op] for op in ops]
     for at, op in enumerate(ops):
         if isinstance(op, Gather):
@@ -230,8 +231,9 @@ def ahead(spec: RankSpec, ops: Ops) -> Ops:
             started.setdefault(early[at] if overlap else at, []).append(Start(op))
             split[at] = [Wait(op)]
         elif isinstance(op, Send):
-            split[at] = [Wait(sending[op.what]), Start(op)] if op.what in sending else [Start(op)]
-            sending[op.what] = op
+            way = spec.route(op)
+            split[at] = [Wait(sending[way]), Start(op)] if way in sending else [Start(op)]
+            sending[way] = op
         elif isinstance(op, Open) and reducing == Reduce(op.unit) and spec.policy.optimizer:
             split[at] = [Wait(reducing), op]  # else its gradients of two micro-batches would be there at once
             reducing = None

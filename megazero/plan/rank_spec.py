@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megazero.config.schema import Config
-from megazero.plan.parameters import TOKEN_EMBEDDING, ParamSpec, stage_units, unit_layout
-from megazero.plan.schedules import Pipeline
-from megazero.plan.topology import Layout
+from megazero.plan.operations import Transfer
+from megazero.plan.parameters import TOKEN_EMBEDDING, ParamSpec, pass_costs, stage_units, unit_layout
+from megazero.plan.schedules import EQUAL, Costs, Pipeline, placement
+from megazero.plan.topology import Layout, Route, route
 from megazero.plan.zero_policy import Use, ZeroPolicy, layer_uses
 
 
@@ -63,11 +64,26 @@ class RankSpec:
     replicas: bool = False
     tied: str | None = None  # the unit of the embedding group
     backlog: int | None = None  # micro-batches whose weight gradients may wait
+    v_shaped: bool = False  # placement of virtual stages
+    costs: Costs = EQUAL  # of a block's passes
 
-    @property
-    def last_stage(self) -> int:
-        """The last virtual stage."""
-        return self.ranks * len(self.chunks) - 1
+    @functools.cached_property
+    def placement(self) -> tuple[int, ...]:
+        """The pipeline rank of every virtual stage."""
+        return placement(self.ranks, len(self.chunks), self.v_shaped)
+
+    @functools.cached_property
+    def stages(self) -> list[int]:
+        """This rank's virtual stages, chunk by chunk."""
+        return [stage for stage, holder in enumerate(self.placement) if holder == self.rank]
+
+    def is_remote(self, stage: int) -> bool:
+        """Return whether there is a virtual stage `stage`, on another rank."""
+        return 0 <= stage < len(self.placement) and self.placement[stage] != self.rank
+
+    def route(self, op: Transfer) -> Route:
+        """Return the way of a message."""
+        return route(self.placement, op.what, op.to)
 
     @functools.cached_property
     def layers(self) -> dict[str, Layer]:
@@ -81,7 +97,7 @@ class RankSpec:
         return self.recompute and layer.use is Use.LAYER and layer.has_backward
 
     def pipeline(self, micro_batches: int) -> Pipeline:
-        return Pipeline(self.rank, self.ranks, micro_batches, len(self.chunks), self.backlog)
+        return Pipeline(self.rank, self.ranks, micro_batches, len(self.chunks), self.backlog, self.v_shaped, self.costs)
 
 
 def rank_spec(config: Config, layout: Layout, pp: int) -> RankSpec:
@@ -94,7 +110,7 @@ def rank_spec(config: Config, layout: Layout, pp: int) -> RankSpec:
     for chunk in range(layout.chunks):
         blocks = {f"blocks.{n}" for n in layout.chunk_layers(config.model.num_layers, pp, chunk)}
         layers: list[Layer] = []
-        passes = pp + chunk > 0
+        passes = layout.stages(pp)[chunk] > 0
         for name, (use, names) in uses.items():
             at = {Use.HEAD: layout.chunks - 1, Use.LOOKUP: 0}.get(use)
             if name in blocks or at == chunk:
@@ -115,8 +131,10 @@ def rank_spec(config: Config, layout: Layout, pp: int) -> RankSpec:
         on_host=activations.checkpoint_in_cpu,
         arena=activations.contiguous_checkpointing,
         replicas=layout.replica > 1,
-        tied=tied if layout.pp > 1 and pp in (0, layout.pp - 1) else None,
+        tied=tied if layout.last_pp > 0 and pp in (0, layout.last_pp) else None,
         backlog=config.parallel.zero_bubble_backlog or None,
+        v_shaped=layout.v_shaped,
+        costs=pass_costs(config.model, activations),
     )
 
 

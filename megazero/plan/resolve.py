@@ -111,7 +111,9 @@ def make_layout(config: Config, world_size: int) -> Layout:
             f"--zero-shard-size {shards} does not divide the {dp} data-parallel ranks; "
             f"use {sizes}{', or ' * bool(sizes)}0 for all"
         )
-    return Layout(pp, dp, tp, shards, config.parallel.virtual_pipeline_stages)
+    parallel = config.parallel
+    v_shaped = SCHEDULES[parallel.pipeline_schedule].v_shaped
+    return Layout(pp, dp, tp, shards, parallel.virtual_pipeline_stages, v_shaped=v_shaped)
 
 
 def _check_schedule(config: Config) -> None:
@@ -132,6 +134,11 @@ def _check_schedule(config: Config) -> None:
         raise ValueError(
             f"--virtual-pipeline-stages {chunks} with --pipeline-schedule {name}: {', '.join(virtual)} needs at least "
             "2 virtual stages per rank, and the other schedules know none; give both, or neither"
+        )
+    if schedule.v_shaped and chunks != 2:
+        raise ValueError(
+            f"--virtual-pipeline-stages {chunks} with --pipeline-schedule {name}: a V has 2 virtual stages per rank; "
+            "use 2, or interleaved"
         )
     if schedule.virtual_stages and pp == 1:
         raise ValueError(

@@ -1,7 +1,7 @@
 """Layers of each virtual pipeline stage: as given, or by cost. Pure.
 
 Costs are in blocks: a block costs 1, the embedding and the head what their FLOPs are against a block's. All virtual
-stages are named in the order of the forward pass: number c pp + r is chunk c of pipeline rank r.
+stages are named in the order of the forward pass; `placement` has the rank of each.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from megazero.config.limits import shorten
 from megazero.config.schema import Config
+from megazero.plan.schedules import SCHEDULES, placement
 
 WORTH_IT = 0.01  # an uneven split must make the busiest rank this much faster: what divides evenly is easier to read
 
@@ -28,32 +29,37 @@ def even_split(num_layers: int, stages: int) -> tuple[int, ...]:
     return tuple(each + (stage < rest) for stage in range(stages))
 
 
-def rank_costs(split: tuple[int, ...], pp: int, outer: NonBlockCosts) -> list[float]:
-    """Cost of what every pipeline rank computes for a micro-batch, in blocks."""
-    costs: list[float] = [sum(split[rank::pp]) for rank in range(pp)]
-    costs[0] += outer.embedding
-    costs[-1] += outer.head
+def rank_costs(split: tuple[int, ...], place: tuple[int, ...], outer: NonBlockCosts) -> list[float]:
+    """Return the cost of what every pipeline rank computes for a micro-batch, in blocks; `place`: the stages' ranks."""
+    costs = [0.0] * (max(place) + 1)
+    for layers, rank in zip(split, place, strict=True):
+        costs[rank] += layers
+    costs[place[0]] += outer.embedding
+    costs[place[-1]] += outer.head
     return costs
 
 
-def split_by_cost(num_layers: int, pp: int, chunks: int, outer: NonBlockCosts) -> tuple[int, ...]:
+def split_by_cost(num_layers: int, place: tuple[int, ...], outer: NonBlockCosts) -> tuple[int, ...]:
     """Split layers so that the busiest rank computes least; evenly, unless that is slower by WORTH_IT.
 
     Every virtual stage has a layer, but for the last, whose head may be work enough.
     """
-    even = even_split(num_layers, pp * chunks)
-    if pp == 1:
+    even, last = even_split(num_layers, len(place)), len(place) - 1
+    ranks = range(max(place) + 1)
+    if len(ranks) == 1:
         return even
-    last = (pp - 1, chunks - 1)
     of_rank = _fill(
-        [outer.embedding, *[0.0] * (pp - 2), outer.head], [chunks - (r == last[0]) for r in range(pp)], num_layers
+        rank_costs((0,) * len(place), place, outer), [place.count(r) - (r == place[-1]) for r in ranks], num_layers
     )
-    found = [0] * len(even)
-    for rank, layers in enumerate(of_rank):
-        base = [outer.embedding * (rank == c == 0) + outer.head * ((rank, c) == last) for c in range(chunks)]
-        found[rank::pp] = _fill(base, [int((rank, c) != last) for c in range(chunks)], layers)
+    found = [0] * len(place)
+    for rank, layers in zip(ranks, of_rank, strict=True):
+        stages = [stage for stage, holder in enumerate(place) if holder == rank]
+        base = [outer.embedding * (stage == 0) + outer.head * (stage == last) for stage in stages]
+        counts = _fill(base, [int(stage != last) for stage in stages], layers)
+        for stage, count in zip(stages, counts, strict=True):
+            found[stage] = count
     uneven = tuple(found)
-    gain = 1 - max(rank_costs(uneven, pp, outer)) / max(rank_costs(even, pp, outer))
+    gain = 1 - max(rank_costs(uneven, place, outer)) / max(rank_costs(even, place, outer))
     return uneven if gain >= WORTH_IT else even
 
 
@@ -105,5 +111,6 @@ def layer_split(config: Config, costs: Callable[[], NonBlockCosts]) -> tuple[int
     if parallel.pipeline_split:
         found = given_split(config)
     else:
-        found = split_by_cost(layers, pp, chunks, costs() if pp > 1 else NonBlockCosts(0, 0))
+        place = placement(pp, chunks, SCHEDULES[parallel.pipeline_schedule].v_shaped)
+        found = split_by_cost(layers, place, costs() if pp > 1 else NonBlockCosts(0, 0))
     return () if found == even_split(layers, pp * chunks) else found

@@ -6,8 +6,10 @@ Ranks are numbered pp-major, tp-minor: tensor-parallel neighbours share a node.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
+from megazero.plan.schedules import placement
 from megazero.plan.split import even_split
 
 AXES = ("pp", "dp", "tp")
@@ -22,13 +24,34 @@ class Coord(NamedTuple):
     tp: int
 
 
+class Route(NamedTuple):
+    """The way of a message between pipeline neighbours.
+
+    Attributes:
+        step: 1 to the next rank of the ring, -1 to the one before.
+        lane: communicator of that link and direction. Lane 1 is for a V's way back, and for the way back from the
+            second of two ranks: so no communicator carries both x and dx, which ranks may send in another order.
+    """
+
+    step: int
+    lane: int
+
+
+def route(place: tuple[int, ...], what: str, to: int) -> Route:
+    """Return the way of `what` ("x" or "dx") to virtual stage `to`, where `place` has the ranks of the stages."""
+    before = to - 1 if what == "x" else to  # the message is between this stage and the next
+    down = place[before + 1] - place[before] == -1
+    step, lane = (-1, 1) if down else (1, 0)
+    return Route(step if what == "x" else -step, lane)
+
+
 @dataclass(frozen=True)
 class Layout:
     """Sizes of the axes: pipeline stages, data-parallel ranks, tensor-parallel parts.
 
     ZeRO partitions within `shards` neighbouring data-parallel ranks, and replicates what they hold over dp / shards
-    such groups. 0: over all of dp. Each pipeline rank holds `chunks` virtual stages: chunk c of rank r is virtual stage
-    c pp + r. `split`: the layers of every virtual stage; () splits evenly.
+    such groups. 0: over all of dp. Each pipeline rank holds `chunks` virtual stages, placed in turn or as a V: see
+    `placement`. `split`: the layers of every virtual stage; () splits evenly.
     """
 
     pp: int = 1
@@ -37,9 +60,34 @@ class Layout:
     shards: int = 0
     chunks: int = 1
     split: tuple[int, ...] = ()
+    v_shaped: bool = False
 
     def __post_init__(self) -> None:
         assert self.dp % (self.shards or self.dp) == 0, self
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """The pipeline rank of every virtual stage."""
+        return placement(self.pp, self.chunks, self.v_shaped)
+
+    @property
+    def last_pp(self) -> int:
+        """The pipeline rank that holds the last virtual stage; the first is held by rank 0."""
+        return self.placement[-1]
+
+    def stages(self, rank: int) -> list[int]:
+        """Return the virtual stages of pipeline rank `rank`, chunk by chunk."""
+        return [stage for stage, holder in enumerate(self.placement) if holder == rank]
+
+    def links(self) -> list[tuple[int, int, int]]:
+        """Return (the first of its two ranks, direction, lane) of every link of a pipeline that messages take."""
+        found: set[tuple[int, int, int]] = set()
+        for stage, (here, there) in enumerate(pairwise(self.placement)):
+            for sender, what, to in ((here, "x", stage + 1), (there, "dx", stage)):
+                if here != there:
+                    step, lane = route(self.placement, what, to)
+                    found.add((sender if step > 0 else (sender - 1) % self.pp, step, lane))
+        return sorted(found)
 
     @property
     def shard(self) -> int:
@@ -67,7 +115,7 @@ class Layout:
         for rank in range(self.world_size):
             coord = self.coord(rank)
             if axis == "embedding":
-                if coord.pp in (0, self.pp - 1):
+                if coord.pp in (0, self.last_pp):
                     found.setdefault(coord._replace(pp=0), []).append(rank)
             elif axis == "shard":
                 found.setdefault(coord._replace(dp=coord.dp // self.shard), []).append(rank)
@@ -81,7 +129,7 @@ class Layout:
         """The layers of one chunk of pipeline rank `rank`."""
         split = self.split or even_split(num_layers, self.pp * self.chunks)
         assert sum(split) == num_layers, (split, num_layers)
-        at = chunk * self.pp + rank
+        at = self.stages(rank)[chunk]
         start = sum(split[:at])
         return range(start, start + split[at])
 
@@ -90,7 +138,8 @@ class Layout:
         return [n for chunk in range(self.chunks) for n in self.chunk_layers(num_layers, rank, chunk)]
 
     def __str__(self) -> str:
-        chunks = f" ({self.chunks} virtual stages each)" if self.chunks > 1 else ""
+        shape = ", as a V" * self.v_shaped
+        chunks = f" ({self.chunks} virtual stages each{shape})" if self.chunks > 1 else ""
         parts = f" ({self.replica} x {self.shard})" if self.replica > 1 else ""
         split = f" (layers {','.join(map(str, self.split))})" if self.split else ""
         return f"pp {self.pp}{chunks}{split} x dp {self.dp}{parts} x tp {self.tp}"

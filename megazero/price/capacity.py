@@ -76,7 +76,7 @@ def lower_bound(config: Config, layout: Layout, rank: int, device_type: str) -> 
     if training.freeze_parameters:  # layers before the first trained one keep nothing
         kept = 0
     logits = 0
-    if stage == layout.pp - 1:
+    if stage == layout.last_pp:
         logits = training.micro_batch_size * model.seq_length * model.vocab_size * w // layout.tp
     if gradients >= kept + logits:
         needs["gradients"] = gradients

@@ -108,7 +108,7 @@ def split_line(config: Config, layout: Layout) -> str:
     """The layers of every virtual stage where they are uneven, and why; empty where they are even."""
     if not layout.split:
         return ""
-    costs = rank_costs(layout.split, layout.pp, non_block_costs(config.model, config.activations))
+    costs = rank_costs(layout.split, layout.placement, non_block_costs(config.model, config.activations))
     return (
         f"layers per virtual stage: {','.join(map(str, layout.split))}; the head computes as much as "
         f"{non_block_costs(config.model, config.activations).head:.1f} blocks, so that pipeline ranks compute "

@@ -27,6 +27,7 @@ from megazero.plan.operations import (
 )
 from megazero.plan.program import program
 from megazero.plan.rank_spec import Layer, RankSpec, Unit
+from megazero.plan.schedules import SCHEDULES
 from megazero.plan.zero_policy import Use, ZeroPolicy
 
 Cost = Callable[[Op], float]
@@ -112,7 +113,7 @@ def simulate(programs: list[Ops], cost: Cost) -> Timing:
 # -- schedules alone
 
 
-def plain_pipeline(ranks: int, chunks: int = 1, layers: int = 1) -> list[RankSpec]:
+def plain_pipeline(ranks: int, chunks: int = 1, layers: int = 1, v_shaped: bool = False) -> list[RankSpec]:
     """A pipeline of equal layers, `layers` per chunk, without embedding, head or ZeRO."""
     found = []
     for rank in range(ranks):
@@ -122,7 +123,7 @@ def plain_pipeline(ranks: int, chunks: int = 1, layers: int = 1) -> list[RankSpe
             for c, chunk in enumerate(names)
         ]
         units = {name: Unit(64, True) for chunk in names for name in chunk}
-        found.append(RankSpec(tuple(made), units, ZeroPolicy(False, False, False), rank, ranks))
+        found.append(RankSpec(tuple(made), units, ZeroPolicy(False, False, False), rank, ranks, v_shaped=v_shaped))
     return found
 
 
@@ -135,5 +136,5 @@ def thirds(op: Op) -> float:
 
 def play(schedule: str, ranks: int, micro_batches: int, chunks: int = 1, layers: int = 1) -> Timing:
     """Simulate a schedule on a plain pipeline with the costs of `thirds`."""
-    specs = plain_pipeline(ranks, chunks, layers)
+    specs = plain_pipeline(ranks, chunks, layers, schedule in SCHEDULES and SCHEDULES[schedule].v_shaped)
     return simulate([program(spec, schedule, micro_batches).gradients for spec in specs], thirds)

@@ -103,7 +103,8 @@ class Engine:
         )
         model, pp = config.model, mesh.pp
         blocks, frozen = mesh.layout.layers(model.num_layers, pp.rank), config.training.freeze_parameters
-        self.model = Stage(model, blocks, context, first=pp.is_first, last=pp.is_last, frozen=frozen)
+        last = pp.rank == mesh.layout.last_pp
+        self.model = Stage(model, blocks, context, first=pp.is_first, last=last, frozen=frozen)
         self.zero = Zero(self._zero_options(), self.model.units)
         step = self.program(config.parallel.pipeline_schedule, config.micro_batches(mesh.layout.dp))
         self.zero.reserve(step.arena_numel)
@@ -114,6 +115,7 @@ class Engine:
             self.zero,
             self._kept_inputs(activation),
             mesh.pp,
+            self.spec.route,
             activation,
             self.tracker,
             self.tied,

@@ -43,12 +43,14 @@ from megazero.plan.operations import (
     SumReplicated,
     SumTied,
     Sync,
+    Transfer,
     Update,
     Wait,
     name_of,
 )
 from megazero.plan.program import Program
 from megazero.plan.rank_spec import Layer
+from megazero.plan.topology import Route
 from megazero.zero.adamw import StepParams
 from megazero.zero.zero import Zero
 
@@ -105,12 +107,13 @@ class Interpreter:
         zero: Zero,
         kept: KeptInputs | None,
         pp: Axis,
+        route: Callable[[Transfer], Route],
         activation: ActivationSpec,
         tracker: MemoryTracker,
         tied: str | None,
     ) -> None:
         self.layers, self.zero, self.units, self._kept = layers, zero, zero.units, kept
-        self.pp, self.activation, self.tracker, self.tied = pp, activation, tracker, tied
+        self.pp, self.route, self.activation, self.tracker, self.tied = pp, route, activation, tracker, tied
         self.pending: dict[Op, Pending] = {}
         self.gathered: set[str] = set()
         self.current: Op | None = None
@@ -303,7 +306,8 @@ class Interpreter:
         shape, dtype, device = self.activation
         x = torch.empty(shape, dtype=dtype, device=device)
         allocation = self.tracker.allocate("buffers", x.nbytes)
-        receive = self.pp.start_recv(x, -1 if op.what == "x" else 1, self._tag(op))
+        step, lane = self.route(op)
+        receive = self.pp.start_recv(x, -step, lane, self._tag(op))
 
         def received() -> None:
             receive.wait()
@@ -315,7 +319,7 @@ class Interpreter:
     def _send(self, op: Send) -> Pending:
         x = (self.x if op.what == "x" else self.dx).pop(op.micro_batch).contiguous()
         allocation = self.tracker.allocate("buffers", x.nbytes)
-        send = self.pp.start_send(x, 1 if op.what == "x" else -1, self._tag(op))
+        send = self.pp.start_send(x, *self.route(op), self._tag(op))
 
         def sent() -> None:
             send.wait()

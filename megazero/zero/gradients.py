@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from megazero.comm.collectives import Pending
@@ -25,7 +27,8 @@ class UnitGradients:
         self._persistent: tuple[torch.Tensor | None, torch.Tensor | None] = None, None  # see bind_persistent
         self._untouched: set[Weight] = set()  # no contribution in `unsharded` yet
         self._trainable = {member.weight for member in unit.members if member.trains}
-        self._windows = {member.weight: member.window.slice() for member in unit.members}
+        # shape, strides and offset of each weight: one view per contribution, not a slice and a view of it
+        self._windows = {m.weight: (m.block.stored, _strides(m.block.stored), m.window.start) for m in unit.members}
 
     # -- memory
 
@@ -76,7 +79,8 @@ class UnitGradients:
     def accumulate(self, weight: Weight, write: GradWriter) -> None:
         """Let `write` write or add to the weight's window of the unsharded buffer."""
         assert self.unsharded is not None, f"the gradients of {self.unit.name} are not open"
-        window = self.unsharded.data[self._windows[weight]].view(weight.block.stored)
+        data, (shape, strides, start) = self.unsharded.data, self._windows[weight]  # it may be a part of an arena
+        window = data.as_strided(shape, strides, data.storage_offset() + start)
         write(window, weight not in self._untouched)
         self._untouched.discard(weight)
 
@@ -157,6 +161,11 @@ class UnitGradients:
             if buffer is not None:
                 buffer.allocation.end()
         self.unsharded = self.sharded = None
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def square_sum(values: torch.Tensor) -> torch.Tensor:

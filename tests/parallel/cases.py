@@ -158,8 +158,12 @@ def evaluate(rank: int, case: Case) -> tuple[float, int]:
 
 def train(rank: int, case: Case, steps: int = STEPS) -> Outcome:
     """Train a few steps as rank `rank` of a case."""
-    engine = new_engine(rank, case)
-    mesh = engine.mesh
+    return train_on(Mesh.build(case.layout, rank, torch.device("cpu")), case, steps)
+
+
+def train_on(mesh: Mesh, case: Case, steps: int = STEPS) -> Outcome:
+    """Train a few steps on a mesh of the case's layout."""
+    engine = Engine(case.config(), mesh)
     outcome = Outcome([], [], [], [])
     before = mesh.sent()
     for step in range(steps):

@@ -33,7 +33,7 @@ def spans_of(timing: Timing, rank: int) -> list[Span]:
 def test_measured_equals_simulated_on_the_simulations_own_time_line(
     schedule: str, ranks: int, micro_batches: int
 ) -> None:
-    timing = play(schedule, ranks, micro_batches, chunks=2 if schedule == "interleaved" else 1)
+    timing = play(schedule, ranks, micro_batches, chunks=1 + SCHEDULES[schedule].virtual_stages)
     found = bubble([stage_times(spans_of(timing, rank)) for rank in range(ranks)])
     assert found == pytest.approx(timing.bubble, abs=1e-9)
     if schedule in ("1f1b", "gpipe"):

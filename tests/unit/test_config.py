@@ -416,7 +416,18 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         9,
         "--pipeline-schedule interleave: .* none of that name, but gpipe, .*; did you mean interleaved",
     ),
-    ({"zero_bubble_backlog": 1}, 1, 9, "--zero-bubble-backlog 1 is about --pipeline-schedule zero-bubble, not 1f1b"),
+    (
+        {"pipeline_schedule": "zero-bubble-v", "virtual_pipeline_stages": 3},
+        2,
+        9,
+        "--virtual-pipeline-stages 3 with --pipeline-schedule zero-bubble-v: .* 2 virtual stages per rank; use 2",
+    ),
+    (
+        {"zero_bubble_backlog": 1},
+        1,
+        9,
+        "--zero-bubble-backlog 1 is about --pipeline-schedule zero-bubble, zero-bubble-v, not 1f1b",
+    ),
     ({"keep_last": 2}, 1, 9, "--keep-last 2 needs --save DIR"),
     ({"profile_iterations": "2:3"}, 1, 9, "--profile-iterations 2:3 needs --log-dir DIR"),
     *(

@@ -12,6 +12,7 @@ import pytest
 from megazero.config.schema import ActivationConfig, Config, ModelConfig, ParallelConfig
 from megazero.plan.parameters import non_block_costs
 from megazero.plan.resolve import resolve
+from megazero.plan.schedules import placement
 from megazero.plan.split import NonBlockCosts, even_split, rank_costs, split_by_cost
 from megazero.plan.topology import Layout
 from megazero.price.report import split_line, table
@@ -26,15 +27,16 @@ def splits(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("head", [0.0, 0.17, 0.9, 2.5, 6.0])
+@pytest.mark.parametrize("v_shaped", [False, True])
 @pytest.mark.parametrize(("pp", "chunks"), [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (3, 2)])
-def test_no_split_has_a_faster_busiest_rank(pp: int, chunks: int, head: float) -> None:
+def test_no_split_has_a_faster_busiest_rank(pp: int, chunks: int, v_shaped: bool, head: float) -> None:
     """All splits are tried; the even one may be 1 % slower."""
-    cost = NonBlockCosts(0.01, head)
+    cost, place = NonBlockCosts(0.01, head), placement(pp, chunks, v_shaped)
     for layers in range(pp * chunks, 10):
-        best = min(max(rank_costs(s, pp, cost)) for s in splits(layers, pp * chunks))
-        found = split_by_cost(layers, pp, chunks, cost)
+        best = min(max(rank_costs(s, place, cost)) for s in splits(layers, pp * chunks))
+        found = split_by_cost(layers, place, cost)
         assert sum(found) == layers and 0 not in found[:-1]
-        assert max(rank_costs(found, pp, cost)) <= best / 0.99 + 1e-9
+        assert max(rank_costs(found, place, cost)) <= best / 0.99 + 1e-9
         if head == 0.0:
             assert found == even_split(layers, pp * chunks)
 
@@ -44,8 +46,10 @@ def test_the_head_is_counted_in_blocks_by_its_flops() -> None:
     cost = non_block_costs(SMALL, ActivationConfig())
     assert cost.head == pytest.approx(77.19 / 17.30, rel=1e-3) and cost.embedding < 1e-3
     assert non_block_costs(SMALL, ActivationConfig(recompute="full")).head == pytest.approx(0.75 * cost.head)
-    assert split_by_cost(12, 4, 1, cost) == (4, 4, 4, 0)
-    assert split_by_cost(12, 2, 2, cost) == (4, 4, 4, 0)  # rank 0: 8 blocks; rank 1: 4, and 4.5 for the head
+    assert split_by_cost(12, placement(4, 1, False), cost) == (4, 4, 4, 0)
+    # in turn, rank 0: 8 blocks; rank 1: 4, and 4.5 for the head. As a V, rank 0: 4, and the head; rank 1: 8
+    assert split_by_cost(12, placement(2, 2, False), cost) == (4, 4, 4, 0)
+    assert split_by_cost(12, placement(2, 2, True), cost) == (4, 4, 4, 0)
 
 
 def resolved(split: str = "", vocabulary: int = 50257, **parallel: int | str) -> tuple[Config, Layout]:
