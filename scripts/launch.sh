@@ -67,6 +67,11 @@ if ! $nproc_given; then # torch counts what CUDA_VISIBLE_DEVICES leaves
 fi
 [[ $nproc =~ ^[1-9][0-9]*$ ]] || fail "--nproc '$nproc' is not a number of ranks; give one from 1, such as --nproc 2"
 
+# A rank holds a connection to many others, and files of data: the soft limit of 1,024 is too low for large jobs.
+files=$(ulimit -H -n)
+[[ $files =~ ^[0-9]+$ ]] && ((files < 65536)) || files=65536
+ulimit -S -n "$files" || true
+
 cores=$(nproc)
 threads=$((cores / nproc))
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"

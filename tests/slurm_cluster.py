@@ -152,6 +152,13 @@ class SlurmCluster:
             self._nodes.append(init)
         self.poll(self._all_idle, "slurmctld and slurmd")
 
+    def fail(self, node: str) -> None:
+        """End a node with all its tasks, as by a power cut."""
+        process = self._nodes[self.nodes.index(node)]
+        process.kill()
+        process.wait()
+        self._processes.remove(process)
+
     def stop(self) -> None:
         """End what `start` began, and nothing else: the nodes with all their tasks, then the two daemons."""
         for process in reversed(self._processes):

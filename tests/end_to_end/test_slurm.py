@@ -175,6 +175,61 @@ def test_a_job_near_its_limit_saves_is_requeued_and_ends_with_the_same_curve(clu
     ]
 
 
+@pytest.mark.slow  # SLURM takes 10 s to see that a node is gone, and waits before it requeues
+def test_a_node_that_fails_costs_the_work_since_the_last_save(tmp_path, model):
+    """Two of three nodes train; one fails; SLURM requeues the job, which goes on with the third; the same curve."""
+    if reason := missing():
+        pytest.skip(reason)
+    saved, run = tmp_path / "saved", tmp_path / "run"
+    flags = [*map(str, model), "--train-iters", "60", "--zero-stage", "2"]
+    where = ["--save", str(saved), "--log-dir", str(run), "--save-interval", "5"]
+    with slurm_cluster(num_nodes=3) as cluster:
+        program = {"PROGRAM": str(ROOT / "pretrain_gpt.py"), "OMP_NUM_THREADS": "1"}
+        job_id = submit(cluster, tmp_path, ["--nodes=2", "--ntasks-per-node=1"], [*flags, *where], **program)
+        started(cluster, job_id, run, lines=6)
+        cluster.fail("node1")
+        job = cluster.wait(job_id, timeout=240)
+        log = batch_log(tmp_path, job)
+        assert (job.state, job.exit_code, job.fields["Restarts"]) == ("COMPLETED", "0:0", "1"), log
+        assert job.fields["NodeList"] == "node[0,2]"
+    done = pretrain(*flags, "--log-dir", tmp_path / "whole", ranks=2)
+    assert done.returncode == 0, done.stderr
+    curves = [[(m["iteration"], m["loss"]) for m in metrics(folder)] for folder in (run, tmp_path / "whole")]
+    assert curves[0] == curves[1] and len(curves[0]) == 60
+
+
+@pytest.mark.slow
+def test_jobs_of_a_chain_follow_each_other(cluster, tmp_path, model):
+    """--dependency=singleton: the second begins when the first has ended, early, and goes on from its checkpoint."""
+    saved, run = str(tmp_path / "saved"), tmp_path / "run"
+    flags = [*map(str, model), "--train-iters", "60", "--save", saved, "--load", saved, "--log-dir", str(run)]
+    options = ["--nodes=1", "--ntasks-per-node=1", "--job-name=chain", "--dependency=singleton"]
+    program = {"PROGRAM": str(ROOT / "pretrain_gpt.py"), "OMP_NUM_THREADS": "1", "REQUEUE": "0"}
+    first, second = (submit(cluster, tmp_path, options, flags, **program) for _ in range(2))
+    started(cluster, first, run)
+    assert cluster.job(second).state == "PENDING"
+    cluster.run("scancel", "--batch", "--signal=USR1", str(first))
+    job = cluster.wait(first)
+    assert (job.state, job.exit_code) == ("FAILED", "75:0"), batch_log(tmp_path, job)
+    job = cluster.wait(second, timeout=120)
+    assert (job.state, job.exit_code) == ("COMPLETED", "0:0"), batch_log(tmp_path, job)
+    assert [m["iteration"] for m in metrics(run)] == list(range(1, 61))
+    assert "going on after iteration" in rank_logs(run, job)[0].read_text()
+
+
+@pytest.mark.slow
+def test_a_script_of_the_paper_starts_its_preset(cluster, tmp_path):
+    """The program is a stand-in, on fewer ranks; what follows the script comes last."""
+    options = ["--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", f"--output={tmp_path}/slurm-%j.out"]
+    script = ROOT / "scripts" / "slurm" / "pretrain_100b.sbatch"
+    job_id = cluster.submit(*options, script, "--log-dir", str(tmp_path / "run"), cwd=ROOT, **PROGRAM)
+    job = cluster.wait(job_id)
+    assert (job.state, job.exit_code) == ("COMPLETED", "0:0"), batch_log(tmp_path, job)
+    found = reports(tmp_path / "run", job)
+    assert len(found) == 4 and found[0]["argv"][:2] == ["--preset", "zero-100b"]
+    assert found[0]["argv"][-2:] == ["--log-dir", str(tmp_path / "run")]
+
+
 @pytest.mark.slow
 def test_a_cancelled_job_saves_and_is_not_requeued(cluster, tmp_path, model):
     where = ["--save", str(tmp_path / "saved"), "--log-dir", str(tmp_path / "run")]

@@ -1,0 +1,55 @@
+"""scripts/slurm/pretrain_*.sbatch and scripts/pretrain_*.sh: each starts the preset that its name says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megazero.config.cli import parse
+from tests.unit.test_presets import SHAPES
+
+ROOT = Path(__file__).parents[2]
+SLURM = sorted((ROOT / "scripts" / "slurm").glob("pretrain_*.sbatch"))
+ONE_MACHINE = sorted((ROOT / "scripts").glob("pretrain_*.sh"))
+
+
+def test_every_run_of_the_paper_has_a_script() -> None:
+    sizes = {re.fullmatch(r"pretrain_(.*)\.sbatch", path.name)[1] for path in SLURM}
+    assert sizes == {name.removeprefix("zero-") for name in SHAPES if name.startswith("zero-")}
+    assert len(ONE_MACHINE) == 4
+
+
+@pytest.mark.parametrize("path", SLURM, ids=lambda path: path.stem)
+def test_a_slurm_script_asks_for_the_ranks_of_its_preset(path: Path) -> None:
+    """The flags that it adds are parsed, and handed to pretrain.sbatch with the user's behind them."""
+    text = path.read_text()
+    asked = {key: int(number) for key, number in re.findall(r"^#SBATCH --([a-z-]+)=(\d+)$", text, re.MULTILINE)}
+    preset = f"zero-{path.stem.removeprefix('pretrain_')}"
+    assert asked["nodes"] * asked["ntasks-per-node"] == SHAPES[preset][0]
+    assert asked["gpus-per-node"] == asked["ntasks-per-node"]
+    flags = re.search(r"pretrain\.sbatch (.*) \"\$@\"", text, re.DOTALL)[1].replace("\\\n", "").split()
+    config = parse([*flags, "--save", "runs/a"])
+    assert config.preset == preset and config.checkpoint.async_save and config.monitor.hang_timeout == 8
+    done = subprocess.run(["bash", path], cwd=ROOT, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"})
+    assert done.returncode == 2 and "not inside a SLURM job" in done.stderr
+
+
+@pytest.mark.parametrize("path", ONE_MACHINE, ids=lambda path: path.stem)
+def test_a_script_for_one_machine_prints_its_command_and_runs_it(path: Path, tmp_path: Path) -> None:
+    """The interpreter is a stand-in that prints what it was given, and its limit of open files."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/bash\necho "files: $(ulimit -n) of $(ulimit -H -n)"; printf "%s\\n" "$@"\n')
+    python.chmod(0o755)
+    command = ["bash", "-c", 'ulimit -S -n 256; exec "$@"', "-", "bash", path, "--nproc", "2", "--lr", "5e-4"]
+    env = {"PATH": "/usr/bin:/bin", "PYTHON": str(python)}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    said, limit, *words = done.stdout.splitlines()
+    assert said.startswith("command: bash ") and "--nproc 2 --lr 5e-4" in said
+    flags = words[words.index(str(ROOT / "pretrain_gpt.py")) + 1 :]
+    assert parse([*flags, "--save", "runs/a"]).optimizer.lr == 5e-4
+    soft, hard = re.fullmatch(r"files: (\w+) of (\w+)", limit).groups()
+    assert int(soft) == (min(int(hard), 65536) if hard.isdecimal() else 65536)
