@@ -38,6 +38,11 @@ class BackgroundSaver:
         """Host memory of the copies."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
+    @property
+    def busy(self) -> bool:
+        """True if the save that was started is not done yet."""
+        return self._running is not None and not self._running.done()
+
     def start(self, root: Path, iteration: int, shards: Mapping[str, LocalShard], state: dict[str, Any]) -> None:
         """Copy the shards, which may change once this returns, and begin to write them. The last save is finished."""
         assert self._running is None, "finish the last save first"

@@ -272,7 +272,10 @@ class CheckpointConfig:
     """Keep checkpoints whose iteration is a multiple of this, besides those of --keep-last. 0: none."""
     async_save: bool = False
     """Write checkpoints in the background: training stops only for a copy to host memory, which is as large as what a
-    rank saves. A save waits for the one before it."""
+    rank saves. See --on-save-busy."""
+    on_save_busy: Literal["wait", "skip"] = "wait"
+    """--async-save: when a save is due and the one before it is still being written, wait for that, or skip the new
+    one. The last save of a run waits."""
     on_save_error: Literal["continue", "stop"] = "continue"
     """Reaction to a save that fails: say so and train on, or end the run. The last save's failure always ends it."""
     exit_interval: Iterations = 0

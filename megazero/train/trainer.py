@@ -302,6 +302,9 @@ class Trainer:
         options, iteration = self.config.checkpoint, self.progress.iteration
         if not options.save:
             return
+        if not last and options.on_save_busy == "skip" and self._any_busy():
+            self.say(f"--on-save-busy skip: iteration {iteration} is not saved, for iteration {self.saved_at} still is")
+            return
         self._finish_save(last and self.saved_at == iteration)
         if self.saved_at == iteration:
             return
@@ -328,6 +331,11 @@ class Trainer:
                 self._finish_save(last)
         else:
             self._outcome(lambda: checkpoint.save(root, iteration, shards, state.to_json(), group), last)
+
+    def _any_busy(self) -> bool:
+        """Return true if any rank is still writing; agreed over the world."""
+        busy = torch.tensor(self.saver is not None and self.saver.busy, dtype=torch.int32, device=self.mesh.device)
+        return bool(self.mesh.world.all_reduce_(busy, op=MAX, kind="control"))
 
     def _finish_save(self, last: bool = False) -> None:
         """Wait for a save in the background, if there is one."""

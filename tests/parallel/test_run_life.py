@@ -6,6 +6,7 @@ import contextlib
 import os
 import resource
 import signal
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from megazero import checkpoint
+from megazero.checkpoint import storage
 from megazero.checkpoint.planning import RankPlan
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import (
@@ -330,6 +332,38 @@ def test_a_save_in_the_background_is_the_same_checkpoint(ranks: Any, corpus: str
     for iteration in (2, 3, 4, 5):
         found, wanted = (weights(tmp_path / name / f"iter_000000{iteration}") for name in ("later", "now"))
         assert torch.equal(found, wanted)
+
+
+def slow_disk(rank: int, config: Config) -> None:
+    """Rank 1's first write ends when its fourth iteration begins."""
+    run, may_write = trainer(rank, 2, config), threading.Event()
+    step, host_bytes = run.engine.train_step, storage.host_bytes
+
+    def stepped(iteration: int, batches: Any) -> Any:
+        if iteration == 4:
+            may_write.set()
+        return step(iteration, batches)
+
+    def slow(tensor: torch.Tensor) -> memoryview:
+        may_write.wait()
+        return host_bytes(tensor)
+
+    run.engine.train_step = stepped
+    if rank == 1:
+        storage.host_bytes = slow
+    try:
+        quietly(run)
+    finally:
+        storage.host_bytes = host_bytes
+
+
+def test_a_save_that_is_due_while_another_is_written_is_skipped_if_told(
+    ranks: Any, corpus: str, tmp_path: Path
+) -> None:
+    """On both ranks, although rank 0 is done with its part; the last one is saved in any case."""
+    options = {"save_interval": 1, "async_save": True, "on_save_busy": "skip"}
+    ranks(2).run(slow_disk, configured(corpus, tmp_path, 5, **options))
+    assert {1, 5} <= set(names(tmp_path)) and not {2, 3} & set(names(tmp_path))
 
 
 def small_disk(rank: int, config: Config) -> tuple[int, str]:

@@ -52,7 +52,8 @@ COMING = set(
 # 81: loss of a checkpoint, without training (--eval-only), and of which data (--eval-split).
 # 87: llama-like models: which architecture, and the four numbers and the bias in which published ones differ.
 # 90: minutes without progress that end a run (--hang-timeout); how often ranks and copies are compared, at a cost.
-NUM_OPTIONS = 90
+# 91: a save that is due while the last one is written: training stops, or a checkpoint is missed (--on-save-busy).
+NUM_OPTIONS = 91
 
 DEFAULTS = {
     "precision": "fp32",
