@@ -7,6 +7,7 @@ reading a device may never end.
 import errno
 import json
 import os
+import shutil
 import stat
 import uuid
 import zlib
@@ -212,6 +213,32 @@ def replacing(path: str | os.PathLike[str], *, durable: bool = True) -> Iterator
         part.unlink(missing_ok=True)
 
 
+@contextmanager
+def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A folder under a passing name, which becomes `path`, whole and on the disk, when the block ends.
+
+    An exception leaves nothing behind. What a process that was killed left there is deleted by the next.
+
+    Raises:
+        ValueError: `path` is a file, or a folder that is not empty.
+    """
+    target = Path(os.path.abspath(path))
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{os.fspath(path)} is there already; name another folder, or delete it")
+    part = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        yield part
+        for entry in sorted(part.rglob("*"), reverse=True):
+            sync_folder(entry)
+        sync_folder(part)
+        os.replace(part, target)
+        sync_folder(target.parent)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
 def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
     """Replace `path` by a file of these bytes, durably; OSError leaves the old one and nothing else."""
     with replacing(path) as file:
@@ -224,7 +251,7 @@ def replace_file(path: str | os.PathLike[str], text: str) -> None:
 
 
 def sync_folder(path: str | os.PathLike[str]) -> None:
-    """Make renames in a folder last through a power cut."""
+    """Make renames in a folder, or what was written to a file, last through a power cut."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""Look at checkpoints: what there is, whether it is whole, what is in it.
+"""Look at checkpoints: what there is, whether it is whole, what is in it. Hand them to Hugging Face, and back.
 
 python scripts/checkpoint.py list runs/a              every checkpoint of a folder, and which one a resume takes
 python scripts/checkpoint.py verify runs/a            read and check every byte; exit code 1 if anything is damaged
 python scripts/checkpoint.py show runs/a/iter_0000100 the run, its layout, its tensors
+python scripts/checkpoint.py export --to hf --output exports/a runs/a    a folder for transformers' from_pretrained
+python scripts/checkpoint.py import --from hf exports/a --output runs/b  weights for --load runs/b --finetune
 """
 
 from __future__ import annotations
@@ -13,15 +15,19 @@ import sys
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tyro
 
+from data_tools.tool import progress_bar
 from megazero import checkpoint
 from megazero.checkpoint import verify
 from megazero.checkpoint.manifest import MANIFEST, read_manifest, unchecked_state
+from megazero.config.schema import BYTES
+from megazero.data.tokenizer import Tokenizer, load_tokenizer
+from megazero.files import explain
 from megazero.train.loggers import size
 from megazero.train.run_state import RunState
 
@@ -48,6 +54,37 @@ class Show:
 
     folder: Annotated[Path, tyro.conf.Positional]
     """One iter_NNNNNNN, or a folder of them: then the one that a resume takes."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write a checkpoint of any layout as a model of another library. Memory stays that of a few tensors."""
+
+    folder: Annotated[Path, tyro.conf.Positional]
+    """One iter_NNNNNNN, or a folder of them: then the one that a resume takes."""
+    output: Path
+    """Folder to make: it appears whole or not at all."""
+    to: Literal["hf"] = "hf"
+    """hf: a Hugging Face model: safetensors, config.json, generation_config.json and the tokenizer."""
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Type of the weights."""
+    max_shard_size: float = 5.0
+    """GiB of a safetensors file at most; a single tensor may be larger."""
+    tokenizer: str = ""
+    """Tokenizer to put beside the weights, as --tokenizer of pretrain_gpt.py. Empty: that of the checkpoint's run.
+    none: no tokenizer."""
+
+
+@dataclass(frozen=True)
+class Import:
+    """Write another library's model as a checkpoint of weights alone, which --load takes to begin a run with."""
+
+    folder: Annotated[Path, tyro.conf.Positional]
+    """Folder of the model: config.json, safetensors and, where there is one, the tokenizer."""
+    output: Path
+    """Folder of checkpoints to make: it appears whole or not at all."""
+    source: Annotated[Literal["hf"], tyro.conf.arg(name="from")] = "hf"
+    """hf: a Hugging Face model."""
 
 
 def printed(rows: list[tuple[str, ...]]) -> None:
@@ -137,14 +174,80 @@ def show_checkpoint(options: Show) -> int:
     return 0
 
 
-def main(options: List | Verify | Show) -> int:
-    if isinstance(options, List):
-        return list_checkpoints(options)
-    return verify_checkpoints(options) if isinstance(options, Verify) else show_checkpoint(options)
+def tokenizer_of(spec: str, state: RunState, path: Path) -> Tokenizer | None:
+    """The tokenizer of an export; None where neither a flag nor the run names one."""
+    if spec == "none":
+        return None
+    if not spec:
+        try:
+            spec = state.tokenizer(path)
+        except ValueError:
+            print("the run had no tokenizer, and the export has none; --tokenizer adds one", file=sys.stderr)
+            return None
+    return load_tokenizer(spec)
+
+
+def export_checkpoint(options: Export) -> int:
+    from megazero.huggingface.export import export, shapes_of
+
+    path = checkpoint.find(options.folder)
+    if path is None:
+        raise ValueError(f"{options.folder} holds no checkpoint")
+    if not 0 < options.max_shard_size < float("inf"):
+        raise ValueError(f"--max-shard-size {options.max_shard_size}: must be a number of GiB above 0, such as 5")
+    state = RunState.read(path)
+    model = state.model_config(path)
+    tokenizer = tokenizer_of(options.tokenizer, state, path)
+    if tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
+        raise ValueError(
+            f"--tokenizer {tokenizer.spec} has {tokenizer.vocab_size} tokens, and the model {model.vocab_size}; name "
+            "the run's own"
+        )
+    total = BYTES[options.dtype] * sum(prod(shape) for shape in shapes_of(model).values())
+    with progress_bar("exporting", total) as bar:
+        shard_bytes = int(options.max_shard_size * 2**30)
+        same = export(path, options.output, tokenizer, options.dtype, shard_bytes, lambda n: bar.advance(n, n))
+    print(f"wrote {options.output}: {size(total)} of {options.dtype} weights, of {path}")
+    if not same:
+        print(
+            f"WARNING: transformers gives other ids than --tokenizer {tokenizer.spec} for some texts, since it does "
+            "not know how that one normalises them",
+            file=sys.stderr,
+        )
+    return 0
+
+
+def import_checkpoint(options: Import) -> int:
+    from megazero.huggingface.export import shapes_of
+    from megazero.huggingface.importing import import_model, read_config
+
+    _, model = read_config(options.folder)
+    total = BYTES["fp32"] * sum(prod(shape) for shape in shapes_of(model).values())
+    with progress_bar("importing", total) as bar:
+        found = import_model(options.folder, options.output, lambda n: bar.advance(n, n))
+    print(f"wrote {options.output}: {size(total)} of fp32 weights, of {options.folder}. To train on from there:")
+    print(
+        f"  python pretrain_gpt.py --preset {options.output}/config.toml --load {options.output} --data-path PREFIX ..."
+    )
+    if not found.has_tokenizer:
+        print(f"{options.folder} has no tokenizer; give --tokenizer to whatever needs one", file=sys.stderr)
+    return 0
+
+
+COMMANDS = {
+    List: list_checkpoints,
+    Verify: verify_checkpoints,
+    Show: show_checkpoint,
+    Export: export_checkpoint,
+    Import: import_checkpoint,
+}
 
 
 if __name__ == "__main__":
     try:
-        sys.exit(main(tyro.cli(List | Verify | Show, description=__doc__)))
+        chosen = tyro.cli(List | Verify | Show | Export | Import, description=__doc__)
+        sys.exit(COMMANDS[type(chosen)](chosen))
     except ValueError as error:
         sys.exit(f"ValueError: {error}")
+    except OSError as error:
+        sys.exit(f"OSError: {explain(error)}")

@@ -1,130 +1,179 @@
 #!/usr/bin/env python3
-"""Generate text from a checkpoint, whatever layout saved it, in one process.
+"""Generate text from a checkpoint, whatever layout saved it: in one process, or on tensor- and pipeline-parallel ranks.
 
-Example: python scripts/generate.py --load runs/quickstart/checkpoints --prompt "HAMLET:" --max-new-tokens 100
+python scripts/generate.py --load runs/a --prompt "HAMLET:" --prompt "OPHELIA:" --max-new-tokens 100
+PROGRAM=scripts/generate.py bash scripts/launch.sh --nproc 2 --load runs/a --tensor-model-parallel-size 2
 """
 
 from __future__ import annotations
 
+import json
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch
+import tyro
 
 from megazero import checkpoint
-from megazero.checkpoint import LocalShard
 from megazero.comm import launch
 from megazero.comm.mesh import Mesh
-from megazero.config.schema import ModelConfig
-from megazero.data.tokenizer import Tokenizer, load_tokenizer
-from megazero.memory.tracker import MemoryTracker
-from megazero.model.context import Context, MicroBatchInfo, ResidualStream
-from megazero.model.stage import Stage
+from megazero.config.schema import Config, ModelConfig, ParallelConfig
+from megazero.data.tokenizer import Tokenizer, end_of_document, load_tokenizer
+from megazero.files import explain, read_regular
+from megazero.generation.generate import Generator, Text
+from megazero.generation.model import InferenceModel
+from megazero.generation.sampling import Sampling
+from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
 from megazero.train.run_state import RunState
+
+TIMEOUT_MINUTES = 10.0
 
 
 @dataclass(frozen=True)
 class Options:
-    """Generate text from a checkpoint, whatever layout saved it, in one process."""
+    """Generate text from a checkpoint, whatever layout saved it. Each text is printed with its prompt."""
 
     load: str
     """Folder of checkpoints, or one of its iter_NNNNNNN."""
-    prompt: str = "\n"
-    """Text to go on from."""
+    prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Text to go on from; may be given several times. Without any prompt, a new line."""
+    prompt_file: str = ""
+    """File with a prompt per line; in a .jsonl file a line is an object with the text as `prompt`."""
     tokenizer: str = ""
-    """Empty: that of the checkpoint's run."""
+    """Tokenizer, as --tokenizer of pretrain_gpt.py. Empty: that of the checkpoint's run."""
     max_new_tokens: int = 100
-    """Tokens to generate at most; an end-of-document token ends the text."""
+    """Tokens to generate at most for each text; an end-of-document token ends it earlier. Beyond the model's
+    --seq-length tokens, only the last of these count, and each token takes the time of a whole window."""
     temperature: float = 0.8
     """Divides the logits. 0: always the likeliest token."""
     top_k: int = 50
     """Draw among this many likeliest tokens. 0: among all."""
+    top_p: float = 1.0
+    """Draw among the likeliest tokens whose probabilities reach this sum."""
     num_samples: int = 1
-    """Texts to generate."""
+    """Texts to generate for each prompt."""
+    batch_size: int = 16
+    """Texts that each data-parallel rank generates at once. They take memory for keys and values."""
     seed: int = 1234
-    """Seed of the draws."""
+    """Seed of the draws. A text does not depend on the batch that it is in."""
+    json: bool = False
+    """Print a JSON object per text instead: prompt, completion, finish (end of document, or length), tokens."""
+    tensor_model_parallel_size: int = 1
+    """Ranks that share every matrix of a layer; start them with torchrun, srun or scripts/launch.sh."""
+    pipeline_model_parallel_size: int = 1
+    """Stages that share the layers. Ranks beyond tensor x pipeline generate other texts."""
 
 
-def load_model(path: Path, model: ModelConfig, device: torch.device, precision: str = "fp32") -> Stage:
-    """The whole model in the precision of a checkpoint's master weights, read from there."""
-    alone = Mesh.build(Layout(), 0, device)
-    context = Context(ResidualStream(alone.tp, sharded=False), MemoryTracker(), precision, device)
-    stage = Stage(model, range(model.num_layers), context)
-    shards = {}
-    for weights in stage.units.values():
-        for weight in weights:
-            spec, block = weight.spec, weight.block
-            flat = torch.zeros(block.stored_numel, dtype=context.dtype, device=device)  # padding rows stay zero
-            weight.data = flat.view(block.stored)
-            shards[f"model.{spec.name}"] = LocalShard(
-                spec.shape, block.offset, block.shape, 0, block.numel, flat[: block.numel]
-            )
-    checkpoint.load(path, shards, partial=True)
-    return stage
+def read_prompts(options: Options) -> list[str]:
+    """ValueError, naming the flag, for a prompt that is empty or a file that cannot be read."""
+    prompts = list(options.prompt)
+    if options.prompt_file:
+        try:
+            lines = read_regular(options.prompt_file).decode().splitlines()
+        except (OSError, ValueError) as error:
+            reason = explain(error) if isinstance(error, OSError) else error
+            raise ValueError(f"--prompt-file {options.prompt_file}: {reason}") from None
+        as_json = options.prompt_file.endswith(".jsonl")
+        prompts += [_prompt_of(options.prompt_file, i, line) if as_json else line for i, line in enumerate(lines, 1)]
+    if not all(prompts):
+        raise ValueError("--prompt is empty, or a line of --prompt-file; give at least one character")
+    if options.prompt_file and not prompts:
+        raise ValueError(f"--prompt-file {options.prompt_file} has no line; give a prompt per line")
+    return prompts or ["\n"]
 
 
-@torch.no_grad()
-def generate(
-    stage: Stage, model: ModelConfig, ids: list[int], options: Options, generator: torch.Generator, eod: int | None
-) -> list[int]:
-    """`ids` and what follows. Each step computes the last --seq-length tokens anew."""
-    for _ in range(options.max_new_tokens):
-        window = torch.tensor([ids[-model.seq_length :]], device=generator.device)
-        tokens = MicroBatchInfo.of(window, (0,), stage.stream, training=False)
-        x = stage.body(stage.embed(window, tokens), tokens)  # [s, h]
-        assert stage.head is not None
-        logits = stage.head.logits(x[-1])  # [v]
-        if options.temperature == 0:
-            token = int(logits.argmax())
-        else:
-            kept, which = logits.topk(min(options.top_k or len(logits), len(logits)))
-            drawn = torch.multinomial((kept / options.temperature).softmax(-1), 1, generator=generator)
-            token = int(which[drawn])
-        if token == eod:
-            break
-        ids = [*ids, token]
-    return ids
-
-
-def end_of_document(tokenizer: Tokenizer) -> int | None:
+def _prompt_of(path: str, number: int, line: str) -> str:
     try:
-        return tokenizer.eod
-    except ValueError:  # it has none: only --max-new-tokens ends a text
-        return None
+        prompt = json.loads(line)["prompt"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        prompt = None
+    if not isinstance(prompt, str):
+        raise ValueError(f"--prompt-file {path}: line {number} is no JSON object with a text as `prompt`")
+    return prompt
 
 
-def main(options: Options) -> None:
-    if options.temperature < 0 or options.top_k < 0 or options.max_new_tokens < 1:
-        raise ValueError("--temperature and --top-k must not be negative, and --max-new-tokens must be at least 1")
+def layout_of(model: ModelConfig, options: Options, world: launch.World) -> Layout:
+    """The layout of the ranks that were started. ValueError where the model or the ranks do not divide."""
+    tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
+    parallel = ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    _, layout = resolve(Config(model=model, parallel=parallel), world.size, 0)
+    return layout
+
+
+def show(texts: list[Text], tokenizer: Tokenizer, as_json: bool, several: bool) -> None:
+    for text in texts:
+        if as_json:
+            prompt, completion = (tokenizer.decode(ids) for ids in (text.ids[: text.num_prompt], text.new_ids))
+            record = {"prompt": prompt, "completion": completion, "finish": text.finish, "tokens": len(text.new_ids)}
+            print(json.dumps(record), flush=True)
+        else:
+            print(f"{tokenizer.decode(text.ids)}\n{'-' * 40}" if several else tokenizer.decode(text.ids), flush=True)
+
+
+def run(options: Options, world: launch.World) -> None:
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+    for flag in ("max_new_tokens", "num_samples", "batch_size"):
+        if getattr(options, flag) < 1:
+            raise ValueError(f"--{flag.replace('_', '-')} {getattr(options, flag)}: must be at least 1")
     path = checkpoint.find(Path(options.load))
     if path is None:
         raise ValueError(f"--load {options.load} holds no checkpoint; give the --save folder of a run")
     state = RunState.read(path)
     model = state.model_config(path)
+    layout = layout_of(model, options, world)
     tokenizer = load_tokenizer(options.tokenizer or state.tokenizer(path))
-    if options.tokenizer and tokenizer.vocab_size > model.vocab_size:
+    if tokenizer.vocab_size > model.vocab_size:
         raise ValueError(
-            f"--tokenizer {options.tokenizer} has {tokenizer.vocab_size} tokens, the model {model.vocab_size}"
+            f"--tokenizer {tokenizer.spec} has {tokenizer.vocab_size} tokens, the model {model.vocab_size}"
         )
-    device = launch.pick_device(launch.World(0, 1, 0, "single"))
-    stage = load_model(path, model, device, state.master_precision)
-    generator = torch.Generator(device).manual_seed(options.seed)
-    prompt = tokenizer.encode(options.prompt)
-    if not prompt:
-        raise ValueError("--prompt is empty; give at least one character")
-    for _ in range(options.num_samples):
-        text = tokenizer.decode(generate(stage, model, prompt, options, generator, end_of_document(tokenizer)))
-        print(f"{text}\n{'-' * 40}" if options.num_samples > 1 else text, flush=True)
+    prompts = [ids for ids in tokenizer.encode_batch(read_prompts(options)) for _ in range(options.num_samples)]
+    if not all(prompts):
+        raise ValueError("--prompt has no token; give other text")
+    device = launch.pick_device(world)
+    hosts = launch.start(world, device, TIMEOUT_MINUTES)
+    mesh = Mesh.build(layout, world.rank, device, TIMEOUT_MINUTES, check_buffers=False, hosts=hosts)
+    inference = InferenceModel(path, model, mesh, state.master_precision)
+    eod = end_of_document(tokenizer)
+    generator = Generator(inference, sampling, options.max_new_tokens, options.batch_size, eod)
+    start, tokens = time.perf_counter(), 0
+    for texts in generator.run(prompts):
+        show(texts, tokenizer, options.json, several=len(prompts) > 1)
+        tokens += sum(len(text.new_ids) for text in texts)
+    if world.rank == 0:
+        seconds = time.perf_counter() - start
+        rate = f"{tokens:,} tokens in {seconds:.1f} s: {tokens / seconds:,.1f} tokens/s"
+        print(f"generated {rate}", file=sys.stderr, flush=True)
+    launch.stop(world, TIMEOUT_MINUTES)
+
+
+def main(options: Options) -> None:
+    run(options, launch.read_world())
+
+
+def fail(world: launch.World, message: str) -> NoReturn:
+    """Say it and leave at once: ranks that wait for this one fail too, promptly."""
+    print(f"rank {world.rank}: {message}" if world.size > 1 else message, file=sys.stderr, flush=True)
+    launch.abort(1)
 
 
 if __name__ == "__main__":
-    import tyro
-
+    chosen = tyro.cli(Options)
+    ranks = launch.World(0, 1, 0, "single")
     try:
-        main(tyro.cli(Options))
+        ranks = launch.read_world()
+        launch.end_with_launcher(ranks)
+        run(chosen, ranks)
     except ValueError as error:
-        sys.exit(f"ValueError: {error}")
+        fail(ranks, f"ValueError: {error}")
+    except KeyboardInterrupt:
+        launch.abort(130)
+    except Exception as error:
+        import traceback
+
+        traceback.print_exc()
+        fail(ranks, f"{type(error).__name__}: {error}")

@@ -1,9 +1,4 @@
-"""Tensors on disk for torch.distributed.checkpoint: safetensors files and the manifest. See Note [On disk].
-
-The files are written here rather than by the safetensors library: one chunk at a time through the host, its
-checksum taken on the way, and flushed to the disk. The library reads them, and its reading checks the
-format.
-"""
+"""Tensors on disk for torch.distributed.checkpoint: safetensors files and the manifest. See Note [On disk]."""
 
 import contextlib
 import json
@@ -11,7 +6,7 @@ import os
 import zlib
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,54 +27,17 @@ from megazero.checkpoint.manifest import (
     Damaged,
     Manifest,
     damage,
-    dtype_name,
     key,
     missing_part,
     write_durably,
     write_manifest,
 )
 from megazero.checkpoint.planning import CoveredSavePlanner, file_name
-from megazero.files import OutputFile, open_regular, sync_folder
+from megazero.checkpoint.tensor_file import host_bytes, write_safetensors
+from megazero.files import open_regular, sync_folder
 
 # A thread's chunk is read from the disk while another's checksum is computed and a third is copied.
 READERS = 2
-
-
-def host_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor; a copy only where it is not in host memory."""
-    return tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data
-
-
-def write_safetensors(path: Path, chunks: Sequence[tuple[str, torch.Tensor]]) -> tuple[list[int], int]:
-    """Write (key, contiguous tensor) pairs as a safetensors file, durably.
-
-    Returns the CRC-32 of each chunk and the bytes of the file. OSError if the disk refuses. The file is:
-    u64 length of the header, little-endian; the header, JSON, padded with spaces so that data begins at a
-    multiple of 8; data.
-    """
-    header: dict[str, Any] = {}
-    position = 0
-    for name, tensor in chunks:
-        stop = position + tensor.nbytes
-        code = DTYPES[dtype_name(tensor.dtype)][1]
-        header[name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [position, stop]}
-        position = stop
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    checksums = []
-    file = OutputFile(path)
-    try:
-        file.write(len(text).to_bytes(8, "little") + text)
-        with ThreadPoolExecutor(1, "checksum") as pool:
-            for _, tensor in chunks:
-                data = host_bytes(tensor)
-                checksum = pool.submit(zlib.crc32, data)  # while the disk writes
-                file.write(data)
-                checksums.append(checksum.result())
-        file.sync()
-    finally:
-        file.close()
-    return checksums, 8 + len(text) + position
 
 
 @dataclass(frozen=True)

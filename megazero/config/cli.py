@@ -8,6 +8,7 @@ import functools
 import json
 import tomllib
 import typing
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -159,16 +160,21 @@ def _as_args(path: Path, key: str, value: Any, kind: Any) -> list[str]:
     return [f"--{key}", *map(str, values)]
 
 
-def to_toml(config: Config) -> str:
-    """Every flag but --preset, grouped: a preset that makes the same run again."""
+def to_toml(config: Config, only: Collection[str] | None = None) -> str:
+    """Every flag but --preset, grouped: a preset that makes the same run again.
+
+    Args:
+        only: options to write, under their names in `Config`; None: all.
+    """
     lines = []
     for group in dataclasses.fields(Config):
         section = getattr(config, group.name)
-        if dataclasses.is_dataclass(section):
+        if not dataclasses.is_dataclass(section):
+            continue
+        options = [option.name for option in dataclasses.fields(section) if only is None or option.name in only]
+        if options:
             lines.append(f"# {group.name}")
-            for option in dataclasses.fields(section):
-                value = getattr(section, option.name)
-                lines.append(f"{option.name.replace('_', '-')} = {_toml_value(value)}")
+            lines += [f"{name.replace('_', '-')} = {_toml_value(getattr(section, name))}" for name in options]
             lines.append("")
     return "\n".join(lines)
 

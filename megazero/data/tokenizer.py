@@ -107,6 +107,14 @@ def load_tokenizer(spec: str) -> Tokenizer:
     return _guarded(spec, lambda: _load_hugging_face(spec, Path(spec)))
 
 
+def end_of_document(tokenizer: Tokenizer) -> int | None:
+    """The end-of-document id, where there is one."""
+    try:
+        return tokenizer.eod
+    except ValueError:
+        return None
+
+
 def _guarded(spec: str, load: Callable[[], Tokenizer]) -> Tokenizer:
     """Whatever a library raises at a bad file (plain Exception, RuntimeError, ...) becomes one ValueError."""
     try:

@@ -160,7 +160,7 @@ class _Attention(nn.Module):
 
     def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
         super().__init__()
-        self.context = context
+        self.context, self.number = context, number
         self.num_heads = model.num_attention_heads // context.tp.size
         self.first_head = context.tp.rank * self.num_heads
         dropout = Dropout(model.attention_dropout, context.seed, number, "scores")
@@ -187,6 +187,9 @@ class Attention(_Attention):
     def forward(self, x: torch.Tensor, norm: nn.Module, tokens: MicroBatchInfo) -> torch.Tensor:
         """x [T', h] -> attention(norm(x)) [T', h]"""
         qkv = self.qkv(norm(x), self.context.recomputed(norm, x))  # [T, n/tp * 3 * d]
+        if tokens.cache is not None:
+            heads = qkv.view(len(qkv), self.num_heads, 3, -1).unbind(2)  # [T, n/tp, d] each
+            return self.proj(tokens.cache.attend(self.number, *heads, tokens.rows))
         return self.proj(self.core(qkv, len(tokens.samples), *self.backend(x, tokens)))  # [T, h/tp] -> [T', h]
 
 
@@ -215,6 +218,12 @@ class GroupedAttention(_Attention):
 
     def attend(self, query: torch.Tensor, kv: torch.Tensor, tokens: MicroBatchInfo) -> torch.Tensor:
         """query [T, n/tp * d], kv [T, g * 2 * d] -> [T, h/tp]"""
+        if tokens.cache is not None:
+            q = query.view(1, len(query), self.num_heads, -1)
+            k, v = kv.view(1, len(kv), -1, 2, q.shape[-1]).unbind(3)
+            cos, sin = self.rotary.tables_at(tokens.positions(q.device), q)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            return tokens.cache.attend(self.number, q[0], k[0], v[0], tokens.rows)
         q, k, v = _Groups.apply(query, kv, len(tokens.samples), self.num_heads, self.rotary)
         return self.core.attend(q, k, v, *self.backend(query, tokens))
 

@@ -14,6 +14,7 @@ from megazero.comm.collectives import Axis, Pending
 from megazero.memory.tracker import MemoryTracker
 from megazero.model.dropout import Rows
 from megazero.model.fused_ops import PLAIN, FusedOps
+from megazero.model.kv_cache import KVCache
 from megazero.model.matmul import TORCH, Products
 from megazero.model.weight import GradWriter, Weight
 from megazero.plan.parameters import GradientGroup, ParamSpec
@@ -155,6 +156,7 @@ class MicroBatchInfo(NamedTuple):
     samples: tuple[int, ...]  # their global numbers, for dropout
     training: bool  # else an evaluation, without dropout
     rows: tuple[Rows, ...]  # the tokens of the residual stream on this rank, sample by sample; a row is a position
+    cache: KVCache | None = None  # generation: attention reads earlier tokens there, and puts these there
 
     @classmethod
     def of(
@@ -170,6 +172,10 @@ class MicroBatchInfo(NamedTuple):
             rows.append(Rows(samples[sample], first, stop - at))
             at = stop
         return cls(length, samples, training, tuple(rows))
+
+    def positions(self, device: torch.device) -> torch.Tensor:
+        """Position of each of the residual stream's tokens within its sample, [T'] int64."""
+        return torch.cat([torch.arange(row.first, row.first + row.count, device=device) for row in self.rows])
 
     @property
     def dropout_rows(self) -> tuple[Rows, ...] | None:

@@ -39,8 +39,11 @@ class Rotary:
 
     def tables(self, x: torch.Tensor, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin, [s, 1, d/2] in x's dtype, for x [b, s, heads, d] from position `first` on."""
-        positions = torch.arange(first, first + x.shape[1], device=x.device).float()
-        angles = torch.outer(positions, self.frequencies(x.device))[:, None]
+        return self.tables_at(torch.arange(first, first + x.shape[1], device=x.device), x)
+
+    def tables_at(self, positions: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cos and sin, [s, 1, d/2] in x's dtype, for x [b, s, heads, d] at `positions` [s]."""
+        angles = torch.outer(positions.float(), self.frequencies(x.device))[:, None]
         return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
 
 

@@ -27,6 +27,7 @@ class RunState:
     sound: bool = True  # False: the last iterations before it made no update
     skipped_in_a_row: int = 0
     fingerprints: tuple[str, ...] = ()  # of the corpora of --data-path, in order
+    weights_only: bool = False  # imported: there are no moments to go on with
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"fingerprints": list(self.fingerprints)}
@@ -58,7 +59,8 @@ class RunState:
         for group, options in known["config"].items():
             _require(isinstance(options, (dict, str)), f"config.{group}", "an object")
         _require(isinstance(known.get("run", ""), str), "run", "a text")
-        _require(isinstance(known.get("sound", True), bool), "sound", "true or false")
+        for name in ("sound", "weights_only"):
+            _require(isinstance(known.get(name, True), bool), name, "true or false")
         prints = known.get("fingerprints", [])
         _require(isinstance(prints, list) and all(isinstance(p, str) and p.count(":") == 1 for p in prints), *_PRINTS)
         scale = known.get("loss_scale")

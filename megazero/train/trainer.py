@@ -391,11 +391,13 @@ class Trainer:
 
     def load(self, path: Path) -> None:
         start = time.perf_counter()
-        if self.config.checkpoint.finetune or self.config.evaluation.eval_only:
+        state = RunState.read(path, self.mesh.host_group)
+        if self.config.checkpoint.finetune or self.config.evaluation.eval_only or state.weights_only:
             self._load_weights(path)
             self.say(f"loaded the weights of {path} in {time.perf_counter() - start:.1f} s")
+            if self.config.evaluation.eval_only:
+                self.progress = Progress(state.iteration, state.consumed_samples)
             return
-        state = RunState.read(path, self.mesh.host_group)
         check_data(path, state, self.config, self.fingerprints)
         self.engine.wait()  # the initial weights, all-gathered late, must not overwrite what is loaded
         shards = self.engine.shards()
@@ -418,9 +420,6 @@ class Trainer:
         self.mesh.in_flight.check("loading a checkpoint", writes=[shard.data for shard in shards.values()])
         checkpoint.load(path, shards, self.mesh.host_group, partial=True)
         self.engine.load_state_dict({"updates": 0, "loss_scale": None})
-        if self.config.evaluation.eval_only:
-            state = RunState.read(path, self.mesh.host_group)
-            self.progress = Progress(state.iteration, state.consumed_samples)
 
     def describe(self, load: Path | None) -> None:
         """Print what is about to run, once."""

@@ -5,9 +5,9 @@ import signal
 import sys
 
 import pretrain_gpt
-from megazero.checkpoint import storage
+from megazero.checkpoint import tensor_file
 
 how, rank = signal.Signals[sys.argv[1]], sys.argv[2]
 if os.environ["RANK"] == rank:
-    storage.host_bytes = lambda tensor: os.kill(os.getpid(), how)
+    tensor_file.host_bytes = lambda tensor: os.kill(os.getpid(), how)
 pretrain_gpt.main(sys.argv[3:])

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.launcher import Ranks
+from megazero.comm.mesh import Mesh
+from megazero.generation.generate import Generator
+from megazero.generation.model import InferenceModel
+from megazero.generation.sampling import Sampling
+from megazero.plan.topology import Layout
+from megazero.train.run_state import RunState
 from scripts.generate import Options
 from scripts.generate import main as generate
 from tests.end_to_end.cli import pretrain
@@ -85,7 +94,7 @@ def ours(capsys: pytest.CaptureFixture[str], folder: Path, prompt: list[int], **
     """The texts of scripts/generate.py as tokens, without the prompt."""
     text = " ".join(f"w{i}" for i in prompt)
     capsys.readouterr()
-    generate(Options(load=str(folder / "saved"), prompt=text, **options))
+    generate(Options(load=str(folder / "saved"), prompt=(text,), **options))
     texts = [tokens_of(part) for part in capsys.readouterr().out.split("-" * 40) if part.strip()]
     assert all(tokens[: len(prompt)] == prompt for tokens in texts)
     return [tokens[len(prompt) :] for tokens in texts]
@@ -135,19 +144,24 @@ def test_the_end_of_a_document_ends_a_text(run, tmp_path: Path, capsys: pytest.C
 DRAWS = 400
 
 
-@pytest.mark.parametrize("temperature, top_k", [(1.0, 0), (0.4, 0), (2.5, 6), (1.0, 1), (1.0, 1000)])
+@pytest.mark.parametrize(
+    "temperature, top_k, top_p",
+    [(1.0, 0, 1.0), (0.4, 0, 1.0), (2.5, 6, 1.0), (1.0, 1, 1.0), (1.0, 1000, 1.0), (2.5, 0, 0.5), (2.0, 20, 0.7)],
+)
 def test_draws_are_distributed_as_theirs(
-    temperature: float, top_k: int, run, capsys: pytest.CaptureFixture[str]
+    temperature: float, top_k: int, top_p: float, run, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first new word, by transformers' own temperature and top-k: within five standard deviations and one draw."""
-    from transformers import TemperatureLogitsWarper, TopKLogitsWarper
+    """The first new word, by transformers' own warpers: within five standard deviations and one draw."""
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     folder, theirs = run
     scores = TemperatureLogitsWarper(temperature)(None, logits(theirs, PROMPT)[None])
     if top_k:
         scores = TopKLogitsWarper(top_k)(None, scores)
+    if top_p < 1:
+        scores = TopPLogitsWarper(top_p)(None, scores)
     wanted = scores.softmax(-1)[0].double()
-    options = {"temperature": temperature, "top_k": top_k, "num_samples": DRAWS, "max_new_tokens": 1}
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "num_samples": DRAWS, "max_new_tokens": 1}
     found = Counter(word for (word,) in ours(capsys, folder, PROMPT, **options))
     assert sum(found.values()) == DRAWS
     for word, p in enumerate(wanted.tolist()):
@@ -160,3 +174,137 @@ def test_the_seed_decides_the_draws(run, capsys: pytest.CaptureFixture[str]) -> 
     folder, _ = run
     first, again, other = (ours(capsys, folder, PROMPT, max_new_tokens=30, seed=seed) for seed in (3, 3, 4))
     assert first == again != other
+
+
+BATCH = [
+    [7],
+    [7, 3, 55, 12],
+    [60] * 10,
+    [(5 * i) % WORDS for i in range(LENGTH + 4)],
+    [1, 2, 3],
+    [9, 9, 4, 40, 21, 0, 8],
+]
+
+
+def wanted_greedy(theirs: Any, prompt: list[int], new: int, eod: int | None = None) -> list[int]:
+    """The likeliest tokens by transformers, window by window."""
+    ids = list(prompt)
+    for _ in range(new):
+        token = int(logits(theirs, ids).argmax())
+        if token == eod:
+            break
+        ids.append(token)
+    return ids[len(prompt) :]
+
+
+def words(ids: list[int]) -> str:
+    return " ".join(f"w{i}" for i in ids)
+
+
+def printed_json(capsys: pytest.CaptureFixture[str], **options: Any) -> list[dict[str, Any]]:
+    capsys.readouterr()
+    generate(Options(json=True, **options))
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_batch_says_what_each_prompt_alone_says(run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Prompts of different lengths, some beyond the window, ended by a document's end at different times."""
+    folder, theirs = run
+    free = [wanted_greedy(theirs, prompt, 9) for prompt in BATCH]
+    unasked = set(range(WORDS)).difference(*BATCH)
+    eod = Counter(token for text in free for token in text[1:] if token in unasked).most_common(1)[0][0]
+    wanted = [wanted_greedy(theirs, prompt, 9, eod) for prompt in BATCH]
+    assert len({len(text) for text in wanted}) > 2  # they end at different times
+    tokenizer = str(write_tokenizer(tmp_path / "other", eod))
+    prompts = tuple(words(prompt) for prompt in BATCH)
+    for batch_size in (2, 16):
+        options = {"max_new_tokens": 9, "temperature": 0, "tokenizer": tokenizer, "batch_size": batch_size}
+        found = printed_json(capsys, load=str(folder / "saved"), prompt=prompts, **options)
+        assert [tokens_of(one["completion"]) for one in found] == wanted
+        ends = ["length" if one["tokens"] == 9 else "end of document" for one in found]
+        assert [one["finish"] for one in found] == ends and len(set(ends)) == 2
+
+
+def test_each_token_is_computed_once(run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt, then one token at a time; behind the window all of it."""
+    computed, logits_of = [], InferenceModel.logits
+
+    def watched(self: Any, new: Any, cache: Any) -> Any:
+        computed.append([len(one.ids) for one in new])
+        return logits_of(self, new, cache)
+
+    monkeypatch.setattr(InferenceModel, "logits", watched)
+    folder, _ = run
+    printed_json(capsys, load=str(folder / "saved"), prompt=(words([1] * 7), words([2] * 9)), max_new_tokens=6)
+    assert computed == [[7, 9], [1, 1], [1, 1], [1, 11], [1, 11], [11, 11]]
+
+
+def test_a_text_does_not_depend_on_its_batch(run, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, _ = run
+    prompts = tuple(words(prompt) for prompt in BATCH)
+    found = [
+        printed_json(capsys, load=str(folder / "saved"), prompt=prompts, max_new_tokens=9, batch_size=size)
+        for size in (1, 4)
+    ]
+    assert found[0] == found[1]
+    assert len({one["completion"] for one in found[0]}) == len(BATCH)
+
+
+def test_prompts_of_a_file(run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, _ = run
+    (tmp_path / "prompts.txt").write_text("w1 w2\nw3\n")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "w1 w2", "id": 7}\n{"prompt": "w3"}\n')
+    options = {"load": str(folder / "saved"), "max_new_tokens": 3, "temperature": 0}
+    direct = printed_json(capsys, prompt=("w1 w2", "w3"), **options)
+    assert [one["prompt"].split() for one in direct] == [["w1", "w2"], ["w3"]]
+    for name in ("prompts.txt", "prompts.jsonl"):
+        assert printed_json(capsys, prompt_file=str(tmp_path / name), **options) == direct
+    (tmp_path / "prompts.jsonl").write_text('{"text": "w1"}\n')
+    (tmp_path / "prompts.txt").write_text("w1\n\nw2\n")
+    (tmp_path / "none.txt").write_text("")
+    for name, said in (
+        ("prompts.jsonl", "prompts.jsonl: line 1 is no JSON object with a text as `prompt`"),
+        ("prompts.txt", "--prompt is empty, or a line of --prompt-file"),
+        ("none.txt", "none.txt has no line"),
+        ("absent.txt", "absent.txt: No such file"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            generate(Options(prompt_file=str(tmp_path / name), **options))
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"temperature": -1.0}, "--temperature -1.0: must be 0"),
+        ({"top_p": 0.0}, "--top-p 0.0: must be more than 0 and at most 1"),
+        ({"top_k": -1}, "--top-k -1: must be 0"),
+        ({"max_new_tokens": 0}, "--max-new-tokens 0: must be at least 1"),
+        ({"batch_size": 0}, "--batch-size 0: must be at least 1"),
+        ({"tensor_model_parallel_size": 3}, "= 3 does not divide the 1 ranks that were started"),
+    ],
+)
+def test_bad_options_are_refused(flags: dict[str, Any], said: str, run) -> None:
+    with pytest.raises(ValueError, match=said):
+        generate(Options(load=str(run[0] / "saved"), **flags))
+
+
+def on_a_rank(rank: int, path: Path, layout: Layout, prompts: list[list[int]]) -> list[tuple[int, list[int]]]:
+    """(number, new tokens) of each text, on rank 0; runs on every rank."""
+    mesh = Mesh.build(layout, rank, torch.device("cpu"))
+    model = InferenceModel(path, RunState.read(path).model_config(path), mesh)
+    generator = Generator(model, Sampling(temperature=0), 9, batch_size=2, eod=None)
+    return [(text.number, text.new_ids) for texts in generator.run(prompts) for text in texts]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(tp=3), Layout(pp=2), pytest.param(Layout(pp=2, dp=2), marks=pytest.mark.slow), Layout(dp=2)],
+    ids=str,
+)
+def test_every_layout_says_the_same(layout: Layout, run, ranks: Callable[[int], Ranks]) -> None:
+    """An odd vocabulary over tp, stages, and prompts divided over dp."""
+    folder, theirs = run
+    path = folder / "saved" / "iter_0000002"
+    first, *others = ranks(layout.world_size).run(on_a_rank, path, layout, BATCH)
+    assert first == [(number, wanted_greedy(theirs, prompt, 9)) for number, prompt in enumerate(BATCH)]
+    assert all(found == [] for found in others)

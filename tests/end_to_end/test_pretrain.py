@@ -126,6 +126,9 @@ def test_generates_text(model, tmp_path: Path) -> None:
     assert first.returncode == 0, first.stderr
     assert first.stdout.startswith("the") and len(first.stdout) > 20
     assert first.stdout == second.stdout != greedy.stdout
+    assert "generated 40 tokens in" in greedy.stderr and "tokens/s" in greedy.stderr
+    sharded = warm(*generate, "--temperature", 0, "--tensor-model-parallel-size", 2, ranks=2)
+    assert sharded.returncode == 0 and sharded.stdout == greedy.stdout, sharded.stderr
     done = warm("scripts/generate.py", "--load", tmp_path / "nothing")
     assert done.returncode == 1 and "--load" in done.stderr and "Traceback" not in done.stderr
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from megazero import checkpoint
-from megazero.checkpoint import LocalShard, manifest, shards, storage
+from megazero.checkpoint import LocalShard, manifest, shards, tensor_file
 
 TIME_LIMIT = 60.0  # seconds, for a group of ranks
 
@@ -293,7 +293,7 @@ def save_with_unsendable_error(rank: int, root: Path) -> tuple[str, float]:
         raise Unsendable("out of luck")
 
     if rank == 1:
-        storage.host_bytes = broken
+        tensor_file.host_bytes = broken
     return refused(RuntimeError, lambda: checkpoint.save(root, 100, held(rank, 1, 2, True), {}))
 
 
@@ -349,7 +349,7 @@ def save_until_killed(rank: int, root: Path) -> str:
     """Rank 1 dies in the middle of the second save."""
     checkpoint.save(root, 1, held(rank, 1, 2, True), {"rank": rank})
     if rank == 1:
-        storage.host_bytes = lambda tensor: os._exit(1)
+        tensor_file.host_bytes = lambda tensor: os._exit(1)
     with contextlib.suppress(RuntimeError):
         checkpoint.save(root, 2, held(rank, 1, 2, True), {})
         return "saved"

@@ -1,0 +1,49 @@
+"""Draws of the next token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megazero.model.initial_values import seed_of
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Rule by which a token is drawn from logits: temperature, then top-k, then top-p, as transformers orders them.
+
+    Attributes:
+        temperature: divides the logits. 0: the likeliest token.
+        top_k: draw among this many likeliest tokens. 0: among all.
+        top_p: draw among the likeliest tokens whose probabilities reach this sum.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 50
+    top_p: float = 1.0
+    seed: int = 1234
+
+    def __post_init__(self) -> None:
+        """ValueError, naming the flag, for a value out of range."""
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"--temperature {self.temperature}: must be 0, for the likeliest token, or more")
+        if self.top_k < 0:
+            raise ValueError(f"--top-k {self.top_k}: must be 0, for all tokens, or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"--top-p {self.top_p}: must be more than 0 and at most 1, which leaves out nothing")
+
+    def generator(self, text: int) -> torch.Generator:
+        """The generator of the draws of text number `text`: they depend on no other text."""
+        return torch.Generator().manual_seed(seed_of(self.seed, "text", text))
+
+    def draw(self, logits: torch.Tensor, generator: torch.Generator) -> int:
+        """logits [v] on the CPU -> a token."""
+        if self.temperature == 0:
+            return int(logits.argmax())
+        values, which = (logits / self.temperature).sort(descending=True, stable=True)
+        values = values[: self.top_k or len(values)]
+        probabilities = values.to(torch.float64).softmax(-1)
+        # A token stays if those before it do not reach top_p; the first always does.
+        kept = int((probabilities.cumsum(-1) - probabilities < self.top_p).sum())
+        return int(which[torch.multinomial(probabilities[:kept], 1, generator=generator)])

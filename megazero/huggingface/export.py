@@ -1,0 +1,138 @@
+"""A checkpoint as a folder that transformers reads: safetensors shards, configuration, tokenizer."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megazero.checkpoint.streaming import TensorReader
+from megazero.checkpoint.tensor_file import TensorFile
+from megazero.config.schema import ModelConfig
+from megazero.data.tokenizer import Tokenizer, end_of_document
+from megazero.files import new_folder, write_atomically
+from megazero.huggingface.architectures import ARCHITECTURES, Architecture, Row
+from megazero.huggingface.tokenizer import write_tokenizer
+from megazero.model.context import DTYPES
+from megazero.plan.parameters import stage_units
+from megazero.plan.topology import Layout
+from megazero.train.run_state import RunState
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A safetensors file of an export: the tensors of ours that it holds, whole."""
+
+    rows: list[Row]
+    announced: list[tuple[str, torch.dtype, torch.Size]]  # their tensors
+    num_bytes: int
+
+
+def architecture_of(model: ModelConfig) -> Architecture:
+    return ARCHITECTURES["gpt2"]
+
+
+def shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor of the model by its global name, in the order of the forward pass."""
+    units = stage_units(model, Layout(), 0)
+    return {spec.name: spec.shape for specs in units.values() for spec in specs}
+
+
+def plan_shards(model: ModelConfig, dtype: torch.dtype, shard_bytes: int) -> list[Shard]:
+    """Divide the model's tensors, in order, into files of at most `shard_bytes`, or of one tensor that is larger."""
+    architecture, shards = architecture_of(model), [Shard([], [], 0)]
+    for name, shape in shapes_of(model).items():
+        row = architecture.row(name)
+        parts = row.form.split(torch.empty(shape, dtype=dtype, device="meta"), model)
+        announced = [(theirs, dtype, part.shape) for theirs, part in zip(row.theirs, parts, strict=True)]
+        size = sum(part.nbytes for part in parts)
+        last = shards[-1]
+        if last.rows and last.num_bytes + size > shard_bytes:
+            shards.append(Shard([row], announced, size))
+        else:
+            shards[-1] = Shard([*last.rows, row], last.announced + announced, last.num_bytes + size)
+    return shards
+
+
+def export(
+    path: Path,
+    output: Path,
+    tokenizer: Tokenizer | None,
+    dtype: str = "fp32",
+    shard_bytes: int = 5 << 30,
+    advance: Callable[[int], None] = lambda _: None,
+) -> bool:
+    """Write the checkpoint folder `path` as the Hugging Face model `output`, which appears whole or not at all.
+
+    One tensor is in memory at a time, so that memory does not grow with the number of layers.
+
+    Args:
+        tokenizer: of the run; None: the export has none.
+        dtype: of the weights, as --precision names it.
+        shard_bytes: of a safetensors file.
+        advance: told the bytes of each tensor that is written.
+
+    Returns:
+        False if transformers gives other ids than `tokenizer` for some texts.
+
+    Raises:
+        ValueError: the checkpoint is damaged, `output` is there already, or a weight does not fit the dtype.
+    """
+    state = RunState.read(path)
+    model = state.model_config(path)
+    shards = plan_shards(model, DTYPES[dtype], shard_bytes)
+    with new_folder(output) as folder:
+        same = tokenizer is None or write_tokenizer(tokenizer, folder)
+        _write_config(model, folder, dtype, end_of_document(tokenizer) if tokenizer is not None else None)
+        _write_weights(TensorReader(path), model, shards, folder, dtype, advance)
+    return same
+
+
+def _write_weights(
+    reader: TensorReader, model: ModelConfig, shards: list[Shard], folder: Path, dtype: str, advance: Callable
+) -> None:
+    names = [WEIGHTS]
+    if len(shards) > 1:
+        names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+        index = {theirs: name for name, shard in zip(names, shards, strict=True) for theirs, _, _ in shard.announced}
+        total = sum(shard.num_bytes for shard in shards)
+        content = {"metadata": {"total_size": total}, "weight_map": index}
+        write_atomically(folder / INDEX, json.dumps(content, indent=2).encode())
+    for name, shard in zip(names, shards, strict=True):
+        file = TensorFile(folder / name, shard.announced, {"format": "pt"})
+        try:
+            for row in shard.rows:
+                for part in _parts(reader, row, model, dtype):
+                    file.append(part)
+                    advance(part.nbytes)
+            file.sync()
+        finally:
+            file.close()
+
+
+def _parts(reader: TensorReader, row: Row, model: ModelConfig, dtype: str) -> Iterator[torch.Tensor]:
+    """Yield their tensors that hold one of ours, in their dtype."""
+    ours = reader.read(f"model.{row.ours}").to(DTYPES[dtype])
+    if dtype == "fp16" and not all(math.isfinite(float(end)) for end in torch.aminmax(ours)):
+        raise ValueError(
+            f"--dtype fp16: {row.ours} holds values beyond {torch.finfo(ours.dtype).max:.0f}, the largest of fp16; "
+            "use bf16 or fp32"
+        )
+    for part in row.form.split(ours, model):
+        yield part.contiguous()
+
+
+def _write_config(model: ModelConfig, folder: Path, dtype: str, eod: int | None) -> None:
+    from transformers import GenerationConfig
+
+    architecture = architecture_of(model)
+    config = architecture.to_config(model, eod)
+    config.architectures, config.dtype = [architecture.model_class], str(DTYPES[dtype]).removeprefix("torch.")
+    config.save_pretrained(folder)
+    GenerationConfig(bos_token_id=eod, eos_token_id=eod, pad_token_id=eod).save_pretrained(folder)

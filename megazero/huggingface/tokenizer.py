@@ -1,0 +1,106 @@
+"""Tokenizers of an export and of an import."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from megazero.data.tokenizer import (
+    END_OF_DOCUMENT,
+    PROBE,
+    ByteTokenizer,
+    FastTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+    end_of_document,
+    gpt2_backend,
+    load_tokenizer,
+)
+from megazero.files import read_json_object, write_atomically
+
+# Files of a Hugging Face tokenizer.
+FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("vocab.json", "merges.txt", "tokenizer.model"),
+)
+# LlamaTokenizer reads a SentencePiece model; it adds no token to a text, as ours does not.
+SENTENCEPIECE = {
+    "tokenizer_class": "LlamaTokenizer",
+    "legacy": False,
+    "add_bos_token": False,
+    "add_eos_token": False,
+    "clean_up_tokenization_spaces": False,
+    "eos_token": "</s>",
+}
+
+
+def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> bool:
+    """Write a run's tokenizer so that `AutoTokenizer` reads it from `folder`.
+
+    A Hugging Face folder is copied file by file: chat templates and the like stay.
+
+    Returns:
+        True if what was written gives the same ids for texts of many kinds. A SentencePiece model with a normaliser of
+        its own does not: transformers knows Llama's alone.
+    """
+    source = Path(tokenizer.spec)
+    if source.is_dir() and (source / "tokenizer.json").is_file():
+        copy_files(source, folder)
+        _complete_settings(tokenizer, folder / "tokenizer_config.json")
+    elif isinstance(tokenizer, ByteTokenizer):
+        _byte_level(tokenizer).save(folder)
+    else:
+        tokenizer.save(folder)
+        if isinstance(tokenizer, SentencePieceTokenizer):
+            write_atomically(folder / "tokenizer_config.json", json.dumps(SENTENCEPIECE, indent=2).encode())
+    return _gives_the_same_ids(tokenizer, folder)
+
+
+def read_tokenizer(source: Path, folder: Path) -> Tokenizer | None:
+    """Copy a Hugging Face model's tokenizer into an existing folder; None where `source` has none.
+
+    Raises:
+        ValueError: it has one that cannot be read.
+    """
+    if not any((source / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
+        return None
+    tokenizer = load_tokenizer(str(source))
+    copy_files(source, folder)
+    return tokenizer
+
+
+def _complete_settings(tokenizer: Tokenizer, path: Path) -> None:
+    """Name the class and the end of document where they are not named: else transformers goes by the model's type."""
+    known = read_json_object(path) if path.is_file() else {}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    eod = end_of_document(tokenizer)
+    if eod is not None:
+        settings["eos_token"] = next(token for token, number in tokenizer.vocabulary().items() if number == eod)
+    if settings.keys() - known.keys():
+        write_atomically(path, json.dumps(settings | known, indent=2).encode())
+
+
+def copy_files(source: Path, folder: Path) -> None:
+    for name in FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+def _byte_level(tokenizer: ByteTokenizer) -> FastTokenizer:
+    """The same ids from a byte-level BPE without merges: it has a token for every byte."""
+    from tokenizers.models import BPE
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    vocabulary = {letter: value for value, letter in bytes_to_unicode().items()} | {END_OF_DOCUMENT[0]: tokenizer.eod}
+    return FastTokenizer("byte", gpt2_backend(BPE(vocabulary, [])), tokenizer.eod)
+
+
+def _gives_the_same_ids(tokenizer: Tokenizer, folder: Path) -> bool:
+    """Compare on the probe, but for its text of special tokens' names, which transformers finds in a text."""
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    texts = list(PROBE[:-1])
+    found: list[list[int]] = theirs(texts, add_special_tokens=False)["input_ids"]
+    return found == tokenizer.encode_batch(texts)

@@ -1,0 +1,294 @@
+"""scripts/checkpoint.py export and import, between checkpoints of real runs and transformers."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from benchmarks.huggingface import measure
+from megazero.checkpoint import find
+from megazero.comm.mesh import Mesh
+from megazero.config.schema import ModelConfig
+from megazero.data.tokenizer import PROBE, load_tokenizer
+from megazero.generation.model import InferenceModel
+from megazero.model.context import MicroBatchInfo
+from megazero.plan.topology import Layout
+from megazero.train.run_state import RunState
+from scripts.checkpoint import Export, Import, export_checkpoint, import_checkpoint
+from tests.end_to_end.cli import metrics, pretrain
+from tests.end_to_end.test_generate import write_tokenizer
+from tests.reference_run import read_checkpoint, write_corpus
+
+LAYERS, HIDDEN, HEADS, LENGTH, WORDS = 3, 24, 4, 12, 61
+SIZES = ["--num-layers", LAYERS, "--hidden-size", HIDDEN, "--num-attention-heads", HEADS, "--seq-length", LENGTH]
+SIZES += ["--ffn-hidden-size", 40, "--init-method-std", 0.3, "--global-batch-size", 4, "--lr", 1e-2]
+KINDS = {"tied": [], "untied": ["--untie-embeddings"]}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
+    folder = tmp_path_factory.mktemp("huggingface")
+    draw = random.Random(0)
+    write_corpus(folder / "words", "<u2", [[draw.choices(range(WORDS), k=50)] for _ in range(20)])
+    return ["--data-path", folder / "words", "--tokenizer", write_tokenizer(folder / "tokenizer", 5)]
+
+
+@pytest.fixture(scope="module")
+def trained(data, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, list[object]]]:
+    """trained(kind) -> (folder of checkpoints, flags of the model). tp 2 pads the 61 words."""
+
+    @functools.cache
+    def train(kind: str) -> tuple[Path, list[object]]:
+        folder = tmp_path_factory.mktemp(kind) / "run"
+        flags = [*SIZES, *KINDS[kind], *data]
+        training = ["--train-iters", 2, "--tensor-model-parallel-size", 2, "--save", folder]
+        done = pretrain(*flags, *training, ranks=2)
+        assert done.returncode == 0, done.stderr
+        return folder, flags
+
+    return train
+
+
+@pytest.fixture(params=list(KINDS))
+def run(request: pytest.FixtureRequest, trained) -> tuple[Path, list[object]]:
+    return trained(request.param)
+
+
+@pytest.fixture
+def tied(trained) -> tuple[Path, list[object]]:
+    return trained("tied")
+
+
+def theirs(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
+
+
+def logits_of_ours(folder: Path, ids: torch.Tensor) -> torch.Tensor:
+    """[b, s, v] of a checkpoint."""
+    path = find(folder)
+    assert path is not None
+    mesh = Mesh.build(Layout(), 0, torch.device("cpu"))
+    inference = InferenceModel(path, RunState.read(path).model_config(path), mesh)
+    stage = inference.stage
+    with torch.no_grad():
+        tokens = MicroBatchInfo.of(ids, tuple(range(len(ids))), inference.stream, training=False)
+        return stage.head.logits(stage.body(stage.embed(ids, tokens), tokens)).view(*ids.shape, -1)
+
+
+def draw_ids(batch: int = 3) -> torch.Tensor:
+    return torch.randint(0, WORDS, (batch, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+def export(folder: Path, output: Path, **options: Any) -> Path:
+    assert export_checkpoint(Export(folder, output, **options)) == 0
+    return output
+
+
+def import_(folder: Path, output: Path) -> Path:
+    assert import_checkpoint(Import(folder, output)) == 0
+    return output
+
+
+def next_loss(flags: list[object], *more: object, log_dir: Path) -> float:
+    done = pretrain(*flags, *more, "--train-iters", 1, "--log-dir", log_dir)
+    assert done.returncode == 0, done.stderr
+    return metrics(log_dir)[-1]["loss"]
+
+
+def test_export_transformers_import_and_training_goes_on(run, tmp_path: Path) -> None:
+    """The same logits in transformers, and after its own save and an import the same next loss, by another layout."""
+    folder, flags = run
+    model = theirs(export(folder, tmp_path / "export"))
+    assert type(model).__name__ == "GPT2LMHeadModel" and model.dtype == torch.float32
+    ids = draw_ids()
+    with torch.no_grad():
+        found = model(ids).logits
+    assert (found - logits_of_ours(folder, ids)).abs().max() < 1e-5
+    assert model.config.vocab_size == WORDS  # without the padding of tp 2
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="10kB")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 3
+    back = import_(tmp_path / "theirs", tmp_path / "back")
+    ours, original = read_checkpoint(back / "iter_0000000"), read_checkpoint(folder / "iter_0000002")
+    assert set(ours) == {name for name in original if name.startswith("model.")}
+    assert all(torch.equal(ours[name], original[name]) for name in ours)
+    wanted = next_loss(flags, "--load", folder, "--finetune", log_dir=tmp_path / "a")
+    goes_on = ["--load", back, "--train-iters", 1, "--log-dir", tmp_path / "b", "--save", back]
+    done = pretrain(*flags, *goes_on, "--pipeline-model-parallel-size", 2, ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert abs(metrics(tmp_path / "b")[0]["loss"] - wanted) < 1e-6 * wanted
+    assert (back / "latest").read_text() == "iter_0000001\n"
+
+
+def test_the_preset_of_an_import_has_its_flags(tied, tmp_path: Path) -> None:
+    folder, flags = tied
+    back = import_(export(folder, tmp_path / "export"), tmp_path / "back")
+    training = ["--preset", back / "config.toml", "--load", back, "--finetune", *flags[-4:-2], "--global-batch-size", 4]
+    wanted = next_loss(flags, "--load", folder, "--finetune", log_dir=tmp_path / "a")
+    assert next_loss(training, log_dir=tmp_path / "b") == pytest.approx(wanted, rel=1e-6)
+
+
+def test_a_model_of_theirs(tmp_path: Path, data) -> None:
+    """Drawn by transformers, saved with the base model's names alone; its loss by --eval-only, on a whole split."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"n_positions": LENGTH, "n_embd": HIDDEN, "n_layer": LAYERS, "n_head": HEADS, "initializer_range": 0.3}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, **sizes)).eval()
+    model.transformer.save_pretrained(tmp_path / "theirs")
+    weights = load_file(tmp_path / "theirs" / "model.safetensors")
+    assert "wte.weight" in weights
+    weights |= {f"h.{i}.attn.bias": torch.ones(1, 1, LENGTH, LENGTH).tril() for i in range(LAYERS)}  # as in old files
+    save_file(weights, tmp_path / "theirs" / "model.safetensors", {"format": "pt"})
+    back = import_(tmp_path / "theirs", tmp_path / "back")
+    ids = draw_ids()
+    with torch.no_grad():
+        assert (model(ids).logits - logits_of_ours(back, ids)).abs().max() < 1e-5
+    assert not (back / "tokenizer").exists() and "tokenizer" not in (back / "config.toml").read_text()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_weights_in_16_bit_and_in_several_files(dtype: str, tied, tmp_path: Path) -> None:
+    folder, _ = tied
+    output = export(folder, tmp_path / "export", dtype=dtype, max_shard_size=0.00002, tokenizer="none")
+    files = sorted(path.name for path in output.glob("*.safetensors"))
+    index = json.loads((output / "model.safetensors.index.json").read_text())
+    assert len(files) > 1 and sorted(set(index["weight_map"].values())) == files
+    weights = {name: load_file(output / file)[name] for name, file in index["weight_map"].items()}
+    assert sum(w.nbytes for w in weights.values()) == index["metadata"]["total_size"]
+    model, wanted = theirs(output), theirs(export(folder, tmp_path / "fp32")).state_dict()
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    assert model.dtype == kind
+    assert all(torch.equal(value, wanted[name].to(kind)) for name, value in model.state_dict().items())
+    assert not list(output.glob("tokenizer*"))
+
+
+def test_tokenizers(tied, tmp_path: Path) -> None:
+    """The run's own, copied as it is; and one that transformers does not know, rebuilt."""
+    from transformers import AutoTokenizer, GenerationConfig
+
+    folder, flags = tied
+    output = export(folder, tmp_path / "own")
+    assert (output / "tokenizer.json").read_bytes() == (Path(str(flags[-1])) / "tokenizer.json").read_bytes()
+    assert AutoTokenizer.from_pretrained(output)("w7 w3 w5")["input_ids"] == [7, 3, 0]  # w5 is the end of document
+    assert GenerationConfig.from_pretrained(output).eos_token_id == theirs(output).config.eos_token_id == 5
+    back = import_(output, tmp_path / "back")
+    assert load_tokenizer(str(back / "tokenizer")).identity == load_tokenizer(str(flags[-1])).identity
+
+
+def test_bytes_as_a_tokenizer_of_theirs(corpus: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    model = ["--num-layers", 1, "--hidden-size", 8, "--num-attention-heads", 1, "--seq-length", 8]
+    done = pretrain(
+        *model, "--train-iters", 1, "--data-path", corpus, "--tokenizer", "byte", "--save", tmp_path / "run"
+    )
+    assert done.returncode == 0, done.stderr
+    output = export(tmp_path / "run", tmp_path / "export")
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    assert tokenizer.eos_token_id == 256 and len(tokenizer) == 257
+    for text in PROBE[:-1]:
+        assert tokenizer(text)["input_ids"] == list(text.encode())
+        assert tokenizer.decode(list(text.encode())) == text
+    again = export(import_(output, tmp_path / "back"), tmp_path / "again")
+    assert (again / "tokenizer.json").read_bytes() == (output / "tokenizer.json").read_bytes()
+
+
+def damaged(folder: Path, change: str) -> None:
+    """Make a folder of theirs one that is to be refused."""
+    config, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    name = "transformer.h.1.mlp.c_fc.weight"
+    if change == "other activation":
+        config["activation_function"] = "relu"
+    elif change == "other architecture":
+        config["model_type"] = "bert"
+    elif change == "more layers":
+        config["n_layer"] += 1
+    elif change == "fewer layers":
+        config["n_layer"] -= 1
+    elif change == "another shape":
+        weights[name] = weights[name].t().contiguous()
+    elif change == "quantised":
+        weights[name] = weights[name].to(torch.int8)
+    elif change == "not finite":
+        weights[name][0, 0] = torch.nan
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    if change == "a pickle":
+        (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    elif change == "cut off":
+        data = (folder / "model.safetensors").read_bytes()
+        (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
+    elif change == "names a file elsewhere":
+        index = {"weight_map": dict.fromkeys(weights, "../model.safetensors")}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("other activation", "config.json has activation_function relu; this version computes gelu_new or"),
+        ("other architecture", "its model_type is 'bert'; known are gpt2"),
+        ("more layers", "missing transformer.h.3.ln_1.weight, transformer.h.3.ln_1.bias, .* and 9 more, unknown none"),
+        ("fewer layers", "missing none, unknown transformer.h.2.attn.c_attn.bias, .* and 9 more"),
+        ("another shape", r"h.1.mlp.c_fc.weight is \[40, 24\], and config.json makes it \[24, 40\]"),
+        ("quantised", "transformer.h.1.mlp.c_fc.weight is of int8, a quantised weight perhaps"),
+        ("not finite", "blocks.1.mlp.up.weight holds values that are not finite"),
+        ("a pickle", "found only pytorch_model.bin, a pickle, which could run code; save the model with"),
+        ("cut off", "model.safetensors cannot be read: "),
+        ("names a file elsewhere", "has no weight_map of names to files of this folder"),
+    ],
+)
+def test_what_cannot_be_imported_is_refused(change: str, words: str, tied, tmp_path: Path) -> None:
+    folder, _ = tied
+    output = export(folder, tmp_path / "export")
+    damaged(output, change)
+    with pytest.raises(ValueError, match=words):
+        import_(output, tmp_path / "back")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["export"]
+
+
+def test_an_export_appears_whole_or_not_at_all(tied, tmp_path: Path) -> None:
+    folder, _ = tied
+    shutil.copytree(folder, tmp_path / "run")
+    export(folder, tmp_path / "there")
+    with pytest.raises(ValueError, match="there is there already; name another folder"):
+        export(folder, tmp_path / "there")
+    file = next((tmp_path / "run" / "iter_0000002").glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    data = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:data])
+    content[data + next(entry["data_offsets"][1] for name, entry in header.items() if "model." in name) - 3] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match="does not have the checksum that the manifest says"):
+        export(tmp_path / "run", tmp_path / "export")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "there"]
+
+
+def test_values_beyond_fp16_are_refused(tied, tmp_path: Path) -> None:
+    folder, _ = tied
+    output = export(folder, tmp_path / "export")
+    weights = load_file(output / "model.safetensors")
+    weights["transformer.ln_f.bias"][0] = 1e5
+    save_file(weights, output / "model.safetensors", {"format": "pt"})
+    back = import_(output, tmp_path / "back")
+    with pytest.raises(ValueError, match=r"--dtype fp16: head.norm.bias holds values beyond 65504.* use bf16 or fp32"):
+        export(back, tmp_path / "half", dtype="fp16")
+
+
+def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    """Eight times the layers, of 12.6 MB each: less than two layers' memory more."""
+    model = ModelConfig(hidden_size=512, num_attention_heads=8, seq_length=64, vocab_size=999)
+    small, large = (measure(replace(model, num_layers=layers), tmp_path / str(layers)) for layers in (4, 32))
+    assert large.export_mb < small.export_mb + 25 and large.import_mb < small.import_mb + 25, (small, large)
