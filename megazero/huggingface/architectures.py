@@ -1,6 +1,6 @@
 """One table per architecture: our tensors and Hugging Face's, our options and theirs.
 
-Shapes: h hidden, n heads, d head dim, f ffn, v vocabulary, s sequence.
+Shapes: h hidden, n heads, g groups of heads that share keys and values, d head dim, f ffn.
 """
 
 from __future__ import annotations
@@ -12,6 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megazero.config.schema import ModelConfig
+from megazero.model.rotary import HIGH_FREQUENCY, LOW_FREQUENCY, TRAINED_LENGTH
+
+# Llama 3.1's scaling of rotary positions, but for its factor.
+LLAMA_3 = {
+    "rope_type": "llama3",
+    "low_freq_factor": LOW_FREQUENCY,
+    "high_freq_factor": HIGH_FREQUENCY,
+    "original_max_position_embeddings": TRAINED_LENGTH,
+}
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -44,6 +53,15 @@ def _qkv_heads(columns: Tensors, model: ModelConfig) -> torch.Tensor:
 SAME = Form(lambda x, _: (x,), lambda xs, _: xs[0])
 TRANSPOSED = Form(lambda x, _: (x.t(),), lambda xs, _: xs[0].t())  # Conv1D multiplies x [.., in] with [in, out]
 FUSED_QKV = Form(_qkv_columns, _qkv_heads)
+HEADS = Form(  # [n, d, ...] and [n d, ...]
+    lambda x, _: (x.flatten(0, 1),),
+    lambda xs, model: xs[0].unflatten(0, (model.num_attention_heads, -1)),
+)
+KEYS_AND_VALUES = Form(  # [g, 2, d, ...] and two [g d, ...]
+    lambda x, _: tuple(part.flatten(0, 1) for part in x.unbind(1)),
+    lambda xs, model: torch.stack([x.unflatten(0, (model.query_groups, -1)) for x in xs], dim=1),
+)
+STACKED = Form(lambda x, _: x.unbind(0), lambda xs, _: torch.stack(list(xs)))
 
 
 @dataclass(frozen=True)
@@ -166,7 +184,107 @@ def _gpt2_rows() -> tuple[Row, ...]:
     return (*rows, Row("head.output.weight", ("lm_head.weight",)))
 
 
-ARCHITECTURES = {
+# -- Llama, and Qwen 2, which has biases of queries, keys and values
+
+
+def _rope_parameters(model: ModelConfig) -> dict[str, Any]:
+    if model.rope_scaling_factor == 1.0:
+        return {"rope_type": "default", "rope_theta": model.rotary_base}
+    return {"rope_theta": model.rotary_base, "factor": model.rope_scaling_factor} | LLAMA_3
+
+
+def _llama_config(model: ModelConfig, eod: int | None) -> PreTrainedConfig:
+    from transformers import LlamaConfig, Qwen2Config
+
+    return (Qwen2Config if model.add_qkv_bias else LlamaConfig)(
+        vocab_size=model.vocab_size,
+        max_position_embeddings=model.seq_length,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.ffn_size,
+        num_hidden_layers=model.num_layers,
+        num_attention_heads=model.num_attention_heads,
+        num_key_value_heads=model.query_groups,
+        rms_norm_eps=model.norm_epsilon,
+        rope_parameters=_rope_parameters(model),
+        attention_dropout=model.attention_dropout,
+        initializer_range=model.init_method_std,
+        tie_word_embeddings=not model.untie_embeddings,
+        bos_token_id=eod,
+        eos_token_id=eod,
+    )
+
+
+def _llama_options(config: PreTrainedConfig) -> dict[str, Any]:
+    heads = config.num_attention_heads
+    _require(
+        config,
+        {
+            "hidden_act": ("silu",),
+            "attention_bias": (False,),
+            "mlp_bias": (False,),
+            "use_sliding_window": (False,),
+            "head_dim": (config.hidden_size // heads, None),
+        },
+    )
+    rope = dict(config.rope_parameters)
+    base, factor = float(rope.pop("rope_theta")), float(rope.pop("factor", 1.0))
+    rope = {key: value for key, value in rope.items() if value is not None}
+    if rope not in ({"rope_type": "default"}, LLAMA_3):
+        raise ValueError(
+            f"config.json has rope_parameters {rope}; this version computes default and llama 3.1's rotary positions "
+            f"({LLAMA_3}) only"
+        )
+    return {
+        "architecture": "llama",
+        "num_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "ffn_hidden_size": config.intermediate_size,
+        "num_attention_heads": heads,
+        "num_query_groups": config.num_key_value_heads,
+        "add_qkv_bias": config.model_type == "qwen2",
+        "seq_length": config.max_position_embeddings,
+        "vocab_size": config.vocab_size,
+        "rotary_base": base,
+        "rope_scaling_factor": factor if rope == LLAMA_3 else 1.0,
+        "norm_epsilon": float(config.rms_norm_eps),
+        "attention_dropout": float(config.attention_dropout),
+        "init_method_std": float(config.initializer_range),
+        "untie_embeddings": not config.tie_word_embeddings,
+    }
+
+
+def _llama_rows() -> tuple[Row, ...]:
+    rows = [Row("token_embedding.weight", ("model.embed_tokens.weight",))]
+    for ours, theirs, form in (
+        ("norm1.weight", ("input_layernorm.weight",), SAME),
+        ("attention.query.weight", ("self_attn.q_proj.weight",), HEADS),
+        ("attention.query.bias", ("self_attn.q_proj.bias",), HEADS),
+        ("attention.kv.weight", ("self_attn.k_proj.weight", "self_attn.v_proj.weight"), KEYS_AND_VALUES),
+        ("attention.kv.bias", ("self_attn.k_proj.bias", "self_attn.v_proj.bias"), KEYS_AND_VALUES),
+        ("attention.proj.weight", ("self_attn.o_proj.weight",), SAME),
+        ("norm2.weight", ("post_attention_layernorm.weight",), SAME),
+        ("mlp.up.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), STACKED),
+        ("mlp.down.weight", ("mlp.down_proj.weight",), SAME),
+    ):
+        rows.append(Row(f"blocks.{{}}.{ours}", tuple(f"model.layers.{{}}.{name}" for name in theirs), form))
+    return (*rows, Row("head.norm.weight", ("model.norm.weight",)), Row("head.output.weight", ("lm_head.weight",)))
+
+
+def _llama(model_type: str, model_class: str) -> Architecture:
+    buffers = (".rotary_emb.inv_freq",)
+    return Architecture(
+        model_type, model_class, "model.", "lm_head.weight", _llama_rows(), buffers, _llama_config, _llama_options
+    )
+
+
+def architecture_of(model: ModelConfig) -> Architecture:
+    """The architecture of theirs that computes what `model` does."""
+    return ARCHITECTURES["qwen2" if model.add_qkv_bias else model.architecture]
+
+
+ARCHITECTURES = {  # by model_type
+    "llama": _llama("llama", "LlamaForCausalLM"),
+    "qwen2": _llama("qwen2", "Qwen2ForCausalLM"),
     "gpt2": Architecture(
         "gpt2",
         "GPT2LMHeadModel",

@@ -15,7 +15,7 @@ from megazero.checkpoint.tensor_file import TensorFile
 from megazero.config.schema import ModelConfig
 from megazero.data.tokenizer import Tokenizer, end_of_document
 from megazero.files import new_folder, write_atomically
-from megazero.huggingface.architectures import ARCHITECTURES, Architecture, Row
+from megazero.huggingface.architectures import Row, architecture_of
 from megazero.huggingface.tokenizer import write_tokenizer
 from megazero.model.context import DTYPES
 from megazero.plan.parameters import stage_units
@@ -32,10 +32,6 @@ class Shard:
     rows: list[Row]
     announced: list[tuple[str, torch.dtype, torch.Size]]  # their tensors
     num_bytes: int
-
-
-def architecture_of(model: ModelConfig) -> Architecture:
-    return ARCHITECTURES["gpt2"]
 
 
 def shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:

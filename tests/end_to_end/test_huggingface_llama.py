@@ -1,0 +1,92 @@
+"""Llama and Qwen 2 between checkpoints of real runs and transformers: export, generation, import."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.launcher import Ranks
+from megazero.plan.topology import Layout
+from tests.end_to_end.cli import metrics, pretrain
+from tests.end_to_end.test_generate import on_a_rank, write_tokenizer
+from tests.end_to_end.test_huggingface import export, import_, logits_of_ours, theirs
+from tests.reference_run import read_checkpoint, write_corpus
+
+LENGTH, WORDS = 20, 61
+SIZES = "--architecture llama --num-layers 2 --hidden-size 48 --ffn-hidden-size 40 --num-attention-heads 6".split()
+SIZES += ["--seq-length", LENGTH, "--init-method-std", 0.2, "--global-batch-size", 4, "--lr", 1e-2]
+KINDS = {
+    "groups": ("LlamaForCausalLM", "--num-query-groups 2 --rotary-base 5e3"),
+    "one group, tied": (
+        "LlamaForCausalLM",
+        "--num-query-groups 1 --no-untie-embeddings --rope-scaling-factor 8",
+    ),
+    "biases": ("Qwen2ForCausalLM", "--add-qkv-bias --norm-epsilon 1e-4"),
+}
+PROMPTS = [[7], [7, 3, 55, 12], [60] * 9, [1, 2, 3]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_there_and_back(kind: str, tmp_path: Path, ranks: Callable[[int], Ranks]) -> None:
+    """The same logits and likeliest tokens in transformers; after an import the same bits and the next loss."""
+    model_class, options = KINDS[kind]
+    draw = random.Random(0)
+    write_corpus(tmp_path / "words", "<u2", [[draw.choices(range(WORDS), k=50)] for _ in range(20)])
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", 5)
+    flags = [*SIZES, *options.split(), "--data-path", tmp_path / "words", "--tokenizer", tokenizer]
+    training = ["--train-iters", 2, "--tensor-model-parallel-size", 2, "--save", tmp_path / "run"]
+    done = pretrain(*flags, *training, ranks=2)
+    assert done.returncode == 0, done.stderr
+
+    model = theirs(export(tmp_path / "run", tmp_path / "export", max_shard_size=0.00002))
+    assert type(model).__name__ == model_class
+    ids = torch.randint(0, WORDS, (3, LENGTH), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert (model(ids).logits - logits_of_ours(tmp_path / "run", ids)).abs().max() < 1e-5
+
+    wanted = []
+    for number, prompt in enumerate(PROMPTS):
+        whole = model.generate(
+            torch.tensor([prompt]), max_new_tokens=9, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        wanted.append((number, whole[0, len(prompt) :].tolist()))
+    path = tmp_path / "run" / "iter_0000002"
+    for layout in (Layout(tp=2), Layout(pp=2)):
+        assert ranks(2).run(on_a_rank, path, layout, PROMPTS)[0] == wanted
+
+    model.save_pretrained(tmp_path / "theirs")
+    back = import_(tmp_path / "theirs", tmp_path / "back")
+    ours, original = read_checkpoint(back / "iter_0000000"), read_checkpoint(path)
+    assert all(torch.equal(ours[name], value) for name, value in original.items() if name.startswith("model."))
+    preset = ["--preset", back / "config.toml", "--tokenizer", tokenizer, "--data-path", tmp_path / "words"]
+    losses = []
+    for name, begin in (("a", [*flags, "--load", tmp_path / "run"]), ("b", [*preset, "--load", back])):
+        one = ["--finetune", "--train-iters", 1, "--global-batch-size", 4, "--log-dir", tmp_path / name]
+        done = pretrain(*begin, *one)
+        assert done.returncode == 0, done.stderr
+        losses.append(metrics(tmp_path / name)[0]["loss"])
+    assert abs(losses[0] - losses[1]) < 1e-6 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"hidden_act": "gelu"}, "config.json has hidden_act gelu; this version computes silu only"),
+        ({"head_dim": 16}, "config.json has head_dim 16; this version computes 8 or None only"),
+        ({"attention_bias": True}, "config.json has attention_bias True"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "has rope_parameters .*yarn"),
+    ],
+)
+def test_what_ours_does_not_compute_is_refused(change: dict[str, object], words: str, tmp_path: Path) -> None:
+    from transformers import LlamaConfig
+
+    LlamaConfig(hidden_size=48, num_attention_heads=6, num_key_value_heads=2).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ValueError, match=words):
+        import_(tmp_path, tmp_path / "back")
