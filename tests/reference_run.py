@@ -393,8 +393,9 @@ def read_checkpoint(folder: Path) -> Weights:
     found = {}
     for name, entry in manifest["tensors"].items():
         found[name] = torch.full(entry["shape"], math.nan, dtype=getattr(torch, entry["dtype"]))
-        for chunk in entry["chunks"]:
-            where = tuple(slice(o, o + n) for o, n in zip(chunk["offset"], chunk["size"], strict=True))
-            with safe_open(folder / chunk["file"], "pt") as file:
-                found[name][where] = file.get_tensor(f"{name}@{','.join(map(str, chunk['offset']))}")
+        tiling = manifest["tilings"][entry["tiling"]]
+        for offset, size, chunk_file in zip(tiling["offset"], tiling["size"], tiling["file"], strict=True):
+            where = tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
+            with safe_open(folder / chunk_file, "pt") as file:
+                found[name][where] = file.get_tensor(f"{name}@{','.join(map(str, offset))}")
     return found
