@@ -32,6 +32,10 @@ from tests.parallel.cases import (
 TOLERANCE = 1e-10  # relative, in fp64; the most that was seen is 4e-14, in a norm after two updates
 
 
+# Two groups of keys and values on four ranks, two of which share each.
+SHARED_GROUPS = replace(MODEL, num_layers=2, num_attention_heads=8, architecture="llama", num_query_groups=2)
+
+
 def parameters(choices: list[matrix.Choice], *marks: pytest.MarkDecorator) -> list[object]:
     return [pytest.param(matrix.case_of(c), id=matrix.name_of(c), marks=marks) for c in choices]
 
@@ -59,6 +63,7 @@ def relative_error(found: list[float], wanted: list[float]) -> float:
     [
         *parameters(matrix.covers().default),
         fp64(Case(dp=2, zero=3, micro_batches=1, options=(("reduce_bucket_size", 1),))),  # 64 elements at a time
+        fp64(Case(tp=4, model=SHARED_GROUPS)),
         *parameters(matrix.covers().slow + matrix.products(), pytest.mark.slow),
     ],
     ids=str,
