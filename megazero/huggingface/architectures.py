@@ -278,8 +278,13 @@ def _llama(model_type: str, model_class: str) -> Architecture:
 
 
 def architecture_of(model: ModelConfig) -> Architecture:
-    """The architecture of theirs that computes what `model` does."""
-    return ARCHITECTURES["qwen2" if model.add_qkv_bias else model.architecture]
+    """The architecture of theirs that computes what `model` does. ValueError if there is none."""
+    name = "qwen2" if model.architecture == "llama" and model.add_qkv_bias else model.architecture
+    if name not in ARCHITECTURES:
+        raise ValueError(
+            f"--architecture {name}: no table says how it is written for Hugging Face; see docs/add-an-architecture.md"
+        )
+    return ARCHITECTURES[name]
 
 
 ARCHITECTURES = {  # by model_type

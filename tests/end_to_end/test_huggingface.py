@@ -21,6 +21,7 @@ from megazero.comm.mesh import Mesh
 from megazero.config.schema import ModelConfig
 from megazero.data.tokenizer import PROBE, load_tokenizer
 from megazero.generation.model import InferenceModel
+from megazero.huggingface.architectures import architecture_of
 from megazero.model.context import MicroBatchInfo
 from megazero.plan.topology import Layout
 from megazero.train.run_state import RunState
@@ -274,6 +275,11 @@ def test_an_export_appears_whole_or_not_at_all(tied, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="does not have the checksum that the manifest says"):
         export(tmp_path / "run", tmp_path / "export")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "there"]
+
+
+def test_an_architecture_without_a_table_is_refused() -> None:
+    with pytest.raises(ValueError, match="--architecture parallel: no table says how"):
+        architecture_of(ModelConfig(architecture="parallel", add_qkv_bias=True))
 
 
 def test_values_beyond_fp16_are_refused(tied, tmp_path: Path) -> None:
