@@ -82,10 +82,10 @@ class InferenceModel:
             x = self.stage.embed(ids, tokens)
         else:
             x = torch.empty(ids.numel(), self.model.hidden_size, dtype=self.dtype, device=self.mesh.device)
-            pp.start_recv(x, -1, tag=0).wait()
+            pp.start_recv(x, -1, lane=0, tag=0).wait()
         x = self.stage.body(x, tokens)
         if not pp.is_last:
-            pp.start_send(x, 1, tag=0).wait()
+            pp.start_send(x, 1, lane=0, tag=0).wait()
         return x
 
     def _whole_vocabulary(self, part: torch.Tensor) -> torch.Tensor:
