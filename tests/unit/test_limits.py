@@ -9,11 +9,9 @@ import contextlib
 import io
 import random
 import re
-import subprocess
 import sys
 import typing
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
@@ -26,8 +24,8 @@ from megazero.memory.host import Available, Machine
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
 from megazero.price.capacity import check_memory
+from tests.helpers.programs import warm
 
-ROOT = Path(__file__).resolve().parents[2]
 MAX_LINES = 4_000_000  # an estimate takes up to some 1,000,000; a loop over a billion candidates never ends
 HOST = Machine(range(1), "cpu", None, Available(8 << 30, "of host memory"))
 NUMBERS = {
@@ -204,8 +202,7 @@ def test_a_refusal_names_flag_value_and_way_out(line: str, ranks: int, said: str
 
 def test_the_program_refuses_in_one_line_and_with_exit_code_1() -> None:
     """A user sees no traceback, and nothing on the other stream."""
-    argv = [sys.executable, "pretrain_gpt.py", "--vocab-size", "9", "--num-layers", "4095", "--hidden-size", "98304"]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = warm("pretrain_gpt.py", "--vocab-size", 9, "--num-layers", 4095, "--hidden-size", 98304)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
     assert done.stderr.startswith("ValueError: --num-layers 4095 "), done.stderr
 
