@@ -171,7 +171,10 @@ BAD = {
     "a layout that does not fit": (["--tensor-model-parallel-size", 2], ["--tensor-model-parallel-size 2", "1 ranks"]),
     "an unknown preset": (["--preset", "gpt2-124n"], ["--preset gpt2-124n", "gpt2-124m"]),
     "no data": (["--data-path", "/nowhere/corpus"], ["--data-path", "/nowhere/corpus"]),
-    "a sample longer than the data": (["--seq-length", 500000], ["--data-path", "--seq-length 500000"]),
+    "a sample longer than the data": (
+        ["--seq-length", 100000, "--micro-batch-size", 1],
+        ["--data-path", "--seq-length 100000"],
+    ),
     "an unreadable tokenizer": (["--tokenizer", "/nowhere"], ["--tokenizer", "/nowhere"]),
     "a small vocabulary": (["--vocab-size", 200], ["--vocab-size 200", "257"]),
     "an empty validation split": (["--split", "1,0,0", "--eval-interval", 1], ["--split 1,0,0", "validation"]),
