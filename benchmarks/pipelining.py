@@ -213,7 +213,7 @@ def main(options: Options) -> None:
     results = {}
     for schedule in options.schedules:
         shape = (options.layers, options.hidden, options.heads, options.seq_length, options.vocabulary, options.batch)
-        work = Work(*shape, options.ranks, "fp32", schedule, options.micro_batches)
+        work = Work(*shape, options.ranks, "fp32", schedule=schedule, micro_batches=options.micro_batches)
         with alive([Job(name, work, "benchmarks.pipelining") for name in SYSTEMS]) as systems:
             losses = {}
             for system in systems:
