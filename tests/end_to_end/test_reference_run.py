@@ -173,7 +173,7 @@ def test_a_run_with_everything_on(name: str, blend: list[str], tmp_path: Path) -
     found = metrics(tmp_path)
     compare(found, wanted, worlds, case)
     for record in wanted:
-        line = rf"^iteration {record['iteration']} .*(no update|skip)"
+        line = rf"^iteration {record['iteration']}\b.*(no update|skip)"
         assert bool(re.search(line, said, re.MULTILINE | re.IGNORECASE)) == record["skipped"], line
     saved, state = read_checkpoint(tmp_path / f"iter_{flags['train-iters']:07}"), reference.state()
     assert saved.keys() == state.keys()
