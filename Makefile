@@ -11,7 +11,7 @@ check:  ## format, lint, imports, types of the pure folders, unit tests: under a
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/unit
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests/unit
 
 format:  ## rewrite all files in the house's format
 	$(BIN)/ruff format .

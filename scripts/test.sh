@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# The tests, from nothing but Python 3.11: installs into .venv, then runs pytest. Arguments go to pytest.
+# The tests, from nothing but Python 3.11: installs into .venv, then runs pytest, a worker per core (at most four).
+# Arguments go to pytest: `-n 0` runs in one process, `-m slow` what is slow.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/install.sh
 install requirements-dev.txt
-exec .venv/bin/python -m pytest "$@"
+workers=$(nproc)
+exec .venv/bin/python -m pytest -n "$((workers < 4 ? workers : 4))" --dist worksteal "$@"
