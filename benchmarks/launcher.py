@@ -8,6 +8,7 @@ imports nothing but torch.
 from __future__ import annotations
 
 import datetime
+import gc
 import multiprocessing as mp
 import os
 import subprocess
@@ -209,6 +210,7 @@ def serve(group: Group, connection: Connection) -> None:
         dist.init_process_group(
             "nccl" if on_gpu else "gloo", store=store, rank=group.rank, world_size=group.world, timeout=limit
         )
+    gc.freeze()  # what is imported stays: a collection then looks only at what functions leave behind
     while True:
         try:
             fn, args = connection.recv()
@@ -229,7 +231,8 @@ def serve(group: Group, connection: Connection) -> None:
 def _leave_groups() -> None:
     """Destroy all groups but the world's.
 
-    Each has a thread of gloo's that wakes up a hundred times a second: with a few hundred, ranks do nothing else.
+    Each has threads of gloo's that wake up a hundred times a second: with a few hundred, ranks do nothing else. They end
+    with the last reference to their group, and an engine that held it is often part of a reference cycle.
     """
     import torch.distributed as dist
 
@@ -237,6 +240,7 @@ def _leave_groups() -> None:
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+    gc.collect()
 
 
 if __name__ == "__main__":
