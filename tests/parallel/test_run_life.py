@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megazero import checkpoint
-from megazero.checkpoint import storage
+from megazero.checkpoint import tensor_file
 from megazero.checkpoint.planning import RankPlan
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import (
@@ -337,7 +337,7 @@ def test_a_save_in_the_background_is_the_same_checkpoint(ranks: Any, corpus: str
 def slow_disk(rank: int, config: Config) -> None:
     """Rank 1's first write ends when its fourth iteration begins."""
     run, may_write = trainer(rank, 2, config), threading.Event()
-    step, host_bytes = run.engine.train_step, storage.host_bytes
+    step, host_bytes = run.engine.train_step, tensor_file.host_bytes
 
     def stepped(iteration: int, batches: Any) -> Any:
         if iteration == 4:
@@ -350,11 +350,11 @@ def slow_disk(rank: int, config: Config) -> None:
 
     run.engine.train_step = stepped
     if rank == 1:
-        storage.host_bytes = slow
+        tensor_file.host_bytes = slow
     try:
         quietly(run)
     finally:
-        storage.host_bytes = host_bytes
+        tensor_file.host_bytes = host_bytes
 
 
 def test_a_save_that_is_due_while_another_is_written_is_skipped_if_told(
