@@ -231,8 +231,8 @@ def serve(group: Group, connection: Connection) -> None:
 def _leave_groups() -> None:
     """Destroy all groups but the world's.
 
-    Each has threads of gloo's that wake up a hundred times a second: with a few hundred, ranks do nothing else. They end
-    with the last reference to their group, and an engine that held it is often part of a reference cycle.
+    Each has threads of gloo's that wake up a hundred times a second: with a few hundred, ranks do nothing else. They
+    end with the last reference to their group, and an engine that held it is often part of a reference cycle.
     """
     import torch.distributed as dist
 
