@@ -6,7 +6,7 @@ BIN := .venv/bin
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
-check:  ## format, lint, imports, types of the pure folders, unit tests: under a minute
+check:  ## format, lint, imports, types of the pure folders, unit tests: three minutes on two cores
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports

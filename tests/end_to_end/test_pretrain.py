@@ -37,7 +37,10 @@ def close(found: list[dict], wanted: list[dict], key: str) -> bool:
     return all(abs(a[key] - b[key]) < 1e-5 * abs(b[key]) for a, b in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+IN_DEFAULT = ("pp2 dp2 zero3, M 3", "c5")  # tests/parallel has them all
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in IN_DEFAULT)) for n in LAYOUTS])
 def test_every_layout_has_the_single_process_curve(name: str, model, alone: Path, tmp_path: Path) -> None:
     ranks, flags = LAYOUTS[name]
     done = pretrain(*model, *flags.split(), "--train-iters", 5, "--log-dir", tmp_path, ranks=ranks)
@@ -78,7 +81,7 @@ def test_config_is_saved_as_a_preset(alone: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "ranks, flags",
     [
-        pytest.param(1, "", id="alone"),
+        pytest.param(1, "", marks=pytest.mark.slow, id="alone"),
         pytest.param(2, "--zero-stage 3 --precision bf16", id="dp2"),
     ],
 )
