@@ -42,9 +42,8 @@ def main(argv: list[str]) -> None:
     except (LossScaleExhausted, DeadRun) as error:
         fail(world, str(error))
     except PeerLost as error:
-        say(
-            world, f"{error}{place_of(error)}; asking the others why"
-        )  # at once: this rank may be ended before they answer
+        # At once: this rank may be ended before they answer.
+        say(world, f"{error}{place_of(error)}; asking the others why")
         fail(world, failures.explain(world, error), report=False)
     except KeyboardInterrupt:
         print("interrupted; --load goes on from the last checkpoint in --save", file=sys.stderr, flush=True)

@@ -58,9 +58,7 @@ class StepResult(NamedTuple):
     lr: float
     loss_scale: float  # that the gradients were made with
     skipped: bool  # no update: the gradients are not finite
-    skip_reason: (
-        str | None
-    )  # if skipped: the tensor and the rank whose gradient is not finite, or that no target counts
+    skip_reason: str | None  # if skipped: the tensor that is not finite and its rank, or that no target counts
     gradient_bytes: int  # accumulated, just before the update
 
 

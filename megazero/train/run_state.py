@@ -1,4 +1,4 @@
-"""`RunState`: what state.json of a checkpoint says of the run, all but its tensors. Parsed by a schema."""
+"""`Progress` of a run, and `RunState`: state.json of a checkpoint, which a schema parses."""
 
 from __future__ import annotations
 
@@ -10,6 +10,15 @@ from typing import Any
 from megazero import checkpoint
 from megazero.checkpoint import Damaged
 from megazero.config.schema import ModelConfig
+
+
+@dataclass
+class Progress:
+    """Progress of a run; saved with every checkpoint."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    skipped_in_a_row: int = 0  # iterations without an update, up to this one
 
 
 @dataclass(frozen=True)

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import time
-import uuid
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megazero import checkpoint
-from megazero.checkpoint import LocalShard
-from megazero.comm.collectives import MAX, MIN
-from megazero.comm.errors import PeerLost
+from megazero.comm.collectives import MAX
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import Config
 from megazero.config.validate import skipped_samples
@@ -26,28 +19,19 @@ from megazero.memory.fragmentation import device_fragmentation
 from megazero.plan.parameters import num_parameters
 from megazero.price.report import table
 from megazero.price.trace import model_flops
+from megazero.train.checkpoints import Checkpoints
 from megazero.train.engine import Engine, LossScaleExhausted, StepResult
 from megazero.train.evaluation import Evaluation, Evaluator, Stopped, line
 from megazero.train.loggers import Record, Writers, open_writers, tell
 from megazero.train.matmul_backend import choose_matmul_backend
 from megazero.train.profiling import Profiler
 from megazero.train.replicas import check_replicas
-from megazero.train.resume import changed_options, check_data, find_checkpoint
-from megazero.train.run_state import RunState
+from megazero.train.run_state import Progress
 from megazero.train.stopping import STOPS, Clock, DeadRun, Signals, Stop, asked_to_stop
 from megazero.train.watchdog import Watchdog
 
 # Corpora of a blend whose shares are in the metrics; with more, a line would be pages.
 SERVED_SHOWN = 100
-
-
-@dataclass
-class Progress:
-    """Progress of the run; saved with every checkpoint."""
-
-    iteration: int = 0
-    consumed_samples: int = 0
-    skipped_in_a_row: int = 0  # iterations without an update, up to this one
 
 
 def open_data(config: Config, tokenizer: Tokenizer | None) -> Datasets:
@@ -107,12 +91,8 @@ class Trainer:
         self.engine = Engine(self.config, mesh)
         self.profiler = Profiler(self.config, self.engine)
         self.progress = Progress()
-        self.saved_at: int | None = None  # iteration of the newest checkpoint in --save
-        self.run_id = uuid.uuid4().hex  # a resume in the same folder keeps the run's
-        self.fingerprints = tuple(datasets.fingerprints())
-        minutes = config.parallel.distributed_timeout_minutes
-        self.saver = checkpoint.BackgroundSaver(minutes) if config.checkpoint.async_save else None
-        self.saving_since = 0.0
+        fingerprints = tuple(datasets.fingerprints())
+        self.checkpoints = Checkpoints(self.config, self.engine, fingerprints, self.watchdog, self.say)
         self.left_out = skipped_samples(config)
 
         def batches(dataset: Any, num_workers: int) -> Batches:
@@ -145,7 +125,7 @@ class Trainer:
             DeadRun: the run makes no progress.
         """
         config = self.config
-        load = self.resume(load)
+        load, self.progress = self.checkpoints.resume(load)
         self.describe(load)
         writers = Writers(open_writers(config, self.progress.iteration) if self.leads else [])
         stop = None
@@ -154,7 +134,7 @@ class Trainer:
                 try:
                     record = self.iterate()
                 except LossScaleExhausted:
-                    self.save(last=True)  # what the last good update made
+                    self.checkpoints.save(self.progress, last=True)  # what the last good update made
                     raise
                 self.watchdog.doing = f"what follows iteration {self.progress.iteration}"
                 writers.write(record)
@@ -162,7 +142,7 @@ class Trainer:
                 if self._due(config.monitor.check_replicas_interval):
                     check_replicas(self.engine, self.progress.iteration)
                 if self._due(config.checkpoint.save_interval):
-                    self.save()
+                    self.checkpoints.save(self.progress)
                 if self._due(config.checkpoint.exit_interval):
                     self.say(f"--exit-interval {config.checkpoint.exit_interval}: stopping")
                     break
@@ -172,10 +152,10 @@ class Trainer:
         self.profiler.close()
         self.watchdog.doing = ""
         if self.progress.iteration:
-            self.save(last=True)
+            self.checkpoints.save(self.progress, last=True)
         self.engine.wait()
         if stop is not None:
-            kept = "saved" if self.saved_at == self.progress.iteration else "nothing saved"
+            kept = "saved" if self.checkpoints.saved_at == self.progress.iteration else "nothing saved"
             self.say(f"stopped after iteration {self.progress.iteration} by {stop.why}: {kept}")
         return stop
 
@@ -194,12 +174,11 @@ class Trainer:
     def _check_alive(self) -> None:
         limit, skipped = self.config.training.max_skipped_iterations, self.progress.skipped_in_a_row
         if limit and skipped >= limit:
-            self._finish_save()
+            self.checkpoints.finish_save()
             raise DeadRun(
                 f"iteration {self.progress.iteration}: {skipped} iterations in a row made no update "
                 f"(--max-skipped-iterations {limit}), the last: {self.skip_reason}. The last checkpoint is left "
-                f"as it is; "
-                "lower --lr, look at the data, or go on from an earlier checkpoint"
+                "as it is; lower --lr, look at the data, or go on from an earlier checkpoint"
             )
 
     def _due(self, interval: int) -> bool:
@@ -273,7 +252,7 @@ class Trainer:
 
     def evaluate_only(self, load: Path) -> Stop | None:
         """Evaluate the weights of `load` on --eval-split; returns what stopped it, if anything did."""
-        loaded = self.resume(load)
+        loaded, self.progress = self.checkpoints.resume(load)
         self.describe(loaded)
         writers = Writers(open_writers(self.config, self.progress.iteration) if self.leads else [])
         start = time.perf_counter()
@@ -291,135 +270,6 @@ class Trainer:
             return found.stop
         self.say(line(record))
         return None
-
-    # -- checkpoints
-
-    def save(self, last: bool = False) -> None:
-        """Into --save, once an iteration; with --async-save it goes on in the background, unless it is the last.
-
-        A save that fails is said, and training goes on to the next, unless it is the last or --on-save-error says stop.
-        """
-        options, iteration = self.config.checkpoint, self.progress.iteration
-        if not options.save:
-            return
-        if not last and options.on_save_busy == "skip" and self._any_busy():
-            self.say(f"--on-save-busy skip: iteration {iteration} is not saved, for iteration {self.saved_at} still is")
-            return
-        self._finish_save(last and self.saved_at == iteration)
-        if self.saved_at == iteration:
-            return
-        self.saving_since = time.perf_counter()
-        self.engine.wait()
-        shards = self.engine.shards()
-        self._refuse_nonfinite(shards)
-        state = RunState(
-            **asdict(self.progress),
-            **self.engine.state_dict(),
-            model=asdict(self.config.model),
-            layout=asdict(self.mesh.layout),
-            config=asdict(self.config),
-            run=self.run_id,
-            sound=self.progress.skipped_in_a_row == 0,
-            fingerprints=self.fingerprints,
-        )
-        root, group = Path(options.save), self.mesh.host_group
-        self.saved_at = iteration
-        if self.saver is not None:
-            self.saver.start(root, iteration, shards, state.to_json())
-            self.say(f"saving in the background; training stopped for {time.perf_counter() - self.saving_since:.1f} s")
-            if last:
-                self._finish_save(last)
-        else:
-            self._outcome(lambda: checkpoint.save(root, iteration, shards, state.to_json(), group), last)
-
-    def _any_busy(self) -> bool:
-        """Return true if any rank is still writing; agreed over the world."""
-        busy = torch.tensor(self.saver is not None and self.saver.busy, dtype=torch.int32, device=self.mesh.device)
-        return bool(self.mesh.world.all_reduce_(busy, op=MAX, kind="control"))
-
-    def _finish_save(self, last: bool = False) -> None:
-        """Wait for a save in the background, if there is one."""
-        if self.saver is not None:
-            self._outcome(self.saver.finish, last)
-
-    def _outcome(self, save: Callable[[], Path | None], last: bool) -> None:
-        """Say how a save went, and delete what it made superfluous."""
-        options = self.config.checkpoint
-        doing, self.watchdog.doing = self.watchdog.doing, ""  # waits in a save have limits of their own
-        try:
-            with self.mesh.world.peer_errors(f"saving iteration {self.saved_at}"):
-                path = save()
-            self.watchdog.doing = doing
-        except PeerLost:
-            raise
-        except RuntimeError as error:  # on every rank, with the message of the one that could not write
-            self.saved_at = None
-            if last or options.on_save_error == "stop":
-                raise
-            self.say(f"WARNING: {error}. Training goes on; the next save is tried as if this had not been")
-            return
-        if path is not None:
-            self.say(f"saved {path} in {time.perf_counter() - self.saving_since:.1f} s")
-            if self.leads:
-                checkpoint.prune(Path(options.save), options.keep_last, options.keep_every, self.run_id)
-
-    def _refuse_nonfinite(self, shards: dict[str, LocalShard]) -> None:
-        """Weights that are not finite make no checkpoint: the last one before them stays the newest."""
-        mesh, mine = self.mesh, next((n for n, s in shards.items() if n.startswith("model.") and not _finite(s)), None)
-        seen = torch.tensor(mesh.rank if mine is not None else mesh.world.size, device=mesh.device)
-        rank = int(mesh.world.all_reduce_(seen, op=MIN, kind="control"))
-        if rank < mesh.world.size:
-            where = f"{mine.removeprefix('model.')} is" if mine is not None else f"weights of rank {rank} are"
-            raise DeadRun(
-                f"iteration {self.progress.iteration}: {where} not finite; nothing is saved, and the last checkpoint "
-                "is left as it is; lower --lr, or go on from an earlier checkpoint"
-            )
-
-    def resume(self, load: Path | None) -> Path | None:
-        """Load `load`, or, where it turns out to be damaged, the newest older one; the folder that was loaded."""
-        passed: dict[str, str] = {}
-        while load is not None:
-            try:
-                self.load(load)
-                return load
-            except checkpoint.Damaged as error:
-                if self.config.checkpoint.load_exact or load.samefile(self.config.checkpoint.load):
-                    raise
-                passed[load.name] = str(error)
-                load = find_checkpoint(self.config, self.mesh.host_group, passed)
-        return None
-
-    def load(self, path: Path) -> None:
-        start = time.perf_counter()
-        state = RunState.read(path, self.mesh.host_group)
-        if self.config.checkpoint.finetune or self.config.evaluation.eval_only or state.weights_only:
-            self._load_weights(path)
-            self.say(f"loaded the weights of {path} in {time.perf_counter() - start:.1f} s")
-            if self.config.evaluation.eval_only:
-                self.progress = Progress(state.iteration, state.consumed_samples)
-            return
-        check_data(path, state, self.config, self.fingerprints)
-        self.engine.wait()  # the initial weights, all-gathered late, must not overwrite what is loaded
-        shards = self.engine.shards()
-        self.mesh.in_flight.check("loading a checkpoint", writes=[shard.data for shard in shards.values()])
-        with self.mesh.world.peer_errors(f"loading {path}"):
-            checkpoint.load(path, shards, self.mesh.host_group)
-        self.engine.load_state_dict({"updates": state.updates, "loss_scale": state.loss_scale})
-        self.progress = Progress(state.iteration, state.consumed_samples, state.skipped_in_a_row)
-        for difference in changed_options(state.config, self.config):
-            self.say(difference)
-        if path.parent.resolve() == Path(self.config.checkpoint.save or ".").resolve():
-            self.saved_at = self.progress.iteration
-            self.run_id = state.run
-        self.say(f"loaded {path} in {time.perf_counter() - start:.1f} s")
-
-    def _load_weights(self, path: Path) -> None:
-        """Start from another run's last weights, with everything else as at the beginning of this one."""
-        self.engine.wait()
-        shards = {name: shard for name, shard in self.engine.shards().items() if name.startswith("model.")}
-        self.mesh.in_flight.check("loading a checkpoint", writes=[shard.data for shard in shards.values()])
-        checkpoint.load(path, shards, self.mesh.host_group, partial=True)
-        self.engine.load_state_dict({"updates": 0, "loss_scale": None})
 
     def describe(self, load: Path | None) -> None:
         """Print what is about to run, once."""
@@ -445,8 +295,3 @@ class Trainer:
             self.say(f"iteration {done} is done, and --train-iters is {asked}: nothing to do")
         elif load is not None:
             self.say(f"going on after iteration {self.progress.iteration}")
-
-
-def _finite(shard: LocalShard) -> bool:
-    """Return true if all of a shard is finite, without a temporary of its size."""
-    return not shard.data.numel() or all(math.isfinite(float(x)) for x in torch.aminmax(shard.data))

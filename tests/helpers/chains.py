@@ -94,15 +94,15 @@ def train(
     run = Trainer(config, mesh, open_data(config, load_tokenizer("byte")), None)
     found = []
     with contextlib.redirect_stdout(open(os.devnull, "w")):
-        run.resume(find_checkpoint(run.config, mesh.host_group))
+        _, run.progress = run.checkpoints.resume(find_checkpoint(run.config, mesh.host_group))
         while run.progress.iteration < config.training.train_iters:
             record = run.iterate()
             found.append((record["iteration"], record["loss"]))
             if see is not None:
                 see(*found[-1])
             if save_every and run.progress.iteration % save_every == 0:
-                run.save()
-        run.save(last=True)
+                run.checkpoints.save(run.progress)
+        run.checkpoints.save(run.progress, last=True)
     run.train_batches.close()
     run.engine.wait()
     return found

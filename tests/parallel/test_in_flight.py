@@ -92,7 +92,7 @@ def begin(rank: int, case: Case, folder: Path) -> tuple[float, float]:
     """One iteration, a checkpoint, one more: the loss and the norm of that."""
     run = trainer(rank, case, folder)
     run.iterate()
-    run.save()
+    run.checkpoints.save(run.progress)
     record = run.iterate()
     run.engine.wait()
     return record["loss"], record["grad_norm"]
@@ -102,7 +102,7 @@ def go_on(rank: int, case: Case, folder: Path, late: bool, check_buffers: bool) 
     """The second iteration, from the checkpoint."""
     with late_collectives(checks=False) if late else nullcontext():
         run = trainer(rank, case, folder, check_buffers)
-        run.load(folder / "saved" / "iter_0000001")
+        _, run.progress = run.checkpoints.resume(folder / "saved" / "iter_0000001")
         record = run.iterate()
         run.engine.wait()
     return record["loss"], record["grad_norm"]

@@ -161,7 +161,7 @@ def optimizer_after(rank: int, config: Config) -> tuple[float, float, int]:
     """After `resume`: the largest moment, the sum of this rank's weights, the iteration."""
     run = trainer(rank, 2, config)
     with contextlib.redirect_stdout(open(os.devnull, "w")):
-        run.resume(find_checkpoint(run.config, run.mesh.host_group))
+        _, run.progress = run.checkpoints.resume(find_checkpoint(run.config, run.mesh.host_group))
     shards = run.engine.shards()
     moments = max(float(s.data.abs().max()) for n, s in shards.items() if n.startswith("exp_avg") and s.data.numel())
     total = sum(float(s.data.double().sum()) for n, s in shards.items() if n.startswith("model."))
@@ -289,7 +289,7 @@ def poisoned_save(rank: int, config: Config) -> str:
         name = next(n for n, s in run.engine.shards().items() if n.startswith("model.blocks.1") and s.data.numel())
         run.engine.shards()[name].data[-1] = float("nan")
     try:
-        run.save()
+        run.checkpoints.save(run.progress)
     except DeadRun as error:
         return str(error)
     return "saved"

@@ -18,6 +18,7 @@ from megazero.memory.fragmentation import Fragmentation, device_fragmentation, f
 from megazero.plan.topology import Layout
 from megazero.train import trainer
 from megazero.train.engine import StepResult
+from megazero.train.run_state import Progress
 from tests.caching_allocator import OutOfMemory
 from tests.helpers.replay import MicroBatch, Rank, Shape
 
@@ -230,7 +231,7 @@ def test_the_record_has_it_at_the_log_interval_of_the_rank_that_writes(
     run.datasets = SimpleNamespace(served=lambda consumed: {})
     result = StepResult(1.0, 1.0, 1.0, 1.0, False, None, 0)
     for iteration in (1, 2, 3, 4):
-        run.progress = trainer.Progress(iteration)
+        run.progress = Progress(iteration)
         found = run._record(result, 1.0, {}).get("fragmentation")
         due = leads and iteration % 2 == 0
         assert found == ({"reserved": 30, "allocated": 10, "largest_free": 5} if due else None)
