@@ -93,7 +93,7 @@ def pretrain(config: Config, world: launch.World, signals: Signals) -> Stop | No
         path = find_checkpoint(config, ranks.host_group)
     patience = max(HANG_PATIENCE_SECONDS, 6 * config.monitor.hang_timeout)  # a tenth of the limit
     watchdog = Watchdog(config.monitor.hang_timeout, lambda place: failures.end_hung(world, place, hosts, patience))
-    trainer = Trainer(config, ranks, datasets, eod, signals, clock, watchdog)
+    trainer = Trainer(config, ranks, datasets, eod, signals, clock, watchdog, tokenizer)
     with watchdog.over(trainer.engine.interpreter):
         stop = trainer.evaluate_only(path) if config.evaluation.eval_only else trainer.run(path)
     if lock is not None:

@@ -67,7 +67,7 @@ def measure(model: ModelConfig, folder: Path) -> Measured:
     """Export and import a model of this shape, in a folder that is not there yet."""
     shapes = {f"model.{name}": shape for name, shape in shapes_of(model).items()}
     state = RunState(0, 0, 0, None, asdict(model), {}, {}, weights_only=True)
-    write_checkpoint(folder / "run", 0, shapes, (torch.randn(shape) for shape in shapes.values()), state.to_json())
+    write_checkpoint(folder / "run", 0, shapes, (torch.randn(shape) for shape in shapes.values()), state.to_json(), {})
     command = [sys.executable, "-c", STEPS, str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data_tools.tool import parse, run_tool
 from megazero.data.about import read_about
 from megazero.data.indexed import CHUNK, IndexedDataset
-from megazero.data.tokenizer import Tokenizer, load_tokenizer
+from megazero.data.tokenizer import Tokenizer, beside, load_tokenizer
 from megazero.files import write_atomically
 
 if TYPE_CHECKING:
@@ -38,7 +38,8 @@ class Options:
     prefix: Annotated[str, tyro.conf.Positional]
     """The corpus, without .bin or .idx."""
     tokenizer: str = ""
-    """Tokenizer to decode with. Empty: the one that PREFIX.json names, or its copy beside the corpus."""
+    """Tokenizer to decode with; a checkpoint has its own in RUN/iter_NNNNNNN/tokenizer. Empty: the one that PREFIX.json
+    names, or its copy beside the corpus."""
     documents: int = 3
     """Documents to show, evenly spaced over the corpus, the first among them."""
     html: str = ""
@@ -107,10 +108,9 @@ def find_tokenizer(data: IndexedDataset, spec: str) -> Tokenizer | None:
     if spec:
         return load_tokenizer(spec)
     about = read_about(data)
-    kind, _, copy = str(about.get("saved_tokenizer", "")).rpartition(":")
-    beside = f"{kind}:" * bool(kind) + str(Path(data.prefix).parent / copy)
+    copy = str(about.get("saved_tokenizer", ""))
     faults = []
-    for named in [name for name in (about.get("tokenizer"), beside if copy else None) if name]:
+    for named in filter(None, (about.get("tokenizer"), copy and beside(copy, Path(data.prefix).parent))):
         try:
             loaded = load_tokenizer(named)
         except ValueError as error:

@@ -29,7 +29,7 @@ from megazero.config.schema import BYTES
 from megazero.data.tokenizer import Tokenizer, load_tokenizer
 from megazero.files import explain
 from megazero.train.loggers import size
-from megazero.train.run_state import RunState
+from megazero.train.run_state import RunState, run_tokenizer
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class Export:
     max_shard_size: float = 5.0
     """GiB of a safetensors file at most; a single tensor may be larger."""
     tokenizer: str = ""
-    """Tokenizer to put beside the weights, as --tokenizer of pretrain_gpt.py. Empty: that of the checkpoint's run.
-    none: no tokenizer."""
+    """Tokenizer to put beside the weights, as --tokenizer of pretrain_gpt.py. Empty: the run's, which lies in the
+    checkpoint. none: no tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def list_checkpoints(options: List) -> int:
     rows = [("checkpoint", "saved", "size", "layout", "samples", "state")]
     for path in found:
         state = unchecked_state(path)
-        files = [file.stat() for file in path.iterdir() if file.is_file()]
+        files = [file.stat() for file in path.rglob("*") if file.is_file()]
         saved = datetime.datetime.fromtimestamp(max((f.st_mtime for f in files), default=0)).isoformat(" ", "seconds")
         try:
             kind = "" if checkpoint.find(path) else "?"
@@ -163,6 +163,7 @@ def show_checkpoint(options: Show) -> int:
     )
     files = f"{len(manifest.files)} files, {size(sum(manifest.files.values()))}"
     print(f"layout {layout_of({'layout': state.layout})}, {files}")
+    print(f"tokenizer: {state.tokenizer(path) if state.saved_tokenizer else 'not in the checkpoint'}")
     print(f"model of {parameters:,} parameters: {model}\n")
     rows = [("tensor", "dtype", "shape", "chunks", "size")]
     for name, entry in manifest.tensors.items():
@@ -178,13 +179,12 @@ def tokenizer_of(spec: str, state: RunState, path: Path) -> Tokenizer | None:
     """The tokenizer of an export; None where neither a flag nor the run names one."""
     if spec == "none":
         return None
-    if not spec:
-        try:
-            spec = state.tokenizer(path)
-        except ValueError:
-            print("the run had no tokenizer, and the export has none; --tokenizer adds one", file=sys.stderr)
-            return None
-    return load_tokenizer(spec)
+    if spec:
+        return load_tokenizer(spec)
+    if not state.tokenizer(path):
+        print("the run had no tokenizer, and the export has none; --tokenizer adds one", file=sys.stderr)
+        return None
+    return run_tokenizer(path, state)
 
 
 def export_checkpoint(options: Export) -> int:

@@ -29,7 +29,7 @@ from megazero.generation.model import InferenceModel
 from megazero.generation.sampling import Sampling
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
-from megazero.train.run_state import RunState
+from megazero.train.run_state import RunState, run_tokenizer
 
 TIMEOUT_MINUTES = 10.0
 
@@ -45,7 +45,7 @@ class Options:
     prompt_file: str = ""
     """File with a prompt per line; in a .jsonl file a line is an object with the text as `prompt`."""
     tokenizer: str = ""
-    """Tokenizer, as --tokenizer of pretrain_gpt.py. Empty: that of the checkpoint's run."""
+    """Tokenizer, as --tokenizer of pretrain_gpt.py. Empty: the run's, which lies in the checkpoint."""
     max_new_tokens: int = 100
     """Tokens to generate at most for each text; an end-of-document token ends it earlier. Beyond the model's
     --seq-length tokens, only the last of these count, and each token takes the time of a whole window."""
@@ -126,7 +126,7 @@ def run(options: Options, world: launch.World) -> None:
     state = RunState.read(path)
     model = state.model_config(path)
     layout = layout_of(model, options, world)
-    tokenizer = load_tokenizer(options.tokenizer or state.tokenizer(path))
+    tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else run_tokenizer(path, state)
     if tokenizer.vocab_size > model.vocab_size:
         raise ValueError(
             f"--tokenizer {tokenizer.spec} has {tokenizer.vocab_size} tokens, the model {model.vocab_size}"

@@ -5,6 +5,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -20,14 +21,21 @@ from megazero.checkpoint.storage import ManifestReader, ManifestWriter
 
 Group = dist.ProcessGroup | None
 T = TypeVar("T")
+NOTHING: Mapping[str, bytes] = MappingProxyType({})
 
 
 def save(
-    root: Path, iteration: int, shards: Mapping[str, LocalShard], state: dict[str, Any], group: Group = None
+    root: Path,
+    iteration: int,
+    shards: Mapping[str, LocalShard],
+    state: dict[str, Any],
+    group: Group = None,
+    attached: Mapping[str, bytes] = NOTHING,
 ) -> Path:
     """Write the checkpoint `root/iter_NNNNNNN` and point `root/latest` at it; returns its path.
 
-    All ranks of `group` call it, each with the shards that it holds; `state` is JSON, and rank 0's is kept.
+    All ranks of `group` call it, each with the shards that it holds; `state` is JSON, and rank 0's is kept, as are its
+    files `attached`: contents by path in the folder (`tokenizer/NAME`).
     `group` spans all ranks (None: the default group, or this process alone where torch.distributed was not
     started); give a gloo group of its own, with a timeout longer than the slowest rank's write, where the
     save runs in a thread. An iteration that was saved before is replaced. One save at a time for a root.
@@ -38,7 +46,7 @@ def save(
     """
     root = Path(root)
     planner = CoveredSavePlanner(shards)
-    writer = ManifestWriter(root, iteration, _rank(group), state, planner)
+    writer = ManifestWriter(root, iteration, _rank(group), state, planner, attached)
     try:
         with _together(f"saving {root / folders.folder_name(iteration)}"):
             dcp.save(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megazero.checkpoint.api import save
+from megazero.checkpoint.api import NOTHING, save
 from megazero.checkpoint.shards import LocalShard
 
 # A rank waits this long for the slowest rank's write, or longer if the run's own time-out is.
@@ -43,7 +43,14 @@ class BackgroundSaver:
         """True if the save that was started is not done yet."""
         return self._running is not None and not self._running.done()
 
-    def start(self, root: Path, iteration: int, shards: Mapping[str, LocalShard], state: dict[str, Any]) -> None:
+    def start(
+        self,
+        root: Path,
+        iteration: int,
+        shards: Mapping[str, LocalShard],
+        state: dict[str, Any],
+        attached: Mapping[str, bytes] = NOTHING,
+    ) -> None:
         """Copy the shards, which may change once this returns, and begin to write them. The last save is finished."""
         assert self._running is None, "finish the last save first"
         copies = {
@@ -51,7 +58,7 @@ class BackgroundSaver:
         }
         if any(shard.data.is_cuda for shard in shards.values()):
             torch.cuda.synchronize()
-        self._running = self._thread.submit(save, root, iteration, copies, state, self._group)
+        self._running = self._thread.submit(save, root, iteration, copies, state, self._group, attached)
 
     def _copied(self, name: str, data: torch.Tensor) -> torch.Tensor:
         buffer = self._buffers.get(name)

@@ -5,12 +5,13 @@ Note [On disk]
 A checkpoint is a folder `iter_0000100`:
     rank_00000.safetensors ...   the chunks that a rank wrote, each under the key `name@offset` (`w@0,128`)
     state.json                   all that is not a tensor
+    tokenizer/                   the run's tokenizer, where it has one: attached files, which rank 0 writes
     manifest.json                this module; written last, and by rank 0 alone
 The manifest lists *tilings*, which many tensors share (those of all layers, and their moments): regions that cover
 a shape, and the file of each. A tensor has a tiling's number, and the checksum of each of its chunks. So 10^6 chunks
 are some 15 MB.
-Its checksums are CRC-32: of each chunk's bytes, of state.json, and of the manifest itself, so that one
-flipped bit anywhere is found. They guard against accidents, not against forgery: so whatever is read is
+Its checksums are CRC-32: of each chunk's bytes, of state.json, of each attached file, and of the manifest itself, so
+that one flipped bit anywhere is found. They guard against accidents, not against forgery: so whatever is read is
 parsed by a schema, names files of its own folder only, and is read only where it is a regular file.
 """
 
@@ -18,14 +19,14 @@ import json
 import re
 import stat
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from megazero.files import OutputFile, read_regular
+from megazero.files import OutputFile, read_regular, sync_folder
 from megazero.plan.regions import Region
 
 MANIFEST = "manifest.json"
@@ -35,8 +36,11 @@ FORMAT = "megazero checkpoint 2"
 MAX_MANIFEST_BYTES = 2 << 30
 MAX_STATE_BYTES = 64 << 20
 
+MAX_ATTACHED_BYTES = 1 << 30  # of a file: far more than any tokenizer's
+
 RESTORE = "restore the file, or load an earlier checkpoint"
 _FILE = re.compile(r"rank_[0-9]{5,9}\.safetensors")
+_ATTACHED = re.compile(r"tokenizer/[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 
 # Our name of a dtype -> what torch and the safetensors format call it.
 DTYPES = {
@@ -87,6 +91,13 @@ class Entry:
         return tuple(map(Chunk, self.tiling.regions, self.tiling.files, self.crc32))
 
 
+class Attached(NamedTuple):
+    """Length and CRC-32 of an attached file."""
+
+    num_bytes: int
+    crc32: int
+
+
 @dataclass(frozen=True)
 class Manifest:
     """Contents of a checkpoint."""
@@ -94,6 +105,7 @@ class Manifest:
     files: dict[str, int]  # name -> bytes, the safetensors files
     state_crc32: int
     tensors: dict[str, Entry]
+    attached: dict[str, Attached] = field(default_factory=dict)  # by path within the folder
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -111,7 +123,7 @@ def key(name: str, offset: Sequence[int]) -> str:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write `folder/manifest.json`, durably."""
-    write_durably(folder / MANIFEST, manifest_text(manifest))
+    write_durably(folder / MANIFEST, manifest_text(manifest).encode())
 
 
 def manifest_text(manifest: Manifest) -> str:
@@ -128,6 +140,7 @@ def manifest_text(manifest: Manifest) -> str:
         "format": FORMAT,
         "files": manifest.files,
         "state_crc32": manifest.state_crc32,
+        "attached": manifest.attached,
         "tilings": [
             {
                 "offset": [r.offset for r in tiling.regions],
@@ -142,11 +155,22 @@ def manifest_text(manifest: Manifest) -> str:
     return f'{text[:-1]},"crc32":{zlib.crc32(text.encode())}}}'
 
 
-def write_durably(path: Path, text: str) -> None:
-    """Write a text file in a folder that no process reads yet, and wait until it is on the disk."""
+def attach(folder: Path, files: Mapping[str, bytes]) -> dict[str, Attached]:
+    """Write files by their path within a checkpoint folder, durably; returns what the manifest says of them."""
+    assert all(map(_ATTACHED.fullmatch, files)), list(files)
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        write_durably(folder / name, content)
+    for parent in {(folder / name).parent for name in files}:
+        sync_folder(parent)
+    return {name: Attached(len(content), zlib.crc32(content)) for name, content in files.items()}
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a file in a folder that no process reads yet, and wait until it is on the disk."""
     file = OutputFile(path)
     try:
-        file.write(text.encode())
+        file.write(content)
         file.sync()
     finally:
         file.close()
@@ -164,16 +188,15 @@ def read_manifest(folder: Path) -> Manifest:
 
 def read_manifest_bytes(folder: Path) -> bytes:
     """Read `folder/manifest.json` for `parse_manifest`; Damaged if it is absent or not a regular file."""
-    return _read(folder / MANIFEST, MAX_MANIFEST_BYTES)
+    return _read(folder, MANIFEST, MAX_MANIFEST_BYTES)
 
 
 def parse_manifest(folder: Path, raw: bytes) -> Manifest:
     """Check and parse the bytes of a manifest, which `folder` holds; raises as `read_manifest`."""
-    path = folder / MANIFEST
-    content = _parse_object(path, raw)
+    content = _parse_object(folder, MANIFEST, raw)
     crc32 = content.pop("crc32", None)
     if crc32 != _digest(content):
-        raise damage(path, "its checksum does not fit its content")
+        raise damage(folder, MANIFEST, "its checksum does not fit its content")
     if content.get("format") != FORMAT:
         raise ValueError(
             f"--load {folder} has the format {str(content.get('format'))[:80]!r}; this version reads {FORMAT!r}: "
@@ -182,30 +205,38 @@ def parse_manifest(folder: Path, raw: bytes) -> Manifest:
     try:
         return _parse(content)
     except Malformed as error:
-        raise damage(path, f"it is not a manifest: {error}") from None
+        raise damage(folder, MANIFEST, f"it is not a manifest: {error}") from None
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The `state` that the checkpoint was saved with; Damaged if the folder is not whole or is damaged."""
+    """The `state` that the checkpoint was saved with, its checksum and those of attached files checked.
+
+    Raises:
+        Damaged: the folder is not whole or is damaged.
+    """
     manifest = read_manifest(folder)
-    path = folder / STATE
-    raw = _read(path, MAX_STATE_BYTES)
+    for name, attached in manifest.attached.items():
+        content = _read(folder, name, MAX_ATTACHED_BYTES)
+        if Attached(len(content), zlib.crc32(content)) != attached:
+            raise damage(folder, name, f"its length or checksum is not the one in {MANIFEST}")
+    raw = _read(folder, STATE, MAX_STATE_BYTES)
     if zlib.crc32(raw) != manifest.state_crc32:
-        raise damage(path, f"its checksum is not the one in {MANIFEST}")
-    return _parse_object(path, raw)
+        raise damage(folder, STATE, f"its checksum is not the one in {MANIFEST}")
+    return _parse_object(folder, STATE, raw)
 
 
 def unchecked_state(folder: Path) -> dict[str, Any]:
     """`state.json` without a look at its checksum, to order and to prune checkpoints; {} if it cannot be read."""
     try:
-        return _parse_object(folder / STATE, _read(folder / STATE, MAX_STATE_BYTES))
+        return _parse_object(folder, STATE, _read(folder, STATE, MAX_STATE_BYTES))
     except Damaged:
         return {}
 
 
 def missing_part(folder: Path, manifest: Manifest) -> str | None:
     """Name a file that is absent, not regular, or of another length than the manifest says; None if all are whole."""
-    for file, size in {**manifest.files, STATE: None}.items():
+    attached = {name: each.num_bytes for name, each in manifest.attached.items()}
+    for file, size in {**manifest.files, **attached, STATE: None}.items():
         path = folder / file
         try:
             found = path.stat()
@@ -222,32 +253,32 @@ class Damaged(ValueError):
     """A checkpoint is not whole, or its content is not what was written. An older one may be."""
 
 
-def damage(path: Path, fault: str) -> Damaged:
-    """The error for a file whose content is not what was written."""
-    return Damaged(f"--load {path.parent}: {path.name} is damaged: {fault}; {RESTORE}")
+def damage(folder: Path, name: str, fault: str) -> Damaged:
+    """The error for a file of the checkpoint `folder` whose content is not what was written."""
+    return Damaged(f"--load {folder}: {name} is damaged: {fault}; {RESTORE}")
 
 
-def _read(path: Path, limit: int) -> bytes:
+def _read(folder: Path, name: str, limit: int) -> bytes:
     try:
-        return read_regular(path, limit)
+        return read_regular(folder / name, limit)
     except FileNotFoundError:
-        raise Damaged(f"--load {path.parent} is not a whole checkpoint: it has no {path.name}") from None
+        raise Damaged(f"--load {folder} is not a whole checkpoint: it has no {name}") from None
     except OSError as error:
-        raise damage(path, f"{error.strerror or error}") from None
+        raise damage(folder, name, f"{error.strerror or error}") from None
     except ValueError as error:
-        raise damage(path, str(error)) from None
+        raise damage(folder, name, str(error)) from None
 
 
-def _parse_object(path: Path, raw: bytes) -> dict[str, Any]:
+def _parse_object(folder: Path, name: str, raw: bytes) -> dict[str, Any]:
     """The JSON object that a file holds; Damaged for anything else."""
     try:
         content = json.loads(raw, parse_constant=_refuse_constant)
     except RecursionError:
-        raise damage(path, "it is nested too deeply") from None
+        raise damage(folder, name, "it is nested too deeply") from None
     except ValueError as error:
-        raise damage(path, f"it is no JSON ({str(error)[:200]})") from None
+        raise damage(folder, name, f"it is no JSON ({str(error)[:200]})") from None
     if not isinstance(content, dict):
-        raise damage(path, f"it holds a JSON {type(content).__name__}, not an object")
+        raise damage(folder, name, f"it holds a JSON {type(content).__name__}, not an object")
     return content
 
 
@@ -270,6 +301,14 @@ class Malformed(ValueError):
 
 def _parse(content: dict[str, Any]) -> Manifest:
     """The manifest in a JSON object whose checksum and format are right; anyone may have written it."""
+    attached = {}
+    for name, each in _object(content.get("attached", {}), "'attached'").items():
+        if not _ATTACHED.fullmatch(name):
+            raise Malformed(f"it names a file {name[:80]!r}, where files of the folder tokenizer are expected")
+        numbers = _numbers(each, f"the length and checksum of {name}")
+        if len(numbers) != 2:
+            raise Malformed(f"it has {len(numbers)} numbers of {name} instead of a length and a checksum")
+        attached[name] = Attached(*numbers)
     files = _object(content.get("files"), "'files'")
     for name, size in files.items():
         # No other names than `write_data` gives: nothing outside the folder can be named.
@@ -288,7 +327,7 @@ def _parse(content: dict[str, Any]) -> Manifest:
         name: _parse_entry(repr(name[:200]), _object(entry, f"tensor {name[:200]!r}"), parsed)
         for name, entry in _object(content.get("tensors"), "'tensors'").items()
     }
-    return Manifest(files, _number(content.get("state_crc32"), "'state_crc32'"), tensors)
+    return Manifest(files, _number(content.get("state_crc32"), "'state_crc32'"), tensors, attached)
 
 
 def _parse_tiling(name: str, tiling: dict[str, Any], files: dict[str, int]) -> Tiling:

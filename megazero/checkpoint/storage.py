@@ -6,7 +6,7 @@ import os
 import zlib
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from megazero.checkpoint.manifest import (
     Chunk,
     Damaged,
     Manifest,
+    attach,
     damage,
     key,
     missing_part,
@@ -58,13 +59,20 @@ class ManifestWriter(StorageWriter):
     """
 
     def __init__(
-        self, root: Path, iteration: int, rank: int, state: dict[str, Any], planner: CoveredSavePlanner
+        self,
+        root: Path,
+        iteration: int,
+        rank: int,
+        state: dict[str, Any],
+        planner: CoveredSavePlanner,
+        attached: Mapping[str, bytes],
     ) -> None:
         self.planner = planner
         self.root = root
         self.iteration = iteration
         self.rank = rank
         self.state = state
+        self.attached = attached
         self.folder = partial_folder(root, iteration)
 
     def reset(self, checkpoint_id: Any = None) -> None:
@@ -74,7 +82,7 @@ class ManifestWriter(StorageWriter):
         """Rank 0 makes the partial folder; no rank writes before plans were exchanged, so after this."""
         if is_coordinator:
             numbered = self.state | {"save_number": next_save_number(self.root)}
-            self.state_text = json.dumps(numbered)  # before any byte is written: it may not be JSON
+            self.state_text = json.dumps(numbered).encode()  # before any byte is written: it may not be JSON
             self.root.mkdir(parents=True, exist_ok=True)
             clear_leftovers(self.root)
             self.folder.mkdir()
@@ -108,7 +116,8 @@ class ManifestWriter(StorageWriter):
         stored: list[WrittenFile | None] = [rank[0].storage_data if rank else None for rank in results]
         tensors = self.planner.layout.entries([each.crc32 if each else () for each in stored])
         files = {each.file: each.file_bytes for each in stored if each}
-        manifest = Manifest(files, zlib.crc32(self.state_text.encode()), tensors)
+        attached = attach(self.folder, self.attached)
+        manifest = Manifest(files, zlib.crc32(self.state_text), tensors, attached)
         write_durably(self.folder / STATE, self.state_text)
         fault = missing_part(self.folder, manifest)
         if fault:
@@ -171,7 +180,7 @@ class ManifestReader(StorageReader):
             except Damaged:
                 raise
             except (SafetensorError, OSError, ValueError) as error:
-                raise damage(self.path / file, f"{error}") from None
+                raise damage(self.path, file, f"{error}") from None
         return _done(None)
 
     def _chunk(self, index: MetadataIndex) -> Chunk:
@@ -184,9 +193,9 @@ class ManifestReader(StorageReader):
         expected = (DTYPES[self.manifest.tensors[name].dtype][0], chunk.region.size)
         where = f"tensor {name!r} at {list(chunk.region.offset)}"
         if (tensor.dtype, tuple(tensor.shape)) != expected:
-            raise damage(self.path / chunk.file, f"{where} has another shape or dtype than the manifest says")
+            raise damage(self.path, chunk.file, f"{where} has another shape or dtype than the manifest says")
         if zlib.crc32(host_bytes(tensor)) != chunk.crc32:
-            raise damage(self.path / chunk.file, f"{where} does not have the checksum that the manifest says")
+            raise damage(self.path, chunk.file, f"{where} does not have the checksum that the manifest says")
         return tensor
 
     @classmethod

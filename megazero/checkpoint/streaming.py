@@ -17,10 +17,12 @@ from safetensors import SafetensorError, safe_open
 from megazero.checkpoint.folders import commit, partial_folder
 from megazero.checkpoint.manifest import (
     DTYPES,
+    MANIFEST,
     STATE,
     Chunk,
     Entry,
     Manifest,
+    attach,
     damage,
     dtype_name,
     key,
@@ -56,7 +58,7 @@ class TensorReader:
         entry = self.manifest.tensors[name]
         fault = coverage_fault(entry.shape, [chunk.region for chunk in entry.chunks])
         if fault:
-            raise damage(self.path / "manifest.json", f"of tensor {name!r} {fault}")
+            raise damage(self.path, MANIFEST, f"of tensor {name!r} {fault}")
         whole = torch.empty(entry.shape, dtype=DTYPES[entry.dtype][0])
         by_file: dict[str, list[Chunk]] = defaultdict(list)
         for chunk in entry.chunks:
@@ -70,12 +72,17 @@ class TensorReader:
                         spans = zip(chunk.region.offset, chunk.region.size, strict=True)
                         whole[tuple(slice(o, o + n) for o, n in spans)] = found
             except (SafetensorError, OSError) as error:
-                raise damage(self.path / file, f"{error}") from None
+                raise damage(self.path, file, f"{error}") from None
         return whole
 
 
 def write_checkpoint(
-    root: Path, iteration: int, shapes: Mapping[str, tuple[int, ...]], tensors: Iterator[torch.Tensor], state: Any
+    root: Path,
+    iteration: int,
+    shapes: Mapping[str, tuple[int, ...]],
+    tensors: Iterator[torch.Tensor],
+    state: Any,
+    attached: Mapping[str, bytes],
 ) -> Path:
     """Write the fp32 checkpoint `root/iter_NNNNNNN` and point `root/latest` at it; returns its path.
 
@@ -83,6 +90,7 @@ def write_checkpoint(
         shapes: of all tensors, by global name.
         tensors: yields them in that order; each is freed before the next is asked for.
         state: JSON.
+        attached: files, as in `save`.
     """
     folder = partial_folder(root, iteration)
     folder.mkdir(parents=True)
@@ -105,9 +113,9 @@ def write_checkpoint(
         finally:
             file.close()
         files[name] = file.num_bytes
-    text = json.dumps(state | {"save_number": 1})
+    text = json.dumps(state | {"save_number": 1}).encode()
     write_durably(folder / STATE, text)
-    write_manifest(folder, Manifest(files, zlib.crc32(text.encode()), entries))
+    write_manifest(folder, Manifest(files, zlib.crc32(text), entries, attach(folder, attached)))
     sync_folder(folder)
     return commit(root, iteration)
 

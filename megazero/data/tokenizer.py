@@ -9,15 +9,16 @@ import functools
 import hashlib
 import json
 import os
+import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from megazero.files import open_regular, read_json_object, write_atomically
+from megazero.files import explain, open_regular, read_json_object, read_regular, write_atomically
 
 SPECS = (
     "a folder or tokenizer.json of Hugging Face, gpt2:DIR (vocab.json and merges.txt), "
@@ -25,6 +26,8 @@ SPECS = (
 )
 # Which token ends a document, if a tokenizer does not say: GPT-2's, then LLaMA's.
 END_OF_DOCUMENT = ("<|endoftext|>", "</s>")
+# What transformers may read of a tokenizer's folder besides tokenizer.json and its configuration.
+OTHER_FILES = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 Ids = npt.NDArray[Any]
 # Texts on which tokenizers of one vocabulary part: white space, cases, contractions, digits, scripts, accents
 # in both normal forms, joined emoji, code, markup, and names of special tokens.
@@ -107,6 +110,37 @@ def load_tokenizer(spec: str) -> Tokenizer:
     return _guarded(spec, lambda: _load_hugging_face(spec, Path(spec)))
 
 
+class Packed(NamedTuple):
+    """A tokenizer's files in memory.
+
+    Attributes:
+        spec: what `Tokenizer.save` returns: the SPEC that reads it, with the folder as `{}`.
+        files: contents by name.
+    """
+
+    spec: str
+    files: dict[str, bytes]
+
+
+def pack(tokenizer: Tokenizer) -> Packed:
+    """The files that `Tokenizer.save` writes. ValueError if there is no room for them in the temporary folder."""
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            spec = tokenizer.save(Path(folder))
+            files = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
+    except OSError as error:
+        raise ValueError(f"--tokenizer {tokenizer.spec} cannot be copied: {explain(error)}") from None
+    return Packed(spec, files)
+
+
+def beside(saved: str, folder: Path) -> str:
+    """The SPEC of a saved tokenizer from one whose path is relative to `folder`."""
+    if saved == "byte":
+        return saved
+    kind, _, path = saved.rpartition(":")
+    return f"{kind}:" * bool(kind) + str(folder / path)
+
+
 def end_of_document(tokenizer: Tokenizer) -> int | None:
     """The end-of-document id, where there is one."""
     try:
@@ -159,13 +193,22 @@ class ByteTokenizer(Tokenizer):
 class FastTokenizer(Tokenizer):
     """A `tokenizers.Tokenizer`, whether from a tokenizer.json or built from GPT-2's files."""
 
-    def __init__(self, spec: str, backend: Any, eod: int | None) -> None:
+    def __init__(
+        self,
+        spec: str,
+        backend: Any,
+        eod: int | None,
+        settings: Mapping[str, Any] = {},
+        others: Mapping[str, bytes] = {},
+    ) -> None:
+        """Wrap the backend. What `save` writes keeps the `settings` of tokenizer_config.json and the files `others`."""
         # Ids may have gaps, and the vocabulary must hold the largest.
         super().__init__(spec, max(backend.get_vocab(with_added_tokens=True).values()) + 1, eod)
         # A tokenizer.json may carry the truncation or padding of some other use.
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
+        self._settings, self._others = dict(settings), dict(others)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -186,7 +229,10 @@ class FastTokenizer(Tokenizer):
         settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         if self._eod is not None:
             settings["eos_token"] = self._backend.id_to_token(self._eod)
+        settings |= {key: value for key, value in self._settings.items() if key != "auto_map"}  # which names code
         write_atomically(folder / "tokenizer_config.json", json.dumps(settings, indent=2).encode())
+        for name, content in self._others.items():
+            write_atomically(folder / name, content)
         return "{}"
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -290,8 +336,9 @@ def _load_hugging_face(spec: str, path: Path) -> Tokenizer:
     from tokenizers import Tokenizer as Backend
 
     backend = Backend.from_file(str(file))
-    eos = _configured_eos(config)
-    return FastTokenizer(spec, backend, _find_eod(backend.get_vocab(with_added_tokens=True), eos))
+    eod = _find_eod(backend.get_vocab(with_added_tokens=True), _configured_eos(config))
+    others = {name: read_regular(file.parent / name) for name in OTHER_FILES if (file.parent / name).is_file()}
+    return FastTokenizer(spec, backend, eod, config, others)
 
 
 def _load_transformers(spec: str, folder: Path, config: dict[str, Any]) -> Tokenizer:

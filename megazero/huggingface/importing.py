@@ -21,10 +21,9 @@ from megazero.huggingface.architectures import ARCHITECTURES, Architecture
 from megazero.huggingface.export import INDEX, WEIGHTS, shapes_of
 from megazero.huggingface.tokenizer import read_tokenizer
 from megazero.plan.topology import Layout
-from megazero.train.run_state import RunState
+from megazero.train.run_state import TOKENIZER, RunState, attached_tokenizer
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-TOKENIZER = "tokenizer"  # folder of the tokenizer within an import
 
 
 class Imported(NamedTuple):
@@ -144,14 +143,16 @@ def import_model(source: Path, output: Path, advance: Callable[[int], None] = la
         flags = [field.name for field in fields(model)] + ["tokenizer"] * bool(spec)
         write_atomically(folder / "config.toml", to_toml(config, flags).encode())
         tensors = _tensors(architecture, model, files, names, advance)
-        write_checkpoint(folder, 0, shapes, tensors, _state(config).to_json())
+        saved, attached = attached_tokenizer(tokenizer)
+        write_checkpoint(folder, 0, shapes, tensors, _state(config, saved).to_json(), attached)
     return Imported(model, tokenizer is not None)
 
 
-def _state(config: Config) -> RunState:
+def _state(config: Config, saved_tokenizer: str) -> RunState:
     saved = {"data": {"tokenizer": config.data.tokenizer}, "training": {"precision": "fp32"}}
     layout = asdict(Layout())
-    return RunState(0, 0, 0, None, asdict(config.model), layout, saved, uuid.uuid4().hex, weights_only=True)
+    model, run = asdict(config.model), uuid.uuid4().hex
+    return RunState(0, 0, 0, None, model, layout, saved, run, weights_only=True, saved_tokenizer=saved_tokenizer)
 
 
 def _theirs(architecture: Architecture, model: ModelConfig, files: Source) -> dict[str, str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megazero.data.tokenizer import (
     END_OF_DOCUMENT,
+    OTHER_FILES,
     PROBE,
     ByteTokenizer,
     FastTokenizer,
@@ -20,10 +21,7 @@ from megazero.data.tokenizer import (
 from megazero.files import read_json_object, write_atomically
 
 # Files of a Hugging Face tokenizer.
-FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
-    *("vocab.json", "merges.txt", "tokenizer.model"),
-)
+FILES = ("tokenizer.json", "tokenizer_config.json", *OTHER_FILES, "vocab.json", "merges.txt", "tokenizer.model")
 # LlamaTokenizer reads a SentencePiece model; it adds no token to a text, as ours does not.
 SENTENCEPIECE = {
     "tokenizer_class": "LlamaTokenizer",

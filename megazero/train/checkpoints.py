@@ -16,9 +16,10 @@ from megazero.checkpoint import LocalShard
 from megazero.comm.collectives import MAX, MIN
 from megazero.comm.errors import PeerLost
 from megazero.config.schema import Config
+from megazero.data.tokenizer import Tokenizer
 from megazero.train.engine import Engine
 from megazero.train.resume import changed_options, check_data, find_checkpoint
-from megazero.train.run_state import Progress, RunState
+from megazero.train.run_state import Progress, RunState, attached_tokenizer
 from megazero.train.stopping import DeadRun
 from megazero.train.watchdog import Watchdog
 
@@ -31,6 +32,7 @@ class Checkpoints:
         config: Config,
         engine: Engine,
         fingerprints: tuple[str, ...],
+        tokenizer: Tokenizer | None,
         watchdog: Watchdog,
         say: Callable[[str], None],
     ) -> None:
@@ -40,6 +42,7 @@ class Checkpoints:
             config: resolved.
             engine: what is saved and loaded.
             fingerprints: of the corpora, in the order of --data-path.
+            tokenizer: the run's, which rank 0 puts into every checkpoint.
             watchdog: it does not watch while a checkpoint is written: waits in a save have limits of their own.
             say: prints a line, on rank 0.
         """
@@ -50,6 +53,8 @@ class Checkpoints:
         minutes = config.parallel.distributed_timeout_minutes
         self.saver = checkpoint.BackgroundSaver(minutes) if config.checkpoint.async_save else None
         self.saving_since = 0.0
+        packed = tokenizer if self.mesh.rank == 0 and config.checkpoint.save else None
+        self.saved_tokenizer, self.attached = attached_tokenizer(packed)
 
     def save(self, progress: Progress, last: bool = False) -> None:
         """Save into --save, once per iteration; with --async-save in the background, unless it is the last save.
@@ -82,16 +87,17 @@ class Checkpoints:
             run=self.run_id,
             sound=progress.skipped_in_a_row == 0,
             fingerprints=self.fingerprints,
-        )
+            saved_tokenizer=self.saved_tokenizer,
+        ).to_json()
         root, group = Path(options.save), self.mesh.host_group
         self.saved_at = iteration
         if self.saver is not None:
-            self.saver.start(root, iteration, shards, state.to_json())
+            self.saver.start(root, iteration, shards, state, self.attached)
             self.say(f"saving in the background; training stopped for {time.perf_counter() - self.saving_since:.1f} s")
             if last:
                 self.finish_save(last)
         else:
-            self._outcome(lambda: checkpoint.save(root, iteration, shards, state.to_json(), group), last)
+            self._outcome(lambda: checkpoint.save(root, iteration, shards, state, group, self.attached), last)
 
     def _any_busy(self) -> bool:
         """Return true if any rank is still writing; agreed over the world."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,9 @@ from typing import Any
 from megazero import checkpoint
 from megazero.checkpoint import Damaged
 from megazero.config.schema import ModelConfig
+from megazero.data.tokenizer import Tokenizer, beside, load_tokenizer, pack
+
+TOKENIZER = "tokenizer"  # folder of the tokenizer in a checkpoint
 
 
 @dataclass
@@ -37,6 +41,7 @@ class RunState:
     skipped_in_a_row: int = 0
     fingerprints: tuple[str, ...] = ()  # of the corpora of --data-path, in order
     weights_only: bool = False  # imported: there are no moments to go on with
+    saved_tokenizer: str = ""  # SPEC of the tokenizer in the checkpoint, its path relative to the folder; "": none
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"fingerprints": list(self.fingerprints)}
@@ -68,6 +73,8 @@ class RunState:
         for group, options in known["config"].items():
             _require(isinstance(options, (dict, str)), f"config.{group}", "an object")
         _require(isinstance(known.get("run", ""), str), "run", "a text")
+        copy = known.get("saved_tokenizer", "")
+        _require(isinstance(copy, str) and _SAVED.fullmatch(copy) is not None, "saved_tokenizer", "of the folder")
         for name in ("sound", "weights_only"):
             _require(isinstance(known.get(name, True), bool), name, "true or false")
         prints = known.get("fingerprints", [])
@@ -92,12 +99,13 @@ class RunState:
         return ModelConfig(**self.model)
 
     def tokenizer(self, path: Path) -> str:
-        """Return the run's --tokenizer; ValueError if it had none."""
+        """Return the --tokenizer that reads the run's: its copy in the checkpoint `path`, or what the run was given.
+
+        "": the run had none.
+        """
         data = self.config.get("data")
         spec = data.get("tokenizer") if isinstance(data, dict) else None
-        if not isinstance(spec, str) or not spec:
-            raise ValueError(f"--load {path}: that run had no tokenizer; give --tokenizer")
-        return spec
+        return beside(self.saved_tokenizer, path) if self.saved_tokenizer else spec if isinstance(spec, str) else ""
 
     @property
     def master_precision(self) -> str:
@@ -106,6 +114,34 @@ class RunState:
         return "fp64" if isinstance(training, dict) and training.get("precision") == "fp64" else "fp32"
 
 
+def attached_tokenizer(tokenizer: Tokenizer | None) -> tuple[str, dict[str, bytes]]:
+    """A run's tokenizer as `RunState.saved_tokenizer` and the files to attach to its checkpoints; empty for None."""
+    if tokenizer is None:
+        return "", {}
+    spec, files = pack(tokenizer)
+    return spec.replace("{}", TOKENIZER), {f"{TOKENIZER}/{name}": content for name, content in files.items()}
+
+
+def run_tokenizer(path: Path, state: RunState) -> Tokenizer:
+    """Load the tokenizer of the run that saved the checkpoint `path`.
+
+    Raises:
+        ValueError: the run had none, or what it was given cannot be read here, and the checkpoint holds no copy.
+    """
+    spec = state.tokenizer(path)
+    if not spec:
+        raise ValueError(f"--load {path}: that run had no tokenizer; give --tokenizer")
+    try:
+        return load_tokenizer(spec)
+    except ValueError as error:
+        if state.saved_tokenizer:
+            raise
+        raise ValueError(
+            f"--load {path} has no copy of its run's tokenizer, as newer ones have, and {error}; give --tokenizer"
+        ) from None
+
+
+_SAVED = re.compile(r"(byte|(sentencepiece:)?tokenizer(/[A-Za-z0-9_.-]+)?)?")
 _PRINTS = ("fingerprints", "a list of fingerprints")
 
 

@@ -73,6 +73,7 @@ class Trainer:
         signals: Signals | None = None,
         clock: Clock | None = None,
         watchdog: Watchdog | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         """Build the engine.
 
@@ -82,6 +83,7 @@ class Trainer:
             signals: what asks for a stop; None: nothing does.
             clock: rank 0's limits of time.
             watchdog: what watches this run; it is told what the run does.
+            tokenizer: goes into the run's checkpoints.
         """
         self.config, self.mesh = config, mesh
         self.signals, self.clock = signals or Signals(), clock
@@ -92,7 +94,7 @@ class Trainer:
         self.profiler = Profiler(self.config, self.engine)
         self.progress = Progress()
         fingerprints = tuple(datasets.fingerprints())
-        self.checkpoints = Checkpoints(self.config, self.engine, fingerprints, self.watchdog, self.say)
+        self.checkpoints = Checkpoints(self.config, self.engine, fingerprints, tokenizer, self.watchdog, self.say)
         self.left_out = skipped_samples(config)
 
         def batches(dataset: Any, num_workers: int) -> Batches:

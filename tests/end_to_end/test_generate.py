@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -58,6 +59,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     data = ["--data-path", folder / "words", "--tokenizer", tokenizer, "--save", folder / "saved"]
     done = pretrain(*sizes, *wide, *training, *data, ranks=1)
     assert done.returncode == 0, done.stderr
+    shutil.rmtree(tokenizer)  # its copy in the checkpoint is used from now on
     weights = read_checkpoint(folder / "saved" / "iter_0000002")
     config = GPT2Config(
         vocab_size=WORDS, n_positions=LENGTH, n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS, tie_word_embeddings=False

@@ -16,7 +16,7 @@ import torch
 
 from megazero import checkpoint
 from megazero.checkpoint import Damaged, LocalShard, manifest
-from megazero.train.run_state import RunState
+from megazero.train.run_state import RunState, run_tokenizer
 
 SHAPES = {"model.w": (5, 7), "model.b": (7,), "exp_avg.w": (5, 7)}
 STATE: dict[str, Any] = {
@@ -29,7 +29,11 @@ STATE: dict[str, Any] = {
     "config": {"data": {"data_path": ["x"], "tokenizer": "byte"}, "preset": ""},
     "run": "abc",
     "fingerprints": ["0123456789abcdef:-"],
+    "saved_tokenizer": "tokenizer",
 }
+
+
+ATTACHED = {"tokenizer/tokenizer.json": b"{}", "tokenizer/chat_template.jinja": b"x"}
 
 
 def tensors(fill: float | None = None) -> dict[str, LocalShard]:
@@ -44,7 +48,7 @@ def tensors(fill: float | None = None) -> dict[str, LocalShard]:
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A root with one checkpoint."""
     root = tmp_path_factory.mktemp("sound") / "root"
-    checkpoint.save(root, 1, tensors(), STATE)
+    checkpoint.save(root, 1, tensors(), STATE, attached=ATTACHED)
     return root
 
 
@@ -95,7 +99,7 @@ KINDS = ("folder", "FIFO", "device", "dangling link", "loop")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("file", ["manifest.json", "state.json", "rank_00000.safetensors"])
+@pytest.mark.parametrize("file", ["manifest.json", "state.json", "rank_00000.safetensors", "tokenizer/tokenizer.json"])
 def test_anything_but_a_file_is_damage(sound: Path, tmp_path: Path, file: str, kind: str) -> None:
     root = copied(sound, tmp_path)
     replace_by(root / "iter_0000001" / file, kind)
@@ -125,10 +129,28 @@ def test_a_manifest_cannot_name_a_file_elsewhere(sound: Path, tmp_path: Path, na
     root = copied(sound, tmp_path)
     folder = root / "iter_0000001"
     shutil.copy(folder / "rank_00000.safetensors", tmp_path / "secret.safetensors")
-    text = (folder / "manifest.json").read_text().replace("rank_00000.safetensors", name)
-    forge(folder, "manifest.json", json.loads(text))
-    with pytest.raises(Damaged, match=r"not a manifest: it names a file"):
-        checkpoint.load(folder, tensors(0.0))
+    text = (folder / "manifest.json").read_text()
+    for file in ("rank_00000.safetensors", "tokenizer/tokenizer.json"):
+        forge(folder, "manifest.json", json.loads(text.replace(file, name)))
+        with pytest.raises(Damaged, match=r"not a manifest: it names a file"):
+            checkpoint.load(folder, tensors(0.0))
+
+
+def test_an_older_checkpoint_has_no_attached_file(sound: Path, tmp_path: Path) -> None:
+    root = copied(sound, tmp_path)
+    folder = root / "iter_0000001"
+    shutil.rmtree(folder / "tokenizer")
+    with pytest.raises(Damaged, match=r"tokenizer/tokenizer\.json"):
+        checkpoint.find(root)
+    about, state = (json.loads((folder / name).read_text()) for name in ("manifest.json", "state.json"))
+    del about["attached"], state["saved_tokenizer"]
+    forge(folder, "manifest.json", about)
+    forge(folder, "state.json", state)
+    read_all(root)
+    with pytest.raises(ValueError, match=r"has no copy of its run's tokenizer.*/gone.*give --tokenizer"):
+        state["config"]["data"]["tokenizer"] = "/gone"
+        forge(folder, "state.json", state)
+        run_tokenizer(folder, RunState.read(folder))
 
 
 @pytest.mark.parametrize("text", ["[]", "null", "1e999", "NaN", '"x"', "[" * 100_000, '{"a":' * 50_000, "{", "", "\0"])
@@ -166,7 +188,7 @@ def mutated(draw: random.Random, content: Any) -> Any:
 
 def damage_at_random(draw: random.Random, root: Path) -> str:
     folder = root / "iter_0000001"
-    file = draw.choice(["manifest.json", "state.json", "rank_00000.safetensors", "latest"])
+    file = draw.choice(["manifest.json", "state.json", "rank_00000.safetensors", "latest", *ATTACHED])
     path = root / file if file == "latest" else folder / file
     way = draw.choice(["bytes", "cut", "kind", "forge", "forge", "forge"])
     if way == "forge" and file in ("manifest.json", "state.json"):

@@ -20,7 +20,7 @@ def save(root: Path, iteration: int) -> Path:
     tensors = {name: LocalShard((6, 2), (0, 0), (6, 2), 0, 12, torch.arange(12.0)) for name in ("model.w", "exp_avg.w")}
     layout = {"pp": 1, "dp": 2, "tp": 3}
     state = RunState(iteration, 8 * iteration, iteration, None, asdict(ModelConfig()), layout, {}, run="abc")
-    return checkpoint.save(root, iteration, tensors, state.to_json())
+    return checkpoint.save(root, iteration, tensors, state.to_json(), attached={"tokenizer/tokenizer.json": b"{ }"})
 
 
 def flip(path: Path, at: int) -> None:
@@ -36,6 +36,7 @@ def flip(path: Path, at: int) -> None:
         ("rank_00000.safetensors", 20, "rank_00000.safetensors is damaged"),
         ("state.json", 3, "state.json is damaged"),
         ("manifest.json", 3, "manifest.json"),
+        ("tokenizer/tokenizer.json", 1, "tokenizer/tokenizer.json is damaged"),
     ],
 )
 def test_every_fault_is_named(tmp_path: Path, file: str, at: int, words: str) -> None:

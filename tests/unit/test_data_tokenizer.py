@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from data_tools import train_tokenizer
-from megazero.data.tokenizer import Tokenizer, load_tokenizer
+from megazero.data.tokenizer import Tokenizer, beside, load_tokenizer, pack
 from tests.unit.data_helpers import download_gpt2
 
 TEXT = "The quick brown fox, don't jump over 13 lazy dogs.\n\tNaïve café 日本語 🙂  end"
@@ -132,6 +132,27 @@ def test_sentencepiece(sentencepiece_model: Path) -> None:
     assert (tokenizer.vocab_size, tokenizer.eod) == (60, 2)
     check_round_trip(tokenizer, "the quick brown fox")
     assert 1 not in tokenizer.encode("the quick") and 2 not in tokenizer.encode("the quick")
+
+
+def test_a_packed_tokenizer_is_the_same_elsewhere(trained: Path, sentencepiece_model: Path, tmp_path: Path) -> None:
+    """Settings and other files of a Hugging Face folder are kept, but for the name of code to run."""
+    folder = shutil.copytree(trained, tmp_path / "theirs")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    more = {"model_max_length": 77, "auto_map": {"AutoTokenizer": "x.py"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | more))
+    (folder / "chat_template.jinja").write_text("{{ x }}")
+    for number, spec in enumerate([str(folder), "byte", f"sentencepiece:{sentencepiece_model}"]):
+        tokenizer = load_tokenizer(spec)
+        packed, copy = pack(tokenizer), tmp_path / f"copy{number}"
+        copy.mkdir()
+        for name, content in packed.files.items():
+            (copy / name).write_bytes(content)
+        again = load_tokenizer(beside(packed.spec.replace("{}", copy.name), tmp_path))
+        assert (again.identity, again.eod) == (tokenizer.identity, tokenizer.eod)
+    copy = tmp_path / "copy0"
+    assert (copy / "chat_template.jinja").read_text() == "{{ x }}"
+    kept = json.loads((copy / "tokenizer_config.json").read_text())
+    assert kept["model_max_length"] == 77 and "auto_map" not in kept
 
 
 @pytest.mark.parametrize(
