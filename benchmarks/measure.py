@@ -97,8 +97,8 @@ def korthikanti(config: Config, layout: Layout) -> float:
     model, tp, w = config.model, layout.tp, BYTES[config.training.precision]
     s, h, n = model.seq_length, model.hidden_size, model.num_attention_heads
     sbh, recompute = s * config.training.micro_batch_size * h, config.activations.recompute
-    cut = tp if config.parallel.sequence_parallel else 1
+    stream = tp if config.parallel.sequence_parallel else 1
     if recompute == "full":
-        return w * sbh / cut
+        return w * sbh / stream
     scores = (2 * w + 1) * n * s / h / tp if recompute == "none" else 0.0
-    return sbh * ((4 * w + 2) / cut + 12 * w / tp + scores)
+    return sbh * ((4 * w + 2) / stream + 12 * w / tp + scores)

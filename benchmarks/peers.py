@@ -12,7 +12,7 @@ Shapes: b micro-batch, s sequence, h hidden, n heads, d head dim, v vocabulary.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -84,15 +84,21 @@ class PlainBlock(nn.Module):
         return x + self.mlp["down"](F.gelu(self.mlp["up"](self.norm2(x)), approximate="tanh"))
 
 
+def initial_weights(model: ModelConfig, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (global name, megazero's initial value) of every parameter, whole."""
+    for specs in stage_units(model, Layout(), 0).values():
+        for spec in specs:
+            block = LocalBlock((0,) * len(spec.shape), spec.shape, spec.shape)
+            yield spec.name, initial_values.draw(seed, spec, block, 0, block.numel).view(spec.shape)
+
+
 def draw_weights(module: nn.Module, model: ModelConfig, seed: int) -> None:
     """megazero's initial values for parameters that bear its global names."""
     parameters = dict(module.named_parameters())
-    for specs in stage_units(model, Layout(), 0).values():
-        for spec in specs:
-            if spec.name in parameters:
-                block = LocalBlock((0,) * len(spec.shape), spec.shape, spec.shape)
-                values = initial_values.draw(seed, spec, block, 0, block.numel)
-                parameters.pop(spec.name).data.view(-1).copy_(values)
+    for name, value in initial_weights(model, seed):
+        if name in parameters:
+            parameter = parameters.pop(name).data
+            parameter.copy_(value.view(parameter.shape))
     assert not parameters, f"not initialised: {list(parameters)}"
 
 
@@ -121,39 +127,20 @@ class PlainLlama(nn.Module):
     """transformers' LlamaForCausalLM with torch's attention, and megazero's initial values."""
 
     def __init__(self, model: ModelConfig, seed: int) -> None:
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers import LlamaForCausalLM
+
+        from megazero.huggingface.architectures import architecture_of
 
         super().__init__()
-        config = LlamaConfig(
-            vocab_size=model.vocab_size,
-            hidden_size=model.hidden_size,
-            intermediate_size=model.ffn_size,
-            num_hidden_layers=model.num_layers,
-            num_attention_heads=model.num_attention_heads,
-            num_key_value_heads=model.query_groups,
-            max_position_embeddings=model.seq_length,
-            rms_norm_eps=model.norm_epsilon,
-            tie_word_embeddings=False,
-            use_cache=False,
-        )
+        table = architecture_of(model)
+        config = table.to_config(model, None)
+        config.use_cache = False
         self.llama = LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
         self.blocks = self.llama.model.layers
-        drawn = {}
-        for specs in stage_units(model, Layout(), 0).values():
-            for spec in specs:
-                block = LocalBlock((0,) * len(spec.shape), spec.shape, spec.shape)
-                drawn[spec.name] = initial_values.draw(seed, spec, block, 0, block.numel).view(spec.shape)
-        ends = {"model.embed_tokens": "token_embedding", "model.norm": "head.norm", "lm_head": "head.output"}
-        values = {f"{theirs}.weight": drawn[f"{ours}.weight"] for theirs, ours in ends.items()}
-        for i in range(model.num_layers):
-            (k, v), (gate, up) = drawn[f"blocks.{i}.attention.kv.weight"].unbind(1), drawn[f"blocks.{i}.mlp.up.weight"]
-            parts = {"self_attn.q_proj": drawn[f"blocks.{i}.attention.query.weight"].flatten(0, 1)}
-            parts |= {"self_attn.k_proj": k.flatten(0, 1), "self_attn.v_proj": v.flatten(0, 1)}
-            parts |= {"self_attn.o_proj": drawn[f"blocks.{i}.attention.proj.weight"], "mlp.gate_proj": gate}
-            parts |= {"mlp.up_proj": up, "mlp.down_proj": drawn[f"blocks.{i}.mlp.down.weight"]}
-            parts |= {"input_layernorm": drawn[f"blocks.{i}.norm1.weight"]}
-            parts |= {"post_attention_layernorm": drawn[f"blocks.{i}.norm2.weight"]}
-            values |= {f"model.layers.{i}.{name}.weight": value for name, value in parts.items()}
+        values = {}
+        for name, value in initial_weights(model, seed):
+            row = table.row(name)
+            values |= dict(zip(row.theirs, row.form.split(value, model), strict=True))
         self.llama.load_state_dict(values)
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -26,8 +26,9 @@ from megazero.comm import launch
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import Config, ModelConfig, TrainingConfig
 from megazero.data.loader import MicroBatch
+from megazero.model.context import DTYPES
 from megazero.plan.resolve import resolve
-from megazero.train.engine import DTYPES, Engine
+from megazero.train.engine import Engine
 from megazero.train.matmul_backend import choose_matmul_backend
 
 

@@ -1,11 +1,11 @@
-"""A stack of transformer blocks, cut over tensor-parallel ranks by megazero and by torch's DTensor.
+"""A stack of transformer blocks, sharded over tensor-parallel ranks by megazero and by torch's DTensor.
 
-No embedding, no head: what is compared is the cut block. A step is forward, backward from a fixed gradient and one
+No embedding, no head: what is compared is the sharded block. A step is forward, backward from a fixed gradient and one
 AdamW update without clipping, the same on both sides; its input needs a gradient, as a block's always does.
 
 Every system exists in three forms:
 
-- on `ranks` ranks. The stream between blocks is `whole` on each of them, or `cut` (sequence parallelism).
+- on `ranks` ranks. The stream between blocks is `whole` on each of them, or `sharded` (sequence parallelism).
 - `-silent`: the same code on as many ranks at once, over a group of torch's `fake` backend, whose collectives answer at
   once with tensors of the right shape, at most copied from this rank's own. What it lacks is communication alone: the
   bytes, the threads that move them, the waiting for the other rank.
@@ -160,10 +160,10 @@ class _SilentAxis(Axis):
         return self.size > 1 and dist.get_backend() == "gloo"
 
 
-def megazero(work: Work, device: torch.device, cut: bool, silent: bool, own_products: bool) -> Training:
+def megazero(work: Work, device: torch.device, sharded: bool, silent: bool, own_products: bool) -> Training:
     """The Engine's own blocks, ZeRO stage 0, with gradients, sums and update as in a training step."""
     config = work.config()
-    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, sequence_parallel=cut))
+    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, sequence_parallel=sharded))
     config, layout = resolve(config, work.ranks, 0)
     mesh = Mesh.build(layout, dist.get_rank(), device)
     if own_products:
@@ -235,7 +235,7 @@ def _window(whole: torch.Tensor, shape: tuple[int, ...], where: tuple[slice, ...
 # -- torch
 
 
-def _plan(cut: bool) -> dict[str, Any]:
+def _plan(sharded: bool) -> dict[str, Any]:
     """Parallelize a block as torch's tensor-parallel tutorial and torchtitan do. They gather a sharded stream by
     PrepareModuleInput on the whole attention or MLP, because two or three matrices read it; here one does, and its own
     style gathers it, once.
@@ -243,7 +243,7 @@ def _plan(cut: bool) -> dict[str, Any]:
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
-    if not cut:
+    if not sharded:
         column, row = ColwiseParallel, RowwiseParallel
         return {"attention.qkv": column(), "attention.proj": row(), "mlp.up": column(), "mlp.down": row()}
     return {
@@ -256,8 +256,8 @@ def _plan(cut: bool) -> dict[str, Any]:
     }
 
 
-def dtensor(work: Work, device: torch.device, cut: bool, silent: bool) -> Training:
-    """Plain blocks, parallelised; torch's fused AdamW, which with a cut stream sums the norms' gradients over ranks."""
+def dtensor(work: Work, device: torch.device, sharded: bool, silent: bool) -> Training:
+    """Plain blocks, parallelised; torch's fused AdamW, which sums the norms' gradients if the stream is sharded."""
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -268,11 +268,11 @@ def dtensor(work: Work, device: torch.device, cut: bool, silent: bool) -> Traini
     config, rank = work.config(), dist.get_rank()
     stack = PlainStack(config.model, config.training.seed).to(device)
     for block in stack.blocks:
-        parallelize_module(block, mesh, _plan(cut))
+        parallelize_module(block, mesh, _plan(sharded))
         # Rows of qkv are ordered by head: their first half is the first half of the heads, whole.
         block.num_heads = config.model.num_attention_heads // work.ranks  # type: ignore[assignment]
     each = work.seq_length // work.ranks
-    mine = slice(rank * each, (rank + 1) * each) if cut else slice(None)
+    mine = slice(rank * each, (rank + 1) * each) if sharded else slice(None)
     return _torch_training(work, device, stack, lambda whole: whole.detach()[:, mine].clone())
 
 
@@ -328,16 +328,17 @@ def _systems() -> dict[str, System]:
     systems = {
         "torch-alone": System("plain torch, one process", plain),
         "megazero-alone": System(
-            "megazero, one process", partial(megazero, cut=False, silent=False, own_products=True)
+            "megazero, one process", partial(megazero, sharded=False, silent=False, own_products=True)
         ),
         "megazero/torch-alone": System(
-            "megazero, torch's products, one process", partial(megazero, cut=False, silent=False, own_products=False)
+            "megazero, torch's products, one process",
+            partial(megazero, sharded=False, silent=False, own_products=False),
         ),
     }
-    for cut in (False, True):
+    for sharded in (False, True):
         for silent in (False, True):
-            end = f"-{'cut' if cut else 'whole'}{'-silent' if silent else ''}"
-            here = {"cut": cut, "silent": silent}
+            end = f"-{'sharded' if sharded else 'whole'}{'-silent' if silent else ''}"
+            here = {"sharded": sharded, "silent": silent}
             systems[f"dtensor{end}"] = System("torch DTensor", partial(dtensor, **here))
             systems[f"megazero{end}"] = System("megazero", partial(megazero, **here, own_products=True))
             systems[f"megazero/torch{end}"] = System(

@@ -3,8 +3,8 @@
 
 What a step is, and how each system is set up: `stacks.py`. Two shapes: the one that the options name, and one so narrow
 (`--no-narrow` leaves it out) that communication is a third of the step or more. Each with the stream between blocks
-whole on every rank, and cut (sequence parallelism). Before anything is timed, every system's output, input gradient and
-weight gradients have to agree with whole plain blocks.
+whole on every rank, and sharded (sequence parallelism). Before anything is timed, every system's output, input gradient
+and weight gradients have to agree with whole plain blocks.
 
 Turns, intervals and CPU ms are `zero.py`'s. Beside speed:
 
@@ -15,7 +15,7 @@ On a CPU with AVX-512 megazero's fp32 products are oneDNN's, faster than torch's
 so that what is gained by tensor parallelism is seen alone. Examples:
 
     python benchmarks/tensor_parallel.py --json tensor_parallel.json
-    python benchmarks/tensor_parallel.py --layers 2 --hidden 1024 --heads 16 --no-narrow --streams cut
+    python benchmarks/tensor_parallel.py --layers 2 --hidden 1024 --heads 16 --no-narrow --streams sharded
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Options:
     """Measure the narrow shape too: 8 layers, hidden 256, 4 heads, sequence 128, batch 1."""
     ranks: int = 2
     """Tensor-parallel ranks; on GPUs, one each."""
-    streams: tuple[Literal["whole", "cut"], ...] = ("whole", "cut")
-    """Stream between blocks; cut is sequence parallelism."""
+    streams: tuple[Literal["whole", "sharded"], ...] = ("whole", "sharded")
+    """Stream between blocks; sharded is sequence parallelism."""
     products: tuple[Literal["own", "torch"], ...] = ("own", "torch")
     """megazero's matrix products; on a GPU, and on a CPU without AVX-512, they are torch's anyway."""
     shares: bool = True
@@ -68,7 +68,7 @@ class Options:
     json: str = ""
     """FILE for all that was measured."""
     quick: bool = False
-    """A smoke run: a tiny shape, its stream cut, two rounds, megazero's own products."""
+    """A smoke run: a tiny shape, its stream sharded, two rounds, megazero's own products."""
 
     def works(self) -> dict[str, Work]:
         shape = (self.layers, self.hidden, self.heads, self.seq_length, VOCABULARY, self.batch)
@@ -187,7 +187,7 @@ def main(options: Options) -> None:
             "seq_length": 16,
             "batch": 2,
             "narrow": False,
-            "streams": ("cut",),
+            "streams": ("sharded",),
         }
         options = dataclasses.replace(options, **tiny, rounds=2, steps=1, products=("own",))
     gpus = torch.cuda.device_count()

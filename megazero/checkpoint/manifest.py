@@ -42,15 +42,15 @@ RESTORE = "restore the file, or load an earlier checkpoint"
 _FILE = re.compile(r"rank_[0-9]{5,9}\.safetensors")
 _ATTACHED = re.compile(r"tokenizer/[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 
-# Our name of a dtype -> what torch and the safetensors format call it.
-DTYPES = {
-    "float32": (torch.float32, "F32"),
-    "bfloat16": (torch.bfloat16, "BF16"),
-    "float16": (torch.float16, "F16"),
-    "float64": (torch.float64, "F64"),
-    "int64": (torch.int64, "I64"),
-    "int32": (torch.int32, "I32"),
-    "uint8": (torch.uint8, "U8"),
+# torch's name of every dtype that a checkpoint holds -> its code in the safetensors format.
+SAFETENSORS_CODES = {
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float64": "F64",
+    "int64": "I64",
+    "int32": "I32",
+    "uint8": "U8",
 }
 
 
@@ -75,7 +75,7 @@ class Tiling:
 class Entry:
     """A tensor of the checkpoint."""
 
-    dtype: str  # a key of DTYPES
+    dtype: str  # a key of SAFETENSORS_CODES
     shape: tuple[int, ...]
     tiling: Tiling
     crc32: tuple[int, ...]  # of each region of the tiling
@@ -109,11 +109,16 @@ class Manifest:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The key of DTYPES; ValueError for a dtype that checkpoints do not hold."""
+    """The key of SAFETENSORS_CODES; ValueError for a dtype that checkpoints do not hold."""
     name = str(dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        raise ValueError(f"a checkpoint cannot hold tensors of {dtype}; it holds {', '.join(DTYPES)}")
+    if name not in SAFETENSORS_CODES:
+        raise ValueError(f"a checkpoint cannot hold tensors of {dtype}; it holds {', '.join(SAFETENSORS_CODES)}")
     return name
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The reverse of `dtype_name`."""
+    return getattr(torch, name)
 
 
 def key(name: str, offset: Sequence[int]) -> str:
@@ -349,8 +354,8 @@ def _parse_tiling(name: str, tiling: dict[str, Any], files: dict[str, int]) -> T
 
 def _parse_entry(name: str, entry: dict[str, Any], tilings: Sequence[Tiling]) -> Entry:
     dtype, number, checksums = entry.get("dtype"), entry.get("tiling"), entry.get("crc32")
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise Malformed(f"the dtype of tensor {name} is {str(dtype)[:40]!r}, not one of {', '.join(DTYPES)}")
+    if not isinstance(dtype, str) or dtype not in SAFETENSORS_CODES:
+        raise Malformed(f"the dtype of tensor {name} is {str(dtype)[:40]!r}, not one of {', '.join(SAFETENSORS_CODES)}")
     shape = _numbers(entry.get("shape"), f"the shape of tensor {name}")
     if 0 in shape or len(shape) > 16:
         raise Malformed(f"the shape of tensor {name} has a zero, or more than 16 dims")

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from megazero.checkpoint.manifest import DTYPES, Entry, Manifest, Tiling, dtype_name
+from megazero.checkpoint.manifest import Entry, Manifest, Tiling, dtype_name, torch_dtype
 from megazero.checkpoint.shards import LocalShard
 from megazero.plan.regions import Region, Shape, coverage_fault, intersection
 
@@ -112,7 +112,7 @@ class SaveLayout:
             fault = coverage_fault(shape, ranks_of)
             if fault:
                 raise ValueError(f"tensor {names[0]!r} of shape {shape} is not held exactly once by the ranks: {fault}")
-            itemsize = DTYPES[dtype][0].itemsize
+            itemsize = torch_dtype(dtype).itemsize
             writer = {}
             for chunk, ranks in sorted(ranks_of.items(), key=lambda item: item[0].offset):
                 writer[chunk] = ranks[0]

@@ -21,7 +21,6 @@ from torch.futures import Future
 
 from megazero.checkpoint.folders import clear_leftovers, commit, next_save_number, partial_folder
 from megazero.checkpoint.manifest import (
-    DTYPES,
     STATE,
     Chunk,
     Damaged,
@@ -30,6 +29,7 @@ from megazero.checkpoint.manifest import (
     damage,
     key,
     missing_part,
+    torch_dtype,
     write_durably,
     write_manifest,
 )
@@ -190,7 +190,7 @@ class ManifestReader(StorageReader):
     def read_chunk(self, opened: Any, name: str, chunk: Chunk) -> torch.Tensor:
         """The chunk's elements, a view of the file, after its checksum was found right."""
         tensor = opened.get_tensor(key(name, chunk.region.offset))
-        expected = (DTYPES[self.manifest.tensors[name].dtype][0], chunk.region.size)
+        expected = (torch_dtype(self.manifest.tensors[name].dtype), chunk.region.size)
         where = f"tensor {name!r} at {list(chunk.region.offset)}"
         if (tensor.dtype, tuple(tensor.shape)) != expected:
             raise damage(self.path, chunk.file, f"{where} has another shape or dtype than the manifest says")

@@ -16,7 +16,6 @@ from safetensors import SafetensorError, safe_open
 
 from megazero.checkpoint.folders import commit, partial_folder
 from megazero.checkpoint.manifest import (
-    DTYPES,
     MANIFEST,
     STATE,
     Chunk,
@@ -27,6 +26,7 @@ from megazero.checkpoint.manifest import (
     dtype_name,
     key,
     read_manifest,
+    torch_dtype,
     write_durably,
     write_manifest,
 )
@@ -59,7 +59,7 @@ class TensorReader:
         fault = coverage_fault(entry.shape, [chunk.region for chunk in entry.chunks])
         if fault:
             raise damage(self.path, MANIFEST, f"of tensor {name!r} {fault}")
-        whole = torch.empty(entry.shape, dtype=DTYPES[entry.dtype][0])
+        whole = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
         by_file: dict[str, list[Chunk]] = defaultdict(list)
         for chunk in entry.chunks:
             by_file[chunk.file].append(chunk)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megazero.checkpoint.manifest import DTYPES, dtype_name
+from megazero.checkpoint.manifest import SAFETENSORS_CODES, dtype_name
 from megazero.files import OutputFile
 
 # Name, dtype and shape of a tensor.
@@ -39,7 +39,7 @@ class TensorFile:
         self._expected = []
         for name, dtype, shape in announced:
             stop = position + torch.Size(shape).numel() * dtype.itemsize
-            code = DTYPES[dtype_name(dtype)][1]
+            code = SAFETENSORS_CODES[dtype_name(dtype)]
             header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [position, stop]}
             self._expected.append((dtype, tuple(shape)))
             position = stop

@@ -4,7 +4,7 @@
 
     9 bytes  magic "MMIDIDX\\0\\0"
     u64      version, 1
-    u8       code of the token type (see `DTYPES`)
+    u8       code of the token type (see `TOKEN_TYPES`)
     u64      S, the number of sequences
     u64      D, the number of document indices: documents + 1
     S x i32  sequence lengths, in tokens
@@ -31,7 +31,7 @@ LEGACY_MAGIC = b"TNTIDX\0\0"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 # Codes 6 and 7 mean float64/float32 in one fork and float32/float64 in another; neither can hold token ids.
-DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+TOKEN_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 # Sequences (or bytes) handled at once when tables are checked or copied: bounds memory.
 CHUNK = 1 << 20
 # An index up to this size is read into memory: a map costs a descriptor, and 10,000 corpora are many.
@@ -139,7 +139,7 @@ class IndexedDataset:
             raw = np.frombuffer(head, np.uint8) if resident else np.memmap(file, dtype=np.uint8, mode="r")
         self._mapped_bytes = 0 if resident else size
         code, num_sequences, num_indices = parse_header(head[: HEADER.size], self.prefix)
-        self.dtype: np.dtype[Any] = np.dtype(DTYPES[code])
+        self.dtype: np.dtype[Any] = np.dtype(TOKEN_TYPES[code])
         expected = HEADER.size + 12 * num_sequences + 8 * num_indices
         if size < expected:
             raise ValueError(
@@ -252,10 +252,10 @@ def parse_header(head: bytes, prefix: str) -> tuple[int, int, int]:
             f"--data-path {prefix}: {path} has index version {version}, only {VERSION} is known; "
             f"preprocess the text again with data_tools/preprocess_data.py"
         )
-    if code not in DTYPES:
+    if code not in TOKEN_TYPES:
         why = "float32 in one fork, float64 in another" if code in (6, 7) else "which is unknown"
         raise ValueError(
             f"--data-path {prefix}: {path} has token type code {code}, {why}; token ids are stored as one of "
-            f"{', '.join(f'{c} ({np.dtype(t).name})' for c, t in DTYPES.items())}: preprocess the text again"
+            f"{', '.join(f'{c} ({np.dtype(t).name})' for c, t in TOKEN_TYPES.items())}: preprocess the text again"
         )
     return code, num_sequences, num_indices

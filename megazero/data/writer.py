@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megazero.data.about import Checksum, describe
-from megazero.data.indexed import CHUNK, DTYPES, HEADER, MAGIC, VERSION, Tokens
+from megazero.data.indexed import CHUNK, HEADER, MAGIC, TOKEN_TYPES, VERSION, Tokens
 from megazero.files import OutputFile, sync_folder, write_atomically
 
 Int32s = npt.NDArray[np.int32]
@@ -33,7 +33,7 @@ class CorpusParts:
         self, stem: str | os.PathLike[str], dtype: npt.DTypeLike, state: Mapping[str, Any] | None = None
     ) -> None:
         self.stem, self.dtype = str(stem), np.dtype(dtype)
-        self._code = {np.dtype(t): code for code, t in DTYPES.items()}[self.dtype]
+        self._code = {np.dtype(t): code for code, t in TOKEN_TYPES.items()}[self.dtype]
         found = state or {"num_documents": 0, "num_sequences": 0, "num_tokens": 0, "max_id": -1, "checksum": {}}
         self.num_documents: int = found["num_documents"]
         self.num_sequences: int = found["num_sequences"]

@@ -10,28 +10,18 @@ from megazero.model.context import Context
 from megazero.model.linear import ColumnLinear, RowLinear
 
 
-class _Gelu(torch.autograd.Function):
+class _Activation(torch.autograd.Function):
+    """function(x), which keeps x alone; grad(dy, x) is its gradient."""
+
     @staticmethod
-    def forward(ctx, x, fused_ops):
+    def forward(ctx, x, function, grad):
         ctx.save_for_backward(x)
-        ctx.fused_ops = fused_ops
-        return fused_ops.gelu(x)
+        ctx.grad = grad
+        return function(x)
 
     @staticmethod
     def backward(ctx, dy):
-        return ctx.fused_ops.gelu_grad(dy, *ctx.saved_tensors), None
-
-
-class _Swiglu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, fused_ops):
-        ctx.save_for_backward(x)
-        ctx.fused_ops = fused_ops
-        return fused_ops.swiglu(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return ctx.fused_ops.swiglu_grad(dy, *ctx.saved_tensors), None
+        return ctx.grad(dy, *ctx.saved_tensors), None, None
 
 
 class GeluMLP(nn.Module):
@@ -50,7 +40,8 @@ class GeluMLP(nn.Module):
         return self.down(self.gelu(inner), c.recomputed(self.gelu, inner), output)
 
     def gelu(self, x: torch.Tensor) -> torch.Tensor:
-        return _Gelu.apply(x, self.context.fused_ops)
+        ops = self.context.fused_ops
+        return _Activation.apply(x, ops.gelu, ops.gelu_grad)
 
 
 class SwigluMLP(nn.Module):
@@ -69,4 +60,5 @@ class SwigluMLP(nn.Module):
         return self.down(self.swiglu(inner), c.recomputed(self.swiglu, inner), output)
 
     def swiglu(self, x: torch.Tensor) -> torch.Tensor:
-        return _Swiglu.apply(x, self.context.fused_ops)
+        ops = self.context.fused_ops
+        return _Activation.apply(x, ops.swiglu, ops.swiglu_grad)

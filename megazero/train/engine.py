@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple, Protocol
@@ -21,7 +20,6 @@ from megazero.model.context import DTYPES, Context, DeviceBatch, MicroBatchInfo,
 from megazero.model.fused_ops import PLAIN, compiled
 from megazero.model.matmul import Products
 from megazero.model.stage import Stage
-from megazero.plan.operations import name_of
 from megazero.plan.parameters import TOKEN_EMBEDDING, stage_units
 from megazero.plan.program import Program, program
 from megazero.plan.rank_spec import rank_spec
@@ -60,17 +58,6 @@ class StepResult(NamedTuple):
     skipped: bool  # no update: the gradients are not finite
     skip_reason: str | None  # if skipped: the tensor that is not finite and its rank, or that no target counts
     gradient_bytes: int  # accumulated, just before the update
-
-
-class CurrentOperation(NamedTuple):
-    """Operation that a rank carries out now, for reports of hangs."""
-
-    rank: int
-    name: str  # printed name: with layer or unit, micro-batch, and "wait" where it waits for another rank
-    seconds: float  # since it began
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} has been in {self.name!r} for {self.seconds:.0f} s"
 
 
 class Engine:
@@ -162,12 +149,6 @@ class Engine:
         return self.programs[key]
 
     # -- reports
-
-    @property
-    def current_operation(self) -> CurrentOperation | None:
-        """The operation that is being carried out; None between steps. May be read from another thread."""
-        op, since = self.interpreter.current, self.interpreter.since
-        return CurrentOperation(self.mesh.rank, name_of(op), time.monotonic() - since) if op is not None else None
 
     @contextlib.contextmanager
     def _reporting_memory(self, step: Program) -> Iterator[None]:

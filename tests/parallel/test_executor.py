@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from benchmarks.pipeline import Work, asleep
+from benchmarks.pipeline_bubble import Work, asleep
 from megazero.plan.operations import name_of
 from megazero.plan.schedules import SCHEDULES
 

@@ -4,7 +4,7 @@
 Both sides multiply by torch's own products. Systems of a schedule take turns in one run; the ratio is our tokens/s over
 theirs, of neighbouring turns. Example:
 
-    python benchmarks/pipelining.py --ranks 2 --micro-batches 8 --rounds 12
+    python benchmarks/pipeline_peers.py --ranks 2 --micro-batches 8 --rounds 12
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def main(options: Options) -> None:
     for schedule in options.schedules:
         shape = (options.layers, options.hidden, options.heads, options.seq_length, options.vocabulary, options.batch)
         work = Work(*shape, options.ranks, "fp32", schedule=schedule, micro_batches=options.micro_batches)
-        with alive([Job(name, work, "benchmarks.pipelining") for name in SYSTEMS]) as systems:
+        with alive([Job(name, work, "benchmarks.pipeline_peers") for name in SYSTEMS]) as systems:
             losses = {}
             for system in systems:
                 system.ask("build")

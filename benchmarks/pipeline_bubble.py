@@ -5,7 +5,7 @@ Real ranks run the real program; blocks sleep a known time instead of computing,
 the schedule and not the machine. A forward, an input gradient and a weight gradient take one sleep each. The time
 is that from the first computation to the last, over the computing time of the busiest rank. Example:
 
-    python benchmarks/pipeline.py --ranks 4 --micro-batches 8 --milliseconds 30
+    python benchmarks/pipeline_bubble.py --ranks 4 --micro-batches 8 --milliseconds 30
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def main(options: Options) -> None:
     for schedule in options.schedules:
         work = Work(schedule, options.ranks, options.micro_batches, options.milliseconds / 1000)
         wanted, found = work.simulated(), []
-        with alive([Job("asleep", work, "benchmarks.pipeline")]) as (system,):  # type: ignore[arg-type]
+        with alive([Job("asleep", work, "benchmarks.pipeline_bubble")]) as (system,):  # type: ignore[arg-type]
             system.ask("build")
             for _ in range(options.steps + 1):
                 system.ask("timed", 1)
