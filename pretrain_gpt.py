@@ -85,7 +85,7 @@ def pretrain(config: Config, world: launch.World, signals: Signals) -> Stop | No
     agree(lambda: run_values(config, datasets, tokenizer), world, device, hosts)
     if world.rank == 0:
         print(to_toml(config))
-    eod = tokenizer.eod if tokenizer and config.data.eod_mask_loss else None
+    eod = tokenizer.eod if tokenizer and config.data.document_flags else None
     with launch.limit(world, 60 * (launch.JOIN_MINUTES + timeout), "making the groups of ranks"):
         ranks = Mesh.build(layout, world.rank, device, timeout, check_buffers=checks, hosts=hosts)
     with ranks.world.peer_errors("looking for a checkpoint"):

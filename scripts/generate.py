@@ -24,7 +24,7 @@ from megazero.comm.mesh import Mesh
 from megazero.config.schema import Config, ModelConfig, ParallelConfig
 from megazero.data.tokenizer import Tokenizer, end_of_document, load_tokenizer
 from megazero.files import explain, read_regular
-from megazero.generation.generate import Generator, Text
+from megazero.generation.generate import Generator, Text, packed_prompts
 from megazero.generation.model import InferenceModel
 from megazero.generation.sampling import Sampling
 from megazero.plan.resolve import resolve
@@ -139,6 +139,8 @@ def run(options: Options, world: launch.World) -> None:
     mesh = Mesh.build(layout, world.rank, device, TIMEOUT_MINUTES, check_buffers=False, hosts=hosts)
     inference = InferenceModel(path, model, mesh, state.master_precision)
     eod = end_of_document(tokenizer)
+    if world.rank == 0 and (note := packed_prompts(state.config.get("data", {}), prompts, eod)):
+        print(f"note: {note}", file=sys.stderr, flush=True)
     generator = Generator(inference, sampling, options.max_new_tokens, options.batch_size, eod)
     start, tokens = time.perf_counter(), 0
     for texts in generator.run(prompts):

@@ -31,10 +31,24 @@ def initial_weights(config: Config) -> dict[str, torch.Tensor]:
 
 
 def forward(
-    config: Config, w: dict[str, torch.Tensor], ids: torch.Tensor, samples: range | None = None
+    config: Config,
+    w: dict[str, torch.Tensor],
+    ids: torch.Tensor,
+    samples: range | None = None,
+    starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """ids [b, s] -> logits [b, s, v]; `samples`: their global numbers in training, where dropout drops."""
-    model = config.model
+    """ids [b, s] -> logits [b, s, v].
+
+    Args:
+        samples: their global numbers in training, where dropout drops.
+        starts: where the document of each token begins [b, s], for the flags that reset something there.
+    """
+    model, s = config.model, ids.shape[1]
+    places = torch.arange(s).expand(ids.shape)
+    starts = torch.zeros_like(ids) if starts is None else starts
+    position = places - starts if config.data.reset_position_ids else places
+    document = starts if config.data.reset_attention_mask else torch.zeros_like(ids)
+    seen = (document[:, :, None] == document[:, None, :]) & (places[:, :, None] >= places[:, None, :])
 
     def drop(probability: float, layer: int, site: str, x: torch.Tensor) -> torch.Tensor:
         """x * mask; x [b, rows, columns] or [b, n, s, s]."""
@@ -46,11 +60,11 @@ def forward(
     blocks = {"gpt2": gpt2_block, "llama": llama_block, "parallel": parallel_block}[model.architecture]
     x = F.embedding(ids, w["token_embedding.weight"])
     if model.architecture == "gpt2":
-        x = x + w["position_embedding.weight"][: ids.shape[1]]
+        x = x + w["position_embedding.weight"][position]
     x = drop(model.hidden_dropout, -1, "embedding", x)
     for i in range(model.num_layers):
         mine = {name.removeprefix(f"blocks.{i}."): t for name, t in w.items() if name.startswith(f"blocks.{i}.")}
-        x = blocks(model, mine, x, lambda p, site, x, i=i: drop(p, i, site, x))
+        x = blocks(model, mine, x, lambda p, site, x, i=i: drop(p, i, site, x), seen, position)
     x = norm(model, w, "head.norm", x)
     return F.linear(x, w.get("head.output.weight", w["token_embedding.weight"]))
 
@@ -70,57 +84,69 @@ def linear(w: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
     return F.linear(x, w[f"{name}.weight"].reshape(-1, x.shape[-1]), None if bias is None else bias.flatten())
 
 
-def attention(model: ModelConfig, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, drop: Drop) -> torch.Tensor:
-    """q, k, v [b, n, s, d] -> [b, s, h]"""
-    future = torch.ones(q.shape[2], q.shape[2]).triu(1) > 0
-    scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(future, -torch.inf)
+def attention(
+    model: ModelConfig, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, drop: Drop, seen: torch.Tensor
+) -> torch.Tensor:
+    """q, k, v [b, n, s, d], seen [b, s, s]: by each query -> [b, s, h]"""
+    scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(~seen[:, None], -torch.inf)
     return (drop(model.attention_dropout, "scores", scores.softmax(-1)) @ v).transpose(1, 2).flatten(2)
 
 
-def gpt2_block(model: ModelConfig, w: Weights, x: torch.Tensor, drop: Drop) -> torch.Tensor:
+def gpt2_block(
+    model: ModelConfig, w: Weights, x: torch.Tensor, drop: Drop, seen: torch.Tensor, position: torch.Tensor
+) -> torch.Tensor:
     b, s, _ = x.shape
     qkv = linear(w, "attention.qkv", norm(model, w, "norm1", x)).view(b, s, model.num_attention_heads, 3, -1)
-    a = attention(model, *qkv.transpose(1, 2).unbind(3), drop)
+    a = attention(model, *qkv.transpose(1, 2).unbind(3), drop, seen)
     x = x + drop(model.hidden_dropout, "attention", linear(w, "attention.proj", a))
     inner = F.gelu(linear(w, "mlp.up", norm(model, w, "norm2", x)), approximate="tanh")
     return x + drop(model.hidden_dropout, "mlp", linear(w, "mlp.down", inner))
 
 
-def grouped_attention(model: ModelConfig, w: Weights, y: torch.Tensor, drop: Drop) -> torch.Tensor:
+def grouped_attention(
+    model: ModelConfig, w: Weights, y: torch.Tensor, drop: Drop, seen: torch.Tensor, position: torch.Tensor
+) -> torch.Tensor:
     b, s, _ = y.shape
     q = linear(w, "attention.query", y).view(b, s, model.num_attention_heads, -1).transpose(1, 2)
     k, v = linear(w, "attention.kv", y).view(b, s, model.query_groups, 2, -1).transpose(1, 2).unbind(3)
     each = model.num_attention_heads // model.query_groups
-    k, v = (t.repeat_interleave(each, dim=1) for t in (rotated(model, k), v))
-    return linear(w, "attention.proj", attention(model, rotated(model, q), k, v, drop))
+    k, v = (t.repeat_interleave(each, dim=1) for t in (rotated(model, k, position), v))
+    return linear(w, "attention.proj", attention(model, rotated(model, q, position), k, v, drop, seen))
 
 
-def llama_block(model: ModelConfig, w: Weights, x: torch.Tensor, drop: Drop) -> torch.Tensor:
-    y = grouped_attention(model, w, norm(model, w, "norm1", x), drop)
+def llama_block(
+    model: ModelConfig, w: Weights, x: torch.Tensor, drop: Drop, seen: torch.Tensor, position: torch.Tensor
+) -> torch.Tensor:
+    y = grouped_attention(model, w, norm(model, w, "norm1", x), drop, seen, position)
     x = x + drop(model.hidden_dropout, "attention", y)
     gate, value = linear(w, "mlp.up", norm(model, w, "norm2", x)).chunk(2, dim=-1)
     return x + drop(model.hidden_dropout, "mlp", linear(w, "mlp.down", F.silu(gate) * value))
 
 
-def parallel_block(model: ModelConfig, w: Weights, x: torch.Tensor, drop: Drop) -> torch.Tensor:
+def parallel_block(
+    model: ModelConfig, w: Weights, x: torch.Tensor, drop: Drop, seen: torch.Tensor, position: torch.Tensor
+) -> torch.Tensor:
     y = norm(model, w, "norm", x)
     inner = F.gelu(linear(w, "mlp.up", y), approximate="tanh")
-    both = grouped_attention(model, w, y, drop) + linear(w, "mlp.down", inner)
+    both = grouped_attention(model, w, y, drop, seen, position) + linear(w, "mlp.down", inner)
     return x + drop(model.hidden_dropout, "block", both)
 
 
-def rotated(model: ModelConfig, x: torch.Tensor) -> torch.Tensor:
-    """x [b, n, s, d], as complex numbers of dims i and i + d/2, turned by position x base^(-2 i / d)."""
-    s, d = x.shape[-2:]
+def rotated(model: ModelConfig, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """x [b, n, s, d], as complex numbers of dims i and i + d/2, turned by position [b, s] x base^(-2 i / d)."""
+    d = x.shape[-1]
     rates = 1.0 / model.rotary_base ** (torch.arange(0, d, 2).float() / d)
-    angles = torch.outer(torch.arange(s).float(), rates)
+    angles = (position[..., None].float() * rates)[:, None]
     turn = torch.complex(angles.cos().to(x.dtype), angles.sin().to(x.dtype))
     turned = torch.complex(*x.chunk(2, dim=-1)) * turn
     return torch.cat([turned.real, turned.imag], dim=-1)
 
 
-def train(config: Config, batches: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> tuple[list, list]:
-    """losses and gradient norms over global batches of (ids, labels, loss mask)."""
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+
+def train(config: Config, batches: list[Batch]) -> tuple[list, list]:
+    """losses and gradient norms over global batches of (ids, labels, loss mask, where documents begin)."""
     o = config.optimizer
     w = initial_weights(config)
     frozen = {name for name in w if any(fnmatch.fnmatch(name, p) for p in config.training.freeze_parameters)}
@@ -132,8 +158,8 @@ def train(config: Config, batches: list[tuple[torch.Tensor, torch.Tensor, torch.
     ]
     optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
     losses, norms = [], []
-    for step, (ids, labels, mask) in enumerate(batches):
-        logits = forward(config, w, ids, range(step * len(ids), (step + 1) * len(ids)))
+    for step, (ids, labels, mask, starts) in enumerate(batches):
+        logits = forward(config, w, ids, range(step * len(ids), (step + 1) * len(ids)), starts)
         each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
         loss = (each * mask.flatten()).sum() / mask.sum()
         optimizer.zero_grad()

@@ -228,14 +228,20 @@ class Model:
         def linear(x: torch.Tensor, name: str) -> torch.Tensor:
             return r(F.linear(x, w[f"{name}.weight"].reshape(-1, x.shape[-1]), w[f"{name}.bias"].flatten()))
 
-        residual, future = flags["hidden-dropout"], torch.ones(s, s, dtype=torch.bool).triu(1)
-        x = r(r(F.embedding(ids, w["token_embedding.weight"])) + w["position_embedding.weight"][:s])
+        residual, hidden = flags["hidden-dropout"], torch.ones(b, s, s, dtype=torch.bool).triu(1)
+        positions = torch.arange(s).repeat(b, 1)
+        for row, place in (ids == flags["eod"]).nonzero().tolist():  # as Megatron has it
+            if flags["reset-attention-mask"]:
+                hidden[row, place + 1 :, : place + 1] = True
+            if flags["reset-position-ids"]:
+                positions[row, place + 1 :] = torch.arange(s - place - 1)
+        x = r(r(F.embedding(ids, w["token_embedding.weight"])) + w["position_embedding.weight"][positions])
         x = drop(x, residual, -1, "embedding")
         for i in range(flags["num-layers"]):
             at = f"blocks.{i}"
             qkv = linear(norm(x, f"{at}.norm1"), f"{at}.attention.qkv").view(b, s, heads, 3, h // heads)
             q, k, v = qkv.transpose(1, 2).unbind(3)
-            scores = r(r(q * (h // heads) ** -0.5) @ k.transpose(-1, -2)).masked_fill(future, -math.inf)
+            scores = r(r(q * (h // heads) ** -0.5) @ k.transpose(-1, -2)).masked_fill(hidden[:, None], -math.inf)
             attended = r(drop(r(scores.softmax(-1)), flags["attention-dropout"], i, "scores") @ v)
             y = linear(attended.transpose(1, 2).reshape(b, s, h), f"{at}.attention.proj")
             x = r(x + drop(y, residual, i, "attention"))

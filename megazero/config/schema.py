@@ -228,11 +228,26 @@ class DataConfig:
     """A folder or file with a Hugging Face tokenizer, gpt2:DIR, sentencepiece:FILE.model, or byte."""
     eod_mask_loss: bool = False
     """Exclude from the loss the token after each end-of-document token: the first token of another document."""
+    reset_attention_mask: bool = False
+    """Bound attention by documents: no token attends to one of another document. A document's last token is its
+    end-of-document token."""
+    reset_position_ids: bool = False
+    """Restart positions at 0 behind each end-of-document token."""
     skip_samples: str = ""
     """A:B leaves out samples A to B - 1 of the run, counted as metrics.jsonl's consumed_samples are: go back to a
     checkpoint from before a loss spike, and on without the data that made it."""
     num_workers: Annotated[int, Range(0, 64, "one process per rank is ahead of any step")] = 1
     """Processes per rank that read batches ahead, behind the step that runs. 0: read in the training process."""
+
+    @property
+    def document_flags(self) -> tuple[str, ...]:
+        """The flags given that need the end-of-document token."""
+        flags = {
+            "--eod-mask-loss": self.eod_mask_loss,
+            "--reset-attention-mask": self.reset_attention_mask,
+            "--reset-position-ids": self.reset_position_ids,
+        }
+        return tuple(flag for flag, given in flags.items() if given)
 
 
 @dataclass(frozen=True)

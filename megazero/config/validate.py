@@ -149,8 +149,9 @@ def _check_combinations(config: Config) -> None:
     skipped_samples(config)
     if config.log.wandb_project and not config.log.log_dir:
         raise ValueError(f"--wandb-project {shorten(config.log.wandb_project)} needs --log-dir DIR for its files")
-    if config.data.eod_mask_loss and not config.data.tokenizer:
-        raise ValueError("--eod-mask-loss needs --tokenizer, to know the end-of-document token")
+    for flag in config.data.document_flags:
+        if not config.data.tokenizer:
+            raise ValueError(f"{flag} needs --tokenizer, to know the end-of-document token")
 
 
 def _check_evaluation(config: Config) -> None:

@@ -94,13 +94,14 @@ def open_datasets(
     *,
     tokenizer: Tokenizer | None = None,
     needed: Sequence[str] = ("train",),
+    document_flags: Sequence[str] = (),
 ) -> Datasets:
     """Open the corpora of --data-path, each once, and check them; to be called before any process group starts.
 
     Files are checked as `IndexedDataset` does, and a random choice of their blocks against the checksums in
     PREFIX.json. Ids must lie below `vocab_size`: known from PREFIX.json, else from a scan of both ends of the
     tokens. A corpus must be made by `tokenizer`, if PREFIX.json tells. The splits `needed` must hold one sample
-    of every corpus.
+    of every corpus. With `document_flags`, its documents must end in an end-of-document token, if PREFIX.json tells.
 
     Raises:
         ValueError: whatever is wrong, naming --data-path and the corpus.
@@ -114,6 +115,11 @@ def open_datasets(
     for data, about in zip(corpora, abouts, strict=True):
         if tokenizer is not None:
             _check_tokenizer(data, about, tokenizer)
+        if document_flags and about.get("eod", 0) is None:
+            raise ValueError(
+                f"{' '.join(document_flags)}: the documents of --data-path {data.prefix} end in no end-of-document "
+                "token; preprocess it again with --append-eod, or drop what needs it"
+            )
         if vocab_size is not None:
             _check_vocabulary(data, about, vocab_size, SCANNED_BYTES // len(corpora))
     _check_sample(corpora, random.Random())

@@ -25,12 +25,16 @@ LAST_SECONDS = 30
 
 
 class MicroBatch(NamedTuple):
-    """`ids`, `labels` int64 [b, s]; `loss_mask` fp32 [b, s], 1 where a target counts; `samples` [b]."""
+    """`ids`, `labels` int64 [b, s]; `loss_mask` fp32 [b, s], 1 where a target counts; `samples` [b].
+
+    `document_starts` int64 [b, s]: the place in its sample at which each token's document begins; None: not asked for.
+    """
 
     ids: torch.Tensor
     labels: torch.Tensor
     loss_mask: torch.Tensor
     samples: tuple[int, ...]
+    document_starts: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,8 @@ class Batches:
     """The batches of one rank, at any number of consumed samples.
 
     `eod`: the end-of-document id, given with --eod-mask-loss: where it is the input, the target (the first
-    token of an unrelated document) does not count, as in Megatron. None: every target counts. `num_workers`
+    token of an unrelated document) does not count, as in Megatron. None: every target counts. `document_end`: the
+    same id, given with --reset-attention-mask or --reset-position-ids: it ends a document. `num_workers`
     processes read ahead, as long as batches are asked for in order; 0: read when asked. `pin`: put batches
     into page-locked memory, from which a GPU copies without a stop. ValueErrors of the dataset come through
     from the workers.
@@ -77,11 +82,12 @@ class Batches:
         dp_size: int = 1,
         *,
         eod: int | None = None,
+        document_end: int | None = None,
         num_workers: int = 0,
         pin: bool = False,
     ) -> None:
         self.assignment = Assignment(micro_batch_size, num_micro_batches, dp_rank, dp_size)
-        self._steps = _Steps(dataset, self.assignment, eod)
+        self._steps = _Steps(dataset, self.assignment, eod, document_end)
         self._num_workers, self._pin = num_workers, pin
         self._ahead: Iterator[Any] | None = None
         self._next = -1  # the consumed samples at which `_ahead` stands
@@ -93,8 +99,9 @@ class Batches:
             step = tuple(each.pin_memory() for each in step) if self._pin else step
         else:
             step = self._read_ahead(consumed_samples)
+        ids, labels, loss_mask, *starts = step
         numbers = self.assignment.samples(consumed_samples)
-        return [MicroBatch(*each) for each in zip(*step, numbers, strict=True)]
+        return [MicroBatch(*each) for each in zip(ids, labels, loss_mask, numbers, *starts, strict=True)]
 
     def close(self) -> None:
         """End the worker processes; a later `batch` starts new ones."""
@@ -126,10 +133,14 @@ class Batches:
 
 
 class _Steps(Dataset[Any]):
-    """A dataset as torch's DataLoader wants it: at key `consumed`, a rank's step: ids, labels, mask, [M, b, s]."""
+    """A dataset as torch's DataLoader wants it: at key `consumed`, a rank's step, [M, b, s] each.
 
-    def __init__(self, dataset: Samples, assignment: Assignment, masked: int | None) -> None:
+    That is ids, labels, loss mask and, where `document_end` is given, the starts of documents.
+    """
+
+    def __init__(self, dataset: Samples, assignment: Assignment, masked: int | None, document_end: int | None) -> None:
         self._dataset, self._assignment, self._masked = dataset, assignment, masked
+        self._document_end = document_end
 
     def __getitem__(self, consumed: int) -> tuple[torch.Tensor, ...] | str:
         """Call `read`; return the message of a ValueError, around which torch would put the worker's traceback."""
@@ -141,12 +152,23 @@ class _Steps(Dataset[Any]):
     def read(self, consumed: int) -> tuple[torch.Tensor, ...]:
         rows = self._assignment.samples(consumed)
         tokens = torch.from_numpy(np.stack([[self._dataset[i] for i in row] for row in rows]))  # [M, b, s + 1]
+        starts = () if self._document_end is None else (document_starts(tokens[..., :-1], self._document_end),)
         loss_mask = (tokens[..., 1:] != NO_TOKEN).to(torch.float32)
         tokens.clamp_(min=0)  # any id does where none counts
         ids, labels = tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
         if self._masked is not None:
             loss_mask[ids == self._masked] = 0.0
-        return ids, labels, loss_mask
+        return ids, labels, loss_mask, *starts
+
+
+def document_starts(ids: torch.Tensor, end: int) -> torch.Tensor:
+    """Find the place in its sample at which each token's document begins: [.., s] int64.
+
+    A document ends with the id `end`, which belongs to it.
+    """
+    begins = torch.arange(ids.shape[-1]).expand(ids.shape).clone()
+    begins[..., 1:][ids[..., :-1] != end] = 0
+    return begins.cummax(-1).values
 
 
 def _leave_signals_to_the_parent(_: int) -> None:

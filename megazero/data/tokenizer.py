@@ -55,8 +55,8 @@ class Tokenizer(ABC):
         if self._eod is None:
             raise ValueError(
                 f"--tokenizer {self.spec}: it has no end-of-document token ({', '.join(END_OF_DOCUMENT)}, or "
-                f"eos_token in tokenizer_config.json), which --append-eod and --eod-mask-loss need; add one "
-                f"to it, or leave these flags out"
+                f"eos_token in tokenizer_config.json), which --append-eod, --eod-mask-loss and --reset-... need; "
+                f"add one to it, or leave these flags out"
             )
         return self._eod
 

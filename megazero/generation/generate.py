@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -87,6 +88,21 @@ class Generator:
             for number, ids, num_prompt, finish in json.loads(data):
                 found.append(Text(number, ids, num_prompt, self.sampling.generator(number), finish))
         return sorted(found, key=lambda text: text.number)
+
+
+def packed_prompts(data: Mapping[str, Any], prompts: Sequence[Sequence[int]], eod: int | None) -> str:
+    """Say that all of a prompt is one text here, if it holds several documents that were apart in training.
+
+    Args:
+        data: the data options of the run that made the checkpoint.
+    """
+    flags = [f"--{name.replace('_', '-')}" for name in ("reset_attention_mask", "reset_position_ids") if data.get(name)]
+    if not flags or not any(eod in ids[:-1] for ids in prompts):
+        return ""
+    return (
+        f"a prompt holds an end-of-document token, and the model was trained with {' '.join(flags)}: here attention "
+        "and positions go on behind that token; give the text behind the last one alone to have it as in training"
+    )
 
 
 def _new_tokens(text: Text, window: int) -> NewTokens:

@@ -73,7 +73,8 @@ class InferenceModel:
 
     def _tokens(self, new: Sequence[NewTokens], cache: KVCache) -> MicroBatchInfo:
         rows = tuple(Rows(number, one.first, len(one.ids)) for number, one in enumerate(new))
-        return MicroBatchInfo(0, tuple(range(len(new))), False, rows, cache)
+        runs = tuple(range(one.first, one.first + len(one.ids)) for one in new)
+        return MicroBatchInfo(0, tuple(range(len(new))), False, rows, runs, cache)
 
     def _hidden(self, ids: torch.Tensor, tokens: MicroBatchInfo) -> torch.Tensor:
         """ids [1, T] -> [T, h] behind this rank's layers; they are on their way to the next stage."""

@@ -2,8 +2,11 @@
 
 FUSED: torch's scaled_dot_product_attention, which saves queries, keys, values, output and log-sum-exp per query.
 MATH: explicit attention weights, for what the fused kernels cannot do here: dropout with masks by coordinate; 16 bit
-on a CPU, where they are 8 times slower; fp64 on a GPU, which has none. It saves the weights, [s, s] per head, for
-backward, or recomputes them (selective recompute).
+on a CPU, where they are 8 times slower; fp64 on a GPU, which has none; documents in fp32 on a GPU. It saves the
+weights, [s, s] per head, for backward, or recomputes them (selective recompute).
+
+Either bounds attention by documents, if told to. FUSED computes each document alone, which takes less time than whole
+samples and as much memory.
 
 Shapes: b micro-batch, s sequence, T = b s tokens, n heads, d head dim; /tp = this rank's part.
 """
@@ -19,6 +22,7 @@ import torch.nn.functional as F
 
 from megazero.config.schema import ModelConfig
 from megazero.model.context import Context, MicroBatchInfo
+from megazero.model.documents import Documents, Span
 from megazero.model.dropout import Dropout, Rows
 from megazero.model.fused_ops import FusedOps
 from megazero.model.linear import ColumnLinear, RowLinear, column_linears
@@ -40,31 +44,46 @@ class CoreAttention:
     fused_ops: FusedOps
     recompute: bool
 
-    def __call__(self, qkv: torch.Tensor, batch: int, backend: Backend, rows: tuple[Rows, ...] | None) -> torch.Tensor:
+    def __call__(
+        self,
+        qkv: torch.Tensor,
+        batch: int,
+        backend: Backend,
+        rows: tuple[Rows, ...] | None,
+        documents: Documents | None = None,
+    ) -> torch.Tensor:
         """[T, n/tp * 3 * d] -> [T, n/tp * d].
 
         Args:
             rows: of the dropout's mask, a row for every head and query; None without dropout.
+            documents: what attention is bounded by; None: samples.
         """
-        return self.attend(*_Heads.apply(qkv, batch, self.num_heads), backend, rows)
+        return self.attend(*_Heads.apply(qkv, batch, self.num_heads), backend, rows, documents)
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: Backend, rows: tuple[Rows, ...] | None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        backend: Backend,
+        rows: tuple[Rows, ...] | None,
+        documents: Documents | None = None,
     ) -> torch.Tensor:
-        """q [b, n/tp, s, d], k and v [b, g, s, d], g dividing n/tp -> [T, n/tp * d]; rows as above."""
+        """q [b, n/tp, s, d], k and v [b, g, s, d], g dividing n/tp -> [T, n/tp * d]; the rest as above."""
         if backend is Backend.MATH:
-            y = _MathAttention.apply(q, k, v, self, rows)
+            y = _MathAttention.apply(q, k, v, self, rows, documents)
         else:
             assert rows is None, "the fused kernels draw masks that depend on the layout"
-            y = _fused_attention(q, k, v)
+            y = _fused_attention(q, k, v) if documents is None else _fused_within(q, k, v, documents)
         return y.transpose(1, 2).reshape(q.shape[0] * q.shape[2], -1)
 
-    def weights(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    def weights(self, q: torch.Tensor, k: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
         """Causal softmax of q k^T / sqrt(d): [b, n/tp, s, s] in q's dtype, the softmax in fp32, or of fp64 in fp64.
 
         Queries are scaled, not scores: q k^T alone can be more than fp16 holds.
         """
-        return self.fused_ops.causal_softmax(_matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2)))
+        scores = _matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2))
+        return self.fused_ops.causal_softmax(scores, None if documents is None else documents.starts)
 
 
 def _fused_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -80,6 +99,60 @@ def _fused_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
     if q.dtype == torch.float32:
         return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True)[0]
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+
+
+def _fused_within(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents) -> torch.Tensor:
+    """The same, within documents. On a GPU, in 16 bit, one kernel has them all; on a CPU each has a call."""
+    if q.device.type == "cpu":
+        return _DocumentAttention.apply(q, k, v, documents)
+    from torch.nn.attention.varlen import varlen_attn
+
+    b, n, s, d = q.shape
+    parts = (x.transpose(1, 2).reshape(b * s, -1, d) for x in (q, k, v))
+    limits = documents.bounds, documents.bounds, documents.longest, documents.longest
+    y = varlen_attn(*parts, *limits, window_size=(-1, 0), enable_gqa=n != k.shape[1])
+    return y.view(b, s, n, d).transpose(1, 2)
+
+
+class _DocumentAttention(torch.autograd.Function):
+    """q [b, n/tp, s, d], k and v [b, g, s, d] -> [b, n/tp, s, d], in memory [b, s, n/tp, d].
+
+    torch's kernel for CPUs, called for each document. It keeps what one call for whole samples keeps: slices of
+    autograd's own calls would keep their outputs beside the tensor that they are joined in.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, documents):
+        b, n, s, d = q.shape
+        y = q.new_empty(b, s, n, d).transpose(1, 2)
+        log_sums = q.new_empty(b, s, n).transpose(1, 2)
+        for span in documents.spans:
+            part = _part(span)
+            y[part], log_sums[part] = _CPU_KERNEL(q[part], k[part], v[part], 0.0, True)
+        ctx.save_for_backward(q, k, v, y, log_sums)
+        ctx.documents = documents
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        *inputs, y, log_sums = ctx.saved_tensors
+        grads = [torch.empty_like(x) for x in inputs]
+        for span in ctx.documents.spans:
+            part = _part(span)
+            own = [x[part] for x in inputs]
+            found = _CPU_KERNEL_BACKWARD(dy[part], *own, y[part], log_sums[part], 0.0, True)
+            for into, grad in zip(grads, found, strict=True):
+                into[part] = grad
+        return *grads, None
+
+
+_CPU_KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_CPU_KERNEL_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def _part(span: Span) -> tuple[slice, slice, slice]:
+    """Index the tokens of a document in [b, heads, s, ..]."""
+    return slice(span.sample, span.sample + 1), slice(None), slice(span.first, span.stop)
 
 
 class _Heads(torch.autograd.Function):
@@ -112,11 +185,11 @@ class _MathAttention(torch.autograd.Function):
     """q [b, n/tp, s, d], k and v [b, g, s, d] -> [b, n/tp, s, d]"""
 
     @staticmethod
-    def forward(ctx, q, k, v, core, rows):
+    def forward(ctx, q, k, v, core, rows, documents):
         groups = ctx.groups = q.shape[1] // k.shape[1]
-        weights = core.weights(q, _repeat(k, groups))
+        weights = core.weights(q, _repeat(k, groups), documents)
         ctx.save_for_backward(q, k, v, *(() if core.recompute else (weights,)))
-        ctx.core, ctx.rows = core, rows
+        ctx.core, ctx.rows, ctx.documents = core, rows, documents
         return _matmul(core.dropout(weights, rows), _repeat(v, groups))
 
     @staticmethod
@@ -124,13 +197,13 @@ class _MathAttention(torch.autograd.Function):
         core = ctx.core
         q, k, v, *kept = ctx.saved_tensors
         k, v = _repeat(k, ctx.groups), _repeat(v, ctx.groups)
-        weights = kept[0] if kept else core.weights(q, k)
+        weights = kept[0] if kept else core.weights(q, k, ctx.documents)
         dropped = core.dropout(weights, ctx.rows)
         dv = _matmul(dropped.transpose(-1, -2), dy)
         ddropped = _matmul(dy, v.transpose(-1, -2))
         dscores = core.fused_ops.scores_grad(weights, dropped, ddropped, q.shape[-1] ** -0.5)
         dk = _matmul(dscores.transpose(-1, -2), q)
-        return _matmul(dscores, k), _sum_groups(dk, ctx.groups), _sum_groups(dv, ctx.groups), None, None
+        return _matmul(dscores, k), _sum_groups(dk, ctx.groups), _sum_groups(dv, ctx.groups), None, None, None
 
 
 def _repeat(x: torch.Tensor, groups: int) -> torch.Tensor:
@@ -149,9 +222,14 @@ class Backend(Enum):
     MATH = "math"  # saves the attention weights
 
 
-def attention_backend(device_type: str, precision: str, dropout: bool) -> Backend:
-    """Choose the backend; `dropout`: in training with --attention-dropout."""
-    fused = ("fp32", "fp64") if device_type == "cpu" else ("fp32", "bf16", "fp16")
+def attention_backend(device_type: str, precision: str, dropout: bool, documents: bool = False) -> Backend:
+    """Choose the backend.
+
+    Args:
+        dropout: in training with --attention-dropout.
+        documents: attention is bounded by documents.
+    """
+    fused = ("fp32", "fp64") if device_type == "cpu" else ("bf16", "fp16", *(() if documents else ("fp32",)))
     return Backend.MATH if dropout or precision not in fused else Backend.FUSED
 
 
@@ -172,7 +250,8 @@ class _Attention(nn.Module):
         if tokens.training and self.core.dropout.probability > 0:
             first, count = self.first_head * tokens.length, self.num_heads * tokens.length
             rows = tuple(Rows(sample, first, count) for sample in tokens.samples)
-        return attention_backend(x.device.type, self.context.precision, rows is not None), rows
+        bounded = tokens.attention_documents is not None
+        return attention_backend(x.device.type, self.context.precision, rows is not None, bounded), rows
 
 
 class Attention(_Attention):
@@ -190,7 +269,8 @@ class Attention(_Attention):
         if tokens.cache is not None:
             heads = qkv.view(len(qkv), self.num_heads, 3, -1).unbind(2)  # [T, n/tp, d] each
             return self.proj(tokens.cache.attend(self.number, *heads, tokens.rows))
-        return self.proj(self.core(qkv, len(tokens.samples), *self.backend(x, tokens)))  # [T, h/tp] -> [T', h]
+        b, documents = len(tokens.samples), tokens.attention_documents
+        return self.proj(self.core(qkv, b, *self.backend(x, tokens), documents))  # [T, h/tp] -> [T', h]
 
 
 class GroupedAttention(_Attention):
@@ -221,11 +301,12 @@ class GroupedAttention(_Attention):
         if tokens.cache is not None:
             q = query.view(1, len(query), self.num_heads, -1)
             k, v = kv.view(1, len(kv), -1, 2, q.shape[-1]).unbind(3)
-            cos, sin = self.rotary.tables_at(tokens.positions(q.device), q)
+            cos, sin = self.rotary.tables(q, tokens.positions(q.device))
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
             return tokens.cache.attend(self.number, q[0], k[0], v[0], tokens.rows)
-        q, k, v = _Groups.apply(query, kv, len(tokens.samples), self.num_heads, self.rotary)
-        return self.core.attend(q, k, v, *self.backend(query, tokens))
+        positions = None if tokens.position_documents is None else tokens.position_documents.positions
+        q, k, v = _Groups.apply(query, kv, len(tokens.samples), self.num_heads, self.rotary, positions)
+        return self.core.attend(q, k, v, *self.backend(query, tokens), tokens.attention_documents)
 
 
 class _Groups(torch.autograd.Function):
@@ -236,12 +317,12 @@ class _Groups(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, query, kv, batch, num_heads, rotary):
+    def forward(ctx, query, kv, batch, num_heads, rotary, positions):
         d = ctx.d = query.shape[-1] // num_heads
-        ctx.rotary = rotary
+        ctx.rotary, ctx.positions = rotary, positions
         q = query.view(batch, -1, num_heads, d)
         k, v = kv.view(batch, q.shape[1], -1, 2, d).unbind(3)
-        cos, sin = rotary.tables(q)
+        cos, sin = rotary.tables(q, positions)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         return q.transpose(1, 2), k.transpose(1, 2), v.contiguous().transpose(1, 2)
 
@@ -249,8 +330,8 @@ class _Groups(torch.autograd.Function):
     def backward(ctx, dq, dk, dv):
         dq, dk, dv = (part.transpose(1, 2) for part in (dq, dk, dv))  # [b, s, heads, d]
         b, s, g, d = dk.shape
-        cos, sin = ctx.rotary.tables(dq)
+        cos, sin = ctx.rotary.tables(dq, ctx.positions)
         dkv = dk.new_empty(b, s, g, 2, d)
         rotate(dk, cos, -sin, out=dkv[..., 0, :])
         dkv[..., 1, :].copy_(dv)
-        return rotate(dq, cos, -sin).view(b * s, -1), dkv.view(b * s, -1), None, None, None
+        return rotate(dq, cos, -sin).view(b * s, -1), dkv.view(b * s, -1), None, None, None, None

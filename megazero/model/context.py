@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megazero.comm.collectives import Axis, Pending
 from megazero.memory.tracker import MemoryTracker
+from megazero.model.documents import Documents
 from megazero.model.dropout import Rows
 from megazero.model.fused_ops import PLAIN, FusedOps
 from megazero.model.kv_cache import KVCache
@@ -155,12 +156,22 @@ class MicroBatchInfo(NamedTuple):
     length: int  # s
     samples: tuple[int, ...]  # their global numbers, for dropout
     training: bool  # else an evaluation, without dropout
-    rows: tuple[Rows, ...]  # the tokens of the residual stream on this rank, sample by sample; a row is a position
+    rows: tuple[Rows, ...]  # the tokens of the residual stream on this rank, sample by sample; a row is a place
+    runs: tuple[range, ...]  # the positions of the same tokens: consecutive ones, run by run
     cache: KVCache | None = None  # generation: attention reads earlier tokens there, and puts these there
+    attention_documents: Documents | None = None  # what attention is bounded by; None: samples
+    position_documents: Documents | None = None  # where positions restart; None: with every sample
 
     @classmethod
     def of(
-        cls, ids: torch.Tensor, samples: tuple[int, ...], stream: ResidualStream, *, training: bool
+        cls,
+        ids: torch.Tensor,
+        samples: tuple[int, ...],
+        stream: ResidualStream,
+        *,
+        training: bool,
+        attention_documents: Documents | None = None,
+        position_documents: Documents | None = None,
     ) -> MicroBatchInfo:
         """ids [b, s]"""
         assert len(samples) == len(ids), (samples, ids.shape)
@@ -171,11 +182,14 @@ class MicroBatchInfo(NamedTuple):
             stop = min(held.stop, at - first + length)
             rows.append(Rows(samples[sample], first, stop - at))
             at = stop
-        return cls(length, samples, training, tuple(rows))
+        runs = tuple(range(row.first, row.first + row.count) for row in rows)
+        if position_documents is not None:
+            runs = position_documents.runs(held)
+        return cls(length, samples, training, tuple(rows), runs, None, attention_documents, position_documents)
 
     def positions(self, device: torch.device) -> torch.Tensor:
-        """Position of each of the residual stream's tokens within its sample, [T'] int64."""
-        return torch.cat([torch.arange(row.first, row.first + row.count, device=device) for row in self.rows])
+        """Position of each of the residual stream's tokens, [T'] int64."""
+        return torch.cat([torch.arange(run.start, run.stop, device=device) for run in self.runs])
 
     @property
     def dropout_rows(self) -> tuple[Rows, ...] | None:

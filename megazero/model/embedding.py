@@ -7,19 +7,19 @@ import torch.nn as nn
 
 from megazero.config.schema import ModelConfig
 from megazero.model.context import Context, MicroBatchInfo
-from megazero.model.dropout import Dropout, Rows
+from megazero.model.dropout import Dropout
 from megazero.model.weight import GradWriter
 
 
 class _AddPositions(torch.autograd.Function):
-    """`rows`: which positions the tokens of x have."""
+    """`runs`: the positions of the tokens of x."""
 
     @staticmethod
-    def forward(ctx, x, weight, rows, handle):
-        ctx.weight, ctx.rows = weight, rows
+    def forward(ctx, x, weight, runs, handle):
+        ctx.weight, ctx.runs = weight, runs
         y = torch.empty_like(x)
-        for part, into, row in zip(*(_split(t, rows) for t in (x, y)), rows, strict=True):
-            torch.add(part, weight.data[row.first : row.first + row.count], out=into)
+        for part, into, run in zip(*(_split(t, runs) for t in (x, y)), runs, strict=True):
+            torch.add(part, weight.data[run.start : run.stop], out=into)
         return y
 
     @staticmethod
@@ -27,15 +27,15 @@ class _AddPositions(torch.autograd.Function):
         def write(dy: torch.Tensor, out: torch.Tensor, add: bool) -> None:
             if not add:
                 out.zero_()
-            for part, row in zip(_split(dy, ctx.rows), ctx.rows, strict=True):
-                out[row.first : row.first + row.count] += part
+            for part, run in zip(_split(dy, ctx.runs), ctx.runs, strict=True):
+                out[run.start : run.stop] += part
 
         ctx.weight.accumulate_grad(GradWriter(write, (dy,)))
         return dy, None, None, None
 
 
-def _split(x: torch.Tensor, rows: tuple[Rows, ...]) -> tuple[torch.Tensor, ...]:
-    return x.split([row.count for row in rows])
+def _split(x: torch.Tensor, runs: tuple[range, ...]) -> tuple[torch.Tensor, ...]:
+    return x.split([len(run) for run in runs])
 
 
 class PositionEmbedding(nn.Module):
@@ -48,4 +48,4 @@ class PositionEmbedding(nn.Module):
 
     def forward(self, x: torch.Tensor, tokens: MicroBatchInfo) -> torch.Tensor:
         """x [T', h] -> [T', h]"""
-        return self.dropout(_AddPositions.apply(x, self.weight, tokens.rows, self.weight.handle), tokens.dropout_rows)
+        return self.dropout(_AddPositions.apply(x, self.weight, tokens.runs, self.weight.handle), tokens.dropout_rows)

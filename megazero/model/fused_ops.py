@@ -33,7 +33,8 @@ class FusedOps(NamedTuple):
     gelu_grad: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (dy, x) -> dx
     swiglu: Callable[[torch.Tensor], torch.Tensor]  # [.., 2 f], gates and values -> silu(gates) * values
     swiglu_grad: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (dy, x) -> dx
-    causal_softmax: Callable[[torch.Tensor], torch.Tensor]  # scores -> weights; scores may be changed
+    # (scores [b, n, s, s], None or [b, s]: the first key that each query sees) -> weights; scores may be changed
+    causal_softmax: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
     # (weights, weights behind dropout, gradient of those, scale) -> gradient of the scores
     scores_grad: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 
@@ -52,10 +53,15 @@ def _swiglu_grad(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return dx
 
 
-def _causal_softmax(scores: torch.Tensor) -> torch.Tensor:
-    s = scores.shape[-1]
-    future = torch.ones(s, s, dtype=torch.bool, device=scores.device).triu(1)
-    return scores.masked_fill_(future, -torch.inf).softmax(-1, dtype=wide(scores)).to(scores.dtype)
+def _unseen(scores: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
+    """True where a query does not see a key: [s, s], or [b, 1, s, s]."""
+    at = torch.arange(scores.shape[-1], device=scores.device)
+    future = at > at[:, None]
+    return future if starts is None else future | (at < starts[:, None, :, None])
+
+
+def _causal_softmax(scores: torch.Tensor, starts: torch.Tensor | None = None) -> torch.Tensor:
+    return scores.masked_fill_(_unseen(scores, starts), -torch.inf).softmax(-1, dtype=wide(scores)).to(scores.dtype)
 
 
 def _scores_grad(weights: torch.Tensor, dropped: torch.Tensor, ddropped: torch.Tensor, scale: float) -> torch.Tensor:
@@ -96,9 +102,8 @@ def _sigmoid_swiglu_grad(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.cat([dy * value * s * (1 + gate * (1 - s)), dy * gate * s], dim=-1)
 
 
-def _softmax_in_one(scores: torch.Tensor) -> torch.Tensor:
-    at = torch.arange(scores.shape[-1], device=scores.device)
-    return scores.to(wide(scores)).masked_fill(at > at[:, None], -torch.inf).softmax(-1).to(scores.dtype)
+def _softmax_in_one(scores: torch.Tensor, starts: torch.Tensor | None = None) -> torch.Tensor:
+    return scores.to(wide(scores)).masked_fill(_unseen(scores, starts), -torch.inf).softmax(-1).to(scores.dtype)
 
 
 def compiled(device: torch.device) -> FusedOps:

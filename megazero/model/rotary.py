@@ -37,13 +37,14 @@ class Rotary:
         middle = (lengths <= TRAINED_LENGTH / LOW_FREQUENCY) & (lengths >= TRAINED_LENGTH / HIGH_FREQUENCY)
         return torch.where(middle, between, scaled)
 
-    def tables(self, x: torch.Tensor, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin, [s, 1, d/2] in x's dtype, for x [b, s, heads, d] from position `first` on."""
-        return self.tables_at(torch.arange(first, first + x.shape[1], device=x.device), x)
+    def tables(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cos and sin, [.., s, 1, d/2] in x's dtype, for x [b, s, heads, d] at `positions` [s] or [b, s].
 
-    def tables_at(self, positions: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin, [s, 1, d/2] in x's dtype, for x [b, s, heads, d] at `positions` [s]."""
-        angles = torch.outer(positions.float(), self.frequencies(x.device))[:, None]
+        None: positions 0 to s - 1.
+        """
+        if positions is None:
+            positions = torch.arange(x.shape[1], device=x.device)
+        angles = positions[..., None, None].float() * self.frequencies(x.device)
         return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
 
 

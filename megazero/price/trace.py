@@ -24,6 +24,7 @@ from megazero.comm.pretend import pretend_mesh
 from megazero.config.schema import Config, ModelConfig
 from megazero.memory.tracker import MemoryTracker
 from megazero.model.context import Context, DeviceBatch, MicroBatchInfo, ResidualStream, kept_bytes
+from megazero.model.documents import Documents
 from megazero.model.stage import Stage
 from megazero.model.weight import GradWriter, Weight
 from megazero.plan.parameters import FIRST_BLOCK, HEAD, TOKEN_EMBEDDING, ParamSpec, stage_units
@@ -75,6 +76,8 @@ class _Kind(NamedTuple):
     layer: str  # of all layers of this kind, the name of a block is that of the model's first
     passes_gradient: bool
     frozen: tuple[str, ...]  # names of parameters in it that do not train
+    reset_attention_mask: bool = False
+    reset_position_ids: bool = False
 
     @property
     def small(self) -> bool:
@@ -113,6 +116,8 @@ class _Kind(NamedTuple):
             kind,
             layer.passes_gradient,
             tuple(frozen),
+            config.data.reset_attention_mask,
+            config.data.reset_position_ids,
         )
 
 
@@ -148,7 +153,17 @@ class _Traced:
             weight.owner = self.queue
         self.compute = self.stage.compute(kind.layer)
         ids = torch.zeros(kind.micro_batch_size, model.seq_length, dtype=torch.int64, device=device)
-        tokens = MicroBatchInfo.of(ids, tuple(range(len(ids))), self.context.stream, training=True)
+        self.documents = Documents.whole(
+            kind.micro_batch_size, model.seq_length, device
+        )  # where they begin changes no bytes
+        tokens = MicroBatchInfo.of(
+            ids,
+            tuple(range(len(ids))),
+            self.context.stream,
+            training=True,
+            attention_documents=self.documents if kind.reset_attention_mask else None,
+            position_documents=self.documents if kind.reset_position_ids else None,
+        )
         self.batch = DeviceBatch(ids, ids, ids.float(), tokens)
 
     @property
@@ -162,8 +177,10 @@ class _Traced:
 
     def constants(self) -> set[int]:
         """The storages that are there whether or not the layer runs."""
-        weights = [weight.data for unit in self.stage.units.values() for weight in unit]
-        return {_storage(t) for t in [*weights, *(t for t in self.batch if isinstance(t, torch.Tensor))]}
+        found = [weight.data for unit in self.stage.units.values() for weight in unit]
+        found += [t for t in self.batch if isinstance(t, torch.Tensor)]
+        found += [self.documents.starts, self.documents.positions, self.documents.bounds]
+        return {_storage(t) for t in found}
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -17,6 +17,7 @@ from megazero.comm.mesh import Mesh
 from megazero.config.schema import Config
 from megazero.memory.tracker import MemoryTracker
 from megazero.model.context import DTYPES, Context, DeviceBatch, MicroBatchInfo, ResidualStream
+from megazero.model.documents import Documents
 from megazero.model.fused_ops import PLAIN, compiled
 from megazero.model.matmul import Products
 from megazero.model.stage import Stage
@@ -42,6 +43,7 @@ class Batch(Protocol):
     labels: torch.Tensor  # [b, s] int64
     loss_mask: torch.Tensor  # [b, s] fp32, 1 where the target counts
     samples: tuple[int, ...]  # global numbers
+    document_starts: torch.Tensor | None  # [b, s] int64, where each token's document begins; None: not asked for
 
 
 class LossScaleExhausted(Exception):
@@ -234,11 +236,22 @@ class Engine:
     def _run(self, step: Program, batches: Sequence[Batch], seed_gradient: float) -> torch.Tensor:
         def on_device(b: Batch) -> DeviceBatch:
             ids, labels, mask = (t.to(self.mesh.device, non_blocking=True) for t in (b.ids, b.labels, b.loss_mask))
-            tokens = MicroBatchInfo.of(b.ids, b.samples, self.model.stream, training=step.trains)
-            return DeviceBatch(ids, labels, mask, tokens)
+            return DeviceBatch(ids, labels, mask, self._tokens(b, step.trains))
 
         with self._reporting_memory(step):
             return self.interpreter.run(step, [on_device(batch) for batch in batches], seed_gradient)
+
+    def _tokens(self, batch: Batch, training: bool) -> MicroBatchInfo:
+        data, starts = self.config.data, batch.document_starts
+        documents = None if starts is None or not starts.any() else Documents.of(starts, self.mesh.device)
+        return MicroBatchInfo.of(
+            batch.ids,
+            batch.samples,
+            self.model.stream,
+            training=training,
+            attention_documents=documents if data.reset_attention_mask else None,
+            position_documents=documents if data.reset_position_ids else None,
+        )
 
     def wait(self) -> None:
         """Wait for all outstanding collectives; call before shutdown."""

@@ -58,6 +58,7 @@ def open_data(config: Config, tokenizer: Tokenizer | None) -> Datasets:
         config.model.vocab_size,
         tokenizer=tokenizer,
         needed=needed,
+        document_flags=data.document_flags,
     )
 
 
@@ -79,7 +80,7 @@ class Trainer:
 
         Args:
             config: resolved.
-            eod: the end-of-document token where targets behind it are masked, else None.
+            eod: the end-of-document token; None where no flag needs it.
             signals: what asks for a stop; None: nothing does.
             clock: rank 0's limits of time.
             watchdog: what watches this run; it is told what the run does.
@@ -104,7 +105,8 @@ class Trainer:
                 config.micro_batches(mesh.layout.dp),
                 mesh.dp.rank,
                 mesh.dp.size,
-                eod=eod,
+                eod=eod if config.data.eod_mask_loss else None,
+                document_end=eod if config.data.reset_attention_mask or config.data.reset_position_ids else None,
                 num_workers=num_workers,
                 pin=mesh.device.type == "cuda",
             )

@@ -22,12 +22,14 @@ EOD = 256  # of the byte tokenizer
 COMMON: Flags = {
     **{"num-layers": 2, "hidden-size": 32, "num-attention-heads": 4, "seq-length": 12, "vocab-size": 257},
     **{"init-method-std": 0.1, "hidden-dropout": 0.1, "attention-dropout": 0.2, "eod": EOD, "eod-mask-loss": True},
+    **{"reset-attention-mask": True, "reset-position-ids": True},
     **{"global-batch-size": 8, "micro-batch-size": 2, "train-iters": 12, "seed": 77, "split": "70,20,10"},
     **{"lr": 0.02, "min-lr": 0.004, "lr-warmup-iters": 3, "lr-decay-iters": 10, "lr-decay-style": "cosine"},
     **{"weight-decay": 0.3, "adam-beta1": 0.8, "adam-beta2": 0.95, "adam-eps": 3e-3, "clip-grad": 0.7},
     **{"eval-interval": 4, "eval-iters": 2, "precision": "fp32"},
     **{"initial-loss-scale": 1.0, "loss-scale-window": 1000, "hysteresis": 2},
 }
+NO_RESET: Flags = {"reset-attention-mask": False, "reset-position-ids": False}
 # The first three iterations overflow, and so do two after the scale has grown twice.
 FP16: Flags = {
     **COMMON,
@@ -132,7 +134,7 @@ CASES = {
         *FP64,
     ),
     "linear": Case(
-        {**COMMON, "lr-decay-style": "linear", "eod-mask-loss": False},
+        {**COMMON, "lr-decay-style": "linear", "eod-mask-loss": False, "reset-position-ids": False},
         (
             Part(3, 4, f"{TWO_STAGES} --zero-stage 3 --pipeline-schedule gpipe"),
             Part(12, 4, f"{TWO_PARTS} --sequence-parallel --recompute selective --zero-stage 1 --num-workers 1"),
@@ -140,7 +142,7 @@ CASES = {
         *FP32,
     ),
     "constant": Case(
-        {**COMMON, "lr-decay-style": "constant", "clip-grad": 0.0, "global-batch-size": 12},
+        {**COMMON, "lr-decay-style": "constant", "clip-grad": 0.0, "global-batch-size": 12} | NO_RESET,
         (Part(7, 4, f"{TWO_STAGES} {TWO_PARTS} {FULL} --partition-activations"), Part(12, 3, "--zero-stage 3")),
         *FP32,
     ),

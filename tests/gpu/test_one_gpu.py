@@ -14,7 +14,7 @@ from megazero.memory.fragmentation import device_fragmentation
 from megazero.memory.tracker import MemoryTracker
 from megazero.train.engine import Engine
 from tests import reference
-from tests.parallel.cases import MODEL, STEPS, Case, global_batch, micro_batches
+from tests.parallel.cases import MODEL, STEPS, Case, micro_batches, reference_batches
 from tests.parallel.test_parity import relative_error
 
 pytestmark = [
@@ -35,13 +35,15 @@ pytestmark = [
         {"recompute": "full", "md": True},
         {"recompute": "full", "host": True},
         {"recompute": "full", "host": True, "md": True, "schedule": "gpipe"},
+        {"reset": "documents"},
+        {"reset": "documents", "model": replace(MODEL, architecture="llama", num_query_groups=2)},
     ],
     ids=str,
 )
 def test_one_gpu_is_the_same_model(precision: str, tolerance: float, how: dict[str, Any]) -> None:
     """Equal to 1e-4 in fp32: other kernels, which add up in another order, and four updates. TF32 stays off."""
     case = Case(**{"precision": precision, "micro_batches": 3, "model": MODEL} | how)
-    losses, norms = reference.train(case.config(), [global_batch(case, step) for step in range(STEPS)])
+    losses, norms = reference.train(case.config(), reference_batches(case))
     engine = Engine(case.config(), Mesh.build(case.layout, 0, torch.device("cuda", 0)))
     found = [engine.train_step(i + 1, micro_batches(case, engine.mesh, i)) for i in range(STEPS)]
     assert relative_error([r.loss for r in found], losses) < tolerance

@@ -8,7 +8,15 @@ from typing import NamedTuple
 import torch
 
 from megazero.comm.mesh import Mesh
-from megazero.config.schema import ActivationConfig, Config, ModelConfig, OptimizerConfig, TrainingConfig, ZeroConfig
+from megazero.config.schema import (
+    ActivationConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainingConfig,
+    ZeroConfig,
+)
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
 from megazero.train.engine import Engine
@@ -20,6 +28,13 @@ MODEL = ModelConfig(
 )
 STEPS = 3  # the first weights, an update with fresh moments, one with kept moments
 OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.5)
+ENDS = 20  # ids below end a document: two or three in a sample
+RESETS = {  # level -> what restarts with a document
+    "": DataConfig(),
+    "attention": DataConfig(tokenizer="byte", reset_attention_mask=True),
+    "positions": DataConfig(tokenizer="byte", reset_position_ids=True),
+    "documents": DataConfig(tokenizer="byte", reset_attention_mask=True, reset_position_ids=True),
+}
 
 
 class Case(NamedTuple):
@@ -46,6 +61,7 @@ class Case(NamedTuple):
     chunks: int = 1
     split: str = ""
     backlog: int = 0
+    reset: str = ""
 
     @property
     def layout(self) -> Layout:
@@ -73,6 +89,7 @@ class Case(NamedTuple):
             "architecture",
             "num_query_groups",
         )
+        words += [f"reset-{self.reset}"] * bool(self.reset)
         words += [f"batch{self.batch}"] * (self.batch != 12)
         words += [f"{n}={getattr(self.model, n)}" for n in names if getattr(self.model, n) != getattr(MODEL, n)]
         return "-".join(words)
@@ -95,6 +112,7 @@ class Case(NamedTuple):
             optimizer=OPTIMIZER,
             zero=ZeroConfig(zero_stage=self.zero, poison_buffers=True, **dict(self.options)),
             activations=ActivationConfig(self.recompute, self.pa, self.host, self.md),
+            data=RESETS[self.reset],
         )
         parallel = replace(
             config.parallel,
@@ -114,6 +132,18 @@ class MicroBatch(NamedTuple):
     labels: torch.Tensor
     loss_mask: torch.Tensor
     samples: tuple[int, ...]
+    document_starts: torch.Tensor | None = None
+
+
+def document_starts(case: Case, ids: torch.Tensor) -> torch.Tensor | None:
+    """Find where the document of each token begins, [B, s]; None if nothing restarts."""
+    if not case.reset:
+        return None
+    starts = torch.zeros_like(ids)
+    for row, sample in enumerate(ids.tolist()):
+        for place, token in enumerate(sample[:-1]):
+            starts[row, place + 1] = place + 1 if token < ENDS else starts[row, place]
+    return starts
 
 
 def global_batch(case: Case, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -125,16 +155,23 @@ def global_batch(case: Case, step: int) -> tuple[torch.Tensor, torch.Tensor, tor
     return tokens[:, :-1], tokens[:, 1:], mask
 
 
+def reference_batches(case: Case) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    """The global batches of all steps, with where their documents begin."""
+    return [(*batch, document_starts(case, batch[0])) for batch in (global_batch(case, step) for step in range(STEPS))]
+
+
 def micro_batches(case: Case, mesh: Mesh, step: int) -> list[MicroBatch]:
     """This rank's: micro-batch m of rank r has samples (m dp + r) b ..."""
     ids, labels, mask = global_batch(case, step)
+    starts = document_starts(case, ids)
     b = case.batch // case.dp // case.micro_batches
     found = []
     for m in range(case.micro_batches):
         start = (m * case.dp + mesh.dp.rank) * b
         part = slice(start, start + b)
         first = step * case.batch + start
-        found.append(MicroBatch(ids[part], labels[part], mask[part], tuple(range(first, first + b))))
+        numbers = tuple(range(first, first + b))
+        found.append(MicroBatch(ids[part], labels[part], mask[part], numbers, None if starts is None else starts[part]))
     return found
 
 

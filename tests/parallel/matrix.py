@@ -15,7 +15,7 @@ from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 from megazero.plan.schedules import SCHEDULES
-from tests.parallel.cases import MODEL, Case
+from tests.parallel.cases import MODEL, RESETS, Case
 
 Choice = dict[str, Any]  # factor -> level
 Factors = dict[str, tuple[Any, ...]]  # factor -> levels, the plainest first
@@ -50,6 +50,7 @@ FACTORS: Factors = {
         "parallel",
     ),  # of heads that share keys and values
     "seq_length": (11, 12),  # under sp, 12 cuts in the middle of a sample
+    "reset": tuple(RESETS),  # what restarts with a document
 }
 # The precisions that users train in, with what each may change: a smaller matrix.
 NUMBERS: Factors = {
@@ -60,6 +61,7 @@ NUMBERS: Factors = {
     "micro_batches": (1, 3),
     "reduce_bucket_size": (40_000_000, 1000),
     "architecture": ("gpt2", "llama, 2 groups"),
+    "reset": ("", "documents"),
 }
 FROZEN = ("token_embedding.*", "position*", "blocks.0.*", "blocks.2.mlp.*", "blocks.3.*.bias")
 FROZEN_ROTARY = ("token_embedding.*", "blocks.0.*", "blocks.1.attention.kv.*", "blocks.2.mlp.*", "blocks.3.norm*")

@@ -61,6 +61,7 @@ def cases() -> list[Case]:
     found += [Case(tp=2, recompute="full", sp=s, model=ONE_GROUP) for s in (False, True)]
     found += [Case(dp=2, tp=2, zero=z, model=ONE_GROUP, recompute="full", pa=True, micro_batches=3) for z in (1, 3)]
     found += [Case(pp=2, schedule="zero-bubble", model=replace(LLAMA, untie_embeddings=False), micro_batches=3)]
+    found += [Case(tp=2, recompute="selective", sp=True, reset="documents"), Case(pp=2, model=LLAMA, reset="documents")]
     frozen = ("token_embedding.*", "position*", "blocks.0.*", "blocks.2.mlp.*", "blocks.3.*.bias", "blocks.1.norm1.*")
     frozen_too = {"frozen": frozen, "recompute": "full", "micro_batches": 3}
     found += [Case(**frozen_too, **how) for how in ({}, {"host": True}, {"md": True})]

@@ -19,13 +19,13 @@ from tests.helpers.late import late_collectives
 from tests.parallel import matrix
 from tests.parallel.cases import (
     MODEL,
-    STEPS,
     Case,
     Outcome,
     evaluate,
     global_batch,
     micro_batches,
     new_engine,
+    reference_batches,
     train,
 )
 
@@ -45,10 +45,12 @@ def fp64(case: Case) -> Case:
 
 
 @functools.cache
-def expected(model: ModelConfig, frozen: tuple[str, ...], batch: int) -> tuple[list[float], list[float]]:
+def expected(
+    model: ModelConfig, frozen: tuple[str, ...], batch: int, reset: str = ""
+) -> tuple[list[float], list[float]]:
     """Losses and norms of plain PyTorch in fp64."""
-    case = fp64(Case(model=model, frozen=frozen, batch=batch, micro_batches=1))
-    return reference.train(case.config(), [global_batch(case, step) for step in range(STEPS)])
+    case = fp64(Case(model=model, frozen=frozen, batch=batch, micro_batches=1, reset=reset))
+    return reference.train(case.config(), reference_batches(case))
 
 
 def relative_error(found: list[float], wanted: list[float]) -> float:
@@ -69,7 +71,7 @@ def relative_error(found: list[float], wanted: list[float]) -> float:
     ids=str,
 )
 def test_every_layout_is_the_same_model(case: Case, ranks) -> None:
-    losses, norms = expected(case.model, case.frozen, case.batch)
+    losses, norms = expected(case.model, case.frozen, case.batch, case.reset)
     for outcome in ranks(case.world).run(train, case):
         assert relative_error(outcome.losses, losses) < TOLERANCE
         assert relative_error(outcome.norms, norms) < TOLERANCE
@@ -92,7 +94,7 @@ NEAR = {
 
 @pytest.mark.parametrize("case", parameters(matrix.numbers()))
 def test_other_precisions_are_as_near_as_they_can_be(case: Case, ranks) -> None:
-    losses, norms = expected(case.model, case.frozen, case.batch)
+    losses, norms = expected(case.model, case.frozen, case.batch, case.reset)
     first_loss, first_norm, any_loss, any_norm = NEAR[case.precision]
     any_loss *= 4 if case.model.architecture == "llama" else 1
     for outcome in ranks(case.world).run(train, case):

@@ -53,7 +53,9 @@ COMING = set(
 # 87: llama-like models: which architecture, and the four numbers and the bias in which published ones differ.
 # 90: minutes without progress that end a run (--hang-timeout); how often ranks and copies are compared, at a cost.
 # 91: a save that is due while the last one is written: training stops, or a checkpoint is missed (--on-save-busy).
-NUM_OPTIONS = 91
+# 93: documents that share a sample see each other or not, and count their positions together or not
+# (--reset-attention-mask, --reset-position-ids): Megatron's two, and published models differ in both.
+NUM_OPTIONS = 93
 
 DEFAULTS = {
     "precision": "fp32",
@@ -444,7 +446,10 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
     ({"eval_only": True}, 1, 9, "--eval-only needs --load DIR"),
     ({"eval_split": "test"}, 1, 9, "--eval-split test: during training the validation split is .* add --eval-only"),
     ({"wandb_project": "gpt"}, 1, 9, "--wandb-project gpt needs --log-dir DIR"),
-    ({"eod_mask_loss": True}, 1, 9, "--eod-mask-loss needs --tokenizer"),
+    *(
+        ({flag.replace("-", "_"): True}, 1, 9, f"--{flag} needs --tokenizer")
+        for flag in ("eod-mask-loss", "reset-attention-mask", "reset-position-ids")
+    ),
     *(
         ({flag.replace("-", "_"): 0}, 1, 9, f"--{flag} 0: must be (at least 1|more than 0)")
         for flag in (

@@ -61,6 +61,20 @@ def test_eod_mask_loss_masks_targets_whose_input_is_eod(dataset: GPTDataset) -> 
         assert torch.equal(micro.labels, unmasked.labels) and unmasked.loss_mask.eq(1).all()
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_documents_begin_where_megatron_has_them_begin(dataset: GPTDataset, workers: int) -> None:
+    """Behind every end of document; a sample begins one."""
+    batches = Batches(dataset, 4, 2, document_end=EOD, num_workers=workers)
+    for micro in batches.batch(0) + batches.batch(8):
+        wanted = torch.zeros_like(micro.ids)
+        for row, place in (micro.ids == EOD).nonzero().tolist():
+            wanted[row, place + 1 :] = place + 1
+        assert micro.document_starts is not None and torch.equal(micro.document_starts, wanted)
+        assert wanted.any() and micro.loss_mask.eq(1).all()
+    batches.close()
+    assert Batches(dataset, 4, 2, eod=EOD).batch(0)[0].document_starts is None
+
+
 @pytest.mark.parametrize("count", [9, 10, 17, 480])
 def test_a_whole_split_has_every_target_once(count: int, tmp_path: Path) -> None:
     """Behind the last token nothing counts, though ids there are such as a layer can look up."""

@@ -234,6 +234,22 @@ def test_data_of_another_tokenizer_of_the_same_size_is_refused(tmp_path: Path) -
         open_datasets((prefix,), "1", 4, 1, None, tokenizer=load_tokenizer("byte"))
 
 
+def test_documents_without_an_end_cannot_be_told_apart(tmp_path: Path) -> None:
+    """A corpus made without --append-eod is refused where a flag would do nothing; one that says nothing is not."""
+    flags = ("--eod-mask-loss", "--reset-attention-mask")
+    for number, said in enumerate(({"eod": None}, {"eod": 256}, {})):
+        prefix = tmp_path / f"c{number}"
+        with IndexedWriter(prefix, np.uint16, said) as writer:
+            for document in numbered_documents(20):
+                writer.add(document)
+        open_datasets((str(prefix),), "1", 4, 1, None)
+        if number:
+            open_datasets((str(prefix),), "1", 4, 1, None, document_flags=flags)
+            continue
+        with pytest.raises(ValueError, match=f"^--eod-mask-loss --reset-attention-mask: .* {prefix} .* --append-eod"):
+            open_datasets((str(prefix),), "1", 4, 1, None, document_flags=flags)
+
+
 def test_corpora_and_weights_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "list.txt"
     path.write_text("0.3 data/a  # the first\n\n0.7\tdata/b\n")

@@ -194,6 +194,10 @@ def test_a_corpus_made_anew_under_the_same_name_is_refused(tmp_path: Path) -> No
     other = replace(Config(), data=DataConfig(data_path=(corpus(tmp_path / "other", 1),)))
     check_data(Path("iter"), state, other, prints(other))  # the user's choice, and said:
     assert any(text.startswith("--data-path is") for text in changed_options(state.config, other))
+    reset = replace(ours, data=replace(ours.data, reset_attention_mask=True, reset_position_ids=True))
+    said = changed_options(state.config, reset)
+    for flag in ("--reset-attention-mask", "--reset-position-ids"):
+        assert f"{flag} is True, and was False when this was saved" in said
 
 
 # -- folders

@@ -1,0 +1,74 @@
+"""Documents packed into the samples of a micro-batch, where attention is bounded by them, or positions restart.
+
+Shapes: b micro-batch, s sequence, N documents.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+
+class Span(NamedTuple):
+    """Consecutive tokens of one sample: a document, or the part of it that is in the sample."""
+
+    sample: int  # its place in the micro-batch
+    first: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of a micro-batch.
+
+    Attributes:
+        starts: for each token, the place in its sample at which its document begins, [b, s] int64 on the device.
+        spans: the same as numbers, in the order of the tokens.
+    """
+
+    starts: torch.Tensor
+    spans: tuple[Span, ...]
+
+    @classmethod
+    def of(cls, starts: torch.Tensor, device: torch.device) -> Documents:
+        """starts [b, s] int64, on the CPU."""
+        length, found = starts.shape[1], []
+        firsts = (starts == torch.arange(length)).nonzero().tolist()
+        for (sample, first), following in zip(firsts, [*firsts[1:], [-1, 0]], strict=True):
+            found.append(Span(sample, first, following[1] if following[0] == sample else length))
+        return cls(starts.to(device, non_blocking=True), tuple(found))
+
+    @classmethod
+    def whole(cls, batch: int, length: int, device: torch.device) -> Documents:
+        """Samples of one document each."""
+        starts = torch.zeros(batch, length, dtype=torch.int64, device=device)
+        return cls(starts, tuple(Span(sample, 0, length) for sample in range(batch)))
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """Position of each token in its document, [b, s] int64."""
+        return torch.arange(self.starts.shape[1], device=self.starts.device) - self.starts
+
+    @cached_property
+    def bounds(self) -> torch.Tensor:
+        """Borders of the documents among the T = b s tokens, [N + 1] int32 on the device."""
+        b, s = self.starts.shape
+        firsts = [span.sample * s + span.first for span in self.spans]
+        return torch.tensor([*firsts, b * s], dtype=torch.int32, device=self.starts.device)
+
+    @cached_property
+    def longest(self) -> int:
+        return max(span.stop - span.first for span in self.spans)
+
+    def runs(self, tokens: range) -> tuple[range, ...]:
+        """Positions of a range of the T tokens: consecutive ones, run by run."""
+        length, found = self.starts.shape[1], []
+        for sample, first, stop in self.spans:
+            begin = sample * length + first
+            part = range(max(tokens.start, begin) - begin, min(tokens.stop, begin + stop - first) - begin)
+            if part:
+                found.append(part)
+        return tuple(found)
