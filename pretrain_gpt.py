@@ -18,7 +18,7 @@ from megazero.comm.machine import machine
 from megazero.comm.mesh import Mesh
 from megazero.config.cli import parse, to_toml
 from megazero.config.schema import Config
-from megazero.config.validate import check_values
+from megazero.config.validate import check_values, plans
 from megazero.plan.resolve import resolve
 from megazero.price.capacity import check_memory
 from megazero.train.engine import LossScaleExhausted
@@ -31,10 +31,14 @@ HANG_PATIENCE_SECONDS = 10.0  # in which the watchdogs of the other ranks see th
 def main(argv: list[str]) -> None:
     world = launch.World(0, 1, 0, "single")
     try:
+        config = parse(argv)
+        if plans(config.plan):
+            predict(config)
+            return
         with Signals() as signals:
             world = launch.read_world()
             launch.end_with_launcher(world)
-            stop = pretrain(parse(argv), world, signals)
+            stop = pretrain(config, world, signals)
         if stop is not None:
             sys.exit(stop.exit_code)
     except ValueError as error:
@@ -51,6 +55,20 @@ def main(argv: list[str]) -> None:
     except Exception as error:
         traceback.print_exc()
         fail(world, f"{type(error).__name__}: {error}{place_of(error)}")
+
+
+def predict(config: Config) -> None:
+    """Print what --plan or --plan-search asks for: no rank is started, no data is opened."""
+    from rich.console import Console
+
+    from megazero.price import plan_report
+    from megazero.price.plan import make_plan, plan_config
+
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    plan = make_plan(*plan_config(config))
+    plan_report.show(plan, console)
+    if config.log.log_dir:
+        plan_report.write(plan, Path(config.log.log_dir))
 
 
 def place_of(error: BaseException) -> str:

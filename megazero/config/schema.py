@@ -335,6 +335,23 @@ class LogConfig:
 
 
 @dataclass(frozen=True)
+class PlanConfig:
+    """Predictions for a cluster, made on any machine: no GPU, no data and no other ranks are needed."""
+
+    plan: bool = False
+    """Print the memory, traffic and step time that this command line would take on --world-size devices, write
+    plan.json and plan.png into --log-dir, and end."""
+    plan_search: bool = False
+    """Search the fastest layouts of this model and --global-batch-size that fit on --world-size devices, print them as
+    command lines, and end."""
+    world_size: Annotated[int, Range(0, 10**6, "no job has as many ranks")] = 0
+    """--plan, --plan-search: devices, one rank each."""
+    device_type: str = ""
+    """--plan, --plan-search: a device of scripts/devices, such as h100-80gb, or a TOML file like those; a cluster of
+    its nodes is assumed. scripts/measure_device.py writes one for the machine that it runs on."""
+
+
+@dataclass(frozen=True)
 class Config:
     """Pretrain a GPT model. Run it alone, under torchrun or under srun: the flags are the same.
 
@@ -352,6 +369,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     preset: str = ""
     """TOML file of flags (without the dashes), or the name of one in scripts/presets. Flags override it."""
 

@@ -12,10 +12,10 @@ from megazero.config.architectures import ARCHITECTURES
 from megazero.config.cli import flags, ranges
 from megazero.config.folders import check_project, check_writable
 from megazero.config.limits import check_text, divisors, shorten
-from megazero.config.schema import Config, ModelConfig
+from megazero.config.schema import Config, ModelConfig, PlanConfig
 
 # Flags that name a file or a folder. --data-path and --tokenizer hold other words too, all of them shorter.
-PATHS = ("data-path", "tokenizer", "save", "load", "log-dir", "tensorboard-dir")
+PATHS = ("data-path", "tokenizer", "save", "load", "log-dir", "tensorboard-dir", "device-type")
 
 # Reading is light: one process per rank is ahead of any step. More than these only take memory.
 MOST_WORKERS = 64
@@ -139,19 +139,40 @@ def _check_combinations(config: Config) -> None:
         )
     folders = {"save": checkpoint.save, "log-dir": config.log.log_dir, "tensorboard-dir": config.log.tensorboard_dir}
     for flag, path in folders.items():
-        if path:
+        # a plan may be made on another machine than that of the run, and writes to --log-dir alone
+        if path and (flag == "log-dir" or not plans(config.plan)):
             check_writable(flag, path)
     check_project(config.log.wandb_project)
     _check_profile(config)
     if checkpoint.finetune and not checkpoint.load:
         raise ValueError("--finetune needs --load DIR, to know whose weights to begin with")
     _check_evaluation(config)
+    _check_plan(config.plan)
     skipped_samples(config)
     if config.log.wandb_project and not config.log.log_dir:
         raise ValueError(f"--wandb-project {shorten(config.log.wandb_project)} needs --log-dir DIR for its files")
     for flag in config.data.document_flags:
         if not config.data.tokenizer:
             raise ValueError(f"{flag} needs --tokenizer, to know the end-of-document token")
+
+
+def plans(plan: PlanConfig) -> bool:
+    """Return true if the command line asks for a prediction instead of a run."""
+    return plan.plan or plan.plan_search
+
+
+def _check_plan(plan: PlanConfig) -> None:
+    asked = "--plan-search" if plan.plan_search else "--plan"
+    if plan.plan and plan.plan_search:
+        raise ValueError("--plan and --plan-search: one predicts this layout, the other looks for better ones; use one")
+    for flag, value in (("world-size", plan.world_size), ("device-type", plan.device_type)):
+        if plans(plan) and not value:
+            example = "400" if flag == "world-size" else "h100-80gb"
+            raise ValueError(
+                f"{asked} needs --{flag}, such as --{flag} {example}: no device is asked how many there are"
+            )
+        if value and not plans(plan):
+            raise ValueError(f"--{flag} {value} is about --plan and --plan-search; add one of them, or drop it")
 
 
 def _check_evaluation(config: Config) -> None:

@@ -154,7 +154,7 @@ def _way_out(config: Config, layout: Layout, rank: int, machine: Machine) -> str
     def fits(changed: Config, layout: Layout) -> bool:
         return all(_problem(changed, layout, rank, machine, count) is None for count in (lower_bound, estimated))
 
-    for flags, changed in _alternatives(config, layout, machine.device_type):
+    for flags, changed in alternatives(config, layout, machine.device_type):
         if fits(changed, layout):
             return f"it fits with {flags}"
     others = "use more ranks, with --zero-stage 3, --tensor-model-parallel-size or --pipeline-model-parallel-size"
@@ -181,7 +181,7 @@ def _fewer_layers(config: Config, layout: Layout, rank: int, machine: Machine) -
     return least
 
 
-def _alternatives(config: Config, layout: Layout, device_type: str) -> Iterator[tuple[str, Config]]:
+def alternatives(config: Config, layout: Layout, device_type: str) -> Iterator[tuple[str, Config]]:
     """Yield flags that lower memory, one at a time, then more and more of them together."""
     steps: list[tuple[str, str, dict[str, Any]]] = [
         *((f"--zero-stage {stage}", "zero", {"zero_stage": stage}) for stage in (1, 2, 3) if layout.shard != 1),

@@ -62,15 +62,21 @@ class Estimate(NamedTuple):
     traffic: dict[str, int]
 
 
-def estimate(config: Config, layout: Layout, rank: int = 0, needs_staging_buffer: bool = True) -> Estimate:
+Watch = Callable[[Op, MemoryTracker], None]
+
+
+def estimate(
+    config: Config, layout: Layout, rank: int = 0, needs_staging_buffer: bool = True, watch: Watch | None = None
+) -> Estimate:
     """Predict the bytes of `rank` in one iteration.
 
     Args:
         config: resolved.
         needs_staging_buffer: True as on gloo and CPUs, where a reduce-scatter needs a staging buffer and a copy to the
             host does not; False as on NCCL and GPUs, where it is the other way round.
+        watch: called with every operation of the step once it has been carried out.
     """
-    return _Pricer(config, layout, rank, needs_staging_buffer).run()
+    return _Pricer(config, layout, rank, needs_staging_buffer, watch).run()
 
 
 def predicted_after(
@@ -86,8 +92,11 @@ def predicted_after(
 class _Pricer:
     """Memory and traffic of every operation. Operations without a method here cost nothing of either."""
 
-    def __init__(self, config: Config, layout: Layout, rank: int, needs_staging_buffer: bool) -> None:
+    def __init__(
+        self, config: Config, layout: Layout, rank: int, needs_staging_buffer: bool, watch: Watch | None = None
+    ) -> None:
         training, model, self.activations = config.training, config.model, config.activations
+        self.watch = watch
         self.config, self.layout, self.coord, self.needs_staging_buffer = (
             config,
             layout,
@@ -165,6 +174,8 @@ class _Pricer:
                 self.price[type(about)](about)
             if not isinstance(op, Start):
                 self.allocations.pop(about, None)
+            if self.watch is not None:
+                self.watch(op, self.tracker)
 
     # -- at rest
 

@@ -1,16 +1,19 @@
 """Duration of a training step, given the cost of its operations: the programs of all pipeline ranks, played together.
 
 A rank has one stream that computes, and one per axis: Start puts an operation on the stream of its axis, and Wait makes
-the computation wait for it. A message arrives when sender and receiver have both started it. Pure.
+the computation wait for it. What cannot be started runs on the stream that computes. A message arrives when sender and
+receiver have both started it. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from megazero.plan.operations import (
     COMPUTE,
+    Asynchronous,
     Backward,
     BackwardWeights,
     Forward,
@@ -42,11 +45,19 @@ class Span(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """Duration of a step, in the unit of its costs."""
+    """Duration of a step, in the unit of its costs.
+
+    Attributes:
+        busy: per rank, time in which it computes.
+        spans: per rank, its computations, in order.
+        spent: per rank, where its time went: under the names of operations that ran; under an axis, time in which it
+            waited for a transfer; under "bubble", time in which it waited until a neighbour had begun one.
+    """
 
     seconds: float
-    busy: list[float]  # per rank: computing
-    spans: list[list[Span]]  # per rank: its computations, in order
+    busy: list[float]
+    spans: list[list[Span]]
+    spent: list[defaultdict[str, float]]
 
     @property
     def bubble(self) -> float:
@@ -62,6 +73,17 @@ class _Rank:
         self.free: dict[str, float] = {}  # axis -> when its stream has nothing left to do
         self.done: dict[Op, float] = {}  # operation in flight -> when it ends
         self.spans: list[Span] = []
+        self.spent = defaultdict[str, float](float)
+
+    def wait(self, until: float, name: str) -> None:
+        """Go on at `until`, if that is later than now."""
+        if until > self.now:
+            self.spent[name] += until - self.now
+            self.now = until
+
+    def run(self, op: Op, seconds: float) -> None:
+        self.spent[type(op).__name__] += seconds
+        self.now += seconds
 
     def advance(self, posted: dict[Transfer, float], cost: Cost) -> bool:
         """Play on until a message is missing. Return whether anything was played."""
@@ -79,35 +101,42 @@ class _Rank:
                 mate = (Send if isinstance(about, Recv) else Recv)(about.what, about.to, about.micro_batch)
                 if mate not in posted:
                     return False
-                self.now = max(self.now, max(posted[mate], posted[about]) + cost(about))
+                begin = max(posted[mate], posted[about])
+                self.wait(begin, "bubble")
+                self.wait(begin + cost(about), "pp")
         elif isinstance(op, Wait):
-            self.now = max(self.now, self.done.get(about, 0.0))
+            self.wait(self.done.get(about, 0.0), axis_of(about))
         elif isinstance(op, COMPUTE):
-            self.spans.append(Span(op, self.now, self.now + cost(op)))
-            self.now += cost(op)
-        else:
+            begin = self.now
+            self.run(op, cost(op))
+            self.spans.append(Span(op, begin, self.now))
+        elif isinstance(about, Asynchronous):
             axis = axis_of(about)
             self.free[axis] = self.done[about] = max(self.now, self.free.get(axis, 0.0)) + cost(about)
             if not isinstance(op, Start):
-                self.now = self.done[about]
+                self.wait(self.done[about], axis)
+        else:
+            self.run(op, cost(op))
         return True
 
 
-def simulate(programs: list[Ops], cost: Cost) -> Timing:
-    """Play the programs of the ranks of one pipeline.
+def simulate(programs: list[Ops], cost: Cost | Sequence[Cost]) -> Timing:
+    """Play the programs of the ranks of one pipeline, at one cost for all or one for each.
 
     Raises:
         RuntimeError: they deadlock; it says where every rank waits.
     """
     ranks = [_Rank(ops) for ops in programs]
+    costs = [cost] * len(ranks) if callable(cost) else cost
     posted: dict[Transfer, float] = {}
     while any(rank.at < len(rank.ops) for rank in ranks):
-        moved = [rank.advance(posted, cost) for rank in ranks]
+        moved = [rank.advance(posted, own) for rank, own in zip(ranks, costs, strict=True)]
         if not any(moved):
             waiting = [name_of(rank.ops[rank.at]) if rank.at < len(rank.ops) else "its end" for rank in ranks]
             raise RuntimeError(f"pipeline deadlock; the ranks wait at {waiting}")
     busy = [sum(span.end - span.begin for span in rank.spans) for rank in ranks]
-    return Timing(max(rank.now for rank in ranks), busy, [rank.spans for rank in ranks])
+    spent = [rank.spent for rank in ranks]
+    return Timing(max(rank.now for rank in ranks), busy, [rank.spans for rank in ranks], spent)
 
 
 # -- schedules alone

@@ -20,13 +20,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megazero.comm.collectives import Axis
 from megazero.comm.pretend import pretend_mesh
 from megazero.config.schema import Config, ModelConfig
 from megazero.memory.tracker import MemoryTracker
 from megazero.model.context import Context, DeviceBatch, MicroBatchInfo, ResidualStream, kept_bytes
 from megazero.model.documents import Documents
 from megazero.model.stage import Stage
-from megazero.model.weight import GradWriter, Weight
+from megazero.model.weight import GradWriter, Owner, Weight
 from megazero.plan.parameters import FIRST_BLOCK, HEAD, TOKEN_EMBEDDING, ParamSpec, stage_units
 from megazero.plan.rank_spec import Layer, rank_spec
 from megazero.plan.topology import Layout
@@ -54,16 +55,16 @@ def trace_layers(config: Config, layout: Layout, pp: int, device_type: str = "cp
     """Trace every layer of pipeline rank `pp`, each kind once; `config` is resolved."""
     spec = rank_spec(config, layout, pp)
     specs = stage_units(config.model, layout, pp, config.training.freeze_parameters)
-    return {name: _trace(_Kind.of(config, layout, layer, specs, device_type)) for name, layer in spec.layers.items()}
+    return {name: _trace(Kind.of(config, layout, layer, specs, device_type)) for name, layer in spec.layers.items()}
 
 
 def trace_block(config: Config, layout: Layout, device_type: str) -> LayerCost:
     """Trace a block whose weights all train."""
     layer = Layer(FIRST_BLOCK, (), Use.LAYER, trains=True, passes_gradient=True)
-    return _trace(_Kind.of(config, layout, layer, {}, device_type))
+    return _trace(Kind.of(config, layout, layer, {}, device_type))
 
 
-class _Kind(NamedTuple):
+class Kind(NamedTuple):
     """All that a layer's costs depend on. Layers of one kind differ in their number alone."""
 
     model: ModelConfig  # one block deep
@@ -102,7 +103,7 @@ class _Kind(NamedTuple):
     @classmethod
     def of(
         cls, config: Config, layout: Layout, layer: Layer, specs: dict[str, list[ParamSpec]], device_type: str
-    ) -> _Kind:
+    ) -> Kind:
         kind = FIRST_BLOCK if layer.name.startswith("blocks.") else layer.name
         frozen = (s.name.replace(layer.name, kind, 1) for unit in layer.units for s in specs[unit] if not s.trains)
         return cls(
@@ -128,16 +129,29 @@ class _Queue(list[GradWriter]):
         self.append(write)
 
 
-class _Traced:
+class Traced:
     """A model of one layer of a kind, on stand-ins, and a micro-batch for it."""
 
-    def __init__(self, kind: _Kind, device: torch.device, padded: bool = True) -> None:
-        """`padded`: with the rows of the vocabulary that only pad a rank's shard."""
+    def __init__(
+        self,
+        kind: Kind,
+        device: torch.device,
+        padded: bool = True,
+        tp: Axis | None = None,
+        owner: Owner | None = None,
+    ) -> None:
+        """Build the layer.
+
+        Args:
+            padded: with the rows of the vocabulary that only pad a rank's shard.
+            tp: the axis of its collectives; None: one that is pretended.
+            owner: takes its gradients; None: `queue`.
+        """
         self.kind, model = kind, kind.model
         self.mesh = pretend_mesh(Layout(tp=kind.tp), 0, device, needs_staging_buffer=False)
         self.tracker, self.queue = MemoryTracker(), _Queue()
         self.context = Context(
-            ResidualStream(self.mesh.tp, sharded=kind.sequence_parallel),
+            ResidualStream(tp or self.mesh.tp, sharded=kind.sequence_parallel),
             self.tracker,
             kind.precision,
             device,
@@ -150,7 +164,7 @@ class _Traced:
             shape = weight.block.stored if padded else weight.block.shape
             # not one NaN expanded, which CPU products are slow on
             weight.data = torch.zeros(shape, dtype=self.context.dtype, device=device)
-            weight.owner = self.queue
+            weight.owner = owner or self.queue
         self.compute = self.stage.compute(kind.layer)
         ids = torch.zeros(kind.micro_batch_size, model.seq_length, dtype=torch.int64, device=device)
         self.documents = Documents.whole(
@@ -188,10 +202,10 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def _trace(kind: _Kind) -> LayerCost:
+def _trace(kind: Kind) -> LayerCost:
     """Run a layer of this kind forward, backward and, if asked for, forward again."""
     with kind.stand_in() as device, torch.enable_grad():
-        traced = _Traced(kind, device)
+        traced = Traced(kind, device)
         saved: dict[int, torch.Tensor] = {}  # a tensor each, so that no storage is freed and its number used again
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -240,9 +254,9 @@ def _flops(model: ModelConfig) -> Counter[str]:
 
     found = Counter[str]()
     for layer in (TOKEN_EMBEDDING, FIRST_BLOCK, HEAD):
-        kind = _Kind(model, "fp32", 1, "none", False, 1, "cpu", layer, False, ())
+        kind = Kind(model, "fp32", 1, "none", False, 1, "cpu", layer, False, ())
         with kind.stand_in() as device, torch.no_grad():
-            traced = _Traced(kind, device, padded=False)
+            traced = Traced(kind, device, padded=False)
             with FlopCounterMode(display=False, custom_mapping={attention: of_attention}) as counter:
                 traced.compute(traced.input(), traced.batch, True)
             found[layer] = counter.get_total_flops()

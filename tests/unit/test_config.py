@@ -32,7 +32,7 @@ SURFACE = set(
 # Of these, the ones that are not there yet: whoever adds one takes it from this list.
 COMING = set(
     """
-    plan world-size device-type rehearse
+    rehearse
     """.split()
 )
 # A budget, not a count: every option is one more that a user has to understand, and one more factor of what has to
@@ -55,7 +55,8 @@ COMING = set(
 # 91: a save that is due while the last one is written: training stops, or a checkpoint is missed (--on-save-busy).
 # 93: documents that share a sample see each other or not, and count their positions together or not
 # (--reset-attention-mask, --reset-position-ids): Megatron's two, and published models differ in both.
-NUM_OPTIONS = 93
+# 97: a plan of a run on a cluster that is not there: asked for, or searched; how many devices, and which.
+NUM_OPTIONS = 97
 
 DEFAULTS = {
     "precision": "fp32",

@@ -1,0 +1,224 @@
+"""Operators and collectives of a layer's passes, in order, found by running it on stand-ins (`price.trace`).
+
+An operator's bytes are those of the tensors that it reads and writes: nothing is fused that torch does not fuse. What
+only makes a view, or takes memory without writing to it, is no operator here.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megazero.comm.collectives import Pending
+from megazero.comm.pretend import PretendAxis
+from megazero.config.schema import Config
+from megazero.model.context import DTYPES
+from megazero.model.weight import GradWriter, Weight
+from megazero.plan.parameters import FIRST_BLOCK, ParamSpec
+from megazero.plan.rank_spec import Layer
+from megazero.plan.topology import Layout
+from megazero.price.trace import Kind, Traced
+
+PRODUCTS = ("mm", "addmm", "addmm_", "bmm")
+NO_WORK = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "_unsafe_view", "promote_types", "resize_")
+OVERWRITES = ("copy_", "zero_", "fill_")  # do not read what they write
+LOOKUPS = ("embedding", "index_select", "gather", "index_add_", "scatter_add_")
+
+
+class Product(NamedTuple):
+    """`batch` products of an [m, k] with a [k, n] matrix."""
+
+    batch: int
+    m: int
+    n: int
+    k: int
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.batch * self.m * self.n * self.k
+
+
+class Operator(NamedTuple):
+    """One operator: a kernel of the device, or a few."""
+
+    name: str
+    num_bytes: int  # read and written
+    dtype: str  # of its products: fp16, bf16, fp32, fp64
+    product: Product | None = None
+    attention_flops: int = 0  # of a fused attention kernel
+
+
+class Issue(NamedTuple):
+    """A collective along tp is started."""
+
+    number: int
+    collective: str  # all-reduce, all-gather, reduce-scatter
+    num_bytes: int  # of the whole buffer
+
+
+class Arrive(NamedTuple):
+    """The computation waits for a collective."""
+
+    number: int
+
+
+Event = Operator | Issue | Arrive
+Events = tuple[Event, ...]
+
+
+class LayerEvents(NamedTuple):
+    """Events of a layer's passes, for one micro-batch on one rank."""
+
+    forward: Events
+    recompute: Events
+    backward: Events  # with the weight gradients
+    input_gradient: Events  # without
+    weight_gradients: Events
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes every operator that runs, and every collective of a `_RecordedAxis`."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.events: list[Event] = []
+        self.issued = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.__name__.split(".")[0]
+        if not func.is_view and name not in NO_WORK:
+            self.events.append(_operator(name, args, kwargs or {}, out))
+        return out
+
+    def take(self) -> Events:
+        events, self.events = tuple(self.events), []
+        return events
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _size(x: torch.Tensor) -> int:
+    """Bytes of a tensor in memory; of an expanded one, those that are there."""
+    return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
+
+
+def _operator(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Operator:
+    read = list(_tensors((*args, *(value for key, value in kwargs.items() if key != "out"))))
+    written = list(_tensors([out]))
+    dtype = next((key for key, value in DTYPES.items() if read and read[0].dtype == value), "fp32")
+    if name in LOOKUPS:  # as many rows as are looked up, not the table: indices, read, written
+        rows = read[-1] if name.endswith("_") else written[0]
+        return Operator(name, 3 * _size(rows), dtype)
+    num_bytes = sum(map(_size, [*read[name in OVERWRITES :], *written]))
+    if name in PRODUCTS:
+        a, b = read[-2:]
+        return Operator(name, num_bytes, dtype, Product(math.prod(a.shape[:-2]), a.shape[-2], b.shape[-1], a.shape[-1]))
+    if "attention" in name:
+        backward = "backward" in name  # whose first argument is the gradient of the output
+        q, k = read[backward], read[backward + 1]
+        flops = 2 * q.numel() * k.shape[2]  # causal: half of the scores
+        return Operator(name, num_bytes, dtype, None, flops * 5 // 2 if backward else flops)
+    return Operator(name, num_bytes, dtype)
+
+
+class _RecordedAxis(PretendAxis):
+    """The tensor-parallel axis of a layer that is traced: its collectives become events."""
+
+    def __init__(self, recorder: _Recorder, size: int, needs_staging_buffer: bool) -> None:
+        super().__init__("tp", list(range(size)), 0, needs_staging_buffer)
+        self.recorder = recorder
+
+    def _start(self, name: str, collective: Any, **options: Any) -> Pending:
+        touched = (*options.get("reads", ()), *options.get("writes", ()))
+        if options.get("result") is not None:
+            touched = (*touched, options["result"])
+        recorder = self.recorder
+        number = recorder.issued
+        recorder.issued += 1
+        recorder.events.append(Issue(number, name, max(x.numel() * x.element_size() for x in touched)))
+        then = options.get("then")
+
+        def arrive() -> None:
+            recorder.events.append(Arrive(number))
+            if then is not None:
+                then()
+
+        return super()._start(name, collective, **(options | {"then": arrive}))
+
+
+class _Gradients:
+    """Takes contributions to gradients, and makes them at once or when it is asked."""
+
+    def __init__(self, dtype: torch.dtype, add: bool, at_once: bool) -> None:
+        self.dtype, self.add, self.at_once = dtype, add, at_once
+        self.waiting: list[tuple[Weight, GradWriter]] = []
+
+    def accumulate_grad(self, weight: Weight, write: GradWriter) -> None:
+        if self.at_once:
+            self._make(weight, write)
+        else:
+            self.waiting.append((weight, write))
+
+    def make(self) -> None:
+        for weight, write in self.waiting:
+            self._make(weight, write)
+
+    def _make(self, weight: Weight, write: GradWriter) -> None:
+        shape = weight.block.stored
+        write(torch.empty(shape, dtype=self.dtype, device=weight.data.device), self.add)
+
+
+def layer_events(
+    config: Config, layout: Layout, layer: Layer, specs: dict[str, list[ParamSpec]], device_type: str
+) -> LayerEvents:
+    """Trace a layer of `plan.rank_spec`; `config` is resolved, `specs` are of its pipeline rank."""
+    training = config.training
+    kind = Kind.of(config, layout, layer, specs, device_type)
+    return _events(kind, training.grad_dtype, config.micro_batches(layout.dp) > 1, layer.trains)
+
+
+@functools.lru_cache(maxsize=512)
+def _events(kind: Kind, grad_dtype: str, add: bool, trains: bool) -> LayerEvents:
+    whole = _passes(kind, grad_dtype, add, at_once=True)
+    apart = _passes(kind, grad_dtype, add, at_once=False) if kind.layer == FIRST_BLOCK and trains else whole
+    return LayerEvents(whole[0], whole[1], whole[2], apart[2], apart[3])
+
+
+def _passes(kind: Kind, grad_dtype: str, add: bool, at_once: bool) -> tuple[Events, Events, Events, Events]:
+    """Run a layer: its forward, recompute, backward and, if they were put off, weight gradients."""
+    with kind.stand_in() as device, torch.enable_grad():
+        gradients, recorder = _Gradients(DTYPES[grad_dtype], add, at_once), _Recorder()
+        axis = _RecordedAxis(recorder, kind.tp, needs_staging_buffer=kind.device_type == "cpu")
+        traced = Traced(kind, device, tp=axis, owner=gradients)
+        x = traced.input()
+        with recorder:
+            y = traced.compute(x, traced.batch, True)
+            forward = recorder.take()
+            dy = torch.empty_like(y)
+            if y.requires_grad and kind.passes_gradient:
+                torch.autograd.grad(y, x, dy)
+            elif y.requires_grad:
+                torch.autograd.backward(y, dy)
+            backward = recorder.take()
+            with torch.no_grad():
+                gradients.make()
+            put_off = recorder.take()
+            recompute: Events = ()
+            if kind.recompute == "full" and kind.layer == FIRST_BLOCK:
+                again = traced.input()
+                recorder.take()
+                traced.compute(again, traced.batch, False)
+                recompute = recorder.take()
+    return forward, recompute, backward, put_off

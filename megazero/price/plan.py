@@ -1,0 +1,201 @@
+"""`Plan`: memory, traffic and time of a run on a cluster that is not there. docs/plan.md explains every number."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from megazero.config.schema import BYTES, Config
+from megazero.config.validate import check_values
+from megazero.data.tokenizer import load_tokenizer
+from megazero.plan.parameters import num_parameters
+from megazero.plan.resolve import check_block_runs, resolve
+from megazero.plan.topology import Layout
+from megazero.price.capacity import alternatives
+from megazero.price.devices import Device, load_device
+from megazero.price.stage_bytes import StageBytes, stage_bytes
+from megazero.price.step_time import StepTime, step_time
+from megazero.price.trace import model_flops
+
+SECONDS_PER_DAY = 86_400
+
+# part of a step -> what makes it shorter
+ADVICE = {
+    "compute": "the devices compute most of the time: faster devices, or more of them",
+    "recompute": "--recompute selective, or none, if there is memory for it",
+    "optimizer": "a higher --zero-stage, which updates less per device, or a larger --global-batch-size",
+    "tp": "a smaller --tensor-model-parallel-size, within a node; a larger --micro-batch-size; --sequence-parallel",
+    "dp": "a larger --global-batch-size; --zero-stage 1; --zero-reduce-every step; --zero-shard-size of a node",
+    "pp": "a smaller --pipeline-model-parallel-size, or fewer --virtual-pipeline-stages",
+    "host": "more compute per block (a larger --micro-batch-size), or --no-checkpoint-in-cpu",
+    "bubble": "more micro-batches (a larger --global-batch-size, a smaller --micro-batch-size), --pipeline-schedule "
+    "interleaved or zero-bubble, or fewer stages",
+    "copies": "--no-checkpoint-in-cpu",
+}
+
+
+class Plan(NamedTuple):
+    """Predictions for one command line; `config` is resolved."""
+
+    config: Config
+    layout: Layout
+    device: Device
+    stages: list[StageBytes]
+    time: StepTime
+
+    @property
+    def seconds(self) -> float:
+        return self.time.expected.seconds
+
+    @property
+    def fullest(self) -> int:
+        """The pipeline stage whose devices hold most."""
+        return max(range(len(self.stages)), key=lambda stage: self.stages[stage].peak)
+
+    @property
+    def free(self) -> int:
+        """Bytes that the fullest device has left; negative if the run does not fit."""
+        return self.device.usable_bytes - self.stages[self.fullest].peak
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.config.training.global_batch_size * self.config.model.seq_length
+
+    @property
+    def tflops(self) -> float:
+        """TFLOP/s of the model per device, recompute not counted, as in metrics.jsonl."""
+        flops = model_flops(self.config.model, self.config.training.global_batch_size)
+        return flops / self.seconds / self.layout.world_size / 1e12
+
+    @property
+    def mfu(self) -> float:
+        """Share of the devices' peak that the model's FLOPs take."""
+        return self.tflops * 1e12 / self.device[f"compute.{self.config.training.precision}"]
+
+    @property
+    def days(self) -> float:
+        """Days of --train-iters steps."""
+        return self.config.training.train_iters * self.seconds / SECONDS_PER_DAY
+
+
+def plan_config(config: Config) -> tuple[Config, Layout, Device]:
+    """Check a command line as a run does, but for what is on this machine, and resolve it.
+
+    Raises:
+        ValueError: naming the flag, its value and the way out.
+    """
+    check_values(config)
+    device = load_device(config.plan.device_type)
+    config, layout = resolve(config, config.plan.world_size, _vocabulary(config))
+    return config, layout, device
+
+
+def _vocabulary(config: Config) -> int:
+    """Return the tokenizer's vocabulary; 0 where it is not needed and not there."""
+    if not config.data.tokenizer:
+        return 0
+    try:
+        return load_tokenizer(config.data.tokenizer).vocab_size
+    except (ValueError, OSError):
+        if config.model.vocab_size:
+            return 0
+        raise
+
+
+def make_plan(config: Config, layout: Layout, device: Device) -> Plan:
+    """Predict a resolved configuration on a device."""
+    stages = [stage_bytes(config, layout, pp, device.kind) for pp in range(layout.pp)]
+    return Plan(config, layout, device, stages, step_time(config, layout, device))
+
+
+def advice(plan: Plan) -> Iterator[str]:
+    """Say which limit binds, and what to change: sentences."""
+    parts = plan.time.expected.parts
+    config, device = plan.config, plan.device
+    if plan.free < 0:
+        way_out = _what_fits(plan)
+        yield f"it does not fit: a device of stage {plan.fullest} lacks {-plan.free / 1e9:.1f} GB; {way_out}"
+    worst = max((name for name in parts if name != "compute"), key=lambda name: parts[name])
+    share = parts[worst] / plan.seconds
+    if share < 0.1:
+        yield f"computing binds ({parts['compute'] / plan.seconds:.0%} of a step); {ADVICE['compute']}"
+    else:
+        yield f"{worst} takes {share:.0%} of a step; shorter with: {ADVICE[worst]}"
+    room = _with_less_recompute(plan)
+    if room:
+        yield room
+    precision = config.training.precision
+    others = [name for name in ("fp16", "bf16") if device[f"compute.{name}"] > 2 * device[f"compute.{precision}"]]
+    if BYTES[precision] == 2 and others:
+        ratio = device[f"compute.{others[0]}"] / device[f"compute.{precision}"]
+        yield f"--precision {others[0]} multiplies {ratio:.0f} times as fast as {precision} on {device.name}"
+
+
+def _peak(plan: Plan, config: Config) -> int:
+    return stage_bytes(config, plan.layout, plan.fullest, plan.device.kind).peak
+
+
+def _what_fits(plan: Plan) -> str:
+    for flags, changed in alternatives(plan.config, plan.layout, plan.device.kind):
+        if _peak(plan, changed) <= plan.device.usable_bytes:
+            return f"its stage fits with {flags}"
+    return "use more devices, or a larger --tensor-model-parallel-size or --pipeline-model-parallel-size"
+
+
+def _with_less_recompute(plan: Plan) -> str:
+    """Return a sentence if there is memory for less recompute."""
+    activations = plan.config.activations
+    if plan.free < 0 or activations.recompute == "none" or activations.checkpoint_in_cpu:
+        return ""
+    for kind in ("none", "selective"):
+        if kind == activations.recompute:
+            break
+        fewer = dataclasses.replace(
+            activations, recompute=kind, partition_activations=False, contiguous_checkpointing=False
+        )
+        changed = dataclasses.replace(plan.config, activations=fewer)
+        try:
+            check_block_runs(changed, plan.layout)
+        except ValueError:
+            continue
+        peak = _peak(plan, changed)
+        if peak <= plan.device.usable_bytes:
+            saved = plan.time.expected.parts["recompute"]
+            return f"there is memory for --recompute {kind} ({peak / 1e9:.1f} GB a device): up to {saved:.2f} s less"
+    return ""
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Return what plan.json holds; `stages` has the keys of metrics.jsonl."""
+    time, layout, model = plan.time, plan.layout, plan.config.model
+    return {
+        "device_type": plan.device.name,
+        "world_size": layout.world_size,
+        "layout": {"pp": layout.pp, "dp": layout.dp, "tp": layout.tp, "shard": layout.shard, "chunks": layout.chunks},
+        "parameters": num_parameters(model),
+        "fits": plan.free >= 0,
+        "device_bytes": int(plan.device["memory.capacity"]),
+        "reserved_bytes": int(plan.device["memory.reserved"]),
+        "stages": [
+            {
+                "stage": number,
+                "layers": layout.layers(model.num_layers, number),
+                "memory_bytes": stage.memory,
+                "traffic_bytes": stage.traffic,
+                "activation_bytes": stage.activations,
+                "peak_bytes": stage.peak,
+                "free_bytes": plan.device.usable_bytes - stage.peak,
+                "at_peak": stage.at_peak,
+            }
+            for number, stage in enumerate(plan.stages)
+        ],
+        "step_seconds": plan.seconds,
+        "step_seconds_range": [time.fast, time.slow],
+        "step_parts": time.expected.parts,
+        "tflops_per_device": plan.tflops,
+        "mfu": plan.mfu,
+        "tokens_per_second": plan.tokens / plan.seconds,
+        "days": plan.days,
+    }

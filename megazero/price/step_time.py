@@ -1,0 +1,130 @@
+"""Seconds of a training step and their parts: the programs of all pipeline ranks, played with costs of a device.
+
+The update is played before the gradients that follow it: all ranks agree on the norm between the two, so that a step
+begins there, and the all-gathers of updated weights run behind the forward that they belong to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megazero.config.schema import Config
+from megazero.plan.operations import COMPUTE, Backward, BackwardWeights, Forward, Ops, Recompute
+from megazero.plan.program import Program, program
+from megazero.plan.rank_spec import RankSpec, rank_spec
+from megazero.plan.topology import Layout
+from megazero.price.costs import StepCosts
+from megazero.price.devices import Device
+from megazero.price.network import Network
+from megazero.price.simulate import simulate
+
+COMPUTATIONS = (Forward, Backward, BackwardWeights)
+STEADY = ("1f1b", "interleaved")  # schedules that repeat themselves after the first round of the pipeline
+PARTS = ("compute", "recompute", "optimizer", "tp", "dp", "pp", "host", "bubble", "copies")
+
+
+class Parts(NamedTuple):
+    """Seconds of a step, and where those of its busiest pipeline rank go: they add up to `seconds`.
+
+    Attributes:
+        parts: compute, recompute and optimizer; time in which it only waits for communication along tp, dp or pp, or
+            for copies from the host; bubble, in which it waits for other pipeline ranks; copies of kept inputs.
+        compute: per pipeline rank, computing and recomputing.
+        rank: the busiest.
+    """
+
+    seconds: float
+    parts: dict[str, float]
+    compute: list[float]
+    rank: int
+
+
+class Few(NamedTuple):
+    """Numbers of micro-batches whose steps tell what `wanted` of them take.
+
+    From a certain number on, every further micro-batch sends as much as the one before, adds no memory and takes as
+    long, to less than half a percent of a step. So two of such numbers are enough, and one where `wanted` is small or
+    the schedule not one of STEADY.
+    """
+
+    wanted: int
+    played: tuple[int, ...]
+
+    @classmethod
+    def of(cls, schedule: str, layout: Layout, wanted: int) -> Few:
+        least = (1 if layout.chunks == 1 else 2) * layout.pp + wanted % layout.pp
+        if schedule not in STEADY or least + least + layout.pp >= wanted:
+            return cls(wanted, (wanted,))
+        return cls(wanted, (least, least + layout.pp))
+
+    def extend(self, found: Sequence[float]) -> float:
+        """Return the value at `wanted`, given those at `played`: on the line through them."""
+        if len(found) == 1:
+            return found[0]
+        first, second = self.played
+        return found[0] + (found[1] - found[0]) * (self.wanted - first) / (second - first)
+
+
+class StepPrograms:
+    """The programs of all ranks of a pipeline, for a step of a few micro-batches. Made once, played often."""
+
+    def __init__(self, config: Config, layout: Layout) -> None:
+        self.config, self.layout = config, layout
+        schedule = config.parallel.pipeline_schedule
+        self.few = Few.of(schedule, layout, config.micro_batches(layout.dp))
+        self.specs: list[RankSpec] = [rank_spec(config, layout, pp) for pp in range(layout.pp)]
+        self.programs: list[list[Program]] = [[program(s, schedule, m) for s in self.specs] for m in self.few.played]
+
+
+def step_parts(steps: StepPrograms, device: Device) -> Parts:
+    """Play a step on a device."""
+    network = Network(device, steps.layout)
+    costs = [StepCosts(steps.config, steps.layout, spec, device, network) for spec in steps.specs]
+    found = [_play([[*p.update, *p.gradients] for p in programs], costs) for programs in steps.programs]
+    if len(found) == 1:
+        return found[0]
+    extend, rank = steps.few.extend, found[-1].rank
+    if found[0].rank != rank:  # a tie
+        found[0] = found[0]._replace(rank=rank)
+    parts = {name: extend([one.parts[name] for one in found]) for name in PARTS}
+    compute = [extend(both) for both in zip(*(one.compute for one in found), strict=True)]
+    return Parts(extend([one.seconds for one in found]), parts, compute, rank)
+
+
+def _play(programs: list[Ops], costs: list[StepCosts]) -> Parts:
+    timing = simulate(programs, costs)
+    compute = [sum((spent[op.__name__] for op in COMPUTE), 0.0) for spent in timing.spent]
+    rank = max(range(len(programs)), key=lambda r: compute[r])
+    spent = timing.spent[rank]
+    exposed = {"compute": 0.0, "recompute": 0.0}
+    for op in programs[rank]:
+        if isinstance(op, COMPUTE):
+            exposed["recompute" if isinstance(op, Recompute) else "compute"] += costs[rank].of_layer(op).exposed
+    parts = {
+        "compute": sum(spent[op.__name__] for op in COMPUTATIONS) - exposed["compute"],
+        "recompute": spent["Recompute"] - exposed["recompute"],
+        "optimizer": spent["Update"] + spent["Norm"],
+        "tp": sum(exposed.values()) + spent["tp"] + spent["Rebuild"],
+        "dp": spent["dp"],
+        "pp": spent["pp"],
+        "host": spent["host"],
+        "copies": spent["Keep"],
+    }
+    parts["bubble"] = timing.seconds - sum(parts.values())
+    return Parts(timing.seconds, {name: parts[name] for name in PARTS}, compute, rank)
+
+
+class StepTime(NamedTuple):
+    """Seconds of a step: expected, and with every uncertain constant at its fast or its slow end at once."""
+
+    expected: Parts
+    fast: float
+    slow: float
+
+
+def step_time(config: Config, layout: Layout, device: Device) -> StepTime:
+    """Predict the seconds of a step; `config` is resolved."""
+    steps = StepPrograms(config, layout)
+    fast, slow = (step_parts(steps, device.at_end(fast)).seconds for fast in (True, False))
+    return StepTime(step_parts(steps, device), fast, slow)

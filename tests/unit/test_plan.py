@@ -1,0 +1,246 @@
+"""`--plan`: the time model against formulas worked out by hand, its bytes against the estimate, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import pretrain_gpt
+from megazero.config.cli import parse
+from megazero.plan.operations import Gather, Start, Update, Wait
+from megazero.plan.parameters import stage_units
+from megazero.plan.program import program
+from megazero.plan.rank_spec import rank_spec
+from megazero.plan.resolve import resolve
+from megazero.plan.topology import Layout
+from megazero.price.costs import Roofline
+from megazero.price.devices import Constant, Device, interpolate, known_devices, load_device
+from megazero.price.estimate import estimate
+from megazero.price.kernels import Issue, Operator, Product, layer_events
+from megazero.price.network import Network, group_of
+from megazero.price.plan import advice, make_plan, plan_config
+from megazero.price.simulate import simulate
+from megazero.price.stage_bytes import stage_bytes
+from megazero.price.step_time import Few, StepPrograms, step_parts
+from megazero.price.trace import model_flops
+
+SMALL = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 128 --precision fp32"
+
+
+def simple(**constants: float) -> Device:
+    """A device of round numbers: 1 TFLOP/s, 1 TB/s, 100 GB/s in nodes of 4, 10 GB/s per node between, no latency."""
+    round_numbers = {
+        "memory.capacity": 1e10,
+        "memory.reserved": 0.0,
+        "memory.bandwidth": 1e12,
+        "host.bandwidth": 1e10,
+        "node.devices": 4,
+        "node.bandwidth": 1e11,
+        "node.latency": 0.0,
+        "cluster.bandwidth": 1e10,
+        "cluster.latency": 0.0,
+        "compute.units": 1,
+        "compute.tile_rows": 1,
+        "compute.tile_columns": 1,
+    }
+    round_numbers |= {f"compute.{precision}": 1e12 for precision in ("fp16", "bf16", "fp32", "fp64")}
+    round_numbers |= {f"{name}.fraction": 1.0 for name in ("memory", "compute", "node", "cluster")}
+    round_numbers |= {"compute.attention": 1.0, "overhead.kernel": 0, "overhead.call": 0, "overhead.operation": 0}
+    named = {name.replace("_", ".", 1): value for name, value in constants.items()}
+    values = {name: Constant(value, value, value, "") for name, value in (round_numbers | named).items()}
+    return Device("simple", "cuda", "", values, {})
+
+
+def test_a_product_takes_its_flops_or_its_bytes() -> None:
+    """2 m n k FLOPs at 1 TFLOP/s, or bytes at 1 TB/s; 100 tiles on 80 units take two waves."""
+    roofline = Roofline(simple())
+    operator = Operator("mm", 4 * 3 * 1000**2, "fp32", Product(1, 1000, 1000, 1000))
+    assert roofline.seconds(operator) == pytest.approx(2e-3)
+    assert roofline.seconds(operator._replace(num_bytes=10**10)) == pytest.approx(1e-2)
+    assert roofline.seconds(Operator("gelu", 10**9, "fp32")) == pytest.approx(1e-3)
+    tiles = Roofline(simple(compute_units=80, compute_tile_rows=256, compute_tile_columns=128))
+    whole = Product(1, 2560, 1280, 1024)  # 10 x 10 tiles
+    assert tiles.product(whole, "fp32") == pytest.approx(whole.flops / 1e12 * 160 / 100)
+
+
+def test_rings_and_messages_by_hand() -> None:
+    """Nodes of 4 with one network card of 10 GB/s: a ring within a node, one over nodes, and four that share cards."""
+    network = Network(simple(node_latency=1e-6, cluster_latency=1e-5), Layout(pp=2, dp=4, tp=4))
+    size = 4e9
+    assert network.one_pass("tp", size) == pytest.approx(3e-6 + size * 3 / 4 / 1e11)
+    # 4 ranks on 4 nodes, and 4 such groups leave every node: 2.5 GB/s each
+    assert network.groups["shard"] == group_of(4, 4, 32, 4)
+    assert network.one_pass("shard", size) == pytest.approx(3e-5 + size * 3 / 4 / 2.5e9)
+    assert network.all_reduce("tp", size) == pytest.approx(4e-6 + 2 * size * 3 / 4 / 1e11)  # a tree has 2 hops up
+    # all four ranks of a node send at once
+    assert network.message(size, 0, 1) == pytest.approx(1e-5 + size / 2.5e9)
+    # tensor parallelism over two nodes: one group leaves each node, at the card's 10 GB/s
+    wide = Network(simple(), Layout(dp=1, tp=8))
+    assert wide.one_pass("tp", size) == pytest.approx(size * 7 / 8 / 1e10)
+
+
+def test_a_traced_block_has_narayanans_flops_and_six_sums() -> None:
+    """24 b s h^2 and 4 b s^2 h, the causal half of it, per rank; twice that backward; 2 + 1 + 2 all-reduces."""
+    config, layout = resolve(
+        parse([*SMALL.split(), "--tensor-model-parallel-size=2", "--recompute=full", "--micro-batch-size=3"]), 2, 0
+    )
+    spec, specs = rank_spec(config, layout, 0), stage_units(config.model, layout, 0)
+    events = layer_events(config, layout, spec.layers["blocks.1"], specs, "cuda")
+    tokens, hidden, length = 3 * 32, 64, 32
+
+    def products(found: tuple[object, ...]) -> tuple[int, int]:
+        ops = [event for event in found if isinstance(event, Operator)]
+        return sum(op.product.flops for op in ops if op.product), sum(op.attention_flops for op in ops)
+
+    matrices, attention = 24 * tokens * hidden**2 // 2, 4 * tokens * length * hidden // 2 // 2
+    assert products(events.forward) == products(events.recompute) == (matrices, attention)
+    assert products(events.backward) == (2 * matrices, attention * 5 // 2)
+    apart = [products(found) for found in (events.input_gradient, events.weight_gradients)]
+    assert apart == [(matrices, attention * 5 // 2), (matrices, 0)]
+    sums = [sum(isinstance(e, Issue) for e in found) for found in (events.forward, events.recompute, events.backward)]
+    assert sums == [2, 1, 2]
+
+
+def test_waits_are_told_apart() -> None:
+    """A gather of 5 behind a forward of 1: 4 are waited for. An update runs with the computations."""
+    gather = Gather("blocks.0")
+    ops = [Start(gather), Update("head"), Wait(gather)]
+    cost = {Gather: 5.0, Update: 1.0}
+    timing = simulate([list(ops)], lambda op: cost[type(op)])
+    assert timing.seconds == 5.0 and dict(timing.spent[0]) == {"Update": 1.0, "dp": 4.0}
+
+
+@pytest.mark.parametrize(
+    "schedule, chunks, bubble", [("1f1b", 1, 3 / 8), ("interleaved", 2, 3 / 16), ("gpipe", 1, 3 / 8)]
+)
+def test_the_bubble_is_the_schedules(schedule: str, chunks: int, bubble: float) -> None:
+    """(p - 1) / (m v) of the busiest rank's time, where embedding and head are next to nothing; all parts add up."""
+    model = "--num-layers 8 --hidden-size 512 --num-attention-heads 4 --seq-length 512 --vocab-size 16"
+    stages = f"--pipeline-model-parallel-size 4 --pipeline-schedule {schedule} --virtual-pipeline-stages {chunks}"
+    config, layout = resolve(parse([*model.split(), *stages.split(), "--global-batch-size=8"]), 4, 0)
+    steps = StepPrograms(config, layout)
+    found = step_parts(steps, simple(cluster_bandwidth=1e15, node_bandwidth=1e15))
+    assert sum(found.parts.values()) == pytest.approx(found.seconds)
+    assert found.parts["bubble"] / found.parts["compute"] == pytest.approx(bubble, rel=0.05)
+
+
+def test_a_long_step_is_extended_from_two_short_ones() -> None:
+    """Bytes of 40 micro-batches, found from a few, are those of all 40. Seconds nearly: the first round of the
+    pipeline, which waits for updated weights, is not quite as the later ones.
+    """
+    for extra in ("--pipeline-schedule 1f1b", "--pipeline-schedule interleaved --virtual-pipeline-stages 2"):
+        flags = f"{SMALL} --pipeline-model-parallel-size 3 --zero-stage 2 --global-batch-size 80 {extra}"
+        config, layout = resolve(parse(flags.split()), 6, 0)
+        steps = StepPrograms(config, layout)
+        assert len(steps.few.played) == 2 and steps.few.wanted == 40
+        device = load_device("a100-80gb")
+        whole = StepPrograms(config, layout)
+        whole.few = Few(40, (40,))
+        schedule = config.parallel.pipeline_schedule
+        whole.programs = [[program(spec, schedule, 40) for spec in whole.specs]]
+        short, long = step_parts(steps, device), step_parts(whole, device)
+        assert short.seconds == pytest.approx(long.seconds, rel=5e-3) and short.rank == long.rank
+        assert sum(short.parts.values()) == pytest.approx(short.seconds)
+        for pp in range(3):
+            found, wanted = stage_bytes(config, layout, pp, "cuda"), estimate(config, layout, pp * 2, False)
+            assert (found.memory, found.traffic) == (wanted.memory, wanted.traffic)
+
+
+def test_plan_json_has_the_bytes_of_the_estimate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan needs no more than the command line of a run whose data, tokenizer and --save are not there."""
+    flags = f"{SMALL} --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --global-batch-size 8"
+    elsewhere = f"--data-path {tmp_path}/none --tokenizer {tmp_path}/none --save /proc/none --log-dir {tmp_path}/log"
+    asked = "--plan --world-size 8 --device-type h100-80gb"
+    pretrain_gpt.main(f"{flags} {elsewhere} {asked}".split())
+    printed = capsys.readouterr().out
+    plan = json.loads((tmp_path / "log/plan.json").read_text())
+    config, layout = resolve(parse(flags.split()), 8, 0)
+    for pp, stage in enumerate(plan["stages"]):
+        wanted = estimate(config, layout, pp * 4, needs_staging_buffer=False)
+        assert (stage["memory_bytes"], stage["traffic_bytes"]) == (wanted.memory, wanted.traffic)
+        assert stage["peak_bytes"] > stage["memory_bytes"]["parameters"] + stage["memory_bytes"]["optimizer"]
+    assert len(plan["stages"]) == 2 and plan["fits"] and "limit:" in printed
+    seconds = plan["step_seconds"]
+    assert plan["tflops_per_device"] == pytest.approx(model_flops(config.model, 8) / seconds / 8 / 1e12)
+    assert plan["step_seconds_range"][0] < seconds < plan["step_seconds_range"][1]
+    assert plan["tokens_per_second"] * seconds == pytest.approx(8 * 32)
+    assert (tmp_path / "log/plan.png").stat().st_size > 10_000
+    pretrain_gpt.main(f"--preset zero-100b --zero-stage 0 {asked} --world-size 16".split())
+    assert "DOES NOT FIT" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--plan --world-size 8", "--plan needs --device-type"),
+        ("--plan-search --device-type b200", "--plan-search needs --world-size"),
+        ("--plan --plan-search --world-size 8 --device-type b200", "use one"),
+        ("--world-size 8", "--world-size 8 is about --plan"),
+        ("--plan --world-size 8 --device-type h10-80gb", "--device-type h10-80gb: .* did you mean h100-80gb"),
+        ("--plan --world-size 7 --device-type b200 --tensor-model-parallel-size 2", "does not divide the 7 ranks"),
+        ("--plan --world-size 8 --device-type b200 --vocab-size 0", "--tokenizer is missing"),
+    ],
+)
+def test_a_plan_refuses(flags: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        plan_config(parse([*SMALL.split(), *flags.split()]))
+
+
+FAULTS = {
+    "[node]": ("[nodes]", r"unknown key 'nodes'; did you mean node"),
+    "fp16 = ": ("fp8 = ", r"\[compute\] has an unknown key 'fp8'"),
+    "devices = { value = 8": ("devices = { value = -8", "node.devices: value = -8 must be"),
+    "low = 0.75": ("low = 0.99", "compute.fraction: low 0.99, value 0.82, high 0.86 must ascend"),
+    'source = "DGX and HGX nodes"': ('source = ""', "node.devices: source must say"),
+    'kind = "cuda"': ('kind = "tpu"', "must be cuda or cpu"),
+    "description": ("curves = { products = [[2.0, 1.0], [1.0, 1.0]] }\ndescription", "x must ascend"),
+    "[memory]": ("[memory", "not a TOML file"),
+}
+
+
+def test_a_device_file_is_read_by_a_schema(tmp_path: Path) -> None:
+    text = (Path(pretrain_gpt.__file__).parent / "scripts/devices/a100-80gb.toml").read_text()
+    path = tmp_path / "mine.toml"
+    for good, (bad, said) in FAULTS.items():
+        assert good in text
+        path.write_text(text.replace(good, bad, 1))
+        with pytest.raises(ValueError, match=f"--device-type .*mine.toml: .*{said}"):
+            load_device(str(path))
+    path.write_text(text)
+    assert load_device(str(path)).constants == load_device("a100-80gb").constants
+
+
+def test_every_device_is_sound() -> None:
+    """Its constants are faster at their fast end: a step takes less, its memory is no smaller."""
+    config, layout = resolve(parse([*SMALL.split(), "--tensor-model-parallel-size=2"]), 64, 0)
+    steps = StepPrograms(config, layout)
+    assert len(known_devices()) >= 5
+    for name in known_devices():
+        device = load_device(name)
+        seconds = [step_parts(steps, d).seconds for d in (device.at_end(True), device, device.at_end(False))]
+        assert seconds == sorted(seconds) and seconds[0] < seconds[2], name
+        assert device.usable_bytes > 30e9
+
+
+def test_curves_are_read_between_their_points() -> None:
+    curve = ((1.0, 10.0), (3.0, 20.0))
+    assert [interpolate(curve, x) for x in (0.5, 1, 2, 3, 9)] == [10, 10, 15, 20, 20]
+
+
+def test_less_recompute_is_offered_where_it_fits() -> None:
+    config, layout, device = plan_config(
+        parse(
+            [
+                *SMALL.split(),
+                *"--recompute full --micro-batch-size 64 --plan --world-size 1 --device-type a100-80gb".split(),
+            ]
+        )
+    )
+    plan = make_plan(config, layout, device)
+    assert any("there is memory for --recompute none" in line for line in advice(plan))
+    enough = device["memory.reserved"] + plan.stages[0].peak
+    tight = replace(device, constants=device.constants | {"memory.capacity": Constant(enough, enough, enough, "")})
+    assert not any("there is memory for --" in line for line in advice(plan._replace(device=tight)))
