@@ -30,12 +30,17 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing
 
+from benchmarks.measure import interval
 from megazero import checkpoint
 from megazero.checkpoint import LocalShard, manifest, planning
 from megazero.config.cli import parse
 from megazero.plan.owned import rank_parts
 from megazero.plan.resolve import resolve
 
+COMPARED = (
+    *(("write ours", "write plain"), ("write DCP", "write plain"), ("read ours", "read plain")),
+    *(("read DCP", "read plain"), ("stall of async", "copy alone")),
+)
 STATES = ("model", "exp_avg", "exp_avg_sq")
 
 
@@ -157,7 +162,7 @@ def held(rank: int, ranks: int, numel: int, tensors: int) -> dict[str, LocalShar
 
 
 def measure(rank: int, ranks: int, folder: Path, store: str, mb: int, rounds: int) -> Iterator[tuple[str, float]]:
-    """Yield (what, seconds), interleaved so that all meet the same disk."""
+    """Yield (what, seconds), interleaved and in another order every round, so that all meet the same disk."""
     from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
     shards = held(rank, ranks, mb * 2**20 // 4, tensors=12)
@@ -169,14 +174,21 @@ def measure(rank: int, ranks: int, folder: Path, store: str, mb: int, rounds: in
     for number in range(rounds):
         plain, ours, theirs = folder / f"plain{number}", folder / f"ours{number}", folder / f"dcp{number}"
         plain.mkdir(exist_ok=True)
-        yield "write plain", timed_together(lambda at=plain: plain_write(at / str(rank), mine))
-        yield "write ours", timed_together(lambda at=ours: checkpoint.save(at, 1, shards, {}))
-        yield "write DCP", timed_together(lambda at=theirs: dcp.save(tensors, checkpoint_id=str(at)))
-        if rank == 0:
-            uncached(folder)
-        yield "read plain", timed_together(lambda at=plain: plain_read(at / str(rank), copy))
-        yield "read ours", timed_together(lambda at=ours: checkpoint.load(at / "iter_0000001", shards))
-        yield "read DCP", timed_together(lambda at=theirs: dcp.load(tensors, checkpoint_id=str(at)))
+        writes = [
+            ("write plain", lambda at=plain: plain_write(at / str(rank), mine)),
+            ("write ours", lambda at=ours: checkpoint.save(at, 1, shards, {})),
+            ("write DCP", lambda at=theirs: dcp.save(tensors, checkpoint_id=str(at))),
+        ]
+        reads = [
+            ("read plain", lambda at=plain: plain_read(at / str(rank), copy)),
+            ("read ours", lambda at=ours: checkpoint.load(at / "iter_0000001", shards)),
+            ("read DCP", lambda at=theirs: dcp.load(tensors, checkpoint_id=str(at))),
+        ]
+        for actions in (writes, reads):
+            for what, action in actions[number % 3 :] + actions[: number % 3]:
+                if rank == 0:
+                    uncached(folder)
+                yield what, timed_together(action)
         yield "copy alone", timed_together(lambda: copy.copy_(mine))
         yield "stall of async", timed_together(lambda at=folder / f"async{number}": saver.start(at, 1, shards, {}))
         saver.finish()
@@ -199,6 +211,10 @@ def rank_main(rank: int, ranks: int, folder: str, store: str, mb: int, rounds: i
         for what, seconds in found.items():
             middle = statistics.median(seconds[1:] or seconds)  # the first round allocates buffers
             print(f"  {what:15} {middle:7.3f} ({min(seconds):.3f})  {1.048576 * total / middle:6.2f} GB/s")
+        for what, base in COMPARED:
+            paces = [plain / mine for plain, mine in zip(found[base][1:], found[what][1:], strict=True)]
+            low, high = interval(paces)
+            print(f"  pace of {what!r} in that of {base!r}: {statistics.median(paces):.2f} [{low:.2f}, {high:.2f}]")
     dist.barrier()
     dist.destroy_process_group()
 

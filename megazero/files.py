@@ -10,13 +10,14 @@ import os
 import shutil
 import stat
 import uuid
-import zlib
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 from typing import Any
+
+from isal.isal_zlib import crc32
 
 # Bytes read or written at once: bounds memory.
 COPY_BYTES = 8 << 20
@@ -263,6 +264,6 @@ def crc32_of(handle: int, start: int, stop: int) -> int:
     """CRC-32 of the bytes [start, stop) of a file, or of as many as there are."""
     check = 0
     while start < stop and (part := os.pread(handle, min(COPY_BYTES, stop - start), start)):
-        check = zlib.crc32(part, check)
+        check = crc32(part, check)
         start += len(part)
     return check

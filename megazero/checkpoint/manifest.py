@@ -18,13 +18,13 @@ parsed by a schema, names files of its own folder only, and is read only where i
 import json
 import re
 import stat
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from isal.isal_zlib import crc32
 
 from megazero.files import OutputFile, read_regular, sync_folder
 from megazero.plan.regions import Region
@@ -157,7 +157,7 @@ def manifest_text(manifest: Manifest) -> str:
         "tensors": tensors,
     }
     text = _compact(content)
-    return f'{text[:-1]},"crc32":{zlib.crc32(text.encode())}}}'
+    return f'{text[:-1]},"crc32":{crc32(text.encode())}}}'
 
 
 def attach(folder: Path, files: Mapping[str, bytes]) -> dict[str, Attached]:
@@ -168,7 +168,7 @@ def attach(folder: Path, files: Mapping[str, bytes]) -> dict[str, Attached]:
         write_durably(folder / name, content)
     for parent in {(folder / name).parent for name in files}:
         sync_folder(parent)
-    return {name: Attached(len(content), zlib.crc32(content)) for name, content in files.items()}
+    return {name: Attached(len(content), crc32(content)) for name, content in files.items()}
 
 
 def write_durably(path: Path, content: bytes) -> None:
@@ -199,8 +199,7 @@ def read_manifest_bytes(folder: Path) -> bytes:
 def parse_manifest(folder: Path, raw: bytes) -> Manifest:
     """Check and parse the bytes of a manifest, which `folder` holds; raises as `read_manifest`."""
     content = _parse_object(folder, MANIFEST, raw)
-    crc32 = content.pop("crc32", None)
-    if crc32 != _digest(content):
+    if content.pop("crc32", None) != _digest(content):
         raise damage(folder, MANIFEST, "its checksum does not fit its content")
     if content.get("format") != FORMAT:
         raise ValueError(
@@ -222,10 +221,10 @@ def read_state(folder: Path) -> dict[str, Any]:
     manifest = read_manifest(folder)
     for name, attached in manifest.attached.items():
         content = _read(folder, name, MAX_ATTACHED_BYTES)
-        if Attached(len(content), zlib.crc32(content)) != attached:
+        if Attached(len(content), crc32(content)) != attached:
             raise damage(folder, name, f"its length or checksum is not the one in {MANIFEST}")
     raw = _read(folder, STATE, MAX_STATE_BYTES)
-    if zlib.crc32(raw) != manifest.state_crc32:
+    if crc32(raw) != manifest.state_crc32:
         raise damage(folder, STATE, f"its checksum is not the one in {MANIFEST}")
     return _parse_object(folder, STATE, raw)
 
@@ -293,7 +292,7 @@ def _refuse_constant(name: str) -> None:
 
 def _digest(content: dict[str, Any]) -> int:
     """CRC-32 of the content, whatever the spacing of the text that it was read from."""
-    return zlib.crc32(_compact(content).encode())
+    return crc32(_compact(content).encode())
 
 
 def _compact(content: dict[str, Any]) -> str:

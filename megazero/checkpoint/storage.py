@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import zlib
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from isal.isal_zlib import crc32
 from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
@@ -37,7 +37,7 @@ from megazero.checkpoint.planning import CoveredSavePlanner, file_name
 from megazero.checkpoint.tensor_file import host_bytes, write_safetensors
 from megazero.files import open_regular, sync_folder
 
-# A thread's chunk is read from the disk while another's checksum is computed and a third is copied.
+# A thread's chunk is read from the disk while another's checksum is computed, or it is copied.
 READERS = 2
 
 
@@ -117,7 +117,7 @@ class ManifestWriter(StorageWriter):
         tensors = self.planner.layout.entries([each.crc32 if each else () for each in stored])
         files = {each.file: each.file_bytes for each in stored if each}
         attached = attach(self.folder, self.attached)
-        manifest = Manifest(files, zlib.crc32(self.state_text), tensors, attached)
+        manifest = Manifest(files, crc32(self.state_text), tensors, attached)
         write_durably(self.folder / STATE, self.state_text)
         fault = missing_part(self.folder, manifest)
         if fault:
@@ -172,11 +172,11 @@ class ManifestReader(StorageReader):
                     ThreadPoolExecutor(READERS, "load") as pool,
                 ):
 
-                    def read(index: MetadataIndex, opened: Any = opened) -> torch.Tensor:
-                        return self.read_chunk(opened, index.fqn, self._chunk(index))
+                    def read(index: MetadataIndex, items: list[ReadItem], opened: Any = opened) -> None:
+                        _fill(items, self.read_chunk(opened, index.fqn, self._chunk(index)), planner)
 
-                    for items, chunk in zip(wanted.values(), pool.map(read, wanted), strict=True):
-                        _fill(items, chunk, planner)
+                    for _ in pool.map(read, wanted, wanted.values()):
+                        pass  # raises what a thread has raised
             except Damaged:
                 raise
             except (SafetensorError, OSError, ValueError) as error:
@@ -194,7 +194,7 @@ class ManifestReader(StorageReader):
         where = f"tensor {name!r} at {list(chunk.region.offset)}"
         if (tensor.dtype, tuple(tensor.shape)) != expected:
             raise damage(self.path, chunk.file, f"{where} has another shape or dtype than the manifest says")
-        if zlib.crc32(host_bytes(tensor)) != chunk.crc32:
+        if crc32(host_bytes(tensor)) != chunk.crc32:
             raise damage(self.path, chunk.file, f"{where} does not have the checksum that the manifest says")
         return tensor
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from itertools import groupby
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from isal.isal_zlib import crc32
 from safetensors import SafetensorError, safe_open
 
 from megazero.checkpoint.folders import commit, partial_folder
@@ -115,7 +115,7 @@ def write_checkpoint(
         files[name] = file.num_bytes
     text = json.dumps(state | {"save_number": 1}).encode()
     write_durably(folder / STATE, text)
-    write_manifest(folder, Manifest(files, zlib.crc32(text), entries, attach(folder, attached)))
+    write_manifest(folder, Manifest(files, crc32(text), entries, attach(folder, attached)))
     sync_folder(folder)
     return commit(root, iteration)
 

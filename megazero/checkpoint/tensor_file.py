@@ -2,19 +2,26 @@
 
 The files are written here rather than by the safetensors library: one tensor at a time through the host, its checksum
 taken on the way, and flushed to the disk. The library reads them, and its reading checks the format.
+
+Note [The pace of a save]
+A write copies into the system's cache, and a flush waits for the disk: one after the other takes the sum of both. So a
+thread flushes what is written while the next tensors are. Checksums are taken by isal, at some 10 GB/s, in the thread
+that writes: zlib's 1 to 2 GB/s were slower than the disk (docs/benchmarks.md).
 """
 
 import json
-import zlib
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+from isal.isal_zlib import crc32
 
 from megazero.checkpoint.manifest import SAFETENSORS_CODES, dtype_name
 from megazero.files import OutputFile
+
+FLUSH_BYTES = 16 << 20  # written before a flush of it is worth while
 
 # Name, dtype and shape of a tensor.
 Announced = tuple[str, torch.dtype, Sequence[int]]
@@ -47,7 +54,9 @@ class TensorFile:
         text += b" " * (-len(text) % 8)
         self.num_bytes = 8 + len(text) + position
         self._next = 0
-        self._checksums = ThreadPoolExecutor(1, "checksum")
+        self._flusher = ThreadPoolExecutor(1, "flush")
+        self._flushing: Future[None] | None = None
+        self._flushed = 0  # bytes that were written when the last flush began
         self._file = OutputFile(path)
         self._file.write(len(text).to_bytes(8, "little") + text)
 
@@ -56,17 +65,28 @@ class TensorFile:
         assert self._expected[self._next] == (tensor.dtype, tuple(tensor.shape)), (self._next, tensor.shape)
         self._next += 1
         data = host_bytes(tensor)
-        checksum = self._checksums.submit(zlib.crc32, data)  # while the disk writes
+        checksum = crc32(data)
         self._file.write(data)
-        return checksum.result()
+        if self._file.size - self._flushed >= FLUSH_BYTES and (self._flushing is None or self._flushing.done()):
+            self._await_flush()
+            self._flushed = self._file.size
+            self._flushing = self._flusher.submit(self._file.sync)
+        return checksum
+
+    def _await_flush(self) -> None:
+        """Raise what the last flush met: the system says it once, and a later flush would not know of it."""
+        flushing, self._flushing = self._flushing, None
+        if flushing is not None:
+            flushing.result()
 
     def sync(self) -> None:
         """Wait until all is on the disk; every tensor has been appended."""
         assert self._next == len(self._expected), (self._next, len(self._expected))
+        self._await_flush()
         self._file.sync()
 
     def close(self) -> None:
-        self._checksums.shutdown()
+        self._flusher.shutdown()
         self._file.close()
 
 

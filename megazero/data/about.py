@@ -7,10 +7,11 @@ forgery, and a sample of blocks can be checked in no time.
 import json
 import os
 import random
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from isal.isal_zlib import crc32
 
 from megazero.data.indexed import IndexedDataset
 from megazero.files import crc32_of, explain, open_regular, read_json_object
@@ -58,7 +59,7 @@ class Checksum:
         view = memoryview(data).cast("B")
         while len(view):
             part = view[: self.block_bytes - self.filled]
-            self.check = zlib.crc32(part, self.check)
+            self.check = crc32(part, self.check)
             self.filled += len(part)
             view = view[len(part) :]
             if self.filled == self.block_bytes:

@@ -13,13 +13,13 @@ import os
 import stat
 import tempfile
 import time
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from isal.isal_zlib import crc32
 
 from megazero.data.indexed import CHUNK, RESIDENT_BYTES, IndexedDataset, Int64s
 from megazero.files import open_regular, replacing
@@ -221,7 +221,7 @@ def _make_trusted(directory: str) -> bool:
 def _checksum(flat: Int64s) -> int:
     check = 0
     for at in range(0, flat.shape[0], CHUNK):
-        check = zlib.crc32(flat[at : at + CHUNK].data, check)
+        check = crc32(flat[at : at + CHUNK].data, check)
     return check
 
 
@@ -264,7 +264,7 @@ def _write(directory: str, name: str, table: EpochTable) -> bool:
     check = 0
     for part in table:
         for at in range(0, part.shape[0], CHUNK):
-            check = zlib.crc32(np.ascontiguousarray(part[at : at + CHUNK]).data, check)
+            check = crc32(np.ascontiguousarray(part[at : at + CHUNK]).data, check)
     if not _make_trusted(directory):
         return False
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from math import prod
@@ -48,6 +49,27 @@ def save(root: Path, iteration: int, value: float) -> Path:
     shape = (5, 7)
     data = torch.full((prod(shape),), value)
     return checkpoint.save(root, iteration, {"w": LocalShard(shape, (0, 0), shape, 0, prod(shape), data)}, {"v": value})
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_flush_that_fails_fails_the_save(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flush beside the writing, and the last one; the system says of an error once."""
+    monkeypatch.setattr("megazero.checkpoint.tensor_file.FLUSH_BYTES", 16)
+    original, calls = os.fsync, []
+
+    def failing(handle: int) -> None:
+        calls.append(os.readlink(f"/proc/self/fd/{handle}"))
+        if len(calls) == at:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        original(handle)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(
+        RuntimeError, match=r"rank_00000.safetensors'?: ?.*Input/output error|Input/output error.*rank_00000"
+    ):
+        save(tmp_path, 1, 0.0)
+    assert calls == [str(tmp_path / ".iter_0000001.partial" / "rank_00000.safetensors")] * at
+    assert not checkpoint.checkpoints(tmp_path)
 
 
 @pytest.mark.parametrize("again", [False, True])
