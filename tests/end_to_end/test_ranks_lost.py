@@ -80,6 +80,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         rank.process.wait()
 
 
+@pytest.mark.slow  # half a minute of time-outs
 def test_a_frozen_host_of_the_store_does_not_hang_the_others(model: list[Any], start: Start) -> None:
     first, second = start([[*model, *FOREVER]] * 2)
     first.wait_for_iterations(2)

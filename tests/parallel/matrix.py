@@ -69,7 +69,6 @@ SAMPLES = 2  # of a micro-batch
 MAX_WORLD = 8
 BEGINNINGS, TRIES = 6, 12  # of the search for a case: pairs that it begins from, layouts that it tries
 LARGER = 6  # generated cases of 3 and 4 ranks in the default suite: those that add most pairs
-COMPILED = 1  # generated cases with --compile there: a start costs half a minute
 
 
 @dataclass(frozen=True)
@@ -280,7 +279,6 @@ def covers() -> Covers:
     default += matrix.cover(max_world=2)
     larger = matrix.cover(max_world=4)
     default += itertools.islice(larger, LARGER)
-    default += itertools.islice(matrix.cover(max_world=2, dear=True), COMPILED)
     missing = list(matrix.missing)
     slow = [*larger, *matrix.cover(MAX_WORLD), *matrix.cover(MAX_WORLD, dear=True)]
     assert not count(matrix.missing)

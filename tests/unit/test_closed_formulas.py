@@ -289,15 +289,17 @@ def draw(seed: int) -> tuple[Config, Layout]:
     return resolve(config, pp * dp * tp, 0)
 
 
-@pytest.mark.parametrize("needs_staging_buffer", [True, False], ids=["gloo", "NCCL"])
-@pytest.mark.parametrize("seeds", [range(k, k + 20) for k in range(0, 80, 20)], ids=str)
-def test_estimate_is_the_closed_formulas(seeds: range, needs_staging_buffer: bool) -> None:
-    """On the first rank of every stage. Sums of rounded-down terms: a byte a collective is forgiven."""
+@pytest.mark.parametrize("seeds", [range(k, k + 20) for k in range(0, 60, 20)], ids=str)
+def test_estimate_is_the_closed_formulas(seeds: range) -> None:
+    """On the first rank of every stage. Sums of rounded-down terms: a byte per collective is forgiven.
+
+    With gloo; the next test but one has the difference of NCCL.
+    """
     for seed in seeds:
         config, layout = draw(seed)
         for stage in range(layout.pp):
             rank = next(rank for rank in range(layout.world_size) if layout.coord(rank).pp == stage)
-            memory, traffic = estimate(config, layout, rank, needs_staging_buffer)
+            memory, traffic = estimate(config, layout, rank)
             closed = Closed(config, layout, stage)
             where = f"seed {seed}, stage {stage}: {config}"
             for kind, wanted in closed.memory().items():
@@ -305,15 +307,13 @@ def test_estimate_is_the_closed_formulas(seeds: range, needs_staging_buffer: boo
             for kind, wanted in (("dp", closed.dp()), ("pp", closed.pp())):
                 assert abs(traffic[kind] - wanted) <= 20 * closed.M * (closed.L + 3), (kind, where)
             sharers = [rank for rank in range(layout.world_size) if shares_copy(layout, rank, stage)]
-            found = sum(estimate(config, layout, rank, needs_staging_buffer).traffic["tp"] for rank in sharers) / len(
-                sharers
-            )
+            found = sum(estimate(config, layout, rank).traffic["tp"] for rank in sharers) / len(sharers)
             assert abs(found - closed.tp()) <= 20 * closed.M * (closed.L + 3), ("tp", where)
 
 
 @pytest.mark.parametrize("staged", [True, False], ids=["gloo", "NCCL"])
 def test_buffers_at_stage_3(staged: bool) -> None:
-    for seed in range(60):
+    for seed in range(30):
         r = random.Random(seed)
         micro_batches, dp, precision = r.choice([1, 3]), r.choice([2, 4]), r.choice(["fp32", "bf16"])
         model = ModelConfig(

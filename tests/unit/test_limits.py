@@ -120,7 +120,7 @@ def senseless_value(rng: random.Random, flag: str) -> list[str]:
 def test_senseless_command_lines_are_refused_or_run() -> None:
     """No other exception than a refusal, no endless loop; what is let through is a config that is wholly in range."""
     rng, refused = random.Random(8), 0
-    for _ in range(80):
+    for _ in range(40):
         argv = []
         for flag in rng.sample(sorted(flags()), rng.randrange(1, 5)):
             argv += [f"--{flag}", *senseless_value(rng, flag)]
@@ -128,7 +128,7 @@ def test_senseless_command_lines_are_refused_or_run() -> None:
         if isinstance(result, str):
             refused += 1
             assert result.startswith(PARSER) or one_sentence(result), (argv, result)
-    assert refused > 50, "hardly any of these command lines makes sense"
+    assert refused > 25, "hardly any of these command lines makes sense"
 
 
 def test_every_number_has_a_range() -> None:
