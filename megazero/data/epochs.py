@@ -13,12 +13,13 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from isal.isal_zlib import crc32
 
 from megazero.data.indexed import CHUNK, RESIDENT_BYTES, IndexedDataset, Int64s
@@ -26,6 +27,10 @@ from megazero.files import open_regular, replacing
 
 # Part of every key. Raise it when the meaning of a table changes, so that an old cache is never read.
 TABLE_VERSION = 1
+# (first, count) -> so many numbers of an endless stream of 64-bit numbers, from number `first` on.
+RawStream = Callable[[int, int], npt.NDArray[np.uint64]]
+# Numbers worked on at once: few enough to stay in a core's cache, enough for numpy's calls to cost nothing.
+STRETCH = 1 << 15
 # Smaller tables are not cached.
 CACHED_BYTES = 1 << 20
 # How long a process waits for another that computes the table it needs: a billion documents take minutes.
@@ -61,12 +66,19 @@ class EpochKey:
         digest = hashlib.sha256(repr((TABLE_VERSION, self, epoch)).encode()).hexdigest()[:16]
         return f"epoch{epoch}-seq{self.seq_length}-seed{self.seed}-{digest}.npy"
 
-    def generator(self, purpose: str, epoch: int) -> np.random.PCG64:
+    def stream(self, purpose: str, epoch: int) -> RawStream:
         """The random stream for one permutation. Document order does not depend on the sequence length."""
         split = (self.fingerprint, self.first_document, self.stop_document)
         sizes = (self.seq_length,) if purpose == "samples" else ()
         text = repr((purpose, split, sizes, self.seed, epoch))
-        return np.random.PCG64(int.from_bytes(hashlib.sha256(text.encode()).digest(), "little"))
+        seed = np.random.SeedSequence(int.from_bytes(hashlib.sha256(text.encode()).digest(), "little"))
+
+        def draw(first: int, count: int) -> npt.NDArray[np.uint64]:
+            generator = np.random.PCG64(seed)
+            generator.advance(first)
+            return generator.random_raw(count)
+
+        return draw
 
     def sample_range(self, epoch: int) -> tuple[int, int]:
         """[first, stop) of the samples that begin in the epoch; sample i begins at token i * s."""
@@ -74,7 +86,7 @@ class EpochKey:
         return first, stop
 
 
-def permutation(generator: np.random.PCG64, count: int) -> Int64s:
+def permutation(stream: RawStream, count: int) -> Int64s:
     """A random permutation of range(count), int64.
 
     Note [stable permutation]: numpy promises that a bit generator's raw stream never changes, but not what
@@ -82,33 +94,58 @@ def permutation(generator: np.random.PCG64, count: int) -> Int64s:
     the raw stream ourselves, stably, for equal keys.
 
     Sorting numbers is several times faster than sorting their positions: the lowest bits of each key are
-    replaced by its position, and the few keys that agree in all others are put right afterwards.
+    replaced by its position, and the few keys that agree in all others are put right afterwards. All but the
+    sort works on stretches that stay in a core's cache.
     """
-    keys = generator.random_raw(count)
-    bits = np.uint64(max(1, (count - 1).bit_length()))
-    low = (np.uint64(1) << bits) - np.uint64(1)
-    packed = (keys & ~low) | np.arange(count, dtype=np.uint64)
+    low = np.uint64((1 << max(1, (count - 1).bit_length())) - 1)
+    packed = np.empty(count, dtype=np.uint64)
+    positions = np.arange(min(count, STRETCH), dtype=np.uint64)
+    for at in range(0, count, STRETCH):
+        part = packed[at : at + STRETCH]
+        np.bitwise_and(stream(at, part.size), ~low, out=part)
+        part |= positions[: part.size]
+        positions += np.uint64(STRETCH)
     packed.sort()
-    order: Int64s = (packed & low).astype(np.int64)
-    packed >>= bits
-    equal = np.flatnonzero(packed[1:] == packed[:-1])  # and the one behind each
+    ties = [np.zeros(0, dtype=np.int64)]
+    for at in range(0, count - 1, STRETCH):
+        part = packed[at : at + STRETCH + 1]
+        ties.append(at + np.flatnonzero((part[1:] ^ part[:-1]) <= low))  # with the one behind each
+    equal = np.concatenate(ties)
     if equal.size:
         places = np.union1d(equal, equal + 1)
-        some = order[places]
-        order[places] = some[np.lexsort((some, keys[some], packed[places]))]
-    return order
+        some = packed[places] & low
+        keys = _numbers_at(stream, some.astype(np.int64))
+        packed[places] = some[np.lexsort((some, keys, packed[places] & ~low))]
+    for at in range(0, count, STRETCH):
+        packed[at : at + STRETCH] &= low
+    return packed.view(np.int64)
+
+
+def _numbers_at(stream: RawStream, positions: Int64s) -> npt.NDArray[np.uint64]:
+    """Draw the numbers of a stream at `positions`, a stretch at a time."""
+    found = np.empty(positions.size, dtype=np.uint64)
+    stretches = positions // STRETCH
+    order = np.argsort(stretches, kind="stable")
+    for group in np.split(order, np.flatnonzero(np.diff(stretches[order])) + 1):
+        at = int(stretches[group[0]]) * STRETCH
+        found[group] = stream(at, int(positions[group].max()) + 1 - at)[positions[group] - at]
+    return found
 
 
 def build_table(data: IndexedDataset, key: EpochKey, epoch: int) -> EpochTable:
     """Compute an epoch's table: O(D log D + n log n)."""
     num_documents = key.stop_document - key.first_document
-    order = permutation(key.generator("documents", epoch), num_documents)
-    bounds = data.document_starts(key.first_document, key.stop_document + 1)
+    order = permutation(key.stream("documents", epoch), num_documents)
+    lengths = data.document_lengths(key.first_document, key.stop_document)
     starts = np.zeros(num_documents + 1, dtype=np.int64)
-    np.cumsum(np.diff(bounds)[order], out=starts[1:])
+    for at in range(0, num_documents, STRETCH):
+        part = starts[at + 1 : at + STRETCH + 1]
+        np.cumsum(lengths[order[at : at + STRETCH]], out=part)
+        part += starts[at]
     assert starts[-1] == key.num_tokens, (starts[-1], key.num_tokens)
+    order += key.first_document
     first, stop = key.sample_range(epoch)
-    return EpochTable(order + key.first_document, starts, permutation(key.generator("samples", epoch), stop - first))
+    return EpochTable(order, starts, permutation(key.stream("samples", epoch), stop - first))
 
 
 def load_table(data: IndexedDataset, key: EpochKey, epoch: int) -> EpochTable:
@@ -261,18 +298,17 @@ def _read(directory: str, name: str, count: int, check: bool = True) -> Int64s |
 
 def _write(directory: str, name: str, table: EpochTable) -> bool:
     """Store a table and its checksum as one int64 array, atomically. False if it cannot be written there."""
-    check = 0
-    for part in table:
-        for at in range(0, part.shape[0], CHUNK):
-            check = crc32(np.ascontiguousarray(part[at : at + CHUNK]).data, check)
     if not _make_trusted(directory):
         return False
     try:
         with replacing(os.path.join(directory, name), durable=False) as file:
             file.write(_header(sum(part.shape[0] for part in table) + 1))
+            check = 0
             for part in table:
-                for at in range(0, part.shape[0], CHUNK):
-                    file.write(np.ascontiguousarray(part[at : at + CHUNK], dtype="<i8").data)
+                for at in range(0, part.shape[0], STRETCH):
+                    data = np.ascontiguousarray(part[at : at + STRETCH], dtype="<i8").data
+                    check = crc32(data, check)
+                    file.write(data)
             file.write(np.array([check], dtype="<i8").data)
     except OSError:
         return False

@@ -105,13 +105,20 @@ class IndexedDataset:
 
     def document_starts(self, first: int, stop: int) -> Int64s:
         """First token of each document in [first, stop), int64; one past the last starts at the end."""
-        if self._mapped_bytes and os.stat(self.prefix + ".idx").st_size < self._mapped_bytes:
-            raise self._shrunk(self.prefix + ".idx")
+        self._require_whole_index()
         bounds = np.asarray(self.document_indices[first:stop])
         starts = np.full(bounds.shape, self.num_tokens, dtype=np.int64)
         inside = bounds < self.lengths.shape[0]
         starts[inside] = self.offsets[bounds[inside]] // self.dtype.itemsize
         return starts
+
+    def document_lengths(self, first: int, stop: int) -> npt.NDArray[Any]:
+        """Tokens of each document in [first, stop): int64, or int32 where a document is one sequence."""
+        self._require_whole_index()
+        bounds = self.document_indices[first : stop + 1]
+        if all((np.diff(bounds[at : at + CHUNK + 1]) == 1).all() for at in range(0, stop - first, CHUNK)):
+            return np.array(self.lengths[bounds[0] : bounds[-1]])  # unaligned in the file, which makes lookups slow
+        return np.diff(self.document_starts(first, stop + 1))
 
     @functools.cached_property
     def index_fingerprint(self) -> str:
@@ -202,6 +209,11 @@ class IndexedDataset:
                 f"--data-path {self.prefix}: {path} {what}: {size} bytes, the index describes {expected}; "
                 f"copy both files again or rerun data_tools/preprocess_data.py"
             )
+
+    def _require_whole_index(self) -> None:
+        """ValueError if the mapped index has become shorter: an access would end the process."""
+        if self._mapped_bytes and os.stat(self.prefix + ".idx").st_size < self._mapped_bytes:
+            raise self._shrunk(self.prefix + ".idx")
 
     def _shrunk(self, path: str) -> ValueError:
         return ValueError(

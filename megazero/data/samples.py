@@ -76,7 +76,7 @@ class GPTDataset:
         self.split, self.split_name = split, split_name
         self.seq_length, self.vocab_size = seq_length, vocab_size
         first, stop = split_ranges(split, self.data.num_documents)[split_name]
-        begin, end = self.data.document_starts(first, stop + 1)[[0, -1]].tolist()
+        begin, end = (int(self.data.document_starts(at, at + 1)[0]) for at in (first, stop))
         self.num_documents, self.num_tokens = stop - first, end - begin
         self._range, self._seed = (first, stop), seed
         self._tables: dict[int, EpochTable] = {}  # by epoch, oldest use first

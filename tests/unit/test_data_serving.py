@@ -1,5 +1,7 @@
 """Corpora opened once, tables computed by one process, blends of thousands, tokenizers told apart."""
 
+import hashlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -107,28 +109,21 @@ def test_a_computed_table_is_mapped_not_kept(tmp_path: Path, monkeypatch) -> Non
     assert np.memmap in kinds
 
 
-class Keys:
-    """A stream of given numbers."""
-
-    def __init__(self, keys: np.ndarray) -> None:
-        self.keys = keys
-
-    def random_raw(self, count: int) -> np.ndarray:
-        return self.keys[:count]
-
-
 @pytest.mark.parametrize("shift", [0, 3, 12, 13, 50, 58])
-def test_permutations_are_a_stable_sort_of_the_raw_stream(shift: int) -> None:
+def test_permutations_are_a_stable_sort_of_the_raw_stream(shift: int, monkeypatch) -> None:
     """Keys that differ in high bits, in low bits that the packed sort does not see, in both, or not at all."""
     draw = np.random.default_rng(shift)
     keys = (draw.integers(0, 40, 5000).astype(np.uint64) << np.uint64(shift)) | draw.integers(0, 7, 5000).astype(
         np.uint64
     )
-    for count in (0, 1, 2, 3, 4096, 4097, 5000):
-        found = epochs.permutation(Keys(keys), count)  # type: ignore[arg-type]
+    for count, stretch in itertools.product((0, 1, 2, 3, 4096, 4097, 5000), (1 << 15, 97)):
+        monkeypatch.setattr(epochs, "STRETCH", stretch)
+        found = epochs.permutation(lambda first, count: keys[first : first + count], count)
         assert np.array_equal(found, np.argsort(keys[:count], kind="stable")) and found.dtype == np.int64
-    plain = epochs.permutation(np.random.PCG64(5), 5000)
-    assert np.array_equal(plain, np.argsort(np.random.PCG64(5).random_raw(5000), kind="stable"))
+    plain = epochs.permutation(epochs.EpochKey("c", 0, 9, 99, 6, 5).stream("documents", 3), 5000)
+    seed = hashlib.sha256(repr(("documents", ("c", 0, 9), (), 5, 3)).encode()).digest()
+    raw = np.random.PCG64(int.from_bytes(seed, "little")).random_raw(5000)
+    assert np.array_equal(plain, np.argsort(raw, kind="stable"))
 
 
 def test_small_tables_are_not_cached(tmp_path: Path, monkeypatch) -> None:
