@@ -15,6 +15,12 @@ from tests.unit.data_helpers import pack_index, pack_tokens, unpack_corpus
 EOD = 256
 
 
+@pytest.fixture(autouse=True)
+def no_commits_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine workers take longer to start than the tool waits for a commit: then an error keeps work."""
+    monkeypatch.setattr(preprocess_data, "COMMIT_SECONDS", float("inf"))
+
+
 def run(tmp_path: Path, *inputs: Path, prefix: str = "out/p", more: tuple[str, ...] = ()) -> Path:
     """Preprocess with the byte tokenizer; the prefix of the first corpus, without _<key>_document."""
     names = [str(path) for path in inputs]
