@@ -1,6 +1,7 @@
-"""scripts/slurm/pretrain.sbatch on a real SLURM of two virtual nodes, with a stand-in program."""
+"""scripts/slurm/pretrain.sbatch on a real SLURM of two virtual nodes, with a stand-in program; preprocess.sbatch."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.cli import metrics, pretrain
-from tests.slurm_cluster import Job, SlurmCluster, missing, slurm_cluster
+from tests.slurm_cluster import FINAL_STATES, Job, SlurmCluster, missing, slurm_cluster
 
 ROOT = Path(__file__).parents[2]
 SBATCH = ROOT / "scripts" / "slurm" / "pretrain.sbatch"
@@ -256,3 +257,67 @@ def test_the_end_of_a_job_is_known(cluster, tmp_path):
         job = cluster.wait(cluster.submit(limit, script, cwd=tmp_path), timeout=60)
         found = batch_log(tmp_path, job).strip().splitlines()[-1]
         assert (abs(float(found) - begin - 1800) < 60) if known else found == "None"
+
+
+# Stands in for PYTHON: small chunks, each committed; the first run of part 1 is killed behind its second commit.
+KILLED_ONCE = """\
+#!{python}
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, os.getcwd())
+from data_tools import journal, preprocess_data, reading
+
+reading.CHUNK_BYTES, preprocess_data.COMMIT_BYTES = 2000, 2000
+marker, commit, commits = Path({marker!r}), journal.WorkFolder.commit, []
+
+def commit_and_die(self, state):
+    commit(self, state)
+    commits.append(state)
+    if len(commits) == 2 and os.environ["SLURM_ARRAY_TASK_ID"] == "1" and not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+journal.WorkFolder.commit = commit_and_die
+preprocess_data.main(sys.argv[2:])
+"""
+
+
+def states(cluster: SlurmCluster, job_id: int) -> dict[str, str]:
+    """Array task -> its state."""
+    lines = cluster.run("scontrol", "-o", "show", "job", str(job_id)).splitlines()
+    found = (dict(re.findall(r"(?<!\S)(\w+)=(\S*)", line)) for line in lines if line)
+    return {fields["ArrayTaskId"]: fields["JobState"] for fields in found}
+
+
+@pytest.mark.slow
+def test_an_array_preprocesses_and_a_killed_task_goes_on(cluster, tmp_path):
+    """Three parts on two nodes; the task that is killed is submitted again, and goes on; joined, they are the whole."""
+    python, text = tmp_path / "python", tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": f"{k} " + "word " * (k % 97)}) + "\n" for k in range(900)))
+    python.write_text(KILLED_ONCE.format(python=sys.executable, marker=str(tmp_path / "killed")))
+    python.chmod(0o755)
+    flags = ["--input", str(text), "--output-prefix", str(tmp_path / "p"), "--tokenizer", "byte", "--append-eod"]
+    script = ROOT / "scripts" / "slurm" / "preprocess.sbatch"
+
+    def run(array: str, wanted: dict[str, str], **env: str) -> None:
+        options = [f"--array={array}", "--ntasks=1", "--cpus-per-task=1", f"--output={tmp_path}/%a.log"]
+        job = cluster.submit(*options, script, *flags, cwd=ROOT, PYTHON=str(python), **env)
+        cluster.poll(lambda: set(states(cluster, job).values()) <= FINAL_STATES, "the array", 300)
+        logs = {path.name: path.read_text() for path in tmp_path.glob("*.log")}
+        assert states(cluster, job) == wanted, logs
+
+    run("0-2", {"0": "COMPLETED", "1": "FAILED", "2": "COMPLETED"})
+    assert (tmp_path / "p-00001-of-00003.partial").exists()
+    assert not (tmp_path / "p-00001-of-00003_text_document.idx").exists()
+    run("1", {"1": "COMPLETED"}, PARTS="3")
+    assert "going on behind" in (tmp_path / "1.log").read_text()
+    parts = sorted(map(str, tmp_path.glob("p-*_text_document.idx")))
+    tools = (
+        ["merge_datasets", "--input", *parts, "--output-prefix", str(tmp_path / "joined")],
+        ["preprocess_data", *flags, "--workers", "1"],
+    )
+    for name, *arguments in tools:
+        command = [sys.executable, f"data_tools/{name}.py", *arguments]
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    for end in (".bin", ".idx"):
+        assert (tmp_path / f"joined{end}").read_bytes() == (tmp_path / f"p_text_document{end}").read_bytes()
