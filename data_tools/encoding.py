@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -27,6 +27,9 @@ CHUNKS_PER_WORKER = 4
 WAITING_BYTES = 256 << 20
 # Characters of a chunk that the reference tokenizer encodes again where gigatoken does the work.
 SPOT_CHECK = 2000
+
+# Growth of a process at which gigatoken forgets the words that it has seen.
+CACHE_BYTES = 96 << 20
 
 # One tokenizer per process, however many chunks it serves.
 cached_tokenizer = functools.cache(load_tokenizer)
@@ -124,14 +127,45 @@ def _encode(
         text = texts[draw % len(texts)]
         start = draw // len(texts) % max(1, len(text) - SPOT_CHECK)
         check_same(fast, tokenizer, [text[start : start + SPOT_CHECK]], chunk.where(0))
-    return encode_fast(fast, texts)
+    return fast.encode(texts)
 
 
 # -- gigatoken
 
 
+class BoundedGigatoken:
+    """gigatoken's tokenizer, made anew where its memory has grown by `CACHE_BYTES`.
+
+    It keeps every word that it has seen, for good: 7 bytes per byte of text if all words differ. A new one costs a
+    quarter of a second.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._renew()
+
+    def _renew(self) -> None:
+        self._tokenizer: Any = None  # free before a new one is there
+        self._tokenizer = self._make()
+        self._limit = resident_bytes() + CACHE_BYTES
+
+    def encode(self, texts: Sequence[str]) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
+        """Encode like `Tokenizer.encode_flat`, on this thread."""
+        if resident_bytes() > self._limit:
+            self._renew()
+        layout = self._tokenizer.encode_batch([text.encode() for text in texts], parallel=False).layout
+        offsets = np.asarray(layout.offsets.data).astype(np.int64)
+        return np.asarray(layout.content.data)[offsets[0] : offsets[-1]], np.diff(offsets)
+
+
+def resident_bytes() -> int:
+    """Memory that this process has now."""
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 @functools.cache
-def fast_tokenizer(spec: str) -> Any | None:
+def fast_tokenizer(spec: str) -> BoundedGigatoken | None:
     """gigatoken's tokenizer of a SPEC; None where it has none: not BPE, not installed, a file it does not know."""
     tokenizer = cached_tokenizer(spec)
     if not isinstance(tokenizer, FastTokenizer):
@@ -139,23 +173,17 @@ def fast_tokenizer(spec: str) -> Any | None:
     try:
         import gigatoken
 
-        return gigatoken.Tokenizer.from_json(tokenizer.json)
+        content = tokenizer.json
+        return BoundedGigatoken(lambda: gigatoken.Tokenizer.from_json(content))
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException:  # a panic of a Rust library is no Exception
         return None
 
 
-def encode_fast(fast: Any, texts: Sequence[str]) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
-    """Encode like `Tokenizer.encode_flat`, by gigatoken, on this thread."""
-    layout = fast.encode_batch([text.encode() for text in texts], parallel=False).layout
-    offsets = np.asarray(layout.offsets.data).astype(np.int64)
-    return np.asarray(layout.content.data)[offsets[0] : offsets[-1]], np.diff(offsets)
-
-
-def check_same(fast: Any, tokenizer: Tokenizer, texts: Sequence[str], where: str) -> None:
+def check_same(fast: BoundedGigatoken, tokenizer: Tokenizer, texts: Sequence[str], where: str) -> None:
     """GigatokenDiffers unless both tokenizers give the same ids."""
-    ids, lengths = encode_fast(fast, texts)
+    ids, lengths = fast.encode(texts)
     expected, expected_lengths = tokenizer.encode_flat(texts)
     if not (np.array_equal(ids, expected) and np.array_equal(lengths, expected_lengths)):
         raise GigatokenDiffers(where)

@@ -355,7 +355,7 @@ def test_gigatoken_gives_the_tokenizers_ids(tmp_path: Path, bpe: Path, workers: 
 def test_gigatoken_is_not_trusted_unseen(tmp_path: Path, bpe: Path, capsys, monkeypatch) -> None:
     """A wrong id in the sample: the tokenizer encodes; in a later chunk: all is done again."""
     path = write(tmp_path / "a.jsonl", TEXTS)
-    right = encoding.encode_fast
+    right = encoding.BoundedGigatoken.encode
     monkeypatch.setattr(reading, "CHUNK_BYTES", 4000)
     expected = run(tmp_path, path, prefix="slow/p", more=("--tokenizer", str(bpe), "--no-gigatoken"))
     capsys.readouterr()
@@ -368,7 +368,7 @@ def test_gigatoken_is_not_trusted_unseen(tmp_path: Path, bpe: Path, capsys, monk
         wrong.calls += 1
         return ids, lengths
 
-    monkeypatch.setattr(encoding, "encode_fast", wrong)
+    monkeypatch.setattr(encoding.BoundedGigatoken, "encode", wrong)
     for first, words in ((0, "it gives other ids on a sample"), (9, "thrown away, and done again")):
         wrong.calls, wrong.first = 0, first
         made = run(tmp_path, path, prefix=f"wrong{first}/p", more=("--tokenizer", str(bpe)))
@@ -377,6 +377,33 @@ def test_gigatoken_is_not_trusted_unseen(tmp_path: Path, bpe: Path, capsys, monk
         for end in ("bin", "idx"):
             one, two = (Path(f"{prefix}_text_document.{end}").read_bytes() for prefix in (made, expected))
             assert one == two
+
+
+def test_gigatokens_memory_is_bounded(bpe: Path, monkeypatch) -> None:
+    """It is made anew where the process has grown, by what it kept or by something else; the ids stay the same."""
+    json, made, grown = encoding.cached_tokenizer(str(bpe)).json, [], [0]
+    monkeypatch.setattr(encoding, "resident_bytes", lambda: grown[0])
+
+    def make() -> object:
+        import gigatoken
+
+        made.append(grown[0])
+        return gigatoken.Tokenizer.from_json(json)
+
+    fast, reference = encoding.BoundedGigatoken(make), encoding.cached_tokenizer(str(bpe))
+    for k, text in enumerate(TEXTS[:40]):
+        ids, lengths = fast.encode([text, "x"])
+        wanted, wanted_lengths = reference.encode_flat([text, "x"])
+        assert ids.tolist() == wanted.tolist() and lengths.tolist() == wanted_lengths.tolist()
+        grown[0] = k * encoding.CACHE_BYTES // 8
+    assert made == [0, *(9 * n * encoding.CACHE_BYTES // 8 for n in range(1, 5))]
+
+
+def test_the_memory_of_a_process_is_seen_to_grow() -> None:
+    before = encoding.resident_bytes()
+    held = np.ones(64 << 20, np.uint8)
+    assert encoding.resident_bytes() - before > 32 << 20
+    del held
 
 
 def test_a_tokenizer_that_gigatoken_does_not_know(tmp_path: Path, capsys) -> None:
