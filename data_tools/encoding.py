@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from data_tools.documents import Bad, documents_of
 from data_tools.reading import Chunk
-from megazero.data.tokenizer import PROBE, FastTokenizer, Tokenizer, load_tokenizer
+from megazero.data.tokenizer import PROBE, FastTokenizer, TiktokenTokenizer, Tokenizer, load_tokenizer
 
 # Chunks in flight for each worker: one at work, and some that wait, so that a slow document delays no other worker.
 CHUNKS_PER_WORKER = 4
@@ -168,13 +168,16 @@ def resident_bytes() -> int:
 def fast_tokenizer(spec: str) -> BoundedGigatoken | None:
     """gigatoken's tokenizer of a SPEC; None where it has none: not BPE, not installed, a file it does not know."""
     tokenizer = cached_tokenizer(spec)
-    if not isinstance(tokenizer, FastTokenizer):
-        return None
     try:
         import gigatoken
 
-        content = tokenizer.json
-        return BoundedGigatoken(lambda: gigatoken.Tokenizer.from_json(content))
+        if isinstance(tokenizer, FastTokenizer):
+            content = tokenizer.json
+            return BoundedGigatoken(lambda: gigatoken.Tokenizer.from_json(content))
+        if isinstance(tokenizer, TiktokenTokenizer):  # known by the name of its file
+            path = spec.partition(":")[2]
+            return BoundedGigatoken(lambda: gigatoken.Tokenizer.from_tiktoken(path, special_tokens={}))
+        return None
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException:  # a panic of a Rust library is no Exception

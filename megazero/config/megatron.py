@@ -32,7 +32,7 @@ INSTEAD = {
     "num-layers-per-virtual-pipeline-stage": "--pipeline-schedule interleaved --virtual-pipeline-stages N",
     "use-flash-attn": "nothing: a fused kernel is used wherever there is one",
     "attention-softmax-in-fp32": "nothing: it is",
-    "tokenizer-type": "--tokenizer, a Hugging Face folder, gpt2:DIR, sentencepiece:FILE.model or byte",
+    "tokenizer-type": "--tokenizer, a Hugging Face folder, gpt2:DIR, sentencepiece:FILE.model, tiktoken:FILE or byte",
     "tokenizer-model": "--tokenizer, a Hugging Face folder, or sentencepiece:FILE.model",
     "vocab-file": "--tokenizer gpt2:DIR",
     "merge-file": "--tokenizer gpt2:DIR",

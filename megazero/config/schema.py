@@ -225,7 +225,8 @@ class DataConfig:
     split: str = "969,30,1"
     """Shares of the documents for training, validation and test."""
     tokenizer: str = ""
-    """A folder or file with a Hugging Face tokenizer, gpt2:DIR, sentencepiece:FILE.model, or byte."""
+    """A folder or file with a Hugging Face tokenizer, gpt2:DIR, sentencepiece:FILE.model, tiktoken:FILE with
+    FILE.json, or byte."""
     eod_mask_loss: bool = False
     """Exclude from the loss the token after each end-of-document token: the first token of another document."""
     reset_attention_mask: bool = False

@@ -1,10 +1,11 @@
 # ruff: noqa: RUF001 - the probe holds letters of many scripts
-"""Tokenizers behind one small interface: Hugging Face, GPT-2's own files, SentencePiece, and plain bytes.
+"""Tokenizers behind one small interface: Hugging Face, GPT-2's own files, SentencePiece, tiktoken, and plain bytes.
 
 No begin-of-text or other special token is added to what is encoded: a document is its own tokens, and who
 wants an end of document appends `eod`. The libraries are imported by the loader that needs them.
 """
 
+import base64
 import functools
 import hashlib
 import json
@@ -22,7 +23,7 @@ from megazero.files import explain, open_regular, read_json_object, read_regular
 
 SPECS = (
     "a folder or tokenizer.json of Hugging Face, gpt2:DIR (vocab.json and merges.txt), "
-    "sentencepiece:FILE.model, or byte"
+    "sentencepiece:FILE.model, tiktoken:FILE, or byte"
 )
 # Which token ends a document, if a tokenizer does not say: GPT-2's, then LLaMA's.
 END_OF_DOCUMENT = ("<|endoftext|>", "</s>")
@@ -107,6 +108,8 @@ def load_tokenizer(spec: str) -> Tokenizer:
         return _guarded(spec, lambda: _load_gpt2(spec, Path(path)))
     if kind == "sentencepiece":
         return _guarded(spec, lambda: SentencePieceTokenizer(spec, Path(path)))
+    if kind == "tiktoken":
+        return _guarded(spec, lambda: _load_tiktoken(spec, Path(path)))
     return _guarded(spec, lambda: _load_hugging_face(spec, Path(spec)))
 
 
@@ -293,6 +296,42 @@ class SentencePieceTokenizer(Tokenizer):
         return text
 
 
+class TiktokenTokenizer(Tokenizer):
+    """A tiktoken file: FILE, the ranks of tokens, and FILE.json, what the ranks leave open.
+
+    FILE.json has the arguments of `tiktoken.Encoding` that its ids depend on: `pat_str`, the pattern that divides text,
+    and `special_tokens`, name -> id; and, if the end of document has an unusual name, `eos_token`. Special tokens are
+    not looked for in the text.
+    """
+
+    def __init__(self, spec: str, ranks: bytes, settings: Mapping[str, Any]) -> None:
+        import tiktoken
+
+        self.ranks, self.settings = ranks, dict(settings)
+        pattern, special = settings.get("pat_str"), settings.get("special_tokens", {})
+        if not isinstance(pattern, str) or not isinstance(special, dict):
+            raise ValueError("the .json beside it must have a text `pat_str` and an object `special_tokens`")
+        pairs = (line.split() for line in ranks.splitlines() if line)
+        tokens = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+        self._backend = tiktoken.Encoding("file", pat_str=pattern, mergeable_ranks=tokens, special_tokens=special)
+        super().__init__(spec, self._backend.max_token_value + 1, _find_eod(special, _configured_eos(settings)))
+        self._tokens, self._special = tokens, special
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self._backend.encode_ordinary(text) for text in texts]
+
+    def vocabulary(self) -> dict[str, int]:
+        return {token.decode("latin-1"): rank for token, rank in self._tokens.items()} | self._special
+
+    def save(self, folder: Path) -> str:
+        write_atomically(folder / "tokenizer.tiktoken", self.ranks)
+        write_atomically(folder / "tokenizer.tiktoken.json", json.dumps(self.settings, indent=2).encode())
+        return "tiktoken:{}/tokenizer.tiktoken"
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._backend.decode(list(ids)))
+
+
 def gpt2_backend(model: Any) -> Any:
     """A `tokenizers.Tokenizer` that splits and joins text as GPT-2 does, around a byte-level BPE model."""
     from tokenizers import Tokenizer as Backend
@@ -316,6 +355,17 @@ def _load_gpt2(spec: str, folder: Path) -> Tokenizer:
             backend = gpt2_backend(BPE.from_file(str(folder / vocab), str(folder / merges)))
             return FastTokenizer(spec, backend, _find_eod(backend.get_vocab(), None))
     raise FileNotFoundError(f"no vocab.json and merges.txt (nor encoder.json and vocab.bpe) in {folder}")
+
+
+def _load_tiktoken(spec: str, path: Path) -> Tokenizer:
+    settings = Path(f"{path}.json")
+    ranks = read_regular(path)
+    if not settings.is_file():
+        raise FileNotFoundError(
+            f"{settings} is missing: a tiktoken file has no pattern; write "
+            '{"pat_str": ..., "special_tokens": {"<|endoftext|>": ...}} of its tiktoken.Encoding there'
+        )
+    return TiktokenTokenizer(spec, ranks, read_json_object(settings))
 
 
 def _load_hugging_face(spec: str, path: Path) -> Tokenizer:
@@ -354,7 +404,7 @@ def _load_transformers(spec: str, folder: Path, config: dict[str, Any]) -> Token
     return TransformersTokenizer(spec, backend)
 
 
-def _configured_eos(config: dict[str, Any]) -> str | None:
+def _configured_eos(config: Mapping[str, Any]) -> str | None:
     """`eos_token` of a tokenizer_config.json: a string, or an object with its `content`."""
     eos = config.get("eos_token")
     eos = eos.get("content") if isinstance(eos, dict) else eos

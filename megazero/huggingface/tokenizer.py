@@ -13,6 +13,7 @@ from megazero.data.tokenizer import (
     ByteTokenizer,
     FastTokenizer,
     SentencePieceTokenizer,
+    TiktokenTokenizer,
     Tokenizer,
     end_of_document,
     gpt2_backend,
@@ -42,6 +43,11 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> bool:
         True if what was written gives the same ids for texts of many kinds. A SentencePiece model with a normaliser of
         its own does not: transformers knows Llama's alone.
     """
+    if isinstance(tokenizer, TiktokenTokenizer):
+        raise ValueError(
+            f"--tokenizer {tokenizer.spec}: transformers reads no tiktoken file with a pattern of its own; name a "
+            "Hugging Face tokenizer of the same ids"
+        )
     source = Path(tokenizer.spec)
     if source.is_dir() and (source / "tokenizer.json").is_file():
         copy_files(source, folder)

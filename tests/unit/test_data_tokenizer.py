@@ -1,5 +1,6 @@
 """Every kind of --tokenizer: ids, end of document, refusals."""
 
+import base64
 import json
 import shutil
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from data_tools import train_tokenizer
-from megazero.data.tokenizer import Tokenizer, beside, load_tokenizer, pack
+from megazero.data.tokenizer import PROBE, Tokenizer, beside, load_tokenizer, pack
 from tests.unit.data_helpers import download_gpt2
 
 TEXT = "The quick brown fox, don't jump over 13 lazy dogs.\n\tNaïve café 日本語 🙂  end"
@@ -132,6 +133,70 @@ def test_sentencepiece(sentencepiece_model: Path) -> None:
     assert (tokenizer.vocab_size, tokenizer.eod) == (60, 2)
     check_round_trip(tokenizer, "the quick brown fox")
     assert 1 not in tokenizer.encode("the quick") and 2 not in tokenizer.encode("the quick")
+
+
+# tiktoken's of r50k_base and cl100k_base. They have possessive repeats, which other libraries read otherwise.
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+GPT4_PATTERN = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]"
+    r"|\s+(?!\S)|\s"
+)
+
+
+def write_tiktoken(path: Path, vocab: dict[str, int], settings: dict) -> str:
+    """A byte-level BPE's ranks as a tiktoken file."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    byte_of = {letter: value for value, letter in bytes_to_unicode().items()}
+    tokens = {rank: bytes(map(byte_of.get, token)) for token, rank in vocab.items() if token != "<|endoftext|>"}
+    lines = (f"{base64.b64encode(tokens[rank]).decode()} {rank}\n" for rank in sorted(tokens))
+    path.write_text("".join(lines))
+    Path(f"{path}.json").write_text(json.dumps(settings))
+    return f"tiktoken:{path}"
+
+
+def test_tiktoken(gpt2_files: Path, tmp_path: Path) -> None:
+    """The pattern decides: by GPT-2's, ids are those of the tokenizers library. Saved, packed, and by gigatoken."""
+    from data_tools.encoding import fast_tokenizer, trust_gigatoken
+
+    reference = load_tokenizer(f"gpt2:{gpt2_files}")
+    vocab = reference.vocabulary()
+    settings = {"pat_str": GPT2_PATTERN, "special_tokens": {"<|endoftext|>": 50256}}
+    tokenizer = load_tokenizer(write_tiktoken(tmp_path / "r50k_base.tiktoken", vocab, settings))
+    assert (tokenizer.vocab_size, tokenizer.eod) == (50257, 50256)
+    check_round_trip(tokenizer, TEXT)
+    assert tokenizer.encode_batch(PROBE) == reference.encode_batch(PROBE)
+    assert trust_gigatoken(tokenizer.spec, [TEXT]) == "" and fast_tokenizer(tokenizer.spec) is not None
+    (tmp_path / "saved").mkdir()
+    saved = load_tokenizer(tokenizer.save(tmp_path / "saved").format(tmp_path / "saved"))
+    assert saved.identity == tokenizer.identity and saved.eod == 50256
+    packed = pack(tokenizer)
+    assert sorted(packed.files) == ["tokenizer.tiktoken", "tokenizer.tiktoken.json"]
+
+    settings = {"pat_str": GPT4_PATTERN, "special_tokens": {"<|end|>": 60000}, "eos_token": "<|end|>"}
+    other = load_tokenizer(write_tiktoken(tmp_path / "own", vocab, settings))
+    assert (other.vocab_size, other.eod) == (60001, 60000)
+    assert other.encode("1234567") != reference.encode("1234567") and other.decode(other.encode(TEXT)) == TEXT
+    assert trust_gigatoken(other.spec, [TEXT]) == "it does not know this tokenizer"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings", "words"),
+    [
+        (b"YQ== 0\n", None, "is missing: a tiktoken file has no pattern; write"),
+        (b"YQ== 0\n", "{}", "must have a text `pat_str`"),
+        (b"YQ== 0\n", '{"pat_str": "(", "special_tokens": {}}', ""),
+        (b"YQ 0\n", '{"pat_str": ".", "special_tokens": {}}', "padding"),
+        (b"YQ==\n", '{"pat_str": ".", "special_tokens": {}}', ""),
+        (b"\x0a\x05<unk>\xff 1\n", '{"pat_str": ".", "special_tokens": {}}', ""),
+    ],
+)
+def test_odd_tiktoken_files(tmp_path: Path, ranks: bytes, settings: str | None, words: str) -> None:
+    (tmp_path / "t").write_bytes(ranks)
+    if settings is not None:
+        (tmp_path / "t.json").write_text(settings)
+    with pytest.raises(ValueError, match=f"--tokenizer tiktoken:{tmp_path}/t: cannot be read: .*{words}"):
+        load_tokenizer(f"tiktoken:{tmp_path}/t")
 
 
 def test_a_packed_tokenizer_is_the_same_elsewhere(trained: Path, sentencepiece_model: Path, tmp_path: Path) -> None:
