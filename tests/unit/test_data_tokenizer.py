@@ -158,6 +158,7 @@ def write_tiktoken(path: Path, vocab: dict[str, int], settings: dict) -> str:
 def test_tiktoken(gpt2_files: Path, tmp_path: Path) -> None:
     """The pattern decides: by GPT-2's, ids are those of the tokenizers library. Saved, packed, and by gigatoken."""
     from data_tools.encoding import fast_tokenizer, trust_gigatoken
+    from megazero.huggingface.tokenizer import write_tokenizer
 
     reference = load_tokenizer(f"gpt2:{gpt2_files}")
     vocab = reference.vocabulary()
@@ -172,6 +173,8 @@ def test_tiktoken(gpt2_files: Path, tmp_path: Path) -> None:
     assert saved.identity == tokenizer.identity and saved.eod == 50256
     packed = pack(tokenizer)
     assert sorted(packed.files) == ["tokenizer.tiktoken", "tokenizer.tiktoken.json"]
+    with pytest.raises(ValueError, match="transformers reads no tiktoken file .*; name a Hugging Face tokenizer"):
+        write_tokenizer(tokenizer, tmp_path)
 
     settings = {"pat_str": GPT4_PATTERN, "special_tokens": {"<|end|>": 60000}, "eos_token": "<|end|>"}
     other = load_tokenizer(write_tiktoken(tmp_path / "own", vocab, settings))
