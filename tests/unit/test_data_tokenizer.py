@@ -173,7 +173,7 @@ def test_tiktoken(gpt2_files: Path, tmp_path: Path) -> None:
     assert saved.identity == tokenizer.identity and saved.eod == 50256
     packed = pack(tokenizer)
     assert sorted(packed.files) == ["tokenizer.tiktoken", "tokenizer.tiktoken.json"]
-    with pytest.raises(ValueError, match="transformers reads no tiktoken file .*; name a Hugging Face tokenizer"):
+    with pytest.raises(ValueError, match=r"transformers reads no tiktoken file .*; name a Hugging Face tokenizer"):
         write_tokenizer(tokenizer, tmp_path)
 
     settings = {"pat_str": GPT4_PATTERN, "special_tokens": {"<|end|>": 60000}, "eos_token": "<|end|>"}
