@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from megazero.config.architectures import ARCHITECTURES
 from megazero.config.limits import Range
-from megazero.plan.schedules import SCHEDULES
+from megazero.plan.schedules import EVALUATION, SCHEDULES
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}  # of a number, by --precision or --grad-dtype
 
@@ -373,6 +373,16 @@ class Config:
     plan: PlanConfig = field(default_factory=PlanConfig)
     preset: str = ""
     """TOML file of flags (without the dashes), or the name of one in scripts/presets. Flags override it."""
+
+    @property
+    def trains(self) -> bool:
+        """False for a run that evaluates alone: it has no gradients and no moments."""
+        return not self.evaluation.eval_only
+
+    @property
+    def schedule(self) -> str:
+        """Schedule of the run's own program, for `plan.program`: --pipeline-schedule, or forward passes alone."""
+        return self.parallel.pipeline_schedule if self.trains else EVALUATION
 
     def micro_batches(self, dp: int) -> int:
         """Micro-batches of an iteration on each rank."""

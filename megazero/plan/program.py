@@ -85,7 +85,7 @@ def main(argv: list[str]) -> None:
     if not 0 <= rank < world_size:
         raise ValueError(f"--rank {rank}: there are ranks 0 to {world_size - 1}; name one, or raise --world-size")
     spec = rank_spec(config, layout, layout.coord(rank).pp)
-    step = program(spec, config.parallel.pipeline_schedule, config.micro_batches(layout.dp))
+    step = program(spec, config.schedule, config.micro_batches(layout.dp))
     print("\n".join(text([*step.gradients, *step.update])))
 
 

@@ -7,7 +7,7 @@ import difflib
 import fnmatch
 
 from megazero.config.limits import divisors, shorten
-from megazero.config.schema import Config, ModelConfig
+from megazero.config.schema import ActivationConfig, Config, ModelConfig
 from megazero.config.validate import check_values
 from megazero.plan.parameters import non_block_costs, stage_units
 from megazero.plan.schedules import SCHEDULES
@@ -51,9 +51,9 @@ def resolve(config: Config, world_size: int, vocab_size: int) -> tuple[Config, L
             config.optimizer,
             lr_decay_iters=config.optimizer.lr_decay_iters or config.training.train_iters,
         ),
-        # An evaluation saves nothing; --save may come from the preset of the run that is evaluated.
-        checkpoint=replace(config.checkpoint, save="" if config.evaluation.eval_only else config.checkpoint.save),
     )
+    if not config.trains:  # it saves nothing and keeps nothing: such flags may come from the preset of the run
+        config = replace(config, checkpoint=replace(config.checkpoint, save=""), activations=ActivationConfig())
     layout = replace(layout, split=layer_split(config, lambda: non_block_costs(config.model, config.activations)))
     check_block_runs(config, layout)
     _check_frozen(config.model, config.training.freeze_parameters)

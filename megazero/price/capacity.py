@@ -65,16 +65,15 @@ def lower_bound(config: Config, layout: Layout, rank: int, device_type: str) -> 
     owned = total // layout.shard if policy.optimizer else total
     needs = {
         "parameters": (owned if policy.parameters else total) * w,
-        "optimizer": owned * state_bytes(training.precision)[1],
+        "optimizer": owned * state_bytes(training.precision, config.trains)[1],
     }
+    trains = config.trains and not training.freeze_parameters  # layers before the first trained one keep nothing
     live = config.micro_batches(layout.dp) if config.parallel.pipeline_schedule == "gpipe" else 1
-    gradients = 0 if training.freeze_parameters else owned * g
+    gradients = owned * g * trains
     saved = block_input(config, layout)
     if saved < MOST_TRACED:
         saved = sum(block_saves(config, layout, device_type))
-    kept = live * blocks * saved
-    if training.freeze_parameters:  # layers before the first trained one keep nothing
-        kept = 0
+    kept = live * blocks * saved * trains
     logits = 0
     if stage == layout.last_pp:
         logits = training.micro_batch_size * model.seq_length * model.vocab_size * w // layout.tp

@@ -49,10 +49,10 @@ from megazero.price.trace import trace_layers
 NUMBER = 8  # bytes of a number that ranks agree on: fp64
 
 
-def state_bytes(precision: str) -> tuple[int, int]:
-    """Bytes per element of one optimizer state, and of all: two moments, and a master copy of 16-bit weights."""
+def state_bytes(precision: str, trains: bool = True) -> tuple[int, int]:
+    """Bytes per element of one optimizer state, and of all: a master copy of 16-bit weights; to train, two moments."""
     each = max(4, BYTES[precision])
-    return each, each * (2 if BYTES[precision] == each else 3)
+    return each, each * ((BYTES[precision] != each) + 2 * trains)
 
 
 class Estimate(NamedTuple):
@@ -143,7 +143,7 @@ class _Pricer:
     def at_rest(self) -> Program:
         """Enter what is held between steps; return the step."""
         micro_batches = self.config.micro_batches(self.layout.dp)
-        step = program(self.spec, self.config.parallel.pipeline_schedule, micro_batches)
+        step = program(self.spec, self.config.schedule, micro_batches)
         parameters, optimizer = self._states()
         self.tracker.enter("parameters", parameters)
         self.tracker.enter("optimizer", optimizer)
@@ -161,6 +161,7 @@ class _Pricer:
         parameters, optimizer = self.tracker.now["parameters"], self.tracker.now["optimizer"]
         self.execute(step.gradients)
         gradients = self.tracker.now["gradients"]
+        self._agree(self.layout.dp, self.layout.dp, self.layout.pp)  # targets and loss
         self.execute(step.update)
         peak = {kind: self.tracker.peak[kind] for kind in ("activation_checkpoints", "buffers", "logits")}
         memory = {"parameters": parameters, "optimizer": optimizer, "gradients": gradients, **peak}
@@ -183,7 +184,7 @@ class _Pricer:
         total = sum(unit.numel for unit in self.spec.units.values())
         owned = sum(map(self._owned, self.spec.units))
         kept = owned if self.policy.parameters else total
-        return kept * self.w, owned * state_bytes(self.config.training.precision)[1]
+        return kept * self.w, owned * state_bytes(self.config.training.precision, self.config.trains)[1]
 
     def _owned(self, unit: str) -> int:
         return self.spec.units[unit].numel // (self.layout.shard if self.policy.optimizer else 1)
@@ -191,7 +192,7 @@ class _Pricer:
     def _buckets(self) -> int:
         """Bytes of the reduce buckets with their scratch."""
         sizes, shards, zero = [u.numel for u in self.spec.units.values()], self.layout.shard, self.config.zero
-        sharded = sizes if self.policy.optimizer else []
+        sharded = sizes if self.policy.optimizer and self.config.trains else []
         buckets = plan_buckets(zero.reduce_bucket_size, sharded, shards, zero.overlap_comm)
         self.columns = buckets.columns
         scratch = buckets.columns * (shards - 1 if self.needs_staging_buffer else shards > 1)
@@ -204,7 +205,9 @@ class _Pricer:
         cost = self.costs[op.layer]
         self.sent["tp"] += cost.forward
         if cost.logits:
-            self.allocations["logits", op.micro_batch] = self.tracker.allocate("logits", cost.logits)
+            logits = self.tracker.allocate("logits", cost.logits)
+            if op.graph:
+                self.allocations["logits", op.micro_batch] = logits
 
     def _recompute(self, op: Recompute) -> None:
         self.sent["tp"] += self.costs[op.layer].recompute
@@ -285,10 +288,11 @@ class _Pricer:
         self.sent["pp"] += ring_bytes(self._owned(op.unit) * self.g, 2, passes=2)
 
     def _norm(self, op: Norm) -> None:
-        """The norm, and the other numbers that ranks agree on: targets and loss over dp, loss over pp."""
-        pp, dp, tp = self.layout.pp, self.layout.dp, self.layout.tp
-        for size in (tp, pp, self.layout.shard if self.policy.optimizer else 1, dp, dp, pp):
-            self.sent["control"] += ring_bytes(NUMBER, size, passes=2)
+        self._agree(self.layout.tp, self.layout.pp, self.layout.shard if self.policy.optimizer else 1)
+
+    def _agree(self, *sizes: int) -> None:
+        """Count a number that ranks agree on, over axes of these sizes."""
+        self.sent["control"] += sum(ring_bytes(NUMBER, size, passes=2) for size in sizes)
 
     def _update(self, op: Update) -> None:
         master, _ = state_bytes(self.config.training.precision)

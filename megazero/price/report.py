@@ -48,7 +48,7 @@ def psi(config: Config, layout: Layout, rank: int = 0) -> int:
 def _memory_formulas(config: Config, layout: Layout) -> dict[str, str]:
     training, policy = config.training, ZeroPolicy.for_stage(config.zero, layout.shard)
     w, g, n = BYTES[training.precision], BYTES[training.grad_dtype], f" / {layout.shard}"
-    _, states = state_bytes(training.precision)
+    _, states = state_bytes(training.precision, config.trains)
     activations, full = config.activations, config.activations.recompute == "full"
     parts = f" / {layout.tp}" * (activations.partition_activations or config.parallel.sequence_parallel)
     kept = f"{w} b s h{parts} for each block and micro-batch in flight" * full
@@ -56,8 +56,8 @@ def _memory_formulas(config: Config, layout: Layout) -> dict[str, str]:
     return {
         "activations": "kept by the one block that is computed again" if full else "kept by all blocks in flight",
         "parameters": f"{w} Psi{n * policy.parameters}",
-        "optimizer": f"{states} Psi{n * policy.optimizer}",
-        "gradients": f"{g} Psi{n * policy.optimizer}",
+        "optimizer": f"{states} Psi{n * policy.optimizer}" if states else "",
+        "gradients": f"{g} Psi{n * policy.optimizer}" * config.trains,
         "activation_checkpoints": "" if activations.checkpoint_in_cpu else kept,
         "buffers": f"arena of gathered weights, buckets, gradients being made, messages{arenas}",
         "logits": f"{w} b s v / tp",
@@ -122,7 +122,7 @@ def most_queued(config: Config, layout: Layout) -> int:
     for stage in range(layout.pp):
         spec, costs = rank_spec(config, layout, stage), trace_layers(config, layout, stage)
         now = 0
-        for op in program(spec, config.parallel.pipeline_schedule, config.micro_batches(layout.dp)).gradients:
+        for op in program(spec, config.schedule, config.micro_batches(layout.dp)).gradients:
             if isinstance(op, Backward) and not op.weights:
                 now += costs[op.layer].queued
                 most = max(most, now)

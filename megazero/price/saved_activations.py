@@ -54,7 +54,7 @@ def stage_activations(config: Config, layout: Layout, rank: int, device_type: st
     stage, micro_batches = layout.coord(rank).pp, config.micro_batches(layout.dp)
     spec = rank_spec(config, layout, stage)
     live = peak = 0
-    for op in program(spec, config.parallel.pipeline_schedule, micro_batches).gradients:
+    for op in program(spec, config.schedule, micro_batches).gradients:
         if isinstance(op, (Forward, Backward)) and spec.layers[op.layer].use is Use.LAYER:
             live += op.graph if isinstance(op, Forward) else -1
             peak = max(peak, live)

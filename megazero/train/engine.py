@@ -93,7 +93,7 @@ class Engine:
         last = pp.rank == mesh.layout.last_pp
         self.model = Stage(model, blocks, context, first=pp.is_first, last=last, frozen=frozen)
         self.zero = Zero(self._zero_options(), self.model.units)
-        step = self.program(config.parallel.pipeline_schedule, config.micro_batches(mesh.layout.dp))
+        step = self.program(config.schedule, config.micro_batches(mesh.layout.dp))
         self.zero.reserve(step.arena_numel)
         tokens = len(stream.tokens(config.training.micro_batch_size * model.seq_length))
         activation = ActivationSpec((tokens, model.hidden_size), context.dtype, mesh.device)
@@ -121,6 +121,7 @@ class Engine:
             config.zero.overlap_comm,
             persistent_gradients(policy, arena, config.micro_batches(mesh.layout.dp)),
             config.parallel.sequence_parallel,
+            config.trains,
             config.zero.poison_buffers,
         )
 
@@ -145,7 +146,7 @@ class Engine:
         """
         config, key = self.config, (schedule, micro_batches)
         if key not in self.programs:
-            step = config.parallel.pipeline_schedule, config.micro_batches(self.mesh.layout.dp)
+            step = config.schedule, config.micro_batches(self.mesh.layout.dp)
             limit = None if key == step else self.program(*step).arena_numel
             self.programs[key] = program(self.spec, *key, limit)
         return self.programs[key]

@@ -30,6 +30,7 @@ class ZeroOptions:
     overlap: bool = True
     persistent: PersistentGradients = NOTHING_PERSISTENT
     sequence_parallel: bool = False
+    trains: bool = True  # else there are no gradients and no moments
     poison: bool = False  # fill memory that must not be read with NaN
 
     @property

@@ -13,7 +13,7 @@ class OptimizerShard:
     """Master weights and moments of one unit, in fp32 (fp64 with --precision fp64).
 
     master   [owned]  what the optimizer steps. Where the compute dtype is as wide, it *is* the sharded weights.
-    moments  2 x [owned]
+    moments  2 x [owned]; [0] in a run that does not train
     """
 
     def __init__(self, unit: FlatUnit, weights: torch.Tensor, options: ZeroOptions) -> None:
@@ -22,8 +22,10 @@ class OptimizerShard:
         dtype = options.master_dtype
         in_place = weights.dtype == dtype
         self.master = weights if in_place else torch.zeros(unit.owned.numel, dtype=dtype, device=weights.device)
-        self.moments = torch.zeros_like(self.master), torch.zeros_like(self.master)
-        self.allocation = options.tracker.allocate("optimizer", (2 + (not in_place)) * self.master.nbytes)
+        numel = unit.owned.numel if options.trains else 0
+        self.moments = tuple(torch.zeros(numel, dtype=dtype, device=weights.device) for _ in range(2))
+        held = (0 if in_place else self.master.nbytes) + sum(moment.nbytes for moment in self.moments)
+        self.allocation = options.tracker.allocate("optimizer", held)
         for part in unit.owned_parts():
             self.master[part.owned.slice()] = part.weight.initial(part.start, part.stop).to(weights.device)
         self.cast()
@@ -48,6 +50,8 @@ class OptimizerShard:
             self.weights.copy_(self.master)
 
     def state(self, part: OwnedPart) -> dict[str, torch.Tensor]:
-        """Return what a checkpoint holds of a part: [stop - start] each."""
-        tensors = {"master": self.master, "exp_avg": self.moments[0], "exp_avg_sq": self.moments[1]}
+        """Return what a checkpoint holds of a part: [stop - start] each; no moments in a run that does not train."""
+        tensors = {"master": self.master}
+        if self.options.trains:
+            tensors |= {"exp_avg": self.moments[0], "exp_avg_sq": self.moments[1]}
         return {name: tensor[part.owned.slice()] for name, tensor in tensors.items()}

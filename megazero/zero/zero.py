@@ -58,7 +58,9 @@ class Zero:
             for weight, _ in unit.flat.members:
                 self._gradients[weight], weight.owner = unit.gradients, self
         sizes = [unit.flat.numel for unit in self.units.values()]
-        buckets = plan_buckets(o.bucket_size, sizes if o.policy.optimizer else [], self.mesh.shard.size, o.overlap)
+        buckets = plan_buckets(
+            o.bucket_size, sizes if o.policy.optimizer and o.trains else [], self.mesh.shard.size, o.overlap
+        )
         self.reducer = Reducer(self.mesh.shard, buckets, o.grad_dtype, self.mesh.device, o.tracker, o.overlap)
         self.sync_params()
 

@@ -8,10 +8,14 @@ import pytest
 import torch
 
 from benchmarks.measure import Alive
+from megazero.comm.mesh import Mesh
+from megazero.config.schema import CheckpointConfig, Config, EvaluationConfig
 from megazero.model import initial_values
 from megazero.plan.parameters import num_parameters, stage_units, unit_layout
+from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
 from megazero.price.estimate import estimate
+from megazero.train.engine import Engine, StepResult
 from tests.parallel.cases import MODEL, Case, micro_batches, new_engine, train
 
 UNTIED = replace(MODEL, untie_embeddings=True)
@@ -87,6 +91,46 @@ def test_nothing_is_left_over(case: Case, ranks) -> None:
         assert before == trained == evaluated
         assert not {"gradients", "logits", "activation_checkpoints"} & set(trained)
         assert 0 <= more < 128 and 0 <= still < 128
+
+
+def evaluates_only(case: Case) -> Config:
+    """The configuration of --eval-only."""
+    once = replace(
+        case.config(), evaluation=EvaluationConfig(eval_only=True), checkpoint=CheckpointConfig(load="there")
+    )
+    return resolve(once, case.world, 0)[0]
+
+
+def evaluated(rank: int, case: Case) -> tuple[dict[str, int], dict[str, int], int]:
+    """(memory, traffic) of an evaluation by a run that does nothing else, and bytes alive that are in no tracker."""
+    with Alive() as alive:
+        engine = Engine(evaluates_only(case), Mesh.build(case.layout, rank, torch.device("cpu")))
+        unknown = sum(alive.sizes()) - engine.tracker.total
+    batches, sent = micro_batches(case, engine.mesh, 0), engine.mesh.sent()
+    result = StepResult(*engine.evaluate(batches), 0, 1, False, None, gradient_bytes=engine.tracker.now["gradients"])
+    traffic = {kind: total - sent[kind] for kind, total in engine.mesh.sent().items()}
+    return engine.memory_bytes(result), traffic, unknown
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(pp=2, tp=2, recompute="full", pa=True, md=True),
+        Case(dp=2, zero=3, precision="bf16", micro_batches=3),
+        *(pytest.param(Case(dp=2, zero=z, micro_batches=3), marks=pytest.mark.slow) for z in (0, 2)),
+    ],
+    ids=str,
+)
+def test_an_evaluation_alone_has_no_moments(case: Case, ranks) -> None:
+    """Nor gradients, buckets and kept inputs: to the byte what the table of its start says."""
+    for rank, (memory, traffic, unknown) in enumerate(ranks(case.world).run(evaluated, case)):
+        wanted, training = (estimate(config, case.layout, rank) for config in (evaluates_only(case), case.config()))
+        assert (memory, traffic) == (wanted.memory, wanted.traffic)
+        assert 0 <= unknown < 128
+        masters = 4 if case.precision == "bf16" else 0
+        assert memory["optimizer"] == training.memory["optimizer"] * masters // (masters + 8)
+        assert memory["parameters"] == training.memory["parameters"]
+        assert memory["gradients"] == memory["activation_checkpoints"] == memory["host"] == 0
 
 
 def dp_formula(case: Case) -> int:
