@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -62,6 +63,10 @@ def test_bytes_are_those_estimated(case: Case, ranks) -> None:
             assert outcome.memory[step] == memory
 
 
+FEW_NUMBERS = 128  # bytes: losses, norms, constants
+SETTLE_SECONDS = 30.0
+
+
 def left_over(rank: int, case: Case) -> list[tuple[dict[str, int], int]]:
     """Return the tracker's bytes at first, after an iteration, and after an evaluation; and bytes alive besides."""
     with Alive() as alive:
@@ -73,8 +78,20 @@ def left_over(rank: int, case: Case) -> list[tuple[dict[str, int], int]]:
             engine.wait()
             kinds = {kind: num_bytes for kind, num_bytes in engine.tracker.now.items() if num_bytes}
             read = [tensor for batch in batches for tensor in batch if isinstance(tensor, torch.Tensor)]
-            held.append((kinds, sum(alive.sizes(read)) - sum(kinds.values())))
+            held.append((kinds, settled(alive, read, sum(kinds.values()))))
     return held
+
+
+def settled(alive: Alive, read: list[torch.Tensor], known: int) -> int:
+    """Bytes alive beyond `known`, once gloo's threads have let go of the last collectives' tensors.
+
+    A worker thread wakes who waits for a collective first and drops its own reference to the tensors then; on a machine
+    with more to do, that is a while later. What is left over for good is still there at the deadline.
+    """
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while (more := sum(alive.sizes(read)) - known) >= FEW_NUMBERS and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return more
 
 
 @pytest.mark.parametrize(
@@ -90,7 +107,7 @@ def test_nothing_is_left_over(case: Case, ranks) -> None:
     for (before, _), (trained, more), (evaluated, still) in ranks(case.world).run(left_over, case):
         assert before == trained == evaluated
         assert not {"gradients", "logits", "activation_checkpoints"} & set(trained)
-        assert 0 <= more < 128 and 0 <= still < 128
+        assert 0 <= more < FEW_NUMBERS and 0 <= still < FEW_NUMBERS
 
 
 def evaluates_only(case: Case) -> Config:
@@ -105,7 +122,7 @@ def evaluated(rank: int, case: Case) -> tuple[dict[str, int], dict[str, int], in
     """(memory, traffic) of an evaluation by a run that does nothing else, and bytes alive that are in no tracker."""
     with Alive() as alive:
         engine = Engine(evaluates_only(case), Mesh.build(case.layout, rank, torch.device("cpu")))
-        unknown = sum(alive.sizes()) - engine.tracker.total
+        unknown = settled(alive, [], engine.tracker.total)
     batches, sent = micro_batches(case, engine.mesh, 0), engine.mesh.sent()
     result = StepResult(*engine.evaluate(batches), 0, 1, False, None, gradient_bytes=engine.tracker.now["gradients"])
     traffic = {kind: total - sent[kind] for kind, total in engine.mesh.sent().items()}
@@ -126,7 +143,7 @@ def test_an_evaluation_alone_has_no_moments(case: Case, ranks) -> None:
     for rank, (memory, traffic, unknown) in enumerate(ranks(case.world).run(evaluated, case)):
         wanted, training = (estimate(config, case.layout, rank) for config in (evaluates_only(case), case.config()))
         assert (memory, traffic) == (wanted.memory, wanted.traffic)
-        assert 0 <= unknown < 128
+        assert 0 <= unknown < FEW_NUMBERS
         masters = 4 if case.precision == "bf16" else 0
         assert memory["optimizer"] == training.memory["optimizer"] * masters // (masters + 8)
         assert memory["parameters"] == training.memory["parameters"]
