@@ -21,6 +21,7 @@ from megazero.comm.errors import PeerLost, peer_errors
 
 JOIN_MINUTES = 10.0  # for all ranks to start; a collective's limit may be shorter
 ANSWER_SECONDS = 30.0  # for a store that listens to answer; a torchrun that is alive has one
+LAZY_RANKS = 64  # from as many on, gloo connects two ranks when they first talk
 HOST_BYTES = 64  # of a host's name, in the table of hosts
 
 T = TypeVar("T")
@@ -163,6 +164,7 @@ def start(world: World, device: torch.device, timeout_minutes: float) -> tuple[s
         store = _open_store(world, 60 * minutes)
         _take_seat(store, world, device)
         _wait_for_all(store, world, datetime.timedelta(minutes=minutes))
+        _connect_lazily(world.size)
         with peer_errors("joining the other ranks"):
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
@@ -173,6 +175,17 @@ def start(world: World, device: torch.device, timeout_minutes: float) -> tuple[s
                 device_id=device if device.type == "cuda" else None,
             )
             return _hosts(world, device)
+
+
+def _connect_lazily(num_ranks: int) -> None:
+    """Let gloo connect two ranks of a large job when they first talk, unless the environment says otherwise.
+
+    Else each rank of a group is connected to all others when the group is made: thousands of sockets per rank, of which
+    its collectives use those of a few neighbours. Small jobs connect at once, so that a fault of the network is found
+    at the start. torch reads the variable when it makes the first group.
+    """
+    if num_ranks >= LAZY_RANKS:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 
 def agent_store() -> bool:

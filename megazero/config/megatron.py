@@ -38,6 +38,8 @@ INSTEAD = {
     "merge-file": "--tokenizer gpt2:DIR",
     "lr-warmup-samples": "--lr-warmup-iters",
     "train-samples": "--train-iters",
+    "override-opt-param-scheduler": "nothing: a resumed run's schedule comes from its flags",
+    "use-checkpoint-opt-param-scheduler": "the flags of the run that is resumed, from which its schedule comes",
 }
 
 

@@ -64,7 +64,7 @@ def test_bytes_are_those_estimated(case: Case, ranks) -> None:
 
 
 FEW_NUMBERS = 128  # bytes: losses, norms, constants
-SETTLE_SECONDS = 30.0
+RELEASE_SECONDS = 30.0
 
 
 def left_over(rank: int, case: Case) -> list[tuple[dict[str, int], int]]:
@@ -78,17 +78,17 @@ def left_over(rank: int, case: Case) -> list[tuple[dict[str, int], int]]:
             engine.wait()
             kinds = {kind: num_bytes for kind, num_bytes in engine.tracker.now.items() if num_bytes}
             read = [tensor for batch in batches for tensor in batch if isinstance(tensor, torch.Tensor)]
-            held.append((kinds, settled(alive, read, sum(kinds.values()))))
+            held.append((kinds, unknown_bytes(alive, read, sum(kinds.values()))))
     return held
 
 
-def settled(alive: Alive, read: list[torch.Tensor], known: int) -> int:
+def unknown_bytes(alive: Alive, read: list[torch.Tensor], known: int) -> int:
     """Bytes alive beyond `known`, once gloo's threads have let go of the last collectives' tensors.
 
     A worker thread wakes who waits for a collective first and drops its own reference to the tensors then; on a machine
     with more to do, that is a while later. What is left over for good is still there at the deadline.
     """
-    deadline = time.monotonic() + SETTLE_SECONDS
+    deadline = time.monotonic() + RELEASE_SECONDS
     while (more := sum(alive.sizes(read)) - known) >= FEW_NUMBERS and time.monotonic() < deadline:
         time.sleep(0.01)
     return more
@@ -122,7 +122,7 @@ def evaluated(rank: int, case: Case) -> tuple[dict[str, int], dict[str, int], in
     """(memory, traffic) of an evaluation by a run that does nothing else, and bytes alive that are in no tracker."""
     with Alive() as alive:
         engine = Engine(evaluates_only(case), Mesh.build(case.layout, rank, torch.device("cpu")))
-        unknown = settled(alive, [], engine.tracker.total)
+        unknown = unknown_bytes(alive, [], engine.tracker.total)
     batches, sent = micro_batches(case, engine.mesh, 0), engine.mesh.sent()
     result = StepResult(*engine.evaluate(batches), 0, 1, False, None, gradient_bytes=engine.tracker.now["gradients"])
     traffic = {kind: total - sent[kind] for kind, total in engine.mesh.sent().items()}

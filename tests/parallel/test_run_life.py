@@ -205,6 +205,16 @@ def test_samples_are_left_out_and_stay_so_after_a_resume(ranks: Any, corpus: str
     assert sorted(first + second) == [18, 19, 20, 21]
 
 
+def test_another_global_batch_goes_on_behind_the_last_sample(ranks: Any, corpus: str, tmp_path: Path) -> None:
+    """Two batches of 4, then of 6: no sample twice, none left out."""
+    config = configured(corpus, tmp_path, 2, load=str(tmp_path))
+    first, second = ranks(2).run(samples_read, config)
+    assert sorted(first + second) == [*range(8)]
+    larger = replace(config, training=replace(config.training, global_batch_size=6, train_iters=4))
+    first, second = ranks(2).run(samples_read, larger)
+    assert sorted(first + second) == [*range(8, 20)]
+
+
 def test_back_to_a_checkpoint_by_name_and_on_without_some_samples(ranks: Any, corpus: str, tmp_path: Path) -> None:
     """The recipe of docs/recovery.md: from 2, although 4 was saved, into the same folder; resumes stay there."""
     config = configured(corpus, tmp_path, 4, save_interval=1)

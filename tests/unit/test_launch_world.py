@@ -12,10 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.launcher import Program, Ranks
 from megazero.comm import launch
 from megazero.comm.agreement import difference
 from megazero.comm.errors import PeerLost, peer_errors, ranks_text
 from megazero.comm.launch import World, read_world
+from megazero.comm.mesh import Mesh
+from megazero.plan.topology import Layout
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
@@ -32,6 +35,35 @@ def set_env(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     for word in text.split():
         name, _, value = word.partition("=")
         monkeypatch.setenv(name, value)
+
+
+def test_a_large_job_connects_lazily_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "TORCH_GLOO_LAZY_INIT"
+    for given, ranks, wanted in ((None, 8, None), (None, 1024, "1"), ("0", 1024, "0"), ("1", 8, "1")):
+        monkeypatch.delenv(name, raising=False)
+        if given is not None:
+            monkeypatch.setenv(name, given)
+        launch._connect_lazily(ranks)
+        assert os.environ.get(name) == wanted
+
+
+def sockets(rank: int) -> int:
+    """Connections of a rank of four once the groups are made, and something was summed."""
+    mesh = Mesh.build(Layout(dp=4), rank, torch.device("cpu"))
+    assert float(mesh.dp.all_reduce_(torch.ones(()))) == 4
+    files = (os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd"))
+    return sum("socket:" in file for file in files)
+
+
+@pytest.mark.slow
+def test_torch_knows_the_variable() -> None:
+    """Fewer connections with it: it is no documented option, and a newer torch may drop it."""
+    found = []
+    for given in ("0", "1"):
+        ranks = Ranks(4, Program(env={"TORCH_GLOO_LAZY_INIT": given}))
+        found.append(sum(ranks.run(sockets)))
+        ranks.stop()
+    assert found[1] < found[0]
 
 
 @pytest.mark.parametrize(
