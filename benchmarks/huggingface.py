@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import tyro
 
-from megazero.checkpoint.streaming import write_checkpoint
+from megazero.checkpoint.streaming import bands, write_checkpoint
 from megazero.config.cli import parse
 from megazero.config.schema import ModelConfig
 from megazero.huggingface.export import shapes_of
@@ -63,11 +63,17 @@ class Measured(NamedTuple):
     import_seconds: float
 
 
+def draw(shape: tuple[int, ...], rows: slice) -> torch.Tensor:
+    """Random rows of a tensor."""
+    return torch.randn(len(range(*rows.indices(shape[0]))), *shape[1:])
+
+
 def measure(model: ModelConfig, folder: Path) -> Measured:
     """Export and import a model of this shape, in a folder that is not there yet."""
     shapes = {f"model.{name}": shape for name, shape in shapes_of(model).items()}
+    tensors = ((draw(shape, rows) for rows in bands(shape)) for shape in shapes.values())
     state = RunState(0, 0, 0, None, asdict(model), {}, {}, weights_only=True)
-    write_checkpoint(folder / "run", 0, shapes, (torch.randn(shape) for shape in shapes.values()), state.to_json(), {})
+    write_checkpoint(folder / "run", 0, shapes, tensors, state.to_json(), {})
     command = [sys.executable, "-c", STEPS, str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:

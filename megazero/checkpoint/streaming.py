@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,19 @@ from megazero.checkpoint.shards import CHUNK_BYTES
 from megazero.checkpoint.storage import ManifestReader
 from megazero.checkpoint.tensor_file import TensorFile
 from megazero.files import open_regular, sync_folder
-from megazero.plan.regions import Region, coverage_fault, split
+from megazero.plan.regions import Region, coverage_fault, intersection, split
 
 FILE_BYTES = 4 << 30  # of a file, unless a single tensor is larger
+BAND_BYTES = 256 << 20  # of a band in fp32: of a large table that is in memory at once
+
+
+def bands(shape: tuple[int, ...]) -> list[slice]:
+    """Divide the rows of an fp32 tensor into bands of at most BAND_BYTES, each of whole chunks."""
+    chunks = _chunks(shape)
+    if not shape or any(chunk.size[1:] != shape[1:] for chunk in chunks):
+        return [slice(None)]
+    rows = chunks[0].size[0] * max(1, BAND_BYTES // CHUNK_BYTES)
+    return [slice(at, min(at + rows, shape[0])) for at in range(0, shape[0], rows)]
 
 
 class TensorReader:
@@ -55,32 +65,47 @@ class TensorReader:
         Raises:
             Damaged: a file or the manifest is damaged.
         """
+        return self.read_rows(name, slice(None))
+
+    def read_rows(self, name: str, rows: slice) -> torch.Tensor:
+        """A tensor's rows, of dim 0, like `read`. Chunks that hold other rows as well are read whole, one at a time."""
         entry = self.manifest.tensors[name]
         fault = coverage_fault(entry.shape, [chunk.region for chunk in entry.chunks])
         if fault:
             raise damage(self.path, MANIFEST, f"of tensor {name!r} {fault}")
-        whole = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
-        by_file: dict[str, list[Chunk]] = defaultdict(list)
+        wanted = Region((0,) * len(entry.shape), entry.shape)
+        if entry.shape:
+            start, stop, _ = rows.indices(entry.shape[0])
+            wanted = Region((start, *wanted.offset[1:]), (stop - start, *entry.shape[1:]))
+        found = torch.empty(wanted.size, dtype=torch_dtype(entry.dtype))
+        by_file: dict[str, list[tuple[Chunk, Region]]] = defaultdict(list)
         for chunk in entry.chunks:
-            by_file[chunk.file].append(chunk)
+            both = intersection(chunk.region, wanted)
+            if both is not None:
+                by_file[chunk.file].append((chunk, both))
         for file, chunks in by_file.items():
             try:
                 os.close(open_regular(self.path / file))
                 with safe_open(self.path / file, "pt") as opened:  # closed at once: a map of it counts as memory
-                    for chunk in chunks:
-                        found = self._reader.read_chunk(opened, name, chunk)
-                        spans = zip(chunk.region.offset, chunk.region.size, strict=True)
-                        whole[tuple(slice(o, o + n) for o, n in spans)] = found
+                    for chunk, both in chunks:
+                        data = self._reader.read_chunk(opened, name, chunk)
+                        found[_within(both, wanted)] = data[_within(both, chunk.region)]
             except (SafetensorError, OSError) as error:
                 raise damage(self.path, file, f"{error}") from None
-        return whole
+        return found
+
+
+def _within(part: Region, whole: Region) -> tuple[slice, ...]:
+    """Index of a part of a region in the region's data."""
+    spans = zip(part.offset, whole.offset, part.size, strict=True)
+    return tuple(slice(o - base, o - base + n) for o, base, n in spans)
 
 
 def write_checkpoint(
     root: Path,
     iteration: int,
     shapes: Mapping[str, tuple[int, ...]],
-    tensors: Iterator[torch.Tensor],
+    tensors: Iterator[Iterable[torch.Tensor]],
     state: Any,
     attached: Mapping[str, bytes],
 ) -> Path:
@@ -88,7 +113,7 @@ def write_checkpoint(
 
     Args:
         shapes: of all tensors, by global name.
-        tensors: yields them in that order; each is freed before the next is asked for.
+        tensors: yields them in that order, each as its `bands`, or as one; each is freed before the next is asked for.
         state: JSON.
         attached: files, as in `save`.
     """
@@ -103,10 +128,7 @@ def write_checkpoint(
         file = TensorFile(folder / name, announced)
         try:
             for tensor in names:
-                data = next(tensors)
-                assert (data.dtype, tuple(data.shape)) == (torch.float32, shapes[tensor]), (tensor, data.shape)
-                checksums = _append(file, data, chunks[tensor])
-                del data
+                checksums = _append(file, next(tensors), chunks[tensor])
                 stored = tuple(Chunk(c, name, crc) for c, crc in zip(chunks[tensor], checksums, strict=True))
                 entries[tensor] = Entry.of(dtype_name(torch.float32), shapes[tensor], stored)
             file.sync()
@@ -124,10 +146,18 @@ def _chunks(shape: tuple[int, ...]) -> list[Region]:
     return split(Region((0,) * len(shape), shape), CHUNK_BYTES // 4)
 
 
-def _append(file: TensorFile, data: torch.Tensor, chunks: list[Region]) -> list[int]:
-    """Write a tensor's chunks; returns their checksums."""
-    parts = data.reshape(-1).split([chunk.volume for chunk in chunks])
-    return [file.append(part.view(chunk.size)) for part, chunk in zip(parts, chunks, strict=True)]
+def _append(file: TensorFile, parts: Iterable[torch.Tensor], chunks: list[Region]) -> list[int]:
+    """Write the chunks of a tensor, which comes as bands of its rows; returns their checksums."""
+    checksums: list[int] = []
+    for band in parts:
+        at = 0
+        while at < band.numel():
+            chunk = chunks[len(checksums)]
+            checksums.append(file.append(band.reshape(-1)[at : at + chunk.volume].view(chunk.size)))
+            at += chunk.volume
+        del band
+    assert len(checksums) == len(chunks), (len(checksums), len(chunks))
+    return checksums
 
 
 def _files(shapes: Mapping[str, tuple[int, ...]]) -> list[list[str]]:

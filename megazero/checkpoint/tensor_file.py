@@ -10,7 +10,7 @@ that writes: zlib's 1 to 2 GB/s were slower than the disk (docs/benchmarks.md).
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,20 @@ class TensorFile:
         """Write the next tensor, which is contiguous; returns the CRC-32 of its bytes. OSError if the disk refuses."""
         assert self._expected[self._next] == (tensor.dtype, tuple(tensor.shape)), (self._next, tensor.shape)
         self._next += 1
+        return self._write(tensor)
+
+    def append_bands(self, bands: Iterable[torch.Tensor]) -> None:
+        """Write the next tensor, given as contiguous bands of its rows, in order. OSError if the disk refuses."""
+        dtype, shape = self._expected[self._next]
+        rows = 0
+        for band in bands:
+            assert (band.dtype, tuple(band.shape[1:])) == (dtype, shape[1:]), (self._next, band.shape)
+            rows += len(band)
+            self._write(band)
+        assert rows == shape[0], (self._next, rows)
+        self._next += 1
+
+    def _write(self, tensor: torch.Tensor) -> int:
         data = host_bytes(tensor)
         checksum = crc32(data)
         self._file.write(data)

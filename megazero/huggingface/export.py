@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
-from megazero.checkpoint.streaming import TensorReader
+from megazero.checkpoint.streaming import TensorReader, bands
 from megazero.checkpoint.tensor_file import TensorFile
 from megazero.config.schema import ModelConfig
 from megazero.data.tokenizer import Tokenizer, end_of_document
 from megazero.files import new_folder, write_atomically
-from megazero.huggingface.architectures import Row, architecture_of
+from megazero.huggingface.architectures import SAME, Row, architecture_of
 from megazero.huggingface.tokenizer import write_tokenizer
 from megazero.model.context import DTYPES
 from megazero.plan.parameters import stage_units
@@ -66,7 +66,8 @@ def export(
 ) -> bool:
     """Write the checkpoint folder `path` as the Hugging Face model `output`, which appears whole or not at all.
 
-    One tensor is in memory at a time, so that memory does not grow with the number of layers.
+    One tensor is in memory at a time, of a table that is the same in both a band of rows: memory grows neither with the
+    number of layers nor with the vocabulary.
 
     Args:
         tokenizer: of the run; None: the export has none.
@@ -104,6 +105,9 @@ def _write_weights(
         file = TensorFile(folder / name, shard.announced, {"format": "pt"})
         try:
             for row in shard.rows:
+                if row.form is SAME:
+                    file.append_bands(_bands(reader, row, dtype, advance))
+                    continue
                 for part in _parts(reader, row, model, dtype):
                     file.append(part)
                     advance(part.nbytes)
@@ -114,14 +118,27 @@ def _write_weights(
 
 def _parts(reader: TensorReader, row: Row, model: ModelConfig, dtype: str) -> Iterator[torch.Tensor]:
     """Yield their tensors that hold one of ours, in their dtype."""
-    ours = reader.read(f"model.{row.ours}").to(DTYPES[dtype])
+    for part in row.form.split(_in_their_dtype(reader.read(f"model.{row.ours}"), row, dtype), model):
+        yield part.contiguous()
+
+
+def _bands(reader: TensorReader, row: Row, dtype: str, advance: Callable[[int], None]) -> Iterator[torch.Tensor]:
+    """Yield bands of rows of a tensor that is the same in both, in their dtype."""
+    for rows in bands(reader.manifest.tensors[f"model.{row.ours}"].shape):
+        band = _in_their_dtype(reader.read_rows(f"model.{row.ours}", rows), row, dtype)
+        yield band
+        advance(band.nbytes)
+
+
+def _in_their_dtype(ours: torch.Tensor, row: Row, dtype: str) -> torch.Tensor:
+    """ValueError if a number does not fit it."""
+    ours = ours.to(DTYPES[dtype])
     if dtype == "fp16" and not all(math.isfinite(float(end)) for end in torch.aminmax(ours)):
         raise ValueError(
             f"--dtype fp16: {row.ours} holds values beyond {torch.finfo(ours.dtype).max:.0f}, the largest of fp16; "
             "use bf16 or fp32"
         )
-    for part in row.form.split(ours, model):
-        yield part.contiguous()
+    return ours
 
 
 def _write_config(model: ModelConfig, folder: Path, dtype: str, eod: int | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import uuid
@@ -13,16 +14,17 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megazero.checkpoint.streaming import write_checkpoint
+from megazero.checkpoint.streaming import bands, write_checkpoint
 from megazero.config.cli import to_toml
 from megazero.config.schema import Config, DataConfig, ModelConfig
 from megazero.files import new_folder, open_regular, read_json_object, write_atomically
-from megazero.huggingface.architectures import ARCHITECTURES, Architecture
+from megazero.huggingface.architectures import ARCHITECTURES, SAME, Architecture, Row
 from megazero.huggingface.export import INDEX, WEIGHTS, shapes_of
 from megazero.huggingface.tokenizer import read_tokenizer
 from megazero.plan.topology import Layout
 from megazero.train.run_state import TOKENIZER, RunState, attached_tokenizer
 
+WHOLE = slice(None)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -58,11 +60,20 @@ class Source:
                 "transformers' save_pretrained, which writes safetensors"
             )
 
-    def read(self, name: str) -> torch.Tensor:
-        """The tensor in its own dtype. ValueError if it cannot be read, or holds no floating-point numbers."""
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape. ValueError if the file cannot be read."""
+        with _opened(self.folder / self.files[name]) as file:
+            return tuple(file.get_slice(name).get_shape())
+
+    def read(self, name: str, rows: slice = WHOLE) -> torch.Tensor:
+        """The tensor, or rows of it, in its own dtype.
+
+        Raises:
+            ValueError: it cannot be read, or holds no floating-point numbers.
+        """
         path = self.folder / self.files[name]
         with _opened(path) as file:
-            found: torch.Tensor = file.get_tensor(name)
+            found: torch.Tensor = file.get_tensor(name) if rows == WHOLE else file.get_slice(name)[rows]
         if found.dtype not in FLOATS:
             raise ValueError(
                 f"{path}: {name} is of {str(found.dtype).removeprefix('torch.')}, a quantised weight perhaps; import a "
@@ -117,7 +128,7 @@ def import_model(source: Path, output: Path, advance: Callable[[int], None] = la
     """Write the Hugging Face model `source` as checkpoint 0 of the folder `output`, which appears whole or not at all.
 
     The folder also has the model's tokenizer, and its flags as config.toml. Weights are fp32, as master weights are.
-    One tensor is in memory at a time.
+    One tensor is in memory at a time, of a table that is the same in both a band of rows.
 
     Args:
         advance: told the bytes of each tensor that is written.
@@ -183,22 +194,34 @@ def _tensors(
     files: Source,
     names: dict[str, str],
     advance: Callable[[int], None],
-) -> Iterator[torch.Tensor]:
-    """Yield ours, one after another."""
+) -> Iterator[Iterator[torch.Tensor]]:
+    """Yield ours, one after another, each as bands of its rows."""
     for name, shape in shapes_of(model).items():
         row = architecture.row(name)
-        theirs = [files.read(names[each]) for each in row.theirs]
         wanted = row.form.split(torch.empty(shape, device="meta"), model)
-        for each, found, expected in zip(row.theirs, theirs, wanted, strict=True):
-            if found.shape != expected.shape:
+        for each, expected in zip(row.theirs, wanted, strict=True):
+            found = files.shape(names[each])
+            if found != expected.shape:
                 raise ValueError(
-                    f"--from hf {files.folder}: {each} is {list(found.shape)}, and config.json makes it "
+                    f"--from hf {files.folder}: {each} is {list(found)}, and config.json makes it "
                     f"{list(expected.shape)}"
                 )
-        ours = row.form.join(theirs, model).to(torch.float32).contiguous()
-        del theirs, found
+        theirs = functools.partial(_join, row, model, files, [names[each] for each in row.theirs])
+        yield _checked(theirs, bands(shape) if row.form is SAME else [WHOLE], f"{files.folder}: {row.ours}", advance)
+
+
+def _join(row: Row, model: ModelConfig, files: Source, names: list[str], rows: slice) -> torch.Tensor:
+    return row.form.join([files.read(name, rows) for name in names], model)
+
+
+def _checked(
+    read: Callable[[slice], torch.Tensor], ranges: list[slice], name: str, advance: Callable[[int], None]
+) -> Iterator[torch.Tensor]:
+    """Yield ranges of rows of one of ours, in fp32. ValueError if a number is not finite."""
+    for rows in ranges:
+        ours = read(rows).to(torch.float32).contiguous()
         if not all(math.isfinite(float(end)) for end in torch.aminmax(ours)):  # without a temporary of its size
-            raise ValueError(f"--from hf {files.folder}: {name} holds values that are not finite")
+            raise ValueError(f"--from hf {name} holds values that are not finite")
         advance(ours.nbytes)
         yield ours
         del ours
