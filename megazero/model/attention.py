@@ -162,16 +162,14 @@ class _Heads(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, qkv, batch, num_heads):
-        ctx.split = batch, -1, num_heads, 3, qkv.shape[-1] // (3 * num_heads)
-        return tuple(part.transpose(1, 2) for part in qkv.view(ctx.split).unbind(3))
+        heads = qkv.view(batch, -1, num_heads, 3, qkv.shape[-1] // (3 * num_heads))
+        return heads.permute(3, 0, 2, 1, 4).unbind()
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
         b, n, s, d = dq.shape
-        grad = dq.new_empty(b * s, n * 3 * d)
-        for part, into in zip((dq, dk, dv), grad.view(ctx.split).unbind(3), strict=True):
-            into.copy_(part.transpose(1, 2))
-        return grad, None, None
+        grads = torch.stack([part.transpose(1, 2) for part in (dq, dk, dv)], dim=3)
+        return grads.view(b * s, n * 3 * d), None, None
 
 
 def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -29,14 +29,33 @@ def is_stand_in(x: torch.Tensor) -> bool:
 class FusedOps(NamedTuple):
     """Shapes: all elementwise but for the last dim of the attention weights [.., s, s]."""
 
-    gelu: Callable[[torch.Tensor], torch.Tensor]  # x -> gelu(x), by tanh
-    gelu_grad: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (dy, x) -> dx
+    gelu: Callable[[torch.Tensor], torch.Tensor]  # x -> gelu(x), by tanh; autograd keeps x alone, here and in swiglu
     swiglu: Callable[[torch.Tensor], torch.Tensor]  # [.., 2 f], gates and values -> silu(gates) * values
-    swiglu_grad: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (dy, x) -> dx
     # (scores [b, n, s, s], None or [b, s]: the first key that each query sees) -> weights; scores may be changed
     causal_softmax: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
     # (weights, weights behind dropout, gradient of those, scale) -> gradient of the scores
     scores_grad: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+
+
+class _Activation(torch.autograd.Function):
+    """function(x), which keeps x alone; grad(dy, x) is its gradient."""
+
+    @staticmethod
+    def forward(ctx, x, function, grad):
+        ctx.save_for_backward(x)
+        ctx.grad = grad
+        return function(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return ctx.grad(dy, *ctx.saved_tensors), None, None
+
+
+def _activation(
+    function: Callable[[torch.Tensor], torch.Tensor], grad: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Join a function and its gradient, (dy, x) -> dx."""
+    return lambda x: _Activation.apply(x, function, grad)
 
 
 def _swiglu(x: torch.Tensor) -> torch.Tensor:
@@ -73,9 +92,7 @@ def _scores_grad(weights: torch.Tensor, dropped: torch.Tensor, ddropped: torch.T
 
 PLAIN = FusedOps(
     gelu=lambda x: F.gelu(x, approximate="tanh"),
-    gelu_grad=lambda dy, x: torch.ops.aten.gelu_backward(dy, x, approximate="tanh"),
-    swiglu=_swiglu,
-    swiglu_grad=_swiglu_grad,
+    swiglu=_activation(_swiglu, _swiglu_grad),
     causal_softmax=_causal_softmax,
     scores_grad=_scores_grad,
 )
@@ -116,8 +133,12 @@ def compiled(device: torch.device) -> FusedOps:
     def compile_(fn: Callable[..., torch.Tensor]) -> Any:
         return torch.compile(fn, dynamic=False)
 
-    swiglu = _sigmoid_swiglu, _sigmoid_swiglu_grad
-    ops = FusedOps(*map(compile_, (_sigmoid_gelu, _sigmoid_gelu_grad, *swiglu, _softmax_in_one, _scores_grad)))
+    ops = FusedOps(
+        gelu=_activation(compile_(_sigmoid_gelu), compile_(_sigmoid_gelu_grad)),
+        swiglu=_activation(compile_(_sigmoid_swiglu), compile_(_sigmoid_swiglu_grad)),
+        causal_softmax=compile_(_softmax_in_one),
+        scores_grad=compile_(_scores_grad),
+    )
     try:
         ops.gelu(torch.zeros(64, device=device))
     except Exception as error:

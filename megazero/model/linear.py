@@ -14,134 +14,16 @@ part.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn as nn
 
 from megazero.comm.collectives import Pending
-from megazero.model.context import AsyncTensor, Context, RecomputedInput, ResidualStream
-from megazero.model.matmul import Products, as_matrix, write_or_add
-from megazero.model.weight import GradWriter, Weight
+from megazero.model.context import AsyncTensor, Context, RecomputedInput
+from megazero.model.matmul import as_matrix, write_or_add
+from megazero.model.weight import GradWriter
 from megazero.plan.parameters import GradientGroup
-
-
-class _Affine(NamedTuple):
-    """x @ weight.T + bias, of the rows `rows` (along dim 0) where this rank computes with a part of its shard."""
-
-    weight: Weight
-    bias: Weight | None
-    rows: slice | None = None
-
-    @property
-    def matrix(self) -> torch.Tensor:
-        return as_matrix(self.weight.data if self.rows is None else self.weight.data[self.rows])
-
-    def output(self, x: torch.Tensor, products: Products) -> torch.Tensor:
-        added = None if self.bias is None else self.bias.data
-        if added is not None:
-            added = (added if self.rows is None else added[self.rows]).flatten()
-        return products.output(x, self.matrix, added)
-
-    def add_gradients(self, x: torch.Tensor, dy: torch.Tensor, products: Products, bias: bool) -> None:
-        self.weight.accumulate_grad(GradWriter(self._of_rows(products.weight_grad), (x, dy)))
-        if bias and self.bias is not None:
-            self.bias.accumulate_grad(GradWriter(self._of_rows(_write_sum), (dy.sum(0),)))
-
-    def _of_rows(self, write: Callable[..., None]) -> Callable[..., None]:
-        """`write` for the rows that are computed with; the gradient of the others is zero."""
-        rows = self.rows
-        if rows is None:
-            return write
-
-        def write_rows(*args: Any) -> None:
-            *tensors, out, add = args
-            if not add:
-                out.zero_()
-            write(*tensors, out[rows], add)
-
-        return write_rows
-
-
-def _write_sum(gradient: torch.Tensor, out: torch.Tensor, add: bool) -> None:
-    write_or_add(out, add, gradient)
-
-
-class _Linear(torch.autograd.Function):
-    """Products of one input with several weights. See Note [the Weight itself].
-
-    `stream`: where the input is the residual stream, else None. Of a sharded stream this rank's tokens alone are kept,
-    and gathered again in backward. Nothing waits: the tokens arrive while the input gradient is computed, and that is
-    summed while the weight gradients are.
-    """
-
-    @staticmethod
-    def forward(
-        ctx,
-        x: torch.Tensor,
-        affines: tuple[_Affine, ...],
-        stream: ResidualStream | None,
-        recomputed: RecomputedInput | None,
-        products: Products,
-        *handles: torch.Tensor,
-    ):
-        ctx.save_for_backward(x if recomputed is None else recomputed.source)
-        ctx.prepare, ctx.products = recomputed and recomputed.prepare, products
-        ctx.affines, ctx.stream, ctx.num_handles = affines, stream, len(handles)
-        whole = x if stream is None else stream.start_unshard(x).wait()
-        return tuple(affine.output(whole, products) for affine in affines)
-
-    @staticmethod
-    def backward(ctx, *dys):
-        (x,) = ctx.saved_tensors
-        trains = any(affine.weight.trains for affine in ctx.affines)
-        if ctx.prepare is not None and trains:
-            x = ctx.prepare(x)
-        unsharding = ctx.stream.start_unshard(x) if ctx.stream is not None and trains else AsyncTensor(x, Pending())
-        reducing = None
-        if ctx.needs_input_grad[0]:
-            dx = None
-            for affine, dy in zip(ctx.affines, dys, strict=True):
-                part = ctx.products.input_grad(dy, affine.matrix)
-                dx = part if dx is None else dx.add_(part)
-            reducing = ctx.stream.start_reduce(dx) if ctx.stream is not None else AsyncTensor(dx, Pending())
-        whole = unsharding.wait()
-        for affine, dy in zip(ctx.affines, dys, strict=True):
-            affine.add_gradients(whole, dy, ctx.products, bias=ctx.stream is not None)  # else `SumParts` has the bias
-        return reducing and reducing.wait(), *[None] * (4 + ctx.num_handles)
-
-
-def _linear(
-    x: torch.Tensor,
-    affines: tuple[_Affine, ...],
-    stream: ResidualStream | None,
-    recomputed: RecomputedInput | None,
-    products: Products,
-) -> tuple[torch.Tensor, ...]:
-    weights = [weight for affine in affines for weight in (affine.weight, affine.bias)]
-    handles = [weight.handle for weight in weights if weight is not None]
-    return _Linear.apply(x, affines, stream, recomputed, products, *handles)
-
-
-class SumParts(torch.autograd.Function):
-    """Sum the partial products over tp. The partial product is new and not referenced elsewhere.
-
-    The bias, if there is one, is in the parts already; its gradient is of this rank's tokens.
-    """
-
-    @staticmethod
-    def forward(ctx, part, bias, stream, output, *handles):
-        ctx.bias, ctx.stream, ctx.num_handles = bias, stream, len(handles)
-        if not output:  # a recompute: it is never read
-            return part.view(-1, part.shape[-1])[: len(stream.tokens(part.numel() // part.shape[-1]))]
-        return stream.start_reduce(part).wait().view(-1, part.shape[-1])
-
-    @staticmethod
-    def backward(ctx, dy):
-        unsharding = ctx.stream.start_unshard(dy)
-        if ctx.bias is not None:
-            ctx.bias.add_grad(dy.sum(0))
-        return unsharding.wait(), *[None] * (3 + ctx.num_handles)
 
 
 class ColumnLinear(nn.Module):
@@ -172,15 +54,38 @@ class ColumnLinear(nn.Module):
     def forward(self, x: torch.Tensor, recomputed: RecomputedInput | None = None) -> torch.Tensor:
         return column_linears((self,), x, recomputed)[0]
 
+    @property
+    def matrix(self) -> torch.Tensor:
+        """The weight that this rank computes with, [out/tp, in]."""
+        return as_matrix(self.weight.data if self.rows is None else self.weight.data[self.rows])
 
-def column_linears(
-    layers: Sequence[ColumnLinear], x: torch.Tensor, recomputed: RecomputedInput | None = None
-) -> tuple[torch.Tensor, ...]:
-    """Apply several column-linear layers to one input [T', in], which is gathered, and its gradient summed, once."""
-    c = layers[0].context
-    return _linear(
-        x, tuple(_Affine(layer.weight, layer.bias, layer.rows) for layer in layers), c.stream, recomputed, c.products
-    )
+    def output(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, in] -> [T, out/tp], without a graph."""
+        bias = None if self.bias is None else self.bias.data
+        if bias is not None:
+            bias = (bias if self.rows is None else bias[self.rows]).flatten()
+        return self.context.products.output(x, self.matrix, bias)
+
+    def add_gradients(self, x: torch.Tensor, dy: torch.Tensor) -> None:
+        """x [T, in], dy [T, out/tp]"""
+        weight_grad = self.context.products.weight_grad
+        self.weight.accumulate_grad(GradWriter(_to_rows(weight_grad, self.rows), (x, dy)))
+        if self.bias is not None:
+            self.bias.accumulate_grad(GradWriter(_to_rows(write_or_add, self.rows), (dy.sum(0),)))
+
+
+def _to_rows(write: Callable[..., None], rows: slice | None) -> Callable[..., None]:
+    """`write` for the rows that are computed with; the gradient of the others is zero."""
+    if rows is None:
+        return write
+
+    def write_rows(*args: Any) -> None:
+        *tensors, out, add = args
+        if not add:
+            out.zero_()
+        write(*tensors, out[rows], add)
+
+    return write_rows
 
 
 class RowLinear(nn.Module):
@@ -193,15 +98,103 @@ class RowLinear(nn.Module):
         self.bias = context.weight(out) if bias else None
 
     def forward(self, x: torch.Tensor, recomputed: RecomputedInput | None = None, output: bool = True) -> torch.Tensor:
-        """`output` False: only the graph is needed, and the sum over tp is left out."""
-        return self.sum(self.part(x, recomputed), output)
+        return row_linears((self,), (x,), (recomputed,), output)
 
-    def part(self, x: torch.Tensor, recomputed: RecomputedInput | None = None) -> torch.Tensor:
-        """This rank's summand, [T, out]."""
-        c = self.context
-        added = self.bias if c.tp.is_first else None
-        return _linear(x, (_Affine(self.weight, added),), None, recomputed, c.products)[0]
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's summand, [T, out], without a graph."""
+        bias = self.bias.data if self.bias is not None and self.context.tp.is_first else None
+        return self.context.products.output(x, self.weight.data, bias)
 
-    def sum(self, part: torch.Tensor, output: bool = True) -> torch.Tensor:
-        handles = () if self.bias is None else (self.bias.handle,)
-        return SumParts.apply(part, self.bias, self.context.stream, output, *handles)
+
+def column_linears(
+    layers: Sequence[ColumnLinear], x: torch.Tensor, recomputed: RecomputedInput | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Apply several column-linear layers to one input [T', in], which is gathered, and its gradient summed, once."""
+    return _ColumnLinears.apply(x, layers, recomputed, *_handles(layers))
+
+
+def row_linears(
+    layers: Sequence[RowLinear],
+    xs: Sequence[torch.Tensor],
+    recomputed: Sequence[RecomputedInput | None],
+    output: bool = True,
+) -> torch.Tensor:
+    """Add the outputs of several row-linear layers, an input each; they are summed over tp once.
+
+    `output` False: only the graph is needed. What is returned has the right shape, and no values.
+    """
+    return _RowLinears.apply(layers, recomputed, output, *xs, *_handles(layers))
+
+
+def _handles(layers: Sequence[ColumnLinear] | Sequence[RowLinear]) -> list[torch.Tensor]:
+    return [weight.handle for layer in layers for weight in (layer.weight, layer.bias) if weight is not None]
+
+
+class _ColumnLinears(torch.autograd.Function):
+    """See `column_linears`, and Note [the Weight itself].
+
+    Of a sharded stream this rank's tokens alone are kept, and gathered again in backward. Nothing waits: the tokens
+    arrive while the input gradient is computed, and that is summed while the weight gradients are.
+    """
+
+    @staticmethod
+    def forward(ctx, x, layers, recomputed, *handles):
+        ctx.save_for_backward(x if recomputed is None else recomputed.source)
+        ctx.layers, ctx.prepare, ctx.num_handles = layers, recomputed and recomputed.prepare, len(handles)
+        whole = layers[0].context.stream.start_unshard(x).wait()
+        return tuple(layer.output(whole) for layer in layers)
+
+    @staticmethod
+    def backward(ctx, *dys):
+        (x,) = ctx.saved_tensors
+        c = ctx.layers[0].context
+        trains = any(layer.weight.trains for layer in ctx.layers)
+        if ctx.prepare is not None and trains:
+            x = ctx.prepare(x)
+        unsharding = c.stream.start_unshard(x) if trains else AsyncTensor(x, Pending())
+        reducing = None
+        if ctx.needs_input_grad[0]:
+            dx = None
+            for layer, dy in zip(ctx.layers, dys, strict=True):
+                part = c.products.input_grad(dy, layer.matrix)
+                dx = part if dx is None else dx.add_(part)
+            reducing = c.stream.start_reduce(dx)
+        whole = unsharding.wait()
+        for layer, dy in zip(ctx.layers, dys, strict=True):
+            layer.add_gradients(whole, dy)
+        return reducing and reducing.wait(), *[None] * (2 + ctx.num_handles)
+
+
+class _RowLinears(torch.autograd.Function):
+    """See `row_linears`, and Note [the Weight itself]. A bias' gradient is of this rank's tokens."""
+
+    @staticmethod
+    def forward(ctx, layers, recomputed, output, *xs_and_handles):
+        xs = xs_and_handles[: len(layers)]
+        ctx.save_for_backward(*(x if r is None else r.source for x, r in zip(xs, recomputed, strict=True)))
+        ctx.layers, ctx.prepares = layers, [r and r.prepare for r in recomputed]
+        ctx.num_handles = len(xs_and_handles) - len(layers)
+        stream = layers[0].context.stream
+        if not output:
+            return xs[0].new_empty(len(stream.tokens(len(xs[0]))), layers[0].weight.spec.shape[0])
+        total = None
+        for layer, x in zip(layers, xs, strict=True):
+            part = layer.part(x)
+            total = part if total is None else total.add_(part)
+        return stream.start_reduce(total).wait()
+
+    @staticmethod
+    def backward(ctx, dy):
+        c = ctx.layers[0].context
+        unsharding = c.stream.start_unshard(dy)
+        for layer in ctx.layers:
+            if layer.bias is not None:
+                layer.bias.add_grad(dy.sum(0))
+        dy, dxs = unsharding.wait(), []
+        needs = ctx.needs_input_grad[3:]
+        for layer, prepare, x, needed in zip(ctx.layers, ctx.prepares, ctx.saved_tensors, needs, strict=False):
+            if prepare is not None and layer.weight.trains:
+                x = prepare(x)
+            dxs.append(c.products.input_grad(dy, layer.weight.data) if needed else None)
+            layer.weight.accumulate_grad(GradWriter(c.products.weight_grad, (x, dy)))
+        return None, None, None, *dxs, *[None] * ctx.num_handles

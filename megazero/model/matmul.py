@@ -37,7 +37,7 @@ class Products:
         """[.., out] -> [.., in]"""
         if upcasts(dy):
             return self._affine(dy.float(), weight.float().t()).to(dy.dtype)
-        return self._affine(dy, weight.t())
+        return self._affine(dy, weight.t()) if self._by_onednn(dy) else dy @ weight
 
     def weight_grad(self, x: torch.Tensor, dy: torch.Tensor, out: torch.Tensor, add: bool) -> None:
         """out [out, in] (+)= dy.T @ x, into the flat buffer."""
@@ -45,16 +45,16 @@ class Products:
         if upcasts(x):
             x, dy = x.float(), dy.float()
         if self._by_onednn(x):
-            write_or_add(out, add, self._affine(dy.t(), x.t()))
+            write_or_add(self._affine(dy.t(), x.t()), out, add)
         elif x.dtype == out.dtype:
             if add:
                 out.addmm_(dy.t(), x)
             else:
                 torch.mm(dy.t(), x, out=out)
         elif x.device.type == "cpu":
-            write_or_add(out, add, dy.t() @ x)
+            write_or_add(dy.t() @ x, out, add)
         else:  # a GPU multiplies in 16 bit, and sums and returns fp32
-            write_or_add(out, add, torch.mm(dy.t(), x, out_dtype=out.dtype))
+            write_or_add(torch.mm(dy.t(), x, out_dtype=out.dtype), out, add)
 
     def _by_onednn(self, x: torch.Tensor) -> bool:
         return self.onednn and x.device.type == "cpu" and x.dtype == torch.float32
@@ -71,7 +71,7 @@ TORCH = Products()
 
 def upcasts(x: torch.Tensor) -> bool:
     """16-bit products on a CPU: fp32 ones with casts around are some 60 times faster, and no less exact."""
-    return x.device.type == "cpu" and x.element_size() == 2
+    return x.element_size() == 2 and x.device.type == "cpu"
 
 
 def as_matrix(weight: torch.Tensor) -> torch.Tensor:
@@ -79,8 +79,10 @@ def as_matrix(weight: torch.Tensor) -> torch.Tensor:
     return weight.flatten(0, -2) if weight.dim() > 2 else weight
 
 
-def write_or_add(out: torch.Tensor, add: bool, gradient: torch.Tensor) -> None:
-    gradient = gradient.view(out.shape)
+def write_or_add(gradient: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+    """`out` has as many elements, in another shape or type perhaps."""
+    if gradient.dim() != out.dim():
+        gradient = gradient.view(out.shape)
     if add:
         out.add_(gradient)
     else:

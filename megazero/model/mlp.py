@@ -10,27 +10,13 @@ from megazero.model.context import Context
 from megazero.model.linear import ColumnLinear, RowLinear
 
 
-class _Activation(torch.autograd.Function):
-    """function(x), which keeps x alone; grad(dy, x) is its gradient."""
-
-    @staticmethod
-    def forward(ctx, x, function, grad):
-        ctx.save_for_backward(x)
-        ctx.grad = grad
-        return function(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return ctx.grad(dy, *ctx.saved_tensors), None, None
-
-
 class GeluMLP(nn.Module):
     """down(gelu(up(norm(x))))"""
 
     def __init__(self, model: ModelConfig, context: Context) -> None:
         super().__init__()
         h, f = model.hidden_size, model.ffn_size
-        self.context = context
+        self.context, self.gelu = context, context.fused_ops.gelu
         self.up = ColumnLinear(context, h, f, std=model.init_method_std, bias=True)
         self.down = RowLinear(context, f, h, std=model.residual_std, bias=True)
 
@@ -39,10 +25,6 @@ class GeluMLP(nn.Module):
         inner = self.up(norm(x), c.recomputed(norm, x))  # [T, f/tp], before GELU
         return self.down(self.gelu(inner), c.recomputed(self.gelu, inner), output)
 
-    def gelu(self, x: torch.Tensor) -> torch.Tensor:
-        ops = self.context.fused_ops
-        return _Activation.apply(x, ops.gelu, ops.gelu_grad)
-
 
 class SwigluMLP(nn.Module):
     """down(silu(gate(y)) * value(y)), y = norm(x). One weight [2, f, h] has gate and value; no biases."""
@@ -50,7 +32,7 @@ class SwigluMLP(nn.Module):
     def __init__(self, model: ModelConfig, context: Context) -> None:
         super().__init__()
         h, f = model.hidden_size, model.ffn_size
-        self.context = context
+        self.context, self.swiglu = context, context.fused_ops.swiglu
         self.up = ColumnLinear(context, h, 2, f, tp_dim=1, std=model.init_method_std, bias=False)
         self.down = RowLinear(context, f, h, std=model.residual_std, bias=False)
 
@@ -58,7 +40,3 @@ class SwigluMLP(nn.Module):
         c = self.context
         inner = self.up(norm(x), c.recomputed(norm, x))  # [T, 2 f/tp]
         return self.down(self.swiglu(inner), c.recomputed(self.swiglu, inner), output)
-
-    def swiglu(self, x: torch.Tensor) -> torch.Tensor:
-        ops = self.context.fused_ops
-        return _Activation.apply(x, ops.swiglu, ops.swiglu_grad)

@@ -14,7 +14,7 @@ from megazero.model.attention import GroupedAttention
 from megazero.model.block import Architecture
 from megazero.model.context import Context, MicroBatchInfo
 from megazero.model.dropout import Dropout
-from megazero.model.linear import column_linears
+from megazero.model.linear import column_linears, row_linears
 from megazero.model.mlp import GeluMLP
 from megazero.model.norm import LayerNorm
 
@@ -35,8 +35,9 @@ class Block(nn.Module):
         c, a, mlp = self.context, self.attention, self.mlp
         linears = (a.query, a.kv, mlp.up)
         query, kv, inner = column_linears(linears, self.norm(x), c.recomputed(self.norm, x))
-        parts = a.proj.part(a.attend(query, kv, tokens)) + mlp.down.part(mlp.gelu(inner), c.recomputed(mlp.gelu, inner))
-        return x + self.dropout(mlp.down.sum(parts, output), tokens.dropout_rows)
+        inputs, recomputed = (a.attend(query, kv, tokens), mlp.gelu(inner)), (None, c.recomputed(mlp.gelu, inner))
+        y = row_linears((a.proj, mlp.down), inputs, recomputed, output)
+        return x + self.dropout(y, tokens.dropout_rows)
 
 
 ARCHITECTURE = Architecture(Block, LayerNorm, positions=None)

@@ -10,7 +10,6 @@ from megazero.comm.collectives import MAX, Pending
 from megazero.config.schema import ModelConfig
 from megazero.model.context import AsyncTensor, Context
 from megazero.model.fused_ops import is_stand_in, wide
-from megazero.model.linear import SumParts
 from megazero.model.weight import GradWriter
 
 LOGIT_CHUNK_BYTES = 1 << 20  # rows of logits that are worked on together: what stays in a core's cache
@@ -39,8 +38,7 @@ class VocabularyTable(nn.Module):
         """ids [b, s] -> [T', h]"""
         c = self.context
         rows, mine = self.localise(ids.flatten())
-        part = _Lookup.apply(rows, mine, self.weight, self.weight.handle)
-        return SumParts.apply(part, None, c.stream, True)
+        return _Lookup.apply(rows, mine, self.weight, c.stream, self.weight.handle)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """x [.., h] -> this rank's logits [.., v/tp], without padding. For generation and tests; has no gradient."""
@@ -48,13 +46,14 @@ class VocabularyTable(nn.Module):
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of the local part of the table, zero for foreign ids. Backward needs no weights."""
+    """The sum over tp of rows of the local parts of the table, zero for foreign ids. Backward needs no weights."""
 
     @staticmethod
-    def forward(ctx, rows, mine, weight, handle):
+    def forward(ctx, rows, mine, weight, stream, handle):
         ctx.save_for_backward(rows, mine)
-        ctx.weight = weight
-        return F.embedding(rows, weight.data).masked_fill_(~mine[..., None], 0)
+        ctx.weight, ctx.stream = weight, stream
+        part = F.embedding(rows, weight.data).masked_fill_(~mine[..., None], 0)
+        return stream.start_reduce(part).wait()
 
     @staticmethod
     def backward(ctx, dy):
@@ -66,8 +65,9 @@ class _Lookup(torch.autograd.Function):
             ours = dy.masked_fill(~mine[..., None], 0).flatten(0, -2)  # selecting rows would wait for the GPU
             out.index_add_(0, rows.flatten(), ours.to(out.dtype))
 
-        ctx.weight.accumulate_grad(GradWriter(write, (dy, rows, mine)))
-        return None, None, None, None
+        whole = ctx.stream.start_unshard(dy).wait()
+        ctx.weight.accumulate_grad(GradWriter(write, (whole, rows, mine)))
+        return None, None, None, None, None
 
 
 class _VocabularyLoss(torch.autograd.Function):

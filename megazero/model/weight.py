@@ -49,24 +49,17 @@ class Weight:
     Attributes:
         spec: the global parameter. Its name is the path of the weight in the model, which `named_weights` sets.
         block: this rank's shard.
-        handle: the tensor that autograd sees. Its data is the shard, in [.., rows of padding included]; while the
-            weight is released or has no memory yet, one NaN expanded to that shape.
+        data: the shard where it is now, rows of padding included; while the weight is released or has no memory yet,
+            one NaN expanded to that shape. Ask in forward and again in backward.
+        handle: stands for the weight in autograd's graph. It is empty.
         owner: set when memory is given.
     """
 
     def __init__(self, spec: ParamSpec, tp_size: int, tp_rank: int, seed: int, released: torch.Tensor) -> None:
         self.spec, self.block, self.seed = spec, spec.local(tp_size, tp_rank), seed
-        self.handle = nn.Parameter(released.expand(self.block.stored), requires_grad=spec.trains)
+        self.data = released.expand(self.block.stored)
+        self.handle = released.new_empty(0).requires_grad_(spec.trains)
         self.owner: Owner | None = None
-
-    @property
-    def data(self) -> torch.Tensor:
-        """The shard where it is now. Ask in forward and again in backward."""
-        return self.handle.data
-
-    @data.setter
-    def data(self, data: torch.Tensor) -> None:
-        self.handle.data = data
 
     @property
     def trains(self) -> bool:
@@ -84,7 +77,7 @@ class Weight:
 
     def add_grad(self, gradient: torch.Tensor) -> None:
         """Hand over a gradient that is there already."""
-        self.accumulate_grad(GradWriter(lambda gradient, out, add: write_or_add(out, add, gradient), (gradient,)))
+        self.accumulate_grad(GradWriter(write_or_add, (gradient,)))
 
 
 def weights_of(layer: nn.Module, prefix: str) -> Iterator[tuple[str, Weight]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from megazero.comm.collectives import Pending
@@ -25,10 +23,8 @@ class UnitGradients:
         self.unsharded: Buffer | None = None
         self.sharded: Buffer | None = None
         self._persistent: tuple[torch.Tensor | None, torch.Tensor | None] = None, None  # see bind_persistent
-        self._untouched: set[Weight] = set()  # no contribution in `unsharded` yet
-        self._trainable = {member.weight for member in unit.members if member.trains}
-        # shape, strides and offset of each weight: one view per contribution, not a slice and a view of it
-        self._windows = {m.weight: (m.block.stored, _strides(m.block.stored), m.window.start) for m in unit.members}
+        self._ranges = {member.weight: member.window.slice() for member in unit.members}
+        self._windows: dict[Weight, torch.Tensor] = {}  # of `unsharded`: those that have a contribution already
 
     # -- memory
 
@@ -74,15 +70,16 @@ class UnitGradients:
         frozen = [member.window for member in self.unit.members if not member.trains]
         for gap in self.unit.layout.gaps + frozen:
             self.unsharded.data[gap.slice()] = 0
-        self._untouched = set(self._trainable)
 
     def accumulate(self, weight: Weight, write: GradWriter) -> None:
         """Let `write` write or add to the weight's window of the unsharded buffer."""
-        assert self.unsharded is not None, f"the gradients of {self.unit.name} are not open"
-        data, (shape, strides, start) = self.unsharded.data, self._windows[weight]  # it may be a part of an arena
-        window = data.as_strided(shape, strides, data.storage_offset() + start)
-        write(window, weight not in self._untouched)
-        self._untouched.discard(weight)
+        window = self._windows.get(weight)
+        add = window is not None
+        if window is None:
+            assert self.unsharded is not None, f"the gradients of {self.unit.name} are not open"
+            window = self.unsharded.data[self._ranges[weight]].view(weight.block.stored)
+            self._windows[weight] = window
+        write(window, add)
 
     # -- reduction
 
@@ -92,13 +89,14 @@ class UnitGradients:
         Raises:
             RuntimeError: naming the trainable parameters that have no gradient.
         """
-        missing = [member.spec.name for member in self.unit.members if member.weight in self._untouched]
+        members = self.unit.members
+        missing = [member.spec.name for member in members if member.trains and member.weight not in self._windows]
         if missing:
             raise RuntimeError(
                 f"no gradient came for {', '.join(missing)}; --freeze-parameters what the loss does not use"
             )
         assert self.unsharded is not None, self.unit.name
-        unsharded, self.unsharded = self.unsharded, None
+        unsharded, self.unsharded, self._windows = self.unsharded, None, {}
         if not self.options.policy.optimizer:
             self.sharded = unsharded
             return self.mesh.shard.start_all_reduce(unsharded.data)
@@ -160,12 +158,7 @@ class UnitGradients:
         for buffer in (self.unsharded, self.sharded):
             if buffer is not None:
                 buffer.allocation.end()
-        self.unsharded = self.sharded = None
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        self.unsharded, self.sharded, self._windows = None, None, {}
 
 
 def square_sum(values: torch.Tensor) -> torch.Tensor:

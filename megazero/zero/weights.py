@@ -50,11 +50,7 @@ class UnitWeights:
         self._point()
 
     def _point(self) -> None:
-        """Point every parameter into `unsharded` or, where that is None, at one NaN expanded to its shape.
-
-        Note [param.data]: setting it gives the parameter a version counter of its own. Plain views of a buffer that is
-        filled anew fail in backward.
-        """
+        """Point every parameter into `unsharded` or, where that is None, at one NaN expanded to its shape."""
         whole = self.unsharded
         at = 0 if whole is None else whole.data_ptr()
         if at not in self._views:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from megazero.activations.offload import Copies, Fetch, HostCopy
 from megazero.activations.store import KeptInputs
 from megazero.memory.tracker import MemoryTracker
-from megazero.plan.operations import Backward, Op, Recompute
+from megazero.plan.operations import Backward, Forward, Op, Recompute
 from megazero.train.engine import Engine
 from tests.parallel.cases import STEPS, Case, micro_batches, new_engine, train
 
@@ -217,3 +220,24 @@ def test_selective_recompute_computes_the_cheap_parts_twice(recompute: str) -> N
     step(engine, 0)
     assert calls.count(True) == 2 * ARENA.model.num_layers
     assert calls.count(False) == (2 * ARENA.model.num_layers if recompute == "selective" else 0)
+
+
+# -- full
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "parallel"])
+def test_a_recompute_leaves_out_the_products_that_only_its_output_needs(architecture: str) -> None:
+    model = replace(ARENA.model, architecture=architecture, untie_embeddings=True)
+    engine, flops = new_engine(0, ARENA._replace(model=model)), {}
+
+    @contextlib.contextmanager
+    def count(op: Op) -> Iterator[None]:
+        with FlopCounterMode(display=False) as counter:
+            yield
+        flops[type(op), getattr(op, "layer", "")] = counter.get_total_flops()
+
+    engine.interpreter.observe = count
+    step(engine, 0)
+    tokens, h, f = ARENA.batch * model.seq_length, model.hidden_size, model.ffn_size
+    last = 2 * tokens * h * (f if architecture == "gpt2" else f + h)  # with attention's, which is added to the MLP's
+    assert flops[Forward, "blocks.1"] - flops[Recompute, "blocks.1"] == last
