@@ -2,7 +2,8 @@
 """A pipeline's training step against torch.distributed.pipelining: the same model, weights, data, split and AdamW.
 
 Both sides multiply by torch's own products. Systems of a schedule take turns in one run; the ratio is our tokens/s over
-theirs, of neighbouring turns. Example:
+theirs, of neighbouring turns. CPU ms: user and system time of a rank's whole process per step, of the rank with the
+most; its ratio is ours over theirs. With one rank and gpipe it compares plain training steps. Example:
 
     python benchmarks/pipeline_peers.py --ranks 2 --micro-batches 8 --rounds 12
 """
@@ -207,7 +208,7 @@ def main(options: Options) -> None:
     isolate()
     title = f"{options.ranks} ranks, {options.micro_batches} micro-batches, {options.rounds} turns of {options.steps}"
     table = Table(title=f"{title} steps; medians, 95 % intervals")
-    for column in ("schedule", "theirs", "tokens/s", "theirs", "ratio", "CPU ms", "theirs", "loss gap"):
+    for column in ("schedule", "theirs", "tokens/s", "theirs", "ratio", "CPU ms", "theirs", "ratio", "loss gap"):
         table.add_column(column, justify="right")
     tokens = options.batch * options.micro_batches * options.seq_length
     results = {}
@@ -230,6 +231,7 @@ def main(options: Options) -> None:
             *(f"{tokens / statistics.median(side['seconds']):.0f}" for side in (ours, theirs)),
             shown(quotients(theirs["seconds"], ours["seconds"]), 2),
             *(f"{1000 * statistics.median(side['cpu']):.0f}" for side in (ours, theirs)),
+            shown(quotients(ours["cpu"], theirs["cpu"]), 2),
             f"{gap:.0e}",
         )
         results[schedule] = found

@@ -28,7 +28,7 @@ class _AddPositions(torch.autograd.Function):
             if not add:
                 out.zero_()
             for part, run in zip(_split(dy, ctx.runs), ctx.runs, strict=True):
-                out[run.start : run.stop] += part
+                out[run.start : run.stop].add_(part)
 
         ctx.weight.accumulate_grad(GradWriter(write, (dy,)))
         return dy, None, None, None
