@@ -33,7 +33,7 @@ def main(argv: list[str]) -> None:
     try:
         config = parse(argv)
         if plans(config.plan):
-            predict(config)
+            predict(config, argv)
             return
         with Signals() as signals:
             world = launch.read_world()
@@ -57,14 +57,18 @@ def main(argv: list[str]) -> None:
         fail(world, f"{type(error).__name__}: {error}{place_of(error)}")
 
 
-def predict(config: Config) -> None:
+def predict(config: Config, argv: list[str]) -> None:
     """Print what --plan or --plan-search asks for: no rank is started, no data is opened."""
     from rich.console import Console
 
-    from megazero.price import plan_report
+    from megazero.price import plan_report, search_report
     from megazero.price.plan import make_plan, plan_config
 
     console = Console(width=None if sys.stdout.isatty() else 160)
+    if config.plan.plan_search:
+        check_values(config)
+        search_report.run_search(config, argv, console)
+        return
     plan = make_plan(*plan_config(config))
     plan_report.show(plan, console)
     if config.log.log_dir:

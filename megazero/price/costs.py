@@ -107,7 +107,7 @@ class StepCosts:
         self.hidden_bytes = training.micro_batch_size * model.seq_length // parts * model.hidden_size * self.w
         parts = layout.tp if config.activations.partition_activations else 1
         self.kept_bytes = partition_numel(self.hidden_bytes // self.w, parts) * self.w
-        self.events: dict[str, LayerEvents] = {}
+        self.events: dict[tuple[str, bool], LayerEvents] = {}
         self.known: dict[tuple[type, str, bool], Cost] = {}
         self.seconds: dict[tuple[object, ...], float] = {}
 
@@ -138,22 +138,18 @@ class StepCosts:
     # -- layers
 
     def of_layer(self, op: Forward | Recompute | Backward | BackwardWeights) -> Cost:
-        layer = self.spec.layers[op.layer]
-        whole = not isinstance(op, Backward) or op.weights
-        kind = "blocks" if layer.name.startswith("blocks.") and not self.config.training.freeze_parameters else op.layer
-        key = type(op), kind, whole
+        """Return the cost of a computation; blocks that train alike share theirs."""
+        at_once = not isinstance(op, BackwardWeights) and (not isinstance(op, Backward) or op.weights)
+        kind = "blocks" if op.layer.startswith("blocks.") and not self.config.training.freeze_parameters else op.layer
+        key = type(op), kind, at_once
         if key not in self.known:
-            self.known[key] = self._play(self._events_of(op.layer, kind, type(op), whole))
+            layer, found = self.spec.layers[op.layer], self.events.get((kind, at_once))
+            if found is None:
+                found = layer_events(self.config, self.layout, layer, self.specs, self.device.kind, at_once)
+                self.events[kind, at_once] = found
+            passes = {Forward: found.forward, Recompute: found.recompute, Backward: found.backward}
+            self.known[key] = self._play(passes.get(type(op), found.weight_gradients))
         return self.known[key]
-
-    def _events_of(self, name: str, kind: str, op: type, whole: bool) -> Events:
-        if kind not in self.events:
-            layer = self.spec.layers[name]
-            self.events[kind] = layer_events(self.config, self.layout, layer, self.specs, self.device.kind)
-        found = self.events[kind]
-        if op is Backward:
-            return found.backward if whole else found.input_gradient
-        return {Forward: found.forward, Recompute: found.recompute}.get(op, found.weight_gradients)
 
     def _play(self, events: Events) -> Cost:
         """Play a layer's events: a stream that computes, one for tp, and the host that issues operators."""

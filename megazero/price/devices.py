@@ -24,7 +24,7 @@ SECTIONS = {
     "node": ("devices", "bandwidth", "fraction", "latency"),
     "cluster": ("bandwidth", "fraction", "latency"),
 }
-CURVES = ("products", "elementwise", "contention")
+CURVES = ("products", "elementwise", "contention", "links")
 
 
 class Constant(NamedTuple):
@@ -49,6 +49,7 @@ class Device:
         products: (FLOPs of a matrix product, FLOP/s), measured; () where the fraction of the peak is used.
         elementwise: (bytes of an operator, bytes/s), measured; () where the fraction of the bandwidth is used.
         contention: (ranks that compute on a node, time over that of one alone), measured; () where there is none.
+        links: (ranks that communicate on a node, bytes/s of one), measured; () where it does not depend on them.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Device:
     products: Curve = ()
     elementwise: Curve = ()
     contention: Curve = ()
+    links: Curve = ()
 
     def __getitem__(self, name: str) -> float:
         return self.constants[name].value

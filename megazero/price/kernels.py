@@ -76,9 +76,8 @@ class LayerEvents(NamedTuple):
 
     forward: Events
     recompute: Events
-    backward: Events  # with the weight gradients
-    input_gradient: Events  # without
-    weight_gradients: Events
+    backward: Events
+    weight_gradients: Events  # those of a backward that puts them off
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -181,23 +180,27 @@ class _Gradients:
 
 
 def layer_events(
-    config: Config, layout: Layout, layer: Layer, specs: dict[str, list[ParamSpec]], device_type: str
+    config: Config,
+    layout: Layout,
+    layer: Layer,
+    specs: dict[str, list[ParamSpec]],
+    device_type: str,
+    at_once: bool = True,
 ) -> LayerEvents:
-    """Trace a layer of `plan.rank_spec`; `config` is resolved, `specs` are of its pipeline rank."""
+    """Trace a layer of `plan.rank_spec`.
+
+    Args:
+        config: resolved.
+        specs: of its pipeline rank.
+        at_once: the backward makes the weight gradients, else it puts them off.
+    """
     training = config.training
     kind = Kind.of(config, layout, layer, specs, device_type)
-    return _events(kind, training.grad_dtype, config.micro_batches(layout.dp) > 1, layer.trains)
+    return _events(kind, training.grad_dtype, config.micro_batches(layout.dp) > 1, at_once)
 
 
-@functools.lru_cache(maxsize=512)
-def _events(kind: Kind, grad_dtype: str, add: bool, trains: bool) -> LayerEvents:
-    whole = _passes(kind, grad_dtype, add, at_once=True)
-    apart = _passes(kind, grad_dtype, add, at_once=False) if kind.layer == FIRST_BLOCK and trains else whole
-    return LayerEvents(whole[0], whole[1], whole[2], apart[2], apart[3])
-
-
-def _passes(kind: Kind, grad_dtype: str, add: bool, at_once: bool) -> tuple[Events, Events, Events, Events]:
-    """Run a layer: its forward, recompute, backward and, if they were put off, weight gradients."""
+@functools.lru_cache(maxsize=1024)
+def _events(kind: Kind, grad_dtype: str, add: bool, at_once: bool) -> LayerEvents:
     with kind.stand_in() as device, torch.enable_grad():
         gradients, recorder = _Gradients(DTYPES[grad_dtype], add, at_once), _Recorder()
         axis = _RecordedAxis(recorder, kind.tp, needs_staging_buffer=kind.device_type == "cpu")
@@ -221,4 +224,4 @@ def _passes(kind: Kind, grad_dtype: str, add: bool, at_once: bool) -> tuple[Even
                 recorder.take()
                 traced.compute(again, traced.batch, False)
                 recompute = recorder.take()
-    return forward, recompute, backward, put_off
+    return LayerEvents(forward, recompute, backward, put_off)

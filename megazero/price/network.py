@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from megazero.plan.topology import Layout
-from megazero.price.devices import Device
+from megazero.price.devices import Device, interpolate
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,9 @@ class Network:
     """Times of communication of one layout on one kind of device."""
 
     def __init__(self, device: Device, layout: Layout) -> None:
-        self.inside = device["node.bandwidth"] * device["node.fraction"], device["node.latency"]
+        ranks = min(layout.world_size, device.devices_per_node)
+        inside = interpolate(device.links, ranks) if device.links else device["node.bandwidth"]
+        self.inside = inside * device["node.fraction"], device["node.latency"]
         self.between = device["cluster.bandwidth"] * device["cluster.fraction"], device["cluster.latency"]
         self.exchanges = device.kind == "cpu"  # gloo: a message from every rank to every other, all at once
         world, each = layout.world_size, device.devices_per_node

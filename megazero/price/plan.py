@@ -88,11 +88,11 @@ def plan_config(config: Config) -> tuple[Config, Layout, Device]:
     """
     check_values(config)
     device = load_device(config.plan.device_type)
-    config, layout = resolve(config, config.plan.world_size, _vocabulary(config))
+    config, layout = resolve(config, config.plan.world_size, vocabulary(config))
     return config, layout, device
 
 
-def _vocabulary(config: Config) -> int:
+def vocabulary(config: Config) -> int:
     """Return the tokenizer's vocabulary; 0 where it is not needed and not there."""
     if not config.data.tokenizer:
         return 0
@@ -104,10 +104,10 @@ def _vocabulary(config: Config) -> int:
         raise
 
 
-def make_plan(config: Config, layout: Layout, device: Device) -> Plan:
-    """Predict a resolved configuration on a device."""
+def make_plan(config: Config, layout: Layout, device: Device, with_range: bool = True) -> Plan:
+    """Predict a resolved configuration on a device; `with_range`: at the ends of its uncertain constants, too."""
     stages = [stage_bytes(config, layout, pp, device.kind) for pp in range(layout.pp)]
-    return Plan(config, layout, device, stages, step_time(config, layout, device))
+    return Plan(config, layout, device, stages, step_time(config, layout, device, with_range))
 
 
 def advice(plan: Plan) -> Iterator[str]:

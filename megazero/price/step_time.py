@@ -123,8 +123,11 @@ class StepTime(NamedTuple):
     slow: float
 
 
-def step_time(config: Config, layout: Layout, device: Device) -> StepTime:
-    """Predict the seconds of a step; `config` is resolved."""
+def step_time(config: Config, layout: Layout, device: Device, with_range: bool = True) -> StepTime:
+    """Predict the seconds of a step; `config` is resolved. Without `with_range`, both ends are what is expected."""
     steps = StepPrograms(config, layout)
+    expected = step_parts(steps, device)
+    if not with_range:
+        return StepTime(expected, expected.seconds, expected.seconds)
     fast, slow = (step_parts(steps, device.at_end(fast)).seconds for fast in (True, False))
-    return StepTime(step_parts(steps, device), fast, slow)
+    return StepTime(expected, fast, slow)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import pretrain_gpt
 from megazero.config.cli import parse
@@ -22,6 +23,8 @@ from megazero.price.estimate import estimate
 from megazero.price.kernels import Issue, Operator, Product, layer_events
 from megazero.price.network import Network, group_of
 from megazero.price.plan import advice, make_plan, plan_config
+from megazero.price.search import candidates
+from megazero.price.search_report import run_search
 from megazero.price.simulate import simulate
 from megazero.price.stage_bytes import stage_bytes
 from megazero.price.step_time import Few, StepPrograms, step_parts
@@ -102,8 +105,11 @@ def test_a_traced_block_has_narayanans_flops_and_six_sums() -> None:
     assert products(events.forward) == (matrices, attention)
     assert products(events.recompute) == (matrices * 2 // 3, attention)
     assert products(events.backward) == (2 * matrices, attention * 5 // 2)
-    apart = [products(found) for found in (events.input_gradient, events.weight_gradients)]
-    assert apart == [(matrices, attention * 5 // 2), (matrices, 0)]
+    apart = layer_events(config, layout, spec.layers["blocks.1"], specs, "cuda", at_once=False)
+    assert [products(found) for found in (apart.backward, apart.weight_gradients)] == [
+        (matrices, attention * 5 // 2),
+        (matrices, 0),
+    ]
     sums = [sum(isinstance(e, Issue) for e in found) for found in (events.forward, events.recompute, events.backward)]
     assert sums == [2, 1, 2]
 
@@ -248,3 +254,44 @@ def test_less_recompute_is_offered_where_it_fits() -> None:
     enough = device["memory.reserved"] + plan.stages[0].peak
     tight = replace(device, constants=device.constants | {"memory.capacity": Constant(enough, enough, enough, "")})
     assert not any("there is memory for --" in line for line in advice(plan._replace(device=tight)))
+
+
+SEARCH = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 128 --vocab-size 128 --precision bf16"
+
+
+def test_a_search_finds_what_no_other_layout_beats(capsys: pytest.CaptureFixture[str]) -> None:
+    """The best layout that is printed is as fast as the best of all that are played. Its command line says the same."""
+    given = f"{SEARCH} --global-batch-size 4 --recompute full --lr 1e-3".split()
+    asked = "--world-size 2 --device-type a100-80gb".split()
+    config = parse([*given, "--plan-search", *asked])
+    plans = run_search(config, [*given, "--plan-search", *asked], Console(width=200))
+    lines = [line for line in capsys.readouterr().out.splitlines() if "scripts/launch.sh --nproc 2" in line]
+    flags = lines[0].split("--nproc 2 ")[1].split()
+    assert "--lr" in flags and "--plan-search" not in flags and "--world-size" not in flags
+    again = make_plan(*plan_config(parse([*flags, "--plan", *asked])), with_range=False)
+    assert again.seconds == plans[0].seconds and again.stages[0].peak == plans[0].stages[0].peak
+    device, everything = load_device("a100-80gb"), list[float]()
+    for candidate in candidates(config, 2, device):
+        changed, layout = resolve(candidate.apply(config), 2, 0)
+        everything.append(step_parts(StepPrograms(changed, layout), device).seconds)
+    assert len(everything) > 50 and plans[0].seconds <= 1.02 * min(everything)
+
+
+def test_a_search_leaves_out_what_does_not_fit(tmp_path: Path) -> None:
+    """All that are found fit; none is found where none fits."""
+    text = (Path(pretrain_gpt.__file__).parent / "scripts/devices/a100-80gb.toml").read_text()
+    reserved = load_device("a100-80gb")["memory.reserved"]
+    for usable, fits in ((1.3e8, True), (1e8, False)):
+        (tmp_path / "small.toml").write_text(text.replace("value = 8.50e10", f"value = {reserved + usable}"))
+        asked = f"--plan-search --world-size 2 --device-type {tmp_path}/small.toml --global-batch-size 2"
+        argv = [*SEARCH.split(), *asked.split()]
+        plans = run_search(parse(argv), argv, Console(file=(tmp_path / "out").open("w"), width=200))
+        assert bool(plans) == fits and all(plan.free >= 0 for plan in plans), usable
+        assert [plan.seconds for plan in plans] == sorted(plan.seconds for plan in plans)
+    assert "none of" in (tmp_path / "out").read_text()
+
+
+def test_a_search_needs_a_batch() -> None:
+    argv = [*SMALL.split(), *"--plan-search --world-size 8 --device-type a100-80gb".split()]
+    with pytest.raises(ValueError, match="--plan-search needs --global-batch-size"):
+        run_search(parse(argv), argv, Console())

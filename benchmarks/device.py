@@ -1,0 +1,269 @@
+"""Measurements of this machine's CPU as a device for --plan, for scripts/measure_device.py and `predict.py`."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.optim.adamw import adamw
+
+from benchmarks.launcher import Program, Ranks
+from megazero.comm.mesh import Mesh
+from megazero.config.schema import Config, ModelConfig, TrainingConfig
+from megazero.data.loader import MicroBatch
+from megazero.memory.host import Available, host_memory
+from megazero.plan.operations import COMPUTE
+from megazero.plan.program import program
+from megazero.plan.rank_spec import rank_spec
+from megazero.plan.resolve import resolve
+from megazero.plan.topology import Layout
+from megazero.price.costs import StepCosts
+from megazero.price.devices import SECTIONS, Constant, Device
+from megazero.train.engine import Engine
+
+SIDES = (32, 64, 128, 256, 512, 1024)  # of square products
+ELEMENTS = tuple(4**n for n in range(5, 13))  # of element-wise operators: 4 KB to 64 MB a tensor
+ATTENTION = (4, 4, 128, 64)  # b, n, s, d
+MESSAGE = 1 << 22  # elements of a large collective: 16 MB
+
+
+Times = dict[str, float]  # what was measured -> seconds
+
+
+def seconds_of(function: Callable[[], Any], least: float = 0.01) -> float:
+    """Seconds of one call: the mean over as many as take `least`, the first not counted."""
+    function()
+    count, start = 0, time.perf_counter()
+    while count == 0 or time.perf_counter() - start < least:
+        function()
+        count += 1
+    return (time.perf_counter() - start) / count
+
+
+def operators(n: int) -> dict[str, Callable[[], Any]]:
+    """Operators of a training step on n elements, as rows of 256; with `price.kernels`' names."""
+    x = torch.randn(n // 256 or 1, min(n, 256))
+    dy, out, w = torch.randn_like(x), torch.empty_like(x), torch.ones(x.shape[1])
+    _, mean, rstd = torch.native_layer_norm(x, x.shape[1:], w, w, 1e-5)
+    back, rows = torch.ops.aten, torch.zeros(len(x), 1, dtype=torch.int64)
+    flat = [t.reshape(-1).clone() for t in (x, dy, x, x.abs())]
+    step = torch.ones(())
+    return {
+        "add": lambda: torch.add(x, dy, out=out),
+        "copy_": lambda: out.copy_(x),
+        "mul_": lambda: out.mul_(1.5),
+        "sub_": lambda: out.sub_(1.0),
+        "exp_": lambda: out.clamp_(-1, 1).exp_(),
+        "amax": lambda: x.amax(-1),
+        "sum": lambda: x.sum(0),
+        "gelu": lambda: F.gelu(x, approximate="tanh"),
+        "gelu_backward": lambda: back.gelu_backward(dy, x, approximate="tanh"),
+        "native_layer_norm": lambda: torch.native_layer_norm(x, x.shape[1:], w, w, 1e-5),
+        "native_layer_norm_backward": lambda: back.native_layer_norm_backward(
+            dy, x, x.shape[1:], mean, rstd, w, w, [True, True, True]
+        ),
+        "scatter_add_": lambda: out.scatter_add_(-1, rows, x[:, :1]),
+        "adamw": lambda: adamw(
+            *([t] for t in flat), [], [step], fused=True, amsgrad=False, beta1=0.9, beta2=0.9, lr=0.0, weight_decay=0.0,
+            eps=1e-8, maximize=False,
+        ),
+    }  # fmt: skip
+
+
+# tensors of n elements that an operator moves, as `price.kernels` counts
+MOVED = {"add": 3, "mul_": 2, "sub_": 2, "exp_": 5, "amax": 1, "sum": 1, "gelu_backward": 3, "adamw": 7}
+MOVED |= {"native_layer_norm_backward": 3}
+
+
+def computing(rank: int) -> Times:
+    """Measure what a rank computes alone: run on several ranks at once."""
+    found: Times = {}
+    one = torch.zeros(1)
+    found["call"] = seconds_of(lambda: torch.add(one, one, out=one))
+    for side in SIDES:
+        a, b, c = (torch.randn(side, side) for _ in range(3))
+        found[f"product {side}"] = seconds_of(lambda a=a, b=b: F.linear(a, b), 0.02)
+        found[f"product {side}"] += seconds_of(lambda a=a, b=b, c=c: torch.mm(a.t(), b, out=c), 0.02)
+    for n in ELEMENTS:
+        x, y, z = (torch.randn(n) for _ in range(3))
+        found[f"add {n}"] = seconds_of(lambda x=x, y=y, z=z: torch.add(x, y, out=z), 0.005)
+    for name, function in operators(1 << 16).items():
+        found[f"operator {name}"] = seconds_of(function)
+    q = torch.randn(ATTENTION, requires_grad=True)
+    attend = lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()  # noqa: E731
+    found["attention"] = seconds_of(attend, 0.02)
+    return found
+
+
+def communicating(rank: int, world: int) -> Times:
+    """Measure collectives among `world` ranks: small ones and large ones."""
+    axis = Mesh.build(Layout(dp=world), rank, torch.device("cpu")).dp
+    found: Times = {}
+    for size, n in (("small", 64 * world), ("large", MESSAGE // world * world)):
+        x, part = torch.zeros(n), torch.zeros(n // world)
+        for name, function in (
+            ("all_reduce", lambda x=x: axis.all_reduce_(x)),
+            ("all_gather", lambda x=x, part=part: axis.all_gather(part, x)),
+        ):
+            function()
+            axis.all_reduce_(torch.zeros(1))
+            count, start = 20 if size == "small" else 4, time.perf_counter()
+            for _ in range(count):
+                function()
+            found[f"{name} {size}"] = (time.perf_counter() - start) / count
+    return found
+
+
+def stepping(rank: int) -> Times:
+    """Measure a step of a model that is next to nothing: its operations."""
+    config, layout = resolve(tiny(), 1, 0)
+    engine = Engine(config, Mesh.build(layout, 0, torch.device("cpu")))
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+    batches = [MicroBatch(ids, ids, torch.ones(1, 8), (n,)) for n in range(4)]
+    return {"step": seconds_of(lambda: engine.train_step(1, batches), 0.3)}
+
+
+def tiny() -> Config:
+    return Config(
+        model=ModelConfig(num_layers=4, hidden_size=16, num_attention_heads=2, seq_length=8, vocab_size=64),
+        training=TrainingConfig(micro_batch_size=1, global_batch_size=4),
+    )
+
+
+# -- from times to constants
+
+
+class Measured:
+    """Times of several rounds, by the number of ranks that computed at once."""
+
+    def __init__(self) -> None:
+        self.rounds: dict[tuple[int, str], list[float]] = {}
+
+    def add(self, ranks: int, found: list[Times]) -> None:
+        """Add a round: the mean over ranks, which wait for each other in training."""
+        for name in found[0]:
+            self.rounds.setdefault((ranks, name), []).append(statistics.mean(times[name] for times in found))
+
+    def median(self, ranks: int, name: str) -> float:
+        return statistics.median(self.rounds[ranks, name])
+
+    def spread(self, ranks: int, name: str) -> tuple[float, float]:
+        """The quartiles over the median."""
+        low, middle, high = statistics.quantiles(self.rounds[ranks, name], n=4)
+        return low / middle, high / middle
+
+
+def measure(ranks: int, rounds: int) -> Measured:
+    found = Measured()
+    worlds = sorted({1, 2, ranks} if ranks > 1 else {1})
+    groups = {world: Ranks(world, Program(env={"OMP_NUM_THREADS": "1"}), seconds=600) for world in worlds}
+    try:
+        for _ in range(rounds):
+            for world, group in groups.items():
+                found.add(world, group.run(computing))
+                if world > 1:
+                    found.add(world, group.run(communicating, world))
+            found.add(1, groups[1].run(stepping))
+    finally:
+        for group in groups.values():
+            group.stop()
+    return found
+
+
+def device_of(m: Measured, ranks: int) -> tuple[Device, dict[str, list[list[float]]]]:
+    """Fit the constants of a device file."""
+    call, worlds = m.median(1, "call"), sorted({world for world, _ in m.rounds})
+    products = [[4.0 * n**3, 4 * n**3 / max(m.median(1, f"product {n}") - 2 * call, call)] for n in SIDES]
+    products = [[flops / 2, rate] for flops, rate in products]
+    adds = [[12.0 * n, 12 * n / max(m.median(1, f"add {n}") - call, call / 4)] for n in ELEMENTS]
+    n = 1 << 16
+    add = 12 * n / m.median(1, "operator add")
+    names = [name.split()[1] for world, name in m.rounds if world == 1 and name.startswith("operator ")]
+    speeds = {name: 4 * n * MOVED.get(name, 2) / m.median(1, f"operator {name}") / add for name in names}
+    speeds["norm"] = speeds["sum"]
+    speeds.pop("scatter_add_")
+    compared = [*(f"product {side}" for side in SIDES[2:]), *(f"operator {name}" for name in names)]
+    contention = [
+        [float(w), statistics.geometric_mean([m.median(w, name) / m.median(1, name) for name in compared])]
+        for w in worlds
+    ]
+    b, heads, s, d = ATTENTION
+    attention = 3.5 * 2 * b * heads * s * s * d / m.median(1, "attention")
+    links = []
+    for w in worlds[1:]:
+        sent = 4 * MESSAGE * (w - 1) / w
+        links.append([float(w), statistics.geometric_mean([
+            2 * sent / m.median(w, "all_reduce large"), sent / m.median(w, "all_gather large")
+        ])])  # fmt: skip
+    most = worlds[-1]
+    latency = m.median(most, "all_gather small") / 2 if most > 1 else 1e-5
+    best = max(rate for _, rate in products)
+    spread = m.spread(1, f"product {SIDES[-2]}")
+    source = "measured by scripts/measure_device.py"
+
+    def constant(value: float, low: float = 1.0, high: float = 1.0) -> Constant:
+        return Constant(value, value * low, value * high, source)
+
+    constants = {f"{section}.{name}": constant(1.0) for section, names in SECTIONS.items() for name in names}
+    constants |= {
+        "memory.capacity": constant(float((host_memory() or Available(1 << 34, "")).num_bytes // ranks)),
+        "memory.reserved": Constant(3e8, 2e8, 5e8, "assumed: Python and torch in a process"),
+        "memory.bandwidth": constant(max(rate for _, rate in adds)),
+        **{f"compute.{name}": constant(best) for name in ("fp16", "bf16", "fp32")},
+        "compute.fp64": Constant(best / 2, best / 2, best / 2, "assumed: half of fp32"),
+        "compute.fraction": constant(1.0, 1 / spread[1], 1 / spread[0]),
+        "compute.attention": constant(attention / best),
+        "overhead.kernel": constant(0.0),
+        "overhead.call": constant(call, *m.spread(1, "call")),
+        "overhead.operation": constant(0.0),
+        "host.bandwidth": constant(adds[-1][1]),
+        "node.devices": Constant(float(ranks), ranks, ranks, "--ranks"),
+        "node.bandwidth": constant(links[-1][1] if links else 1e9),
+        "node.latency": constant(latency),
+        "cluster.bandwidth": Constant(1.25e9, 1.25e9, 1.25e9, "assumed: 10 Gb/s Ethernet, there is one node"),
+        "cluster.latency": Constant(5e-5, 5e-5, 5e-5, "assumed: TCP"),
+    }
+    curves = {"products": products, "elementwise": adds, "contention": contention, "links": links}
+    device = Device("cpu", "cpu", "", constants, speeds, *(tuple((x, y) for x, y in curves[c]) for c in curves))
+    operation = constant(max(0.0, per_operation(device, m.median(1, "step"))), *m.spread(1, "step"))
+    return replace(device, constants=constants | {"overhead.operation": operation}), curves
+
+
+def per_operation(device: Device, seconds: float) -> float:
+    """Seconds that a computation of the program takes besides its operators, from a step of `tiny`."""
+    config, layout = resolve(tiny(), 1, 0)
+    spec = rank_spec(config, layout, 0)
+    costs = StepCosts(config, layout, spec, device)
+    step = program(spec, config.parallel.pipeline_schedule, 4)
+    ops = [*step.gradients, *step.update]
+    count = sum(isinstance(op, COMPUTE) for op in ops)
+    return (seconds - sum(costs(op) for op in ops)) / count
+
+
+def to_toml(device: Device, curves: dict[str, list[list[float]]], ranks: int) -> str:
+    cpu = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
+                if line.startswith("model name")), platform.processor())  # fmt: skip
+    lines = [
+        f"# {cpu}, {ranks} ranks of one thread, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}",
+        'kind = "cpu"',
+        f'description = "{cpu}"',
+    ]
+    for section, names in SECTIONS.items():
+        lines += ["", f"[{section}]"]
+        for name in names:
+            c = device.constants[f"{section}.{name}"]
+            bounds = f", low = {c.low:.6g}, high = {c.high:.6g}" if c.low != c.high else ""
+            lines.append(f'{name} = {{ value = {c.value:.6g}{bounds}, source = "{c.source}" }}')
+    lines += ["", "[curves]"]
+    lines += [
+        f"{name} = [{', '.join(f'[{x:.6g}, {y:.6g}]' for x, y in points)}]" for name, points in curves.items() if points
+    ]
+    lines += ["", "[operators]", *(f"{name} = {speed:.4g}" for name, speed in device.operators.items())]
+    return "\n".join(lines) + "\n"

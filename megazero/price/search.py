@@ -1,0 +1,288 @@
+"""`--plan-search`: the fastest layouts of a model on a cluster. Closed terms rank them; the best of them are played.
+
+The closed terms take the seconds of a block from its trace, and leave out what the order of events decides: they are
+for ranking alone. What is printed was played, and its memory estimated, as by --plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from megazero.config.limits import divisors
+from megazero.config.schema import BYTES, Config
+from megazero.config.validate import check_values
+from megazero.plan.operations import Backward, Forward
+from megazero.plan.parameters import FIRST_BLOCK, HEAD, declared, unit_layout
+from megazero.plan.rank_spec import rank_spec
+from megazero.plan.resolve import resolve
+from megazero.plan.topology import Layout
+from megazero.price.costs import StepCosts
+from megazero.price.devices import Device
+from megazero.price.estimate import state_bytes
+from megazero.price.network import Network
+from megazero.price.plan import Plan, make_plan
+from megazero.price.saved_activations import block_input
+from megazero.price.trace import trace_block
+
+PLAYED = 16  # layouts that are played, of those that seem fastest
+COST_OF_PLAYING = 400  # one of them takes as long as so many by closed terms, about
+ALIKE = 4  # of them with the same tensor and pipeline parallelism
+MOST_STAGES = 64
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+SCHEDULES = (("1f1b", 1), ("zero-bubble", 1), ("zero-bubble-v", 2), *(("interleaved", v) for v in (2, 3, 4, 6, 8)))
+BUBBLE = {"1f1b": 1.0, "interleaved": 1.0, "zero-bubble": 1 / 3, "zero-bubble-v": 1 / 6}  # of (p - 1) / v passes
+
+
+class Candidate(NamedTuple):
+    """A layout, by its flags."""
+
+    tp: int
+    pp: int
+    schedule: str
+    chunks: int
+    zero_stage: int
+    shard: int  # --zero-shard-size
+    recompute: str
+    partition: bool
+    sequence: bool
+    micro_batch: int
+
+    def apply(self, config: Config) -> Config:
+        """Put these flags in the place of those of `config`."""
+        replace = dataclasses.replace
+        return replace(
+            config,
+            training=replace(config.training, micro_batch_size=self.micro_batch),
+            parallel=replace(
+                config.parallel,
+                tensor_model_parallel_size=self.tp,
+                pipeline_model_parallel_size=self.pp,
+                pipeline_schedule=self.schedule,
+                virtual_pipeline_stages=self.chunks,
+                sequence_parallel=self.sequence,
+                pipeline_split="",
+            ),
+            zero=replace(config.zero, zero_stage=self.zero_stage, zero_shard_size=self.shard),
+            activations=replace(
+                config.activations,
+                recompute=self.recompute,
+                partition_activations=self.partition,
+                checkpoint_in_cpu=config.activations.checkpoint_in_cpu and self.recompute == "full",
+                contiguous_checkpointing=config.activations.contiguous_checkpointing and self.recompute == "full",
+            ),
+        )
+
+
+def candidates(config: Config, world: int, device: Device) -> Iterator[Candidate]:
+    """Yield every layout that the flags and the number of devices allow."""
+    model, batch = config.model, config.training.global_batch_size
+    for tp in divisors(math.gcd(world, model.num_attention_heads, model.ffn_size)):
+        if tp > device.devices_per_node or (model.query_groups % tp and tp % model.query_groups):
+            continue
+        for pp in divisors(world // tp):
+            dp = world // tp // pp
+            if pp > min(model.num_layers, MOST_STAGES) or batch % dp:
+                continue
+            node = max(1, device.devices_per_node // tp)
+            zeros = [(0, 0), (1, 0), (2, 0), (3, 0)] if dp > 1 else [(0, 0)]
+            if 1 < node < dp and dp % node == 0:
+                zeros += [(1, node), (2, node), (3, node)]
+            micro_batches = [n for n in MICRO_BATCHES if batch // dp % n == 0]
+            schedules = [s for s in SCHEDULES if pp > 1 and pp * s[1] <= model.num_layers] or [SCHEDULES[0]]
+            keeps = [("none", False), ("selective", False), ("full", False)] + [("full", True)] * (tp > 1)
+            if config.activations.checkpoint_in_cpu:
+                keeps = keeps[2:]
+            for (schedule, chunks), (stage, shard), (recompute, partition), sequence, micro in itertools.product(
+                schedules, zeros, keeps, (False, True) if tp > 1 else (False,), micro_batches
+            ):
+                if sequence and (partition or micro * model.seq_length % tp):
+                    continue
+                yield Candidate(tp, pp, schedule, chunks, stage, shard, recompute, partition, sequence, micro)
+
+
+class _Block(NamedTuple):
+    """Seconds and bytes of a block, for one micro-batch on one rank."""
+
+    forward: float
+    backward: float
+    saved: int
+    kept: int  # its input
+
+
+class Terms:
+    """Closed terms of a step. What many layouts share is computed once."""
+
+    def __init__(self, config: Config, world: int, device: Device) -> None:
+        """`config`: the vocabulary is known, the layout's flags do not matter."""
+        self.config, self.world, self.device = config, world, device
+        self.block = functools.cache(self._block)
+        self.ends = functools.cache(self._ends)
+        self.numel = functools.cache(self._numel)
+        self.network = functools.cache(self._network)
+
+    def of(self, c: Candidate) -> _Block:
+        return self.block(c.tp, c.micro_batch, c.sequence, c.recompute == "selective")
+
+    def _costs(self, tp: int, micro: int, sequence: bool, selective: bool) -> StepCosts:
+        """The costs of a model of one block, without a pipeline and without recompute."""
+        kept = "selective" if selective else "none"
+        c = Candidate(tp, 1, "1f1b", 1, 0, 0, kept, False, sequence, micro)
+        config = c.apply(self.config)
+        model = dataclasses.replace(config.model, num_layers=1)
+        config = dataclasses.replace(config, model=model, training=dataclasses.replace(config.training))
+        layout = Layout(dp=self.world // tp, tp=tp)
+        return StepCosts(config, layout, rank_spec(config, layout, 0), self.device)
+
+    def _block(self, tp: int, micro: int, sequence: bool, selective: bool) -> _Block:
+        costs = self._costs(tp, micro, sequence, selective)
+        forward = costs.of_layer(Forward(FIRST_BLOCK, 0, True)).seconds
+        backward = costs.of_layer(Backward(FIRST_BLOCK, 0)).seconds
+        traced = trace_block(costs.config, costs.layout, self.device.kind)
+        kept = block_input(costs.config, costs.layout)
+        return _Block(forward, backward, sum(traced.saved) + traced.saved_input, kept)
+
+    def _ends(self, tp: int, micro: int) -> float:
+        """Seconds of embedding and head, forward and backward."""
+        costs = self._costs(tp, micro, False, False)
+        names = [name for name in costs.spec.layers if name != FIRST_BLOCK]
+        forward = sum(costs.of_layer(Forward(name, 0, True)).seconds for name in names)
+        return forward + sum(costs.of_layer(Backward(name, 0)).seconds for name in names)
+
+    def _numel(self, tp: int) -> tuple[int, int]:
+        """Elements of a block and of the tables, on one rank."""
+        known = declared(dataclasses.replace(self.config.model, num_layers=1), tp)
+        found = {name: unit_layout(list(specs), tp, 1).numel for name, specs in known.items()}
+        return found[FIRST_BLOCK], sum(n for name, n in found.items() if name not in (FIRST_BLOCK, HEAD))
+
+    def _network(self, tp: int, pp: int, shard: int) -> Network:
+        return Network(self.device, Layout(pp, self.world // tp // pp, tp, shard))
+
+    def micro_batches(self, c: Candidate) -> int:
+        return self.config.training.global_batch_size // c.micro_batch // (self.world // c.tp // c.pp)
+
+    def memory(self, c: Candidate) -> float:
+        """The least bytes of a device of the first stage."""
+        training, block = self.config.training, self.of(c)
+        w, g, states = BYTES[training.precision], BYTES[training.grad_dtype], state_bytes(training.precision)[1]
+        each, table = self.numel(c.tp)
+        blocks = self.config.model.num_layers // c.pp
+        numel, shard = blocks * each + table, c.shard or self.world // c.tp // c.pp
+        held = numel * (w / (shard if c.zero_stage == 3 else 1) + states / (shard if c.zero_stage else 1))
+        held += numel * g / (1 if c.zero_stage < 2 else shard)
+        in_flight = c.pp * (1 + 1 / c.chunks) if c.schedule == "interleaved" else c.pp
+        live = min(self.micro_batches(c), in_flight)
+        if c.recompute == "full":
+            kept = block.kept / (c.tp if c.partition else 1) * (not self.config.activations.checkpoint_in_cpu)
+            return held + live * blocks * kept + block.saved
+        return held + live * blocks * block.saved
+
+    def seconds(self, c: Candidate) -> float:
+        """Seconds of a step, about."""
+        block, layers, m = self.of(c), self.config.model.num_layers, self.micro_batches(c)
+        again = block.forward if c.recompute == "full" else 0.0
+        passes = block.forward + block.backward + again
+        blocks = math.ceil(layers / (c.pp * c.chunks)) * c.chunks
+        stage = max(blocks * passes, (layers * passes + self.ends(c.tp, c.micro_batch)) / c.pp)
+        rounds = 1 if c.schedule == "zero-bubble-v" else c.chunks
+        bubble = (c.pp - 1) / rounds * BUBBLE[c.schedule] * stage
+        network = self.network(c.tp, c.pp, c.shard)
+        rebuild = m * layers / c.pp * network.one_pass("tp", block.kept) * c.partition
+        message = network.message(block.kept, 0, 1) if c.pp > 1 else 0.0
+        forward, backward = layers / c.pp * block.forward, layers / c.pp * (block.backward + again)
+        return m * stage + bubble + rebuild + self._units(c, m, forward, backward) + message * 2 * (c.pp - 1 + c.chunks)
+
+    def _units(self, c: Candidate, m: int, forward: float, backward: float) -> float:
+        """Seconds of updates, and of communication over dp that passes of these durations do not hide."""
+        training, network = self.config.training, self.network(c.tp, c.pp, c.shard)
+        w, g = BYTES[training.precision], BYTES[training.grad_dtype]
+        each, table = self.numel(c.tp)
+        numel = self.config.model.num_layers / c.pp * each + table
+        owned = numel / (network.groups["shard"].ranks if c.zero_stage else 1)
+        gather, reduce = network.one_pass("shard", numel * w), network.one_pass("shard", numel * g)
+        exposed = {
+            0: max(0.0, 2 * reduce - backward),
+            1: max(0.0, reduce - backward) + max(0.0, gather - forward),
+            2: m * max(0.0, reduce - backward) + max(0.0, gather - forward),
+            3: m * (max(0.0, gather - forward) + max(0.0, gather + reduce - backward)),
+        }[c.zero_stage]
+        bandwidth = self.device["memory.bandwidth"] * self.device["memory.fraction"]
+        return exposed + network.all_reduce("replica", owned * g) + 40 * owned / bandwidth
+
+
+class Search:
+    """A search in steps, so that its progress can be shown.
+
+    Attributes:
+        total: steps that it takes at most.
+    """
+
+    def __init__(self, config: Config, device: Device, vocabulary: int) -> None:
+        """Prepare it.
+
+        Args:
+            config: checked, not resolved.
+            vocabulary: of the tokenizer; 0 when there is none.
+
+        Raises:
+            ValueError: no layout is possible.
+        """
+        self.world, self.device, self.vocabulary = config.plan.world_size, device, vocabulary
+        batch = config.training.global_batch_size
+        if not batch:
+            raise ValueError("--plan-search needs --global-batch-size: layouts are compared by the time of a step")
+        model = dataclasses.replace(config.model, vocab_size=config.model.vocab_size or vocabulary)
+        self.config = dataclasses.replace(config, model=model)
+        self.found = list(candidates(self.config, self.world, device))
+        if not self.found or not model.vocab_size:
+            # no layout, or no vocabulary: what training would say
+            resolve(config, self.world, vocabulary)
+            raise ValueError(
+                f"--global-batch-size {batch} on --world-size {self.world}: no layout gives every data-parallel rank "
+                f"the same number of samples; use {max(1, batch // self.world) * self.world}"
+            )
+        self.played = 0
+        self.total = len(self.found) + PLAYED * COST_OF_PLAYING
+
+    def run(self, wanted: int = 10) -> Iterator[int | list[Plan]]:
+        """Yield the number of steps that are done, and at last the fastest plans that fit, fastest first."""
+        terms, ranked = Terms(self.config, self.world, self.device), list[tuple[float, Candidate]]()
+        for n, c in enumerate(self.found):
+            if terms.memory(c) <= self.device.usable_bytes:
+                ranked.append((terms.seconds(c), c))
+            if n % 64 == 0:
+                yield n
+        plans: list[Plan] = []
+        for n, c in enumerate(_varied(sorted(ranked))):
+            yield len(self.found) + n * COST_OF_PLAYING
+            plan = self._play(c)
+            self.played += 1
+            if plan is not None and plan.free >= 0:
+                plans.append(plan)
+        yield self.total
+        yield sorted(plans, key=lambda plan: plan.seconds)[:wanted]
+
+    def _play(self, c: Candidate) -> Plan | None:
+        """Plan a layout; None if the flags refuse it."""
+        try:
+            changed = c.apply(self.config)
+            check_values(changed)
+            config, layout = resolve(changed, self.world, self.vocabulary)
+        except ValueError:
+            return None
+        return make_plan(config, layout, self.device, with_range=False)
+
+
+def _varied(ranked: list[tuple[float, Candidate]]) -> Iterator[Candidate]:
+    """Yield the first PLAYED, at most ALIKE of them with the same tensor and pipeline parallelism."""
+    alike: dict[tuple[int, int], int] = {}
+    left = PLAYED
+    for _, c in ranked:
+        count = alike[c.tp, c.pp] = alike.get((c.tp, c.pp), 0) + 1
+        if left and count <= ALIKE:
+            left -= 1
+            yield c
