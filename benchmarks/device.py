@@ -161,20 +161,25 @@ class Measured:
 
 
 def measure(ranks: int, rounds: int) -> Measured:
-    found = Measured()
-    worlds = sorted({1, 2, ranks} if ranks > 1 else {1})
+    """Measure with 1, 2 and `ranks` processes at once."""
+    found, worlds = Measured(), sorted({1, 2, ranks} if ranks > 1 else {1})
     groups = {world: Ranks(world, Program(env={"OMP_NUM_THREADS": "1"}), seconds=600) for world in worlds}
     try:
         for _ in range(rounds):
-            for world, group in groups.items():
-                found.add(world, group.run(computing))
-                if world > 1:
-                    found.add(world, group.run(communicating, world))
-            found.add(1, groups[1].run(stepping))
+            measure_round(found, groups)
     finally:
         for group in groups.values():
             group.stop()
     return found
+
+
+def measure_round(found: Measured, groups: dict[int, Ranks]) -> None:
+    """Add a round of all measurements; `groups`: number of ranks -> ranks, 1 among them."""
+    for world, group in groups.items():
+        found.add(world, group.run(computing))
+        if world > 1:
+            found.add(world, group.run(communicating, world))
+    found.add(1, groups[1].run(stepping))
 
 
 def device_of(m: Measured, ranks: int) -> tuple[Device, dict[str, list[list[float]]]]:
@@ -205,7 +210,7 @@ def device_of(m: Measured, ranks: int) -> tuple[Device, dict[str, list[list[floa
     most = worlds[-1]
     latency = m.median(most, "all_gather small") / 2 if most > 1 else 1e-5
     best = max(rate for _, rate in products)
-    spread = m.spread(1, f"product {SIDES[-2]}")
+    spread, memory = m.spread(1, f"product {SIDES[-2]}"), m.spread(1, f"add {ELEMENTS[4]}")
     source = "measured by scripts/measure_device.py"
 
     def constant(value: float, low: float = 1.0, high: float = 1.0) -> Constant:
@@ -216,6 +221,7 @@ def device_of(m: Measured, ranks: int) -> tuple[Device, dict[str, list[list[floa
         "memory.capacity": constant(float((host_memory() or Available(1 << 34, "")).num_bytes // ranks)),
         "memory.reserved": Constant(3e8, 2e8, 5e8, "assumed: Python and torch in a process"),
         "memory.bandwidth": constant(max(rate for _, rate in adds)),
+        "memory.fraction": constant(1.0, 1 / memory[1], 1 / memory[0]),
         **{f"compute.{name}": constant(best) for name in ("fp16", "bf16", "fp32")},
         "compute.fp64": Constant(best / 2, best / 2, best / 2, "assumed: half of fp32"),
         "compute.fraction": constant(1.0, 1 / spread[1], 1 / spread[0]),

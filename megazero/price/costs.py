@@ -55,7 +55,7 @@ class Roofline:
         """Seconds of a matrix product: whole tiles, in whole waves over the device's units."""
         d = self.device
         if d.products:
-            return product.flops / interpolate(d.products, product.flops)
+            return product.flops / (interpolate(d.products, product.flops) * d["compute.fraction"])
         rows, columns, units = (int(d[f"compute.{name}"]) for name in ("tile_rows", "tile_columns", "units"))
         tiles = product.batch * min(
             math.ceil(product.m / a) * math.ceil(product.n / b) for a, b in ((rows, columns), (columns, rows))
@@ -68,7 +68,9 @@ class Roofline:
     def memory(self, name: str, num_bytes: float) -> float:
         """Seconds of reading and writing `num_bytes` by operator `name`."""
         d = self.device
-        bandwidth = interpolate(d.elementwise, num_bytes) if d.elementwise else self.bandwidth
+        bandwidth = self.bandwidth
+        if d.elementwise:
+            bandwidth = interpolate(d.elementwise, num_bytes) * d["memory.fraction"]
         return num_bytes / (bandwidth * d.operators.get(name, 1.0))
 
     def seconds(self, op: Operator) -> float:

@@ -127,7 +127,9 @@ def _operator(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     if "attention" in name:
         backward = "backward" in name  # whose first argument is the gradient of the output
         q, k = read[backward], read[backward + 1]
-        flops = 2 * q.numel() * k.shape[2]  # causal: half of the scores
+        # documents that are attended to alone come as [T, heads, d], with the length of the longest beside them
+        length = k.shape[2] if k.dim() == 4 else max((a for a in args if type(a) is int), default=k.shape[0])
+        flops = 2 * q.numel() * length  # causal: half of the scores
         return Operator(name, num_bytes, dtype, None, flops * 5 // 2 if backward else flops)
     return Operator(name, num_bytes, dtype)
 

@@ -36,7 +36,7 @@ ADVICE = {
 
 
 class Plan(NamedTuple):
-    """Predictions for one command line; `config` is resolved."""
+    """Predictions for one command line; `config` is resolved. `stages`: of all pipeline stages, or of its two ends."""
 
     config: Config
     layout: Layout
@@ -104,10 +104,22 @@ def vocabulary(config: Config) -> int:
         raise
 
 
-def make_plan(config: Config, layout: Layout, device: Device, with_range: bool = True) -> Plan:
-    """Predict a resolved configuration on a device; `with_range`: at the ends of its uncertain constants, too."""
+def make_plan(config: Config, layout: Layout, device: Device) -> Plan:
+    """Predict a resolved configuration on a device."""
     stages = [stage_bytes(config, layout, pp, device.kind) for pp in range(layout.pp)]
-    return Plan(config, layout, device, stages, step_time(config, layout, device, with_range))
+    return Plan(config, layout, device, stages, step_time(config, layout, device))
+
+
+def plan_if_it_fits(config: Config, layout: Layout, device: Device) -> Plan | None:
+    """Predict, for a search, what a layout is compared by: the bytes of the two ends of the pipeline, which hold most,
+    and, if they fit, the expected time, without its range.
+    """
+    stages: list[StageBytes] = []
+    for pp in sorted({0, layout.pp - 1}):
+        stages.append(stage_bytes(config, layout, pp, device.kind))
+        if stages[-1].peak > device.usable_bytes:
+            return None
+    return Plan(config, layout, device, stages, step_time(config, layout, device, with_range=False))
 
 
 def advice(plan: Plan) -> Iterator[str]:

@@ -25,14 +25,16 @@ from megazero.price.costs import StepCosts
 from megazero.price.devices import Device
 from megazero.price.estimate import state_bytes
 from megazero.price.network import Network
-from megazero.price.plan import Plan, make_plan
+from megazero.price.plan import Plan, plan_if_it_fits
 from megazero.price.saved_activations import block_input
 from megazero.price.trace import trace_block
 
-PLAYED = 16  # layouts that are played, of those that seem fastest
+TRIED = 48  # layouts whose memory is estimated, of those that seem fastest
+PLAYED = 12  # of them, those that fit and are played
 COST_OF_PLAYING = 400  # one of them takes as long as so many by closed terms, about
 ALIKE = 4  # of them with the same tensor and pipeline parallelism
 MOST_STAGES = 64
+MOST_OF_A_V = 512  # stages x micro-batches: finding the order of a longer V takes many seconds
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 SCHEDULES = (("1f1b", 1), ("zero-bubble", 1), ("zero-bubble-v", 2), *(("interleaved", v) for v in (2, 3, 4, 6, 8)))
 BUBBLE = {"1f1b": 1.0, "interleaved": 1.0, "zero-bubble": 1 / 3, "zero-bubble-v": 1 / 6}  # of (p - 1) / v passes
@@ -101,6 +103,8 @@ def candidates(config: Config, world: int, device: Device) -> Iterator[Candidate
                 schedules, zeros, keeps, (False, True) if tp > 1 else (False,), micro_batches
             ):
                 if sequence and (partition or micro * model.seq_length % tp):
+                    continue
+                if schedule == "zero-bubble-v" and pp * (batch // dp // micro) > MOST_OF_A_V:
                     continue
                 yield Candidate(tp, pp, schedule, chunks, stage, shard, recompute, partition, sequence, micro)
 
@@ -246,7 +250,7 @@ class Search:
                 f"the same number of samples; use {max(1, batch // self.world) * self.world}"
             )
         self.played = 0
-        self.total = len(self.found) + PLAYED * COST_OF_PLAYING
+        self.total = len(self.found) + TRIED * COST_OF_PLAYING
 
     def run(self, wanted: int = 10) -> Iterator[int | list[Plan]]:
         """Yield the number of steps that are done, and at last the fastest plans that fit, fastest first."""
@@ -260,27 +264,29 @@ class Search:
         for n, c in enumerate(_varied(sorted(ranked))):
             yield len(self.found) + n * COST_OF_PLAYING
             plan = self._play(c)
-            self.played += 1
-            if plan is not None and plan.free >= 0:
+            if plan is not None:
                 plans.append(plan)
+            if len(plans) == PLAYED:
+                break
+        self.played = len(plans)
         yield self.total
         yield sorted(plans, key=lambda plan: plan.seconds)[:wanted]
 
     def _play(self, c: Candidate) -> Plan | None:
-        """Plan a layout; None if the flags refuse it."""
+        """Plan a layout; None if it does not fit, or the flags refuse it."""
         try:
             changed = c.apply(self.config)
             check_values(changed)
             config, layout = resolve(changed, self.world, self.vocabulary)
         except ValueError:
             return None
-        return make_plan(config, layout, self.device, with_range=False)
+        return plan_if_it_fits(config, layout, self.device)
 
 
 def _varied(ranked: list[tuple[float, Candidate]]) -> Iterator[Candidate]:
-    """Yield the first PLAYED, at most ALIKE of them with the same tensor and pipeline parallelism."""
+    """Yield the first TRIED, at most ALIKE of them with the same tensor and pipeline parallelism."""
     alike: dict[tuple[int, int], int] = {}
-    left = PLAYED
+    left = TRIED
     for _, c in ranked:
         count = alike[c.tp, c.pp] = alike.get((c.tp, c.pp), 0) + 1
         if left and count <= ALIKE:

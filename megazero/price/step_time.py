@@ -53,7 +53,8 @@ class Few(NamedTuple):
 
     @classmethod
     def of(cls, schedule: str, layout: Layout, wanted: int) -> Few:
-        least = (1 if layout.chunks == 1 else 2) * layout.pp + wanted % layout.pp
+        # at least two: gradients of one micro-batch are not accumulated, and are reduced unit by unit
+        least = max(2, (1 if layout.chunks == 1 else 2) * layout.pp + wanted % layout.pp)
         if schedule not in STEADY or least + least + layout.pp >= wanted:
             return cls(wanted, (wanted,))
         return cls(wanted, (least, least + layout.pp))

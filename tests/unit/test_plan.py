@@ -157,6 +157,10 @@ def test_a_long_step_is_extended_from_two_short_ones() -> None:
         for pp in range(3):
             found, wanted = stage_bytes(config, layout, pp, "cuda"), estimate(config, layout, pp * 2, False)
             assert (found.memory, found.traffic) == (wanted.memory, wanted.traffic)
+    for stage in range(4):  # without a pipeline, gradients of several micro-batches add up
+        config, layout = resolve(parse(f"{SMALL} --zero-stage {stage} --global-batch-size 80".split()), 4, 0)
+        found, wanted = stage_bytes(config, layout, 0, "cuda"), estimate(config, layout, 0, False)
+        assert (found.memory, found.traffic) == (wanted.memory, wanted.traffic)
 
 
 def test_plan_json_has_the_bytes_of_the_estimate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -268,7 +272,7 @@ def test_a_search_finds_what_no_other_layout_beats(capsys: pytest.CaptureFixture
     lines = [line for line in capsys.readouterr().out.splitlines() if "scripts/launch.sh --nproc 2" in line]
     flags = lines[0].split("--nproc 2 ")[1].split()
     assert "--lr" in flags and "--plan-search" not in flags and "--world-size" not in flags
-    again = make_plan(*plan_config(parse([*flags, "--plan", *asked])), with_range=False)
+    again = make_plan(*plan_config(parse([*flags, "--plan", *asked])))
     assert again.seconds == plans[0].seconds and again.stages[0].peak == plans[0].stages[0].peak
     device, everything = load_device("a100-80gb"), list[float]()
     for candidate in candidates(config, 2, device):
