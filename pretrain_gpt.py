@@ -93,6 +93,11 @@ def pretrain(config: Config, world: launch.World, signals: Signals) -> Stop | No
 
     check_values(config)
     tokenizer = load_tokenizer(config.data.tokenizer) if config.data.tokenizer else None
+    if config.plan.rehearse:
+        from megazero.train.rehearsal_report import run_rehearsal
+
+        run_rehearsal(config, world, tokenizer.vocab_size if tokenizer else 0)
+        return None
     config, layout = resolve(config, world.size, tokenizer.vocab_size if tokenizer else 0)
     device = launch.pick_device(world)
     check_memory(config, layout, world.rank, machine(world, device))

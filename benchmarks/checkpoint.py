@@ -33,15 +33,14 @@ import torch.multiprocessing
 from benchmarks.measure import interval
 from megazero import checkpoint
 from megazero.checkpoint import LocalShard, manifest, planning
+from megazero.checkpoint.pretend import pretended_shards
 from megazero.config.cli import parse
-from megazero.plan.owned import rank_parts
 from megazero.plan.resolve import resolve
 
 COMPARED = (
     *(("write ours", "write plain"), ("write DCP", "write plain"), ("read ours", "read plain")),
     *(("read DCP", "read plain"), ("stall of async", "copy alone")),
 )
-STATES = ("model", "exp_avg", "exp_avg_sq")
 
 
 # -- ranks that are not there
@@ -62,29 +61,13 @@ class Timed:
         return outcome
 
 
-def shards_of(config: Any, layout: Any, rank: int) -> dict[str, LocalShard]:
-    """Return a rank's shards, on stand-in tensors."""
-    return {
-        f"{state}.{part.spec.name}": LocalShard(
-            part.spec.shape,
-            part.block.offset,
-            part.block.shape,
-            part.start,
-            part.stop,
-            torch.empty(part.stop - part.start, device="meta"),
-        )
-        for part in rank_parts(config, layout, rank)
-        for state in STATES
-    }
-
-
 def pretend(world: int, flags: list[str]) -> None:
     """Print the time that planning takes on rank 0, and on any other, of `world` ranks."""
     config, layout = resolve(parse(flags), world, 0)
     print(f"{world} ranks, {layout}, ZeRO stage {config.zero.zero_stage}")
     timed, plans, slowest = Timed(), [], 0.0
     for rank in range(world):
-        mine = shards_of(config, layout, rank)
+        mine = pretended_shards(config, layout, rank, torch.float32)
         made = time.perf_counter()
         plans.append(pickle.dumps(planning.RankPlan.of(mine)))
         slowest = max(slowest, time.perf_counter() - made)
@@ -106,7 +89,7 @@ def pretend(world: int, flags: list[str]) -> None:
     print(f"  {len(text) / 1e6:7.1f} MB manifest of {sum(map(len, checksums)):,} chunks of {len(entries):,} tensors")
     timed = Timed()
     found = timed("every rank parses the manifest", lambda: manifest.parse_manifest(Path("pretended"), text.encode()))
-    mine = shards_of(config, layout, world - 1)
+    mine = pretended_shards(config, layout, world - 1, torch.float32)
     planner = planning.CoveredLoadPlanner(mine, Path("pretended"), found)
     local = timed("a rank says what it wants", planner.create_local_plan)
     timed("rank 0 compares what all want, and proves coverage", lambda: planner.create_global_plan([local] * world))

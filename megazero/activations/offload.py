@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import contextlib
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,6 +48,41 @@ class Copies:
         """Wait for all copies: before buffers are used for something else."""
 
 
+class NoStream:
+    """The stream of a device that computes nothing: the meta device's."""
+
+    def wait_event(self, event: None) -> None:
+        pass
+
+    def wait_stream(self, stream: NoStream) -> None:
+        pass
+
+    def record_event(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Streams:
+    """CUDA streams of a device; those of the meta device do nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.is_meta = device, device.type == "meta"
+
+    def new(self) -> Any:
+        return NoStream() if self.is_meta else torch.cuda.Stream(self.device)
+
+    @property
+    def compute(self) -> Any:
+        """The stream that computations are issued to."""
+        return NoStream() if self.is_meta else torch.cuda.current_stream(self.device)
+
+    def on(self, stream: Any) -> contextlib.AbstractContextManager[object]:
+        """Issue to `stream` what is issued within."""
+        return contextlib.nullcontext() if self.is_meta else torch.cuda.stream(stream)
+
+
 class StreamCopies(Copies):
     """Between a GPU and pinned memory, each way on a CUDA stream of its own.
 
@@ -58,15 +94,15 @@ class StreamCopies(Copies):
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, tracker: MemoryTracker) -> None:
-        self.device = device
-        self.storing, self.fetching = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.streams = Streams(device)
+        self.storing, self.fetching = self.streams.new(), self.streams.new()
         self.outgoing = BufferPool(numel, dtype, device, tracker, "buffers", count=COPY_DEPTH)
         self.incoming = BufferPool(numel, dtype, device, tracker, "buffers", count=COPY_DEPTH)
         self.left: list[torch.cuda.Event | None] = [None] * COPY_DEPTH  # when an outgoing buffer was last copied from
         self.stores = self.fetches = 0  # so far: buffers are used in turn
 
     def start_store(self, part: torch.Tensor, host: torch.Tensor) -> HostCopy:
-        compute = torch.cuda.current_stream(self.device)
+        compute = self.streams.compute
         turn = self.stores % COPY_DEPTH
         self.stores += 1
         buffer, left = self.outgoing[turn], self.left[turn]
@@ -74,7 +110,7 @@ class StreamCopies(Copies):
             compute.wait_event(left)
         buffer[: part.numel()].copy_(part)
         self.storing.wait_stream(compute)
-        with torch.cuda.stream(self.storing):
+        with self.streams.on(self.storing):
             host.copy_(buffer, non_blocking=True)
         done = self.left[turn] = self.storing.record_event()
         return HostCopy(host, done)
@@ -82,10 +118,10 @@ class StreamCopies(Copies):
     def start_fetch(self, copy: HostCopy) -> Fetch:
         buffer = self.incoming[self.fetches % COPY_DEPTH]
         self.fetches += 1
-        self.fetching.wait_stream(torch.cuda.current_stream(self.device))  # its work with this buffer is issued by now
+        self.fetching.wait_stream(self.streams.compute)  # its work with this buffer is issued by now
         if copy.done is not None:
             self.fetching.wait_event(copy.done)
-        with torch.cuda.stream(self.fetching):
+        with self.streams.on(self.fetching):
             buffer.copy_(copy.host, non_blocking=True)
         return Fetch(buffer, self.fetching.record_event())
 

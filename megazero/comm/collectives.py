@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megazero.comm.errors import peer_errors
 from megazero.comm.in_flight import InFlight
@@ -69,9 +70,14 @@ class Axis:
         """Return true if a reduce-scatter needs scratch for what every other rank sends; see `_exchange`."""
         return self.size > 1 and dist.get_backend(self.group) == "gloo"
 
-    def _count(self, x: torch.Tensor, passes: int, kind: str | None) -> None:
-        assert x.is_contiguous(), f"{self.name}: collective on shape {tuple(x.shape)}, stride {x.stride()}"
-        self.sent[kind or self.name] += ring_bytes(x.numel() * x.element_size(), self.size, passes)
+    def _count(self, operation: str, x: torch.Tensor, passes: int, kind: str | None) -> None:
+        assert x.is_contiguous(), f"{self.name}: {operation} on shape {tuple(x.shape)}, stride {x.stride()}"
+        num_bytes = x.numel() * x.element_size()
+        self._issued(operation, kind or self.name, ring_bytes(num_bytes, self.size, passes) if passes else num_bytes)
+
+    def _issued(self, operation: str, kind: str, num_bytes: int) -> None:
+        """Count what this rank sends for a collective or a message."""
+        self.sent[kind] += num_bytes
 
     def _launch(
         self, collective: Callable[[], _Work], reads: tuple[torch.Tensor, ...], writes: tuple[torch.Tensor, ...]
@@ -116,7 +122,7 @@ class Axis:
         """All-reduce `x` in place; it must not be read or written before the result has been waited for."""
         if self.size == 1:
             return Pending()
-        self._count(x, 2, kind)
+        self._count("all-reduce", x, 2, kind)
         return self._start(
             "all-reduce", lambda: dist.all_reduce(x, op=op, group=self.group, async_op=True), reads=(x,), writes=(x,)
         )
@@ -129,10 +135,10 @@ class Axis:
         """Everyone's `part`, in order of rank, into `out`. `part` may be this rank's own window of `out`."""
         assert part.is_contiguous() and part.numel() * self.size == out.numel(), (part.shape, out.shape)
         if self.size == 1:
-            if out.data_ptr() != part.data_ptr():
+            if not _same_place(out, part):
                 out.copy_(part.view_as(out))
             return Pending()
-        self._count(out, 1, None)
+        self._count("all-gather", out, 1, None)
         if not self.needs_staging_buffer:
             return self._start(
                 "all-gather",
@@ -143,7 +149,7 @@ class Axis:
         parts = out.view(self.size, -1)
 
         def exchange() -> _Work:
-            if parts[self.rank].data_ptr() != part.data_ptr():
+            if not _same_place(parts[self.rank], part):
                 parts[self.rank].copy_(part.view(-1))
             return self._exchange(dict.fromkeys(self._others, part), {i: parts[i] for i in self._others})
 
@@ -169,7 +175,7 @@ class Axis:
         if self.size == 1:
             _write(out, full, add)
             return Pending()
-        self._count(full, 1, None)
+        self._count("reduce-scatter", full, 1, None)
         scratch = scratch[: self.scratch_numel(out.numel())]
         name, group = "reduce-scatter", self.group
         if self.needs_staging_buffer:
@@ -218,8 +224,7 @@ class Axis:
 
         `x` must not be written before the send has been waited for. `tag`: matches a send with its receive.
         """
-        assert x.is_contiguous(), f"{self.name}: send of shape {tuple(x.shape)}, stride {x.stride()}"
-        self.sent[self.name] += x.numel() * x.element_size()
+        self._count("send", x, 0, None)
         peer, link = self._neighbour(step), self._link(step, step, lane)
         return self._start("send", lambda: dist.isend(x, peer, link, tag), reads=(x,), peer=peer)
 
@@ -283,6 +288,13 @@ class Pending:
         if self._then is not None:
             self._then()
         self._wait, self._held, self._then = None, (), None
+
+
+def _same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return true if two tensors begin at the same element of the same storage. Stand-ins have no address to ask."""
+    return StorageWeakRef(a.untyped_storage()) == StorageWeakRef(b.untyped_storage()) and (
+        a.storage_offset() == b.storage_offset()
+    )
 
 
 def _write(out: torch.Tensor, values: torch.Tensor, add: bool) -> None:

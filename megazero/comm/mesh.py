@@ -15,6 +15,9 @@ from megazero.comm.errors import peer_errors
 from megazero.comm.in_flight import InFlight
 from megazero.plan.topology import AXES, SUB_AXES, Coord, Layout
 
+# axis -> the kind of traffic that its collectives are counted as, where that is not its name
+TRAFFIC = {"shard": "dp", "replica": "dp", "embedding": "pp", "world": "control"}
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -90,13 +93,16 @@ class Mesh:
             host = dist.new_group(backend="gloo", timeout=timeout)
         return cls(layout, rank, device, host_group=host, in_flight=in_flight, **axes)
 
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        return self.pp, self.dp, self.shard, self.replica, self.tp, self.embedding, self.world
+
     def sent(self) -> dict[str, int]:
         """Bytes sent so far, by kind."""
-        kinds = {"shard": "dp", "replica": "dp", "embedding": "pp", "world": "control"}
         total: Counter[str] = Counter({"dp": 0, "tp": 0, "pp": 0, "control": 0})
-        for axis in (self.pp, self.dp, self.shard, self.replica, self.tp, self.embedding, self.world):
+        for axis in self.axes:
             for kind, num_bytes in axis.sent.items():
-                total[kinds.get(kind, kind)] += num_bytes
+                total[TRAFFIC.get(kind, kind)] += num_bytes
         return dict(total)
 
     def barrier(self) -> None:
@@ -126,11 +132,15 @@ class Mesh:
                 dist.recv(arriving, src=rank, group=self.host_group)
             yield arriving.numpy().tobytes()
 
-    def control_sum(self, x: torch.Tensor, *axes: Axis) -> torch.Tensor:
-        """Sum a few numbers over `axes`, in place, counted as control traffic."""
+    def control_sum(self, x: torch.Tensor, *axes: Axis) -> float:
+        """Sum a scalar over `axes`, in place, counted as control traffic; return its value."""
         for axis in axes:
             axis.all_reduce_(x, kind="control")
-        return x
+        return self.read(x)
+
+    def read(self, x: torch.Tensor) -> float:
+        """Return the value of a scalar, when the device has computed it."""
+        return x.item()
 
 
 def _make_links(layout: Layout, pp: Axis, timeout: datetime.timedelta) -> None:

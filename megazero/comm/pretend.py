@@ -1,4 +1,4 @@
-"""`PretendAxis`: an axis of which only this rank exists. It counts what would be sent, and sends nothing."""
+"""Axes and a mesh of which only this rank exists. They count what would be sent, and send nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from megazero.comm.collectives import Axis
 from megazero.comm.in_flight import InFlight
-from megazero.comm.mesh import Mesh
+from megazero.comm.mesh import TRAFFIC, Mesh
 from megazero.plan.topology import AXES, SUB_AXES, Layout
 
 
@@ -25,21 +25,47 @@ class PretendAxis(Axis):
 
     For stand-in tensors, whose values do not matter.
     `needs_staging_buffer`: take the paths of gloo, else those of NCCL.
+
+    Attributes:
+        issued: (kind of traffic, operation) -> (calls, bytes that this rank would have sent).
     """
 
     def __init__(self, name: str, ranks: list[int], rank: int, needs_staging_buffer: bool) -> None:
         super().__init__(name, ranks, rank, None, InFlight(checks=False))
         self._needs_staging_buffer = needs_staging_buffer
+        self.issued: dict[tuple[str, str], tuple[int, int]] = {}
 
     @property
     def needs_staging_buffer(self) -> bool:
         return self._needs_staging_buffer and self.size > 1
 
+    def _issued(self, operation: str, kind: str, num_bytes: int) -> None:
+        super()._issued(operation, kind, num_bytes)
+        calls, total = self.issued.get((kind, operation), (0, 0))
+        self.issued[kind, operation] = calls + 1, total + num_bytes
+
     def _launch(self, collective: Callable[[], Any], reads: Any, writes: Any) -> _Done:
         return _Done()
 
 
-def pretend_mesh(layout: Layout, rank: int, device: torch.device, needs_staging_buffer: bool) -> Mesh:
+class PretendMesh(Mesh):
+    """The mesh of one rank without its peers."""
+
+    def read(self, x: torch.Tensor) -> float:
+        """Return 1: a stand-in has no value. As a norm, a loss or a number of targets it lets a step go on."""
+        return 1.0
+
+    def issued(self) -> dict[tuple[str, str, str], tuple[int, int]]:
+        """Return (axis, kind of traffic, operation) -> (calls, bytes that this rank would have sent)."""
+        return {
+            (axis.name, TRAFFIC.get(kind, kind), operation): count
+            for axis in self.axes
+            if isinstance(axis, PretendAxis)
+            for (kind, operation), count in axis.issued.items()
+        }
+
+
+def pretend_mesh(layout: Layout, rank: int, device: torch.device, needs_staging_buffer: bool) -> PretendMesh:
     """Make the mesh of one rank of `layout`, without any other."""
     axes: dict[str, Axis] = {"embedding": PretendAxis("embedding", [rank], rank, needs_staging_buffer)}
     for name in (*AXES, *SUB_AXES):
@@ -47,4 +73,4 @@ def pretend_mesh(layout: Layout, rank: int, device: torch.device, needs_staging_
             if rank in ranks:
                 axes[name] = PretendAxis(name, ranks, rank, needs_staging_buffer)
     axes["world"] = PretendAxis("world", list(range(layout.world_size)), rank, needs_staging_buffer)
-    return Mesh(layout, rank, device, host_group=None, in_flight=InFlight(checks=False), **axes)
+    return PretendMesh(layout, rank, device, host_group=None, in_flight=InFlight(checks=False), **axes)

@@ -350,6 +350,14 @@ class PlanConfig:
     device_type: str = ""
     """--plan, --plan-search: a device of scripts/devices, such as h100-80gb, or a TOML file like those; a cluster of
     its nodes is assumed. scripts/measure_device.py writes one for the machine that it runs on."""
+    rehearse: str = ""
+    """WORLD[:RANKS]: instead of training, run steps of one rank of WORLD on stand-in tensors with pretended peers, and
+    report bytes by kind, every collective and the plan of a checkpoint, beside the estimate; with --log-dir also in
+    rehearsal.json. Needs no data and no GPU. RANKS: one, several as 0,399, or stages for one per pipeline stage. Rank 0
+    unless given."""
+    rehearse_on: Literal["gpu", "cpu", "here"] = "gpu"
+    """--rehearse: the device whose kernels and collectives are imitated (gpu: NCCL; cpu: gloo), or real tensors on the
+    device of this machine, with pretended peers (here)."""
 
 
 @dataclass(frozen=True)

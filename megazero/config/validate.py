@@ -139,8 +139,8 @@ def _check_combinations(config: Config) -> None:
         )
     folders = {"save": checkpoint.save, "log-dir": config.log.log_dir, "tensorboard-dir": config.log.tensorboard_dir}
     for flag, path in folders.items():
-        # a plan may be made on another machine than that of the run, and writes to --log-dir alone
-        if path and (flag == "log-dir" or not plans(config.plan)):
+        # a plan or a rehearsal may be made on another machine than that of the run, and writes to --log-dir alone
+        if path and (flag == "log-dir" or not (plans(config.plan) or config.plan.rehearse)):
             check_writable(flag, path)
     check_project(config.log.wandb_project)
     _check_profile(config)
@@ -165,6 +165,8 @@ def _check_plan(plan: PlanConfig) -> None:
     asked = "--plan-search" if plan.plan_search else "--plan"
     if plan.plan and plan.plan_search:
         raise ValueError("--plan and --plan-search: one predicts this layout, the other looks for better ones; use one")
+    if plans(plan) and plan.rehearse:
+        raise ValueError(f"--rehearse {plan.rehearse} with {asked}: both end before training; use one after the other")
     for flag, value in (("world-size", plan.world_size), ("device-type", plan.device_type)):
         if plans(plan) and not value:
             example = "400" if flag == "world-size" else "h100-80gb"

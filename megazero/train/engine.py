@@ -266,7 +266,7 @@ class Engine:
 
     def _global_loss(self, loss: torch.Tensor) -> float:
         """Sum over data-parallel ranks, and from the last stage to all."""
-        return float(self.mesh.control_sum(loss, self.mesh.dp, self.mesh.pp))
+        return self.mesh.control_sum(loss, self.mesh.dp, self.mesh.pp)
 
     # -- state
 

@@ -46,13 +46,14 @@ class UnitWeights:
             self.sharded = kept[unit.owned.slice()]
         self.allocation = options.tracker.allocate("parameters", kept.nbytes)
         self._released = torch.full((), torch.nan, dtype=dtype, device=device)
-        self._views: dict[int, list[torch.Tensor]] = {}  # address of the whole weights -> every parameter there
+        # offset of the whole weights in their storage, None: released -> every parameter there
+        self._views: dict[int | None, list[torch.Tensor]] = {}
         self._point()
 
     def _point(self) -> None:
         """Point every parameter into `unsharded` or, where that is None, at one NaN expanded to its shape."""
         whole = self.unsharded
-        at = 0 if whole is None else whole.data_ptr()
+        at = None if whole is None else whole.storage_offset()
         if at not in self._views:
             self._views[at] = [
                 self._released.expand(member.block.stored)

@@ -13,6 +13,7 @@ The classes here own memory and start collectives; the program (`plan.program`) 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -105,7 +106,7 @@ class Zero:
             if unit.name != tied or mesh.pp.is_first:
                 total += unit.gradients.square_sum(replicated=mesh.tp.is_first)
         axes = [mesh.tp, mesh.pp] + [mesh.shard] * self.policy.optimizer
-        return float(mesh.control_sum(total, *axes).sqrt())
+        return math.sqrt(mesh.control_sum(total, *axes))
 
     def discard_gradients(self) -> None:
         """Free all gradients: of a skipped step, or what an exception has left."""

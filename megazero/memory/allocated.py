@@ -1,0 +1,66 @@
+"""`Allocated`: bytes of every tensor that operations make, for as long as its memory lives."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Allocated(TorchDispatchMode):
+    """Counts, while it is active, the bytes of the storages of a device and of the host that operations make.
+
+    That is what an allocator is asked for: all that the memory tracker counts, and also what autograd keeps inside
+    layers, and outputs of operations that are freed soon after. Not seen: scratch inside a kernel, and the rounding and
+    caching of an allocator.
+
+    Attributes:
+        now: bytes of the device now.
+        peak: the most so far; `peak_at` is what `place` returned then.
+        host_now, host_peak: the same of the host's memory, where the device is another.
+    """
+
+    def __init__(self, device: torch.device, place: Callable[[], object] = lambda: None) -> None:
+        super().__init__()
+        self.device, self.place = device, place
+        self.now = self.peak = self.host_now = self.host_peak = 0
+        self.peak_at: object = None
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def begin(self) -> None:
+        """Forget the peaks so far: they are a step's."""
+        self.peak, self.peak_at, self.host_peak = self.now, self.place(), self.host_now
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                self.add(x)
+        return out
+
+    def add(self, x: torch.Tensor) -> None:
+        """Count the memory of a tensor, if it is not counted already."""
+        storage = x.untyped_storage()
+        key, num_bytes, on_host = storage._cdata, storage.nbytes(), x.device.type != self.device.type
+        if key in self._alive:
+            return
+
+        def gone(_: object) -> None:
+            del self._alive[key]
+            self._count(-num_bytes, on_host)
+
+        self._alive[key] = weakref.ref(storage, gone)
+        self._count(num_bytes, on_host)
+
+    def _count(self, num_bytes: int, on_host: bool) -> None:
+        if on_host:
+            self.host_now += num_bytes
+            self.host_peak = max(self.host_peak, self.host_now)
+            return
+        self.now += num_bytes
+        if self.now > self.peak:
+            self.peak, self.peak_at = self.now, self.place()

@@ -1,0 +1,52 @@
+"""Three witnesses of a rank's bytes: real gloo ranks, `--rehearse`, and `price.estimate`. They agree to the byte.
+
+The fourth, formulas written down from papers, is in tests/unit/test_closed_formulas.py and tests/unit/test_paper.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megazero.train.rehearsal import Place, rehearse
+from tests.parallel.cases import MODEL, Case, train
+
+UNTIED = replace(MODEL, untie_embeddings=True)
+LLAMA = replace(UNTIED, architecture="llama", num_query_groups=2, add_qkv_bias=True)
+
+# The slow ones are the product of ZeRO's stages and ZeRO-R's options, and of schedules, layouts and architectures.
+CASES = [
+    Case(dp=2, tp=2, zero=2, recompute="full", pa=True, host=True, md=True, precision="bf16", grad_dtype="bf16"),
+    Case(pp=2, dp=2, zero=3, recompute="selective", model=LLAMA, micro_batches=3),
+]
+SLOW = [
+    Case(pp=2, tp=2, zero=1, recompute="full", md=True, sp=True, schedule="gpipe", micro_batches=3),
+    Case(dp=4, zero=1, options=(("zero_shard_size", 2), ("reduce_bucket_size", 1000))),
+]
+SLOW += [
+    Case(dp=2, tp=2, zero=zero, recompute="full", micro_batches=3, **how)
+    for zero in range(4)
+    for how in ({"pa": True}, {"pa": True, "host": True}, {"pa": True, "md": True}, {"host": True, "md": True}, {})
+]
+SLOW += [Case(dp=4, zero=zero, recompute=r, model=LLAMA) for zero in range(4) for r in ("none", "selective", "full")]
+SLOW += [Case(pp=2, tp=2, sp=True, recompute=r, model=m) for r in ("none", "full") for m in (MODEL, LLAMA)]
+SLOW += [
+    Case(pp=2, dp=2, zero=zero, schedule=s, chunks=c, model=replace(UNTIED, num_layers=6), micro_batches=2)
+    for zero in (1, 3)
+    for s, c in (("interleaved", 2), ("zero-bubble", 1), ("zero-bubble-v", 2))
+]
+
+
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=str)
+def test_real_ranks_the_rehearsal_and_the_estimate_agree(case: Case, ranks) -> None:
+    """Every kind, at rest and at the peak, and traffic: of the last rank, and of the first of a slow case."""
+    outcomes = ranks(case.world).run(train, case, 2)
+    config, layout = case.resolved()
+    for rank in (case.world - 1, 0)[: 1 + (case in SLOW)]:
+        found = rehearse(config, layout, rank, Place.of("cpu"))
+        assert found.memory == outcomes[rank].memory[-1] == found.estimated_memory
+        assert found.traffic == outcomes[rank].sent[-1] == found.estimated_traffic
+        for kind, num_bytes in found.traffic.items():
+            assert num_bytes == sum(each.num_bytes for each in found.collectives if each.kind == kind)
+        assert found.allocated >= found.memory["peak"] - found.memory["host"]
