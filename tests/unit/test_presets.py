@@ -34,6 +34,10 @@ SHAPES = {
     "llama-7b": (64, 32, 4096, 32, 1, 16, 1024),
     "llama-70b": (512, 80, 8192, 64, 8, 64, 1024),
     "parallel-6b": (64, 28, 4096, 16, 1, 4, 256),
+    "gpt-100b-h100": (512, 125, 8192, 64, 8, 16, 1024),
+    "gpt-100b-h200": (256, 125, 8192, 64, 4, 16, 1024),
+    "gpt-100b-b200": (128, 125, 8192, 64, 4, 32, 1024),
+    "gpt-1000b": (1024, 128, 25600, 160, 8, 4, 512),
     "qwen2-0.5b": (8, 24, 896, 14, 1, 64, 512),
     "qwen2-1.5b": (8, 28, 1536, 12, 1, 64, 512),
 }
@@ -56,6 +60,8 @@ SMALL = (
     "c4",
     "c5",
 )  # these have the vocabulary of whatever --tokenizer is named
+# preset -> bytes of its GPU
+TODAY = {"gpt-100b-h100": 80e9, "gpt-100b-h200": 141e9, "gpt-100b-b200": 180e9, "gpt-1000b": 80e9}
 PAPER = [name for name in SHAPES if name.startswith("zero-")]
 
 
@@ -77,7 +83,9 @@ def test_shape_and_batch(name: str) -> None:
     if name in LLAMAS or name == "parallel-6b":
         return
     assert model.ffn_hidden_size == 4 * model.hidden_size
-    if name not in SMALL:
+    if name in TODAY:
+        assert estimated(config, layout, 0, "cuda").total < 0.9 * TODAY[name]
+    elif name not in SMALL:
         assert (model.seq_length, model.vocab_size, training.precision) == (1024, 50257, "bf16")
 
 
@@ -95,7 +103,7 @@ def test_llamas_have_published_shapes_and_fit(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in SHAPES if name not in SMALL])
 def test_the_name_says_the_size(name: str) -> None:
-    said = re.fullmatch(r"\w+-([\d.]+)([mb])", name)
+    said = re.fullmatch(r"\w+-([\d.]+)([mb])(-\w+)?", name)
     assert said
     size = float(said[1]) * {"m": 1e6, "b": 1e9}[said[2]]
     assert num_parameters(load(name)[0].model) == pytest.approx(size, rel=0.05)

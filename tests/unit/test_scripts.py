@@ -9,16 +9,21 @@ from pathlib import Path
 import pytest
 
 from megazero.config.cli import parse
-from tests.unit.test_presets import SHAPES
+from tests.unit.test_presets import PAPER, SHAPES, TODAY
 
 ROOT = Path(__file__).parents[2]
 SLURM = sorted((ROOT / "scripts" / "slurm").glob("pretrain_*.sbatch"))
 ONE_MACHINE = sorted((ROOT / "scripts").glob("pretrain_*.sh"))
 
 
-def test_every_run_of_the_paper_has_a_script() -> None:
-    sizes = {re.fullmatch(r"pretrain_(.*)\.sbatch", path.name)[1] for path in SLURM}
-    assert sizes == {name.removeprefix("zero-") for name in SHAPES if name.startswith("zero-")}
+def preset_of(path: Path) -> str:
+    """pretrain_100b.sbatch -> zero-100b, pretrain_gpt_100b_h100.sbatch -> gpt-100b-h100"""
+    name = path.stem.removeprefix("pretrain_").replace("_", "-")
+    return name if name.startswith("gpt-") else f"zero-{name}"
+
+
+def test_every_run_of_many_gpus_has_a_script() -> None:
+    assert {preset_of(path) for path in SLURM} == {*PAPER, *TODAY}
     assert len(ONE_MACHINE) == 4
 
 
@@ -27,7 +32,7 @@ def test_a_slurm_script_asks_for_the_ranks_of_its_preset(path: Path) -> None:
     """The flags that it adds are parsed, and handed to pretrain.sbatch with the user's behind them."""
     text = path.read_text()
     asked = {key: int(number) for key, number in re.findall(r"^#SBATCH --([a-z-]+)=(\d+)$", text, re.MULTILINE)}
-    preset = f"zero-{path.stem.removeprefix('pretrain_')}"
+    preset = preset_of(path)
     assert asked["nodes"] * asked["ntasks-per-node"] == SHAPES[preset][0]
     assert asked["gpus-per-node"] == asked["ntasks-per-node"]
     flags = re.search(r"pretrain\.sbatch (.*) \"\$@\"", text, re.DOTALL)[1].replace("\\\n", "").split()
