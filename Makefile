@@ -1,7 +1,7 @@
 # The developer's commands. `bash scripts/test.sh` once makes .venv with all that they need.
 BIN := .venv/bin
 
-.PHONY: help check format test test-all test-gpu chaos mutate bench
+.PHONY: help check format test test-all test-gpu chaos mutate bench paper
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -36,3 +36,7 @@ mutate:  ## plant the faults of tests/mutations.toml one by one: is each noticed
 bench:  ## speed of one process against transformers, of two against DDP and FSDP2
 	$(BIN)/python benchmarks/single_process.py
 	$(BIN)/python benchmarks/zero.py
+
+paper:  ## the tables and pictures of docs/paper.md and docs/scale.md: a hundred rehearsals, half an hour
+	$(BIN)/python -m benchmarks.reports.paper
+	$(BIN)/python -m benchmarks.reports.scale

@@ -1,0 +1,1 @@
+"""Reports: programs that make the tables and pictures of docs, from formulas and rehearsals."""

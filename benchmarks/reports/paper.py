@@ -1,0 +1,53 @@
+#!/usr/bin/env python3
+"""Make the tables and pictures of docs/paper.md: the ZeRO paper's numbers beside formulas, rehearsals and real runs.
+
+Example: python -m benchmarks.reports.paper table-1 figure-6
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from benchmarks.reports.blocks import write_blocks
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "paper.md"
+# section -> the function that makes its blocks; a picture lies in docs/pictures
+SECTIONS = {
+    "table-1": "states.table_1",
+    "table-2": "states.table_2",
+    "savings": "features.savings",
+    "figure-6": "features.largest",
+    "figure-4": "models.figure_4",
+    "examples": "models.examples",
+    "trained": "trained.small",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Make sections of docs/paper.md."""
+
+    sections: Annotated[tuple[str, ...], tyro.conf.Positional] = tuple(SECTIONS)
+    """Sections to make again; all unless named."""
+
+
+def main(options: Options) -> None:
+    unknown = [name for name in options.sections if name not in SECTIONS]
+    if unknown:
+        sys.exit(f"{unknown[0]}: there is no such section, but {', '.join(SECTIONS)}")
+    for name in options.sections:
+        start = time.perf_counter()
+        module, function = SECTIONS[name].split(".")
+        write_blocks(PAGE, getattr(importlib.import_module(f"benchmarks.reports.{module}"), function)())
+        print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))

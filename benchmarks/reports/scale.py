@@ -1,0 +1,103 @@
+#!/usr/bin/env python3
+"""Make the tables and the picture of docs/scale.md: groups, checkpoints, failures and goodput of large jobs.
+
+Example: python -m benchmarks.reports.scale
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from benchmarks.reports.blocks import markdown, write_blocks
+from benchmarks.reports.goodput import best_interval, goodput, mean_time_between_failures
+from benchmarks.reports.pictures import lines
+from benchmarks.reports.rehearsals import Asked, rehearse_all
+from megazero.plan.topology import AXES, SUB_AXES, Layout
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "scale.md"
+DEVICES = (1_024, 4_096, 10_240, 16_384)
+STATE_BYTES = 12  # of a checkpoint, for a parameter: fp32 weight and moments
+PARAMETERS = {"100B": 1e11, "1T": 1e12}
+WRITE_GB = 2.0  # a second, of a node of 8 devices into the shared file system; assumed
+HOST_GB = 20.0  # a second, of a device into host memory; assumed
+RESTART_SECONDS = 600.0  # until a requeued job trains again; assumed
+PRESETS = {"gpt-100b-h100": 512, "gpt-100b-h200": 256, "gpt-100b-b200": 128, "gpt-1000b": 1024}
+
+
+def groups() -> dict[str, str]:
+    """Communicators: of the whole job, which every rank helps to make, and of one rank."""
+    rows = []
+    for devices in DEVICES:
+        for layout in (Layout(dp=devices // 8, tp=8), Layout(pp=16, dp=devices // 128, tp=8)):
+            made = {tuple(ranks) for axis in (*AXES, *SUB_AXES) for ranks in layout.groups(axis) if len(ranks) > 1}
+            links = len(layout.links()) * layout.dp * layout.tp
+            mine = sum(0 in ranks for ranks in made)
+            own_links = sum(0 in (first, (first + 1) % layout.pp) for first, _, _ in layout.links())
+            rows.append([f"{devices:,}", layout, f"{len(made):,}", f"{links:,}", mine, own_links])
+    columns = ["devices", "layout", "groups of the job", "links of the job", "groups of rank 0", "its links"]
+    return {"groups": markdown(columns, rows)}
+
+
+def saves() -> dict[str, str]:
+    """Sizes and times of checkpoints; failures, the best interval, goodput."""
+    rows = []
+    for devices in DEVICES:
+        between = mean_time_between_failures(devices)
+        for name, parameters in PARAMETERS.items():
+            total = STATE_BYTES * parameters
+            written = total / 1e9 / (WRITE_GB * devices / 8)
+            copied = total / devices / 1e9 / HOST_GB
+            row: list[object] = [f"{devices:,}", f"{86400 / between:.1f}", name, f"{total / 1e12:.1f} TB"]
+            for stall in (written, copied):
+                interval = max(best_interval(stall, between), written)
+                share = goodput(interval, stall, RESTART_SECONDS, between)
+                row.append(f"{stall:.1f} s, {interval / 60:.1f} min: {100 * share:.1f} %")
+            rows.append(row)
+    columns = [
+        "devices",
+        "failures a day",
+        "model",
+        "checkpoint",
+        "`--save`: stall, best interval, goodput",
+        "`--async-save`",
+    ]
+    between = mean_time_between_failures(10_240)
+    minutes = [2 ** (step / 8) for step in range(-8, 73)]
+    series = {}
+    for title, stall in (("save, 1T: 4.7 s", 4.7), ("async save, 1T: 0.06 s", 0.06), ("a save of 60 s", 60.0)):
+        kept = [100 * goodput(60 * each, stall, RESTART_SECONDS, between) for each in minutes]
+        series[title] = (minutes, kept)
+    lines("goodput.svg", series, "minutes between saves, 10,240 devices", "goodput, %", log_x=True)
+    return {"saves": markdown(columns, rows)}
+
+
+def presets() -> dict[str, str]:
+    """Rehearse rank 0 of every preset of today."""
+    asked = [Asked(world, f"--preset {name}") for name, world in PRESETS.items()]
+    rows = []
+    for (name, world), found in zip(PRESETS.items(), rehearse_all(asked), strict=True):
+        assert (found.memory, found.traffic) == (found.estimated_memory, found.estimated_traffic), name
+        cells = [f"{each / 1e9:.2f}" for each in (found.memory["peak"], found.allocated)]
+        cells += [f"{found.traffic[kind] / 1e9:.1f}" for kind in ("tp", "dp")]
+        seconds = found.build_seconds + found.step_seconds
+        rows.append([f"`{name}`", world, *cells, f"{seconds:.0f} s", f"{found.host_peak_bytes / 1e9:.1f} GB"])
+    columns = [
+        "preset",
+        "GPUs",
+        "peak, GB",
+        "all tensors at once, GB",
+        "tp, GB a step",
+        "dp, GB a step",
+        "rehearsed in",
+        "host",
+    ]
+    return {"presets": markdown(columns, rows)}
+
+
+SECTIONS = {"groups": groups, "saves": saves, "presets": presets}
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or SECTIONS:
+        write_blocks(PAGE, SECTIONS[name]())
