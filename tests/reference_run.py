@@ -331,9 +331,12 @@ class Run:
         losses, counts = zip(
             *(self.model.loss([self.train.sample(n) for n in part], part) for part in parts), strict=True
         )
+        more = len(parts) if self.scaler.is_enabled() else 1  # the divisor of a micro-batch is a mean one
         for loss in losses:
-            self.scaler.scale(loss / sum(counts)).backward()
+            self.scaler.scale(loss * more / sum(counts)).backward()
         self.scaler.unscale_(self.optimizer)
+        for weight in self.weights.values():
+            weight.grad /= more
         norm = float(torch.nn.utils.clip_grad_norm_(self.weights.values(), flags["clip-grad"] or math.inf))
         skipped = not math.isfinite(norm)
         self.scaler.step(self.optimizer)

@@ -12,11 +12,13 @@ import torch.distributed as dist
 
 from megazero.comm.collectives import Axis
 from megazero.comm.errors import peer_errors
+from megazero.comm.groups import GroupMaker
 from megazero.comm.in_flight import InFlight
 from megazero.plan.topology import AXES, SUB_AXES, Coord, Layout
 
 # axis -> the kind of traffic that its collectives are counted as, where that is not its name
 TRAFFIC = {"shard": "dp", "replica": "dp", "embedding": "pp", "world": "control"}
+URGENT = ("tp", "shard")  # computation waits for these axes within a layer
 
 
 @dataclass(frozen=True)
@@ -76,26 +78,47 @@ class Mesh:
         hosts: Sequence[str],
     ) -> Mesh:
         in_flight = InFlight(check_buffers)
+        maker = GroupMaker(device, timeout)
         axes = {"embedding": Axis("embedding", [rank], rank)}  # of a middle stage: itself
-        groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        for name in (*AXES, *SUB_AXES):
+        for name in URGENT + tuple(name for name in (*AXES, *SUB_AXES) if name not in URGENT):
+            group = maker.of_axis(layout.groups(name), name, urgent=name in URGENT)
             for ranks in layout.groups(name):
-                if len(ranks) > 1 and tuple(ranks) not in groups:
-                    groups[tuple(ranks)] = dist.new_group(ranks, timeout=timeout)
                 if rank in ranks:
-                    axes[name] = Axis(name, ranks, rank, groups.get(tuple(ranks)), in_flight, hosts)
+                    axes[name] = Axis(name, ranks, rank, group, in_flight, hosts)
         if device.type != "cpu":
-            _make_links(layout, axes["pp"], timeout)
+            make_links(layout, axes["pp"], maker)
         everyone = list(range(layout.world_size))
         axes["world"] = Axis("world", everyone, rank, dist.group.WORLD if len(everyone) > 1 else None, in_flight, hosts)
         host = axes["world"].group
         if host is not None and device.type != "cpu":
             host = dist.new_group(backend="gloo", timeout=timeout)
-        return cls(layout, rank, device, host_group=host, in_flight=in_flight, **axes)
+        mesh = cls(layout, rank, device, host_group=host, in_flight=in_flight, **axes)
+        mesh.connect()
+        return mesh
 
     @property
     def axes(self) -> tuple[Axis, ...]:
+        """All axes, in the same order on every rank."""
         return self.pp, self.dp, self.shard, self.replica, self.tp, self.embedding, self.world
+
+    def connect(self) -> None:
+        """Exchange an element along every axis and every link, uncounted.
+
+        Note [connections]: NCCL connects two ranks when they first communicate, inside the call, and both must then
+        have issued the same operations; a pipeline's first calls differ between its stages. So all ranks connect here,
+        in one order, and who cannot be reached is found before the first step.
+        """
+        for axis in self.axes:
+            axis.all_reduce_(torch.zeros(1, device=self.device))
+        for first, direction, lane in self.layout.links():
+            sender, receiver = (first, first + 1) if direction > 0 else (first + 1, first)
+            x = torch.zeros(1, device=self.device)
+            if self.pp.rank == sender % self.pp.size:
+                self.pp.start_send(x, direction, lane, tag=0).wait()
+            elif self.pp.rank == receiver % self.pp.size:
+                self.pp.start_recv(x, -direction, lane, tag=0).wait()
+        for axis in self.axes:
+            axis.sent.clear()
 
     def sent(self) -> dict[str, int]:
         """Bytes sent so far, by kind."""
@@ -143,11 +166,18 @@ class Mesh:
         return x.item()
 
 
-def _make_links(layout: Layout, pp: Axis, timeout: datetime.timedelta) -> None:
+def make_links(layout: Layout, pp: Axis, maker: GroupMaker) -> None:
     """Give every link of every pipeline its communicators; see Note [links]. All ranks call this."""
-    for ranks in layout.groups("pp"):
-        for first, direction, lane in layout.links():
-            pair = [ranks[first], ranks[(first + 1) % len(ranks)]]
-            group = dist.new_group(sorted(pair), timeout=timeout)
-            if ranks == pp.ranks and ranks[pp.rank] in pair:
+    links = layout.links()
+    for direction, lane in sorted({(direction, lane) for _, direction, lane in links}):
+        pairs = {
+            (ranks[first], ranks[(first + 1) % len(ranks)]): first
+            for ranks in layout.groups("pp")
+            for first, *way in links
+            if way == [direction, lane]
+        }
+        found = maker.make([tuple(sorted(pair)) for pair in pairs], f"pp{direction:+d} lane {lane}")
+        for pair, first in pairs.items():
+            group = found.get(tuple(sorted(pair)))
+            if group is not None:
                 pp.links[first, direction, lane] = group

@@ -169,11 +169,15 @@ class Engine:
         """Run one iteration, counted from 1, over this rank's micro-batches."""
         optimizer, interpreter = self.config.optimizer, self.interpreter
         scale = self.scale.value if self.scale else 1.0
+        # Note [the divisor in fp16]: divided by the targets of a global batch of millions, the first gradients of fp16
+        # are below its range. So they are divided by the targets of a mean micro-batch, and their sum by `parts`.
+        parts = len(batches) * self.mesh.dp.size if self.scale else 1
         self.begin()
         targets = self._count_targets(batches)
         step = self.program(self.config.parallel.pipeline_schedule, len(batches))
-        loss = self._run(step, batches, seed_gradient=scale / max(1, targets))
-        norm = interpreter.grad_norm / scale
+        seed_gradient = scale * parts / max(1, targets)
+        loss = self._run(step, batches, seed_gradient)
+        norm = interpreter.grad_norm / (scale * parts)
         gradient_bytes = self.tracker.now["gradients"]
         lr, skip_reason = learning_rate(optimizer, iteration), None
         skipped = targets == 0 or not math.isfinite(norm)
@@ -183,12 +187,12 @@ class Engine:
         else:
             updates = torch.tensor(float(self.updates), device=self.mesh.device)
             with self._reporting_memory(step):
-                factor = clip_factor(norm, optimizer.clip_grad) / scale
+                factor = clip_factor(norm, optimizer.clip_grad) / (scale * parts)
                 interpreter.update(step, StepParams(optimizer, lr, updates, factor))
             self.updates += 1
         mean = self._global_loss(loss) / targets if targets else math.nan
         if skipped and targets and (self.scale is None or not math.isfinite(mean)):  # else an overflow, which fp16 has
-            skip_reason = f"{self._first_bad_result(step, batches, scale / targets)}; {skip_reason}"
+            skip_reason = f"{self._first_bad_result(step, batches, seed_gradient)}; {skip_reason}"
         if self.scale and skipped and targets and self.scale.exhausted:
             raise LossScaleExhausted(
                 f"iteration {iteration}: gradients overflow at the smallest loss scale (--min-loss-scale {scale:g}), "
@@ -259,7 +263,7 @@ class Engine:
         self.interpreter.wait_all()
 
     def _count_targets(self, batches: Sequence[Batch]) -> int:
-        """Count the unmasked targets of the global batch: the one divisor of the loss and of every gradient."""
+        """Count the unmasked targets of the global batch: the divisor of the loss and of every gradient."""
         count = sum(batch.loss_mask.sum(dtype=torch.float64) for batch in batches)
         assert isinstance(count, torch.Tensor), "no micro-batch"
         return int(self.mesh.control_sum(count.to(self.mesh.device), self.mesh.dp))

@@ -108,6 +108,7 @@ class Case(NamedTuple):
                 grad_dtype=self.grad_dtype,
                 freeze_parameters=self.frozen,
                 compile=self.compile,
+                initial_loss_scale=2.0**12,  # these models' gradients are large: none overflows
             ),
             optimizer=OPTIMIZER,
             zero=ZeroConfig(zero_stage=self.zero, poison_buffers=True, **dict(self.options)),
