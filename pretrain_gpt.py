@@ -18,7 +18,7 @@ from megazero.comm.machine import machine
 from megazero.comm.mesh import Mesh
 from megazero.config.cli import parse, to_toml
 from megazero.config.schema import Config
-from megazero.config.validate import check_values, plans
+from megazero.config.validate import check_device, check_values, plans
 from megazero.plan.resolve import resolve
 from megazero.price.capacity import check_memory
 from megazero.train.engine import LossScaleExhausted
@@ -100,6 +100,7 @@ def pretrain(config: Config, world: launch.World, signals: Signals) -> Stop | No
         return None
     config, layout = resolve(config, world.size, tokenizer.vocab_size if tokenizer else 0)
     device = launch.pick_device(world)
+    check_device(config, device.type)
     check_memory(config, layout, world.rank, machine(world, device))
     datasets = open_data(config, tokenizer)
     if world.rank == 0:  # for all: it reads what the others would read

@@ -25,6 +25,8 @@ Environment:
   PYTHON            interpreter; default: .venv/bin/python of this repository, or else python3
   PROGRAM           program to run; default: pretrain_gpt.py of this repository
   OMP_NUM_THREADS   CPU threads of a rank; default: the number of cores / N
+  PYTORCH_CUDA_ALLOC_CONF, TORCH_FR_BUFFER_SIZE, TORCH_FR_DUMP_TEMP_FILE, TORCH_NCCL_DUMP_ON_TIMEOUT
+                    torch's own, for GPUs; defaults: see this script
 HELP
 }
 
@@ -77,6 +79,12 @@ threads=$((cores / nproc))
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
 export PYTHONUNBUFFERED=1   # a line is shown once it is printed, into a pipe too
 export PYTHONFAULTHANDLER=1 # a crash prints a traceback
+
+# GPUs: segments of memory that grow instead of leaving gaps, pinned memory that is not rounded up to a power of two, and
+# a record of the last NCCL calls, which a time-out writes to files that `torchfrtrace` reads.
+export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True,pinned_max_round_threshold_mb:1}"
+export TORCH_FR_BUFFER_SIZE="${TORCH_FR_BUFFER_SIZE:-2000}" TORCH_NCCL_DUMP_ON_TIMEOUT="${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}"
+export TORCH_FR_DUMP_TEMP_FILE="${TORCH_FR_DUMP_TEMP_FILE:-$log_dir/nccl_trace_rank_}"
 
 # Port 0: torchrun finds a free one, so that two runs on a machine do not meet. --tee 3: stdout and stderr, to both
 # console and file. exec: the exit code is torchrun's, and signals reach it, not this shell.

@@ -121,6 +121,9 @@ class TrainingConfig:
     matmul_backend: Literal["auto", "torch", "onednn"] = "auto"
     """Library of fp32 matrix products on a CPU. auto: the faster by a measurement at the start. They differ in the last
     bits: to resume bit for bit on another machine, give what config.toml of the first run says."""
+    tf32: bool = True
+    """fp32 matrix products on a GPU in TensorFloat-32: several times faster, with 10 bits of mantissa instead of 23.
+    Without effect in other precisions and on a CPU."""
     compile: bool = False
     """torch.compile the element-wise parts of a block (GELU, softmax). Starting takes longer."""
 
@@ -316,6 +319,9 @@ class MonitorConfig:
     check_replicas_interval: Iterations = 0
     """Iterations between checks that all copies of a weight or a moment are equal bit for bit: over data-parallel
     ranks, of what tensor parallelism replicates, and of the tied table. A copy that differs ends the run. 0: never."""
+    fragmentation_interval: Iterations = 0
+    """Iterations between snapshots of rank 0's GPU allocator, for `fragmentation` in metrics.jsonl; each lists every
+    block. Without effect on a CPU. 0: never."""
 
 
 @dataclass(frozen=True)
@@ -325,7 +331,7 @@ class LogConfig:
     log_dir: str = ""
     """Folder for metrics.jsonl and config.toml. Empty: neither is written."""
     log_interval: Positive = 1
-    """Iterations between progress lines; metrics.jsonl has every iteration (a GPU's fragmentation: every such one)."""
+    """Iterations between progress lines; metrics.jsonl has every iteration."""
     profile_iterations: str = ""
     """A:B: trace iterations A to B of this run, both included, into --log-dir/trace-A-B.json, one file of all ranks for
     chrome://tracing and ui.perfetto.dev. Empty: none."""

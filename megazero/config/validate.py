@@ -177,6 +177,20 @@ def _check_plan(plan: PlanConfig) -> None:
             raise ValueError(f"--{flag} {value} is about --plan and --plan-search; add one of them, or drop it")
 
 
+def check_device(config: Config, device_type: str) -> None:
+    """Refuse what the device's products cannot do.
+
+    Raises:
+        ValueError: gradients of a type that a GPU's matrix products do not return.
+    """
+    precision, grad_dtype = config.training.precision, config.training.grad_dtype
+    if device_type == "cuda" and grad_dtype not in ("fp32", precision) and precision != "fp64":
+        raise ValueError(
+            f"--grad-dtype {grad_dtype} with --precision {precision}: a GPU's matrix products return the type of their "
+            "factors, or fp32; use --grad-dtype fp32" + f" or {precision}" * (precision != "fp32")
+        )
+
+
 def _check_evaluation(config: Config) -> None:
     evaluation = config.evaluation
     if evaluation.eval_only and not config.checkpoint.load:

@@ -63,11 +63,23 @@ class _Lookup(torch.autograd.Function):
             if not add:
                 out.zero_()
             ours = dy.masked_fill(~mine[..., None], 0).flatten(0, -2)  # selecting rows would wait for the GPU
-            out.index_add_(0, rows.flatten(), ours.to(out.dtype))
+            add_rows(out, rows.flatten(), ours.to(out.dtype))
 
         whole = ctx.stream.start_unshard(dy).wait()
         ctx.weight.accumulate_grad(GradWriter(write, (whole, rows, mine)))
         return None, None, None, None, None
+
+
+def add_rows(out: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
+    """out [v, h] += values [T, h] at `rows` [T], which may repeat; the same bits every time.
+
+    On a GPU `index_add_` adds with atomics, in any order; an accumulating `index_put_` sorts the rows first, which on a
+    CPU, where both add in order, only takes longer.
+    """
+    if out.device.type == "cpu":
+        out.index_add_(0, rows, values)
+    else:
+        out.index_put_((rows,), values, accumulate=True)
 
 
 class _VocabularyLoss(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""--matmul-backend auto: one measurement at the start decides for all ranks."""
+"""Choice of matrix products: --tf32 on a GPU; on a CPU --matmul-backend, which may be measured, once for all ranks."""
 
 from __future__ import annotations
 
@@ -27,14 +27,25 @@ def choose_matmul_backend(
     if asked == "onednn" and not (device == "cpu" and has_onednn()):
         reason = "this torch has no oneDNN" if device == "cpu" else f"the device is {device}"
         raise ValueError(f"--matmul-backend onednn: {reason}; use torch, or auto")
+    if device == "cuda":
+        said = set_tf32(config)
+        return replace(config, training=replace(config.training, matmul_backend="torch")), said
     if asked != "auto":
         return config, ""
-    gain = _gain(config, mesh.layout.tp, measure) if mesh.rank == 0 and device == "cpu" else 0.0
+    gain = _gain(config, mesh.layout.tp, measure) if mesh.rank == 0 else 0.0
     agreed = torch.tensor(gain, dtype=torch.float64, device=mesh.device)
     gain = float(mesh.world.all_reduce_(agreed, op=MAX, kind="control"))
     chosen = "onednn" if gain >= FASTER else "torch"
     said = f"--matmul-backend {chosen}: torch takes {gain:.2f} times as long as oneDNN" if gain else ""
     return replace(config, training=replace(config.training, matmul_backend=chosen)), said
+
+
+def set_tf32(config: Config) -> str:
+    """Set the precision of fp32 products on a GPU as --tf32 says; returns what to say about it, if anything."""
+    if config.training.precision != "fp32":
+        return ""
+    torch.set_float32_matmul_precision("high" if config.training.tf32 else "highest")
+    return "fp32 products in TF32; --no-tf32 multiplies in full fp32" if config.training.tf32 else ""
 
 
 def _gain(config: Config, tp: int, measure: Callable[[int, int, int], float]) -> float:

@@ -238,11 +238,11 @@ class Trainer:
             "memory_bytes": self.engine.memory_bytes(result),
             "traffic_bytes": traffic,
         }
-        # A snapshot costs: only the rank that writes takes it, and as often as a person reads.
-        if self.leads and self._due(config.log.log_interval):
+        if self.leads and self._due(config.monitor.fragmentation_interval):
             found = device_fragmentation(self.mesh.device)
             if found is not None:
                 record["fragmentation"] = found._asdict()
+        if self.leads and self._due(config.log.log_interval):
             served = self.datasets.served(self.progress.consumed_samples)
             if 0 < len(served) <= SERVED_SHOWN:
                 record["samples_served"] = served

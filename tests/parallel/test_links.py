@@ -42,7 +42,7 @@ def test_links_of_their_own_change_nothing(case: Case, ranks) -> None:
 
 
 def connections(rank: int, case: Case) -> tuple[Counter[str], dict[str, int]]:
-    """What is started while the mesh is built, and the traffic counted after it."""
+    """Return the communication that building a mesh starts, and the traffic counted after it."""
     started: Counter[str] = Counter()
     start = Axis._start
 

@@ -53,7 +53,9 @@ COMING: set[str] = set()
 # (--reset-attention-mask, --reset-position-ids): Megatron's two, and published models differ in both.
 # 97: a plan of a run on a cluster that is not there: asked for, or searched; how many devices, and which.
 # 99: a rehearsal is of some world, and of a GPU's kernels or a CPU's (--rehearse, --rehearse-on).
-NUM_OPTIONS = 99
+# 101: on GPUs, whether fp32 products are TensorFloat-32, which changes results (--tf32), and how often the allocator's
+# blocks are listed, which takes time (--fragmentation-interval).
+NUM_OPTIONS = 101
 
 DEFAULTS = {
     "precision": "fp32",

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from megazero.config.schema import Config, LogConfig, ModelConfig
+from megazero.config.schema import Config, ModelConfig, MonitorConfig
 from megazero.memory.fragmentation import Fragmentation, device_fragmentation, fragmentation
 from megazero.plan.topology import Layout
 from megazero.train import trainer
@@ -220,12 +220,12 @@ def test_a_cpu_has_no_allocator_to_read(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("leads", [True, False])
-def test_the_record_has_it_at_the_log_interval_of_the_rank_that_writes(
+def test_the_record_has_it_as_often_as_asked_on_the_rank_that_writes(
     leads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trainer, "device_fragmentation", lambda device: Fragmentation(30, 10, 5))
     run = object.__new__(trainer.Trainer)  # no model, no data
-    run.config = replace(Config(), model=ModelConfig(vocab_size=257), log=LogConfig(log_interval=2))
+    run.config = replace(Config(), model=ModelConfig(vocab_size=257), monitor=MonitorConfig(fragmentation_interval=2))
     run.mesh, run.leads = SimpleNamespace(layout=Layout(), device=torch.device("cuda", 0)), leads
     run.engine = SimpleNamespace(memory_bytes=lambda result: {})
     run.datasets = SimpleNamespace(served=lambda consumed: {})

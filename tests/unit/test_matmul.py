@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megazero.comm.mesh import Mesh
+from megazero.comm.pretend import pretend_mesh
+from megazero.config.schema import Config, TrainingConfig
+from megazero.config.validate import check_device
 from megazero.model.matmul import FASTER, Products, fastest_ratio, has_onednn, onednn_gain
+from megazero.model.vocabulary import add_rows
 from megazero.plan.topology import Layout
 from megazero.train.engine import Engine
 from megazero.train.matmul_backend import choose_matmul_backend
@@ -85,6 +90,48 @@ def test_nothing_is_measured_where_nothing_can_be_gained() -> None:
     large = Case(model=LARGE, batch=1, micro_batches=1)
     assert choose(0, 100.0, large, "torch") == ("torch", "")
     assert choose(0, 100.0, Case()) == choose(0, 100.0, large._replace(precision="fp64")) == ("torch", "")
+
+
+@pytest.mark.parametrize(
+    ("precision", "tf32", "set_to", "said"),
+    [("fp32", True, "high", "TF32"), ("fp32", False, "highest", ""), ("bf16", True, None, "")],
+)
+def test_tf32_is_set_on_a_gpu_and_said(
+    precision: str, tf32: bool, set_to: str | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[str] = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", called.append)
+    case = Case(precision=precision)
+    config = replace(case.config(), training=replace(case.config().training, tf32=tf32))
+    mesh = pretend_mesh(Layout(), 0, torch.device("cuda", 0), needs_staging_buffer=False)
+    chosen, found = choose_matmul_backend(config, mesh)
+    assert called == ([set_to] if set_to else []) and said in found and bool(found) == bool(said)
+    assert chosen.training.matmul_backend == "torch"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp64"])
+def test_gradients_that_a_gpus_products_cannot_return_are_refused(precision: str) -> None:
+    for grad_dtype in ("fp32", "bf16", "fp16"):
+        config = replace(Config(), training=TrainingConfig(precision=precision, grad_dtype=grad_dtype))
+        check_device(config, "cpu")
+        if grad_dtype in ("fp32", precision) or precision == "fp64":
+            check_device(config, "cuda")
+        else:
+            with pytest.raises(
+                ValueError, match=f"--grad-dtype {grad_dtype} with --precision {precision}: .*use .*fp32"
+            ):
+                check_device(config, "cuda")
+
+
+def test_rows_are_added_alike_on_every_device() -> None:
+    """The way of a GPU, tried on a CPU tensor whose device says otherwise."""
+    rows, values = torch.randint(0, 7, (50,)), torch.randn(50, 3, dtype=torch.float64)
+    wanted = torch.stack([values[rows == row].sum(0) for row in range(7)])
+    for device in ("cpu", "cuda"):
+        out = torch.zeros(7, 3, dtype=torch.float64)
+        there = SimpleNamespace(device=torch.device(device, 0), index_add_=out.index_add_, index_put_=out.index_put_)
+        add_rows(there, rows, values)
+        assert torch.allclose(out, wanted, rtol=1e-14)
 
 
 def test_onednn_cannot_be_had_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
