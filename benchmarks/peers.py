@@ -201,6 +201,14 @@ def _plain_step(model: nn.Module, optimizer: Any, clip: float, cast: Callable[[]
     return Training(step)
 
 
+def compiled(work: Work, device: torch.device) -> Training:
+    """One process under torch.compile; autocast over fp32 weights."""
+    config = work.config(0)
+    model = plain_model(config).to(device)
+    optimizer = torch.optim.AdamW(_groups(model, config.optimizer), **_adamw(config.optimizer))
+    return _plain_step(torch.compile(model), optimizer, config.optimizer.clip_grad, _autocast(work, device))
+
+
 def ddp(work: Work, device: torch.device, sharded: bool) -> Training:
     """Gradients as views of the buckets, a static graph; `sharded`: ZeroRedundancyOptimizer, parameters in buckets."""
     from torch.distributed.optim import ZeroRedundancyOptimizer

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
+from benchmarks import gpu_check
 from tests.end_to_end.cli import run
 
 
@@ -88,3 +91,29 @@ def test_speed_of_checkpoints_runs() -> None:
     done = run(sys.executable, "benchmarks/checkpoint.py", "--mb", 12, "--rounds", 2)
     assert done.returncode == 0, done.stderr
     assert "read ours" in done.stdout and "stall of async" in done.stdout
+
+
+def test_the_check_of_gpus_goes_on_after_a_failing_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that fails and one that hangs are named, what they printed is kept, and the others run."""
+    parts = (
+        gpu_check.Part("breaks", ("-c", "print('before'); raise SystemExit(3)"), 60),
+        gpu_check.Part("hangs", ("-c", "import time; print('begun', flush=True); time.sleep(1000)"), 5),
+        gpu_check.Part("needs more", ("-c", "print('never')"), 60, gpus=1000),
+        gpu_check.Part("works", ("-c", "print('| a |\\n|---|\\n| 1 |')"), 60),
+    )
+    monkeypatch.setattr(gpu_check, "PARTS", parts)
+    output = tmp_path / "results" / "gpu.md"
+    assert gpu_check.main(gpu_check.Options(str(output))) == 1
+    text = output.read_text()
+    assert "| breaks | failed: exit code 3 |" in text and "before" in text
+    assert "| hangs | failed: not done after 5 s |" in text and "begun" in text
+    assert "| needs more | skipped: it needs 1000 GPUs, and there are" in text and "never" not in text
+    assert "| works | ok |" in text and "\n| a |\n|---|\n| 1 |\n" in text
+
+
+@pytest.mark.slow
+def test_the_check_of_gpus_runs_dry_on_a_cpu() -> None:
+    done = run(sys.executable, "-m", "benchmarks.gpu_check")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "no part failed" in done.stdout and done.stdout.count("| megazero") >= 3
+    assert "skipped: it needs 1 GPUs, and there are 0" in done.stdout or torch.cuda.is_available()

@@ -1,0 +1,191 @@
+#!/usr/bin/env python3
+"""One device, one process: step time, MFU and memory of megazero beside torch's systems, on the same model and batch.
+
+Systems are built one after the other, and each is freed before the next: two models do not fit beside each other at the
+sizes that matter. The ratio is of medians of steps, with a bootstrap interval over both. Prints a Markdown table;
+without a GPU at a tiny size, which tries the code and says nothing of speed. Example:
+
+    python -m benchmarks.gpu --layers 48 --hidden 1600 --heads 25 --batch 8 --recompute none
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import peers
+from benchmarks.peers import Work
+from megazero.comm.mesh import Mesh
+from megazero.config.schema import Config
+from megazero.data.loader import MicroBatch
+from megazero.plan.resolve import resolve
+from megazero.price.devices import known_devices, load_device
+from megazero.price.stage_bytes import stage_bytes
+from megazero.price.trace import model_flops
+from megazero.train.engine import Engine
+from megazero.train.matmul_backend import choose_matmul_backend
+
+
+@dataclass(frozen=True)
+class Options:
+    """Step time, MFU and memory on one device."""
+
+    layers: int = 12
+    hidden: int = 768
+    heads: int = 12
+    seq_length: int = 1024
+    vocabulary: int = 50257
+    batch: int = 16
+    precision: str = "bf16"
+    recompute: str = "none"
+    """Of megazero; none, selective or full. The others keep everything."""
+    offload: bool = False
+    """megazero with --recompute full, once with its kept inputs on the device and once with them on the host."""
+    systems: tuple[str, ...] = ("megazero", "compiled", "fsdp2")
+    """Of megazero, compiled (plain PyTorch under torch.compile, autocast) and fsdp2 (a world of one)."""
+    steps: int = 10
+    """Steps that count, after three that do not."""
+
+
+TINY = Options(2, 64, 4, 32, 311, 2, "fp32", steps=3)
+
+
+class Own:
+    """megazero's engine, with what it predicted and what it counted."""
+
+    def __init__(self, o: Options, device: torch.device, host: bool = False) -> None:
+        work = work_of(o)
+        recompute: Any = "full" if o.offload else o.recompute
+        config = replace(
+            work.config(0),
+            activations=replace(work.config(0).activations, recompute=recompute, checkpoint_in_cpu=host),
+        )
+        config, self.layout = resolve(config, 1, 0)
+        mesh = Mesh.build(self.layout, 0, device)
+        self.config, _ = choose_matmul_backend(config, mesh)
+        self.engine = Engine(self.config, mesh)
+        self.mask = torch.ones(o.batch, o.seq_length)
+        self.samples = tuple(range(o.batch))
+        self.memory: dict[str, int] = {}
+
+    def step(self, ids: torch.Tensor, labels: torch.Tensor) -> float:
+        result = self.engine.train_step(1, [MicroBatch(ids, labels, self.mask, self.samples)])
+        self.memory = self.engine.memory_bytes(result)
+        return result.loss
+
+    def predicted_peak(self, device: torch.device) -> int:
+        """Bytes at the peak by `price.stage_bytes`, what autograd keeps included."""
+        return stage_bytes(self.config, self.layout, 0, device.type).peak
+
+
+def work_of(o: Options) -> Work:
+    return Work(o.layers, o.hidden, o.heads, o.seq_length, o.vocabulary, o.batch, 1, o.precision)
+
+
+def timed(step: Callable[..., float], o: Options, device: torch.device, on_device: bool) -> tuple[list[float], float]:
+    """Return (seconds of each step, the last loss)."""
+    work, seconds, loss = work_of(o), [], 0.0
+    for n in range(o.steps + 3):
+        inputs = work.inputs(n, 0, device if on_device else torch.device("cpu"))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        loss = step(*inputs)  # a float: the device has been waited for
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return seconds[3:], loss
+
+
+def peak_flops(precision: str, device: torch.device) -> float | None:
+    """FLOP/s by the data sheet of this GPU (scripts/devices); None if it is not known."""
+    if device.type != "cuda":
+        return None
+    found = torch.cuda.get_device_name(device).lower()
+    name = next((name for name in known_devices() if name.split("-")[0] in found), None)
+    return load_device(name)[f"compute.{precision}"] if name else None
+
+
+def ratio_interval(ours: list[float], theirs: list[float], draws: int = 2000) -> tuple[float, float]:
+    """95 % bootstrap interval of the ratio of medians, theirs over ours."""
+    rng = random.Random(0)
+    found = sorted(
+        statistics.median(rng.choices(theirs, k=len(theirs))) / statistics.median(rng.choices(ours, k=len(ours)))
+        for _ in range(draws)
+    )
+    return found[round(0.025 * draws)], found[round(0.975 * draws) - 1]
+
+
+def systems_of(o: Options) -> list[str]:
+    return ["megazero, inputs on the device", "megazero, inputs on the host"] if o.offload else list(o.systems)
+
+
+def run(name: str, o: Options, device: torch.device) -> tuple[list[float], float, str, str]:
+    """Return (seconds per step, loss, GB at the peak, GB predicted) of one system, built and freed here."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    predicted, own = "", None
+    if name.startswith("megazero"):
+        own = Own(o, device, host=name.endswith("host"))
+        step: Callable[..., float] = own.step
+    elif name == "compiled":
+        step = peers.compiled(work_of(o), device).step
+    else:
+        step = peers.fsdp2(work_of(o), device, reshard=False).step
+    seconds, loss = timed(step, o, device, on_device=own is None)
+    if own is not None:
+        predicted = f"{own.predicted_peak(device) / 1e9:.3f}"
+    peak = f"{torch.cuda.max_memory_allocated(device) / 1e9:.3f}" if device.type == "cuda" else ""
+    return seconds, loss, peak, predicted
+
+
+def main(o: Options) -> None:
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    if not on_gpu:
+        print("No GPU here: a tiny model, which tries the code and says nothing of speed.\n")
+        o = replace(TINY, recompute=o.recompute, offload=o.offload, systems=o.systems)
+    backend = "nccl" if on_gpu else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    config: Config = work_of(o).config(0)
+    flops, peak = model_flops(config.model, o.batch), peak_flops(o.precision, device)
+    print(
+        f"{o.layers} layers, hidden {o.hidden}, sequence {o.seq_length}, vocabulary {o.vocabulary}, batch {o.batch}, "
+        f"{o.precision}; megazero with --recompute {'full' if o.offload else o.recompute}\n"
+    )
+    print("| system | ms per step | tokens/s | MFU | megazero / it, tokens/s | GB at the peak | predicted | loss |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    ours: list[float] = []
+    for name in systems_of(o):
+        try:
+            seconds, loss, gigabytes, predicted = run(name, o, device)
+        except (RuntimeError, ImportError) as error:  # out of memory, no compiler: the others are still worth a row
+            print(f"| {name} | failed: {str(error).splitlines()[0][:120]} | | | | | | |", flush=True)
+            seconds = []
+        if seconds:
+            ours = ours or seconds
+            middle = statistics.median(seconds)
+            low, high = ratio_interval(ours, seconds)
+            ratio = f"{middle / statistics.median(ours):.2f} [{low:.2f}, {high:.2f}]" if seconds is not ours else ""
+            mfu = f"{flops / middle / peak:.1%}" if peak else ""
+            tokens = o.batch * o.seq_length / middle
+            cells = [name, f"{middle * 1e3:.1f}", f"{tokens:,.0f}", mfu, ratio, gigabytes, predicted, f"{loss:.4f}"]
+            print(f"| {' | '.join(cells)} |", flush=True)
+        gc.collect()
+        if on_gpu:
+            torch.cuda.empty_cache()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    import tyro
+
+    main(tyro.cli(Options))
