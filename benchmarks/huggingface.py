@@ -50,6 +50,8 @@ class Options:
     """Names of presets."""
     vocab_size: int = 50257
     """Vocabulary."""
+    num_layers: int = 0
+    """Blocks. 0: those of the preset."""
     folder: Path = Path("runs/benchmark-huggingface")
     """Folder for three copies of the weights; deleted afterwards."""
 
@@ -85,6 +87,7 @@ def main(options: Options) -> None:
     print("preset        weights   largest tensor   export: peak, speed      import: peak, speed")
     for preset in options.presets:
         model = replace(parse(["--preset", preset]).model, vocab_size=options.vocab_size)
+        model = replace(model, num_layers=options.num_layers or model.num_layers)
         folder = options.folder / preset
         try:
             found = measure(model, folder)
