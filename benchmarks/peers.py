@@ -149,6 +149,63 @@ class PlainLlama(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
+class TorchtitanLlama(nn.Module):
+    """torchtitan's Llama 3 model with torch's causal attention, and megazero's initial values."""
+
+    def __init__(self, model: ModelConfig, seed: int) -> None:
+        from torchtitan.models.common.attention import ScaledDotProductAttention
+        from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
+        from torchtitan.models.llama3 import (
+            ComplexRoPE,
+            Embedding,
+            Linear,
+            Llama3Model,
+            Llama3StateDictAdapter,
+            Llama3TransformerBlock,
+            RMSNorm,
+        )
+
+        from megazero.huggingface.architectures import architecture_of
+
+        super().__init__()
+        h, v, zeros = model.hidden_size, model.vocab_size, {"weight": nn.init.zeros_}  # overwritten below
+        norm = RMSNorm.Config(normalized_shape=h, eps=model.norm_epsilon)
+        rotary = ComplexRoPE.Config(
+            dim=h // model.num_attention_heads, max_seq_len=model.seq_length, theta=model.rotary_base
+        )
+        attention = make_gqa_config(
+            dim=h,
+            n_heads=model.num_attention_heads,
+            n_kv_heads=model.query_groups,
+            wqkv_param_init=zeros,
+            wo_param_init=zeros,
+            inner_attention=ScaledDotProductAttention.Config(),
+            fuse_qkv=True,
+            rope=rotary,
+        )
+        mlp = make_ffn_config(dim=h, hidden_dim=model.ffn_size, w1_param_init=zeros, w2w3_param_init=zeros)
+        block = Llama3TransformerBlock.Config(attention_norm=norm, ffn_norm=norm, attention=attention, feed_forward=mlp)
+        config = Llama3Model.Config(
+            dim=h,
+            vocab_size=v,
+            tok_embeddings=Embedding.Config(num_embeddings=v, embedding_dim=h),
+            norm=norm,
+            lm_head=Linear.Config(in_features=h, out_features=v),
+            layers=[block] * model.num_layers,
+        )
+        self.llama = config.build()
+        self.blocks = self.llama.layers.values()
+        table, values = architecture_of(model), {}
+        for name, value in initial_weights(model, seed):
+            row = table.row(name)
+            values |= dict(zip(row.theirs, row.form.split(value, model), strict=True))
+        self.llama.load_state_dict(Llama3StateDictAdapter(config, None).from_hf(values))
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """ids, labels [b, s] -> mean cross-entropy, a scalar."""
+        return F.cross_entropy(self.llama(ids).flatten(0, 1).float(), labels.flatten())
+
+
 def plain_model(config: Config) -> Any:
     """The model as the peers train it."""
     made = PlainLlama if config.model.architecture == "llama" else PlainGPT
@@ -227,13 +284,13 @@ def ddp(work: Work, device: torch.device, sharded: bool) -> Training:
     return _plain_step(model, optimizer, config.optimizer.clip_grad, _autocast(work, device))
 
 
-def fsdp2(work: Work, device: torch.device, reshard: bool) -> Training:
+def fsdp2(work: Work, device: torch.device, reshard: bool, build: Callable[[Config], Any] = plain_model) -> Training:
     """A unit per block; embeddings and final norm in the root, which FSDP2 keeps from forward to backward."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     config = work.config(0)
-    plain = plain_model(config).to(device)
+    plain = build(config).to(device)
     settings: dict[str, Any] = {"mesh": init_device_mesh(device.type, (work.ranks,))}
     if work.precision == "bf16":
         settings["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
@@ -242,6 +299,13 @@ def fsdp2(work: Work, device: torch.device, reshard: bool) -> Training:
     model = fully_shard(plain, **settings)
     optimizer = torch.optim.AdamW(_groups(model, config.optimizer), **_adamw(config.optimizer))
     return _plain_step(model, optimizer, config.optimizer.clip_grad, contextlib.nullcontext)
+
+
+def torchtitan(work: Work, device: torch.device) -> Training:
+    """torchtitan's model code, sharded as its `parallelize_llama` does."""
+    if work.architecture != "llama":
+        raise ValueError("--torchtitan-python compares a llama; add --architecture llama")
+    return fsdp2(work, device, True, lambda config: TorchtitanLlama(config.model, config.training.seed))
 
 
 def deepspeed(work: Work, device: torch.device, stage: int) -> Training:
@@ -314,6 +378,7 @@ SYSTEMS = {
     "zero-redundancy": System(1, "DDP + ZeroRedundancyOptimizer", lambda w, d: ddp(w, d, True)),
     "fsdp2-keep": System(2, "FSDP2, reshard_after_forward=False", lambda w, d: fsdp2(w, d, False)),
     "fsdp2": System(3, "FSDP2, reshard_after_forward=True", lambda w, d: fsdp2(w, d, True)),
+    "torchtitan": System(3, "torchtitan's model, FSDP2", torchtitan),
     "deepspeed1": System(1, "DeepSpeed stage 1", lambda w, d: deepspeed(w, d, 1)),
     "deepspeed2": System(2, "DeepSpeed stage 2", lambda w, d: deepspeed(w, d, 2)),
     "deepspeed3": System(3, "DeepSpeed stage 3", lambda w, d: deepspeed(w, d, 3)),

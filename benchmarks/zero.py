@@ -11,6 +11,8 @@ Settings of the peers: `peers.py`. Examples:
     python benchmarks/zero.py --architecture llama --stages 3
     python3 -m venv deepspeed-venv && deepspeed-venv/bin/pip install torch==2.13.0 deepspeed==0.19.8
     python benchmarks/zero.py --deepspeed-python deepspeed-venv/bin/python
+    python3 -m venv titan-venv && titan-venv/bin/pip install torch==2.13.0 torchtitan==0.3.0 triton transformers tyro
+    python benchmarks/zero.py --architecture llama --stages 3 --torchtitan-python titan-venv/bin/python
     python benchmarks/zero.py --ranks 1 --stages 3 --layers 24 --hidden 2048 --heads 16   # one GPU: FSDP2 and megazero
 """
 
@@ -67,10 +69,17 @@ class Options:
     """Measure memory; on a CPU in processes of their own, before the speed."""
     deepspeed_python: str = ""
     """Python of an environment with DeepSpeed. Empty: without it."""
+    torchtitan_python: str = ""
+    """Python of an environment with torchtitan, whose model code is compared as a llama. Empty: without it."""
     json: str = ""
     """FILE for all that was measured."""
     quick: bool = False
     """A smoke run: a tiny model, stages 0 and 3, two rounds."""
+
+    def python_of(self, system: str) -> str:
+        """The Python that a system runs with; empty if it is to be left out."""
+        named = {"deepspeed": self.deepspeed_python, "torchtitan": self.torchtitan_python}
+        return named.get(system.rstrip("123"), sys.executable)
 
     def work(self) -> Work:
         precision = "bf16" if torch.cuda.is_available() else "fp32"
@@ -80,8 +89,7 @@ class Options:
 
 def jobs(names: list[str], work: Work, options: Options, extra: dict[str, str]) -> list[Job]:
     env = extra if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu", **extra}
-    pythons = {name: options.deepspeed_python if name.startswith("deepspeed") else sys.executable for name in names}
-    return [Job(name, work, "benchmarks.peers", pythons[name], env) for name in names]
+    return [Job(name, work, "benchmarks.peers", options.python_of(name), env) for name in names]
 
 
 def measure_memory(names: list[str], work: Work, options: Options) -> dict[str, Any]:
@@ -112,11 +120,7 @@ def measure_speed(names: list[str], work: Work, options: Options, isolated: bool
 def choose(options: Options) -> dict[int, list[str]]:
     """stage -> systems, megazero last."""
     return {
-        stage: [
-            name
-            for name, system in SYSTEMS.items()
-            if system.stage == stage and (options.deepspeed_python or not name.startswith("deepspeed"))
-        ]
+        stage: [name for name, system in SYSTEMS.items() if system.stage == stage and options.python_of(name)]
         for stage in options.stages
     }
 
