@@ -1,5 +1,6 @@
 """Chunks to tokens in worker processes, in order, with a bounded number of chunks in memory."""
 
+import ctypes
 import functools
 import hashlib
 import multiprocessing
@@ -10,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection
 from typing import Any
@@ -137,7 +139,7 @@ class BoundedGigatoken:
     """gigatoken's tokenizer, made anew where its memory has grown by `CACHE_BYTES`.
 
     It keeps every word that it has seen, for good: 7 bytes per byte of text if all words differ. A new one costs a
-    quarter of a second.
+    quarter of a second, and learns the words again.
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
@@ -146,6 +148,7 @@ class BoundedGigatoken:
 
     def _renew(self) -> None:
         self._tokenizer: Any = None  # free before a new one is there
+        return_free_memory()
         self._tokenizer = self._make()
         self._limit = resident_bytes() + CACHE_BYTES
 
@@ -156,6 +159,12 @@ class BoundedGigatoken:
         layout = self._tokenizer.encode_batch([text.encode() for text in texts], parallel=False).layout
         offsets = np.asarray(layout.offsets.data).astype(np.int64)
         return np.asarray(layout.content.data)[offsets[0] : offsets[-1]], np.diff(offsets)
+
+
+def return_free_memory() -> None:
+    """Give the system what the allocator keeps of freed memory, where it is glibc's: else holes add up."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def resident_bytes() -> int:
