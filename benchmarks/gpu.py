@@ -46,11 +46,11 @@ class Options:
     batch: int = 16
     precision: str = "bf16"
     recompute: str = "none"
-    """Of megazero; none, selective or full. The others keep everything."""
+    """megazero's recompute: none, selective or full. The others keep everything."""
     offload: bool = False
     """megazero with --recompute full, once with its kept inputs on the device and once with them on the host."""
     systems: tuple[str, ...] = ("megazero", "compiled", "fsdp2")
-    """Of megazero, compiled (plain PyTorch under torch.compile, autocast) and fsdp2 (a world of one)."""
+    """megazero, compiled (plain PyTorch under torch.compile, autocast) and fsdp2 (a world of one), in this order."""
     steps: int = 10
     """Steps that count, after three that do not."""
 
