@@ -39,4 +39,5 @@ bench:  ## speed of one process against transformers, of two against DDP and FSD
 
 paper:  ## the tables and pictures of docs/paper.md and docs/scale.md: a hundred rehearsals, half an hour
 	$(BIN)/python -m benchmarks.reports.paper
+	$(BIN)/python benchmarks/paper_speed.py > docs/results/paper_speed.md
 	$(BIN)/python -m benchmarks.reports.scale
