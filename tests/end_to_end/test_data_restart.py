@@ -37,6 +37,14 @@ def write_text(path: Path, documents: int) -> Path:
     return path
 
 
+def changed_at(path: Path) -> int | None:
+    """The time of a file's last change; None where there is none, though one was there a moment ago."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
+
+
 def content(prefix: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(prefix.parent.iterdir())}
 
@@ -62,7 +70,7 @@ def test_killed_at_random_moments(tmp_path: Path, kills: int) -> None:
             # A moment of its work: when the journal has changed so many times, or it ended.
             journal, changes, last = Path(f"{prefix}.partial/journal.json"), draw.randrange(12), None
             while done < kills and changes and process.poll() is None:
-                now = journal.stat().st_mtime_ns if journal.exists() else None
+                now = changed_at(journal)
                 changes -= now != last
                 last = now
             if done < kills and process.poll() is None:
