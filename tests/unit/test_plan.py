@@ -123,6 +123,20 @@ def test_waits_are_told_apart() -> None:
     assert timing.seconds == 5.0 and dict(timing.spent[0]) == {"Update": 1.0, "dp": 4.0}
 
 
+def test_a_step_of_zero_1_by_hand() -> None:
+    """Over a slow link a step is (g + w) Psi (N-1)/N / bandwidth: gradients before the norm, weights after it. The
+    optimizer moves 40 bytes per owned element in fp32: 36 in AdamW and clipping, 4 for the norm.
+    """
+    config, layout = resolve(parse([*SMALL.split(), "--zero-stage=1"]), 4, 0)
+    steps = StepPrograms(config, layout)
+    psi = sum(unit.numel for unit in steps.specs[0].units.values())
+    found = step_parts(steps, simple(node_bandwidth=1e6))
+    assert found.seconds == pytest.approx((4 + 4) * psi * 3 / 4 / 1e6, rel=0.01)
+    assert found.parts["dp"] == pytest.approx(found.seconds, rel=0.01)
+    quick = step_parts(steps, simple(node_bandwidth=1e15))
+    assert quick.parts["optimizer"] == pytest.approx(40 * psi / 4 / 1e12, rel=0.01)
+
+
 @pytest.mark.parametrize(
     "schedule, chunks, bubble", [("1f1b", 1, 3 / 8), ("interleaved", 2, 3 / 16), ("gpipe", 1, 3 / 8)]
 )
