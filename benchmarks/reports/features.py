@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from typing import Any
 
 from benchmarks.reports.blocks import gb, markdown, percent
 from benchmarks.reports.pictures import bars, stacks
-from benchmarks.reports.rehearsals import Asked, flags_of, rehearse_all, resolved, states
+from benchmarks.reports.rehearsals import Asked, flags_of, rehearse_all, resolved
+from benchmarks.reports.zero_theory import bytes_per_parameter
 from megazero.config.cli import PRESETS, preset_args
 from megazero.plan.parameters import num_parameters
 
@@ -21,15 +23,9 @@ PAPER = {
     4: ((175, 8192, 64), "140B"),
     5: ((187, 8192, 64), "150B"),
 }
-# What a system of 2020 has, and ours need not: attention weights in memory, dropout, DeepSpeed's buckets, and in Pos a
-# whole gradient.
-THEN = {
-    "attention_dropout": 0.1,
-    "hidden_dropout": 0.1,
-    "reduce_bucket_size": 500_000_000,
-    "whole_gradients": True,
-}
-NOW = {"reduce_bucket_size": 40_000_000}
+# Terms of a system of 2020 that ours has not, or has smaller.
+REST_BYTES = 3e9  # CUDA context, NCCL, the allocator's caching: what C1, C3, C4 and C5 have left on the mean
+BUCKET_BYTES = 2 * 2 * 500_000_000  # DeepSpeed's default: two buckets of 5e8 elements in 16 bit
 KINDS = ("parameters", "optimizer", "gradients", "activation_checkpoints", "buffers", "logits")
 FIT = (3, 9)  # layers, from which memory is known as a line
 
@@ -38,10 +34,8 @@ def asked(number: int, layers: int, hidden: int, heads: int, batch: int = 16, **
     """Configuration C`number` of the presets, at a size of the paper."""
     preset = preset_args(PRESETS / f"c{number}.toml")
     given = {"tensor_model_parallel_size": MP, "micro_batch_size": batch, "global_batch_size": batch * GPUS // MP}
-    options = dict(options)
-    if options.pop("whole_gradients", False) and number < 3:
-        given["global_batch_size"] *= 2  # two micro-batches: stage 1 then holds a whole gradient, as the paper's does
-    return Asked(GPUS, f"{shlex.join(preset)} {flags_of(layers, hidden, heads, **given, **NOW | options)}")
+    given["reduce_bucket_size"] = 40_000_000
+    return Asked(GPUS, f"{shlex.join(preset)} {flags_of(layers, hidden, heads, **given | options)}")
 
 
 def size(each: Asked) -> int:
@@ -72,47 +66,60 @@ def savings() -> dict[str, str]:
 
 
 def largest() -> dict[str, str]:
-    """Figure 6: the most layers that fit, in memory that a rehearsal shows to be a line in the number of layers."""
-    cases = [(number, era) for number in NAMES for era in ("now", "then")]
+    """Find Figure 6: the most layers that fit, in memory that is a line in the number of layers."""
+    small = [(number, layers) for number in NAMES for layers in FIT]
 
-    def sized(number: int, era: str, layers: int) -> Asked:
+    def sized(number: int, layers: int) -> Asked:
         (_, hidden, heads), _ = PAPER[number]
-        return asked(number, layers, hidden, heads, **(THEN if era == "then" else {}))
+        return asked(number, layers, hidden, heads)
 
-    small = [(case, layers) for case in cases for layers in FIT]
-    measured = dict(zip(small, rehearse_all([sized(*case, layers) for case, layers in small]), strict=True))
+    line = dict(zip(small, (each.allocated for each in rehearse_all([sized(*each) for each in small])), strict=True))
     most = {}
-    for case in cases:
-        low, high = (measured[case, layers].allocated for layers in FIT)
-        slope = (high - low) / (FIT[1] - FIT[0])
-        most[case] = int((LIMIT - low) / slope) + FIT[0]
-    ours = {number: sized(number, "now", most[number, "now"]) for number in NAMES}
-    fills = dict(zip(ours, rehearse_all(list(ours.values())), strict=True))
-    papers = {number: sized(number, "then", PAPER[number][0][0]) for number in NAMES}
-    of_paper = dict(zip(papers, rehearse_all(list(papers.values())), strict=True))
-    rows, terms = [], []
-    sizes: dict[str, list[float]] = {"now": [], "then": []}
+    for number in NAMES:
+        low, high = (line[number, layers] for layers in FIT)
+        most[number] = int((LIMIT - low) / (high - low) * (FIT[1] - FIT[0])) + FIT[0]
+    fills = dict(zip(NAMES, rehearse_all([sized(number, most[number]) for number in NAMES]), strict=True))
+    rows, sizes = [], []
     for number, name in NAMES.items():
         (layers, hidden, _), printed = PAPER[number]
-        theirs, each = size(papers[number]), of_paper[number]
-        assert 0.97 * LIMIT < fills[number].allocated <= LIMIT, (number, fills[number].allocated)
-        low, high = (measured[(number, "then"), at].allocated for at in FIT)
-        line = low + (layers - FIT[0]) * (high - low) / (FIT[1] - FIT[0])
-        assert abs(each.allocated / line - 1) < 0.01, (number, each.allocated, line)
-        row: list[object] = [f"C{number} {name}", f"{printed}: {layers} x {hidden}"]
-        for era in ("then", "now"):
-            total = size(sized(number, era, most[number, era]))
-            sizes[era].append(total / 1e9)
-            row.append(f"{total / 1e9:.0f}B, {most[number, era]} layers: {percent(total, theirs)}")
-        rows.append(row)
-        kept = each.memory["activation_checkpoints"]
-        held = states(each.memory) + each.memory["parameters"] * (number < 3)  # a gradient is as large as the weights
-        rest = each.allocated - held - kept
-        terms.append([f"C{number}", *map(gb, (held, kept, held + kept, rest, each.allocated, LIMIT - each.allocated))])
-    names = [f"C{number}" for number in NAMES]
-    paper = [float(printed.rstrip("B")) for _, printed in PAPER.values()]
-    series = {"the paper's": paper, "ours, as of 2020": sizes["then"], "ours": sizes["now"]}
-    bars("paper-figure-6.svg", names, series, "largest model, 1e9 parameters")
-    columns = ["", "the paper's", "ours as of 2020, deviation", "ours, deviation"]
-    more = ["the paper's model", "states", "checkpoints", "both", "the rest, as of 2020", "in all", "left of 32"]
-    return {"figure 6": markdown(columns, rows), "figure 6, terms": markdown(more, terms)}
+        held = fills[number].allocated
+        assert 0.98 * LIMIT < held <= LIMIT, (number, held)
+        total, theirs = size(sized(number, most[number])), size(sized(number, layers))
+        sizes.append(total / 1e9)
+        ours = f"{total / 1e9:.0f}B: {most[number]} x {hidden}"
+        model = f"{printed}: {layers} x {hidden} = {theirs / 1e9:.1f}B"
+        rows.append([f"C{number} {name}", model, ours, gb(held), percent(total, theirs)])
+    names, paper = [f"C{number}" for number in NAMES], [float(printed.rstrip("B")) for _, printed in PAPER.values()]
+    bars("paper-figure-6.svg", names, {"the paper's": paper, "ours": sizes}, "largest model, 1e9 parameters")
+    columns = ["", "the paper's", "ours", "all tensors at once, GB", "deviation"]
+    return {"figure 6": markdown(columns, rows)}
+
+
+def terms() -> dict[str, str]:
+    """Add up the bytes of the paper's largest models in a system of 2020, and find the largest by those terms."""
+    rows = []
+    for number in NAMES:
+        (layers, *_), printed = PAPER[number]
+        parts = paper_terms(number, layers)
+        slope = sum(paper_terms(number, layers + 1)) - sum(parts)  # all terms are lines in the number of layers
+        fit = layers + math.floor((LIMIT - REST_BYTES - sum(parts)) / slope)
+        (_, hidden, heads), _ = PAPER[number]
+        total, theirs = (size(asked(number, each, hidden, heads)) for each in (fit, layers))
+        found = [f"{total / 1e9:.0f}B, {fit} layers", percent(total, theirs)]
+        rows.append([f"C{number}, {printed}", *map(gb, parts), gb(sum(parts)), gb(LIMIT - sum(parts)), *found])
+    columns = ["the paper's model", "states", "checkpoints", "a block", "logits", "buckets", "in all", "left of 32"]
+    return {"figure 6, terms": markdown([*columns, "the largest by these terms and 3 GB", "deviation"], rows)}
+
+
+def paper_terms(number: int, layers: int) -> list[float]:
+    """Return bytes of a model of the paper in a system of 2020, by formulas alone.
+
+    States (Pos holds a whole gradient), checkpoints, the activations of a block as Korthikanti 2022 counts them (with
+    attention weights and dropout masks), logits and their gradient in fp32, buckets.
+    """
+    (_, h, a), _ = PAPER[number]
+    psi, b, s, nd = size(asked(number, layers, h, a)), 16, 1024, GPUS // MP
+    stage = 1 if number < 3 else 2
+    kept = 2 * b * s * h * layers / {1: 1, 2: MP, 3: 1, 4: MP, 5: float("inf")}[number]
+    block = s * b * h * (10 + 24 / MP + 5 * a * s / (h * MP))
+    return [psi / MP * bytes_per_parameter(stage, nd), kept, block, 2 * 4 * b * s * 50257 / MP, BUCKET_BYTES]

@@ -24,6 +24,7 @@ SECTIONS = {
     "table-2": "states.table_2",
     "savings": "features.savings",
     "figure-6": "features.largest",
+    "terms": "features.terms",
     "figure-4": "models.figure_4",
     "examples": "models.examples",
     "trained": "trained.small",
