@@ -24,7 +24,7 @@ import torch.distributed as dist
 from benchmarks import peers
 from benchmarks.peers import Work
 from megazero.comm.mesh import Mesh
-from megazero.config.schema import Config
+from megazero.config.schema import Config, TrainingConfig
 from megazero.data.loader import MicroBatch
 from megazero.plan.resolve import resolve
 from megazero.price.devices import known_devices, load_device
@@ -111,7 +111,7 @@ def peak_flops(precision: str, device: torch.device) -> float | None:
         return None
     found = torch.cuda.get_device_name(device).lower()
     name = next((name for name in known_devices() if name.split("-")[0] in found), None)
-    return load_device(name)[f"compute.{precision}"] if name else None
+    return load_device(name).multiplying(TrainingConfig())[f"compute.{precision}"] if name else None
 
 
 def ratio_interval(ours: list[float], theirs: list[float], draws: int = 2000) -> tuple[float, float]:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megazero.config.schema import TrainingConfig
+
 DEVICES = Path(__file__).resolve().parents[2] / "scripts" / "devices"
 
 # section -> its constants, all needed
@@ -24,6 +26,7 @@ SECTIONS = {
     "node": ("devices", "bandwidth", "fraction", "latency"),
     "cluster": ("bandwidth", "fraction", "latency"),
 }
+OPTIONAL = {"compute": ("tf32",)}  # section -> constants that not every device has
 CURVES = ("products", "elementwise", "contention", "links")
 
 
@@ -74,6 +77,12 @@ class Device:
                 c = c._replace(value=c.low if less_is_fast == fast else c.high)
             moved[name] = c
         return replace(self, constants=moved)
+
+    def multiplying(self, training: TrainingConfig) -> Device:
+        """The same device with TF32's rate for fp32 products, where --tf32 and the device have it."""
+        if not training.tf32 or "compute.tf32" not in self.constants:
+            return self
+        return replace(self, constants=self.constants | {"compute.fp32": self.constants["compute.tf32"]})
 
     @property
     def devices_per_node(self) -> int:
@@ -128,8 +137,9 @@ def _read(name: str, values: dict[str, Any]) -> Device:
     _check_keys("the file", values, [*SECTIONS, "kind", "description", "curves", "operators"], {"kind", *SECTIONS})
     constants: dict[str, Constant] = {}
     for section, names in SECTIONS.items():
-        _check_keys(f"[{section}]", _table(section, values[section]), names, set(names))
-        for key in names:
+        known = (*names, *OPTIONAL.get(section, ()))
+        _check_keys(f"[{section}]", _table(section, values[section]), known, set(names))
+        for key in (key for key in known if key in values[section]):
             constants[f"{section}.{key}"] = _constant(f"{section}.{key}", values[section][key])
     if values["kind"] not in ("cuda", "cpu"):
         raise ValueError(f"kind = {values['kind']!r} must be cuda or cpu")

@@ -87,7 +87,7 @@ def plan_config(config: Config) -> tuple[Config, Layout, Device]:
         ValueError: naming the flag, its value and the way out.
     """
     check_values(config)
-    device = load_device(config.plan.device_type)
+    device = load_device(config.plan.device_type).multiplying(config.training)
     config, layout = resolve(config, config.plan.world_size, vocabulary(config))
     return config, layout, device
 

@@ -39,7 +39,7 @@ def run_search(config: Config, argv: list[str], console: Console) -> list[Plan]:
     """Search, with a progress bar, and print what is found; `config` is what `argv` says, checked."""
     from rich.progress import Progress
 
-    device = load_device(config.plan.device_type)
+    device = load_device(config.plan.device_type).multiplying(config.training)
     search = Search(config, device, vocabulary(config))
     plans: list[Plan] = []
     with Progress(console=console, transient=True) as progress:

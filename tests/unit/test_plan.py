@@ -253,6 +253,21 @@ def test_every_device_is_sound() -> None:
         assert device.usable_bytes > 30e9
 
 
+LARGE = ("--hidden-size=2048", "--seq-length=1024")  # products, and not the host, take the time
+
+
+def test_fp32_products_take_tf32s_rate_where_the_device_has_it() -> None:
+    def compute(device: str, *flags: str) -> float:
+        config, layout, found = plan_config(
+            parse([*SMALL.split(), *LARGE, "--plan", "--world-size=8", f"--device-type={device}", *flags])
+        )
+        return make_plan(config, layout, found).time.expected.parts["compute"]
+
+    assert compute("a100-80gb") < 0.9 * compute("a100-80gb", "--no-tf32")
+    assert compute("v100-32gb") == compute("v100-32gb", "--no-tf32")
+    assert compute("a100-80gb", "--precision=bf16") == compute("a100-80gb", "--precision=bf16", "--no-tf32")
+
+
 def test_curves_are_read_between_their_points() -> None:
     curve = ((1.0, 10.0), (3.0, 20.0))
     assert [interpolate(curve, x) for x in (0.5, 1, 2, 3, 9)] == [10, 10, 15, 20, 20]
