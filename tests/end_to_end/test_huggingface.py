@@ -296,6 +296,7 @@ def test_values_beyond_fp16_are_refused(tied, tmp_path: Path) -> None:
         export(back, tmp_path / "half", dtype="fp16")
 
 
+@pytest.mark.slow  # half a minute; bands of rows are tried by default
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     """Eight times the layers, of 12.6 MB each: less than two layers' memory more."""
     model = ModelConfig(hidden_size=512, num_attention_heads=8, seq_length=64, vocab_size=999)
