@@ -22,14 +22,18 @@ CASES = [
 ]
 SLOW = [
     Case(pp=2, tp=2, zero=1, recompute="full", md=True, sp=True, schedule="gpipe", micro_batches=3),
-    Case(dp=4, zero=1, options=(("zero_shard_size", 2), ("reduce_bucket_size", 1000))),
+    Case(dp=4, zero=1, batch=16, options=(("zero_shard_size", 2), ("reduce_bucket_size", 1000))),
 ]
 SLOW += [
     Case(dp=2, tp=2, zero=zero, recompute="full", micro_batches=3, **how)
     for zero in range(4)
     for how in ({"pa": True}, {"pa": True, "host": True}, {"pa": True, "md": True}, {"host": True, "md": True}, {})
 ]
-SLOW += [Case(dp=4, zero=zero, recompute=r, model=LLAMA) for zero in range(4) for r in ("none", "selective", "full")]
+SLOW += [
+    Case(dp=4, zero=zero, recompute=r, model=LLAMA, batch=16)
+    for zero in range(4)
+    for r in ("none", "selective", "full")
+]
 SLOW += [Case(pp=2, tp=2, sp=True, recompute=r, model=m) for r in ("none", "full") for m in (MODEL, LLAMA)]
 SLOW += [
     Case(pp=2, dp=2, zero=zero, schedule=s, chunks=c, model=replace(UNTIED, num_layers=6), micro_batches=2)
