@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import json
 import multiprocessing as mp
 import os
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from tests.helpers.chains import LAYOUTS, Curve, configured, make_corpus, train
 
 ITERATIONS = 8
 SECONDS = 120  # no attempt takes nearly as long
+TIMEOUT_SECONDS = 30  # of a rank that waits for one that was killed before they had met: no socket tells it
 SMALL = [name for name, (world, _, _) in LAYOUTS.items() if world <= 2]
 
 
@@ -46,7 +49,9 @@ def serve(rank: int, world: int, store: str, config: Any, every: int, log: str, 
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, resource.RLIM_INFINITY))
     with open(f"{log}.stderr{rank}", "a") as said, contextlib.redirect_stderr(said):
         if world > 1:
-            dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+            timeout = datetime.timedelta(seconds=TIMEOUT_SECONDS)
+            files = dist.FileStore(store, world)
+            dist.init_process_group("gloo", store=files, rank=rank, world_size=world, timeout=timeout)
 
         def see(iteration: int, loss: float) -> None:
             if rank == 0:
@@ -68,9 +73,9 @@ class Attempts:
     def __init__(self, name: str, folder: Path, corpus: str, background: bool, every: int) -> None:
         self.world, self.folder, self.every = LAYOUTS[name][0], folder, every
         root = str(folder / "saved")
-        self.config = configured(
-            name, corpus, ITERATIONS, "fp32", save=root, load=root, async_save=background, keep_last=3
-        )
+        config = configured(name, corpus, ITERATIONS, "fp32", save=root, load=root, async_save=background, keep_last=3)
+        parallel = replace(config.parallel, distributed_timeout_minutes=TIMEOUT_SECONDS / 60)
+        self.config = replace(config, parallel=parallel)
         self.context = mp.get_context("forkserver")
         self.context.set_forkserver_preload(["torch", "torch.distributed", "megazero.train.trainer"])
 

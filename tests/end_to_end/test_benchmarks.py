@@ -12,6 +12,7 @@ from benchmarks import gpu_check
 from tests.end_to_end.cli import run
 
 
+@pytest.mark.slow  # tests/unit/test_paper.py rehearses such ranks
 def test_the_table_of_bytes_on_real_and_pretended_ranks() -> None:
     """The program itself asserts that what is measured is what `estimate` says; here, that it is the paper's."""
     done = run(sys.executable, "-m", "benchmarks.zero_table", "--real", 2, "--pretended", 64)

@@ -92,6 +92,7 @@ def test_help(tmp_path, arguments):
     assert done.returncode == 0 and "--nproc N" in done.stdout
 
 
+@pytest.mark.slow
 def test_help_after_dashes_is_the_programs(tmp_path):
     done = launch("--nproc", "1", "--", "--help", cwd=tmp_path)
     assert done.returncode == 0 and "--fail-rank" in done.stdout

@@ -90,7 +90,7 @@ def train(
         see: called with the iteration and its loss.
     """
     config, layout = resolve(config, world, 257)
-    mesh = Mesh.build(layout, rank, torch.device("cpu"))
+    mesh = Mesh.build(layout, rank, torch.device("cpu"), config.parallel.distributed_timeout_minutes)
     run = Trainer(config, mesh, open_data(config, load_tokenizer("byte")), None)
     found = []
     with contextlib.redirect_stdout(open(os.devnull, "w")):
