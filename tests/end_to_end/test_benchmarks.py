@@ -78,6 +78,7 @@ def test_before_and_after_runs_against_an_older_revision() -> None:
     assert "files with hooks or weak references: 1 before, 0 after" in done.stdout
 
 
+@pytest.mark.slow
 def test_checkpoints_of_ranks_that_are_not_there() -> None:
     """400 ranks of the 100B preset take half a minute; here a model of 4 layers on 8."""
     small = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 257 --tensor-model-parallel-size 2"
