@@ -51,6 +51,7 @@ def serve(rank: int, world: int, store: str, config: Any, every: int, log: str, 
         if world > 1:
             timeout = datetime.timedelta(seconds=TIMEOUT_SECONDS)
             files = dist.FileStore(store, world)
+            files.set_timeout(timeout)  # five minutes otherwise, for a rank that never writes its address
             dist.init_process_group("gloo", store=files, rank=rank, world_size=world, timeout=timeout)
 
         def see(iteration: int, loss: float) -> None:
