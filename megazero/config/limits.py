@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 MAX_NAME = 255  # bytes of a file name on common file systems; Linux: NAME_MAX
 MAX_TEXT = 4096 - 256  # bytes of any text: a path (Linux: PATH_MAX) less what is appended to it
@@ -35,6 +36,19 @@ class Range:
             reason = f": {self.why}" if self.why else ""
             return f"must be {'less than' if self.most_open else 'at most'} {self.most}{reason}"
         return ""
+
+
+# Kinds of numbers that several flags share. 0 stands for a derived value or for "never", as each flag says.
+FEW = "no published model has as many"
+ITERATIONS = "iterations are numbered in 9 digits"
+Positive = Annotated[int, Range(1, 10**9, ITERATIONS)]
+Iterations = Annotated[int, Range(0, 10**9, ITERATIONS)]
+Minutes = Annotated[float, Range(0, 10**6, "that is two years")]
+Ranks = Annotated[int, Range(1, 10**6, "no job has as many ranks")]
+Probability = Annotated[float, Range(0, 1, "1 would drop everything", most_open=True)]
+DecayRate = Annotated[float, Range(0, 1, "a mean with weight 1 on its past never changes", most_open=True)]
+LearningRate = Annotated[float, Range(0, 10, "AdamW moves every weight by about --lr per update")]
+LossScaleValue = Annotated[float, Range(0, 2**48, "the scaled loss would overflow fp32", least_open=True)]
 
 
 def divisors(number: int) -> list[int]:
