@@ -28,8 +28,8 @@ from megazero.checkpoint.manifest import MANIFEST, read_manifest, unchecked_stat
 from megazero.config.schema import BYTES
 from megazero.data.tokenizer import Tokenizer, load_tokenizer
 from megazero.files import explain
-from megazero.train.loggers import size
 from megazero.train.run_state import RunState, run_tokenizer
+from megazero.units import size
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ constant has its source beside it, and a range where it is uncertain. Pure.
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import tomllib
 from bisect import bisect_left
 from dataclasses import dataclass, replace
@@ -48,6 +49,7 @@ class Device:
 
     Attributes:
         kind: "cuda" or "cpu": whose kernels a layer is traced for, and which collectives it takes.
+        cards: patterns of the names by which CUDA knows cards with these peaks, "NVIDIA " or "Tesla " left out.
         operators: operator of torch -> its speed, as a multiple of `elementwise`'s; 1 where it is not named.
         products: (FLOPs of a matrix product, FLOP/s), measured; () where the fraction of the peak is used.
         elementwise: (bytes of an operator, bytes/s), measured; () where the fraction of the bandwidth is used.
@@ -64,6 +66,7 @@ class Device:
     elementwise: Curve = ()
     contention: Curve = ()
     links: Curve = ()
+    cards: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> float:
         return self.constants[name].value
@@ -133,8 +136,26 @@ def load_device(name: str) -> Device:
         raise ValueError(f"--device-type {path}: {error}; see docs/plan.md for what a device file holds") from None
 
 
+def find_card(card: str) -> Device | None:
+    """Return the device of scripts/devices that CUDA names `card`, such as "NVIDIA H200"; None if there is none."""
+    short = card.removeprefix("NVIDIA ").removeprefix("Tesla ")
+    for name in known_devices():
+        device = load_device(name)
+        if any(fnmatch.fnmatchcase(short, pattern) for pattern in device.cards):
+            return device
+    return None
+
+
+def peak_flops(card: str, training: TrainingConfig) -> float:
+    """Return the peak FLOP/s of the card that CUDA names `card`, in --precision; 0 where it is not known."""
+    device = find_card(card)
+    return device.multiplying(training)[f"compute.{training.precision}"] if device is not None else 0.0
+
+
 def _read(name: str, values: dict[str, Any]) -> Device:
-    _check_keys("the file", values, [*SECTIONS, "kind", "description", "curves", "operators"], {"kind", *SECTIONS})
+    _check_keys(
+        "the file", values, [*SECTIONS, "kind", "description", "cards", "curves", "operators"], {"kind", *SECTIONS}
+    )
     constants: dict[str, Constant] = {}
     for section, names in SECTIONS.items():
         known = (*names, *OPTIONAL.get(section, ()))
@@ -150,7 +171,12 @@ def _read(name: str, values: dict[str, Any]) -> Device:
         if not _is_positive(value):
             raise ValueError(f"operators.{key} = {value!r} must be a number above 0")
     found = {key: _curve(key, points) for key, points in curves.items()}
-    return Device(name, values["kind"], str(values.get("description", name)), constants, dict(operators), **found)
+    cards = values.get("cards", [])
+    if not isinstance(cards, list) or not all(isinstance(card, str) for card in cards):
+        raise ValueError(f"cards = {cards!r} must be a list of names")
+    return Device(
+        name, values["kind"], str(values.get("description", name)), constants, operators, cards=tuple(cards), **found
+    )
 
 
 def _table(name: str, value: Any) -> dict[str, Any]:

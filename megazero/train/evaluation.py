@@ -12,8 +12,9 @@ from megazero.data.corpora import Datasets
 from megazero.data.loader import Batches
 from megazero.data.samples import Samples
 from megazero.train.engine import Engine
-from megazero.train.loggers import Record, duration
+from megazero.train.progress_line import Record
 from megazero.train.stopping import Stop
+from megazero.units import duration
 
 REPORT_SECONDS = 30.0  # between two lines that say how far an evaluation is
 

@@ -1,4 +1,4 @@
-"""Loggers: metrics.jsonl, a progress line, TensorBoard, Weights & Biases. Used by rank 0 alone.
+"""Loggers: metrics.jsonl, TensorBoard, Weights & Biases, and the progress line. Used by rank 0 alone.
 
 The heavy libraries are imported only when asked for.
 """
@@ -10,15 +10,13 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from megazero.config.cli import to_toml
 from megazero.config.schema import Config
 from megazero.files import OutputFile, explain, read_regular, replace_file
-
-Record = dict[str, Any]  # one iteration, as in metrics.jsonl
+from megazero.train.progress_line import InUse, ProgressLine, Record
 
 
 class Writer(Protocol):
@@ -27,14 +25,12 @@ class Writer(Protocol):
     def close(self) -> None: ...
 
 
-def tell(text: str) -> None:
-    """Print a line. A full disk under the log, or a reader that is gone, ends no run."""
-    with contextlib.suppress(OSError):
-        print(text, flush=True)
+def open_writers(config: Config, start_iteration: int, in_use: InUse = lambda: None) -> list[Writer]:
+    """Everything that the flags ask for.
 
-
-def open_writers(config: Config, start_iteration: int) -> list[Writer]:
-    """Everything that the flags ask for. `start_iteration`: of the checkpoint that the run goes on from, or 0.
+    Args:
+        start_iteration: of the checkpoint that the run goes on from, or 0.
+        in_use: see `ProgressLine`.
 
     Raises:
         ValueError: a folder or file cannot be made; nothing has been trained yet.
@@ -59,7 +55,7 @@ def open_writers(config: Config, start_iteration: int) -> list[Writer]:
     if log.wandb_project:
         writers.append(WeightsAndBiases(config))
     if not config.evaluation.eval_only:
-        writers.append(ProgressLine(config, start_iteration))
+        writers.append(ProgressLine(config, start_iteration, in_use))
     return writers
 
 
@@ -192,63 +188,3 @@ def flatten(record: Record) -> dict[str, float]:
         elif value is not None and key != "iteration":
             flat[key] = value
     return flat
-
-
-class ProgressLine:
-    """A line every --log-interval iterations; on a terminal a bar below them with the time left."""
-
-    def __init__(self, config: Config, start_iteration: int) -> None:
-        self.interval, self.last = config.log.log_interval, config.training.train_iters
-        self.start, self.seconds, self.seen = start_iteration, 0.0, 0
-        self.bar, self.show = self._open_bar() if sys.stdout.isatty() else (None, tell)
-
-    def _open_bar(self) -> tuple[Any, Callable[[str], None]]:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        columns = [BarColumn(None), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")]
-        bar = Progress(*columns, transient=True)
-        bar.start()
-        self.task = bar.add_task("", total=self.last, completed=self.start)
-        return bar, lambda text: bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    def write(self, record: Record) -> None:
-        self.seconds += record["step_seconds"]
-        self.seen += 1
-        i = record["iteration"]
-        left = duration((self.last - i) * self.seconds / self.seen)
-        if self.bar is not None:
-            self.bar.update(self.task, completed=i, description=f"{left} left")
-        if i % self.interval == 0 or i == self.last or "validation_loss" in record:
-            self.show(line(record, self.last, left))
-
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.stop()
-
-
-def line(record: Record, last: int, left: str) -> str:
-    """Progress line of an iteration."""
-    width = len(str(last))
-    parts = [f"iteration {record['iteration']:>{width}}/{last}", f"loss {record['loss']:.4f}"]
-    if "validation_loss" in record:
-        parts.append(f"validation {record['validation_loss']:.4f}")
-    parts += [f"norm {record['grad_norm']:.3f}", f"lr {record['lr']:.2e}"]
-    parts += [f"{record['tokens_per_second']:,.0f} tokens/s", size(record["memory_bytes"]["peak"]), f"{left} left"]
-    if record["loss_scale"] != 1:
-        parts.append(f"scale {record['loss_scale']:g}")
-    if record["skipped"]:
-        parts.append("SKIPPED")
-    return " | ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    minutes, s = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{s:02}" if hours else f"{minutes}:{s:02}"
-
-
-def size(num_bytes: int) -> str:
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:.3g} {unit}"
-    return f"{num_bytes / 1024:.3g} KiB"

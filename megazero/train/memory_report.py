@@ -58,6 +58,20 @@ def _allocated(mesh: Mesh) -> str:
     if mesh.device.type == "cuda":
         used, reserved = torch.cuda.memory_allocated(mesh.device), torch.cuda.memory_reserved(mesh.device)
         return f"the allocator has {used / MIB:,.1f} MiB in use of {reserved / MIB:,.1f} MiB reserved"
-    unit = 1 if sys.platform == "darwin" else 1024
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return f"the process has had at most {most / MIB:,.1f} MiB resident"
+    return f"the process has had at most {most_resident() / MIB:,.1f} MiB resident"
+
+
+def most_resident() -> int:
+    """Return the most bytes of host memory that this process has had at one time."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def device_in_use(device: torch.device) -> tuple[int, int]:
+    """Return the most bytes of its device that this process has used at one time, and the device's own (0: a CPU).
+
+    Of a GPU what torch's allocator has reserved, in this iteration: more than what tensors take, less than what
+    nvidia-smi shows, which counts CUDA's context and NCCL's buffers too. Of a CPU the process' resident memory.
+    """
+    if device.type != "cuda":
+        return most_resident(), 0
+    return torch.cuda.max_memory_reserved(device), torch.cuda.get_device_properties(device).total_memory

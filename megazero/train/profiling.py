@@ -9,7 +9,8 @@ from megazero.config.validate import iteration_range
 from megazero.train import stragglers
 from megazero.train.bubble import BubbleMeter
 from megazero.train.engine import Engine
-from megazero.train.loggers import tell, warn
+from megazero.train.loggers import warn
+from megazero.train.progress_line import tell
 from megazero.train.timeline import Timeline, timeline
 from megazero.train.trace import Trace
 

@@ -8,7 +8,7 @@ import torch
 
 from megazero.comm.mesh import Mesh
 from megazero.plan.operations import COMPUTE
-from megazero.train.loggers import tell
+from megazero.train.progress_line import tell
 from megazero.train.timeline import Span
 
 SLOW = 1.2  # times the median of the ranks that compute the same

@@ -17,14 +17,17 @@ from megazero.data.loader import Batches
 from megazero.data.tokenizer import Tokenizer
 from megazero.memory.fragmentation import device_fragmentation
 from megazero.plan.parameters import num_parameters
+from megazero.price.devices import peak_flops
 from megazero.price.report import table
 from megazero.price.trace import model_flops
 from megazero.train.checkpoints import Checkpoints
 from megazero.train.engine import Engine, LossScaleExhausted, StepResult
 from megazero.train.evaluation import Evaluation, Evaluator, Stopped, line
-from megazero.train.loggers import Record, Writers, open_writers, tell
+from megazero.train.loggers import Writers, open_writers
 from megazero.train.matmul_backend import choose_matmul_backend
+from megazero.train.memory_report import device_in_use
 from megazero.train.profiling import Profiler
+from megazero.train.progress_line import Record, tell
 from megazero.train.replicas import check_replicas
 from megazero.train.run_state import Progress
 from megazero.train.stopping import STOPS, Clock, DeadRun, Signals, Stop, asked_to_stop
@@ -97,6 +100,8 @@ class Trainer:
         fingerprints = tuple(datasets.fingerprints())
         self.checkpoints = Checkpoints(self.config, self.engine, fingerprints, tokenizer, self.watchdog, self.say)
         self.left_out = skipped_samples(config)
+        card = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else ""
+        self.peak_flops = peak_flops(card, config.training)
 
         def batches(dataset: Any, num_workers: int) -> Batches:
             return Batches(
@@ -131,7 +136,7 @@ class Trainer:
         config = self.config
         load, self.progress = self.checkpoints.resume(load)
         self.describe(load)
-        writers = Writers(open_writers(config, self.progress.iteration) if self.leads else [])
+        writers = self._open_writers()
         stop = None
         try:
             while self.progress.iteration < config.training.train_iters and (stop := self._stop()) is None:
@@ -162,6 +167,11 @@ class Trainer:
             kept = "saved" if self.checkpoints.saved_at == self.progress.iteration else "nothing saved"
             self.say(f"stopped after iteration {self.progress.iteration} by {stop.why}: {kept}")
         return stop
+
+    def _open_writers(self) -> Writers:
+        if not self.leads:
+            return Writers([])
+        return Writers(open_writers(self.config, self.progress.iteration, lambda: device_in_use(self.mesh.device)))
 
     def _stop(self) -> Stop | None:
         """Return the reason to stop here, agreed over all ranks: a signal may reach only some, and clocks differ."""
@@ -223,8 +233,8 @@ class Trainer:
     def _record(self, result: StepResult, seconds: float, traffic: dict[str, int]) -> Record:
         config = self.config
         samples = config.training.global_batch_size
-        flops = model_flops(config.model, samples) / self.mesh.layout.world_size
-        record = {
+        speed = model_flops(config.model, samples) / self.mesh.layout.world_size / seconds
+        record: Record = {
             "iteration": self.progress.iteration,
             "consumed_samples": self.progress.consumed_samples,
             "loss": result.loss,
@@ -234,7 +244,8 @@ class Trainer:
             "skipped": result.skipped,
             "step_seconds": seconds,
             "tokens_per_second": samples * config.model.seq_length / seconds,
-            "tflops_per_device": flops / seconds / 1e12,
+            "tflops_per_device": speed / 1e12,
+            **({"mfu": speed / self.peak_flops} if self.peak_flops else {}),
             "memory_bytes": self.engine.memory_bytes(result),
             "traffic_bytes": traffic,
         }
@@ -258,7 +269,7 @@ class Trainer:
         """Evaluate the weights of `load` on --eval-split; returns what stopped it, if anything did."""
         loaded, self.progress = self.checkpoints.resume(load)
         self.describe(loaded)
-        writers = Writers(open_writers(self.config, self.progress.iteration) if self.leads else [])
+        writers = self._open_writers()
         start = time.perf_counter()
         try:
             found = self.evaluator.run(self._stop, self.say)

@@ -15,23 +15,19 @@ from typing import Any
 import pytest
 
 from megazero.config.cli import parse, to_toml
-from megazero.config.schema import Config, LogConfig, ModelConfig, TrainingConfig
+from megazero.config.schema import Config, LogConfig, ModelConfig
 from megazero.files import replace_file
 from megazero.price.trace import model_flops
 from megazero.train.loggers import (
     MetricsFile,
-    ProgressLine,
-    Record,
     TensorBoard,
     WeightsAndBiases,
     Writers,
-    duration,
     finite,
     flatten,
-    line,
     open_writers,
-    size,
 )
+from megazero.train.progress_line import ProgressLine, Record
 
 
 def record(iteration: int, **changes: Any) -> Record:
@@ -232,44 +228,6 @@ def test_open_writers_makes_what_is_asked_for(tmp_path: Path) -> None:
         writer.close()
     assert (folder / "config.toml").read_text() == to_toml(config)
     assert replace(parse(["--preset", str(folder / "config.toml")]), preset="") == config
-
-
-# -- for people
-
-
-def test_line() -> None:
-    assert line(record(7), 1000, "1:00") == (
-        "iteration    7/1000 | loss 4.5000 | norm 1.250 | lr 3.00e-04 | 12,346 tokens/s | 3 GiB | 1:00 left"
-    )
-    odd = record(10, validation_loss=2.5, skipped=True, grad_norm=math.nan)
-    assert line(odd, 10, "0:00") == (
-        "iteration 10/10 | loss 4.5000 | validation 2.5000 | norm nan | lr 3.00e-04 | 12,346 tokens/s | 3 GiB | "
-        "0:00 left | SKIPPED"
-    )
-
-
-def test_duration_and_size() -> None:
-    assert [duration(s) for s in (0, 0.4, 59.6, 61, 3599, 3600, 90061)] == [
-        *("0:00", "0:00", "1:00", "1:01", "59:59", "1:00:00", "25:01:01"),
-    ]
-    assert [size(n) for n in (0, 1536, 1 << 20, 5 << 29, 1 << 40)] == [
-        "0 KiB",
-        "1.5 KiB",
-        "1 MiB",
-        "2.5 GiB",
-        "1.02e+03 GiB",
-    ]
-
-
-def test_progress_lines_come_at_the_interval_the_end_and_evaluations(capsys: pytest.CaptureFixture[str]) -> None:
-    config = replace(Config(), log=LogConfig(log_interval=4), training=TrainingConfig(train_iters=10))
-    progress = ProgressLine(config, 2)
-    for i in range(3, 11):
-        progress.write(record(i, step_seconds=3.0) | ({"validation_loss": 1.0} if i == 5 else {}))
-    progress.close()
-    shown = capsys.readouterr().out.splitlines()
-    assert [text.split("|")[0].split()[1] for text in shown] == ["4/10", "5/10", "8/10", "10/10"]
-    assert [text.split("|")[-1].strip() for text in shown] == ["0:18 left", "0:15 left", "0:06 left", "0:00 left"]
 
 
 def test_flatten() -> None:

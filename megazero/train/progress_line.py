@@ -1,0 +1,79 @@
+"""The progress of a run on the console: a line every --log-interval iterations, and on a terminal a bar below them."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from megazero.config.schema import Config
+from megazero.units import count, duration, size
+
+RECENT = 50  # iterations whose mean time gives the time left
+
+Record = dict[str, Any]  # one iteration, as in metrics.jsonl
+InUse = Callable[[], tuple[int, int] | None]
+
+
+def tell(text: str) -> None:
+    """Print a line. A full disk under the log, or a reader that is gone, ends no run."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
+
+
+class ProgressLine:
+    """A line every --log-interval iterations; on a terminal a bar below them with the time left.
+
+    Into a file or a pipe go plain lines alone, without control characters.
+    """
+
+    def __init__(self, config: Config, start_iteration: int, in_use: InUse = lambda: None) -> None:
+        """`in_use`: returns the bytes of the device that this process uses, and all that it has (0: not known)."""
+        self.interval, self.last = config.log.log_interval, config.training.train_iters
+        self.seq_length, self.in_use = config.model.seq_length, in_use
+        self.start, self.recent = start_iteration, deque[float](maxlen=RECENT)
+        self.bar, self.show = self._open_bar() if sys.stdout.isatty() else (None, tell)
+
+    def _open_bar(self) -> tuple[Any, Callable[[str], None]]:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = [BarColumn(None), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")]
+        bar = Progress(*columns, transient=True)
+        bar.start()
+        self.task = bar.add_task("", total=self.last, completed=self.start)
+        return bar, lambda text: bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def write(self, record: Record) -> None:
+        self.recent.append(record["step_seconds"])
+        i = record["iteration"]
+        left = f"{duration((self.last - i) * sum(self.recent) / len(self.recent))} left"
+        if self.bar is not None:
+            self.bar.update(self.task, completed=i, description=left)
+        if i % self.interval == 0 or i == self.last or "validation_loss" in record:
+            self.show(line(record, self.last, self.seq_length, self.in_use(), left))
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+
+def line(record: Record, last: int, seq_length: int, in_use: tuple[int, int] | None, left: str) -> str:
+    """Progress line of an iteration."""
+    width = len(str(last))
+    parts = [f"iteration {record['iteration']:>{width}}/{last}", f"loss {record['loss']:.4f}"]
+    if "validation_loss" in record:
+        parts.append(f"validation {record['validation_loss']:.4f}")
+    parts += [f"norm {record['grad_norm']:.3f}", f"lr {record['lr']:.2e}"]
+    speed = f"{record['tokens_per_second']:,.0f} tokens/s, {record['tflops_per_device']:.3g} TFLOP/s"
+    parts.append(speed + (f", MFU {record['mfu']:.1%}" if "mfu" in record else ""))
+    if in_use is not None:
+        used, whole = in_use
+        parts.append(size(used) + (f" of {size(whole)}" if whole else ""))
+    parts += [f"{count(record['consumed_samples'] * seq_length)} tokens", left]
+    if record["loss_scale"] != 1:
+        parts.append(f"scale {record['loss_scale']:g}")
+    if record["skipped"]:
+        parts.append("SKIPPED")
+    return " | ".join(parts)

@@ -1,0 +1,32 @@
+"""Amounts for people: bytes, durations, counts. Decimal: 1 GB is 10^9 bytes, as on the labels of devices."""
+
+from __future__ import annotations
+
+SCALES = ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
+
+
+def size(num_bytes: int) -> str:
+    """Format bytes with three digits: "999 bytes", "1.50 MB", "28.0 GB"."""
+    for scale, letter in SCALES:
+        if num_bytes >= scale:
+            return f"{_three_digits(num_bytes / scale)} {letter}B"
+    return f"{num_bytes} bytes"
+
+
+def count(number: int) -> str:
+    """Format a number of things with three digits: "999", "1.50 k", "124 M", "1.56 B"."""
+    for scale, letter in SCALES:
+        if number >= scale:
+            return f"{_three_digits(number / scale)} {'B' if letter == 'G' else letter}"
+    return str(number)
+
+
+def duration(seconds: float) -> str:
+    """Format as "1:02:03", or "2:03" below an hour."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{s:02}" if hours else f"{minutes}:{s:02}"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
