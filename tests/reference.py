@@ -145,8 +145,13 @@ def rotated(model: ModelConfig, x: torch.Tensor, position: torch.Tensor) -> torc
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
-def train(config: Config, batches: list[Batch]) -> tuple[list, list]:
-    """losses and gradient norms over global batches of (ids, labels, loss mask, where documents begin)."""
+def train(
+    config: Config, batches: list[Batch], tell: Callable[[torch.Tensor], None] = lambda losses: None
+) -> tuple[list, list]:
+    """losses and gradient norms over global batches of (ids, labels, loss mask, where documents begin).
+
+    `tell` gets each batch's losses of targets [B, s], 0 where none counts.
+    """
     o = config.optimizer
     w = initial_weights(config)
     frozen = {name for name in w if any(fnmatch.fnmatch(name, p) for p in config.training.freeze_parameters)}
@@ -162,6 +167,7 @@ def train(config: Config, batches: list[Batch]) -> tuple[list, list]:
         logits = forward(config, w, ids, range(step * len(ids), (step + 1) * len(ids)), starts)
         each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
         loss = (each * mask.flatten()).sum() / mask.sum()
+        tell((each.detach() * mask.flatten()).view_as(mask))
         optimizer.zero_grad()
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(trained.values(), o.clip_grad).item())

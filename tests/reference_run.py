@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 import struct
+from collections.abc import Iterable
 from fractions import Fraction
 from functools import cache
 from itertools import accumulate, chain
@@ -120,12 +121,17 @@ class Blend:
         self.streams, self.shares = streams, [w / sum(weights) for w in weights]
 
     def sample(self, number: int) -> list[int]:
+        chosen, place = self.find(number)
+        return self.streams[chosen].sample(place)
+
+    def find(self, number: int) -> tuple[int, int]:
+        """(number of the stream, number in it) of a sample."""
         counts = [0] * len(self.streams)
         for n in range(number + 1):
             behind = [share * max(n, 1) - count for share, count in zip(self.shares, counts, strict=True)]
             chosen = behind.index(max(behind))  # of equals, the first
             counts[chosen] += 1
-        return self.streams[chosen].sample(counts[chosen] - 1)
+        return chosen, counts[chosen] - 1
 
 
 def open_blend(flags: Flags, which: int) -> Blend:
@@ -325,6 +331,7 @@ class Run:
             group["lr"] = flags["lr"] * factor
         numbers = [(iteration - 1) * batch + j for j in range(batch)]
         scale = self.scaler.get_scale()
+        by_corpus = self._losses_by_corpus(self.train, numbers, training=True)
         self.optimizer.zero_grad()
         size = flags["micro-batch-size"]
         parts = [numbers[at : at + size] for at in range(0, batch, size)]
@@ -350,9 +357,12 @@ class Run:
             "loss_scale": scale,
             "skipped": skipped,
             "flops": self._flops(),
+            "loss_by_corpus": by_corpus,
         }
         if flags["eval-interval"] and iteration % flags["eval-interval"] == 0:
-            record["validation_loss"] = self._evaluate()
+            validation = range(flags["eval-iters"] * batch)
+            record["validation_loss"] = self._evaluate(validation)
+            record["validation_loss_by_corpus"] = self._losses_by_corpus(self.validation, validation, training=False)
         self.metrics.append(record)
         return record
 
@@ -373,9 +383,19 @@ class Run:
             self.forgiven = self.flags["hysteresis"]
 
     @torch.no_grad()
-    def _evaluate(self) -> float:
+    def _losses_by_corpus(self, blend: Blend, numbers: Iterable[int], training: bool) -> dict[str, float]:
+        """Nats per target, sample by sample, by the prefix of the corpus."""
+        sums = dict[str, tuple[float, int]]()
+        for n in numbers:
+            loss, targets = self.model.loss([blend.sample(n)], [n] if training else None)
+            prefix = str(self.flags["data-path"][2 * blend.find(n)[0] + 1])
+            total, count = sums.get(prefix, (0.0, 0))
+            sums[prefix] = total + float(loss), count + targets
+        return {prefix: total / count for prefix, (total, count) in sums.items()}
+
+    @torch.no_grad()
+    def _evaluate(self, numbers: Iterable[int]) -> float:
         """Over the first samples of the validation split, always the same ones."""
-        numbers = range(self.flags["eval-iters"] * self.flags["global-batch-size"])
         total, targets = self.model.loss([self.validation.sample(n) for n in numbers], None)
         return float(total) / targets
 

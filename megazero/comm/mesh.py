@@ -155,15 +155,15 @@ class Mesh:
                 dist.recv(arriving, src=rank, group=self.host_group)
             yield arriving.numpy().tobytes()
 
-    def control_sum(self, x: torch.Tensor, *axes: Axis) -> float:
-        """Sum a scalar over `axes`, in place, counted as control traffic; return its value."""
+    def control_sum(self, x: torch.Tensor, *axes: Axis) -> list[float]:
+        """Sum a few numbers, x [n], over `axes`, in place, counted as control traffic; return their values."""
         for axis in axes:
             axis.all_reduce_(x, kind="control")
         return self.read(x)
 
-    def read(self, x: torch.Tensor) -> float:
-        """Return the value of a scalar, when the device has computed it."""
-        return x.item()
+    def read(self, x: torch.Tensor) -> list[float]:
+        """Return the values of x [n], when the device has computed them."""
+        return x.tolist()
 
 
 def make_links(layout: Layout, pp: Axis, maker: GroupMaker) -> None:

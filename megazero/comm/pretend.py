@@ -51,9 +51,9 @@ class PretendAxis(Axis):
 class PretendMesh(Mesh):
     """The mesh of one rank without its peers."""
 
-    def read(self, x: torch.Tensor) -> float:
-        """Return 1: a stand-in has no value. As a norm, a loss or a number of targets it lets a step go on."""
-        return 1.0
+    def read(self, x: torch.Tensor) -> list[float]:
+        """Return ones: a stand-in has no value. As norms, losses or numbers of targets they let a step go on."""
+        return [1.0] * x.numel()
 
     def issued(self) -> dict[tuple[str, str, str], tuple[int, int]]:
         """Return (axis, kind of traffic, operation) -> (calls, bytes that this rank would have sent)."""

@@ -7,6 +7,9 @@ from typing import Annotated, Literal
 
 from megazero.config.limits import Iterations, Minutes, Positive, Range
 
+# A blend of more corpora has no entry per corpus in the metrics, whose lines would be pages.
+MAX_NAMED_CORPORA = 100
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -33,6 +36,12 @@ class DataConfig:
     checkpoint from before a loss spike, and on without the data that made it."""
     num_workers: Annotated[int, Range(0, 64, "one process per rank is ahead of any step")] = 1
     """Processes per rank that read batches ahead, behind the step that runs. 0: read in the training process."""
+
+    @property
+    def named_corpora(self) -> int:
+        """Corpora of --data-path that the metrics tell apart; 1: it names one, or more than they do."""
+        num_corpora = len(self.data_path) // 2
+        return num_corpora if 1 < num_corpora <= MAX_NAMED_CORPORA else 1
 
     @property
     def document_flags(self) -> tuple[str, ...]:

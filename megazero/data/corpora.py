@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from megazero.config.run_options import MAX_NAMED_CORPORA
 from megazero.data.about import BLOCK_BYTES, SAMPLED_BYTES, read_about, verify
 from megazero.data.blending import BlendedDataset
 from megazero.data.fingerprint import fingerprint
@@ -45,16 +46,22 @@ class Datasets:
         parts = samples.datasets if isinstance(samples, BlendedDataset) else (samples,)
         return {data.prefix: WholeSplit(part) for data, part in zip(self.corpora, parts, strict=True)}
 
+    @property
+    def named(self) -> tuple[str, ...]:
+        """The prefixes of a blend whose corpora the metrics tell apart; else empty."""
+        blended = isinstance(self.train, BlendedDataset) and len(self.corpora) <= MAX_NAMED_CORPORA
+        return tuple(data.prefix for data in self.corpora) if blended else ()
+
     def fingerprints(self) -> list[str]:
         """Return the fingerprint of each corpus, in the order of --data-path."""
         return [fingerprint(data) for data in self.corpora]
 
     def served(self, consumed_samples: int) -> dict[str, int]:
-        """Count the first samples of training that came from each corpus; {} where there is only one."""
-        if not isinstance(self.train, BlendedDataset):
+        """Count the first samples of training that came from each corpus of `named`."""
+        if not self.named:
             return {}
-        counts = self.train.counts(consumed_samples)
-        return {data.prefix: count for data, count in zip(self.corpora, counts, strict=True)}
+        assert isinstance(self.train, BlendedDataset)
+        return dict(zip(self.named, self.train.counts(consumed_samples), strict=True))
 
 
 def parse_data_path(data_path: Sequence[str]) -> list[tuple[Fraction, str]]:

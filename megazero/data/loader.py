@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from megazero.config.run_options import MAX_NAMED_CORPORA
+from megazero.data.blending import BlendedDataset
 from megazero.data.samples import NO_TOKEN, Samples
 
 # Steps that each worker process prepares ahead.
@@ -28,6 +30,8 @@ class MicroBatch(NamedTuple):
     """`ids`, `labels` int64 [b, s]; `loss_mask` fp32 [b, s], 1 where a target counts; `samples` [b].
 
     `document_starts` int64 [b, s]: the place in its sample at which each token's document begins; None: not asked for.
+    `corpora` [b]: of a blend whose corpora the metrics tell apart, the number of the one that each sample is of; else
+    empty.
     """
 
     ids: torch.Tensor
@@ -35,6 +39,7 @@ class MicroBatch(NamedTuple):
     loss_mask: torch.Tensor
     samples: tuple[int, ...]
     document_starts: torch.Tensor | None = None
+    corpora: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,8 @@ class Batches:
     ) -> None:
         self.assignment = Assignment(micro_batch_size, num_micro_batches, dp_rank, dp_size)
         self._steps = _Steps(dataset, self.assignment, eod, document_end)
+        blended = isinstance(dataset, BlendedDataset) and len(dataset.datasets) <= MAX_NAMED_CORPORA
+        self._blend = dataset if blended else None
         self._num_workers, self._pin = num_workers, pin
         self._ahead: Iterator[Any] | None = None
         self._next = -1  # the consumed samples at which `_ahead` stands
@@ -101,7 +108,10 @@ class Batches:
             step = self._read_ahead(consumed_samples)
         ids, labels, loss_mask, *starts = step
         numbers = self.assignment.samples(consumed_samples)
-        return [MicroBatch(*each) for each in zip(ids, labels, loss_mask, numbers, *starts, strict=True)]
+        found = [MicroBatch(*each) for each in zip(ids, labels, loss_mask, numbers, *starts, strict=True)]
+        if (blend := self._blend) is None:
+            return found
+        return [each._replace(corpora=tuple(blend.locate(i)[0] for i in each.samples)) for each in found]
 
     def close(self) -> None:
         """End the worker processes; a later `batch` starts new ones."""

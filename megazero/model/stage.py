@@ -54,7 +54,7 @@ class Head(nn.Module):
         return table
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """x [T', h], labels and weights [b, s] -> the sum of weights x cross-entropy, in nats."""
+        """x [T', h], labels and weights [b, s] -> each sample's sum of weights x cross-entropy, in nats: [b] fp64."""
         return vocabulary_loss(self.norm(x), self.table, labels, weights, self.context)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:

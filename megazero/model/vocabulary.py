@@ -113,14 +113,14 @@ class _VocabularyLoss(torch.autograd.Function):
         loss = stats[0].log() + highest - stats[1]
         ctx.save_for_backward(x, logits, factor / stats[0], rows, mine, weights)
         ctx.weight, ctx.context, ctx.allocation = weight, context, allocation
-        return (loss * weights.flatten()).sum(dtype=torch.float64)
+        return (loss.view_as(weights) * weights).sum(-1, dtype=torch.float64)
 
     @staticmethod
     def backward(ctx, dloss):
         x, dlogits, factor, rows, mine, weights = ctx.saved_tensors
         trains = ctx.weight.trains
         unsharding = ctx.context.stream.start_unshard(x) if trains else AsyncTensor(x, Pending())
-        scale = weights.flatten().to(factor.dtype) * dloss  # [T]
+        scale = (weights.to(factor.dtype) * dloss.to(factor.dtype)[:, None]).flatten()  # [T]
         picked = (-scale).masked_fill_(~mine, 0).to(dlogits.dtype)[:, None]
         factor = (factor * scale).to(dlogits.dtype)[:, None]
         for part in _chunks(dlogits):
@@ -144,7 +144,7 @@ def _chunks(logits: torch.Tensor) -> list[slice]:
 def vocabulary_loss(
     x: torch.Tensor, table: VocabularyTable, labels: torch.Tensor, weights: torch.Tensor, context: Context
 ) -> torch.Tensor:
-    """Sum over the micro-batch of weights x cross-entropy in nats, a scalar in fp64, the same on all of tp.
+    """Sum over each sample of weights x cross-entropy in nats, [b] in fp64, the same on all of tp.
 
     Shapes: x [T', h], labels [b, s] of token ids, weights [b, s] in fp32.
     """

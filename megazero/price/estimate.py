@@ -161,7 +161,8 @@ class _Pricer:
         parameters, optimizer = self.tracker.now["parameters"], self.tracker.now["optimizer"]
         self.execute(step.gradients)
         gradients = self.tracker.now["gradients"]
-        self._agree(self.layout.dp, self.layout.dp, self.layout.pp)  # targets and loss
+        # targets, and losses
+        self._agree(self.layout.dp, self.layout.dp, self.layout.pp, numbers=self.config.data.named_corpora)
         self.execute(step.update)
         peak = {kind: self.tracker.peak[kind] for kind in ("activation_checkpoints", "buffers", "logits")}
         memory = {"parameters": parameters, "optimizer": optimizer, "gradients": gradients, **peak}
@@ -290,9 +291,9 @@ class _Pricer:
     def _norm(self, op: Norm) -> None:
         self._agree(self.layout.tp, self.layout.pp, self.layout.shard if self.policy.optimizer else 1)
 
-    def _agree(self, *sizes: int) -> None:
-        """Count a number that ranks agree on, over axes of these sizes."""
-        self.sent["control"] += sum(ring_bytes(NUMBER, size, passes=2) for size in sizes)
+    def _agree(self, *sizes: int, numbers: int = 1) -> None:
+        """Count numbers that ranks agree on, over axes of these sizes."""
+        self.sent["control"] += sum(ring_bytes(numbers * NUMBER, size, passes=2) for size in sizes)
 
     def _update(self, op: Update) -> None:
         master, _ = state_bytes(self.config.training.precision)

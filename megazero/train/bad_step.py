@@ -60,7 +60,7 @@ class Inspector:
             run, backward = self.interpreter, isinstance(op, Backward)
             result = (run.dx if backward else run.x).get(op.micro_batch)
             if result is None and not backward:
-                result = run.loss
+                result = run.losses.get(op.micro_batch)
             if result is not None and not result.isfinite().all():
                 place = Place.of(op)
                 self.first = place if self.first is None else min(self.first, place)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -44,6 +44,7 @@ class Batch(Protocol):
     loss_mask: torch.Tensor  # [b, s] fp32, 1 where the target counts
     samples: tuple[int, ...]  # global numbers
     document_starts: torch.Tensor | None  # [b, s] int64, where each token's document begins; None: not asked for
+    corpora: tuple[int, ...]  # number of the corpus that each sample is of; empty: they are not told apart
 
 
 class LossScaleExhausted(Exception):
@@ -60,16 +61,21 @@ class StepResult(NamedTuple):
     skipped: bool  # no update: the gradients are not finite
     skip_reason: str | None  # if skipped: the tensor that is not finite and its rank, or that no target counts
     gradient_bytes: int  # accumulated, just before the update
+    loss_by_corpus: tuple[float | None, ...] = ()  # None: no target of the corpus counted; empty: not told apart
 
 
 class Engine:
     """One rank's part of the model, and how it learns."""
 
-    def __init__(self, config: Config, mesh: Mesh) -> None:
+    def __init__(self, config: Config, mesh: Mesh, num_corpora: int = 1) -> None:
         """Build the model with its initial weights on this rank's device; `config` is resolved.
 
         --matmul-backend auto is torch here: see `choose_matmul_backend`.
+
+        Args:
+            num_corpora: that the batches are of, as far as losses tell them apart.
         """
+        self.num_corpora = num_corpora
         self.config, self.mesh, self.tracker = config, mesh, MemoryTracker()
         self.updates = 0  # made so far: for Adam's bias correction
         self.scale = LossScale.of(config.training)
@@ -173,10 +179,11 @@ class Engine:
         # are below its range. So they are divided by the targets of a mean micro-batch, and their sum by `parts`.
         parts = len(batches) * self.mesh.dp.size if self.scale else 1
         self.begin()
-        targets = self._count_targets(batches)
+        targets_by_corpus = self._count_targets(batches)
+        targets = sum(targets_by_corpus)
         step = self.program(self.config.parallel.pipeline_schedule, len(batches))
         seed_gradient = scale * parts / max(1, targets)
-        loss = self._run(step, batches, seed_gradient)
+        losses = self._run(step, batches, seed_gradient)
         norm = interpreter.grad_norm / (scale * parts)
         gradient_bytes = self.tracker.now["gradients"]
         lr, skip_reason = learning_rate(optimizer, iteration), None
@@ -190,7 +197,8 @@ class Engine:
                 factor = clip_factor(norm, optimizer.clip_grad) / (scale * parts)
                 interpreter.update(step, StepParams(optimizer, lr, updates, factor))
             self.updates += 1
-        mean = self._global_loss(loss) / targets if targets else math.nan
+        sums = self._global_losses(losses, batches)
+        mean = sum(sums) / targets if targets else math.nan
         if skipped and targets and (self.scale is None or not math.isfinite(mean)):  # else an overflow, which fp16 has
             skip_reason = f"{self._first_bad_result(step, batches, seed_gradient)}; {skip_reason}"
         if self.scale and skipped and targets and self.scale.exhausted:
@@ -199,7 +207,9 @@ class Engine:
                 f"first: {skip_reason}; the loss is {mean:g}. Lower --lr, or train in bf16"
             )
         self.scale = self.scale and self.scale.after(skipped and targets > 0)
-        return StepResult(mean, norm, lr, scale, skipped, skip_reason, gradient_bytes)
+        means = tuple(loss / n if n else None for loss, n in zip(sums, targets_by_corpus, strict=True))
+        by_corpus = means if self.num_corpora > 1 else ()
+        return StepResult(mean, norm, lr, scale, skipped, skip_reason, gradient_bytes, by_corpus)
 
     def begin(self) -> None:
         """Reset per-iteration peaks and discard state left by a failed step."""
@@ -232,13 +242,19 @@ class Engine:
         found = first_bad_result(self.mesh, inspector, [batch.samples for batch in batches])
         return found or "every layer's result was finite when the step was computed again"
 
-    @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> tuple[float, int]:
         """Return (sum of the cross-entropies, number of targets) of a global batch, on all ranks."""
-        targets = self._count_targets(batches)
-        return self._global_loss(self._run(self.program(EVALUATION, len(batches)), batches, 0.0)), targets
+        sums, targets = self.evaluate_by_corpus(batches)
+        return sum(sums), sum(targets)
 
-    def _run(self, step: Program, batches: Sequence[Batch], seed_gradient: float) -> torch.Tensor:
+    @torch.no_grad()
+    def evaluate_by_corpus(self, batches: Sequence[Batch]) -> tuple[list[float], list[int]]:
+        """Return the sums of the cross-entropies and the numbers of targets, per corpus of a global batch."""
+        targets = self._count_targets(batches)
+        losses = self._run(self.program(EVALUATION, len(batches)), batches, 0.0)
+        return self._global_losses(losses, batches), targets
+
+    def _run(self, step: Program, batches: Sequence[Batch], seed_gradient: float) -> dict[int, torch.Tensor]:
         def on_device(b: Batch) -> DeviceBatch:
             ids, labels, mask = (t.to(self.mesh.device, non_blocking=True) for t in (b.ids, b.labels, b.loss_mask))
             return DeviceBatch(ids, labels, mask, self._tokens(b, step.trains))
@@ -262,15 +278,31 @@ class Engine:
         """Wait for all outstanding collectives; call before shutdown."""
         self.interpreter.wait_all()
 
-    def _count_targets(self, batches: Sequence[Batch]) -> int:
-        """Count the unmasked targets of the global batch: the divisor of the loss and of every gradient."""
-        count = sum(batch.loss_mask.sum(dtype=torch.float64) for batch in batches)
-        assert isinstance(count, torch.Tensor), "no micro-batch"
-        return int(self.mesh.control_sum(count.to(self.mesh.device), self.mesh.dp))
+    def _count_targets(self, batches: Sequence[Batch]) -> list[int]:
+        """Count the unmasked targets of the global batch per corpus: of all, the divisor of loss and gradients."""
+        counts = torch.cat([batch.loss_mask.sum(-1, dtype=torch.float64) for batch in batches])
+        found = self.mesh.control_sum(self._by_corpus(counts, batches).to(self.mesh.device), self.mesh.dp)
+        return [int(count) for count in found]
 
-    def _global_loss(self, loss: torch.Tensor) -> float:
-        """Sum over data-parallel ranks, and from the last stage to all."""
-        return self.mesh.control_sum(loss, self.mesh.dp, self.mesh.pp)
+    def _global_losses(self, losses: Mapping[int, torch.Tensor], batches: Sequence[Batch]) -> list[float]:
+        """Sum losses per corpus over data-parallel ranks, and from the last stage to all.
+
+        Args:
+            losses: micro-batch -> its samples' [b]; empty on all stages but the last.
+        """
+        sums = torch.zeros(self.num_corpora, dtype=torch.float64, device=self.mesh.device)
+        if losses:
+            sums = self._by_corpus(torch.cat([losses[i] for i in range(len(batches))]), batches)
+        return self.mesh.control_sum(sums, self.mesh.dp, self.mesh.pp)
+
+    def _by_corpus(self, values: torch.Tensor, batches: Sequence[Batch]) -> torch.Tensor:
+        """Sum a value of each of this rank's samples, [M b], per corpus: [num_corpora]; the same bits every time."""
+        if self.num_corpora == 1:
+            return values.sum(0, keepdim=True)
+        numbers = [number for batch in batches for number in batch.corpora or (0,) * len(batch.samples)]
+        of_sample = torch.tensor(numbers, device=values.device)
+        each = torch.arange(self.num_corpora, device=values.device)[:, None]
+        return torch.where(each == of_sample, values, 0.0).sum(1)
 
     # -- state
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ class Evaluation(NamedTuple):
 
     loss_sum: float  # nats, over all targets
     targets: int
-    loss_by_corpus: dict[str, float]  # nats a target, by prefix; empty unless several corpora were evaluated whole
+    loss_by_corpus: dict[str, float]  # nats a target, by prefix, of those with targets; empty if not told apart
 
     @property
     def loss(self) -> float:
@@ -60,13 +61,14 @@ class Evaluator:
         self.engine, self.split = engine, split
         self.batch_size = size = config.training.global_batch_size
         iters = config.evaluation.eval_iters
-        # (corpus, its batches, their number); with --eval-iters the corpora are blended, and have no names
+        # (corpus, its batches, their number); with --eval-iters the corpora are blended
         self.parts: list[tuple[str, Batches, int]]
         if iters:
-            self.parts = [("", open_batches(getattr(datasets, split)), iters)]
+            self.parts, self.named = [("", open_batches(getattr(datasets, split)), iters)], datasets.named
         else:
             whole = datasets.whole(split)
             self.parts = [(name, open_batches(samples), -(-len(samples) // size)) for name, samples in whole.items()]
+            self.named = ()
 
     def run(
         self, stop: Callable[[], Stop | None] = lambda: None, say: Callable[[str], None] = lambda _: None
@@ -77,23 +79,27 @@ class Evaluator:
             stop: asked before every global batch; a reason ends the evaluation.
             say: told now and then how far it is.
         """
-        total, targets, by_corpus = 0.0, 0, {}
+        losses, counts = defaultdict[str, float](float), defaultdict[str, int](int)
         done, last = 0, sum(count for _, _, count in self.parts)
         start = reported = time.monotonic()
         for name, batches, count in self.parts:
-            loss_before, targets_before = total, targets
+            names = self.named or (name,)
             for i in range(count):
                 if (why := stop()) is not None:
                     return Stopped(why, done / last)
-                loss, found = self.engine.evaluate(batches.batch(i * self.batch_size))
-                total, targets, done = total + loss, targets + found, done + 1
+                sums, targets = self.engine.evaluate_by_corpus(batches.batch(i * self.batch_size))
+                for prefix, loss, count in zip(names, sums, targets, strict=False):  # of one corpus, the first is all
+                    losses[prefix] += loss
+                    counts[prefix] += count
+                done += 1
                 if (now := time.monotonic()) - reported > REPORT_SECONDS:
                     left = duration((now - start) / done * (last - done))
-                    say(f"evaluated {done} of {last} global batches, loss {total / max(1, targets):.4f}, {left} left")
+                    loss = sum(losses.values()) / max(1, sum(counts.values()))
+                    say(f"evaluated {done} of {last} global batches, loss {loss:.4f}, {left} left")
                     reported = now
             batches.close()
-            by_corpus[name] = (total - loss_before) / max(1, targets - targets_before)
-        return Evaluation(total, targets, by_corpus if len(by_corpus) > 1 else {})
+        by_corpus = {name: losses[name] / count for name, count in counts.items() if count}
+        return Evaluation(sum(losses.values()), sum(counts.values()), by_corpus if len(counts) > 1 else {})
 
     def record(self, found: Evaluation, iteration: int, consumed_samples: int, seconds: float) -> Record:
         """Return the line of metrics.jsonl of an evaluation alone."""
@@ -107,9 +113,8 @@ class Evaluator:
             "eval_seconds": seconds,
             "tokens_per_second": found.targets / seconds,
         }
-        if found.loss_by_corpus:  # JSON has no NaN
-            by_corpus = found.loss_by_corpus.items()
-            record["loss_by_corpus"] = {name: loss if math.isfinite(loss) else None for name, loss in by_corpus}
+        if found.loss_by_corpus:
+            record["loss_by_corpus"] = found.loss_by_corpus
         return record
 
 
@@ -120,5 +125,5 @@ def line(record: Record) -> str:
     parts += [f"perplexity {record['perplexity']:.4g}", f"{record['targets']:,} targets"]
     parts += [f"{duration(record['eval_seconds'])}", f"{record['tokens_per_second']:,.0f} tokens/s"]
     by_corpus = record.get("loss_by_corpus", {}).items()
-    corpora = [f"  {math.nan if loss is None else loss:.4f}  {prefix}" for prefix, loss in by_corpus]
+    corpora = [f"  {loss:.4f}  {prefix}" for prefix, loss in by_corpus]
     return "\n".join([" | ".join(parts), *corpora])

@@ -94,6 +94,7 @@ class Interpreter:
     Attributes:
         x, dx: micro-batch -> what the next operation on it reads.
         graphs: (layer, micro-batch) -> what its Backward needs.
+        losses: micro-batch -> the loss of each of its samples, [b] fp64; on the last stage only.
         queued: (layer, micro-batch) -> weight gradients that wait for BackwardWeights, and the bytes that they keep.
         pending: asynchronous operations in flight.
         current: the operation being carried out, for reports of hangs and errors. None between steps.
@@ -171,27 +172,28 @@ class Interpreter:
         self.x: dict[int, torch.Tensor] = {}
         self.dx: dict[int, torch.Tensor] = {}
         self.graphs: dict[tuple[str, int], Graph] = {}
+        self.losses: dict[int, torch.Tensor] = {}
         self.queued: dict[tuple[str, int], Queued] = {}
         self.zero.discard_gradients()
 
-    def run(self, program: Program, micro_batches: Sequence[Any], seed_gradient: float) -> torch.Tensor:
+    def run(self, program: Program, micro_batches: Sequence[Any], seed_gradient: float) -> dict[int, torch.Tensor]:
         """Carry out the first part of a program: all but the update.
 
         Args:
-            seed_gradient: d objective / d loss, of every micro-batch.
+            seed_gradient: d objective / d loss, of every sample.
 
         Returns:
-            The sum of the micro-batches' losses, a scalar in fp64; 0 on all stages but the last.
+            Micro-batch -> the loss of each of its samples, [b] in fp64; empty on all stages but the last.
         """
         self.reset()
         self.zero.reserve(program.arena_numel)
         if self._kept is not None:
             self._kept.begin(program.num_slots)
         self.micro_batches, self.seed_gradient = micro_batches, seed_gradient
-        self.loss = torch.zeros((), dtype=torch.float64, device=self.activation.device)
         with torch.no_grad():
             self.execute(program.gradients)
-        return self.loss
+        losses, self.losses = self.losses, {}
+        return losses
 
     def update(self, program: Program, params: StepParams) -> None:
         """Carry out the second part of a program."""
@@ -242,8 +244,8 @@ class Interpreter:
         i = op.micro_batch
         x = self.x.pop(i, None)  # no register holds it while the layer computes: a Keep or the graph does
         y = self._compute(op.layer, x, i) if op.graph else self.layers[op.layer][1](x, self.micro_batches[i], True)
-        if y.dim() == 0:
-            self.loss += y.detach()
+        if y.dim() == 1:
+            self.losses[i] = y.detach()
         else:
             self.x[i] = y.detach()
 
@@ -261,7 +263,7 @@ class Interpreter:
         x, y = self.graphs.pop(op.key)
         dy = self.dx.pop(op.micro_batch, None)
         if dy is None:
-            dy = torch.full((), self.seed_gradient, dtype=torch.float64, device=self.activation.device)
+            dy = torch.full_like(self.losses[op.micro_batch], self.seed_gradient)
         if not op.weights:
             self.zero.queue = []
         # Only nodes on paths from y to x run, and those of every parameter are: their Functions hand gradients over.

@@ -11,7 +11,7 @@ import math
 import os
 import sys
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from megazero.config.cli import to_toml
 from megazero.config.schema import Config
@@ -137,10 +137,14 @@ def _iteration(line: str) -> float:
 
 def finite(record: Record) -> Record:
     """JSON has no NaN: what is not finite becomes null, and `nonfinite` says so."""
-    bad = {key for key, value in record.items() if isinstance(value, float) and not math.isfinite(value)}
-    if not bad:
-        return record
-    return {key: None if key in bad else value for key, value in record.items()} | {"nonfinite": True}
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: clean(inner) for key, inner in value.items()}
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    cleaned = clean(record)
+    return record if cleaned == record else cleaned | {"nonfinite": True}
 
 
 class TensorBoard:
@@ -184,7 +188,7 @@ def flatten(record: Record) -> dict[str, float]:
     flat: dict[str, float] = {}
     for key, value in record.items():
         if isinstance(value, dict):
-            flat |= {f"{key}/{inner}": v for inner, v in value.items()}
+            flat |= {f"{key}/{inner}": v for inner, v in value.items() if v is not None}
         elif value is not None and key != "iteration":
             flat[key] = value
     return flat

@@ -33,9 +33,6 @@ from megazero.train.run_state import Progress
 from megazero.train.stopping import STOPS, Clock, DeadRun, Signals, Stop, asked_to_stop
 from megazero.train.watchdog import Watchdog
 
-# Corpora of a blend whose shares are in the metrics; with more, a line would be pages.
-SERVED_SHOWN = 100
-
 
 def open_data(config: Config, tokenizer: Tokenizer | None) -> Datasets:
     """The corpora, checked.
@@ -94,7 +91,7 @@ class Trainer:
         self.watchdog = watchdog or Watchdog(0, lambda place: None)
         self.leads = mesh.rank == 0
         self.config, self.choices = choose_matmul_backend(config, mesh)
-        self.engine = Engine(self.config, mesh)
+        self.engine = Engine(self.config, mesh, max(1, len(datasets.named)))
         self.profiler = Profiler(self.config, self.engine)
         self.progress = Progress()
         fingerprints = tuple(datasets.fingerprints())
@@ -220,7 +217,10 @@ class Trainer:
             batch = f"samples {first} to {progress.consumed_samples - 1}"
             self.say(f"iteration {progress.iteration}, of {batch}, makes no update: {result.skip_reason}")
         if self._due(config.evaluation.eval_interval):
-            record["validation_loss"] = self.evaluate()
+            found = self.evaluate()
+            record["validation_loss"] = found.loss
+            if found.loss_by_corpus:
+                record["validation_loss_by_corpus"] = found.loss_by_corpus
         return record
 
     def _skip_samples(self) -> None:
@@ -253,17 +253,18 @@ class Trainer:
             found = device_fragmentation(self.mesh.device)
             if found is not None:
                 record["fragmentation"] = found._asdict()
-        if self.leads and self._due(config.log.log_interval):
-            served = self.datasets.served(self.progress.consumed_samples)
-            if 0 < len(served) <= SERVED_SHOWN:
-                record["samples_served"] = served
+        if result.loss_by_corpus:
+            by_corpus = zip(self.datasets.named, result.loss_by_corpus, strict=True)
+            record["loss_by_corpus"] = {prefix: loss for prefix, loss in by_corpus if loss is not None}
+        if self.leads and self.datasets.named and self._due(config.log.log_interval):
+            record["samples_served"] = self.datasets.served(self.progress.consumed_samples)
         return record
 
-    def evaluate(self) -> float:
-        """Cross-entropy over the first --eval-iters global batches of the validation split, in nats a target."""
+    def evaluate(self) -> Evaluation:
+        """Evaluate the first --eval-iters global batches of the validation split."""
         found = self.evaluator.run()
         assert isinstance(found, Evaluation)
-        return found.loss
+        return found
 
     def evaluate_only(self, load: Path) -> Stop | None:
         """Evaluate the weights of `load` on --eval-split; returns what stopped it, if anything did."""

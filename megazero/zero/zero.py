@@ -106,7 +106,8 @@ class Zero:
             if unit.name != tied or mesh.pp.is_first:
                 total += unit.gradients.square_sum(replicated=mesh.tp.is_first)
         axes = [mesh.tp, mesh.pp] + [mesh.shard] * self.policy.optimizer
-        return math.sqrt(mesh.control_sum(total, *axes))
+        [squares] = mesh.control_sum(total[None], *axes)
+        return math.sqrt(squares)
 
     def discard_gradients(self) -> None:
         """Free all gradients: of a skipped step, or what an exception has left."""

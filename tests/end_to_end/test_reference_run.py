@@ -86,6 +86,10 @@ def compare(found: list[dict[str, Any]], wanted: list[dict[str, Any]], worlds: l
                 assert ours.get(key) is None, (where, key)
             else:
                 assert math.isclose(ours[key], theirs[key], rel_tol=rtol), (where, key, ours[key], theirs[key])
+        for key in ("loss_by_corpus", "validation_loss_by_corpus"):
+            assert ours.get(key, {}).keys() == theirs.get(key, {}).keys(), (where, key)
+            for prefix, loss in theirs.get(key, {}).items():  # of fewer targets, which average less rounding
+                assert math.isclose(ours[key][prefix], loss, rel_tol=3 * case.loss), (where, key, prefix)
         assert ours.get("nonfinite", False) == theirs["skipped"], where
         tokens = ours["tokens_per_second"] * ours["step_seconds"]
         assert math.isclose(tokens, case.flags["global-batch-size"] * case.flags["seq-length"], rel_tol=1e-9), where

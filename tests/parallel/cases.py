@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -62,6 +63,7 @@ class Case(NamedTuple):
     split: str = ""
     backlog: int = 0
     reset: str = ""
+    corpora: int = 1
 
     @property
     def layout(self) -> Layout:
@@ -90,6 +92,7 @@ class Case(NamedTuple):
             "num_query_groups",
         )
         words += [f"reset-{self.reset}"] * bool(self.reset)
+        words += [f"corpora{self.corpora}"] * (self.corpora > 1)
         words += [f"batch{self.batch}"] * (self.batch != 12)
         words += [f"{n}={getattr(self.model, n)}" for n in names if getattr(self.model, n) != getattr(MODEL, n)]
         return "-".join(words)
@@ -113,7 +116,7 @@ class Case(NamedTuple):
             optimizer=OPTIMIZER,
             zero=ZeroConfig(zero_stage=self.zero, poison_buffers=True, **dict(self.options)),
             activations=ActivationConfig(self.recompute, self.pa, self.host, self.md),
-            data=RESETS[self.reset],
+            data=replace(RESETS[self.reset], data_path=("1", "some") * self.corpora * (self.corpora > 1)),
         )
         parallel = replace(
             config.parallel,
@@ -134,6 +137,7 @@ class MicroBatch(NamedTuple):
     loss_mask: torch.Tensor
     samples: tuple[int, ...]
     document_starts: torch.Tensor | None = None
+    corpora: tuple[int, ...] = ()
 
 
 def document_starts(case: Case, ids: torch.Tensor) -> torch.Tensor | None:
@@ -172,8 +176,15 @@ def micro_batches(case: Case, mesh: Mesh, step: int) -> list[MicroBatch]:
         part = slice(start, start + b)
         first = step * case.batch + start
         numbers = tuple(range(first, first + b))
-        found.append(MicroBatch(ids[part], labels[part], mask[part], numbers, None if starts is None else starts[part]))
+        document = None if starts is None else starts[part]
+        corpora = corpora_of(case, numbers) if case.corpora > 1 else ()
+        found.append(MicroBatch(ids[part], labels[part], mask[part], numbers, document, corpora))
     return found
+
+
+def corpora_of(case: Case, samples: Iterable[int]) -> tuple[int, ...]:
+    """Number of the corpus of each sample; the last corpus has none."""
+    return tuple(sample * 5 // 3 % (case.corpora - 1) for sample in samples)
 
 
 class Outcome(NamedTuple):
@@ -183,6 +194,7 @@ class Outcome(NamedTuple):
     norms: list[float]
     sent: list[dict[str, int]]
     memory: list[dict[str, int]]
+    by_corpus: list[tuple[float | None, ...]]
 
 
 def new_engine(rank: int, case: Case) -> Engine:
@@ -201,8 +213,8 @@ def train(rank: int, case: Case, steps: int = STEPS) -> Outcome:
 
 def train_on(mesh: Mesh, case: Case, steps: int = STEPS) -> Outcome:
     """Train a few steps on a mesh of the case's layout."""
-    engine = Engine(case.config(), mesh)
-    outcome = Outcome([], [], [], [])
+    engine = Engine(case.config(), mesh, case.corpora)
+    outcome = Outcome([], [], [], [], [])
     before = mesh.sent()
     for step in range(steps):
         result = engine.train_step(step + 1, micro_batches(case, mesh, step))
@@ -211,5 +223,6 @@ def train_on(mesh: Mesh, case: Case, steps: int = STEPS) -> Outcome:
         outcome.norms.append(result.grad_norm)
         outcome.sent.append({kind: after[kind] - before[kind] for kind in after})
         outcome.memory.append(engine.memory_bytes(result))
+        outcome.by_corpus.append(result.loss_by_corpus)
         before = after
     return outcome

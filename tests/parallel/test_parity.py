@@ -24,6 +24,7 @@ from tests.parallel.cases import (
     STEPS,
     Case,
     Outcome,
+    corpora_of,
     evaluate,
     global_batch,
     micro_batches,
@@ -87,6 +88,37 @@ def test_every_layout_is_the_same_model(case: Case, ranks) -> None:
     for outcome in outcomes:
         assert relative_error(outcome.losses, losses) < TOLERANCE
         assert relative_error(outcome.norms, norms) < TOLERANCE
+    check_bytes(case, outcomes)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        fp64(Case(corpora=4)),
+        fp64(Case(pp=2, dp=2, zero=2, micro_batches=3, recompute="full", corpora=4)),
+        fp64(Case(dp=2, tp=2, zero=3, sp=True, micro_batches=1, corpora=4)),
+        fp64(Case(pp=2, schedule="zero-bubble", micro_batches=4, corpora=4)),
+    ],
+    ids=str,
+)
+def test_losses_of_a_blends_corpora_are_those_of_every_layout(case: Case, ranks) -> None:
+    batches, wanted = reference_batches(case), []
+    steps = iter(range(STEPS))
+
+    def tell(losses: torch.Tensor) -> None:
+        step = next(steps)
+        of = torch.tensor(corpora_of(case, range(step * case.batch, (step + 1) * case.batch)))
+        mask = batches[step][2]
+        wanted.append([(losses[of == n].sum() / mask[of == n].sum()).item() for n in range(case.corpora - 1)])
+
+    losses, _ = reference.train(case.config(), batches, tell)
+    assert all(max(row) - min(row) > 1e-3 for row in wanted), "the corpora's losses do not differ"
+    outcomes = ranks(case.world).run(train, case)
+    for outcome in outcomes:
+        assert relative_error(outcome.losses, losses) < TOLERANCE
+        for found, row in zip(outcome.by_corpus, wanted, strict=True):
+            assert found[-1] is None  # no sample was of the last corpus
+            assert relative_error(list(found[:-1]), row) < TOLERANCE
     check_bytes(case, outcomes)
 
 

@@ -135,9 +135,11 @@ def test_what_is_not_finite_is_null_and_said(value: float, tmp_path: Path) -> No
 
 
 def test_finite_leaves_the_record_alone() -> None:
-    given = record(1, loss=math.nan)
+    given = record(1, loss=math.nan, loss_by_corpus={"a": 1.0, "b": math.inf})
     assert finite(given)["loss"] is None
-    assert math.isnan(given["loss"])
+    assert finite(given)["loss_by_corpus"] == {"a": 1.0, "b": None}
+    assert math.isnan(given["loss"]) and math.isinf(given["loss_by_corpus"]["b"])
+    assert finite(record(1)) == record(1)
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
