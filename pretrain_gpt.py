@@ -86,18 +86,20 @@ def pretrain(config: Config, world: launch.World, signals: Signals) -> Stop | No
     Everything that can be refused is refused before ranks meet or a file is made.
     """
     from megazero import checkpoint
-    from megazero.data.tokenizer import load_tokenizer
+    from megazero.data.remembered import data_tokenizer
+    from megazero.train.inputs import open_data
     from megazero.train.resume import find_checkpoint
     from megazero.train.same_run import run_values
-    from megazero.train.trainer import Trainer, open_data
+    from megazero.train.trainer import Trainer
 
     check_values(config)
-    tokenizer = load_tokenizer(config.data.tokenizer) if config.data.tokenizer else None
     if config.plan.rehearse:
+        from megazero.price.plan import vocabulary
         from megazero.train.rehearsal_report import run_rehearsal
 
-        run_rehearsal(config, world, tokenizer.vocab_size if tokenizer else 0)
+        run_rehearsal(config, world, vocabulary(config))
         return None
+    tokenizer = data_tokenizer(config)
     config, layout = resolve(config, world.size, tokenizer.vocab_size if tokenizer else 0)
     device = launch.pick_device(world)
     check_device(config, device.type)

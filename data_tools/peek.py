@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data_tools.tool import parse, run_tool
 from megazero.data.about import read_about
 from megazero.data.indexed import CHUNK, IndexedDataset
-from megazero.data.tokenizer import Tokenizer, beside, load_tokenizer
+from megazero.data.remembered import remembered_tokenizer
+from megazero.data.tokenizer import Tokenizer, load_tokenizer
 from megazero.files import write_atomically
 
 if TYPE_CHECKING:
@@ -104,24 +105,14 @@ def histogram(data: IndexedDataset) -> list[Span]:
 
 
 def find_tokenizer(data: IndexedDataset, spec: str) -> Tokenizer | None:
-    """The given tokenizer; else the one PREFIX.json names, or its copy; None if none can be read here."""
+    """The given tokenizer; else the one that made the corpus; None if it cannot be read here."""
     if spec:
         return load_tokenizer(spec)
-    about = read_about(data)
-    copy = str(about.get("saved_tokenizer", ""))
-    faults = []
-    for named in filter(None, (about.get("tokenizer"), copy and beside(copy, Path(data.prefix).parent))):
-        try:
-            loaded = load_tokenizer(named)
-        except ValueError as error:
-            faults.append(str(error))
-            continue
-        if about.get("tokenizer_hash", loaded.identity) == loaded.identity:
-            return loaded
-        faults.append(f"--tokenizer {named} is no longer the one that made this corpus")
-    if faults:
-        print(f"{faults[0]}; give --tokenizer to see text", file=sys.stderr)
-    return None
+    try:
+        return remembered_tokenizer(data)
+    except ValueError as error:
+        print(f"{error}, to see text", file=sys.stderr)
+        return None
 
 
 def samples(data: IndexedDataset, count: int, tokenizer: Tokenizer | None) -> list[tuple[int, int, str, int]]:

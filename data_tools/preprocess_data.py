@@ -69,8 +69,8 @@ class Options:
     output_prefix: str
     """Writes P_KEY_document.bin, .idx and .json for each of --json-keys, and the tokenizer into P_tokenizer."""
     tokenizer: str
-    """A folder or tokenizer.json of Hugging Face, gpt2:DIR (vocab.json and merges.txt), sentencepiece:FILE.model,
-    tiktoken:FILE with FILE.json, or byte."""
+    """A file or its folder, recognised: tokenizer.json, vocab.json with merges.txt, a SentencePiece .model, a tiktoken
+    FILE with FILE.json; or with the kind named: gpt2:DIR, sentencepiece:FILE, tiktoken:FILE; or byte."""
     input_format: Format = "auto"
     """Format of all of --input. auto: by the names of the files."""
     json_keys: tuple[str, ...] = ("text",)

@@ -22,8 +22,9 @@ class DataConfig:
     split: str = "969,30,1"
     """Shares of the documents for training, validation and test."""
     tokenizer: str = ""
-    """A folder or file with a Hugging Face tokenizer, gpt2:DIR, sentencepiece:FILE.model, tiktoken:FILE with
-    FILE.json, or byte."""
+    """A file or its folder, recognised: tokenizer.json, vocab.json with merges.txt, a SentencePiece .model, a tiktoken
+    FILE with FILE.json; or with the kind named: gpt2:DIR, sentencepiece:FILE, tiktoken:FILE; or byte. Empty: the one
+    that made the corpus, which PREFIX.json remembers."""
     eod_mask_loss: bool = False
     """Exclude from the loss the token after each end-of-document token: the first token of another document."""
     reset_attention_mask: bool = False

@@ -44,7 +44,8 @@ class Datasets:
         """Return a split of each corpus, in order and once through, by the corpus' prefix."""
         samples: Samples = getattr(self, split)
         parts = samples.datasets if isinstance(samples, BlendedDataset) else (samples,)
-        return {data.prefix: WholeSplit(part) for data, part in zip(self.corpora, parts, strict=True)}
+        datasets = [part for part in parts if isinstance(part, GPTDataset)]
+        return {data.prefix: WholeSplit(part) for data, part in zip(self.corpora, datasets, strict=True)}
 
     @property
     def named(self) -> tuple[str, ...]:

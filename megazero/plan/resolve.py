@@ -33,7 +33,11 @@ def resolve(config: Config, world_size: int, vocab_size: int) -> tuple[Config, L
     layout = make_layout(config, world_size)
     vocabulary = config.model.vocab_size or vocab_size
     if not vocabulary:
-        raise ValueError("--tokenizer is missing, and so is --vocab-size; name the tokenizer of the data")
+        raise ValueError(
+            "--tokenizer is missing, and so is --vocab-size, and no PREFIX.json of --data-path says which tokenizer "
+            "made it; give --tokenizer PATH: a tokenizer.json, vocab.json with merges.txt, a SentencePiece .model, a "
+            "tiktoken file, or a folder with one of them; or --tokenizer byte"
+        )
     if vocabulary < vocab_size:
         raise ValueError(
             f"--vocab-size {vocabulary} is smaller than the {vocab_size} tokens of --tokenizer "

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from megazero.config.schema import BYTES, Config
 from megazero.config.validate import check_values
-from megazero.data.tokenizer import load_tokenizer
+from megazero.data.remembered import data_tokenizer
 from megazero.plan.parameters import num_parameters
 from megazero.plan.resolve import check_block_runs, resolve
 from megazero.plan.topology import Layout
@@ -94,14 +94,13 @@ def plan_config(config: Config) -> tuple[Config, Layout, Device]:
 
 def vocabulary(config: Config) -> int:
     """Return the tokenizer's vocabulary; 0 where it is not needed and not there."""
-    if not config.data.tokenizer:
-        return 0
     try:
-        return load_tokenizer(config.data.tokenizer).vocab_size
+        tokenizer = data_tokenizer(config)
     except (ValueError, OSError):
         if config.model.vocab_size:
             return 0
         raise
+    return tokenizer.vocab_size if tokenizer is not None else 0
 
 
 def make_plan(config: Config, layout: Layout, device: Device) -> Plan:

@@ -141,7 +141,7 @@ def run_tokenizer(path: Path, state: RunState) -> Tokenizer:
         ) from None
 
 
-_SAVED = re.compile(r"(byte|(sentencepiece:)?tokenizer(/[A-Za-z0-9_.-]+)?)?")
+_SAVED = re.compile(r"(byte|((sentencepiece|tiktoken):)?tokenizer(/[A-Za-z0-9_.-]+)?)?")
 _PRINTS = ("fingerprints", "a list of fingerprints")
 
 

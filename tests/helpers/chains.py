@@ -27,8 +27,9 @@ from megazero.config.schema import (
 from megazero.data.tokenizer import load_tokenizer
 from megazero.data.writer import IndexedWriter
 from megazero.plan.resolve import resolve
+from megazero.train.inputs import open_data
 from megazero.train.resume import find_checkpoint
-from megazero.train.trainer import Trainer, open_data
+from megazero.train.trainer import Trainer
 
 MODEL = ModelConfig(
     num_layers=5, hidden_size=16, num_attention_heads=4, seq_length=8, vocab_size=257, init_method_std=0.05

@@ -33,10 +33,11 @@ from megazero.data.tokenizer import load_tokenizer
 from megazero.data.writer import IndexedWriter
 from megazero.plan.owned import rank_parts
 from megazero.plan.resolve import resolve
+from megazero.train.inputs import open_data
 from megazero.train.replicas import check_replicas
 from megazero.train.resume import find_checkpoint
 from megazero.train.stopping import SAVED_EARLY, STOPS, Clock, DeadRun, Signals, Stop
-from megazero.train.trainer import Trainer, open_data
+from megazero.train.trainer import Trainer
 
 MODEL = ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=8, vocab_size=257)
 

@@ -348,7 +348,7 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         "--tensor-model-parallel-size 2 x --pipeline-model-parallel-size 2 = 4 .* 6 ranks .*; start 4 or 8, or",
     ),
     ({"tensor_model_parallel_size": 4}, 2, 9, "= 4 does not divide the 2 ranks that were started; start 4 or 8"),
-    ({}, 1, 0, "--tokenizer is missing, and so is --vocab-size; name"),
+    ({}, 1, 0, "--tokenizer is missing, and so is --vocab-size, .*; give --tokenizer PATH"),
     ({"vocab_size": 256, "tokenizer": "byte"}, 1, 257, "--vocab-size 256 .* 257 .* --tokenizer byte; use at least 257"),
     (
         {"global_batch_size": 10, "micro_batch_size": 2},

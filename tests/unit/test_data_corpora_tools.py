@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from data_tools import check_dataset, merge_datasets, peek, preprocess_data, train_tokenizer
+from megazero.config.schema import Config, DataConfig, ModelConfig
 from megazero.data.indexed import IndexedDataset
+from megazero.data.remembered import data_tokenizer
 from megazero.data.tokenizer import load_tokenizer
 from tests.unit.data_helpers import unpack_corpus, write_corpus
 
@@ -219,3 +221,36 @@ def test_trained_sentencepiece_knows_every_character(tmp_path: Path, lines: Path
             ]
         )
     assert not (tmp_path / "x").exists()
+
+
+def test_a_corpus_remembers_its_tokenizer(lines: Path, bpe: Path, tmp_path: Path) -> None:
+    """--tokenizer can be left out: the copy beside a corpus is read, also where it was moved; else what was named."""
+    theirs = shutil.copytree(bpe, tmp_path / "theirs")
+    preprocess(tmp_path / "there" / "c", lines, theirs)
+    shutil.move(tmp_path / "there", tmp_path / "here")
+    prefix, identity = str(tmp_path / "here" / "c_text_document"), load_tokenizer(str(bpe)).identity
+
+    def found(*words: str, vocab_size: int = 0, **flags: bool):
+        data = DataConfig(data_path=words or (prefix,), **flags)
+        return data_tokenizer(Config(data=data, model=ModelConfig(vocab_size=vocab_size)))
+
+    copy = found(reset_attention_mask=True)
+    assert copy.identity == identity and copy.spec == str(tmp_path / "here" / "c_tokenizer")
+    assert found(vocab_size=copy.vocab_size).identity == identity and found(vocab_size=copy.vocab_size - 1) is None
+    (tmp_path / "list").write_text(f"1 {prefix}\n")
+    listed = Config(data=DataConfig(data_args_path=str(tmp_path / "list")))
+    assert data_tokenizer(listed).identity == identity and data_tokenizer(Config()) is None
+
+    plain = str(tmp_path / "plain")  # a corpus of Megatron's has no PREFIX.json; the next one tells
+    write_corpus(tmp_path / "plain", [[1, 2]])
+    assert found(plain) is None and found("1", plain, "2", prefix).identity == identity
+    with pytest.raises(
+        ValueError, match=r"--eod-mask-loss needs the end-of-document token.*give --tokenizer: a folder"
+    ):
+        found(plain, eod_mask_loss=True)
+    shutil.rmtree(tmp_path / "here" / "c_tokenizer")
+    assert found().spec == str(theirs)
+    train_tokenizer.save(train_tokenizer.train_bpe(iter([TEXTS[:9]]), 300), theirs)  # another one by now
+    with pytest.raises(ValueError, match=rf"{prefix} was made with the tokenizer {theirs}, .*give --tokenizer PATH"):
+        found()
+    assert data_tokenizer(Config(data=DataConfig(data_path=(prefix,), tokenizer="byte"))).spec == "byte"  # given: taken

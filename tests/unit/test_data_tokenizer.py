@@ -11,9 +11,12 @@ import pytest
 
 from data_tools import train_tokenizer
 from megazero.data.tokenizer import PROBE, Tokenizer, beside, load_tokenizer, pack
+from megazero.train.run_state import RunState, attached_tokenizer
 from tests.unit.data_helpers import download_gpt2
 
 TEXT = "The quick brown fox, don't jump over 13 lazy dogs.\n\tNaïve café 日本語 🙂  end"
+# A tiktoken file of the 256 bytes, without merges.
+BYTE_RANKS = b"".join(base64.b64encode(bytes([k])) + b" %d\n" % k for k in range(256))
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +81,35 @@ def test_gpt2_under_hugging_face_names_and_as_transformers_has_it(gpt2_files: Pa
     folder = load_tokenizer(str(tmp_path))
     assert folder.encode_batch([TEXT, ""]) == [tokenizer.encode(TEXT), []]
     assert (folder.vocab_size, folder.eod, folder.decode([15496, 995])) == (50257, 50256, "Hello world")
+
+
+def test_a_path_alone_tells_the_kind(sentencepiece_model: Path, trained: Path, tmp_path: Path) -> None:
+    """A folder is recognised by its files' names, and a file by its content, also where its name says little."""
+    model = load_tokenizer(f"sentencepiece:{sentencepiece_model}")
+    llama2, llama3, gpt2 = (tmp_path / name for name in ("llama2", "llama3", "gpt2"))
+    for folder in (llama2, llama3, gpt2):
+        folder.mkdir()
+    shutil.copy(sentencepiece_model, llama2 / "tokenizer.model")
+    (llama3 / "tokenizer.model").write_bytes(BYTE_RANKS)
+    settings = {"pat_str": r"\p{L}+|\s+|.", "special_tokens": {"<|endoftext|>": 256}}
+    (llama3 / "tokenizer.model.json").write_text(json.dumps(settings))
+    ranks = load_tokenizer(f"tiktoken:{llama3}/tokenizer.model")
+    backend = json.loads((trained / "tokenizer.json").read_text())["model"]
+    (gpt2 / "vocab.json").write_text(json.dumps(backend["vocab"]))
+    (gpt2 / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in backend["merges"]))
+    pairs = load_tokenizer(f"gpt2:{gpt2}")
+    shutil.copy(trained / "tokenizer.json", tmp_path / "renamed")
+    for named, paths in (
+        (model, [llama2, llama2 / "tokenizer.model", sentencepiece_model]),
+        (ranks, [llama3, llama3 / "tokenizer.model"]),
+        (pairs, [gpt2, gpt2 / "vocab.json", gpt2 / "merges.txt"]),
+        (load_tokenizer(str(trained)), [trained / "tokenizer.json", trained / "tokenizer_config.json"]),
+        (load_tokenizer(str(trained)), [tmp_path / "renamed"]),
+    ):
+        for path in paths:
+            found = load_tokenizer(str(path))
+            assert (found.identity, found.spec) == (named.identity, str(path)), path
+            assert type(found) is type(named) and (path == tmp_path / "renamed" or found.eod == named.eod)
 
 
 def test_hugging_face_folder_and_file(trained: Path) -> None:
@@ -209,8 +241,15 @@ def test_a_packed_tokenizer_is_the_same_elsewhere(trained: Path, sentencepiece_m
     more = {"model_max_length": 77, "auto_map": {"AutoTokenizer": "x.py"}}
     (folder / "tokenizer_config.json").write_text(json.dumps(config | more))
     (folder / "chat_template.jinja").write_text("{{ x }}")
-    for number, spec in enumerate([str(folder), "byte", f"sentencepiece:{sentencepiece_model}"]):
+    (tmp_path / "ranks").write_bytes(BYTE_RANKS)
+    (tmp_path / "ranks.json").write_text('{"pat_str": "(?s).", "special_tokens": {"</s>": 256}}')
+    for number, spec in enumerate(
+        [str(folder), "byte", f"sentencepiece:{sentencepiece_model}", str(tmp_path / "ranks")]
+    ):
         tokenizer = load_tokenizer(spec)
+        saved, _ = attached_tokenizer(tokenizer)  # a checkpoint's state is read again
+        state = {"iteration": 1, "consumed_samples": 1, "updates": 1, "model": {}, "layout": {}, "config": {}}
+        assert RunState.parse(state | {"saved_tokenizer": saved}).saved_tokenizer == saved
         packed, copy = pack(tokenizer), tmp_path / f"copy{number}"
         copy.mkdir()
         for name, content in packed.files.items():
@@ -230,18 +269,30 @@ def test_a_packed_tokenizer_is_the_same_elsewhere(trained: Path, sentencepiece_m
         ("gpt2:", "no vocab.json"),
         ("sentencepiece:{tmp}/none.model", "is not a file"),
         ("sentencepiece:{tmp}/junk.model", "cannot be read"),
-        ("{tmp}/none", "does not exist"),
+        ("{tmp}/none", "does not exist;"),
         ("{tmp}/junk.json", "cannot be read"),
-        ("{tmp}/empty", "cannot be read"),
-        ("bytes", "does not exist"),
+        ("{tmp}/junk.model", "begins with b'junk', as no tokenizer's file does"),
+        ("{tmp}/nothing", "is empty"),
+        ("{tmp}/empty", "is a folder without a tokenizer; it holds nothing"),
+        ("{tmp}/text", "is a folder without a tokenizer; it holds a.txt, b.txt"),
+        ("{tmp}/two", "holds several tokenizers, a.model, b.tiktoken; name one"),
+        ("bytes", "does not exist .*hf download bytes "),
+        ("meta-llama/Llama-2-7b", "does not exist .*hf download meta-llama/Llama-2-7b "),
     ],
 )
 def test_unreadable(tmp_path: Path, spec: str, words: str) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "junk.json").write_text("{]")
     (tmp_path / "junk.model").write_text("junk")
+    (tmp_path / "nothing").touch()
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "b.txt").touch()
+    (tmp_path / "text" / "a.txt").touch()
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two" / "a.model").touch()
+    (tmp_path / "two" / "b.tiktoken").touch()
     spec = spec.format(tmp=tmp_path)
-    with pytest.raises(ValueError, match=f"(?s)--tokenizer {spec}: .*{words}.*expected a folder or"):
+    with pytest.raises(ValueError, match=f"(?s)--tokenizer {spec}: .*{words}.*expected a folder or a file"):
         load_tokenizer(spec)
 
 

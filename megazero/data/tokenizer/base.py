@@ -1,0 +1,125 @@
+# ruff: noqa: RUF001 - the probe holds letters of many scripts
+"""`Tokenizer`, the interface; its probe and identity; its files, packed to lie in a corpus' folder or a checkpoint."""
+
+import functools
+import hashlib
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megazero.files import explain
+
+# Which token ends a document, if a tokenizer does not say: GPT-2's, then LLaMA's.
+END_OF_DOCUMENT = ("<|endoftext|>", "</s>")
+Ids = npt.NDArray[Any]
+# Texts on which tokenizers of one vocabulary part: white space, cases, contractions, digits, scripts, accents
+# in both normal forms, joined emoji, code, markup, and names of special tokens.
+PROBE = (
+    "Hello world! I'll say it's 1,234.56 or 1e-9, WON'T I?  Two  spaces,\ttabs\n\n\nand lines \r\n of both kinds. ",
+    "  leading and trailing  ",
+    "def f(x):\n    return {'a': [x ** 2, \"b\\\\n\"]}  # comment\n\tif (a&&b||!c) {i++;}\n",
+    "Straße naïve café cafe\u0301 Ångström \u212b ﬁ ½ ² Ⅳ İstanbul ǅ ＡＢＣ １２３",
+    "Привет, мир. Γειά σου Κόσμε. שלום עולם مرحبا بالعالم नमस्ते दुनिया สวัสดีชาวโลก",
+    "你好，世界。こんにちは世界カタカナ 안녕하세요 세계 𠀀𠀁 \u3000全角",
+    "👩‍👩‍👧‍👦 🇺🇳 👍🏽 \u200b\ufeff\u00a0\u2028\u0000\u0007\u001b\ufffd",
+    "<|endoftext|> </s> <s> <unk> [CLS] <html><b>x</b></html> https://a.b/c?d=e&f=%20#g ________ ====== aaaaaaaaaaaaaa",
+)
+
+
+class Tokenizer(ABC):
+    """Text to ids in [0, `vocab_size`) and back. `spec` is what `load_tokenizer` made it from."""
+
+    def __init__(self, spec: str, vocab_size: int, eod: int | None) -> None:
+        self.spec, self.vocab_size, self._eod = spec, vocab_size, eod
+
+    @property
+    def eod(self) -> int:
+        """The end-of-document id. ValueError if there is none: raised only where one is needed."""
+        if self._eod is None:
+            raise ValueError(
+                f"--tokenizer {self.spec}: it has no end-of-document token ({', '.join(END_OF_DOCUMENT)}, or "
+                f"eos_token in tokenizer_config.json), which --append-eod, --eod-mask-loss and --reset-... need; "
+                f"add one to it, or leave these flags out"
+            )
+        return self._eod
+
+    @abstractmethod
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids. Bytes that are not UTF-8 become U+FFFD."""
+
+    @abstractmethod
+    def vocabulary(self) -> dict[str, int]:
+        """Every token and its id."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> str:
+        """Write the tokenizer into an existing folder; the SPEC that reads it, with the folder as `{}`."""
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of one text."""
+        return self.encode_batch([text])[0]
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[Ids, Ids]:
+        """The ids of all texts one after another, and the number of each text's."""
+        parts = [np.array(ids, dtype=np.int64) for ids in self.encode_batch(texts)]
+        return np.concatenate([np.zeros(0, np.int64), *parts]), np.array([part.size for part in parts], np.int64)
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """A hash of what the tokenizer does: its vocabulary, and the ids of a probe of many kinds of text.
+
+        Not of its files, which other versions of a library write otherwise.
+        """
+        digest = hashlib.sha256()
+        for token, number in sorted(self.vocabulary().items(), key=lambda pair: (pair[1], pair[0])):
+            digest.update(f"{number}\0{token}\0".encode("utf-8", "surrogatepass"))
+        digest.update(repr(self.encode_batch(PROBE)).encode())
+        return digest.hexdigest()[:16]
+
+
+class Packed(NamedTuple):
+    """A tokenizer's files in memory.
+
+    Attributes:
+        spec: what `Tokenizer.save` returns: the SPEC that reads it, with the folder as `{}`.
+        files: contents by name.
+    """
+
+    spec: str
+    files: dict[str, bytes]
+
+
+def pack(tokenizer: Tokenizer) -> Packed:
+    """The files that `Tokenizer.save` writes. ValueError if there is no room for them in the temporary folder."""
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            spec = tokenizer.save(Path(folder))
+            files = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
+    except OSError as error:
+        raise ValueError(f"--tokenizer {tokenizer.spec} cannot be copied: {explain(error)}") from None
+    return Packed(spec, files)
+
+
+def beside(saved: str, folder: Path) -> str:
+    """The SPEC of a saved tokenizer from one whose path is relative to `folder`."""
+    if saved == "byte":
+        return saved
+    kind, _, path = saved.rpartition(":")
+    return f"{kind}:" * bool(kind) + str(folder / path)
+
+
+def end_of_document(tokenizer: Tokenizer) -> int | None:
+    """The end-of-document id, where there is one."""
+    try:
+        return tokenizer.eod
+    except ValueError:
+        return None

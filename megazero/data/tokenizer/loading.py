@@ -1,0 +1,176 @@
+"""From --tokenizer to a `Tokenizer`: a kind that is named, or one that is recognised by what lies at a path."""
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megazero.data.tokenizer.backends import (
+    ByteTokenizer,
+    FastTokenizer,
+    SentencePieceTokenizer,
+    TiktokenTokenizer,
+    TransformersTokenizer,
+    configured_eos,
+    find_eod,
+    gpt2_backend,
+)
+from megazero.data.tokenizer.base import Tokenizer
+from megazero.files import open_regular, read_at, read_json_object, read_regular
+from megazero.optional import load_optional
+
+SPECS = (
+    "a folder or a file: tokenizer.json of Hugging Face, vocab.json and merges.txt of GPT-2, a SentencePiece .model, "
+    "or a tiktoken FILE with FILE.json; the same with the kind named (gpt2:DIR, sentencepiece:FILE, tiktoken:FILE); "
+    "or byte"
+)
+# GPT-2's two files under Hugging Face's names, and under OpenAI's.
+GPT2_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
+# What transformers may read of a tokenizer's folder besides tokenizer.json and its configuration.
+OTHER_FILES = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+# Files from which transformers knows a tokenizer that has no tokenizer.json.
+SETTINGS = ("tokenizer_config.json", "config.json")
+# The start of a file that tells its kind: a line of tiktoken's holds a token of at most a few hundred bytes.
+HEAD_BYTES = 4096
+TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]+\r?(\n|$)")
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+LISTED_FILES = 8
+
+
+def load_tokenizer(spec: str) -> Tokenizer:
+    """The tokenizer of a --tokenizer SPEC (see `SPECS`). ValueError if it cannot be read."""
+    if spec == "byte":
+        return ByteTokenizer(spec)
+    kind, _, path = spec.partition(":")
+    if kind in NAMED:
+        return _guarded(spec, lambda: NAMED[kind](spec, Path(path)))
+    return _guarded(spec, lambda: _recognised(spec, Path(spec)))
+
+
+def _guarded(spec: str, load: Callable[[], Tokenizer]) -> Tokenizer:
+    """Whatever a library raises at a bad file (plain Exception, RuntimeError, ...) becomes one ValueError."""
+    try:
+        return load()
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # a panic of a Rust library is no Exception
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise ValueError(f"--tokenizer {spec}: cannot be read: {reason}; expected {SPECS}") from error
+
+
+def _recognised(spec: str, path: Path) -> Tokenizer:
+    """Recognise a folder by its files' names, and a file by its name or its content."""
+    if not path.exists():
+        hub = f" (a model of the Hugging Face hub is downloaded first: hf download {spec} --include 'tokenizer*' "
+        hub += "--local-dir DIR)"
+        raise FileNotFoundError(f"{path} does not exist{hub if HUB_NAME.fullmatch(spec) else ''}")
+    if path.is_dir():
+        return _load_folder(spec, path)
+    gpt2 = [names for names in GPT2_FILES if path.name in names]
+    if gpt2 and all((path.parent / name).is_file() for name in gpt2[0]):
+        return _load_gpt2(spec, path.parent)
+    if path.name in SETTINGS or path.name in OTHER_FILES:
+        return _load_folder(spec, path.parent)
+    return _kind_of_file(path)(spec, path)
+
+
+def _kind_of_file(path: Path) -> Callable[[str, Path], Tokenizer]:
+    """Recognise a tokenizer's file by how it begins, not by its name: a tokenizer.model may be of tiktoken (Llama 3).
+
+    Raises:
+        ValueError: it begins like none.
+    """
+    handle = open_regular(path)  # refuses a FIFO or a device, at which a library would wait for ever
+    try:
+        head = read_at(handle, HEAD_BYTES, 0)
+    finally:
+        os.close(handle)
+    if head.lstrip()[:1] in (b"{", b"["):
+        return _load_hugging_face
+    if TIKTOKEN_LINE.match(head):
+        return _load_tiktoken
+    if head[:1] == b"\n":  # the tag of a model's first field, its pieces
+        return SentencePieceTokenizer
+    lies = f"begins with {head[:16]!r}" if head else "is empty"
+    raise ValueError(f"{path} {lies}, as no tokenizer's file does")
+
+
+def _load_folder(spec: str, folder: Path) -> Tokenizer:
+    if (folder / "tokenizer.json").exists():
+        return _load_hugging_face(spec, folder / "tokenizer.json")
+    if any((folder / name).exists() for name in SETTINGS):
+        return _load_transformers(spec, folder)
+    if any(all((folder / name).is_file() for name in names) for names in GPT2_FILES):
+        return _load_gpt2(spec, folder)
+    names = sorted(entry.name for entry in folder.iterdir())
+    files = [name for name in names if name.endswith((".model", ".tiktoken"))]
+    if len(files) == 1:
+        return _recognised(spec, folder / files[0])
+    if files:
+        raise ValueError(f"{folder} holds several tokenizers, {', '.join(files[:LISTED_FILES])}; name one of them")
+    lies = ", ".join(names[:LISTED_FILES]) + ", ..." * (len(names) > LISTED_FILES) if names else "nothing"
+    raise FileNotFoundError(f"{folder} is a folder without a tokenizer; it holds {lies}")
+
+
+def _load_gpt2(spec: str, folder: Path) -> Tokenizer:
+    """GPT-2's two files.
+
+    <|endoftext|> is not looked for in the text, as in Megatron: a document that quotes it does not end there.
+    """
+    from tokenizers.models import BPE
+
+    for vocab, merges in GPT2_FILES:
+        if (folder / vocab).is_file() and (folder / merges).is_file():
+            backend = gpt2_backend(BPE.from_file(str(folder / vocab), str(folder / merges)))
+            return FastTokenizer(spec, backend, find_eod(backend.get_vocab(), None))
+    raise FileNotFoundError(f"no vocab.json and merges.txt (nor encoder.json and vocab.bpe) in {folder}")
+
+
+def _load_tiktoken(spec: str, path: Path) -> Tokenizer:
+    settings = Path(f"{path}.json")
+    ranks = read_regular(path)
+    if not settings.is_file():
+        raise FileNotFoundError(
+            f"{settings} is missing: a tiktoken file has no pattern; write "
+            '{"pat_str": ..., "special_tokens": {"<|endoftext|>": ...}} of its tiktoken.Encoding there'
+        )
+    return TiktokenTokenizer(spec, ranks, read_json_object(settings))
+
+
+def _load_hugging_face(spec: str, file: Path) -> Tokenizer:
+    """A tokenizer.json is read without `transformers`, whose import takes seconds on every rank."""
+    from tokenizers import Tokenizer as Backend
+
+    os.close(open_regular(file))
+    settings = file.parent / "tokenizer_config.json"
+    config = read_json_object(settings) if settings.exists() else {}
+    backend = Backend.from_file(str(file))
+    eod = find_eod(backend.get_vocab(with_added_tokens=True), configured_eos(config))
+    others = {name: read_regular(file.parent / name) for name in OTHER_FILES if (file.parent / name).is_file()}
+    return FastTokenizer(spec, backend, eod, config, others)
+
+
+def _load_transformers(spec: str, folder: Path) -> Tokenizer:
+    """Nothing in the folder is run: `trust_remote_code` is not left to a question on the terminal."""
+    for entry in folder.iterdir():
+        if not entry.is_dir() and entry.exists():
+            os.close(open_regular(entry))
+    settings = folder / "tokenizer_config.json"
+    config: dict[str, Any] = read_json_object(settings) if settings.exists() else {}
+    if config.get("auto_map"):
+        raise ValueError(
+            f"{folder} has no tokenizer.json, and its tokenizer_config.json asks to run code of its own "
+            f"(auto_map), which is never done; save the tokenizer as a tokenizer.json"
+        )
+    library = load_optional("transformers", f"{folder} has no tokenizer.json, and what is there")
+    backend = library.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return TransformersTokenizer(spec, backend)
+
+
+# Kinds that a SPEC can name, KIND:PATH.
+NAMED: dict[str, Callable[[str, Path], Tokenizer]] = {
+    "gpt2": _load_gpt2,
+    "sentencepiece": SentencePieceTokenizer,
+    "tiktoken": _load_tiktoken,
+}

@@ -1,0 +1,35 @@
+"""The data of a run, opened and checked before ranks meet."""
+
+from __future__ import annotations
+
+from megazero.config.schema import Config
+from megazero.data.corpora import Datasets, open_datasets, read_data_args
+from megazero.data.tokenizer import Tokenizer
+
+
+def open_data(config: Config, tokenizer: Tokenizer | None) -> Datasets:
+    """The corpora, checked.
+
+    Raises:
+        ValueError: see `data.corpora`; also when no data is named.
+    """
+    data, evaluation = config.data, config.evaluation
+    needed = ("train", *["validation"] * (evaluation.eval_interval > 0))
+    if evaluation.eval_only:
+        needed = (evaluation.eval_split,)
+    if bool(data.data_path) == bool(data.data_args_path):
+        raise ValueError(
+            "--data-path is missing; give the PREFIX of a .bin/.idx pair, which data_tools/preprocess_data.py makes"
+            if not data.data_path
+            else f"--data-path and --data-args-path {data.data_args_path} both name corpora; give one of them"
+        )
+    return open_datasets(
+        data.data_path or read_data_args(data.data_args_path),
+        data.split,
+        config.model.seq_length,
+        config.training.seed,
+        config.model.vocab_size,
+        tokenizer=tokenizer,
+        needed=needed,
+        document_flags=data.document_flags,
+    )
