@@ -1,88 +1,150 @@
 #!/usr/bin/env python3
-"""Draw the loss curves of runs, from their metrics.jsonl.
+"""Compare runs: loss, throughput and memory, from their metrics.jsonl.
 
-Example: python scripts/plot_metrics.py runs/a runs/b --output loss.png
+Runs with the same loss curve are drawn in alternating dashes, so that each is seen, and the legend says so. Examples:
+
+    python scripts/plot_metrics.py runs/a runs/b --output loss.png
+    python scripts/plot_metrics.py runs/a runs/b --x tokens --smooth 50 --output loss.svg
 """
 
 from __future__ import annotations
 
-import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megazero.report.page import MEMORY
+from megazero.report.runs import AXIS_LABELS, Run, XAxis, curve, dashes, read_run, short, smooth, thin, twins
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+DASH = 5  # line widths of one dash
+LOG_ABOVE = 3  # a loss that falls to less than its third is drawn on a logarithmic axis
 
 
 @dataclass(frozen=True)
 class Options:
-    """Draw the loss curves of runs, from their metrics.jsonl."""
+    """Compare runs: loss, throughput and memory, from their metrics.jsonl."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
     """The --log-dir folders."""
     output: Path = Path("loss.png")
-    """PNG file to write."""
+    """File to write: .png, .svg or .pdf."""
+    x: XAxis = "iteration"
+    """Unit of the horizontal axis."""
+    smooth: int = 0
+    """Draw the mean of so many iterations, over the values themselves, faint. 0: a hundredth of the run; 1: values
+    alone."""
 
 
-def read_metrics(run: Path) -> list[dict]:
-    """The iterations of a run. A line that is cut off, as the last of a live or killed run may be, is left out."""
-    path = run / "metrics.jsonl" if run.is_dir() else run
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist; give the --log-dir folder of a run")
-    found, cut = [], []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
-        if isinstance(record, dict) and "iteration" in record and "loss" in record:
-            found.append(record)
-        elif isinstance(record, dict) and "eval_split" in record:  # of a checkpoint, by --eval-only
-            continue
-        else:
-            cut.append(str(number))
-    if not found:
-        raise ValueError(f"{path} has no iteration yet")
-    if cut:
-        print(f"{path}: left out what is no whole iteration: line {', '.join(cut)}", file=sys.stderr)
-    return found
-
-
-def plot(runs: list[Path], output: Path) -> None:
-    """Training loss as a line, validation loss as points, a colour a run."""
+def plot(runs: Sequence[Run], output: Path, x: XAxis = "iteration", window: int = 0) -> None:
+    """Draw loss, throughput and memory of runs into a file."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib import ticker
 
-    figure, axes = plt.subplots(figsize=(8, 5))
-    for number, run in enumerate(runs):
-        found, color = [m for m in read_metrics(run) if m["loss"] is not None], f"C{number}"
-        axes.plot(
-            [m["iteration"] for m in found],
-            [m["loss"] for m in found],
-            color=color,
-            alpha=0.5,
-            label=f"{run.name}: training",
-        )
-        judged = [m for m in found if m.get("validation_loss") is not None]
-        if judged:
-            iterations, losses = [m["iteration"] for m in judged], [m["validation_loss"] for m in judged]
-            label = f"{run.name}: validation, {losses[-1]:.3f} at the end"
-            axes.plot(iterations, losses, "o-", color=color, label=label)
-    axes.set(xlabel="iteration", ylabel="cross-entropy, nats a token")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.tight_layout()
+    names = names_of(runs)
+    figure = plt.figure(figsize=(12, 6), layout="constrained")
+    panels: Any = figure.subplot_mosaic([["loss", "speed"], ["loss", "memory"]], width_ratios=[3, 2])
+    draw_losses(panels["loss"], runs, names, x, window)
+    draw_throughput(panels["speed"], runs, x, window)
+    draw_memory(panels["memory"], runs, names)
+    for panel in ("loss", "speed"):
+        panels[panel].set_xlabel(AXIS_LABELS[x])
+        panels[panel].xaxis.set_major_formatter(lambda value, _: short(value))
+        panels[panel].xaxis.set_major_locator(ticker.MaxNLocator(6))
+        panels[panel].grid(alpha=0.3)
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=120)
+    plt.close(figure)
+
+
+def names_of(runs: Sequence[Run]) -> list[str]:
+    """Folder names; of runs with one name, numbered."""
+    names = [run.name for run in runs]
+    return [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, 1)]
+
+
+def draw_losses(axes: Axes, runs: Sequence[Run], names: list[str], x: XAxis, window: int) -> None:
+    """Training loss as a line, validation loss as points, a colour per run."""
+    from matplotlib import ticker
+
+    same = twins([curve(run, "loss") for run in runs])
+    for number, (run, name, twin, (phase, shared)) in enumerate(zip(runs, names, same, dashes(same), strict=True)):
+        found, color = curve(run, "loss", x), f"C{number}"
+        smoothed = smooth(found, window)
+        style: Any = "-" if shared == 1 else (DASH * phase, (DASH, DASH * (shared - 1)))
+        label = f"{name}: {smoothed.y[-1]:.4f} at the end" if len(found.y) else f"{name}: no finite loss"
+        if twin is not None:
+            label += f", {twin.label(names)}"
+        if len(found.y) and (smoothed.y != found.y).any():
+            axes.plot(*thin(found, 4000), color=color, alpha=0.2, linewidth=0.8)
+        axes.plot(*thin(smoothed, 4000), color=color, linestyle=style, linewidth=2 if shared > 1 else 1.5)
+        axes.plot([], color=color, label=label)  # in the legend without dashes, the first of which may be a gap
+        judged = curve(run, "validation_loss", x)
+        if len(judged.y):
+            label = f"{name}: validation, {judged.y[-1]:.4f} at the end"
+            axes.plot(*judged, color=color, marker="o", markersize=4, linestyle=":", label=label)
+    low, high = axes.dataLim.intervaly
+    if 0 < LOG_ABOVE * low < high:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 6, 8)))
+        axes.yaxis.set_major_formatter(lambda value, _: short(value))
+        axes.yaxis.set_minor_locator(ticker.NullLocator())
+    axes.set(ylabel="cross-entropy, nats per token")
+    axes.legend(fontsize="small")
+
+
+def draw_throughput(axes: Axes, runs: Sequence[Run], x: XAxis, window: int) -> None:
+    for number, run in enumerate(runs):
+        axes.plot(*thin(smooth(curve(run, "tokens_per_second", x), window), 4000), color=f"C{number}")
+    axes.set(ylabel="tokens/s", ylim=(0, None))
+    axes.yaxis.set_major_formatter(lambda value, _: short(value))
+
+
+def draw_memory(axes: Axes, runs: Sequence[Run], names: list[str]) -> None:
+    """A bar per run of the most of each kind of memory, end to end, and a line at the highest total at one instant."""
+    from matplotlib import colormaps
+
+    kinds = [kind for kind in MEMORY if kind not in ("peak", "host")]
+    left = [0.0] * len(runs)
+    for number, kind in enumerate(kinds):
+        sizes = [max(curve(run, f"memory_bytes/{kind}").y, default=0.0) for run in runs]
+        if any(sizes):
+            axes.barh(names, sizes, left=left, label=MEMORY[kind], color=colormaps["Set2"](number), height=0.6)
+        left = [a + b for a, b in zip(left, sizes, strict=True)]
+    for number, run in enumerate(runs):
+        peak = max(curve(run, "memory_bytes/peak").y, default=0.0)
+        axes.plot([peak] * 2, [number - 0.4, number + 0.4], color="black", label="" if number else MEMORY["peak"])
+    axes.set(xlabel="bytes on rank 0, the most of each kind")
+    axes.xaxis.set_major_formatter(lambda value, _: short(value))
+    axes.invert_yaxis()
+    axes.legend(fontsize="x-small", ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.2))
 
 
 def main(options: Options) -> None:
     if not options.runs:
         raise ValueError("no run is named; give the --log-dir folder of one or more")
-    plot(list(options.runs), options.output)
+    if options.smooth < 0:
+        raise ValueError(f"--smooth {options.smooth}: must be a number of iterations; 0 chooses one, 1 smooths nothing")
+    runs = [read_run(path) for path in options.runs]
+    for path, run in zip(options.runs, runs, strict=True):
+        if run.cut:
+            lines = ", ".join(map(str, run.cut))
+            print(f"{path / 'metrics.jsonl'}: left out what is no whole iteration: line {lines}", file=sys.stderr)
+    try:
+        plot(runs, options.output, options.x, options.smooth)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--output {options.output}: {error}") from None
     print(f"wrote {options.output}")
 
 

@@ -1,0 +1,284 @@
+"""report.html and the comparison of runs: what is read of a log folder, and how it is drawn."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megazero.report import runs as reading
+from megazero.report.chart import HEIGHT, WIDTH, Line, line_chart, log_ticks, ticks
+from megazero.report.page import write_report
+from megazero.report.runs import Curve, axis_values, curve, dashes, read_run, short, smooth, thin, twins
+
+ROOT = Path(__file__).parents[2]
+VOID = {"meta", "br", "hr", "link", "img"}
+
+
+def record(iteration: int, **changes: Any) -> dict[str, Any]:
+    found = {
+        "iteration": iteration,
+        "loss": 8.0 / iteration,
+        "grad_norm": 1.0,
+        "lr": 1e-3,
+        "step_seconds": 0.5,
+        "tokens_per_second": 2048.0,
+        "memory_bytes": {"parameters": 4_000_000, "peak": 9_000_000, "host": 0},
+        "traffic_bytes": {"dp": 1500, "tp": 0},
+    }
+    return found | changes
+
+
+def write_run(folder: Path, records: list[dict[str, Any]], events: list[dict[str, Any]] | None = None) -> Path:
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    if events is not None:
+        (folder / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in events))
+    return folder
+
+
+START = {
+    "event": "start",
+    "time": "2026-11-22 08:00:00 UTC",
+    "iteration": 0,
+    "command": ["pretrain_gpt.py", "--data-path", "<b>& 'x'"],
+    "config": {"model": {"num_layers": 6, "hidden_size": 48}, "zero": {"zero_stage": 2}, "preset": ""},
+    "given": ["hidden_size"],
+    "layout": {"pp": 2, "dp": 2, "tp": 2, "shards": 0, "chunks": 1, "split": [], "v_shaped": False},
+    "environment": {"torch": "2.13.0"},
+}
+
+
+class Page(HTMLParser):
+    """Collects the text; fails where elements are not closed in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.addresses: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.addresses += [value or "" for name, value in attributes if name in ("src", "href", "srcset", "action")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def report_of(folder: Path) -> tuple[str, Page]:
+    text = write_report(folder).read_text()
+    return text, Page(text)
+
+
+def test_a_report_says_what_the_folder_holds(tmp_path: Path) -> None:
+    """Also with lines that are cut off, values that are not finite, and names that look like HTML."""
+    by_corpus = {"data/a<i>/text": 2.0, "data/b/text": 3.0}
+    records = [record(i, loss_by_corpus=by_corpus) for i in range(1, 301)]
+    records[4] |= {"loss": None, "skipped": True, "nonfinite": True}
+    records[199] |= {"validation_loss": 1.25}
+    records[299] |= {"validation_loss": 1.5}
+    again = START | {"iteration": 200, "time": "2026-11-22 09:00:00 UTC"}
+    end = {"event": "end", "time": "2026-11-22 10:00:00 UTC", "iteration": 300, "why": "all iterations are done"}
+    folder = write_run(tmp_path / "a<script>", records, [START, again, end])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"iteration": 301, "lo')
+    text, page = report_of(folder)
+    for words in (
+        "a<script>",
+        "resumed once 2026-11-22 09:00:00 UTC; ended 2026-11-22 10:00:00 UTC: all iterations are done",
+        "1.5000 validation loss",
+        "1.2500 at iteration 200 its least",
+        "307 k tokens",
+        "9.00 MB peak memory of rank 0",
+        "1 iterations without an update",
+        "Training loss by corpus",
+        "a<i>/text",
+        "8 ranks: pp 2 x dp 2 x tp 2, ZeRO stage 2; optimizer states and gradients sharded over 2 data-parallel ranks",
+        "stage 1 layers 3 to 5 4 5 6 7",
+        "data-parallel and ZeRO 1.50 kB",
+        "--hidden-size 48",
+        "torch 2.13.0",
+        """pretrain_gpt.py --data-path '<b>& '"'"'x'"'"''""",
+        "resumed after iteration 200",
+    ):
+        assert words in page.text, words
+    assert page.addresses == [] and not re.search(r"https?:|url\(|<script|@import", text)
+    assert "prefers-color-scheme: dark" in text
+    assert len(text) < 200_000
+
+
+def test_a_folder_of_an_older_version_has_a_report(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "old", [record(1)])
+    (folder / "config.toml").write_text('num-layers = 3\ndata-path = ["a"]\n')
+    _, page = report_of(folder)
+    assert "1 iterations are in metrics.jsonl." in page.text and "num-layers 3" in page.text
+    assert "Layout" not in page.text
+
+
+@pytest.mark.parametrize(
+    "event", [{}, {"event": "start"}, START | {"layout": {"pp": "x"}}, START | {"config": 3, "command": 4}], ids=str
+)
+def test_events_that_say_little_are_no_fault(event: dict[str, Any], tmp_path: Path) -> None:
+    report_of(write_run(tmp_path / "run", [record(1), record(2, loss=None, memory_bytes=None)], [event]))
+
+
+def test_a_report_of_many_iterations_is_small(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    records = [record(i, loss=draw.random(), grad_norm=draw.random(), lr=draw.random()) for i in range(1, 5001)]
+    text, _ = report_of(write_run(tmp_path / "run", records))
+    assert len(text) < 150_000
+
+
+def test_a_long_file_is_read_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every third iteration, and each with a validation; hours and tokens are those of all."""
+    records = [record(i) | ({"validation_loss": 1.0} if i == 100 else {}) for i in range(1, 301)]
+    folder = write_run(tmp_path / "run", records)
+    whole = read_run(folder)
+    monkeypatch.setattr(reading, "MAX_BYTES", (folder / "metrics.jsonl").stat().st_size // 2 - 1)
+    part = read_run(folder)
+    assert (part.stride, len(part.records)) == (3, 101) and list(curve(part, "validation_loss").x) == [100]
+    for axis in ("iteration", "tokens", "hours"):
+        assert axis_values(part, axis)[-1] == pytest.approx(axis_values(whole, axis)[-1], rel=1e-12)
+    assert axis_values(whole, "tokens")[-1] == 300 * 1024 and axis_values(whole, "hours")[-1] == 150 / 3600
+
+
+# -- curves
+
+
+def test_smoothing_is_the_mean_of_the_last_values() -> None:
+    found = Curve(np.arange(5.0), np.array([1.0, 2.0, 6.0, 4.0, 5.0]))
+    assert list(smooth(found, 3).y) == [1.0, 1.5, 3.0, 4.0, 5.0]
+    assert list(smooth(found, 1).y) == list(smooth(found, 0).y) == list(found.y)
+    assert list(smooth(found, 99).y)[-1] == pytest.approx(3.6)
+    assert len(smooth(Curve(np.array([]), np.array([])), 3).y) == 0
+
+
+def test_thinning_keeps_the_ends_and_the_spikes() -> None:
+    y = np.zeros(10_000)
+    y[4321], y[77] = 5.0, -5.0
+    found = thin(Curve(np.arange(10_000.0), y), 100)
+    assert len(found.x) <= 102 and {0, 77, 4321, 9999} <= set(found.x) and list(found.x) == sorted(found.x)
+
+
+def test_equal_curves_are_found_and_dashed_in_turn() -> None:
+    x, y = np.arange(1.0, 9.0), np.linspace(5, 3, 8)
+    curves = [Curve(x, y), Curve(x, y * 1.1), Curve(x[4:], y[4:]), Curve(x, y * (1 + 1e-7)), Curve(x + 100, y)]
+    found = twins(curves)
+    assert [twin and twin.of for twin in found] == [None, None, 0, 0, None]
+    assert found[2].label("abcde") == "identical to a" and found[3].label("abcde") == "as a, to 1e-07"
+    assert dashes(found) == [(0, 3), (0, 1), (1, 3), (2, 3), (0, 1)]
+
+
+@pytest.mark.parametrize("low, high", [(0, 1), (2.31, 2.33), (-5, 1e6), (0.0, 3e-4), (1e-9, 2e-9)])
+def test_ticks_are_round_and_within(low: float, high: float) -> None:
+    found = ticks(low, high)
+    assert 2 <= len(found) <= 7 and low - 1e-6 * (high - low) <= found[0] and found[-1] <= high + 1e-6 * (high - low)
+    assert all(float(f"{tick:.4g}") == pytest.approx(tick, abs=1e-9 * high) for tick in found)
+
+
+def test_log_ticks() -> None:
+    assert log_ticks(0.5, 2000) == [1.0, 10.0, 100.0, 1000.0]
+    assert log_ticks(2.6, 14) == pytest.approx([3, 4, 5, 6, 8, 10]) and log_ticks(0.9, 11) == [1, 2, 5, 10]
+
+
+def test_short() -> None:
+    assert [short(v) for v in (0, 0.25, 999, 1500, -2e6, 3e9)] == ["0", "0.25", "999", "1.5 k", "-2 M", "3 G"]
+
+
+@pytest.mark.parametrize("y", [[3.0], [3.0, 3.0], [0.0, 0.0], [-1.0, 4.0], [1e-300, 1e300]])
+@pytest.mark.parametrize("options", [{}, {"log": True}, {"from_zero": True}])
+def test_a_chart_lies_within_its_frame(y: list[float], options: dict[str, bool]) -> None:
+    drawn = line_chart([Line("a", Curve(np.arange(len(y)) + 1.0, np.array(y)), 0)], "t", "x", **options)
+    Page(drawn)
+    places = re.findall(r"[ML]([-\d.naif]+) ([-\d.naif]+)(?=[L\"])", drawn) + re.findall(
+        r'cx="(\S+)" cy="(\S+)"', drawn
+    )
+    assert places
+    for a, b in places:
+        assert 0 <= float(a) <= WIDTH and (0 <= float(b) <= HEIGHT or (min(y) < 0 and "from_zero" in options)), (a, b)
+        assert math.isfinite(float(a) + float(b))
+
+
+def test_a_chart_without_points_is_left_out() -> None:
+    assert line_chart([Line("a", Curve(np.array([]), np.array([])), 0)], "t", "x") == ""
+
+
+# -- the scripts
+
+
+def script(name: str, *words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, ROOT / "scripts" / name, *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_runs_are_compared(tmp_path: Path) -> None:
+    """Two equal runs and another; what is drawn is read back from the SVG's text."""
+    from scripts.plot_metrics import plot
+
+    records = [record(i) for i in range(1, 400)]
+    names = "one", "two", "three"
+    for name in names:
+        other = [r | {"loss": r["loss"] * 1.5, "validation_loss": 2.0} for r in records]
+        write_run(tmp_path / name, other if name == "three" else records)
+    found = [read_run(tmp_path / name) for name in names]
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        plot(found, tmp_path / "loss.svg", "tokens")
+    drawn = (tmp_path / "loss.svg").read_text()
+    for text in (
+        "identical to one",
+        "three: validation, 2.0000",
+        "tokens/s",
+        "parameters",
+        "peak of all at one instant",
+    ):
+        assert text in drawn, text
+    assert "optimizer states" not in drawn  # of which there are none
+    assert drawn.count("stroke-dasharray") >= 2
+
+
+def test_bad_arguments_are_a_sentence(tmp_path: Path) -> None:
+    empty = write_run(tmp_path / "empty", [])
+    for name, words, said in (
+        (
+            "plot_metrics.py",
+            [tmp_path / "no"],
+            f"{tmp_path / 'no'} does not exist; give the --log-dir",
+        ),
+        ("plot_metrics.py", [empty], "has no iteration yet"),
+        ("report.py", [tmp_path / "no"], "no such folder; give the --log-dir folder of a run"),
+        ("report.py", [empty], "has no iteration yet"),
+    ):
+        done = script(name, *words)
+        assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_the_report_needs_no_heavy_library() -> None:
+    code = "import sys, megazero.report.page; print(sorted({'torch', 'matplotlib', 'scipy'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n", done.stderr
