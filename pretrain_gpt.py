@@ -14,9 +14,9 @@ from typing import NoReturn
 from megazero.comm import failures, launch, scheduler
 from megazero.comm.agreement import agree
 from megazero.comm.errors import PeerLost
-from megazero.comm.machine import machine
+from megazero.comm.machine import device_name, environment, machine
 from megazero.comm.mesh import Mesh
-from megazero.config.cli import parse, to_toml
+from megazero.config.cli import parse
 from megazero.config.schema import Config
 from megazero.config.validate import check_device, check_values, plans
 from megazero.plan.resolve import resolve
@@ -87,7 +87,9 @@ def pretrain(config: Config, world: launch.World, signals: Signals) -> Stop | No
     """
     from megazero import checkpoint
     from megazero.data.remembered import data_tokenizer
+    from megazero.train import start_report
     from megazero.train.inputs import open_data
+    from megazero.train.progress_line import tell
     from megazero.train.resume import find_checkpoint
     from megazero.train.same_run import run_values
     from megazero.train.trainer import Trainer
@@ -100,10 +102,11 @@ def pretrain(config: Config, world: launch.World, signals: Signals) -> Stop | No
         run_rehearsal(config, world, vocabulary(config))
         return None
     tokenizer = data_tokenizer(config)
-    config, layout = resolve(config, world.size, tokenizer.vocab_size if tokenizer else 0)
+    asked, (config, layout) = config, resolve(config, world.size, tokenizer.vocab_size if tokenizer else 0)
     device = launch.pick_device(world)
     check_device(config, device.type)
-    check_memory(config, layout, world.rank, machine(world, device))
+    memory = machine(world, device)
+    check_memory(config, layout, world.rank, memory)
     datasets = open_data(config, tokenizer)
     if world.rank == 0:  # for all: it reads what the others would read
         find_checkpoint(config)
@@ -113,8 +116,9 @@ def pretrain(config: Config, world: launch.World, signals: Signals) -> Stop | No
     timeout, checks = config.parallel.distributed_timeout_minutes, config.zero.poison_buffers
     hosts = launch.start(world, device, timeout)
     agree(lambda: run_values(config, datasets, tokenizer), world, device, hosts)
-    if world.rank == 0:
-        print(to_toml(config))
+    if leads:
+        screen = start_report.screen(asked, config, layout, memory, device_name(device))
+        tell("\n".join(screen))
     eod = tokenizer.eod if tokenizer and config.data.document_flags else None
     with launch.limit(world, 60 * (launch.JOIN_MINUTES + timeout), "making the groups of ranks"):
         ranks = Mesh.build(layout, world.rank, device, timeout, check_buffers=checks, hosts=hosts)
@@ -124,6 +128,9 @@ def pretrain(config: Config, world: launch.World, signals: Signals) -> Stop | No
     patience = max(HANG_PATIENCE_SECONDS, 6 * config.monitor.hang_timeout)  # a tenth of the limit
     watchdog = Watchdog(config.monitor.hang_timeout, lambda place: failures.end_hung(world, place, hosts, patience))
     trainer = Trainer(config, ranks, datasets, eod, signals, clock, watchdog, tokenizer)
+    if leads:
+        details = start_report.details(config, layout, memory, hosts, environment(), trainer.choices)
+        start_report.hand_out(config, screen, details)
     with watchdog.over(trainer.engine.interpreter):
         stop = trainer.evaluate_only(path) if config.evaluation.eval_only else trainer.run(path)
     if lock is not None:

@@ -10,6 +10,10 @@ import torch
 from megazero.comm.launch import World
 from megazero.memory.host import Available, Machine, host_memory
 
+# Beginnings of the names of such variables. None of them is a secret.
+TOLD = ("CUBLAS_", "CUDA_VISIBLE", "GLOO_", "MASTER_", "MKL_", "NCCL_", "OMP_", "PYTORCH_", "TORCH_", "TORCHINDUCTOR_")
+TOLD += ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT")
+
 
 def machine(world: World, device: torch.device) -> Machine:
     """Look at the memory of this rank's device and of its node."""
@@ -19,6 +23,15 @@ def machine(world: World, device: torch.device) -> Machine:
     first = world.rank - world.local_rank  # launchers number the ranks of a node in one row
     ranks = range(max(0, first), min(first + local_size(world), world.size))
     return Machine(ranks, device.type, free, host_memory())
+
+
+def environment() -> dict[str, str]:
+    """Return the variables of this process' environment that change how a run computes or communicates."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(TOLD)}
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def local_size(world: World) -> int:

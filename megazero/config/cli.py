@@ -111,6 +111,11 @@ def _find_preset(name: str) -> Path:
     raise ValueError(f"--preset {name}: no such file, nor a preset; there are {', '.join(known)}{hint}")
 
 
+def preset_values(name: str) -> dict[str, Any]:
+    """The flags of a preset that `parse` has accepted, without dashes, and their values as TOML has them."""
+    return tomllib.loads(_find_preset(name).read_text(encoding="utf-8"))
+
+
 def preset_args(path: Path) -> list[str]:
     """The flags that a preset stands for.
 

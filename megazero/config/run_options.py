@@ -130,7 +130,9 @@ class LogConfig:
     """Metrics and progress."""
 
     log_dir: str = ""
-    """Folder for metrics.jsonl and config.toml. Empty: neither is written."""
+    """Folder for metrics.jsonl, config.toml and plan.txt. Empty: none of them is written."""
+    verbose: bool = False
+    """Print at the start what plan.txt has, too: memory by kind with its formulas, all options, the environment."""
     log_interval: Positive = 1
     """Iterations between progress lines; metrics.jsonl has every iteration."""
     profile_iterations: str = ""

@@ -16,9 +16,7 @@ from megazero.data.corpora import Datasets
 from megazero.data.loader import Batches
 from megazero.data.tokenizer import Tokenizer
 from megazero.memory.fragmentation import device_fragmentation
-from megazero.plan.parameters import num_parameters
 from megazero.price.devices import peak_flops
-from megazero.price.report import table
 from megazero.price.trace import model_flops
 from megazero.train.checkpoints import Checkpoints
 from megazero.train.engine import Engine, LossScaleExhausted, StepResult
@@ -260,18 +258,8 @@ class Trainer:
         return None
 
     def describe(self, load: Path | None) -> None:
-        """Print what is about to run, once."""
-        config, layout = self.config, self.mesh.layout
-        total = num_parameters(config.model)
-        batch = f"{config.training.global_batch_size} = {config.micro_batches(layout.dp)} micro-batches"
-        self.say(
-            f"{total / 1e6:,.1f} M parameters, {config.training.precision}, on {layout.world_size} x "
-            f"{self.mesh.device.type}: {layout}, ZeRO stage {config.zero.zero_stage}; global batch {batch} "
-            f"x {config.training.micro_batch_size} x {layout.dp} data-parallel ranks"
-        )
-        self.say(table(config, layout, needs_staging_buffer=self.mesh.device.type == "cpu"))
-        if self.choices:
-            self.say(self.choices)
+        """Say where the run begins."""
+        config = self.config
         if config.checkpoint.load and load is None:
             self.say(f"--load {config.checkpoint.load} holds no checkpoint: starting fresh")
         if config.evaluation.eval_only:

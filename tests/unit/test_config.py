@@ -55,7 +55,8 @@ COMING: set[str] = set()
 # 99: a rehearsal is of some world, and of a GPU's kernels or a CPU's (--rehearse, --rehearse-on).
 # 101: on GPUs, whether fp32 products are TensorFloat-32, which changes results (--tf32), and how often the allocator's
 # blocks are listed, which takes time (--fragmentation-interval).
-NUM_OPTIONS = 101
+# 102: what the start of a run leaves to plan.txt is printed too (--verbose).
+NUM_OPTIONS = 102
 
 DEFAULTS = {
     "precision": "fp32",

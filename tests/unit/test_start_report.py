@@ -1,0 +1,139 @@
+"""The screen that a run begins with, and plan.txt."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megazero.config.cli import parse
+from megazero.config.schema import Config
+from megazero.memory.host import Available, Machine
+from megazero.plan.resolve import resolve
+from megazero.plan.topology import Layout
+from megazero.price.stage_bytes import stage_bytes
+from megazero.train.start_report import details, drawing, hand_out, options, screen
+from megazero.units import size
+
+ROOT = Path(__file__).resolve().parents[2]
+LARGE = (
+    "--num-layers 48 --hidden-size 1600 --num-attention-heads 25 --seq-length 1024 --vocab-size 50257 --precision bf16 "
+    "--micro-batch-size 8 --global-batch-size 512 --train-iters 100000 --lr 2e-4 --tensor-model-parallel-size 5 "
+    "--pipeline-model-parallel-size 2 --recompute full --data-path corpus/owt --tokenizer gpt2:corpus --save runs/a"
+)
+
+
+def machine(ranks: int, device_type: str) -> Machine:
+    device = Available(79 * 10**9, "free on its GPU") if device_type == "cuda" else None
+    return Machine(range(ranks), device_type, device, Available(16 * 10**9, "of host memory"))
+
+
+def shown(flags: str, world: int, device_type: str = "cpu") -> list[str]:
+    asked = parse(flags.split())
+    name = "CPU" if device_type == "cpu" else "NVIDIA H100 80GB HBM3"
+    return screen(asked, *resolve(asked, world, 257), machine(world, device_type), name)
+
+
+def test_the_documented_screens_are_what_is_shown() -> None:
+    text = (ROOT / "docs" / "console.md").read_text()
+    for flags, world, device_type in (
+        ("--preset tiny --data-path corpus/small_text_document", 1, "cpu"),
+        (LARGE, 20, "cuda"),
+    ):
+        block = "\n".join(shown(flags, world, device_type))
+        assert f"```\n{block}\n" in text, f"docs/console.md should have\n{block}"
+
+
+def test_a_screen_is_short_and_says_the_essentials() -> None:
+    """At the smallest, model, memory and plan; at the largest, one screen of an ordinary terminal."""
+    tiny = shown("--preset tiny", 1)
+    assert [line.split()[0] for line in tiny if line[0] != " "] == ["model", "memory", "plan", "options"]
+    assert "3.29 M parameters" in tiny[0] and "1.23 M tokens" in "".join(tiny)
+    flags = "--preset gpt-1000b --pipeline-model-parallel-size 64 --data-path a b --save x --async-save --keep-last 2"
+    huge = shown(flags, 1024, "cuda")
+    assert len(huge) <= 15 and all(len(line) <= 120 for line in huge)
+
+
+def test_memory_is_that_of_the_fullest_rank_beside_what_there_is() -> None:
+    flags = "--preset tiny --pipeline-model-parallel-size 2 --pipeline-schedule gpipe"
+    config, layout = resolve(parse(flags.split()), 2, 257)
+    peaks = [stage_bytes(config, layout, pp, "cpu").peak for pp in (0, 1)]
+    most = max(peaks)
+    words = (
+        f"{size(most)} per rank of stage {peaks.index(most)}, {size(2 * most)} for this node's 2 of the 16.0 GB of host"
+    )
+    assert words in " ".join(" ".join(shown(flags, 2)).split())
+
+
+@pytest.mark.parametrize(
+    ("layout", "wanted"),
+    [
+        (Layout(), []),
+        (Layout(dp=4), ["ranks 0 1 2 3: each a copy of the model"]),
+        (Layout(dp=64), ["ranks 0-63: each a copy of the model"]),
+        (Layout(dp=2, tp=4), ["ranks [0-3] [4-7]: each [ ] one copy of the model"]),
+        (
+            Layout(pp=2, dp=2, tp=2),
+            ["stage 0: token table, layers 0-3: ranks [0 1] [2 3]", "stage 1: layers 4-7, head: ranks [4 5] [6 7]"],
+        ),
+        (
+            Layout(pp=2, chunks=2, v_shaped=True),
+            ["stage 0: token table, layers 0 1, 6 7, head: ranks 0", "stage 1: layers 2 3, 4 5: ranks 1"],
+        ),
+        (
+            Layout(pp=8, dp=512),
+            [
+                "stage 0: token table, layers 0: ranks 0-511",
+                "stage 1: layers 1: ranks 512-1023",
+                "stage 2: layers 2: ranks 1024-1535",
+                "...",
+                "stage 7: layers 7, head: ranks 3584-4095",
+            ],
+        ),
+    ],
+    ids=str,
+)
+def test_the_drawing_says_which_ranks_hold_what(layout: Layout, wanted: list[str]) -> None:
+    config = parse(["--num-layers", "8", "--zero-stage", "2"])
+    found = drawing(config, layout)
+    assert found[1:] == wanted
+    if layout.dp > 1:
+        assert f"sharded over {layout.shard} data-parallel ranks" in found[0]
+
+
+def test_only_options_that_differ_are_listed() -> None:
+    """From the preset's where there is one; none that the lines above have told."""
+    assert options(Config()) == []
+    found = options(
+        parse(["--preset", "tiny", "--lr", "1e-3", "--adam-beta2", "0.9", "--num-layers", "2", "--no-tf32"])
+    )
+    assert found == ["--preset tiny", "--no-tf32", "--adam-beta2 0.9"]
+    assert options(parse(["--data-path", "1", "a", "2", "b", "--clip-grad", "0"])) == [
+        "--clip-grad 0.0",
+        "--data-path 1 a 2 b",
+    ]
+
+
+def test_plan_txt_has_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--preset", "tiny", "--log-dir", str(tmp_path / "log")]
+    config, layout = resolve(parse(flags), 4, 257)
+    text = details(config, layout, machine(4, "cpu"), ["a", "a", "b", "b"], {"OMP_NUM_THREADS": "3"}, "a note")
+    hand_out(config, ["the screen"], text)
+    said = capsys.readouterr().out
+    assert said.startswith("more ") and "plan.txt" in said and len(said.splitlines()) == 1
+    written = (tmp_path / "log" / "plan.txt").read_text()
+    assert written.startswith("the screen\n\nbytes of rank 0 by estimate")
+    for words in ("a note", "OMP_NUM_THREADS=3", "a: ranks 0 1", "b: ranks 2 3", "\nadam-beta2 = 0.95\n", "torch 2"):
+        assert words in written
+    assert re.search(r"global-batch-size = 16\b", written)
+    verbose, _ = resolve(parse([*flags[:2], "--verbose"]), 4, 257)
+    hand_out(verbose, ["the screen"], text)
+    assert capsys.readouterr().out == text + "\n"
+
+
+def test_a_log_folder_that_cannot_be_made_is_a_sentence(tmp_path: Path) -> None:
+    config, _ = resolve(parse(["--preset", "tiny", "--log-dir", str(tmp_path / "file" / "log")]), 1, 257)
+    (tmp_path / "file").write_text("")  # only now: what is there at the start is refused before
+    with pytest.raises(ValueError, match=r"--log-dir .*file/log: "):
+        hand_out(config, [], "")
