@@ -120,6 +120,16 @@ class TrainingConfig:
     Without effect in other precisions and on a CPU."""
     compile: bool = False
     """torch.compile the element-wise parts of a block (GELU, softmax). Starting takes longer."""
+    fused_kernels: Literal["auto", "triton", "eager"] = "auto"
+    """GPU: triton makes dropout with its residual sum one kernel, compiled at its first use; eager
+    takes torch's operators, one pass over memory each. auto: triton where it works, and not in fp64. Masks are the same
+    bit for bit."""
+
+    def kernels_on(self, device_type: str) -> str:
+        """Return the kernels of a device, triton or eager. Any device but a CPU is, or stands for, a GPU."""
+        if self.fused_kernels != "auto":
+            return self.fused_kernels
+        return "eager" if device_type == "cpu" or self.precision == "fp64" else "triton"
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,8 @@ def _check_combinations(config: Config) -> None:
         raise ValueError(f"--grad-dtype {grad_dtype}: with --precision fp64, gradients are fp64 too; drop it")
     if grad_dtype == "fp64" and precision != "fp64":
         raise ValueError(f"--grad-dtype fp64 needs --precision fp64, and that is {precision}; use fp32, or change both")
+    if precision == "fp64" and config.training.fused_kernels == "triton":
+        raise ValueError("--fused-kernels triton with --precision fp64: there are no such kernels; use auto or eager")
     if zero.zero_shard_size and (zero.zero_stage == 0 or zero.zero_shard_size == 1):
         raise ValueError(
             f"--zero-shard-size {zero.zero_shard_size} at --zero-stage {zero.zero_stage} partitions nothing; "
@@ -178,12 +180,16 @@ def _check_plan(plan: PlanConfig) -> None:
 
 
 def check_device(config: Config, device_type: str) -> None:
-    """Refuse what the device's products cannot do.
+    """Refuse what the device cannot do.
 
     Raises:
-        ValueError: gradients of a type that a GPU's matrix products do not return.
+        ValueError: gradients of a type that a GPU's matrix products do not return; Triton's kernels on a CPU.
     """
     precision, grad_dtype = config.training.precision, config.training.grad_dtype
+    if device_type == "cpu" and config.training.fused_kernels == "triton":
+        raise ValueError(
+            "--fused-kernels triton: Triton's kernels need a GPU, and the device is cpu; use auto or eager"
+        )
     if device_type == "cuda" and grad_dtype not in ("fp32", precision) and precision != "fp64":
         raise ValueError(
             f"--grad-dtype {grad_dtype} with --precision {precision}: a GPU's matrix products return the type of their "

@@ -239,7 +239,7 @@ class _Attention(nn.Module):
         self.context, self.number = context, number
         self.num_heads = model.num_attention_heads // context.tp.size
         self.first_head = context.tp.rank * self.num_heads
-        dropout = Dropout(model.attention_dropout, context.seed, number, "scores")
+        dropout = context.dropout(model.attention_dropout, number, "scores")
         self.core = CoreAttention(self.num_heads, dropout, context.fused_ops, context.selective)
 
     def backend(self, x: torch.Tensor, tokens: MicroBatchInfo) -> tuple[Backend, tuple[Rows, ...] | None]:

@@ -3,7 +3,7 @@
 A layer is an nn.Module that
 - declares its weights in its constructor, by `Context.weight`, where it uses them. A weight's global name is its path;
 - computes x [T', h] -> [T', h]: weights are read as `weight.data` inside autograd Functions, which hand gradients to
-  `weight.accumulate_grad`; collectives go through the context's axes, dropout through `Dropout`;
+  `weight.accumulate_grad`; collectives go through the context's axes, dropout through `Context.dropout`;
 - says nothing else. Its bytes, collectives and FLOPs are found by running it (`price.trace`).
 
 The residual stream is [T', h]: this rank's T' of the micro-batch's T = b s tokens (see `model.context.ResidualStream`).
@@ -19,7 +19,6 @@ import torch.nn as nn
 
 from megazero.config.schema import ModelConfig
 from megazero.model.context import Context, MicroBatchInfo
-from megazero.model.dropout import Dropout
 
 
 class Architecture(NamedTuple):
@@ -40,10 +39,10 @@ class PreNormBlock(nn.Module):
 
     def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
         super().__init__()
-        self.dropout1 = Dropout(model.hidden_dropout, context.seed, number, "attention")
-        self.dropout2 = Dropout(model.hidden_dropout, context.seed, number, "mlp")
+        self.dropout1 = context.dropout(model.hidden_dropout, number, "attention")
+        self.dropout2 = context.dropout(model.hidden_dropout, number, "mlp")
 
     def forward(self, x: torch.Tensor, tokens: MicroBatchInfo, output: bool = True) -> torch.Tensor:
         """x [T', h] -> [T', h]. `output` False: only the graph is needed, and the last sum over tp is left out."""
-        x = x + self.dropout1(self.attention(x, self.norm1, tokens), tokens.dropout_rows)
-        return x + self.dropout2(self.mlp(x, self.norm2, output), tokens.dropout_rows)
+        x = self.dropout1(self.attention(x, self.norm1, tokens), tokens.dropout_rows, x)
+        return self.dropout2(self.mlp(x, self.norm2, output), tokens.dropout_rows, x)

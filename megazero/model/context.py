@@ -13,8 +13,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megazero.comm.collectives import Axis, Pending
 from megazero.memory.tracker import MemoryTracker
 from megazero.model.documents import Documents
-from megazero.model.dropout import Rows
+from megazero.model.dropout import Dropout, Rows
 from megazero.model.fused_ops import PLAIN, FusedOps
+from megazero.model.kernels.table import EAGER, Kernels
 from megazero.model.kv_cache import KVCache
 from megazero.model.matmul import TORCH, Products
 from megazero.model.weight import GradWriter, Weight
@@ -101,6 +102,7 @@ class Context:
     selective: bool = False
     fused_ops: FusedOps = PLAIN
     products: Products = TORCH
+    kernels: Kernels = EAGER
 
     @property
     def dtype(self) -> torch.dtype:
@@ -109,6 +111,9 @@ class Context:
     @property
     def tp(self) -> Axis:
         return self.stream.tp
+
+    def dropout(self, probability: float, layer: int, site: str) -> Dropout:
+        return Dropout(probability, self.seed, layer, site, self.kernels.dropout)
 
     def recomputed(
         self, prepare: Callable[[torch.Tensor], torch.Tensor], source: torch.Tensor

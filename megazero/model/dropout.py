@@ -24,7 +24,9 @@ Note [masks by coordinate]: an element of a mask is an integer hash of its coord
 
 from __future__ import annotations
 
+import functools
 import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,10 +39,14 @@ CORE_ELEMENTS = 1 << 18  # of a mask, made together by a core: less, and calling
 GPU_ELEMENTS = 1 << 26  # few, large kernels, and yet no more than half a GB of scratch
 
 
+def _signed(value: int) -> int:
+    """The lowest 32 bits, as an int32."""
+    return (value & 0xFFFFFFFF ^ 1 << 31) - (1 << 31)
+
+
 def _scalars(*values: int) -> tuple[torch.Tensor, ...]:
     """The lowest 32 bits of each: int32 of no dimensions, which any device takes. A Python number costs 2 us more."""
-    signed = [(v & 0xFFFFFFFF ^ 1 << 31) - (1 << 31) for v in values]
-    return torch.tensor(signed, dtype=torch.int32, device="cpu").unbind()
+    return torch.tensor([_signed(v) for v in values], dtype=torch.int32, device="cpu").unbind()
 
 
 (GOLDEN,) = _scalars(0x9E3779B1)  # 2^32 / the golden ratio: neighbours get far apart
@@ -56,6 +62,61 @@ class Rows(NamedTuple):
     count: int
 
 
+class Segment(NamedTuple):
+    """Consecutive rows of a sample's mask, with both halves of the sample's key as int32."""
+
+    low: int
+    high: int
+    first: int
+    count: int
+
+
+# (x [R, C] of any shape, a residual like x or None, the R rows of the mask, probability) -> residual + dropout(x)
+Kernel = Callable[[torch.Tensor, torch.Tensor | None, Sequence[Segment], float], torch.Tensor]
+
+
+def eager(
+    x: torch.Tensor, residual: torch.Tensor | None, segments: Sequence[Segment], probability: float
+) -> torch.Tensor:
+    """Return x * mask, plus the residual if there is one: contiguous.
+
+    The mask is made and used a chunk of rows at a time: it is nowhere whole.
+    """
+    columns, double = x.shape[-1], x.dtype == torch.float64
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    x, y = x.reshape(-1, columns), out.view(-1, columns)
+    keys = _row_keys(segments, x.device)
+    steps = torch.arange(columns, dtype=torch.int32, device=x.device).mul_(GOLDEN)
+    # fp64: 32 bits do not hold its factor
+    scale = struct.unpack("i", struct.pack("f", 1.0 if double else scale_of(probability)))
+    last, factor = _scalars(threshold_of(probability), *scale)
+    each = _rows_together(x)
+    scratch = torch.empty(2, min(each, len(x)), columns, dtype=torch.int32, device=x.device)
+    for at in range(0, len(x), each):
+        part = slice(at, at + each)
+        a, b = keys[:, part]
+        bits, spare = scratch[:, : len(a)]
+        torch.add(steps, a, out=bits)
+        _round_(bits, spare, *FIRST_ROUND).bitwise_xor_(b)
+        # To 0 or 1, then to the bits of a factor: torch's kernels for bools are several times slower.
+        _round_(bits, spare, *SECOND_ROUND).le_(last).mul_(factor)
+        torch.mul(x[part], bits.view(torch.float32), out=y[part])
+    if double:
+        out.mul_(scale_of(probability))
+    return out if residual is None else out.add_(residual)
+
+
+def threshold_of(probability: float) -> int:
+    """Return the last of the int32, in their order, that is kept."""
+    count = max(1, round((1 - probability) * 2**32))  # of all int32, so many are kept
+    return count - 1 - 2**31
+
+
+def scale_of(probability: float) -> float:
+    """Return the factor of elements that are kept."""
+    return 1 / (1 - probability)
+
+
 @dataclass(frozen=True)
 class Dropout:
     """Dropout with masks by coordinate; see the note above. No mask is kept: backward makes it again.
@@ -69,69 +130,50 @@ class Dropout:
     seed: int
     layer: int  # -1: the embedding
     site: str
+    kernel: Kernel = eager
 
-    def __call__(self, x: torch.Tensor, rows: tuple[Rows, ...] | None) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, rows: tuple[Rows, ...] | None, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """x of any shape, seen as [R, C]: C its last dim, R the sum of the rows' counts. `rows` None: evaluation.
 
         Elements of x become 0 or x / (1 - probability), rounded once; the factor is in fp32, or of fp64 in fp64.
+        A residual is added to them.
         """
         if self.probability == 0.0 or rows is None:
-            return x
-        return _Dropout.apply(x, self, rows)
+            return x if residual is None else residual + x
+        return _Dropout.apply(x, residual, self, rows)
 
     def mask(self, x: torch.Tensor, rows: tuple[Rows, ...]) -> torch.Tensor:
         """0 or 1 / (1 - probability), in x's shape and dtype."""
         return self.times(torch.ones_like(x, memory_format=torch.contiguous_format), rows)
 
-    def times(self, x: torch.Tensor, rows: tuple[Rows, ...]) -> torch.Tensor:
-        """x * mask, contiguous. The mask is made and used a chunk of rows at a time: it is nowhere whole."""
-        columns = x.shape[-1]
-        assert x.numel() == columns * sum(r.count for r in rows), (x.shape, rows)
+    def times(self, x: torch.Tensor, rows: tuple[Rows, ...], residual: torch.Tensor | None = None) -> torch.Tensor:
+        """x * mask (+ residual), contiguous."""
+        assert x.numel() == x.shape[-1] * sum(r.count for r in rows), (x.shape, rows)
         assert all(0 <= r.first <= r.first + r.count < 1 << 31 for r in rows), rows
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        x, y = x.reshape(-1, columns), out.view(-1, columns)
-        keys = self._row_keys(rows, x.device)
-        steps = torch.arange(columns, dtype=torch.int32, device=x.device).mul_(GOLDEN)
-        last, factor = _thresholds(self.probability, x.dtype)
-        each = _rows_together(x)
-        scratch = torch.empty(2, min(each, len(x)), columns, dtype=torch.int32, device=x.device)
-        for at in range(0, len(x), each):
-            part = slice(at, at + each)
-            a, b = keys[:, part]
-            bits, spare = scratch[:, : len(a)]
-            torch.add(steps, a, out=bits)
-            _round_(bits, spare, *FIRST_ROUND).bitwise_xor_(b)
-            # To 0 or 1, then to the bits of a factor: torch's kernels for bools are several times slower.
-            _round_(bits, spare, *SECOND_ROUND).le_(last).mul_(factor)
-            torch.mul(x[part], bits.view(torch.float32), out=y[part])
-        return out.mul_(1 / (1 - self.probability)) if x.dtype == torch.float64 else out
-
-    def _row_keys(self, rows: tuple[Rows, ...], device: torch.device) -> torch.Tensor:
-        """a and b of each row: int32 [2, R, 1]."""
-        keys = torch.empty(2, sum(r.count for r in rows), 1, dtype=torch.int32, device=device)
-        at = 0
-        for r in rows:
-            numbers = torch.arange(r.first, r.first + r.count, dtype=torch.int32, device=device)[:, None]
-            key = seed_of(self.seed, "dropout", r.sample, self.layer, self.site)
-            for half, out in zip(_scalars(key, key >> 32), keys[:, at : at + r.count], strict=True):
-                torch.bitwise_xor(numbers, half, out=out)
-            at += r.count
-        spare = torch.empty_like(keys)
-        for constants in (FIRST_ROUND, SECOND_ROUND, FIRST_ROUND):
-            _round_(keys, spare, *constants)
-        return keys
+        return self.kernel(x, residual, _segments(self.seed, self.layer, self.site, rows), self.probability)
 
 
-def _thresholds(probability: float, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """The last of the int32, in their order, that is kept; the bits of 1 / (1 - probability) in fp32.
+@functools.lru_cache(maxsize=1 << 12)  # forward, recompute and backward ask for the same
+def _segments(seed: int, layer: int, site: str, rows: tuple[Rows, ...]) -> tuple[Segment, ...]:
+    keys = [seed_of(seed, "dropout", r.sample, layer, site) for r in rows]
+    return tuple(Segment(_signed(k), _signed(k >> 32), r.first, r.count) for k, r in zip(keys, rows, strict=True))
 
-    Of 1 for fp64, whose factor 32 bits do not hold.
-    """
-    keep = 1 - probability
-    count = max(1, round(keep * 2**32))  # of all int32, so many are kept
-    return _scalars(
-        count - 1 - 2**31, *struct.unpack("i", struct.pack("f", 1.0 if dtype == torch.float64 else 1 / keep))
-    )
+
+def _row_keys(segments: Sequence[Segment], device: torch.device) -> torch.Tensor:
+    """a and b of each row: int32 [2, R, 1]."""
+    keys = torch.empty(2, sum(s.count for s in segments), 1, dtype=torch.int32, device=device)
+    at = 0
+    for s in segments:
+        numbers = torch.arange(s.first, s.first + s.count, dtype=torch.int32, device=device)[:, None]
+        for half, out in zip(_scalars(s.low, s.high), keys[:, at : at + s.count], strict=True):
+            torch.bitwise_xor(numbers, half, out=out)
+        at += s.count
+    spare = torch.empty_like(keys)
+    for constants in (FIRST_ROUND, SECOND_ROUND, FIRST_ROUND):
+        _round_(keys, spare, *constants)
+    return keys
 
 
 def _round_(
@@ -152,10 +194,11 @@ def _rows_together(x: torch.Tensor) -> int:
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, dropout, rows):
+    def forward(ctx, x, residual, dropout, rows):
         ctx.dropout, ctx.rows = dropout, rows
-        return dropout.times(x, rows)
+        return dropout.times(x, rows, residual)
 
     @staticmethod
     def backward(ctx, dy):
-        return ctx.dropout.times(dy, ctx.rows), None, None
+        wanted, beside = ctx.needs_input_grad[:2]
+        return ctx.dropout.times(dy, ctx.rows) if wanted else None, dy if beside else None, None, None

@@ -7,7 +7,6 @@ import torch.nn as nn
 
 from megazero.config.schema import ModelConfig
 from megazero.model.context import Context, MicroBatchInfo
-from megazero.model.dropout import Dropout
 from megazero.model.weight import GradWriter
 
 
@@ -44,7 +43,7 @@ class PositionEmbedding(nn.Module):
     def __init__(self, model: ModelConfig, context: Context) -> None:
         super().__init__()
         self.weight = context.weight(model.seq_length, model.hidden_size, std=model.init_method_std, decays=True)
-        self.dropout = Dropout(model.hidden_dropout, context.seed, -1, "embedding")
+        self.dropout = context.dropout(model.hidden_dropout, -1, "embedding")
 
     def forward(self, x: torch.Tensor, tokens: MicroBatchInfo) -> torch.Tensor:
         """x [T', h] -> [T', h]"""

@@ -13,7 +13,6 @@ from megazero.config.schema import ModelConfig
 from megazero.model.attention import GroupedAttention
 from megazero.model.block import Architecture
 from megazero.model.context import Context, MicroBatchInfo
-from megazero.model.dropout import Dropout
 from megazero.model.linear import column_linears, row_linears
 from megazero.model.mlp import GeluMLP
 from megazero.model.norm import LayerNorm
@@ -28,7 +27,7 @@ class Block(nn.Module):
         self.norm = LayerNorm(model, context)
         self.attention = GroupedAttention(model, number, context)
         self.mlp = GeluMLP(model, context)
-        self.dropout = Dropout(model.hidden_dropout, context.seed, number, "block")
+        self.dropout = context.dropout(model.hidden_dropout, number, "block")
 
     def forward(self, x: torch.Tensor, tokens: MicroBatchInfo, output: bool = True) -> torch.Tensor:
         """x [T', h] -> [T', h]"""
@@ -37,7 +36,7 @@ class Block(nn.Module):
         query, kv, inner = column_linears(linears, self.norm(x), c.recomputed(self.norm, x))
         inputs, recomputed = (a.attend(query, kv, tokens), mlp.gelu(inner)), (None, c.recomputed(mlp.gelu, inner))
         y = row_linears((a.proj, mlp.down), inputs, recomputed, output)
-        return x + self.dropout(y, tokens.dropout_rows)
+        return self.dropout(y, tokens.dropout_rows, x)
 
 
 ARCHITECTURE = Architecture(Block, LayerNorm, positions=None)

@@ -14,7 +14,6 @@ from megazero.config.schema import ModelConfig
 from megazero.memory.tracker import MemoryTracker
 from megazero.model.block import Architecture
 from megazero.model.context import Context, DeviceBatch, MicroBatchInfo, ResidualStream
-from megazero.model.dropout import Dropout
 from megazero.model.vocabulary import VocabularyTable, vocabulary_loss
 from megazero.model.weight import Weight, named_weights
 from megazero.plan.parameters import HEAD, POSITION_EMBEDDING, TOKEN_EMBEDDING, ParamSpec
@@ -31,7 +30,7 @@ class TokenEmbedding(VocabularyTable):
     def __init__(self, model: ModelConfig, made: Architecture, context: Context) -> None:
         super().__init__(model, context)
         probability = model.hidden_dropout if made.positions is None else 0.0
-        self.dropout = Dropout(probability, context.seed, -1, "embedding")
+        self.dropout = context.dropout(probability, -1, "embedding")
 
     def forward(self, ids: torch.Tensor, tokens: MicroBatchInfo) -> torch.Tensor:
         """ids [b, s] -> [T', h]"""

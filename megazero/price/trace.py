@@ -26,6 +26,7 @@ from megazero.config.schema import Config, ModelConfig
 from megazero.memory.tracker import MemoryTracker
 from megazero.model.context import Context, DeviceBatch, MicroBatchInfo, ResidualStream, kept_bytes
 from megazero.model.documents import Documents
+from megazero.model.kernels.table import kernels_named
 from megazero.model.stage import Stage
 from megazero.model.weight import GradWriter, Owner, Weight
 from megazero.plan.parameters import FIRST_BLOCK, HEAD, TOKEN_EMBEDDING, ParamSpec, stage_units
@@ -79,6 +80,7 @@ class Kind(NamedTuple):
     frozen: tuple[str, ...]  # names of parameters in it that do not train
     reset_attention_mask: bool = False
     reset_position_ids: bool = False
+    kernels: str = "eager"
 
     @property
     def small(self) -> bool:
@@ -119,6 +121,7 @@ class Kind(NamedTuple):
             tuple(frozen),
             config.data.reset_attention_mask,
             config.data.reset_position_ids,
+            config.training.kernels_on(device_type),
         )
 
 
@@ -156,6 +159,7 @@ class Traced:
             kind.precision,
             device,
             selective=kind.recompute == "selective",
+            kernels=kernels_named(kind.kernels),
         )
         names = {FIRST_BLOCK: [0]}.get(kind.layer, [])
         ends = kind.layer != FIRST_BLOCK

@@ -19,6 +19,7 @@ from megazero.memory.tracker import MemoryTracker
 from megazero.model.context import DTYPES, Context, DeviceBatch, MicroBatchInfo, ResidualStream
 from megazero.model.documents import Documents
 from megazero.model.fused_ops import PLAIN, compiled
+from megazero.model.kernels.table import kernels_named
 from megazero.model.matmul import Products
 from megazero.model.stage import Stage
 from megazero.plan.parameters import TOKEN_EMBEDDING, stage_units
@@ -93,6 +94,7 @@ class Engine:
             config.activations.recompute == "selective",
             fused_ops,
             Products(onednn=config.training.matmul_backend == "onednn"),
+            kernels_named(config.training.kernels_on(mesh.device.type)),
         )
         model, pp = config.model, mesh.pp
         blocks, frozen = mesh.layout.layers(model.num_layers, pp.rank), config.training.freeze_parameters

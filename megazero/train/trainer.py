@@ -21,6 +21,7 @@ from megazero.price.trace import model_flops
 from megazero.train.checkpoints import Checkpoints
 from megazero.train.engine import Engine, LossScaleExhausted, StepResult
 from megazero.train.evaluation import Evaluation, Evaluator, Stopped, line
+from megazero.train.kernel_choice import choose_kernels
 from megazero.train.loggers import Writers, open_writers
 from megazero.train.matmul_backend import choose_matmul_backend
 from megazero.train.memory_report import device_in_use
@@ -60,7 +61,9 @@ class Trainer:
         self.signals, self.clock = signals or Signals(), clock
         self.watchdog = watchdog or Watchdog(0, lambda place: None)
         self.leads = mesh.rank == 0
-        self.config, self.choices = choose_matmul_backend(config, mesh)
+        chosen, products = choose_matmul_backend(config, mesh)
+        self.config, kernels = choose_kernels(chosen, mesh)
+        self.choices = "\n".join(said for said in (products, kernels) if said)
         self.engine = Engine(self.config, mesh, max(1, len(datasets.named)))
         self.profiler = Profiler(self.config, self.engine)
         self.progress = Progress()

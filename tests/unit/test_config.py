@@ -56,7 +56,9 @@ COMING: set[str] = set()
 # 101: on GPUs, whether fp32 products are TensorFloat-32, which changes results (--tf32), and how often the allocator's
 # blocks are listed, which takes time (--fragmentation-interval).
 # 102: what the start of a run leaves to plan.txt is printed too (--verbose).
-NUM_OPTIONS = 102
+# 103: on GPUs, Triton's kernels or torch's operators, to tell a fault of the one from one of the other
+# (--fused-kernels).
+NUM_OPTIONS = 103
 
 DEFAULTS = {
     "precision": "fp32",
@@ -316,6 +318,7 @@ def test_resolve_keeps_what_is_asked_for() -> None:
 
 # (options, ranks, vocabulary of the tokenizer, what is said)
 REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
+    ({"precision": "fp64", "fused_kernels": "triton"}, 1, 9, "--fused-kernels triton with --precision fp64: there are"),
     (
         {"plan": True, "world_size": 4, "device_type": "h100-80gb", "rehearse": "4"},
         1,

@@ -1,0 +1,54 @@
+"""Triton's kernels on a GPU against torch's operators. Run by `make test-gpu`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megazero.comm.mesh import Mesh
+from megazero.model.dropout import Rows
+from megazero.train.engine import Engine
+from tests.helpers import kernel_checks
+from tests.parallel.cases import MODEL, STEPS, Case, micro_batches
+from tests.parallel.test_parity import relative_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DROPPING = replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dropout_on_one_gpu(dtype: torch.dtype) -> None:
+    """Bits are equal; the last shape has more than 2^31 elements."""
+    whole = tuple(Rows(i, 0, 1024) for i in range(12))
+    for rows, columns in ((whole, 1600), ((Rows(77, 2**31 - 400, 300),), 1023), ((Rows(1, 5, 1 << 16),), 1)):
+        kernel_checks.check_dropout(rows, columns, dtype, "cuda")
+    if dtype == torch.bfloat16 and torch.cuda.mem_get_info()[0] > 30 << 30:
+        kernel_checks.check_large_dropout("cuda")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"recompute": "full"}, {"recompute": "selective"}, {"architecture": "llama"}, {"compile": True}],
+    ids=str,
+)
+def test_steps_on_one_gpu_are_those_of_torchs_operators(precision: str, how: dict[str, Any]) -> None:
+    """Dropout is the same to the bit, and so is a step that has no other of these kernels."""
+    model = replace(DROPPING, architecture=how.get("architecture", "gpt2"))
+    case = Case(precision=precision, model=model, **{k: v for k, v in how.items() if k != "architecture"})
+    found = {}
+    for kernels in ("triton", "eager"):
+        config = replace(case.config(), training=replace(case.config().training, fused_kernels=kernels))
+        engine = Engine(config, Mesh.build(case.layout, 0, torch.device("cuda", 0)))
+        results = [engine.train_step(i + 1, micro_batches(case, engine.mesh, i)) for i in range(STEPS)]
+        found[kernels] = [r.loss for r in results], [r.grad_norm for r in results]
+    tolerance = 1e-5 if precision == "fp32" else 2**-7
+    for ours, theirs in zip(found["triton"], found["eager"], strict=True):
+        assert relative_error(ours, theirs) < tolerance

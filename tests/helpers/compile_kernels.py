@@ -1,0 +1,89 @@
+"""Compile every Triton kernel for a GPU that is not there: `python -m tests.helpers.compile_kernels 90`.
+
+The launches of `model.kernels` are called on CPU tensors, with a driver that knows a target and nothing else; the
+kernels are compiled to machine code, and not run. Prints a line per kernel: name, warps, registers, spilled bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)  # read by the imports that follow
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction
+from triton.runtime.driver import driver
+
+from megazero.model.dropout import Dropout, Rows
+from megazero.model.kernels.table import TRITON
+
+
+class Driver:
+    """All that compiling asks of a GPU's driver."""
+
+    def __init__(self, capability: int) -> None:
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+
+def launch_all() -> None:
+    """Launch every kernel once per variant that a run compiles: with rows of aligned and of odd length."""
+    rows = (Rows(0, 0, 1), Rows(1, 0, 1))
+    for columns, dtype in ((1024, torch.bfloat16), (51, torch.float32)):
+        x = torch.zeros(2, columns, dtype=dtype)
+        dropout = Dropout(0.1, 0, 0, "mlp", TRITON.dropout)
+        dropout(x, rows)
+        dropout(x, rows, x)
+
+
+def resources(kernel: Any) -> tuple[int, int]:
+    """Return (registers per thread, bytes that are spilled), which ptxas says."""
+    # the one that knows all of this triton's PTX, whatever the GPU
+    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas-blackwell"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(kernel.asm["ptx"])
+        file.flush()
+        arch = re.search(r"\.target (sm_\w+)", kernel.asm["ptx"])
+        assert arch is not None
+        command = [str(ptxas), "-v", f"-arch={arch[1]}", file.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert said.returncode == 0, said.stdout + said.stderr
+    text = said.stdout + said.stderr
+    return int(re.search(r"Used (\d+) registers", text)[1]), int(re.search(r"(\d+) bytes spill stores", text)[1])
+
+
+def main(capability: int) -> None:
+    made: list[Any] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        assert all(0 < size < 2**31 for size in grid[:1]) and all(0 < size < 2**16 for size in grid[1:]), grid
+        made.append(run(self, *args, grid=grid, warmup=True, **options))
+
+    JITFunction.run = compile_only
+    driver.set_active(Driver(capability))
+    launch_all()
+    for kernel in {id(kernel): kernel for kernel in made}.values():
+        registers, spilled = resources(kernel)
+        warps = kernel.metadata.num_warps
+        print(f"{kernel.name} {warps} warps, {registers} registers, {spilled} spilled")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,119 @@
+"""Triton's kernels against torch's operators, in its interpreter; and how they are chosen."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megazero.comm.pretend import pretend_mesh
+from megazero.config.schema import Config, TrainingConfig
+from megazero.config.validate import check_device
+from megazero.model.dropout import Dropout, Rows
+from megazero.model.kernels.table import TRITON
+from megazero.plan.topology import Layout
+from megazero.train.kernel_choice import choose_kernels, triton_complaint
+from tests.helpers import kernel_checks
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def has_triton() -> None:
+    pytest.importorskip("triton", reason="no triton: torch brings it for GPUs, requirements-dev.txt for x86-64 Linux")
+
+
+# Rows up to the last there may be; blocks that end within a row; one column; more segments than a launch takes.
+DROPOUTS = [
+    ((Rows(0, 0, 2), Rows(77, 2**31 - 4, 3)), 50, torch.float32),
+    ((Rows(3, 5, 2),), 2049, torch.float16),
+    ((Rows(3, 5, 1), Rows(1 << 40, 0, 1)), 64, torch.bfloat16),
+    (tuple(Rows(i, 3 * i, i % 3 != 2) for i in range(13)), 1, torch.float32),
+]
+
+
+@pytest.mark.parametrize(("rows", "columns", "dtype"), DROPOUTS, ids=["two samples", "wide", "bf16", "13 segments"])
+def test_dropout_is_the_same_bits(rows: tuple[Rows, ...], columns: int, dtype: torch.dtype) -> None:
+    kernel_checks.check_dropout(rows, columns, dtype, DEVICE)
+
+
+def test_dropout_of_nothing_hides_nothing() -> None:
+    """No rows; and NaN times 0 stays NaN, as torch's."""
+    dropout = Dropout(0.5, 0, 0, "mlp", TRITON.dropout)
+    assert dropout(torch.ones(0, 8, device=DEVICE), (Rows(0, 0, 0),)).shape == (0, 8)
+    assert dropout(torch.full((2, 8), torch.nan, device=DEVICE), (Rows(0, 0, 2),)).isnan().all()
+
+
+class OnGPU(TrainingConfig):
+    """Names the kernels of a GPU, though the test's device is a CPU."""
+
+    def kernels_on(self, device_type: str) -> str:
+        return super().kernels_on("cuda")
+
+
+def choose(asked: str, complaint: str = "", others_fail: bool = False) -> tuple[str, str]:
+    """Return the choice, and what is said."""
+
+    def all_reduce_(x: torch.Tensor, **_: Any) -> torch.Tensor:
+        return torch.ones_like(x) if others_fail else x
+
+    mesh: Any = SimpleNamespace(device=torch.device("cpu"), world=SimpleNamespace(all_reduce_=all_reduce_))
+    config = Config(training=OnGPU(fused_kernels=asked))  # type: ignore[arg-type]
+    chosen, said = choose_kernels(config, mesh, lambda device: complaint)
+    return chosen.training.fused_kernels, said
+
+
+def test_auto_is_triton_where_it_works_on_every_rank() -> None:
+    chosen, said = choose("auto")
+    assert chosen == "triton" and said.startswith("--fused-kernels triton: ")
+    chosen, said = choose("auto", "no C compiler")
+    assert chosen == "eager" and "--fused-kernels eager: Triton does not work here (no C compiler)" in said
+    chosen, said = choose("auto", others_fail=True)
+    assert chosen == "eager" and "does not work on another rank" in said
+    for reason in ({"complaint": "no C compiler"}, {"others_fail": True}):
+        with pytest.raises(ValueError, match=r"--fused-kernels triton: Triton does not work .*; use auto or eager"):
+            choose("triton", **reason)  # type: ignore[arg-type]
+    assert choose("eager", "not asked") == ("eager", "")
+
+
+def test_a_cpu_and_fp64_have_torchs_operators() -> None:
+    found = {
+        (device, precision): TrainingConfig(precision=precision).kernels_on(device)  # type: ignore[arg-type]
+        for device in ("cpu", "cuda", "meta")
+        for precision in ("bf16", "fp64")
+    }
+    assert [key for key, kernels in found.items() if kernels == "triton"] == [("cuda", "bf16"), ("meta", "bf16")]
+    mesh = pretend_mesh(Layout(), 0, torch.device("cpu"), needs_staging_buffer=True)
+    chosen, said = choose_kernels(Config(), mesh)
+    assert (chosen.training.fused_kernels, said) == ("eager", "")
+    with pytest.raises(ValueError, match=r"--fused-kernels triton: .* the device is cpu; use auto or eager"):
+        check_device(Config(training=TrainingConfig(fused_kernels="triton")), "cpu")
+
+
+def test_the_trial_tells_a_wrong_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device(DEVICE)
+    assert triton_complaint(device) == ""
+
+    def fails(*_: Any) -> torch.Tensor:
+        raise RuntimeError("Failed to find C compiler.\nSet CC")
+
+    monkeypatch.setattr("megazero.train.kernel_choice.TRITON", TRITON._replace(dropout=fails))
+    assert triton_complaint(device) == "RuntimeError: Failed to find C compiler."
+    monkeypatch.setattr("megazero.train.kernel_choice.TRITON", TRITON._replace(dropout=lambda x, *_: x))
+    assert triton_complaint(device) == "its mask is not torch's"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+def test_every_kernel_compiles_for_gpus_that_are_not_there(capability: int) -> None:
+    """Machine code from the arguments that the launches give. No kernel spills registers."""
+    command = [sys.executable, "-m", "tests.helpers.compile_kernels", str(capability)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = done.stdout.splitlines()
+    assert {line.split()[0] for line in lines} == {"_dropout"}
+    assert all(line.endswith(" 0 spilled") for line in lines), done.stdout
