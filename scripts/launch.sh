@@ -14,12 +14,12 @@ Train on this one machine, with torchrun.
   --help        this text
   --            what follows is for pretrain_gpt.py, whatever its name
 
-All ranks print to the console, each line with its rank; each rank's stdout and stderr are also kept under
-LOG_DIR/ranks/START_TIME_.../attempt_0/RANK/, where LOG_DIR is the value of --log-dir, or else `runs`.
-Relative paths are taken from the folder that you are in.
+Rank 0 prints to the console. Each other rank's stdout and stderr are under LOG_DIR/ranks/START_TIME_.../attempt_0/RANK/,
+where LOG_DIR is the value of --log-dir, or else `runs`; rank 0's too, unless the console is a terminal. torchrun's own
+words are in LOG_DIR/ranks/torchrun.log. Relative paths are taken from the folder that you are in.
 
-The exit code is 0 if every rank ended well and 1 if one failed; the last lines then name it. TERM and INT are
-passed on to the ranks, which have 30 s to end.
+The exit code is 0 if every rank ended well. Otherwise it is that of the rank that failed first, whose message is the
+last that is printed. TERM and INT are passed on to the ranks, which have 30 s to end.
 
 Environment:
   PYTHON            interpreter; default: .venv/bin/python of this repository, or else python3
@@ -86,8 +86,14 @@ export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:T
 export TORCH_FR_BUFFER_SIZE="${TORCH_FR_BUFFER_SIZE:-2000}" TORCH_NCCL_DUMP_ON_TIMEOUT="${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}"
 export TORCH_FR_DUMP_TEMP_FILE="${TORCH_FR_DUMP_TEMP_FILE:-$log_dir/nccl_trace_rank_}"
 
-# Port 0: torchrun finds a free one, so that two runs on a machine do not meet. --tee 3: stdout and stderr, to both
-# console and file. exec: the exit code is torchrun's, and signals reach it, not this shell.
-exec "$python" -m torch.distributed.run --nproc-per-node "$nproc" \
+# Port 0: torchrun finds a free one, so that two runs on a machine do not meet. exec: the exit code is that of the
+# launcher, and signals reach it, not this shell. Rank 0 has the console itself where that is a terminal, for its
+# progress bar; otherwise torchrun copies its lines there from its files, behind a prefix: the role, which is empty.
+others=
+for ((rank = 1; rank < nproc; rank++)); do others+=,$rank:3; done
+options=(--redirects "0:0$others")
+if [ ! -t 1 ]; then options=(--redirects 3 --tee 0:3); fi
+export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='${role_name}'
+exec "$python" "$root/scripts/launch_ranks.py" "$log_dir/ranks" --nproc-per-node "$nproc" --role "" \
   --rdzv-backend c10d --rdzv-endpoint localhost:0 --rdzv-id "$(date +%Y%m%d-%H%M%S)" \
-  --log-dir "$log_dir/ranks" --tee 3 "$program" ${flags[@]+"${flags[@]}"}
+  ${options[@]+"${options[@]}"} "$program" ${flags[@]+"${flags[@]}"}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -46,7 +47,8 @@ def test_ranks_meet_and_log_under_the_log_dir(tmp_path):
         assert rank["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True,pinned_max_round_threshold_mb:1"
         assert rank["TORCH_FR_BUFFER_SIZE"] == "2000" and rank["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
         assert rank["TORCH_FR_DUMP_TEMP_FILE"] == "my run/nccl_trace_rank_"
-    assert done.stdout.count('"total": 3') == 2  # on the console too
+    assert done.stdout.count('"total": 3') == 1 and done.stdout.startswith("{")  # rank 0 alone, without a prefix
+    assert done.stderr == ""  # torchrun says nothing
 
 
 def test_an_empty_log_dir_keeps_the_ranks_logs_here(tmp_path):
@@ -56,12 +58,37 @@ def test_an_empty_log_dir_keeps_the_ranks_logs_here(tmp_path):
     assert rank["argv"] == ["--log-dir", ""] and rank["PYTORCH_CUDA_ALLOC_CONF"] == "backend:native"
 
 
-def test_a_failing_rank_fails_the_launch_and_is_named(tmp_path):
+def test_the_last_words_are_those_of_the_rank_that_failed_first(tmp_path):
+    """Its exit code is the launcher's. Without a message left for torchrun, the end of its stderr."""
     done = launch("--nproc", "2", "--fail-rank", "1", "--fail-code", "7", "--hang", cwd=tmp_path)
-    assert done.returncode == 1
-    assert "rank 1 fails" in done.stderr
-    assert re.search(r"exitcode\s*: 7 ", done.stderr)
+    assert done.returncode == 7
+    end = done.stderr.splitlines()[-2:]
+    assert re.fullmatch(r"rank 1 ended with exit code 7 \(.*/1/stderr\.log\):", end[0]) and end[1] == "rank 1 fails"
+    assert "Traceback" not in done.stderr and "closing signal" not in done.stderr
+    assert "closing signal SIGTERM" in (tmp_path / "runs" / "ranks" / "torchrun.log").read_text()
     assert [r["rank"] for r in reports(tmp_path / "runs" / "ranks")] == [0, 1]
+
+
+def test_a_refusal_is_the_last_line(tmp_path):
+    """Every rank refuses; it is said once more, at the end, by the launcher."""
+    done = launch("--nproc", "2", "--lr", "1e30", cwd=tmp_path, PROGRAM=str(ROOT / "pretrain_gpt.py"))
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert re.fullmatch(
+        r"rank [01] ended with exit code 1 \(.*\): ValueError: --lr 1e\+30: must be at most 10: .*", last
+    )
+
+
+def test_on_a_terminal_rank_0_has_it(tmp_path):
+    """So its progress bar is one; the other rank's output is in its file."""
+    ours, theirs = pty.openpty()
+    command = ["bash", LAUNCH, "--nproc", "2"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), stdout=theirs, stderr=theirs, timeout=120)
+    os.close(theirs)
+    said = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert done.returncode == 0 and '"rank": 0' in said and '"tty": true' in said and '"rank": 1' not in said
+    assert [(r["rank"], r["tty"]) for r in reports(tmp_path / "runs" / "ranks")] == [(1, False)]
 
 
 def test_term_reaches_the_ranks(tmp_path):
@@ -82,7 +109,7 @@ def test_term_reaches_the_ranks(tmp_path):
     process.send_signal(signal.SIGTERM)
     after = process.communicate(timeout=60)[0]
     assert "rank 0 got TERM" in after, "".join(before) + after
-    assert process.returncode != 0
+    assert process.returncode == 128 + signal.SIGTERM and after.endswith("launch.sh: ended by SIGTERM\n")
     assert time.monotonic() - started < 20  # the rank ended by itself, not when torchrun's patience did
 
 

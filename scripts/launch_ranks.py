@@ -1,0 +1,62 @@
+#!/usr/bin/env python3
+"""Start the ranks of one machine under torchrun, for scripts/launch.sh; end with what the rank that failed first said.
+
+torchrun's own words, and its traceback when a rank fails, go to LOG_DIR/torchrun.log. The exit code is that rank's.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+LAST_LINES = 20  # of the stderr of a rank that said nothing when it failed
+
+
+def main(log_dir: Path, arguments: list[str]) -> int:
+    """Run torchrun with `arguments`; the folder of logs is made."""
+    log_dir.mkdir(parents=True, exist_ok=True)
+    file = logging.FileHandler(log_dir / "torchrun.log")
+    file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch")]:
+        logger = logging.getLogger(name)
+        if logger.handlers:
+            logger.handlers = [file]
+    try:
+        run.main(["--log-dir", str(log_dir), *arguments])
+    except ChildFailedError as error:
+        rank, failure = first(error)
+        print(f"\n{last_words(rank, failure, log_dir)}", file=sys.stderr)
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode  # as a shell's
+    except SignalException as error:
+        print(f"launch.sh: ended by {error.sigval.name}", file=sys.stderr)
+        return 128 + error.sigval
+    return 0
+
+
+def first(error: ChildFailedError) -> tuple[int, ProcessFailure]:
+    """Return the rank that failed first: of those that left a message, if any did. The others lost a peer."""
+    told = {rank: failure for rank, failure in error.failures.items() if failure.error_file_data}
+    found = told or error.failures
+    rank = min(found, key=lambda rank: found[rank].timestamp)
+    return rank, found[rank]
+
+
+def last_words(rank: int, failure: ProcessFailure, log_dir: Path) -> str:
+    """Say which rank failed, how, and with which message, or else the end of its stderr."""
+    code = failure.exitcode
+    how = f"was killed by {failure.signal_name()}" if code < 0 else f"ended with exit code {code}"
+    logs = sorted(log_dir.glob(f"*/attempt_*/{failure.local_rank}/stderr.log"), key=lambda path: path.stat().st_mtime)
+    where = f" ({logs[-1]})" if logs else ""
+    if isinstance(failure.message, dict):
+        return f"rank {rank} {how}{where}: {failure.message['message']}"
+    end = "\n".join(logs[-1].read_text(errors="replace").splitlines()[-LAST_LINES:]) if logs else ""
+    return f"rank {rank} {how}{where}" + (f":\n{end}" if end else "")
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
