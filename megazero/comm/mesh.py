@@ -17,7 +17,7 @@ from megazero.comm.in_flight import InFlight
 from megazero.plan.topology import AXES, SUB_AXES, Coord, Layout
 
 # axis -> the kind of traffic that its collectives are counted as, where that is not its name
-TRAFFIC = {"shard": "dp", "replica": "dp", "embedding": "pp", "world": "control"}
+TRAFFIC = {"shard": "dp", "replica": "dp", "embedding": "pp", "world": "control", "host": "control"}
 URGENT = ("tp", "shard")  # computation waits for these axes within a layer
 
 
@@ -39,7 +39,7 @@ class Mesh:
     tp: Axis
     embedding: Axis
     world: Axis
-    host_group: dist.ProcessGroup | None  # all ranks, for what lies in host memory: gloo. None: a single process
+    host: Axis  # all ranks, for what lies in host memory: `world`, or on a GPU an axis of its own, over gloo
     in_flight: InFlight  # of all axes
 
     @property
@@ -89,17 +89,24 @@ class Mesh:
             make_links(layout, axes["pp"], maker)
         everyone = list(range(layout.world_size))
         axes["world"] = Axis("world", everyone, rank, dist.group.WORLD if len(everyone) > 1 else None, in_flight, hosts)
-        host = axes["world"].group
-        if host is not None and device.type != "cpu":
-            host = dist.new_group(backend="gloo", timeout=timeout)
-        mesh = cls(layout, rank, device, host_group=host, in_flight=in_flight, **axes)
+        axes["host"] = axes["world"]
+        if len(everyone) > 1 and device.type != "cpu":
+            gloo = dist.new_group(backend="gloo", timeout=timeout)
+            axes["host"] = Axis("host", everyone, rank, gloo, in_flight, hosts)
+        mesh = cls(layout, rank, device, in_flight=in_flight, **axes)
         mesh.connect()
         return mesh
 
     @property
     def axes(self) -> tuple[Axis, ...]:
         """All axes, in the same order on every rank."""
-        return self.pp, self.dp, self.shard, self.replica, self.tp, self.embedding, self.world
+        found = self.pp, self.dp, self.shard, self.replica, self.tp, self.embedding, self.world
+        return found if self.host is self.world else (*found, self.host)
+
+    @property
+    def host_group(self) -> dist.ProcessGroup | None:
+        """The group of `host`. None: a single process."""
+        return self.host.group
 
     def connect(self) -> None:
         """Exchange an element along every axis and every link, uncounted.
@@ -109,7 +116,7 @@ class Mesh:
         in one order, and who cannot be reached is found before the first step.
         """
         for axis in self.axes:
-            axis.all_reduce_(torch.zeros(1, device=self.device))
+            axis.all_reduce_(torch.zeros(1, device="cpu" if axis is self.host else self.device))
         for first, direction, lane in self.layout.links():
             sender, receiver = (first, first + 1) if direction > 0 else (first + 1, first)
             x = torch.zeros(1, device=self.device)
@@ -155,15 +162,19 @@ class Mesh:
                 dist.recv(arriving, src=rank, group=self.host_group)
             yield arriving.numpy().tobytes()
 
-    def control_sum(self, x: torch.Tensor, *axes: Axis) -> list[float]:
-        """Sum a few numbers, x [n], over `axes`, in place, counted as control traffic; return their values."""
+    def control_sum(self, x: torch.Tensor, *axes: Axis) -> torch.Tensor:
+        """Sum a few numbers, x [n], over `axes`, in place, counted as control traffic; return them."""
         for axis in axes:
             axis.all_reduce_(x, kind="control")
-        return self.read(x)
+        return x
 
     def read(self, x: torch.Tensor) -> list[float]:
-        """Return the values of x [n], when the device has computed them."""
+        """Return the values of x [n]. The process waits until the device has computed them."""
         return x.tolist()
+
+    def agree(self, value: int, op: dist.ReduceOp) -> int:
+        """Reduce a number of every rank over the world. It goes from host to host, so no device is waited for."""
+        return int(self.host.all_reduce_(torch.tensor(value), op=op, kind="control"))
 
 
 def make_links(layout: Layout, pp: Axis, maker: GroupMaker) -> None:

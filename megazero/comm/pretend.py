@@ -73,4 +73,4 @@ def pretend_mesh(layout: Layout, rank: int, device: torch.device, needs_staging_
             if rank in ranks:
                 axes[name] = PretendAxis(name, ranks, rank, needs_staging_buffer)
     axes["world"] = PretendAxis("world", list(range(layout.world_size)), rank, needs_staging_buffer)
-    return PretendMesh(layout, rank, device, host_group=None, in_flight=InFlight(checks=False), **axes)
+    return PretendMesh(layout, rank, device, host=axes["world"], in_flight=InFlight(checks=False), **axes)

@@ -73,9 +73,8 @@ class Batches:
     `eod`: the end-of-document id, given with --eod-mask-loss: where it is the input, the target (the first
     token of an unrelated document) does not count, as in Megatron. None: every target counts. `document_end`: the
     same id, given with --reset-attention-mask or --reset-position-ids: it ends a document. `num_workers`
-    processes read ahead, as long as batches are asked for in order; 0: read when asked. `pin`: put batches
-    into page-locked memory, from which a GPU copies without a stop. ValueErrors of the dataset come through
-    from the workers.
+    processes read ahead, as long as batches are asked for in order; 0: read when asked. ValueErrors of the dataset
+    come through from the workers.
     """
 
     def __init__(
@@ -89,13 +88,12 @@ class Batches:
         eod: int | None = None,
         document_end: int | None = None,
         num_workers: int = 0,
-        pin: bool = False,
     ) -> None:
         self.assignment = Assignment(micro_batch_size, num_micro_batches, dp_rank, dp_size)
         self._steps = _Steps(dataset, self.assignment, eod, document_end)
         blended = isinstance(dataset, BlendedDataset) and len(dataset.datasets) <= MAX_NAMED_CORPORA
         self._blend = dataset if blended else None
-        self._num_workers, self._pin = num_workers, pin
+        self._num_workers = num_workers
         self._ahead: Iterator[Any] | None = None
         self._next = -1  # the consumed samples at which `_ahead` stands
 
@@ -103,7 +101,6 @@ class Batches:
         """The M micro-batches of the step that begins after `consumed_samples`."""
         if self._num_workers == 0 or multiprocessing.current_process().daemon:  # which may have no children
             step = self._steps.read(consumed_samples)
-            step = tuple(each.pin_memory() for each in step) if self._pin else step
         else:
             step = self._read_ahead(consumed_samples)
         ids, labels, loss_mask, *starts = step
@@ -127,7 +124,6 @@ class Batches:
                     sampler=_Progress(consumed, self.assignment.samples_per_step),
                     num_workers=self._num_workers,
                     prefetch_factor=PREFETCHED_STEPS,
-                    pin_memory=self._pin,
                     worker_init_fn=_leave_signals_to_the_parent,
                 )
             )

@@ -26,38 +26,35 @@ class Documents:
 
     Attributes:
         starts: for each token, the place in its sample at which its document begins, [b, s] int64 on the device.
+        bounds: borders of the documents among the T = b s tokens, [N + 1] int32 on the device.
         spans: the same as numbers, in the order of the tokens.
     """
 
     starts: torch.Tensor
+    bounds: torch.Tensor
     spans: tuple[Span, ...]
 
     @classmethod
-    def of(cls, starts: torch.Tensor, device: torch.device) -> Documents:
-        """starts [b, s] int64, on the CPU."""
+    def of(cls, starts: torch.Tensor) -> Documents:
+        """Find the documents of `starts` [b, s] int64, on the CPU; the result is there too."""
         length, found = starts.shape[1], []
         firsts = (starts == torch.arange(length)).nonzero().tolist()
         for (sample, first), following in zip(firsts, [*firsts[1:], [-1, 0]], strict=True):
             found.append(Span(sample, first, following[1] if following[0] == sample else length))
-        return cls(starts.to(device, non_blocking=True), tuple(found))
+        firsts_of_all = [span.sample * length + span.first for span in found]
+        return cls(starts, torch.tensor([*firsts_of_all, starts.numel()], dtype=torch.int32), tuple(found))
 
     @classmethod
     def whole(cls, batch: int, length: int, device: torch.device) -> Documents:
         """Samples of one document each."""
         starts = torch.zeros(batch, length, dtype=torch.int64, device=device)
-        return cls(starts, tuple(Span(sample, 0, length) for sample in range(batch)))
+        bounds = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=device)
+        return cls(starts, bounds, tuple(Span(sample, 0, length) for sample in range(batch)))
 
     @cached_property
     def positions(self) -> torch.Tensor:
         """Position of each token in its document, [b, s] int64."""
         return torch.arange(self.starts.shape[1], device=self.starts.device) - self.starts
-
-    @cached_property
-    def bounds(self) -> torch.Tensor:
-        """Borders of the documents among the T = b s tokens, [N + 1] int32 on the device."""
-        b, s = self.starts.shape
-        firsts = [span.sample * s + span.first for span in self.spans]
-        return torch.tensor([*firsts, b * s], dtype=torch.int32, device=self.starts.device)
 
     @cached_property
     def longest(self) -> int:

@@ -77,14 +77,13 @@ def first_bad_result(mesh: Mesh, inspector: Inspector, samples: Sequence[tuple[i
     """
     nowhere = Place(True, MOST_LAYERS, 0).number
     mine = inspector.first.number if inspector.first is not None else nowhere
-    seen = torch.tensor(mine, device=mesh.device)
-    first = int(mesh.world.all_reduce_(seen, op=MIN, kind="control"))
+    first = mesh.agree(mine, MIN)
     if first == nowhere:
         return None
-    lowest = torch.tensor(mesh.rank if mine == first else mesh.world.size, device=mesh.device)
-    rank, place = int(mesh.world.all_reduce_(lowest, op=MIN, kind="control")), Place.from_number(first)
+    rank = mesh.agree(mesh.rank if mine == first else mesh.world.size, MIN)
+    place = Place.from_number(first)
     of_rank = samples[place.micro_batch] if mesh.rank == rank else [0] * len(samples[0])
-    numbers = mesh.world.all_reduce_(torch.tensor(of_rank, device=mesh.device), kind="control").tolist()
+    numbers = mesh.host.all_reduce_(torch.tensor(of_rank), kind="control").tolist()
     host = f" ({mesh.world.hosts[rank]})" if mesh.world.hosts else ""
     return f"{place} is the first that is not finite, on rank {rank}{host}, for {samples_text(numbers)}"
 

@@ -101,8 +101,7 @@ class Checkpoints:
 
     def _any_busy(self) -> bool:
         """Return true if any rank is still writing; agreed over the world."""
-        busy = torch.tensor(self.saver is not None and self.saver.busy, dtype=torch.int32, device=self.mesh.device)
-        return bool(self.mesh.world.all_reduce_(busy, op=MAX, kind="control"))
+        return bool(self.mesh.agree(int(self.saver is not None and self.saver.busy), MAX))
 
     def finish_save(self, last: bool = False) -> None:
         """Wait for a save in the background, if there is one."""
@@ -133,8 +132,7 @@ class Checkpoints:
     def _refuse_nonfinite(self, shards: dict[str, LocalShard], iteration: int) -> None:
         """Raise DeadRun if weights are not finite, so that the last checkpoint before them stays the newest."""
         mesh, mine = self.mesh, next((n for n, s in shards.items() if n.startswith("model.") and not _finite(s)), None)
-        seen = torch.tensor(mesh.rank if mine is not None else mesh.world.size, device=mesh.device)
-        rank = int(mesh.world.all_reduce_(seen, op=MIN, kind="control"))
+        rank = mesh.agree(mesh.rank if mine is not None else mesh.world.size, MIN)
         if rank < mesh.world.size:
             where = f"{mine.removeprefix('model.')} is" if mine is not None else f"weights of rank {rank} are"
             raise DeadRun(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,8 +17,7 @@ from megazero.comm.collectives import MIN
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import Config
 from megazero.memory.tracker import MemoryTracker
-from megazero.model.context import DTYPES, Context, DeviceBatch, MicroBatchInfo, ResidualStream
-from megazero.model.documents import Documents
+from megazero.model.context import DTYPES, Context, ResidualStream
 from megazero.model.fused_ops import PLAIN, compiled
 from megazero.model.kernels.table import kernels_named
 from megazero.model.matmul import Products
@@ -29,23 +29,13 @@ from megazero.plan.schedules import EVALUATION
 from megazero.plan.topology import Layout
 from megazero.plan.zero_policy import persistent_gradients
 from megazero.train.bad_step import Inspector, first_bad_result
+from megazero.train.batch import Batch, Uploaded, sum_by_corpus, upload_step
 from megazero.train.interpreter import ActivationSpec, Interpreter
 from megazero.train.memory_report import is_out_of_memory, memory_report
 from megazero.train.optimization import LossScale, clip_factor, learning_rate
 from megazero.zero.adamw import StepParams
 from megazero.zero.flat_unit import ZeroOptions
 from megazero.zero.zero import Zero
-
-
-class Batch(Protocol):
-    """A micro-batch of b samples; see `data.loader.MicroBatch`."""
-
-    ids: torch.Tensor  # [b, s] int64
-    labels: torch.Tensor  # [b, s] int64
-    loss_mask: torch.Tensor  # [b, s] fp32, 1 where the target counts
-    samples: tuple[int, ...]  # global numbers
-    document_starts: torch.Tensor | None  # [b, s] int64, where each token's document begins; None: not asked for
-    corpora: tuple[int, ...]  # number of the corpus that each sample is of; empty: they are not told apart
 
 
 class LossScaleExhausted(Exception):
@@ -174,19 +164,29 @@ class Engine:
     # -- a step
 
     def train_step(self, iteration: int, batches: Sequence[Batch]) -> StepResult:
-        """Run one iteration, counted from 1, over this rank's micro-batches."""
+        """Run one iteration, counted from 1, over this rank's micro-batches.
+
+        Note [one wait]: this process runs ahead of a GPU, but for one place: between gradients and update it reads the
+        number of targets, the loss and the norm, all at once. Then it knows whether the step is skipped and why, before
+        any weight has changed, and the GPU has an update to do while the next step's first layers are issued.
+        """
         optimizer, interpreter = self.config.optimizer, self.interpreter
         scale = self.scale.value if self.scale else 1.0
         # Note [the divisor in fp16]: divided by the targets of a global batch of millions, the first gradients of fp16
         # are below its range. So they are divided by the targets of a mean micro-batch, and their sum by `parts`.
         parts = len(batches) * self.mesh.dp.size if self.scale else 1
         self.begin()
-        targets_by_corpus = self._count_targets(batches)
-        targets = sum(targets_by_corpus)
         step = self.program(self.config.parallel.pipeline_schedule, len(batches))
-        seed_gradient = scale * parts / max(1, targets)
-        losses = self._run(step, batches, seed_gradient)
-        norm = interpreter.grad_norm / (scale * parts)
+        uploaded = self._upload(batches, training=True)
+        counted = self._count_targets(uploaded.targets)
+        # not `scale * parts / ..`, which torch makes of the reciprocal
+        seed_gradient = torch.full_like(counted[0], scale * parts).div_(counted.sum().clamp(min=1))
+        losses = self._run(step, uploaded, seed_gradient)
+        targets_by_corpus, sums, [square_sum] = self._read(
+            counted, self._global_losses(losses, uploaded), interpreter.square_sum[None]
+        )
+        targets = sum(targets_by_corpus)
+        norm = math.sqrt(square_sum) / (scale * parts)
         gradient_bytes = self.tracker.now["gradients"]
         lr, skip_reason = learning_rate(optimizer, iteration), None
         skipped = targets == 0 or not math.isfinite(norm)
@@ -194,15 +194,14 @@ class Engine:
             skip_reason = self._first_nonfinite() if targets else "no target counts in this batch"
             self.zero.discard_gradients()
         else:
-            updates = torch.tensor(float(self.updates), device=self.mesh.device)
+            updates = torch.full((), float(self.updates), device=self.mesh.device)
             with self._reporting_memory(step):
                 factor = clip_factor(norm, optimizer.clip_grad) / (scale * parts)
                 interpreter.update(step, StepParams(optimizer, lr, updates, factor))
             self.updates += 1
-        sums = self._global_losses(losses, batches)
         mean = sum(sums) / targets if targets else math.nan
         if skipped and targets and (self.scale is None or not math.isfinite(mean)):  # else an overflow, which fp16 has
-            skip_reason = f"{self._first_bad_result(step, batches, seed_gradient)}; {skip_reason}"
+            skip_reason = f"{self._first_bad_result(step, batches, uploaded, seed_gradient)}; {skip_reason}"
         if self.scale and skipped and targets and self.scale.exhausted:
             raise LossScaleExhausted(
                 f"iteration {iteration}: gradients overflow at the smallest loss scale (--min-loss-scale {scale:g}), "
@@ -228,16 +227,17 @@ class Engine:
         mesh, mine = self.mesh, self.zero.first_nonfinite()
         names = [s.name for specs in stage_units(self.config.model, Layout(), 0).values() for s in specs]
         at = names.index(mine) if mine is not None else len(names)
-        seen = torch.tensor(at * mesh.world.size + mesh.rank, device=mesh.device)
-        at, rank = divmod(int(mesh.world.all_reduce_(seen, op=MIN, kind="control")), mesh.world.size)
+        at, rank = divmod(mesh.agree(at * mesh.world.size + mesh.rank, MIN), mesh.world.size)
         return f"the gradient of {names[at]} is not finite on rank {rank}" if at < len(names) else "a sum of gradients"
 
-    def _first_bad_result(self, step: Program, batches: Sequence[Batch], seed_gradient: float) -> str:
+    def _first_bad_result(
+        self, step: Program, batches: Sequence[Batch], uploaded: Uploaded, seed_gradient: torch.Tensor
+    ) -> str:
         """Compute the step's gradients again, and name the first result that is not finite. All ranks call this."""
         inspector, observe = Inspector(self.interpreter), self.interpreter.observe
         self.interpreter.observe = inspector
         try:
-            self._run(step, batches, seed_gradient)
+            self._run(step, uploaded, seed_gradient)
         finally:
             self.interpreter.observe = observe
             self.zero.discard_gradients()
@@ -252,59 +252,45 @@ class Engine:
     @torch.no_grad()
     def evaluate_by_corpus(self, batches: Sequence[Batch]) -> tuple[list[float], list[int]]:
         """Return the sums of the cross-entropies and the numbers of targets, per corpus of a global batch."""
-        targets = self._count_targets(batches)
-        losses = self._run(self.program(EVALUATION, len(batches)), batches, 0.0)
-        return self._global_losses(losses, batches), targets
+        uploaded = self._upload(batches, training=False)
+        losses = self._run(self.program(EVALUATION, len(batches)), uploaded)
+        sums, targets = self._read(self._global_losses(losses, uploaded), self._count_targets(uploaded.targets))
+        return sums, [int(count) for count in targets]
 
-    def _run(self, step: Program, batches: Sequence[Batch], seed_gradient: float) -> dict[int, torch.Tensor]:
-        def on_device(b: Batch) -> DeviceBatch:
-            ids, labels, mask = (t.to(self.mesh.device, non_blocking=True) for t in (b.ids, b.labels, b.loss_mask))
-            return DeviceBatch(ids, labels, mask, self._tokens(b, step.trains))
+    def _upload(self, batches: Sequence[Batch], training: bool) -> Uploaded:
+        data, device = self.config.data, self.mesh.device
+        return upload_step(batches, self.model.stream, data, device, training=training, num_corpora=self.num_corpora)
 
+    def _read(self, *tensors: torch.Tensor) -> list[list[float]]:
+        """Return the values of tensors [n], all at once: see Note [one wait]."""
+        values = iter(self.mesh.read(torch.cat(tensors)))
+        return [list(itertools.islice(values, len(x))) for x in tensors]
+
+    def _run(
+        self, step: Program, uploaded: Uploaded, seed_gradient: torch.Tensor | None = None
+    ) -> dict[int, torch.Tensor]:
         with self._reporting_memory(step):
-            return self.interpreter.run(step, [on_device(batch) for batch in batches], seed_gradient)
-
-    def _tokens(self, batch: Batch, training: bool) -> MicroBatchInfo:
-        data, starts = self.config.data, batch.document_starts
-        documents = None if starts is None or not starts.any() else Documents.of(starts, self.mesh.device)
-        return MicroBatchInfo.of(
-            batch.ids,
-            batch.samples,
-            self.model.stream,
-            training=training,
-            attention_documents=documents if data.reset_attention_mask else None,
-            position_documents=documents if data.reset_position_ids else None,
-        )
+            return self.interpreter.run(step, uploaded.micro_batches, seed_gradient)
 
     def wait(self) -> None:
         """Wait for all outstanding collectives; call before shutdown."""
         self.interpreter.wait_all()
 
-    def _count_targets(self, batches: Sequence[Batch]) -> list[int]:
-        """Count the unmasked targets of the global batch per corpus: of all, the divisor of loss and gradients."""
-        counts = torch.cat([batch.loss_mask.sum(-1, dtype=torch.float64) for batch in batches])
-        found = self.mesh.control_sum(self._by_corpus(counts, batches).to(self.mesh.device), self.mesh.dp)
-        return [int(count) for count in found]
+    def _count_targets(self, own: torch.Tensor) -> torch.Tensor:
+        """Sum the ranks' unmasked targets per corpus, [num_corpora]: of all, the divisor of loss and gradients."""
+        return self.mesh.control_sum(own, self.mesh.dp)
 
-    def _global_losses(self, losses: Mapping[int, torch.Tensor], batches: Sequence[Batch]) -> list[float]:
-        """Sum losses per corpus over data-parallel ranks, and from the last stage to all.
+    def _global_losses(self, losses: Mapping[int, torch.Tensor], uploaded: Uploaded) -> torch.Tensor:
+        """Sum losses per corpus over data-parallel ranks, and from the last stage to all: [num_corpora].
 
         Args:
             losses: micro-batch -> its samples' [b]; empty on all stages but the last.
         """
         sums = torch.zeros(self.num_corpora, dtype=torch.float64, device=self.mesh.device)
         if losses:
-            sums = self._by_corpus(torch.cat([losses[i] for i in range(len(batches))]), batches)
+            each = torch.cat([losses[i] for i in range(len(uploaded.micro_batches))])
+            sums = sum_by_corpus(each, uploaded.corpora, self.num_corpora)
         return self.mesh.control_sum(sums, self.mesh.dp, self.mesh.pp)
-
-    def _by_corpus(self, values: torch.Tensor, batches: Sequence[Batch]) -> torch.Tensor:
-        """Sum a value of each of this rank's samples, [M b], per corpus: [num_corpora]; the same bits every time."""
-        if self.num_corpora == 1:
-            return values.sum(0, keepdim=True)
-        numbers = [number for batch in batches for number in batch.corpora or (0,) * len(batch.samples)]
-        of_sample = torch.tensor(numbers, device=values.device)
-        each = torch.arange(self.num_corpora, device=values.device)[:, None]
-        return torch.where(each == of_sample, values, 0.0).sum(1)
 
     # -- state
 

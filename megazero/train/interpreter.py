@@ -99,6 +99,7 @@ class Interpreter:
         pending: asynchronous operations in flight.
         current: the operation being carried out, for reports of hangs and errors. None between steps.
         since: when it began, by time.monotonic.
+        square_sum: of all gradients, a scalar in fp64 on the device: set by Norm.
         observe: wraps every operation, if set: profilers, traces and tests.
     """
 
@@ -120,7 +121,7 @@ class Interpreter:
         self.current: Op | None = None
         self.since = 0.0
         self.observe: Observer | None = None
-        self.grad_norm = 0.0
+        self.square_sum: torch.Tensor | None = None
         self._step_params: StepParams | None = None
         self.reset()
         self._start: dict[type, Callable[[Any], Pending]] = {
@@ -176,11 +177,13 @@ class Interpreter:
         self.queued: dict[tuple[str, int], Queued] = {}
         self.zero.discard_gradients()
 
-    def run(self, program: Program, micro_batches: Sequence[Any], seed_gradient: float) -> dict[int, torch.Tensor]:
+    def run(
+        self, program: Program, micro_batches: Sequence[Any], seed_gradient: torch.Tensor | None
+    ) -> dict[int, torch.Tensor]:
         """Carry out the first part of a program: all but the update.
 
         Args:
-            seed_gradient: d objective / d loss, of every sample.
+            seed_gradient: d objective / d loss, of every sample: a scalar in fp64. None: an evaluation.
 
         Returns:
             Micro-batch -> the loss of each of its samples, [b] in fp64; empty on all stages but the last.
@@ -263,7 +266,7 @@ class Interpreter:
         x, y = self.graphs.pop(op.key)
         dy = self.dx.pop(op.micro_batch, None)
         if dy is None:
-            dy = torch.full_like(self.losses[op.micro_batch], self.seed_gradient)
+            dy = self.seed_gradient.expand_as(self.losses[op.micro_batch]).contiguous()
         if not op.weights:
             self.zero.queue = []
         # Only nodes on paths from y to x run, and those of every parameter are: their Functions hand gradients over.
@@ -332,7 +335,7 @@ class Interpreter:
     # -- the end of a step
 
     def _norm(self, op: Norm) -> None:
-        self.grad_norm = self.zero.gradient_norm(self.tied)
+        self.square_sum = self.zero.gradient_square_sum(self.tied)
 
     def _update(self, op: Update) -> None:
         assert self._step_params is not None

@@ -73,8 +73,7 @@ def check_replicas(engine: Engine, iteration: int) -> None:
         faults += differences(
             axis.all_reduce_(table, kind="control").cpu(), [n for n, _ in named], axis.ranks, axis.hosts
         )
-    bad = torch.tensor(len(faults), device=mesh.device)
-    if int(mesh.world.all_reduce_(bad, op=MAX, kind="control")):
+    if mesh.agree(len(faults), MAX):
         rest = f"; and {len(faults) - MOST_NAMED} more" if len(faults) > MOST_NAMED else ""
         fault = "; ".join(faults[:MOST_NAMED]) + rest if faults else "those of other ranks, which say which"
         raise DeadRun(

@@ -41,9 +41,9 @@ def report(mesh: Mesh, iteration: int, spans: list[Span]) -> dict[str, object]:
         median of its pipeline stage, only where there are any.
     """
     world = mesh.world
-    every = torch.zeros(world.size, dtype=torch.float64, device=mesh.device)
+    every = torch.zeros(world.size, dtype=torch.float64)
     every[mesh.rank] = computing_seconds(spans)
-    seconds = world.all_reduce_(every, kind="control").tolist()
+    seconds = mesh.host.all_reduce_(every, kind="control").tolist()
     record: dict[str, object] = {"compute_seconds": [min(seconds), statistics.median(seconds), max(seconds)]}
     slow = slow_ranks(seconds, mesh.layout.dp * mesh.layout.tp)
     if slow:

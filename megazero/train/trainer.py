@@ -83,7 +83,6 @@ class Trainer:
                 eod=eod if config.data.eod_mask_loss else None,
                 document_end=eod if config.data.reset_attention_mask or config.data.reset_position_ids else None,
                 num_workers=num_workers,
-                pin=mesh.device.type == "cuda",
             )
 
         self.datasets = datasets
@@ -147,8 +146,7 @@ class Trainer:
         """Return the reason to stop here, agreed over all ranks: a signal may reach only some, and clocks differ."""
         log_dir = self.config.log.log_dir
         stop_file = Path(log_dir) / "stop" if self.leads and log_dir else None
-        seen = torch.tensor(asked_to_stop(self.signals, self.clock, stop_file), device=self.mesh.device)
-        found = int(self.mesh.world.all_reduce_(seen, op=MAX, kind="control"))
+        found = self.mesh.agree(asked_to_stop(self.signals, self.clock, stop_file), MAX)
         if found < 0:
             return None
         if stop_file is not None:  # obeyed: the next run goes on

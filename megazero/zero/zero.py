@@ -13,7 +13,6 @@ The classes here own memory and start collectives; the program (`plan.program`) 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -98,16 +97,18 @@ class Zero:
         """Units that are not frozen whole."""
         return [unit for unit in self.units.values() if unit.flat.trains]
 
-    def gradient_norm(self, tied: str | None) -> float:
-        """Return the global L2 norm; sharded, replicated and tied parameters are counted once."""
+    def gradient_square_sum(self, tied: str | None) -> torch.Tensor:
+        """Return the sum of squares over the whole model; sharded, replicated and tied parameters are counted once.
+
+        A scalar in fp64, on the device.
+        """
         mesh = self.mesh
         total = torch.zeros((), dtype=torch.float64, device=mesh.device)
         for unit in self.trained_units:
             if unit.name != tied or mesh.pp.is_first:
                 total += unit.gradients.square_sum(replicated=mesh.tp.is_first)
         axes = [mesh.tp, mesh.pp] + [mesh.shard] * self.policy.optimizer
-        [squares] = mesh.control_sum(total[None], *axes)
-        return math.sqrt(squares)
+        return mesh.control_sum(total, *axes)
 
     def discard_gradients(self) -> None:
         """Free all gradients: of a skipped step, or what an exception has left."""

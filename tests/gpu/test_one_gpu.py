@@ -55,6 +55,48 @@ def test_one_gpu_is_the_same_model(precision: str, tolerance: float, how: dict[s
     )
 
 
+class OneRead(Mesh):
+    """Lets the process wait for the GPU in `read`, and nowhere else."""
+
+    reads = 0
+
+    def read(self, x: torch.Tensor) -> list[float]:
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            type(self).reads += 1
+            return super().read(x)
+        finally:
+            torch.cuda.set_sync_debug_mode("error")
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"model": replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1)},
+        {"zero": 3, "recompute": "full", "host": True, "md": True},
+        {"precision": "fp16", "grad_dtype": "fp16", "recompute": "selective"},
+        {"reset": "documents", "model": replace(MODEL, architecture="llama", num_query_groups=2)},
+    ],
+    ids=str,
+)
+def test_a_step_waits_for_the_gpu_once(how: dict[str, Any]) -> None:
+    """CUDA raises at any other wait: see Note [one wait]. tests/unit/test_host_waits.py counts on stand-ins."""
+    case = Case(**{"precision": "bf16", "micro_batches": 3} | how)
+    mesh = OneRead(**vars(Mesh.build(case.layout, 0, torch.device("cuda", 0))))
+    engine = Engine(case.config(), mesh)
+    batches = micro_batches(case, mesh, 0)
+    engine.train_step(1, batches)  # what is made once: kernels' workspaces, page-locked buffers
+    for work in (lambda: engine.train_step(2, batches), lambda: engine.evaluate(batches)):
+        OneRead.reads = 0
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            work()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert OneRead.reads == 1
+
+
 def test_copies_to_the_host_and_back() -> None:
     """The copy that comes back is equal, though copies are slow and the memory is reused at once."""
     device, numel = torch.device("cuda", 0), 1 << 22

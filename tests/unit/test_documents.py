@@ -34,7 +34,7 @@ def starts_of(lengths: tuple[tuple[int, ...], ...]) -> torch.Tensor:
 
 
 def test_spans_and_positions_of_documents() -> None:
-    documents = Documents.of(starts_of(LENGTHS), CPU)
+    documents = Documents.of(starts_of(LENGTHS))
     wanted = [(0, 0, 3), (0, 3, 4), (0, 4, 11), (1, 0, 11), (2, 0, 1), (2, 1, 2), (2, 2, 11)]
     assert documents.spans == tuple(Span(*span) for span in wanted)
     assert documents.bounds.tolist() == [0, 3, 4, 11, 22, 23, 24, 33] and documents.longest == 11
@@ -54,7 +54,7 @@ def test_a_packed_document_is_the_document_alone(architecture: str, precision: s
     groups = 0 if architecture == "gpt2" else 2
     model = replace(MODEL, architecture=architecture, num_query_groups=groups)
     case = Case(model=model, precision=precision, reset="documents", batch=3, micro_batches=1)
-    engine, documents = new_engine(0, case), Documents.of(starts_of(LENGTHS), CPU)
+    engine, documents = new_engine(0, case), Documents.of(starts_of(LENGTHS))
     ids = torch.randint(0, model.vocab_size, (3, 11), generator=torch.Generator().manual_seed(1))
     flags = {"attention_documents": documents, "position_documents": documents}
     info = MicroBatchInfo.of(ids, (0, 1, 2), engine.model.stream, training=False, **flags)
@@ -89,7 +89,7 @@ def test_documents_change_no_byte_that_a_block_keeps(architecture: str, recomput
     plain, _ = case._replace(reset="").resolved()
     assert cost == trace_block(plain, layout, "cpu")
 
-    engine, documents = new_engine(0, case), Documents.of(starts_of(LENGTHS), CPU)
+    engine, documents = new_engine(0, case), Documents.of(starts_of(LENGTHS))
     flags = {"attention_documents": documents, "position_documents": documents}
     info = MicroBatchInfo.of(torch.zeros(3, 11), (0, 1, 2), engine.model.stream, training=True, **flags)
     weights = {w.data.untyped_storage().data_ptr() for unit in engine.model.units.values() for w in unit}

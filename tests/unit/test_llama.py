@@ -121,7 +121,11 @@ def test_logits_and_gradients_are_those_of_transformers(
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
     loss.backward()
     batch = MicroBatch(ids, labels, torch.ones(3, model.seq_length), (0, 1, 2))
-    summed = ours._run(ours.program("1f1b", 1), [batch], seed_gradient=1 / labels.numel())
+    summed = ours._run(
+        ours.program("1f1b", 1),
+        ours._upload([batch], training=True),
+        torch.tensor(1 / labels.numel(), dtype=torch.float64),
+    )
     assert abs(summed[0].sum() / labels.numel() - loss) < tolerance * loss
     wanted = to_megazero({name: p.grad for name, p in theirs.named_parameters()}, model)
     for unit in ours.zero.units.values():

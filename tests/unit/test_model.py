@@ -89,7 +89,11 @@ def test_loss_and_gradients(pair) -> None:
     loss = F.cross_entropy(theirs(b.ids).logits.flatten(0, 1), b.labels.flatten())
     theirs.zero_grad()
     loss.backward()
-    found = ours._run(ours.program("1f1b", 1), [b], seed_gradient=1 / b.labels.numel())
+    found = ours._run(
+        ours.program("1f1b", 1),
+        ours._upload([b], training=True),
+        torch.tensor(1 / b.labels.numel(), dtype=torch.float64),
+    )
     assert abs(found[0].sum() / b.labels.numel() - loss) < 1e-5 * loss
     units = ours.zero.units
     gradients = {
