@@ -121,9 +121,9 @@ class TrainingConfig:
     compile: bool = False
     """torch.compile the element-wise parts of a block (GELU, softmax). Starting takes longer."""
     fused_kernels: Literal["auto", "triton", "eager"] = "auto"
-    """GPU: triton makes dropout with its residual sum one kernel, compiled at its first use; eager
-    takes torch's operators, one pass over memory each. auto: triton where it works, and not in fp64. Masks are the same
-    bit for bit."""
+    """GPU: triton has dropout with its residual sum, and the loss over the vocabulary, in kernels of its own, compiled
+    at their first use; eager takes torch's operators, one pass over memory each. auto: triton where it works, and not
+    in fp64. Masks are the same bit for bit."""
 
     def kernels_on(self, device_type: str) -> str:
         """Return the kernels of a device, triton or eager. Any device but a CPU is, or stands for, a GPU."""

@@ -9,10 +9,7 @@ import torch.nn.functional as F
 from megazero.comm.collectives import MAX, Pending
 from megazero.config.schema import ModelConfig
 from megazero.model.context import AsyncTensor, Context
-from megazero.model.fused_ops import is_stand_in, wide
 from megazero.model.weight import GradWriter
-
-LOGIT_CHUNK_BYTES = 1 << 20  # rows of logits that are worked on together: what stays in a core's cache
 
 
 class VocabularyTable(nn.Module):
@@ -83,62 +80,40 @@ def add_rows(out: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> Non
 
 
 class _VocabularyLoss(torch.autograd.Function):
-    """Logits, softmax and cross-entropy, with one tensor of the logits' size: it holds the logits, then their
-    exponentials, then their gradient. Two all-reduces of [T] (the maxima; sums and picked logits), never the logits.
-
-    Each rank's exponentials are relative to its own maximum; `factor` turns them into probabilities.
+    """Logits, softmax and cross-entropy, with one tensor of the logits' size, which at last holds their gradient. Two
+    all-reduces of [T] (the maxima; sums and picked logits), never the logits. See `LossKernels`.
     """
 
     @staticmethod
     def forward(ctx, x, weight, labels, weights, table, context, handle):
-        tp = context.tp
+        tp, kernels = context.tp, context.kernels.loss
         logits = context.products.output(context.stream.start_unshard(x).wait(), weight.data)  # [T, v/tp]
         allocation = context.tracker.allocate("logits", logits.numel() * logits.element_size())
-        logits[:, table.num_rows :] = -torch.inf  # padding: probability 0, gradient 0
-        rows, mine = (t.flatten() for t in table.localise(labels))
-        peak = logits.new_empty(len(logits), dtype=wide(logits))  # [T]; all of the following in fp32, or in fp64
-        stats = peak.new_empty(2, len(logits))  # sum of exponentials, logit of the label
-        for part in _chunks(logits):
-            chunk = logits[part]
-            # clamped: a rank whose rows are all padding has no maximum
-            peak[part] = top = chunk.amax(-1).to(peak.dtype).clamp_(min=torch.finfo(chunk.dtype).min)
-            stats[1, part] = chunk.gather(-1, rows[part, None])[:, 0]
-            chunk.sub_(top.to(chunk.dtype)[:, None]).exp_()
-            stats[0, part] = chunk.sum(-1, dtype=peak.dtype)
-        stats[1].masked_fill_(~mine, 0)
+        columns = labels.flatten() - table.first_row  # [T]
+        peak, sums = kernels.sums(logits, columns, table.num_rows)  # [T], [2, T]
         highest = tp.all_reduce_(peak.clone(), op=MAX)
         factor = (peak - highest).exp_()
-        stats[0] *= factor
-        tp.all_reduce_(stats)
-        loss = stats[0].log() + highest - stats[1]
-        ctx.save_for_backward(x, logits, factor / stats[0], rows, mine, weights)
-        ctx.weight, ctx.context, ctx.allocation = weight, context, allocation
+        sums[0] *= factor
+        tp.all_reduce_(sums)
+        log_sum = sums[0].log() + highest
+        loss = log_sum - sums[1]
+        ctx.save_for_backward(x, logits, kernels.kept(factor, sums[0], log_sum), columns, weights)
+        ctx.weight, ctx.context, ctx.allocation, ctx.num_columns = weight, context, allocation, table.num_rows
         return (loss.view_as(weights) * weights).sum(-1, dtype=torch.float64)
 
     @staticmethod
     def backward(ctx, dloss):
-        x, dlogits, factor, rows, mine, weights = ctx.saved_tensors
+        x, logits, kept, columns, weights = ctx.saved_tensors
         trains = ctx.weight.trains
         unsharding = ctx.context.stream.start_unshard(x) if trains else AsyncTensor(x, Pending())
-        scale = (weights.to(factor.dtype) * dloss.to(factor.dtype)[:, None]).flatten()  # [T]
-        picked = (-scale).masked_fill_(~mine, 0).to(dlogits.dtype)[:, None]
-        factor = (factor * scale).to(dlogits.dtype)[:, None]
-        for part in _chunks(dlogits):
-            dlogits[part].mul_(factor[part]).scatter_add_(-1, rows[part, None], picked[part])
+        scale = (weights.to(kept.dtype) * dloss.to(kept.dtype)[:, None]).flatten()  # [T]
+        dlogits = ctx.context.kernels.loss.grad_(logits, columns, ctx.num_columns, kept, scale)
         products = ctx.context.products
         reducing = ctx.context.stream.start_reduce(products.input_grad(dlogits, ctx.weight.data))
         whole = unsharding.wait()
         ctx.weight.accumulate_grad(GradWriter(products.weight_grad, (whole, dlogits)))
         ctx.allocation.end()
         return reducing.wait(), None, None, None, None, None, None
-
-
-def _chunks(logits: torch.Tensor) -> list[slice]:
-    rows = len(logits)
-    if logits.device.type != "cpu" or is_stand_in(logits):
-        return [slice(0, rows)]  # a GPU wants few, large kernels
-    each = max(1, LOGIT_CHUNK_BYTES // (logits.shape[1] * logits.element_size()))
-    return [slice(at, min(at + each, rows)) for at in range(0, rows, each)]
 
 
 def vocabulary_loss(

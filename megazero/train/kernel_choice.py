@@ -36,7 +36,7 @@ def choose_kernels(
                 raise ValueError(f"--fused-kernels triton: {reason}; use auto or eager")
             chosen, said = "eager", f"--fused-kernels eager: {reason}; a step takes longer"
         else:
-            said = "--fused-kernels triton: dropout in one pass over memory; eager takes torch's operators"
+            said = "--fused-kernels triton: dropout and the loss in few passes over memory; eager takes torch's"
     return replace(config, training=replace(config.training, fused_kernels=chosen)), said
 
 

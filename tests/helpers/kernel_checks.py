@@ -7,9 +7,10 @@ to the nearest: so bf16 is equal to one unit of the last place on a CPU, and to 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from megazero.model.dropout import Dropout, Rows
-from megazero.model.kernels.table import EAGER, TRITON
+from megazero.model.kernels.table import EAGER, TRITON, LossKernels
 
 
 def randn(*shape: int, dtype: torch.dtype, device: str, seed: int = 0) -> torch.Tensor:
@@ -54,3 +55,59 @@ def check_large_dropout(device: str) -> None:
     x = torch.ones(count, columns, dtype=torch.bfloat16, device=device)
     y = dropout(x, (Rows(5, 0, count),))
     assert torch.equal(y[-8:], Dropout(0.3, 1234, 2, "mlp", EAGER.dropout)(x[-8:], (Rows(5, count - 8, 8),)))
+
+
+def cross_entropy(
+    kernels: LossKernels, shards: list[torch.Tensor], columns: list[int], labels: torch.Tensor, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (loss of each row, gradient of the logits without padding), as tensor-parallel ranks compute them.
+
+    Args:
+        shards: each rank's logits [T, v/tp], which are overwritten.
+        columns: those that each has of the vocabulary; the rest is padding.
+        scale: [T], the gradient of the loss.
+    """
+    firsts = [sum(columns[:i]) for i in range(len(columns))]
+    local = [labels - first for first in firsts]
+    found = [kernels.sums(*given) for given in zip(shards, local, columns, strict=True)]
+    highest = torch.stack([peak for peak, _ in found]).amax(0)
+    factors = [(peak - highest).exp() for peak, _ in found]
+    total = sum(sums[0] * factor for (_, sums), factor in zip(found, factors, strict=True))
+    log_sum = total.log() + highest
+    loss = log_sum - sum(sums[1] for _, sums in found)
+    for logits, mine, num_columns, factor in zip(shards, local, columns, factors, strict=True):
+        kernels.grad_(logits, mine, num_columns, kernels.kept(factor, total, log_sum), scale)
+        assert not logits[:, num_columns:].any(), "a padded column has a gradient"
+    return loss, torch.cat([logits[:, :n] for logits, n in zip(shards, columns, strict=True)], 1)
+
+
+def check_loss(rows: int, columns: list[int], width: int, dtype: torch.dtype, device: str) -> None:
+    """Compare loss and gradient, of both implementations, with plain PyTorch in fp64.
+
+    Padding is full of the largest number. Some logits are -inf, one row's are far from 0, one row does not count.
+    """
+    whole = (3 * randn(rows, sum(columns), dtype=torch.float32, device=device)).to(dtype)
+    whole[:, 1::7] = -torch.inf
+    whole[1] -= 200
+    labels = torch.arange(rows, device=device) * 5 % sum(columns) // 7 * 7
+    labels[2] = sum(columns) - 1 if (sum(columns) - 1) % 7 != 1 else sum(columns) - 3
+    scale = randn(rows, dtype=torch.float32, device=device, seed=1)
+    scale[3] = 0
+    exact = whole.double().requires_grad_()
+    wanted = F.cross_entropy(exact, labels, reduction="none")
+    wanted.backward(scale.double())
+    for kernels in (EAGER.loss, TRITON.loss):
+        shards = []
+        for part in whole.split(columns, 1):
+            padded = torch.full((rows, width), torch.finfo(dtype).max, dtype=dtype, device=device)
+            padded[:, : part.shape[1]] = part
+            shards.append(padded)
+        loss, grad = cross_entropy(kernels, shards, columns, labels, scale)
+        # Triton's are fp32 sums of numbers up to 220, each off by 2^-17, and gradients that are rounded once. The eager
+        # path also subtracts maxima, and rounds exponentials and factors, in the logits' type.
+        eps = torch.finfo(dtype).eps
+        once = kernels is TRITON.loss
+        assert loss.dtype == torch.float32
+        torch.testing.assert_close(loss.double(), wanted.detach(), rtol=0 if once else 8 * eps, atol=2**-15)
+        error = (grad.double() - exact.grad).abs() / scale.abs().double().clamp(min=1e-30)[:, None]
+        assert float(error.max()) < (max(eps, 2**-15) if once else max(8 * eps, 2**-15)), (kernels, float(error.max()))

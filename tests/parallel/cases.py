@@ -63,6 +63,7 @@ class Case(NamedTuple):
     split: str = ""
     backlog: int = 0
     reset: str = ""
+    kernels: str = "auto"
     corpora: int = 1
 
     @property
@@ -91,7 +92,7 @@ class Case(NamedTuple):
             "architecture",
             "num_query_groups",
         )
-        words += [f"reset-{self.reset}"] * bool(self.reset)
+        words += [f"reset-{self.reset}"] * bool(self.reset) + [self.kernels] * (self.kernels != "auto")
         words += [f"corpora{self.corpora}"] * (self.corpora > 1)
         words += [f"batch{self.batch}"] * (self.batch != 12)
         words += [f"{n}={getattr(self.model, n)}" for n in names if getattr(self.model, n) != getattr(MODEL, n)]
@@ -111,6 +112,7 @@ class Case(NamedTuple):
                 grad_dtype=self.grad_dtype,
                 freeze_parameters=self.frozen,
                 compile=self.compile,
+                fused_kernels=self.kernels,
                 initial_loss_scale=2.0**12,  # these models' gradients are large: none overflows
             ),
             optimizer=OPTIMIZER,

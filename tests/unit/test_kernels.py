@@ -48,6 +48,23 @@ def test_dropout_of_nothing_hides_nothing() -> None:
     assert dropout(torch.full((2, 8), torch.nan, device=DEVICE), (Rows(0, 0, 2),)).isnan().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_loss_is_cross_entropy(dtype: torch.dtype) -> None:
+    """Shards of uneven length, one without a column, labels that name others' padding; a shard of several blocks."""
+    kernel_checks.check_loss(10, [41, 48, 0], 48, dtype, DEVICE)
+    if dtype == torch.float32:
+        kernel_checks.check_loss(4, [4500], 4500, dtype, DEVICE)
+
+
+def test_a_loss_that_is_not_finite_shows() -> None:
+    """Infinity and NaN among the logits make the row's loss NaN, as torch's; the other rows keep theirs."""
+    logits = torch.zeros(3, 16, device=DEVICE)
+    logits[0, 5], logits[1, 6] = torch.inf, torch.nan
+    labels = torch.full((3,), 2, device=DEVICE)
+    loss, _ = kernel_checks.cross_entropy(TRITON.loss, [logits], [16], labels, torch.ones(3, device=DEVICE))
+    assert loss.isnan().tolist() == [True, True, False]
+
+
 class OnGPU(TrainingConfig):
     """Names the kernels of a GPU, though the test's device is a CPU."""
 
@@ -115,5 +132,5 @@ def test_every_kernel_compiles_for_gpus_that_are_not_there(capability: int) -> N
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
-    assert {line.split()[0] for line in lines} == {"_dropout"}
+    assert {line.split()[0] for line in lines} == {"_dropout", "_sums", "_grad"}
     assert all(line.endswith(" 0 spilled") for line in lines), done.stdout

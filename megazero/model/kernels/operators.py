@@ -48,6 +48,44 @@ _DROPOUT = _operator(
 )
 
 
+def _launch_sums(logits: torch.Tensor, labels: torch.Tensor, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    from megazero.model.kernels import triton_loss
+
+    return triton_loss.sums(logits, labels, num_columns)
+
+
+def _sums_stand_in(logits: torch.Tensor, labels: torch.Tensor, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    peaks = logits.new_empty(len(logits), dtype=torch.float32)
+    return peaks, peaks.new_empty(2, len(logits))
+
+
+def _launch_grad_(
+    logits: torch.Tensor, labels: torch.Tensor, num_columns: int, log_sum: torch.Tensor, scale: torch.Tensor
+) -> torch.Tensor:
+    from megazero.model.kernels import triton_loss
+
+    return triton_loss.grad_(logits, labels, num_columns, log_sum, scale)
+
+
+def _grad_stand_in(logits: torch.Tensor, *_: Any) -> torch.Tensor:
+    return logits
+
+
+loss_sums = _operator(
+    "loss_sums(Tensor logits, Tensor labels, int num_columns) -> (Tensor, Tensor)", _launch_sums, _sums_stand_in
+)
+loss_grad_ = _operator(
+    "loss_grad_(Tensor(a!) logits, Tensor labels, int num_columns, Tensor log_sum, Tensor scale) -> Tensor(a!)",
+    _launch_grad_,
+    _grad_stand_in,
+)
+
+
+def loss_kept(factor: torch.Tensor, total: torch.Tensor, log_sum: torch.Tensor) -> torch.Tensor:
+    """Return what turns logits into probabilities."""
+    return log_sum
+
+
 def dropout(
     x: torch.Tensor, residual: torch.Tensor | None, segments: Sequence[Segment], probability: float
 ) -> torch.Tensor:

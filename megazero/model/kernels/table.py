@@ -2,20 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
+
 from megazero.model import dropout
-from megazero.model.kernels import operators
+from megazero.model.kernels import eager, operators
+
+
+class LossKernels(NamedTuple):
+    """Softmax cross-entropy over a rank's logits [T, v/tp], in fp32 (fp64 of fp64), which are overwritten.
+
+    Labels [T] are column numbers; those outside [0, num_columns) are other ranks'. Columns from num_columns on are
+    padding.
+    """
+
+    # (logits, labels, num_columns) -> maxima [T], finite if the logits are; [2, T]: sums of exp(logit - maximum), and
+    # the labels' logits, 0 where foreign
+    sums: Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+    # (exp(maximum here - over tp), sum over tp, log of the sum of exp(logit) over tp) -> [T], kept for the gradient
+    kept: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    # (logits as `sums` left them, labels, num_columns, kept, scale [T]) -> (softmax - one hot) * scale, in place
+    grad_: Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Kernels(NamedTuple):
     """Passes over memory that are one kernel each, if Triton makes them."""
 
     dropout: dropout.Kernel
+    loss: LossKernels
 
 
-EAGER = Kernels(dropout=dropout.eager)
-TRITON = Kernels(dropout=operators.dropout)
+EAGER = Kernels(dropout=dropout.eager, loss=LossKernels(eager.loss_sums, eager.loss_kept, eager.loss_grad_))
+TRITON = Kernels(
+    dropout=operators.dropout, loss=LossKernels(operators.loss_sums, operators.loss_kept, operators.loss_grad_)
+)
 
 
 def kernels_named(name: str) -> Kernels:

@@ -1,0 +1,60 @@
+"""The loss over the vocabulary and the norms by torch's operators, as functions below autograd.
+
+Shapes: T tokens, h hidden, v vocabulary; /tp = this rank's part.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megazero.model.fused_ops import is_stand_in, wide
+
+LOGIT_CHUNK_BYTES = 1 << 20  # rows of logits that are worked on together: what stays in a core's cache
+
+
+def _local(labels: torch.Tensor, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return columns (0 where foreign), and which labels are this rank's."""
+    mine = (labels >= 0) & (labels < num_columns)
+    return labels.masked_fill(~mine, 0), mine
+
+
+def loss_sums(logits: torch.Tensor, labels: torch.Tensor, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Leave the exponentials, relative to the row's maximum, in place of the logits."""
+    logits[:, num_columns:] = -torch.inf  # padding: probability 0, gradient 0
+    columns, mine = _local(labels, num_columns)
+    peak = logits.new_empty(len(logits), dtype=wide(logits))  # [T]; all of the following in fp32, or in fp64
+    sums = peak.new_empty(2, len(logits))
+    for part in _chunks(logits):
+        chunk = logits[part]
+        # clamped: a rank whose columns are all padding has no maximum
+        peak[part] = top = chunk.amax(-1).to(peak.dtype).clamp_(min=torch.finfo(chunk.dtype).min)
+        sums[1, part] = chunk.gather(-1, columns[part, None])[:, 0]
+        chunk.sub_(top.to(chunk.dtype)[:, None]).exp_()
+        sums[0, part] = chunk.sum(-1, dtype=peak.dtype)
+    sums[1].masked_fill_(~mine, 0)
+    return peak, sums
+
+
+def loss_kept(factor: torch.Tensor, total: torch.Tensor, log_sum: torch.Tensor) -> torch.Tensor:
+    """Return what turns the exponentials into probabilities."""
+    return factor / total
+
+
+def loss_grad_(
+    logits: torch.Tensor, labels: torch.Tensor, num_columns: int, kept: torch.Tensor, scale: torch.Tensor
+) -> torch.Tensor:
+    """Read the exponentials that `loss_sums` has left, and `loss_kept`."""
+    columns, mine = _local(labels, num_columns)
+    picked = (-scale).masked_fill_(~mine, 0).to(logits.dtype)[:, None]
+    factor = (kept * scale).to(logits.dtype)[:, None]
+    for part in _chunks(logits):
+        logits[part].mul_(factor[part]).scatter_add_(-1, columns[part, None], picked[part])
+    return logits
+
+
+def _chunks(logits: torch.Tensor) -> list[slice]:
+    rows = len(logits)
+    if logits.device.type != "cpu" or is_stand_in(logits):
+        return [slice(0, rows)]  # a GPU wants few, large kernels
+    each = max(1, LOGIT_CHUNK_BYTES // (logits.shape[1] * logits.element_size()))
+    return [slice(at, min(at + each, rows)) for at in range(0, rows, each)]

@@ -1,0 +1,84 @@
+"""The loss over the vocabulary in two passes over the logits: sums, and the gradient in place of the logits.
+
+Bytes per logit of w bytes: w and 2 w. All is computed in fp32, and rounded once, when the gradient is written.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # of fp32; not -inf, from which -inf cannot be subtracted
+
+
+@triton.jit
+def _sums(logits, labels, peaks, sums, rows, width, num_columns, BLOCK: tl.constexpr):
+    """A row of logits [rows, width] per program; columns from num_columns on are padding.
+
+    Loads are masked by the width, which is a multiple of 16, and not by the columns: so they are vectors.
+    """
+    row = tl.program_id(0)
+    start = row.to(tl.int64) * width
+    peak = tl.full((), LOWEST, tl.float32)
+    total = tl.full((), 0.0, tl.float32)
+    for first in range(0, width, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        value = tl.load(logits + start + column, mask=column < width, other=0.0).to(tl.float32)
+        value = tl.where(column < num_columns, value, float("-inf"))
+        higher = tl.maximum(peak, tl.max(value, 0))
+        total = total * tl.exp(peak - higher) + tl.sum(tl.exp(value - higher), 0)
+        peak = higher
+    label = tl.load(labels + row)
+    mine = (label >= 0) & (label < num_columns)
+    picked = tl.load(logits + start + label, mask=mine, other=0.0).to(tl.float32)
+    tl.store(peaks + row, peak)
+    tl.store(sums + row, total)
+    tl.store(sums + rows + row, picked)
+
+
+@triton.jit
+def _grad(logits, labels, log_sums, scales, width, num_columns, BLOCK: tl.constexpr):
+    """A row per program: logits = (softmax(logits) - one_hot(label)) * scale, and 0 in the padding."""
+    row = tl.program_id(0)
+    start = row.to(tl.int64) * width
+    log_sum = tl.load(log_sums + row)
+    scale = tl.load(scales + row)
+    label = tl.load(labels + row)
+    label = tl.where(label < num_columns, label, -1).to(tl.int32)  # a foreign label may name a column of the padding
+    for first in range(0, width, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        value = tl.load(logits + start + column, mask=column < width, other=0.0)
+        probability = tl.where(column < num_columns, tl.exp(value.to(tl.float32) - log_sum), 0.0)
+        grad = (probability - tl.where(column == label, 1.0, 0.0)) * scale
+        tl.store(logits + start + column, grad.to(value.dtype), mask=column < width)
+
+
+def _sizes(logits: torch.Tensor) -> dict[str, int]:
+    block = min(triton.next_power_of_2(logits.shape[1]), 4096)
+    return {"BLOCK": block, "num_warps": max(1, min(8, block // 256)), "enable_fp_fusion": False}
+
+
+def sums(logits: torch.Tensor, labels: torch.Tensor, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `operators.loss_sums`."""
+    rows, width = logits.shape
+    assert logits.is_contiguous() and labels.is_contiguous() and labels.shape == (rows,), (logits.shape, labels.shape)
+    assert num_columns <= width < 1 << 30, (num_columns, width)
+    peaks = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    found = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
+    if rows:
+        _sums[(rows,)](logits, labels, peaks, found, rows, width, num_columns, **_sizes(logits))
+    return peaks, found
+
+
+def grad_(
+    logits: torch.Tensor, labels: torch.Tensor, num_columns: int, log_sum: torch.Tensor, scale: torch.Tensor
+) -> torch.Tensor:
+    """See `operators.loss_grad_`."""
+    rows, width = logits.shape
+    assert logits.is_contiguous() and labels.is_contiguous(), (logits.stride(), labels.stride())
+    assert log_sum.shape == scale.shape == labels.shape == (rows,), (log_sum.shape, scale.shape)
+    assert log_sum.dtype == scale.dtype == torch.float32, (log_sum.dtype, scale.dtype)
+    if rows:
+        _grad[(rows,)](logits, labels, log_sum.contiguous(), scale.contiguous(), width, num_columns, **_sizes(logits))
+    return logits
