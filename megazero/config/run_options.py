@@ -16,11 +16,15 @@ class DataConfig:
     """Corpora, tokenizer and reading."""
 
     data_path: tuple[str, ...] = ()
-    """PREFIX of a .bin/.idx pair, or W1 PREFIX1 W2 PREFIX2 ... to blend by weights."""
+    """PREFIX of a .bin/.idx pair; PREFIX1 PREFIX2 ... to blend corpora in proportion to their tokens, or W1 PREFIX1 W2
+    PREFIX2 ... by weights."""
     data_args_path: str = ""
     """Text file of what --data-path would name, for many corpora. # begins a comment."""
     split: str = "969,30,1"
-    """Shares of the documents for training, validation and test."""
+    """Shares of the documents for training, validation and test. See --split-by."""
+    split_by: Literal["auto", "documents", "tokens"] = "auto"
+    """--split between whole documents, as Megatron does, or at tokens, inside documents. auto: by documents, unless
+    there are so few that training, validation or test would get none: a single text file is one document."""
     tokenizer: str = ""
     """A file or its folder, recognised: tokenizer.json, vocab.json with merges.txt, a SentencePiece .model, a tiktoken
     FILE with FILE.json; or with the kind named: gpt2:DIR, sentencepiece:FILE, tiktoken:FILE; or byte. Empty: the one

@@ -53,6 +53,20 @@ class Datasets:
         blended = isinstance(self.train, BlendedDataset) and len(self.corpora) <= MAX_NAMED_CORPORA
         return tuple(data.prefix for data in self.corpora) if blended else ()
 
+    @property
+    def split_by_tokens(self) -> tuple[str, ...]:
+        """Prefixes of the corpora whose documents --split divides."""
+        parts = self.train.datasets if isinstance(self.train, BlendedDataset) else (self.train,)
+        return tuple(part.data.prefix for part in parts if isinstance(part, GPTDataset) and part.by_tokens)
+
+    def notes(self) -> list[str]:
+        """Sentences on what the user may not expect: documents that are divided between training and validation."""
+        divided = self.split_by_tokens
+        if not divided:
+            return []
+        names = ", ".join(divided[:3]) + f" and {len(divided) - 3} more" * (len(divided) > 3)
+        return [f"--split by tokens, inside documents (--split-by): {names}"]
+
     def fingerprints(self) -> list[str]:
         """Return the fingerprint of each corpus, in the order of --data-path."""
         return [fingerprint(data) for data in self.corpora]
@@ -65,15 +79,22 @@ class Datasets:
         return dict(zip(self.named, self.train.counts(consumed_samples), strict=True))
 
 
-def parse_data_path(data_path: Sequence[str]) -> list[tuple[Fraction, str]]:
-    """[(weight, prefix)] of --data-path PREFIX or W1 PREFIX1 W2 PREFIX2 ..."""
-    if len(data_path) == 1:
-        return [(Fraction(1), data_path[0])]
-    given = "--data-path " + " ".join(data_path)
-    if len(data_path) % 2 or not data_path:
-        raise ValueError(f"{given}: expected PREFIX, or pairs W1 PREFIX1 W2 PREFIX2 ...")
-    pairs = []
-    for weight, prefix in zip(data_path[::2], data_path[1::2], strict=True):
+def parse_data_path(data_path: Sequence[str]) -> list[tuple[Fraction | None, str]]:
+    """[(weight, prefix)] of --data-path PREFIX1 PREFIX2 ... or W1 PREFIX1 W2 PREFIX2 ...
+
+    Weights are None where none is given: corpora then weigh as their tokens.
+    """
+    words, given = list(data_path), "--data-path " + " ".join(data_path)
+    numbers = [_is_number(word) for word in words[::2]]
+    if words and not any(numbers):
+        return [(None, prefix) for prefix in words]
+    if not words or len(words) % 2 or not all(numbers):
+        raise ValueError(
+            f"{given}: expected PREFIX, PREFIX1 PREFIX2 ... or pairs W1 PREFIX1 W2 PREFIX2 ...; a prefix that is a "
+            "number is written ./NUMBER"
+        )
+    pairs: list[tuple[Fraction | None, str]] = []
+    for weight, prefix in zip(words[::2], words[1::2], strict=True):
         number = re.fullmatch(r"(\d*\.?\d+|\d+\.)(e[+-]?\d{1,3})?", weight, re.IGNORECASE)
         if not number or Fraction(weight) == 0:
             raise ValueError(f"{given}: weight {weight!r} of {prefix} must be a number above 0, such as 0.3")
@@ -81,15 +102,27 @@ def parse_data_path(data_path: Sequence[str]) -> list[tuple[Fraction, str]]:
     return pairs
 
 
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
 def read_data_args(path: str) -> tuple[str, ...]:
     """The words of --data-args-path FILE, which stand for those of --data-path; # begins a comment."""
     try:
         text = read_regular(path, MAX_LIST_BYTES).decode()
     except (OSError, ValueError) as error:
-        raise ValueError(f"--data-args-path {path}: {error}; name a text file of W1 PREFIX1 W2 PREFIX2 ...") from error
+        raise ValueError(
+            f"--data-args-path {path}: {error}; name a text file of prefixes, or of W1 PREFIX1 W2 PREFIX2 ..."
+        ) from error
     words = tuple(word for line in text.splitlines() for word in line.split("#")[0].split())
     if not words:
-        raise ValueError(f"--data-args-path {path}: the file names no corpus; write W1 PREFIX1 W2 PREFIX2 ...")
+        raise ValueError(
+            f"--data-args-path {path}: the file names no corpus; write prefixes, or W1 PREFIX1 W2 PREFIX2 ..."
+        )
     return words
 
 
@@ -103,6 +136,7 @@ def open_datasets(
     tokenizer: Tokenizer | None = None,
     needed: Sequence[str] = ("train",),
     document_flags: Sequence[str] = (),
+    split_by: str = "auto",
 ) -> Datasets:
     """Open the corpora of --data-path, each once, and check them; to be called before any process group starts.
 
@@ -130,14 +164,19 @@ def open_datasets(
             )
         if vocab_size is not None:
             _check_vocabulary(data, about, vocab_size, SCANNED_BYTES // len(corpora))
+        if not data.num_tokens and len(corpora) > 1:
+            raise ValueError(f"--data-path {data.prefix} holds no token; leave it out")
     _check_sample(corpora, random.Random())
 
+    given = zip((weight for weight, _ in pairs), corpora, strict=True)
+    weights = [Fraction(data.num_tokens) if weight is None else weight for weight, data in given]
+
     def opened(split_name: str) -> Samples:
-        parts = [GPTDataset(data, split, split_name, seq_length, seed, vocab_size) for data in corpora]
+        parts = [GPTDataset(data, split, split_name, seq_length, seed, vocab_size, split_by) for data in corpora]
         if split_name in needed:
             for part in parts:
                 part.check()
-        return parts[0] if len(parts) == 1 else BlendedDataset(parts, [weight for weight, _ in pairs])
+        return parts[0] if len(parts) == 1 else BlendedDataset(parts, weights)
 
     train, validation, test = (opened(name) for name in SPLITS)
     return Datasets(train, validation, test, corpora)

@@ -16,13 +16,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from isal.isal_zlib import crc32
 
-from megazero.data.indexed import CHUNK, RESIDENT_BYTES, IndexedDataset, Int64s
+from megazero.data.indexed import CHUNK, RESIDENT_BYTES, Int64s
 from megazero.files import open_regular, replacing
 
 # Part of every key. Raise it when the meaning of a table changes, so that an old cache is never read.
@@ -35,6 +35,15 @@ STRETCH = 1 << 15
 CACHED_BYTES = 1 << 20
 # How long a process waits for another that computes the table it needs: a billion documents take minutes.
 LOCK_SECONDS = 900.0
+
+
+class Documents(Protocol):
+    """Documents with their lengths: a corpus, or a range of its tokens."""
+
+    prefix: str
+
+    def document_lengths(self, first: int, stop: int) -> npt.NDArray[Any]:
+        """Tokens of each document in [first, stop)."""
 
 
 class EpochTable(NamedTuple):
@@ -132,7 +141,7 @@ def _numbers_at(stream: RawStream, positions: Int64s) -> npt.NDArray[np.uint64]:
     return found
 
 
-def build_table(data: IndexedDataset, key: EpochKey, epoch: int) -> EpochTable:
+def build_table(data: Documents, key: EpochKey, epoch: int) -> EpochTable:
     """Compute an epoch's table: O(D log D + n log n)."""
     num_documents = key.stop_document - key.first_document
     order = permutation(key.stream("documents", epoch), num_documents)
@@ -148,7 +157,7 @@ def build_table(data: IndexedDataset, key: EpochKey, epoch: int) -> EpochTable:
     return EpochTable(order, starts, permutation(key.stream("samples", epoch), stop - first))
 
 
-def load_table(data: IndexedDataset, key: EpochKey, epoch: int) -> EpochTable:
+def load_table(data: Documents, key: EpochKey, epoch: int) -> EpochTable:
     """The epoch's table from the cache, memory-mapped; else computed, and cached where we may write.
 
     A small one is computed at once: that takes milliseconds, and a blend of 10,000 corpora would have 10,000
@@ -171,7 +180,7 @@ def load_table(data: IndexedDataset, key: EpochKey, epoch: int) -> EpochTable:
     return (_cached(data, key, epoch, check=False) if stored else None) or table
 
 
-def _cached(data: IndexedDataset, key: EpochKey, epoch: int, check: bool = True) -> EpochTable | None:
+def _cached(data: Documents, key: EpochKey, epoch: int, check: bool = True) -> EpochTable | None:
     num_documents = key.stop_document - key.first_document
     first, stop = key.sample_range(epoch)
     for directory in _cache_directories(data.prefix):

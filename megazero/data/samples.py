@@ -53,12 +53,56 @@ def split_ranges(split: str, num_documents: int) -> dict[str, tuple[int, int]]:
     return {name: (borders[k], borders[k + 1]) for k, name in enumerate(SPLITS)}
 
 
+def splits_by_tokens(split: str, split_by: str, num_documents: int) -> bool:
+    """Return true if a corpus is split at tokens, inside documents, and not between documents.
+
+    With --split-by auto that is where whole documents are too few: a split with a weight above 0 would get none. For
+    969,30,1 that is up to 500 documents.
+    """
+    if split_by != "auto":
+        return split_by == "tokens"
+    asked = split_ranges(split, 1 << 52)  # as many as a float counts: only a weight of 0 gets none
+    return any(
+        first == stop and asked[name][0] < asked[name][1]
+        for name, (first, stop) in split_ranges(split, num_documents).items()
+    )
+
+
+class TokenRange:
+    """Tokens [begin, end) of a corpus, as a corpus: its first and its last document may be parts of documents."""
+
+    def __init__(self, data: IndexedDataset, begin: int, end: int) -> None:
+        assert 0 <= begin <= end <= data.num_tokens, (begin, end)
+        starts = data.document_starts(0, data.num_documents + 1)
+        first = int(np.searchsorted(starts, begin, side="right")) - 1
+        stop = max(first, int(np.searchsorted(starts, end)))
+        self._data, self._starts = data, starts[first : stop + 1].clip(begin, end)
+        self.prefix, self.num_documents, self.num_tokens = data.prefix, stop - first, end - begin
+        self._range = (begin, end)
+
+    @property
+    def index_fingerprint(self) -> str:
+        """The corpus', and which of its tokens these are."""
+        return f"{self._data.index_fingerprint}, tokens {self._range}"
+
+    def document_lengths(self, first: int, stop: int) -> Int64s:
+        """Tokens of each document in [first, stop): int64."""
+        return np.diff(self._starts[first : stop + 1])
+
+    def document(self, index: int, skip: int = 0, limit: int | None = None) -> Tokens:
+        """Tokens of one document, read-only: from its token `skip`, at most `limit` of them."""
+        start, stop = self._starts[index : index + 2].tolist()
+        start = min(start + skip, stop)
+        return self._data.tokens(start, stop if limit is None else min(stop, start + limit))
+
+
 class GPTDataset:
     """The endless samples of one split of one corpus: `dataset[i]` is int64 [s + 1] for any i >= 0.
 
-    `data` is the corpus or its prefix. `num_documents` and `num_tokens` are those of the split. An
-    empty or too short split raises at `check()` and at the first sample, not before: no caller may ever ask
-    for it. Ids outside `vocab_size` (None: not checked) raise at the sample that holds them.
+    `data` is the corpus or its prefix; `split_by` as --split-by. `num_documents` and `num_tokens` are those of the
+    split; `by_tokens`: documents are divided. An empty or too short split raises at `check()` and at the first sample,
+    not before: no caller may ever ask for it. Ids outside `vocab_size` (None: not checked) raise at the sample that
+    holds them.
     """
 
     def __init__(
@@ -69,22 +113,30 @@ class GPTDataset:
         seq_length: int,
         seed: int,
         vocab_size: int | None = None,
+        split_by: str = "auto",
     ) -> None:
         assert seq_length > 0 and split_name in SPLITS, (seq_length, split_name)
         self.data = data if isinstance(data, IndexedDataset) else IndexedDataset(data)
-        self._arguments = (self.data, split, split_name, seq_length, seed, vocab_size)
+        self._arguments = (self.data, split, split_name, seq_length, seed, vocab_size, split_by)
         self.split, self.split_name = split, split_name
         self.seq_length, self.vocab_size = seq_length, vocab_size
-        first, stop = split_ranges(split, self.data.num_documents)[split_name]
-        begin, end = (int(self.data.document_starts(at, at + 1)[0]) for at in (first, stop))
-        self.num_documents, self.num_tokens = stop - first, end - begin
+        self.by_tokens = splits_by_tokens(split, split_by, self.data.num_documents)
+        self._source: IndexedDataset | TokenRange = self.data
+        if self.by_tokens:
+            self._source = TokenRange(self.data, *split_ranges(split, self.data.num_tokens)[split_name])
+            first, stop, self.num_tokens = 0, self._source.num_documents, self._source.num_tokens
+        else:
+            first, stop = split_ranges(split, self.data.num_documents)[split_name]
+            begin, end = (int(self.data.document_starts(at, at + 1)[0]) for at in (first, stop))
+            self.num_tokens = end - begin
+        self.num_documents = stop - first
         self._range, self._seed = (first, stop), seed
         self._tables: dict[int, EpochTable] = {}  # by epoch, oldest use first
 
     @functools.cached_property
     def _key(self) -> EpochKey:
         # At the first sample: of 10,000 corpora, most are not read for a long time.
-        return EpochKey(self.data.index_fingerprint, *self._range, self.num_tokens, self.seq_length, self._seed)
+        return EpochKey(self._source.index_fingerprint, *self._range, self.num_tokens, self.seq_length, self._seed)
 
     def __reduce__(self) -> tuple[type["GPTDataset"], tuple[Any, ...]]:
         return GPTDataset, self._arguments  # a worker process maps the files itself
@@ -96,7 +148,7 @@ class GPTDataset:
                 f"--data-path {self.data.prefix}: its {self.split_name} split (--split {self.split}) holds "
                 f"{self.num_tokens} tokens in {self.num_documents} of {self.data.num_documents} documents, "
                 f"fewer than one sample of --seq-length {self.seq_length} + 1; give more data, a shorter "
-                f"sequence or a larger weight in --split"
+                f"sequence or a larger weight in --split, such as --split 1 to train on all of it"
             )
 
     def __getitem__(self, index: int) -> Int64s:
@@ -121,7 +173,7 @@ class GPTDataset:
         return ids
 
     def _table(self, epoch: int) -> EpochTable:
-        table = self._tables.pop(epoch, None) or load_table(self.data, self._key, epoch)
+        table = self._tables.pop(epoch, None) or load_table(self._source, self._key, epoch)
         self._tables[epoch] = table
         if len(self._tables) > KEPT_EPOCHS:
             del self._tables[next(iter(self._tables))]
@@ -137,7 +189,7 @@ class GPTDataset:
             place = int(np.searchsorted(table.starts, at, side="right")) - 1  # past any empty documents
             while filled < count and place < self.num_documents:
                 skip = at - int(table.starts[place])
-                part = self.data.document(int(table.order[place]), skip, count - filled)
+                part = self._source.document(int(table.order[place]), skip, count - filled)
                 ids[filled : filled + part.size] = part
                 filled += part.size
                 at += part.size

@@ -16,6 +16,7 @@ from megazero.checkpoint import LocalShard
 from megazero.comm.collectives import MAX, MIN
 from megazero.comm.errors import PeerLost
 from megazero.config.schema import Config
+from megazero.data.corpora import Datasets
 from megazero.data.tokenizer import Tokenizer
 from megazero.train.engine import Engine
 from megazero.train.resume import changed_options, check_data, find_checkpoint
@@ -31,7 +32,7 @@ class Checkpoints:
         self,
         config: Config,
         engine: Engine,
-        fingerprints: tuple[str, ...],
+        datasets: Datasets,
         tokenizer: Tokenizer | None,
         watchdog: Watchdog,
         say: Callable[[str], None],
@@ -41,13 +42,14 @@ class Checkpoints:
         Args:
             config: resolved.
             engine: what is saved and loaded.
-            fingerprints: of the corpora, in the order of --data-path.
+            datasets: the run's; a checkpoint keeps the fingerprints of its corpora.
             tokenizer: the run's, which rank 0 puts into every checkpoint.
             watchdog: it does not watch while a checkpoint is written: waits in a save have limits of their own.
             say: prints a line, on rank 0.
         """
         self.config, self.engine, self.mesh = config, engine, engine.mesh
-        self.fingerprints, self.watchdog, self.say = fingerprints, watchdog, say
+        self.fingerprints, self.split_by_tokens = tuple(datasets.fingerprints()), datasets.split_by_tokens
+        self.watchdog, self.say = watchdog, say
         self.saved_at: int | None = None  # iteration of the newest checkpoint in --save
         self.run_id = uuid.uuid4().hex  # a resume in the same folder keeps the run's
         minutes = config.parallel.distributed_timeout_minutes
@@ -168,7 +170,7 @@ class Checkpoints:
             self._load_weights(path)
             self.say(f"loaded the weights of {path} in {time.perf_counter() - start:.1f} s")
             return Progress(state.iteration, state.consumed_samples) if self.config.evaluation.eval_only else Progress()
-        check_data(path, state, self.config, self.fingerprints)
+        check_data(path, state, self.config, self.fingerprints, self.split_by_tokens)
         self.engine.wait()  # the initial weights, all-gathered late, must not overwrite what is loaded
         shards = self.engine.shards()
         self.mesh.in_flight.check("loading a checkpoint", writes=[shard.data for shard in shards.values()])

@@ -32,4 +32,5 @@ def open_data(config: Config, tokenizer: Tokenizer | None) -> Datasets:
         tokenizer=tokenizer,
         needed=needed,
         document_flags=data.document_flags,
+        split_by=data.split_by,
     )

@@ -90,13 +90,24 @@ def _shapes(model: ModelConfig) -> tuple[int, list[tuple[str, tuple[int, ...]]]]
     return model.num_layers, [(spec.name, spec.shape) for specs in declared(model, 1).values() for spec in specs]
 
 
-def check_data(path: Path, state: RunState, config: Config, fingerprints: tuple[str, ...]) -> None:
-    """Refuse a corpus that was made anew under the same prefix: the curve would go on over other samples in silence.
+def check_data(
+    path: Path,
+    state: RunState,
+    config: Config,
+    fingerprints: tuple[str, ...],
+    split_by_tokens: tuple[str, ...] = (),
+) -> None:
+    """Refuse what would go on over other samples in silence: a corpus made anew under the same prefix, another split.
 
     Another --data-path is the user's choice, and is said with the other differences.
 
+    Args:
+        fingerprints: of the corpora, in the order of --data-path.
+        split_by_tokens: prefixes of those that --split divides by tokens.
+
     Raises:
-        ValueError: the same prefixes hold other tokens than when the checkpoint was saved.
+        ValueError: the same prefixes hold other tokens than when the checkpoint was saved; or they were split by
+            documents then, as all were before --split-by.
     """
     saved, ours = state.config.get("data", {}), config.data
     named = (list(saved.get("data_path", ())), saved.get("data_args_path", ""))
@@ -107,6 +118,11 @@ def check_data(path: Path, state: RunState, config: Config, fingerprints: tuple[
     if found:
         raise ValueError(
             f"--load {path}: {'; '.join(found)}; restore the corpus, or give the new one another name to train on it"
+        )
+    if split_by_tokens and ours.split_by == "auto" and "split_by" not in saved:
+        raise ValueError(
+            f"--load {path} was saved when --split knew whole documents alone, and {split_by_tokens[0]}, of few, would "
+            "now be split by tokens; add --split-by documents to go on with the same samples, or --split-by tokens"
         )
 
 

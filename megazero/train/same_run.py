@@ -36,7 +36,7 @@ def run_values(config: Config, datasets: Datasets, tokenizer: Tokenizer | None) 
         weight for weight, _ in parse_data_path(config.data.data_path or read_data_args(config.data.data_args_path))
     ]
     for number, (weight, content) in enumerate(zip(weights, datasets.fingerprints(), strict=True), 1):
-        values[f"the weight of --data-path's corpus {number}"] = str(weight)
+        values[f"the weight of --data-path's corpus {number}"] = "by tokens" if weight is None else str(weight)
         values[f"the content of --data-path's corpus {number}"] = content
     values["the content of --tokenizer"] = tokenizer.identity if tokenizer is not None else "none"
     values["megazero's code"] = code_digest(Path(megazero.__file__).parent)

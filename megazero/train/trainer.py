@@ -67,8 +67,7 @@ class Trainer:
         self.engine = Engine(self.config, mesh, max(1, len(datasets.named)))
         self.profiler = Profiler(self.config, self.engine)
         self.progress = Progress()
-        fingerprints = tuple(datasets.fingerprints())
-        self.checkpoints = Checkpoints(self.config, self.engine, fingerprints, tokenizer, self.watchdog, self.say)
+        self.checkpoints = Checkpoints(self.config, self.engine, datasets, tokenizer, self.watchdog, self.say)
         self.left_out = skipped_samples(config)
         card = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else ""
         self.peak_flops = peak_flops(card, config.training)
@@ -261,6 +260,8 @@ class Trainer:
     def describe(self, load: Path | None) -> None:
         """Say where the run begins."""
         config = self.config
+        for note in self.datasets.notes():
+            self.say(note)
         if config.checkpoint.load and load is None:
             self.say(f"--load {config.checkpoint.load} holds no checkpoint: starting fresh")
         if config.evaluation.eval_only:

@@ -58,7 +58,8 @@ COMING: set[str] = set()
 # 102: what the start of a run leaves to plan.txt is printed too (--verbose).
 # 103: on GPUs, Triton's kernels or torch's operators, to tell a fault of the one from one of the other
 # (--fused-kernels).
-NUM_OPTIONS = 103
+# 104: whether few documents are divided between training and validation (--split-by).
+NUM_OPTIONS = 104
 
 DEFAULTS = {
     "precision": "fp32",

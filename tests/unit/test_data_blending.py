@@ -77,12 +77,23 @@ def test_one_dataset() -> None:
 
 
 def test_parse_data_path() -> None:
-    assert parse_data_path(["p"]) == [(1, "p")]
     assert parse_data_path(["0.3", "p", "1e2", "q"]) == [(Fraction(3, 10), "p"), (100, "q")]
+    for names in (["p"], ["p", "q"], ["p", "2", "q"], ["./1", "p", "q"]):
+        assert parse_data_path(names) == [(None, name) for name in names]
 
 
 @pytest.mark.parametrize(
-    "given", [["1", "p", "2"], [], ["p", "q"], ["0", "p", "1", "q"], ["-1", "p"], ["nan", "p"], ["1/2", "p"]]
+    "given",
+    [
+        ["1", "p", "2"],
+        [],
+        ["1", "p", "q", "r"],
+        ["1"],
+        ["0", "p", "1", "q"],
+        ["-1", "p"],
+        ["nan", "p"],
+        ["p", "q", "1", "r"],
+    ],
 )
 def test_bad_data_path(given: list[str]) -> None:
     with pytest.raises(ValueError, match="--data-path " + " ".join(given)):
@@ -95,6 +106,17 @@ def test_open_datasets_blends(tmp_path: Path) -> None:
     train = open_datasets(("3", low, "1", high), "9,1", 4, 1, None).train
     served = [train[i] for i in range(400)]
     assert sum(ids[0] < 9000 for ids in served) == 300
+    # Without weights, corpora weigh as their tokens, all splits alike.
+    small = str(write_corpus(tmp_path / "small", [[8000] * 10] * 10))
+    total = sum(map(len, numbered_documents(50)))
+    blend = open_datasets((low, small), "9,1", 4, 1, None)
+    weighted = open_datasets((str(total), low, "100", small), "9,1", 4, 1, None)
+    assert blend.train.counts(total + 100) == [total, 100]
+    for one, other in ((blend.train, weighted.train), (blend.validation, weighted.validation)):
+        assert all((one[i] == other[i]).all() for i in range(200))
+    write_corpus(tmp_path / "empty", [[], []])
+    with pytest.raises(ValueError, match=r"--data-path .*empty holds no token; leave it out"):
+        open_datasets((low, str(tmp_path / "empty")), "9,1", 4, 1, None)
     alone = GPTDataset(low, "9,1", "train", 4, 1)
     own = [ids.tolist() for ids in served if ids[0] < 9000]
     assert own == [alone[i].tolist() for i in range(300)]

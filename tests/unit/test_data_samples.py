@@ -12,7 +12,7 @@ import pytest
 from megazero.data import corpora, epochs, indexed, samples
 from megazero.data.corpora import open_datasets
 from megazero.data.indexed import IndexedDataset
-from megazero.data.samples import GPTDataset, split_ranges
+from megazero.data.samples import NO_TOKEN, GPTDataset, WholeSplit, split_ranges, splits_by_tokens
 from tests.unit.data_helpers import numbered_documents, write_corpus
 
 ALL = "1,0,0"
@@ -231,6 +231,62 @@ def test_splits_hold_their_own_documents(tmp_path: Path) -> None:
     ]
     assert not seen[0] & seen[1] and not seen[1] & seen[2] and not seen[0] & seen[2]
     assert [part.num_documents for part in (data.train, data.validation, data.test)] == [60, 30, 10]
+
+
+def tokens_of(part: GPTDataset) -> list[int]:
+    """All tokens of a split, sorted, from as many samples as one epoch of the stream has."""
+    whole = WholeSplit(part)
+    return sorted(t for i in range(len(whole)) for t in whole[i][i > 0 :].tolist() if t != NO_TOKEN)
+
+
+def test_few_documents_are_split_by_tokens(tmp_path: Path) -> None:
+    """Training, validation and test share all tokens in order, whatever the documents' borders; samples are stable."""
+    one = str(write_corpus(tmp_path / "one", [list(range(1000))]))
+    data = open_datasets((one,), "969,30,1", 8, 1, None, needed=("train", "validation"))
+    assert [part.num_tokens for part in (data.train, data.validation, data.test)] == [969, 30, 1]
+    assert tokens_of(data.train) == list(range(969)) and tokens_of(data.validation) == list(range(969, 999))
+    assert data.split_by_tokens == (one,) and "by tokens" in data.notes()[0] and one in data.notes()[0]
+    with pytest.raises(ValueError, match=r"test split .* holds 1 tokens in 1 of 1 documents"):
+        data.test[0]
+    again = pickle.loads(pickle.dumps(data.train))
+    assert [again[i].tolist() for i in range(300)] == [data.train[i].tolist() for i in range(300)]
+
+    # Empty documents, and borders inside, at and between documents.
+    documents = [[], [0, 1, 2, 3], [], [4], [5, 6, 7, 8, 9, 10, 11], [], [12, 13, 14, 15], []]
+    few = str(write_corpus(tmp_path / "few", documents))
+    for split, tokens in (("1,1,1e-9", (8, 8, 0)), ("5,5,6", (5, 5, 6)), ("1,15", (1, 15, 0)), ("0,1,0", (0, 16, 0))):
+        parts = [GPTDataset(few, split, name, 3, 1, split_by="tokens") for name in ("train", "validation", "test")]
+        assert tuple(part.num_tokens for part in parts) == tokens
+        ends = np.cumsum((0, *tokens)).tolist()
+        for part, (begin, end) in zip(parts, pairwise(ends), strict=True):
+            if part.num_tokens > 3:
+                assert tokens_of(part) == list(range(begin, end)), (split, part.split_name)
+                epochs_of_stream = stream_of(part, -(-2 * part.num_tokens // 3))[: 2 * part.num_tokens]
+                assert sorted(epochs_of_stream) == sorted(2 * list(range(begin, end)))
+
+
+@pytest.mark.parametrize(
+    ("split", "count", "by_tokens"),
+    [
+        *(
+            ("969,30,1", 1, True),
+            ("969,30,1", 500, True),
+            ("969,30,1", 501, False),
+            ("1", 1, False),
+            ("1,0,0", 1, False),
+        ),
+        *(
+            ("0.9,0.1", 4, True),
+            ("0.9,0.1", 5, False),
+            ("1,1", 2, False),
+            ("1,1,1e-12", 10**6, True),
+            ("0,1,0", 1, False),
+        ),
+    ],
+)
+def test_which_corpora_are_split_by_tokens(split: str, count: int, by_tokens: bool) -> None:
+    assert splits_by_tokens(split, "auto", count) is by_tokens
+    assert splits_by_tokens(split, "tokens", count) and not splits_by_tokens(split, "documents", count)
 
 
 def test_short_or_empty_split_raises_when_used(tmp_path: Path) -> None:

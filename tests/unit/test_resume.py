@@ -191,6 +191,16 @@ def test_a_corpus_made_anew_under_the_same_name_is_refused(tmp_path: Path) -> No
         ValueError, match=rf"--load iter: --data-path {prefix} holds other tokens than when this was saved"
     ):
         check_data(Path("iter"), state, ours, prints(ours))
+    corpus(tmp_path / "corpus", 0)
+    saved = asdict(ours)
+    del saved["data"]["split_by"]  # as it was before that flag: samples must not change in silence
+    older, files = replace(state, config=saved), prints(ours)
+    check_data(Path("iter"), older, ours, files)
+    check_data(Path("iter"), state, ours, files, (prefix,))
+    with pytest.raises(ValueError, match=rf"--load iter was saved when .*{prefix}.*add --split-by documents"):
+        check_data(Path("iter"), older, ours, files, (prefix,))
+    for given in ("documents", "tokens"):
+        check_data(Path("iter"), older, replace(ours, data=replace(ours.data, split_by=given)), files, (prefix,))
     other = replace(Config(), data=DataConfig(data_path=(corpus(tmp_path / "other", 1),)))
     check_data(Path("iter"), state, other, prints(other))  # the user's choice, and said:
     assert any(text.startswith("--data-path is") for text in changed_options(state.config, other))
