@@ -144,8 +144,14 @@ class OptimizerConfig:
     """Iterations of linear warm-up; iteration i has lr x i / this."""
     lr_decay_iters: Iterations = 0
     """Iteration at which --min-lr is reached. 0: --train-iters."""
-    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the decay after warm-up."""
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "wsd"] = "constant"
+    """Shape of the decay after warm-up. inverse-square-root: --lr x sqrt(--lr-warmup-iters / iteration), at least
+    --min-lr. wsd: stable at --lr, then down to --min-lr in the last --lr-wsd-decay-iters of --lr-decay-iters."""
+    lr_wsd_decay_iters: Iterations = 0
+    """--lr-decay-style wsd: iterations of the decay at the end; a tenth of the run is usual."""
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """--lr-decay-style wsd: shape of the decay at the end, with d from 0 to 1 in it: 2 x 0.5^d - 1, 1 - d,
+    (1 + cos(pi d)) / 2 or 1 - sqrt(d)."""
     weight_decay: Annotated[float, Range(0, 1000, "usual values are between 0 and 1")] = 0.01
     """Decoupled weight decay of matrices."""
     adam_beta1: DecayRate = 0.9

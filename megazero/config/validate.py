@@ -130,6 +130,18 @@ def _check_combinations(config: Config) -> None:
             f"--lr-warmup-iters {optimizer.lr_warmup_iters} leaves nothing of --lr-decay-iters {last} (--train-iters, "
             f"unless it is given) to decay in; use a --lr-warmup-iters of {last // 10}, or decay longer"
         )
+    wsd, decay = optimizer.lr_decay_style == "wsd", optimizer.lr_wsd_decay_iters
+    if wsd != (decay > 0):
+        raise ValueError(
+            f"--lr-wsd-decay-iters {decay} and --lr-decay-style {optimizer.lr_decay_style}: wsd decays in the last "
+            f"iterations of --lr-decay-iters, and the other styles do not; give both, such as --lr-wsd-decay-iters "
+            f"{max(1, last // 10)}, or neither"
+        )
+    if wsd and optimizer.lr_warmup_iters + decay > last:
+        raise ValueError(
+            f"--lr-warmup-iters {optimizer.lr_warmup_iters} and --lr-wsd-decay-iters {decay} are more than the "
+            f"--lr-decay-iters {last} (--train-iters, unless it is given) that hold both; lower one of them"
+        )
     _check_activations(config)
     checkpoint = config.checkpoint
     for flag, interval in (("save-interval", checkpoint.save_interval), ("keep-last", checkpoint.keep_last)):

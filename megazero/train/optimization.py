@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from megazero.config.schema import OptimizerConfig, TrainingConfig
 
+# Share of the way from --min-lr to --lr, by the share of the decay that is done: 1 at 0, 0 at 1.
+DECAYS: dict[str, Callable[[float], float]] = {
+    "linear": lambda done: 1 - done,
+    "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
+    "exponential": lambda done: 2 * 0.5**done - 1,
+    "minus_sqrt": lambda done: 1 - math.sqrt(done),
+}
+
 
 def learning_rate(config: OptimizerConfig, iteration: int) -> float:
-    """Return the learning rate of iteration `iteration`, counted from 1; `lr_decay_iters` is resolved."""
-    warmup, end = config.lr_warmup_iters, config.lr_decay_iters
+    """Return the learning rate of iteration `iteration`, counted from 1; `lr_decay_iters` is resolved.
+
+    The shapes are those of Megatron-LM's OptimizerParamScheduler.
+    """
+    warmup, end, style = config.lr_warmup_iters, config.lr_decay_iters, config.lr_decay_style
     if iteration <= warmup:
         return config.lr * iteration / warmup
-    if config.lr_decay_style == "constant":
+    if style == "constant":
         return config.lr
-    done = min(1.0, (iteration - warmup) / (end - warmup))
-    left = 1 - done if config.lr_decay_style == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-    return config.min_lr + (config.lr - config.min_lr) * left
+    if style == "inverse-square-root":
+        decayed = config.lr * math.sqrt(max(1, warmup) / iteration)
+        return max(config.min_lr, decayed) if iteration <= end else config.min_lr
+    begin = warmup
+    if style == "wsd":
+        begin, style = end - config.lr_wsd_decay_iters, config.lr_wsd_decay_style
+    done = min(1.0, max(0.0, (iteration - begin) / (end - begin)))
+    return config.min_lr + (config.lr - config.min_lr) * DECAYS[style](done)
 
 
 def clip_factor(norm: float, clip: float) -> float:

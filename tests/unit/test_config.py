@@ -59,7 +59,10 @@ COMING: set[str] = set()
 # 103: on GPUs, Triton's kernels or torch's operators, to tell a fault of the one from one of the other
 # (--fused-kernels).
 # 104: whether few documents are divided between training and validation (--split-by).
-NUM_OPTIONS = 104
+NUM_OPTIONS = 106
+# 106: when and how a stable learning rate decays at the end (--lr-wsd-decay-iters, --lr-wsd-decay-style).
+# 104: whether few documents are divided between training and validation (--split-by).
+NUM_OPTIONS = 105
 
 DEFAULTS = {
     "precision": "fp32",
@@ -372,6 +375,12 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         "--lr-warmup-iters 10 .* --lr-decay-iters 10 .*decay longer",
     ),
     ({"lr_warmup_iters": 9, "train_iters": 9, "lr_decay_style": "cosine"}, 1, 9, "--lr-warmup-iters 9 .* decay longer"),
+    ({"lr_decay_style": "wsd", "train_iters": 50}, 1, 9, "--lr-wsd-decay-iters 0 and .* --lr-wsd-decay-iters 5, or"),
+    ({"lr_decay_style": "cosine", "lr_wsd_decay_iters": 7}, 1, 9, "--lr-wsd-decay-iters 7 and --lr-decay-style cosine"),
+    (
+        {"lr_decay_style": "wsd", "lr_warmup_iters": 4, "lr_wsd_decay_iters": 7, "train_iters": 10},
+        *(1, 9, "--lr-warmup-iters 4 and --lr-wsd-decay-iters 7 are more than the --lr-decay-iters 10"),
+    ),
     (
         {"partition_activations": True, "tensor_model_parallel_size": 2},
         2,

@@ -52,6 +52,26 @@ def test_decay_never_rises_and_has_no_step(style: str) -> None:
     assert all(0 <= fall < 0.04 for fall in falls)
 
 
+@pytest.mark.parametrize("style", ["exponential", "linear", "cosine", "minus_sqrt"])
+def test_wsd_is_stable_and_then_decays(style: str) -> None:
+    """Warm-up to 10, stable to 80, and Megatron-LM's four shapes in the last 20."""
+    changes = {"lr_wsd_decay_iters": 20, "lr_wsd_decay_style": style, "lr_warmup_iters": 10, "lr_decay_iters": 100}
+    rates = [lr("wsd", i, **changes) for i in range(1, 131)]
+    assert rates[4] == CONFIG.lr / 2 and rates[9:80] == [CONFIG.lr] * 71
+    assert rates[99:] == pytest.approx([CONFIG.min_lr] * 31, rel=1e-12)
+    half = {"exponential": math.sqrt(2) - 1, "linear": 0.5, "cosine": 0.5, "minus_sqrt": 1 - math.sqrt(0.5)}[style]
+    assert rates[89] == pytest.approx(CONFIG.min_lr + half * (CONFIG.lr - CONFIG.min_lr), rel=1e-12)
+    assert all(left > right for left, right in itertools.pairwise(rates[79:100]))
+
+
+def test_inverse_square_root() -> None:
+    changes = {"lr_warmup_iters": 4, "lr_decay_iters": 100, "min_lr": CONFIG.lr / 4}
+    assert [lr("inverse-square-root", i, **changes) / CONFIG.lr for i in (2, 4, 16, 64, 100, 101)] == pytest.approx(
+        [0.5, 1, 0.5, 0.25, 0.25, 0.25], rel=1e-12
+    )
+    assert lr("inverse-square-root", 9, lr_warmup_iters=0, min_lr=0.0) == pytest.approx(CONFIG.lr / 3, rel=1e-12)
+
+
 def test_clip_factor() -> None:
     assert clip_factor(0.5, 1.0) == 1.0
     assert clip_factor(0.0, 1.0) == 1.0
