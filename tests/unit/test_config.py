@@ -59,10 +59,8 @@ COMING: set[str] = set()
 # 103: on GPUs, Triton's kernels or torch's operators, to tell a fault of the one from one of the other
 # (--fused-kernels).
 # 104: whether few documents are divided between training and validation (--split-by).
-NUM_OPTIONS = 106
 # 106: when and how a stable learning rate decays at the end (--lr-wsd-decay-iters, --lr-wsd-decay-style).
-# 104: whether few documents are divided between training and validation (--split-by).
-NUM_OPTIONS = 105
+NUM_OPTIONS = 106
 
 DEFAULTS = {
     "precision": "fp32",

@@ -160,8 +160,8 @@ def test_many_corpora_need_few_descriptors(tmp_path: Path) -> None:
     for i in range(2 * count):
         data.train[i]
     assert len(os.listdir("/proc/self/fd")) - before <= files.POOLED_FILES + 2
-    served = data.served(2 * count)
-    assert sum(served.values()) == 2 * count and min(served.values()) >= 1
+    served = data.train.counts(2 * count)
+    assert sum(served) == 2 * count and min(served) >= 1
 
 
 def test_the_limit_of_open_files_is_raised_or_refused(tmp_path: Path, monkeypatch) -> None:
