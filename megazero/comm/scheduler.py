@@ -24,3 +24,8 @@ def job_end() -> float | None:
     found = re.search(r"\bEndTime=(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", done.stdout)
     limited = not re.search(r"\bTimeLimit=UNLIMITED\b", done.stdout)
     return datetime.datetime.fromisoformat(found[1]).timestamp() if found and limited else None
+
+
+def job_id() -> str | None:
+    """Return the id of the SLURM job around this process; None where there is none."""
+    return os.environ.get("SLURM_JOB_ID")

@@ -93,7 +93,7 @@ def _state(run: Run) -> str:
     """Say how the run stands, as far as its events tell."""
     starts = [event for event in run.events if event.get("event") == "start"]
     if not starts:
-        return f"{len(run.records):,} iterations are in {METRICS}."
+        return f"{METRICS} has {_many(len(run.records), 'iteration')}."
     last, words = run.events[-1], [f"Started {starts[0].get('time', '')}"]
     if len(starts) > 1:
         times = "once" if len(starts) == 2 else f"{len(starts) - 1} times, last"
@@ -103,6 +103,10 @@ def _state(run: Run) -> str:
     else:
         words.append("its end is not recorded: it runs, or was killed")
     return "; ".join(words) + "."
+
+
+def _many(number: int, name: str) -> str:
+    return f"{number:,} {name}{'s' * (number != 1)}"
 
 
 # -- curves
@@ -180,11 +184,11 @@ def _layout(start: Record) -> str:
     except (KeyError, TypeError):
         return ""
     sharded = ["", "optimizer states", "optimizer states and gradients", "optimizer states, gradients and parameters"]
-    words = [f"{layout.world_size} ranks: {layout}, ZeRO stage {stage}"]
+    words = [f"{_many(layout.world_size, 'rank')}: {layout}, ZeRO stage {stage}"]
     if stage and layout.shard > 1:
         words.append(f"{sharded[stage]} sharded over {layout.shard} data-parallel ranks")
     text = f"<p>{escape('; '.join(words))}.</p>"
-    if layout.world_size > MAX_DRAWN_RANKS:
+    if not 1 < layout.world_size <= MAX_DRAWN_RANKS:
         return text
     head = "".join(f"<th>data-parallel {dp}</th>" for dp in range(layout.dp))
     rows = []

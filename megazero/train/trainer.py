@@ -21,6 +21,7 @@ from megazero.price.trace import model_flops
 from megazero.train.checkpoints import Checkpoints
 from megazero.train.engine import Engine, LossScaleExhausted, StepResult
 from megazero.train.evaluation import Evaluation, Evaluator, Stopped, line
+from megazero.train.events import RunEvents
 from megazero.train.kernel_choice import choose_kernels
 from megazero.train.loggers import Writers, open_writers
 from megazero.train.matmul_backend import choose_matmul_backend
@@ -105,7 +106,9 @@ class Trainer:
         load, self.progress = self.checkpoints.resume(load)
         self.describe(load)
         writers = self._open_writers()
-        stop = None
+        events, stop = RunEvents(config, self.mesh), None
+        if self.progress.iteration < config.training.train_iters:
+            events.start(self.progress.iteration)
         try:
             while self.progress.iteration < config.training.train_iters and (stop := self._stop()) is None:
                 try:
@@ -123,6 +126,9 @@ class Trainer:
                 if self._due(config.checkpoint.exit_interval):
                     self.say(f"--exit-interval {config.checkpoint.exit_interval}: stopping")
                     break
+        except Exception as error:
+            events.fail(self.progress.iteration, error)
+            raise
         finally:
             writers.close()
             self.train_batches.close()
@@ -134,6 +140,8 @@ class Trainer:
         if stop is not None:
             kept = "saved" if self.checkpoints.saved_at == self.progress.iteration else "nothing saved"
             self.say(f"stopped after iteration {self.progress.iteration} by {stop.why}: {kept}")
+        done = self.progress.iteration >= config.training.train_iters
+        events.end(self.progress.iteration, stop.why if stop else "done" if done else "--exit-interval")
         return stop
 
     def _open_writers(self) -> Writers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import resource
 import signal
@@ -473,3 +474,58 @@ def test_copies_of_a_sound_run_are_equal(ranks: Any, corpus: str, tmp_path: Path
     config = configured(corpus, tmp_path, 4, tp=2)
     config = replace(config, monitor=replace(config.monitor, check_replicas_interval=1, straggler_interval=2))
     assert ranks(4).run(train, 4, config) == [(4, "")] * 4
+
+
+# -- events.jsonl and report.html
+
+
+def events_of(folder: Path) -> list[tuple[str, int, str]]:
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [(event["event"], event["iteration"], event.get("why", "")) for event in events]
+
+
+def test_a_run_leaves_its_starts_its_ends_and_a_report(corpus: str, tmp_path: Path) -> None:
+    """Done, with nothing to do, resumed and stopped by the stop file, ended by an error."""
+    log = LogConfig(log_dir=str(tmp_path))
+
+    def run(iterations: int) -> Trainer:
+        return trainer(0, 1, replace(configured(corpus, tmp_path, iterations, load=str(tmp_path)), log=log))
+
+    first = [("start", 0, ""), ("end", 2, "done")]
+    quietly(run(2))
+    assert events_of(tmp_path) == first
+    page = (tmp_path / "report.html").read_text()
+    assert ": done." in page and "1 rank: pp 1 x dp 1 x tp 1" in page and "--hidden-size" in page
+    (tmp_path / "report.html").unlink()
+    quietly(run(2))  # nothing to do
+    assert events_of(tmp_path) == first and not (tmp_path / "report.html").exists()
+
+    stopped = run(9)
+    read, seen = stopped.train_batches.batch, []
+
+    def touch(consumed: int) -> Any:
+        seen.append(consumed)
+        (tmp_path / "stop").touch()
+        return read(consumed)
+
+    stopped.train_batches.batch = touch
+    quietly(stopped)
+    assert len(seen) == 1
+    assert events_of(tmp_path) == [*first, ("start", 2, ""), ("end", 3, "the stop file")]
+    assert "resumed once" in (tmp_path / "report.html").read_text()
+
+    fails = run(9)
+    fails.train_batches.batch = None
+    with pytest.raises(TypeError):
+        quietly(fails)
+    assert events_of(tmp_path)[-1] == ("end", 3, "TypeError: 'NoneType' object is not callable")
+
+
+def test_a_report_that_fails_fails_no_run(corpus: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for name in ("events.jsonl", "report.html"):
+        (tmp_path / name / "x").mkdir(parents=True)
+    run = trainer(0, 1, replace(configured(corpus, tmp_path, 1), log=LogConfig(log_dir=str(tmp_path))))
+    assert quietly(run) is None and names(tmp_path) == [1]
+    said = capfd.readouterr().err.splitlines()
+    assert [line.split(":")[0] for line in said] == ["WARNING"] * 3, said
+    assert sum("lacks an event" in line for line in said) == 2 and "no report.html: " in said[-1]

@@ -135,7 +135,7 @@ def test_a_folder_of_an_older_version_has_a_report(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "old", [record(1)])
     (folder / "config.toml").write_text('num-layers = 3\ndata-path = ["a"]\n')
     _, page = report_of(folder)
-    assert "1 iterations are in metrics.jsonl." in page.text and "num-layers 3" in page.text
+    assert "metrics.jsonl has 1 iteration." in page.text and "num-layers 3" in page.text
     assert "Layout" not in page.text
 
 
