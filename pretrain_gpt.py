@@ -16,7 +16,7 @@ from megazero.comm.agreement import agree
 from megazero.comm.errors import PeerLost
 from megazero.comm.machine import device_name, environment, machine
 from megazero.comm.mesh import Mesh
-from megazero.config.cli import parse
+from megazero.config.cli import read
 from megazero.config.schema import Config
 from megazero.config.validate import check_device, check_values, plans
 from megazero.plan.resolve import resolve
@@ -31,9 +31,12 @@ HANG_PATIENCE_SECONDS = 10.0  # in which the watchdogs of the other ranks see th
 def main(argv: list[str]) -> None:
     world = launch.World(0, 1, 0, "single")
     try:
-        config = parse(argv)
+        command = read(argv, lambda: launch.read_world().size)
+        config = command.config
+        if command.notes and launch.read_world().rank == 0:
+            print(*command.notes, sep="\n", flush=True)
         if plans(config.plan):
-            predict(config, argv)
+            predict(config, command.args)
             return
         with Signals() as signals:
             world = launch.read_world()
@@ -57,7 +60,7 @@ def main(argv: list[str]) -> None:
         fail(world, f"{type(error).__name__}: {error}{place_of(error)}")
 
 
-def predict(config: Config, argv: list[str]) -> None:
+def predict(config: Config, args: list[str]) -> None:
     """Print what --plan or --plan-search asks for: no rank is started, no data is opened."""
     from rich.console import Console
 
@@ -67,7 +70,7 @@ def predict(config: Config, argv: list[str]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 160)
     if config.plan.plan_search:
         check_values(config)
-        search_report.run_search(config, argv, console)
+        search_report.run_search(config, args, console)
         return
     plan = make_plan(*plan_config(config))
     plan_report.show(plan, console)

@@ -6,15 +6,16 @@ import dataclasses
 import difflib
 import functools
 import json
+import sys
 import tomllib
 import typing
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from megazero.config.architectures import ARCHITECTURES
+from megazero.config.foreign.translate import OWN_WORDS, Option, UnknownFlags, refusals, split_items, translate
 from megazero.config.limits import Range, check_text
-from megazero.config.megatron import answer_megatron
 from megazero.config.schema import Config
 
 PRESETS = Path(__file__).resolve().parents[2] / "scripts" / "presets"
@@ -49,22 +50,75 @@ def ranges() -> dict[str, Range]:
     return found
 
 
+class Command(NamedTuple):
+    """What a command line asks for.
+
+    Attributes:
+        config: not yet resolved.
+        args: the command line in our words, without the preset's.
+        given: names of the flags, without dashes, that the command line or its preset set.
+        notes: what foreign flags became: a line for those translated, a line for those without anything to do.
+    """
+
+    config: Config
+    args: list[str]
+    given: frozenset[str]
+    notes: list[str]
+
+
 def parse(argv: list[str]) -> Config:
     """The flags, over those of a preset, if one is named, over the architecture's defaults, over all others.
 
+    Raises: as `read`.
+    """
+    return read(argv).config
+
+
+def read(argv: list[str], count_ranks: Callable[[], int] = lambda: 1) -> Command:
+    """Read a command line, which may have flags of Megatron-LM, DeepSpeed and Hugging Face among ours.
+
+    Args:
+        count_ranks: returns the number of ranks of the run. Asked only where a foreign flag depends on it, such as
+            --gradient_accumulation_steps.
+
     Raises:
-        ValueError: a switch of Megatron's; an unknown preset, or a key or a value in it that is no flag's.
+        ValueError: a foreign flag that has no equal; an unknown preset, or a key or a value in it that is no flag's.
         SystemExit: --help, or a flag that is mistyped; the message is printed.
     """
     import tyro
 
-    answer_megatron(argv, flags())
     preset = _value_of(argv, "preset")
     check_text("preset", preset, is_path=True)
     under = preset_args(_find_preset(preset)) if preset else []
-    entry = ARCHITECTURES.get(_value_of([*under, *argv], "architecture"))
+    try:
+        translated = translate(argv, options(), under, count_ranks)
+    except UnknownFlags as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
+    refused = refusals(translated.answers)
+    if refused:
+        raise ValueError(refused)
+    args = translated.args
+    entry = ARCHITECTURES.get(_value_of([*under, *args], "architecture"))
     defaults = list(entry.defaults) if entry is not None else []
-    return tyro.cli(Config, args=defaults + under + argv, prog=PROGRAM, config=(tyro.conf.OmitArgPrefixes,))
+    config = tyro.cli(Config, args=defaults + under + args, prog=PROGRAM, config=(tyro.conf.OmitArgPrefixes,))
+    return Command(config, args, _names([*under, *args]), translated.notes)
+
+
+@functools.cache
+def options() -> dict[str, Option]:
+    """Return the kind and the default of every flag, for `translate`."""
+    config, found = Config(), {}
+    for name, (group, kind) in flags().items():
+        default = getattr(getattr(config, group), name.replace("-", "_"))
+        found[name] = Option(kind, " ".join(default) if isinstance(default, tuple) else str(default))
+    return found
+
+
+def _names(args: list[str]) -> frozenset[str]:
+    """Return which flags a command line in our words sets."""
+    found = {item.name for item in split_items(args) if item.name not in OWN_WORDS}
+    return frozenset(name if name in flags() else name.removeprefix("no-") for name in found if name)
 
 
 def whole_numbers(argv: list[str], defaults: dict[str, int]) -> tuple[list[int], list[str]]:

@@ -1,8 +1,7 @@
-"""Architectures on the command line: defaults, refusals, Megatron-LM's switches; what their layers declare."""
+"""Architectures on the command line: defaults, refusals; what their layers declare."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,12 @@ import pytest
 
 from megazero.config.architectures import ARCHITECTURES
 from megazero.config.cli import flags, parse, to_toml
-from megazero.config.megatron import INSTEAD
 from megazero.config.schema import ActivationConfig, ModelConfig
 from megazero.plan.parameters import GradientGroup, declared, non_block_costs, unit_layout
 from megazero.plan.resolve import resolve
 from megazero.price.trace import model_flops
 from tests.unit.test_config import make
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
 LLAMA = ModelConfig(3, 64, 96, 8, 32, 1000, untie_embeddings=True, architecture="llama", num_query_groups=2)
 
 
@@ -64,17 +61,6 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> 
 def test_options_of_architectures_are_flags_of_the_model() -> None:
     for entry in ARCHITECTURES.values():
         assert all(flags()[option][0] == "model" for option in entry.options)
-
-
-@pytest.mark.parametrize("switch", INSTEAD)
-def test_megatrons_switches_are_answered(switch: str) -> None:
-    """The answer names flags that exist, and the table in the docs says the same."""
-    for argv in ([f"--{switch}"], [f"--{switch}=1"], ["--num-layers", "2", f"--{switch}", "x"]):
-        with pytest.raises(ValueError, match=f"^--{switch} is Megatron-LM's; here it is ") as refusal:
-            parse(argv)
-    ours = re.findall(r"--([a-z0-9-]+)", str(refusal.value).split("here it is")[1])
-    assert all(name in flags() or name.removeprefix("no-") in flags() for name in ours)
-    assert f"| `--{switch}` | {INSTEAD[switch]} |" in (DOCS / "megatron.md").read_text()
 
 
 @pytest.mark.parametrize("groups", [1, 2, 8])

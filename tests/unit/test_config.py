@@ -150,7 +150,9 @@ def test_the_last_flag_wins() -> None:
     ("argv", "said"),
     [
         (["--num-layer", "3"], "Perhaps you meant: --num-layers"),
-        (["--tensor-parallel-size", "2"], "--tensor-model-parallel-size"),
+        (["--tensor-paralel-size", "2"], "--tensor-model-parallel-size"),
+        (["--bf17"], "Perhaps you meant: --bf16"),
+        (["--xyzzy"], "--xyzzy: no such flag. --help lists"),
         (["--num-layers", "many"], "--num-layers: invalid literal for int"),
         (["--num-layers", "1.5"], "--num-layers: invalid literal for int"),
         (["--lr", "high"], "--lr: could not convert string to float"),

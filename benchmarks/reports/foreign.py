@@ -1,0 +1,107 @@
+"""Make the tables of docs/megatron.md: the flags of other systems, and what becomes of public example scripts.
+
+python -m benchmarks.reports.foreign
+"""
+
+from __future__ import annotations
+
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.reports.blocks import markdown, write_blocks
+from megazero.config.cli import flags, options, parse
+from megazero.config.foreign.table import ANY, DEEPSPEED, HUGGING_FACE, MEGATRON
+from megazero.config.foreign.translate import ENTRIES, Answer, Translated, refusals, split_items, translate
+from megazero.config.schema import CheckpointConfig, DataConfig, LogConfig
+from megazero.plan.resolve import resolve
+
+PAGE = Path(__file__).parents[2] / "docs" / "megatron.md"
+SCRIPTS = Path(__file__).with_name("foreign_scripts.toml")
+RANKS = 64  # of the runs in the table of scripts: data-parallel ranks decide what gradient accumulation means
+
+
+class Script(NamedTuple):
+    """A public script: its name, where it is, its flags, and its DeepSpeed file."""
+
+    name: str
+    source: str
+    flags: str
+    deepspeed: str = ""
+
+
+def read_scripts() -> list[Script]:
+    return [Script(**fields) for fields in tomllib.loads(SCRIPTS.read_text(encoding="utf-8"))["script"]]
+
+
+def translated(script: Script) -> Translated:
+    """Translate the flags of a script; the words FILE stand for its DeepSpeed file."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "ds.json"
+        file.write_text(script.deepspeed)
+        argv = [word.replace("FILE", str(file)) if script.deepspeed else word for word in script.flags.split()]
+        return translate(argv, options(), count_ranks=lambda: RANKS)
+
+
+def answers(script: Script) -> tuple[int, tuple[Answer, ...]]:
+    """Return the number of flags of a script that are ours too, and what becomes of the others."""
+    found = translated(script).answers
+    return len(split_items(script.flags.split())) - len(found), found
+
+
+def complaint(script: Script) -> str:
+    """Return what a run of the flags that are not refused is refused with; empty if it runs."""
+    config = parse(translated(script).args)
+    ranks = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
+    config = replace(config, data=DataConfig(), checkpoint=CheckpointConfig(), log=LogConfig())  # files are not there
+    try:
+        resolve(config, ranks, 50257)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def script_table() -> str:
+    """Format, per script, how many of its flags are accepted, translated, without anything to do, and refused."""
+    rows = []
+    for script in read_scripts():
+        same, found = answers(script)
+        done = [a for a in found if not a.refusal]
+        counts = same, sum(bool(a.words) for a in done), sum(not a.words for a in done), len(found) - len(done)
+        reasons = "\n".join(filter(None, (refusals(found), complaint(script))))
+        rows.append((f"[{script.name}]({script.source})", *counts, _cell(reasons)))
+    return markdown(("script", "accepted as is", "translated", "nothing to do", "refused", "reasons"), rows)
+
+
+def flag_table(system: str) -> str:
+    """Format the entries of a system, those with one answer in one row. A flag that is ours by now is left out."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for entry in ENTRIES:
+        if entry.system == system and entry.name not in flags():
+            rows.setdefault((entry.kind, entry.here), []).append(f"`{entry.spelled}`")
+    cells = ((", ".join(names), kind, _cell(here)) for (kind, here), names in rows.items())
+    return markdown(("flag", "what becomes of it", "here"), list(cells))
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", "<br>")
+
+
+def blocks() -> Iterator[tuple[str, str]]:
+    """Yield the names of the page's blocks, and their texts."""
+    yield "scripts", script_table()
+    for name, system in (
+        ("megatron", MEGATRON),
+        ("deepspeed", DEEPSPEED),
+        ("hugging face", HUGGING_FACE),
+        ("any", ANY),
+    ):
+        yield name, flag_table(system)
+
+
+if __name__ == "__main__":
+    write_blocks(PAGE, dict(blocks()))
+    print(PAGE)

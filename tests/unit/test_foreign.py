@@ -1,0 +1,229 @@
+"""Flags of Megatron-LM, DeepSpeed and Hugging Face: what each becomes, and what public scripts become."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from benchmarks.reports import foreign as report
+from megazero.config.cli import flags, options, parse, preset_args, read
+from megazero.config.foreign.translate import ENTRIES, UnknownFlags, find_entry, is_ours, split_items, translate
+
+ROOT = Path(__file__).resolve().parents[2]
+LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"
+
+
+def ours(line: str, ranks: int = 1) -> str:
+    """The command line in our words; a refusal is an error."""
+    translated = translate(line.split(), options(), count_ranks=lambda: ranks)
+    assert not [answer.refusal for answer in translated.answers if answer.refusal]
+    return " ".join(translated.args)
+
+
+# (theirs, ours), which must be the same configuration
+SAME = [
+    ("--bf16", "--precision bf16"),
+    ("--fp16 True --bf16 False", "--precision fp16"),
+    ("--tp 2 --pp=3", "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 3"),
+    ("--train_iters 1e5 --seq_length=2e3 --global-batch-size 1.5e3", "--train-iters 100000 --seq-length 2000 "
+     "--global-batch-size 1500"),
+    ("--compile True --untie-embeddings=no --precision bfloat16", "--compile --no-untie-embeddings --precision bf16"),
+    ("--lr-warmup-fraction .01 --lr-decay-iters 320000", "--lr-warmup-iters 3200 --lr-decay-iters 320000"),
+    ("--train-iters 500 --lr-warmup-fraction 0.1", "--train-iters 500 --lr-warmup-iters 50"),
+    ("--max-position-embeddings 512 --seq-length 512", "--seq-length 512"),
+    (f"{LLAMA} --max-position-embeddings 9999", "--architecture llama --no-untie-embeddings --norm-epsilon 1e-5 "
+     "--ffn-hidden-size 2048"),
+    (f"{LLAMA} --untie-embeddings-and-output-weights --layernorm-epsilon 1e-6 --ffn-hidden-size 99",
+     "--architecture llama --ffn-hidden-size 99"),
+    (f"--architecture llama {LLAMA}", "--architecture llama"),
+    ("--architecture llama --swiglu --position-embedding-type rope", "--architecture llama"),
+    ("--normalization LayerNorm --position-embedding-type learned_absolute --add-bias-linear", ""),
+    ("--group-query-attention --architecture llama", "--architecture llama --num-query-groups 1"),
+    ("--group-query-attention --num-query-groups 4 --architecture llama", "--architecture llama --num-query-groups 4"),
+    ("--recompute-activations", "--recompute selective"),
+    ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "--recompute full"),
+    ("--recompute-granularity full --recompute-method block --recompute-num-layers 12", "--recompute full"),
+    ("--checkpoint-activations --distribute-saved-activations", "--recompute full --partition-activations"),
+    ("--use-distributed-optimizer --zero-stage 3", "--zero-stage 3"),
+    ("--zero-stage 3 --use-distributed-optimizer", "--zero-stage 3"),
+    ("--use-distributed-optimizer", "--zero-stage 1"),
+    ("--num-layers 24 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3", "--num-layers 24 "
+     "--pipeline-model-parallel-size 2 --pipeline-schedule interleaved --virtual-pipeline-stages 4"),
+    ("--num-layers-per-virtual-pipeline-stage 6 --pp 2", "--pipeline-model-parallel-size 2"),
+    ("--vocab-file a/b/vocab.json --merge-file a/b/merges.txt", "--tokenizer gpt2:a/b"),
+    ("--merge-file m.txt --vocab-file v.json --tokenizer-type GPT2BPETokenizer", "--tokenizer gpt2:v.json,m.txt"),
+    ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model a/b", "--tokenizer a/b"),
+    ("--tokenizer-type Llama2Tokenizer --tokenizer-model a/b.model", "--tokenizer sentencepiece:a/b.model"),
+    ("--tokenizer-model a/b --tokenizer-type TikTokenizer", "--tokenizer tiktoken:a/b"),
+    ("--tokenizer-type NullTokenizer --vocab-size 100", "--vocab-size 101"),
+    ("--train-samples 1000 --global-batch-size 32", "--train-iters 31 --global-batch-size 32"),
+    ("--train-samples 1000 --train-tokens 20480 --global-batch-size 2 --seq-length 1024",
+     "--train-iters 10 --global-batch-size 2 --seq-length 1024"),
+    ("--lr-warmup-samples 183105 --lr-decay-samples 126953125 --global-batch-size 1536",
+     "--lr-warmup-iters 119 --lr-decay-iters 82652 --global-batch-size 1536"),
+    ("--exit-duration-in-mins 235", "--exit-duration-minutes 235"),
+    ("--profile --profile-step-start 4 --profile-step-end 6", "--profile-iterations 5:6"),
+    ("--deepspeed --zero-optimization", "--zero-stage 1"),
+    ("--model-parallel-size 2 --batch-size 4", "--tensor-model-parallel-size 2 --micro-batch-size 4"),
+    ("--learning_rate 1e-4 --max_steps 100 --warmup_ratio 0.05 --max_grad_norm 1 --output_dir x",
+     "--lr 1e-4 --train-iters 100 --lr-warmup-iters 5 --clip-grad 1 --save x"),
+    ("--max_steps 200 --eval_steps 0.1 --save_steps 50", "--train-iters 200 --eval-interval 20 --save-interval 50"),
+    ("--model_type llama --config_overrides n_embd=64,n_head=4", "--architecture llama --hidden-size 64 "
+     "--num-attention-heads 4"),
+    ("--save x --resume_from_checkpoint True", "--save x --load x"),
+    ("--torch_dtype bfloat16 --gradient_checkpointing True", "--precision bf16 --recompute full"),
+    ("--num-experts 1 --moe-loss-coeff 0.01", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("theirs", "expected"), SAME)
+def test_a_foreign_command_line_is_ours(theirs: str, expected: str) -> None:
+    assert parse(theirs.split()) == parse(expected.split())
+
+
+def test_gradient_accumulation_is_a_global_batch() -> None:
+    """Steps x samples of a device x data-parallel ranks, which are all ranks over tensor x pipeline."""
+    line = "--gradient_accumulation_steps 4 --per_device_train_batch_size 8 --tp 2"
+    assert "--global-batch-size 512" in ours(line, ranks=32)
+    assert "--global-batch-size 64" in ours(f"{line} --plan --world-size 4", ranks=32)
+
+
+def test_the_last_of_two_spellings_wins() -> None:
+    assert parse("--bf16 --precision fp16".split()).training.precision == "fp16"
+    assert parse("--precision fp16 --bf16".split()).training.precision == "bf16"
+    assert parse("--tp 2 --tensor-model-parallel-size 4 --tp 3".split()).parallel.tensor_model_parallel_size == 3
+
+
+REFUSED = [
+    ("--swiglu", "--swiglu (Megatron-LM's): --swiglu without --normalization RMSNorm"),
+    (f"--architecture gpt2 {LLAMA}", "does not go with --architecture gpt2"),
+    ("--architecture llama --normalization LayerNorm", "does not go with --architecture llama"),
+    ("--max-position-embeddings 2048 --seq-length 512", "2048 is not --seq-length 512"),
+    ("--kv-channels 80", "--kv-channels 80 (Megatron-LM's): a head's size is --hidden-size"),
+    ("--recompute-granularity full --recompute-method block --recompute-num-layers 3", "recomputes all 12 blocks"),
+    ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2", "not of every 2"),
+    ("--loss-scale 8192", "the loss scale is dynamic: --initial-loss-scale"),
+    ("--fp8-format hybrid", "precisions are bf16, fp16, fp32, fp64"),
+    ("--context-parallel-size 2", "--context-parallel-size 2 (Megatron-LM's): "),
+    ("--num-experts 8 --moe-loss-coeff 0.1", "--num-experts 8, --moe-loss-coeff 0.1 (Megatron-LM's): there are no"),
+    ("--optimizer sgd", "--optimizer sgd (Megatron-LM's): there is AdamW"),
+    ("--tokenizer-type BertWordPieceLowerCase", "BertWordPieceLowerCase: --tokenizer takes"),
+    ("--tokenizer-type SentencePieceTokenizer", "needs its file: --tokenizer sentencepiece:PATH"),
+    ("--vocab-file v.json", "give --vocab-file vocab.json --merge-file merges.txt"),
+    ("--lr-warmup-fraction 1.5", "1.5 is not a fraction"),
+    ("--bf16 maybe", "maybe is neither true nor false"),
+    ("--train-samples many", "many is not a number"),
+    ("--model_name_or_path gpt2", "scripts/checkpoint.py import"),
+    ("--num_train_epochs 3", "--train-iters: epochs x tokens"),
+    ("--report_to wandb", "needs --wandb-project"),
+    ("--deepspeed_config missing.json", "missing.json cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("line", "said"), REFUSED)
+def test_what_has_no_equal_is_refused_with_the_way_out(line: str, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        parse(line.split())
+
+
+def test_all_refusals_are_said_at_once() -> None:
+    with pytest.raises(ValueError, match="fp8") as refused:
+        parse("--fp8-format hybrid --decoupled-lr 1e-3 --bf16 --decoupled-min-lr 1e-4".split())
+    assert len(str(refused.value).splitlines()) == 2 and "--decoupled-lr 1e-3, --decoupled-min-lr" in str(refused.value)
+
+
+def test_a_deepspeed_file_is_flags(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    values = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {
+            "stage": 2,
+            "reduce_bucket_size": 5e8,
+            "overlap_comm": False,
+            "contiguous_gradients": True,
+        },
+        "fp16": {"enabled": True, "initial_scale_power": 12, "loss_scale": 0, "hysteresis": 1},
+        "bf16": {"enabled": False, "immediate_grad_update": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 2e-4, "betas": [0.8, 0.95], "eps": "auto"}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10, "total_num_steps": 100}},
+        "activation_checkpointing": {"cpu_checkpointing": True},
+    }
+    path.write_text(json.dumps(values))
+    config = read(["--deepspeed", str(path), "--lr", "3e-4"], lambda: 8).config
+    assert config == parse(
+        "--micro-batch-size 2 --global-batch-size 64 --clip-grad 0.5 --zero-stage 2 --reduce-bucket-size 500000000 "
+        "--no-overlap-comm --precision fp16 --initial-loss-scale 4096 --hysteresis 1 --lr 3e-4 --adam-beta1 0.8 "
+        "--adam-beta2 0.95 --lr-decay-style linear --lr-warmup-iters 10 --lr-decay-iters 100 "
+        "--checkpoint-in-cpu".split()
+    )  # fmt: skip
+    path.write_text(json.dumps({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "xyzzy": 1}))
+    with pytest.raises(ValueError, match=r"offload_optimizer.device = .*--zero-stage 1 shards .*xyzzy = 1: it has no"):
+        parse(["--deepspeed_config", str(path)])
+
+
+def test_what_was_done_is_said_in_a_line_each() -> None:
+    translated, needless = read("--bf16 --use-flash-attn --data-impl mmap --tp 2 --num-layers 3".split()).notes
+    assert translated == "translated: --bf16 is --precision bf16; --tp 2 is --tensor-model-parallel-size 2"
+    assert needless.startswith("nothing to do for: --use-flash-attn (fused attention is always on")
+    assert read("--num_layers 3 --lr 1".split()).notes == []
+
+
+def test_the_given_flags_are_known(tmp_path: Path) -> None:
+    preset = tmp_path / "p.toml"
+    preset.write_text("lr = 0.5\nuntie-embeddings = true\n")
+    given = read(["--preset", str(preset), "--no-compile", "--bf16", "--data-path", "1", "a"]).given
+    assert given == {"lr", "untie-embeddings", "compile", "precision", "data-path"}
+
+
+def test_entries_have_one_home_each_and_name_flags_that_exist() -> None:
+    assert not [name for name, count in Counter(entry.name for entry in ENTRIES).items() if count > 1]
+    for entry in ENTRIES:
+        found = re.findall(r"(?<![-\w])--([a-z0-9-]+[a-z0-9])", entry.here)
+        programs = {"append-eod", "input", "output-prefix", "nproc"}  # of other programs of ours
+        wrong = [n for n in found if not is_ours(n, options()) and n not in programs and find_entry(n) is None]
+        assert not wrong, (entry.name, wrong)
+
+
+def test_every_entry_answers() -> None:
+    """No entry raises anything else than a refusal, with no value, a word, a number or several words."""
+    for entry in ENTRIES:
+        for values in ("", "x", "1", "2.5", "-1", "a b", "0"):
+            translate([f"--{entry.name.replace('*', 'any')}", *values.split()], options())
+
+
+def test_a_word_that_nobody_knows_is_answered_with_the_nearest() -> None:
+    with pytest.raises(
+        UnknownFlags, match=r"--gradient_acumulation_steps: no such flag. .* --gradient_accumulation_st"
+    ):
+        translate(["--gradient_acumulation_steps", "3"], options())
+
+
+def test_public_scripts_leave_no_word_unhelped() -> None:
+    """At least 12 scripts: every flag is ours, or is answered; what is left of a script makes a run."""
+    scripts, whole = report.read_scripts(), 0
+    assert len(scripts) >= 12
+    for script in scripts:
+        same, found = report.answers(script)
+        assert same + len(found) == len(split_items(script.flags.split())), script.name
+        assert all(answer.words or answer.refusal or answer.entry.here for answer in found)
+        whole += not any(answer.refusal for answer in found) and not report.complaint(script)
+    assert whole >= 6, "scripts that run as they are"
+
+
+def test_the_page_says_what_the_table_says() -> None:
+    """After a change: python -m benchmarks.reports.foreign."""
+    page = report.PAGE.read_text()
+    for name, text in report.blocks():
+        assert f"<!-- {name} -->\n{text}\n<!-- end of {name} -->" in page, name
+
+
+def test_no_preset_needs_a_translation() -> None:
+    for path in (ROOT / "scripts" / "presets").glob("*.toml"):
+        assert not translate(preset_args(path), options()).answers
+    assert not [name for name in flags() if name != name.lower()]
