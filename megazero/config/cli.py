@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from megazero.config.architectures import ARCHITECTURES
 from megazero.config.foreign.translate import OWN_WORDS, Option, UnknownFlags, refusals, split_items, translate
+from megazero.config.help import show_normal
 from megazero.config.limits import Range, check_text
 from megazero.config.schema import Config
 
@@ -83,10 +84,13 @@ def read(argv: list[str], count_ranks: Callable[[], int] = lambda: 1) -> Command
 
     Raises:
         ValueError: a foreign flag that has no equal; an unknown preset, or a key or a value in it that is no flag's.
-        SystemExit: --help, or a flag that is mistyped; the message is printed.
+        SystemExit: --help, --help-all, or a flag that is mistyped; the message is printed.
     """
     import tyro
 
+    if "--help" in argv or "-h" in argv:
+        show_normal(Config(), {name: group for name, (group, _) in flags().items()}, PROGRAM)
+    argv = ["--help" if word == "--help-all" else word for word in argv]
     preset = _value_of(argv, "preset")
     check_text("preset", preset, is_path=True)
     under = preset_args(_find_preset(preset)) if preset else []

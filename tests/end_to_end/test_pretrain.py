@@ -359,5 +359,12 @@ def test_help_teaches() -> None:
     done = pretrain_cold("--help")
     text = " ".join(done.stdout.replace("│", " ").split())  # wherever lines are broken
     assert done.returncode == 0
-    for words in ("--zero-stage {0,1,2,3}", "default: 969,30,1", "Example: python pretrain_gpt.py", "--preset"):
+    for words in (
+        "--zero-stage {0,1,2,3}",
+        "default: 0.0003",
+        "--help-all",
+        "--split",
+        "Example: python pretrain_gpt.py",
+        "--preset",
+    ):
         assert words in text

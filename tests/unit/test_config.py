@@ -12,6 +12,7 @@ import pytest
 
 from megazero.config import cli as config_module
 from megazero.config.cli import flags, parse, preset_args, to_toml
+from megazero.config.help import NORMAL
 from megazero.config.schema import Config
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
@@ -152,7 +153,7 @@ def test_the_last_flag_wins() -> None:
         (["--num-layer", "3"], "Perhaps you meant: --num-layers"),
         (["--tensor-paralel-size", "2"], "--tensor-model-parallel-size"),
         (["--bf17"], "Perhaps you meant: --bf16"),
-        (["--xyzzy"], "--xyzzy: no such flag. --help lists"),
+        (["--xyzzy"], "--xyzzy: no such flag. --help-all lists"),
         (["--num-layers", "many"], "--num-layers: invalid literal for int"),
         (["--num-layers", "1.5"], "--num-layers: invalid literal for int"),
         (["--lr", "high"], "--lr: could not convert string to float"),
@@ -176,7 +177,7 @@ def unboxed(text: str) -> str:
 
 def test_help_names_every_group_flag_and_default(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        parse(["--help"])
+        parse(["--num-layers", "2", "--help-all"])
     assert stopped.value.code == 0
     text = unboxed(capsys.readouterr().out)
     for group in {group for group, _ in flags().values()}:
@@ -189,6 +190,19 @@ def test_help_names_every_group_flag_and_default(capsys: pytest.CaptureFixture[s
         described = entry[2].split("(default:")[1]  # the first default behind a flag is its own
         assert described.split(")")[0].strip() == shown, flag
     assert "--preset" in text
+
+
+def test_help_has_the_flags_of_a_normal_run_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (["--help"], ["--lr", "1", "-h"]):
+        with pytest.raises(SystemExit) as stopped:
+            parse(argv)
+        assert stopped.value.code == 0
+        text = unboxed(capsys.readouterr().out)
+        shown = re.findall(r" --([a-z0-9-]+) (?:INT|FLOAT|STR|\[STR|\{)", text.split("The other flags")[0])
+        assert shown == [flag for group in NORMAL.values() for flag in group]
+        assert len(shown) == 20 and "--help-all shows all" in text
+        assert all(f"--{flag}" in text for flag in flags())
+        assert "(default: 0.0003)" in text and "Peak learning rate." in text
 
 
 # -- presets

@@ -33,7 +33,7 @@ ENTRIES: Entries = (
     *huggingface.ENTRIES,
 )
 POWER = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?[eE]\+?[0-9]{1,3}")
-OWN_WORDS = ("preset", "help", "help-all")  # flags of the parser, not of the configuration
+OWN_WORDS = ("preset", "help")  # flags of the parser, not of the configuration
 
 
 class Option(NamedTuple):
@@ -227,7 +227,7 @@ def _spell(item: Item, known: Mapping[str, Option]) -> Item:
 def _unknown(item: Item, known: Mapping[str, Option]) -> str:
     names = {name: f"--{name}" for name in known} | {name: entry.spelled for name, entry in _exact().items()}
     close = [names[name] for name in difflib.get_close_matches(item.name, names, n=3, cutoff=0.6)]
-    hint = f"Perhaps you meant: {', '.join(close)}" if close else "--help lists ours, docs/megatron.md others"
+    hint = f"Perhaps you meant: {', '.join(close)}" if close else "--help-all lists ours, docs/megatron.md others"
     return f"{shorten(item.spelled)}: no such flag. {hint}"
 
 
