@@ -16,7 +16,7 @@ from megazero.comm.agreement import agree
 from megazero.comm.errors import PeerLost
 from megazero.comm.machine import device_name, environment, machine
 from megazero.comm.mesh import Mesh
-from megazero.config.cli import read
+from megazero.config.cli import Command, read
 from megazero.config.schema import Config
 from megazero.config.validate import check_device, check_values, plans
 from megazero.plan.resolve import resolve
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> None:
         with Signals() as signals:
             world = launch.read_world()
             launch.end_with_launcher(world)
-            stop = pretrain(config, world, signals)
+            stop = pretrain(command, world, signals)
         if stop is not None:
             sys.exit(stop.exit_code)
     except ValueError as error:
@@ -83,7 +83,7 @@ def place_of(error: BaseException) -> str:
     return "".join(f" {note}" for note in getattr(error, "__notes__", [])[:1])
 
 
-def pretrain(config: Config, world: launch.World, signals: Signals) -> Stop | None:
+def pretrain(command: Command, world: launch.World, signals: Signals) -> Stop | None:
     """Train, and return what ended the run early, if anything did.
 
     Everything that can be refused is refused before ranks meet or a file is made.
@@ -97,6 +97,7 @@ def pretrain(config: Config, world: launch.World, signals: Signals) -> Stop | No
     from megazero.train.same_run import run_values
     from megazero.train.trainer import Trainer
 
+    config = command.config
     check_values(config)
     if config.plan.rehearse:
         from megazero.price.plan import vocabulary
@@ -130,7 +131,7 @@ def pretrain(config: Config, world: launch.World, signals: Signals) -> Stop | No
         path = find_checkpoint(config, ranks.host_group)
     patience = max(HANG_PATIENCE_SECONDS, 6 * config.monitor.hang_timeout)  # a tenth of the limit
     watchdog = Watchdog(config.monitor.hang_timeout, lambda place: failures.end_hung(world, place, hosts, patience))
-    trainer = Trainer(config, ranks, datasets, eod, signals, clock, watchdog, tokenizer)
+    trainer = Trainer(config, ranks, datasets, eod, signals, clock, watchdog, tokenizer, command)
     if leads:
         details = start_report.details(config, layout, memory, hosts, environment(), trainer.choices)
         start_report.hand_out(config, screen, details)

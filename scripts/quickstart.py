@@ -194,7 +194,7 @@ validation loss {judged[-1]["validation_loss"]:.3f} at iteration {judged[-1]["it
 
   {RUN}/loss.png         the loss curve
   {RUN}/metrics.jsonl    every iteration: loss, norm, speed, bytes in memory and on the wire
-  {RUN}/config.toml      all flags of the run; itself a --preset
+  {RUN}/config.toml      the flags that were given; itself a --preset
   {RUN}/train.log        what the run said
   {CHECKPOINTS}/         checkpoints, which any layout loads
   {TOKENIZER}/, {DATA}_text_document.bin

@@ -66,6 +66,23 @@ class Command(NamedTuple):
     given: frozenset[str]
     notes: list[str]
 
+    def to_toml(self, resolved: Config) -> str:
+        """What was given, as a preset of the same run; what was derived for it, as comments."""
+        only = {name.replace("-", "_") for name in self.given}
+        lines = [to_toml(self.config, only)]
+        derived = [
+            f"# {name} = {_toml_value(_value(resolved, name))}"
+            for name in flags()
+            if _value(self.config, name) != _value(resolved, name)
+        ]
+        if derived:
+            lines += [
+                "# Derived from these for this run; a --preset does not fix it. plan.txt has all options.",
+                *derived,
+                "",
+            ]
+        return "\n".join(lines)
+
 
 def parse(argv: list[str]) -> Config:
     """The flags, over those of a preset, if one is named, over the architecture's defaults, over all others.
@@ -113,10 +130,14 @@ def read(argv: list[str], count_ranks: Callable[[], int] = lambda: 1) -> Command
 def options() -> dict[str, Option]:
     """Return the kind and the default of every flag, for `translate`."""
     config, found = Config(), {}
-    for name, (group, kind) in flags().items():
-        default = getattr(getattr(config, group), name.replace("-", "_"))
+    for name, (_, kind) in flags().items():
+        default = _value(config, name)
         found[name] = Option(kind, " ".join(default) if isinstance(default, tuple) else str(default))
     return found
+
+
+def _value(config: Config, name: str) -> Any:
+    return getattr(getattr(config, flags()[name][0]), name.replace("-", "_"))
 
 
 def _names(args: list[str]) -> frozenset[str]:

@@ -114,7 +114,7 @@ class TrainingConfig:
     """End the run, with an error, when this many iterations in a row made no update. 0: never."""
     matmul_backend: Literal["auto", "torch", "onednn"] = "auto"
     """Library of fp32 matrix products on a CPU. auto: the faster by a measurement at the start. They differ in the last
-    bits: to resume bit for bit on another machine, give what config.toml of the first run says."""
+    bits: to resume bit for bit on another machine, give what plan.txt of the first run says."""
     tf32: bool = True
     """fp32 matrix products on a GPU in TensorFloat-32: several times faster, with 10 bits of mantissa instead of 23.
     Without effect in other precisions and on a CPU."""

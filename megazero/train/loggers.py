@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any, Protocol
 
-from megazero.config.cli import to_toml
+from megazero.config.cli import Command, to_toml
 from megazero.config.schema import Config
 from megazero.files import OutputFile, explain, read_regular, replace_file
 from megazero.train.progress_line import InUse, ProgressLine, Record
@@ -25,12 +25,17 @@ class Writer(Protocol):
     def close(self) -> None: ...
 
 
-def open_writers(config: Config, start_iteration: int, in_use: InUse = lambda: None) -> list[Writer]:
+def open_writers(
+    config: Config, start_iteration: int, in_use: InUse = lambda: None, command: Command | None = None
+) -> list[Writer]:
     """Everything that the flags ask for.
+
+    config.toml holds what the command line gave; a run with nothing to do leaves it as it is.
 
     Args:
         start_iteration: of the checkpoint that the run goes on from, or 0.
         in_use: see `ProgressLine`.
+        command: the command line; None: all of `config` was given.
 
     Raises:
         ValueError: a folder or file cannot be made; nothing has been trained yet.
@@ -41,7 +46,9 @@ def open_writers(config: Config, start_iteration: int, in_use: InUse = lambda: N
         try:
             folder.mkdir(parents=True, exist_ok=True)
             evaluates = config.evaluation.eval_only  # perhaps a run in whose folder its own files are
-            replace_file(folder / ("evaluation.toml" if evaluates else "config.toml"), to_toml(config))
+            options = folder / ("evaluation.toml" if evaluates else "config.toml")
+            if evaluates or start_iteration < config.training.train_iters or not options.exists():
+                replace_file(options, command.to_toml(config) if command is not None else to_toml(config))
             writers.append(MetricsFile(folder / "metrics.jsonl", None if evaluates else start_iteration))
         except OSError as error:
             raise ValueError(f"--log-dir {log.log_dir}: {explain(error)}") from None

@@ -10,6 +10,7 @@ import torch
 
 from megazero.comm.collectives import MAX
 from megazero.comm.mesh import Mesh
+from megazero.config.cli import Command
 from megazero.config.schema import Config
 from megazero.config.validate import skipped_samples
 from megazero.data.corpora import Datasets
@@ -47,6 +48,7 @@ class Trainer:
         clock: Clock | None = None,
         watchdog: Watchdog | None = None,
         tokenizer: Tokenizer | None = None,
+        command: Command | None = None,
     ) -> None:
         """Build the engine.
 
@@ -57,11 +59,12 @@ class Trainer:
             clock: rank 0's limits of time.
             watchdog: what watches this run; it is told what the run does.
             tokenizer: goes into the run's checkpoints.
+            command: the command line, whose flags go into config.toml.
         """
         self.config, self.mesh = config, mesh
         self.signals, self.clock = signals or Signals(), clock
         self.watchdog = watchdog or Watchdog(0, lambda place: None)
-        self.leads = mesh.rank == 0
+        self.leads, self.command = mesh.rank == 0, command
         chosen, products = choose_matmul_backend(config, mesh)
         self.config, kernels = choose_kernels(chosen, mesh)
         self.choices = "\n".join(said for said in (products, kernels) if said)
@@ -147,7 +150,8 @@ class Trainer:
     def _open_writers(self) -> Writers:
         if not self.leads:
             return Writers([])
-        return Writers(open_writers(self.config, self.progress.iteration, lambda: device_in_use(self.mesh.device)))
+        in_use, done = lambda: device_in_use(self.mesh.device), self.progress.iteration
+        return Writers(open_writers(self.config, done, in_use, self.command))
 
     def _stop(self) -> Stop | None:
         """Return the reason to stop here, agreed over all ranks: a signal may reach only some, and clocks differ."""

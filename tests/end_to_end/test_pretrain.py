@@ -71,8 +71,11 @@ def test_metrics_are_as_defined(alone: Path, model) -> None:
 
 
 def test_config_is_saved_as_a_preset(alone: Path, tmp_path: Path) -> None:
-    values = tomllib.loads((alone / "config.toml").read_text())
-    assert values["vocab-size"] == 257 and values["ffn-hidden-size"] == 192 and values["train-iters"] == 10
+    text = (alone / "config.toml").read_text()
+    values = tomllib.loads(text)
+    assert values["train-iters"] == 10 and values["tokenizer"] == "byte"
+    assert not values.keys() & {"vocab-size", "ffn-hidden-size", "precision"}  # they were not given
+    assert "# vocab-size = 257\n" in text and "# ffn-hidden-size = 192\n" in text
     done = pretrain("--preset", alone / "config.toml", "--log-dir", tmp_path, "--train-iters", 2)
     assert done.returncode == 0, done.stderr
     assert [m["loss"] for m in metrics(tmp_path)] == [m["loss"] for m in metrics(alone)[:2]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import tomllib
 import typing
 from pathlib import Path
 from typing import Any, Literal
@@ -11,11 +12,12 @@ from typing import Any, Literal
 import pytest
 
 from megazero.config import cli as config_module
-from megazero.config.cli import flags, parse, preset_args, to_toml
+from megazero.config.cli import flags, parse, preset_args, read, to_toml
 from megazero.config.help import NORMAL
 from megazero.config.schema import Config
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
+from megazero.train.optimization import learning_rate
 
 # What scripts, users and checks outside this repository rely on.
 SURFACE = set(
@@ -303,6 +305,27 @@ def test_to_toml_is_a_preset_of_the_same_run(tmp_path: Path) -> None:
     resolved = resolve(make(num_layers=4, micro_batch_size=2), 3, 50257)[0]
     path.write_text(to_toml(resolved))
     assert resolve(parse(["--preset", str(path)]), 3, 50257)[0] == dataclasses.replace(resolved, preset=str(path))
+
+
+def test_config_toml_holds_what_was_given(tmp_path: Path) -> None:
+    """What was derived follows the flags of the next run: the ffn size, the end of the decay, the batch."""
+    argv = "--hidden-size 96 --tp 2 --train-iters 10 --lr-decay-style cosine --no-overlap-comm --lr 1 --data-path 1 a"
+    command = read(argv.split())
+    text = command.to_toml(resolve(command.config, 4, 257)[0])
+    given = "hidden-size tensor-model-parallel-size train-iters lr-decay-style overlap-comm lr data-path"
+    assert set(tomllib.loads(text)) == set(given.split())
+    assert "# ffn-hidden-size = 384\n" in text and "# lr-decay-iters = 10\n" in text and "# vocab-size = 257\n" in text
+    path = tmp_path / "config.toml"
+    path.write_text(text)
+    again = parse(["--preset", str(path)])
+    assert dataclasses.replace(again, preset="") == command.config
+    longer, _ = resolve(parse(["--preset", str(path), "--hidden-size", "48", "--train-iters", "20"]), 8, 257)
+    assert longer.model.ffn_hidden_size == 4 * 48
+    assert longer.training.global_batch_size == 4
+    assert learning_rate(longer.optimizer, 10) == 0.5 and learning_rate(longer.optimizer, 20) == 0
+    # a run of that preset gives the same preset, and the flags beside it
+    chain = read(["--preset", str(path), "--train-iters", "20"])
+    assert tomllib.loads(chain.to_toml(longer)) == tomllib.loads(text) | {"train-iters": 20}
 
 
 # -- resolve

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from megazero.config.cli import parse, to_toml
+from megazero.config.cli import read as read_command
 from megazero.config.schema import Config, LogConfig, ModelConfig
 from megazero.files import replace_file
 from megazero.price.trace import model_flops
@@ -230,6 +231,16 @@ def test_open_writers_makes_what_is_asked_for(tmp_path: Path) -> None:
         writer.close()
     assert (folder / "config.toml").read_text() == to_toml(config)
     assert replace(parse(["--preset", str(folder / "config.toml")]), preset="") == config
+
+
+def test_a_run_with_nothing_to_do_leaves_config_toml(tmp_path: Path) -> None:
+    log = ["--log-dir", str(tmp_path)]
+    for iterations, done, kept in ((5, 0, 5), (9, 5, 9), (3, 9, 9), (9, 9, 9)):
+        command = read_command([*log, "--train-iters", str(iterations)])
+        for writer in open_writers(command.config, done, command=command):
+            writer.close()
+        assert parse(["--preset", str(tmp_path / "config.toml")]).training.train_iters == kept
+    assert (tmp_path / "config.toml").read_text().count("\n") < 9  # what was given, and no more
 
 
 def test_flatten() -> None:
