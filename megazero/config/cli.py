@@ -52,7 +52,7 @@ def ranges() -> dict[str, Range]:
 
 
 class Command(NamedTuple):
-    """What a command line asks for.
+    """A command line, read.
 
     Attributes:
         config: not yet resolved.
@@ -67,7 +67,7 @@ class Command(NamedTuple):
     notes: list[str]
 
     def to_toml(self, resolved: Config) -> str:
-        """What was given, as a preset of the same run; what was derived for it, as comments."""
+        """Format what was given, as a preset of the same run, and what was derived for it, as comments."""
         only = {name.replace("-", "_") for name in self.given}
         lines = [to_toml(self.config, only)]
         derived = [

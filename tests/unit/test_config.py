@@ -308,7 +308,7 @@ def test_to_toml_is_a_preset_of_the_same_run(tmp_path: Path) -> None:
 
 
 def test_config_toml_holds_what_was_given(tmp_path: Path) -> None:
-    """What was derived follows the flags of the next run: the ffn size, the end of the decay, the batch."""
+    """Derived values follow the flags of the next run: the ffn size, the end of the decay, the batch."""
     argv = "--hidden-size 96 --tp 2 --train-iters 10 --lr-decay-style cosine --no-overlap-comm --lr 1 --data-path 1 a"
     command = read(argv.split())
     text = command.to_toml(resolve(command.config, 4, 257)[0])

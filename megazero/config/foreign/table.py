@@ -65,7 +65,7 @@ class Use:
         return int(number)
 
     def on(self) -> bool:
-        """Whether a switch is on: it is alone, or followed by a word for true. Refused for any other word."""
+        """Return whether a switch is on: it is alone, or followed by a word for true. Refused for any other word."""
         if not self.values:
             return True
         word = self.value.lower()
@@ -79,7 +79,7 @@ class Use:
         return words[0] if len(words) == 1 else ""
 
     def given(self, ours: str) -> bool:
-        """Whether one of our flags has been given, by a word of ours or by a translation."""
+        """Return whether one of our flags has been given, by a word of ours or by a translation."""
         return ours in self.ours
 
     def get(self, ours: str) -> str:

@@ -73,7 +73,7 @@ class Item:
 
 
 class Answer(NamedTuple):
-    """What became of a foreign flag.
+    """The fate of a foreign flag.
 
     Attributes:
         item: as given.
@@ -101,7 +101,7 @@ class Translated(NamedTuple):
 
     @property
     def notes(self) -> list[str]:
-        """What was translated, and what needs nothing: at most one line each."""
+        """Say what was translated, and what needs nothing: at most one line each."""
         done = [f"{answer.item} is {' '.join(answer.words)}" for answer in self.answers if answer.words]
         needless: dict[str, list[str]] = {}
         for answer in self.answers:
