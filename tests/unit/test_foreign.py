@@ -197,7 +197,7 @@ def test_every_entry_answers() -> None:
             translate([f"--{entry.name.replace('*', 'any')}", *values.split()], options())
 
 
-def test_a_word_that_nobody_knows_is_answered_with_the_nearest() -> None:
+def test_an_unknown_word_is_answered_with_the_nearest() -> None:
     with pytest.raises(
         UnknownFlags, match=r"--gradient_acumulation_steps: no such flag. .* --gradient_accumulation_st"
     ):
