@@ -51,7 +51,7 @@ class _Activation(torch.autograd.Function):
         return ctx.grad(dy, *ctx.saved_tensors), None, None
 
 
-def _activation(
+def activation(
     function: Callable[[torch.Tensor], torch.Tensor], grad: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """Join a function and its gradient, (dy, x) -> dx."""
@@ -92,7 +92,7 @@ def _scores_grad(weights: torch.Tensor, dropped: torch.Tensor, ddropped: torch.T
 
 PLAIN = FusedOps(
     gelu=lambda x: F.gelu(x, approximate="tanh"),
-    swiglu=_activation(_swiglu, _swiglu_grad),
+    swiglu=activation(_swiglu, _swiglu_grad),
     causal_softmax=_causal_softmax,
     scores_grad=_scores_grad,
 )
@@ -134,8 +134,8 @@ def compiled(device: torch.device) -> FusedOps:
         return torch.compile(fn, dynamic=False)
 
     ops = FusedOps(
-        gelu=_activation(compile_(_sigmoid_gelu), compile_(_sigmoid_gelu_grad)),
-        swiglu=_activation(compile_(_sigmoid_swiglu), compile_(_sigmoid_swiglu_grad)),
+        gelu=activation(compile_(_sigmoid_gelu), compile_(_sigmoid_gelu_grad)),
+        swiglu=activation(compile_(_sigmoid_swiglu), compile_(_sigmoid_swiglu_grad)),
         causal_softmax=compile_(_softmax_in_one),
         scores_grad=compile_(_scores_grad),
     )

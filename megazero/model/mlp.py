@@ -32,7 +32,7 @@ class SwigluMLP(nn.Module):
     def __init__(self, model: ModelConfig, context: Context) -> None:
         super().__init__()
         h, f = model.hidden_size, model.ffn_size
-        self.context, self.swiglu = context, context.fused_ops.swiglu
+        self.context, self.swiglu = context, context.kernels.swiglu or context.fused_ops.swiglu
         self.up = ColumnLinear(context, h, 2, f, tp_dim=1, std=model.init_method_std, bias=False)
         self.down = RowLinear(context, f, h, std=model.residual_std, bias=False)
 

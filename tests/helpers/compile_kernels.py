@@ -23,6 +23,7 @@ from triton.runtime import JITFunction
 from triton.runtime.driver import driver
 
 from megazero.model.dropout import Dropout, Rows
+from megazero.model.kernels import operators
 from megazero.model.kernels.table import TRITON
 
 
@@ -53,6 +54,15 @@ def launch_all() -> None:
         labels, numbers = torch.zeros(2, dtype=torch.int64), torch.zeros(2)
         TRITON.loss.sums(x, labels, columns - 3)
         TRITON.loss.grad_(x, labels, columns - 3, numbers, numbers)
+
+    for columns, dtype in ((768, torch.bfloat16), (8192, torch.bfloat16), (8192, torch.float32), (51, torch.float32)):
+        x, weight = torch.zeros(2, columns, dtype=dtype), torch.zeros(columns, dtype=dtype)
+        numbers = torch.zeros(2, 1)
+        TRITON.rms_norm(x, weight, 1e-5)
+        TRITON.rms_norm_grad(x, x, weight, numbers)
+        TRITON.layer_norm_grad(x, x, weight, weight, numbers, numbers)
+        operators.swiglu(torch.zeros(2, 2 * columns, dtype=dtype))
+        operators.swiglu_grad(x, torch.zeros(2, 2 * columns, dtype=dtype))
 
 
 def resources(kernel: Any) -> tuple[int, int]:

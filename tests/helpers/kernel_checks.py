@@ -111,3 +111,54 @@ def check_loss(rows: int, columns: list[int], width: int, dtype: torch.dtype, de
         torch.testing.assert_close(loss.double(), wanted.detach(), rtol=0 if once else 8 * eps, atol=2**-15)
         error = (grad.double() - exact.grad).abs() / scale.abs().double().clamp(min=1e-30)[:, None]
         assert float(error.max()) < (max(eps, 2**-15) if once else max(8 * eps, 2**-15)), (kernels, float(error.max()))
+
+
+def assert_near(found: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype, roundings: float = 1.0) -> None:
+    """Compare with fp64: fp32 sums of some tens of terms, and `roundings` of each result to `dtype`.
+
+    Relative to the largest of a row, since a difference of two terms keeps their error.
+    """
+    eps = torch.finfo(dtype).eps
+    size = exact.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+    error = float(((found.double() - exact).abs() / size).max())
+    assert error < max(roundings * eps, 2**-20), (error, dtype)
+
+
+def check_norms(rows: int, columns: int, dtype: torch.dtype, device: str) -> None:
+    """Compare both norms, of both implementations, with plain PyTorch in fp64."""
+    x, dy = (randn(rows, columns, dtype=dtype, device=device, seed=i) for i in range(2))
+    x = x + 3  # a mean that must not be taken for a deviation
+    weight, bias = (1 + randn(columns, dtype=dtype, device=device, seed=i) / 4 for i in (2, 3))
+    for kernels in (EAGER, TRITON):
+        given = [t.double().requires_grad_() for t in (x, weight)]
+        wanted = F.rms_norm(given[0], (columns,), given[1], 1e-5)
+        y, rstd = kernels.rms_norm(x, weight, 1e-5)
+        assert_near(y, wanted.detach(), dtype, 2)  # before the weight, and after it
+        exact = torch.autograd.grad(wanted, given, dy.double())
+        dx, dweight = kernels.rms_norm_grad(dy, x, weight, rstd)
+        assert dx.dtype == dtype and dweight.dtype == torch.float32
+        assert_near(dx, exact[0], dtype)
+        assert_near(dweight, exact[1], torch.float32)
+        given = [t.double().requires_grad_() for t in (x, weight, bias)]
+        exact = torch.autograd.grad(F.layer_norm(given[0], (columns,), *given[1:], 1e-5), given, dy.double())
+        _, mean, rstd = torch.native_layer_norm(x.float(), (columns,), weight.float(), bias.float(), 1e-5)
+        if kernels is TRITON or dtype == torch.float32:  # a CPU's own wants its own type of mean
+            for found, wanted in zip(kernels.layer_norm_grad(dy, x, weight, bias, mean, rstd), exact, strict=True):
+                assert_near(found, wanted, found.dtype)
+
+
+def check_swiglu(rows: int, columns: int, dtype: torch.dtype, device: str) -> None:
+    """Compare with plain PyTorch in fp64; gates from where exp overflows to where it is 0."""
+    x, dy = (
+        randn(rows, 2 * columns, dtype=dtype, device=device),
+        randn(rows, columns, dtype=dtype, device=device, seed=1),
+    )
+    x[0, :4] = torch.tensor([-200.0, 200.0, 0.0, -0.0])
+    exact = x.double().requires_grad_()
+    gate, value = exact.chunk(2, -1)
+    wanted = F.silu(gate) * value
+    given = x.clone().requires_grad_()
+    assert TRITON.swiglu is not None
+    y = TRITON.swiglu(given)
+    assert_near(y.detach(), wanted.detach(), dtype)
+    assert_near(*(torch.autograd.grad(*pair)[0] for pair in ((y, given, dy), (wanted, exact, dy.double()))), dtype)

@@ -23,11 +23,14 @@ TINY = replace(
 )
 
 
-@pytest.mark.parametrize("sp", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_steps_are_those_of_torchs_operators(ranks, sp: bool) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "sp"),
+    [("gpt2", True), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("gpt2", False), ("llama", True)))],
+)
+def test_steps_are_those_of_torchs_operators(ranks, architecture: str, sp: bool) -> None:
     """A step of two tensor-parallel ranks: loss, gradient norm, and all bytes."""
     pytest.importorskip("triton", reason="no triton: torch brings it for GPUs, requirements-dev.txt for x86-64 Linux")
-    case = Case(tp=2, sp=sp, batch=2, micro_batches=1, model=TINY)
+    case = Case(tp=2, sp=sp, batch=2, micro_batches=1, model=replace(TINY, architecture=architecture))
     ours, theirs = (ranks(2).run(train, case._replace(kernels=k), 1) for k in ("triton", "eager"))
     for mine, wanted in zip(ours, theirs, strict=True):
         assert relative_error(mine.losses, wanted.losses) < 1e-6

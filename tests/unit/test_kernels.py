@@ -11,11 +11,16 @@ import pytest
 import torch
 
 from megazero.comm.pretend import pretend_mesh
-from megazero.config.schema import Config, TrainingConfig
+from megazero.config.schema import Config, ModelConfig, TrainingConfig
 from megazero.config.validate import check_device
 from megazero.model.dropout import Dropout, Rows
-from megazero.model.kernels.table import TRITON
+from megazero.model.kernels.table import EAGER, TRITON
+from megazero.plan.parameters import stage_units
+from megazero.plan.rank_spec import rank_spec
+from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
+from megazero.price.kernels import Operator, layer_events
+from megazero.price.trace import trace_layers
 from megazero.train.kernel_choice import choose_kernels, triton_complaint
 from tests.helpers import kernel_checks
 
@@ -63,6 +68,58 @@ def test_a_loss_that_is_not_finite_shows() -> None:
     labels = torch.full((3,), 2, device=DEVICE)
     loss, _ = kernel_checks.cross_entropy(TRITON.loss, [logits], [16], labels, torch.ones(3, device=DEVICE))
     assert loss.isnan().tolist() == [True, True, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_norms_and_swiglu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs with several rows, one of them with fewer; columns that end within a block."""
+    monkeypatch.setattr("megazero.model.kernels.triton_norm.PROGRAMS", 2)
+    kernel_checks.check_norms(5, 50, dtype, DEVICE)
+    kernel_checks.check_swiglu(2, 2100 if dtype == torch.float32 else 5, dtype, DEVICE)
+
+
+def test_weight_gradients_do_not_depend_on_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are added in a fixed order: row p, p + programs, ... by each program, then the programs."""
+    monkeypatch.setattr("megazero.model.kernels.triton_norm.PROGRAMS", 2)
+    rstd = torch.ones(5, 1, device=DEVICE)
+    x = torch.tensor([1e8, 1.0, 1.0, 2.0, -1e8], device=DEVICE)[:, None].expand(5, 16).contiguous()
+    ones = torch.ones(5, 16, device=DEVICE)
+    _, dweight = TRITON.rms_norm_grad(ones, x, ones[0], rstd)
+    assert dweight.tolist() == [3.0] * 16  # (1e8 + 1 - 1e8) + (1 + 2), the first 1 lost in fp32
+
+
+def test_wide_norms_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel has a row of more than 8192 in registers."""
+    monkeypatch.setattr("megazero.model.kernels.operators.WIDEST", 7)
+    x, weight = torch.randn(2, 8), torch.ones(8)
+    y, rstd = TRITON.rms_norm(x, weight, 1e-5)
+    assert torch.equal(y, EAGER.rms_norm(x, weight, 1e-5)[0])
+    found, wanted = (k.rms_norm_grad(y, x, weight, rstd) for k in (TRITON, EAGER))
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_a_trace_sees_what_a_launch_moves() -> None:
+    """Operators of a block and of the head on stand-ins for a GPU: bytes, kept ones too."""
+    moved: dict[str, set[int]] = {}
+    kept = []
+    model = ModelConfig(1, 64, 192, 4, 32, 448, architecture="llama", hidden_dropout=0.1)
+    for kernels in ("triton", "eager"):
+        training = TrainingConfig(micro_batch_size=4, precision="bf16", fused_kernels=kernels)  # type: ignore[arg-type]
+        config, layout = resolve(Config(model=model, training=training), 1, 0)
+        layers, specs = rank_spec(config, layout, 0).layers, stage_units(model, layout, 0, ())
+        kept.append({name: cost.saved for name, cost in trace_layers(config, layout, 0, "cuda").items()})
+        for name in ("blocks.0", "head"):
+            events = layer_events(config, layout, layers[name], specs, "cuda")
+            for operator in (*events.forward, *events.backward):
+                if isinstance(operator, Operator) and kernels == "triton":
+                    moved.setdefault(operator.name, set()).add(operator.num_bytes)
+    x, logits, inner = 2 * 128 * 64, 2 * 128 * 448, 2 * 128 * 192  # bytes
+    row, weight = 4 * 128, 2 * 64  # a number per token in fp32; a norm's weight
+    assert moved["dropout"] == {3 * x, 2 * x}
+    assert moved["loss_sums"] == {logits + 2 * row + 3 * row} and moved["loss_grad_"] == {2 * logits + 4 * row}
+    assert moved["rms_norm"] == {2 * x + row + weight} and moved["rms_norm_grad"] == {3 * x + row + 3 * weight}
+    assert moved["swiglu"] == {3 * inner} and moved["swiglu_grad"] == {5 * inner}
+    assert kept[0] == kept[1]
 
 
 class OnGPU(TrainingConfig):
@@ -132,5 +189,7 @@ def test_every_kernel_compiles_for_gpus_that_are_not_there(capability: int) -> N
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
-    assert {line.split()[0] for line in lines} == {"_dropout", "_sums", "_grad"}
+    assert {line.split()[0] for line in lines} == {
+        *("_dropout", "_sums", "_grad", "_rms_norm", "_norm_grad", "_swiglu", "_swiglu_grad")
+    }
     assert all(line.endswith(" 0 spilled") for line in lines), done.stdout

@@ -1,4 +1,4 @@
-"""The loss over the vocabulary and the norms by torch's operators, as functions below autograd.
+"""The loss over the vocabulary and norms by torch's operators, as functions below autograd.
 
 Shapes: T tokens, h hidden, v vocabulary; /tp = this rank's part.
 """
@@ -58,3 +58,29 @@ def _chunks(logits: torch.Tensor) -> list[slice]:
         return [slice(0, rows)]  # a GPU wants few, large kernels
     each = max(1, LOGIT_CHUNK_BYTES // (logits.shape[1] * logits.element_size()))
     return [slice(at, min(at + each, rows)) for at in range(0, rows, each)]
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [.., h] -> x / rms(x) * weight, 1 / rms(x) [.., 1]. Sums and quotients are in fp32, or fp64 of fp64."""
+    exact = x.to(wide(x))
+    rstd = exact.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return (exact * rstd).to(x.dtype).mul_(weight), rstd
+
+
+def rms_norm_grad(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of x [T, h] and of the weight."""
+    normed, dy = x.to(rstd.dtype) * rstd, dy.to(rstd.dtype)
+    dweight = (dy * normed).sum(0)
+    dnormed = dy * weight.to(rstd.dtype)
+    mean = (dnormed * normed).mean(-1, keepdim=True)
+    dx = dnormed.sub_(normed.mul_(mean)).mul_(rstd)
+    return dx.to(x.dtype), dweight
+
+
+def layer_norm_grad(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of x [T, h], of the weight and of the bias; mean and rstd are `native_layer_norm`'s."""
+    return torch.ops.aten.native_layer_norm_backward(dy, x, x.shape[-1:], mean, rstd, weight, bias, [True, True, True])

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 
 from megazero.model.dropout import Segment, scale_of, threshold_of
+from megazero.model.kernels import eager
 
 DEVICES = ("CUDA", "CPU")
+WIDEST = 8192  # a norm's row, which a program has in registers; of a wider one torch's operators take care
 
 
 def _operator(schema: str, launch: Callable[..., Any], stand_in: Callable[..., Any]) -> Any:
@@ -79,6 +81,106 @@ loss_grad_ = _operator(
     _launch_grad_,
     _grad_stand_in,
 )
+
+
+def _launch_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    from megazero.model.kernels import triton_norm
+
+    return triton_norm.rms_norm(x, weight, eps)
+
+
+def _rms_norm_stand_in(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+
+
+def _launch_rms_norm_grad(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from megazero.model.kernels import triton_norm
+
+    return triton_norm.norm_grad(dy, x, weight, None, rstd)[:2]
+
+
+def _rms_norm_grad_stand_in(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), torch.empty_like(weight, dtype=torch.float32)
+
+
+def _launch_layer_norm_grad(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from megazero.model.kernels import triton_norm
+
+    dx, dweight, dbias = triton_norm.norm_grad(dy, x, weight, mean, rstd)
+    assert dbias is not None
+    return dx, dweight, dbias
+
+
+def _layer_norm_grad_stand_in(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    made = torch.empty_like(weight, dtype=torch.float32)
+    return torch.empty_like(x), made, torch.empty_like(made)
+
+
+def _launch_swiglu(x: torch.Tensor) -> torch.Tensor:
+    from megazero.model.kernels import triton_swiglu
+
+    return triton_swiglu.swiglu(x)
+
+
+def _swiglu_stand_in(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+
+
+def _launch_swiglu_grad(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    from megazero.model.kernels import triton_swiglu
+
+    return triton_swiglu.swiglu_grad(dy, x)
+
+
+def _swiglu_grad_stand_in(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+_RMS_NORM = _operator(
+    "rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)", _launch_rms_norm, _rms_norm_stand_in
+)
+_RMS_NORM_GRAD = _operator(
+    "rms_norm_grad(Tensor dy, Tensor x, Tensor weight, Tensor rstd) -> (Tensor, Tensor)",
+    _launch_rms_norm_grad,
+    _rms_norm_grad_stand_in,
+)
+_LAYER_NORM_GRAD = _operator(
+    "layer_norm_grad(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd) -> (Tensor, Tensor, Tensor)",
+    _launch_layer_norm_grad,
+    _layer_norm_grad_stand_in,
+)
+swiglu = _operator("swiglu(Tensor x) -> Tensor", _launch_swiglu, _swiglu_stand_in)
+swiglu_grad = _operator("swiglu_grad(Tensor dy, Tensor x) -> Tensor", _launch_swiglu_grad, _swiglu_grad_stand_in)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `eager.rms_norm`."""
+    return eager.rms_norm(x, weight, eps) if x.shape[-1] > WIDEST else _RMS_NORM(x, weight, eps)
+
+
+def rms_norm_grad(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `eager.rms_norm_grad`; the weight's gradient is fp32."""
+    make = eager.rms_norm_grad if x.shape[-1] > WIDEST else _RMS_NORM_GRAD
+    return make(dy, x, weight, rstd)
+
+
+def layer_norm_grad(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `eager.layer_norm_grad`; the gradients of weight and bias are fp32."""
+    if x.shape[-1] > WIDEST:
+        return eager.layer_norm_grad(dy, x, weight, bias, mean, rstd)
+    return _LAYER_NORM_GRAD(dy, x, weight, mean, rstd)
 
 
 def loss_kept(factor: torch.Tensor, total: torch.Tensor, log_sum: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from megazero.model import dropout
+from megazero.model.fused_ops import activation
 from megazero.model.kernels import eager, operators
 
 
@@ -32,11 +33,29 @@ class Kernels(NamedTuple):
 
     dropout: dropout.Kernel
     loss: LossKernels
+    # (x [.., h], weight, eps) -> y, 1 / rms(x) [.., 1] in fp32, or fp64 of fp64
+    rms_norm: Callable[[torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
+    rms_norm_grad: Callable[..., tuple[torch.Tensor, torch.Tensor]]  # (dy, x, weight, 1 / rms) -> dx, dweight
+    # (dy, x, weight, bias, mean, 1 / deviation) -> dx, dweight, dbias
+    layer_norm_grad: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    swiglu: Callable[[torch.Tensor], torch.Tensor] | None  # None: that of `FusedOps`, which may be compiled
 
 
-EAGER = Kernels(dropout=dropout.eager, loss=LossKernels(eager.loss_sums, eager.loss_kept, eager.loss_grad_))
+EAGER = Kernels(
+    dropout.eager,
+    LossKernels(eager.loss_sums, eager.loss_kept, eager.loss_grad_),
+    eager.rms_norm,
+    eager.rms_norm_grad,
+    eager.layer_norm_grad,
+    None,
+)
 TRITON = Kernels(
-    dropout=operators.dropout, loss=LossKernels(operators.loss_sums, operators.loss_kept, operators.loss_grad_)
+    operators.dropout,
+    LossKernels(operators.loss_sums, operators.loss_kept, operators.loss_grad_),
+    operators.rms_norm,
+    operators.rms_norm_grad,
+    operators.layer_norm_grad,
+    activation(operators.swiglu, operators.swiglu_grad),
 )
 
 
