@@ -30,6 +30,7 @@ from megazero.train.engine import Engine
 
 SIDES = (32, 64, 128, 256, 512, 1024)  # of square products
 ELEMENTS = tuple(4**n for n in range(5, 13))  # of element-wise operators: 4 KB to 64 MB a tensor
+IN_CACHE = 1 << 16  # elements of an operator whose own speed is measured: its tensors lie in a cache
 ATTENTION = (4, 4, 128, 64)  # b, n, s, d
 MESSAGE = 1 << 22  # elements of a large collective: 16 MB
 
@@ -38,13 +39,16 @@ Times = dict[str, float]  # what was measured -> seconds
 
 
 def seconds_of(function: Callable[[], Any], least: float = 0.01) -> float:
-    """Seconds of one call: the mean over as many as take `least`, the first not counted."""
+    """CPU seconds of one call in this thread: the mean over as many as take `least`, the first not counted.
+
+    A rank computes in one thread. What else runs on the machine takes no CPU time of it, only caches and bandwidth.
+    """
     function()
-    count, start = 0, time.perf_counter()
-    while count == 0 or time.perf_counter() - start < least:
+    count, start = 0, time.thread_time()
+    while count == 0 or time.thread_time() - start < least:
         function()
         count += 1
-    return (time.perf_counter() - start) / count
+    return (time.thread_time() - start) / count
 
 
 def operators(n: int) -> dict[str, Callable[[], Any]]:
@@ -94,7 +98,7 @@ def computing(rank: int) -> Times:
     for n in ELEMENTS:
         x, y, z = (torch.randn(n) for _ in range(3))
         found[f"add {n}"] = seconds_of(lambda x=x, y=y, z=z: torch.add(x, y, out=z), 0.005)
-    for name, function in operators(1 << 16).items():
+    for name, function in operators(IN_CACHE).items():
         found[f"operator {name}"] = seconds_of(function)
     q = torch.randn(ATTENTION, requires_grad=True)
     attend = lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()  # noqa: E731
@@ -103,7 +107,10 @@ def computing(rank: int) -> Times:
 
 
 def communicating(rank: int, world: int) -> Times:
-    """Measure collectives among `world` ranks: small ones and large ones."""
+    """Measure collectives among `world` ranks: small ones and large ones, seconds of the fastest turn.
+
+    And CPU seconds of the thread that asks for them, which does not compute meanwhile.
+    """
     axis = Mesh.build(Layout(dp=world), rank, torch.device("cpu")).dp
     found: Times = {}
     for size, n in (("small", 64 * world), ("large", MESSAGE // world * world)):
@@ -112,12 +119,15 @@ def communicating(rank: int, world: int) -> Times:
             ("all_reduce", lambda x=x: axis.all_reduce_(x)),
             ("all_gather", lambda x=x, part=part: axis.all_gather(part, x)),
         ):
-            function()
-            axis.all_reduce_(torch.zeros(1))
-            count, start = 20 if size == "small" else 4, time.perf_counter()
-            for _ in range(count):
+            count, turns = 8 if size == "small" else 2, list[tuple[float, float]]()
+            for _ in range(4):
                 function()
-            found[f"{name} {size}"] = (time.perf_counter() - start) / count
+                axis.all_reduce_(torch.zeros(1))
+                start, computing = time.perf_counter(), time.thread_time()
+                for _ in range(count):
+                    function()
+                turns.append(((time.perf_counter() - start) / count, (time.thread_time() - computing) / count))
+            found[f"{name} {size}"], found[f"{name} {size}, this thread"] = map(min, zip(*turns, strict=True))
     return found
 
 
@@ -141,7 +151,10 @@ def tiny() -> Config:
 
 
 class Measured:
-    """Times of several rounds, by the number of ranks that computed at once."""
+    """Times of several rounds, by the number of ranks that computed at once.
+
+    The least counts: other work on the machine slows, but never speeds up.
+    """
 
     def __init__(self) -> None:
         self.rounds: dict[tuple[int, str], list[float]] = {}
@@ -151,13 +164,12 @@ class Measured:
         for name in found[0]:
             self.rounds.setdefault((ranks, name), []).append(statistics.mean(times[name] for times in found))
 
-    def median(self, ranks: int, name: str) -> float:
-        return statistics.median(self.rounds[ranks, name])
+    def least(self, ranks: int, name: str) -> float:
+        return min(self.rounds[ranks, name])
 
-    def spread(self, ranks: int, name: str) -> tuple[float, float]:
-        """The quartiles over the median."""
-        low, middle, high = statistics.quantiles(self.rounds[ranks, name], n=4)
-        return low / middle, high / middle
+    def slower(self, ranks: int, name: str) -> float:
+        """The median over the least."""
+        return statistics.median(self.rounds[ranks, name]) / self.least(ranks, name)
 
 
 def measure(ranks: int, rounds: int) -> Measured:
@@ -184,33 +196,34 @@ def measure_round(found: Measured, groups: dict[int, Ranks]) -> None:
 
 def device_of(m: Measured, ranks: int) -> tuple[Device, dict[str, list[list[float]]]]:
     """Fit the constants of a device file."""
-    call, worlds = m.median(1, "call"), sorted({world for world, _ in m.rounds})
-    products = [[4.0 * n**3, 4 * n**3 / max(m.median(1, f"product {n}") - 2 * call, call)] for n in SIDES]
-    products = [[flops / 2, rate] for flops, rate in products]
-    adds = [[12.0 * n, 12 * n / max(m.median(1, f"add {n}") - call, call / 4)] for n in ELEMENTS]
-    n = 1 << 16
-    add = 12 * n / m.median(1, "operator add")
+    call, worlds = m.least(1, "call"), sorted({world for world, _ in m.rounds})
+    products = [[2.0 * n**3, 4 * n**3 / max(m.least(1, f"product {n}") - 2 * call, call)] for n in SIDES]
+    adds = [[12.0 * n, 12 * n / max(m.least(1, f"add {n}") - call, call / 4)] for n in ELEMENTS]
     names = [name.split()[1] for world, name in m.rounds if world == 1 and name.startswith("operator ")]
-    speeds = {name: 4 * n * MOVED.get(name, 2) / m.median(1, f"operator {name}") / add for name in names}
+    speeds = {
+        name: 4 * IN_CACHE * MOVED.get(name, 2) / (m.least(1, f"operator {name}") - call)
+        for name in names
+        if name != "scatter_add_"
+    }
     speeds["norm"] = speeds["sum"]
-    speeds.pop("scatter_add_")
     compared = [*(f"product {side}" for side in SIDES[2:]), *(f"operator {name}" for name in names)]
-    contention = [
-        [float(w), statistics.geometric_mean([m.median(w, name) / m.median(1, name) for name in compared])]
-        for w in worlds
-    ]
+    contention = [[1.0, 1.0]]
+    for w in worlds[1:]:
+        slower = statistics.geometric_mean([m.least(w, name) / m.least(1, name) for name in compared])
+        contention.append([float(w), max(slower, contention[-1][1])])  # more ranks are no faster
     b, heads, s, d = ATTENTION
-    attention = 3.5 * 2 * b * heads * s * s * d / m.median(1, "attention")
+    attention = 3.5 * 2 * b * heads * s * s * d / m.least(1, "attention")
     links = []
     for w in worlds[1:]:
         sent = 4 * MESSAGE * (w - 1) / w
         links.append([float(w), statistics.geometric_mean([
-            2 * sent / m.median(w, "all_reduce large"), sent / m.median(w, "all_gather large")
+            2 * sent / m.least(w, "all_reduce large"), sent / m.least(w, "all_gather large")
         ])])  # fmt: skip
     most = worlds[-1]
-    latency = m.median(most, "all_gather small") / 2 if most > 1 else 1e-5
+    asked = [m.least(most, f"{name} small, this thread") for name in ("all_reduce", "all_gather") if most > 1]
+    latency = m.least(most, "all_gather small") / 2 if most > 1 else 1e-5
     best = max(rate for _, rate in products)
-    spread, memory = m.spread(1, f"product {SIDES[-2]}"), m.spread(1, f"add {ELEMENTS[4]}")
+    product, memory = m.slower(1, f"product {SIDES[-2]}"), m.slower(1, f"add {ELEMENTS[4]}")
     source = "measured by scripts/measure_device.py"
 
     def constant(value: float, low: float = 1.0, high: float = 1.0) -> Constant:
@@ -221,14 +234,15 @@ def device_of(m: Measured, ranks: int) -> tuple[Device, dict[str, list[list[floa
         "memory.capacity": constant(float((host_memory() or Available(1 << 34, "")).num_bytes // ranks)),
         "memory.reserved": Constant(3e8, 2e8, 5e8, "assumed: Python and torch in a process"),
         "memory.bandwidth": constant(max(rate for _, rate in adds)),
-        "memory.fraction": constant(1.0, 1 / memory[1], 1 / memory[0]),
+        "memory.fraction": constant(1.0, 1 / memory),
         **{f"compute.{name}": constant(best) for name in ("fp16", "bf16", "fp32")},
         "compute.fp64": Constant(best / 2, best / 2, best / 2, "assumed: half of fp32"),
-        "compute.fraction": constant(1.0, 1 / spread[1], 1 / spread[0]),
+        "compute.fraction": constant(1.0, 1 / product),
         "compute.attention": constant(attention / best),
         "overhead.kernel": constant(0.0),
-        "overhead.call": constant(call, *m.spread(1, "call")),
+        "overhead.call": constant(call, 1.0, m.slower(1, "call")),
         "overhead.operation": constant(0.0),
+        "overhead.collective": constant(statistics.mean(asked) if asked else 0.0),
         "host.bandwidth": constant(adds[-1][1]),
         "node.devices": Constant(float(ranks), ranks, ranks, "--ranks"),
         "node.bandwidth": constant(links[-1][1] if links else 1e9),
@@ -238,7 +252,7 @@ def device_of(m: Measured, ranks: int) -> tuple[Device, dict[str, list[list[floa
     }
     curves = {"products": products, "elementwise": adds, "contention": contention, "links": links}
     device = Device("cpu", "cpu", "", constants, speeds, *(tuple((x, y) for x, y in curves[c]) for c in curves))
-    operation = constant(max(0.0, per_operation(device, m.median(1, "step"))), *m.spread(1, "step"))
+    operation = constant(max(0.0, per_operation(device, m.least(1, "step"))), 1.0, m.slower(1, "step"))
     return replace(device, constants=constants | {"overhead.operation": operation}), curves
 
 
@@ -261,9 +275,9 @@ def to_toml(device: Device, curves: dict[str, list[list[float]]], ranks: int) ->
         'kind = "cpu"',
         f'description = "{cpu}"',
     ]
-    for section, names in SECTIONS.items():
+    for section in SECTIONS:
         lines += ["", f"[{section}]"]
-        for name in names:
+        for name in (key.split(".")[1] for key in device.constants if key.startswith(f"{section}.")):
             c = device.constants[f"{section}.{name}"]
             bounds = f", low = {c.low:.6g}, high = {c.high:.6g}" if c.low != c.high else ""
             lines.append(f'{name} = {{ value = {c.value:.6g}{bounds}, source = "{c.source}" }}')

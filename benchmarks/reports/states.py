@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from benchmarks.reports.blocks import gb, markdown, percent
 from benchmarks.reports.pictures import bars
@@ -98,15 +100,15 @@ def _figure_1(ours: list[float]) -> None:
     bars("paper-figure-1.svg", names, {"paper": paper, "rehearsed": ours}, "GB of model states")
 
 
-def _shape(mp: int, stage: int) -> tuple[int, int]:
-    """Return (hidden size, heads) such that the largest model has some 64 layers."""
-    heads = max(1, round(math.sqrt(largest(stage, mp) / (12 * 64)) / HEAD / mp)) * mp
+def _shape(mp: int, stage: int, layers: int) -> tuple[int, int]:
+    """Return (hidden size, heads) such that the largest model has some `layers`."""
+    heads = max(1, round(math.sqrt(largest(stage, mp) / (12 * layers)) / HEAD / mp)) * mp
     return HEAD * heads, heads
 
 
-def _largest(mp: int, stage: int) -> tuple[int, Asked]:
-    """Return the most layers whose states fit a device by `estimate`, and that model's rehearsal."""
-    hidden, heads = _shape(mp, stage)
+def _largest(mp: int, stage: int, about: int) -> tuple[int, Asked]:
+    """Return the most layers whose states fit a device by `estimate`, some `about`, and that model's rehearsal."""
+    hidden, heads = _shape(mp, stage, about)
     options = _options(stage, 64, largest(stage, 1)) | {"tensor_model_parallel_size": mp}
 
     def asked(layers: int) -> Asked:
@@ -126,23 +128,36 @@ def _largest(mp: int, stage: int) -> tuple[int, Asked]:
     return most, asked(most)
 
 
+class Cell(NamedTuple):
+    """A cell of Table 2 by rehearsal: parameters of the largest model of whole layers, bytes of states held."""
+
+    layers: int
+    parameters: int
+    held: int
+
+
+def table_2_cells(cells: Sequence[tuple[int, int]], layers: int = 64) -> list[Cell]:
+    """Rehearse the largest model of some `layers` of each (MP, stage)."""
+    models = [_largest(mp, stage, layers) for mp, stage in cells]
+    rehearsed = rehearse_all([asked for _, asked in models])
+    return [
+        Cell(layers, num_parameters(resolved(asked)[0].model), _states(found, stage, 64))
+        for (_, stage), (layers, asked), found in zip(cells, models, rehearsed, strict=True)
+    ]
+
+
 def table_2() -> dict[str, str]:
     """Table 2: the largest model that fits, by formula and by rehearsal."""
     cells = [(mp, stage) for mp in TABLE_2 for stage in range(4)]
-    models = {cell: _largest(*cell) for cell in cells}
-    found = dict(zip(cells, rehearse_all([models[cell][1] for cell in cells]), strict=True))
+    found = dict(zip(cells, table_2_cells(cells), strict=True))
     rows = []
     for mp, printed in TABLE_2.items():
         row: list[object] = [f"{mp} / {64 * mp}"]
         for stage in range(4):
-            _, asked = models[mp, stage]
-            total = num_parameters(resolved(asked)[0].model)
-            held = _states(found[mp, stage], stage, 64)
-            assert held <= DEVICE_BYTES, (mp, stage, held)
-            text = table_2_cell(stage, mp)
+            cell, text, exact = found[mp, stage], table_2_cell(stage, mp), largest(stage, mp)
+            assert cell.held <= DEVICE_BYTES, (mp, stage, cell)
             assert text == printed.split()[stage]
-            exact = largest(stage, mp)
-            row.append(f"{text} ({total / 1e9:.1f}B in {gb(held)}; {percent(total, exact)})")
+            row.append(f"{text} ({cell.parameters / 1e9:.1f}B in {gb(cell.held)}; {percent(cell.parameters, exact)})")
         rows.append([*row, MEASURED[mp].replace(" ", ", ")])
     columns = ["MP / GPUs", "baseline", *STAGES.values(), "the paper's measured baseline, Pos"]
     return {"table 2": markdown(columns, rows)}

@@ -66,12 +66,10 @@ class Roofline:
         return product.flops / (d[f"compute.{dtype}"] * d["compute.fraction"] * max(min(1.0, used), 0.5))
 
     def memory(self, name: str, num_bytes: float) -> float:
-        """Seconds of reading and writing `num_bytes` by operator `name`."""
+        """Seconds of reading and writing `num_bytes` by operator `name`: as fast as memory lets it, or as itself is."""
         d = self.device
-        bandwidth = self.bandwidth
-        if d.elementwise:
-            bandwidth = interpolate(d.elementwise, num_bytes) * d["memory.fraction"]
-        return num_bytes / (bandwidth * d.operators.get(name, 1.0))
+        bandwidth = interpolate(d.elementwise, num_bytes) * d["memory.fraction"] if d.elementwise else self.bandwidth
+        return num_bytes / min(bandwidth, d.operators.get(name, math.inf) * d["memory.fraction"])
 
     def seconds(self, op: Operator) -> float:
         """Seconds of an operator on the device, without what the host takes to issue it."""
@@ -163,6 +161,8 @@ class StepCosts:
                 now += self.roofline.seconds(event)
                 calls += 1
             elif isinstance(event, Issue):
+                now += self.device.collective_overhead
+                exposed += self.device.collective_overhead
                 seconds = self.network.collective("tp", event.collective, event.num_bytes)
                 tp_free = done[event.number] = max(now, tp_free) + seconds
             elif isinstance(event, Arrive) and done[event.number] > now:

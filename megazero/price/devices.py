@@ -27,7 +27,8 @@ SECTIONS = {
     "node": ("devices", "bandwidth", "fraction", "latency"),
     "cluster": ("bandwidth", "fraction", "latency"),
 }
-OPTIONAL = {"compute": ("tf32",)}  # section -> constants that not every device has
+OPTIONAL = {"compute": ("tf32",), "overhead": ("collective",)}  # section -> constants that not every device has
+SLOWEST = 1e6  # bytes/s of an operator: less is a multiple of something, which files had before
 CURVES = ("products", "elementwise", "contention", "links")
 
 
@@ -50,7 +51,8 @@ class Device:
     Attributes:
         kind: "cuda" or "cpu": whose kernels a layer is traced for, and which collectives it takes.
         cards: patterns of the names by which CUDA knows cards with these peaks, "NVIDIA " or "Tesla " left out.
-        operators: operator of torch -> its speed, as a multiple of `elementwise`'s; 1 where it is not named.
+        operators: operator of torch -> bytes/s that it reaches at most, wherever its tensors lie; those that are not
+            named are as fast as memory.
         products: (FLOPs of a matrix product, FLOP/s), measured; () where the fraction of the peak is used.
         elementwise: (bytes of an operator, bytes/s), measured; () where the fraction of the bandwidth is used.
         contention: (ranks that compute on a node, time over that of one alone), measured; () where there is none.
@@ -86,6 +88,12 @@ class Device:
         if not training.tf32 or "compute.tf32" not in self.constants:
             return self
         return replace(self, constants=self.constants | {"compute.fp32": self.constants["compute.tf32"]})
+
+    @property
+    def collective_overhead(self) -> float:
+        """Seconds in which the host does not compute, for each collective or message: on CPUs."""
+        known = self.constants.get("overhead.collective")
+        return known.value if known else 0.0
 
     @property
     def devices_per_node(self) -> int:
@@ -168,8 +176,8 @@ def _read(name: str, values: dict[str, Any]) -> Device:
     _check_keys("[curves]", curves, CURVES)
     operators = _table("operators", values.get("operators", {}))
     for key, value in operators.items():
-        if not _is_positive(value):
-            raise ValueError(f"operators.{key} = {value!r} must be a number above 0")
+        if not _is_positive(value) or value < SLOWEST:
+            raise ValueError(f"operators.{key} = {value!r} must be bytes per second, above {SLOWEST:.0g}")
     found = {key: _curve(key, points) for key, points in curves.items()}
     cards = values.get("cards", [])
     if not isinstance(cards, list) or not all(isinstance(card, str) for card in cards):

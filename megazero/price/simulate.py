@@ -68,8 +68,8 @@ class Timing(NamedTuple):
 class _Rank:
     """One rank's place in its program while it is played."""
 
-    def __init__(self, ops: Ops) -> None:
-        self.ops, self.at, self.now = ops, 0, 0.0
+    def __init__(self, ops: Ops, issue: float) -> None:
+        self.ops, self.at, self.now, self.issue = ops, 0, 0.0, issue
         self.free: dict[str, float] = {}  # axis -> when its stream has nothing left to do
         self.done: dict[Op, float] = {}  # operation in flight -> when it ends
         self.spans: list[Span] = []
@@ -96,6 +96,8 @@ class _Rank:
         about = inner(op)
         if isinstance(about, Transfer):
             if not isinstance(op, Wait):
+                if about not in posted:  # played again once its mate has begun
+                    self.wait(self.now + self.issue, "pp")
                 posted[about] = self.now
             if not isinstance(op, Start):
                 mate = (Send if isinstance(about, Recv) else Recv)(about.what, about.to, about.micro_batch)
@@ -111,8 +113,9 @@ class _Rank:
             self.run(op, cost(op))
             self.spans.append(Span(op, begin, self.now))
         elif isinstance(about, Asynchronous):
-            axis = axis_of(about)
-            self.free[axis] = self.done[about] = max(self.now, self.free.get(axis, 0.0)) + cost(about)
+            axis, seconds = axis_of(about), cost(about)
+            self.wait(self.now + self.issue * (seconds > 0), axis)  # an axis of one rank has nothing to start
+            self.free[axis] = self.done[about] = max(self.now, self.free.get(axis, 0.0)) + seconds
             if not isinstance(op, Start):
                 self.wait(self.done[about], axis)
         else:
@@ -120,13 +123,16 @@ class _Rank:
         return True
 
 
-def simulate(programs: list[Ops], cost: Cost | Sequence[Cost]) -> Timing:
+def simulate(programs: list[Ops], cost: Cost | Sequence[Cost], issue: float = 0.0) -> Timing:
     """Play the programs of the ranks of one pipeline, at one cost for all or one for each.
+
+    Args:
+        issue: time in which a rank does not compute, for each transfer that it starts.
 
     Raises:
         RuntimeError: they deadlock; it says where every rank waits.
     """
-    ranks = [_Rank(ops) for ops in programs]
+    ranks = [_Rank(ops, issue) for ops in programs]
     costs = [cost] * len(ranks) if callable(cost) else cost
     posted: dict[Transfer, float] = {}
     while any(rank.at < len(rank.ops) for rank in ranks):

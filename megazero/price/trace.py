@@ -34,7 +34,7 @@ from megazero.plan.rank_spec import Layer, rank_spec
 from megazero.plan.topology import Layout
 from megazero.plan.zero_policy import Use
 
-SMALL = 1 << 24  # elements: tens of milliseconds
+SMALL = 1 << 24  # elements of a tensor, or of a layer's weights: tens of milliseconds
 
 
 class LayerCost(NamedTuple):
@@ -84,10 +84,12 @@ class Kind(NamedTuple):
 
     @property
     def small(self) -> bool:
-        tokens = self.micro_batch_size * self.model.seq_length
-        scores = tokens * self.model.seq_length * self.model.num_attention_heads
-        activations = tokens * (self.model.vocab_size + 4 * self.model.hidden_size + self.model.ffn_size)
-        return max(scores, activations) // self.tp <= SMALL
+        """True if activations and weights are few: for a CPU, the layer then runs on real tensors."""
+        model, tokens = self.model, self.micro_batch_size * self.model.seq_length
+        scores = tokens * model.seq_length * model.num_attention_heads
+        activations = tokens * (model.vocab_size + 4 * model.hidden_size + model.ffn_size)
+        weights = model.hidden_size * (model.vocab_size + 4 * model.hidden_size + 3 * model.ffn_size)
+        return max(scores, activations, weights) // self.tp <= SMALL
 
     @contextlib.contextmanager
     def stand_in(self) -> Iterator[torch.device]:

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.reports.blocks import write_blocks
 from benchmarks.reports.goodput import LLAMA_3_DEVICE_HOURS, best_interval, goodput, mean_time_between_failures
 from benchmarks.reports.rehearsals import Asked, flags_of, rehearse_one, resolved, states
+from benchmarks.reports.states import table_2_cells
 from benchmarks.reports.zero_theory import (
     DEGREES,
     TABLE_1,
@@ -39,6 +40,15 @@ def test_table_2() -> None:
     for mp, row in TABLE_2.items():
         assert [table_2_cell(stage, mp) for stage in range(4)] == row.split()
     assert [round(largest(stage, 1) / 1e9, 3) for stage in range(4)] == [2, 7.642, 14.423, 128]
+
+
+@pytest.mark.parametrize("stages", [(2,), pytest.param((0, 1, 3), marks=pytest.mark.slow)])
+def test_table_2_by_rehearsal(stages: tuple[int, ...]) -> None:
+    """The first row: the largest model of whole layers fills a device to less than a layer, and is the formula's."""
+    for stage, cell in zip(stages, table_2_cells([(1, stage) for stage in stages], layers=8), strict=True):
+        exact = largest(stage, 1)
+        assert exact * (1 - 1.2 / cell.layers) < cell.parameters <= exact
+        assert 32e9 * (1 - 1.1 / cell.layers) < cell.held <= 32e9
 
 
 def test_a_rehearsed_ranks_states_and_traffic_are_the_formulas() -> None:

@@ -123,6 +123,22 @@ def test_waits_are_told_apart() -> None:
     assert timing.seconds == 5.0 and dict(timing.spent[0]) == {"Update": 1.0, "dp": 4.0}
 
 
+def test_starting_a_transfer_takes_time_of_the_computation() -> None:
+    """0.5 for each transfer; an axis of one rank starts none."""
+    gather, update = Gather("blocks.0"), Update("head")
+    ops = [Start(gather), update, Wait(gather)]
+    found = [simulate([list(ops)], lambda op, g=g: {gather: g, update: 1.0}[op], 0.5).seconds for g in (0.25, 0.0, 5.0)]
+    assert found == [1.5, 1.0, 5.5]
+
+
+def test_an_operator_is_as_slow_as_its_own_ceiling_or_memory() -> None:
+    """GELU at 1 GB/s whatever memory does; above that, what memory lets through."""
+    slow = Roofline(replace(simple(memory_fraction=0.5), operators={"gelu": 1e9}))
+    assert [slow.memory(name, 2e9) for name in ("gelu", "add")] == pytest.approx([4.0, 4e-3])
+    fast = replace(simple(), operators={"gelu": 1e13}, elementwise=((1e3, 4e12), (1e9, 1e11)))
+    assert Roofline(fast).memory("gelu", 1e9) == pytest.approx(1e-2)
+
+
 def test_a_step_of_zero_1_by_hand() -> None:
     """Over a slow link a step is (g + w) Psi (N-1)/N / bandwidth: gradients before the norm, weights after it. The
     optimizer moves 40 bytes per owned element in fp32: 36 in AdamW and clipping, 4 for the norm.
@@ -226,6 +242,7 @@ FAULTS = {
     'kind = "cuda"': ('kind = "tpu"', "must be cuda or cpu"),
     "description": ("curves = { products = [[2.0, 1.0], [1.0, 1.0]] }\ndescription", "x must ascend"),
     "[memory]": ("[memory", "not a TOML file"),
+    "[cluster]": ("[operators]\ngelu = 0.03\n[cluster]", "operators.gelu = 0.03 must be bytes per second"),
 }
 
 

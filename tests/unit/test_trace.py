@@ -9,9 +9,11 @@ from fractions import Fraction
 import pytest
 
 from megazero.config.schema import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
+from megazero.plan.parameters import FIRST_BLOCK
+from megazero.plan.rank_spec import rank_spec
 from megazero.plan.resolve import resolve
 from megazero.price.saved_activations import block_saves
-from megazero.price.trace import model_flops, trace_layers
+from megazero.price.trace import Kind, model_flops, trace_layers
 from tests.helpers import saved_formulas
 
 MODEL = ModelConfig(3, 64, 0, 8, 32, 130)
@@ -90,6 +92,17 @@ def test_model_flops_are_narayanans() -> None:
         assert model_flops(model, 5) == wanted
         narrow = replace(model, ffn_hidden_size=h)
         assert model_flops(narrow, 5) == wanted - 5 * layers * s * 3 * (16 - 4) * h**2
+
+
+def test_a_wide_layer_is_no_small_one() -> None:
+    """Of few tokens too: its weights would be made. A narrow one of as few is run on real tensors, which is faster."""
+    narrow, layout = resolve(Config(model=ModelConfig(1, 64, 0, 4, 16, 512)), 1, 0)
+    wide = replace(narrow, model=replace(narrow.model, hidden_size=16384))
+    layer = rank_spec(narrow, layout, 0).layers[FIRST_BLOCK]
+    assert [Kind.of(config, layout, layer, {FIRST_BLOCK: []}, "cpu").small for config in (narrow, wide)] == [
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])

@@ -1,0 +1,93 @@
+"""Shapes and speeds of published runs, as their papers print them: the one place where reports find them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class ZeroRun(NamedTuple):
+    """A run of the ZeRO paper's appendix (arXiv 1910.02054 v3).
+
+    `tflops` per GPU of Figure 2, read from the figure, +-0.1. The paper states neither sequence length nor vocabulary.
+    """
+
+    model: str
+    gpus: int
+    tp: int
+    layers: int
+    hidden: int
+    heads: int
+    micro_batch: int  # samples of a model-parallel group
+    tflops: float | None = None
+
+
+FIGURE_2_ZERO = [
+    ZeroRun("1.5B", 400, 1, 48, 1600, 16, 24, 30.3),
+    ZeroRun("8B", 400, 4, 72, 3072, 24, 64, 36.9),
+    ZeroRun("40B", 400, 4, 88, 6144, 32, 12, 35.9),
+    ZeroRun("60B", 400, 16, 132, 6144, 32, 64, 36.5),
+    ZeroRun("80B", 400, 16, 100, 8192, 64, 32, 37.6),
+    ZeroRun("100B", 400, 16, 125, 8192, 64, 32, 38.7),
+    ZeroRun("120B", 400, 16, 150, 8192, 64, 24, 28.2),
+    ZeroRun("140B", 400, 16, 175, 8192, 64, 16, 26.9),
+    ZeroRun("170B", 400, 16, 212, 8192, 64, 12, 20.9),
+]
+FIGURE_2_BASELINE = [
+    ZeroRun("1.5B", 400, 2, 48, 1600, 16, 16, 26.3),
+    ZeroRun("8B", 400, 8, 72, 3072, 24, 8, 23.2),
+    ZeroRun("40B", 384, 32, 88, 6144, 64, 4, 5.0),
+    ZeroRun("60B", 384, 64, 132, 6144, 64, 4, 6.4),
+    ZeroRun("80B", 384, 128, 100, 8192, 128, 4, 5.2),
+    ZeroRun("100B", 384, 128, 125, 8192, 128, 2, 3.8),
+    ZeroRun("120B", 384, 128, 150, 8192, 128, 2, 3.8),
+    ZeroRun("140B", 384, 128, 175, 8192, 128, 2, 3.9),
+    ZeroRun("170B", 256, 256, 212, 8192, 256, 2, 2.2),
+]
+FIGURE_3 = [ZeroRun("60B", gpus, 16, 75, 8192, 32, b) for gpus, b in ((64, 16), (128, 48), (256, 48), (400, 64))]
+FIGURE_4 = [  # data parallelism alone, with Pos+g
+    ZeroRun("1.5B", 128, 1, 34, 1920, 16, 24),
+    ZeroRun("2.5B", 128, 1, 54, 1920, 16, 24),
+    ZeroRun("4B", 128, 1, 64, 2304, 24, 16),
+    ZeroRun("6B", 128, 1, 52, 3072, 24, 12),
+    ZeroRun("8B", 128, 1, 72, 3072, 24, 8),
+    ZeroRun("10B", 128, 1, 50, 4096, 32, 6),
+    ZeroRun("11B", 128, 1, 54, 4096, 32, 4),
+    ZeroRun("12B", 128, 1, 58, 4096, 32, 4),
+    ZeroRun("13B", 128, 1, 62, 4096, 32, 2),
+]
+FIGURE_4_BASELINE = [ZeroRun("1.16B", 128, 1, 24, 1920, 16, 8), ZeroRun("1.38B", 128, 1, 40, 1536, 16, 1)]
+# configuration of Table 3 -> the largest model that it trains: Figure 6
+FIGURE_6 = {
+    1: ZeroRun("40B", 400, 16, 50, 8192, 32, 16),
+    2: ZeroRun("60B", 400, 16, 132, 6144, 64, 16),
+    3: ZeroRun("50B", 400, 16, 62, 8192, 32, 16),
+    4: ZeroRun("140B", 400, 16, 175, 8192, 64, 16),
+    5: ZeroRun("150B", 400, 16, 187, 8192, 64, 16),
+}
+FIGURE_7 = [ZeroRun("40B", 400, 16, 50, 8192, 32, 16), ZeroRun("100B", 400, 16, 125, 8192, 64, 32)]
+CONFIGURATIONS = {1: "Pos", 2: "Pos, Pa", 3: "Pos+g", 4: "Pos+g, Pa", 5: "Pos+g, Pa+cpu"}  # all with CB and MD
+
+
+class MegatronRun(NamedTuple):
+    """A row of Narayanan 2021 (arXiv 2104.04473), table 1: A100-80GB, sequence 2048, vocabulary 51200.
+
+    `tflops` per GPU counts recompute: 96 B s L h^2 (1 + s/6h + V/16Lh).
+    """
+
+    model: str
+    layers: int
+    hidden: int
+    heads: int
+    tp: int
+    pp: int
+    gpus: int
+    batch: int
+    tflops: float
+
+
+NARAYANAN = [
+    MegatronRun("18.4B", 40, 6144, 48, 8, 1, 256, 1024, 135),
+    MegatronRun("76.1B", 60, 10240, 80, 8, 4, 1024, 1792, 140),
+    MegatronRun("145.6B", 80, 12288, 96, 8, 8, 1536, 2304, 148),
+    MegatronRun("1008B", 128, 25600, 160, 8, 64, 3072, 3072, 163),
+]
