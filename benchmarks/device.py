@@ -153,7 +153,8 @@ def tiny() -> Config:
 class Measured:
     """Times of several rounds, by the number of ranks that computed at once.
 
-    The least counts: other work on the machine slows, but never speeds up.
+    Of CPU seconds the median counts: other work takes none of them, but caches, as it does from a step. Of a
+    collective's seconds the least counts, for other work makes it wait.
     """
 
     def __init__(self) -> None:
@@ -167,9 +168,13 @@ class Measured:
     def least(self, ranks: int, name: str) -> float:
         return min(self.rounds[ranks, name])
 
-    def slower(self, ranks: int, name: str) -> float:
-        """The median over the least."""
-        return statistics.median(self.rounds[ranks, name]) / self.least(ranks, name)
+    def median(self, ranks: int, name: str) -> float:
+        return statistics.median(self.rounds[ranks, name])
+
+    def spread(self, ranks: int, name: str) -> tuple[float, float]:
+        """The quartiles over the median."""
+        low, middle, high = statistics.quantiles(self.rounds[ranks, name], n=4)
+        return low / middle, high / middle
 
 
 def measure(ranks: int, rounds: int) -> Measured:
@@ -196,12 +201,12 @@ def measure_round(found: Measured, groups: dict[int, Ranks]) -> None:
 
 def device_of(m: Measured, ranks: int) -> tuple[Device, dict[str, list[list[float]]]]:
     """Fit the constants of a device file."""
-    call, worlds = m.least(1, "call"), sorted({world for world, _ in m.rounds})
-    products = [[2.0 * n**3, 4 * n**3 / max(m.least(1, f"product {n}") - 2 * call, call)] for n in SIDES]
-    adds = [[12.0 * n, 12 * n / max(m.least(1, f"add {n}") - call, call / 4)] for n in ELEMENTS]
+    call, worlds = m.median(1, "call"), sorted({world for world, _ in m.rounds})
+    products = [[2.0 * n**3, 4 * n**3 / max(m.median(1, f"product {n}") - 2 * call, call)] for n in SIDES]
+    adds = [[12.0 * n, 12 * n / max(m.median(1, f"add {n}") - call, call / 4)] for n in ELEMENTS]
     names = [name.split()[1] for world, name in m.rounds if world == 1 and name.startswith("operator ")]
     speeds = {
-        name: 4 * IN_CACHE * MOVED.get(name, 2) / (m.least(1, f"operator {name}") - call)
+        name: 4 * IN_CACHE * MOVED.get(name, 2) / (m.median(1, f"operator {name}") - call)
         for name in names
         if name != "scatter_add_"
     }
@@ -209,10 +214,10 @@ def device_of(m: Measured, ranks: int) -> tuple[Device, dict[str, list[list[floa
     compared = [*(f"product {side}" for side in SIDES[2:]), *(f"operator {name}" for name in names)]
     contention = [[1.0, 1.0]]
     for w in worlds[1:]:
-        slower = statistics.geometric_mean([m.least(w, name) / m.least(1, name) for name in compared])
+        slower = statistics.geometric_mean([m.median(w, name) / m.median(1, name) for name in compared])
         contention.append([float(w), max(slower, contention[-1][1])])  # more ranks are no faster
     b, heads, s, d = ATTENTION
-    attention = 3.5 * 2 * b * heads * s * s * d / m.least(1, "attention")
+    attention = 3.5 * 2 * b * heads * s * s * d / m.median(1, "attention")
     links = []
     for w in worlds[1:]:
         sent = 4 * MESSAGE * (w - 1) / w
@@ -220,10 +225,10 @@ def device_of(m: Measured, ranks: int) -> tuple[Device, dict[str, list[list[floa
             2 * sent / m.least(w, "all_reduce large"), sent / m.least(w, "all_gather large")
         ])])  # fmt: skip
     most = worlds[-1]
-    asked = [m.least(most, f"{name} small, this thread") for name in ("all_reduce", "all_gather") if most > 1]
+    asked = [m.median(most, f"{name} small, this thread") for name in ("all_reduce", "all_gather") if most > 1]
     latency = m.least(most, "all_gather small") / 2 if most > 1 else 1e-5
     best = max(rate for _, rate in products)
-    product, memory = m.slower(1, f"product {SIDES[-2]}"), m.slower(1, f"add {ELEMENTS[4]}")
+    product, memory = m.spread(1, f"product {SIDES[-2]}"), m.spread(1, f"add {ELEMENTS[4]}")
     source = "measured by scripts/measure_device.py"
 
     def constant(value: float, low: float = 1.0, high: float = 1.0) -> Constant:
@@ -234,13 +239,13 @@ def device_of(m: Measured, ranks: int) -> tuple[Device, dict[str, list[list[floa
         "memory.capacity": constant(float((host_memory() or Available(1 << 34, "")).num_bytes // ranks)),
         "memory.reserved": Constant(3e8, 2e8, 5e8, "assumed: Python and torch in a process"),
         "memory.bandwidth": constant(max(rate for _, rate in adds)),
-        "memory.fraction": constant(1.0, 1 / memory),
+        "memory.fraction": constant(1.0, 1 / memory[1], 1 / memory[0]),
         **{f"compute.{name}": constant(best) for name in ("fp16", "bf16", "fp32")},
         "compute.fp64": Constant(best / 2, best / 2, best / 2, "assumed: half of fp32"),
-        "compute.fraction": constant(1.0, 1 / product),
+        "compute.fraction": constant(1.0, 1 / product[1], 1 / product[0]),
         "compute.attention": constant(attention / best),
         "overhead.kernel": constant(0.0),
-        "overhead.call": constant(call, 1.0, m.slower(1, "call")),
+        "overhead.call": constant(call, *m.spread(1, "call")),
         "overhead.operation": constant(0.0),
         "overhead.collective": constant(statistics.mean(asked) if asked else 0.0),
         "host.bandwidth": constant(adds[-1][1]),
@@ -252,7 +257,7 @@ def device_of(m: Measured, ranks: int) -> tuple[Device, dict[str, list[list[floa
     }
     curves = {"products": products, "elementwise": adds, "contention": contention, "links": links}
     device = Device("cpu", "cpu", "", constants, speeds, *(tuple((x, y) for x, y in curves[c]) for c in curves))
-    operation = constant(max(0.0, per_operation(device, m.least(1, "step"))), 1.0, m.slower(1, "step"))
+    operation = constant(max(0.0, per_operation(device, m.median(1, "step"))), *m.spread(1, "step"))
     return replace(device, constants=constants | {"overhead.operation": operation}), curves
 
 

@@ -5,15 +5,11 @@ from __future__ import annotations
 import gc
 import random
 import statistics
-from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megazero.config.schema import BYTES, Config
+from megazero.memory.allocated import Allocated
 from megazero.model.context import DeviceBatch, MicroBatchInfo
 from megazero.plan.operations import Forward, Keep
 from megazero.plan.topology import Layout
@@ -26,35 +22,6 @@ def interval(values: list[float], draws: int = 2000) -> tuple[float, float]:
     generator = random.Random(0)
     medians = sorted(statistics.median(generator.choices(values, k=len(values))) for _ in range(draws))
     return medians[round(0.025 * draws)], medians[round(0.975 * draws) - 1]
-
-
-class Alive(TorchDispatchMode):
-    """Counts the bytes of all storages that any operation makes, for as long as they live.
-
-    Attributes:
-        peak: the most at once.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for t in tree_leaves(out):
-            if isinstance(t, torch.Tensor):
-                storage = t.untyped_storage()
-                ref = StorageWeakRef(storage)
-                self.made.setdefault(ref.cdata, (ref, storage.nbytes()))
-        self.peak = max(self.peak, sum(self.sizes()))
-        return out
-
-    def sizes(self, but: Sequence[torch.Tensor] = ()) -> list[int]:
-        """Bytes of each storage that is alive now, those of `but` left out."""
-        self.made = {key: made for key, made in self.made.items() if not made[0].expired()}
-        left_out = {StorageWeakRef(t.untyped_storage()).cdata for t in but}
-        return [num_bytes for key, (_, num_bytes) in self.made.items() if key not in left_out]
 
 
 def kept_by_a_block(engine: Engine) -> list[int]:
@@ -73,7 +40,7 @@ def kept_by_a_block(engine: Engine) -> list[int]:
     if run.has_kept:
         run.kept.begin(sum(isinstance(op, Keep) and op.slot is not None for op in ops))
     run.micro_batches = [DeviceBatch(ids, ids, ids, tokens)]
-    with Alive() as alive, torch.no_grad():
+    with Allocated(run.activation.device) as allocated, torch.no_grad():
         run.x[0] = torch.randn(run.activation.shape, device=run.activation.device).to(run.activation.dtype)
         run.execute(ops)
         gc.collect()
@@ -83,7 +50,7 @@ def kept_by_a_block(engine: Engine) -> list[int]:
         weights = [unit.weights.unsharded for unit in engine.zero.units.values()]
         slots = run.kept.slots.slots if run.has_kept else []
         but = [number, run.x[0], *slots, *(whole for whole in weights if whole is not None)]
-        sizes = alive.sizes(but=but)
+        sizes = allocated.sizes(but=but)
         sizes += [run.kept.slots.slot_bytes for op in ops if isinstance(op, Keep) and op.slot is not None]
     return sorted(sizes)
 

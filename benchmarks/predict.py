@@ -2,8 +2,8 @@
 """Predicted beside measured: step times of real CPU runs, from a device file measured in the same minutes.
 
 Measurements of the device and runs take turns, since what else runs on the machine changes. Of a step count the least
-seconds, and the least CPU seconds of the thread that computes: other work makes a step wait, but takes no CPU seconds
-from it, only caches. Example:
+seconds, for other work makes it wait, and the median of the CPU seconds of the thread that computes: other work takes
+none of them, only caches, in the measurements of the device as well. Example:
 
     python benchmarks/predict.py --rounds 5
 """
@@ -125,11 +125,11 @@ def main() -> None:
         computing = sum(expected.parts[part] for part in ("compute", "recompute", "optimizer", "copies"))
         cells, ratios = [name], list[float]()
         for predicted, real in (
-            (computing, [step.computing for step in steps[name]]),
-            (expected.seconds, [step.seconds for step in steps[name]]),
+            (computing, statistics.median(step.computing for step in steps[name])),
+            (expected.seconds, min(step.seconds for step in steps[name])),
         ):
-            ratios.append(predicted / min(real))
-            cells += [f"{1e3 * predicted:.0f}", f"{1e3 * min(real):.0f}", f"{ratios[-1]:.2f}"]
+            ratios.append(predicted / real)
+            cells += [f"{1e3 * predicted:.0f}", f"{1e3 * real:.0f}", f"{ratios[-1]:.2f}"]
         errors.append([abs(ratio - 1) for ratio in ratios])
         print(f"| {' | '.join(cells)} | {1e3 * statistics.median(step.seconds for step in steps[name]):.0f} |")
     for title, each in zip(("computing", "a step"), zip(*errors, strict=True), strict=True):

@@ -20,6 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.reports.published import CONFIGURATIONS, FIGURE_6
 from megazero.config.cli import parse
 from megazero.plan.parameters import num_parameters
 from megazero.plan.resolve import resolve
@@ -29,10 +30,7 @@ from megazero.price.saved_activations import stage_activations
 ROOT = Path(__file__).resolve().parent.parent
 RANKS, ITERATIONS = 4, 3  # tensor parallelism of 2, data parallelism of 2
 KINDS = ("parameters", "optimizer", "gradients", "activation_checkpoints", "buffers", "logits", "peak", "host")
-# configuration -> (layers, hidden size, heads) of the largest model, as the paper has it
-LARGEST = {1: (50, 8192, 32), 2: (132, 6144, 64), 3: (62, 8192, 32), 4: (175, 8192, 64), 5: (187, 8192, 64)}
 WITHOUT = {2: 1, 4: 3, 5: 4}  # configuration -> the one that it adds to
-CONFIGURATIONS = {1: "Pos", 2: "Pos, Pa", 3: "Pos+g", 4: "Pos+g, Pa", 5: "Pos+g, Pa+cpu"}  # all with CB and MD
 
 
 def run(command: list[object]) -> None:
@@ -80,8 +78,8 @@ def large(console: Console) -> None:
         table.add_column(name, justify="right")
     for model in CONFIGURATIONS:
         for number in [model, *([WITHOUT[model]] if model in WITHOUT else [])]:
-            layers, hidden, heads = LARGEST[model]
-            shape = ["--num-layers", layers, "--hidden-size", hidden, "--num-attention-heads", heads]
+            run = FIGURE_6[model]
+            shape = ["--num-layers", run.layers, "--hidden-size", run.hidden, "--num-attention-heads", run.heads]
             shape += ["--seq-length", 1024, "--vocab-size", 50257, "--tensor-model-parallel-size", 16]
             shape += [
                 "--micro-batch-size",

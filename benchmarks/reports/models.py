@@ -3,39 +3,36 @@
 from __future__ import annotations
 
 from benchmarks.reports.blocks import gb, markdown
+from benchmarks.reports.published import FIGURE_4, FIGURE_4_BASELINE
 from benchmarks.reports.rehearsals import Asked, flags_of, rehearse_all, resolved, states
 from megazero.plan.parameters import num_parameters
-
-# name, layers, hidden size, heads, samples a GPU, ZeRO stage: figure 4 of the appendix; the baseline is plain DP
-FIGURE_4 = [
-    ("1.5B", 34, 1920, 16, 24, 2),
-    ("2.5B", 54, 1920, 16, 24, 2),
-    ("4B", 64, 2304, 24, 16, 2),
-    ("6B", 52, 3072, 24, 12, 2),
-    ("8B", 72, 3072, 24, 8, 2),
-    ("10B", 50, 4096, 32, 6, 2),
-    ("11B", 54, 4096, 32, 4, 2),
-    ("12B", 58, 4096, 32, 4, 2),
-    ("13B", 62, 4096, 32, 2, 2),
-    ("1.16B, baseline", 24, 1920, 16, 8, 0),
-    ("1.38B, baseline", 40, 1536, 16, 1, 0),
-    ("13B, baseline", 62, 4096, 32, 2, 0),
-]
 
 
 def figure_4() -> dict[str, str]:
     """The paper's models on 128 GPUs without model parallelism: what a GPU holds."""
+    plain = [*FIGURE_4_BASELINE, FIGURE_4[-1]]  # data parallelism alone, and what does not fit it
+    runs = [(run, run.model, 2) for run in FIGURE_4] + [(run, f"{run.model}, baseline", 0) for run in plain]
     asked = [
-        Asked(128, flags_of(layers, hidden, heads, zero_stage=stage, recompute="full", micro_batch_size=batch))
-        for _, layers, hidden, heads, batch, stage in FIGURE_4
+        Asked(
+            run.gpus,
+            flags_of(
+                run.layers,
+                run.hidden,
+                run.heads,
+                zero_stage=stage,
+                recompute="full",
+                micro_batch_size=run.micro_batch,
+            ),
+        )
+        for run, _, stage in runs
     ]
     rows = []
-    for (name, layers, hidden, _, batch, _), each, found in zip(FIGURE_4, asked, rehearse_all(asked), strict=True):
+    for (run, name, _), each, found in zip(runs, asked, rehearse_all(asked), strict=True):
         total = num_parameters(resolved(each)[0].model)
         fits = "fits" if found.allocated <= 32e9 else "does not fit"
         kept = found.memory["activation_checkpoints"]
-        model = f"{layers} x {hidden} = {total / 1e9:.2f}B"
-        rows.append([name, model, batch, gb(states(found.memory)), gb(kept), gb(found.allocated), fits])
+        model = f"{run.layers} x {run.hidden} = {total / 1e9:.2f}B"
+        rows.append([name, model, run.micro_batch, gb(states(found.memory)), gb(kept), gb(found.allocated), fits])
     columns = ["paper's name", "layers x hidden", "batch", "states", "checkpoints", "all tensors at once", "in 32 GB"]
     return {"figure 4": markdown(columns, rows)}
 

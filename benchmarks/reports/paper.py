@@ -17,7 +17,8 @@ import tyro
 
 from benchmarks.reports.blocks import write_blocks
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "paper.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGES = {"searches": "plan.md"}  # section -> page, where that is another than paper.md
 # section -> the function that makes its blocks; a picture lies in docs/pictures
 SECTIONS = {
     "table-1": "states.table_1",
@@ -28,12 +29,13 @@ SECTIONS = {
     "figure-4": "models.figure_4",
     "examples": "models.examples",
     "trained": "trained.small",
+    "searches": "searches.searches",
 }
 
 
 @dataclass(frozen=True)
 class Options:
-    """Make sections of docs/paper.md."""
+    """Make sections of docs/paper.md, and the searches of docs/plan.md."""
 
     sections: Annotated[tuple[str, ...], tyro.conf.Positional] = tuple(SECTIONS)
     """Sections to make again; all unless named."""
@@ -46,7 +48,10 @@ def main(options: Options) -> None:
     for name in options.sections:
         start = time.perf_counter()
         module, function = SECTIONS[name].split(".")
-        write_blocks(PAGE, getattr(importlib.import_module(f"benchmarks.reports.{module}"), function)())
+        write_blocks(
+            DOCS / PAGES.get(name, "paper.md"),
+            getattr(importlib.import_module(f"benchmarks.reports.{module}"), function)(),
+        )
         print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
 
 

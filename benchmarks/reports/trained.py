@@ -6,7 +6,8 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.reports.blocks import markdown
-from benchmarks.table3 import CONFIGURATIONS, RANKS, make_corpus, measure
+from benchmarks.reports.published import CONFIGURATIONS
+from benchmarks.table3 import RANKS, make_corpus, measure
 from megazero.config.cli import parse
 from megazero.plan.resolve import resolve
 from megazero.train.rehearsal import Place, rehearse

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ class Allocated(TorchDispatchMode):
         self.device, self.place = device, place
         self.now = self.peak = self.host_now = self.host_peak = 0
         self.peak_at: object = None
-        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def begin(self) -> None:
         """Forget the peaks so far: they are a step's."""
@@ -53,8 +53,13 @@ class Allocated(TorchDispatchMode):
             del self._alive[key]
             self._count(-num_bytes, on_host)
 
-        self._alive[key] = weakref.ref(storage, gone)
+        self._alive[key] = weakref.ref(storage, gone), num_bytes
         self._count(num_bytes, on_host)
+
+    def sizes(self, but: Sequence[torch.Tensor] = ()) -> list[int]:
+        """Return the bytes of each storage that is alive now, on any device, those of `but` left out."""
+        left_out = {t.untyped_storage()._cdata for t in but}
+        return [num_bytes for key, (_, num_bytes) in self._alive.items() if key not in left_out]
 
     def _count(self, num_bytes: int, on_host: bool) -> None:
         if on_host:

@@ -162,7 +162,6 @@ class StepCosts:
                 calls += 1
             elif isinstance(event, Issue):
                 now += self.device.collective_overhead
-                exposed += self.device.collective_overhead
                 seconds = self.network.collective("tp", event.collective, event.num_bytes)
                 tp_free = done[event.number] = max(now, tp_free) + seconds
             elif isinstance(event, Arrive) and done[event.number] > now:

@@ -51,7 +51,8 @@ class Timing(NamedTuple):
         busy: per rank, time in which it computes.
         spans: per rank, its computations, in order.
         spent: per rank, where its time went: under the names of operations that ran; under an axis, time in which it
-            waited for a transfer; under "bubble", time in which it waited until a neighbour had begun one.
+            waited for a transfer; under "issue", time in which it started transfers; under "bubble", time in which it
+            waited until a neighbour had begun one.
     """
 
     seconds: float
@@ -85,6 +86,11 @@ class _Rank:
         self.spent[type(op).__name__] += seconds
         self.now += seconds
 
+    def begin_transfer(self) -> None:
+        if self.issue:
+            self.spent["issue"] += self.issue
+            self.now += self.issue
+
     def advance(self, posted: dict[Transfer, float], cost: Cost) -> bool:
         """Play on until a message is missing. Return whether anything was played."""
         begin = self.at
@@ -97,7 +103,7 @@ class _Rank:
         if isinstance(about, Transfer):
             if not isinstance(op, Wait):
                 if about not in posted:  # played again once its mate has begun
-                    self.wait(self.now + self.issue, "pp")
+                    self.begin_transfer()
                 posted[about] = self.now
             if not isinstance(op, Start):
                 mate = (Send if isinstance(about, Recv) else Recv)(about.what, about.to, about.micro_batch)
@@ -114,7 +120,8 @@ class _Rank:
             self.spans.append(Span(op, begin, self.now))
         elif isinstance(about, Asynchronous):
             axis, seconds = axis_of(about), cost(about)
-            self.wait(self.now + self.issue * (seconds > 0), axis)  # an axis of one rank has nothing to start
+            if seconds:  # an axis of one rank has nothing to start
+                self.begin_transfer()
             self.free[axis] = self.done[about] = max(self.now, self.free.get(axis, 0.0)) + seconds
             if not isinstance(op, Start):
                 self.wait(self.done[about], axis)

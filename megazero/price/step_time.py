@@ -103,7 +103,7 @@ def _play(programs: list[Ops], costs: list[StepCosts]) -> Parts:
         if isinstance(op, COMPUTE):
             exposed["recompute" if isinstance(op, Recompute) else "compute"] += costs[rank].of_layer(op).exposed
     parts = {
-        "compute": sum(spent[op.__name__] for op in COMPUTATIONS) - exposed["compute"],
+        "compute": sum(spent[op.__name__] for op in COMPUTATIONS) - exposed["compute"] + spent["issue"],
         "recompute": spent["Recompute"] - exposed["recompute"],
         "optimizer": spent["Update"] + spent["Norm"],
         "tp": sum(exposed.values()) + spent["tp"] + spent["Rebuild"],

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.measure import Alive
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import CheckpointConfig, Config, EvaluationConfig
+from megazero.memory.allocated import Allocated
 from megazero.model import initial_values
 from megazero.plan.parameters import num_parameters, stage_units, unit_layout
 from megazero.plan.resolve import resolve
@@ -69,7 +69,7 @@ RELEASE_SECONDS = 30.0
 
 def left_over(rank: int, case: Case) -> list[tuple[dict[str, int], int]]:
     """Return the tracker's bytes at first, after an iteration, and after an evaluation; and bytes alive besides."""
-    with Alive() as alive:
+    with Allocated(torch.device("cpu")) as alive:
         engine = new_engine(rank, case)
         batches = micro_batches(case, engine.mesh, 0)
         held = []
@@ -82,7 +82,7 @@ def left_over(rank: int, case: Case) -> list[tuple[dict[str, int], int]]:
     return held
 
 
-def unknown_bytes(alive: Alive, read: list[torch.Tensor], known: int) -> int:
+def unknown_bytes(alive: Allocated, read: list[torch.Tensor], known: int) -> int:
     """Bytes alive beyond `known`, once gloo's threads have let go of the last collectives' tensors.
 
     A worker thread wakes who waits for a collective first and drops its own reference to the tensors then; on a machine
@@ -120,7 +120,7 @@ def evaluates_only(case: Case) -> Config:
 
 def evaluated(rank: int, case: Case) -> tuple[dict[str, int], dict[str, int], int]:
     """(memory, traffic) of an evaluation by a run that does nothing else, and bytes alive that are in no tracker."""
-    with Alive() as alive:
+    with Allocated(torch.device("cpu")) as alive:
         engine = Engine(evaluates_only(case), Mesh.build(case.layout, rank, torch.device("cpu")))
         unknown = unknown_bytes(alive, [], engine.tracker.total)
     batches, sent = micro_batches(case, engine.mesh, 0), engine.mesh.sent()
@@ -186,7 +186,7 @@ def test_estimate_follows_the_formulas(zero: int, dp: int, m: int, precision: st
 
 def start_up(rank: int, case: Case) -> tuple[int, int, int]:
     """(most bytes alive while the engine is made, bytes at rest, bytes of the largest unit in fp32)"""
-    with Alive() as alive:
+    with Allocated(torch.device("cpu")) as alive:
         engine = new_engine(rank, case)
     return alive.peak, engine.tracker.total, 4 * max(unit.flat.numel for unit in engine.zero.units.values())
 

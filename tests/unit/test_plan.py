@@ -124,7 +124,7 @@ def test_waits_are_told_apart() -> None:
 
 
 def test_starting_a_transfer_takes_time_of_the_computation() -> None:
-    """0.5 for each transfer; an axis of one rank starts none."""
+    """A time of 0.5 for each transfer; an axis of one rank starts none."""
     gather, update = Gather("blocks.0"), Update("head")
     ops = [Start(gather), update, Wait(gather)]
     found = [simulate([list(ops)], lambda op, g=g: {gather: g, update: 1.0}[op], 0.5).seconds for g in (0.25, 0.0, 5.0)]

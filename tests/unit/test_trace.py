@@ -95,7 +95,7 @@ def test_model_flops_are_narayanans() -> None:
 
 
 def test_a_wide_layer_is_no_small_one() -> None:
-    """Of few tokens too: its weights would be made. A narrow one of as few is run on real tensors, which is faster."""
+    """Few tokens do not make it one: its weights would be made. A narrow layer runs on real tensors: faster."""
     narrow, layout = resolve(Config(model=ModelConfig(1, 64, 0, 4, 16, 512)), 1, 0)
     wide = replace(narrow, model=replace(narrow.model, hidden_size=16384))
     layer = rank_spec(narrow, layout, 0).layers[FIRST_BLOCK]
