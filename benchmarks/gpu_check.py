@@ -54,6 +54,7 @@ TESTS = ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider")
 PARTS = (
     Part("One GPU is the same model as the CPU", (*TESTS, "tests/gpu", "-k", "one_gpu and fp32"), 120, 1),
     Part("GPT-2 with 124 M parameters", _benchmark(), 120),
+    Part("Triton's kernels beside torch's operators", ("-m", "benchmarks.kernels"), 60),
     Part("GPT-2 with 1.5 B parameters", _benchmark(*GPT2_1_5B, "--batch", "8"), 180),
     Part("Several GPUs are the same model as one", (*TESTS, "tests/gpu", "-k", "several_gpus"), 180, 2),
     Part("Kept inputs on the host (345 M parameters)", _benchmark(*GPT2_345M, "--offload"), 60),

@@ -17,7 +17,9 @@ from megazero.model.kernels.table import EAGER, TRITON
 def choose_kernels(
     config: Config, mesh: Mesh, complaint: Callable[[torch.device], str] | None = None
 ) -> tuple[Config, str]:
-    """Replace `auto` by triton or eager, the same on all ranks; and what to say about it, if anything.
+    """Replace `auto` by eager where Triton does not work, on all ranks alike; and what to say about it, if anything.
+
+    Elsewhere it stays: a run's configuration is then right for another device too.
 
     Args:
         complaint: of a device: why Triton does not work there, or nothing; None: `triton_complaint`.
@@ -25,19 +27,18 @@ def choose_kernels(
     Raises:
         ValueError: triton is asked for and does not work on some rank's device.
     """
-    asked = config.training.fused_kernels
-    chosen, said = config.training.kernels_on(mesh.device.type), ""
-    if chosen == "triton" and mesh.device.type != "meta":  # which stands for a GPU that is not there
-        reason = (complaint or triton_complaint)(mesh.device)
-        failed = torch.tensor(float(bool(reason)), dtype=torch.float64, device=mesh.device)
-        if float(mesh.world.all_reduce_(failed, op=MAX, kind="control")):
-            reason = f"Triton does not work {f'here ({reason})' if reason else 'on another rank'}"
-            if asked == "triton":
-                raise ValueError(f"--fused-kernels triton: {reason}; use auto or eager")
-            chosen, said = "eager", f"--fused-kernels eager: {reason}; a step takes longer"
-        else:
-            said = "--fused-kernels triton: dropout and the loss in few passes over memory; eager takes torch's"
-    return replace(config, training=replace(config.training, fused_kernels=chosen)), said
+    training = config.training
+    if training.kernels_on(mesh.device.type) == "eager" or mesh.device.type == "meta":  # a GPU that is not there
+        return config, ""
+    reason = (complaint or triton_complaint)(mesh.device)
+    failed = torch.tensor(float(bool(reason)), dtype=torch.float64, device=mesh.device)
+    if not float(mesh.world.all_reduce_(failed, op=MAX, kind="control")):
+        return config, "--fused-kernels triton: fewer passes over memory; eager takes torch's operators"
+    reason = f"Triton does not work {f'here ({reason})' if reason else 'on another rank'}"
+    if training.fused_kernels == "triton":
+        raise ValueError(f"--fused-kernels triton: {reason}; use auto or eager")
+    said = f"--fused-kernels eager: {reason}; a step takes longer"
+    return replace(config, training=replace(training, fused_kernels="eager")), said
 
 
 def triton_complaint(device: torch.device) -> str:

@@ -23,14 +23,19 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DROPPING = replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dropout_on_one_gpu(dtype: torch.dtype) -> None:
-    """Bits are equal; the last shape has more than 2^31 elements."""
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
+def test_kernels_on_one_gpu_are_torchs_operators(dtype: torch.dtype) -> None:
+    """Dropout to the bit, in a tensor of more than 2^31 elements too; the others by plain PyTorch in fp64."""
     whole = tuple(Rows(i, 0, 1024) for i in range(12))
     for rows, columns in ((whole, 1600), ((Rows(77, 2**31 - 400, 300),), 1023), ((Rows(1, 5, 1 << 16),), 1)):
         kernel_checks.check_dropout(rows, columns, dtype, "cuda")
     if dtype == torch.bfloat16 and torch.cuda.mem_get_info()[0] > 30 << 30:
         kernel_checks.check_large_dropout("cuda")
+    kernel_checks.check_loss(200, [25129, 25128], 25152, dtype, "cuda")
+    for columns in (50, 768, 1600, 8192):
+        kernel_checks.check_norms(700, columns, dtype, "cuda")
+    for columns in (5, 11008):
+        kernel_checks.check_swiglu(100, columns, dtype, "cuda")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -40,15 +45,14 @@ def test_dropout_on_one_gpu(dtype: torch.dtype) -> None:
     ids=str,
 )
 def test_steps_on_one_gpu_are_those_of_torchs_operators(precision: str, how: dict[str, Any]) -> None:
-    """Dropout is the same to the bit, and so is a step that has no other of these kernels."""
+    """Equal to 1e-4 in fp32: sums in another order, and updates; in 16 bit to the rounding of the others' results."""
     model = replace(DROPPING, architecture=how.get("architecture", "gpt2"))
     case = Case(precision=precision, model=model, **{k: v for k, v in how.items() if k != "architecture"})
     found = {}
     for kernels in ("triton", "eager"):
-        config = replace(case.config(), training=replace(case.config().training, fused_kernels=kernels))
-        engine = Engine(config, Mesh.build(case.layout, 0, torch.device("cuda", 0)))
+        engine = Engine(case._replace(kernels=kernels).config(), Mesh.build(case.layout, 0, torch.device("cuda", 0)))
         results = [engine.train_step(i + 1, micro_batches(case, engine.mesh, i)) for i in range(STEPS)]
         found[kernels] = [r.loss for r in results], [r.grad_norm for r in results]
-    tolerance = 1e-5 if precision == "fp32" else 2**-7
+    tolerance = 1e-4 if precision == "fp32" else 2**-7
     for ours, theirs in zip(found["triton"], found["eager"], strict=True):
         assert relative_error(ours, theirs) < tolerance

@@ -114,14 +114,14 @@ def check_loss(rows: int, columns: list[int], width: int, dtype: torch.dtype, de
 
 
 def assert_near(found: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype, roundings: float = 1.0) -> None:
-    """Compare with fp64: fp32 sums of some tens of terms, and `roundings` of each result to `dtype`.
+    """Compare with fp64: fp32 sums of up to some thousand terms, and `roundings` of each result to `dtype`.
 
     Relative to the largest of a row, since a difference of two terms keeps their error.
     """
     eps = torch.finfo(dtype).eps
     size = exact.abs().amax(-1, keepdim=True).clamp(min=1e-30)
     error = float(((found.double() - exact).abs() / size).max())
-    assert error < max(roundings * eps, 2**-20), (error, dtype)
+    assert error < max(roundings * eps, 2**-18), (error, dtype)
 
 
 def check_norms(rows: int, columns: int, dtype: torch.dtype, device: str) -> None:

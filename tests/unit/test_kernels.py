@@ -143,7 +143,7 @@ def choose(asked: str, complaint: str = "", others_fail: bool = False) -> tuple[
 
 def test_auto_is_triton_where_it_works_on_every_rank() -> None:
     chosen, said = choose("auto")
-    assert chosen == "triton" and said.startswith("--fused-kernels triton: ")
+    assert chosen == "auto" and said.startswith("--fused-kernels triton: ")
     chosen, said = choose("auto", "no C compiler")
     assert chosen == "eager" and "--fused-kernels eager: Triton does not work here (no C compiler)" in said
     chosen, said = choose("auto", others_fail=True)
@@ -163,7 +163,7 @@ def test_a_cpu_and_fp64_have_torchs_operators() -> None:
     assert [key for key, kernels in found.items() if kernels == "triton"] == [("cuda", "bf16"), ("meta", "bf16")]
     mesh = pretend_mesh(Layout(), 0, torch.device("cpu"), needs_staging_buffer=True)
     chosen, said = choose_kernels(Config(), mesh)
-    assert (chosen.training.fused_kernels, said) == ("eager", "")
+    assert (chosen.training.fused_kernels, said) == ("auto", "")
     with pytest.raises(ValueError, match=r"--fused-kernels triton: .* the device is cpu; use auto or eager"):
         check_device(Config(training=TrainingConfig(fused_kernels="triton")), "cpu")
 

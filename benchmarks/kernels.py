@@ -1,0 +1,161 @@
+#!/usr/bin/env python3
+"""Time of every Triton kernel beside torch's operators, and bytes per second by what the kernel has to move.
+
+The two take turns, each behind a pass over a buffer larger than the GPU's cache; medians. The first table says at once
+which kernel is worth its place in `model.kernels.table.TRITON`: a ratio above 1, and most of the memory's rate. Without
+a GPU at a tiny size in Triton's interpreter, which tries the code and says nothing of speed. Example:
+
+    python -m benchmarks.kernels --tokens 8192 --hidden 1600 --vocabulary 50257
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from megazero.model.context import DTYPES
+from megazero.model.dropout import Dropout, Rows
+from megazero.model.fused_ops import PLAIN
+from megazero.model.kernels.table import EAGER, TRITON, Kernels
+from megazero.price.devices import find_card
+
+
+@dataclass(frozen=True)
+class Options:
+    """Triton kernels beside torch's operators."""
+
+    tokens: int = 8192
+    hidden: int = 4096
+    ffn: int = 11008
+    """Width of SwiGLU's product."""
+    vocabulary: int = 50257
+    precision: str = "bf16"
+    rounds: int = 20
+    """Calls that count, after three that do not."""
+
+
+TINY = Options(4, 32, 48, 67, "fp32", 2)
+
+
+class Pass(NamedTuple):
+    """A pass over memory, as either implementation makes it.
+
+    Attributes:
+        num_bytes: read and written by one kernel that reads and writes everything once.
+        run: called with the implementation.
+    """
+
+    name: str
+    num_bytes: int
+    run: Callable[[Kernels], object]
+
+
+def passes(o: Options, device: torch.device) -> list[Pass]:
+    dtype = DTYPES[o.precision]
+    w = torch.empty((), dtype=dtype).element_size()
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.float32, device=device).to(dtype)
+
+    x, dy, weight, bias = randn(o.tokens, o.hidden), randn(o.tokens, o.hidden), randn(o.hidden), randn(o.hidden)
+    rows = tuple(Rows(i, 0, o.tokens // 4) for i in range(4))
+    width = -(-o.vocabulary // 64) * 64
+    logits = randn(o.tokens, width)
+    labels = torch.arange(o.tokens, device=device) % o.vocabulary
+    inner, dinner = randn(o.tokens, 2 * o.ffn).requires_grad_(), randn(o.tokens, o.ffn)
+    _, mean, rstd = torch.native_layer_norm(x, (o.hidden,), weight, bias, 1e-5)
+    numbers = torch.full((o.tokens,), 10.0, device=device)
+    each, result = o.tokens * o.hidden * w, o.tokens * o.ffn * w
+
+    def dropout(kernels: Kernels) -> Dropout:
+        return Dropout(0.1, 1234, 0, "benchmark", kernels.dropout)
+
+    def swiglu(kernels: Kernels) -> torch.Tensor:
+        return (kernels.swiglu or PLAIN.swiglu)(inner)
+
+    made = {kernels: swiglu(kernels) for kernels in (EAGER, TRITON)}  # graphs for the backward
+    return [
+        Pass("dropout + residual", 3 * each, lambda k: dropout(k).times(x, rows, dy)),
+        Pass("dropout, backward", 2 * each, lambda k: dropout(k).times(dy, rows)),
+        Pass("loss: sums", o.tokens * width * w, lambda k: k.loss.sums(logits, labels, o.vocabulary)),
+        Pass(
+            "loss: gradient",
+            2 * o.tokens * width * w,
+            lambda k: k.loss.grad_(logits, labels, o.vocabulary, numbers, numbers),
+        ),
+        Pass("RMSNorm", 2 * each, lambda k: k.rms_norm(x, weight, 1e-5)),
+        Pass("RMSNorm, backward", 3 * each, lambda k: k.rms_norm_grad(dy, x, weight, rstd.float())),
+        Pass(
+            "LayerNorm, backward",
+            3 * each,
+            lambda k: k.layer_norm_grad(dy, x, weight, bias, mean, rstd),
+        ),
+        Pass("SwiGLU", 3 * result, swiglu),
+        Pass("SwiGLU, backward", 5 * result, lambda k: torch.autograd.grad(made[k], inner, dinner, retain_graph=True)),
+    ]
+
+
+def seconds(
+    run: Callable[[Kernels], object], kernels: Kernels, device: torch.device, flush: torch.Tensor | None
+) -> float:
+    """Return the time of a call; on a GPU, by its own clock, behind a pass over `flush`."""
+    if flush is None:
+        begin = time.perf_counter()
+        run(kernels)
+        return time.perf_counter() - begin
+    flush.zero_()
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    run(kernels)
+    last.record()
+    torch.cuda.synchronize(device)
+    return first.elapsed_time(last) / 1e3
+
+
+def main(o: Options) -> None:
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    peak = None
+    if on_gpu:
+        card = find_card(torch.cuda.get_device_name(device))
+        peak = None if card is None else card["memory.bandwidth"]
+    else:
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, at the first launch
+        print("No GPU here: tiny sizes in Triton's interpreter, which try the code and say nothing of speed.\n")
+        o = TINY
+    flush = torch.empty(1 << 28, dtype=torch.uint8, device=device) if on_gpu else None
+    print(f"{o.tokens} tokens, hidden {o.hidden}, SwiGLU {o.ffn}, vocabulary {o.vocabulary}, {o.precision}\n")
+    print("| pass | us, torch | us, Triton | torch / Triton | GB/s | of the memory's rate |")
+    print("|---|---|---|---|---|---|", flush=True)
+    for one in passes(o, device):
+        found: dict[str, list[float]] = {"torch": [], "Triton": []}
+        try:
+            for n in range(o.rounds + 3):
+                for name, kernels in (("torch", EAGER), ("Triton", TRITON)):
+                    took = seconds(one.run, kernels, device, flush)
+                    if n >= 3:
+                        found[name].append(took)
+        except (RuntimeError, ImportError) as error:  # no memory, or no compiler: the others are still worth a row
+            print(f"| {one.name} | failed: {str(error).splitlines()[0][:120]} | | | | |", flush=True)
+            continue
+        theirs, ours = (statistics.median(found[name]) for name in ("torch", "Triton"))
+        share = f"{one.num_bytes / ours / peak:.0%}" if peak else ""
+        cells = [
+            f"{1e6 * theirs:.0f}",
+            f"{1e6 * ours:.0f}",
+            f"{theirs / ours:.2f}",
+            f"{one.num_bytes / ours / 1e9:.0f}",
+        ]
+        print(f"| {one.name} | {' | '.join(cells)} | {share} |", flush=True)
+
+
+if __name__ == "__main__":
+    import tyro
+
+    main(tyro.cli(Options))
