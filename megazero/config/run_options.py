@@ -145,7 +145,10 @@ class LogConfig:
     tensorboard_dir: str = ""
     """Folder for TensorBoard. Empty: none."""
     wandb_project: str = ""
-    """Weights & Biases project; offline, under --log-dir, without an account. Empty: none."""
+    """Weights & Biases project; offline, under --log-dir, without an account. A resume in the same --log-dir goes on in
+    the same run there. Empty: none."""
+    wandb_name: str = ""
+    """Name of the run in --wandb-project. Empty: that of the --log-dir folder."""
 
 
 @dataclass(frozen=True)

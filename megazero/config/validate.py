@@ -165,6 +165,8 @@ def _check_combinations(config: Config) -> None:
     skipped_samples(config)
     if config.log.wandb_project and not config.log.log_dir:
         raise ValueError(f"--wandb-project {shorten(config.log.wandb_project)} needs --log-dir DIR for its files")
+    if config.log.wandb_name and not config.log.wandb_project:
+        raise ValueError(f"--wandb-name {shorten(config.log.wandb_name)} needs --wandb-project PROJECT")
     for flag in config.data.document_flags:
         if not (config.data.tokenizer or config.data.data_path or config.data.data_args_path):
             raise ValueError(f"{flag} needs --tokenizer, to know the end-of-document token")

@@ -251,7 +251,7 @@ def _bars(values: Any, names: dict[str, str]) -> str:
 
 
 def _configuration(config: dict[str, Any] | None, given: Iterable[str], options: dict[str, Any]) -> str:
-    """Options that are not at their defaults, and all behind a fold."""
+    """Options that were given, and all behind a fold."""
     if config is None:
         return _folded("config.toml", _table(options.items())) if options else ""
     known, groups = set(given), {name: group for name, group in config.items() if isinstance(group, dict)}

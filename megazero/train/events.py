@@ -5,6 +5,7 @@ Used by rank 0 alone. What cannot be written is said in a line: it is not worth 
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
@@ -21,6 +22,7 @@ import torch
 
 from megazero.comm import scheduler
 from megazero.comm.mesh import Mesh
+from megazero.config.cli import Command
 from megazero.config.schema import Config
 from megazero.report.runs import EVENTS
 from megazero.train.loggers import warn
@@ -33,16 +35,30 @@ GIT_SECONDS = 2.0
 class RunEvents:
     """Records the start and the end of a run in its log folder, and writes its report."""
 
-    def __init__(self, config: Config, mesh: Mesh) -> None:
-        """Do nothing without --log-dir, and on all ranks but 0."""
-        self.config, self.mesh = config, mesh
+    def __init__(self, command: Command | None, config: Config, mesh: Mesh) -> None:
+        """Do nothing without --log-dir, and on all ranks but 0.
+
+        Args:
+            command: the command line; None: what is not at its default was given.
+            config: resolved.
+        """
+        self.command, self.config, self.mesh = command, config, mesh
         self.folder = Path(config.log.log_dir) if config.log.log_dir and mesh.rank == 0 else None
         self.started: int | None = None  # after which iteration; None: there was nothing to do
+
+    @functools.cached_property
+    def about(self) -> Record:
+        """Facts of the run that belong beside its configuration."""
+        given = changed(self.config)
+        if self.command is not None:
+            given = [name.replace("-", "_") for name in sorted(self.command.given)]
+        return {"given": given, "layout": asdict(self.mesh.layout), "environment": environment(self.mesh)}
 
     def start(self, iteration: int) -> None:
         """Record that the run goes on after `iteration`; at 0 the events of an older run are left."""
         self.started = iteration
-        self._add(lambda: start_event(self.config, self.mesh, iteration))
+        start = {"event": "start", "time": now(), "iteration": iteration, "command": sys.argv}
+        self._add(lambda: start | {"config": asdict(self.config)} | self.about)
 
     def end(self, iteration: int, why: str) -> None:
         """Record an end after `iteration`, and write report.html if there is anything new to report."""
@@ -81,20 +97,7 @@ def now() -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
 
 
-def start_event(config: Config, mesh: Mesh, iteration: int) -> Record:
-    return {
-        "event": "start",
-        "time": now(),
-        "iteration": iteration,
-        "command": sys.argv,
-        "config": asdict(config),
-        "given": given(config),
-        "layout": asdict(mesh.layout),
-        "environment": environment(mesh),
-    }
-
-
-def given(config: Config) -> list[str]:
+def changed(config: Config) -> list[str]:
     """Return the options that are not at their defaults, by their names in `Config`."""
     found = []
     for group in fields(Config):

@@ -10,6 +10,8 @@ import json
 import math
 import os
 import sys
+import uuid
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,7 +28,11 @@ class Writer(Protocol):
 
 
 def open_writers(
-    config: Config, start_iteration: int, in_use: InUse = lambda: None, command: Command | None = None
+    config: Config,
+    start_iteration: int,
+    in_use: InUse = lambda: None,
+    command: Command | None = None,
+    about: Record | None = None,
 ) -> list[Writer]:
     """Everything that the flags ask for.
 
@@ -36,6 +42,7 @@ def open_writers(
         start_iteration: of the checkpoint that the run goes on from, or 0.
         in_use: see `ProgressLine`.
         command: the command line; None: all of `config` was given.
+        about: see `WeightsAndBiases`.
 
     Raises:
         ValueError: a folder or file cannot be made; nothing has been trained yet.
@@ -60,7 +67,7 @@ def open_writers(
         except OSError as error:
             raise ValueError(f"--tensorboard-dir {log.tensorboard_dir}: {explain(error)}") from None
     if log.wandb_project:
-        writers.append(WeightsAndBiases(config))
+        writers.append(WeightsAndBiases(config, start_iteration, about or {}))
     if not config.evaluation.eval_only:
         writers.append(ProgressLine(config, start_iteration, in_use))
     return writers
@@ -168,23 +175,51 @@ class TensorBoard:
         self.writer.close()
 
 
-class WeightsAndBiases:
-    """Offline where there is no account; `wandb sync` uploads such a run later."""
+RUN_ID = "wandb-run-id"  # a file in the log folder: a resume goes on in the same Weights & Biases run
 
-    def __init__(self, config: Config) -> None:
+
+def new_id() -> str:
+    return uuid.uuid4().hex[:12]
+
+
+def run_id(folder: Path, start_iteration: int) -> str:
+    """Return the Weights & Biases id of the run in a log folder: a new one for a fresh start, which is kept there."""
+    path = folder / RUN_ID
+    if start_iteration > 0 and path.is_file():
+        return path.read_text().strip()
+    replace_file(path, (made := new_id()) + "\n")
+    return made
+
+
+class WeightsAndBiases:
+    """Offline where there is no account; `wandb sync` uploads such a run later, `wandb sync --append` its resumes."""
+
+    def __init__(self, config: Config, start_iteration: int, about: Record) -> None:
+        """Open a run, or the run that the log folder belongs to, where the training goes on.
+
+        Args:
+            about: further groups of the run's configuration there.
+        """
         import wandb
 
-        online = wandb.login(prompt=False)
+        log, evaluates = config.log, config.evaluation.eval_only
         self.run = wandb.init(
-            project=config.log.wandb_project,
-            dir=config.log.log_dir,
-            mode=None if online else "offline",
+            project=log.wandb_project,
+            name=log.wandb_name or Path(log.log_dir).resolve().name,
+            id=new_id() if evaluates else run_id(Path(log.log_dir), start_iteration),
+            resume="allow",
+            job_type="evaluation" if evaluates else "training",
+            dir=log.log_dir,
+            mode=None if wandb.login(prompt=False) else "offline",
             settings=wandb.Settings(silent=True),
         )
-        self.run.config.update({"config": to_toml(config)})
+        self.run.config.update(asdict(config) | about, allow_val_change=True)
+        # Steps of Weights & Biases only grow; iterations after the checkpoint that a run goes on from come again.
+        self.run.define_metric("iteration")
+        self.run.define_metric("*", step_metric="iteration")
 
     def write(self, record: Record) -> None:
-        self.run.log(flatten(record), step=record["iteration"])
+        self.run.log(flatten(record) | {"iteration": record["iteration"]})
 
     def close(self) -> None:
         self.run.finish()

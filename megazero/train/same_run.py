@@ -17,7 +17,7 @@ from megazero.data.tokenizer import Tokenizer
 # Processes that read ahead, and where a node keeps its copy of the data and of the tokenizer, change no result: both
 # are compared by content.
 LOCAL_FLAGS = {
-    *("log-dir", "log-interval", "tensorboard-dir", "wandb-project", "preset"),
+    *("log-dir", "log-interval", "tensorboard-dir", "wandb-project", "wandb-name", "preset"),
     *("num-workers", "data-path", "data-args-path", "tokenizer"),
 }
 

@@ -108,8 +108,8 @@ class Trainer:
         config = self.config
         load, self.progress = self.checkpoints.resume(load)
         self.describe(load)
-        writers = self._open_writers()
-        events, stop = RunEvents(config, self.mesh), None
+        events, stop = RunEvents(self.command, config, self.mesh), None
+        writers = self._open_writers(events)
         if self.progress.iteration < config.training.train_iters:
             events.start(self.progress.iteration)
         try:
@@ -147,11 +147,11 @@ class Trainer:
         events.end(self.progress.iteration, stop.why if stop else "done" if done else "--exit-interval")
         return stop
 
-    def _open_writers(self) -> Writers:
+    def _open_writers(self, events: RunEvents) -> Writers:
         if not self.leads:
             return Writers([])
         in_use, done = lambda: device_in_use(self.mesh.device), self.progress.iteration
-        return Writers(open_writers(self.config, done, in_use, self.command))
+        return Writers(open_writers(self.config, done, in_use, self.command, events.about))
 
     def _stop(self) -> Stop | None:
         """Return the reason to stop here, agreed over all ranks: a signal may reach only some, and clocks differ."""

@@ -63,7 +63,8 @@ COMING: set[str] = set()
 # (--fused-kernels).
 # 104: whether few documents are divided between training and validation (--split-by).
 # 106: when and how a stable learning rate decays at the end (--lr-wsd-decay-iters, --lr-wsd-decay-style).
-NUM_OPTIONS = 106
+# 107: --wandb-name, which every other trainer has.
+NUM_OPTIONS = 107
 
 DEFAULTS = {
     "precision": "fp32",
@@ -503,6 +504,7 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
     ({"eval_only": True}, 1, 9, "--eval-only needs --load DIR"),
     ({"eval_split": "test"}, 1, 9, "--eval-split test: during training the validation split is .* add --eval-only"),
     ({"wandb_project": "gpt"}, 1, 9, "--wandb-project gpt needs --log-dir DIR"),
+    ({"wandb_name": "a"}, 1, 9, "--wandb-name a needs --wandb-project PROJECT"),
     *(
         ({flag.replace("-", "_"): True}, 1, 9, f"--{flag} needs --tokenizer")
         for flag in ("eod-mask-loss", "reset-attention-mask", "reset-position-ids")

@@ -27,6 +27,7 @@ from megazero.train.loggers import (
     finite,
     flatten,
     open_writers,
+    run_id,
 )
 from megazero.train.progress_line import ProgressLine, Record
 
@@ -301,19 +302,37 @@ def test_tensorboard_has_the_scalars(tmp_path: Path) -> None:
 
 
 def test_weights_and_biases_works_offline_without_an_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two starts of a run are one run there, with a name, groups of options, and a line per iteration."""
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     for name in ("HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path / "home"))
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    writer = WeightsAndBiases(replace(Config(), log=LogConfig(log_dir=str(tmp_path), wandb_project="test")))
-    for i in (1, 2):
-        writer.write(record(i))
-    writer.close()
-    runs = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
-    assert len(runs) == 1
+    folder = tmp_path / "first-try"
+    folder.mkdir()
+    config = replace(
+        Config(), log=LogConfig(log_dir=str(folder), wandb_project="test"), model=ModelConfig(hidden_size=12)
+    )
+    ids = []
+    for start in (0, 2):
+        writer = WeightsAndBiases(config, start, {"given": ["hidden_size"]})
+        ids.append(writer.run.id)
+        assert writer.run.name == "first-try"
+        assert writer.run.config["model"]["hidden_size"] == 12 and writer.run.config["given"] == ["hidden_size"]
+        for i in (start + 1, start + 2):
+            writer.write(record(i))
+        writer.close()
+    assert ids[0] == ids[1] == (folder / "wandb-run-id").read_text().strip()
+    runs = list((folder / "wandb").glob(f"offline-run-*/run-{ids[0]}.wandb"))
+    assert len(runs) == 2  # `wandb sync --append` joins them
     # wandb's own process writes the file, and may end it a moment after `finish` returns
     deadline = time.monotonic() + 30
-    while not all(words in runs[0].read_bytes() for words in (b"tokens_per_second", b"memory_bytes")):
-        assert time.monotonic() < deadline, runs[0].read_bytes()
+    words = b"tokens_per_second", b"memory_bytes", b"hidden_size"
+    while not all(word in run.read_bytes() for word in words for run in runs):
+        assert time.monotonic() < deadline, [run.read_bytes() for run in runs]
         time.sleep(0.05)
+
+
+def test_a_fresh_start_is_a_run_of_its_own(tmp_path: Path) -> None:
+    ids = [run_id(tmp_path, start) for start in (5, 7, 0, 3)]
+    assert ids[0] == ids[1] != ids[2] == ids[3] == (tmp_path / "wandb-run-id").read_text().strip()
