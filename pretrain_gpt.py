@@ -11,35 +11,49 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from megazero.comm import failures, launch, scheduler
-from megazero.comm.agreement import agree
-from megazero.comm.errors import PeerLost
-from megazero.comm.machine import device_name, environment, machine
-from megazero.comm.mesh import Mesh
+# What needs torch is imported where it is used: a run that is refused at once does not wait seconds for it.
+from megazero.comm.world import World, local_size, read_world, tell_launcher
 from megazero.config.cli import Command, read
 from megazero.config.schema import Config
 from megazero.config.validate import check_device, check_values, plans
+from megazero.memory.host import has_accelerator, host_memory
 from megazero.plan.resolve import resolve
-from megazero.price.capacity import check_memory
-from megazero.train.engine import LossScaleExhausted
+from megazero.price.quick import check_at_once
 from megazero.train.stopping import Clock, DeadRun, Signals, Stop
-from megazero.train.watchdog import Watchdog
 
 HANG_PATIENCE_SECONDS = 10.0  # in which the watchdogs of the other ranks see the hang too
 
 
 def main(argv: list[str]) -> None:
-    world = launch.World(0, 1, 0, "single")
+    world = World(0, 1, 0, "single")
     try:
-        command = read(argv, lambda: launch.read_world().size)
+        command = read(argv, lambda: read_world().size)
         config = command.config
-        if command.notes and launch.read_world().rank == 0:
+        if command.notes and read_world().rank == 0:
             print(*command.notes, sep="\n", flush=True)
-        if plans(config.plan):
-            predict(config, command.args)
+        if not plans(config.plan):
+            world = read_world()
+            check_values(config)
+            if not has_accelerator():
+                check_at_once(config, world.size, local_size(world), host_memory())
+    except ValueError as error:
+        say(world, f"ValueError: {error}")
+        tell_launcher(f"ValueError: {error}")
+        sys.exit(1)
+    run(command, world)
+
+
+def run(command: Command, world: World) -> None:
+    """Do what the command line asks for. What goes wrong is said, here and to the other ranks, before this one ends."""
+    from megazero.comm import failures, launch
+    from megazero.comm.errors import PeerLost
+    from megazero.train.engine import LossScaleExhausted
+
+    try:
+        if plans(command.config.plan):
+            predict(command.config, command.args)
             return
         with Signals() as signals:
-            world = launch.read_world()
             launch.end_with_launcher(world)
             stop = pretrain(command, world, signals)
         if stop is not None:
@@ -83,22 +97,27 @@ def place_of(error: BaseException) -> str:
     return "".join(f" {note}" for note in getattr(error, "__notes__", [])[:1])
 
 
-def pretrain(command: Command, world: launch.World, signals: Signals) -> Stop | None:
+def pretrain(command: Command, world: World, signals: Signals) -> Stop | None:
     """Train, and return what ended the run early, if anything did.
 
     Everything that can be refused is refused before ranks meet or a file is made.
     """
     from megazero import checkpoint
+    from megazero.comm import failures, launch, scheduler
+    from megazero.comm.agreement import agree
+    from megazero.comm.machine import device_name, environment, machine
+    from megazero.comm.mesh import Mesh
     from megazero.data.remembered import data_tokenizer
+    from megazero.price.capacity import check_memory
     from megazero.train import start_report
     from megazero.train.inputs import open_data
     from megazero.train.progress_line import tell
     from megazero.train.resume import find_checkpoint
     from megazero.train.same_run import run_values
     from megazero.train.trainer import Trainer
+    from megazero.train.watchdog import Watchdog
 
     config = command.config
-    check_values(config)
     if config.plan.rehearse:
         from megazero.price.plan import vocabulary
         from megazero.train.rehearsal_report import run_rehearsal
@@ -143,12 +162,14 @@ def pretrain(command: Command, world: launch.World, signals: Signals) -> Stop | 
     return stop
 
 
-def say(world: launch.World, message: str) -> None:
+def say(world: World, message: str) -> None:
     print(f"rank {world.rank}: {message}" if world.size > 1 else message, file=sys.stderr, flush=True)
 
 
-def fail(world: launch.World, message: str, report: bool = True) -> NoReturn:
+def fail(world: World, message: str, report: bool = True) -> NoReturn:
     """Say it, tell the other ranks, and leave at once: what waits for this rank then fails too, promptly."""
+    from megazero.comm import failures, launch
+
     say(world, message)
     if report:
         failures.report_failure(world, message)

@@ -21,6 +21,7 @@ import tyro
 from megazero import checkpoint
 from megazero.comm import launch
 from megazero.comm.mesh import Mesh
+from megazero.comm.world import read_world
 from megazero.config.schema import Config, ModelConfig, ParallelConfig
 from megazero.data.tokenizer import Tokenizer, end_of_document, load_tokenizer
 from megazero.files import explain, read_regular
@@ -154,7 +155,7 @@ def run(options: Options, world: launch.World) -> None:
 
 
 def main(options: Options) -> None:
-    run(options, launch.read_world())
+    run(options, read_world())
 
 
 def fail(world: launch.World, message: str) -> NoReturn:
@@ -167,7 +168,7 @@ if __name__ == "__main__":
     chosen = tyro.cli(Options)
     ranks = launch.World(0, 1, 0, "single")
     try:
-        ranks = launch.read_world()
+        ranks = read_world()
         launch.end_with_launcher(ranks)
         run(chosen, ranks)
     except ValueError as error:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megazero.comm.errors import peer_errors, ranks_text
-from megazero.comm.launch import World
+from megazero.comm.world import World
 
 MOST_NAMES = 8  # in a message
 

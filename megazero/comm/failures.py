@@ -5,19 +5,17 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
-import json
-import os
 import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import NoReturn
 
 import torch.distributed as dist
 
 from megazero.comm.errors import PeerLost, ranks_text
-from megazero.comm.launch import World, abort, agent_store, within
+from megazero.comm.launch import abort, agent_store, within
+from megazero.comm.world import World, tell_launcher
 
 FAILURE_KEY = "failure"  # what the first rank to fail said
 # Launchers name the rank that ends first as the cause. So a rank that lost a peer waits for the cause, this long.
@@ -28,11 +26,7 @@ HUNG = 124  # exit code, as that of timeout(1)
 
 def report_failure(world: World, message: str) -> None:
     """Leave this rank's message where the others find it, and where torchrun does. Never raises."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")  # what is in there is in torchrun's last words
-    if path:
-        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
-        with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+    tell_launcher(message)
     if dist.is_initialized():
         try:
             within(STORE_SECONDS, lambda: _tell(f"rank {world.rank}: {message}"))

@@ -12,12 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megazero.comm.errors import PeerLost, peer_errors
+from megazero.comm.world import World, number
 
 JOIN_MINUTES = 10.0  # for all ranks to start; a collective's limit may be shorter
 ANSWER_SECONDS = 30.0  # for a store that listens to answer; a torchrun that is alive has one
@@ -25,61 +26,6 @@ LAZY_RANKS = 64  # from as many on, gloo connects two ranks when they first talk
 HOST_BYTES = 64  # of a host's name, in the table of hosts
 
 T = TypeVar("T")
-
-
-class World(NamedTuple):
-    """Rank and world size as set by the launcher."""
-
-    rank: int
-    size: int
-    local_rank: int  # on its node: which of the node's devices is its own
-    launcher: str  # torchrun, srun or single
-
-
-def read_world() -> World:
-    """Read torchrun's variables, else those of an srun step; else this is a single process.
-
-    A plain process inside a batch script or an salloc shell is single: only a step's tasks have peers.
-
-    Raises:
-        ValueError: a variable that is missing, no number or out of range.
-    """
-    env = os.environ
-    if "RANK" in env or "WORLD_SIZE" in env:
-        world = World(_number("RANK"), _number("WORLD_SIZE"), _number("LOCAL_RANK", 0), "torchrun")
-    elif "SLURM_STEP_NUM_TASKS" in env and _number("SLURM_STEP_NUM_TASKS") > 1:  # SLURM_NTASKS is a batch shell's too
-        world = World(_number("SLURM_PROCID"), _number("SLURM_STEP_NUM_TASKS"), _number("SLURM_LOCALID"), "srun")
-    else:
-        return World(0, 1, 0, "single")
-    if world.size < 1 or not 0 <= world.rank < world.size or world.local_rank < 0:
-        raise ValueError(
-            f"RANK={world.rank} with WORLD_SIZE={world.size} and LOCAL_RANK={world.local_rank}: ranks are numbered "
-            "from 0 to WORLD_SIZE - 1; start them with torchrun, srun or scripts/launch.sh, which number them, or "
-            "unset all three to train with a single process"
-        )
-    if world.size > 1:
-        if not ("MASTER_ADDR" in env and "MASTER_PORT" in env):
-            raise ValueError(
-                f"{world.size} ranks were started, but MASTER_ADDR and MASTER_PORT are not set; use "
-                "scripts/launch.sh or scripts/slurm/pretrain.sbatch, or export both before the ranks are started"
-            )
-        if not 0 < _number("MASTER_PORT") < 1 << 16:
-            raise ValueError(f"MASTER_PORT={env['MASTER_PORT']}: a port is a number from 1 to 65535; export another")
-    return world
-
-
-def _number(name: str, default: int | None = None) -> int:
-    text = os.environ.get(name)
-    if text is None and default is not None:
-        return default
-    try:
-        return int(text or "")
-    except ValueError:
-        found = "is not set" if text is None else f"is {text!r}, which is not a whole number"
-        raise ValueError(
-            f"{name} {found}; torchrun and srun set it: use them or scripts/launch.sh, or unset RANK and WORLD_SIZE "
-            "to train with a single process"
-        ) from None
 
 
 def pick_device(world: World) -> torch.device:
@@ -194,7 +140,7 @@ def agent_store() -> bool:
 
 
 def _open_store(world: World, seconds: float) -> dist.Store:
-    host, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT")
+    host, port = os.environ["MASTER_ADDR"], number("MASTER_PORT")
     hosts_it = world.rank == 0 and not agent_store()
     if not hosts_it:
         _wait_for_listener(host, port, ANSWER_SECONDS if agent_store() else seconds)

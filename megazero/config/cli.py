@@ -184,10 +184,14 @@ def _find_preset(name: str) -> Path:
     for path in (Path(name), PRESETS / f"{name}.toml", PRESETS / name):
         if path.is_file():
             return path
-    known = sorted(p.stem for p in PRESETS.glob("*.toml"))
+    known = preset_names()
     close = difflib.get_close_matches(Path(name).stem, known, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
     raise ValueError(f"--preset {name}: no such file, nor a preset; there are {', '.join(known)}{hint}")
+
+
+def preset_names() -> list[str]:
+    return sorted(path.stem for path in PRESETS.glob("*.toml"))
 
 
 def preset_values(name: str) -> dict[str, Any]:

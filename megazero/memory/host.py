@@ -23,6 +23,16 @@ class Machine(NamedTuple):
     host: Available | None  # for all ranks of the node together
 
 
+def has_accelerator(root: Path = Path("/")) -> bool:
+    """Return whether the system has a device that torch may compute on besides the CPU, without importing torch.
+
+    Args:
+        root: the folder that holds dev/.
+    """
+    dev = root / "dev"
+    return any(dev.glob("nvidia[0-9]*")) or (dev / "kfd").exists() or (dev / "dxg").exists()
+
+
 def host_memory(root: Path = Path("/")) -> Available | None:
     """Return the host memory available to this process; None where the system does not say.
 

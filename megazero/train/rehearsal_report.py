@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megazero.comm.launch import World
+from megazero.comm.world import World
 from megazero.config.schema import Config
 from megazero.files import write_atomically
 from megazero.plan.resolve import resolve

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megazero.comm.agreement import agree
-from megazero.comm.launch import World
+from megazero.comm.world import World
 
 CPU = torch.device("cpu")
 ALIKE = {"--lr": "0.1", "--tensor-model-parallel-size": "1", "--seed": "5"}

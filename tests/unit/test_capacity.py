@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from megazero.comm import launch
-from megazero.comm.machine import machine, tasks_of_node
+from megazero.comm.machine import machine
+from megazero.comm.world import tasks_of_node
 from megazero.config.schema import Config
 from megazero.memory.host import Available, Machine, host_memory
 from megazero.plan.resolve import resolve

@@ -16,8 +16,8 @@ from benchmarks.launcher import Program, Ranks
 from megazero.comm import launch
 from megazero.comm.agreement import difference
 from megazero.comm.errors import PeerLost, peer_errors, ranks_text
-from megazero.comm.launch import World, read_world
 from megazero.comm.mesh import Mesh
+from megazero.comm.world import World, read_world
 from megazero.plan.topology import Layout
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megazero.comm.launch import World
+from megazero.comm.world import World
 from megazero.config.cli import parse
 from megazero.memory.allocated import Allocated
 from megazero.plan.resolve import resolve

@@ -1,0 +1,98 @@
+"""This process' place among the ranks, as its launcher set it in the environment. Needs no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+
+class World(NamedTuple):
+    """Rank and world size as set by the launcher."""
+
+    rank: int
+    size: int
+    local_rank: int  # on its node: which of the node's devices is its own
+    launcher: str  # torchrun, srun or single
+
+
+def read_world() -> World:
+    """Read torchrun's variables, else those of an srun step; else this is a single process.
+
+    A plain process inside a batch script or an salloc shell is single: only a step's tasks have peers.
+
+    Raises:
+        ValueError: a variable that is missing, no number or out of range.
+    """
+    env = os.environ
+    if "RANK" in env or "WORLD_SIZE" in env:
+        world = World(number("RANK"), number("WORLD_SIZE"), number("LOCAL_RANK", 0), "torchrun")
+    elif "SLURM_STEP_NUM_TASKS" in env and number("SLURM_STEP_NUM_TASKS") > 1:  # SLURM_NTASKS is a batch shell's too
+        world = World(number("SLURM_PROCID"), number("SLURM_STEP_NUM_TASKS"), number("SLURM_LOCALID"), "srun")
+    else:
+        return World(0, 1, 0, "single")
+    if world.size < 1 or not 0 <= world.rank < world.size or world.local_rank < 0:
+        raise ValueError(
+            f"RANK={world.rank} with WORLD_SIZE={world.size} and LOCAL_RANK={world.local_rank}: ranks are numbered "
+            "from 0 to WORLD_SIZE - 1; start them with torchrun, srun or scripts/launch.sh, which number them, or "
+            "unset all three to train with a single process"
+        )
+    if world.size > 1:
+        if not ("MASTER_ADDR" in env and "MASTER_PORT" in env):
+            raise ValueError(
+                f"{world.size} ranks were started, but MASTER_ADDR and MASTER_PORT are not set; use "
+                "scripts/launch.sh or scripts/slurm/pretrain.sbatch, or export both before the ranks are started"
+            )
+        if not 0 < number("MASTER_PORT") < 1 << 16:
+            raise ValueError(f"MASTER_PORT={env['MASTER_PORT']}: a port is a number from 1 to 65535; export another")
+    return world
+
+
+def number(name: str, default: int | None = None) -> int:
+    """Read a whole number from the environment.
+
+    Raises:
+        ValueError: it is no number, or missing where there is no default.
+    """
+    text = os.environ.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        found = "is not set" if text is None else f"is {text!r}, which is not a whole number"
+        raise ValueError(
+            f"{name} {found}; torchrun and srun set it: use them or scripts/launch.sh, or unset RANK and WORLD_SIZE "
+            "to train with a single process"
+        ) from None
+
+
+def local_size(world: World) -> int:
+    """Return the number of ranks on this node; 1 where the launcher does not say."""
+    env = os.environ
+    if world.launcher == "srun":
+        node = env.get("SLURM_NODEID", "0")
+        return tasks_of_node(env.get("SLURM_STEP_TASKS_PER_NODE", ""), int(node) if node.isdecimal() else 0)
+    size = env.get("LOCAL_WORLD_SIZE", "1") if world.launcher == "torchrun" else "1"
+    return int(size) if size.isdecimal() else 1
+
+
+def tasks_of_node(tasks_per_node: str, node: int) -> int:
+    """Return the number of tasks on a node by SLURM's list, such as "4(x2),3"; 1 if there is no such list."""
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node):
+        counts += [int(count)] * min(int(times or 1), node + 1)
+    return counts[node] if node < len(counts) else 1
+
+
+def tell_launcher(message: str) -> None:
+    """Leave the message of a rank that fails where torchrun finds it for its last words. Never raises."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
