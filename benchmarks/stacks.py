@@ -175,7 +175,7 @@ def megazero(work: Work, device: torch.device, sharded: bool, silent: bool, own_
     ids = torch.zeros(work.micro_batch_size, work.seq_length, dtype=torch.long)  # blocks see their number alone
     tokens = MicroBatchInfo.of(ids, tuple(range(len(ids))), stage.stream, training=False)
     held = stage.stream.tokens(ids.numel())
-    change = StepParams(config.optimizer, config.optimizer.lr, torch.zeros((), device=device), 1.0)
+    change = StepParams(config.optimizer, config.optimizer.lr, torch.ones((), device=device))
     spec = _blocks_alone(engine.spec)
     step = program(spec, "1f1b", 1)
     turn = next(at for at, op in enumerate(step.gradients) if isinstance(op, Open))

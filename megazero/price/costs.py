@@ -207,12 +207,12 @@ class StepCosts:
         return self._norm() if isinstance(op, Norm) else 0.0
 
     def _update(self, unit: str) -> float:
-        """Fused AdamW: reads master, gradient and two moments, writes three of them; clipping scales the gradient."""
+        """Fused AdamW: reads master, gradient and two moments, writes three, and a divided gradient."""
         state, _ = state_bytes(self.config.training.precision)
         owned = self._owned(unit)
-        moved = 7 * state + (2 * state if self.config.optimizer.clip_grad else 0)
+        moved = 7 * state + (state if self.config.optimizer.clip_grad else 0)
         moved += (self.g + state if self.g != state else 0) + (state + self.w if self.w != state else 0)
-        host = 8 * self.device["overhead.call"]
+        host = (2 + (self.g != state) + (self.w != state)) * self.device["overhead.call"]  # decayed, not decayed, casts
         device = self.roofline.memory("adamw", moved * owned) * self.roofline.slower
         return device + host if self.device.kind == "cpu" else max(device, host)
 

@@ -194,10 +194,9 @@ class Engine:
             skip_reason = self._first_nonfinite() if targets else "no target counts in this batch"
             self.zero.discard_gradients()
         else:
-            updates = torch.full((), float(self.updates), device=self.mesh.device)
             with self._reporting_memory(step):
-                factor = clip_factor(norm, optimizer.clip_grad) / (scale * parts)
-                interpreter.update(step, StepParams(optimizer, lr, updates, factor))
+                divisor = scale * parts / clip_factor(norm, optimizer.clip_grad)
+                interpreter.update(step, self._step_params(lr, divisor))
             self.updates += 1
         mean = sum(sums) / targets if targets else math.nan
         if skipped and targets and (self.scale is None or not math.isfinite(mean)):  # else an overflow, which fp16 has
@@ -211,6 +210,11 @@ class Engine:
         means = tuple(loss / n if n else None for loss, n in zip(sums, targets_by_corpus, strict=True))
         by_corpus = means if self.num_corpora > 1 else ()
         return StepResult(mean, norm, lr, scale, skipped, skip_reason, gradient_bytes, by_corpus)
+
+    def _step_params(self, lr: float, divisor: float) -> StepParams:
+        number = torch.full((), self.updates + 1.0, dtype=torch.float32, device=self.mesh.device)
+        by = None if divisor == 1.0 else torch.full_like(number, divisor, dtype=self.zero.options.master_dtype)
+        return StepParams(self.config.optimizer, lr, number, by)
 
     def begin(self) -> None:
         """Reset per-iteration peaks and discard state left by a failed step."""

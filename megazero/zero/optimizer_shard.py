@@ -37,8 +37,6 @@ class OptimizerShard:
         widened = self.options.tracker.allocate("buffers", 0 if wide else self.master.nbytes)
         if not wide:
             values = values.to(self.master.dtype)
-        if params.factor != 1.0:
-            values.mul_(params.factor)
         adamw_(params, self.master, values, self.moments, self.unit.num_decayed)
         widened.end()
         gradient.allocation.end()
