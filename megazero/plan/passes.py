@@ -248,11 +248,23 @@ def ahead(spec: RankSpec, ops: Ops) -> Ops:
     return found
 
 
+def replicas(spec: RankSpec, ops: Ops) -> Ops:
+    """Start the sum over replicas of a unit's gradients as soon as their sum over its shards is complete.
+
+    So it is in flight behind the backward of the layers before it; `tail` waits.
+    """
+    if not (spec.replicas and spec.overlap):
+        return ops
+    complete = {op.op.unit: at for at, op in enumerate(ops) if isinstance(op, Wait) and isinstance(op.op, Reduce)}
+    return _weave(ops, {}, {at: [Start(ReduceReplicas(unit))] for unit, at in complete.items()})
+
+
 def tail(spec: RankSpec) -> Ops:
     """Finish the sum of gradients, once per step, in the one order that is right."""
     trained, ops = spec.trained_units, list[Op]()
     if spec.replicas:
-        ops += [Start(ReduceReplicas(u)) for u in trained] + [Wait(ReduceReplicas(u)) for u in trained]
+        ops += [Start(ReduceReplicas(u)) for u in trained if not spec.overlap]
+        ops += [Wait(ReduceReplicas(u)) for u in trained]
     summed = [u for u in trained if spec.units[u].sums_over_tp]
     ops += [Start(SumReplicated(u)) for u in summed] + [Wait(SumReplicated(u)) for u in summed]
     ops += [SumTied(u) for u in trained if u == spec.tied]

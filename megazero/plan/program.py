@@ -7,6 +7,7 @@
     -> merge()       - Release, Gather                      where nothing is computed between the two
     -> gradients()   + Open, Reduce                         when the last gradient that is due has been added
     -> ahead()       Gather -> Start(Gather) .. Wait(Gather)   one layer earlier
+    -> replicas()    + Start(ReduceReplicas)                once a unit's last Reduce has been waited for
     -> place_weights()   Gather(offset)                     gathered weights in one arena, by liveness: `plan.arena`
     + tail()         ReduceReplicas, SumReplicated, SumTied, Norm
     + update()       Update, Sync
@@ -26,7 +27,7 @@ from typing import NamedTuple
 from megazero.config import cli
 from megazero.plan.arena import delay, place_weights
 from megazero.plan.operations import COMPUTE, Keep, Op, Ops, Start, Wait, name_of
-from megazero.plan.passes import ahead, gradients, layers, merge, places, tail, update, weights
+from megazero.plan.passes import ahead, gradients, layers, merge, places, replicas, tail, update, weights
 from megazero.plan.rank_spec import RankSpec, rank_spec
 from megazero.plan.resolve import resolve
 from megazero.plan.schedules import EVALUATION, order_of, peak_live
@@ -55,7 +56,7 @@ def program(spec: RankSpec, schedule: str, micro_batches: int, arena_limit: int 
     ops = merge(weights(spec, placed))
     slots = 1 + max((op.slot for op in placed if isinstance(op, Keep) and op.slot is not None), default=-1)
     sizes = {name: unit.numel for name, unit in spec.units.items()}
-    ops = ahead(spec, gradients(spec, ops) if trains else ops)
+    ops = replicas(spec, ahead(spec, gradients(spec, ops) if trains else ops))
     ops, numel = place_weights(ops if arena_limit is None else delay(ops, sizes, arena_limit), sizes)
     if not trains:
         return Program(ops, [], trains, slots, numel, 0)

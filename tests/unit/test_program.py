@@ -21,6 +21,7 @@ from megazero.plan.operations import (
     Gather,
     Keep,
     Norm,
+    Op,
     Open,
     Recompute,
     Reduce,
@@ -30,6 +31,7 @@ from megazero.plan.operations import (
     SumReplicated,
     SumTied,
     Sync,
+    Transfer,
     Update,
     Wait,
     inner,
@@ -40,6 +42,7 @@ from megazero.plan.program import Program, program, text
 from megazero.plan.rank_spec import RankSpec, rank_spec
 from megazero.plan.schedules import EVALUATION
 from megazero.plan.topology import Layout
+from megazero.price.simulate import simulate
 
 KINDS = [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zero-bubble", 1), (EVALUATION, 1), (EVALUATION, 2)]
 
@@ -191,6 +194,33 @@ def test_the_end_of_a_step_has_one_order() -> None:
     spec = replace(spec, replicas=True, units=units, tied="token_embedding")
     order = [type(inner(op)) for op in tail(spec)]
     assert [kind for kind, _ in itertools.groupby(order)] == [ReduceReplicas, SumReplicated, SumTied, Norm]
+
+
+@pytest.mark.parametrize("schedule, pp", [("1f1b", 1), ("1f1b", 2), ("zero-bubble", 2)])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_replicas_are_summed_behind_the_backward(stage: int, schedule: str, pp: int) -> None:
+    """Of each unit once, when its last reduction is done; of all but the last two while another layer computes."""
+    parallel = replace(ParallelConfig(), pipeline_model_parallel_size=pp)
+    spec = replace(rank_spec(config(zero=ZeroConfig(stage), parallel=parallel), Layout(pp, 4), pp - 1), replicas=True)
+    ops = program(spec, schedule, 2).gradients
+    last = max(at for at, op in enumerate(ops) if isinstance(op, COMPUTE))
+    started = {op.op.unit: at for at, op in enumerate(ops) if isinstance(op, Start) and type(op.op) is ReduceReplicas}
+    starts = [op for op in ops if isinstance(op, Start) and type(op.op) is ReduceReplicas]
+    assert len(started) == len(spec.trained_units) == len(starts)
+    for unit, at in started.items():
+        assert ops[at - 1] == Wait(Reduce(unit)) and Wait(Reduce(unit)) not in ops[at:]
+        assert ops.count(Wait(ReduceReplicas(unit))) == 1 and ops.index(Wait(ReduceReplicas(unit))) > last
+    assert sum(at > last for at in started.values()) <= 2
+
+    def cost(op: Op) -> float:
+        return 2.0 if isinstance(op, Backward) else float(isinstance(inner(op), ReduceReplicas))
+
+    at_the_end = [op for op in ops if not isinstance(op, Start) or type(op.op) is not ReduceReplicas]
+    first = next(at for at, op in enumerate(at_the_end) if isinstance(op, Wait) and type(op.op) is ReduceReplicas)
+    at_the_end[first:first] = [Start(ReduceReplicas(unit)) for unit in spec.trained_units]
+    alone = [[op for op in each if not isinstance(inner(op), Transfer)] for each in (ops, at_the_end)]
+    behind, after = (simulate([each], cost).seconds for each in alone)
+    assert after - behind >= (len(spec.trained_units) - 2 if schedule == "1f1b" else 1)
 
 
 def test_a_frozen_unit_is_neither_opened_nor_updated() -> None:
