@@ -175,7 +175,7 @@ def test_the_bias_correction_follows_the_step() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("divisor", [None, 1.7, 2.0**16])
 def test_torchs_private_operator_is_its_public_function(dtype: torch.dtype, divisor: float | None) -> None:
-    """To the bit; both divide the gradient, to its own precision."""
+    """They are equal to the bit; both divide the gradient, in its own precision."""
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(192, generator=generator, dtype=dtype).abs() for _ in range(4)]
     by = None if divisor is None else torch.tensor(divisor, dtype=dtype)

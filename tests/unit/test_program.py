@@ -199,7 +199,7 @@ def test_the_end_of_a_step_has_one_order() -> None:
 @pytest.mark.parametrize("schedule, pp", [("1f1b", 1), ("1f1b", 2), ("zero-bubble", 2)])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_replicas_are_summed_behind_the_backward(stage: int, schedule: str, pp: int) -> None:
-    """Of each unit once, when its last reduction is done; of all but the last two while another layer computes."""
+    """Each unit is summed once, when its last reduction is done; all but the last two while another layer computes."""
     parallel = replace(ParallelConfig(), pipeline_model_parallel_size=pp)
     spec = replace(rank_spec(config(zero=ZeroConfig(stage), parallel=parallel), Layout(pp, 4), pp - 1), replicas=True)
     ops = program(spec, schedule, 2).gradients
