@@ -118,4 +118,5 @@ def test_the_check_of_gpus_runs_dry_on_a_cpu() -> None:
     done = run(sys.executable, "-m", "benchmarks.gpu_check")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no part failed" in done.stdout and done.stdout.count("| megazero") >= 3
+    assert "An iteration takes" in done.stdout
     assert "skipped: it needs 1 GPUs, and there are 0" in done.stdout or torch.cuda.is_available()
