@@ -289,6 +289,12 @@ def schedule(flags: Flags, optimizer: torch.optim.Optimizer) -> Any:
             return t.get_polynomial_decay_schedule_with_warmup(optimizer, warmup, end, flags["min-lr"], power=1.0)
         case "cosine":
             return t.get_cosine_with_min_lr_schedule_with_warmup(optimizer, warmup, end, min_lr=flags["min-lr"])
+        case "wsd":
+            decay, least = flags["lr-wsd-decay-iters"], flags["min-lr"] / flags["lr"]
+            shape = {"linear": "linear", "cosine": "cosine", "minus_sqrt": "1-sqrt"}[flags["lr-wsd-decay-style"]]
+            return t.get_wsd_schedule(
+                optimizer, warmup, decay, num_stable_steps=end - warmup - decay, decay_type=shape, min_lr_ratio=least
+            )
 
 
 class Run:
@@ -300,7 +306,7 @@ class Run:
     """
 
     def __init__(self, flags: Flags) -> None:
-        self.flags, self.metrics, self.margin = flags, [], math.inf
+        self.flags, self.metrics, self.margin, self.consumed = flags, [], math.inf, 0
         self.train, self.validation = (open_blend(flags, which) for which in (0, 1))
         self.weights = {name: t.double().requires_grad_() for name, t in initial_weights(flags).items()}
         self.model = Model(flags, self.weights)
@@ -324,12 +330,13 @@ class Run:
 
     def step(self) -> dict[str, Any]:
         """The object of the next iteration in metrics.jsonl, without what depends on the clock and the layout."""
-        flags, iteration, batch = self.flags, len(self.metrics) + 1, self.flags["global-batch-size"]
+        flags, iteration, batch = self.flags, len(self.metrics) + 1, self._batch_size()
         last = flags["lr-decay-iters"] if flags["lr-decay-style"] == "cosine" else iteration
         for group in self.optimizer.param_groups:
             factor = self.schedule.lr_lambdas[0](min(iteration, last))  # cosine would rise again
             group["lr"] = flags["lr"] * factor
-        numbers = [(iteration - 1) * batch + j for j in range(batch)]
+        numbers = [self.consumed + j for j in range(batch)]
+        self.consumed += batch
         scale = self.scaler.get_scale()
         by_corpus = self._losses_by_corpus(self.train, numbers, training=True)
         self.optimizer.zero_grad()
@@ -350,17 +357,17 @@ class Run:
         self._next_scale(skipped)
         record = {
             "iteration": iteration,
-            "consumed_samples": iteration * batch,
+            "consumed_samples": self.consumed,
             "loss": sum(float(loss.detach()) for loss in losses) / sum(counts),
             "grad_norm": None if skipped else norm,
             "lr": self.optimizer.param_groups[0]["lr"],
             "loss_scale": scale,
             "skipped": skipped,
-            "flops": self._flops(),
+            "flops": self._flops(batch),
             "loss_by_corpus": by_corpus,
         }
         if flags["eval-interval"] and iteration % flags["eval-interval"] == 0:
-            validation = range(flags["eval-iters"] * batch)
+            validation = range(flags["eval-iters"] * flags["global-batch-size"])
             record["validation_loss"] = self._evaluate(validation)
             record["validation_loss_by_corpus"] = self._losses_by_corpus(self.validation, validation, training=False)
         self.metrics.append(record)
@@ -399,12 +406,19 @@ class Run:
         total, targets = self.model.loss([self.validation.sample(n) for n in numbers], None)
         return float(total) / targets
 
-    def _flops(self) -> float:
+    def _batch_size(self) -> int:
+        """Return the global batch as Megatron-LM describes it: START, then INCREMENT more in equal stretches."""
+        full = int(self.flags["global-batch-size"])
+        start, increment, samples = map(int, self.flags.get("rampup-batch-size", (full, 1, 0)))
+        if self.consumed > samples or start == full:
+            return full
+        stretch = Fraction(samples, (full - start) // increment)
+        return start + int(self.consumed / stretch) * increment
+
+    def _flops(self, b: int) -> float:
         """Count the FLOPs of an iteration: Narayanan et al. (2021), without recompute."""
         flags = self.flags
-        b, s, h, layers, v = (
-            flags[name] for name in ("global-batch-size", "seq-length", "hidden-size", "num-layers", "vocab-size")
-        )
+        s, h, layers, v = (flags[name] for name in ("seq-length", "hidden-size", "num-layers", "vocab-size"))
         return 72 * b * layers * s * h**2 * (1 + s / (6 * h) + v / (12 * h * layers))
 
     def state(self) -> Weights:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from megazero.config.batch_sizes import BatchSizes
 from megazero.config.model_options import (
     BYTES,
     ActivationConfig,
@@ -77,6 +78,11 @@ class Config:
         """Schedule of the run's own program, for `plan.program`: --pipeline-schedule, or forward passes alone."""
         return self.parallel.pipeline_schedule if self.trains else EVALUATION
 
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """Global batch of each iteration."""
+        return BatchSizes(self.training.global_batch_size, *self.training.rampup_batch_size)
+
     def micro_batches(self, dp: int) -> int:
-        """Micro-batches of an iteration on each rank."""
+        """Micro-batches of an iteration of the full global batch on each rank."""
         return self.training.global_batch_size // (self.training.micro_batch_size * dp)

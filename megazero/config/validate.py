@@ -114,6 +114,12 @@ def _check_combinations(config: Config) -> None:
         raise ValueError(
             f"--zero-gather-every step: --zero-stage {zero.zero_stage} gathers no weights; drop it, or use stage 3"
         )
+    ramp = config.training.rampup_batch_size
+    if ramp and (len(ramp) != 3 or min(ramp) < 1):
+        raise ValueError(
+            f"--rampup-batch-size {' '.join(map(str, ramp))}: give three numbers of at least 1, START INCREMENT "
+            "SAMPLES, such as 32 32 100000"
+        )
     scale, least = config.training.initial_loss_scale, config.training.min_loss_scale
     if scale < least:
         raise ValueError(f"--initial-loss-scale {scale} is less than --min-loss-scale {least}; raise it")

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from megazero.config.batch_sizes import BatchSizes
 from megazero.config.run_options import MAX_NAMED_CORPORA
 from megazero.data.blending import BlendedDataset
 from megazero.data.samples import NO_TOKEN, Samples
@@ -44,26 +45,33 @@ class MicroBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Assignment:
-    """A rank's samples of a step: micro-batch m of rank r takes consumed + (m N + r) b + j, for j < b."""
+    """A rank's samples of a step: micro-batch m of rank r takes consumed + (m N + r) b + j, for j < b.
+
+    With a `ramp`, the number of micro-batches follows it; else it is `num_micro_batches`.
+    """
 
     micro_batch_size: int
     num_micro_batches: int
     dp_rank: int
     dp_size: int
+    ramp: BatchSizes | None = None
 
     def __post_init__(self) -> None:
         assert min(self.micro_batch_size, self.num_micro_batches) > 0, self
         assert 0 <= self.dp_rank < self.dp_size, self
 
-    @property
-    def samples_per_step(self) -> int:
-        """M N b: the global batch."""
+    def samples_per_step(self, consumed: int) -> int:
+        """M N b: the global batch of the step that begins after `consumed`."""
+        if self.ramp is not None:
+            return self.ramp.at(consumed)
         return self.micro_batch_size * self.num_micro_batches * self.dp_size
 
     def samples(self, consumed: int) -> list[tuple[int, ...]]:
         """Sample numbers of this rank's step, M tuples of b."""
         size = self.micro_batch_size
-        firsts = (consumed + (m * self.dp_size + self.dp_rank) * size for m in range(self.num_micro_batches))
+        count, left = divmod(self.samples_per_step(consumed), size * self.dp_size)
+        assert not left, "resolve() lets only whole micro-batches through"
+        firsts = (consumed + (m * self.dp_size + self.dp_rank) * size for m in range(count))
         return [tuple(range(first, first + size)) for first in firsts]
 
 
@@ -74,7 +82,7 @@ class Batches:
     token of an unrelated document) does not count, as in Megatron. None: every target counts. `document_end`: the
     same id, given with --reset-attention-mask or --reset-position-ids: it ends a document. `num_workers`
     processes read ahead, as long as batches are asked for in order; 0: read when asked. ValueErrors of the dataset
-    come through from the workers.
+    come through from the workers. `ramp`: global batches that grow.
     """
 
     def __init__(
@@ -88,8 +96,9 @@ class Batches:
         eod: int | None = None,
         document_end: int | None = None,
         num_workers: int = 0,
+        ramp: BatchSizes | None = None,
     ) -> None:
-        self.assignment = Assignment(micro_batch_size, num_micro_batches, dp_rank, dp_size)
+        self.assignment = Assignment(micro_batch_size, num_micro_batches, dp_rank, dp_size, ramp)
         self._steps = _Steps(dataset, self.assignment, eod, document_end)
         blended = isinstance(dataset, BlendedDataset) and len(dataset.datasets) <= MAX_NAMED_CORPORA
         self._blend = dataset if blended else None
@@ -121,7 +130,7 @@ class Batches:
                 DataLoader(
                     self._steps,
                     batch_size=None,  # a key is a whole step
-                    sampler=_Progress(consumed, self.assignment.samples_per_step),
+                    sampler=_Progress(consumed, self.assignment),
                     num_workers=self._num_workers,
                     prefetch_factor=PREFETCHED_STEPS,
                     worker_init_fn=_leave_signals_to_the_parent,
@@ -134,7 +143,7 @@ class Batches:
         except BaseException:
             self.close()  # the step after a failed one is not the next of the workers
             raise
-        self._next = consumed + self.assignment.samples_per_step
+        self._next = consumed + self.assignment.samples_per_step(consumed)
         return tuple(step)
 
 
@@ -189,13 +198,13 @@ def _leave_signals_to_the_parent(_: int) -> None:
 
 
 class _Progress(Sampler[int]):
-    """The keys consumed, consumed + step, ... without end."""
+    """The consumed samples before each step, without end."""
 
-    def __init__(self, consumed: int, step: int) -> None:
-        self._consumed, self._step = consumed, step
+    def __init__(self, consumed: int, assignment: Assignment) -> None:
+        self._consumed, self._assignment = consumed, assignment
 
     def __iter__(self) -> Iterator[int]:
         consumed = self._consumed
         while True:
             yield consumed
-            consumed += self._step
+            consumed += self._assignment.samples_per_step(consumed)

@@ -58,10 +58,28 @@ def resolve(config: Config, world_size: int, vocab_size: int) -> tuple[Config, L
     )
     if not config.trains:  # it saves nothing and keeps nothing: such flags may come from the preset of the run
         config = replace(config, checkpoint=replace(config.checkpoint, save=""), activations=ActivationConfig())
+    _check_ramp(config, layout)
     layout = replace(layout, split=layer_split(config, lambda: non_block_costs(config.model, config.activations)))
     check_block_runs(config, layout)
     _check_frozen(config.model, config.training.freeze_parameters)
     return config, layout
+
+
+def _check_ramp(config: Config, layout: Layout) -> None:
+    """Every batch of --rampup-batch-size must be whole micro-batches of every data-parallel rank."""
+    ramp, once = config.training.rampup_batch_size, config.training.micro_batch_size * layout.dp
+    if not ramp:
+        return
+    given = f"--rampup-batch-size {' '.join(map(str, ramp))}"
+    if complaint := config.batch_sizes.complaint():
+        raise ValueError(f"{given}: {complaint}")
+    for name, size in zip(("START", "INCREMENT"), ramp, strict=False):
+        if size % once:
+            fits = max(once, size // once * once)
+            raise ValueError(
+                f"{given}: {name} {size} is not divisible by --micro-batch-size {config.training.micro_batch_size} x "
+                f"{layout.dp} data-parallel ranks = {once}; use {fits} or {fits + once}"
+            )
 
 
 def check_block_runs(config: Config, layout: Layout) -> None:

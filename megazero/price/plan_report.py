@@ -86,6 +86,7 @@ def summary(plan: Plan) -> list[str]:
     time, config = plan.time, plan.config
     capacity, reserved = (plan.device[f"memory.{name}"] / 1e9 for name in ("capacity", "reserved"))
     tokens, steps = plan.tokens * config.training.train_iters, config.training.train_iters
+    ramps = bool(config.training.rampup_batch_size)
     host = max(stage.memory["host"] for stage in plan.stages)
     lines = [
         f"step: {plan.seconds:.4g} s; {time.fast:.4g} to {time.slow:.4g} if all constants of {plan.device.name} err "
@@ -93,6 +94,7 @@ def summary(plan: Plan) -> list[str]:
         f"speed: {plan.tflops:.1f} TFLOP/s per device (recompute not counted), MFU {plan.mfu:.1%}, "
         f"{plan.tokens / plan.seconds * SECONDS_PER_DAY / 1e9:.2f} B tokens a day",
         f"--train-iters {steps}: {tokens / 1e9:.2f} B tokens, {plan.days:.1f} days",
+        *["all of a step of the full --global-batch-size, which --rampup-batch-size reaches later"] * ramps,
         f"memory: {capacity:.1f} GB a device, of which {reserved:.1f} GB are taken to be the libraries'; "
         + (f"{plan.free / 1e9:.1f} GB free on the fullest" if plan.free >= 0 else "DOES NOT FIT"),
     ]

@@ -65,7 +65,6 @@ class BubbleMeter:
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
         self.config, self.pp, self.device = config, mesh.pp, mesh.device
-        self.micro_batches = config.micro_batches(mesh.layout.dp)
         self.stages = [rank_spec(config, mesh.layout, pp) for pp in range(mesh.layout.pp)]
         # A layer is on one stage, so that a sum over pp of every stage's means has each of them.
         self.keys = [(op.__name__, layer) for stage in self.stages for layer in stage.layers for op in COMPUTE]
@@ -82,6 +81,7 @@ class BubbleMeter:
             if isinstance(op, COMPUTE):
                 total[key_of(op)] += end - begin
                 count[key_of(op)] += 1
+        micro_batches = 1 + max(op.micro_batch for op, _, _ in spans if isinstance(op, COMPUTE))
         own = stage_times(spans)
         stages = torch.zeros(self.pp.size, len(own), dtype=torch.float64)
         stages[self.pp.rank] = torch.tensor(own, dtype=torch.float64)
@@ -92,12 +92,12 @@ class BubbleMeter:
         found = {"bubble": bubble([StageTimes(*stage) for stage in stages.tolist()])}
         now = time.perf_counter()
         if simulates and now - self._simulated_at >= PATIENCE * self._simulation_took:
-            found["bubble_simulated"] = self._simulate(dict(zip(self.keys, means.tolist(), strict=True)))
+            found["bubble_simulated"] = self._simulate(dict(zip(self.keys, means.tolist(), strict=True)), micro_batches)
             self._simulated_at = time.perf_counter()
             self._simulation_took = self._simulated_at - now
         return found
 
-    def _simulate(self, costs: dict[Key, float]) -> float:
+    def _simulate(self, costs: dict[Key, float], micro_batches: int) -> float:
         schedule = self.config.parallel.pipeline_schedule
-        programs = [program(stage, schedule, self.micro_batches).gradients for stage in self.stages]
+        programs = [program(stage, schedule, micro_batches).gradients for stage in self.stages]
         return simulate(programs, lambda op: costs.get(key_of(op), 0.0)).bubble

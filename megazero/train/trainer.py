@@ -10,6 +10,7 @@ import torch
 
 from megazero.comm.collectives import MAX
 from megazero.comm.mesh import Mesh
+from megazero.config.batch_sizes import BatchSizes
 from megazero.config.cli import Command
 from megazero.config.schema import Config
 from megazero.config.validate import skipped_samples
@@ -76,7 +77,7 @@ class Trainer:
         card = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else ""
         self.peak_flops = peak_flops(card, config.training)
 
-        def batches(dataset: Any, num_workers: int) -> Batches:
+        def batches(dataset: Any, num_workers: int, ramp: BatchSizes | None = None) -> Batches:
             return Batches(
                 dataset,
                 config.training.micro_batch_size,
@@ -86,10 +87,11 @@ class Trainer:
                 eod=eod if config.data.eod_mask_loss else None,
                 document_end=eod if config.data.reset_attention_mask or config.data.reset_position_ids else None,
                 num_workers=num_workers,
+                ramp=ramp,
             )
 
         self.datasets = datasets
-        self.train_batches = batches(datasets.train, config.data.num_workers)
+        self.train_batches = batches(datasets.train, config.data.num_workers, config.batch_sizes)
         workers = config.data.num_workers if config.evaluation.eval_only else 0
         split = config.evaluation.eval_split
         self.evaluator = Evaluator(config, self.engine, datasets, split, lambda samples: batches(samples, workers))
@@ -182,6 +184,7 @@ class Trainer:
         config, mesh, progress = self.config, self.mesh, self.progress
         self.profiler.begin(progress.iteration + 1)
         self._skip_samples()
+        size = config.batch_sizes.at(progress.consumed_samples)
         sent, start = mesh.sent(), time.perf_counter()
         self.watchdog.doing = f"reading the batch of iteration {progress.iteration + 1}"
         batches = self.train_batches.batch(progress.consumed_samples)
@@ -189,13 +192,13 @@ class Trainer:
         result = self.engine.train_step(progress.iteration + 1, batches)
         seconds = time.perf_counter() - start
         progress.iteration += 1
-        progress.consumed_samples += config.training.global_batch_size
+        progress.consumed_samples += size
         traffic = {kind: total - sent[kind] for kind, total in mesh.sent().items()}
-        record = self._record(result, seconds, traffic) | self.profiler.end()
+        record = self._record(result, size, seconds, traffic) | self.profiler.end()
         progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if result.skipped else 0
         self.skip_reason = result.skip_reason
         if result.skip_reason is not None:
-            first = progress.consumed_samples - config.training.global_batch_size
+            first = progress.consumed_samples - size
             batch = f"samples {first} to {progress.consumed_samples - 1}"
             self.say(f"iteration {progress.iteration}, of {batch}, makes no update: {result.skip_reason}")
         if self._due(config.evaluation.eval_interval):
@@ -208,13 +211,12 @@ class Trainer:
     def _skip_samples(self) -> None:
         """Go on behind the samples of --skip-samples where the next batch would hold one of them."""
         left_out, next_one = self.left_out, self.progress.consumed_samples
-        if left_out.start < next_one + self.config.training.global_batch_size and next_one < left_out.stop:
+        if left_out.start < next_one + self.config.batch_sizes.at(next_one) and next_one < left_out.stop:
             self.say(f"--skip-samples: going on from sample {left_out.stop} instead of {next_one}")
             self.progress.consumed_samples = left_out.stop
 
-    def _record(self, result: StepResult, seconds: float, traffic: dict[str, int]) -> Record:
+    def _record(self, result: StepResult, samples: int, seconds: float, traffic: dict[str, int]) -> Record:
         config = self.config
-        samples = config.training.global_batch_size
         speed = model_flops(config.model, samples) / self.mesh.layout.world_size / seconds
         record: Record = {
             "iteration": self.progress.iteration,

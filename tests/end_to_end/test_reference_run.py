@@ -59,8 +59,8 @@ def blend(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def arguments(flags: Flags) -> list[object]:
     found: list[object] = ["--tokenizer", "byte", "--log-interval", 100]
     for name, value in flags.items():
-        if name == "data-path":
-            found += ["--data-path", *value]
+        if isinstance(value, list):
+            found += [f"--{name}", *value]
         elif isinstance(value, bool):
             found += [f"--{name}"] * value
         elif name != "eod":
@@ -75,6 +75,7 @@ def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 def compare(found: list[dict[str, Any]], wanted: list[dict[str, Any]], worlds: list[int], case: Case) -> None:
     assert [m["iteration"] for m in found] == [m["iteration"] for m in wanted]
+    consumed = 0
     for ours, theirs, world in zip(found, wanted, worlds, strict=True):
         where = f"iteration {ours['iteration']}"
         for key in ("consumed_samples", "loss_scale", "skipped"):
@@ -92,7 +93,9 @@ def compare(found: list[dict[str, Any]], wanted: list[dict[str, Any]], worlds: l
                 assert math.isclose(ours[key][prefix], loss, rel_tol=3 * case.loss), (where, key, prefix)
         assert ours.get("nonfinite", False) == theirs["skipped"], where
         tokens = ours["tokens_per_second"] * ours["step_seconds"]
-        assert math.isclose(tokens, case.flags["global-batch-size"] * case.flags["seq-length"], rel_tol=1e-9), where
+        batch = ours["consumed_samples"] - consumed
+        consumed = ours["consumed_samples"]
+        assert math.isclose(tokens, batch * case.flags["seq-length"], rel_tol=1e-9), where
         flops = ours["tflops_per_device"] * 1e12 * ours["step_seconds"] * world
         assert math.isclose(flops, theirs["flops"], rel_tol=1e-9), where
     start = 0
@@ -148,6 +151,23 @@ CASES = {
     "constant": Case(
         {**COMMON, "lr-decay-style": "constant", "clip-grad": 0.0, "global-batch-size": 12} | NO_RESET,
         (Part(7, 4, f"{TWO_STAGES} {TWO_PARTS} {FULL} --partition-activations"), Part(12, 3, "--zero-stage 3")),
+        *FP32,
+    ),
+    # Batches of 4, 6, 8, 10 and 12 samples; the stop is within the ramp. transformers warms up from --min-lr.
+    "ramp": Case(
+        {
+            **{**COMMON, "global-batch-size": 12, "micro-batch-size": 1, "rampup-batch-size": [4, 2, 40]},
+            **{"min-lr": 0.0, "lr-decay-style": "wsd", "lr-wsd-decay-iters": 4, "lr-wsd-decay-style": "minus_sqrt"},
+        },
+        (Part(3, 2, f"{TWO_STAGES} --recompute full --contiguous-checkpointing"), Part(12, 2, "--zero-stage 2")),
+        *FP32,
+    ),
+    "ramp of four": Case(
+        {**COMMON, "global-batch-size": 12, "micro-batch-size": 1, "rampup-batch-size": [4, 4, 20]},
+        (
+            Part(4, 4, f"{TWO_STAGES} --virtual-pipeline-stages 1 --pipeline-schedule zero-bubble --zero-stage 3"),
+            Part(12, 4, f"{TWO_PARTS} --zero-stage 2 --recompute full --contiguous-checkpointing"),
+        ),
         *FP32,
     ),
     "bf16": Case(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,17 @@ class Runs:
         self.ranks, self.folder, self.corpus = ranks, folder, make_corpus(folder)
         self.made: dict[tuple[object, ...], list[tuple[int, float]]] = {}
 
-    def __call__(self, precision: str, end: int, *names: str) -> list[tuple[int, float]]:
+    def __call__(self, precision: str, end: int, *names: str, ramp: tuple[int, ...] = ()) -> list[tuple[int, float]]:
         """The last part of a run over these layouts, each going on where the one before it saved."""
-        key = precision, end, *names
+        key = precision, end, *names, *ramp
         if key not in self.made:
-            save, load = self.at(precision, end, *names), ""
+            save, load = self.at(precision, end, *names, *ramp), ""
             if len(names) > 1:
-                self(precision, end - STOP, *names[:-1])
-                load = str(self.at(precision, end - STOP, *names[:-1]))
+                self(precision, end - STOP, *names[:-1], ramp=ramp)
+                load = str(self.at(precision, end - STOP, *names[:-1], *ramp))
             world = LAYOUTS[names[-1]][0]
             config = configured(names[-1], self.corpus, end, precision, save=str(save), load=load)
+            config = replace(config, training=replace(config.training, rampup_batch_size=ramp))
             per_rank = self.ranks(world).run(train, world, config)
             assert all(found == per_rank[0] for found in per_rank)
             self.made[key] = per_rank[0]
@@ -62,6 +64,22 @@ def test_a_run_goes_on_in_another_layout(runs: Runs, precision: str, first: str,
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "tp2 dp2 zero3")) for n in NAMES])
 def test_the_same_layout_goes_on_to_the_bit(runs: Runs, name: str) -> None:
     assert runs("fp32", END, name, name) == runs("fp32", END, name)[STOP:]
+
+
+RAMP = 4, 4, 10  # batches of 4, 4 | 4, 8 samples: the stop is in the ramp
+RAMPS = [("dp4 zero2", "tp2 dp2 zero3"), *((name, name) for name in NAMES)]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [pytest.param(*p, marks=[pytest.mark.slow] * (p not in RAMPS[:1])) for p in [*RAMPS, *PAIRS]]
+)
+def test_a_growing_batch_is_the_same_in_every_layout(runs: Runs, first: str, second: str) -> None:
+    """--rampup-batch-size: against the single process that never stopped; in one layout, to the bit."""
+    whole, rest = runs("fp64", END, "alone", ramp=RAMP), runs("fp64", END, first, second, ramp=RAMP)
+    assert [iteration for iteration, _ in rest] == [3, 4] and deviation(rest, whole) < TOLERANCE["fp64"]
+    constant = runs("fp64", END, "alone")
+    assert abs(constant[0][1] - whole[0][1]) > 1e-6  # of other samples
+    assert rest == runs("fp64", END, second, ramp=RAMP)[STOP:] or first != second
 
 
 @pytest.mark.slow

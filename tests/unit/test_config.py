@@ -64,7 +64,8 @@ COMING: set[str] = set()
 # 104: whether few documents are divided between training and validation (--split-by).
 # 106: when and how a stable learning rate decays at the end (--lr-wsd-decay-iters, --lr-wsd-decay-style).
 # 107: --wandb-name, which every other trainer has.
-NUM_OPTIONS = 107
+# 108: a global batch that grows (--rampup-batch-size).
+NUM_OPTIONS = 108
 
 DEFAULTS = {
     "precision": "fp32",
@@ -137,7 +138,8 @@ def test_every_flag_is_parsed() -> None:
                 continue
             else:
                 expected[flag] = {int: 7, float: 0.25, str: "word"}.get(kind, ("0.3", "a", "0.7", "b"))
-            words = list(expected[flag]) if isinstance(expected[flag], tuple) else [str(expected[flag])]
+                expected[flag] = (2, 3, 4) if kind == tuple[int, ...] else expected[flag]
+            words = list(map(str, expected[flag])) if isinstance(expected[flag], tuple) else [str(expected[flag])]
             argv += [f"--{flag}={words[0]}"] if joined and len(words) == 1 else [f"--{flag}", *words]
         config = parse(argv)
         assert {flag: value_of(config, flag) for flag in flags()} == expected
@@ -186,7 +188,7 @@ def test_help_names_every_group_flag_and_default(capsys: pytest.CaptureFixture[s
     for group in {group for group, _ in flags().values()}:
         assert f"{group} options" in text
     for flag in flags():
-        entry = re.search(rf" --{flag}(,| INT| FLOAT| STR| \[STR| \{{)(.*)", text)
+        entry = re.search(rf" --{flag}(,| INT| FLOAT| STR| \[STR| \[INT| \{{)(.*)", text)
         assert entry, flag
         default = value_of(Config(), flag)
         shown = " ".join(default) if isinstance(default, tuple) else repr(default) if default == "" else str(default)
@@ -413,6 +415,12 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         "--lr-warmup-iters 10 .* --lr-decay-iters 10 .*decay longer",
     ),
     ({"lr_warmup_iters": 9, "train_iters": 9, "lr_decay_style": "cosine"}, 1, 9, "--lr-warmup-iters 9 .* decay longer"),
+    ({"rampup_batch_size": (1, 2)}, 1, 9, "--rampup-batch-size 1 2: give three numbers .* such as 32 32 100000"),
+    ({"rampup_batch_size": (1, 0, 9)}, 1, 9, "--rampup-batch-size 1 0 9: give three numbers"),
+    ({"rampup_batch_size": (8, 1, 9), "global_batch_size": 8}, 1, 9, "8 1 9: START must be less than .* 8; lower"),
+    ({"rampup_batch_size": (2, 4, 9), "global_batch_size": 8}, 1, 9, "2 4 9: INCREMENT must divide the 6 samples"),
+    ({"rampup_batch_size": (3, 1, 9), "global_batch_size": 8}, 2, 9, "START 3 is not divisible by .* 2; use 2 or 4"),
+    ({"rampup_batch_size": (2, 3, 9), "global_batch_size": 8}, 2, 9, "INCREMENT 3 is not divisible by .* use 2 or 4"),
     ({"lr_decay_style": "wsd", "train_iters": 50}, 1, 9, "--lr-wsd-decay-iters 0 and .* --lr-wsd-decay-iters 5, or"),
     ({"lr_decay_style": "cosine", "lr_wsd_decay_iters": 7}, 1, 9, "--lr-wsd-decay-iters 7 and --lr-decay-style cosine"),
     (

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import replace
+from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from megazero.comm.mesh import Mesh
+from megazero.config.batch_sizes import BatchSizes
 from megazero.config.schema import Config, DataConfig, ModelConfig
 from megazero.data.corpora import Datasets
 from megazero.data.loader import Assignment, Batches
@@ -36,7 +38,35 @@ def test_ranks_share_a_step_without_gap_or_overlap(size: int, count: int, ranks:
             assert steps[rank][m] == tuple(range(first, first + size))
     numbers = sorted(i for step in steps for row in step for i in row)
     assert numbers == list(range(1000, 1000 + size * count * ranks))
-    assert Assignment(size, count, 0, ranks).samples_per_step == size * count * ranks
+    assert Assignment(size, count, 0, ranks).samples_per_step(1000) == size * count * ranks
+
+
+def megatron_batch(consumed: int, full: int, start: int, increment: int, samples: int) -> int:
+    """The rule of Megatron-LM's RampupBatchsizeNumMicroBatchesCalculator, in exact numbers."""
+    if consumed > samples:
+        return full
+    return start + int(consumed / Fraction(samples, (full - start) // increment)) * increment
+
+
+def test_a_growing_batch_is_megatrons_and_leaves_no_sample_out(dataset: GPTDataset) -> None:
+    for numbers in ((32, 8, 8, 100), (24, 4, 2, 7), (1000, 10, 1, 99_999), (8, 4, 4, 1)):
+        sizes = BatchSizes(*numbers)
+        assert all(
+            sizes.at(c) == megatron_batch(c, *numbers) for c in range(0, 2 * numbers[3], max(1, numbers[3] // 97))
+        )
+    assert BatchSizes(8).at(0) == BatchSizes(8).at(10**9) == 8
+    ramp = BatchSizes(12, 4, 4, 20)
+    for workers in (0, 1):
+        ranks = [Batches(dataset, 2, 3, rank, 2, num_workers=workers, ramp=ramp) for rank in range(2)]
+        consumed, served = 0, list[int]()
+        for size in (4, 4, 4, 8, 12, 12):
+            steps = [rank.batch(consumed) for rank in ranks]
+            assert [len(step) for step in steps] == [size // 4] * 2 and ramp.at(consumed) == size
+            served += sorted(number for step in steps for micro in step for number in micro.samples)
+            consumed += size
+        assert served == list(range(consumed))
+        for rank in ranks:
+            rank.close()
 
 
 def test_micro_batches_hold_the_samples_they_name(dataset: GPTDataset) -> None:

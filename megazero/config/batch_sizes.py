@@ -1,0 +1,37 @@
+"""Global batch sizes of a run: one, or one that grows with the samples that were consumed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """The global batch of each iteration, a function of the samples consumed before it, as Megatron-LM's.
+
+    It begins at `start`, grows by `increment` in equal stretches of `samples`, and is `full` from there on. Without a
+    ramp, `start` is 0. The stretches are exact fractions, where Megatron-LM divides in floating point.
+    """
+
+    full: int
+    start: int = 0
+    increment: int = 0
+    samples: int = 0
+
+    def at(self, consumed: int) -> int:
+        """Return the samples of the iteration that begins after `consumed`."""
+        if not self.start or consumed >= self.samples:
+            return self.full
+        num_increments = (self.full - self.start) // self.increment
+        return self.start + consumed * num_increments // self.samples * self.increment
+
+    def complaint(self) -> str:
+        """Return why this is no ramp, and the way out; empty if it is one."""
+        if self.start >= self.full:
+            return f"START must be less than --global-batch-size {self.full}; lower it, or drop the flag"
+        if (self.full - self.start) % self.increment:
+            return (
+                f"INCREMENT must divide the {self.full - self.start} samples between START and --global-batch-size "
+                f"{self.full}; use another"
+            )
+        return ""
