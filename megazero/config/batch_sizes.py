@@ -25,6 +25,17 @@ class BatchSizes:
         num_increments = (self.full - self.start) // self.increment
         return self.start + consumed * num_increments // self.samples * self.increment
 
+    def total(self, iterations: int) -> int:
+        """Return the samples of the first `iterations` iterations."""
+        consumed = 0
+        while iterations and (size := self.at(consumed)) < self.full:
+            num_increments = (self.full - self.start) // self.increment
+            stretch = (size - self.start) // self.increment + 1
+            border = -(-stretch * self.samples // num_increments)  # consumed samples at which the next stretch begins
+            steps = min(iterations, -(-(border - consumed) // size))
+            consumed, iterations = consumed + steps * size, iterations - steps
+        return consumed + iterations * self.full
+
     def complaint(self) -> str:
         """Return why this is no ramp, and the way out; empty if it is one."""
         if self.start >= self.full:

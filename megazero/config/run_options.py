@@ -36,6 +36,9 @@ class DataConfig:
     end-of-document token."""
     reset_position_ids: bool = False
     """Restart positions at 0 behind each end-of-document token."""
+    mock_data: bool = False
+    """Train on made-up tokens instead of --data-path, to try a layout; needs --vocab-size or --tokenizer. All splits
+    are endless, and there is nothing to learn."""
     skip_samples: str = ""
     """A:B leaves out samples A to B - 1 of the run, counted as metrics.jsonl's consumed_samples are: go back to a
     checkpoint from before a loss spike, and on without the data that made it."""

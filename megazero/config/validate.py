@@ -168,6 +168,7 @@ def _check_combinations(config: Config) -> None:
         raise ValueError("--finetune needs --load DIR, to know whose weights to begin with")
     _check_evaluation(config)
     _check_plan(config.plan)
+    _check_mock_data(config)
     skipped_samples(config)
     if config.log.wandb_project and not config.log.log_dir:
         raise ValueError(f"--wandb-project {shorten(config.log.wandb_project)} needs --log-dir DIR for its files")
@@ -176,6 +177,20 @@ def _check_combinations(config: Config) -> None:
     for flag in config.data.document_flags:
         if not (config.data.tokenizer or config.data.data_path or config.data.data_args_path):
             raise ValueError(f"{flag} needs --tokenizer, to know the end-of-document token")
+
+
+def _check_mock_data(config: Config) -> None:
+    data, evaluation = config.data, config.evaluation
+    if not data.mock_data:
+        return
+    if data.data_path or data.data_args_path:
+        named = f"--data-path {shorten(' '.join(data.data_path))}" * bool(data.data_path)
+        raise ValueError(
+            f"--mock-data with {named or f'--data-args-path {shorten(data.data_args_path)}'}: one makes up tokens, the "
+            "other names the corpora to train on; drop one of them"
+        )
+    if not evaluation.eval_iters and (evaluation.eval_interval or evaluation.eval_only):
+        raise ValueError("--eval-iters 0 evaluates a whole split, and those of --mock-data are endless; use 10")
 
 
 def plans(plan: PlanConfig) -> bool:

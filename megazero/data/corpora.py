@@ -6,6 +6,7 @@ import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from megazero.data.about import BLOCK_BYTES, SAMPLED_BYTES, read_about, verify
 from megazero.data.blending import BlendedDataset
 from megazero.data.fingerprint import fingerprint
 from megazero.data.indexed import IndexedDataset
+from megazero.data.mock import MockSamples
 from megazero.data.samples import SPLITS, GPTDataset, Samples, WholeSplit, require_vocabulary, split_ranges
 from megazero.data.tokenizer import Tokenizer
 from megazero.files import FilePool, read_regular
@@ -60,7 +62,10 @@ class Datasets:
         return tuple(part.data.prefix for part in parts if isinstance(part, GPTDataset) and part.by_tokens)
 
     def notes(self) -> list[str]:
-        """Sentences on what the user may not expect: documents that are divided between training and validation."""
+        """Sentences on what the user may not expect: made-up data, documents that --split divides."""
+        if isinstance(self.train, MockSamples):
+            floor = log(self.train.vocab_size)
+            return [f"--mock-data: tokens are made up; the loss goes to ln(--vocab-size) = {floor:.4f}"]
         divided = self.split_by_tokens
         if not divided:
             return []
@@ -77,6 +82,12 @@ class Datasets:
             return {}
         assert isinstance(self.train, BlendedDataset)
         return dict(zip(self.named, self.train.counts(consumed_samples), strict=True))
+
+
+def mock_datasets(seq_length: int, seed: int, vocab_size: int) -> Datasets:
+    """Return the splits of --mock-data."""
+    train, validation, test = (MockSamples(name, seq_length, seed, vocab_size) for name in SPLITS)
+    return Datasets(train, validation, test)
 
 
 def parse_data_path(data_path: Sequence[str]) -> list[tuple[Fraction | None, str]]:

@@ -32,6 +32,10 @@ def resolve(config: Config, world_size: int, vocab_size: int) -> tuple[Config, L
     _check_schedule(config)
     layout = make_layout(config, world_size)
     vocabulary = config.model.vocab_size or vocab_size
+    if not vocabulary and config.data.mock_data:
+        raise ValueError(
+            "--mock-data needs --vocab-size, the number of tokens to draw from, such as --vocab-size 50257"
+        )
     if not vocabulary:
         raise ValueError(
             "--tokenizer is missing, and so is --vocab-size, and no PREFIX.json of --data-path says which tokenizer "

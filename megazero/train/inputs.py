@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megazero.config.schema import Config
-from megazero.data.corpora import Datasets, open_datasets, read_data_args
+from megazero.data.corpora import Datasets, mock_datasets, open_datasets, read_data_args
 from megazero.data.tokenizer import Tokenizer
 
 
@@ -15,11 +15,14 @@ def open_data(config: Config, tokenizer: Tokenizer | None) -> Datasets:
     """
     data, evaluation = config.data, config.evaluation
     needed = ("train", *["validation"] * (evaluation.eval_interval > 0))
+    if data.mock_data:
+        return mock_datasets(config.model.seq_length, config.training.seed, config.model.vocab_size)
     if evaluation.eval_only:
         needed = (evaluation.eval_split,)
     if bool(data.data_path) == bool(data.data_args_path):
         raise ValueError(
-            "--data-path is missing; give the PREFIX of a .bin/.idx pair, which data_tools/preprocess_data.py makes"
+            "--data-path is missing; give the PREFIX of a .bin/.idx pair, which data_tools/preprocess_data.py makes, "
+            "or --mock-data to try without one"
             if not data.data_path
             else f"--data-path and --data-args-path {data.data_args_path} both name corpora; give one of them"
         )

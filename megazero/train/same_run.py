@@ -32,9 +32,9 @@ def run_values(config: Config, datasets: Datasets, tokenizer: Tokenizer | None) 
         for name, (group, _) in flags().items()
         if name not in LOCAL_FLAGS
     }
-    weights = [
-        weight for weight, _ in parse_data_path(config.data.data_path or read_data_args(config.data.data_args_path))
-    ]
+    data = config.data
+    words = () if data.mock_data else data.data_path or read_data_args(data.data_args_path)
+    weights = [weight for weight, _ in parse_data_path(words)] if words else []
     for number, (weight, content) in enumerate(zip(weights, datasets.fingerprints(), strict=True), 1):
         values[f"the weight of --data-path's corpus {number}"] = "by tokens" if weight is None else str(weight)
         values[f"the content of --data-path's corpus {number}"] = content

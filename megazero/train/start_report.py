@@ -50,7 +50,7 @@ def screen(asked: Config, config: Config, layout: Layout, machine: Machine, devi
         device_name: of this rank, such as "cpu" or "NVIDIA H200".
     """
     model, training, ranks = config.model, config.training, layout.world_size
-    tokens = training.global_batch_size * model.seq_length * training.train_iters
+    tokens = config.batch_sizes.total(training.train_iters) * model.seq_length
     parts = f"{config.micro_batches(layout.dp)} x micro-batch {training.micro_batch_size}"
     told = {
         "model": f"{model.architecture}, {count(num_parameters(model))} parameters: {model.num_layers} layers, hidden "

@@ -24,7 +24,7 @@ from megazero.config.schema import (
     TrainingConfig,
     ZeroConfig,
 )
-from megazero.data.tokenizer import load_tokenizer
+from megazero.data.remembered import data_tokenizer
 from megazero.data.writer import IndexedWriter
 from megazero.plan.resolve import resolve
 from megazero.train.inputs import open_data
@@ -92,7 +92,7 @@ def train(
     """
     config, layout = resolve(config, world, 257)
     mesh = Mesh.build(layout, rank, torch.device("cpu"), config.parallel.distributed_timeout_minutes)
-    run = Trainer(config, mesh, open_data(config, load_tokenizer("byte")), None)
+    run = Trainer(config, mesh, open_data(config, data_tokenizer(config)), None)
     found = []
     with contextlib.redirect_stdout(open(os.devnull, "w")):
         _, run.progress = run.checkpoints.resume(find_checkpoint(run.config, mesh.host_group))

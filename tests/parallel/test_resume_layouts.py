@@ -82,6 +82,21 @@ def test_a_growing_batch_is_the_same_in_every_layout(runs: Runs, first: str, sec
     assert rest == runs("fp64", END, second, ramp=RAMP)[STOP:] or first != second
 
 
+def test_mock_data_goes_on_in_another_layout(ranks: Any, tmp_path: Path) -> None:
+    """Without a corpus and a tokenizer: the same samples in every layout, before and after a stop."""
+
+    def curve(name: str, end: int, **options: str) -> list[tuple[int, float]]:
+        config = configured(name, "", end, "fp64", **options)
+        data = replace(config.data, data_path=(), tokenizer="", mock_data=True)
+        found = ranks(LAYOUTS[name][0]).run(train, LAYOUTS[name][0], replace(config, data=data))
+        return found[0]
+
+    whole = curve("alone", END)
+    assert all(4 < loss < 7 for _, loss in whole)  # ln(257) = 5.5
+    curve("pp2", STOP, save=str(tmp_path / "a"))
+    assert deviation(curve("tp2 sp", END, load=str(tmp_path / "a")), whole) < TOLERANCE["fp64"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("at", range(len(NAMES)))
 def test_chains_of_three(runs: Runs, at: int) -> None:

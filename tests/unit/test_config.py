@@ -65,7 +65,8 @@ COMING: set[str] = set()
 # 106: when and how a stable learning rate decays at the end (--lr-wsd-decay-iters, --lr-wsd-decay-style).
 # 107: --wandb-name, which every other trainer has.
 # 108: a global batch that grows (--rampup-batch-size).
-NUM_OPTIONS = 108
+# 109: tokens without a corpus, to try a layout (--mock-data).
+NUM_OPTIONS = 109
 
 DEFAULTS = {
     "precision": "fp32",
@@ -415,6 +416,15 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         "--lr-warmup-iters 10 .* --lr-decay-iters 10 .*decay longer",
     ),
     ({"lr_warmup_iters": 9, "train_iters": 9, "lr_decay_style": "cosine"}, 1, 9, "--lr-warmup-iters 9 .* decay longer"),
+    ({"mock_data": True}, 1, 0, "--mock-data needs --vocab-size, the number of tokens to draw from, such as"),
+    ({"mock_data": True, "data_path": ("a",)}, 1, 9, "--mock-data with --data-path a: one makes up tokens.* drop one"),
+    ({"mock_data": True, "data_args_path": "f"}, 1, 9, "--mock-data with --data-args-path f: one makes up tokens"),
+    (
+        {"mock_data": True, "eval_interval": 5, "eval_iters": 0},
+        1,
+        9,
+        "--eval-iters 0 evaluates a whole split, .* endless",
+    ),
     ({"rampup_batch_size": (1, 2)}, 1, 9, "--rampup-batch-size 1 2: give three numbers .* such as 32 32 100000"),
     ({"rampup_batch_size": (1, 0, 9)}, 1, 9, "--rampup-batch-size 1 0 9: give three numbers"),
     ({"rampup_batch_size": (8, 1, 9), "global_batch_size": 8}, 1, 9, "8 1 9: START must be less than .* 8; lower"),

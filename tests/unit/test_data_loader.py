@@ -54,6 +54,11 @@ def test_a_growing_batch_is_megatrons_and_leaves_no_sample_out(dataset: GPTDatas
         assert all(
             sizes.at(c) == megatron_batch(c, *numbers) for c in range(0, 2 * numbers[3], max(1, numbers[3] // 97))
         )
+        consumed = 0
+        for iterations in range(300):
+            assert sizes.total(iterations) == consumed
+            consumed += sizes.at(consumed)
+    assert BatchSizes(8).total(5) == 40
     assert BatchSizes(8).at(0) == BatchSizes(8).at(10**9) == 8
     ramp = BatchSizes(12, 4, 4, 20)
     for workers in (0, 1):
