@@ -18,6 +18,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.reports.pictures import bars
 from benchmarks.reports.published import FIGURE_2_BASELINE, FIGURE_2_ZERO, FIGURE_3, FIGURE_6, ZeroRun
 from megazero.config.cli import parse
 from megazero.config.schema import Config
@@ -74,6 +75,7 @@ def header(columns: str) -> None:
 
 def figure2(device: Device) -> None:
     print("## Figure 2: TFLOP/s per V100, recompute counted\n")
+    drawn: dict[str, list[float]] = {}
     for system, points, flags in (
         ("ZeRO", FIGURE_2_ZERO, "--zero-stage 2"),
         ("baseline", FIGURE_2_BASELINE, "--zero-stage 0"),
@@ -97,12 +99,24 @@ def figure2(device: Device) -> None:
                 f"| {p.model} | {system} | {fast:.1f} | {plain:.1f} | {factor * plain:.1f} | {p.tflops} | "
                 f"{deviation:+.0%}{' (calibrates)' if fitted else ''} | {waits} |"
             )
+        drawn[system] = [factor * plain for _, _, plain, _ in rows]
         raw = statistics.mean(abs(fast / p.tflops - 1) for p, fast, _, _ in rows if p.tflops)
         print(
             f"\n{system}: factor {factor:.2f}, the geometric mean of paper / ours over 8B, 40B and 100B; mean absolute "
             f"error of the other {len(errors)} points {statistics.mean(errors):.0%}. Without a factor, overlapped, all "
             f"points: {raw:.0%}.\n"
         )
+
+    _picture(drawn)
+
+
+def _picture(drawn: dict[str, list[float]]) -> None:
+    """Draw docs/pictures/paper-figure-2.svg: the paper's speeds and predictions times each system's factor."""
+    series = {}
+    for system, points in (("ZeRO", FIGURE_2_ZERO), ("baseline", FIGURE_2_BASELINE)):
+        series[f"{system}, the paper's"] = [run.tflops or 0.0 for run in points]
+        series[f"{system}, predicted"] = drawn[system]
+    bars("paper-figure-2.svg", [run.model for run in FIGURE_2_ZERO], series, "TFLOP/s per V100, recompute counted")
 
 
 def figure3(device: Device) -> None:

@@ -46,14 +46,13 @@ def make_corpus(folder: Path) -> Path:
     return folder / "c_text_document"
 
 
-def measure(number: int, corpus: Path, folder: Path) -> list[dict[str, int]]:
-    """[memory, traffic] of rank 0 in the last iteration of a run of configuration C`number`."""
-    flags = ["--preset", f"c{number}", "--data-path", corpus, "--tokenizer", "byte", "--train-iters", ITERATIONS]
-    log = folder / f"c{number}"
-    run(["bash", ROOT / "scripts" / "launch.sh", "--nproc", RANKS, *flags, "--lr-warmup-iters", 1, "--log-dir", log])
+def measure(flags: list[object], ranks: int, corpus: Path, log: Path) -> list[dict[str, int]]:
+    """[memory, traffic] of rank 0 in the last iteration of a run, which must be what `estimate` says."""
+    flags = [*flags, "--data-path", corpus, "--tokenizer", "byte", "--train-iters", ITERATIONS, "--lr-warmup-iters", 1]
+    run(["bash", ROOT / "scripts" / "launch.sh", "--nproc", ranks, *flags, "--log-dir", log])
     last = json.loads((log / "metrics.jsonl").read_text().splitlines()[-1])
-    config, layout = resolve(parse([str(flag) for flag in flags]), RANKS, 257)
-    assert [last["memory_bytes"], last["traffic_bytes"]] == list(estimate(config, layout)), f"C{number}"
+    config, layout = resolve(parse([str(flag) for flag in flags]), ranks, 257)
+    assert [last["memory_bytes"], last["traffic_bytes"]] == list(estimate(config, layout)), flags
     return [last["memory_bytes"], last["traffic_bytes"]]
 
 
@@ -65,7 +64,7 @@ def small(console: Console) -> None:
         folder = Path(name)
         corpus = make_corpus(folder)
         for number, what in CONFIGURATIONS.items():
-            memory, traffic = measure(number, corpus, folder)
+            memory, traffic = measure(["--preset", f"c{number}"], RANKS, corpus, folder / f"c{number}")
             cells = [memory[kind] for kind in KINDS] + [traffic["tp"], traffic["dp"]]
             table.add_row(f"C{number} {what}", *(f"{cell:,}" for cell in cells))
     console.print(table)

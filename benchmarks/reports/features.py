@@ -69,16 +69,22 @@ def savings() -> dict[str, str]:
     return {"what each configuration saves": "\n\n".join(tables)}
 
 
+def sized(number: int, layers: int) -> Asked:
+    """Configuration C`number` of Figure 6, with other layers."""
+    run = FIGURE_6[number]
+    return asked(number, layers, run.hidden, run.heads)
+
+
+@functools.cache
+def _line() -> dict[tuple[int, int], int]:
+    """Rehearse bytes of a rank by configuration and layers, at both of FIT."""
+    small = [(number, layers) for number in CONFIGURATIONS for layers in FIT]
+    return dict(zip(small, (each.allocated for each in rehearse_all([sized(*each) for each in small])), strict=True))
+
+
 def largest() -> dict[str, str]:
     """Find Figure 6: the most layers that fit, in memory that is a line in the number of layers."""
-    small = [(number, layers) for number in CONFIGURATIONS for layers in FIT]
-
-    def sized(number: int, layers: int) -> Asked:
-        run = FIGURE_6[number]
-        return asked(number, layers, run.hidden, run.heads)
-
-    line = dict(zip(small, (each.allocated for each in rehearse_all([sized(*each) for each in small])), strict=True))
-    most = {}
+    line, most = _line(), {}
     for number in CONFIGURATIONS:
         low, high = (line[number, layers] for layers in FIT)
         most[number] = int((LIMIT - low) / (high - low) * (FIT[1] - FIT[0])) + FIT[0]
@@ -101,16 +107,12 @@ def largest() -> dict[str, str]:
     )
     bars("paper-figure-6.svg", names, {"the paper's": paper, "ours": sizes}, "largest model, 1e9 parameters")
     columns = ["", "the paper's", "ours", "all tensors at once, GB", "deviation"]
-    return {"figure 6": markdown(columns, rows), "figure 6, steps": _steps(line)}
+    return {"figure 6": markdown(columns, rows)}
 
 
-def _steps(line: dict[tuple[int, int], int]) -> str:
-    """Tabulate the way from our largest models to the paper's, a term of the paper's system added in each column.
-
-    Args:
-        line: bytes of our rank by configuration and layers, at both of FIT.
-    """
-    rows, titles = [], list[str]()
+def steps() -> dict[str, str]:
+    """Tabulate the way from our largest models to the paper's, a term of the paper's system added in each column."""
+    line, rows, titles = _line(), [], list[str]()
     for number in CONFIGURATIONS:
         low, high = (line[number, layers] for layers in FIT)
         extra = our_terms_to_the_papers(number)
@@ -127,7 +129,8 @@ def _steps(line: dict[tuple[int, int], int]) -> str:
             row.append(f"{total / 1e9:.0f}B")
         run = FIGURE_6[number]
         rows.append([*row, run.model, percent(total, _parameters(number, run.layers))])
-    return markdown(["", "ours", *(f"+ {title}" for title in titles), "the paper's", "not explained"], rows)
+    columns = ["", "ours", *(f"+ {title}" for title in titles), "the paper's", "not explained"]
+    return {"figure 6, steps": markdown(columns, rows)}
 
 
 def our_terms_to_the_papers(number: int) -> dict[str, Callable[[int], float]]:
@@ -148,7 +151,6 @@ def our_terms_to_the_papers(number: int) -> dict[str, Callable[[int], float]]:
         "attention weights, dropout masks": lambda _: block - ours,
         "fp32 logits, their gradient": lambda _: logits,
         "a whole gradient in Pos": gradient,
-        "fitted: 1.5 GB": lambda _: REST_BYTES - libraries,
     }
 
 

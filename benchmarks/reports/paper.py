@@ -18,7 +18,7 @@ import tyro
 from benchmarks.reports.blocks import write_blocks
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGES = {"searches": "plan.md"}  # section -> page, where that is another than paper.md
+PAGES = {"searches": "plan.md", "two-ranks": "rehearsal.md"}  # section -> page, where that is another than paper.md
 # section -> the function that makes its blocks; a picture lies in docs/pictures
 SECTIONS = {
     "table-1": "states.table_1",
@@ -26,9 +26,12 @@ SECTIONS = {
     "savings": "features.savings",
     "figure-6": "features.largest",
     "terms": "features.terms",
+    "steps": "features.steps",
     "figure-4": "models.figure_4",
     "examples": "models.examples",
     "trained": "trained.small",
+    "plan": "plans.picture",
+    "two-ranks": "trained.two_ranks",
     "searches": "searches.searches",
 }
 

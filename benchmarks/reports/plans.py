@@ -1,0 +1,26 @@
+"""Picture of a plan for docs/plan.md: bytes by stage, and memory over a step with the operations below it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.reports.pictures import PICTURES
+
+ROOT = Path(__file__).resolve().parents[2]
+PLAN = (
+    "--preset zero-100b --precision fp16 --grad-dtype fp16 --num-layers 16 --global-batch-size 1600 --plan "
+    "--world-size 400 --device-type v100-32gb"
+)
+
+
+def picture() -> dict[str, str]:
+    """Draw docs/pictures/plan.png by --plan; no block of a page changes."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, ROOT / "pretrain_gpt.py", *PLAN.split(), "--log-dir", folder]
+        subprocess.run(list(map(str, command)), cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        shutil.copy(Path(folder) / "plan.png", PICTURES / "plan.png")
+    return {}
