@@ -1,7 +1,8 @@
 """Compile every Triton kernel for a GPU that is not there: `python -m tests.helpers.compile_kernels 90`.
 
 The launches of `model.kernels` are called on CPU tensors, with a driver that knows a target and nothing else; the
-kernels are compiled to machine code, and not run. Prints a line per kernel: name, warps, registers, spilled bytes.
+kernels are compiled to machine code, and not run. Prints a line per kernel: name, warps, registers, loads, atomics,
+spilled bytes.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ def launch_all() -> None:
 
 def resources(kernel: Any) -> tuple[int, int]:
     """Return (registers per thread, bytes that are spilled), which ptxas says."""
-    # the one that knows all of this triton's PTX, whatever the GPU
-    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas-blackwell"
+    folder = Path(triton.__file__).parent / "backends/nvidia/bin"
+    ptxas = max(folder.glob("ptxas*"))  # of two, the newer one, which knows all of this triton's PTX
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(kernel.asm["ptx"])
         file.flush()
@@ -95,7 +96,10 @@ def main(capability: int) -> None:
     for kernel in {id(kernel): kernel for kernel in made}.values():
         registers, spilled = resources(kernel)
         warps = kernel.metadata.num_warps
-        print(f"{kernel.name} {warps} warps, {registers} registers, {spilled} spilled")
+        ptx = kernel.asm["ptx"]
+        vectors, atomics = ("ld.global.v4.b32" in ptx), len(re.findall(r"\b(?:atom|red)\.", ptx))
+        found = f"{'16-byte' if vectors else 'narrow'} loads, {atomics} atomics, {spilled} spilled"
+        print(f"{kernel.name} {warps} warps, {registers} registers, {found}")
 
 
 if __name__ == "__main__":
