@@ -135,7 +135,9 @@ def pretrain(command: Command, world: World, signals: Signals) -> Stop | None:
         find_checkpoint(config)
     limits = config.checkpoint
     leads = world.rank == 0
-    clock = Clock(limits.exit_duration_minutes, limits.exit_before_minutes, scheduler.job_end) if leads else None
+    by_time = 0.0 if limits.save_interval or not limits.save else limits.save_interval_minutes
+    ends = limits.exit_duration_minutes, limits.exit_before_minutes
+    clock = Clock(*ends, scheduler.job_end, save_minutes=by_time) if leads else None
     timeout, checks = config.parallel.distributed_timeout_minutes, config.zero.poison_buffers
     hosts = launch.start(world, device, timeout)
     agree(lambda: run_values(config, datasets, tokenizer), world, device, hosts)

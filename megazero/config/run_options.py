@@ -84,14 +84,19 @@ class CheckpointConfig:
     save: str = ""
     """Folder for checkpoints; the last iteration is always saved. Empty: none."""
     load: str = ""
-    """Folder of checkpoints, or one of its iter_NNNNNNN. A folder without a checkpoint starts fresh. In a folder, a
-    damaged checkpoint is passed over, with a warning, for the newest whole one before it."""
+    """Folder of checkpoints, or one of its iter_NNNNNNN. A folder without a checkpoint starts fresh; so does one that
+    is not there, if it is --save too or with --load-or-start. In a folder, a damaged checkpoint is passed over, with a
+    warning, for the newest whole one before it."""
+    load_or_start: bool = False
+    """Start fresh where the folder of --load is not there, instead of an error."""
     finetune: bool = False
     """Load weights only: optimizer, schedule and data begin anew, at iteration 0."""
     load_exact: bool = False
     """Refuse a damaged checkpoint instead of going on from an older one."""
     save_interval: Iterations = 0
-    """Iterations between checkpoints. 0: only at the end."""
+    """Iterations between checkpoints. 0: by time alone (--save-interval-minutes), and at the end."""
+    save_interval_minutes: Minutes = 30.0
+    """Minutes between checkpoints, with --save and without --save-interval. 0: only at the end."""
     keep_last: Iterations = 0
     """Whole checkpoints of this run to keep; older ones are deleted after a save. 0: all. Those of other runs stay, and
     the newest from before skipped iterations."""

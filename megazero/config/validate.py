@@ -12,7 +12,7 @@ from megazero.config.architectures import ARCHITECTURES
 from megazero.config.cli import flags, ranges
 from megazero.config.folders import check_project, check_writable
 from megazero.config.limits import check_text, divisors, shorten
-from megazero.config.schema import Config, ModelConfig, PlanConfig
+from megazero.config.schema import CheckpointConfig, Config, ModelConfig, PlanConfig
 
 # Flags that name a file or a folder. --data-path and --tokenizer hold other words too, all of them shorter.
 PATHS = ("data-path", "tokenizer", "save", "load", "log-dir", "tensorboard-dir", "device-type")
@@ -153,6 +153,12 @@ def _check_combinations(config: Config) -> None:
     for flag, interval in (("save-interval", checkpoint.save_interval), ("keep-last", checkpoint.keep_last)):
         if interval and not checkpoint.save:
             raise ValueError(f"--{flag} {interval} needs --save DIR to know where to")
+    by_time = checkpoint.save_interval_minutes
+    if checkpoint.save_interval and by_time not in (0.0, CheckpointConfig().save_interval_minutes):
+        raise ValueError(
+            f"--save-interval-minutes {by_time:g} with --save-interval {checkpoint.save_interval}: time asks for "
+            "checkpoints only where iterations do not; give one of them"
+        )
     if checkpoint.keep_every and not checkpoint.keep_last:
         raise ValueError(
             f"--keep-every {checkpoint.keep_every} without --keep-last keeps every checkpoint anyway; drop it"

@@ -11,7 +11,7 @@ from typing import Any
 from megazero import checkpoint
 from megazero.checkpoint import Damaged
 from megazero.config.cli import ranges
-from megazero.config.schema import Config, ModelConfig
+from megazero.config.schema import CheckpointConfig, Config, ModelConfig
 from megazero.data import fingerprint
 from megazero.data.corpora import parse_data_path, read_data_args
 from megazero.plan.parameters import declared
@@ -27,7 +27,7 @@ def find_checkpoint(config: Config, group: Any = None, passing_over: Mapping[str
         passing_over: folders that were found damaged since -> what is wrong with them.
 
     Raises:
-        ValueError: --save holds another run's checkpoints; or the one to load is of another model.
+        ValueError: --load is not there; --save holds another run's checkpoints; or the one to load is of another model.
         Damaged: what is to be loaded is damaged, and there is nothing older to go back to.
     """
     options = config.checkpoint
@@ -48,7 +48,17 @@ def find_checkpoint(config: Config, group: Any = None, passing_over: Mapping[str
     if config.evaluation.eval_only and path is None:
         raise ValueError(f"--eval-only: --load {options.load} holds no checkpoint; give the --save folder of a run")
     _guard_save(options.load, options.save, path, options.finetune)
+    if path is None and options.load and not Path(options.load).exists() and not _may_begin(options):
+        raise ValueError(
+            f"--load {options.load}: there is no such folder; correct it, or add --load-or-start to begin a "
+            "new run where there is none yet"
+        )
     return path
+
+
+def _may_begin(options: CheckpointConfig) -> bool:
+    """Return whether a --load that is not there begins a new run."""
+    return options.load_or_start or bool(options.save and Path(options.load).resolve() == Path(options.save).resolve())
 
 
 def _guard_save(load: str, save: str, path: Path | None, finetune: bool) -> None:

@@ -81,15 +81,17 @@ class Clock:
         before_minutes: float,
         job_end: Callable[[], float | None],
         now: float | None = None,
+        save_minutes: float = 0.0,
     ) -> None:
         """`job_end`: when the job ends, in seconds since the epoch; asked again before it is believed, for a job's
-        limit can be changed. `now`: when the run began.
+        limit can be changed. `now`: when the run began. `save_minutes`: between checkpoints; 0: no time asks for one.
 
         Raises:
             ValueError: --exit-before-minutes without a job that has a limit.
         """
         begin = time.time() if now is None else now
         self._until = begin + 60 * duration_minutes if duration_minutes else float("inf")
+        self._save_seconds, self._saved = 60 * save_minutes, begin
         self._margin, self._job_end = 60 * before_minutes, job_end
         self._end = job_end() if before_minutes else float("inf")
         if self._end is None:
@@ -97,6 +99,14 @@ class Clock:
                 f"--exit-before-minutes {before_minutes:g}: this is no SLURM job with a time limit; "
                 "use --exit-duration-minutes"
             )
+
+    def save_due(self, now: float) -> bool:
+        """Return whether the time between checkpoints has passed since the start or the last call of `saved`."""
+        return self._save_seconds > 0 and now - self._saved >= self._save_seconds
+
+    def saved(self, now: float) -> None:
+        """Begin the time between checkpoints anew."""
+        self._saved = now
 
     def reached(self, now: float) -> int | None:
         """The place in STOPS of the limit that is reached."""

@@ -159,12 +159,23 @@ class Trainer:
         """Return the reason to stop here, agreed over all ranks: a signal may reach only some, and clocks differ."""
         log_dir = self.config.log.log_dir
         stop_file = Path(log_dir) / "stop" if self.leads and log_dir else None
-        found = self.mesh.agree(asked_to_stop(self.signals, self.clock, stop_file), MAX)
+        save = self.clock is not None and self.clock.save_due(time.time())
+        # One number: where no rank stops, all save if rank 0's clock says so; who stops saves at the end anyway.
+        agreed = self.mesh.agree(2 * asked_to_stop(self.signals, self.clock, stop_file) + save, MAX)
+        found, save = agreed // 2, bool(agreed % 2)
         if found < 0:
+            if save:
+                self._save_by_time()
             return None
         if stop_file is not None:  # obeyed: the next run goes on
             stop_file.unlink(missing_ok=True)
         return STOPS[found]
+
+    def _save_by_time(self) -> None:
+        if self.progress.iteration and self.checkpoints.saved_at != self.progress.iteration:
+            self.checkpoints.save(self.progress)
+        if self.clock is not None:
+            self.clock.saved(time.time())
 
     def _check_alive(self) -> None:
         limit, skipped = self.config.training.max_skipped_iterations, self.progress.skipped_in_a_row

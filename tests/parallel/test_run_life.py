@@ -129,6 +129,34 @@ def test_a_plan_does_not_grow_with_the_layers(ranks: Any, corpus: str, tmp_path:
     assert few == many and max(few) < 20
 
 
+# -- saves by time
+
+
+class Told(Clock):
+    """A clock that says at given calls, one before each iteration, that a save is due."""
+
+    def __init__(self, *due: int) -> None:
+        super().__init__(0.0, 0.0, lambda: None)
+        self.due, self.calls = due, 0
+
+    def save_due(self, now: float) -> bool:
+        self.calls += 1
+        return self.calls in self.due
+
+
+def train_by_time(rank: int, world: int, config: Config) -> int:
+    """Rank 0 alone has a clock: before iterations 1 and 4 it asks for a save."""
+    run = trainer(rank, world, config)
+    run.clock = Told(1, 4) if rank == 0 else None
+    quietly(run)
+    return run.progress.iteration
+
+
+def test_a_save_by_time_is_every_ranks(ranks: Any, corpus: str, tmp_path: Path) -> None:
+    assert ranks(2).run(train_by_time, 2, configured(corpus, tmp_path, 5)) == [5, 5]
+    assert names(tmp_path) == [3, 5]  # nothing before the first iteration; the last is saved anyway
+
+
 # -- damage
 
 

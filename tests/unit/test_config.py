@@ -66,7 +66,9 @@ COMING: set[str] = set()
 # 107: --wandb-name, which every other trainer has.
 # 108: a global batch that grows (--rampup-batch-size).
 # 109: tokens without a corpus, to try a layout (--mock-data).
-NUM_OPTIONS = 109
+# 111: minutes between checkpoints (--save-interval-minutes): hours of work hang on it, and iterations take any time; a
+# run that may begin where --load is not there (--load-or-start), which otherwise is a typing error.
+NUM_OPTIONS = 111
 
 DEFAULTS = {
     "precision": "fp32",
@@ -508,6 +510,12 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         "--zero-bubble-backlog 1 is about --pipeline-schedule zero-bubble, zero-bubble-v, not 1f1b",
     ),
     ({"keep_last": 2}, 1, 9, "--keep-last 2 needs --save DIR"),
+    (
+        {"save": "x", "save_interval": 5, "save_interval_minutes": 10.0},
+        1,
+        9,
+        "--save-interval-minutes 10 with --save-interval 5: .* give one of them",
+    ),
     ({"profile_iterations": "2:3"}, 1, 9, "--profile-iterations 2:3 needs --log-dir DIR"),
     *(
         ({"profile_iterations": text, "log_dir": "x"}, 1, 9, f"--profile-iterations {text}: must be A:B, .* such as")

@@ -70,6 +70,23 @@ def test_saving_into_a_new_folder_or_the_loaded_one_is_not(tmp_path: Path) -> No
     assert find_checkpoint(config(load=tmp_path / "new", save=tmp_path / "new")) is None
 
 
+def test_a_load_that_is_not_there_is_refused_unless_it_may_begin(tmp_path: Path) -> None:
+    typo, there = str(tmp_path / "tpyo"), tmp_path / "there"
+    there.mkdir()
+    refused = (CheckpointConfig(load=typo), CheckpointConfig(load=typo, save=str(there)))
+    for options in refused:
+        with pytest.raises(ValueError, match=r"--load .*tpyo: there is no such folder; .* --load-or-start"):
+            find_checkpoint(replace(Config(), checkpoint=options))
+    begins = [replace(options, load_or_start=True) for options in refused]
+    begins += [
+        CheckpointConfig(load=typo, save=f"{tmp_path}/./tpyo"),
+        CheckpointConfig(load=str(there)),
+        CheckpointConfig(),
+    ]
+    for options in begins:
+        assert find_checkpoint(replace(Config(), checkpoint=options)) is None
+
+
 def test_a_damaged_state_falls_back_and_an_exact_load_does_not(tmp_path: Path) -> None:
     older, newer = save(tmp_path, 1), save(tmp_path, 2)
     (newer / "state.json").write_bytes(b" " + (newer / "state.json").read_bytes())

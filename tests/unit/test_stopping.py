@@ -24,6 +24,14 @@ def test_duration() -> None:
     assert [clock.reached(now) for now in (1000.0, 1119.0, 1120.0)] == [None, None, 0]
 
 
+def test_a_save_is_due_when_its_time_has_passed_since_the_last() -> None:
+    clock = Clock(0.0, 0.0, lambda: None, now=1000.0, save_minutes=0.5)
+    assert [clock.save_due(now) for now in (1000.0, 1029.0, 1030.0, 1031.0)] == [False, False, True, True]
+    clock.saved(1031.0)
+    assert [clock.save_due(now) for now in (1060.0, 1061.0)] == [False, True]
+    assert not Clock(0.0, 0.0, lambda: None, now=0.0).save_due(1e9)
+
+
 def test_the_end_of_the_job_is_asked_for_again_before_it_is_believed() -> None:
     """The job got more time."""
     ends = iter([10_000.0, 20_000.0, 20_000.0])
