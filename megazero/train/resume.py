@@ -49,9 +49,10 @@ def find_checkpoint(config: Config, group: Any = None, passing_over: Mapping[str
         raise ValueError(f"--eval-only: --load {options.load} holds no checkpoint; give the --save folder of a run")
     _guard_save(options.load, options.save, path, options.finetune)
     if path is None and options.load and not Path(options.load).exists() and not _may_begin(options):
+        there = next(str(folder) for folder in Path(options.load).absolute().parents if folder.is_dir())
         raise ValueError(
-            f"--load {options.load}: there is no such folder; correct it, or add --load-or-start to begin a "
-            "new run where there is none yet"
+            f"--load {options.load}: there is no such folder, only {there}; correct it, or add --load-or-start to "
+            "begin a new run where there is none yet"
         )
     return path
 

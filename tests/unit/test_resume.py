@@ -75,7 +75,7 @@ def test_a_load_that_is_not_there_is_refused_unless_it_may_begin(tmp_path: Path)
     there.mkdir()
     refused = (CheckpointConfig(load=typo), CheckpointConfig(load=typo, save=str(there)))
     for options in refused:
-        with pytest.raises(ValueError, match=r"--load .*tpyo: there is no such folder; .* --load-or-start"):
+        with pytest.raises(ValueError, match=rf"--load .*tpyo: there is no such folder, only {tmp_path}; .* --load-or"):
             find_checkpoint(replace(Config(), checkpoint=options))
     begins = [replace(options, load_or_start=True) for options in refused]
     begins += [
