@@ -123,7 +123,7 @@ def read(argv: list[str], count_ranks: Callable[[], int] = lambda: 1) -> Command
     entry = ARCHITECTURES.get(_value_of([*under, *args], "architecture"))
     defaults = list(entry.defaults) if entry is not None else []
     config = tyro.cli(Config, args=defaults + under + args, prog=PROGRAM, config=(tyro.conf.OmitArgPrefixes,))
-    return Command(config, args, _names([*under, *args]), translated.notes)
+    return Command(config, args, names_of([*under, *args]), translated.notes)
 
 
 @functools.cache
@@ -140,7 +140,7 @@ def _value(config: Config, name: str) -> Any:
     return getattr(getattr(config, flags()[name][0]), name.replace("-", "_"))
 
 
-def _names(args: list[str]) -> frozenset[str]:
+def names_of(args: list[str]) -> frozenset[str]:
     """Return which flags a command line in our words sets."""
     found = {item.name for item in split_items(args) if item.name not in OWN_WORDS}
     return frozenset(name if name in flags() else name.removeprefix("no-") for name in found if name)

@@ -76,6 +76,10 @@ def test_gpt2_under_hugging_face_names_and_as_transformers_has_it(gpt2_files: Pa
 
     theirs = GPT2TokenizerFast.from_pretrained(tmp_path)
     assert tokenizer.encode(TEXT) == theirs(TEXT).input_ids
+    named = load_tokenizer(f"gpt2:{gpt2_files / 'encoder.json'},{tmp_path / 'merges.txt'}")
+    assert named.identity == tokenizer.identity
+    with pytest.raises(ValueError, match=r"a,b must be VOCAB,MERGES, two files"):
+        load_tokenizer("gpt2:a,b")
     # The same folder without a tokenizer.json is read by transformers.
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
     folder = load_tokenizer(str(tmp_path))

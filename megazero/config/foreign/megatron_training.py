@@ -132,7 +132,11 @@ TRAINING: Entries = (
     ),
     *refused(MEGATRON, "fp8-* fp4-* te-*", "precisions are bf16, fp16, fp32, fp64 (--precision); drop it"),
     *refused(MEGATRON, "fp16-lm-cross-entropy", "the loss is computed in fp32; drop it"),
-    *refused(MEGATRON, "rampup-batch-size decrease-batch-size-if-needed", "--global-batch-size is constant; drop it"),
+    *refused(
+        MEGATRON,
+        "rampup-batch-size step-batch-size-schedule decrease-batch-size-if-needed",
+        "--global-batch-size is constant; drop it",
+    ),
     *refused(MEGATRON, "deterministic-mode", "no switch chooses deterministic kernels of a GPU; drop it"),
     *refused(MEGATRON, "data-parallel-random-init", "weights are the same in every layout; drop it"),
     *refused(MEGATRON, "freeze-all-layers", "--freeze-parameters PATTERN ..."),

@@ -114,16 +114,22 @@ def _load_folder(spec: str, folder: Path) -> Tokenizer:
 
 
 def _load_gpt2(spec: str, folder: Path) -> Tokenizer:
-    """GPT-2's two files.
+    """GPT-2's two files, by their folder or as VOCAB,MERGES under any names.
 
     <|endoftext|> is not looked for in the text, as in Megatron: a document that quotes it does not end there.
     """
     from tokenizers.models import BPE
 
-    for vocab, merges in GPT2_FILES:
-        if (folder / vocab).is_file() and (folder / merges).is_file():
-            backend = gpt2_backend(BPE.from_file(str(folder / vocab), str(folder / merges)))
+    pairs = [(folder / vocab, folder / merges) for vocab, merges in GPT2_FILES]
+    if "," in str(folder) and not folder.is_dir():
+        one, _, other = str(folder).partition(",")
+        pairs = [(Path(one), Path(other))]
+    for vocab_file, merges_file in pairs:
+        if vocab_file.is_file() and merges_file.is_file():
+            backend = gpt2_backend(BPE.from_file(str(vocab_file), str(merges_file)))
             return FastTokenizer(spec, backend, find_eod(backend.get_vocab(), None))
+    if "," in str(folder):
+        raise FileNotFoundError(f"{folder} must be VOCAB,MERGES, two files that exist")
     raise FileNotFoundError(f"no vocab.json and merges.txt (nor encoder.json and vocab.bpe) in {folder}")
 
 
