@@ -76,6 +76,10 @@ SAME = [
      "--num-attention-heads 4"),
     ("--save x --resume_from_checkpoint True", "--save x --load x"),
     ("--torch_dtype bfloat16 --gradient_checkpointing True", "--precision bf16 --recompute full"),
+    ("--lr-decay-style WSD --lr-wsd-decay-samples 64 --global-batch-size 8",
+     "--lr-decay-style wsd --lr-wsd-decay-iters 8 --global-batch-size 8"),
+    ("--wandb-project p --run_name a --lr_scheduler_type inverse_sqrt",
+     "--wandb-project p --wandb-name a --lr-decay-style inverse-square-root"),
     ("--num-experts 1 --moe-loss-coeff 0.01", ""),
 ]  # fmt: skip
 

@@ -82,6 +82,10 @@ def _report(use: Use) -> list[str]:
     return []
 
 
+def _run_name(use: Use) -> list[str]:
+    return ["--wandb-name", use.value] if use.given("wandb-project") else []
+
+
 def _resume(use: Use) -> list[str]:
     if use.value.lower() == "false":
         return []
@@ -167,9 +171,11 @@ ENTRIES: Entries = (
                 ("cosine_with_min_lr", "cosine"),
                 ("constant", "constant"),
                 ("constant_with_warmup", "constant"),
+                ("inverse_sqrt", "inverse-square-root"),
+                ("warmup_stable_decay", "wsd"),
             )
         },
-        "there are constant, linear and cosine; see --lr-decay-style",
+        "see --lr-decay-style for what there is",
     ),
     *alias(HUGGING_FACE, "warmup-steps num-warmup-steps warmup-iters", "lr-warmup-iters"),
     *computed(
@@ -233,9 +239,10 @@ ENTRIES: Entries = (
     ),
     *unneeded(
         HUGGING_FACE,
-        "logging-first-step log-level log-level-replica log-on-each-node logging-nan-inf-filter run-name",
+        "logging-first-step log-level log-level-replica log-on-each-node logging-nan-inf-filter",
         "see --log-interval and --log-dir",
     ),
+    *computed(HUGGING_FACE, "run-name", "--wandb-name, with --wandb-project", _run_name, 2),
     *alias(HUGGING_FACE, "save-total-limit", "keep-last"),
     *unneeded(HUGGING_FACE, "save-safetensors", "checkpoints are safetensors"),
     *refused(

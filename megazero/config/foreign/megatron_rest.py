@@ -65,9 +65,10 @@ REST: Entries = (
         "log-device-memory-used log-energy",
         "metrics.jsonl, and TensorBoard and W&B where they are asked for, have every measure there is",
     ),
+    *alias(MEGATRON, "wandb-exp-name", "wandb-name"),
     *unneeded(
         MEGATRON,
-        "wandb-exp-name wandb-entity one-logger-* no-one-logger enable-one-logger app-tag-*",
+        "wandb-entity one-logger-* no-one-logger enable-one-logger app-tag-*",
         "a run is known by its --log-dir",
     ),
     *refused(

@@ -85,6 +85,13 @@ TRAINING: Entries = (
     ),
     *computed(
         MEGATRON,
+        "lr-wsd-decay-samples",
+        "--lr-wsd-decay-iters: samples / --global-batch-size, rounded",
+        _in_iterations("lr-wsd-decay-iters", False),
+        3,
+    ),
+    *computed(
+        MEGATRON,
         "lr-warmup-samples",
         "--lr-warmup-iters: samples / --global-batch-size, rounded",
         _in_iterations("lr-warmup-iters", False),

@@ -6,6 +6,7 @@ import difflib
 import fnmatch
 import functools
 import re
+import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -219,6 +220,8 @@ def _spell(item: Item, known: Mapping[str, Option]) -> Item:
             number = int(whole + fraction) * 10 ** max(0, int(exponent) - len(fraction))
             value = str(number if len(fraction) <= int(exponent) else number // 10 ** (len(fraction) - int(exponent)))
             return Item(item.spelled, item.name, (value,), item.joined)
+    if typing.get_origin(kind) is typing.Literal and word.lower() in typing.get_args(kind):
+        return Item(item.spelled, item.name, (word.lower(),), item.joined)
     if item.name in ("precision", "grad-dtype") and word.lower() in TYPES:
         return Item(item.spelled, item.name, (TYPES[word.lower()],), item.joined)
     return item
