@@ -107,5 +107,5 @@ DATA: Entries = (
         "per-dataset-sequences-path",
         _BY_SPLIT,
     ),
-    *refused(MEGATRON, "mock-data fim-* sft* phase-transition-iterations", "data are documents of --data-path"),
+    *refused(MEGATRON, "fim-* sft* phase-transition-iterations", "data are documents of --data-path"),
 )

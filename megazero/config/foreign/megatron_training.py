@@ -28,13 +28,18 @@ def _train_length(use: Use) -> list[str]:
     use.number()
     per_sample = {"train-samples": 1, "train-tokens": use.get_whole("seq-length")}
     samples = [float(use.foreign[name][0]) / per for name, per in per_sample.items() if use.foreign.get(name)]
-    if use.given("rampup-batch-size"):
-        raise Refused("with --rampup-batch-size the samples of an iteration change; give --train-iters")
+    _same_batch(use, "train-iters")
     return ["--train-iters", str(max(1, int(min(samples) // use.global_batch())))]
+
+
+def _same_batch(use: Use, ours: str) -> None:
+    if use.given("rampup-batch-size"):
+        raise Refused(f"with --rampup-batch-size an iteration's samples change; give --{ours}")
 
 
 def _in_iterations(ours: str, per_token: bool) -> Translation:
     def convert(use: Use) -> list[str]:
+        _same_batch(use, ours)
         samples = use.number() / (use.get_whole("seq-length") if per_token else 1)
         return [f"--{ours}", str(_iterations(samples, use) if samples else 0)]
 
@@ -141,8 +146,8 @@ TRAINING: Entries = (
     *refused(MEGATRON, "fp16-lm-cross-entropy", "the loss is computed in fp32; drop it"),
     *refused(
         MEGATRON,
-        "rampup-batch-size step-batch-size-schedule decrease-batch-size-if-needed",
-        "--global-batch-size is constant; drop it",
+        "step-batch-size-schedule decrease-batch-size-if-needed",
+        "--rampup-batch-size START INCREMENT SAMPLES is how a batch grows",
     ),
     *refused(MEGATRON, "deterministic-mode", "no switch chooses deterministic kernels of a GPU; drop it"),
     *refused(MEGATRON, "data-parallel-random-init", "weights are the same in every layout; drop it"),
