@@ -6,6 +6,7 @@ error; 124 no progress (--hang-timeout); 130 interrupted twice, unsaved. See Not
 megazero/train/stopping.py.
 """
 
+import contextlib
 import sys
 import traceback
 from pathlib import Path
@@ -156,7 +157,9 @@ def pretrain(command: Command, world: World, signals: Signals) -> Stop | None:
     if leads:
         details = start_report.details(config, layout, memory, hosts, environment(), trainer.choices)
         start_report.hand_out(config, screen, details)
-    with watchdog.over(trainer.engine.interpreter):
+    silent = world.size > 1 and device.type == "cuda"  # NCCL does not say that a peer has failed
+    peers = failures.ending_with_peers(world) if silent else contextlib.nullcontext()
+    with peers, watchdog.over(trainer.engine.interpreter):
         stop = trainer.evaluate_only(path) if config.evaluation.eval_only else trainer.run(path)
     if lock is not None:
         lock.release()

@@ -48,11 +48,6 @@ def serve(rank: int, world: int, store: str, config: Any, every: int, log: str, 
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, resource.RLIM_INFINITY))
     with open(f"{log}.stderr{rank}", "a") as said, contextlib.redirect_stderr(said):
-        if world > 1:
-            timeout = datetime.timedelta(seconds=TIMEOUT_SECONDS)
-            files = dist.FileStore(store, world)
-            files.set_timeout(timeout)  # five minutes otherwise, for a rank that never writes its address
-            dist.init_process_group("gloo", store=files, rank=rank, world_size=world, timeout=timeout)
 
         def see(iteration: int, loss: float) -> None:
             if rank == 0:
@@ -60,6 +55,11 @@ def serve(rank: int, world: int, store: str, config: Any, every: int, log: str, 
                     file.write(json.dumps([iteration, loss]) + "\n")
 
         try:
+            if world > 1:
+                timeout = datetime.timedelta(seconds=TIMEOUT_SECONDS)
+                files = dist.FileStore(store, world)
+                files.set_timeout(timeout)  # five minutes otherwise, for a rank that never writes its address
+                dist.init_process_group("gloo", store=files, rank=rank, world_size=world, timeout=timeout)
             train(rank, world, config, save_every=every, see=see)
         except Exception as error:
             said.write(f"{type(error).__name__}: {error}\n")

@@ -7,8 +7,9 @@ import datetime
 import faulthandler
 import socket
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -17,9 +18,11 @@ from megazero.comm.errors import PeerLost, ranks_text
 from megazero.comm.launch import abort, agent_store, within
 from megazero.comm.world import World, tell_launcher
 
-FAILURE_KEY = "failure"  # what the first rank to fail said
+FAILURE_KEY = "failure"  # what the first rank to fail said, or to see a hang, or to lose a peer
+ENDED_KEY = "ended"  # what a rank said that failed by itself, and ends
 # Launchers name the rank that ends first as the cause. So a rank that lost a peer waits for the cause, this long.
 PATIENCE_SECONDS = 3.0
+WATCH_SECONDS = 5.0  # between looks for a failure that another rank has reported
 STORE_SECONDS = 10.0  # for a few questions to the store
 HUNG = 124  # exit code, as that of timeout(1)
 
@@ -29,7 +32,7 @@ def report_failure(world: World, message: str) -> None:
     tell_launcher(message)
     if dist.is_initialized():
         try:
-            within(STORE_SECONDS, lambda: _tell(f"rank {world.rank}: {message}"))
+            within(STORE_SECONDS, lambda: _tell(f"rank {world.rank}: {message}", ended=True))
         except Exception as error:  # the store goes with the rank that hosts it: then no rank can be told
             print(f"rank {world.rank}: could not tell the others: {error}", file=sys.stderr, flush=True)
 
@@ -49,6 +52,41 @@ def explain(world: World, lost: PeerLost) -> str:
         return f"{lost}; {host} does not answer: its process is frozen, or its machine"
     except Exception:
         return f"{lost}; {host} is gone, and with it what the others said: read the output of all ranks"
+
+
+@contextlib.contextmanager
+def ending_with_peers(
+    world: World, seconds: float = WATCH_SECONDS, patience: float = PATIENCE_SECONDS
+) -> Iterator[None]:
+    """Within the block, end this process when another rank has reported that it failed.
+
+    Over NCCL a rank that waits for one that is gone stays in a kernel until the time-out; over gloo the wait itself
+    fails. A rank that was killed has reported nothing: launchers end its peers.
+
+    Args:
+        seconds: between questions to the store.
+        patience: for this rank to fail by itself, with words of its own.
+    """
+    done = threading.Event()
+    store = within(STORE_SECONDS, lambda: _store().clone())  # of its own: the other may be waiting for an answer
+
+    def watch() -> None:
+        cause = ""
+        while not cause and not done.wait(seconds):
+            try:
+                if store.check([ENDED_KEY]):
+                    cause = store.get(ENDED_KEY).decode()
+            except Exception:
+                cause = "torchrun is gone" if agent_store() else "rank 0 is gone, and its store with it"
+        if not done.wait(patience):
+            print(f"rank {world.rank}: stopped, for another rank failed: {cause}", file=sys.stderr, flush=True)
+            abort(1)
+
+    threading.Thread(target=watch, name="failed peers", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 def end_hung(world: World, place: str, hosts: Sequence[str], patience: float) -> NoReturn:
@@ -111,8 +149,9 @@ def _store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def _tell(message: str) -> None:
-    _store().compare_set(FAILURE_KEY, "", message)  # the first one stays
+def _tell(message: str, ended: bool = False) -> None:
+    for key in (FAILURE_KEY, *[ENDED_KEY] * ended):
+        _store().compare_set(key, "", message)  # the first one stays
 
 
 def _ask(world: World, lost: PeerLost) -> str:

@@ -225,3 +225,12 @@ def test_a_hang_says_who_is_where_and_ends_the_run(model: list[Any], start: Star
     for text in said:  # the stacks of all threads
         assert "most recent call first" in text and "interpreter.py" in text
     assert "stuck_rank.py" in said[1]
+
+
+def test_a_rank_that_hears_nothing_ends_when_another_fails(start: Start) -> None:
+    """It waits as in a kernel of NCCL, and no launcher ends it. With rank 0 its store is gone."""
+    for failing, words in ((1, "rank 1: ValueError: --data-path: a bad token"), (0, "rank 0 is gone, and its store")):
+        ranks = start([[failing]] * 2, program=("tests/end_to_end/deaf_rank.py",))
+        said = ranks[1 - failing].end(1)
+        assert f"rank {1 - failing}: stopped, for another rank failed: " in said and "unwound" not in said
+        assert words in said or (failing == 0 and "a bad token" in said)

@@ -118,3 +118,9 @@ except SystemExit as stop:
     assert done.stdout == "1 ['tyro']\n", done.stderr
     assert "what fits: this model on" in done.stderr and "here --preset gpt2-124m" in done.stderr
     assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("ValueError: --num-layers 48")
+
+
+def test_the_documented_refusal_is_what_is_said() -> None:
+    with pytest.raises(ValueError) as refusal:
+        check_at_once(parse(["--preset", "gpt2-1.5b"]), 1, 1, Available(4 * GB, "of host memory"))
+    assert f"```\nValueError: {refusal.value}\n```" in (ROOT / "docs" / "console.md").read_text()
