@@ -23,9 +23,11 @@ class Products:
 
     Attributes:
         onednn: fp32 on a CPU by oneDNN; see Note [oneDNN]. Elsewhere without effect.
+        in_place: a GPU writes, and adds, 16-bit products straight into wider gradients; see `writes_wide`.
     """
 
     onednn: bool = False
+    in_place: bool = False
 
     def output(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """[.., in] -> [.., out]"""
@@ -53,8 +55,12 @@ class Products:
                 torch.mm(dy.t(), x, out=out)
         elif x.device.type == "cpu":
             write_or_add(dy.t() @ x, out, add)
-        else:  # a GPU multiplies in 16 bit, and sums and returns fp32
+        elif not self.in_place:  # a GPU multiplies in 16 bit, and sums and returns fp32
             write_or_add(torch.mm(dy.t(), x, out_dtype=out.dtype), out, add)
+        elif add:
+            torch.addmm(out, dy.t(), x, out_dtype=out.dtype, out=out)
+        else:
+            torch.mm(dy.t(), x, out_dtype=out.dtype, out=out)
 
     def _by_onednn(self, x: torch.Tensor) -> bool:
         return self.onednn and x.device.type == "cpu" and x.dtype == torch.float32
@@ -72,6 +78,23 @@ TORCH = Products()
 def upcasts(x: torch.Tensor) -> bool:
     """16-bit products on a CPU: fp32 ones with casts around are some 60 times faster, and no less exact."""
     return x.element_size() == 2 and x.device.type == "cpu"
+
+
+def writes_wide(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return true if products of `dtype` can be written to fp32, and added to it, without a temporary in between.
+
+    Tried once on the device, with a result that is known: the operators are newer than the oldest torch that runs.
+    """
+    if device.type == "cpu" or dtype.itemsize != 2:
+        return False
+    ones, out = torch.ones(16, 16, dtype=dtype, device=device), torch.zeros(16, 16, device=device)
+    products = Products(in_place=True)
+    try:
+        products.weight_grad(ones, ones, out, add=False)
+        products.weight_grad(ones, ones, out, add=True)
+    except (RuntimeError, TypeError):  # not on this device; not in this torch
+        return False
+    return device.type == "meta" or bool((out == 32).all())
 
 
 def as_matrix(weight: torch.Tensor) -> torch.Tensor:

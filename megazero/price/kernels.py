@@ -123,6 +123,7 @@ def _operator(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     num_bytes = sum(map(_size, [*read[name in OVERWRITES :], *written]))
     if name in PRODUCTS:
         a, b = read[-2:]
+        dtype = next(key for key, value in DTYPES.items() if a.dtype == value)  # what it is added to may be wider
         return Operator(name, num_bytes, dtype, Product(math.prod(a.shape[:-2]), a.shape[-2], b.shape[-1], a.shape[-1]))
     if "attention" in name:
         backward = "backward" in name  # whose first argument is the gradient of the output

@@ -27,6 +27,7 @@ from megazero.memory.tracker import MemoryTracker
 from megazero.model.context import Context, DeviceBatch, MicroBatchInfo, ResidualStream, kept_bytes
 from megazero.model.documents import Documents
 from megazero.model.kernels.table import kernels_named
+from megazero.model.matmul import Products
 from megazero.model.stage import Stage
 from megazero.model.weight import GradWriter, Owner, Weight
 from megazero.plan.parameters import FIRST_BLOCK, HEAD, TOKEN_EMBEDDING, ParamSpec, stage_units
@@ -162,6 +163,7 @@ class Traced:
             device,
             selective=kind.recompute == "selective",
             kernels=kernels_named(kind.kernels),
+            products=Products(in_place=kind.device_type == "cuda"),
         )
         names = {FIRST_BLOCK: [0]}.get(kind.layer, [])
         ends = kind.layer != FIRST_BLOCK

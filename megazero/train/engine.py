@@ -20,7 +20,7 @@ from megazero.memory.tracker import MemoryTracker
 from megazero.model.context import DTYPES, Context, ResidualStream
 from megazero.model.fused_ops import PLAIN, compiled
 from megazero.model.kernels.table import kernels_named
-from megazero.model.matmul import Products
+from megazero.model.matmul import Products, writes_wide
 from megazero.model.stage import Stage
 from megazero.plan.parameters import TOKEN_EMBEDDING, stage_units
 from megazero.plan.program import Program, program
@@ -83,7 +83,10 @@ class Engine:
             config.training.seed,
             config.activations.recompute == "selective",
             fused_ops,
-            Products(onednn=config.training.matmul_backend == "onednn"),
+            Products(
+                onednn=config.training.matmul_backend == "onednn",
+                in_place=writes_wide(mesh.device, DTYPES[config.training.precision]),
+            ),
             kernels_named(config.training.kernels_on(mesh.device.type)),
         )
         model, pp = config.model, mesh.pp

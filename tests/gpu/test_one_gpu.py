@@ -12,6 +12,7 @@ from megazero.activations.offload import StreamCopies
 from megazero.comm.mesh import Mesh
 from megazero.memory.fragmentation import device_fragmentation
 from megazero.memory.tracker import MemoryTracker
+from megazero.model.matmul import Products, writes_wide
 from megazero.train.engine import Engine
 from tests import reference
 from tests.parallel.cases import MODEL, STEPS, Case, micro_batches, reference_batches
@@ -53,6 +54,21 @@ def test_one_gpu_is_the_same_model(precision: str, tolerance: float, how: dict[s
     assert (memory["host"] > 0) == case.host and (memory["activation_checkpoints"] > 0) == (
         case.recompute == "full" and not case.host
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weight_gradients_are_added_where_they_lie(dtype: torch.dtype) -> None:
+    """The sum of two products in fp32, as with a temporary between them."""
+    device = torch.device("cuda", 0)
+    x, dy = (torch.randn(512, n, device=device).to(dtype) for n in (192, 320))
+    found, wanted = torch.empty(320, 192, device=device), torch.empty(320, 192, device=device)
+    for add in (False, True):
+        Products(in_place=writes_wide(device, dtype)).weight_grad(x, dy, found, add)
+        Products().weight_grad(x, dy, wanted, add)
+    assert writes_wide(device, dtype)
+    exact = 2 * (dy.double().t() @ x.double())
+    for result in (found, wanted):
+        assert float((result - exact).abs().max() / exact.abs().max()) < 1e-5  # sums of 512 in fp32
 
 
 class OneRead(Mesh):

@@ -7,12 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megazero.comm.mesh import Mesh
 from megazero.comm.pretend import pretend_mesh
 from megazero.config.schema import Config, TrainingConfig
 from megazero.config.validate import check_device
-from megazero.model.matmul import FASTER, Products, fastest_ratio, has_onednn, onednn_gain
+from megazero.model.matmul import FASTER, Products, fastest_ratio, has_onednn, onednn_gain, writes_wide
 from megazero.model.vocabulary import add_rows
 from megazero.plan.topology import Layout
 from megazero.train.engine import Engine
@@ -154,3 +155,32 @@ def test_both_libraries_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Products, "_affine", lambda self, *a: used.append(self.onednn) or affine(self, *a))
     assert onednn_gain(8, 16, 32, turns=2) > 0
     assert used.count(True) == 9 and used.count(False) == 3  # of MKL's, both gradients are plain products
+
+
+class Made(TorchDispatchMode):
+    """Notes the operators that make a tensor of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view and "out" not in (kwargs or {}):
+            self.names.append(func.__name__)
+        return out
+
+
+def test_16_bit_products_go_straight_into_wider_gradients() -> None:
+    """On a GPU they are written, then added, without another tensor. tests/gpu compares the numbers."""
+    gpu = torch.device("meta")
+    x, dy = (torch.empty(7, n, device=gpu, dtype=torch.bfloat16) for n in (4, 3))
+    for in_place, wanted in ((True, []), (False, ["mm.dtype", "copy_.default", "mm.dtype", "add_.Tensor"])):
+        with Made() as made:
+            for add in (False, True):
+                Products(in_place=in_place).weight_grad(x, dy, torch.empty(3, 4, device=gpu), add)
+        assert [name for name in made.names if name != "empty.memory_format"] == wanted
+    assert writes_wide(gpu, torch.bfloat16) and not writes_wide(gpu, torch.float32)
+    assert not writes_wide(torch.device("cpu"), torch.bfloat16)
+    engine = Engine(Case(precision="bf16").config(), pretend_mesh(Layout(), 0, gpu, needs_staging_buffer=False))
+    assert engine.model.head.context.products.in_place
