@@ -18,6 +18,7 @@ from megazero.config.cli import Command, read
 from megazero.config.schema import Config
 from megazero.config.validate import check_device, check_values, plans
 from megazero.memory.host import has_accelerator, host_memory
+from megazero.optional import missing_package
 from megazero.plan.resolve import resolve
 from megazero.price.quick import check_at_once
 from megazero.train.stopping import Clock, DeadRun, Signals, Stop
@@ -67,6 +68,8 @@ def run(command: Command, world: World) -> None:
         # At once: this rank may be ended before they answer.
         say(world, f"{error}{place_of(error)}; asking the others why")
         fail(world, failures.explain(world, error), report=False)
+    except ModuleNotFoundError as error:
+        fail(world, f"this run {missing_package(error)}")
     except KeyboardInterrupt:
         print("interrupted; --load goes on from the last checkpoint in --save", file=sys.stderr, flush=True)
         launch.abort(130)
@@ -181,5 +184,10 @@ def fail(world: World, message: str, report: bool = True) -> NoReturn:
     launch.abort(1)
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """Run as the console command megazero-pretrain."""
     main(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    command()

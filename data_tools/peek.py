@@ -241,5 +241,10 @@ def main(arguments: Sequence[str]) -> None:
         print(f"wrote {options.html}")
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """Run as a script, or as the console command megazero-peek."""
     run_tool(main)
+
+
+if __name__ == "__main__":
+    command()

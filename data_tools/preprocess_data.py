@@ -431,6 +431,11 @@ def main(arguments: Sequence[str]) -> None:
     preprocess(options)
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """Run as a script, or as the console command megazero-preprocess."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # --workers 1 is one core, too
     run_tool(main)
+
+
+if __name__ == "__main__":
+    command()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from megazero.files import explain
+from megazero.optional import missing_package
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -36,6 +37,8 @@ def run_tool(main: Callable[[Sequence[str]], None]) -> None:
         sys.stdout.flush()
     except ValueError as error:
         code, line = 2, f"error: {error}{_notes(error)}"
+    except ModuleNotFoundError as error:
+        code, line = 2, f"error: this {missing_package(error)}"
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1

@@ -10,14 +10,13 @@ import os
 import shutil
 import stat
 import uuid
+import zlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 from typing import Any
-
-from isal.isal_zlib import crc32
 
 # Bytes read or written at once: bounds memory.
 COPY_BYTES = 8 << 20
@@ -33,6 +32,18 @@ _KINDS = (
     (stat.S_ISBLK, "a device"),
     (stat.S_ISSOCK, "a socket"),
 )
+
+
+def _fastest_crc32() -> Callable[..., int]:
+    """Return isal's CRC-32, at ten times the pace of zlib's (docs/log.md); else zlib's. megazero[data] brings isal."""
+    try:
+        from isal import isal_zlib
+    except ModuleNotFoundError:
+        return zlib.crc32
+    return isal_zlib.crc32
+
+
+crc32 = _fastest_crc32()
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import traceback
 from typing import Any
 
 # Package to install -> the extra of megazero that brings it, as pyproject.toml lists them.
@@ -30,14 +31,20 @@ def load_optional(module: str, purpose: str) -> Any:
     Raises:
         ValueError: the package is not installed, with the command that installs it.
     """
-    package = module.partition(".")[0]
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        missing = error.name or package
-        if missing.partition(".")[0] in (package, "megazero"):
-            missing = package
-        raise ValueError(
-            f"{purpose}: needs the Python package {missing}, which is not installed; "
-            f"pip install 'megazero[{EXTRAS[package]}]' brings it (from a clone: pip install -e '.[{EXTRAS[package]}]')"
-        ) from error
+        raise ValueError(f"{purpose}: {missing_package(error)}") from error
+
+
+def missing_package(error: ModuleNotFoundError) -> str:
+    """Return one sentence for a package that could not be imported, with the command that installs it."""
+    package = (error.name or "").partition(".")[0]
+    if package not in EXTRAS:
+        traceback.print_exception(error)  # no choice of the user's: the installation, or this code, is broken
+        return f"lacks a Python module: {error}"
+    extra = EXTRAS[package]
+    return (
+        f"needs the Python package {package}, which is not installed; pip install 'megazero[{extra}]' brings it "
+        f"(in a clone: pip install -e '.[{extra}]')"
+    )

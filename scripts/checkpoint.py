@@ -28,6 +28,7 @@ from megazero.checkpoint.manifest import MANIFEST, read_manifest, unchecked_stat
 from megazero.config.schema import BYTES
 from megazero.data.tokenizer import Tokenizer, load_tokenizer
 from megazero.files import explain
+from megazero.optional import missing_package
 from megazero.train.run_state import RunState, run_tokenizer
 from megazero.units import size
 
@@ -247,6 +248,8 @@ if __name__ == "__main__":
     try:
         chosen = tyro.cli(List | Verify | Show | Export | Import, description=__doc__)
         sys.exit(COMMANDS[type(chosen)](chosen))
+    except ModuleNotFoundError as error:
+        sys.exit(f"this {missing_package(error)}")
     except ValueError as error:
         sys.exit(f"ValueError: {error}")
     except OSError as error:

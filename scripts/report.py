@@ -17,6 +17,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megazero.optional import missing_package
 from megazero.report.page import write_report
 
 
@@ -43,5 +44,7 @@ def main(options: Options) -> None:
 if __name__ == "__main__":
     try:
         main(tyro.cli(Options))
+    except ModuleNotFoundError as error:
+        sys.exit(f"this {missing_package(error)}")
     except ValueError as error:
         sys.exit(f"ValueError: {error}")

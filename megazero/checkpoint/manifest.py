@@ -24,9 +24,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from isal.isal_zlib import crc32
 
-from megazero.files import OutputFile, read_regular, sync_folder
+from megazero.files import OutputFile, crc32, read_regular, sync_folder
 from megazero.plan.regions import Region
 
 MANIFEST = "manifest.json"

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from isal.isal_zlib import crc32
 from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
@@ -35,7 +34,7 @@ from megazero.checkpoint.manifest import (
 )
 from megazero.checkpoint.planning import CoveredSavePlanner, file_name
 from megazero.checkpoint.tensor_file import host_bytes, write_safetensors
-from megazero.files import open_regular, sync_folder
+from megazero.files import crc32, open_regular, sync_folder
 
 # A thread's chunk is read from the disk while another's checksum is computed, or it is copied.
 READERS = 2

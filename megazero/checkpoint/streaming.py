@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from isal.isal_zlib import crc32
 from safetensors import SafetensorError, safe_open
 
 from megazero.checkpoint.folders import commit, partial_folder
@@ -34,7 +33,7 @@ from megazero.checkpoint.planning import file_name
 from megazero.checkpoint.shards import CHUNK_BYTES
 from megazero.checkpoint.storage import ManifestReader
 from megazero.checkpoint.tensor_file import TensorFile
-from megazero.files import open_regular, sync_folder
+from megazero.files import crc32, open_regular, sync_folder
 from megazero.plan.regions import Region, coverage_fault, intersection, split
 
 FILE_BYTES = 4 << 30  # of a file, unless a single tensor is larger

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from isal.isal_zlib import crc32
 
 from megazero.checkpoint.manifest import SAFETENSORS_CODES, dtype_name
-from megazero.files import OutputFile
+from megazero.files import OutputFile, crc32
 
 FLUSH_BYTES = 16 << 20  # written before a flush of it is worth while
 

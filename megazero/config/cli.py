@@ -19,7 +19,7 @@ from megazero.config.help import show_normal
 from megazero.config.limits import Range, check_text
 from megazero.config.schema import Config
 
-PRESETS = Path(__file__).resolve().parents[2] / "scripts" / "presets"
+PRESETS = Path(__file__).parent / "presets"  # a link to scripts/presets; files of the package where it is installed
 
 
 PROGRAM = "pretrain_gpt.py"

@@ -11,10 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from isal.isal_zlib import crc32
-
 from megazero.data.indexed import IndexedDataset
-from megazero.files import crc32_of, explain, open_regular, read_json_object
+from megazero.files import crc32, crc32_of, explain, open_regular, read_json_object
 
 FORMAT_VERSION = 1
 BLOCK_BYTES = 16 << 20

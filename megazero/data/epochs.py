@@ -20,10 +20,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from isal.isal_zlib import crc32
 
 from megazero.data.indexed import CHUNK, RESIDENT_BYTES, Int64s
-from megazero.files import open_regular, replacing
+from megazero.files import crc32, open_regular, replacing
 
 # Part of every key. Raise it when the meaning of a table changes, so that an old cache is never read.
 TABLE_VERSION = 1

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from megazero.config.schema import TrainingConfig
 
-DEVICES = Path(__file__).resolve().parents[2] / "scripts" / "devices"
+# A link to scripts/devices; files of the package where it is installed.
+DEVICES = Path(__file__).parent / "device_files"
 
 # section -> its constants, all needed
 SECTIONS = {

@@ -1,0 +1,84 @@
+"""Installations: the core, the extras, what the two commands install, and what is said of a missing package."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from megazero.config.cli import PRESETS
+from megazero.optional import EXTRAS, load_optional
+from megazero.price.devices import DEVICES
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {re.split(r"[<>=!~ ]", line)[0] for line in requirements}
+
+
+def test_the_two_commands_install_the_core_and_all_extras() -> None:
+    extras = PROJECT["project"]["optional-dependencies"]
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    core, listed = names(PROJECT["project"]["dependencies"]), [line for line in lines if line and line[0] != "#"]
+    assert core == {"torch", "numpy", "safetensors", "tokenizers", "tyro", "rich"}
+    assert names([line for line in listed if line and not line.startswith("#")]) == core.union(
+        *map(names, extras.values())
+    )
+    assert {package: extra for extra, lines in extras.items() for package in names(lines)} == EXTRAS
+
+
+def test_console_commands_and_their_files_are_in_the_package() -> None:
+    targets = [target.split(":") for target in PROJECT["project"]["scripts"].values()]
+    code = "".join(f"import {module}; assert callable({module}.{function})\n" for module, function in targets)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    for folder, package in ((PRESETS, "megazero.config"), (DEVICES, "megazero.price")):
+        (pattern,) = PROJECT["tool"]["setuptools"]["package-data"][package]
+        packaged = {path.name for path in (ROOT / package.replace(".", "/")).glob(pattern)}
+        assert packaged == {path.name for path in folder.glob("*.toml")} != set()
+
+
+@pytest.mark.parametrize(
+    ("module", "extra"), [("matplotlib.figure", "plots"), ("tiktoken", "hf"), ("datasets", "data")]
+)
+def test_a_missing_package_is_asked_for(monkeypatch: pytest.MonkeyPatch, module: str, extra: str) -> None:
+    package = module.partition(".")[0]
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not there
+    with pytest.raises(
+        ValueError, match=rf"^--flag x: needs the Python package {package}, .*pip install 'megazero\[{extra}\]'"
+    ):
+        load_optional(module, "--flag x")
+
+
+# A run of the core alone: no module of an extra is there to be imported.
+CORE = """
+import sys
+for package in {packages}:
+    sys.modules[package] = None
+sys.argv[1:] = {argv!r}
+import pretrain_gpt
+pretrain_gpt.command()
+"""
+
+
+def core(*argv: object) -> subprocess.CompletedProcess[str]:
+    code = CORE.format(packages=sorted(EXTRAS), argv=list(map(str, argv)))
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_the_core_alone_trains(tmp_path: Path) -> None:
+    """Metrics, a report, a checkpoint and its resume need no extra; --wandb-project does, and says which."""
+    model = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 50".split()
+    common = [*model, "--mock-data", "--save", tmp_path, "--load", tmp_path, "--log-dir", tmp_path]
+    done = core(*common, "--train-iters", 2)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "iter_0000002").is_dir() and (tmp_path / "metrics.jsonl").read_text().count("\n") == 2
+    refused = core(*common, "--train-iters", 4, "--wandb-project", "p")
+    assert refused.returncode == 1 and "needs the Python package wandb" in refused.stderr
+    assert "pip install 'megazero[wandb]'" in refused.stderr
