@@ -27,7 +27,7 @@ from megazero.data.tokenizer import Tokenizer, end_of_document, load_tokenizer
 from megazero.files import explain, read_regular
 from megazero.generation.generate import Generator, Text, packed_prompts
 from megazero.generation.model import InferenceModel
-from megazero.generation.sampling import Sampling
+from megazero.model.sampling import Sampling
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
 from megazero.train.run_state import RunState, run_tokenizer

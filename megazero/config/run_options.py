@@ -147,6 +147,12 @@ class LogConfig:
     """Print at the start what plan.txt has, too: memory by kind with its formulas, all options, the environment."""
     log_interval: Positive = 1
     """Iterations between progress lines; metrics.jsonl has every iteration."""
+    sample_prompts: str = ""
+    """Text file with a prompt per line, for --sample-interval. Few: every token takes a forward pass over whole
+    samples. Needs --tokenizer."""
+    sample_interval: Iterations = 0
+    """Iterations between continuations of --sample-prompts by the model being trained, 64 tokens each, always with the
+    same random numbers: in metrics.jsonl, report.html, and the loggers that are on. 0: never."""
     profile_iterations: str = ""
     """A:B: trace iterations A to B of this run, both included, into --log-dir/trace-A-B.json, one file of all ranks for
     chrome://tracing and ui.perfetto.dev. Empty: none."""

@@ -178,6 +178,12 @@ def _check_combinations(config: Config) -> None:
     skipped_samples(config)
     if config.log.wandb_project and not config.log.log_dir:
         raise ValueError(f"--wandb-project {shorten(config.log.wandb_project)} needs --log-dir DIR for its files")
+    prompts, interval = config.log.sample_prompts, config.log.sample_interval
+    if bool(prompts) != (interval > 0):
+        there, missing = f"--sample-prompts {shorten(prompts)}", "--sample-interval N"
+        if interval:
+            there, missing = f"--sample-interval {interval}", "--sample-prompts FILE"
+        raise ValueError(f"{there} needs {missing}, to say {'when' if prompts else 'what'} to sample")
     if config.log.wandb_name and not config.log.wandb_project:
         raise ValueError(f"--wandb-name {shorten(config.log.wandb_name)} needs --wandb-project PROJECT")
     for flag in config.data.document_flags:

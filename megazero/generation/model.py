@@ -41,7 +41,6 @@ class InferenceModel:
         context = Context(self.stream, MemoryTracker(), precision, mesh.device)
         blocks = mesh.layout.layers(model.num_layers, mesh.pp.rank)
         self.stage = Stage(model, blocks, context, first=mesh.pp.is_first, last=mesh.pp.is_last)
-        self.padded_rows = 0  # of the output matrix on this rank
         shards = {}
         for weights in self.stage.units.values():
             for weight in weights:
@@ -52,8 +51,6 @@ class InferenceModel:
         """The memory of a weight, and the shard that fills it. The vocabulary's padding stays zero."""
         spec, block = weight.spec, weight.block
         flat = torch.zeros(block.stored_numel, dtype=self.dtype, device=self.mesh.device)
-        if spec.pads:
-            self.padded_rows = block.stored[0]
         own = LocalShard(spec.shape, block.offset, block.shape, 0, block.numel, flat[: block.numel])
         return flat.view(block.stored), own
 
@@ -69,7 +66,7 @@ class InferenceModel:
             return None
         assert self.stage.head is not None
         ends = torch.tensor([len(one.ids) for one in new], device=self.mesh.device).cumsum(0) - 1
-        return self._whole_vocabulary(self.stage.head.logits(x[ends]))
+        return self.stage.head.whole_logits(x[ends])
 
     def _tokens(self, new: Sequence[NewTokens], cache: KVCache) -> MicroBatchInfo:
         rows = tuple(Rows(number, one.first, len(one.ids)) for number, one in enumerate(new))
@@ -88,15 +85,6 @@ class InferenceModel:
         if not pp.is_last:
             pp.start_send(x, 1, lane=0, tag=0).wait()
         return x
-
-    def _whole_vocabulary(self, part: torch.Tensor) -> torch.Tensor:
-        """[b, true rows of this rank] -> [b, v], on all of tp."""
-        padded = part.new_zeros(len(part), self.padded_rows)
-        padded[:, : part.shape[1]] = part
-        tp = self.mesh.tp
-        whole = tp.all_gather(padded, part.new_empty(tp.size * len(part), self.padded_rows))
-        by_rank = whole.view(tp.size, len(part), self.padded_rows)
-        return by_rank.transpose(0, 1).reshape(len(part), -1)[:, : self.model.vocab_size]
 
     def agree(self, ids: list[int] | None, count: int) -> list[int]:
         """The ids of the last stage, on every rank of the pipeline."""

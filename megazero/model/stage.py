@@ -60,6 +60,10 @@ class Head(nn.Module):
         """x [.., h] -> [.., v/tp], without a gradient."""
         return self.table.logits(self.norm(x))
 
+    def whole_logits(self, x: torch.Tensor) -> torch.Tensor:
+        """x [n, h] -> [n, v], the same on all of tp, without a gradient."""
+        return self.table.whole_logits(self.norm(x))
+
 
 class Stage(nn.Module):
     """The layers of one pipeline rank. With one rank it is the whole model.

@@ -22,6 +22,7 @@ class VocabularyTable(nn.Module):
         super().__init__()
         self.context = context
         v, h, std = model.vocab_size, model.hidden_size, model.init_method_std
+        self.vocab_size = v
         self.weight = context.weight(v, h, tp_dim=0, std=std, decays=True, pads=True)
         self.first_row, self.num_rows = self.weight.block.offset[0], self.weight.block.shape[0]
 
@@ -40,6 +41,14 @@ class VocabularyTable(nn.Module):
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """x [.., h] -> this rank's logits [.., v/tp], without padding. For generation and tests; has no gradient."""
         return self.context.products.output(x, self.weight.data[: self.num_rows])
+
+    def whole_logits(self, x: torch.Tensor) -> torch.Tensor:
+        """x [n, h] -> [n, v], the same on all of tp. For generation; has no gradient."""
+        part, tp, rows = self.logits(x), self.context.tp, self.weight.block.stored[0]
+        padded = part.new_zeros(len(part), rows)
+        padded[:, : part.shape[1]] = part
+        whole = tp.all_gather(padded, part.new_empty(tp.size * len(part), rows)).view(tp.size, len(part), rows)
+        return whole.transpose(0, 1).reshape(len(part), -1)[:, : self.vocab_size]
 
 
 class _Lookup(torch.autograd.Function):

@@ -39,6 +39,7 @@ def page(run: Run) -> str:
     sections = [
         ("", _summary(run)),
         ("Curves", _curves(run)),
+        ("Samples", _samples(run)),
         ("Layout", _layout(start)),
         ("Memory of rank 0", _memory(run.records[-1])),
         ("Traffic of rank 0 per iteration", _bars(run.records[-1].get("traffic_bytes"), TRAFFIC)),
@@ -170,6 +171,15 @@ def _short_names(names: Sequence[str]) -> list[str]:
         if len(set(short)) == len(names):
             return short
     return list(names)
+
+
+def _samples(run: Run) -> str:
+    """The continuations of prompts that were written last."""
+    record = next((record for record in reversed(run.records) if record.get("samples")), None)
+    if record is None:
+        return ""
+    texts = "".join(f"<pre><b>{escape(str(s['prompt']))}</b>{escape(str(s['text']))}</pre>" for s in record["samples"])
+    return f"<p><small>After iteration {record['iteration']:,}</small></p>{texts}"
 
 
 # -- layout, memory, traffic

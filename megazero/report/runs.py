@@ -27,7 +27,8 @@ class Run:
     """A log folder.
 
     Attributes:
-        records: iterations, in order; of a file above `MAX_BYTES` every `stride`-th, and those with a validation.
+        records: iterations, in order; of a file above `MAX_BYTES` every `stride`-th, and those with a validation or
+            samples.
         events: starts and ends of the run, in order; empty for folders of older versions.
         options: flag -> value of config.toml.
         cut: numbers of lines that are no whole iteration.
@@ -67,7 +68,7 @@ def read_run(path: Path) -> Run:
     cut: list[int] = []
     with metrics.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if number % stride and b'"validation_loss"' not in line:
+            if number % stride and b'"validation_loss"' not in line and b'"samples"' not in line:
                 continue
             record = _parse(line)
             if record is not None and _is_iteration(record):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from megazero.comm.collectives import MIN
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import Config
 from megazero.memory.tracker import MemoryTracker
-from megazero.model.context import DTYPES, Context, ResidualStream
+from megazero.model.context import DTYPES, Context, DeviceBatch, ResidualStream
 from megazero.model.fused_ops import PLAIN, compiled
 from megazero.model.kernels.table import kernels_named
 from megazero.model.matmul import Products, writes_wide
@@ -30,7 +30,7 @@ from megazero.plan.topology import Layout
 from megazero.plan.zero_policy import persistent_gradients
 from megazero.train.bad_step import Inspector, first_bad_result
 from megazero.train.batch import Batch, Uploaded, sum_by_corpus, upload_step
-from megazero.train.interpreter import ActivationSpec, Interpreter
+from megazero.train.interpreter import ActivationSpec, Compute, Interpreter
 from megazero.train.memory_report import is_out_of_memory, memory_report
 from megazero.train.optimization import LossScale, clip_factor, learning_rate
 from megazero.zero.adamw import StepParams
@@ -264,6 +264,27 @@ class Engine:
         sums, targets = self._read(self._global_losses(losses, uploaded), self._count_targets(uploaded.targets))
         return sums, [int(count) for count in targets]
 
+    @torch.no_grad()
+    def next_tokens(
+        self, batch: Batch, places: Sequence[int], draw: Callable[[torch.Tensor], torch.Tensor]
+    ) -> list[int]:
+        """Draw the token behind a place in each sample of a micro-batch; on all ranks of the pipeline.
+
+        Args:
+            places: [b], in the sample.
+            draw: logits [b, v] -> tokens [b] in fp64. Tensor-parallel ranks must draw alike.
+        """
+        uploaded, length = self._upload([batch], training=False), batch.ids.shape[1]
+        rows = torch.tensor([row * length + place for row, place in enumerate(places)], device=self.mesh.device)
+
+        def head(x: torch.Tensor | None, micro_batch: DeviceBatch, output: bool) -> torch.Tensor:
+            assert x is not None and self.model.head is not None
+            return draw(self.model.head.whole_logits(self.model.stream.start_unshard(x).wait()[rows]))
+
+        found = self._run(self.program(EVALUATION, 1), uploaded, head=head)
+        none = torch.zeros(len(places), dtype=torch.float64, device=self.mesh.device)
+        return [int(token) for token in self.mesh.read(self.mesh.control_sum(found.get(0, none), self.mesh.pp))]
+
     def _upload(self, batches: Sequence[Batch], training: bool) -> Uploaded:
         data, device = self.config.data, self.mesh.device
         return upload_step(batches, self.model.stream, data, device, training=training, num_corpora=self.num_corpora)
@@ -274,10 +295,14 @@ class Engine:
         return [list(itertools.islice(values, len(x))) for x in tensors]
 
     def _run(
-        self, step: Program, uploaded: Uploaded, seed_gradient: torch.Tensor | None = None
+        self,
+        step: Program,
+        uploaded: Uploaded,
+        seed_gradient: torch.Tensor | None = None,
+        head: Compute | None = None,
     ) -> dict[int, torch.Tensor]:
         with self._reporting_memory(step):
-            return self.interpreter.run(step, uploaded.micro_batches, seed_gradient)
+            return self.interpreter.run(step, uploaded.micro_batches, seed_gradient, head)
 
     def wait(self) -> None:
         """Wait for all outstanding collectives; call before shutdown."""

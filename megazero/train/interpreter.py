@@ -48,6 +48,7 @@ from megazero.plan.operations import (
     Wait,
     name_of,
 )
+from megazero.plan.parameters import HEAD
 from megazero.plan.program import Program
 from megazero.plan.rank_spec import Layer
 from megazero.plan.topology import Route
@@ -178,12 +179,17 @@ class Interpreter:
         self.zero.discard_gradients()
 
     def run(
-        self, program: Program, micro_batches: Sequence[Any], seed_gradient: torch.Tensor | None
+        self,
+        program: Program,
+        micro_batches: Sequence[Any],
+        seed_gradient: torch.Tensor | None,
+        head: Compute | None = None,
     ) -> dict[int, torch.Tensor]:
         """Carry out the first part of a program: all but the update.
 
         Args:
             seed_gradient: d objective / d loss, of every sample: a scalar in fp64. None: an evaluation.
+            head: computes, in an evaluation, another [b] in fp64 instead of the losses; None: the model's head.
 
         Returns:
             Micro-batch -> the loss of each of its samples, [b] in fp64; empty on all stages but the last.
@@ -192,7 +198,7 @@ class Interpreter:
         self.zero.reserve(program.arena_numel)
         if self._kept is not None:
             self._kept.begin(program.num_slots)
-        self.micro_batches, self.seed_gradient = micro_batches, seed_gradient
+        self.micro_batches, self.seed_gradient, self.head = micro_batches, seed_gradient, head
         with torch.no_grad():
             self.execute(program.gradients)
         losses, self.losses = self.losses, {}
@@ -246,7 +252,11 @@ class Interpreter:
     def _forward(self, op: Forward) -> None:
         i = op.micro_batch
         x = self.x.pop(i, None)  # no register holds it while the layer computes: a Keep or the graph does
-        y = self._compute(op.layer, x, i) if op.graph else self.layers[op.layer][1](x, self.micro_batches[i], True)
+        if op.graph:
+            y = self._compute(op.layer, x, i)
+        else:
+            instead = self.head if op.layer == HEAD else None
+            y = (instead or self.layers[op.layer][1])(x, self.micro_batches[i], True)
         if y.dim() == 1:
             self.losses[i] = y.detach()
         else:

@@ -170,6 +170,9 @@ class TensorBoard:
     def write(self, record: Record) -> None:
         for key, value in flatten(record).items():
             self.writer.add_scalar(key, value, record["iteration"])
+        for number, sample in enumerate(record.get("samples", [])):
+            text = f"**{sample['prompt']}**{sample['text']}"
+            self.writer.add_text(f"samples/{number}", text, record["iteration"])
 
     def close(self) -> None:
         self.writer.close()
@@ -219,7 +222,13 @@ class WeightsAndBiases:
         self.run.define_metric("*", step_metric="iteration")
 
     def write(self, record: Record) -> None:
-        self.run.log(flatten(record) | {"iteration": record["iteration"]})
+        logged: Record = flatten(record) | {"iteration": record["iteration"]}
+        if record.get("samples"):
+            import wandb
+
+            rows = [[record["iteration"], sample["prompt"], sample["text"]] for sample in record["samples"]]
+            logged["samples"] = wandb.Table(columns=["iteration", "prompt", "text"], data=rows)
+        self.run.log(logged)
 
     def close(self) -> None:
         self.run.finish()
@@ -231,6 +240,6 @@ def flatten(record: Record) -> dict[str, float]:
     for key, value in record.items():
         if isinstance(value, dict):
             flat |= {f"{key}/{inner}": v for inner, v in value.items() if v is not None}
-        elif value is not None and key != "iteration":
+        elif isinstance(value, (int, float)) and key != "iteration":
             flat[key] = value
     return flat

@@ -32,6 +32,7 @@ from megazero.train.profiling import Profiler
 from megazero.train.progress_line import Record, tell
 from megazero.train.replicas import check_replicas
 from megazero.train.run_state import Progress
+from megazero.train.samples import TextSampler
 from megazero.train.stopping import STOPS, Clock, DeadRun, Signals, Stop, asked_to_stop
 from megazero.train.watchdog import Watchdog
 
@@ -91,6 +92,8 @@ class Trainer:
             )
 
         self.datasets = datasets
+        samples = config.log.sample_interval > 0 and config.trains
+        self.sampler = TextSampler(config, self.engine, tokenizer) if samples else None
         self.train_batches = batches(datasets.train, config.data.num_workers, config.batch_sizes)
         workers = config.data.num_workers if config.evaluation.eval_only else 0
         split = config.evaluation.eval_split
@@ -217,6 +220,9 @@ class Trainer:
             record["validation_loss"] = found.loss
             if found.loss_by_corpus:
                 record["validation_loss_by_corpus"] = found.loss_by_corpus
+        if self.sampler is not None and self._due(config.log.sample_interval):
+            self.watchdog.doing = f"sampling texts after iteration {progress.iteration}"
+            record["samples"] = self.sampler.run()
         return record
 
     def _skip_samples(self) -> None:

@@ -17,7 +17,7 @@ from benchmarks.launcher import Ranks
 from megazero.comm.mesh import Mesh
 from megazero.generation.generate import Generator
 from megazero.generation.model import InferenceModel
-from megazero.generation.sampling import Sampling
+from megazero.model.sampling import Sampling
 from megazero.plan.topology import Layout
 from megazero.train.run_state import RunState
 from scripts.generate import Options

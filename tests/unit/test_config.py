@@ -68,7 +68,8 @@ COMING: set[str] = set()
 # 109: tokens without a corpus, to try a layout (--mock-data).
 # 111: minutes between checkpoints (--save-interval-minutes): hours of work hang on it, and iterations take any time; a
 # run that may begin where --load is not there (--load-or-start), which otherwise is a typing error.
-NUM_OPTIONS = 111
+# 113: --sample-prompts and --sample-interval: what a loss means is seen in texts.
+NUM_OPTIONS = 113
 
 DEFAULTS = {
     "precision": "fp32",
@@ -530,6 +531,8 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
     ({"eval_only": True}, 1, 9, "--eval-only needs --load DIR"),
     ({"eval_split": "test"}, 1, 9, "--eval-split test: during training the validation split is .* add --eval-only"),
     ({"wandb_project": "gpt"}, 1, 9, "--wandb-project gpt needs --log-dir DIR"),
+    ({"sample_prompts": "p"}, 1, 9, "--sample-prompts p needs --sample-interval N"),
+    ({"sample_interval": 5}, 1, 9, "--sample-interval 5 needs --sample-prompts FILE"),
     ({"wandb_name": "a"}, 1, 9, "--wandb-name a needs --wandb-project PROJECT"),
     *(
         ({flag.replace("-", "_"): True}, 1, 9, f"--{flag} needs --tokenizer")

@@ -289,7 +289,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 def test_tensorboard_has_the_scalars(tmp_path: Path) -> None:
     writer = TensorBoard(str(tmp_path), 0)
     for i in (1, 2, 3):
-        writer.write(record(i, loss=float(i)))
+        writer.write(record(i, loss=float(i), samples=[{"prompt": "To be", "text": " or not"}]))
     writer.close()
     found = scalars(tmp_path)
     assert found["loss"] == [(1, 1.0), (2, 2.0), (3, 3.0)]
@@ -320,7 +320,7 @@ def test_weights_and_biases_works_offline_without_an_account(tmp_path: Path, mon
         assert writer.run.name == "first-try"
         assert writer.run.config["model"]["hidden_size"] == 12 and writer.run.config["given"] == ["hidden_size"]
         for i in (start + 1, start + 2):
-            writer.write(record(i))
+            writer.write(record(i, samples=[{"prompt": "To be", "text": " or not"}]))
         writer.close()
     assert ids[0] == ids[1] == (folder / "wandb-run-id").read_text().strip()
     runs = list((folder / "wandb").glob(f"offline-run-*/run-{ids[0]}.wandb"))

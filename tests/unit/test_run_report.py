@@ -101,6 +101,7 @@ def test_a_report_says_what_the_folder_holds(tmp_path: Path) -> None:
     records[4] |= {"loss": None, "skipped": True, "nonfinite": True}
     records[199] |= {"validation_loss": 1.25}
     records[299] |= {"validation_loss": 1.5}
+    records[198] |= {"samples": [{"prompt": "To be<", "text": " or not&"}]}
     again = START | {"iteration": 200, "time": "2026-11-22 09:00:00 UTC"}
     end = {"event": "end", "time": "2026-11-22 10:00:00 UTC", "iteration": 300, "why": "all iterations are done"}
     folder = write_run(tmp_path / "a<script>", records, [START, again, end])
@@ -124,6 +125,7 @@ def test_a_report_says_what_the_folder_holds(tmp_path: Path) -> None:
         "torch 2.13.0",
         """pretrain_gpt.py --data-path '<b>& '"'"'x'"'"''""",
         "resumed after iteration 200",
+        "After iteration 199 To be< or not&",
     ):
         assert words in page.text, words
     assert page.addresses == [] and not re.search(r"https?:|url\(|<script|@import", text)
