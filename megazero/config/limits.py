@@ -82,3 +82,11 @@ def check_text(flag: str, text: str, is_path: bool) -> None:
             f"--{flag} {shorten(text)}: a name in it has {longest} bytes, and file systems allow {MAX_NAME}, less "
             f"{SUFFIX} for endings; use a name of at most {MAX_NAME - SUFFIX} bytes"
         )
+
+
+def is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True

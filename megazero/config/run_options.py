@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megazero.config.limits import Iterations, Minutes, Positive, Range
+from megazero.config.limits import Iterations, Minutes, Positive, Range, is_number
 
 # A blend of more corpora has no entry per corpus in the metrics, whose lines would be pages.
 MAX_NAMED_CORPORA = 100
@@ -48,7 +48,8 @@ class DataConfig:
     @property
     def named_corpora(self) -> int:
         """Corpora of --data-path that the metrics tell apart; 1: it names one, or more than they do."""
-        num_corpora = len(self.data_path) // 2
+        words = self.data_path
+        num_corpora = len(words) // 2 if words and is_number(words[0]) else len(words)  # with weights, or without
         return num_corpora if 1 < num_corpora <= MAX_NAMED_CORPORA else 1
 
     @property

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from megazero.config.limits import is_number
 from megazero.config.run_options import MAX_NAMED_CORPORA
 from megazero.data.about import BLOCK_BYTES, SAMPLED_BYTES, read_about, verify
 from megazero.data.blending import BlendedDataset
@@ -96,7 +97,7 @@ def parse_data_path(data_path: Sequence[str]) -> list[tuple[Fraction | None, str
     Weights are None where none is given: corpora then weigh as their tokens.
     """
     words, given = list(data_path), "--data-path " + " ".join(data_path)
-    numbers = [_is_number(word) for word in words[::2]]
+    numbers = [is_number(word) for word in words[::2]]
     if words and not any(numbers):
         return [(None, prefix) for prefix in words]
     if not words or len(words) % 2 or not all(numbers):
@@ -111,14 +112,6 @@ def parse_data_path(data_path: Sequence[str]) -> list[tuple[Fraction | None, str
             raise ValueError(f"{given}: weight {weight!r} of {prefix} must be a number above 0, such as 0.3")
         pairs.append((Fraction(weight), prefix))
     return pairs
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
 
 
 def read_data_args(path: str) -> tuple[str, ...]:

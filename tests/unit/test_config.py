@@ -14,7 +14,7 @@ import pytest
 from megazero.config import cli as config_module
 from megazero.config.cli import flags, parse, preset_args, read, to_toml
 from megazero.config.help import NORMAL
-from megazero.config.schema import Config
+from megazero.config.schema import Config, DataConfig
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
 from megazero.train.optimization import learning_rate
@@ -587,3 +587,9 @@ def test_resolve_accepts_what_is_just_inside() -> None:
     ]:
         config, layout = resolve(make(**options), ranks, 9)
         assert layout.world_size == ranks and config.model.vocab_size == 9
+
+
+def test_corpora_that_the_metrics_tell_apart() -> None:
+    """Named with weights or without; a blend of many has no numbers per corpus."""
+    for words, count in (((), 1), (("a",), 1), (("a", "b", "c"), 3), (("1", "a", ".5", "b"), 2), (("a",) * 101, 1)):
+        assert DataConfig(data_path=words).named_corpora == count, words
