@@ -166,6 +166,7 @@ def test_only_this_runs_checkpoints_are_pruned(tmp_path: Path) -> None:
 
 
 def test_keep_every(tmp_path: Path) -> None:
+    """--keep-every."""
     for iteration in range(1, 8):
         save(tmp_path, iteration)
     checkpoint.prune(tmp_path, 2, 3, "ours")

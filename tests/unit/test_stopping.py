@@ -25,6 +25,7 @@ def test_duration() -> None:
 
 
 def test_a_save_is_due_when_its_time_has_passed_since_the_last() -> None:
+    """--save-interval-minutes."""
     clock = Clock(0.0, 0.0, lambda: None, now=1000.0, save_minutes=0.5)
     assert [clock.save_due(now) for now in (1000.0, 1029.0, 1030.0, 1031.0)] == [False, False, True, True]
     clock.saved(1031.0)
