@@ -31,6 +31,7 @@ SECTIONS = {
     "examples": "models.examples",
     "trained": "trained.small",
     "plan": "plans.picture",
+    "schedules": "plans.schedules",
     "two-ranks": "trained.two_ranks",
     "searches": "searches.searches",
 }

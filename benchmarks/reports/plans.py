@@ -1,4 +1,4 @@
-"""Picture of a plan for docs/plan.md: bytes by stage, and memory over a step with the operations below it."""
+"""Pictures by the product's own commands: a plan (docs/plan.md), pipeline schedules (docs/schedules.md)."""
 
 from __future__ import annotations
 
@@ -23,4 +23,17 @@ def picture() -> dict[str, str]:
         command = [sys.executable, ROOT / "pretrain_gpt.py", *PLAN.split(), "--log-dir", folder]
         subprocess.run(list(map(str, command)), cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         shutil.copy(Path(folder) / "plan.png", PICTURES / "plan.png")
+    return {}
+
+
+# schedule -> virtual stages per rank
+DRAWN = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1, "zero-bubble-v": 2}
+
+
+def schedules() -> dict[str, str]:
+    """Draw every schedule by scripts/draw_schedule.py; no block of a page changes."""
+    for name, chunks in DRAWN.items():
+        flags = ["--schedule", name, "--virtual", str(chunks), "--output", str(PICTURES / f"{name}.png")]
+        command = [sys.executable, str(ROOT / "scripts" / "draw_schedule.py"), *flags]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return {}
