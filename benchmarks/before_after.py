@@ -110,7 +110,8 @@ def counts(tree: Path) -> dict[str, int]:
     """Lines and public names of `megazero/`; files in which hooks or weak references are used."""
     paths = sorted((tree / "megazero").rglob("*.py"))
     parsed = {path: ast.parse(path.read_text()) for path in paths}
-    hooked = [path for path, module in parsed.items() if HOOKS & set(_names(module))]
+    trains = {path: m for path, m in parsed.items() if path.parent.name != "price" and path.name != "allocated.py"}
+    hooked = [path for path, module in trains.items() if HOOKS & set(_names(module))]  # those two only count
     return {
         "files": len(paths),
         "lines": sum(len(path.read_text().splitlines()) for path in paths),
