@@ -21,6 +21,7 @@ from megazero.plan.topology import Layout
 from megazero.plan.zero_policy import ZeroPolicy
 from megazero.price.estimate import estimate, state_bytes
 from megazero.price.saved_activations import block_input, block_saves, stage_activations
+from megazero.units import size
 
 MOST_TRACED = 1 << 40  # bytes: a block whose input alone is larger fits nowhere, and is not traced
 
@@ -123,8 +124,8 @@ def _problem(config: Config, layout: Layout, rank: int, machine: Machine, count:
     total = sum(needs.host + needs.total * on_cpu for needs in all_of_node)
     if total <= machine.host.num_bytes:
         return None
-    several = f", the {len(machine.ranks)} ranks of this node {total:,}" if len(machine.ranks) > 1 else ""
-    needed = _list(mine) if on_cpu else f"a rank needs {mine.host:,} bytes of host memory"
+    several = f", the {len(machine.ranks)} ranks of this node {size(total)}" if len(machine.ranks) > 1 else ""
+    needed = _list(mine) if on_cpu else f"a rank needs {size(mine.host)} of host memory"
     return f"{_blame(config, mine)}{needed}{several}, and {_amount(machine.host)} are available"
 
 
@@ -141,12 +142,12 @@ def _blame(config: Config, needs: Needs) -> str:
 
 
 def _list(needs: Needs) -> str:
-    parts = ", ".join(f"{kind} {num_bytes:,}" for kind, num_bytes in needs.device.items() if num_bytes)
-    return f"a rank needs at least {needs.total:,} bytes ({parts})"
+    parts = ", ".join(f"{kind} {size(num_bytes)}" for kind, num_bytes in needs.device.items() if num_bytes)
+    return f"a rank needs at least {size(needs.total)} ({parts})"
 
 
 def _amount(available: Available) -> str:
-    return f"{available.num_bytes:,} bytes {available.source}"
+    return f"{size(available.num_bytes)} {available.source}"
 
 
 def _way_out(config: Config, layout: Layout, rank: int, machine: Machine) -> str:

@@ -124,7 +124,7 @@ def test_a_run_is_refused_where_a_byte_is_missing(world_size: int, options: dict
     check_memory(config, layout, fullest, with_memory())
     shortages = [{"missing_host": 1}] * (host > 0) + [{"missing_device": 1}] * (device_type == "cuda")
     for shortage in shortages:
-        with pytest.raises(ValueError, match=r"^--[a-z-]+ \d+ .*: a rank needs .* bytes .* available.*; "):
+        with pytest.raises(ValueError, match=r"^--[a-z-]+ \d+ .*: a rank needs .* .* available.*; "):
             check_memory(config, layout, fullest, with_memory(**shortage))
     check_memory(config, layout, fullest, Machine(range(world_size), device_type, None, None))
 
