@@ -15,7 +15,7 @@ from typing import NoReturn
 # What needs torch is imported where it is used: a run that is refused at once does not wait seconds for it.
 from megazero.comm.world import World, local_size, read_world, tell_launcher
 from megazero.config.cli import Command, read
-from megazero.config.schema import Config
+from megazero.config.gpu_defaults import gpu_defaults
 from megazero.config.validate import check_device, check_values, plans
 from megazero.memory.host import has_accelerator, host_memory
 from megazero.optional import missing_package
@@ -53,7 +53,7 @@ def run(command: Command, world: World) -> None:
 
     try:
         if plans(command.config.plan):
-            predict(command.config, command.args)
+            predict(command)
             return
         with Signals() as signals:
             launch.end_with_launcher(world)
@@ -78,17 +78,24 @@ def run(command: Command, world: World) -> None:
         fail(world, f"{type(error).__name__}: {error}{place_of(error)}")
 
 
-def predict(config: Config, args: list[str]) -> None:
+def predict(command: Command) -> None:
     """Print what --plan or --plan-search asks for: no rank is started, no data is opened."""
     from rich.console import Console
 
     from megazero.price import plan_report, search_report
+    from megazero.price.devices import load_device
     from megazero.price.plan import make_plan, plan_config
 
     console = Console(width=None if sys.stdout.isatty() else 160)
+    config = command.config
+    check_values(config)
+    device = load_device(config.plan.device_type)
+    if device.kind == "cuda":
+        config, chosen = gpu_defaults(config, command.given, device.has_bf16)
+        if chosen:
+            print(chosen, flush=True)
     if config.plan.plan_search:
-        check_values(config)
-        search_report.run_search(config, args, console)
+        search_report.run_search(config, command.args, console)
         return
     plan = make_plan(*plan_config(config))
     plan_report.show(plan, console)
@@ -122,15 +129,21 @@ def pretrain(command: Command, world: World, signals: Signals) -> Stop | None:
     from megazero.train.watchdog import Watchdog
 
     config = command.config
+    device = launch.pick_device(world)
+    asked, chosen = config, ""
+    imitated = config.plan.rehearse_on if config.plan.rehearse else "here"  # whose kernels run
+    if imitated == "gpu" or (imitated == "here" and device.type == "cuda"):
+        config, chosen = gpu_defaults(config, command.given, imitated == "gpu" or launch.has_bf16(device))
     if config.plan.rehearse:
         from megazero.price.plan import vocabulary
         from megazero.train.rehearsal_report import run_rehearsal
 
+        if chosen:
+            print(chosen, flush=True)
         run_rehearsal(config, world, vocabulary(config))
         return None
     tokenizer = data_tokenizer(config)
-    asked, (config, layout) = config, resolve(config, world.size, tokenizer.vocab_size if tokenizer else 0)
-    device = launch.pick_device(world)
+    config, layout = resolve(config, world.size, tokenizer.vocab_size if tokenizer else 0)
     check_device(config, device.type)
     memory = machine(world, device)
     check_memory(config, layout, world.rank, memory)
@@ -146,7 +159,7 @@ def pretrain(command: Command, world: World, signals: Signals) -> Stop | None:
     hosts = launch.start(world, device, timeout)
     agree(lambda: run_values(config, datasets, tokenizer), world, device, hosts)
     if leads:
-        screen = start_report.screen(asked, config, layout, memory, device_name(device))
+        screen = start_report.screen(asked, config, layout, memory, device_name(device), chosen)
         tell("\n".join(screen))
     eod = tokenizer.eod if tokenizer and config.data.document_flags else None
     with launch.limit(world, 60 * (launch.JOIN_MINUTES + timeout), "making the groups of ranks"):

@@ -29,6 +29,8 @@ MEGATRON_DEFAULTS = {
     "eval-interval": "1000",
     "eval-iters": "100",
     "log-interval": "100",
+    "precision": "fp32",  # not bf16, as by default on a GPU here
+    "lr-warmup-iters": "0",  # not 1 %, likewise
 }
 
 WIDTH = 100

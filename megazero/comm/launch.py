@@ -46,6 +46,11 @@ def pick_device(world: World) -> torch.device:
     return torch.device("cuda", index)
 
 
+def has_bf16(device: torch.device) -> bool:
+    """Return whether a GPU multiplies in bf16 by itself, not by imitating it in fp32."""
+    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 # -- limits
 
 

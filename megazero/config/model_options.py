@@ -98,9 +98,9 @@ class TrainingConfig:
     seed: Annotated[int, Range(-(2**63), 2**63 - 1, "seeds are 64-bit")] = 1234
     """Seed of initial weights, data order and dropout. The same seed gives the same run in every layout."""
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
-    """Precision of weights and activations; master weights and moments are fp32. fp16 scales the loss. fp64 is
-    for tests and debugging: all of a run, gradients, moments and checkpoints included, is fp64; it starts from the
-    same weights as fp32."""
+    """Precision of weights and activations; master weights and moments are fp32. On GPUs that have bf16 it is bf16
+    unless it is given. fp16 scales the loss. fp64 is for tests and debugging: all of a run, gradients, moments and
+    checkpoints included, is fp64; it starts from the same weights as fp32."""
     grad_dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     """Precision in which gradients are accumulated and reduced. With --precision fp64, and only there, it is fp64."""
     freeze_parameters: tuple[str, ...] = ()
@@ -144,7 +144,8 @@ class OptimizerConfig:
     min_lr: LearningRate = 0.0
     """Learning rate at the end of the decay."""
     lr_warmup_iters: Iterations = 0
-    """Iterations of linear warm-up; iteration i has lr x i / this."""
+    """Iterations of linear warm-up; iteration i has lr x i / this. On GPUs, unless it is given: 1 % of the
+    iterations, at most 2000."""
     lr_decay_iters: Iterations = 0
     """Iteration at which --min-lr is reached. 0: --train-iters."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "wsd"] = "constant"

@@ -91,6 +91,11 @@ class Device:
         return replace(self, constants=self.constants | {"compute.fp32": self.constants["compute.tf32"]})
 
     @property
+    def has_bf16(self) -> bool:
+        """Whether its products in bf16 are faster than those in fp32: older GPUs imitate bf16."""
+        return self["compute.bf16"] > self["compute.fp32"]
+
+    @property
     def collective_overhead(self) -> float:
         """Seconds in which the host does not compute, for each collective or message: on CPUs."""
         known = self.constants.get("overhead.collective")

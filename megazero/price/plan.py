@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from megazero.config.schema import BYTES, Config
-from megazero.config.validate import check_values
+from megazero.config.validate import check_device, check_values
 from megazero.data.remembered import data_tokenizer
 from megazero.plan.parameters import num_parameters
 from megazero.plan.resolve import check_block_runs, resolve
@@ -89,6 +89,7 @@ def plan_config(config: Config) -> tuple[Config, Layout, Device]:
     check_values(config)
     device = load_device(config.plan.device_type).multiplying(config.training)
     config, layout = resolve(config, config.plan.world_size, vocabulary(config))
+    check_device(config, device.kind)
     return config, layout, device
 
 

@@ -41,13 +41,16 @@ TOLD = {
 }
 
 
-def screen(asked: Config, config: Config, layout: Layout, machine: Machine, device_name: str) -> list[str]:
+def screen(
+    asked: Config, config: Config, layout: Layout, machine: Machine, device_name: str, chosen: str = ""
+) -> list[str]:
     """Return the lines that a run begins with.
 
     Args:
         asked: the options as given, before what is derived from others is filled in.
         config: resolved.
         device_name: of this rank, such as "cpu" or "NVIDIA H200".
+        chosen: the defaults of a GPU that were chosen, as `gpu_defaults` says them.
     """
     model, training, ranks = config.model, config.training, layout.world_size
     tokens = config.batch_sizes.total(training.train_iters) * model.seq_length
@@ -62,6 +65,7 @@ def screen(asked: Config, config: Config, layout: Layout, machine: Machine, devi
         + (f"{layout.dp} ranks x " if layout.dp > 1 else "")
         + f"{parts}) of {model.seq_length:,} tokens: {count(tokens)} tokens",
         "options": " ".join(options(asked)),
+        "defaults": chosen,
         "warning": queue_line(config, layout).removeprefix("warning: ") if _queue_warns(config, layout) else "",
     }
     return [line for name, text in told.items() if text for line in _paragraph(name, text)]
