@@ -271,7 +271,7 @@ class Trainer:
         """Evaluate the weights of `load` on --eval-split; returns what stopped it, if anything did."""
         loaded, self.progress = self.checkpoints.resume(load)
         self.describe(loaded)
-        writers = self._open_writers()
+        writers = self._open_writers(RunEvents(self.command, self.config, self.mesh))
         start = time.perf_counter()
         try:
             found = self.evaluator.run(self._stop, self.say)

@@ -260,10 +260,11 @@ def test_intervals_retention_and_workers(model, alone: Path, tmp_path: Path) -> 
 
 
 def test_masking_behind_documents(model, alone: Path, tmp_path: Path) -> None:
-    done = pretrain(*model, "--train-iters", 1, "--eod-mask-loss", "--log-dir", tmp_path)
+    done = pretrain(*model, "--train-iters", 3, "--eod-mask-loss", "--log-dir", tmp_path)
     assert done.returncode == 0, done.stderr
-    (found,), wanted = metrics(tmp_path), metrics(alone)[0]
-    assert abs(found["loss"] - wanted["loss"]) < 0.1 and found["loss"] != wanted["loss"]
+    found, wanted = ([step["loss"] for step in metrics(folder)[:3]] for folder in (tmp_path, alone))
+    assert max(abs(a - b) for a, b in zip(found, wanted, strict=True)) < 0.1
+    assert found != wanted  # some of the batches hold a document's end
 
 
 def test_resuming_otherwise_is_said(model, tmp_path: Path) -> None:
@@ -290,7 +291,8 @@ def test_a_rank_that_raises_ends_the_run(model, corpus: Path, tmp_path: Path) ->
     with (tmp_path / "bad.bin").open("r+b") as file:
         file.seek(20000)
         file.write(b"\xff\xff")  # PREFIX.json, which is believed at the start, says that there is none such
-    small = ["--num-layers", 1, "--micro-batch-size", 6]  # its sample comes after 120 iterations
+    # Its sample comes after 120 iterations, and is rank 1's: rank 0 would take the store of all reports with it.
+    small = ["--num-layers", 1, "--micro-batch-size", 6, "--split-by", "documents"]
     flags = [*small, "--data-path", tmp_path / "bad", "--train-iters", 500, "--distributed-timeout-minutes", 5]
     done = pretrain(*model, *flags, ranks=2)  # which waits for less than the time-out
     assert done.returncode != 0

@@ -134,6 +134,8 @@ SEEN = {
     "plan": "unit/test_plan.py",
     "plan-search": "unit/test_plan.py",
     "rehearse": "unit/test_rehearsal.py",
+    "sample-prompts": "parallel/test_samples.py",
+    "sample-interval": "parallel/test_samples.py",
 }
 
 # Flags whose effect no test of the default suite sees by their name: none may join them.

@@ -228,10 +228,11 @@ def test_the_record_has_it_as_often_as_asked_on_the_rank_that_writes(
     run.config = replace(Config(), model=ModelConfig(vocab_size=257), monitor=MonitorConfig(fragmentation_interval=2))
     run.mesh, run.leads = SimpleNamespace(layout=Layout(), device=torch.device("cuda", 0)), leads
     run.engine = SimpleNamespace(memory_bytes=lambda result: {})
-    run.datasets = SimpleNamespace(served=lambda consumed: {})
+    run.peak_flops = 0.0
+    run.datasets = SimpleNamespace(served=lambda consumed: {}, named=[])
     result = StepResult(1.0, 1.0, 1.0, 1.0, False, None, 0)
     for iteration in (1, 2, 3, 4):
         run.progress = Progress(iteration)
-        found = run._record(result, 1.0, {}).get("fragmentation")
+        found = run._record(result, 1, 1.0, {}).get("fragmentation")
         due = leads and iteration % 2 == 0
         assert found == ({"reserved": 30, "allocated": 10, "largest_free": 5} if due else None)
