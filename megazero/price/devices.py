@@ -92,7 +92,7 @@ class Device:
 
     @property
     def has_bf16(self) -> bool:
-        """Whether its products in bf16 are faster than those in fp32: older GPUs imitate bf16."""
+        """True if products in bf16 are faster than those in fp32: older GPUs imitate bf16."""
         return self["compute.bf16"] > self["compute.fp32"]
 
     @property
