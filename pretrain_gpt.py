@@ -16,6 +16,7 @@ from typing import NoReturn
 from megazero.comm.world import World, local_size, read_world, tell_launcher
 from megazero.config.cli import Command, read
 from megazero.config.gpu_defaults import gpu_defaults
+from megazero.config.schema import Config
 from megazero.config.validate import check_device, check_values, plans
 from megazero.memory.host import has_accelerator, host_memory
 from megazero.optional import missing_package
@@ -125,23 +126,18 @@ def pretrain(command: Command, world: World, signals: Signals) -> Stop | None:
     from megazero.train.progress_line import tell
     from megazero.train.resume import find_checkpoint
     from megazero.train.same_run import run_values
+    from megazero.train.start_notes import read_load, this_processor
     from megazero.train.trainer import Trainer
     from megazero.train.watchdog import Watchdog
 
-    config = command.config
+    config, load = command.config, read_load()
     device = launch.pick_device(world)
     asked, chosen = config, ""
     imitated = config.plan.rehearse_on if config.plan.rehearse else "here"  # whose kernels run
     if imitated == "gpu" or (imitated == "here" and device.type == "cuda"):
         config, chosen = gpu_defaults(config, command.given, imitated == "gpu" or launch.has_bf16(device))
     if config.plan.rehearse:
-        from megazero.price.plan import vocabulary
-        from megazero.train.rehearsal_report import run_rehearsal
-
-        if chosen:
-            print(chosen, flush=True)
-        run_rehearsal(config, world, vocabulary(config))
-        return None
+        return rehearse(config, world, chosen)
     tokenizer = data_tokenizer(config)
     config, layout = resolve(config, world.size, tokenizer.vocab_size if tokenizer else 0)
     check_device(config, device.type)
@@ -159,7 +155,9 @@ def pretrain(command: Command, world: World, signals: Signals) -> Stop | None:
     hosts = launch.start(world, device, timeout)
     agree(lambda: run_values(config, datasets, tokenizer), world, device, hosts)
     if leads:
-        screen = start_report.screen(asked, config, layout, memory, device_name(device), chosen)
+        processor = this_processor(world, load) if device.type == "cpu" else None
+        shown = asked, config, layout, memory, device_name(device), chosen, processor
+        screen = start_report.screen(*shown, tokenizer.vocab_size if tokenizer else 0)
         tell("\n".join(screen))
     eod = tokenizer.eod if tokenizer and config.data.document_flags else None
     with launch.limit(world, 60 * (launch.JOIN_MINUTES + timeout), "making the groups of ranks"):
@@ -181,6 +179,16 @@ def pretrain(command: Command, world: World, signals: Signals) -> Stop | None:
         lock.release()
     launch.stop(world, timeout)
     return stop
+
+
+def rehearse(config: Config, world: World, chosen: str) -> None:
+    """Do what --rehearse asks for."""
+    from megazero.price.plan import vocabulary
+    from megazero.train.rehearsal_report import run_rehearsal
+
+    if chosen:
+        print(chosen, flush=True)
+    run_rehearsal(config, world, vocabulary(config))
 
 
 def say(world: World, message: str) -> None:

@@ -21,6 +21,7 @@ from megazero.plan.topology import Layout
 from megazero.price.report import queue_line, table
 from megazero.price.stage_bytes import KINDS, StageBytes, stage_bytes
 from megazero.train.progress_line import tell
+from megazero.train.start_notes import Processor, busy, device_words, kept, large_vocabulary
 from megazero.units import count, size
 
 WIDTH, MARGIN = 120, 10  # columns of the screen; of the words before each paragraph
@@ -42,7 +43,14 @@ TOLD = {
 
 
 def screen(
-    asked: Config, config: Config, layout: Layout, machine: Machine, device_name: str, chosen: str = ""
+    asked: Config,
+    config: Config,
+    layout: Layout,
+    machine: Machine,
+    device_name: str,
+    chosen: str = "",
+    processor: Processor | None = None,
+    num_ids: int = 0,
 ) -> list[str]:
     """Return the lines that a run begins with.
 
@@ -51,6 +59,8 @@ def screen(
         config: resolved.
         device_name: of this rank, such as "cpu" or "NVIDIA H200".
         chosen: the defaults of a GPU that were chosen, as `gpu_defaults` says them.
+        processor: of this rank; None where it computes on a GPU.
+        num_ids: of the tokenizer; 0 without one.
     """
     model, training, ranks = config.model, config.training, layout.world_size
     tokens = config.batch_sizes.total(training.train_iters) * model.seq_length
@@ -58,7 +68,7 @@ def screen(
     told = {
         "model": f"{model.architecture}, {count(num_parameters(model))} parameters: {model.num_layers} layers, hidden "
         f"size {model.hidden_size}, {model.num_attention_heads} heads, vocabulary {model.vocab_size}; "
-        f"{training.precision} on {ranks} x {device_name}",
+        f"{training.precision} on {ranks} x {device_words(config, device_name, processor)}",
         "layout": "\n".join(drawing(config, layout)),
         "memory": _memory(config, layout, machine),
         "plan": f"{training.train_iters:,} iterations of {training.global_batch_size:,} samples ("
@@ -66,7 +76,9 @@ def screen(
         + f"{parts}) of {model.seq_length:,} tokens: {count(tokens)} tokens",
         "options": " ".join(options(asked)),
         "defaults": chosen,
-        "warning": queue_line(config, layout).removeprefix("warning: ") if _queue_warns(config, layout) else "",
+        "kept": kept(config),
+        "note": large_vocabulary(config, num_ids),
+        "warning": "\n".join(filter(None, (_queue_warning(config, layout), busy(processor)))),
     }
     return [line for name, text in told.items() if text for line in _paragraph(name, text)]
 
@@ -77,8 +89,9 @@ def _paragraph(name: str, text: str) -> list[str]:
     return [name.ljust(MARGIN) + lines[0], *(indent + line for line in lines[1:])]
 
 
-def _queue_warns(config: Config, layout: Layout) -> bool:
-    return queue_line(config, layout).startswith("warning: ")
+def _queue_warning(config: Config, layout: Layout) -> str:
+    _, warns, text = queue_line(config, layout).rpartition("warning: ")
+    return text if warns else ""
 
 
 def drawing(config: Config, layout: Layout) -> list[str]:
