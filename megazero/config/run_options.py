@@ -177,7 +177,7 @@ class PlanConfig:
     """Search the fastest layouts of this model and --global-batch-size that fit on --world-size devices, print them as
     command lines, and end."""
     world_size: Annotated[int, Range(0, 10**6, "no job has as many ranks")] = 0
-    """--plan, --plan-search: devices, one rank each."""
+    """--plan, --plan-search: devices, one rank each. 0: --plan takes one."""
     device_type: str = ""
     """--plan, --plan-search: a device of scripts/devices, such as h100-80gb, or a TOML file like those; a cluster of
     its nodes is assumed. scripts/measure_device.py writes one for the machine that it runs on."""

@@ -217,7 +217,7 @@ def _check_plan(plan: PlanConfig) -> None:
     if plans(plan) and plan.rehearse:
         raise ValueError(f"--rehearse {plan.rehearse} with {asked}: both end before training; use one after the other")
     for flag, value in (("world-size", plan.world_size), ("device-type", plan.device_type)):
-        if plans(plan) and not value:
+        if plans(plan) and not value and not (plan.plan and flag == "world-size"):
             example = "400" if flag == "world-size" else "h100-80gb"
             raise ValueError(
                 f"{asked} needs --{flag}, such as --{flag} {example}: no device is asked how many there are"

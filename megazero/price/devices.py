@@ -138,9 +138,11 @@ def load_device(name: str) -> Device:
     else:
         known = known_devices()
         close = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
+        hint = f"did you mean {close[0]}? " if close else ""
         raise ValueError(
-            f"--device-type {name}: no such file, nor a device of scripts/devices; there are {', '.join(known)}{hint}"
+            f"--device-type {name}: no such file, nor a device of scripts/devices; {hint}there are {', '.join(known)}. "
+            "For another device give a TOML file: a copy of the nearest in scripts/devices with the numbers of a GPU's "
+            "data sheet, or what scripts/measure_device.py --output FILE measures of this CPU (docs/plan.md)"
         )
     try:
         return _read(path.stem, tomllib.loads(path.read_text(encoding="utf-8")))

@@ -12,6 +12,7 @@ from megazero.data.remembered import data_tokenizer
 from megazero.plan.parameters import num_parameters
 from megazero.plan.resolve import check_block_runs, resolve
 from megazero.plan.topology import Layout
+from megazero.price import quick
 from megazero.price.capacity import alternatives
 from megazero.price.devices import Device, load_device
 from megazero.price.stage_bytes import StageBytes, stage_bytes
@@ -88,7 +89,7 @@ def plan_config(config: Config) -> tuple[Config, Layout, Device]:
     """
     check_values(config)
     device = load_device(config.plan.device_type).multiplying(config.training)
-    config, layout = resolve(config, config.plan.world_size, vocabulary(config))
+    config, layout = resolve(config, config.plan.world_size or 1, vocabulary(config))
     check_device(config, device.kind)
     return config, layout, device
 
@@ -129,6 +130,7 @@ def advice(plan: Plan) -> Iterator[str]:
     if plan.free < 0:
         way_out = _what_fits(plan)
         yield f"it does not fit: a device of stage {plan.fullest} lacks {-plan.free / 1e9:.1f} GB; {way_out}"
+        return
     worst = max((name for name in parts if name != "compute"), key=lambda name: parts[name])
     share = parts[worst] / plan.seconds
     if share < 0.1:
@@ -153,7 +155,26 @@ def _what_fits(plan: Plan) -> str:
     for flags, changed in alternatives(plan.config, plan.layout, plan.device.kind):
         if _peak(plan, changed) <= plan.device.usable_bytes:
             return f"its stage fits with {flags}"
-    return "use more devices, or a larger --tensor-model-parallel-size or --pipeline-model-parallel-size"
+    if plan.layout.world_size > 1:
+        return "use more devices, or a larger --tensor-model-parallel-size or --pipeline-model-parallel-size"
+    smaller = _largest_preset(plan)
+    return f"{smaller} is the largest preset that fits; or use more devices" if smaller else "use more devices"
+
+
+def _largest_preset(plan: Plan) -> str:
+    """Return the flags of the largest preset of this architecture that fits on one such device; "" if none does."""
+    for name, smaller in quick.presets(plan.config):
+        precision, grad_dtype = plan.config.training.precision, plan.config.training.grad_dtype
+        training = dataclasses.replace(
+            smaller.training, precision=precision, grad_dtype=grad_dtype, micro_batch_size=1, global_batch_size=1
+        )
+        activations = dataclasses.replace(smaller.activations, recompute="full")
+        changed, layout = resolve(dataclasses.replace(smaller, training=training, activations=activations), 1, 0)
+        if sum(quick.floor(changed, 1)) > plan.device.usable_bytes:
+            continue  # no need to trace it
+        if stage_bytes(changed, layout, 0, plan.device.kind).peak <= plan.device.usable_bytes:
+            return f"--preset {name} {quick.SHORT}"
+    return ""
 
 
 def _with_less_recompute(plan: Plan) -> str:

@@ -93,7 +93,7 @@ def summary(plan: Plan) -> list[str]:
         "alike",
         f"speed: {plan.tflops:.1f} TFLOP/s per device (recompute not counted), MFU {plan.mfu:.1%}, "
         f"{plan.tokens / plan.seconds * SECONDS_PER_DAY / 1e9:.2f} B tokens a day",
-        f"--train-iters {steps}: {tokens / 1e9:.2f} B tokens, {plan.days:.1f} days",
+        *[f"--train-iters {steps}: {tokens / 1e9:.2f} B tokens, {plan.days:.1f} days"] * (plan.free >= 0),
         *["all of a step of the full --global-batch-size, which --rampup-batch-size reaches later"] * ramps,
         f"memory: {capacity:.1f} GB a device, of which {reserved:.1f} GB are taken to be the libraries'; "
         + (f"{plan.free / 1e9:.1f} GB free on the fullest" if plan.free >= 0 else "DOES NOT FIT"),

@@ -128,7 +128,7 @@ def way_out(config: Config, world_size: int, available: int) -> Iterator[str]:
         each = size(ceiling(flat, ranks))
         yield f"this model on {ranks} machines like this one, a rank on each, with {SHARDED} (at most {each} per rank)"
     lower = SHARDED if world_size > 1 else SHORT
-    for name, smaller in _presets(config):
+    for name, smaller in presets(config):
         if world_size * ceiling(smaller, world_size) <= usable:
             yield f"here --preset {name} {lower} (at most {size(ceiling(smaller, world_size))} per rank)"
             break
@@ -157,7 +157,7 @@ def _fewer(layers: int) -> Iterator[int]:
         yield layers
 
 
-def _presets(config: Config) -> list[tuple[str, Config]]:
+def presets(config: Config) -> list[tuple[str, Config]]:
     """Return the presets of the same architecture that name their vocabulary, largest first."""
     found = []
     for name in preset_names():

@@ -97,12 +97,14 @@ def test_every_card_of_the_device_files_has_a_peak() -> None:
         "NVIDIA A100-SXM4-40GB": "a100-80gb",
         "NVIDIA A100 80GB PCIe": "a100-80gb",
         "Tesla V100-SXM2-16GB": "v100-32gb",
+        "NVIDIA GeForce RTX 4090": "rtx4090-24gb",
+        "NVIDIA A10": "a10-24gb",
     }
     for card, name in names.items():
         found = find_card(card)
         assert found is not None and found.name == name
     assert {*names.values()} == {*known_devices()}
-    for other in ("NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA GeForce RTX 4090", ""):
+    for other in ("NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA GeForce RTX 4090 D", "NVIDIA A10G", ""):
         assert find_card(other) is None and peak_flops(other, TrainingConfig()) == 0
     h100 = load_device("h100-80gb")
     assert peak_flops("NVIDIA H100 80GB HBM3", TrainingConfig(precision="bf16")) == h100["compute.bf16"]
