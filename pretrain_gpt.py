@@ -157,7 +157,7 @@ def pretrain(command: Command, world: World, signals: Signals) -> Stop | None:
     if leads:
         processor = this_processor(world, load) if device.type == "cpu" else None
         shown = asked, config, layout, memory, device_name(device), chosen, processor
-        screen = start_report.screen(*shown, tokenizer.vocab_size if tokenizer else 0)
+        screen = start_report.screen(*shown, tokenizer.vocab_size if tokenizer else 0, datasets.train_tokens)
         tell("\n".join(screen))
     eod = tokenizer.eod if tokenizer and config.data.document_flags else None
     with launch.limit(world, 60 * (launch.JOIN_MINUTES + timeout), "making the groups of ranks"):

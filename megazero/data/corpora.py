@@ -73,6 +73,23 @@ class Datasets:
         names = ", ".join(divided[:3]) + f" and {len(divided) - 3} more" * (len(divided) > 3)
         return [f"--split by tokens, inside documents (--split-by): {names}"]
 
+    def repeats(self, split: str, eval_iters: int, batch_size: int) -> str:
+        """Say that an evaluation has more samples than a split of all corpora together; "" if it has not."""
+        held = sum(map(len, self.whole(split).values()))
+        enough = -(-held // batch_size)
+        if not held or eval_iters <= enough:
+            return ""
+        return (
+            f"the {split} split holds {held:,} samples: --eval-iters {enough} covers it, and with --eval-iters "
+            f"{eval_iters} samples are repeated; --eval-iters 0 takes each of its tokens once"
+        )
+
+    @property
+    def train_tokens(self) -> int:
+        """Tokens of the training split of all corpora; 0 with --mock-data."""
+        parts = self.train.datasets if isinstance(self.train, BlendedDataset) else (self.train,)
+        return sum(part.num_tokens for part in parts if isinstance(part, GPTDataset))
+
     def fingerprints(self) -> list[str]:
         """Return the fingerprint of each corpus, in the order of --data-path."""
         return [fingerprint(data) for data in self.corpora]

@@ -144,11 +144,14 @@ class GPTDataset:
     def check(self) -> None:
         """ValueError if the split is too short for a single sample."""
         if self.num_tokens < self.seq_length + 1:
+            larger = "such as --split 90,5,5, or drop --eval-interval"
+            if self.split_name == "train":
+                larger = "such as --split 1 to train on all of it"
             raise ValueError(
                 f"--data-path {self.data.prefix}: its {self.split_name} split (--split {self.split}) holds "
                 f"{self.num_tokens} tokens in {self.num_documents} of {self.data.num_documents} documents, "
                 f"fewer than one sample of --seq-length {self.seq_length} + 1; give more data, a shorter "
-                f"sequence or a larger weight in --split, such as --split 1 to train on all of it"
+                f"sequence or a larger weight in --split, {larger}"
             )
 
     def __getitem__(self, index: int) -> Int64s:

@@ -51,6 +51,7 @@ def screen(
     chosen: str = "",
     processor: Processor | None = None,
     num_ids: int = 0,
+    corpus: int = 0,
 ) -> list[str]:
     """Return the lines that a run begins with.
 
@@ -61,6 +62,7 @@ def screen(
         chosen: the defaults of a GPU that were chosen, as `gpu_defaults` says them.
         processor: of this rank; None where it computes on a GPU.
         num_ids: of the tokenizer; 0 without one.
+        corpus: tokens of the training split; 0 with --mock-data.
     """
     model, training, ranks = config.model, config.training, layout.world_size
     tokens = config.batch_sizes.total(training.train_iters) * model.seq_length
@@ -73,7 +75,10 @@ def screen(
         "memory": _memory(config, layout, machine),
         "plan": f"{training.train_iters:,} iterations of {training.global_batch_size:,} samples ("
         + (f"{layout.dp} ranks x " if layout.dp > 1 else "")
-        + f"{parts}) of {model.seq_length:,} tokens: {count(tokens)} tokens",
+        + f"{parts}) of {model.seq_length:,} tokens: {count(tokens)} tokens"
+        + (
+            f", {tokens / corpus:{'.2g' if tokens < corpus else ',.1f'}} epochs of the training split" if corpus else ""
+        ),
         "options": " ".join(options(asked)),
         "defaults": chosen,
         "kept": kept(config),

@@ -291,7 +291,12 @@ class Trainer:
     def describe(self, load: Path | None) -> None:
         """Say where the run begins."""
         config = self.config
-        for note in self.datasets.notes():
+        evaluation = config.evaluation
+        repeats = ""
+        if evaluation.eval_only or evaluation.eval_interval:
+            iters, size = evaluation.eval_iters, config.training.global_batch_size
+            repeats = self.datasets.repeats(self.evaluator.split, iters, size)
+        for note in filter(None, [*self.datasets.notes(), repeats]):
             self.say(note)
         if config.checkpoint.load and load is None:
             self.say(f"--load {config.checkpoint.load} holds no checkpoint: starting fresh")

@@ -112,6 +112,7 @@ def test_open_datasets_blends(tmp_path: Path) -> None:
     blend = open_datasets((low, small), "9,1", 4, 1, None)
     weighted = open_datasets((str(total), low, "100", small), "9,1", 4, 1, None)
     assert blend.train.counts(total + 100) == [total, 100]
+    assert blend.train_tokens == sum(part.num_tokens for part in blend.train.datasets)
     for one, other in ((blend.train, weighted.train), (blend.validation, weighted.validation)):
         assert all((one[i] == other[i]).all() for i in range(200))
     write_corpus(tmp_path / "empty", [[], []])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megazero.data import corpora, epochs, indexed, samples
-from megazero.data.corpora import open_datasets
+from megazero.data.corpora import mock_datasets, open_datasets
 from megazero.data.indexed import IndexedDataset
 from megazero.data.samples import NO_TOKEN, GPTDataset, WholeSplit, split_ranges, splits_by_tokens
 from tests.unit.data_helpers import numbered_documents, write_corpus
@@ -239,6 +239,18 @@ def tokens_of(part: GPTDataset) -> list[int]:
     return sorted(t for i in range(len(whole)) for t in whole[i][i > 0 :].tolist() if t != NO_TOKEN)
 
 
+def test_an_evaluation_that_repeats_samples_is_noted(tmp_path: Path) -> None:
+    """103 samples: 26 global batches of 4 cover them, the last sample again to fill the last batch."""
+    one = str(write_corpus(tmp_path / "one", [list(range(1000))]))
+    data = open_datasets((one,), "587,413,0", 4, 1, None, needed=("train", "validation"))
+    assert len(WholeSplit(data.validation)) == 103 and data.train_tokens == 587
+    note = data.repeats("validation", 27, 4)
+    assert "validation split holds 103 samples: --eval-iters 26 covers it" in note and "--eval-iters 27 " in note
+    assert [data.repeats("validation", iters, 4) for iters in (0, 1, 26)] == [""] * 3
+    mock = mock_datasets(4, 1, 97)
+    assert mock.repeats("validation", 200, 4) == "" and mock.train_tokens == 0
+
+
 def test_few_documents_are_split_by_tokens(tmp_path: Path) -> None:
     """Training, validation and test share all tokens in order, whatever the documents' borders; samples are stable."""
     one = str(write_corpus(tmp_path / "one", [list(range(1000))]))
@@ -246,8 +258,10 @@ def test_few_documents_are_split_by_tokens(tmp_path: Path) -> None:
     assert [part.num_tokens for part in (data.train, data.validation, data.test)] == [969, 30, 1]
     assert tokens_of(data.train) == list(range(969)) and tokens_of(data.validation) == list(range(969, 999))
     assert data.split_by_tokens == (one,) and "by tokens" in data.notes()[0] and one in data.notes()[0]
-    with pytest.raises(ValueError, match=r"test split .* holds 1 tokens in 1 of 1 documents"):
+    with pytest.raises(ValueError, match=r"test split .* holds 1 tokens in 1 of 1 documents.*or drop --eval-interval"):
         data.test[0]
+    with pytest.raises(ValueError, match=r"train split .* such as --split 1 to train on all of it"):
+        open_datasets((one,), "1,999,0", 8, 1, None)
     again = pickle.loads(pickle.dumps(data.train))
     assert [again[i].tolist() for i in range(300)] == [data.train[i].tolist() for i in range(300)]
 

@@ -57,6 +57,18 @@ def test_a_screen_is_short_and_says_the_essentials() -> None:
     assert len(huge) <= 15 and all(len(line) <= 120 for line in huge)
 
 
+def test_the_plan_says_how_many_epochs() -> None:
+    """1.23 M tokens, of a training split of which so many are known."""
+    asked = parse(["--preset", "tiny"])
+    for corpus, said in (
+        (10**7, "0.12 epochs of the training split"),
+        (10**5, "12.3 epochs"),
+        (10**9, "0.0012 epochs"),
+    ):
+        lines = screen(asked, *resolve(asked, 1, 257), machine(1, "cpu"), "CPU", corpus=corpus)
+        assert f"1.23 M tokens, {said}" in " ".join(" ".join(lines).split())
+
+
 def test_memory_is_that_of_the_fullest_rank_beside_what_there_is() -> None:
     flags = "--preset tiny --pipeline-model-parallel-size 2 --pipeline-schedule gpipe"
     config, layout = resolve(parse(flags.split()), 2, 257)
