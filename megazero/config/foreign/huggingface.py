@@ -107,9 +107,23 @@ def _fraction_of_steps(ours: str) -> Translation:
 
 
 def _evaluates(use: Use) -> list[str]:
-    if use.on() and not use.get_whole("eval-interval"):
-        raise Refused("--eval-interval N evaluates while training, and --eval-only a checkpoint after it; give one")
-    return []
+    if not use.on() or use.get_whole("eval-interval") or use.given("eval-only"):
+        return []
+    last = use.get_whole("train-iters")
+    if "do-train" not in use.foreign:
+        raise Refused(
+            f"--eval-only --load DIR evaluates a checkpoint alone, --eval-interval {last} what was trained; give one"
+        )
+    if "steps" in (use.word("eval-strategy"), use.word("evaluation-strategy")):
+        raise Refused(f"--eval_steps is missing; give --eval-interval N, such as {max(1, last // 10)}")
+    return ["--eval-interval", str(last)]
+
+
+def _validation_share(use: Use) -> list[str]:
+    share = use.whole()
+    if not 0 < share < 100:
+        raise Refused(f"{use.value} is no percentage that leaves both; --split 95,5,0 takes 5 for validation")
+    return ["--split", f"{100 - share},{share},0"]
 
 
 def _only_evaluates(use: Use) -> list[str]:
@@ -139,7 +153,7 @@ ENTRIES: Entries = (
         "train-file validation-file dataset-name dataset-config-name dataset-path dataset streaming",
         _TEXT,
     ),
-    *refused(HUGGING_FACE, "validation-split-percentage", "--split 95,5,0: shares for training, validation and test"),
+    *computed(HUGGING_FACE, "validation-split-percentage", "P: --split 100-P,P,0", _validation_share),
     *refused(HUGGING_FACE, "max-train-samples max-eval-samples", "--train-iters and --eval-iters bound what is read"),
     *unneeded(
         HUGGING_FACE,
@@ -213,11 +227,19 @@ ENTRIES: Entries = (
     *computed(HUGGING_FACE, "ddp-timeout", "--distributed-timeout-minutes: seconds / 60", _minutes),
     *alias(HUGGING_FACE, "dataloader-num-workers", "num-workers"),
     *alias(HUGGING_FACE, "output-dir", "save"),
-    *refused(
-        HUGGING_FACE, "overwrite-output-dir", "a run never overwrites another; name a new --save, or --load to go on"
+    *unneeded(
+        HUGGING_FACE,
+        "overwrite-output-dir",
+        "a new --save needs no permission; one that holds another run is refused all the same",
     ),
     *unneeded(HUGGING_FACE, "do-train", "this program trains"),
-    *computed(HUGGING_FACE, "do-eval", "nothing, where --eval-interval is given", _evaluates, 4),
+    *computed(
+        HUGGING_FACE,
+        "do-eval",
+        "--eval-interval of --train-iters, once at the end; nothing, where it is given",
+        _evaluates,
+        4,
+    ),
     *refused(HUGGING_FACE, "do-predict do-test", "--eval-only --eval-split test, on a checkpoint"),
     *fixed(HUGGING_FACE, "evaluation-strategy eval-strategy", "steps|no", "--eval-interval N, in iterations"),
     *fixed(HUGGING_FACE, "save-strategy", "steps|no", "--save-interval N, in iterations"),
