@@ -12,6 +12,7 @@ from data_tools.tool import parse, progress_bar, run_tool
 from megazero.data.about import read_about, verify
 from megazero.data.indexed import CHUNK, IndexedDataset
 from megazero.data.tokenizer import load_tokenizer
+from megazero.units import things
 
 PROGRAM = "check_dataset.py"
 
@@ -65,7 +66,7 @@ def check(prefix: str, tokenizer: str = "") -> str:
         raise ValueError(f"--input {prefix}: {prefix}.json says max_id {about['max_id']}, and it is {largest}")
     within = f"ids 0 to {largest:,}" + (f" of a vocabulary of {vocab_size:,}" if vocab_size is not None else "")
     sums = "checksums right" if checked else "no checksums: there is no PREFIX.json with them"
-    return f"{prefix}: {data.num_documents:,} documents, {data.num_tokens:,} tokens, {within}; {sums}"
+    return f"{prefix}: {things(data.num_documents, 'document')}, {things(data.num_tokens, 'token')}, {within}; {sums}"
 
 
 def main(arguments: Sequence[str]) -> None:

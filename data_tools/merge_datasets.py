@@ -16,6 +16,7 @@ from data_tools.tool import parse, progress_bar, run_tool
 from megazero.data.about import read_about, verify
 from megazero.data.indexed import CHUNK, IndexedDataset
 from megazero.data.writer import IndexedWriter
+from megazero.units import things
 
 PROGRAM = "merge_datasets.py"
 # What the parts of one corpus have in common; what differs otherwise is left out of the description.
@@ -138,7 +139,8 @@ def main(arguments: Sequence[str]) -> None:
     """The tool. ValueError for corpora that cannot be read or do not fit."""
     options = parse(Options, arguments, PROGRAM)
     writer = merge(options.input, options.output_prefix)
-    print(f"{writer.prefix}: {writer.num_documents:,} documents, {writer.num_tokens:,} tokens, {writer.dtype.name}")
+    documents, tokens = things(writer.num_documents, "document"), things(writer.num_tokens, "token")
+    print(f"{writer.prefix}: {documents}, {tokens}, {writer.dtype.name}")
 
 
 if __name__ == "__main__":

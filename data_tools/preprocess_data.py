@@ -27,6 +27,7 @@ from data_tools.encoding import (
     trust_gigatoken,
 )
 from data_tools.journal import Skipped, WorkFolder
+from data_tools.next_step import to_merge, to_train
 from data_tools.reading import Chunk, Position, read_chunks
 from data_tools.seen import Seen
 from data_tools.sources import Format, Source, find_sources, partition
@@ -35,6 +36,7 @@ from megazero.data.indexed import dtype_for
 from megazero.data.tokenizer import Tokenizer
 from megazero.data.writer import CorpusParts, publish
 from megazero.files import OutputFile
+from megazero.units import things
 
 PROGRAM = "preprocess_data.py"
 # A kill loses at most the work since the last commit.
@@ -388,16 +390,18 @@ def _tokenize_and_publish(options: Options, sources: Sequence[Source], prefix: s
     made = run.publish()
     seconds = time.monotonic() - start
     for corpus, empty in zip(made, counts.empty, strict=True):
-        print(
-            f"{corpus.prefix}: {corpus.num_documents:,} documents, {corpus.num_tokens:,} tokens, {corpus.dtype}; "
-            f"{empty:,} empty documents left out"
-        )
+        documents, tokens = things(corpus.num_documents, "document"), things(corpus.num_tokens, "token")
+        print(f"{corpus.prefix}: {documents}, {tokens}, {corpus.dtype}; {things(empty, 'empty document')} left out")
     if counts.duplicates:
-        print(f"{counts.duplicates:,} documents left out as copies of earlier ones")
+        print(f"{things(counts.duplicates, 'document')} left out, equal to an earlier one")
     if skipped:
-        print(f"{skipped:,} bad lines skipped: {prefix}_skipped.txt")
+        print(f"{things(skipped, 'bad line')} skipped: {prefix}_skipped.txt")
     text = counts.text_bytes - before
     print(f"{text / 1e6:,.1f} MB in {seconds:.1f} s: {text / 1e6 / seconds:.2f} MB/s, by {run.encoder}")
+    if prefix == options.output_prefix:
+        to_train([corpus.prefix for corpus in made])
+    else:
+        to_merge(options.output_prefix, options.json_keys, int(options.partition.split("/")[1]))
     return made
 
 

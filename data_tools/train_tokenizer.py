@@ -12,11 +12,13 @@ from typing import Any, Literal
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data_tools.documents import Bad, documents_of
+from data_tools.next_step import to_preprocess
 from data_tools.reading import read_chunks
 from data_tools.sources import Format, Source, find_sources
 from data_tools.tool import parse, progress_bar, run_tool
 from megazero.data.tokenizer import END_OF_DOCUMENT, gpt2_backend
 from megazero.files import write_atomically
+from megazero.units import things
 
 PROGRAM = "train_tokenizer.py"
 # 256 bytes and the end of document; SentencePiece has <unk>, <s> and </s> instead.
@@ -71,7 +73,7 @@ def texts_of(options: Options, sources: Sequence[Source]) -> Iterator[list[str]]
             yield texts
             bar.advance(len(chunk.raw), chunk.disk_bytes)
     if skipped:
-        print(f"{skipped:,} bad lines skipped", file=sys.stderr)
+        print(f"{things(skipped, 'bad line')} skipped", file=sys.stderr)
 
 
 def train_bpe(texts: Iterator[list[str]], vocab_size: int) -> Any:
@@ -171,6 +173,7 @@ def main(arguments: Sequence[str]) -> None:
     short = size < options.vocab_size
     few = f" (the text has no more than these, of {options.vocab_size:,})" if short else ""
     print(f"{options.output}: {size:,} tokens{few}")
+    to_preprocess(options.input, options.output, options.json_keys, options.input_format)
 
 
 if __name__ == "__main__":

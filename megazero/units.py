@@ -21,6 +21,11 @@ def count(number: int) -> str:
     return str(number)
 
 
+def things(number: int, name: str) -> str:
+    """Format a number and what it counts: "1 document", "1,024 documents"."""
+    return f"{number:,} {name}{'s' * (number != 1)}"
+
+
 def duration(seconds: float) -> str:
     """Format as "1:02:03", or "2:03" below an hour."""
     minutes, s = divmod(round(seconds), 60)

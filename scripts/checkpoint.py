@@ -1,11 +1,17 @@
 #!/usr/bin/env python3
 """Look at checkpoints: what there is, whether it is whole, what is in it. Hand them to Hugging Face, and back.
 
-python scripts/checkpoint.py list runs/a              every checkpoint of a folder, and which one a resume takes
-python scripts/checkpoint.py verify runs/a            read and check every byte; exit code 1 if anything is damaged
-python scripts/checkpoint.py show runs/a/iter_0000100 the run, its layout, its tensors
-python scripts/checkpoint.py export --to hf --output exports/a runs/a    a folder for transformers' from_pretrained
-python scripts/checkpoint.py import --from hf exports/a --output runs/b  weights for --load runs/b --finetune
+examples:
+  python scripts/checkpoint.py list runs/a
+    every checkpoint of a folder, and which one a resume takes
+  python scripts/checkpoint.py verify runs/a
+    read and check every byte; exit code 1 if anything is damaged
+  python scripts/checkpoint.py show runs/a/iter_0000100
+    the run, its layout, its tensors
+  python scripts/checkpoint.py export --to hf --output exports/a runs/a
+    a folder for transformers' from_pretrained
+  python scripts/checkpoint.py import --from hf exports/a --output runs/b
+    weights for --load runs/b --finetune
 """
 
 from __future__ import annotations
@@ -26,10 +32,10 @@ from megazero import checkpoint
 from megazero.checkpoint import verify
 from megazero.checkpoint.manifest import MANIFEST, read_manifest, unchecked_state
 from megazero.config.schema import BYTES
-from megazero.data.tokenizer import Tokenizer, load_tokenizer
+from megazero.data.tokenizer import Tokenizer
 from megazero.files import explain
 from megazero.optional import missing_package
-from megazero.train.run_state import RunState, run_tokenizer
+from megazero.train.run_state import RunState, other_folder, tokenizer_for
 from megazero.units import size
 
 
@@ -109,7 +115,7 @@ def folders(folder: Path) -> list[Path]:
         return [folder]
     found = checkpoint.checkpoints(folder)
     if not found:
-        raise ValueError(f"{folder} holds no checkpoint; give the --save folder of a run, or one of its iter_NNNNNNN")
+        raise ValueError(f"{folder} holds no checkpoint; {other_folder(folder)}")
     return found
 
 
@@ -154,7 +160,7 @@ def verify_checkpoints(options: Verify) -> int:
 def show_checkpoint(options: Show) -> int:
     path = checkpoint.find(options.folder)
     if path is None:
-        raise ValueError(f"{options.folder} holds no checkpoint")
+        raise ValueError(f"{options.folder} holds no checkpoint; {other_folder(options.folder)}")
     state, manifest = RunState.read(path), read_manifest(path)
     model = " ".join(f"{key.replace('_', '-')}={value}" for key, value in state.model.items())
     parameters = sum(prod(e.shape) for name, e in manifest.tensors.items() if name.startswith("model."))
@@ -176,16 +182,14 @@ def show_checkpoint(options: Show) -> int:
     return 0
 
 
-def tokenizer_of(spec: str, state: RunState, path: Path) -> Tokenizer | None:
+def tokenizer_of(spec: str, state: RunState, path: Path, vocab_size: int) -> Tokenizer | None:
     """The tokenizer of an export; None where neither a flag nor the run names one."""
     if spec == "none":
         return None
-    if spec:
-        return load_tokenizer(spec)
-    if not state.tokenizer(path):
+    if not spec and not state.tokenizer(path):
         print("the run had no tokenizer, and the export has none; --tokenizer adds one", file=sys.stderr)
         return None
-    return run_tokenizer(path, state)
+    return tokenizer_for(spec, path, state, vocab_size)
 
 
 def export_checkpoint(options: Export) -> int:
@@ -193,17 +197,12 @@ def export_checkpoint(options: Export) -> int:
 
     path = checkpoint.find(options.folder)
     if path is None:
-        raise ValueError(f"{options.folder} holds no checkpoint")
+        raise ValueError(f"{options.folder} holds no checkpoint; {other_folder(options.folder)}")
     if not 0 < options.max_shard_size < float("inf"):
         raise ValueError(f"--max-shard-size {options.max_shard_size}: must be a number of GiB above 0, such as 5")
     state = RunState.read(path)
     model = state.model_config(path)
-    tokenizer = tokenizer_of(options.tokenizer, state, path)
-    if tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
-        raise ValueError(
-            f"--tokenizer {tokenizer.spec} has {tokenizer.vocab_size} tokens, and the model {model.vocab_size}; name "
-            "the run's own"
-        )
+    tokenizer = tokenizer_of(options.tokenizer, state, path, model.vocab_size)
     total = BYTES[options.dtype] * sum(prod(shape) for shape in shapes_of(model).values())
     with progress_bar("exporting", total) as bar:
         shard_bytes = int(options.max_shard_size * 2**30)

@@ -23,14 +23,14 @@ from megazero.comm import launch
 from megazero.comm.mesh import Mesh
 from megazero.comm.world import read_world
 from megazero.config.schema import Config, ModelConfig, ParallelConfig
-from megazero.data.tokenizer import Tokenizer, end_of_document, load_tokenizer
+from megazero.data.tokenizer import Tokenizer, end_of_document
 from megazero.files import explain, read_regular
 from megazero.generation.generate import Generator, Text, packed_prompts
 from megazero.generation.model import InferenceModel
 from megazero.model.sampling import Sampling
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
-from megazero.train.run_state import RunState, run_tokenizer
+from megazero.train.run_state import RunState, other_folder, tokenizer_for
 
 TIMEOUT_MINUTES = 10.0
 
@@ -46,7 +46,8 @@ class Options:
     prompt_file: str = ""
     """File with a prompt per line; in a .jsonl file a line is an object with the text as `prompt`."""
     tokenizer: str = ""
-    """Tokenizer, as --tokenizer of pretrain_gpt.py. Empty: the run's, which lies in the checkpoint."""
+    """Tokenizer, as --tokenizer of pretrain_gpt.py, of as many tokens as the run's. Empty: the run's, which lies in the
+    checkpoint."""
     max_new_tokens: int = 100
     """Tokens to generate at most for each text; an end-of-document token ends it earlier. Beyond the model's
     --seq-length tokens, only the last of these count, and each token takes the time of a whole window."""
@@ -123,15 +124,11 @@ def run(options: Options, world: launch.World) -> None:
             raise ValueError(f"--{flag.replace('_', '-')} {getattr(options, flag)}: must be at least 1")
     path = checkpoint.find(Path(options.load))
     if path is None:
-        raise ValueError(f"--load {options.load} holds no checkpoint; give the --save folder of a run")
+        raise ValueError(f"--load {options.load} holds no checkpoint; {other_folder(Path(options.load))}")
     state = RunState.read(path)
     model = state.model_config(path)
     layout = layout_of(model, options, world)
-    tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else run_tokenizer(path, state)
-    if tokenizer.vocab_size > model.vocab_size:
-        raise ValueError(
-            f"--tokenizer {tokenizer.spec} has {tokenizer.vocab_size} tokens, the model {model.vocab_size}"
-        )
+    tokenizer = tokenizer_for(options.tokenizer, path, state, model.vocab_size)
     prompts = [ids for ids in tokenizer.encode_batch(read_prompts(options)) for _ in range(options.num_samples)]
     if not all(prompts):
         raise ValueError("--prompt has no token; give other text")

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from megazero.checkpoint.streaming import bands, write_checkpoint
 from megazero.config.cli import to_toml
 from megazero.config.schema import Config, DataConfig, ModelConfig
+from megazero.data.tokenizer import hub_hint
 from megazero.files import new_folder, open_regular, read_json_object, write_atomically
 from megazero.huggingface.architectures import ARCHITECTURES, SAME, Architecture, Row
 from megazero.huggingface.export import INDEX, WEIGHTS, shapes_of
@@ -110,6 +111,8 @@ def read_config(folder: Path) -> tuple[Architecture, ModelConfig]:
     """
     from transformers import AutoConfig
 
+    if not folder.exists():
+        raise ValueError(f"--from hf {folder}: no such folder{hub_hint(str(folder))}")
     if not (folder / "config.json").is_file():
         raise ValueError(f"--from hf {folder}: it has no config.json; name the folder of a Hugging Face model")
     model_type = read_json_object(folder / "config.json").get("model_type")

@@ -13,7 +13,7 @@ from megazero.plan.topology import Layout
 from megazero.report.chart import Line, line_chart
 from megazero.report.runs import METRICS, Curve, Record, Run, curve, keys_of, read_run, smooth
 from megazero.report.style import STYLE
-from megazero.units import count, duration, size
+from megazero.units import count, duration, size, things
 
 REPORT = "report.html"
 MAX_DRAWN_RANKS = 64
@@ -94,7 +94,7 @@ def _state(run: Run) -> str:
     """Say how the run stands, as far as its events tell."""
     starts = [event for event in run.events if event.get("event") == "start"]
     if not starts:
-        return f"{METRICS} has {_many(len(run.records), 'iteration')}."
+        return f"{METRICS} has {things(len(run.records), 'iteration')}."
     last, words = run.events[-1], [f"Started {starts[0].get('time', '')}"]
     if len(starts) > 1:
         times = "once" if len(starts) == 2 else f"{len(starts) - 1} times, last"
@@ -104,10 +104,6 @@ def _state(run: Run) -> str:
     else:
         words.append("its end is not recorded: it runs, or was killed")
     return "; ".join(words) + "."
-
-
-def _many(number: int, name: str) -> str:
-    return f"{number:,} {name}{'s' * (number != 1)}"
 
 
 # -- curves
@@ -194,7 +190,7 @@ def _layout(start: Record) -> str:
     except (KeyError, TypeError):
         return ""
     sharded = ["", "optimizer states", "optimizer states and gradients", "optimizer states, gradients and parameters"]
-    words = [f"{_many(layout.world_size, 'rank')}: {layout}, ZeRO stage {stage}"]
+    words = [f"{things(layout.world_size, 'rank')}: {layout}, ZeRO stage {stage}"]
     if stage and layout.shard > 1:
         words.append(f"{sharded[stage]} sharded over {layout.shard} data-parallel ranks")
     text = f"<p>{escape('; '.join(words))}.</p>"

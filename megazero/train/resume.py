@@ -15,7 +15,7 @@ from megazero.config.schema import CheckpointConfig, Config, ModelConfig
 from megazero.data import fingerprint
 from megazero.data.corpora import parse_data_path, read_data_args
 from megazero.plan.parameters import declared
-from megazero.train.run_state import RunState
+from megazero.train.run_state import RunState, is_hugging_face, other_folder
 
 
 def find_checkpoint(config: Config, group: Any = None, passing_over: Mapping[str, str] | None = None) -> Path | None:
@@ -45,6 +45,8 @@ def find_checkpoint(config: Config, group: Any = None, passing_over: Mapping[str
             continue
         check_model(path, state.model, config.model)
         break
+    if options.load and path is None and is_hugging_face(Path(options.load)):
+        raise ValueError(f"--load {options.load} holds no checkpoint; {other_folder(Path(options.load))}")
     if config.evaluation.eval_only and path is None:
         raise ValueError(f"--eval-only: --load {options.load} holds no checkpoint; give the --save folder of a run")
     _guard_save(options.load, options.save, path, options.finetune)

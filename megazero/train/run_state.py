@@ -141,6 +141,45 @@ def run_tokenizer(path: Path, state: RunState) -> Tokenizer:
         ) from None
 
 
+def is_hugging_face(folder: Path) -> bool:
+    """Whether `folder` holds a model that transformers saved; a run writes config.toml."""
+    return (folder / "config.json").is_file()
+
+
+def other_folder(folder: Path) -> str:
+    """Say what to give instead of a `folder` without a checkpoint."""
+    if is_hugging_face(folder):
+        return (
+            "it is a Hugging Face model, which becomes a checkpoint first: python scripts/checkpoint.py import "
+            f"--from hf {folder} --output DIR"
+        )
+    return "give the --save folder of a run, or one of its iter_NNNNNNN"
+
+
+def tokenizer_for(spec: str, path: Path, state: RunState, vocab_size: int) -> Tokenizer:
+    """Load --tokenizer `spec`, or the run's own where it is empty, for the model in the checkpoint `path`.
+
+    Args:
+        vocab_size: the model's.
+
+    Raises:
+        ValueError: as `run_tokenizer`; or `spec` has not as many tokens as the run's own, or more than the model.
+    """
+    if not spec:
+        return run_tokenizer(path, state)
+    tokenizer = load_tokenizer(spec)
+    found = f"--tokenizer {spec} has {tokenizer.vocab_size:,} tokens"
+    if tokenizer.vocab_size > vocab_size:
+        raise ValueError(f"{found}, and the model {vocab_size:,}; name the tokenizer that the run was trained with")
+    own = run_tokenizer(path, state) if state.saved_tokenizer else None
+    if own is not None and own.vocab_size != tokenizer.vocab_size:
+        raise ValueError(
+            f"{found}, and the one of the run, {own.spec}, {own.vocab_size:,}: its ids mean something else to the "
+            "model; leave --tokenizer out to use the run's"
+        )
+    return tokenizer
+
+
 _SAVED = re.compile(r"(byte|((sentencepiece|tiktoken):)?tokenizer(/[A-Za-z0-9_.-]+)?)?")
 _PRINTS = ("fingerprints", "a list of fingerprints")
 

@@ -29,12 +29,12 @@ LAYERS, HIDDEN, HEADS, LENGTH, WORDS = 2, 30, 3, 11, 61
 PROMPT = [7, 3, 55, 12]
 
 
-def write_tokenizer(folder: Path, eod: int | None) -> Path:
+def write_tokenizer(folder: Path, eod: int | None, words: int = WORDS) -> Path:
     """A tokenizer whose text tells every token: id i is the word w<i>; `eod` ends a document."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    words = {f"w{i}" if i != eod else "<|endoftext|>": i for i in range(WORDS)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    ids = {f"w{i}" if i != eod else "<|endoftext|>": i for i in range(words)}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.decoder = decoders.Sequence([decoders.Replace("w", " w"), decoders.Fuse()])
     folder.mkdir()
@@ -282,12 +282,29 @@ def test_prompts_of_a_file(run, tmp_path: Path, capsys: pytest.CaptureFixture[st
         ({"top_k": -1}, "--top-k -1: must be 0"),
         ({"max_new_tokens": 0}, "--max-new-tokens 0: must be at least 1"),
         ({"batch_size": 0}, "--batch-size 0: must be at least 1"),
+        ({"tokenizer": "byte"}, "--tokenizer byte has 257 tokens, and the model"),
         ({"tensor_model_parallel_size": 3}, "= 3 does not divide the 1 ranks that were started"),
     ],
 )
 def test_bad_options_are_refused(flags: dict[str, Any], said: str, run) -> None:
     with pytest.raises(ValueError, match=said):
         generate(Options(load=str(run[0] / "saved"), **flags))
+
+
+def test_a_tokenizer_of_fewer_tokens_is_refused(run, tmp_path: Path) -> None:
+    """Its ids are in the vocabulary, but are other words there."""
+    tokenizer = write_tokenizer(tmp_path / "smaller", None, words=WORDS - 1)
+    said = (
+        f"--tokenizer {tokenizer} has {WORDS - 1} tokens, and the one of the run, .*, {WORDS}: .*leave --tokenizer out"
+    )
+    with pytest.raises(ValueError, match=said):
+        generate(Options(load=str(run[0] / "saved"), tokenizer=str(tokenizer)))
+
+
+def test_a_hugging_face_folder_is_not_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=f"a Hugging Face model, .* import --from hf {tmp_path} --output DIR"):
+        generate(Options(load=str(tmp_path)))
 
 
 def on_a_rank(rank: int, path: Path, layout: Layout, prompts: list[list[int]]) -> list[tuple[int, list[int]]]:

@@ -73,3 +73,17 @@ def test_list_verify_and_show(tmp_path: Path) -> None:
         and refused.stderr.startswith("ValueError: ")
         and "holds no checkpoint" in refused.stderr
     )
+
+
+def test_help_keeps_its_lines() -> None:
+    shown = script("--help").stdout.splitlines()
+    assert "  python scripts/checkpoint.py export --to hf --output exports/a runs/a" in [
+        line.rstrip() for line in shown
+    ]
+
+
+def test_a_name_of_the_hub_is_downloaded_first(tmp_path: Path) -> None:
+    refused = script("import", "--from", "hf", "gpt2", "--output", tmp_path / "out")
+    assert refused.returncode == 1
+    assert "--from hf gpt2: no such folder (a model of" in refused.stderr
+    assert "hf download gpt2 --local-dir DIR" in refused.stderr

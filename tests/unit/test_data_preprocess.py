@@ -3,13 +3,16 @@
 import gzip
 import json
 import os
+import shlex
 import zlib
 from pathlib import Path
 
 import pytest
 
-from data_tools import encoding, preprocess_data, reading, train_tokenizer
+from data_tools import encoding, merge_datasets, preprocess_data, reading, train_tokenizer
 from data_tools.sources import find_sources
+from megazero.config.cli import parse
+from megazero.data.indexed import IndexedDataset
 from tests.unit.data_helpers import pack_index, pack_tokens, unpack_corpus
 
 EOD = 256
@@ -228,3 +231,28 @@ def test_trained_tokenizer_is_deterministic_and_checked(tmp_path: Path, capsys) 
     assert all((tmp_path / "a" / n).read_bytes() == (tmp_path / "b" / n).read_bytes() for n in names)
     with pytest.raises(ValueError, match=r"--vocab-size 256: .*give 257 or more"):
         train_tokenizer.main(["--input", str(path), "--output", "x", "--vocab-size", "256"])
+
+
+def next_command(said: str) -> list[str]:
+    """The last line of what a tool printed, as words behind `python PROGRAM`."""
+    python, _, *words = shlex.split(said.splitlines()[-1])
+    assert python == "python"
+    return words
+
+
+def test_each_tool_names_the_next_command(tmp_path: Path, lines: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The commands as printed: tokenizer, tokens, training; and parts that are joined."""
+    train_tokenizer.main(["--input", str(lines), "--output", str(tmp_path / "t"), "--vocab-size", "257"])
+    words = next_command(capsys.readouterr().out)
+    prefix = str(tmp_path / "a corpus")
+    preprocess_data.main([prefix if word == "PREFIX" else word for word in words])
+    said = capsys.readouterr().out
+    assert "a corpus_text_document: 2 documents, " in said and "; 1 empty document left out" in said
+    (corpus,) = parse(next_command(said)).data.data_path
+    assert IndexedDataset(corpus).num_documents == 2
+    whole = Path(f"{corpus}.bin").read_bytes()
+    for part in range(3):
+        more = ["--output-prefix", str(tmp_path / "p"), "--partition", f"{part}/3"]
+        preprocess_data.main(["--input", str(lines), "--tokenizer", str(tmp_path / "t"), "--append-eod", *more])
+    merge_datasets.main(next_command(capsys.readouterr().out))
+    assert (tmp_path / "p_text_document.bin").read_bytes() == whole

@@ -281,6 +281,7 @@ def test_a_packed_tokenizer_is_the_same_elsewhere(trained: Path, sentencepiece_m
         ("{tmp}/text", "is a folder without a tokenizer; it holds a.txt, b.txt"),
         ("{tmp}/two", "holds several tokenizers, a.model, b.tiktoken; name one"),
         ("bytes", "does not exist .*hf download bytes "),
+        ("gpt2", "gpt2 does not exist .*hf download gpt2 "),
         ("meta-llama/Llama-2-7b", "does not exist .*hf download meta-llama/Llama-2-7b "),
     ],
 )

@@ -42,10 +42,21 @@ def load_tokenizer(spec: str) -> Tokenizer:
     """The tokenizer of a --tokenizer SPEC (see `SPECS`). ValueError if it cannot be read."""
     if spec == "byte":
         return ByteTokenizer(spec)
-    kind, _, path = spec.partition(":")
-    if kind in NAMED:
+    kind, colon, path = spec.partition(":")
+    if colon and kind in NAMED:
         return _guarded(spec, lambda: NAMED[kind](spec, Path(path)))
     return _guarded(spec, lambda: _recognised(spec, Path(spec)))
+
+
+def hub_hint(name: str, include: str = "") -> str:
+    """Return how to download what `name` may mean on the Hugging Face hub, in parentheses; "" if it is no such name.
+
+    Args:
+        include: options of `hf download`, each followed by a space.
+    """
+    if not HUB_NAME.fullmatch(name):
+        return ""
+    return f" (a model of the Hugging Face hub is downloaded first: hf download {name} {include}--local-dir DIR)"
 
 
 def _guarded(spec: str, load: Callable[[], Tokenizer]) -> Tokenizer:
@@ -62,9 +73,8 @@ def _guarded(spec: str, load: Callable[[], Tokenizer]) -> Tokenizer:
 def _recognised(spec: str, path: Path) -> Tokenizer:
     """Recognise a folder by its files' names, and a file by its name or its content."""
     if not path.exists():
-        hub = f" (a model of the Hugging Face hub is downloaded first: hf download {spec} --include 'tokenizer*' "
-        hub += "--local-dir DIR)"
-        raise FileNotFoundError(f"{path} does not exist{hub if HUB_NAME.fullmatch(spec) else ''}")
+        hint = hub_hint(spec, "--include 'tokenizer*' ")
+        raise FileNotFoundError(f"{path} does not exist{hint}")
     if path.is_dir():
         return _load_folder(spec, path)
     gpt2 = [names for names in GPT2_FILES if path.name in names]
