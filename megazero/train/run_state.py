@@ -142,7 +142,7 @@ def run_tokenizer(path: Path, state: RunState) -> Tokenizer:
 
 
 def is_hugging_face(folder: Path) -> bool:
-    """Whether `folder` holds a model that transformers saved; a run writes config.toml."""
+    """Return whether `folder` holds a model that transformers saved; a run writes config.toml."""
     return (folder / "config.json").is_file()
 
 
