@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -17,6 +18,7 @@ from megazero.units import count, duration, size, things
 
 REPORT = "report.html"
 MAX_DRAWN_RANKS = 64
+MAX_SHOWN_LOSS = 20.0  # nats; a perplexity of e^20 says nothing
 MAX_LINES = 8  # colours of the style sheet: corpora beyond are left out of the chart
 
 
@@ -64,15 +66,23 @@ def _summary(run: Run) -> str:
     seconds, tokens = (curve(run, "loss", axis).x for axis in ("hours", "tokens"))
     peak = curve(run, "memory_bytes/peak").y
     cards = [("iterations", f"{last['iteration']:,}")]
+    parameters = run.start.get("parameters")
+    if isinstance(parameters, int):
+        cards.append(("parameters", count(parameters)))
     if len(loss.y):
         cards.append(("training loss, mean of the last hundredth", f"{smooth(loss, 0).y[-1]:.4f}"))
     if len(validation.y):
         cards.append(("validation loss", f"{validation.y[-1]:.4f}"))
+        if validation.y[-1] < MAX_SHOWN_LOSS:
+            cards.append(("validation perplexity", f"{math.exp(validation.y[-1]):,.2f}"))
         best = int(validation.y.argmin())
         if best < len(validation.y) - 1:
             cards.append(("its least", f"{validation.y[best]:.4f} at iteration {validation.x[best]:,.0f}"))
     if len(tokens):
-        cards += [("tokens", count(round(float(tokens[-1])))), ("time in steps", duration(float(seconds[-1]) * 3600))]
+        cards += [
+            ("tokens", count(round(float(tokens[-1])))),
+            ("training time, without evaluation and saving", duration(float(seconds[-1]) * 3600)),
+        ]
     if len(rates.y):
         cards.append(("tokens/s, median", f"{sorted(rates.y)[len(rates.y) // 2]:,.0f}"))
     flops, mfu = curve(run, "tflops_per_device").y, curve(run, "mfu").y
@@ -261,6 +271,9 @@ def _configuration(config: dict[str, Any] | None, given: Iterable[str], options:
     if config is None:
         return _folded("config.toml", _table(options.items())) if options else ""
     known, groups = set(given), {name: group for name, group in config.items() if isinstance(group, dict)}
+    data = groups.get("data", {})
+    if data.get("tokenizer") == "" and (data.get("data_path") or data.get("data_args_path")):
+        groups["data"] = data | {"tokenizer": "of the corpus"}
     changed = {
         f"--{name.replace('_', '-')}": value
         for group in groups.values()

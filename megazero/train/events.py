@@ -24,6 +24,7 @@ from megazero.comm import scheduler
 from megazero.comm.mesh import Mesh
 from megazero.config.cli import Command
 from megazero.config.schema import Config
+from megazero.plan.parameters import num_parameters
 from megazero.report.runs import EVENTS
 from megazero.train.loggers import warn
 from megazero.train.progress_line import Record
@@ -52,7 +53,8 @@ class RunEvents:
         given = changed(self.config)
         if self.command is not None:
             given = [name.replace("-", "_") for name in sorted(self.command.given)]
-        return {"given": given, "layout": asdict(self.mesh.layout), "environment": environment(self.mesh)}
+        size = {"parameters": num_parameters(self.config.model)}
+        return {"given": given, "layout": asdict(self.mesh.layout), **size, "environment": environment(self.mesh)}
 
     def start(self, iteration: int) -> None:
         """Record that the run goes on after `iteration`; at 0 the events of an older run are left."""

@@ -236,7 +236,7 @@ ENTRIES: Entries = (
     *computed(
         HUGGING_FACE,
         "do-eval",
-        "--eval-interval of --train-iters, once at the end; nothing, where it is given",
+        "with --do-train: --eval-interval of --train-iters, once at the end; nothing, where it is given",
         _evaluates,
         4,
     ),
