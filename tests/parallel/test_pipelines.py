@@ -96,7 +96,7 @@ def test_an_evaluation_takes_any_number_of_micro_batches(m: int, chunks: int, ra
     [
         Case(pp=2, dp=2, zero=3, micro_batches=3, recompute="full", **INTER),
         Case(pp=2, dp=2, zero=2, micro_batches=3, schedule="zero-bubble"),
-        Case(pp=2, dp=2, zero=1, micro_batches=3, split="4,1", recompute="full"),
+        pytest.param(Case(pp=2, dp=2, zero=1, micro_batches=3, split="4,1", recompute="full"), marks=pytest.mark.slow),
     ],
     ids=str,
 )

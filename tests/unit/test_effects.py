@@ -164,6 +164,7 @@ def test_every_flag_has_an_entry() -> None:
     assert sorted([*FLIPPED, *SEEN, *UNSEEN]) == sorted(flags())
 
 
+@pytest.mark.slow  # half a minute of plans
 @pytest.mark.parametrize("flag", FLIPPED)
 def test_a_flip_is_seen(flag: str) -> None:
     flip, around = FLIPPED[flag]

@@ -17,11 +17,16 @@ F, B, IN, W = Pass
 KINDS = [*SCHEDULES, EVALUATION]
 
 
-def pipelines(kind: str) -> Iterator[tuple[int, int, int]]:
+# Those of the default suite: all take half a minute.
+FEW_RANKS, FEW_MICRO_BATCHES = (1, 2, 3, 4, 8), (1, 2, 3, 4, 5, 8, 9, 16)
+KINDS_AND_GRIDS = [pytest.param(k, g, marks=[pytest.mark.slow] * g) for k in KINDS for g in (False, True)]
+
+
+def pipelines(kind: str, everything: bool = False) -> Iterator[tuple[int, int, int]]:
     """(ranks, micro-batches, chunks) that a schedule allows: ranks to 8, micro-batches to 16, chunks to 4."""
     virtual = kind == EVALUATION or SCHEDULES[kind].virtual_stages
-    for p in range(1 + is_v_shaped(kind), 9):
-        for m in (1, 2, 3, 4, 5, 7, 8, 9, 12, 16) if is_v_shaped(kind) else range(1, 17):  # a V is slow to make
+    for p in range(1 + is_v_shaped(kind), 9) if everything else FEW_RANKS[is_v_shaped(kind) :]:
+        for m in range(1, 17) if everything else FEW_MICRO_BATCHES:
             for v in ((2,) if is_v_shaped(kind) else (2, 3, 4)) if virtual and p > 1 else (1,):
                 yield p, m, v
 
@@ -34,9 +39,9 @@ def orders(kind: str, p: int, m: int, v: int, backlog: int | None = None) -> lis
     return [order_of(kind, Pipeline(rank, p, m, v, backlog, is_v_shaped(kind))) for rank in range(p)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_chunk_of_every_micro_batch_runs_once_and_forward_first(kind: str) -> None:
-    for p, m, v in pipelines(kind):
+@pytest.mark.parametrize(("kind", "everything"), KINDS_AND_GRIDS)
+def test_every_chunk_of_every_micro_batch_runs_once_and_forward_first(kind: str, everything: bool) -> None:
+    for p, m, v in pipelines(kind, everything):
         for order in orders(kind, p, m, v):
             every = {(i, c) for i in range(m) for c in range(v)}
             at = {step: n for n, step in enumerate(order)}
@@ -51,10 +56,10 @@ def test_every_chunk_of_every_micro_batch_runs_once_and_forward_first(kind: str)
                     assert at[(IN, i, c)] < at[(W, i, c)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_deadlock_bubbles_as_known_and_transfers_pair_up(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "everything"), KINDS_AND_GRIDS)
+def test_no_deadlock_bubbles_as_known_and_transfers_pair_up(kind: str, everything: bool) -> None:
     """The programs run to their end in the simulator, and both ends of every link agree on the order of messages."""
-    for p, m, v in pipelines(kind):
+    for p, m, v in pipelines(kind, everything):
         specs = plain_pipeline(p, v, v_shaped=is_v_shaped(kind))
         made = [program(spec, kind, m).gradients for spec in specs]
         timing = simulate(made, thirds)  # raises on a deadlock
