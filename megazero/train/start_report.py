@@ -76,9 +76,7 @@ def screen(
         "plan": f"{training.train_iters:,} iterations of {training.global_batch_size:,} samples ("
         + (f"{layout.dp} ranks x " if layout.dp > 1 else "")
         + f"{parts}) of {model.seq_length:,} tokens: {count(tokens)} tokens"
-        + (
-            f", {tokens / corpus:{'.2g' if tokens < corpus else ',.1f'}} epochs of the training split" if corpus else ""
-        ),
+        + (f", {tokens / corpus:{'.2g' if tokens < corpus else ',.1f'}} epochs" if corpus else ""),
         "options": " ".join(options(asked)),
         "defaults": chosen,
         "kept": kept(config),
