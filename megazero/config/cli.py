@@ -267,6 +267,19 @@ def to_toml(config: Config, only: Collection[str] | None = None) -> str:
     return "\n".join(lines)
 
 
+def as_flag(name: str, value: Any) -> str:
+    """Format an option as it is given on a command line.
+
+    Args:
+        name: of the flag, without dashes.
+    """
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    if isinstance(value, (tuple, list)):
+        return " ".join([f"--{name}", *map(str, value)])
+    return f"--{name} {value if value != '' else repr('')}"
+
+
 def _toml_value(value: Any) -> str:
     if isinstance(value, tuple):
         return "[" + ", ".join(map(_toml_value, value)) + "]"

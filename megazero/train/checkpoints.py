@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from pathlib import Path
 
@@ -36,6 +36,7 @@ class Checkpoints:
         tokenizer: Tokenizer | None,
         watchdog: Watchdog,
         say: Callable[[str], None],
+        given: Collection[str] | None = None,
     ) -> None:
         """Prepare to save into --save, if it is given.
 
@@ -46,10 +47,11 @@ class Checkpoints:
             tokenizer: the run's, which rank 0 puts into every checkpoint.
             watchdog: it does not watch while a checkpoint is written: waits in a save have limits of their own.
             say: prints a line, on rank 0.
+            given: names of the flags that were given, without dashes; None: all were.
         """
         self.config, self.engine, self.mesh = config, engine, engine.mesh
         self.fingerprints, self.split_by_tokens = tuple(datasets.fingerprints()), datasets.split_by_tokens
-        self.watchdog, self.say = watchdog, say
+        self.watchdog, self.say, self.given = watchdog, say, given
         self.saved_at: int | None = None  # iteration of the newest checkpoint in --save
         self.run_id = uuid.uuid4().hex  # a resume in the same folder keeps the run's
         minutes = config.parallel.distributed_timeout_minutes
@@ -177,7 +179,7 @@ class Checkpoints:
         with self.mesh.world.peer_errors(f"loading {path}"):
             checkpoint.load(path, shards, self.mesh.host_group)
         self.engine.load_state_dict({"updates": state.updates, "loss_scale": state.loss_scale})
-        for difference in changed_options(state.config, self.config):
+        for difference in changed_options(state.config, self.config, self.given):
             self.say(difference)
         if path.parent.resolve() == Path(self.config.checkpoint.save or ".").resolve():
             self.saved_at = state.iteration

@@ -27,7 +27,7 @@ from megazero.config.schema import Config
 from megazero.plan.parameters import num_parameters
 from megazero.report.runs import EVENTS
 from megazero.train.loggers import warn
-from megazero.train.progress_line import Record
+from megazero.train.progress_line import Record, tell
 
 ROOT = Path(__file__).resolve().parents[2]
 GIT_SECONDS = 2.0
@@ -70,7 +70,7 @@ class RunEvents:
         from megazero.report.page import write_report
 
         try:
-            write_report(self.folder)
+            tell(f"report    {write_report(self.folder)}")
         except Exception as error:
             warn(f"no report.html: {type(error).__name__}: {error}")
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from megazero import checkpoint
 from megazero.checkpoint import Damaged
-from megazero.config.cli import ranges
+from megazero.config.cli import as_flag, ranges
 from megazero.config.schema import CheckpointConfig, Config, ModelConfig
 from megazero.data import fingerprint
 from megazero.data.corpora import parse_data_path, read_data_args
@@ -139,13 +139,33 @@ def check_data(
         )
 
 
-def changed_options(saved: dict[str, Any], config: Config) -> list[str]:
-    """A sentence for each option that this run has otherwise than the one that it goes on from."""
-    ours, found = json.loads(json.dumps(asdict(config))), []
+def changed_options(saved: dict[str, Any], config: Config, given: Collection[str] | None = None) -> list[str]:
+    """A sentence for each option that this run has otherwise than the one that it goes on from, and the way back.
+
+    Args:
+        saved: the options of that run, resolved, by group.
+        given: names of the flags that were given now, without dashes; None: all were.
+    """
+    ours, found, back = json.loads(json.dumps(asdict(config))), list[str](), list[str]()
     for group, options in saved.items():
         if group in ("log", "checkpoint", "preset") or not isinstance(options, dict):
             continue
         for name, value in options.items():
             if name in ours.get(group, {}) and ours[group][name] != value:
-                found.append(f"--{name.replace('_', '-')} is {ours[group][name]}, and was {value} when this was saved")
+                flag = name.replace("_", "-")
+                found.append(f"--{flag} is {ours[group][name]}, and was {value} when this was saved")
+                follows = name == "lr_decay_iters" and value == saved["training"]["train_iters"]  # was its default
+                if given is not None and flag not in given and not follows:
+                    back.append(as_flag(flag, value))
+    if back:
+        found.append(f"not given now; to go on as before, give again: {' '.join(back)}{_preset_of(saved, config)}")
     return found
+
+
+def _preset_of(saved: dict[str, Any], config: Config) -> str:
+    """Name the flags of an earlier run as a preset, where this run does not write its own in their place."""
+    folder = saved.get("log", {}).get("log_dir", "")
+    if not folder or (config.log.log_dir and Path(folder).resolve() == Path(config.log.log_dir).resolve()):
+        return ""
+    preset = Path(folder) / "config.toml"
+    return f", or all of that run's flags: --preset {preset}" if preset.is_file() else ""

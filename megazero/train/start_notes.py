@@ -125,7 +125,7 @@ def large_vocabulary(config: Config, num_ids: int) -> str:
         num_ids: of the tokenizer; 0 without one.
     """
     size = config.model.vocab_size
-    if not num_ids or size <= LARGE_VOCABULARY * num_ids:
+    if config.data.mock_data or not num_ids or size <= LARGE_VOCABULARY * num_ids:
         return ""
     return (
         f"--vocab-size {size} is {size / num_ids:.0f} times the {num_ids:,} ids of the tokenizer: the other rows are "

@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import torch
 
-from megazero.config.cli import preset_values, to_toml
+from megazero.config.cli import as_flag, preset_values, to_toml
 from megazero.config.schema import Config
 from megazero.files import explain, replace_file
 from megazero.memory.host import Machine
@@ -194,16 +194,8 @@ def options(asked: Config) -> list[str]:
             usual = known.get(name, option.default)
             usual = tuple(usual) if isinstance(usual, list) else usual
             if value != usual and (option.name not in TOLD):
-                found.append(_flag(name, value))
+                found.append(as_flag(name, value))
     return found
-
-
-def _flag(name: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return f"--{name}" if value else f"--no-{name}"
-    if isinstance(value, tuple):
-        return f"--{name} {' '.join(map(str, value))}"
-    return f"--{name} {value if value != '' else repr('')}"
 
 
 def details(

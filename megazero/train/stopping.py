@@ -18,6 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+from megazero.config.schema import CheckpointConfig
+
 SAVED_EARLY = 75
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -70,6 +72,21 @@ STOPS = (
     Stop("--exit-before-minutes: the end of the job is near", SAVED_EARLY),
     *(Stop(number.name, SAVED_EARLY) for number in SIGNALS),
 )
+
+
+def stopped_words(iteration: int, why: str, kept: CheckpointConfig | None) -> str:
+    """Say where a run stopped, and how it goes on.
+
+    Args:
+        kept: the options of its checkpoints; None: nothing was saved.
+    """
+    said = f"stopped after iteration {iteration} by {why}: "
+    if kept is None:
+        return said + "nothing saved"
+    loads = bool(kept.load) and Path(kept.load).resolve() == Path(kept.save).resolve() and not kept.finetune
+    fresh = " without --finetune" * kept.finetune
+    again = "the same command" if loads else f"the same command{fresh} with --load {kept.save}"
+    return f"{said}saved; {again} goes on"
 
 
 class Clock:

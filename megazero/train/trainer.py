@@ -33,7 +33,7 @@ from megazero.train.progress_line import Record, tell
 from megazero.train.replicas import check_replicas
 from megazero.train.run_state import Progress
 from megazero.train.samples import TextSampler
-from megazero.train.stopping import STOPS, Clock, DeadRun, Signals, Stop, asked_to_stop
+from megazero.train.stopping import STOPS, Clock, DeadRun, Signals, Stop, asked_to_stop, stopped_words
 from megazero.train.watchdog import Watchdog
 
 
@@ -73,7 +73,8 @@ class Trainer:
         self.engine = Engine(self.config, mesh, max(1, len(datasets.named)))
         self.profiler = Profiler(self.config, self.engine)
         self.progress = Progress()
-        self.checkpoints = Checkpoints(self.config, self.engine, datasets, tokenizer, self.watchdog, self.say)
+        given = command.given if command is not None else None
+        self.checkpoints = Checkpoints(self.config, self.engine, datasets, tokenizer, self.watchdog, self.say, given)
         self.left_out = skipped_samples(config)
         card = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else ""
         self.peak_flops = peak_flops(card, config.training)
@@ -146,8 +147,8 @@ class Trainer:
             self.checkpoints.save(self.progress, last=True)
         self.engine.wait()
         if stop is not None:
-            kept = "saved" if self.checkpoints.saved_at == self.progress.iteration else "nothing saved"
-            self.say(f"stopped after iteration {self.progress.iteration} by {stop.why}: {kept}")
+            kept = self.checkpoints.saved_at == self.progress.iteration
+            self.say(stopped_words(self.progress.iteration, stop.why, config.checkpoint if kept else None))
         done = self.progress.iteration >= config.training.train_iters
         events.end(self.progress.iteration, stop.why if stop else "done" if done else "--exit-interval")
         return stop

@@ -262,15 +262,17 @@ def test_intervals_retention_and_workers(model, alone: Path, tmp_path: Path) -> 
 def test_masking_behind_documents(model, alone: Path, tmp_path: Path) -> None:
     done = pretrain(*model, "--train-iters", 3, "--eod-mask-loss", "--log-dir", tmp_path)
     assert done.returncode == 0, done.stderr
+    assert f"report    {tmp_path / 'report.html'}" in done.stdout
     found, wanted = ([step["loss"] for step in metrics(folder)[:3]] for folder in (tmp_path, alone))
     assert max(abs(a - b) for a, b in zip(found, wanted, strict=True)) < 0.1
     assert found != wanted  # some of the batches hold a document's end
 
 
 def test_resuming_otherwise_is_said(model, tmp_path: Path) -> None:
-    assert pretrain(*model, "--train-iters", 1, "--save", tmp_path).returncode == 0
+    assert pretrain(*model, "--train-iters", 1, "--save", tmp_path, "--adam-beta2", 0.9).returncode == 0
     done = pretrain(*model, "--train-iters", 2, "--load", tmp_path, "--seed", 5)
     assert done.returncode == 0 and "--seed is 5, and was 1234" in done.stdout
+    assert "give again: --adam-beta2 0.9\n" in done.stdout
 
 
 def test_fp16_that_cannot_go_on_saves_and_says_where(model, tmp_path: Path) -> None:

@@ -70,7 +70,9 @@ SAME = [
     ("--deepspeed --zero-optimization", "--zero-stage 1"),
     ("--model-parallel-size 2 --batch-size 4", "--tensor-model-parallel-size 2 --micro-batch-size 4"),
     ("--learning_rate 1e-4 --max_steps 100 --warmup_ratio 0.05 --max_grad_norm 1 --output_dir x",
-     "--lr 1e-4 --train-iters 100 --lr-warmup-iters 5 --clip-grad 1 --save x"),
+     "--lr 1e-4 --train-iters 100 --lr-warmup-iters 5 --clip-grad 1 --save x --log-dir x"),
+    ("--output_dir x --log-dir y", "--save x --log-dir y"),
+    ("--output_dir x --resume_from_checkpoint True", "--save x --log-dir x --load x"),
     ("--max_steps 200 --eval_steps 0.1 --save_steps 50", "--train-iters 200 --eval-interval 20 --save-interval 50"),
     ("--model_type llama --config_overrides n_embd=64,n_head=4", "--architecture llama --hidden-size 64 "
      "--num-attention-heads 4"),

@@ -79,7 +79,9 @@ def test_a_megatron_script_is_our_command() -> None:
 def test_a_hugging_face_script_keeps_its_own_defaults() -> None:
     command, _ = convert(HUGGING_FACE, {})
     assert command.startswith("bash scripts/launch.sh --nproc 2 ")
-    wanted = "--tokenizer t --micro-batch-size 2 --global-batch-size 12 --lr 1e-4 --save out --train-iters 9"
+    wanted = (
+        "--tokenizer t --micro-batch-size 2 --global-batch-size 12 --lr 1e-4 --save out --log-dir out --train-iters 9"
+    )
     assert parse(flags_of(command)) == parse(wanted.split())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import torch
 from megazero import checkpoint
 from megazero.checkpoint import LocalShard
 from megazero.checkpoint.locking import SaveLock
+from megazero.config.cli import parse
 from megazero.config.schema import CheckpointConfig, Config, DataConfig, LogConfig, ModelConfig
 from megazero.config.validate import check_values
 from megazero.data.corpora import parse_data_path
@@ -232,6 +234,24 @@ def test_a_corpus_made_anew_under_the_same_name_is_refused(tmp_path: Path) -> No
     said = changed_options(state.config, reset)
     for flag in ("--reset-attention-mask", "--reset-position-ids"):
         assert f"{flag} is True, and was False when this was saved" in said
+
+
+def test_flags_that_were_not_given_again_are_named_as_they_were(tmp_path: Path) -> None:
+    log, changed = tmp_path / "log", {"lr": 0.002, "clip_grad": 0.5}
+    ours = parse(["--lr", "0.001"])
+    older = replace(ours, optimizer=replace(ours.optimizer, **changed), log=replace(ours.log, log_dir=str(log)))
+    saved = json.loads(json.dumps(asdict(older)))
+    assert not any("as before" in text for text in changed_options(saved, ours))  # all were given
+    said = changed_options(saved, ours, {"lr"})[-1]
+    assert said == "not given now; to go on as before, give again: --clip-grad 0.5"
+    log.mkdir()
+    (log / "config.toml").write_text("")
+    assert changed_options(saved, ours, set())[-1].endswith(
+        f": --lr 0.002 --clip-grad 0.5, or all of that run's flags: --preset {log}/config.toml"
+    )
+    same = replace(ours, log=replace(ours.log, log_dir=str(log)))  # which will write its own there
+    assert changed_options(saved, same, set())[-1].endswith("--clip-grad 0.5")
+    assert changed_options(json.loads(json.dumps(asdict(ours))), ours, set()) == []
 
 
 # -- folders

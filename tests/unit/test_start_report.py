@@ -204,4 +204,5 @@ def test_what_a_run_does_not_keep_is_said() -> None:
 def test_a_vocabulary_far_larger_than_the_tokenizer_is_said() -> None:
     large = parse(["--vocab-size", "50257"])
     assert "--vocab-size 50257 is 25 times the 2,048 ids" in large_vocabulary(large, 2048)
+    assert large_vocabulary(parse(["--vocab-size", "50257", "--mock-data"]), 2048) == ""  # which draws from all
     assert large_vocabulary(large, 0) == large_vocabulary(large, 50000) == large_vocabulary(large, 32000) == ""

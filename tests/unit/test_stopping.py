@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from megazero.comm import scheduler
-from megazero.train.stopping import SIGNALS, STOPS, Clock, Signals, asked_to_stop
+from megazero.config.schema import CheckpointConfig
+from megazero.train.stopping import SIGNALS, STOPS, Clock, Signals, asked_to_stop, stopped_words
 
 
 def test_the_order_of_stops() -> None:
@@ -111,3 +112,13 @@ def test_outside_a_job_there_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.setenv("PATH", "/nowhere")
     assert scheduler.job_end() is None
+
+
+def test_a_stopped_run_says_how_it_goes_on() -> None:
+    def said(**options: object) -> str:
+        return stopped_words(31, "SIGINT", CheckpointConfig(**options))
+
+    assert said(save="a") == "stopped after iteration 31 by SIGINT: saved; the same command with --load a goes on"
+    assert said(save="a", load="./a").endswith("saved; the same command goes on")
+    assert said(save="a", load="b", finetune=True).endswith("the same command without --finetune with --load a goes on")
+    assert stopped_words(31, "SIGINT", None) == "stopped after iteration 31 by SIGINT: nothing saved"

@@ -92,6 +92,10 @@ def _resume(use: Use) -> list[str]:
     return ["--load", use.get("save") if use.value.lower() == "true" else use.value]
 
 
+def _output(use: Use) -> list[str]:
+    return ["--save", use.value, *([] if use.given("log-dir") else ["--log-dir", use.value])]
+
+
 def _steps(use: Use) -> list[str]:
     if use.number() <= 0:
         raise Refused(f"{use.value}: --train-iters N says how long to train")
@@ -226,7 +230,7 @@ ENTRIES: Entries = (
     ),
     *computed(HUGGING_FACE, "ddp-timeout", "--distributed-timeout-minutes: seconds / 60", _minutes),
     *alias(HUGGING_FACE, "dataloader-num-workers", "num-workers"),
-    *alias(HUGGING_FACE, "output-dir", "save"),
+    *computed(HUGGING_FACE, "output-dir", "--save, and --log-dir unless that is given", _output, 1),
     *unneeded(
         HUGGING_FACE,
         "overwrite-output-dir",
