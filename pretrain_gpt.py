@@ -122,7 +122,7 @@ def pretrain(command: Command, world: World, signals: Signals) -> Stop | None:
     from megazero.data.remembered import data_tokenizer
     from megazero.price.capacity import check_memory
     from megazero.train import start_report
-    from megazero.train.inputs import open_data
+    from megazero.train.inputs import open_data, require_data
     from megazero.train.progress_line import tell
     from megazero.train.resume import find_checkpoint
     from megazero.train.same_run import run_values
@@ -138,6 +138,7 @@ def pretrain(command: Command, world: World, signals: Signals) -> Stop | None:
         config, chosen = gpu_defaults(config, command.given, imitated == "gpu" or launch.has_bf16(device))
     if config.plan.rehearse:
         return rehearse(config, world, chosen)
+    require_data(config)  # before a tokenizer is asked for, which a corpus may name
     tokenizer = data_tokenizer(config)
     config, layout = resolve(config, world.size, tokenizer.vocab_size if tokenizer else 0)
     check_device(config, device.type)

@@ -70,8 +70,10 @@ class Datasets:
         divided = self.split_by_tokens
         if not divided:
             return []
-        names = ", ".join(divided[:3]) + f" and {len(divided) - 3} more" * (len(divided) > 3)
-        return [f"--split by tokens, inside documents (--split-by): {names}"]
+        counts = {data.prefix: data.num_documents for data in self.corpora}
+        shown = [f"{prefix} ({counts[prefix]} document{'s' * (counts[prefix] != 1)})" for prefix in divided[:3]]
+        names = ", ".join(shown) + f" and {len(divided) - 3} more" * (len(divided) > 3)
+        return [f"validation and test are cut from the end of {names}, by tokens (--split, --split-by)"]
 
     def repeats(self, split: str, eval_iters: int, batch_size: int) -> str:
         """Say that an evaluation has more samples than a split of all corpora together; "" if it has not."""

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megazero.data.misnamed import complaint
 from megazero.files import FilePool, explain, open_regular
 
 MAGIC = b"MMIDIDX\0\0"
@@ -234,10 +235,7 @@ def require_pair(prefix: str) -> None:
     stem, end = os.path.splitext(prefix)
     if end in (".bin", ".idx") and os.path.isfile(stem + end):
         raise ValueError(f"--data-path {prefix}: give the prefix without {end}: {stem}")
-    raise ValueError(
-        f"--data-path {prefix}: {' and '.join(missing)} not found; give the prefix that "
-        f"data_tools/preprocess_data.py printed, without .bin or .idx"
-    )
+    raise ValueError(f"--data-path {prefix}: {complaint(prefix, missing)}")
 
 
 def parse_header(head: bytes, prefix: str) -> tuple[int, int, int]:

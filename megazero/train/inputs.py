@@ -7,6 +7,19 @@ from megazero.data.corpora import Datasets, mock_datasets, open_datasets, read_d
 from megazero.data.tokenizer import Tokenizer
 
 
+def require_data(config: Config) -> None:
+    """Raise ValueError unless a corpus is named, in one of the ways, or none is wanted."""
+    data = config.data
+    if data.mock_data or bool(data.data_path) != bool(data.data_args_path):
+        return
+    raise ValueError(
+        "--data-path is missing; give the PREFIX of a .bin/.idx pair, which data_tools/preprocess_data.py makes of a "
+        "text, or try without one: --mock-data --vocab-size 50257"
+        if not data.data_path
+        else f"--data-path and --data-args-path {data.data_args_path} both name corpora; give one of them"
+    )
+
+
 def open_data(config: Config, tokenizer: Tokenizer | None) -> Datasets:
     """The corpora, checked.
 
@@ -19,13 +32,7 @@ def open_data(config: Config, tokenizer: Tokenizer | None) -> Datasets:
         return mock_datasets(config.model.seq_length, config.training.seed, config.model.vocab_size)
     if evaluation.eval_only:
         needed = (evaluation.eval_split,)
-    if bool(data.data_path) == bool(data.data_args_path):
-        raise ValueError(
-            "--data-path is missing; give the PREFIX of a .bin/.idx pair, which data_tools/preprocess_data.py makes, "
-            "or --mock-data to try without one"
-            if not data.data_path
-            else f"--data-path and --data-args-path {data.data_args_path} both name corpora; give one of them"
-        )
+    require_data(config)
     return open_datasets(
         data.data_path or read_data_args(data.data_args_path),
         data.split,

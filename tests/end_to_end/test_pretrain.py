@@ -268,6 +268,12 @@ def test_masking_behind_documents(model, alone: Path, tmp_path: Path) -> None:
     assert found != wanted  # some of the batches hold a document's end
 
 
+def test_a_bare_command_asks_for_data_first() -> None:
+    done = pretrain("--num-layers", 1)
+    assert done.returncode == 1 and done.stderr.startswith("ValueError: --data-path is missing; "), done.stderr
+    assert "--mock-data --vocab-size" in done.stderr and "--tokenizer" not in done.stderr
+
+
 def test_resuming_otherwise_is_said(model, tmp_path: Path) -> None:
     assert pretrain(*model, "--train-iters", 1, "--save", tmp_path, "--adam-beta2", 0.9).returncode == 0
     done = pretrain(*model, "--train-iters", 2, "--load", tmp_path, "--seed", 5)

@@ -177,6 +177,25 @@ def test_missing_files(tmp_path: Path) -> None:
         IndexedDataset(tmp_path / "c")
 
 
+def test_what_is_no_prefix_is_answered_with_what_was_meant(tmp_path: Path) -> None:
+    def said(name: str) -> str:
+        with pytest.raises(ValueError, match=f"^--data-path {tmp_path / name}: ") as caught:
+            IndexedDataset(tmp_path / name)
+        return str(caught.value)
+
+    (tmp_path / "input.txt").write_text("a text")
+    assert "input.txt is a text file, not a corpus; make one: " in said("input.txt")
+    assert f"--input {tmp_path / 'input.txt'} --output-prefix runs/input --tokenizer " in said("input.txt")
+    (tmp_path / "weights").write_bytes(bytes(9))
+    assert "weights is a file, not a corpus" in said("weights")
+    write_corpus(tmp_path / "corpus_text_document", DOCUMENTS)
+    for name in ("corpus", "corpus_txt_document", "corpus_text_documents", ""):
+        assert f"did you mean {tmp_path / 'corpus_text_document'}?" in said(name), name
+    assert "did you mean" not in said("input.txt") + said("other")
+    (tmp_path / "corpus_text_document.bin").unlink()
+    assert "did you mean" not in said("corpus")  # half a corpus is none
+
+
 def test_huge_counts_in_a_header_do_not_allocate(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path / "c", DOCUMENTS)
     Path(f"{prefix}.idx").write_bytes(GOOD[:18] + struct.pack("<QQ", 2**63, 2**63) + GOOD[34:])
