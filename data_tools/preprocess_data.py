@@ -27,6 +27,7 @@ from data_tools.encoding import (
     trust_gigatoken,
 )
 from data_tools.journal import Skipped, WorkFolder
+from data_tools.megatron import our_words
 from data_tools.next_step import to_merge, to_train
 from data_tools.reading import Chunk, Position, read_chunks
 from data_tools.seen import Seen
@@ -430,7 +431,7 @@ def stop(number: int, frame: FrameType | None) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     """The tool: parse, then work."""
-    options = parse(Options, arguments, PROGRAM)
+    options = parse(Options, our_words(arguments), PROGRAM)
     signal.signal(signal.SIGTERM, stop)
     preprocess(options)
 

@@ -1,0 +1,31 @@
+"""Megatron-LM's words for a tokenizer, given to data_tools/preprocess_data.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from data_tools.megatron import our_words
+
+FILES = "--input a.jsonl b.jsonl --output-prefix p"
+
+
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        ("--tokenizer byte --append-eod", "--tokenizer byte --append-eod"),
+        ("--vocab-file d/vocab.json --merge-file d/merges.txt", "--tokenizer gpt2:d"),
+        (
+            "--tokenizer-type GPT2BPETokenizer --vocab-file v.json --merge-file m.txt --dataset-impl mmap --append-eod",
+            "--append-eod --tokenizer gpt2:v.json,m.txt",
+        ),
+        ("--tokenizer-type Llama2Tokenizer --tokenizer-model t.model", "--tokenizer sentencepiece:t.model"),
+        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model folder", "--tokenizer folder"),
+    ],
+)
+def test_a_tokenizer_in_megatrons_words(given: str, ours: str) -> None:
+    assert our_words(f"{FILES} {given}".split()) == f"{FILES} {ours}".split()
+
+
+def test_half_a_tokenizer_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"--merge-file merges.txt"):
+        our_words(f"{FILES} --vocab-file vocab.json".split())
