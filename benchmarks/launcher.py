@@ -8,6 +8,7 @@ imports nothing but torch.
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import gc
 import multiprocessing as mp
 import os
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 ROOT = Path(__file__).resolve().parent.parent
+STACKS_SECONDS = 100.0  # after which a rank of a test prints its stacks: it hangs
 
 
 class RankError(AssertionError):
@@ -216,12 +218,15 @@ def serve(group: Group, connection: Connection) -> None:
             fn, args = connection.recv()
         except EOFError:
             break
+        if group.separate:  # a test's; Ranks gives it up soon after
+            faulthandler.dump_traceback_later(STACKS_SECONDS)
         try:
             answer = fn(group.rank, *args), None
             if group.separate and group.world > 1:
                 _leave_groups()
         except BaseException:
             answer = None, traceback.format_exc()
+        faulthandler.cancel_dump_traceback_later()
         connection.send(answer)
     if dist.is_initialized():
         dist.barrier()

@@ -128,7 +128,8 @@ def make_layout(config: Config, world_size: int) -> Layout:
         fits = max(1, world_size // (tp * pp)) * tp * pp
         raise ValueError(
             f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} = {tp * pp} does not "
-            f"divide the {world_size} ranks that were started; start {fits} or {fits + tp * pp}, or change either"
+            f"divide the {world_size} ranks that were started; start {fits} or {fits + tp * pp} "
+            f"(bash scripts/launch.sh --nproc {fits} ...), or change either"
         )
     dp, shards = world_size // (tp * pp), config.zero.zero_shard_size
     if shards and dp % shards:
