@@ -397,7 +397,7 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
         6,
         9,
-        r"--tensor-model-parallel-size 2 x --pipeline-model-parallel-size 2 = 4 .* 6 ranks .*; start 4 or 8 \(bash .* --nproc 4 .*, or",
+        "--tensor-model-parallel-size 2 x --pipeline-model-parallel-size 2 = 4 .* 6 ranks .*; start 4 or 8 .*nproc 4",
     ),
     ({"tensor_model_parallel_size": 4}, 2, 9, "= 4 does not divide the 2 ranks that were started; start 4 or 8"),
     ({}, 1, 0, "--tokenizer is missing, and so is --vocab-size, .*; give --tokenizer PATH"),
