@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from megazero.model.vocabulary import add_rows
 from megazero.plan.topology import Layout
 from megazero.train.engine import Engine
 from megazero.train.matmul_backend import choose_matmul_backend
+from tests.helpers.rounding import assert_sum
 from tests.parallel.cases import MODEL, Case, micro_batches
 
 LARGE = replace(MODEL, hidden_size=768, num_attention_heads=12, seq_length=64)  # 0.3 GFLOPs a product
@@ -39,17 +41,21 @@ def test_products_are_those_of_fp64(onednn: bool, dtype: torch.dtype, grad_dtype
     products, generator = Products(onednn), torch.Generator().manual_seed(0)
     shapes = ((3, 7, 20), (3, 7, 33), (33, 20), (33,))
     x, dy, weight, bias = (torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes)
-    wide = [t.double() for t in (x, dy, weight, bias)]
+    arithmetic = torch.float64 if dtype == torch.float64 else torch.float32  # sums of 16-bit products are fp32
 
-    def near(found: torch.Tensor, wanted: torch.Tensor) -> None:
-        assert (found.double() - wanted).abs().max() < 50 * torch.finfo(found.dtype).eps
+    def wide(function: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return function(x, dy, weight, bias) in fp64, and the same of their absolute values."""
+        inputs = [t.double() for t in (x, dy, weight, bias)]
+        return function(*inputs), function(*(t.abs() for t in inputs))
 
-    near(products.output(x, weight, bias), wide[0] @ wide[2].t() + wide[3])
-    near(products.input_grad(dy, weight), wide[1] @ wide[2])
-    out, wanted = torch.full((33, 20), torch.nan, dtype=grad_dtype), wide[1].flatten(0, 1).t() @ wide[0].flatten(0, 1)
+    exact = wide(lambda x, dy, weight, bias: x @ weight.t() + bias)
+    assert_sum(products.output(x, weight, bias), *exact, terms=21, dtype=arithmetic)
+    assert_sum(products.input_grad(dy, weight), *wide(lambda x, dy, weight, bias: dy @ weight), 33, arithmetic)
+    out = torch.full((33, 20), torch.nan, dtype=grad_dtype)
+    exact = wide(lambda x, dy, weight, bias: dy.flatten(0, 1).t() @ x.flatten(0, 1))
     for times in (1, 2):
         products.weight_grad(x, dy, out, add=times == 2)
-        near(out, times * wanted)
+        assert_sum(out, times * exact[0], times * exact[1], times * 21, arithmetic)
 
 
 @needs_onednn
