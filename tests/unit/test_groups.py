@@ -11,10 +11,19 @@ import torch.distributed as dist
 
 from megazero.comm.collectives import Axis
 from megazero.comm.groups import GroupMaker, disjoint
-from megazero.comm.mesh import make_links
+from megazero.comm.mesh import Mesh, make_links
 from megazero.plan.topology import AXES, SUB_AXES, Layout
 
 MINUTE = datetime.timedelta(minutes=1)
+
+
+def test_one_rank_needs_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run on one GPU: torch.distributed is not started, so every call of it fails."""
+    assert not dist.is_initialized()
+    on_cpu = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: on_cpu(*size))  # no GPU is needed for this test
+    mesh = Mesh.build(Layout(), 0, torch.device("cuda", 0))
+    assert all(axis.size == 1 and axis.group is None for axis in mesh.axes)
 
 
 def test_disjoint_groups_share_no_rank_and_few_lists_are_enough() -> None:
