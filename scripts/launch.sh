@@ -80,9 +80,10 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
 export PYTHONUNBUFFERED=1   # a line is shown once it is printed, into a pipe too
 export PYTHONFAULTHANDLER=1 # a crash prints a traceback
 
-# GPUs: segments of memory that grow instead of leaving gaps, pinned memory that is not rounded up to a power of two, and
-# a record of the last NCCL calls, which a time-out writes to files that `torchfrtrace` reads.
-export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True,pinned_max_round_threshold_mb:1}"
+# GPUs: segments of memory that grow instead of leaving gaps; pinned memory above 64 MiB that is not rounded up to a power
+# of two, nor cached, because torch 2.13 returns a cached block that was not rounded for a larger request; and a record of
+# the last NCCL calls, which a time-out writes to files that `torchfrtrace` reads.
+export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True,pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:64}"
 export TORCH_FR_BUFFER_SIZE="${TORCH_FR_BUFFER_SIZE:-2000}" TORCH_NCCL_DUMP_ON_TIMEOUT="${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}"
 export TORCH_FR_DUMP_TEMP_FILE="${TORCH_FR_DUMP_TEMP_FILE:-$log_dir/nccl_trace_rank_}"
 

@@ -44,7 +44,10 @@ def test_ranks_meet_and_log_under_the_log_dir(tmp_path):
         assert rank["world_size"] == 2 and rank["total"] == 1 + 2
         assert rank["argv"] == ["--lr", "1e-3", "--log-dir", "my run", "--name", "a  b", ""]
         assert int(rank["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 2)
-        assert rank["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True,pinned_max_round_threshold_mb:1"
+        assert (
+            rank["PYTORCH_CUDA_ALLOC_CONF"]
+            == "expandable_segments:True,pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:64"
+        )
         assert rank["TORCH_FR_BUFFER_SIZE"] == "2000" and rank["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
         assert rank["TORCH_FR_DUMP_TEMP_FILE"] == "my run/nccl_trace_rank_"
     assert done.stdout.count('"total": 3') == 1 and done.stdout.startswith("{")  # rank 0 alone, without a prefix
