@@ -126,11 +126,11 @@ def pretrain(command: Command, world: World, signals: Signals) -> Stop | None:
     from megazero.train.progress_line import tell
     from megazero.train.resume import find_checkpoint
     from megazero.train.same_run import run_values
-    from megazero.train.start_notes import read_load, this_processor
+    from megazero.train.start_notes import this_processor
     from megazero.train.trainer import Trainer
     from megazero.train.watchdog import Watchdog
 
-    config, load = command.config, read_load()
+    config = command.config
     device = launch.pick_device(world)
     asked, chosen = config, ""
     imitated = config.plan.rehearse_on if config.plan.rehearse else "here"  # whose kernels run
@@ -156,7 +156,7 @@ def pretrain(command: Command, world: World, signals: Signals) -> Stop | None:
     hosts = launch.start(world, device, timeout)
     agree(lambda: run_values(config, datasets, tokenizer), world, device, hosts)
     if leads:
-        processor = this_processor(world, load) if device.type == "cpu" else None
+        processor = this_processor() if device.type == "cpu" else None
         shown = asked, config, layout, memory, device_name(device), chosen, processor
         screen = start_report.screen(*shown, tokenizer.vocab_size if tokenizer else 0, datasets.train_tokens)
         tell("\n".join(screen))

@@ -16,3 +16,7 @@
 
 A folder imports only folders above it in this table; `pyproject.toml` has the contract, `make check` holds it.
 """
+
+from megazero.environment import set_defaults
+
+set_defaults()  # every program imports megazero before torch

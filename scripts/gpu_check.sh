@@ -9,5 +9,4 @@ if [ -z "${PYTHON:-}" ]; then
   install requirements-dev.txt
   PYTHON=.venv/bin/python
 fi
-export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True,pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:64}"
 exec "$PYTHON" -m benchmarks.gpu_check "$@"

@@ -25,8 +25,9 @@ Environment:
   PYTHON            interpreter; default: .venv/bin/python of this repository, or else python3
   PROGRAM           program to run; default: pretrain_gpt.py of this repository
   OMP_NUM_THREADS   CPU threads of a rank; default: the number of cores / N
-  PYTORCH_CUDA_ALLOC_CONF, TORCH_FR_BUFFER_SIZE, TORCH_FR_DUMP_TEMP_FILE, TORCH_NCCL_DUMP_ON_TIMEOUT
-                    torch's own, for GPUs; defaults: see this script
+  TORCH_FR_DUMP_TEMP_FILE
+                    GPUs: files of the last NCCL calls; default: nccl_trace_rank_ in --log-dir. megazero/environment.py
+                    has the defaults of torch's other variables
 HELP
 }
 
@@ -80,11 +81,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
 export PYTHONUNBUFFERED=1   # a line is shown once it is printed, into a pipe too
 export PYTHONFAULTHANDLER=1 # a crash prints a traceback
 
-# GPUs: segments of memory that grow instead of leaving gaps; pinned memory above 64 MiB that is not rounded up to a power
-# of two, nor cached, because torch 2.13 returns a cached block that was not rounded for a larger request; and a record of
-# the last NCCL calls, which a time-out writes to files that `torchfrtrace` reads.
-export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True,pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:64}"
-export TORCH_FR_BUFFER_SIZE="${TORCH_FR_BUFFER_SIZE:-2000}" TORCH_NCCL_DUMP_ON_TIMEOUT="${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}"
+# A time-out of NCCL writes its last calls to these files.
 export TORCH_FR_DUMP_TEMP_FILE="${TORCH_FR_DUMP_TEMP_FILE:-$log_dir/nccl_trace_rank_}"
 
 # Port 0: torchrun finds a free one, so that two runs on a machine do not meet. exec: the exit code is that of the

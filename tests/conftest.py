@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 
+import megazero  # noqa: F401 - sets environment variables, which torch reads when it is imported
+
+# isort: split
 import pytest
 import torch
 

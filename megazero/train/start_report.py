@@ -21,7 +21,7 @@ from megazero.plan.topology import Layout
 from megazero.price.report import queue_line, table
 from megazero.price.stage_bytes import KINDS, StageBytes, stage_bytes
 from megazero.train.progress_line import tell
-from megazero.train.start_notes import Processor, busy, device_words, kept, large_vocabulary
+from megazero.train.start_notes import Processor, device_words, kept, large_vocabulary
 from megazero.units import count, size
 
 WIDTH, MARGIN = 120, 10  # columns of the screen; of the words before each paragraph
@@ -81,7 +81,7 @@ def screen(
         "defaults": chosen,
         "kept": kept(config),
         "note": large_vocabulary(config, num_ids),
-        "warning": "\n".join(filter(None, (_queue_warning(config, layout), busy(processor)))),
+        "warning": _queue_warning(config, layout),
     }
     return [line for name, text in told.items() if text for line in _paragraph(name, text)]
 

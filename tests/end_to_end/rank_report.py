@@ -43,8 +43,7 @@ def main() -> int:
         dist.destroy_process_group()  # a gloo that is still up at exit may abort, whatever the exit code
     report = {"rank": rank, "world_size": world_size, "local_rank": local_rank, "total": total.item()}
     report |= {"host": socket.gethostname(), "argv": sys.argv[1:], "tty": sys.stdout.isatty()}
-    gpus = ("PYTORCH_CUDA_ALLOC_CONF", "TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT")
-    for name in ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", *gpus):
+    for name in ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "TORCH_FR_DUMP_TEMP_FILE"):
         report[name] = os.environ.get(name)
     print(json.dumps(report), flush=True)
 

@@ -13,7 +13,7 @@ from megazero.memory.host import Available, Machine
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
 from megazero.price.stage_bytes import stage_bytes
-from megazero.train.start_notes import Processor, busy, device_words, kept, large_vocabulary, read_load
+from megazero.train.start_notes import Processor, device_words, kept, large_vocabulary
 from megazero.train.start_report import details, drawing, hand_out, options, screen
 from megazero.units import size
 
@@ -33,7 +33,7 @@ def machine(ranks: int, device_type: str) -> Machine:
 def shown(flags: str, world: int, device_type: str = "cpu", corpus: int = 0) -> list[str]:
     asked = parse(flags.split())
     name = "CPU" if device_type == "cpu" else "NVIDIA H100 80GB HBM3"
-    processor = Processor(4, world, 4, 4) if device_type == "cpu" else None
+    processor = Processor(4) if device_type == "cpu" else None
     return screen(asked, *resolve(asked, world, 257), machine(world, device_type), name, "", processor, corpus=corpus)
 
 
@@ -152,40 +152,9 @@ def test_a_log_folder_that_cannot_be_made_is_a_sentence(tmp_path: Path) -> None:
         hand_out(config, [], "")
 
 
-@pytest.mark.parametrize(
-    ("processor", "wanted"),
-    [
-        (Processor(threads=4, ranks=1, cores=4, machine_cores=4, load=0.9), ""),
-        (Processor(4, 1, 4, 4, 3.9), "a load of 3.9 by other processes and 4 threads of this run on 4 cores: "),
-        (Processor(1, 1, 4, 4, 9.0), ""),  # one thread waits for no other
-        (Processor(4, 2, 4, 4), "8 threads of this run (2 ranks x 4) on 4 cores: "),
-        (Processor(8, 1, 8, 64, 50.0), ""),  # others may be on the 56 other cores
-        (Processor(8, 1, 8, 64, 58.5), "a load of 2.5 by other processes and 8 threads of this run on 8 cores: "),
-        (None, ""),  # a GPU
-    ],
-)
-def test_threads_that_must_share_cores_are_warned_of(processor: Processor | None, wanted: str) -> None:
-    said = busy(processor)
-    assert bool(said) == bool(wanted) and said.startswith(wanted)
-    assert not said or "OMP_NUM_THREADS=1" in said
-
-
-def test_the_warning_is_on_the_screen() -> None:
-    asked = parse(["--preset", "tiny"])
-    lines = screen(asked, *resolve(asked, 1, 257), machine(1, "cpu"), "CPU", "", Processor(4, 1, 4, 4, 3.9), 100)
-    assert [line.split()[:2] for line in lines if line.startswith("warning")] == [["warning", "a"]]
-
-
-def test_the_load_is_that_of_others_and_of_now(tmp_path: Path) -> None:
-    (tmp_path / "proc").mkdir()
-    for text, load in (("4.18 4.1 7.3 6/182 28", 4.18), ("4.18 4.1 7.3 1/182 28", 0.0), ("2.50 0 0 3/9 2", 2.0)):
-        (tmp_path / "proc/loadavg").write_text(text + "\n")
-        assert read_load(tmp_path) == load
-
-
 def test_the_device_of_a_cpu_has_threads_and_says_what_is_slow() -> None:
     bf16, fp32 = parse(["--precision", "bf16"]), parse([])
-    slow, fast = Processor(2, 1, 4, 4, 0.0, ("bf16",)), Processor(1, 1, 4, 4)
+    slow, fast = Processor(2, ("bf16",)), Processor(1)
     assert device_words(bf16, "CPU", slow) == ("CPU, 2 threads; bf16 is slower than fp32 on this CPU, which has no AMX")
     assert device_words(fp32, "CPU", slow) == "CPU, 2 threads" and device_words(bf16, "CPU", fast) == "CPU, 1 thread"
     assert device_words(bf16, "NVIDIA H200", None) == "NVIDIA H200"
