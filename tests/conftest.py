@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 from benchmarks.launcher import Forked, Ranks
 from tests.helpers.programs import PRELOADED
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("TEST_THREADS", "1")))  # tests/machines.py sets it
 
 
 @pytest.fixture(scope="session")

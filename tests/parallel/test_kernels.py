@@ -6,8 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.helpers.rounding import model_tolerance
 from tests.parallel.cases import Case, Outcome, train
 from tests.parallel.matrix import MODEL
 from tests.parallel.test_parity import relative_error
@@ -55,6 +57,6 @@ def test_steps_are_those_of_torchs_operators(ranks, architecture: str, sp: bool)
     made = {"gpt2": {"layer_norm_grad"}, "llama": {"rms_norm", "rms_norm_grad", "swiglu", "swiglu_grad"}}[architecture]
     for (mine, launched), (wanted, none) in zip(ours, theirs, strict=True):
         assert launched == made | {"dropout", "loss_sums", "loss_grad_"} and not none
-        assert relative_error(mine.losses, wanted.losses) < 1e-6
-        assert relative_error(mine.norms, wanted.norms) < 1e-5
+        assert relative_error(mine.losses, wanted.losses) < model_tolerance(case.model, torch.float32)
+        assert relative_error(mine.norms, wanted.norms) < model_tolerance(case.model, torch.float32)
         assert mine.sent == wanted.sent and mine.memory == wanted.memory
