@@ -1,7 +1,7 @@
 # The developer's commands. `bash scripts/test.sh` once makes .venv with all that they need.
 BIN := .venv/bin
 
-.PHONY: help check format test test-all test-gpu chaos mutate bench paper test-machines test-machines
+.PHONY: help check format test test-all test-gpu chaos mutate bench paper test-machines
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -22,9 +22,6 @@ test:  ## the default suite, as CI runs it
 
 test-all:  ## and what is marked slow
 	bash scripts/test.sh -m "not gpu"
-
-test-machines:  ## the default suite under nine imitated CPUs: an hour
-	$(BIN)/python -m tests.machines
 
 test-machines:  ## the default suite under nine imitated CPUs: an hour
 	$(BIN)/python -m tests.machines
