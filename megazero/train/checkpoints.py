@@ -14,7 +14,6 @@ import torch
 from megazero import checkpoint
 from megazero.checkpoint import LocalShard
 from megazero.comm.collectives import MAX, MIN
-from megazero.comm.errors import PeerLost
 from megazero.config.schema import Config
 from megazero.data.corpora import Datasets
 from megazero.data.tokenizer import Tokenizer
@@ -66,7 +65,7 @@ class Checkpoints:
         A save that fails is said, and training goes on to the next, unless it is the last or --on-save-error says stop.
 
         Raises:
-            RuntimeError: a rank could not write, and the save was the last or --on-save-error is stop.
+            AgreedFailure: a rank could not write, and the save was the last or --on-save-error is stop.
             DeadRun: weights are not finite: nothing is saved.
         """
         options, iteration = self.config.checkpoint, progress.iteration
@@ -119,15 +118,14 @@ class Checkpoints:
         try:
             with self.mesh.world.peer_errors(f"saving iteration {self.saved_at}"):
                 path = save()
-            self.watchdog.doing = doing
-        except PeerLost:
-            raise
-        except RuntimeError as error:  # on every rank, with the message of the one that could not write
+        except checkpoint.AgreedFailure as error:  # no other: ranks that do not know of it wait in another collective
             self.saved_at = None
             if last or options.on_save_error == "stop":
                 raise
             self.say(f"WARNING: {error}. Training goes on; the next save is tried as if this had not been")
             return
+        finally:
+            self.watchdog.doing = doing
         if path is not None:
             self.say(f"saved {path} in {time.perf_counter() - self.saving_since:.1f} s")
             if self.mesh.rank == 0:

@@ -114,6 +114,25 @@ def test_a_rank_lost_in_a_save_is_named(how: str, model: list[Any], start: Start
     second.process.kill()
 
 
+@pytest.mark.parametrize(
+    ("how", "code", "words"),
+    [
+        ("worker", 1, r"rank 1: RuntimeError: DataLoader worker \(pid \d+\) is killed by signal: Killed"),
+        ("interrupt", 130, r"^interrupted; --load goes on"),
+    ],
+)
+def test_a_rank_that_is_struck_in_a_save_ends_the_run_with_its_cause(
+    how: str, code: int, words: str, model: list[Any], start: Start, tmp_path: Path
+) -> None:
+    """At once, although ranks would wait half an hour for each other."""
+    flags = [*model, *FOREVER, "--distributed-timeout-minutes", 30, "--num-workers", 1]
+    flags += ["--save", tmp_path / "saved", "--save-interval", 2]
+    for rank in start([flags] * 2, program=("tests/end_to_end/stricken_save.py", how, 1)):
+        said = rank.end(code)
+        assert re.search(words, said, re.MULTILINE) and "Training goes on" not in said, said
+    assert not (tmp_path / "saved" / "latest").exists()
+
+
 def rank_processes(torchrun: int) -> list[int]:
     children = Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split()
     return [int(pid) for pid in children if b"pretrain_gpt" in Path(f"/proc/{pid}/cmdline").read_bytes()]
