@@ -112,7 +112,7 @@ class Checkpoints:
             self._outcome(self.saver.finish, last)
 
     def _outcome(self, save: Callable[[], Path | None], last: bool) -> None:
-        """Say how a save went, and delete what it made superfluous."""
+        """Report how a save went, and delete old checkpoints."""
         options = self.config.checkpoint
         doing, self.watchdog.doing = self.watchdog.doing, ""  # waits in a save have limits of their own
         try:
@@ -129,7 +129,14 @@ class Checkpoints:
         if path is not None:
             self.say(f"saved {path} in {time.perf_counter() - self.saving_since:.1f} s")
             if self.mesh.rank == 0:
-                checkpoint.prune(Path(options.save), options.keep_last, options.keep_every, self.run_id)
+                self._prune()
+
+    def _prune(self) -> None:
+        options = self.config.checkpoint
+        try:
+            checkpoint.prune(Path(options.save), options.keep_last, options.keep_every, self.run_id)
+        except (OSError, checkpoint.Damaged) as error:  # the folder cannot be read now; the next save prunes it
+            self.say(f"WARNING: no old checkpoint in --save {options.save} is deleted: {error}")
 
     def _refuse_nonfinite(self, shards: dict[str, LocalShard], iteration: int) -> None:
         """Raise DeadRun if weights are not finite, so that the last checkpoint before them stays the newest."""

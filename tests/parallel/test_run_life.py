@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import resource
@@ -37,6 +38,7 @@ from megazero.plan.resolve import resolve
 from megazero.train.inputs import open_data
 from megazero.train.replicas import check_replicas
 from megazero.train.resume import find_checkpoint
+from megazero.train.run_state import Progress
 from megazero.train.stopping import SAVED_EARLY, STOPS, Clock, DeadRun, Signals, Stop
 from megazero.train.trainer import Trainer
 
@@ -435,6 +437,49 @@ def test_a_save_that_fails(
         assert iteration == reached
         assert error.startswith("saving") and "failed on rank 1" in error and "File too large" in error
     assert names(tmp_path) == []
+
+
+def test_the_watchdog_does_not_watch_a_save_and_watches_again_after_one_that_fails(
+    corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, seen = trainer(0, 1, configured(corpus, tmp_path, 3)), []
+
+    def full(tensor: torch.Tensor) -> memoryview:
+        seen.append(run.watchdog.doing)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tensor_file, "host_bytes", full)
+    run.watchdog.doing = "what follows iteration 1"
+    run.checkpoints.save(Progress(1, 4))
+    assert seen == [""] and run.watchdog.doing == "what follows iteration 1"
+
+
+def test_what_cannot_be_deleted_does_not_end_the_run(
+    corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """--keep-last 1, and somebody has put a link in place of iteration 1. Then the folder cannot be read."""
+    root = tmp_path / "saved"
+    run = trainer(0, 1, configured(corpus, root, 3, save_interval=1, keep_last=1))
+    step = run.engine.train_step
+
+    def moved(iteration: int, batches: Any) -> Any:
+        if iteration == 2:
+            (root / "iter_0000001").rename(tmp_path / "elsewhere")
+            (root / "iter_0000001").symlink_to(tmp_path / "elsewhere")
+        return step(iteration, batches)
+
+    run.engine.train_step = moved
+    run.run(None)
+    assert run.progress.iteration == 3 and names(root) == [1, 3]
+    assert weights(tmp_path / "elsewhere").any()
+
+    def stale(*_: Any) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(root))
+
+    monkeypatch.setattr(checkpoint, "prune", stale)
+    run.checkpoints.save(Progress(4, 16))
+    assert names(root) == [1, 3, 4]
+    assert f"no old checkpoint in --save {root} is deleted: " in capfd.readouterr().out
 
 
 # -- copies that must be equal

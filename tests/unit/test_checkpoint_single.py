@@ -291,6 +291,40 @@ def test_prune(tmp_path: Path) -> None:
     checkpoint.prune(tmp_path / "nowhere", 2)
 
 
+def test_what_cannot_be_deleted_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A link in place of an old checkpoint, and a name that is taken; later saves and deletions work."""
+    elsewhere = tmp_path / "elsewhere"
+    root = tmp_path / "root"
+    for iteration in (1, 2, 3, 4):
+        checkpoint.save(root, iteration, model(iteration), {})
+    (root / "iter_0000001").rename(elsewhere)
+    (root / "iter_0000001").symlink_to(elsewhere)
+    (root / ".iter_0000002.partial" / "full").mkdir(parents=True)
+    checkpoint.prune(root, 1)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        f"cannot delete {root}/iter_0000001: it is a link; delete it by hand",
+        f"cannot delete {root}/iter_0000002: Directory not empty; delete it by hand",
+    ]
+    assert sorted(os.listdir(root)) == ["iter_0000001", "iter_0000002", "iter_0000004", "latest"]
+    (root / ".iter_0000009.partial").symlink_to(elsewhere)
+    checkpoint.save(root, 5, model(5), {})
+    checkpoint.prune(root, 1)
+    assert sorted(os.listdir(root)) == ["iter_0000001", "iter_0000005", "latest"]
+    assert_holds(elsewhere, 1)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_save_that_fails_after_it_has_its_name_gives_it_back(tmp_path: Path, again: bool) -> None:
+    """Else it would fill the disk. The checkpoint that it replaced comes back."""
+    checkpoint.save(tmp_path, 1, model(1), {})
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest" / "full").mkdir(parents=True)  # `latest` cannot be written
+    with pytest.raises(checkpoint.AgreedFailure, match=r"failed on rank 0: \w+: .*latest"):
+        checkpoint.save(tmp_path, 1 if again else 2, model(2), {})
+    assert sorted(os.listdir(tmp_path)) == ["iter_0000001", "latest"]
+    assert_holds(tmp_path / "iter_0000001", 1)
+
+
 def test_leftovers_of_a_crash_are_cleared(tmp_path: Path) -> None:
     for stale in (".iter_0000100.partial", ".iter_0000050.partial"):
         (tmp_path / stale).mkdir()
