@@ -72,6 +72,33 @@ def find(load: Path, passing_over: Mapping[str, str] | None = None, exact: bool 
         if fault:
             raise Damaged(f"--load {load} is not a whole checkpoint: {fault}; name another, or its parent folder")
         return load
+    while True:
+        latest = _pointer(load)
+        try:
+            folder, faults = _find_under(load, known, exact)
+            refusal = None
+        except Damaged as error:
+            folder, faults, refusal = None, [], error
+        # Another run may save and prune here: what was to be loaded is gone then, and `latest` names a newer one.
+        if (faults or refusal) and _pointer(load) != latest:
+            continue
+        if refusal:
+            raise refusal
+        if faults and folder:
+            logger.warning("--load %s: %s. GOING ON FROM %s", load, "; ".join(faults), folder.name)
+        return folder
+
+
+def _pointer(root: Path) -> str | None:
+    """The name in `latest`, or the fault that it has."""
+    try:
+        return _read_latest(root)
+    except Damaged as error:
+        return str(error)
+
+
+def _find_under(load: Path, known: Mapping[str, str], exact: bool) -> tuple[Path | None, list[str]]:
+    """`find` under a root as it is now; with the folder, faults of those that are passed over for it."""
     folders = checkpoints(load)
     named, faults = None, []
     try:
@@ -88,9 +115,7 @@ def find(load: Path, passing_over: Mapping[str, str] | None = None, exact: bool 
         if fault is None:
             if faults and exact:
                 break
-            if faults:
-                logger.warning("--load %s: %s. GOING ON FROM %s", load, "; ".join(faults), folder.name)
-            return folder
+            return folder, faults
         faults.append(f"{folder.name}: {fault}")
     ahead = [folder.name for folder in folders if folder not in candidates]
     rest = f"; ahead of it, and perhaps abandoned, are {', '.join(ahead)}: name one to load it" if ahead else ""
@@ -105,7 +130,7 @@ def find(load: Path, passing_over: Mapping[str, str] | None = None, exact: bool 
         raise Damaged(
             f"--load {load}: its file `latest` names {named}, which is gone; restore it, or delete the file{rest}"
         )
-    return None
+    return None, faults
 
 
 def _branch(folders: list[Path], named: str | None) -> list[Path]:

@@ -164,7 +164,7 @@ class Checkpoints:
             try:
                 return load, self._load(load)
             except checkpoint.Damaged as error:
-                if self.config.checkpoint.load_exact or load.samefile(self.config.checkpoint.load):
+                if self.config.checkpoint.load_exact or load == Path(self.config.checkpoint.load):
                     raise
                 passed[load.name] = str(error)
                 load = find_checkpoint(self.config, self.mesh.host_group, passed)

@@ -39,7 +39,7 @@ def find_checkpoint(config: Config, group: Any = None, passing_over: Mapping[str
         try:
             state = RunState.read(path, group)
         except Damaged as error:
-            if path.samefile(options.load):
+            if path == Path(options.load):
                 raise
             known[path.name] = str(error)
             continue

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 import signal
 import threading
 import time
@@ -175,6 +176,16 @@ def test_a_flipped_bit_costs_one_checkpoint_and_not_the_run(ranks: Any, corpus: 
         assert error.startswith("Damaged: --load ") and file in error and "damaged" in error
     assert ranks(2).run(train, 2, configured(corpus, tmp_path, 4, **options)) == [(4, "")] * 2
     assert torch.equal(weights(tmp_path / "iter_0000004"), expected)  # trained again from 2, and saved anew
+
+
+def test_a_checkpoint_that_another_run_prunes_is_passed_over_at_the_load(corpus: str, tmp_path: Path) -> None:
+    """Its tensors are gone when they are to be read: the newer one is loaded."""
+    quietly(trainer(0, 1, configured(corpus, tmp_path, 2, save_interval=1)))
+    run = trainer(0, 1, configured(corpus, "", 2, load=str(tmp_path)))
+    shutil.rmtree(tmp_path / "iter_0000001")
+    with contextlib.redirect_stdout(open(os.devnull, "w")):
+        loaded, progress = run.checkpoints.resume(tmp_path / "iter_0000001")
+    assert loaded == tmp_path / "iter_0000002" and progress.iteration == 2
 
 
 def test_a_corpus_made_anew_ends_the_resume(ranks: Any, tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from megazero import checkpoint
-from megazero.checkpoint import Damaged, LocalShard, manifest
+from megazero.checkpoint import Damaged, LocalShard, folders, manifest
+from megazero.checkpoint.verify import faults
 from megazero.train.run_state import RunState, run_tokenizer
 
 SHAPES = {"model.w": (5, 7), "model.b": (7,), "exp_avg.w": (5, 7)}
@@ -134,6 +135,26 @@ def test_a_manifest_cannot_name_a_file_elsewhere(sound: Path, tmp_path: Path, na
         forge(folder, "manifest.json", json.loads(text.replace(file, name)))
         with pytest.raises(Damaged, match=r"not a manifest: it names a file"):
             checkpoint.load(folder, tensors(0.0))
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "rank_00000.safetensors", "tokenizer"])
+def test_a_link_in_a_checkpoint_is_refused_and_one_to_it_is_followed(sound: Path, tmp_path: Path, name: str) -> None:
+    """Although the files that it names are the very ones that were saved."""
+    root = copied(sound, tmp_path)
+    folder = root / "iter_0000001"
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    read_all(root)
+    folder.unlink()
+    shutil.copytree(tmp_path / "elsewhere", folder)
+    (folder / name).rename(tmp_path / "outside")
+    (folder / name).symlink_to(tmp_path / "outside")
+    with pytest.raises(Damaged, match=f"{name}.* is a link, and a checkpoint has files of its own only"):
+        checkpoint.find(root)
+    with pytest.raises(Damaged, match=f"{name}.* is a link, and a checkpoint has files of its own only"):
+        RunState.read(folder)
+        checkpoint.load(folder, tensors(0.0))
+    assert any("is a link" in fault for fault in faults(folder))
 
 
 def test_an_older_checkpoint_has_no_attached_file(sound: Path, tmp_path: Path) -> None:
@@ -271,3 +292,49 @@ def test_a_run_that_went_back_by_hand_is_believed(tmp_path: Path) -> None:
     saved(tmp_path, 100, 200, 300)
     (tmp_path / "latest").write_text("iter_0000200\n")
     assert checkpoint.find(tmp_path).name == "iter_0000200"
+
+
+# -- another run saves and prunes there
+
+
+def keep_one(root: Path, iteration: int) -> None:
+    """Save an iteration as another run would, and delete all before it."""
+    saved(root, iteration)
+    checkpoint.prune(root, 1, run=STATE["run"])
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("function", ["checkpoints", "_read_latest", "_fault"])
+def test_a_folder_that_is_pruned_while_it_is_looked_for(
+    function: str, exact: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before, between or after the looks at the folders and at `latest`: the newest is found, and nothing is said."""
+    saved(tmp_path, 1, 2)
+    original, calls = getattr(folders, function), []
+
+    def pruned(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 1:
+            monkeypatch.setattr(folders, function, original)
+            found = original(*args) if function != "_fault" else None
+            keep_one(tmp_path, 3)
+            return found if function != "_fault" else original(*args)
+        return original(*args)
+
+    monkeypatch.setattr(folders, function, pruned)
+    assert checkpoint.find(tmp_path, exact=exact) == tmp_path / "iter_0000003"
+    assert calls and "GOING ON" not in caplog.text
+
+
+def test_a_file_that_is_deleted_while_it_is_opened_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """safetensors has it open, and torch maps it by its name: a RuntimeError there."""
+    saved(tmp_path, 1)
+    path, original = tmp_path / "iter_0000001", torch.UntypedStorage.from_file
+
+    def late(*args: Any, **options: Any) -> Any:
+        shutil.rmtree(path, ignore_errors=True)
+        return original(*args, **options)
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", late)
+    with pytest.raises(Damaged, match=r"rank_00000\.safetensors is damaged: it is gone"):
+        checkpoint.load(path, tensors(0.0))
