@@ -96,6 +96,8 @@ def _changes_shapes(model: ModelConfig, option: str, value: Any) -> bool:
     bounds = ranges().get(option.replace("_", "-"))
     if type(value) is not type(getattr(model, option)) or (bounds is not None and bounds.complaint(value)):
         return True
+    if isinstance(value, str) or (option == "vocab_size" and not value):  # no model, or of another architecture
+        return True
     return _shapes(replace(model, **{option: value})) != _shapes(model)
 
 

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import zlib
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ import torch
 from megazero import checkpoint
 from megazero.checkpoint import Damaged, LocalShard, folders, manifest
 from megazero.checkpoint.verify import faults
+from megazero.config.schema import CheckpointConfig, Config, ModelConfig
+from megazero.train.resume import find_checkpoint
 from megazero.train.run_state import RunState, run_tokenizer
 
 SHAPES = {"model.w": (5, 7), "model.b": (7,), "exp_avg.w": (5, 7)}
@@ -25,7 +28,7 @@ STATE: dict[str, Any] = {
     "consumed_samples": 8,
     "updates": 1,
     "loss_scale": {"value": 65536.0, "left": 2, "good": 1},
-    "model": {"num_layers": 2, "init_method_std": 0.02},
+    "model": {"num_layers": 2, "init_method_std": 0.02, "vocab_size": 257},
     "layout": {"dp": 1},
     "config": {"data": {"data_path": ["x"], "tokenizer": "byte"}, "preset": ""},
     "run": "abc",
@@ -34,6 +37,7 @@ STATE: dict[str, Any] = {
 }
 
 
+OURS = ModelConfig(num_layers=2, hidden_size=48, num_attention_heads=6, seq_length=8, vocab_size=257)
 ATTACHED = {"tokenizer/tokenizer.json": b"{}", "tokenizer/chat_template.jinja": b"x"}
 
 
@@ -172,6 +176,25 @@ def test_an_older_checkpoint_has_no_attached_file(sound: Path, tmp_path: Path) -
         state["config"]["data"]["tokenizer"] = "/gone"
         forge(folder, "state.json", state)
         run_tokenizer(folder, RunState.read(folder))
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ({}, "--vocab-size 0"),
+        ({"vocab_size": 257, "architecture": "mamba"}, "--architecture mamba"),
+        ({"vocab_size": 257, "num_attention_heads": 7}, "--hidden-size 768 is not divisible by --num-attention-heads"),
+        ({"vocab_size": 257, "num_layers": 0}, "--num-layers 0"),
+    ],
+)
+def test_a_state_without_a_model_is_refused(sound: Path, tmp_path: Path, model: dict[str, Any], words: str) -> None:
+    """Its checksums are right. To train, to generate and to export."""
+    folder = copied(sound, tmp_path) / "iter_0000001"
+    forge(folder, "state.json", STATE | {"model": model})
+    with pytest.raises(ValueError, match=rf"--load {folder}: the checkpoint of another model: it has .*--\w+"):
+        find_checkpoint(replace(Config(), model=OURS, checkpoint=CheckpointConfig(load=str(folder))))
+    with pytest.raises(ValueError, match=f"--load {folder}: state.json describes no model: .*{words}"):
+        RunState.read(folder).model_config(folder)
 
 
 @pytest.mark.parametrize("text", ["[]", "null", "1e999", "NaN", '"x"', "[" * 100_000, '{"a":' * 50_000, "{", "", "\0"])
