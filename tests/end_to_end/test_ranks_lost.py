@@ -206,6 +206,13 @@ def test_ranks_with_different_flags_are_refused(name: str, model: list[Any], sta
     assert not (tmp_path / "run").exists()
 
 
+def test_a_refusal_of_rank_0_is_every_ranks(model: list[Any], start: Start, tmp_path: Path) -> None:
+    """Started by hand, where no launcher ends the others: rank 0 alone looks at --load."""
+    for rank in start([[*model, *FOREVER, "--load", tmp_path / "typo", "--log-dir", tmp_path / "run"]] * 2):
+        assert f"ValueError: --load {tmp_path}/typo: there is no such folder, only {tmp_path}; correct" in rank.end()
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.slow
 def test_another_corpus_under_the_same_name_is_refused(
     model: list[Any], corpus: Path, start: Start, tmp_path: Path
