@@ -120,6 +120,7 @@ def test_a_rank_lost_in_a_save_is_named(how: str, model: list[Any], start: Start
         ("worker", 1, r"rank 1: RuntimeError: DataLoader worker \(pid \d+\) is killed by signal: Killed"),
         ("interrupt", 130, r"^interrupted; --load goes on"),
     ],
+    ids=["worker", "interrupt"],
 )
 def test_a_rank_that_is_struck_in_a_save_ends_the_run_with_its_cause(
     how: str, code: int, words: str, model: list[Any], start: Start, tmp_path: Path

@@ -53,7 +53,7 @@ class Machine:
 
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch) -> Callable[[str], list[str]]:
-    """A command with everything on. Its chunks are small, and each is committed; a third of the documents are copies."""
+    """A command with everything on. Its chunks are small, each is committed; a third of the documents are copies."""
     monkeypatch.setattr(reading, "CHUNK_BYTES", 600)
     monkeypatch.setattr(preprocess_data, "COMMIT_BYTES", 1000)
     draw, lines = random.Random(0), []
