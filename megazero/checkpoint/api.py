@@ -24,10 +24,10 @@ T = TypeVar("T")
 
 
 class AgreedFailure(RuntimeError):
-    """Some ranks could not write or read their files. Every rank raises it, with the same message.
+    """Failure of some ranks to write or read their files, which every rank raises with the same message.
 
-    Any other error may be one rank's alone, in the middle of a collective: a data worker's death raises RuntimeError
-    in its parent between any two instructions.
+    Any other error may be one rank's alone, in the middle of a collective: the death of a data worker raises
+    RuntimeError in its parent between any two instructions.
     """
 
 

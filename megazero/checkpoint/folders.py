@@ -79,7 +79,7 @@ def find(load: Path, passing_over: Mapping[str, str] | None = None, exact: bool 
             refusal = None
         except Damaged as error:
             folder, faults, refusal = None, [], error
-        # Another run may save and prune here: what was to be loaded is gone then, and `latest` names a newer one.
+        # Another run may save and prune here: a checkpoint that was found is gone then, and `latest` names a newer one.
         if (faults or refusal) and _pointer(load) != latest:
             continue
         if refusal:
@@ -90,7 +90,7 @@ def find(load: Path, passing_over: Mapping[str, str] | None = None, exact: bool 
 
 
 def _pointer(root: Path) -> str | None:
-    """The name in `latest`, or the fault that it has."""
+    """Return the name in `latest`, or the fault of that file."""
     try:
         return _read_latest(root)
     except Damaged as error:
@@ -98,7 +98,7 @@ def _pointer(root: Path) -> str | None:
 
 
 def _find_under(load: Path, known: Mapping[str, str], exact: bool) -> tuple[Path | None, list[str]]:
-    """`find` under a root as it is now; with the folder, faults of those that are passed over for it."""
+    """Find a checkpoint under a root as it is now; return it with the faults of those that are passed over."""
     folders = checkpoints(load)
     named, faults = None, []
     try:

@@ -40,7 +40,9 @@ class SaveLock:
             fault = _LINK if error.errno == errno.ELOOP else explain(error)
             raise ValueError(f"--save {root}: {fault}") from None
         about = os.fstat(self._file)
-        if not stat.S_ISREG(about.st_mode) or about.st_nlink > 1:  # it will be written to: never another's file
+        if (
+            not stat.S_ISREG(about.st_mode) or about.st_nlink > 1
+        ):  # its content is replaced, and must not be another file's
             os.close(self._file)
             raise ValueError(f"--save {root}: {_LINK}")
         try:

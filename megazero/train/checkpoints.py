@@ -118,7 +118,7 @@ class Checkpoints:
         try:
             with self.mesh.world.peer_errors(f"saving iteration {self.saved_at}"):
                 path = save()
-        except checkpoint.AgreedFailure as error:  # no other: ranks that do not know of it wait in another collective
+        except checkpoint.AgreedFailure as error:  # no other error: the other ranks would not know of it
             self.saved_at = None
             if last or options.on_save_error == "stop":
                 raise

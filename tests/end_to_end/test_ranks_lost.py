@@ -125,7 +125,7 @@ def test_a_rank_lost_in_a_save_is_named(how: str, model: list[Any], start: Start
 def test_a_rank_that_is_struck_in_a_save_ends_the_run_with_its_cause(
     how: str, code: int, words: str, model: list[Any], start: Start, tmp_path: Path
 ) -> None:
-    """At once, although ranks would wait half an hour for each other."""
+    """End all ranks at once, although their time-out is half an hour."""
     flags = [*model, *FOREVER, "--distributed-timeout-minutes", 30, "--num-workers", 1]
     flags += ["--save", tmp_path / "saved", "--save-interval", 2]
     for rank in start([flags] * 2, program=("tests/end_to_end/stricken_save.py", how, 1)):
@@ -208,7 +208,7 @@ def test_ranks_with_different_flags_are_refused(name: str, model: list[Any], sta
 
 
 def test_a_refusal_of_rank_0_is_every_ranks(model: list[Any], start: Start, tmp_path: Path) -> None:
-    """Started by hand, where no launcher ends the others: rank 0 alone looks at --load."""
+    """Start ranks by hand, so that no launcher ends the others. Rank 0 alone looks at --load."""
     for rank in start([[*model, *FOREVER, "--load", tmp_path / "typo", "--log-dir", tmp_path / "run"]] * 2):
         assert f"ValueError: --load {tmp_path}/typo: there is no such folder, only {tmp_path}; correct" in rank.end()
     assert not (tmp_path / "run").exists()

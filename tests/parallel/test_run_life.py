@@ -448,7 +448,7 @@ def slow_ranks(rank: int, config: Config) -> object:
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_the_slow_rank_is_named(ranks: Any, corpus: str, tmp_path: Path, tp: int) -> None:
-    """Compared with all ranks of its stage, over data and over tensor parallelism."""
+    """Compare it with all ranks of its stage, over data and over tensor parallelism."""
     for found in ranks(2).run(slow_ranks, configured(corpus, tmp_path, 4, tp=tp)):
         assert [(each["rank"], each["times"]) for each in found] == [(1, 1.67)]
 

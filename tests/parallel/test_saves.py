@@ -1,4 +1,4 @@
-"""Saves of a run while it goes on, and its state over a resume beyond weights."""
+"""Saves of a run that trains on, and the state besides weights that a resume restores."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_watchdog_does_not_watch_a_save_and_watches_again_after_one_that_fai
 def test_what_cannot_be_deleted_does_not_end_the_run(
     corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """--keep-last 1, and somebody has put a link in place of iteration 1. Then the folder cannot be read."""
+    """Use --keep-last 1 with a link in place of iteration 1. After that, the folder cannot be read."""
     root = tmp_path / "saved"
     run = trainer(0, 1, configured(corpus, root, 3, save_interval=1, keep_last=1))
     step = run.engine.train_step
@@ -78,7 +78,7 @@ def test_what_cannot_be_deleted_does_not_end_the_run(
 
 
 def test_a_checkpoint_that_another_run_prunes_is_passed_over_at_the_load(corpus: str, tmp_path: Path) -> None:
-    """Its tensors are gone when they are to be read: the newer one is loaded."""
+    """Load the newer checkpoint, because the tensors of the first are gone."""
     quietly(trainer(0, 1, configured(corpus, tmp_path, 2, save_interval=1)))
     run = trainer(0, 1, configured(corpus, "", 2, load=str(tmp_path)))
     shutil.rmtree(tmp_path / "iter_0000001")
@@ -120,7 +120,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Trainer], None]]
 def test_a_save_in_the_background_keeps_the_values_of_its_iteration(
     corpus: str, tmp_path: Path, held: Callable[[Trainer], None]
 ) -> None:
-    """Although it is written when the next iteration has changed them all."""
+    """Write each checkpoint when the next iteration has changed all values."""
     quietly(trainer(0, 1, configured(corpus, tmp_path / "now", 3, save_interval=1)))
     run = trainer(0, 1, configured(corpus, tmp_path / "later", 3, save_interval=1, async_save=True))
     held(run)
@@ -166,7 +166,7 @@ def saving_minutes(rank: int, config: Config) -> float:
 def test_ranks_wait_long_for_a_save_in_the_background(
     ranks: Any, corpus: str, tmp_path: Path, minutes: float, waits: float
 ) -> None:
-    """As long as --distributed-timeout-minutes, and at least an hour: a slow disk is no lost rank."""
+    """Wait for --distributed-timeout-minutes, and for at least an hour, because a slow disk is no lost rank."""
     config = configured(corpus, tmp_path, 1, async_save=True)
     config = replace(config, parallel=replace(config.parallel, distributed_timeout_minutes=minutes))
     assert ranks(2).run(saving_minutes, config) == [waits] * 2
@@ -176,7 +176,7 @@ def test_ranks_wait_long_for_a_save_in_the_background(
 
 
 def test_a_save_by_time_begins_the_time_anew(corpus: str, tmp_path: Path) -> None:
-    """--save-interval-minutes 1: a minute has passed in iteration 2, and not again before the end."""
+    """Let the minute of --save-interval-minutes 1 pass in iteration 2, and not again before the end."""
     run = trainer(0, 1, configured(corpus, tmp_path, 5))
     step = run.engine.train_step
 
@@ -191,7 +191,7 @@ def test_a_save_by_time_begins_the_time_anew(corpus: str, tmp_path: Path) -> Non
 
 
 def test_an_evaluation_alone_ends_when_it_is_asked_to(corpus: str, tmp_path: Path) -> None:
-    """Before its second global batch; --eval-only."""
+    """Send the signal in the first global batch of --eval-only."""
     quietly(trainer(0, 1, configured(corpus, tmp_path, 1)))
     config = configured(corpus, "", 1, load=str(tmp_path))
     only = EvaluationConfig(eval_only=True, eval_iters=3, eval_split="train")
@@ -215,7 +215,7 @@ def test_an_evaluation_alone_ends_when_it_is_asked_to(corpus: str, tmp_path: Pat
 
 
 def test_checkpoints_of_before_a_resume_are_the_runs_own(corpus: str, tmp_path: Path) -> None:
-    """--keep-last counts them. A resume with nothing to do saves nothing."""
+    """Count them for --keep-last. A resume with nothing to do saves nothing."""
     options = {"save_interval": 1, "keep_last": 2, "load": str(tmp_path)}
     for iterations in (3, 5):
         quietly(trainer(0, 1, configured(corpus, tmp_path, iterations, **options)))
@@ -226,7 +226,7 @@ def test_checkpoints_of_before_a_resume_are_the_runs_own(corpus: str, tmp_path: 
 
 
 def test_the_last_checkpoint_before_skipped_steps_is_kept_over_a_resume(corpus: str, tmp_path: Path) -> None:
-    """With --keep-last 1: what follows a step without an update may be unsound."""
+    """Keep it in addition to --keep-last 1, because weights after skipped steps may be unsound."""
     options = {"save_interval": 1, "keep_last": 1, "load": str(tmp_path)}
     for iterations, kept in ((4, [2, 4]), (6, [2, 6])):
         run = trainer(0, 1, configured(corpus, tmp_path, iterations, **options))

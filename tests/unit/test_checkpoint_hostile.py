@@ -143,7 +143,7 @@ def test_a_manifest_cannot_name_a_file_elsewhere(sound: Path, tmp_path: Path, na
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", "rank_00000.safetensors", "tokenizer"])
 def test_a_link_in_a_checkpoint_is_refused_and_one_to_it_is_followed(sound: Path, tmp_path: Path, name: str) -> None:
-    """Although the files that it names are the very ones that were saved."""
+    """Refuse even a link to the very file that was saved."""
     root = copied(sound, tmp_path)
     folder = root / "iter_0000001"
     folder.rename(tmp_path / "elsewhere")
@@ -188,7 +188,7 @@ def test_an_older_checkpoint_has_no_attached_file(sound: Path, tmp_path: Path) -
     ],
 )
 def test_a_state_without_a_model_is_refused(sound: Path, tmp_path: Path, model: dict[str, Any], words: str) -> None:
-    """Its checksums are right. To train, to generate and to export."""
+    """Refuse it with right checksums, to train, to generate and to export."""
     folder = copied(sound, tmp_path) / "iter_0000001"
     forge(folder, "state.json", STATE | {"model": model})
     with pytest.raises(ValueError, match=rf"--load {folder}: the checkpoint of another model: it has .*--\w+"):
@@ -331,7 +331,7 @@ def keep_one(root: Path, iteration: int) -> None:
 def test_a_folder_that_is_pruned_while_it_is_looked_for(
     function: str, exact: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Before, between or after the looks at the folders and at `latest`: the newest is found, and nothing is said."""
+    """Find the newest, without a warning, whichever look at the folders or at `latest` the deletion follows."""
     saved(tmp_path, 1, 2)
     original, calls = getattr(folders, function), []
 
@@ -350,7 +350,7 @@ def test_a_folder_that_is_pruned_while_it_is_looked_for(
 
 
 def test_a_file_that_is_deleted_while_it_is_opened_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """safetensors has it open, and torch maps it by its name: a RuntimeError there."""
+    """Delete it when safetensors has opened it, and torch is about to map it by its name."""
     saved(tmp_path, 1)
     path, original = tmp_path / "iter_0000001", torch.UntypedStorage.from_file
 

@@ -292,7 +292,7 @@ def test_prune(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_deleted_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A link in place of an old checkpoint, and a name that is taken; later saves and deletions work."""
+    """Put a link in place of an old checkpoint, and take a name. Later saves and deletions work."""
     elsewhere = tmp_path / "elsewhere"
     root = tmp_path / "root"
     for iteration in (1, 2, 3, 4):
@@ -315,7 +315,7 @@ def test_what_cannot_be_deleted_is_a_warning(tmp_path: Path, caplog: pytest.LogC
 
 @pytest.mark.parametrize("again", [False, True])
 def test_a_save_that_fails_after_it_has_its_name_gives_it_back(tmp_path: Path, again: bool) -> None:
-    """Else it would fill the disk. The checkpoint that it replaced comes back."""
+    """Free its disk space, and restore the checkpoint that it replaced."""
     checkpoint.save(tmp_path, 1, model(1), {})
     (tmp_path / "latest").unlink()
     (tmp_path / "latest" / "full").mkdir(parents=True)  # `latest` cannot be written

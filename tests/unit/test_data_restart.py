@@ -115,7 +115,7 @@ def test_killed_at_every_call_that_changes_a_file(tmp_path: Path, command, monke
 
 
 def test_a_commit_finds_the_hashes_on_the_disk(command, monkeypatch) -> None:
-    """Those of --dedup are flushed before the journal counts them."""
+    """Flush the hashes of --dedup before the journal counts them."""
     flushed, committed, sync, commit = [], [], os.fsync, WorkFolder.commit
 
     def syncing(handle: int) -> None:

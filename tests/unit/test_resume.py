@@ -106,7 +106,7 @@ def test_a_damaged_state_falls_back_and_an_exact_load_does_not(tmp_path: Path) -
 
 
 def test_a_checkpoint_that_another_run_prunes_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is gone when its state is read: the run that saves there with --keep-last 1 has a newer one by then."""
+    """Delete it before its state is read, as a run with --keep-last 1 does when it has saved a newer one."""
     save(tmp_path, 1)
     read, calls = RunState.read, []
 
