@@ -63,6 +63,15 @@ def test_a_folder_that_another_run_saves_into_is_refused(model, tmp_path: Path) 
     assert done.returncode == 1 and f"--save {tmp_path} is in use by process {os.getpid()} on " in done.stderr
 
 
+def test_clocks_of_a_run(model, tmp_path: Path) -> None:
+    """Save at each iteration by a time that always has passed; then stop before the first step of the next run."""
+    done = pretrain(*model, "--train-iters", 3, "--save", tmp_path, "--save-interval-minutes", 1e-5)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name[-1] for path in tmp_path.glob("iter_*")) == ["1", "2", "3"]
+    again = pretrain(*model, "--train-iters", 9, "--load", tmp_path, "--exit-duration-minutes", 1e-5)
+    assert again.returncode == 0 and "stopped after iteration 3 by --exit-duration-minutes" in again.stdout
+
+
 def test_metrics_are_as_defined(alone: Path, model) -> None:
     found = metrics(alone)
     assert [m["iteration"] for m in found] == list(range(1, 11))

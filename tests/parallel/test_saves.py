@@ -121,13 +121,16 @@ def test_a_save_in_the_background_keeps_the_values_of_its_iteration(
     corpus: str, tmp_path: Path, held: Callable[[Trainer], None]
 ) -> None:
     """Write each checkpoint when the next iteration has changed all values."""
-    quietly(trainer(0, 1, configured(corpus, tmp_path / "now", 3, save_interval=1)))
-    run = trainer(0, 1, configured(corpus, tmp_path / "later", 3, save_interval=1, async_save=True))
-    held(run)
-    quietly(run)
+    for name, background in (("now", False), ("later", True)):
+        run = trainer(0, 1, configured(corpus, tmp_path / name, 3, save_interval=1, async_save=background))
+        run.checkpoints.attached = {"tokenizer/tokenizer.json": b"{}"}
+        if background:
+            held(run)
+        quietly(run)
     for iteration in (1, 2, 3):
         now, later = (tmp_path / name / f"iter_000000{iteration}" for name in ("now", "later"))
-        assert (now / "rank_00000.safetensors").read_bytes() == (later / "rank_00000.safetensors").read_bytes()
+        for file in ("rank_00000.safetensors", "tokenizer/tokenizer.json"):
+            assert (now / file).read_bytes() == (later / file).read_bytes()
         states = [checkpoint.read_state(path) for path in (now, later)]
         for key in ("iteration", "consumed_samples", "updates", "sound"):
             assert states[0][key] == states[1][key], key
@@ -215,11 +218,11 @@ def test_an_evaluation_alone_ends_when_it_is_asked_to(corpus: str, tmp_path: Pat
 
 
 def test_checkpoints_of_before_a_resume_are_the_runs_own(corpus: str, tmp_path: Path) -> None:
-    """Count them for --keep-last. A resume with nothing to do saves nothing."""
-    options = {"save_interval": 1, "keep_last": 2, "load": str(tmp_path)}
-    for iterations in (3, 5):
+    """Count them for --keep-last, with --keep-every 3. A resume with nothing to do saves nothing."""
+    options = {"save_interval": 1, "keep_last": 2, "keep_every": 3, "load": str(tmp_path)}
+    for iterations, kept in ((2, [1, 2]), (5, [3, 4, 5])):
         quietly(trainer(0, 1, configured(corpus, tmp_path, iterations, **options)))
-        assert names(tmp_path) == [iterations - 1, iterations]
+        assert names(tmp_path) == kept
     before = (tmp_path / "iter_0000005").stat().st_ino
     quietly(trainer(0, 1, configured(corpus, tmp_path, 5, **options)))
     assert (tmp_path / "iter_0000005").stat().st_ino == before

@@ -136,8 +136,9 @@ def test_a_tensor_of_which_nobody_owns_anything_is_a_hole(tmp_path: Path) -> Non
 
 
 def test_what_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"saving .*iter_0000100 failed on rank 0: TypeError: .*not JSON"):
+    with pytest.raises(RuntimeError, match=r"saving .*iter_0000100 failed on rank 0: TypeError: .*not JSON") as info:
         checkpoint.save(tmp_path, 100, model(1), {"a": object()})
+    assert not isinstance(info.value, checkpoint.AgreedFailure)  # which a run survives
     complex_shard = {"z": whole((2,), torch.zeros(2, dtype=torch.complex64))}
     with pytest.raises(ValueError, match=r"cannot hold tensors of .*complex64"):
         checkpoint.save(tmp_path, 100, complex_shard, {})
