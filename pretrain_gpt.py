@@ -112,7 +112,8 @@ def place_of(error: BaseException) -> str:
 def pretrain(command: Command, world: World, signals: Signals) -> Stop | None:
     """Train, and return what ended the run early, if anything did.
 
-    Everything that can be refused is refused before ranks meet or a file is made.
+    Everything that can be refused is refused before ranks meet or a file is made. Rank 0 refuses for all when they have
+    met, because the others would wait for it.
     """
     from megazero import checkpoint
     from megazero.comm import failures, launch, scheduler
@@ -145,16 +146,21 @@ def pretrain(command: Command, world: World, signals: Signals) -> Stop | None:
     memory = machine(world, device)
     check_memory(config, layout, world.rank, memory)
     datasets = open_data(config, tokenizer)
-    if world.rank == 0:  # for all: it reads what the others would read
-        find_checkpoint(config)
     limits = config.checkpoint
-    leads = world.rank == 0
+    leads, clock, refused = world.rank == 0, None, ""
     by_time = 0.0 if limits.save_interval or not limits.save else limits.save_interval_minutes
     ends = limits.exit_duration_minutes, limits.exit_before_minutes
-    clock = Clock(*ends, scheduler.job_end, save_minutes=by_time) if leads else None
+    if leads:  # for all: it reads what the others would read
+        try:
+            find_checkpoint(config)
+            clock = Clock(*ends, scheduler.job_end, save_minutes=by_time)
+        except ValueError as error:
+            if world.size == 1:
+                raise
+            refused = str(error)
     timeout, checks = config.parallel.distributed_timeout_minutes, config.zero.poison_buffers
     hosts = launch.start(world, device, timeout)
-    agree(lambda: run_values(config, datasets, tokenizer), world, device, hosts)
+    agree(lambda: run_values(config, datasets, tokenizer), world, device, hosts, refused)
     if leads:
         processor = this_processor() if device.type == "cpu" else None
         shown = asked, config, layout, memory, device_name(device), chosen, processor

@@ -21,6 +21,16 @@ from megazero.checkpoint.storage import ManifestReader, ManifestWriter
 
 Group = dist.ProcessGroup | None
 T = TypeVar("T")
+
+
+class AgreedFailure(RuntimeError):
+    """Failure of some ranks to write or read their files, which every rank raises with the same message.
+
+    Any other error may be one rank's alone, in the middle of a collective: the death of a data worker raises
+    RuntimeError in its parent between any two instructions.
+    """
+
+
 NOTHING: Mapping[str, bytes] = MappingProxyType({})
 
 
@@ -41,8 +51,9 @@ def save(
     save runs in a thread. An iteration that was saved before is replaced. One save at a time for a root.
 
     Raises, on every rank and with nothing committed: ValueError, naming the tensor and the range, if some
-    element of some tensor is held by no rank or in two different pieces; RuntimeError with the message of
-    each rank that could not write.
+    element of some tensor is held by no rank or in two different pieces; AgreedFailure with the message of
+    each rank that could not write; RuntimeError with those of ranks that failed in another way.
+    KeyboardInterrupt, on every rank, if one was interrupted. Any other exception is this rank's alone.
     """
     root = Path(root)
     planner = CoveredSavePlanner(shards)
@@ -147,8 +158,11 @@ def _together(action: str) -> Iterator[None]:
             yield
         except CheckpointException as exception:  # a BaseException
             errors = {rank: error for rank, (error, _) in sorted(exception.failures.items())}
+            if any(isinstance(error, KeyboardInterrupt) for error in errors.values()):  # DCP catches it too
+                raise KeyboardInterrupt from exception
             if all(isinstance(error, ValueError) for error in errors.values()):
                 kind = Damaged if any(isinstance(error, Damaged) for error in errors.values()) else ValueError
                 raise kind("; ".join(dict.fromkeys(map(str, errors.values())))) from exception
             reports = [f"rank {rank}: {type(error).__name__}: {error}" for rank, error in errors.items()]
-            raise RuntimeError(f"{action} failed on {'; '.join(reports)}") from exception
+            failure = AgreedFailure if all(isinstance(error, OSError) for error in errors.values()) else RuntimeError
+            raise failure(f"{action} failed on {'; '.join(reports)}") from exception

@@ -18,11 +18,12 @@ In both cases a folder is passed over if its iteration is not smaller than that 
 Whatever is passed over is said.
 """
 
+import contextlib
 import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megazero.checkpoint.manifest import RESTORE, Damaged, missing_part, read_manifest, unchecked_state
@@ -71,6 +72,33 @@ def find(load: Path, passing_over: Mapping[str, str] | None = None, exact: bool 
         if fault:
             raise Damaged(f"--load {load} is not a whole checkpoint: {fault}; name another, or its parent folder")
         return load
+    while True:
+        latest = _pointer(load)
+        try:
+            folder, faults = _find_under(load, known, exact)
+            refusal = None
+        except Damaged as error:
+            folder, faults, refusal = None, [], error
+        # Another run may save and prune here: a checkpoint that was found is gone then, and `latest` names a newer one.
+        if (faults or refusal) and _pointer(load) != latest:
+            continue
+        if refusal:
+            raise refusal
+        if faults and folder:
+            logger.warning("--load %s: %s. GOING ON FROM %s", load, "; ".join(faults), folder.name)
+        return folder
+
+
+def _pointer(root: Path) -> str | None:
+    """Return the name in `latest`, or the fault of that file."""
+    try:
+        return _read_latest(root)
+    except Damaged as error:
+        return str(error)
+
+
+def _find_under(load: Path, known: Mapping[str, str], exact: bool) -> tuple[Path | None, list[str]]:
+    """Find a checkpoint under a root as it is now; return it with the faults of those that are passed over."""
     folders = checkpoints(load)
     named, faults = None, []
     try:
@@ -87,9 +115,7 @@ def find(load: Path, passing_over: Mapping[str, str] | None = None, exact: bool 
         if fault is None:
             if faults and exact:
                 break
-            if faults:
-                logger.warning("--load %s: %s. GOING ON FROM %s", load, "; ".join(faults), folder.name)
-            return folder
+            return folder, faults
         faults.append(f"{folder.name}: {fault}")
     ahead = [folder.name for folder in folders if folder not in candidates]
     rest = f"; ahead of it, and perhaps abandoned, are {', '.join(ahead)}: name one to load it" if ahead else ""
@@ -104,7 +130,7 @@ def find(load: Path, passing_over: Mapping[str, str] | None = None, exact: bool 
         raise Damaged(
             f"--load {load}: its file `latest` names {named}, which is gone; restore it, or delete the file{rest}"
         )
-    return None
+    return None, faults
 
 
 def _branch(folders: list[Path], named: str | None) -> list[Path]:
@@ -136,7 +162,8 @@ def prune(root: Path, keep_last: int, keep_every: int = 0, run: str = "") -> Non
     Kept are: the newest `keep_last` whole ones (0: all), those whose iteration is a multiple of `keep_every`
     (0: none), the newest whose state does not say that it is not "sound", and whatever another run wrote or is
     not whole. Those of larger numbers go: they are of a branch that was left when the run went back to an
-    earlier checkpoint. For one process, between saves.
+    earlier checkpoint. A folder that cannot be deleted stays, with a warning; so does a link, which no save made. For
+    one process, between saves.
     """
     root = Path(root)
     if keep_last < 0:
@@ -155,33 +182,62 @@ def prune(root: Path, keep_last: int, keep_every: int = 0, run: str = "") -> Non
     for folder in ours:
         if folder not in kept:
             removed = root / f".{folder.name.strip('.')}{PARTIAL}"
-            folder.rename(removed)
-            shutil.rmtree(removed)
+            with _warning_about(folder):
+                if folder.is_symlink():
+                    raise OSError("it is a link")
+                folder.rename(removed)
+            _delete(removed)
 
 
 def clear_leftovers(root: Path) -> None:
     """Delete what saves that crashed left behind. For one process, while no save into `root` runs."""
-    for folder in root.glob(f".iter_*{PARTIAL}"):
-        shutil.rmtree(folder)
-    for pointer in root.glob(f".{LATEST}{PARTIAL}-*"):
-        pointer.unlink()
+    for leftover in (*root.glob(f".iter_*{PARTIAL}"), *root.glob(f".{LATEST}{PARTIAL}-*")):
+        _delete(leftover)
     for folder in root.glob(f".iter_*{REPLACED}"):
         aside = _ASIDE.fullmatch(folder.name)
         if aside and (root / aside[1]).exists():
-            shutil.rmtree(folder)
+            _delete(folder)
+
+
+def _delete(path: Path) -> None:
+    """Delete a folder, a file or a link; warn where that fails, because no run should end of it."""
+    with _warning_about(path):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _warning_about(path: Path) -> Iterator[None]:
+    """Turn an OSError of the block into a warning that `path` stays."""
+    try:
+        yield
+    except OSError as error:
+        logger.warning("cannot delete %s: %s; delete it by hand", path, error.strerror or error)
 
 
 def commit(root: Path, iteration: int) -> Path:
-    """Make a partial folder, whole and on the disk, the checkpoint of its iteration and the latest one."""
-    final = root / folder_name(iteration)
+    """Make a partial folder, whole and on the disk, the checkpoint of its iteration and the latest one.
+
+    If that fails, the folder is the partial one again, for the caller to delete, and a checkpoint that it replaced is
+    back in its place.
+    """
+    final, partial = root / folder_name(iteration), partial_folder(root, iteration)
     aside = root / f".{final.name}{REPLACED}"
     if final.exists():
         final.rename(aside)
-    partial_folder(root, iteration).rename(final)
-    sync_folder(root)
-    write_atomically(root / LATEST, f"{final.name}\n".encode())
-    if aside.exists():
-        shutil.rmtree(aside)
+    try:
+        partial.rename(final)
+        sync_folder(root)
+        write_atomically(root / LATEST, f"{final.name}\n".encode())
+    except BaseException:
+        if not partial.exists():
+            final.rename(partial)
+        if aside.exists():
+            aside.rename(final)
+        raise
+    _delete(aside)
     return final
 
 

@@ -10,11 +10,14 @@ import fcntl
 import logging
 import os
 import socket
+import stat
 from pathlib import Path
 
 from megazero.files import explain
 
 LOCK = ".lock"
+_LINK = f"its {LOCK} is a link or no regular file; delete it, or name another folder"
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 _HELD = (errno.EACCES, errno.EAGAIN)
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
@@ -32,9 +35,16 @@ class SaveLock:
         root = Path(root)
         try:
             root.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(root / LOCK, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+            self._file = os.open(root / LOCK, _FLAGS, 0o644)
         except OSError as error:
-            raise ValueError(f"--save {root}: {explain(error)}") from None
+            fault = _LINK if error.errno == errno.ELOOP else explain(error)
+            raise ValueError(f"--save {root}: {fault}") from None
+        about = os.fstat(self._file)
+        if (
+            not stat.S_ISREG(about.st_mode) or about.st_nlink > 1
+        ):  # its content is replaced, and must not be another file's
+            os.close(self._file)
+            raise ValueError(f"--save {root}: {_LINK}")
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

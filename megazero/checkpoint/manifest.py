@@ -12,7 +12,8 @@ a shape, and the file of each. A tensor has a tiling's number, and the checksum 
 are some 15 MB.
 Its checksums are CRC-32: of each chunk's bytes, of state.json, of each attached file, and of the manifest itself, so
 that one flipped bit anywhere is found. They guard against accidents, not against forgery: so whatever is read is
-parsed by a schema, names files of its own folder only, and is read only where it is a regular file.
+parsed by a schema, names files of its own folder only, and is read only where it is a regular file and no link. A link
+to a whole folder is followed.
 """
 
 import json
@@ -37,6 +38,7 @@ MAX_STATE_BYTES = 64 << 20
 
 MAX_ATTACHED_BYTES = 1 << 30  # of a file: far more than any tokenizer's
 
+LINKED = "it is a link, and a checkpoint has files of its own only"
 RESTORE = "restore the file, or load an earlier checkpoint"
 _FILE = re.compile(r"rank_[0-9]{5,9}\.safetensors")
 _ATTACHED = re.compile(r"tokenizer/[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
@@ -240,9 +242,10 @@ def missing_part(folder: Path, manifest: Manifest) -> str | None:
     """Name a file that is absent, not regular, or of another length than the manifest says; None if all are whole."""
     attached = {name: each.num_bytes for name, each in manifest.attached.items()}
     for file, size in {**manifest.files, **attached, STATE: None}.items():
-        path = folder / file
+        if is_linked(folder, file):
+            return f"{file}: {LINKED}"
         try:
-            found = path.stat()
+            found = (folder / file).stat()
         except OSError as error:
             return f"{file} is missing" if isinstance(error, FileNotFoundError) else f"{file}: {error.strerror}"
         if not stat.S_ISREG(found.st_mode):
@@ -250,6 +253,11 @@ def missing_part(folder: Path, manifest: Manifest) -> str | None:
         if size is not None and found.st_size != size:
             return f"{file} has {found.st_size} bytes instead of {size}"
     return None
+
+
+def is_linked(folder: Path, name: str) -> bool:
+    """Return true if a file of a checkpoint folder, or its subfolder, is a symbolic link."""
+    return any((folder / each).is_symlink() for each in (name, name.partition("/")[0]))
 
 
 class Damaged(ValueError):
@@ -263,6 +271,8 @@ def damage(folder: Path, name: str, fault: str) -> Damaged:
 
 def _read(folder: Path, name: str, limit: int) -> bytes:
     try:
+        if is_linked(folder, name):
+            raise ValueError(LINKED)
         return read_regular(folder / name, limit)
     except FileNotFoundError:
         raise Damaged(f"--load {folder} is not a whole checkpoint: it has no {name}") from None

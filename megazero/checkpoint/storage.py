@@ -20,12 +20,14 @@ from torch.futures import Future
 
 from megazero.checkpoint.folders import clear_leftovers, commit, next_save_number, partial_folder
 from megazero.checkpoint.manifest import (
+    LINKED,
     STATE,
     Chunk,
     Damaged,
     Manifest,
     attach,
     damage,
+    is_linked,
     key,
     missing_part,
     torch_dtype,
@@ -163,24 +165,33 @@ class ManifestReader(StorageReader):
             index = item.storage_index
             by_file[self.manifest.tensors[index.fqn].tiling.files[index.index]][index].append(item)
         for file, wanted in sorted(by_file.items()):
-            try:
-                os.close(open_regular(self.path / file))  # a FIFO would hang the library
-                with (
-                    _sendable_errors(),
-                    safe_open(self.path / file, "pt") as opened,
-                    ThreadPoolExecutor(READERS, "load") as pool,
-                ):
+            with self.open(file) as opened, _sendable_errors(), ThreadPoolExecutor(READERS, "load") as pool:
 
-                    def read(index: MetadataIndex, items: list[ReadItem], opened: Any = opened) -> None:
-                        _fill(items, self.read_chunk(opened, index.fqn, self._chunk(index)), planner)
+                def read(index: MetadataIndex, items: list[ReadItem], opened: Any = opened) -> None:
+                    _fill(items, self.read_chunk(opened, index.fqn, self._chunk(index)), planner)
 
-                    for _ in pool.map(read, wanted, wanted.values()):
-                        pass  # raises what a thread has raised
-            except Damaged:
-                raise
-            except (SafetensorError, OSError, ValueError) as error:
-                raise damage(self.path, file, f"{error}") from None
+                for _ in pool.map(read, wanted, wanted.values()):
+                    pass  # raises what a thread has raised
         return _done(None)
+
+    @contextlib.contextmanager
+    def open(self, file: str) -> Iterator[Any]:
+        """Open a tensor file for `read_chunk` within the block. Raise Damaged if it cannot be read, here or there."""
+        path = self.path / file
+        try:
+            if is_linked(self.path, file):
+                raise ValueError(LINKED)
+            os.close(open_regular(path))  # a FIFO would hang the library
+            with safe_open(path, "pt") as opened:
+                yield opened
+        except Damaged:
+            raise
+        except (SafetensorError, OSError, ValueError) as error:
+            raise damage(self.path, file, f"{error}") from None
+        except RuntimeError as error:
+            if path.exists():
+                raise
+            raise damage(self.path, file, f"it is gone ({error})") from None  # deleted while torch mapped it
 
     def _chunk(self, index: MetadataIndex) -> Chunk:
         entry = self.manifest.tensors[index.fqn]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from megazero.checkpoint.folders import commit, partial_folder
 from megazero.checkpoint.manifest import (
@@ -33,7 +31,7 @@ from megazero.checkpoint.planning import file_name
 from megazero.checkpoint.shards import CHUNK_BYTES
 from megazero.checkpoint.storage import ManifestReader
 from megazero.checkpoint.tensor_file import TensorFile
-from megazero.files import crc32, open_regular, sync_folder
+from megazero.files import crc32, sync_folder
 from megazero.plan.regions import Region, coverage_fault, intersection, split
 
 FILE_BYTES = 4 << 30  # of a file, unless a single tensor is larger
@@ -83,14 +81,10 @@ class TensorReader:
             if both is not None:
                 by_file[chunk.file].append((chunk, both))
         for file, chunks in by_file.items():
-            try:
-                os.close(open_regular(self.path / file))
-                with safe_open(self.path / file, "pt") as opened:  # closed at once: a map of it counts as memory
-                    for chunk, both in chunks:
-                        data = self._reader.read_chunk(opened, name, chunk)
-                        found[_within(both, wanted)] = data[_within(both, chunk.region)]
-            except (SafetensorError, OSError) as error:
-                raise damage(self.path, file, f"{error}") from None
+            with self._reader.open(file) as opened:  # closed at once: a map of it counts as memory
+                for chunk, both in chunks:
+                    data = self._reader.read_chunk(opened, name, chunk)
+                    found[_within(both, wanted)] = data[_within(both, chunk.region)]
         return found
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from megazero.checkpoint.manifest import Chunk, Damaged, missing_part, read_manifest, read_state
 from megazero.checkpoint.storage import ManifestReader
-from megazero.files import open_regular
 from megazero.plan.regions import coverage_fault
 
 
@@ -37,12 +35,11 @@ def faults(path: Path) -> Iterator[str]:
     reader = ManifestReader(path, manifest)
     for file, chunks in sorted(by_file.items()):
         try:
-            os.close(open_regular(path / file))
-            with safe_open(path / file, "pt") as opened:
+            with reader.open(file) as opened:
                 for name, chunk in chunks:
                     yield from _chunk_faults(reader, opened, name, chunk)
-        except (SafetensorError, OSError, ValueError) as error:
-            yield f"{file} is damaged: {error}"
+        except Damaged as error:
+            yield str(error)
 
 
 def _chunk_faults(reader: ManifestReader, opened: object, name: str, chunk: Chunk) -> Iterator[str]:

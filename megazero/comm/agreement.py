@@ -13,20 +13,30 @@ from megazero.comm.errors import peer_errors, ranks_text
 from megazero.comm.world import World
 
 MOST_NAMES = 8  # in a message
+_REFUSED = "refused"
 
 
-def agree(values: Callable[[], Mapping[str, str]], world: World, device: torch.device, hosts: Sequence[str]) -> None:
+def agree(
+    values: Callable[[], Mapping[str, str]],
+    world: World,
+    device: torch.device,
+    hosts: Sequence[str],
+    refused: str = "",
+) -> None:
     """Check that values(), name -> value, are the same on all ranks. All ranks call it after `start`.
+
+    A rank that must end for another reason gives it as `refused`.
 
     Done before any other group is made: ranks with different layouts would make different ones, and hang. It costs one
     all-reduce of 32 bytes; the values themselves are sent only when they differ.
 
     Raises:
-        ValueError: on every rank, naming what differs, and the ranks with their values.
+        ValueError: on every rank, `refused` of the first rank that has it; or naming what differs, and the ranks with
+            their values.
     """
     if world.size == 1:
         return
-    text = json.dumps(dict(values()), sort_keys=True)
+    text = json.dumps({_REFUSED: refused} if refused else dict(values()), sort_keys=True)
     digest = hashlib.sha256(text.encode()).digest()
     halves = [int.from_bytes(digest[at : at + 8], "little") >> 2 for at in (0, 8)]
     extremes = torch.tensor([*halves, *(-half for half in halves)], dtype=torch.int64, device=device)
@@ -37,7 +47,8 @@ def agree(values: Callable[[], Mapping[str, str]], world: World, device: torch.d
             return
         everyone: list[str] = [""] * world.size
         dist.all_gather_object(everyone, text)
-    raise ValueError(difference([json.loads(theirs) for theirs in everyone], hosts))
+    found = [json.loads(theirs) for theirs in everyone]
+    raise ValueError(next((theirs[_REFUSED] for theirs in found if _REFUSED in theirs), "") or difference(found, hosts))
 
 
 def difference(everyone: Sequence[Mapping[str, str]], hosts: Sequence[str] = ()) -> str:

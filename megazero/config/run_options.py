@@ -110,7 +110,8 @@ class CheckpointConfig:
     """--async-save: when a save is due and the one before it is still being written, wait for that, or skip the new
     one. The last save of a run waits."""
     on_save_error: Literal["continue", "stop"] = "continue"
-    """Reaction to a save that fails: say so and train on, or end the run. The last save's failure always ends it."""
+    """Reaction to a save that cannot be written: warn and train on, or end the run. The last save's failure always ends
+    it, and so does any other error in a save."""
     exit_interval: Iterations = 0
     """Save and stop when the iteration is a multiple of this. 0: never."""
     exit_duration_minutes: Minutes = 0.0

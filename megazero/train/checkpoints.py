@@ -14,7 +14,6 @@ import torch
 from megazero import checkpoint
 from megazero.checkpoint import LocalShard
 from megazero.comm.collectives import MAX, MIN
-from megazero.comm.errors import PeerLost
 from megazero.config.schema import Config
 from megazero.data.corpora import Datasets
 from megazero.data.tokenizer import Tokenizer
@@ -66,7 +65,7 @@ class Checkpoints:
         A save that fails is said, and training goes on to the next, unless it is the last or --on-save-error says stop.
 
         Raises:
-            RuntimeError: a rank could not write, and the save was the last or --on-save-error is stop.
+            AgreedFailure: a rank could not write, and the save was the last or --on-save-error is stop.
             DeadRun: weights are not finite: nothing is saved.
         """
         options, iteration = self.config.checkpoint, progress.iteration
@@ -113,25 +112,31 @@ class Checkpoints:
             self._outcome(self.saver.finish, last)
 
     def _outcome(self, save: Callable[[], Path | None], last: bool) -> None:
-        """Say how a save went, and delete what it made superfluous."""
+        """Report how a save went, and delete old checkpoints."""
         options = self.config.checkpoint
         doing, self.watchdog.doing = self.watchdog.doing, ""  # waits in a save have limits of their own
         try:
             with self.mesh.world.peer_errors(f"saving iteration {self.saved_at}"):
                 path = save()
-            self.watchdog.doing = doing
-        except PeerLost:
-            raise
-        except RuntimeError as error:  # on every rank, with the message of the one that could not write
+        except checkpoint.AgreedFailure as error:  # no other error: the other ranks would not know of it
             self.saved_at = None
             if last or options.on_save_error == "stop":
                 raise
             self.say(f"WARNING: {error}. Training goes on; the next save is tried as if this had not been")
             return
+        finally:
+            self.watchdog.doing = doing
         if path is not None:
             self.say(f"saved {path} in {time.perf_counter() - self.saving_since:.1f} s")
             if self.mesh.rank == 0:
-                checkpoint.prune(Path(options.save), options.keep_last, options.keep_every, self.run_id)
+                self._prune()
+
+    def _prune(self) -> None:
+        options = self.config.checkpoint
+        try:
+            checkpoint.prune(Path(options.save), options.keep_last, options.keep_every, self.run_id)
+        except (OSError, checkpoint.Damaged) as error:  # the folder cannot be read now; the next save prunes it
+            self.say(f"WARNING: no old checkpoint in --save {options.save} is deleted: {error}")
 
     def _refuse_nonfinite(self, shards: dict[str, LocalShard], iteration: int) -> None:
         """Raise DeadRun if weights are not finite, so that the last checkpoint before them stays the newest."""
@@ -159,7 +164,7 @@ class Checkpoints:
             try:
                 return load, self._load(load)
             except checkpoint.Damaged as error:
-                if self.config.checkpoint.load_exact or load.samefile(self.config.checkpoint.load):
+                if self.config.checkpoint.load_exact or load == Path(self.config.checkpoint.load):
                     raise
                 passed[load.name] = str(error)
                 load = find_checkpoint(self.config, self.mesh.host_group, passed)

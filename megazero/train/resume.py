@@ -39,7 +39,7 @@ def find_checkpoint(config: Config, group: Any = None, passing_over: Mapping[str
         try:
             state = RunState.read(path, group)
         except Damaged as error:
-            if path.samefile(options.load):
+            if path == Path(options.load):
                 raise
             known[path.name] = str(error)
             continue
@@ -95,6 +95,8 @@ def _changes_shapes(model: ModelConfig, option: str, value: Any) -> bool:
     """True if the layers declare other weights where `option` of the model is `value`, or if it cannot be that."""
     bounds = ranges().get(option.replace("_", "-"))
     if type(value) is not type(getattr(model, option)) or (bounds is not None and bounds.complaint(value)):
+        return True
+    if isinstance(value, str) or (option == "vocab_size" and not value):  # no model, or of another architecture
         return True
     return _shapes(replace(model, **{option: value})) != _shapes(model)
 

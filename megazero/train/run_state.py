@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from megazero import checkpoint
 from megazero.checkpoint import Damaged
-from megazero.config.schema import ModelConfig
+from megazero.config.architectures import ARCHITECTURES
+from megazero.config.schema import Config, ModelConfig
+from megazero.config.validate import check_values
 from megazero.data.tokenizer import Tokenizer, beside, load_tokenizer, pack
 
 TOKENIZER = "tokenizer"  # folder of the tokenizer in a checkpoint
@@ -88,7 +90,7 @@ class RunState:
         """The model of the checkpoint `path`, which this state was read from.
 
         Raises:
-            ValueError: it is not what this version's ModelConfig holds.
+            ValueError: it is not what this version's ModelConfig holds, or no model can have these sizes.
         """
         defaults = asdict(ModelConfig())
         for name, value in self.model.items():
@@ -96,7 +98,17 @@ class RunState:
             if type(value) is not type(default) and not (isinstance(default, float) and type(value) is int):
                 fault = "another type than" if name in defaults else "no meaning in"
                 raise ValueError(f"--load {path}: the model's option {name[:80]!r} has {fault} this version knows")
-        return ModelConfig(**self.model)
+        model = ModelConfig(**self.model)
+        if model.architecture not in ARCHITECTURES or not model.vocab_size:
+            raise ValueError(
+                f"--load {path}: state.json describes no model: --architecture {model.architecture[:80]} with "
+                f"--vocab-size {model.vocab_size}; load another checkpoint"
+            )
+        try:
+            check_values(replace(Config(), model=model))
+        except ValueError as error:
+            raise ValueError(f"--load {path}: state.json describes no model: {error}") from None
+        return model
 
     def tokenizer(self, path: Path) -> str:
         """Return the --tokenizer that reads the run's: its copy in the checkpoint `path`, or what the run was given.

@@ -12,6 +12,7 @@ import torch
 from megazero.config.schema import ModelConfig
 from tests.end_to_end.cli import metrics, pretrain
 from tests.end_to_end.test_generate import to_transformers
+from tests.helpers.programs import warm
 from tests.helpers.rounding import model_tolerance
 from tests.reference_run import read_checkpoint, write_corpus
 
@@ -84,6 +85,13 @@ def test_the_first_batches_are_those_of_training(flags: str, run) -> None:
     _, record = evaluate(folder, *preset, *flags.split(), "--eval-iters", 3, ranks=2)
     assert record["targets"] == 3 * 4 * LENGTH
     assert record["validation_loss"] == pytest.approx(metrics(folder / "run")[-1]["validation_loss"], rel=NEAR)
+
+
+def test_a_signal_ends_an_evaluation(run) -> None:
+    folder, _ = run
+    common = [*SIZES, "--data-path", folder / "words", "--split", "8,1,1", "--load", folder / "run", "--eval-only"]
+    done = warm("tests/end_to_end/signalled.py", *common, "--eval-iters", 4)
+    assert done.returncode == 75 and "stopped by SIGUSR1, with 25% evaluated: no result" in done.stdout, done.stderr
 
 
 def test_a_blend_says_the_loss_of_each_corpus(run) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import sys
 import tomllib
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megazero.checkpoint.locking import SaveLock
 from tests.end_to_end.cli import ROOT, metrics, pretrain, pretrain_cold, run
 from tests.helpers.programs import warm
 
@@ -50,6 +52,24 @@ def test_every_layout_has_the_single_process_curve(name: str, model, alone: Path
     measured = [m["iteration"] for m in found if m.get("bubble", -1) >= 0 and m.get("bubble_simulated", -1) >= 0]
     assert measured == [5] * ("pp2" in name)  # --log-interval 5
     assert all("bubble" not in m for m in found[:4])
+
+
+def test_a_folder_that_another_run_saves_into_is_refused(model, tmp_path: Path) -> None:
+    lock = SaveLock(tmp_path)
+    try:
+        done = pretrain(*model, "--train-iters", 1, "--save", tmp_path)
+    finally:
+        lock.release()
+    assert done.returncode == 1 and f"--save {tmp_path} is in use by process {os.getpid()} on " in done.stderr
+
+
+def test_clocks_of_a_run(model, tmp_path: Path) -> None:
+    """Save at each iteration by a time that always has passed; then stop before the first step of the next run."""
+    done = pretrain(*model, "--train-iters", 3, "--save", tmp_path, "--save-interval-minutes", 1e-5)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name[-1] for path in tmp_path.glob("iter_*")) == ["1", "2", "3"]
+    again = pretrain(*model, "--train-iters", 9, "--load", tmp_path, "--exit-duration-minutes", 1e-5)
+    assert again.returncode == 0 and "stopped after iteration 3 by --exit-duration-minutes" in again.stdout
 
 
 def test_metrics_are_as_defined(alone: Path, model) -> None:

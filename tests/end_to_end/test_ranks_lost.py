@@ -114,6 +114,26 @@ def test_a_rank_lost_in_a_save_is_named(how: str, model: list[Any], start: Start
     second.process.kill()
 
 
+@pytest.mark.parametrize(
+    ("how", "code", "words"),
+    [
+        ("worker", 1, r"rank 1: RuntimeError: DataLoader worker \(pid \d+\) is killed by signal: Killed"),
+        ("interrupt", 130, r"^interrupted; --load goes on"),
+    ],
+    ids=["worker", "interrupt"],
+)
+def test_a_rank_that_is_struck_in_a_save_ends_the_run_with_its_cause(
+    how: str, code: int, words: str, model: list[Any], start: Start, tmp_path: Path
+) -> None:
+    """End all ranks at once, although their time-out is half an hour."""
+    flags = [*model, *FOREVER, "--distributed-timeout-minutes", 30, "--num-workers", 1]
+    flags += ["--save", tmp_path / "saved", "--save-interval", 2]
+    for rank in start([flags] * 2, program=("tests/end_to_end/stricken_save.py", how, 1)):
+        said = rank.end(code)
+        assert re.search(words, said, re.MULTILINE) and "Training goes on" not in said, said
+    assert not (tmp_path / "saved" / "latest").exists()
+
+
 def rank_processes(torchrun: int) -> list[int]:
     children = Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split()
     return [int(pid) for pid in children if b"pretrain_gpt" in Path(f"/proc/{pid}/cmdline").read_bytes()]
@@ -184,6 +204,13 @@ def test_ranks_with_different_flags_are_refused(name: str, model: list[Any], sta
         for text in words:
             assert text.replace("HOST", socket.gethostname()) in said, said
         assert rank.iterations == 0
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_refusal_of_rank_0_is_every_ranks(model: list[Any], start: Start, tmp_path: Path) -> None:
+    """Start ranks by hand, so that no launcher ends the others. Rank 0 alone looks at --load."""
+    for rank in start([[*model, *FOREVER, "--load", tmp_path / "typo", "--log-dir", tmp_path / "run"]] * 2):
+        assert f"ValueError: --load {tmp_path}/typo: there is no such folder, only {tmp_path}; correct" in rank.end()
     assert not (tmp_path / "run").exists()
 
 

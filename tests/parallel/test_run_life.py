@@ -17,84 +17,27 @@ import numpy as np
 import pytest
 import torch
 
-from megazero import checkpoint
 from megazero.checkpoint import tensor_file
 from megazero.checkpoint.planning import RankPlan
-from megazero.comm.mesh import Mesh
 from megazero.config.schema import (
-    CheckpointConfig,
     Config,
-    DataConfig,
     LogConfig,
-    ModelConfig,
-    ParallelConfig,
-    TrainingConfig,
 )
-from megazero.data.tokenizer import load_tokenizer
 from megazero.data.writer import IndexedWriter
+from megazero.plan.operations import Forward
 from megazero.plan.owned import rank_parts
-from megazero.plan.resolve import resolve
-from megazero.train.inputs import open_data
+from megazero.train import stragglers
 from megazero.train.replicas import check_replicas
 from megazero.train.resume import find_checkpoint
 from megazero.train.stopping import SAVED_EARLY, STOPS, Clock, DeadRun, Signals, Stop
+from megazero.train.timeline import Span
 from megazero.train.trainer import Trainer
-
-MODEL = ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=8, vocab_size=257)
+from tests.parallel.runs import MODEL, configured, names, quietly, train, trainer, weights, write_corpus
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    prefix = tmp_path_factory.mktemp("corpus") / "small"
-    draw = np.random.default_rng(0)
-    with IndexedWriter(prefix, np.uint16, {"tokenizer": "byte", "vocab_size": 257}) as writer:
-        for _ in range(20):
-            writer.add(draw.integers(0, 256, 100))
-    return str(prefix)
-
-
-def configured(corpus: str, save: Path | str, iterations: int, eod: bool = False, **options: Any) -> Config:
-    known = {field: options.pop(field) for field in ("max_skipped_iterations",) if field in options}
-    return replace(
-        Config(),
-        model=MODEL,
-        training=TrainingConfig(global_batch_size=4, train_iters=iterations, **known),
-        parallel=ParallelConfig(tensor_model_parallel_size=options.pop("tp", 1)),
-        data=DataConfig(data_path=(corpus,), tokenizer="byte", eod_mask_loss=eod),
-        checkpoint=CheckpointConfig(save=str(save), **options),
-    )
-
-
-def trainer(rank: int, world: int, config: Config) -> Trainer:
-    config, layout = resolve(config, world, 257)
-    mesh = Mesh.build(layout, rank, torch.device("cpu"))
-    return Trainer(config, mesh, open_data(config, load_tokenizer("byte")), 256 if config.data.eod_mask_loss else None)
-
-
-def quietly(run: Trainer) -> Stop | None:
-    with contextlib.redirect_stdout(open(os.devnull, "w")):
-        return run.run(find_checkpoint(run.config, run.mesh.host_group))
-
-
-def train(rank: int, world: int, config: Config) -> tuple[int, str]:
-    """A run as pretrain_gpt.py makes it: the iteration that it reached, and why it ended early."""
-    run = trainer(rank, world, config)
-    try:
-        quietly(run)
-    except (DeadRun, ValueError, RuntimeError) as error:
-        return run.progress.iteration, f"{type(error).__name__}: {error}"
-    return run.progress.iteration, ""
-
-
-def weights(path: Path) -> torch.Tensor:
-    shape = (257, 8)
-    target = checkpoint.LocalShard(shape, (0, 0), shape, 0, 257 * 8, torch.zeros(257 * 8))
-    checkpoint.load(path, {"model.token_embedding.weight": target}, partial=True)
-    return target.data
-
-
-def names(root: Path) -> list[int]:
-    return sorted(int(path.name[5:]) for path in root.glob("iter_*"))
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "small")
 
 
 # -- what a rank holds
@@ -495,6 +438,19 @@ def test_computing_times_are_compared(ranks: Any, corpus: str, tmp_path: Path) -
     config = replace(config, monitor=replace(config.monitor, straggler_interval=1))
     first, second = ranks(2).run(compared, 2, config)
     assert first == second == sorted(first) and first[0] > 0
+
+
+def slow_ranks(rank: int, config: Config) -> object:
+    """Report of an iteration in which rank 1 computed for five seconds, and rank 0 for one."""
+    mesh = trainer(rank, 2, config).mesh
+    return stragglers.report(mesh, 3, [Span(Forward("blocks.0", 0, True), 0, (1 + 4 * rank) * 10**9)]).get("slow_ranks")
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_slow_rank_is_named(ranks: Any, corpus: str, tmp_path: Path, tp: int) -> None:
+    """Compare it with all ranks of its stage, over data and over tensor parallelism."""
+    for found in ranks(2).run(slow_ranks, configured(corpus, tmp_path, 4, tp=tp)):
+        assert [(each["rank"], each["times"]) for each in found] == [(1, 1.67)]
 
 
 def test_copies_of_a_sound_run_are_equal(ranks: Any, corpus: str, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import zlib
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,10 @@ import pytest
 import torch
 
 from megazero import checkpoint
-from megazero.checkpoint import Damaged, LocalShard, manifest
+from megazero.checkpoint import Damaged, LocalShard, folders, manifest
+from megazero.checkpoint.verify import faults
+from megazero.config.schema import CheckpointConfig, Config, ModelConfig
+from megazero.train.resume import find_checkpoint
 from megazero.train.run_state import RunState, run_tokenizer
 
 SHAPES = {"model.w": (5, 7), "model.b": (7,), "exp_avg.w": (5, 7)}
@@ -24,7 +28,7 @@ STATE: dict[str, Any] = {
     "consumed_samples": 8,
     "updates": 1,
     "loss_scale": {"value": 65536.0, "left": 2, "good": 1},
-    "model": {"num_layers": 2, "init_method_std": 0.02},
+    "model": {"num_layers": 2, "init_method_std": 0.02, "vocab_size": 257},
     "layout": {"dp": 1},
     "config": {"data": {"data_path": ["x"], "tokenizer": "byte"}, "preset": ""},
     "run": "abc",
@@ -33,6 +37,7 @@ STATE: dict[str, Any] = {
 }
 
 
+OURS = ModelConfig(num_layers=2, hidden_size=48, num_attention_heads=6, seq_length=8, vocab_size=257)
 ATTACHED = {"tokenizer/tokenizer.json": b"{}", "tokenizer/chat_template.jinja": b"x"}
 
 
@@ -136,6 +141,26 @@ def test_a_manifest_cannot_name_a_file_elsewhere(sound: Path, tmp_path: Path, na
             checkpoint.load(folder, tensors(0.0))
 
 
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "rank_00000.safetensors", "tokenizer"])
+def test_a_link_in_a_checkpoint_is_refused_and_one_to_it_is_followed(sound: Path, tmp_path: Path, name: str) -> None:
+    """Refuse even a link to the very file that was saved."""
+    root = copied(sound, tmp_path)
+    folder = root / "iter_0000001"
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    read_all(root)
+    folder.unlink()
+    shutil.copytree(tmp_path / "elsewhere", folder)
+    (folder / name).rename(tmp_path / "outside")
+    (folder / name).symlink_to(tmp_path / "outside")
+    with pytest.raises(Damaged, match=f"{name}.* is a link, and a checkpoint has files of its own only"):
+        checkpoint.find(root)
+    with pytest.raises(Damaged, match=f"{name}.* is a link, and a checkpoint has files of its own only"):
+        RunState.read(folder)
+        checkpoint.load(folder, tensors(0.0))
+    assert any("is a link" in fault for fault in faults(folder))
+
+
 def test_an_older_checkpoint_has_no_attached_file(sound: Path, tmp_path: Path) -> None:
     root = copied(sound, tmp_path)
     folder = root / "iter_0000001"
@@ -151,6 +176,25 @@ def test_an_older_checkpoint_has_no_attached_file(sound: Path, tmp_path: Path) -
         state["config"]["data"]["tokenizer"] = "/gone"
         forge(folder, "state.json", state)
         run_tokenizer(folder, RunState.read(folder))
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ({}, "--vocab-size 0"),
+        ({"vocab_size": 257, "architecture": "mamba"}, "--architecture mamba"),
+        ({"vocab_size": 257, "num_attention_heads": 7}, "--hidden-size 768 is not divisible by --num-attention-heads"),
+        ({"vocab_size": 257, "num_layers": 0}, "--num-layers 0"),
+    ],
+)
+def test_a_state_without_a_model_is_refused(sound: Path, tmp_path: Path, model: dict[str, Any], words: str) -> None:
+    """Refuse it with right checksums, to train, to generate and to export."""
+    folder = copied(sound, tmp_path) / "iter_0000001"
+    forge(folder, "state.json", STATE | {"model": model})
+    with pytest.raises(ValueError, match=rf"--load {folder}: the checkpoint of another model: it has .*--\w+"):
+        find_checkpoint(replace(Config(), model=OURS, checkpoint=CheckpointConfig(load=str(folder))))
+    with pytest.raises(ValueError, match=f"--load {folder}: state.json describes no model: .*{words}"):
+        RunState.read(folder).model_config(folder)
 
 
 @pytest.mark.parametrize("text", ["[]", "null", "1e999", "NaN", '"x"', "[" * 100_000, '{"a":' * 50_000, "{", "", "\0"])
@@ -271,3 +315,49 @@ def test_a_run_that_went_back_by_hand_is_believed(tmp_path: Path) -> None:
     saved(tmp_path, 100, 200, 300)
     (tmp_path / "latest").write_text("iter_0000200\n")
     assert checkpoint.find(tmp_path).name == "iter_0000200"
+
+
+# -- another run saves and prunes there
+
+
+def keep_one(root: Path, iteration: int) -> None:
+    """Save an iteration as another run would, and delete all before it."""
+    saved(root, iteration)
+    checkpoint.prune(root, 1, run=STATE["run"])
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("function", ["checkpoints", "_read_latest", "_fault"])
+def test_a_folder_that_is_pruned_while_it_is_looked_for(
+    function: str, exact: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Find the newest, without a warning, whichever look at the folders or at `latest` the deletion follows."""
+    saved(tmp_path, 1, 2)
+    original, calls = getattr(folders, function), []
+
+    def pruned(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 1:
+            monkeypatch.setattr(folders, function, original)
+            found = original(*args) if function != "_fault" else None
+            keep_one(tmp_path, 3)
+            return found if function != "_fault" else original(*args)
+        return original(*args)
+
+    monkeypatch.setattr(folders, function, pruned)
+    assert checkpoint.find(tmp_path, exact=exact) == tmp_path / "iter_0000003"
+    assert calls and "GOING ON" not in caplog.text
+
+
+def test_a_file_that_is_deleted_while_it_is_opened_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Delete it when safetensors has opened it, and torch is about to map it by its name."""
+    saved(tmp_path, 1)
+    path, original = tmp_path / "iter_0000001", torch.UntypedStorage.from_file
+
+    def late(*args: Any, **options: Any) -> Any:
+        shutil.rmtree(path, ignore_errors=True)
+        return original(*args, **options)
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", late)
+    with pytest.raises(Damaged, match=r"rank_00000\.safetensors is damaged: it is gone"):
+        checkpoint.load(path, tensors(0.0))

@@ -136,8 +136,9 @@ def test_a_tensor_of_which_nobody_owns_anything_is_a_hole(tmp_path: Path) -> Non
 
 
 def test_what_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"saving .*iter_0000100 failed on rank 0: TypeError: .*not JSON"):
+    with pytest.raises(RuntimeError, match=r"saving .*iter_0000100 failed on rank 0: TypeError: .*not JSON") as info:
         checkpoint.save(tmp_path, 100, model(1), {"a": object()})
+    assert not isinstance(info.value, checkpoint.AgreedFailure)  # which a run survives
     complex_shard = {"z": whole((2,), torch.zeros(2, dtype=torch.complex64))}
     with pytest.raises(ValueError, match=r"cannot hold tensors of .*complex64"):
         checkpoint.save(tmp_path, 100, complex_shard, {})
@@ -289,6 +290,40 @@ def test_prune(tmp_path: Path) -> None:
     checkpoint.prune(tmp_path, 2)
     assert sorted(os.listdir(tmp_path)) == ["iter_0000002", "iter_0000003", "latest"]
     checkpoint.prune(tmp_path / "nowhere", 2)
+
+
+def test_what_cannot_be_deleted_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Put a link in place of an old checkpoint, and take a name. Later saves and deletions work."""
+    elsewhere = tmp_path / "elsewhere"
+    root = tmp_path / "root"
+    for iteration in (1, 2, 3, 4):
+        checkpoint.save(root, iteration, model(iteration), {})
+    (root / "iter_0000001").rename(elsewhere)
+    (root / "iter_0000001").symlink_to(elsewhere)
+    (root / ".iter_0000002.partial" / "full").mkdir(parents=True)
+    checkpoint.prune(root, 1)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        f"cannot delete {root}/iter_0000001: it is a link; delete it by hand",
+        f"cannot delete {root}/iter_0000002: Directory not empty; delete it by hand",
+    ]
+    assert sorted(os.listdir(root)) == ["iter_0000001", "iter_0000002", "iter_0000004", "latest"]
+    (root / ".iter_0000009.partial").symlink_to(elsewhere)
+    checkpoint.save(root, 5, model(5), {})
+    checkpoint.prune(root, 1)
+    assert sorted(os.listdir(root)) == ["iter_0000001", "iter_0000005", "latest"]
+    assert_holds(elsewhere, 1)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_save_that_fails_after_it_has_its_name_gives_it_back(tmp_path: Path, again: bool) -> None:
+    """Free its disk space, and restore the checkpoint that it replaced."""
+    checkpoint.save(tmp_path, 1, model(1), {})
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest" / "full").mkdir(parents=True)  # `latest` cannot be written
+    with pytest.raises(checkpoint.AgreedFailure, match=r"failed on rank 0: \w+: .*latest"):
+        checkpoint.save(tmp_path, 1 if again else 2, model(2), {})
+    assert sorted(os.listdir(tmp_path)) == ["iter_0000001", "latest"]
+    assert_holds(tmp_path / "iter_0000001", 1)
 
 
 def test_leftovers_of_a_crash_are_cleared(tmp_path: Path) -> None:

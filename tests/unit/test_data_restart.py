@@ -53,12 +53,14 @@ class Machine:
 
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch) -> Callable[[str], list[str]]:
-    """A command with everything on; its chunks are small, and each is committed."""
+    """A command with everything on. Its chunks are small, each is committed; a third of the documents are copies."""
     monkeypatch.setattr(reading, "CHUNK_BYTES", 600)
     monkeypatch.setattr(preprocess_data, "COMMIT_BYTES", 1000)
     draw, lines = random.Random(0), []
     for k in range(120):
         document = {"q": "é" * draw.randrange(60), "a": f"{draw.randrange(90)} answer"}
+        if k % 3 == 2:  # of a document far before it, in another commit
+            document = json.loads(lines[k // 2]) if lines[k // 2] != "bad" else document
         lines.append("bad" if k % 17 == 3 else json.dumps(document, ensure_ascii=False))
     for name, part in (("a.jsonl", lines[:70]), ("b.jsonl", lines[70:])):
         (tmp_path / name).write_text("\n".join(part) + "\n")
@@ -81,6 +83,7 @@ def expected(tmp_path: Path, command: Callable[[str], list[str]]) -> dict[str, b
     ends = ("bin", "idx", "json")
     names = [f"p_{key}_document.{end}" for key in "aq" for end in ends]
     assert sorted(whole) == sorted([*names, "p_skipped.txt"])
+    assert json.loads(whole["p_q_document.json"])["duplicate_documents"] > 30
     return whole
 
 
@@ -109,6 +112,24 @@ def test_killed_at_every_call_that_changes_a_file(tmp_path: Path, command, monke
         for path in folder.iterdir():
             path.unlink()
         folder.rmdir()
+
+
+def test_a_commit_finds_the_hashes_on_the_disk(command, monkeypatch) -> None:
+    """Flush the hashes of --dedup before the journal counts them."""
+    flushed, committed, sync, commit = [], [], os.fsync, WorkFolder.commit
+
+    def syncing(handle: int) -> None:
+        sync(handle)
+        flushed.append((os.readlink(f"/proc/self/fd/{handle}").rpartition("/")[2], os.fstat(handle).st_size))
+
+    def committing(work: WorkFolder, state: dict) -> None:
+        committed.append(("digests", state["digests"]) in flushed)
+        commit(work, state)
+
+    monkeypatch.setattr(os, "fsync", syncing)
+    monkeypatch.setattr(WorkFolder, "commit", committing)
+    preprocess_data.main(command("x"))
+    assert len(committed) > 5 and all(committed)
 
 
 def test_killed_again_and_again(tmp_path: Path, command, monkeypatch, capsys) -> None:

@@ -105,6 +105,23 @@ def test_a_damaged_state_falls_back_and_an_exact_load_does_not(tmp_path: Path) -
             find_checkpoint(refused)
 
 
+def test_a_checkpoint_that_another_run_prunes_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Delete it before its state is read, as a run with --keep-last 1 does when it has saved a newer one."""
+    save(tmp_path, 1)
+    read, calls = RunState.read, []
+
+    def late(path: Path, group: Any = None) -> RunState:
+        calls.append(path.name)
+        if len(calls) == 1:
+            save(tmp_path, 2)
+            checkpoint.prune(tmp_path, 1, run="ours")
+        return read(path, group)
+
+    monkeypatch.setattr(RunState, "read", late)
+    assert find_checkpoint(config(load=tmp_path)) == tmp_path / "iter_0000002"
+    assert calls == ["iter_0000001", "iter_0000002"]
+
+
 # -- the lock
 
 
@@ -156,6 +173,18 @@ def test_a_forked_worker_neither_holds_nor_drops_the_lock(tmp_path: Path) -> Non
     finally:
         os.kill(worker, signal.SIGKILL)
         os.waitpid(worker, 0)
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_a_lock_that_is_a_link_is_refused_and_the_other_file_stays(tmp_path: Path, link: Callable[..., None]) -> None:
+    (tmp_path / "thesis.tex").write_text("all of it")
+    (tmp_path / "saved").mkdir()
+    link(tmp_path / "thesis.tex", tmp_path / "saved" / ".lock")
+    with pytest.raises(
+        ValueError, match=r"--save .*saved: its \.lock is a link or no regular file; delete it, or name"
+    ):
+        SaveLock(tmp_path / "saved")
+    assert (tmp_path / "thesis.tex").read_text() == "all of it"
 
 
 # -- what is pruned

@@ -1,0 +1,241 @@
+"""Saves of a run that trains on, and the state besides weights that a resume restores."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megazero import checkpoint
+from megazero.checkpoint import tensor_file
+from megazero.config.schema import Config, EvaluationConfig
+from megazero.train.run_state import Progress
+from megazero.train.stopping import SAVED_EARLY, Clock, DeadRun, Signals, Stop
+from megazero.train.trainer import Trainer
+from tests.parallel.runs import configured, names, quietly, trainer, weights, write_corpus
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "small")
+
+
+# -- a save that fails, and what cannot be deleted
+
+
+def test_the_watchdog_does_not_watch_a_save_and_watches_again_after_one_that_fails(
+    corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, seen = trainer(0, 1, configured(corpus, tmp_path, 3)), []
+
+    def full(tensor: torch.Tensor) -> memoryview:
+        seen.append(run.watchdog.doing)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tensor_file, "host_bytes", full)
+    run.watchdog.doing = "what follows iteration 1"
+    run.checkpoints.save(Progress(1, 4))
+    assert seen == [""] and run.watchdog.doing == "what follows iteration 1"
+
+
+def test_what_cannot_be_deleted_does_not_end_the_run(
+    corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Use --keep-last 1 with a link in place of iteration 1. After that, the folder cannot be read."""
+    root = tmp_path / "saved"
+    run = trainer(0, 1, configured(corpus, root, 3, save_interval=1, keep_last=1))
+    step = run.engine.train_step
+
+    def moved(iteration: int, batches: Any) -> Any:
+        if iteration == 2:
+            (root / "iter_0000001").rename(tmp_path / "elsewhere")
+            (root / "iter_0000001").symlink_to(tmp_path / "elsewhere")
+        return step(iteration, batches)
+
+    run.engine.train_step = moved
+    run.run(None)
+    assert run.progress.iteration == 3 and names(root) == [1, 3]
+    assert weights(tmp_path / "elsewhere").any()
+
+    def stale(*_: Any) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(root))
+
+    monkeypatch.setattr(checkpoint, "prune", stale)
+    run.checkpoints.save(Progress(4, 16))
+    assert names(root) == [1, 3, 4]
+    assert f"no old checkpoint in --save {root} is deleted: " in capfd.readouterr().out
+
+
+def test_a_checkpoint_that_another_run_prunes_is_passed_over_at_the_load(corpus: str, tmp_path: Path) -> None:
+    """Load the newer checkpoint, because the tensors of the first are gone."""
+    quietly(trainer(0, 1, configured(corpus, tmp_path, 2, save_interval=1)))
+    run = trainer(0, 1, configured(corpus, "", 2, load=str(tmp_path)))
+    shutil.rmtree(tmp_path / "iter_0000001")
+    with contextlib.redirect_stdout(open(os.devnull, "w")):
+        loaded, progress = run.checkpoints.resume(tmp_path / "iter_0000001")
+    assert loaded == tmp_path / "iter_0000002" and progress.iteration == 2
+
+
+# -- in the background
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Trainer], None]]:
+    """held(run) holds the writer of each save in the background until the run waits for that save."""
+    gate, write = threading.Event(), tensor_file.host_bytes
+
+    def hold(run: Trainer) -> None:
+        assert run.checkpoints.saver is not None
+        finish = run.checkpoints.saver.finish
+
+        def finish_at_last() -> Path | None:
+            gate.set()
+            try:
+                return finish()
+            finally:
+                gate.clear()
+
+        def held_bytes(tensor: torch.Tensor) -> memoryview:
+            assert gate.wait(60)
+            return write(tensor)
+
+        monkeypatch.setattr(run.checkpoints.saver, "finish", finish_at_last)
+        monkeypatch.setattr(tensor_file, "host_bytes", held_bytes)
+
+    yield hold
+    gate.set()
+
+
+def test_a_save_in_the_background_keeps_the_values_of_its_iteration(
+    corpus: str, tmp_path: Path, held: Callable[[Trainer], None]
+) -> None:
+    """Write each checkpoint when the next iteration has changed all values."""
+    for name, background in (("now", False), ("later", True)):
+        run = trainer(0, 1, configured(corpus, tmp_path / name, 3, save_interval=1, async_save=background))
+        run.checkpoints.attached = {"tokenizer/tokenizer.json": b"{}"}
+        if background:
+            held(run)
+        quietly(run)
+    for iteration in (1, 2, 3):
+        now, later = (tmp_path / name / f"iter_000000{iteration}" for name in ("now", "later"))
+        for file in ("rank_00000.safetensors", "tokenizer/tokenizer.json"):
+            assert (now / file).read_bytes() == (later / file).read_bytes()
+        states = [checkpoint.read_state(path) for path in (now, later)]
+        for key in ("iteration", "consumed_samples", "updates", "sound"):
+            assert states[0][key] == states[1][key], key
+
+
+def skipping(run: Trainer, first: int) -> None:
+    """Make no update from iteration `first` on."""
+    step = run.engine.train_step
+
+    def skipped(iteration: int, batches: Any) -> Any:
+        result = step(iteration, batches)
+        return result._replace(skipped=True, skip_reason="planted") if iteration >= first else result
+
+    run.engine.train_step = skipped
+
+
+def test_a_run_that_dies_waits_for_its_save_in_the_background(
+    corpus: str, tmp_path: Path, held: Callable[[Trainer], None]
+) -> None:
+    options = {"save_interval": 1, "async_save": True, "max_skipped_iterations": 2}
+    run = trainer(0, 1, configured(corpus, tmp_path, 9, **options))
+    held(run)
+    skipping(run, 2)
+    with pytest.raises(DeadRun, match="iteration 3: 2 iterations in a row made no update"):
+        quietly(run)
+    assert names(tmp_path) == [1, 2]
+
+
+def saving_minutes(rank: int, config: Config) -> float:
+    saver = trainer(rank, 2, config).checkpoints.saver
+    assert saver is not None and saver._group is not None
+    return saver._group._get_backend(torch.device("cpu")).options._timeout.total_seconds() / 60
+
+
+@pytest.mark.parametrize(("minutes", "waits"), [(0.5, 60), (90.0, 90)])
+def test_ranks_wait_long_for_a_save_in_the_background(
+    ranks: Any, corpus: str, tmp_path: Path, minutes: float, waits: float
+) -> None:
+    """Wait for --distributed-timeout-minutes, and for at least an hour, because a slow disk is no lost rank."""
+    config = configured(corpus, tmp_path, 1, async_save=True)
+    config = replace(config, parallel=replace(config.parallel, distributed_timeout_minutes=minutes))
+    assert ranks(2).run(saving_minutes, config) == [waits] * 2
+
+
+# -- by time, by signal
+
+
+def test_a_save_by_time_begins_the_time_anew(corpus: str, tmp_path: Path) -> None:
+    """Let the minute of --save-interval-minutes 1 pass in iteration 2, and not again before the end."""
+    run = trainer(0, 1, configured(corpus, tmp_path, 5))
+    step = run.engine.train_step
+
+    def long(iteration: int, batches: Any) -> Any:
+        if iteration == 2:
+            run.clock = Clock(0.0, 0.0, lambda: None, now=time.time() - 61, save_minutes=1.0)
+        return step(iteration, batches)
+
+    run.engine.train_step = long
+    quietly(run)
+    assert names(tmp_path) == [2, 5]
+
+
+def test_an_evaluation_alone_ends_when_it_is_asked_to(corpus: str, tmp_path: Path) -> None:
+    """Send the signal in the first global batch of --eval-only."""
+    quietly(trainer(0, 1, configured(corpus, tmp_path, 1)))
+    config = configured(corpus, "", 1, load=str(tmp_path))
+    only = EvaluationConfig(eval_only=True, eval_iters=3, eval_split="train")
+    with Signals() as signals:
+        run = trainer(0, 1, replace(config, evaluation=only))
+        run.signals = signals
+        evaluate, calls = run.engine.evaluate_by_corpus, []
+
+        def interrupted(batches: Any) -> Any:
+            calls.append(batches)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            return evaluate(batches)
+
+        run.engine.evaluate_by_corpus = interrupted
+        with contextlib.redirect_stdout(open(os.devnull, "w")):
+            assert run.evaluate_only(tmp_path / "iter_0000001") == Stop("SIGUSR1", SAVED_EARLY)
+    assert len(calls) == 1
+
+
+# -- over a resume
+
+
+def test_checkpoints_of_before_a_resume_are_the_runs_own(corpus: str, tmp_path: Path) -> None:
+    """Count them for --keep-last, with --keep-every 3. A resume with nothing to do saves nothing."""
+    options = {"save_interval": 1, "keep_last": 2, "keep_every": 3, "load": str(tmp_path)}
+    for iterations, kept in ((2, [1, 2]), (5, [3, 4, 5])):
+        quietly(trainer(0, 1, configured(corpus, tmp_path, iterations, **options)))
+        assert names(tmp_path) == kept
+    before = (tmp_path / "iter_0000005").stat().st_ino
+    quietly(trainer(0, 1, configured(corpus, tmp_path, 5, **options)))
+    assert (tmp_path / "iter_0000005").stat().st_ino == before
+
+
+def test_the_last_checkpoint_before_skipped_steps_is_kept_over_a_resume(corpus: str, tmp_path: Path) -> None:
+    """Keep it in addition to --keep-last 1, because weights after skipped steps may be unsound."""
+    options = {"save_interval": 1, "keep_last": 1, "load": str(tmp_path)}
+    for iterations, kept in ((4, [2, 4]), (6, [2, 6])):
+        run = trainer(0, 1, configured(corpus, tmp_path, iterations, **options))
+        skipping(run, 3)
+        quietly(run)
+        assert names(tmp_path) == kept
+    assert checkpoint.read_state(tmp_path / "iter_0000006")["skipped_in_a_row"] == 4
+    quietly(trainer(0, 1, configured(corpus, tmp_path, 7, **options)))
+    assert names(tmp_path) == [7]
