@@ -115,9 +115,9 @@ class FilePool:
         return FilePool, (self._limit,)  # another process opens its own
 
     def read(self, path: str, known: tuple[int, int], count: int, at: int) -> bytes:
-        """Read like `read_at`. ValueError if `path` is not a regular file; OSError, also if its identity is not `known`.
+        """Read like `read_at`. ValueError if `path` is not a regular file; OSError, also if its identity changed.
 
-        A file that is still open is not compared: its content stays, whatever takes its name.
+        known: its identity. A file that is still open is not compared: its content stays, whatever takes its name.
         """
         with self._lock:
             handle = self._open.pop(path, None)
