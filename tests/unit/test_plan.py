@@ -87,14 +87,14 @@ def test_rings_and_messages_by_hand() -> None:
     assert wide.one_pass("tp", size) == pytest.approx(size * 7 / 8 / 1e10)
 
 
-def test_a_traced_block_has_narayanans_flops_and_six_sums() -> None:
+@pytest.mark.parametrize("flags", ["", "--precision bf16 --reset-attention-mask --tokenizer byte"])
+def test_a_traced_block_has_narayanans_flops_and_six_sums(flags: str) -> None:
     """24 b s h^2 and 4 b s^2 h, the causal half of it, per rank; twice that backward; 2 + 1 + 2 all-reduces.
 
-    A recompute leaves out the MLP's second product, 8 b s h^2, and its sum.
+    A recompute leaves out the MLP's second product, 8 b s h^2, and its sum. Documents may be as long as a sample.
     """
-    config, layout = resolve(
-        parse([*SMALL.split(), "--tensor-model-parallel-size=2", "--recompute=full", "--micro-batch-size=3"]), 2, 0
-    )
+    flags = f"{SMALL} --tensor-model-parallel-size 2 --recompute full --micro-batch-size 3 {flags}"
+    config, layout = resolve(parse(flags.split()), 2, 0)
     spec, specs = rank_spec(config, layout, 0), stage_units(config.model, layout, 0)
     events = layer_events(config, layout, spec.layers["blocks.1"], specs, "cuda")
     tokens, hidden, length = 3 * 32, 64, 32
