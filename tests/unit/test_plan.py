@@ -221,8 +221,11 @@ def test_plan_json_has_the_bytes_of_the_estimate(tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     "flags, said",
     [
-        ("--plan --world-size 8", "--plan needs --device-type"),
-        ("--plan-search --device-type b200", "--plan-search needs --world-size"),
+        (
+            "--plan --world-size 8",
+            "--plan needs --device-type, whose speed .*such as --device-type h100-80gb, or a TOML",
+        ),
+        ("--plan-search --device-type b200", "--plan-search needs --world-size, the number of devices"),
         ("--plan --plan-search --world-size 8 --device-type b200", "use one"),
         ("--world-size 8", "--world-size 8 is about --plan"),
         ("--plan --world-size 8 --device-type h10-80gb", "--device-type h10-80gb: .* did you mean h100-80gb"),
