@@ -30,7 +30,7 @@ def test_the_bounds_of_a_models_parameters_are_close() -> None:
 
 
 # a shape of each architecture, and shapes at which something else is largest
-SHAPES = ["--preset gpt2-1.5b", "--preset llama-125m", "--preset parallel-6b"]
+SHAPES = ["--preset gpt2-1.5b", "--preset llama-125m", "--preset parallel-6b", "--preset qwen2-0.5b"]
 SHAPES += ["--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 512 --vocab-size 90000"]
 SHAPES += ["--num-layers 40 --hidden-size 512 --num-attention-heads 16 --seq-length 64 --vocab-size 300"]
 
