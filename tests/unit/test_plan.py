@@ -204,10 +204,13 @@ def test_plan_json_has_the_bytes_of_the_estimate(tmp_path: Path, capsys: pytest.
     printed = capsys.readouterr().out
     plan = json.loads((tmp_path / "log/plan.json").read_text())
     config, layout = resolve(parse(flags.split()), 8, 0)
+    usable = 85_000_000_000 - 1_800_000_000  # of an h100-80gb: its capacity without that of libraries
     for pp, stage in enumerate(plan["stages"]):
         wanted = estimate(config, layout, pp * 4, needs_staging_buffer=False)
         assert (stage["memory_bytes"], stage["traffic_bytes"]) == (wanted.memory, wanted.traffic)
         assert stage["peak_bytes"] > stage["memory_bytes"]["parameters"] + stage["memory_bytes"]["optimizer"]
+        assert sum(stage["at_peak"].values()) == stage["peak_bytes"]
+        assert stage["peak_bytes"] + stage["free_bytes"] == usable
     assert len(plan["stages"]) == 2 and plan["fits"] and "limit:" in printed
     seconds = plan["step_seconds"]
     assert plan["tflops_per_device"] == pytest.approx(model_flops(config.model, 8) / seconds / 8 / 1e12)
