@@ -26,7 +26,7 @@ from megazero.price.network import Network, group_of
 from megazero.price.plan import Plan, advice, make_plan, plan_config
 from megazero.price.plan_report import summary
 from megazero.price.search import candidates
-from megazero.price.search_report import run_search
+from megazero.price.search_report import command, run_search
 from megazero.price.simulate import simulate
 from megazero.price.stage_bytes import stage_bytes
 from megazero.price.step_time import Few, StepPrograms, step_parts
@@ -375,6 +375,26 @@ def test_a_search_leaves_out_what_does_not_fit(tmp_path: Path) -> None:
         assert bool(plans) == fits and all(plan.free >= 0 for plan in plans), usable
         assert [plan.seconds for plan in plans] == sorted(plan.seconds for plan in plans)
     assert "none of" in (tmp_path / "out").read_text()
+
+
+@pytest.mark.parametrize(
+    ("world", "starts"),
+    [
+        (1, "python pretrain_gpt.py"),
+        (6, "bash scripts/launch.sh --nproc 6"),
+        (8, "bash scripts/launch.sh --nproc 8"),
+        (24, "sbatch --nodes=3 --ntasks-per-node=8 --gpus-per-node=8 scripts/slurm/pretrain.sbatch"),
+        (12, "sbatch --nodes=2 --ntasks-per-node=6 --gpus-per-node=6 scripts/slurm/pretrain.sbatch"),
+        (20, "sbatch --nodes=4 --ntasks-per-node=5 --gpus-per-node=5 scripts/slurm/pretrain.sbatch"),
+    ],
+)
+def test_the_command_of_a_search_starts_the_ranks_that_were_planned(world: int, starts: str) -> None:
+    """On nodes of 8: nodes x tasks of a node are all ranks."""
+    argv = f"{SMALL} --plan-search --world-size {world} --device-type h100-80gb --global-batch-size 120".split()
+    config = parse(argv)
+    plan = make_plan(*plan_config(config))
+    assert plan.layout.world_size == world
+    assert command(plan, config, argv) == f"{starts} {SMALL} --global-batch-size 120"
 
 
 def test_a_search_needs_a_batch() -> None:
