@@ -36,9 +36,9 @@ def main(argv: list[str]) -> None:
             print(*command.notes, sep="\n", flush=True)
         if not plans(config.plan):
             world = read_world()
-            check_values(config)
-            if not has_accelerator():
-                check_at_once(config, world.size, local_size(world), host_memory())
+        check_values(config)
+        if not (plans(config.plan) or has_accelerator()):
+            check_at_once(config, world.size, local_size(world), host_memory())
     except ValueError as error:
         say(world, f"ValueError: {error}")
         tell_launcher(f"ValueError: {error}")
@@ -89,7 +89,6 @@ def predict(command: Command) -> None:
 
     console = Console(width=None if sys.stdout.isatty() else 160)
     config = command.config
-    check_values(config)
     device = load_device(config.plan.device_type)
     if device.kind == "cuda":
         config, chosen = gpu_defaults(config, command.given, device.has_bf16)

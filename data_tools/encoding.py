@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import connection
 from typing import Any
@@ -219,12 +219,31 @@ def trust_gigatoken(spec: str, samples: Sequence[str]) -> str:
 
 # -- workers
 
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def deferring_interrupts() -> Iterator[None]:
+    """Deliver interrupts when the block has ended; a process that is started within it inherits this.
+
+    Note [an interrupt while the pool starts]: `ProcessPoolExecutor.submit` starts the workers first and then the
+    thread that ends them. After an exception in between, `shutdown` does nothing, and Python joins the workers at exit,
+    which takes for ever because they wait for work. Ctrl-C, which reaches the whole group, also kills a worker whose
+    `start_worker` has not run yet.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
 
 def start_worker() -> None:
     """Set up a worker process: it works on one core, and never outlives the tool."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the tool decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTS)  # deferred when the tool started this process
     parent = multiprocessing.parent_process()
     if parent is not None:
         # A worker waits on a pipe that it holds open itself, so the tool's death alone would not wake it.
@@ -247,7 +266,8 @@ def encode_all(job: Job, chunks: Iterator[Chunk], workers: int) -> Iterator[tupl
     size = 0
     try:
         for chunk in chunks:
-            waiting.append((chunk, pool.submit(encode_chunk, job, chunk)))
+            with deferring_interrupts():
+                waiting.append((chunk, pool.submit(encode_chunk, job, chunk)))
             size += len(chunk.raw)
             while len(waiting) >= workers * CHUNKS_PER_WORKER or (size > WAITING_BYTES and waiting):
                 first, future = waiting.popleft()

@@ -63,6 +63,12 @@ def open_regular(path: str | os.PathLike[str]) -> int:
     return handle
 
 
+def identity(file: str | int) -> tuple[int, int]:
+    """Inode and size of a path or a descriptor: a file that is made again under the same name differs."""
+    status = os.stat(file)
+    return status.st_ino, status.st_size
+
+
 def read_regular(path: str | os.PathLike[str], limit: int | None = None) -> bytes:
     """The whole of a regular file. ValueError if it is no such file or larger than `limit` bytes; OSError."""
     with os.fdopen(open_regular(path), "rb") as file:
@@ -108,12 +114,18 @@ class FilePool:
     def __reduce__(self) -> tuple[type["FilePool"], tuple[int]]:
         return FilePool, (self._limit,)  # another process opens its own
 
-    def read(self, path: str, count: int, at: int) -> bytes:
-        """Read like `read_at`. ValueError if `path` is not a regular file; OSError."""
+    def read(self, path: str, known: tuple[int, int], count: int, at: int) -> bytes:
+        """Read like `read_at`. ValueError if `path` is not a regular file; OSError, also if its identity changed.
+
+        known: its identity. A file that is still open is not compared: its content stays, whatever takes its name.
+        """
         with self._lock:
             handle = self._open.pop(path, None)
             if handle is None:
                 handle = open_regular(path)
+                if identity(handle) != known:
+                    os.close(handle)
+                    raise OSError(errno.ESTALE, "another file took its name, or its size changed", path)
             self._open[path] = handle
             if len(self._open) > self._limit:
                 os.close(self._open.popitem(last=False)[1])
@@ -197,6 +209,7 @@ def explain(error: OSError) -> str:
         errno.EROFS: "; write elsewhere",
         errno.EACCES: "; change its rights, or name another",
         errno.EMFILE: "; raise `ulimit -n`",
+        errno.ESTALE: "; resume from the last checkpoint",
     }
     return f"{where}{what}{ways.get(error.errno or 0, '')}"
 

@@ -132,7 +132,9 @@ def options() -> dict[str, Option]:
     config, found = Config(), {}
     for name, (_, kind) in flags().items():
         default = _value(config, name)
-        found[name] = Option(kind, " ".join(default) if isinstance(default, tuple) else str(default))
+        found[name] = Option(
+            kind, " ".join(default) if isinstance(default, tuple) else str(default), ranges().get(name)
+        )
     return found
 
 

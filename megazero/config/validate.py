@@ -216,12 +216,14 @@ def _check_plan(plan: PlanConfig) -> None:
         raise ValueError("--plan and --plan-search: one predicts this layout, the other looks for better ones; use one")
     if plans(plan) and plan.rehearse:
         raise ValueError(f"--rehearse {plan.rehearse} with {asked}: both end before training; use one after the other")
+    if plans(plan) and not plan.device_type:
+        raise ValueError(
+            f"{asked} needs --device-type, whose speed and memory it assumes: a name of scripts/devices, such as "
+            "--device-type h100-80gb, or a TOML file, such as scripts/measure_device.py --output FILE makes of this CPU"
+        )
+    if plan.plan_search and not plan.world_size:
+        raise ValueError("--plan-search needs --world-size, the number of devices, such as --world-size 400")
     for flag, value in (("world-size", plan.world_size), ("device-type", plan.device_type)):
-        if plans(plan) and not value and not (plan.plan and flag == "world-size"):
-            example = "400" if flag == "world-size" else "h100-80gb"
-            raise ValueError(
-                f"{asked} needs --{flag}, such as --{flag} {example}: no device is asked how many there are"
-            )
         if value and not plans(plan):
             raise ValueError(f"--{flag} {value} is about --plan and --plan-search; add one of them, or drop it")
 

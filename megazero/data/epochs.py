@@ -41,6 +41,10 @@ class Documents(Protocol):
 
     prefix: str
 
+    @property
+    def index_checksum(self) -> int:
+        """A checksum of the whole index."""
+
     def document_lengths(self, first: int, stop: int) -> npt.NDArray[Any]:
         """Tokens of each document in [first, stop)."""
 
@@ -174,7 +178,8 @@ def load_table(data: Documents, key: EpochKey, epoch: int) -> EpochTable:
         if (table := _cached(data, key, epoch)) is not None:
             return table
         table = build_table(data, key, epoch)
-        stored = any(_write(directory, key.name(epoch), table) for directory in _cache_directories(data.prefix))
+        salt = _salt(data, key, epoch)
+        stored = any(_write(directory, key.name(epoch), table, salt) for directory in _cache_directories(data.prefix))
     # Mapped, it is shared with the other processes; as it was computed, it is this one's own memory.
     return (_cached(data, key, epoch, check=False) if stored else None) or table
 
@@ -182,12 +187,28 @@ def load_table(data: Documents, key: EpochKey, epoch: int) -> EpochTable:
 def _cached(data: Documents, key: EpochKey, epoch: int, check: bool = True) -> EpochTable | None:
     num_documents = key.stop_document - key.first_document
     first, stop = key.sample_range(epoch)
+    salt = _salt(data, key, epoch) if check else None
+    limits = ((key.first_document, key.stop_document), (0, key.num_tokens + 1), (0, stop - first))
     for directory in _cache_directories(data.prefix):
-        flat = _read(directory, key.name(epoch), 2 * num_documents + 1 + stop - first, check)
+        flat = _read(directory, key.name(epoch), 2 * num_documents + 1 + stop - first, salt)
         if flat is not None:
-            order, starts, shuffle = np.split(flat, [num_documents, 2 * num_documents + 1])
-            return EpochTable(order, starts, shuffle)
+            table = EpochTable(*np.split(flat, [num_documents, 2 * num_documents + 1]))
+            if not check or all(_within(part, *limit) for part, limit in zip(table, limits, strict=True)):
+                return table
     return None
+
+
+def _within(numbers: Int64s, low: int, stop: int) -> bool:
+    return not numbers.size or (low <= int(numbers.min()) and int(numbers.max()) < stop)
+
+
+def _salt(data: Documents, key: EpochKey, epoch: int) -> int:
+    """Value at which the checksum of a table begins: a table of another corpus, key or epoch then fails it.
+
+    The key alone does not suffice: its fingerprint reads both ends of the index, and a corpus that is made again may
+    differ in between.
+    """
+    return crc32(repr((data.index_checksum, key, epoch)).encode())
 
 
 @contextmanager
@@ -263,8 +284,7 @@ def _make_trusted(directory: str) -> bool:
     return _trusted(directory)
 
 
-def _checksum(flat: Int64s) -> int:
-    check = 0
+def _checksum(flat: Int64s, check: int) -> int:
     for at in range(0, flat.shape[0], CHUNK):
         check = crc32(flat[at : at + CHUNK].data, check)
     return check
@@ -277,8 +297,10 @@ def _header(count: int) -> bytes:
     return text.getvalue()
 
 
-def _read(directory: str, name: str, count: int, check: bool = True) -> Int64s | None:
+def _read(directory: str, name: str, count: int, salt: int | None) -> Int64s | None:
     """The `count` numbers of a table file, memory-mapped; None unless it is there, whole and trustworthy.
+
+    If `salt` is None, the checksum is not compared.
 
     The file's header is compared, not parsed: numpy's parser has an exception for every kind of damage.
     """
@@ -299,19 +321,18 @@ def _read(directory: str, name: str, count: int, check: bool = True) -> Int64s |
                 flat = mapped.view(np.ndarray)
     except (OSError, ValueError):
         return None
-    if flat.shape != (count + 1,) or (check and flat[-1] != _checksum(flat[:-1])):
+    if flat.shape != (count + 1,) or (salt is not None and flat[-1] != _checksum(flat[:-1], salt)):
         return None
     return flat[:-1]
 
 
-def _write(directory: str, name: str, table: EpochTable) -> bool:
-    """Store a table and its checksum as one int64 array, atomically. False if it cannot be written there."""
+def _write(directory: str, name: str, table: EpochTable, check: int) -> bool:
+    """Store a table and its checksum, which begins at `check`, as one int64 array, atomically. False if that fails."""
     if not _make_trusted(directory):
         return False
     try:
         with replacing(os.path.join(directory, name), durable=False) as file:
             file.write(_header(sum(part.shape[0] for part in table) + 1))
-            check = 0
             for part in table:
                 for at in range(0, part.shape[0], STRETCH):
                     data = np.ascontiguousarray(part[at : at + STRETCH], dtype="<i8").data

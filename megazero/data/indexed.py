@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megazero.data.misnamed import complaint
-from megazero.files import FilePool, explain, open_regular
+from megazero.files import FilePool, crc32, explain, identity, open_regular
 
 MAGIC = b"MMIDIDX\0\0"
 LEGACY_MAGIC = b"TNTIDX\0\0"
@@ -90,7 +90,7 @@ class IndexedDataset:
         assert 0 <= start <= stop <= self.num_tokens, (start, stop, self.num_tokens)
         path, count = self.prefix + ".bin", (stop - start) * self.dtype.itemsize
         try:
-            raw = self._files.read(path, count, start * self.dtype.itemsize)
+            raw = self._files.read(path, self._identity, count, start * self.dtype.itemsize)
         except OSError as error:
             raise ValueError(f"--data-path {self.prefix}: {explain(error)}") from error
         if len(raw) < count:
@@ -124,13 +124,20 @@ class IndexedDataset:
     @functools.cached_property
     def index_fingerprint(self) -> str:
         """Hash of the document lengths; the order of samples is seeded with it. It does not depend on the path."""
-        size = os.path.getsize(self.prefix + ".idx")
-        digest = hashlib.sha256(repr((size, self.num_tokens, self.dtype.name)).encode())
-        with os.fdopen(open_regular(self.prefix + ".idx"), "rb") as file:
-            digest.update(file.read(HASHED_BYTES))
-            file.seek(max(0, size - HASHED_BYTES))
-            digest.update(file.read(HASHED_BYTES))
+        self._require_whole_index()
+        digest = hashlib.sha256(repr((self._index.size, self.num_tokens, self.dtype.name)).encode())
+        digest.update(self._index[:HASHED_BYTES])
+        digest.update(self._index[max(0, self._index.size - HASHED_BYTES) :])
         return digest.hexdigest()
+
+    @functools.cached_property
+    def index_checksum(self) -> int:
+        """CRC-32 of the whole index, of which `index_fingerprint` reads both ends only."""
+        self._require_whole_index()
+        check = 0
+        for at in range(0, self._index.size, CHUNK):
+            check = crc32(self._index[at : at + CHUNK], check)
+        return check
 
     @property
     def num_mapped(self) -> int:
@@ -145,6 +152,7 @@ class IndexedDataset:
             resident = size <= RESIDENT_BYTES
             head = file.read(size if resident else HEADER.size)
             raw = np.frombuffer(head, np.uint8) if resident else np.memmap(file, dtype=np.uint8, mode="r")
+        self._index: npt.NDArray[np.uint8] = raw
         self._mapped_bytes = 0 if resident else size
         code, num_sequences, num_indices = parse_header(head[: HEADER.size], self.prefix)
         self.dtype: np.dtype[Any] = np.dtype(TOKEN_TYPES[code])
@@ -203,7 +211,8 @@ class IndexedDataset:
     def _check_tokens(self) -> None:
         """The size of `.bin` must be what the index describes."""
         path, expected = self.prefix + ".bin", self.num_tokens * self.dtype.itemsize
-        size = os.path.getsize(path)
+        self._identity = identity(path)
+        size = self._identity[1]
         if size != expected:
             what = "is truncated" if size < expected else "does not belong to this .idx"
             raise ValueError(

@@ -85,6 +85,11 @@ class TokenRange:
         """The corpus', and which of its tokens these are."""
         return f"{self._data.index_fingerprint}, tokens {self._range}"
 
+    @property
+    def index_checksum(self) -> int:
+        """The corpus'."""
+        return self._data.index_checksum
+
     def document_lengths(self, first: int, stop: int) -> Int64s:
         """Tokens of each document in [first, stop): int64."""
         return np.diff(self._starts[first : stop + 1])
@@ -190,6 +195,7 @@ class GPTDataset:
             epoch, at = divmod(position + filled, self.num_tokens)
             table = self._table(epoch)
             place = int(np.searchsorted(table.starts, at, side="right")) - 1  # past any empty documents
+            before = filled
             while filled < count and place < self.num_documents:
                 skip = at - int(table.starts[place])
                 part = self._source.document(int(table.order[place]), skip, count - filled)
@@ -197,6 +203,12 @@ class GPTDataset:
                 filled += part.size
                 at += part.size
                 place += 1
+            if filled == before:
+                raise ValueError(
+                    f"--data-path {self.data.prefix}: no document of epoch {epoch} holds its token {at}, because its "
+                    f"sample table belongs to another corpus; delete {self.data.prefix}_index_cache, and resume from "
+                    "the last checkpoint"
+                )
         return ids
 
 

@@ -27,6 +27,7 @@ from megazero.price.trace import Kind, Traced
 PRODUCTS = ("mm", "addmm", "addmm_", "bmm")
 NO_WORK = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "_unsafe_view", "promote_types", "resize_")
 OVERWRITES = ("copy_", "zero_", "fill_")  # do not read what they write
+ATTENTION = ("attention", "varlen_attn")  # parts of the names of fused kernels: torch's own, and that of documents
 LOOKUPS = ("embedding", "index_select", "gather", "index_add_", "scatter_add_")
 
 
@@ -125,7 +126,7 @@ def _operator(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
         a, b = read[-2:]
         dtype = next(key for key, value in DTYPES.items() if a.dtype == value)  # what it is added to may be wider
         return Operator(name, num_bytes, dtype, Product(math.prod(a.shape[:-2]), a.shape[-2], b.shape[-1], a.shape[-1]))
-    if "attention" in name:
+    if any(word in name for word in ATTENTION):
         backward = "backward" in name  # whose first argument is the gradient of the output
         q, k = read[backward], read[backward + 1]
         # documents that are attended to alone come as [T, heads, d], with the length of the longest beside them

@@ -73,7 +73,7 @@ def ceiling(config: Config, ranks: int) -> int:
     tokens, each = model.seq_length, max(4, w)
     scores = 2 * model.num_attention_heads * tokens * tokens * each
     block = tokens * (16 * model.hidden_size + 8 * model.ffn_size) * each + scores
-    logits = 2 * tokens * rows * each
+    logits = 2 * tokens * rows * w
     return sharded + gathered + model.num_layers * tokens * model.hidden_size * w + max(block, logits)
 
 

@@ -114,7 +114,8 @@ def _launcher(layout: Layout, device: Device) -> str:
         return "python pretrain_gpt.py"
     if world <= each:
         return f"bash scripts/launch.sh --nproc {world}"
-    nodes = -(-world // each)
+    nodes = next(n for n in range(-(-world // each), world + 1) if world % n == 0)  # every node starts as many ranks
+    each = world // nodes
     return f"sbatch --nodes={nodes} --ntasks-per-node={each} --gpus-per-node={each} scripts/slurm/pretrain.sbatch"
 
 

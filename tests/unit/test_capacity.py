@@ -78,8 +78,12 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
         2,
         {"tensor_model_parallel_size": 2, "recompute": "full", "partition_activations": True, "untie_embeddings": True},
     ),
+    (4, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "interleaved", "virtual_pipeline_stages": 2}),
+    # the head, whose logits are most, is on the first rank of a V
+    (4, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zero-bubble-v", "virtual_pipeline_stages": 2,
+         "vocab_size": 3000, "micro_batch_size": 3}),
     (2, {"recompute": "full", "checkpoint_in_cpu": True, "freeze_parameters": ("blocks.*",)}),
-]
+]  # fmt: skip
 
 
 def resolved(world_size: int, options: dict[str, Any]) -> tuple[Config, Layout]:

@@ -67,6 +67,10 @@ def test_list_verify_and_show(tmp_path: Path) -> None:
     shown = script("show", first)
     assert shown.returncode == 0 and "iteration 1, 8 samples, 1 updates, run abc" in shown.stdout
     assert [line.split()[0] for line in shown.stdout.splitlines()[-2:]] == ["model.w", "exp_avg.w"]
+    (first / "rank_00000.safetensors").unlink()
+    listed = script("list", tmp_path)  # a job's script must see that there is nothing to resume from
+    assert listed.returncode == 1 and len(listed.stdout.splitlines()) == 3 and listed.stdout.count("NOT WHOLE") == 2
+    assert str(tmp_path) in listed.stderr and "<- a resume" not in listed.stdout
     refused = script("list", tmp_path / "nothing")
     assert (
         refused.returncode == 1

@@ -1,6 +1,7 @@
 """merge_datasets, check_dataset, peek, and tokenizers that travel with the data."""
 
 import json
+import re
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
@@ -144,6 +145,23 @@ def test_peek_as_a_page(tmp_path: Path, lines: Path, bpe: Path, capsys) -> None:
         (sum(s.low <= n <= s.high for n in lengths), sum(n for n in lengths if s.low <= n <= s.high)) for s in spans
     ]
     assert sum(s.documents for s in spans) == 200
+
+
+def test_shares_of_tokens(tmp_path: Path, lines: Path, capsys) -> None:
+    """Of sources and of lengths, on the screen and on the page: those of the lengths on disk, which add up."""
+    other = tmp_path / "b.jsonl"
+    other.write_text("".join(json.dumps({"text": "x" * 3**k}) + "\n" for k in range(9)))
+    prefix = preprocess(tmp_path / "c", lines, "byte", "--input", str(lines), str(other))
+    capsys.readouterr()
+    peek.main([prefix, "--documents", "0", "--html", str(tmp_path / "c.html")])
+    by_source, _, by_length = capsys.readouterr().out.partition("tokens in document")
+    lengths = [len(ids) for ids in unpack_corpus(Path(prefix))[1]]
+    spans = [[n for n in lengths if n.bit_length() == bits] for bits in range(20)]
+    page = (tmp_path / "c.html").read_text()
+    for shown, groups in ((by_source, [lengths[:-9], lengths[-9:]]), (by_length, spans), (page, spans)):
+        found = re.findall(r"(?<![\d.])(\d+\.\d)%(?!\")", shown)  # not the width of a bar
+        assert found == [f"{100 * sum(group) / sum(lengths):.1f}" for group in groups if group]
+        assert len(found) > 1 and abs(sum(map(float, found)) - 100) <= 0.05 * len(found) + 1e-6
 
 
 @pytest.mark.parametrize("kind", ["folder", "gpt2", "sentencepiece", "transformers"])

@@ -198,14 +198,29 @@ def test_a_damaged_index_cache_is_made_again(tmp_path: Path, kind: str) -> None:
         assert table_path(tmp_path, prefix).read_bytes() == good
 
 
-def poison(path: Path) -> bytes:
+def poison(path: Path, dataset: GPTDataset) -> bytes:
     """A table that is well formed, and wrong: the samples in another order."""
     flat = np.load(path)
     shuffle = flat[2 * len(DOCUMENTS) + 1 : -1]
     shuffle[:] = np.roll(shuffle, 1)
-    flat[-1] = epochs._checksum(flat[:-1])
+    flat[-1] = epochs._checksum(flat[:-1], epochs._salt(dataset.data, dataset._key, 0))
     np.save(path, flat)
     return path.read_bytes()
+
+
+@pytest.mark.parametrize("number", [2**62, -1])
+@pytest.mark.parametrize("part", ["order", "starts", "shuffle"])
+def test_a_table_with_an_absurd_number_is_made_again(tmp_path: Path, part: str, number: int) -> None:
+    prefix = write_corpus(tmp_path / "c", DOCUMENTS)
+    dataset = GPTDataset(prefix, "3,1", "validation", 6, seed=3, split_by="documents")
+    expected = dataset[3].tolist()
+    path = table_path(tmp_path, prefix)
+    good, flat, count = path.read_bytes(), np.load(path), dataset.num_documents
+    flat[{"order": 1, "starts": count + 1, "shuffle": 2 * count + 2}[part]] = number
+    flat[-1] = epochs._checksum(flat[:-1], epochs._salt(dataset.data, dataset._key, 0))
+    np.save(path, flat)
+    assert GPTDataset(prefix, "3,1", "validation", 6, seed=3, split_by="documents")[3].tolist() == expected
+    assert path.read_bytes() == good
 
 
 @pytest.mark.parametrize("change", ["owner", "folder owner", "group may write", "link"])
@@ -217,7 +232,7 @@ def test_tables_of_others_in_the_temporary_folder_are_not_believed(tmp_path: Pat
     (tmp_path / "c_index_cache").write_text("in the way")
     expected = [GPTDataset(prefix, "1", "train", 6, seed=3)[i].tolist() for i in range(9)]
     (path,) = (tmp_path / "system").rglob("*.npy")
-    poison(path)
+    poison(path, GPTDataset(prefix, "1", "train", 6, seed=3))
     read = [GPTDataset(prefix, "1", "train", 6, seed=3)[i].tolist() for i in range(9)]
     assert read != expected  # one's own is believed
     (base,) = (tmp_path / "system").iterdir()
@@ -239,7 +254,7 @@ def test_a_cache_beside_the_data_that_all_the_world_may_write_is_not_believed(tm
     monkeypatch.setattr(epochs.tempfile, "gettempdir", lambda: str(tmp_path / "system"))
     prefix = write_corpus(tmp_path / "c", DOCUMENTS)
     expected = GPTDataset(prefix, "1", "train", 6, seed=3)[3].tolist()
-    poison(table_path(tmp_path, prefix))
+    poison(table_path(tmp_path, prefix), GPTDataset(prefix, "1", "train", 6, seed=3))
     assert GPTDataset(prefix, "1", "train", 6, seed=3)[3].tolist() != expected
     (tmp_path / "c_index_cache").chmod(0o777)
     assert GPTDataset(prefix, "1", "train", 6, seed=3)[3].tolist() == expected

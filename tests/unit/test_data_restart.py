@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,9 +60,8 @@ def command(tmp_path: Path, monkeypatch) -> Callable[[str], list[str]]:
     draw, lines = random.Random(0), []
     for k in range(120):
         document = {"q": "é" * draw.randrange(60), "a": f"{draw.randrange(90)} answer"}
-        if k % 3 == 2:  # of a document far before it, in another commit
-            document = json.loads(lines[k // 2]) if lines[k // 2] != "bad" else document
-        lines.append("bad" if k % 17 == 3 else json.dumps(document, ensure_ascii=False))
+        line = lines[k - 40] if k > 40 and k % 3 == 0 else json.dumps(document, ensure_ascii=False)
+        lines.append("bad" if k % 17 == 3 else line)  # what repeats an earlier line lies some commits behind it
     for name, part in (("a.jsonl", lines[:70]), ("b.jsonl", lines[70:])):
         (tmp_path / name).write_text("\n".join(part) + "\n")
 
@@ -147,6 +147,30 @@ def test_killed_again_and_again(tmp_path: Path, command, monkeypatch, capsys) ->
         assert content(tmp_path / f"x{turn}") == whole
     assert kills > 50
     assert "going on behind" in capsys.readouterr().err
+
+
+def test_what_a_commit_counts_on_is_on_the_disk(tmp_path: Path, command, monkeypatch) -> None:
+    """A power cut loses writes that were not flushed: when the journal gets its name, no file may have any."""
+    pending, commits = set[str](), list[set[str]]()
+    pwrite, fsync, replace = os.pwrite, os.fsync, os.replace
+
+    def written(handle: int, *rest: Any) -> int:
+        pending.add(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+        return pwrite(handle, *rest)
+
+    def flushed(handle: int) -> None:
+        fsync(handle)
+        pending.discard(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+
+    def renamed(source: Any, target: Any) -> None:
+        if Path(target).name == "journal.json":
+            commits.append(set(pending))
+        replace(source, target)
+
+    for name, call in (("pwrite", written), ("fsync", flushed), ("replace", renamed)):
+        monkeypatch.setattr(os, name, call)
+    preprocess_data.main(command("x"))
+    assert len(commits) > 5 and commits == [set()] * len(commits)
 
 
 def test_a_full_disk_loses_nothing(tmp_path: Path, command, monkeypatch, capsys) -> None:

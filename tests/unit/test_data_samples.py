@@ -161,6 +161,41 @@ def test_cache_is_not_mistaken_for_that_of_another_split_or_an_older_corpus(tmp_
             assert sorted(tokens) == sorted(token for document in own for token in document)
 
 
+@pytest.mark.parametrize("split_by", ["documents", "tokens"])
+def test_a_table_of_a_corpus_that_differs_in_the_middle_alone_is_not_used(
+    tmp_path: Path, split_by: str, monkeypatch
+) -> None:
+    """The fingerprint reads both ends of the index: the same, with as many documents and tokens in both corpora."""
+    monkeypatch.setattr(indexed, "HASHED_BYTES", 50)
+    lengths = [3, 2, 5, 4, 1, 6, 2, 8, 3, 3, 2, 2]
+    names, made, expected = [], [], []
+    for turn in (lengths, [*lengths[:4], 6, 1, *lengths[6:]]):
+        documents = [[100 * k + place for place in range(length)] for k, length in enumerate(turn)]
+        for folder, kept in (("used", made), (f"new{len(names)}", expected)):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            prefix = write_corpus(tmp_path / folder / "c", documents)
+            dataset = GPTDataset(prefix, ALL, "train", 4, seed=3, split_by=split_by)
+            kept.append([dataset[i].tolist() for i in range(9)])
+        names.append(dataset._key.name(0))
+    assert names[0] == names[1] and made == expected and made[0] != made[1]
+
+
+def test_a_table_of_another_key_is_not_used_under_this_name(tmp_path: Path) -> None:
+    prefix = write_corpus(tmp_path / "c", numbered_documents(40))
+    expected = [GPTDataset(prefix, ALL, "train", 6, seed=seed)[0].tolist() for seed in (3, 4)]
+    one, other = cache_files(tmp_path)
+    one.write_bytes(other.read_bytes())
+    assert [GPTDataset(prefix, ALL, "train", 6, seed=seed)[0].tolist() for seed in (3, 4)] == expected
+
+
+@pytest.mark.timeout(30)
+def test_a_table_that_ends_before_its_epoch_is_an_error_not_a_hang(tmp_path: Path) -> None:
+    dataset = GPTDataset(write_corpus(tmp_path / "c", [[k] * 3 for k in range(10)]), ALL, "train", 4, seed=1)
+    dataset._tables[0] = dataset._table(0)._replace(starts=dataset._table(0).starts // 2)
+    with pytest.raises(ValueError, match=r"no document of epoch 0 holds its token 28, .* delete .*c_index_cache"):
+        dataset._stream(28, 5)
+
+
 def test_cache_is_used(tmp_path: Path, monkeypatch) -> None:
     prefix = write_corpus(tmp_path / "c", numbered_documents(40))
     expected = GPTDataset(prefix, ALL, "train", 6, seed=3)[0].tolist()

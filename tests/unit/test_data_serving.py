@@ -164,6 +164,21 @@ def test_many_corpora_need_few_descriptors(tmp_path: Path) -> None:
     assert sum(served) == 2 * count and min(served) >= 1
 
 
+@pytest.mark.parametrize("change", ["as large", "longer"])
+def test_a_corpus_made_anew_is_not_read_through_the_old_index(tmp_path: Path, change: str) -> None:
+    """More corpora than descriptors: a file is opened again, and may be another by then."""
+    pool = files.FilePool(1)
+    one, other = (indexed.IndexedDataset(write_corpus(tmp_path / n, [[1, 2, 3], [4, 5]]), pool) for n in "cd")
+    assert one.tokens(0, 2).tolist() == other.tokens(0, 2).tolist() == [1, 2]  # this closes the first
+    assert one.tokens(0, 2).tolist() == [1, 2] and other.tokens(3, 5).tolist() == [4, 5]
+    anew = write_corpus(tmp_path / "e", [[1, 2], [3, 4, 5] + [6] * (change == "longer")])
+    for end in (".bin", ".idx"):
+        os.replace(f"{anew}{end}", f"{tmp_path / 'c'}{end}")
+    with pytest.raises(ValueError, match=r"--data-path .*/c: .*/c.bin: another file took its name, .*last checkpoint"):
+        one.tokens(0, 2)
+    assert other.tokens(0, 2).tolist() == [1, 2] and pool._limit == 1
+
+
 def test_the_limit_of_open_files_is_raised_or_refused(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(indexed, "RESIDENT_BYTES", 0)
     words = [w for k in range(30) for w in ("1", str(write_corpus(tmp_path / f"c{k}", numbered_documents(8))))]

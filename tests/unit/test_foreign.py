@@ -11,7 +11,16 @@ import pytest
 
 from benchmarks.reports import foreign as report
 from megazero.config.cli import flags, options, parse, preset_args, read
-from megazero.config.foreign.translate import ENTRIES, UnknownFlags, find_entry, is_ours, split_items, translate
+from megazero.config.foreign import deepspeed
+from megazero.config.foreign.translate import (
+    ENTRIES,
+    UnknownFlags,
+    find_entry,
+    is_ours,
+    refusals,
+    split_items,
+    translate,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"
@@ -178,6 +187,88 @@ def test_a_deepspeed_file_is_flags(tmp_path: Path) -> None:
     path.write_text(json.dumps({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "xyzzy": 1}))
     with pytest.raises(ValueError, match=r"offload_optimizer.device = .*--zero-stage 1 shards .*xyzzy = 1: it has no"):
         parse(["--deepspeed_config", str(path)])
+
+
+# Values that no flag and no key with a meaning here takes, and values that some take.
+NEVER = (
+    "Infinity",
+    "-Infinity",
+    "NaN",
+    "null",
+    "[]",
+    "[0.9]",
+    "[[0.9], 1]",
+    "{}",
+    '{"x": 1}',
+    "1e400",
+    "[" * 900 + "]" * 900,
+)
+PERHAPS = ("true", '"x"', "1000000000", "-1", "0.5", "0")
+TEXTS = {"--save", "--log-dir", "--load", "--tokenizer", "--tensorboard-dir", "--wandb-name"}  # they take any word
+
+
+def test_a_foreign_flag_with_an_absurd_value_is_refused_by_its_name() -> None:
+    around = ["--seq-length inf", "--pp 0 --micro-batch-size 0", "--train-tokens x --recompute-num-layers nan"]
+    around += ["--num-layers nan --profile-step-start x --seq-length 0"]
+    for entry in ENTRIES:
+        flag = f"--{entry.name.replace('*', 'any')}"
+        for line in around:
+            for word in ("NaN", "1"):
+                translate([*line.split(), flag, word], options())
+        for word in (*NEVER, *PERHAPS):
+            translated = translate([flag, word], options(), count_ranks=lambda: 2)
+            refused = refusals(translated.answers)
+            assert not refused or refused.startswith(flag), (flag, word, refused)
+            if word in NEVER:
+                assert word not in translated.args or translated.args[0] in TEXTS, (flag, word, translated.args)
+
+
+@pytest.mark.parametrize("flag", ["lr-warmup-fraction", "max-steps", "learning-rate", "batch-size", "train-samples"])
+def test_a_number_that_is_not_finite_is_refused_under_the_name_that_was_given(flag: str) -> None:
+    for word in ("inf", "nan"):
+        with pytest.raises(ValueError, match=rf"^--{flag} {word} \((Megatron-LM|Hugging Face)'s\): "):
+            parse([f"--{flag}", word])
+
+
+def test_a_deepspeed_file_with_absurd_values_is_refused_by_its_keys(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    computed = (
+        "zero_optimization.overlap_comm",
+        "fp16.initial_scale_power",
+        "optimizer.params.betas",
+        "scheduler.type",
+    )
+    for key in (*deepspeed.FLAGS, *deepspeed.SWITCHES, *deepspeed.ONLY, *computed, "gradient_accumulation_steps"):
+        for value in (*NEVER, *PERHAPS):
+            text = value
+            for part in reversed(key.split(".")):
+                text = f'{{"{part}": {text}}}'
+            path.write_text(text)
+            refused = refusals(translate(["--deepspeed_config", str(path)], options(), count_ranks=lambda: 2).answers)
+            assert key in refused if value in NEVER else not refused or key in refused, (key, value, refused)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"fp16": {"initial_scale_power": 1e9}}', "fp16.initial_scale_power = 1000000000.0: it must be 0 to 48"),
+        ('{"optimizer": {"params": {"betas": [0.9]}}}', "optimizer.params.betas = [0.9]: it must be two numbers"),
+        ('{"optimizer": {"params": {"lr": true}}}', "optimizer.params.lr = true: --lr true: must be a number"),
+        ('{"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": "x"}',
+         "gradient_accumulation_steps = 2: train_micro_batch_size_per_gpu x is not a number"),
+        ("[" * 100_000, "ds.json is no JSON: nested too deeply"),
+        ('{"a":' * 1000 + "1" + "}" * 1000, "ds.json"),
+    ],
+)  # fmt: skip
+def test_a_deepspeed_file_is_refused_with_the_reason(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "ds.json").write_text(text)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        parse(["--deepspeed_config", str(tmp_path / "ds.json")])
+
+
+def test_empty_groups_of_a_deepspeed_file_ask_for_nothing(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"optimizer": {"params": {}}, "aio": {}, "fp16": {}, "steps_per_print": 7}')
+    assert parse(["--deepspeed_config", str(tmp_path / "ds.json")]) == parse(["--log-interval", "7"])
 
 
 def test_what_was_done_is_said_in_a_line_each() -> None:

@@ -149,3 +149,17 @@ def test_rotary_frequencies_are_transformers(scaling: float) -> None:
     theirs = LlamaRotaryEmbedding(LlamaConfig(hidden_size=256, num_attention_heads=2, rope_parameters=rope))
     found = Rotary(128, MODEL.rotary_base, scaling).frequencies(torch.device("cpu"))
     assert torch.equal(found, theirs.inv_freq)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("given", [False, True])
+def test_angles_of_far_positions_are_not_rounded_to_the_precision(dtype: torch.dtype, given: bool) -> None:
+    """bf16 holds no odd number above 256, fp16 none above 2,048: only cos and sin are rounded."""
+    length, dim, base = 6000, 4, 500.0
+    x = torch.zeros(1, length, 1, dim, dtype=dtype)
+    found = Rotary(dim, base).tables(x, torch.arange(length) if given else None)
+    angles = torch.arange(length, dtype=torch.float64)[:, None] / torch.tensor([1.0, base**0.5], dtype=torch.float64)
+    for table, exact in zip(found, (angles.cos(), angles.sin()), strict=True):
+        assert table.dtype == dtype
+        error = (table.view(length, dim // 2).double() - exact).abs()
+        assert (error <= torch.finfo(dtype).eps / 2 + 4 * torch.finfo(torch.float32).eps * angles).all()

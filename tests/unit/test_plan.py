@@ -26,7 +26,7 @@ from megazero.price.network import Network, group_of
 from megazero.price.plan import Plan, advice, make_plan, plan_config
 from megazero.price.plan_report import summary
 from megazero.price.search import candidates
-from megazero.price.search_report import run_search
+from megazero.price.search_report import command, run_search
 from megazero.price.simulate import simulate
 from megazero.price.stage_bytes import stage_bytes
 from megazero.price.step_time import Few, StepPrograms, step_parts
@@ -87,14 +87,14 @@ def test_rings_and_messages_by_hand() -> None:
     assert wide.one_pass("tp", size) == pytest.approx(size * 7 / 8 / 1e10)
 
 
-def test_a_traced_block_has_narayanans_flops_and_six_sums() -> None:
+@pytest.mark.parametrize("flags", ["", "--precision bf16 --reset-attention-mask --tokenizer byte"])
+def test_a_traced_block_has_narayanans_flops_and_six_sums(flags: str) -> None:
     """24 b s h^2 and 4 b s^2 h, the causal half of it, per rank; twice that backward; 2 + 1 + 2 all-reduces.
 
-    A recompute leaves out the MLP's second product, 8 b s h^2, and its sum.
+    A recompute leaves out the MLP's second product, 8 b s h^2, and its sum. Documents may be as long as a sample.
     """
-    config, layout = resolve(
-        parse([*SMALL.split(), "--tensor-model-parallel-size=2", "--recompute=full", "--micro-batch-size=3"]), 2, 0
-    )
+    flags = f"{SMALL} --tensor-model-parallel-size 2 --recompute full --micro-batch-size 3 {flags}"
+    config, layout = resolve(parse(flags.split()), 2, 0)
     spec, specs = rank_spec(config, layout, 0), stage_units(config.model, layout, 0)
     events = layer_events(config, layout, spec.layers["blocks.1"], specs, "cuda")
     tokens, hidden, length = 3 * 32, 64, 32
@@ -204,10 +204,13 @@ def test_plan_json_has_the_bytes_of_the_estimate(tmp_path: Path, capsys: pytest.
     printed = capsys.readouterr().out
     plan = json.loads((tmp_path / "log/plan.json").read_text())
     config, layout = resolve(parse(flags.split()), 8, 0)
+    usable = 85_000_000_000 - 1_800_000_000  # of an h100-80gb: its capacity without that of libraries
     for pp, stage in enumerate(plan["stages"]):
         wanted = estimate(config, layout, pp * 4, needs_staging_buffer=False)
         assert (stage["memory_bytes"], stage["traffic_bytes"]) == (wanted.memory, wanted.traffic)
         assert stage["peak_bytes"] > stage["memory_bytes"]["parameters"] + stage["memory_bytes"]["optimizer"]
+        assert sum(stage["at_peak"].values()) == stage["peak_bytes"]
+        assert stage["peak_bytes"] + stage["free_bytes"] == usable
     assert len(plan["stages"]) == 2 and plan["fits"] and "limit:" in printed
     seconds = plan["step_seconds"]
     assert plan["tflops_per_device"] == pytest.approx(model_flops(config.model, 8) / seconds / 8 / 1e12)
@@ -221,8 +224,11 @@ def test_plan_json_has_the_bytes_of_the_estimate(tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     "flags, said",
     [
-        ("--plan --world-size 8", "--plan needs --device-type"),
-        ("--plan-search --device-type b200", "--plan-search needs --world-size"),
+        (
+            "--plan --world-size 8",
+            "--plan needs --device-type, whose speed .*such as --device-type h100-80gb, or a TOML",
+        ),
+        ("--plan-search --device-type b200", "--plan-search needs --world-size, the number of devices"),
         ("--plan --plan-search --world-size 8 --device-type b200", "use one"),
         ("--world-size 8", "--world-size 8 is about --plan"),
         ("--plan --world-size 8 --device-type h10-80gb", "--device-type h10-80gb: .* did you mean h100-80gb"),
@@ -369,6 +375,26 @@ def test_a_search_leaves_out_what_does_not_fit(tmp_path: Path) -> None:
         assert bool(plans) == fits and all(plan.free >= 0 for plan in plans), usable
         assert [plan.seconds for plan in plans] == sorted(plan.seconds for plan in plans)
     assert "none of" in (tmp_path / "out").read_text()
+
+
+@pytest.mark.parametrize(
+    ("world", "starts"),
+    [
+        (1, "python pretrain_gpt.py"),
+        (6, "bash scripts/launch.sh --nproc 6"),
+        (8, "bash scripts/launch.sh --nproc 8"),
+        (24, "sbatch --nodes=3 --ntasks-per-node=8 --gpus-per-node=8 scripts/slurm/pretrain.sbatch"),
+        (12, "sbatch --nodes=2 --ntasks-per-node=6 --gpus-per-node=6 scripts/slurm/pretrain.sbatch"),
+        (20, "sbatch --nodes=4 --ntasks-per-node=5 --gpus-per-node=5 scripts/slurm/pretrain.sbatch"),
+    ],
+)
+def test_the_command_of_a_search_starts_the_ranks_that_were_planned(world: int, starts: str) -> None:
+    """On nodes of 8: nodes x tasks of a node are all ranks."""
+    argv = f"{SMALL} --plan-search --world-size {world} --device-type h100-80gb --global-batch-size 120".split()
+    config = parse(argv)
+    plan = make_plan(*plan_config(config))
+    assert plan.layout.world_size == world
+    assert command(plan, config, argv) == f"{starts} {SMALL} --global-batch-size 120"
 
 
 def test_a_search_needs_a_batch() -> None:

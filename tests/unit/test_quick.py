@@ -30,7 +30,7 @@ def test_the_bounds_of_a_models_parameters_are_close() -> None:
 
 
 # a shape of each architecture, and shapes at which something else is largest
-SHAPES = ["--preset gpt2-1.5b", "--preset llama-125m", "--preset parallel-6b"]
+SHAPES = ["--preset gpt2-1.5b", "--preset llama-125m", "--preset parallel-6b", "--preset qwen2-0.5b"]
 SHAPES += ["--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 512 --vocab-size 90000"]
 SHAPES += ["--num-layers 40 --hidden-size 512 --num-attention-heads 16 --seq-length 64 --vocab-size 300"]
 
@@ -109,15 +109,17 @@ import pretrain_gpt
 from megazero.memory.host import Available
 pretrain_gpt.host_memory = lambda: Available(4 * 10**9, "of host memory")
 pretrain_gpt.has_accelerator = lambda: False
-try:
-    pretrain_gpt.main(["--preset", "gpt2-1.5b"])
-except SystemExit as stop:
-    print(stop.code, sorted({"torch", "numpy", "tyro"} & set(sys.modules)))
+for words in (["--preset", "gpt2-1.5b"], ["--preset", "tiny", "--plan"]):
+    try:
+        pretrain_gpt.main(words)
+    except SystemExit as stop:
+        print(stop.code, sorted({"torch", "numpy", "tyro"} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.stdout == "1 ['tyro']\n", done.stderr
+    assert done.stdout == "1 ['tyro']\n" * 2, done.stderr
     assert "what fits: this model on" in done.stderr and "here --preset gpt2-124m" in done.stderr
-    assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("ValueError: --num-layers 48")
+    fit, plan = done.stderr.splitlines()
+    assert fit.startswith("ValueError: --num-layers 48") and plan.startswith("ValueError: --plan needs --device-type, ")
 
 
 def test_the_documented_refusal_is_what_is_said() -> None:

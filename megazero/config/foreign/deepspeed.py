@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from megazero.config.foreign.table import (
@@ -16,10 +15,15 @@ from megazero.config.foreign.table import (
     as_text,
     computed,
     fixed,
+    number,
     refused,
     switch,
+    truth,
     unneeded,
+    whole,
 )
+from megazero.config.limits import shorten
+from megazero.files import read_json_object
 
 AUTO = "auto"  # in a DeepSpeed file: what the command line says
 
@@ -108,7 +112,9 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the leaves of a JSON object by the path to them, joined by dots."""
     found: dict[str, Any] = {}
     for key, value in values.items():
-        found |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        found |= (
+            flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
+        )
     return found
 
 
@@ -122,45 +128,56 @@ def file_words(leaves: Mapping[str, Any], use: Use) -> list[str]:
         Refused: a key or value without an equal.
     """
     disabled = tuple(
-        key.removesuffix("enabled") for key, value in leaves.items() if key.endswith(".enabled") and not value
+        key.removesuffix("enabled") for key, value in leaves.items() if key.endswith(".enabled") and value is False
     )
     words, wrong = list[str](), list[str]()
     for key, value in leaves.items():
         if value == AUTO or key.startswith("_") or (key.startswith(disabled) and disabled):
             continue
         try:
-            words += _key_words(key, value, leaves, use)
+            words += use.checked(_key_words(key, value, leaves, use))
         except Refused as reason:
-            wrong.append(f"{key} = {json.dumps(value)}: {reason}")
+            wrong.append(f"{shorten(key)} = {shorten(json.dumps(value))}: {reason}")
     if wrong:
         raise Refused("; ".join(wrong))
     return words
 
 
 def _key_words(key: str, value: Any, leaves: Mapping[str, Any], use: Use) -> list[str]:
+    if key == "tensorboard.output_path" and not isinstance(value, str):
+        raise Refused("it must be a string")
     if key in FLAGS:
         return [] if use.given(FLAGS[key]) else [f"--{FLAGS[key]}", as_text(value)]
     if key in SWITCHES:
         flag = SWITCHES[key].split()[0].removeprefix("--")
-        return SWITCHES[key].split() if value and not use.given(flag) else []
+        return SWITCHES[key].split() if truth(as_text(value)) and not use.given(flag) else []
     if key in ONLY:
         if json.dumps(value).lower() not in ONLY[key]:
             raise Refused("it must be " + " or ".join(ONLY[key]) + _INSTEAD.get(key, ""))
         return []
     if key == "zero_optimization.overlap_comm":
-        return [] if value or use.given("overlap-comm") else ["--no-overlap-comm"]
+        return [] if truth(as_text(value)) or use.given("overlap-comm") else ["--no-overlap-comm"]
     if key == "fp16.initial_scale_power":
-        return [] if use.given("initial-loss-scale") else ["--initial-loss-scale", str(2**value)]
+        power = whole(as_text(value))
+        if not 0 <= power <= 48:
+            raise Refused("it must be 0 to 48")
+        return [] if use.given("initial-loss-scale") else ["--initial-loss-scale", str(2**power)]
     if key == "optimizer.params.betas":
-        return [] if use.given("adam-beta2") else ["--adam-beta1", str(value[0]), "--adam-beta2", str(value[1])]
+        if not isinstance(value, list) or len(value) != 2:
+            raise Refused("it must be two numbers, such as [0.9, 0.95]")
+        betas = [str(number(as_text(beta))) for beta in value]
+        return [] if use.given("adam-beta2") else ["--adam-beta1", betas[0], "--adam-beta2", betas[1]]
     if key == "gradient_accumulation_steps":
-        whole = "train_batch_size" in leaves or use.given("global-batch-size")
-        return [] if whole else _accumulated(int(value), leaves, use)
+        steps = whole(as_text(value))
+        known = "train_batch_size" in leaves or use.given("global-batch-size")
+        return [] if known else _accumulated(steps, leaves, use)
     if key == "scheduler.type":
-        if value not in SCHEDULES:
+        if not isinstance(value, str) or value not in SCHEDULES:
             raise Refused("there are " + ", ".join(SCHEDULES))
         return [] if use.given("lr-decay-style") else ["--lr-decay-style", SCHEDULES[value]]
     if any(key == known or (known.endswith("*") and key.startswith(known[:-1])) for known in UNNEEDED):
+        return []
+    if value == {} and any(leaf.startswith(f"{key}.") for leaf in (*FLAGS, *SWITCHES, *ONLY, *UNNEEDED)):
         return []
     raise Refused("it has no equal here; drop it")
 
@@ -175,7 +192,9 @@ _INSTEAD = {
 
 def _accumulated(steps: int, leaves: Mapping[str, Any], use: Use) -> list[str]:
     micro = leaves.get("train_micro_batch_size_per_gpu", AUTO)
-    micro = use.get_whole("micro-batch-size") if micro == AUTO or use.given("micro-batch-size") else int(micro)
+    if micro == AUTO or use.given("micro-batch-size"):
+        micro = use.get("micro-batch-size")
+    micro = whole(as_text(micro), "train_micro_batch_size_per_gpu ")
     return ["--global-batch-size", str(steps * micro * use.data_parallel())]
 
 
@@ -184,12 +203,9 @@ def _file(use: Use) -> list[str]:
     if not use.values or use.values[0].lower() in ("true", "false"):
         return []
     try:
-        values = json.loads(Path(use.value).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return file_words(flatten(read_json_object(use.value)), use)
+    except (OSError, ValueError, RecursionError) as error:  # RecursionError: nested hundreds of levels deep
         raise Refused(f"{use.value} cannot be read: {error}") from None
-    if not isinstance(values, dict):
-        raise Refused(f"{use.value} is not a JSON object")
-    return file_words(flatten(values), use)
 
 
 _OFFLOAD = "--zero-stage 1 shards the optimizer over ranks instead"

@@ -21,7 +21,7 @@ from megazero.config.foreign.table import (
 
 
 def _per_virtual_stage(use: Use) -> list[str]:
-    layers, pp, each = use.get_whole("num-layers"), use.get_whole("pipeline-model-parallel-size"), use.whole()
+    layers, pp, each = use.get_whole("num-layers"), max(1, use.get_whole("pipeline-model-parallel-size")), use.whole()
     if each < 1 or layers % (pp * each):
         raise Refused(f"{each} layers do not divide --num-layers {layers} over {pp} stages")
     return _chunks(layers // (pp * each))
@@ -32,23 +32,17 @@ def _chunks(chunks: int) -> list[str]:
 
 
 def _recompute_method(use: Use) -> list[str]:
-    each = int(
-        float(
-            (use.foreign.get("recompute-num-layers") or use.foreign.get("activations-checkpoint-num-layers") or ("1",))[
-                0
-            ]
-        )
-    )
+    each = use.number_of("recompute-num-layers", use.word("activations-checkpoint-num-layers") or "1")
     stage = use.get_whole("num-layers") // max(1, use.get_whole("pipeline-model-parallel-size"))
     if use.value not in ("uniform", "block"):
         raise Refused("there are uniform and block")
     if use.value == "uniform" and each != 1:
         raise Refused(
-            f"--recompute full keeps the input of every block, not of every {each}; give 1 layer, or drop both"
+            f"--recompute full keeps the input of every block, not of every {each:g}; give 1 layer, or drop both"
         )
     if use.value == "block" and each < stage:
         raise Refused(
-            f"--recompute full recomputes all {stage} blocks of a rank, not {each}; drop it, or use selective"
+            f"--recompute full recomputes all {stage} blocks of a rank, not {each:g}; drop it, or use selective"
         )
     old = use.name == "activations-checkpoint-method"
     return ["--recompute", "full"] if old else []

@@ -19,10 +19,8 @@ from megazero.config.foreign.table import (
 def _profile(use: Use) -> list[str]:
     if not use.on():
         return []
-    first, last = (
-        use.word(name) or default for name, default in (("profile-step-start", "10"), ("profile-step-end", "12"))
-    )
-    return ["--profile-iterations", f"{int(float(first)) + 1}:{int(float(last))}"]
+    first, last = use.number_of("profile-step-start", "10"), use.number_of("profile-step-end", "12")
+    return ["--profile-iterations", f"{int(first) + 1}:{int(last)}"]
 
 
 REST: Entries = (

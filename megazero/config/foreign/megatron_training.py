@@ -25,9 +25,8 @@ def _iterations(samples: float, use: Use) -> int:
 
 def _train_length(use: Use) -> list[str]:
     """The shorter of --train-samples and --train-tokens, in whole iterations."""
-    use.number()
-    per_sample = {"train-samples": 1, "train-tokens": use.get_whole("seq-length")}
-    samples = [float(use.foreign[name][0]) / per for name, per in per_sample.items() if use.foreign.get(name)]
+    per_sample = {"train-samples": 1, "train-tokens": max(1, use.get_whole("seq-length"))}
+    samples = [use.number_of(name, "") / per for name, per in per_sample.items() if name in use.foreign]
     _same_batch(use, "train-iters")
     return ["--train-iters", str(max(1, int(min(samples) // use.global_batch())))]
 
@@ -40,7 +39,7 @@ def _same_batch(use: Use, ours: str) -> None:
 def _in_iterations(ours: str, per_token: bool) -> Translation:
     def convert(use: Use) -> list[str]:
         _same_batch(use, ours)
-        samples = use.number() / (use.get_whole("seq-length") if per_token else 1)
+        samples = use.number() / (max(1, use.get_whole("seq-length")) if per_token else 1)
         return [f"--{ours}", str(_iterations(samples, use) if samples else 0)]
 
     return convert

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -34,6 +35,7 @@ class Use:
         ours: what has been given in our words so far (preset included) -> its words.
         defaults: our flags -> their defaults as words.
         count_ranks: returns the number of ranks of the run.
+        checked: returns words of ours unchanged; Refused if one of our flags does not take its value.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Use:
     ours: Mapping[str, tuple[str, ...]]
     defaults: Mapping[str, str]
     count_ranks: Callable[[], int]
+    checked: Callable[[Sequence[str]], Sequence[str]]
 
     @property
     def value(self) -> str:
@@ -52,26 +55,19 @@ class Use:
 
     def number(self) -> float:
         """The only word as a number."""
-        try:
-            return float(self.value)
-        except ValueError:
-            raise Refused(f"{self.value} is not a number") from None
+        return number(self.value)
 
     def whole(self) -> int:
         """The only word as a whole number, which may be written as 1e5 or 1_000."""
-        number = self.number()
-        if number != int(number):
-            raise Refused(f"{self.value} is not a whole number")
-        return int(number)
+        return whole(self.value)
+
+    def number_of(self, foreign: str, default: str) -> float:
+        """The number of another foreign flag of the command line."""
+        return number(self.word(foreign) or default, f"--{foreign} ")
 
     def on(self) -> bool:
         """Return whether a switch is on: it is alone, or followed by a word for true. Refused for any other word."""
-        if not self.values:
-            return True
-        word = self.value.lower()
-        if word not in TRUE + FALSE:
-            raise Refused(f"it is a switch, and {self.value} is neither true nor false")
-        return word in TRUE
+        return not self.values or truth(self.value)
 
     def word(self, foreign: str) -> str:
         """The only word of a foreign flag of the command line; empty if it is not there, or has several."""
@@ -89,10 +85,7 @@ class Use:
 
     def get_whole(self, ours: str) -> int:
         """The value of one of our flags that takes a whole number."""
-        try:
-            return int(float(self.get(ours)))
-        except ValueError:
-            raise Refused(f"it needs a whole number for --{ours}") from None
+        return whole(self.get(ours), f"--{ours} ")
 
     def data_parallel(self) -> int:
         """Data-parallel ranks of the run: all ranks, or --world-size of a plan, over tensor x pipeline."""
@@ -102,7 +95,7 @@ class Use:
 
     def global_batch(self) -> int:
         """Samples of an iteration."""
-        return self.get_whole("global-batch-size") or self.get_whole("micro-batch-size") * self.data_parallel()
+        return max(1, self.get_whole("global-batch-size") or self.get_whole("micro-batch-size") * self.data_parallel())
 
 
 Translation = Callable[[Use], Sequence[str]]
@@ -207,6 +200,32 @@ def _equal_number(word: str, allowed: Sequence[str]) -> bool:
         return float(word) in [float(value) for value in allowed]
     except ValueError:
         return False
+
+
+def number(word: str, name: str = "") -> float:
+    """A word as a number. Refused if it is none, or not finite; `name` with a space begins the reason."""
+    try:
+        found = float(word)
+    except ValueError:
+        raise Refused(f"{name}{word} is not a number") from None
+    if not math.isfinite(found):
+        raise Refused(f"{name}{word} is not a finite number")
+    return found
+
+
+def whole(word: str, name: str = "") -> int:
+    """A word as a whole number, as `number`."""
+    found = number(word, name)
+    if not found.is_integer():
+        raise Refused(f"{name}{word} is not a whole number")
+    return int(found)
+
+
+def truth(word: str) -> bool:
+    """Return whether a switch is on. Refused unless its word is one for true or for false."""
+    if word.lower() not in TRUE + FALSE:
+        raise Refused(f"it is a switch, and {word} is neither true nor false")
+    return word.lower() in TRUE
 
 
 def as_text(value: object) -> str:

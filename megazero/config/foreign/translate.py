@@ -7,7 +7,7 @@ import fnmatch
 import functools
 import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from megazero.config.foreign import (
     megatron_training,
 )
 from megazero.config.foreign.table import FALSE, LAST, TRUE, TYPES, Entries, Foreign, Refused, Use
-from megazero.config.limits import shorten
+from megazero.config.limits import Range, shorten
 
 ENTRIES: Entries = (
     *megatron_model.MODEL,
@@ -43,10 +43,29 @@ class Option(NamedTuple):
     Attributes:
         kind: its type: bool, int, ...
         default: its default, in one word; empty where it is none.
+        limits: its range, if it takes a number.
     """
 
     kind: Any
     default: str
+    limits: Range | None = None
+
+    def complaint(self, values: Sequence[str]) -> str:
+        """Return why its parser refuses these words; empty if it does not."""
+        if self.kind is bool:
+            return f"{' '.join(values)} is neither true nor false" if values else ""
+        if typing.get_origin(self.kind) is tuple:
+            return ""
+        if len(values) != 1:
+            return "give it one value"
+        if typing.get_origin(self.kind) is typing.Literal:
+            choices = list(map(str, typing.get_args(self.kind)))
+            return "" if values[0] in choices else f"there are {', '.join(choices)}"
+        try:
+            value = self.kind(values[0])
+        except ValueError:
+            return f"must be a {'whole ' if self.kind is int else ''}number"
+        return self.limits.complaint(value) if self.limits else ""
 
 
 @dataclass(frozen=True)
@@ -183,13 +202,14 @@ def translate(
     became: dict[int, list[Item]] = {at: [item] for at, item in enumerate(items) if at not in entries}
     answers: dict[int, Answer] = {}
     beneath = split_items(under or [])
+    checked = functools.partial(_checked, known)
     for at in sorted(entries, key=lambda at: (entries[at].stage, at)):
         entry, item = entries[at], items[at]
         so_far = beneath + [ours for place in sorted(became) for ours in became[place]]
         ours = {_positive(own.name, known): own.values for own in so_far}
-        use = Use(item.name.lower(), item.values, foreign, ours, defaults, count_ranks)
+        use = Use(item.name.lower(), item.values, foreign, ours, defaults, count_ranks, checked)
         try:
-            words = tuple(entry.translate(use))
+            words = tuple(checked(entry.translate(use)))
         except Refused as reason:
             answers[at] = Answer(item, entry, (), str(reason))
             continue
@@ -198,6 +218,15 @@ def translate(
         became[place] = [_spell(own, known) for own in split_items(list(words))]
     args = [word for at in sorted(became) for own in became[at] for word in own.words()]
     return Translated(args, tuple(answers[at] for at in sorted(answers)))
+
+
+def _checked(known: Mapping[str, Option], words: Sequence[str]) -> Sequence[str]:
+    """Return words of ours unchanged. Refused if a flag does not take its value: its parser would name ours only."""
+    for item in split_items(list(words)):
+        own = _spell(item, known)
+        if own.name in known and (complaint := known[own.name].complaint(own.values)):
+            raise Refused(f"{shorten(item)}: {complaint}")
+    return words
 
 
 def _positive(name: str, known: Mapping[str, Option]) -> str:
@@ -239,5 +268,6 @@ def refusals(answers: tuple[Answer, ...]) -> str:
     by_reason: dict[tuple[str, str], dict[str, None]] = {}
     for answer in answers:
         if answer.refusal:
-            by_reason.setdefault((answer.entry.system, answer.refusal), {})[shorten(answer.item)] = None
+            shown = f"{answer.item.spelled} {shorten(' '.join(answer.item.values))}".rstrip()
+            by_reason.setdefault((answer.entry.system, answer.refusal), {})[shown] = None
     return "\n".join(f"{', '.join(items)} ({system}'s): {why}" for (system, why), items in by_reason.items())
