@@ -78,7 +78,7 @@ def model_of(architecture: str) -> ModelConfig:
 
 @pytest.mark.parametrize("architecture", DRAWN)
 def test_initial_values_are_those_of_the_papers(architecture: str) -> None:
-    """What is declared, and what the engine's weights are: their mean and standard deviation in a run of one rank."""
+    """Means and standard deviations as declared, and those of the weights of an engine of one rank."""
     model = model_of(architecture)
     specs = [spec for specs in declared(model, 1).values() for spec in specs]
     named = {spec.name.removeprefix("blocks.0."): spec for spec in specs}

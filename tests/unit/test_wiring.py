@@ -1,76 +1,32 @@
 """Lines that call a part: every argument of the parts that a run is put together from, at values that are no default.
 
-A run is made in this process, by `pretrain_gpt.main` and `scripts/generate.py`, with all of its real parts. What each
-was called with is noted, and compared with a table. A parameter without an entry in its table is an error: so is one
-that joins later.
+A run is made in this process, by `pretrain_gpt.main` and `scripts/generate.py`, with all of its real parts. The
+arguments of each are noted, and compared with a table, which must have an entry for every parameter.
 """
 
 from __future__ import annotations
 
 import datetime
-import functools
-import importlib
 import importlib.util
-import inspect
 import json
 import random
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 
 import pretrain_gpt
-from megazero.comm import launch
-from megazero.comm.mesh import Mesh
 from megazero.comm.world import World
 from megazero.data import loader
 from megazero.model.kernels.table import EAGER
 from megazero.model.matmul import TORCH
-from megazero.plan.topology import Layout
+from tests.helpers.notes import As, Call, Kind, Notes, calls_of, differences
 from tests.unit.data_helpers import write_corpus
 
 ROOT = Path(__file__).resolve().parents[2]
-Call = dict[str, Any]  # parameter -> argument, defaults included
-
-
-class Notes:
-    """What functions and constructors are called with, for as long as `patch` lasts."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.patch, self.calls = patch, dict[str, list[Call]]()
-
-    def of(self, name: str, instead: Callable[..., Any] | None = None) -> list[Call]:
-        """Note the calls of "module:function" or "module:Class"; a function may be replaced by `instead`."""
-        module, _, path = name.partition(":")
-        owner: Any = importlib.import_module(module)
-        *outer, attribute = path.split(".")
-        for part in outer:
-            owner = getattr(owner, part)
-        target = getattr(owner, attribute)
-        is_class = inspect.isclass(target)
-        if is_class:
-            owner, attribute, target = target, "__init__", target.__init__
-        signature, calls = inspect.signature(target), self.calls.setdefault(name, [])
-
-        @functools.wraps(target)
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            calls.append({key: value for key, value in bound.arguments.items() if key != "self"})
-            return (instead or target)(*args, **kwargs)
-
-        static = isinstance(inspect.getattr_static(owner, attribute), (staticmethod, classmethod))
-        self.patch.setattr(owner, attribute, staticmethod(noted) if static else noted)
-        return calls
-
-
-# -- the runs
-
 MODEL = (
     "--num-layers 3 --hidden-size 16 --ffn-hidden-size 40 --num-attention-heads 2 --seq-length 8 --vocab-size 260 "
     "--init-method-std 0.05 --precision fp64 --tokenizer byte --micro-batch-size 2 --global-batch-size 4 "
@@ -156,27 +112,6 @@ class Runs:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     with pytest.MonkeyPatch.context() as patch:
         yield Runs(tmp_path_factory.mktemp("wiring"), patch)
-
-
-@dataclass(frozen=True)
-class As:
-    """The argument of another part's first call, or an attribute of it: "PART.parameter.attribute"."""
-
-    path: str
-
-    def found(self, notes: Notes) -> Any:
-        part, parameter, *attributes = self.path.split(".")
-        return functools.reduce(getattr, attributes, calls_of(notes, part)[0][parameter])
-
-
-@dataclass(frozen=True, eq=False)
-class Kind:
-    """Any object of the class of this name."""
-
-    name: str
-
-    def __eq__(self, other: object) -> bool:
-        return type(other).__name__ == self.name
 
 
 STREAM, TRACKER = As("Checkpoints.engine.model.stream"), As("Checkpoints.engine.tracker")
@@ -413,16 +348,6 @@ GENERATED: dict[str, Call] = {
 }
 
 
-def calls_of(notes: Notes, part: str) -> list[Call]:
-    return next(calls for name, calls in notes.calls.items() if name.rpartition(":")[2].removeprefix("Mesh.") == part)
-
-
-def differences(notes: Notes, call: Call, wanted: Call) -> dict[str, Any]:
-    """Parameter -> what it is, where it is not what is wanted."""
-    wanted = {name: value.found(notes) if isinstance(value, As) else value for name, value in wanted.items()}
-    return {name: call[name] for name, value in wanted.items() if not (call[name] is value or value == call[name])}
-
-
 @pytest.mark.parametrize("part", FIRST)
 def test_a_run_hands_its_parts_what_the_flags_say(part: str, runs: Runs) -> None:
     call = calls_of(runs.training, part)[0]
@@ -499,75 +424,3 @@ def test_ranks_compare_the_tokenizer_and_the_corpora(runs: Runs) -> None:
     assert values["the content of --tokenizer"] == As("Trainer.tokenizer").found(runs.training).identity
     assert [values[f"the weight of --data-path's corpus {number}"] for number in (1, 2)] == ["3", "1"]
     assert values["--seed"] == "77" and values["--ffn-hidden-size"] == "40"
-
-
-# -- ranks that join and part, without others
-
-
-@pytest.mark.parametrize(("minutes", "joining"), [(3.5, 10.0), (25.0, 25.0)])
-def test_ranks_join_and_part_within_the_limits_given(minutes: float, joining: float) -> None:
-    """Starting takes ten minutes at least; a collective as many as --distributed-timeout-minutes says."""
-    world, store, delta = World(2, 5, 1, "srun"), object(), datetime.timedelta(minutes=minutes)
-    with pytest.MonkeyPatch.context() as patch:
-        notes = Notes(patch)
-        for name, answer in (("_open_store", store), ("_take_seat", None), ("_wait_for_all", None), ("_hosts", ("a",))):
-            notes.of(f"megazero.comm.launch:{name}", lambda *_, answer=answer: answer)
-        for name in ("init_process_group", "barrier", "destroy_process_group"):
-            notes.of(f"torch.distributed:{name}", lambda *_, **__: None)
-        notes.of("megazero.comm.launch:limit")
-        notes.of("megazero.comm.launch:_connect_lazily", lambda _: None)
-        assert launch.start(world, CPU, minutes) == ("a",)
-        patch.setattr(torch.distributed, "is_initialized", lambda: True)
-        launch.stop(world, minutes)
-    wanted: dict[str, list[Call]] = {
-        "_open_store": [{"world": world, "seconds": 60 * joining}],
-        "_take_seat": [{"store": store, "world": world, "device": CPU}],
-        "_wait_for_all": [{"store": store, "world": world, "timeout": datetime.timedelta(minutes=joining)}],
-        "_connect_lazily": [{"num_ranks": 5}],
-        "_hosts": [{"world": world, "device": CPU}],
-        "limit": [
-            {"world": world, "seconds": 60 * (joining + minutes + 1), "action": "joining the other ranks"},
-            {"world": world, "seconds": 60 * (minutes + 1), "action": "leaving the other ranks"},
-        ],
-    }
-    assert {part: calls_of(notes, part) for part in wanted} == wanted
-    (group,) = calls_of(notes, "init_process_group")
-    given = {"backend": "gloo", "store": store, "rank": 2, "world_size": 5, "timeout": delta, "device_id": None}
-    assert {name: group[name] for name in given} == given
-    assert calls_of(notes, "barrier") and calls_of(notes, "destroy_process_group")
-
-
-def test_a_mesh_makes_its_groups_with_the_time_out_given() -> None:
-    """And hands its axes the hosts, the group and the check of buffers in flight."""
-    layout, hosts = Layout(pp=2, dp=2, tp=2, shards=1), tuple("abcdefgh")
-    with pytest.MonkeyPatch.context() as patch:
-        notes = Notes(patch)
-        makers = notes.of("megazero.comm.mesh:GroupMaker")
-        named = notes.of("megazero.comm.groups:GroupMaker.of_axis", lambda self, groups, name, urgent=False: name)
-        axes = notes.of("megazero.comm.mesh:Axis")
-        patch.setattr(Mesh, "connect", lambda self: None)
-        mesh = Mesh.build(layout, 5, CPU, 3.5, check_buffers=False, hosts=hosts)
-    assert makers == [{"device": CPU, "timeout": datetime.timedelta(minutes=3.5)}]
-    # computation waits for these within a layer: their groups have streams of high priority
-    assert {call["name"]: call["urgent"] for call in named} == {
-        "tp": True,
-        "shard": True,
-        "pp": False,
-        "dp": False,
-        "replica": False,
-        "embedding": False,
-    }
-    assert all(call["groups"] == layout.groups(call["name"]) for call in named)
-    made = {call["name"]: (call["ranks"], call["group"]) for call in axes if call["hosts"]}
-    assert made == {
-        "pp": ([1, 5], "pp"),
-        "dp": ([5, 7], "dp"),
-        "tp": ([4, 5], "tp"),
-        "shard": ([5], "shard"),
-        "replica": ([5, 7], "replica"),
-        "embedding": ([1, 5], "embedding"),
-        "world": ([*range(8)], torch.distributed.group.WORLD),
-    }
-    assert all(call["rank"] == 5 and call["hosts"] == hosts for call in axes if call["hosts"])
-    assert all(call["in_flight"] is mesh.in_flight for call in axes if call["hosts"])
-    assert not mesh.in_flight.checks and mesh.host is mesh.world
