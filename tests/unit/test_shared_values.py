@@ -12,7 +12,17 @@ import pytest
 import torch
 
 from megazero.comm.mesh import TRAFFIC, Mesh
-from megazero.config.schema import BYTES, ActivationConfig, Config, ModelConfig, TrainingConfig, ZeroConfig
+from megazero.config.schema import (
+    BYTES,
+    ActivationConfig,
+    Config,
+    ModelConfig,
+    ParallelConfig,
+    TrainingConfig,
+    ZeroConfig,
+)
+from megazero.model.context import kept_bytes
+from megazero.model.weight import GradWriter
 from megazero.plan.flat_layout import FlatParam, Range, flat_layout, partition_numel
 from megazero.plan.parameters import GradientGroup, declared, non_block_costs, pass_costs, unit_layout
 from megazero.plan.program import Program, program
@@ -20,6 +30,7 @@ from megazero.plan.rank_spec import rank_spec
 from megazero.plan.topology import Layout, ring_bytes
 from megazero.plan.zero_policy import COPY_DEPTH, Buckets, ZeroPolicy, persistent_gradients, plan_buckets
 from megazero.price.estimate import NUMBER, state_bytes
+from megazero.price.trace import trace_block
 from megazero.train.engine import Engine
 from tests.parallel.cases import Case
 
@@ -268,3 +279,51 @@ def test_slots_and_arenas_by_hand() -> None:
     assert step_of(zero=ZeroConfig(3)).arena_numel == 2 * -(-block // 128) * 128
     assert step_of(zero=ZeroConfig(3, overlap_comm=False)).arena_numel == -(-block // 128) * 128
     assert [step_of(zero=ZeroConfig(stage)).arena_numel for stage in (0, 1, 2)] == [0, 0, 0]
+
+
+def test_weight_gradients_that_wait_keep_these_bytes() -> None:
+    """Inputs and gradients of four products, 16 T h; gradients of two norms and four biases, 13 h. fp32.
+
+    Two contributions that share a tensor keep it once.
+    """
+    config = Config(model=ModelConfig(2, 64, 0, 4, 32, 100), training=TrainingConfig(micro_batch_size=2))
+    assert trace_block(config, Layout(), "cpu").queued == 4 * (16 * 64 * 64 + 13 * 64)
+    x, y = torch.zeros(8), torch.zeros(4)
+    writes = [GradWriter(lambda *_: None, tensors) for tensors in ((x, y), (x[2:], y.view(2, 2)), (y,))]
+    assert kept_bytes(writes) == 4 * (8 + 4) and kept_bytes(writes[2:]) == 16
+
+
+def test_a_rank_as_its_programs_see_it() -> None:
+    """Every flag that the passes read, at a value that is no default; the last of four ranks of the pipeline."""
+    config = Config(
+        model=ModelConfig(8, 16, 0, 2, 8, 100),
+        training=TrainingConfig(freeze_parameters=("blocks.3.*", "token_embedding.*", "position_embedding.*")),
+        parallel=ParallelConfig(sequence_parallel=True, zero_bubble_backlog=3),
+        zero=ZeroConfig(3, overlap_comm=False, zero_gather_every="step"),
+        activations=ActivationConfig("full", True, True, True),
+    )
+    layout = Layout(pp=4, dp=4, tp=2, shards=2, chunks=2, split=(1, 1, 1, 1, 1, 1, 1, 1))
+    spec = rank_spec(config, layout, 3)
+    assert (spec.rank, spec.ranks, spec.overlap, spec.recompute) == (3, 4, False, True)
+    assert (spec.partitioned, spec.on_host, spec.arena, spec.replicas) == (True, True, True, True)
+    assert (spec.tied, spec.backlog, spec.v_shaped) == ("token_embedding", 3, False)
+    assert spec.policy == ZeroPolicy(True, True, True, gathers_once=True)
+    assert spec.costs == pass_costs(config.model, config.activations) != pass_costs(config.model, ActivationConfig())
+    assert (spec.placement, spec.stages) == ((0, 1, 2, 3, 0, 1, 2, 3), [3, 7])
+    # nothing before block 4 trains but blocks 0 to 2, so that a gradient passes through block 3
+    layers = {layer.name: (layer.trains, layer.passes_gradient) for layer in spec.layers.values()}
+    assert layers == {"blocks.3": (False, True), "blocks.7": (True, True), "head": (True, True)}
+    first = rank_spec(config, layout, 0)
+    layers = {layer.name: (layer.trains, layer.passes_gradient) for layer in first.layers.values()}
+    assert layers == {
+        "token_embedding": (False, False),
+        "position_embedding": (False, False),
+        "blocks.0": (True, False),  # nothing before it trains
+        "blocks.4": (True, True),
+    }
+    middle = rank_spec(replace(config, model=replace(config.model, untie_embeddings=True)), layout, 1)
+    assert middle.tied is None and rank_spec(config, layout, 1).tied is None
+    assert not rank_spec(config, replace(layout, shards=4), 3).replicas
+    plain = rank_spec(replace(Config(), model=config.model), Layout(), 0)
+    assert (plain.overlap, plain.recompute, plain.partitioned, plain.on_host, plain.arena) == (True, *[False] * 4)
+    assert (plain.replicas, plain.tied, plain.backlog) == (False, None, None)

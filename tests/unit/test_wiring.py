@@ -30,11 +30,11 @@ ROOT = Path(__file__).resolve().parents[2]
 MODEL = (
     "--num-layers 3 --hidden-size 16 --ffn-hidden-size 40 --num-attention-heads 2 --seq-length 8 --vocab-size 260 "
     "--init-method-std 0.05 --precision fp64 --tokenizer byte --micro-batch-size 2 --global-batch-size 4 "
-    "--distributed-timeout-minutes 7 --poison-buffers --seed 77 --num-workers 2 --eval-iters 3 --split 40,40,20"
+    "--distributed-timeout-minutes 7 --seed 77 --num-workers 2 --eval-iters 3 --split 40,40,20"
 )
 TRAINING = (
-    "--rampup-batch-size 2 2 4 --train-iters 2 --split-by documents --eod-mask-loss --reset-position-ids "
-    "--matmul-backend torch --reduce-bucket-size 1000 --no-overlap-comm --recompute full --checkpoint-in-cpu "
+    "--poison-buffers --rampup-batch-size 2 2 4 --train-iters 2 --split-by documents --eod-mask-loss "
+    "--reset-position-ids --matmul-backend torch --reduce-bucket-size 1000 --no-overlap-comm --recompute full --checkpoint-in-cpu "
     "--contiguous-checkpointing --freeze-parameters head.norm.* --eval-interval 2 --save-interval-minutes 45 "
     "--exit-duration-minutes 90 --hang-timeout 3 --check-replicas-interval 2 --sample-interval 2 --log-interval 2"
 )
@@ -295,7 +295,14 @@ EVALUATED: dict[str, Call] = {
     "Trainer": {"eod": None},
     "Evaluator": {"split": "test"},
     "open_writers": {"config": Kind("Config"), "start_iteration": 2},
-    "ZeroOptions": {"bucket_size": 40_000_000, "overlap": True, "persistent": (False, False), "trains": False},
+    "ZeroOptions": {
+        "bucket_size": 40_000_000,
+        "overlap": True,
+        "persistent": (False, False),
+        "trains": False,
+        "poison": False,
+    },
+    "_build": {"check_buffers": False},
     "upload_step": {"training": False},
 }
 GENERATED: dict[str, Call] = {
