@@ -34,9 +34,10 @@ MODEL = (
 )
 TRAINING = (
     "--poison-buffers --rampup-batch-size 2 2 4 --train-iters 2 --split-by documents --eod-mask-loss "
-    "--reset-position-ids --matmul-backend torch --reduce-bucket-size 1000 --no-overlap-comm --recompute full --checkpoint-in-cpu "
-    "--contiguous-checkpointing --freeze-parameters head.norm.* --eval-interval 2 --save-interval-minutes 45 "
-    "--exit-duration-minutes 90 --hang-timeout 3 --check-replicas-interval 2 --sample-interval 2 --log-interval 2"
+    "--reset-position-ids --matmul-backend torch --reduce-bucket-size 1000 --no-overlap-comm --recompute full "
+    "--checkpoint-in-cpu --contiguous-checkpointing --freeze-parameters head.norm.* --eval-interval 2 "
+    "--save-interval-minutes 45 --exit-duration-minutes 90 --hang-timeout 3 --check-replicas-interval 2 "
+    "--sample-interval 2 --log-interval 2"
 )
 PARTS = """
     megazero.comm.machine:machine megazero.price.capacity:check_memory
