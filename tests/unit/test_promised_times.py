@@ -17,7 +17,7 @@ from megazero.memory.tracker import MemoryTracker
 from megazero.plan.operations import Backward, Fetch, Forward, Gather, Op, Recompute, Reduce, Sync
 from megazero.plan.program import program
 from megazero.plan.rank_spec import rank_spec
-from megazero.plan.schedules import placement
+from megazero.plan.schedules import Pipeline, order_of, peak_live, placement
 from megazero.plan.split import NonBlockCosts, split_by_cost
 from megazero.plan.topology import Layout
 from megazero.plan.zero_policy import Buckets
@@ -62,6 +62,23 @@ def test_a_schedule_waits_so_long_and_no_longer(schedule: str) -> None:
         assert max(timing.busy) == 3 * m * v
         found[p, m, v] = timing.seconds - 3 * m * v
     assert found == IDLE[schedule]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "m", "v", "wanted"),
+    [
+        ("1f1b", 9, 1, [4, 3, 2, 1]),
+        ("gpipe", 9, 1, [9, 9, 9, 9]),
+        ("interleaved", 8, 2, [11, 9, 7, 5]),  # 2 (p - r - 1) + (v - 1) p + 1
+        ("interleaved", 8, 3, [15, 13, 11, 9]),
+        ("zero-bubble", 9, 1, [4, 3, 2, 1]),
+        ("zero-bubble-v", 9, 2, [7, 7, 8, 8]),  # of half as many layers; 2 p at most
+    ],
+)
+def test_a_rank_of_four_holds_so_many_chunks(schedule: str, m: int, v: int, wanted: list[int]) -> None:
+    """Chunks between their forward and the gradient of their input."""
+    places = [Pipeline(rank, 4, m, v, v_shaped=schedule == "zero-bubble-v") for rank in range(4)]
+    assert [peak_live(order_of(schedule, place)) for place in places] == wanted
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ PARTS = """
 GENERATION = """
     generate:Sampling generate:Generator generate:InferenceModel generate:tokenizer_for generate:packed_prompts
     generate:Mesh._build generate:resolve megazero.comm.launch:start megazero.comm.launch:stop
-    megazero.generation.model:Stage megazero.generation.model:Context
+    megazero.generation.model:Stage megazero.generation.model:Context megazero.generation.generate:KVCache
 """.split()
 
 
@@ -92,6 +92,7 @@ class Runs:
             self.training = Notes(inner)
             for part in PARTS:
                 self.training.of(part)
+            self.training.of("megazero.train.trainer:choose_kernels", lambda config, mesh: (config, "of kernels"))
             pretrain_gpt.main(self.argv)
         with pytest.MonkeyPatch.context() as inner:
             self.evaluation = Notes(inner)
@@ -182,7 +183,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "machine": As("check_memory.machine"),
         "hosts": HOSTS,
         "environment": Kind("dict"),
-        "notes": "",
+        "notes": "of kernels",
     },
     "hand_out": {"config": CONFIG, "screen": Kind("list"), "details": Kind("str")},
     "Trainer": {
@@ -327,6 +328,7 @@ GENERATED: dict[str, Call] = {
         "precision": "fp64",
     },
     "packed_prompts": {"data": Kind("dict"), "prompts": [[98]] * 3, "eod": 256},
+    "KVCache": {"num_sequences": 2, "capacity": 4},  # a prompt of one token and three new ones, of a window of 8
     "Generator": {
         "model": Kind("InferenceModel"),
         "sampling": Kind("Sampling"),

@@ -16,8 +16,13 @@ from tests.helpers.notes import Call, Notes, calls_of
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(("minutes", "joining"), [(3.5, 10.0), (25.0, 25.0)])
-def test_ranks_join_and_part_within_the_limits_given(minutes: float, joining: float) -> None:
+@pytest.mark.parametrize(
+    ("device", "backend", "minutes", "joining"),
+    [(CPU, "gloo", 3.5, 10.0), (torch.device("cuda", 1), "nccl", 25.0, 25.0)],
+)
+def test_ranks_join_and_part_within_the_limits_given(
+    device: torch.device, backend: str, minutes: float, joining: float
+) -> None:
     """Starting takes ten minutes at least; a collective as many as --distributed-timeout-minutes says."""
     world, store, delta = World(2, 5, 1, "srun"), object(), datetime.timedelta(minutes=minutes)
     with pytest.MonkeyPatch.context() as patch:
@@ -28,15 +33,15 @@ def test_ranks_join_and_part_within_the_limits_given(minutes: float, joining: fl
             notes.of(f"torch.distributed:{name}", lambda *_, **__: None)
         notes.of("megazero.comm.launch:limit")
         notes.of("megazero.comm.launch:_connect_lazily", lambda _: None)
-        assert launch.start(world, CPU, minutes) == ("a",)
+        assert launch.start(world, device, minutes) == ("a",)
         patch.setattr(torch.distributed, "is_initialized", lambda: True)
         launch.stop(world, minutes)
     wanted: dict[str, list[Call]] = {
         "_open_store": [{"world": world, "seconds": 60 * joining}],
-        "_take_seat": [{"store": store, "world": world, "device": CPU}],
+        "_take_seat": [{"store": store, "world": world, "device": device}],
         "_wait_for_all": [{"store": store, "world": world, "timeout": datetime.timedelta(minutes=joining)}],
         "_connect_lazily": [{"num_ranks": 5}],
-        "_hosts": [{"world": world, "device": CPU}],
+        "_hosts": [{"world": world, "device": device}],
         "limit": [
             {"world": world, "seconds": 60 * (joining + minutes + 1), "action": "joining the other ranks"},
             {"world": world, "seconds": 60 * (minutes + 1), "action": "leaving the other ranks"},
@@ -44,7 +49,8 @@ def test_ranks_join_and_part_within_the_limits_given(minutes: float, joining: fl
     }
     assert {part: calls_of(notes, part) for part in wanted} == wanted
     (group,) = calls_of(notes, "init_process_group")
-    given = {"backend": "gloo", "store": store, "rank": 2, "world_size": 5, "timeout": delta, "device_id": None}
+    given = {"backend": backend, "store": store, "rank": 2, "world_size": 5, "timeout": delta}
+    given["device_id"] = device if backend == "nccl" else None
     assert {name: group[name] for name in given} == given
     assert calls_of(notes, "barrier") and calls_of(notes, "destroy_process_group")
 
