@@ -102,6 +102,26 @@ def test_a_drawing_of_twelve_stages() -> None:
     ]
 
 
+def test_a_drawing_of_many_copies() -> None:
+    """Ranks in brackets share a copy; of many, the first ones and the last."""
+    config = parse([*f"--num-layers 12 {MODEL}".split()])
+    assert drawing(config, Layout(dp=10, tp=2))[1:] == [
+        "ranks [0 1] [2 3] [4 5] ... [18 19]: each [ ] one copy of the model"
+    ]
+    assert drawing(config, Layout(dp=8))[1:] == ["ranks 0 1 2 3 4 5 6 7: each a copy of the model"]
+    assert drawing(config, Layout(dp=9))[1:] == ["ranks 0-8: each a copy of the model"]
+
+
+def test_logits_are_held_where_the_last_stage_is() -> None:
+    """The last rank of a pipeline; of a V the first."""
+    flags = f"--num-layers 8 {MODEL} --pipeline-model-parallel-size 4 --micro-batch-size 64"
+    v = "--pipeline-schedule zero-bubble-v --virtual-pipeline-stages 2"
+    for extra, wanted in (("", [0, 0, 0, 1]), (v, [1, 0, 0, 0])):
+        config, layout = resolved(f"{flags} {extra}", 4)
+        least = [lower_bound(config, layout, pp, "cpu").device["logits"] for pp in range(4)]
+        assert least == [64 * 8 * 100 * 4 * here for here in wanted]
+
+
 def test_a_pipeline_of_twelve_stages() -> None:
     """Its links are a row, or of a V two; the last stage of a V is on the first rank."""
     row, v = Layout(pp=12, dp=2), Layout(pp=12, dp=2, chunks=2, v_shaped=True)

@@ -23,7 +23,6 @@ from megazero.config.cli import flags, parse
 from megazero.config.schema import Config, DataConfig, ModelConfig
 from megazero.data.corpora import Datasets, mock_datasets
 from megazero.data.fingerprint import same
-from megazero.plan.regions import Region
 from megazero.price.search import Candidate
 from megazero.price.search_report import CHOSEN
 from megazero.train.rehearsal import Place, rehearsed
@@ -73,7 +72,7 @@ def test_flags_that_may_differ_between_ranks() -> None:
     assert before["--mock-data"] == "True"
 
 
-def test_what_ranks_compare_besides_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ranks_compare_besides_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Corpora(Datasets):
         def fingerprints(self) -> list[str]:
             return ["first:a", "second:-"]
@@ -95,6 +94,11 @@ def test_what_ranks_compare_besides_flags(monkeypatch: pytest.MonkeyPatch) -> No
         "torch's version": torch.__version__,
     }
     assert len(code) == 12 and int(code, 16) >= 0
+    (tmp_path / "list").write_text("a # the first\nb\n")
+    listed = replace(Config(), data=DataConfig(data_args_path=str(tmp_path / "list")))
+    values = run_values(listed, Corpora(mock.train, mock.validation, mock.test), None)
+    assert [values[f"the weight of --data-path's corpus {number}"] for number in (1, 2)] == ["by tokens"] * 2
+    assert values["the content of --data-path's corpus 2"] == "second:-"
     monkeypatch.setattr("megazero.train.same_run.code_digest", lambda folder: f"code of {Path(folder).name}")
     assert run_values(config, Corpora(mock.train, mock.validation, mock.test), None)["megazero's code"] == (
         "code of megazero"
@@ -237,11 +241,15 @@ def edited(path: Path, change: Callable[[Manifest], Manifest]) -> None:
     write_manifest(path, change(read_manifest(path)))
 
 
-def first_rows(manifest: Manifest) -> Manifest:
-    """Let both tensors be covered in their first four rows alone."""
-    entry = manifest.tensors["model.w"]
-    tiling = replace(entry.tiling, regions=(Region((0, 0), (4, 2)),))
-    return replace(manifest, tensors={name: replace(e, tiling=tiling) for name, e in manifest.tensors.items()})
+def without_a_chunk(manifest: Manifest) -> Manifest:
+    """Leave out the last chunk of each tensor; the others are as they were."""
+
+    def shorter(entry: Entry) -> Entry:
+        tiling = replace(entry.tiling, regions=entry.tiling.regions[:-1], files=entry.tiling.files[:-1])
+        return replace(entry, tiling=tiling, crc32=entry.crc32[:-1])
+
+    assert all(len(entry.crc32) > 1 for entry in manifest.tensors.values())
+    return replace(manifest, tensors={name: shorter(entry) for name, entry in manifest.tensors.items()})
 
 
 def with_entry(change: Callable[[Entry], Entry]) -> Callable[[Path], None]:
@@ -273,12 +281,10 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     **{f"{name} a folder": lambda path, n=name: ((path / n).unlink(), (path / n).mkdir()) for name in FILES},
     **{f"a bit of {name}": flipped(name, -3) for name in FILES},
     "a bit of the header": flipped("rank_00000.safetensors", 20),
-    "a hole": lambda path: edited(path, first_rows),
-    "another checksum": with_entry(lambda entry: replace(entry, crc32=(entry.crc32[0] ^ 1,))),
+    "a hole": lambda path: edited(path, without_a_chunk),
+    "another checksum": with_entry(lambda entry: replace(entry, crc32=(entry.crc32[0] ^ 1, *entry.crc32[1:]))),
     "another dtype": with_entry(lambda entry: replace(entry, dtype="float64")),
-    "another shape": with_entry(
-        lambda e: replace(e, shape=(2, 6), tiling=replace(e.tiling, regions=(Region((0, 0), (2, 6)),)))
-    ),
+    "another shape": with_entry(lambda entry: replace(entry, shape=(7, 2))),
     "another checksum of the state": lambda path: edited(path, lambda m: replace(m, state_crc32=m.state_crc32 ^ 1)),
     "no list of files": lambda path: edited(path, lambda m: replace(m, files={})),
     "no such tensor in the file": lambda path: edited(
@@ -288,7 +294,8 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_a_load_refuses_is_a_fault_to_verify(damage: str, tmp_path: Path) -> None:
+def test_what_a_load_refuses_is_a_fault_to_verify(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megazero.checkpoint.shards.CHUNK_BYTES", 16)  # several chunks a tensor
     path = saved(tmp_path)
     assert list(verify.faults(path)) == []
     load(path)
