@@ -426,7 +426,9 @@ def test_an_evaluation_reads_its_split_ahead(runs: Runs) -> None:
     _, call = calls_of(runs.evaluation, "Batches")
     assert (call["num_workers"], call["ramp"], call["eod"], call["document_end"]) == (2, None, None, None)
     assert call["dataset"] is As("Trainer.datasets.test").found(runs.evaluation)
-    assert runs.evaluated["targets"] == 3 * 4 * 8  # --eval-iters x batch x sequence
+    found = runs.evaluated
+    assert found["targets"] == 3 * 4 * 8  # --eval-iters x batch x sequence
+    assert found["tokens_per_second"] * found["eval_seconds"] == pytest.approx(found["targets"])
 
 
 def test_ranks_compare_the_tokenizer_and_the_corpora(runs: Runs) -> None:
