@@ -90,9 +90,9 @@ def copy_tree(target: Path) -> None:
     )
     for name in filter(None, listed.stdout.decode().split("\0")):
         source = ROOT / name
-        if source.exists():  # a deleted one is listed until that is committed
+        if source.is_file() or source.is_symlink():  # a deleted one is listed until that is committed
             (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source, target / name, follow_symlinks=False)  # links to folders of presets and devices too
+            shutil.copy2(source, target / name, follow_symlinks=False)  # presets and devices are links to folders
     if (ROOT / ".venv").exists() and not (target / ".venv").exists():
         (target / ".venv").symlink_to((ROOT / ".venv").resolve())
 

@@ -398,3 +398,20 @@ def test_a_shard_must_fit_its_tensor() -> None:
 def test_folder_names() -> None:
     assert folders.folder_name(100) == "iter_0000100"
     assert folders.folder_name(12_345_678) == "iter_12345678"
+
+
+def test_a_save_in_the_background_is_of_its_own_copies(tmp_path: Path) -> None:
+    """The weights change while they are written; the copies' memory serves every save; attached files are there."""
+    saver, live = checkpoint.BackgroundSaver(1.0), model(1)
+    places = set()
+    for iteration in (1, 2):
+        saver.start(tmp_path, iteration, live, {"n": iteration}, {"tokenizer/a.json": b"{}"})
+        for shard in live.values():
+            shard.data.add_(1)
+        places.add(tuple(buffer.data_ptr() for buffer in saver._buffers.values()))
+        assert saver.finish() == tmp_path / f"iter_{iteration:07}"
+        assert_holds(tmp_path / f"iter_{iteration:07}", iteration)
+        assert checkpoint.read_state(tmp_path / f"iter_{iteration:07}")["n"] == iteration
+        assert (tmp_path / f"iter_{iteration:07}" / "tokenizer/a.json").read_bytes() == b"{}"
+    assert len(places) == 1 and saver.num_bytes == 4 * sum(map(prod, SHAPES.values()))
+    assert saver.finish() is None and not saver.busy

@@ -114,24 +114,6 @@ def test_killed_at_every_call_that_changes_a_file(tmp_path: Path, command, monke
         folder.rmdir()
 
 
-def test_a_commit_finds_the_hashes_on_the_disk(command, monkeypatch) -> None:
-    """Flush the hashes of --dedup before the journal counts them."""
-    flushed, committed, sync, commit = [], [], os.fsync, WorkFolder.commit
-
-    def syncing(handle: int) -> None:
-        sync(handle)
-        flushed.append((os.readlink(f"/proc/self/fd/{handle}").rpartition("/")[2], os.fstat(handle).st_size))
-
-    def committing(work: WorkFolder, state: dict) -> None:
-        committed.append(("digests", state["digests"]) in flushed)
-        commit(work, state)
-
-    monkeypatch.setattr(os, "fsync", syncing)
-    monkeypatch.setattr(WorkFolder, "commit", committing)
-    preprocess_data.main(command("x"))
-    assert len(committed) > 5 and all(committed)
-
-
 def test_killed_again_and_again(tmp_path: Path, command, monkeypatch, capsys) -> None:
     whole = expected(tmp_path, command)
     machine, draw, kills = Machine(monkeypatch), random.Random(1), 0

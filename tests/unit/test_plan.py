@@ -198,6 +198,7 @@ def test_a_long_step_is_extended_from_two_short_ones() -> None:
 def test_plan_json_has_the_bytes_of_the_estimate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A plan needs no more than the command line of a run whose data, tokenizer and --save are not there."""
     flags = f"{SMALL} --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --global-batch-size 8"
+    flags += " --train-iters 500"
     elsewhere = f"--data-path {tmp_path}/none --tokenizer {tmp_path}/none --save /proc/none --log-dir {tmp_path}/log"
     asked = "--plan --world-size 8 --device-type h100-80gb"
     pretrain_gpt.main(f"{flags} {elsewhere} {asked}".split())
@@ -216,6 +217,7 @@ def test_plan_json_has_the_bytes_of_the_estimate(tmp_path: Path, capsys: pytest.
     assert plan["tflops_per_device"] == pytest.approx(model_flops(config.model, 8) / seconds / 8 / 1e12)
     assert plan["step_seconds_range"][0] < seconds < plan["step_seconds_range"][1]
     assert plan["tokens_per_second"] * seconds == pytest.approx(8 * 32)
+    assert plan["days"] * 24 * 60 * 60 == pytest.approx(500 * seconds)
     assert (tmp_path / "log/plan.png").stat().st_size > 10_000
     pretrain_gpt.main(f"--preset zero-100b --zero-stage 0 {asked} --world-size 16".split())
     assert "DOES NOT FIT" in capsys.readouterr().out

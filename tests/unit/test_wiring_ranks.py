@@ -1,0 +1,91 @@
+"""The groups of ranks: within which limits of time they are made, and for which axes; without other ranks."""
+
+from __future__ import annotations
+
+import datetime
+
+import pytest
+import torch
+
+from megazero.comm import launch
+from megazero.comm.mesh import Mesh
+from megazero.comm.world import World
+from megazero.plan.topology import Layout
+from tests.helpers.notes import Call, Notes, calls_of
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "minutes", "joining"),
+    [(CPU, "gloo", 3.5, 10.0), (torch.device("cuda", 1), "nccl", 25.0, 25.0)],
+)
+def test_ranks_join_and_part_within_the_limits_given(
+    device: torch.device, backend: str, minutes: float, joining: float
+) -> None:
+    """Starting takes ten minutes at least; a collective as many as --distributed-timeout-minutes says."""
+    world, store, delta = World(2, 5, 1, "srun"), object(), datetime.timedelta(minutes=minutes)
+    with pytest.MonkeyPatch.context() as patch:
+        notes = Notes(patch)
+        for name, answer in (("_open_store", store), ("_take_seat", None), ("_wait_for_all", None), ("_hosts", ("a",))):
+            notes.of(f"megazero.comm.launch:{name}", lambda *_, answer=answer: answer)
+        for name in ("init_process_group", "barrier", "destroy_process_group"):
+            notes.of(f"torch.distributed:{name}", lambda *_, **__: None)
+        notes.of("megazero.comm.launch:limit")
+        notes.of("megazero.comm.launch:_connect_lazily", lambda _: None)
+        assert launch.start(world, device, minutes) == ("a",)
+        patch.setattr(torch.distributed, "is_initialized", lambda: True)
+        launch.stop(world, minutes)
+    wanted: dict[str, list[Call]] = {
+        "_open_store": [{"world": world, "seconds": 60 * joining}],
+        "_take_seat": [{"store": store, "world": world, "device": device}],
+        "_wait_for_all": [{"store": store, "world": world, "timeout": datetime.timedelta(minutes=joining)}],
+        "_connect_lazily": [{"num_ranks": 5}],
+        "_hosts": [{"world": world, "device": device}],
+        "limit": [
+            {"world": world, "seconds": 60 * (joining + minutes + 1), "action": "joining the other ranks"},
+            {"world": world, "seconds": 60 * (minutes + 1), "action": "leaving the other ranks"},
+        ],
+    }
+    assert {part: calls_of(notes, part) for part in wanted} == wanted
+    (group,) = calls_of(notes, "init_process_group")
+    given = {"backend": backend, "store": store, "rank": 2, "world_size": 5, "timeout": delta}
+    given["device_id"] = device if backend == "nccl" else None
+    assert {name: group[name] for name in given} == given
+    assert calls_of(notes, "barrier") and calls_of(notes, "destroy_process_group")
+
+
+def test_a_mesh_makes_its_groups_with_the_time_out_given() -> None:
+    """And hands its axes the hosts, the group and the check of buffers in flight."""
+    layout, hosts = Layout(pp=2, dp=2, tp=2, shards=1), tuple("abcdefgh")
+    with pytest.MonkeyPatch.context() as patch:
+        notes = Notes(patch)
+        makers = notes.of("megazero.comm.mesh:GroupMaker")
+        named = notes.of("megazero.comm.groups:GroupMaker.of_axis", lambda self, groups, name, urgent=False: name)
+        axes = notes.of("megazero.comm.mesh:Axis")
+        patch.setattr(Mesh, "connect", lambda self: None)
+        mesh = Mesh.build(layout, 5, CPU, 3.5, check_buffers=False, hosts=hosts)
+    assert makers == [{"device": CPU, "timeout": datetime.timedelta(minutes=3.5)}]
+    # computation waits for these within a layer: their groups have streams of high priority
+    assert {call["name"]: call["urgent"] for call in named} == {
+        "tp": True,
+        "shard": True,
+        "pp": False,
+        "dp": False,
+        "replica": False,
+        "embedding": False,
+    }
+    assert all(call["groups"] == layout.groups(call["name"]) for call in named)
+    made = {call["name"]: (call["ranks"], call["group"]) for call in axes if call["hosts"]}
+    assert made == {
+        "pp": ([1, 5], "pp"),
+        "dp": ([5, 7], "dp"),
+        "tp": ([4, 5], "tp"),
+        "shard": ([5], "shard"),
+        "replica": ([5, 7], "replica"),
+        "embedding": ([1, 5], "embedding"),
+        "world": ([*range(8)], torch.distributed.group.WORLD),
+    }
+    assert all(call["rank"] == 5 and call["hosts"] == hosts for call in axes if call["hosts"])
+    assert all(call["in_flight"] is mesh.in_flight for call in axes if call["hosts"])
+    assert not mesh.in_flight._checks and mesh.host is mesh.world
