@@ -24,7 +24,7 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
     pools: dict[int, Ranks] = {}
 
     def get(world: int) -> Ranks:
-        return pools.setdefault(world, Ranks(world, start, separate=True))
+        return pools.setdefault(world, Ranks(world, start, reuse_groups=True))
 
     yield get
     for pool in pools.values():
