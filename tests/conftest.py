@@ -17,6 +17,11 @@ from tests.helpers.programs import PRELOADED
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests of ranks first: xdist gives the first part to one worker, which then has the only pools."""
+    items.sort(key=lambda item: "ranks" not in getattr(item, "fixturenames", ()))
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], Ranks]]:
     """ranks(world) -> a pool of that many gloo ranks, kept for the session."""

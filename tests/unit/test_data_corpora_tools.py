@@ -37,6 +37,7 @@ def preprocess(prefix: Path, lines: Path, tokenizer: object, *more: str) -> str:
     return f"{prefix}_text_document"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["byte", "bpe"])
 def test_joined_parts_are_the_whole_byte_for_byte(tmp_path: Path, lines: Path, bpe: Path, kind: str) -> None:
     tokenizer = "byte" if kind == "byte" else bpe
@@ -146,6 +147,7 @@ def test_peek_as_a_page(tmp_path: Path, lines: Path, bpe: Path, capsys) -> None:
     assert sum(s.documents for s in spans) == 200
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["folder", "gpt2", "sentencepiece", "transformers"])
 def test_the_tokenizer_is_saved_beside_the_data(tmp_path: Path, lines: Path, bpe: Path, kind: str, capsys) -> None:
     folder = tmp_path / "tokenizer"

@@ -245,6 +245,7 @@ def test_a_cache_beside_the_data_that_all_the_world_may_write_is_not_believed(tm
     assert GPTDataset(prefix, "1", "train", 6, seed=3)[3].tolist() == expected
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)  # transformers takes long to import on a busy machine
 def test_code_of_a_tokenizer_folder_is_neither_run_nor_asked_about(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")

@@ -90,6 +90,7 @@ def no_half_corpus(folder: Path) -> None:
         assert idx.with_suffix(".bin").exists() and idx.with_suffix(".json").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_at_every_call_that_changes_a_file(tmp_path: Path, command, monkeypatch, capsys, step: int) -> None:
     whole = expected(tmp_path, command)
@@ -111,6 +112,7 @@ def test_killed_at_every_call_that_changes_a_file(tmp_path: Path, command, monke
         folder.rmdir()
 
 
+@pytest.mark.long
 def test_killed_again_and_again(tmp_path: Path, command, monkeypatch, capsys) -> None:
     whole = expected(tmp_path, command)
     machine, draw, kills = Machine(monkeypatch), random.Random(1), 0
@@ -128,6 +130,7 @@ def test_killed_again_and_again(tmp_path: Path, command, monkeypatch, capsys) ->
     assert "going on behind" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_full_disk_loses_nothing(tmp_path: Path, command, monkeypatch, capsys) -> None:
     whole = expected(tmp_path, command)
     machine = Machine(monkeypatch, full=True)

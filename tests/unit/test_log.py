@@ -301,6 +301,7 @@ def test_tensorboard_has_the_scalars(tmp_path: Path) -> None:
     assert scalars(tmp_path)["loss"] == [(1, 1.0), (2, 2.0), (3, 7.0)]
 
 
+@pytest.mark.long
 def test_weights_and_biases_works_offline_without_an_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two starts of a run are one run there, with a name, groups of options, and a line per iteration."""
     for name in [name for name in os.environ if name.startswith("WANDB_")]:

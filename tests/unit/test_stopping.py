@@ -94,6 +94,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_a_signal_to_the_whole_job_leaves_the_workers_reading() -> None:
     """A scheduler's signal: the training process notes it, and its step still gets its batches."""
     ignoring = "import signal\nfor n in (15, 10, 2): signal.signal(n, lambda *_: None)\n"
