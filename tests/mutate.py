@@ -99,7 +99,18 @@ def copy_tree(target: Path) -> None:
 
 def run_tests(root: Path, tests: tuple[str, ...]) -> int | None:
     """pytest's exit status; None if it did not end in time."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu", *tests]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not slow and not gpu",
+        *tests,
+    ]
     # No bytecode: a file that changes twice within a second would be taken for the old one.
     env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     with (root / ".mutate.log").open("wb") as log:
