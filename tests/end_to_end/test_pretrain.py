@@ -250,7 +250,7 @@ def test_a_load_folder_without_a_checkpoint_starts_fresh(model, tmp_path: Path) 
 def test_intervals_retention_and_workers(model, alone: Path, tmp_path: Path) -> None:
     """--save-interval and --keep-last on disk; batches read ahead by workers are the same ones."""
     flags = ["--save", tmp_path, "--save-interval", 2, "--keep-last", 2, "--num-workers", 1, "--log-dir", tmp_path]
-    done = pretrain_cold(*model, "--train-iters", 7, "--zero-stage", 2, *flags, ranks=2)
+    done = pretrain(*model, "--train-iters", 7, "--zero-stage", 2, *flags, ranks=2)
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000006", "iter_0000007"]
     assert done.stdout.count("saved ") == 4  # at 2, 4, 6 and at the end
