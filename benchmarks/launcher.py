@@ -225,7 +225,7 @@ def serve(group: Group, connection: Connection) -> None:
     while True:
         try:
             fn, args = connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             break
         if groups is not None:  # a test's; Ranks gives it up soon after
             faulthandler.dump_traceback_later(STACKS_SECONDS)
