@@ -6,12 +6,12 @@ BIN := .venv/bin
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
-check:  ## format, lint, imports, types of the pure folders, unit tests: three minutes on two cores
+check:  ## format, lint, imports, types of the pure folders, short unit tests: a minute on two cores
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2 --dist worksteal tests/unit
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu and not long" tests/unit
 
 format:  ## rewrite all files in the house's format
 	$(BIN)/ruff format .

@@ -18,6 +18,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 ROOT = Path(__file__).resolve().parent.parent
-STACKS_SECONDS = 100.0  # after which a rank of a test prints its stacks: it hangs
+STACKS_SECONDS = 280.0  # after which a rank of a test prints its stacks: it hangs
 
 
 class RankError(AssertionError):
@@ -39,14 +40,14 @@ class Group:
     Attributes:
         rendezvous: path of a file that all ranks see, and that does not exist yet.
         gpus: use GPUs and NCCL where there are any.
-        separate: destroy, after each function, the groups that it has made.
+        reuse_groups: `dist.new_group` returns a group that an earlier function made, where it has the same ranks.
     """
 
     rank: int
     world: int
     rendezvous: str
     gpus: bool = False
-    separate: bool = False
+    reuse_groups: bool = False
 
 
 class Process(Protocol):
@@ -96,7 +97,14 @@ class Program:
 
     def __call__(self, group: Group, connection: Connection, log: Path) -> tuple[Process, Callable[[float], bool]]:
         place = {"RANK": group.rank, "LOCAL_RANK": group.rank, "WORLD_SIZE": group.world}
-        flags = [group.rank, group.world, group.rendezvous, int(group.gpus), int(group.separate), connection.fileno()]
+        flags = [
+            group.rank,
+            group.world,
+            group.rendezvous,
+            int(group.gpus),
+            int(group.reuse_groups),
+            connection.fileno(),
+        ]
         with log.open("a") as out:
             process = subprocess.Popen(
                 [self.python, str(self.root / "benchmarks" / "launcher.py"), *map(str, flags)],
@@ -123,11 +131,11 @@ class Ranks:
     """
 
     def __init__(
-        self, world: int, start: Start, seconds: float = 120.0, gpus: bool = False, separate: bool = False
+        self, world: int, start: Start, seconds: float = 300.0, gpus: bool = False, reuse_groups: bool = False
     ) -> None:
-        """`seconds`: ranks that have not answered until then hang. `gpus`, `separate`: see `Group`."""
+        """`seconds`: ranks that have not answered until then hang. `gpus`, `reuse_groups`: see `Group`."""
         self.world, self._starter, self._seconds = world, start, seconds
-        self._gpus, self._separate = gpus, separate
+        self._gpus, self._reuse_groups = gpus, reuse_groups
         self._connections: list[Connection] = []
         self._processes: list[tuple[Process, Callable[[float], bool]]] = []
 
@@ -135,7 +143,7 @@ class Ranks:
         self._folder = tempfile.TemporaryDirectory(prefix="megazero-ranks-")
         self.log = Path(self._folder.name, "log")
         for rank in range(self.world):
-            group = Group(rank, self.world, str(Path(self._folder.name, "store")), self._gpus, self._separate)
+            group = Group(rank, self.world, str(Path(self._folder.name, "store")), self._gpus, self._reuse_groups)
             ours, theirs = mp.Pipe()
             self._processes.append(self._starter(group, theirs, self.log))
             self._connections.append(ours)
@@ -206,53 +214,106 @@ def serve(group: Group, connection: Connection) -> None:
     on_gpu = group.gpus and torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(group.rank)
-    if group.world > 1 or not group.separate:  # a test on one rank is a run without a group
+    if group.world > 1 or not group.reuse_groups:  # a test on one rank is a run without a group
         store = dist.FileStore(group.rendezvous, group.world)
         limit = datetime.timedelta(minutes=10)  # DeepSpeed compiles at its first use
         dist.init_process_group(
             "nccl" if on_gpu else "gloo", store=store, rank=group.rank, world_size=group.world, timeout=limit
         )
-    gc.freeze()  # what is imported stays: a collection then looks only at what functions leave behind
+    groups = _Groups() if group.reuse_groups else None
+    gc.freeze()  # imported modules stay: a collection then looks only at objects that functions leave behind
     while True:
         try:
             fn, args = connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             break
-        if group.separate:  # a test's; Ranks gives it up soon after
+        if groups is not None:  # a test's; Ranks gives it up soon after
             faulthandler.dump_traceback_later(STACKS_SECONDS)
         try:
             answer = fn(group.rank, *args), None
-            if group.separate and group.world > 1:
-                _leave_groups()
+            if groups is not None:
+                groups.give_back()
         except BaseException:
             answer = None, traceback.format_exc()
         faulthandler.cancel_dump_traceback_later()
         connection.send(answer)
+    if groups is not None:
+        os._exit(0)  # without the end of all groups, one after the other
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
 
 
-def _leave_groups() -> None:
-    """Destroy all groups but the world's.
+class _Message:
+    """A message in flight, until it has been waited for."""
 
-    Each has threads of gloo's that wake up a hundred times a second: with a few hundred, ranks do nothing else. They
-    end with the last reference to their group, and an engine that held it is often part of a reference cycle.
+    def __init__(self, work: Any, in_flight: dict[_Message, None]) -> None:
+        self._work, self._in_flight = work, in_flight
+        in_flight[self] = None
+
+    def wait(self) -> Any:
+        self._in_flight.pop(self, None)
+        return self._work.wait()
+
+
+class _Groups:
+    """Groups that functions made with `dist.new_group`, for those that come after them.
+
+    Making groups takes a tenth of a small test's time. All ranks make the same calls in the same order, so all find the
+    same groups here. Those of one function are distinct.
+
+    Note [messages in flight]: an engine under ZeRO 1 and 2 ends a step with updated weights in flight. A message that
+    is dropped before it arrived blocks its two ranks' connection for good: the next collective of the group hangs, or
+    the end of the group. So whatever a function leaves in flight is waited for.
     """
-    import torch.distributed as dist
 
-    dist.barrier()  # others may still read what this rank has sent
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
-    gc.collect()
+    MOST = 40  # each has a thread that wakes up a hundred times a second
+
+    def __init__(self) -> None:
+        import torch.distributed as dist
+
+        self._dist, self._make, dist.new_group = dist, dist.new_group, self.new_group
+        self._made: defaultdict[tuple[Any, ...], list[Any]] = defaultdict(list)
+        self._used: Counter[tuple[Any, ...]] = Counter()  # by the function that runs
+        self._in_flight: dict[_Message, None] = {}
+        dist.isend, dist.irecv = self._recorded(dist.isend), self._recorded(dist.irecv)
+
+    def _recorded(self, start: Callable[..., Any]) -> Callable[..., _Message | None]:
+        def call(*args: Any, **kwargs: Any) -> _Message | None:
+            work = start(*args, **kwargs)
+            return None if work is None else _Message(work, self._in_flight)  # None: the rank is outside the group
+
+        return call
+
+    def new_group(
+        self, ranks: list[int] | None = None, timeout: datetime.timedelta | None = None, backend: str | None = None
+    ) -> Any:
+        """Return a group as `dist.new_group` does, but one that this function has not got yet."""
+        key = tuple(ranks or ()), timeout, backend
+        made, number = self._made[key], self._used[key]
+        if number == len(made):
+            made.append(self._make(ranks, timeout, backend))
+        self._used[key] += 1
+        return made[number]
+
+    def give_back(self) -> None:
+        """Have the next function use all groups."""
+        for message in list(self._in_flight):
+            message.wait()
+        self._used.clear()
+        if sum(map(len, self._made.values())) > self.MOST:
+            self._dist.barrier()  # others may still read what this rank has sent
+            for group in (group for made in self._made.values() for group in made):
+                self._dist.destroy_process_group(group)
+            self._made.clear()
+        gc.collect()  # an engine is often part of a reference cycle
 
 
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
     from benchmarks import launcher  # by its name, as what is sent over the connection refers to it
 
-    rank, world, rendezvous, gpus, separate, descriptor = sys.argv[1:]
+    rank, world, rendezvous, gpus, reuse, descriptor = sys.argv[1:]
     launcher.serve(
-        launcher.Group(int(rank), int(world), rendezvous, gpus == "1", separate == "1"), Connection(int(descriptor))
+        launcher.Group(int(rank), int(world), rendezvous, gpus == "1", reuse == "1"), Connection(int(descriptor))
     )

@@ -95,7 +95,7 @@ def measure(rounds: int, steps: int) -> tuple[device.Measured, dict[str, list[St
 
     worlds = (1, 2, 4)
     groups = {
-        world: Ranks(world, Program(env={"OMP_NUM_THREADS": "1"}), seconds=600, separate=True) for world in worlds
+        world: Ranks(world, Program(env={"OMP_NUM_THREADS": "1"}), seconds=600, reuse_groups=True) for world in worlds
     }
     found, seconds = device.Measured(), {name: list[Step]() for name in RUNS}
     try:

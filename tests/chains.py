@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=0, help="end after this time, and say how many chains ran")
     options = parser.parse_args()
     start = Forked(["torch", "torch.distributed", "megazero.train.engine"])
-    pools = {world: Ranks(world, start, separate=True) for world in {world for world, _, _ in LAYOUTS.values()}}
+    pools = {world: Ranks(world, start, reuse_groups=True) for world in {world for world, _, _ in LAYOUTS.values()}}
     busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(options.load)]
     began, worst, resumes, number = time.monotonic(), dict.fromkeys(TOLERANCE, 0.0), 0, 0
     try:

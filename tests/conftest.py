@@ -20,15 +20,32 @@ from tests.helpers.programs import PRELOADED
 torch.set_num_threads(int(os.environ.get("TEST_THREADS", "1")))  # tests/machines.py sets it
 
 
+START = Forked(PRELOADED)
+POOLS: dict[int, Ranks] = {}
+
+
+def uses_ranks(item: pytest.Item) -> bool:
+    return "ranks" in getattr(item, "fixturenames", ())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests of ranks first: xdist gives the first part to one worker, which then has the only pools."""
+    items.sort(key=lambda item: not uses_ranks(item))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if not uses_ranks(item):  # idle ranks take memory, and their groups' threads wake up all the time
+        stop_pools()
+
+
+def stop_pools() -> None:
+    """End all ranks; a pool that is used again starts new ones."""
+    for pool in POOLS.values():
+        pool.stop()
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], Ranks]]:
-    """ranks(world) -> a pool of that many gloo ranks, kept for the session."""
-    start = Forked(PRELOADED)
-    pools: dict[int, Ranks] = {}
-
-    def get(world: int) -> Ranks:
-        return pools.setdefault(world, Ranks(world, start, separate=True))
-
-    yield get
-    for pool in pools.values():
-        pool.stop()
+    """ranks(world) -> a pool of that many gloo ranks, kept from test to test."""
+    yield lambda world: POOLS.setdefault(world, Ranks(world, START, reuse_groups=True))
+    stop_pools()

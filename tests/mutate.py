@@ -36,7 +36,7 @@ class Mutation:
         file: where, below the root of the repository.
         find: text of one line, which occurs exactly once in the file.
         replace: what stands there instead.
-        tests: as pytest takes them; one of them at least must fail.
+        tests: of the default suite, as pytest takes them; one of them at least must fail.
     """
 
     fault: str
@@ -99,7 +99,18 @@ def copy_tree(target: Path) -> None:
 
 def run_tests(root: Path, tests: tuple[str, ...]) -> int | None:
     """pytest's exit status; None if it did not end in time."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not gpu", *tests]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not slow and not gpu",
+        *tests,
+    ]
     # No bytecode: a file that changes twice within a second would be taken for the old one.
     env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     with (root / ".mutate.log").open("wb") as log:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import random
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+import pretrain_gpt
+from megazero.comm import launch
 from tests.end_to_end.cli import ROOT, run
 
 
@@ -37,3 +42,24 @@ def model(corpus: Path) -> list[object]:
         "--global-batch-size 12 --micro-batch-size 2 --lr 1e-3 --tokenizer byte --log-interval 5 --poison-buffers"
     )
     return [*sizes.split(), *training.split(), "--data-path", corpus]
+
+
+@pytest.fixture
+def refusal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """refusal(*flags): pretrain_gpt.py with `flags`, which end it, in this process."""
+
+    def abort(code: int) -> NoReturn:
+        sys.exit(code)
+
+    def get(*flags: object) -> subprocess.CompletedProcess[str]:
+        capsys.readouterr()
+        argv = [str(flag) for flag in flags]
+        with pytest.raises(SystemExit) as end:
+            pretrain_gpt.main(argv)
+        assert isinstance(end.value.code, int)
+        return subprocess.CompletedProcess(argv, end.value.code, *capsys.readouterr())
+
+    monkeypatch.setattr(launch, "abort", abort)
+    return get

@@ -37,7 +37,7 @@ def main() -> int:
     rank, world_size, local_rank = coordinates()
     total = torch.tensor(rank + 1)
     if world_size > 1:
-        timeout = datetime.timedelta(seconds=60)
+        timeout = datetime.timedelta(seconds=600)
         dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timeout)
         dist.all_reduce(total)
         dist.destroy_process_group()  # a gloo that is still up at exit may abort, whatever the exit code

@@ -96,6 +96,7 @@ def test_speed_of_checkpoints_runs() -> None:
     assert "read ours" in done.stdout and "stall of async" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_check_of_gpus_goes_on_after_a_failing_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part that fails and one that hangs are named, what they printed is kept, and the others run."""
     parts = (

@@ -214,10 +214,10 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_refused_before_anything_is_made(name: str, model, tmp_path: Path) -> None:
+def test_bad_input_is_refused_before_anything_is_made(name: str, model, refusal, tmp_path: Path) -> None:
     flags, words = BAD[name]
     where = ["--log-dir", tmp_path / "logs", "--save", tmp_path / "saved"]
-    done = pretrain(*model, "--train-iters", 1, *where, *flags)
+    done = refusal(*model, "--train-iters", 1, *where, *flags)
     assert done.returncode == 1
     assert done.stderr.startswith("ValueError: "), done.stderr
     for word in words:
@@ -234,8 +234,8 @@ def test_compile_without_a_compiler(model, tmp_path: Path, monkeypatch: pytest.M
     assert "ValueError: --compile: torch cannot compile here" in done.stderr and "drop --compile" in done.stderr
 
 
-def test_mistyped_flag(model) -> None:
-    done = pretrain(*model, "--micro-batch-sise", 4)
+def test_mistyped_flag(model, refusal) -> None:
+    done = refusal(*model, "--micro-batch-sise", 4)
     assert done.returncode == 2 and "--micro-batch-size" in done.stderr
 
 
@@ -246,19 +246,19 @@ def test_a_checkpoint_of_another_model(model, tmp_path: Path) -> None:
     assert "--load" in done.stderr and "--num-layers 5, not 4" in done.stderr
 
 
-def test_a_save_folder_of_another_run_is_not_overwritten(model, tmp_path: Path) -> None:
+def test_a_save_folder_of_another_run_is_not_overwritten(model, refusal, tmp_path: Path) -> None:
     assert pretrain(*model, "--train-iters", 1, "--save", tmp_path).returncode == 0
-    done = pretrain(*model, "--train-iters", 2, "--save", tmp_path)
+    done = refusal(*model, "--train-iters", 2, "--save", tmp_path)
     assert done.returncode == 1 and f"add --load {tmp_path}" in done.stderr
     (tmp_path / "iter_0000001").rename(tmp_path / "elsewhere")
-    done = pretrain(*model, "--train-iters", 2, "--load", tmp_path)
+    done = refusal(*model, "--train-iters", 2, "--load", tmp_path)
     assert done.returncode == 1 and "`latest` names iter_0000001, which is gone" in done.stderr
 
 
-def test_data_of_another_tokenizer(model, corpus: Path, tmp_path: Path) -> None:
+def test_data_of_another_tokenizer(model, refusal, corpus: Path, tmp_path: Path) -> None:
     train = ["data_tools/train_tokenizer.py", "--input", ROOT / "README.md", "--vocab-size", 300]
     assert warm(*train, "--output", tmp_path / "bpe").returncode == 0
-    done = pretrain(*model, "--train-iters", 1, "--tokenizer", tmp_path / "bpe")
+    done = refusal(*model, "--train-iters", 1, "--tokenizer", tmp_path / "bpe")
     assert done.returncode == 1 and f"--data-path {corpus} was made with the tokenizer byte" in done.stderr
 
 
@@ -270,7 +270,7 @@ def test_a_load_folder_without_a_checkpoint_starts_fresh(model, tmp_path: Path) 
 def test_intervals_retention_and_workers(model, alone: Path, tmp_path: Path) -> None:
     """--save-interval and --keep-last on disk; batches read ahead by workers are the same ones."""
     flags = ["--save", tmp_path, "--save-interval", 2, "--keep-last", 2, "--num-workers", 1, "--log-dir", tmp_path]
-    done = pretrain_cold(*model, "--train-iters", 7, "--zero-stage", 2, *flags, ranks=2)
+    done = pretrain(*model, "--train-iters", 7, "--zero-stage", 2, *flags, ranks=2)
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000006", "iter_0000007"]
     assert done.stdout.count("saved ") == 4  # at 2, 4, 6 and at the end
@@ -288,8 +288,8 @@ def test_masking_behind_documents(model, alone: Path, tmp_path: Path) -> None:
     assert found != wanted  # some of the batches hold a document's end
 
 
-def test_a_bare_command_asks_for_data_first() -> None:
-    done = pretrain("--num-layers", 1)
+def test_a_bare_command_asks_for_data_first(refusal) -> None:
+    done = refusal("--num-layers", 1)
     assert done.returncode == 1 and done.stderr.startswith("ValueError: --data-path is missing; "), done.stderr
     assert "--mock-data --vocab-size" in done.stderr and "--tokenizer" not in done.stderr
 

@@ -20,8 +20,8 @@ import pytest
 
 from tests.helpers.programs import ROOT, WarmProgram, free_port, rank_environment
 
-SECONDS = 100
-FOREVER = ["--train-iters", 100000, "--log-interval", 1, "--distributed-timeout-minutes", 0.15]
+LASTING = ["--train-iters", 100000, "--log-interval", 1]
+FOREVER = [*LASTING, "--distributed-timeout-minutes", 0.15]  # a time-out is waited for
 
 
 class Rank:
@@ -39,20 +39,18 @@ class Rank:
         return self.said.count("| loss ")
 
     def wait_for_iterations(self, number: int) -> None:
-        wait(lambda: self.iterations >= number or self.process.poll() is not None, self.log)
+        wait(lambda: self.iterations >= number or self.process.poll() is not None)
         assert self.iterations >= number, self.said
 
     def end(self, exit_code: int = 1) -> str:
         """All that it said, once it has ended by itself with an error."""
-        wait(lambda: self.process.poll() is not None, self.log)
+        wait(lambda: self.process.poll() is not None)
         assert self.process.returncode == exit_code, self.said
         return self.said
 
 
-def wait(happened: Callable[[], bool], log: Path) -> None:
-    deadline = time.monotonic() + SECONDS
+def wait(happened: Callable[[], bool]) -> None:
     while not happened():
-        assert time.monotonic() < deadline, log.read_text()[-3000:]
         time.sleep(0.05)
 
 
@@ -148,7 +146,7 @@ def runs(pid: int) -> bool:
 
 def test_ranks_end_when_torchrun_is_killed(model: list[Any], tmp_path: Path) -> None:
     torchrun = "-m torch.distributed.run --rdzv-backend c10d --rdzv-endpoint localhost:0 --nproc-per-node 2".split()
-    command = [sys.executable, *torchrun, "pretrain_gpt.py", *model, *FOREVER]
+    command = [sys.executable, *torchrun, "pretrain_gpt.py", *model, *LASTING]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     log = tmp_path / "log"
     with log.open("w") as out:
@@ -160,7 +158,7 @@ def test_ranks_end_when_torchrun_is_killed(model: list[Any], tmp_path: Path) -> 
         ranks = rank_processes(launcher.process.pid)
         assert len(ranks) == 2
         launcher.process.kill()
-        wait(lambda: not any(map(runs, ranks)), launcher.log)
+        wait(lambda: not any(map(runs, ranks)))
         assert "its launcher is gone; ending" in launcher.said
     finally:
         launcher.process.kill()
@@ -172,9 +170,9 @@ def test_ranks_end_when_torchrun_is_killed(model: list[Any], tmp_path: Path) -> 
 @pytest.mark.slow
 def test_a_second_run_on_a_taken_port_says_so_and_disturbs_nobody(model: list[Any], start: Start) -> None:
     port = free_port()
-    running = start([[*model, *FOREVER]] * 2, port)
+    running = start([[*model, *LASTING]] * 2, port)
     running[0].wait_for_iterations(1)
-    second = start([[*model, *FOREVER]] * 2, port)
+    second = start([[*model, *LASTING]] * 2, port)
     assert f"ValueError: MASTER_PORT={port} is taken on this machine, perhaps by another run" in second[0].end()
     assert "rank 1 is at MASTER_ADDR=127.0.0.1" in second[1].end()
     running[0].wait_for_iterations(running[0].iterations + 2)
@@ -199,7 +197,7 @@ UNLIKE: dict[str, tuple[list[list[Any]], list[str]]] = {
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "the layout")) for n in UNLIKE])
 def test_ranks_with_different_flags_are_refused(name: str, model: list[Any], start: Start, tmp_path: Path) -> None:
     flags, words = UNLIKE[name]
-    for rank in start([[*model, *FOREVER, "--log-dir", tmp_path / "run", *own] for own in flags]):
+    for rank in start([[*model, *LASTING, "--log-dir", tmp_path / "run", *own] for own in flags]):
         said = rank.end()
         for text in words:
             assert text.replace("HOST", socket.gethostname()) in said, said
@@ -229,7 +227,7 @@ def test_another_corpus_under_the_same_name_is_refused(
         flags.append([*model, "--data-path", copy / "corpus", "--train-iters", 1, "--log-dir", copy / "log"])
     good = start(flags)
     for rank in good:
-        wait(lambda rank=rank: rank.process.poll() is not None, rank.log)
+        wait(lambda rank=rank: rank.process.poll() is not None)
         assert rank.process.returncode == 0, rank.said
     with (tmp_path / "1" / "corpus.bin").open("r+b") as file:
         byte = file.read(1)
@@ -246,8 +244,10 @@ def test_a_hang_says_who_is_where_and_ends_the_run(model: list[Any], start: Star
     said = [rank.end(exit_code=124) for rank in ranks]
     host = re.escape(socket.gethostname())
     (line,) = [line for line in said[0].splitlines() if line.startswith("HANG (--hang-timeout): ")]
-    assert re.search(rf"rank 1 \({host}\) has been in operation 'Forward \S+ mb 0' of iteration 3 for 6 s", line), line
-    assert re.search(rf"rank 0 \({host}\) has been in operation '[^']+' of iteration 3 for 6 s", line), line
+    assert re.search(rf"rank 1 \({host}\) has been in operation 'Forward \S+ mb 0' of iteration 3 for \d+ s", line), (
+        line
+    )
+    assert re.search(rf"rank 0 \({host}\) has been in operation '[^']+' of iteration 3 for \d+ s", line), line
     assert "HANG" not in said[1]
     for text in said:  # the stacks of all threads
         assert "most recent call first" in text and "interpreter.py" in text

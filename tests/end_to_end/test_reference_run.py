@@ -133,9 +133,6 @@ CASES = {
     "fp32": Case(COMMON, (Part(5, 2, "--zero-stage 2"), Part(12, 2, TWO_PARTS)), *FP32),
     # Stops once within a window, and once between the overflow that is forgiven and the one that is not.
     "fp16": Case(FP16, (Part(5, 2, TWO_STAGES), Part(10, 2, "--zero-stage 3"), Part(12, 1, "")), *HALF),
-    # The same in one process: the quickest that notice what has nothing to do with ranks (tests/mutations.toml).
-    "alone": Case(COMMON, (Part(5, 1, ""), Part(12, 1, "")), *FP32),
-    "fp16 alone": Case(FP16, (Part(5, 1, ""), Part(10, 1, ""), Part(12, 1, "")), *HALF),
     "fp64": Case(
         {**COMMON, "precision": "fp64"},
         (Part(5, 2, f"{TWO_PARTS} --sequence-parallel"), Part(12, 2, "--zero-stage 3 --recompute selective")),

@@ -83,9 +83,9 @@ def test_usr1_reaches_the_ranks_and_an_interrupted_wait_goes_on(cluster, tmp_pat
     job_id = submit(cluster, tmp_path, ["--ntasks-per-node=1"], ["--hang"])
     job = cluster.wait(job_id, {"RUNNING"})
     log = tmp_path / "runs" / "ranks" / str(job_id) / "rank-0000.log"
-    cluster.poll(lambda: log.exists() and "waiting" in log.read_text(), "the rank")
+    cluster.poll(lambda: log.exists() and "waiting" in log.read_text(), "the rank", job_id)
     cluster.run("scancel", "--batch", "--signal=USR1", str(job_id))
-    cluster.poll(lambda: "rank 0 got USR1" in log.read_text(), "the signal")
+    cluster.poll(lambda: "rank 0 got USR1" in log.read_text(), "the signal", job_id)
     assert cluster.job(job_id).state == "RUNNING"
     cluster.run("scancel", str(job_id))
     job = cluster.wait(job_id)
@@ -127,7 +127,7 @@ def test_pretrains_over_two_nodes(cluster, tmp_path, model):
     ]
     for options, words in jobs:
         job_id = submit(cluster, tmp_path, options, words, PROGRAM=str(ROOT / "pretrain_gpt.py"), OMP_NUM_THREADS="1")
-        job = cluster.wait(job_id, timeout=150)
+        job = cluster.wait(job_id)
         assert (job.state, job.exit_code) == ("COMPLETED", "0:0"), batch_log(tmp_path, job)
     assert pretrain(*flags, "--log-dir", tmp_path / "alone").returncode == 0
     found, wanted = metrics(tmp_path / "run"), metrics(tmp_path / "alone")
@@ -140,7 +140,7 @@ def test_a_refusal_reaches_the_job(cluster, tmp_path, model):
     flags = [*map(str, model), "--num-attention-heads", "7"]
     options = ["--nodes=2", "--ntasks-per-node=1"]
     job_id = submit(cluster, tmp_path, options, flags, PROGRAM=str(ROOT / "pretrain_gpt.py"))
-    job = cluster.wait(job_id, timeout=150)
+    job = cluster.wait(job_id)
     assert (job.state, job.exit_code) == ("FAILED", "1:0"), batch_log(tmp_path, job)
     assert "--hidden-size 48 is not divisible by --num-attention-heads 7" in batch_log(tmp_path, job)
 
@@ -149,7 +149,7 @@ def started(cluster: SlurmCluster, job_id: int, log_dir: Path, lines: int = 4) -
     """Wait until the run has trained a few iterations."""
     path = log_dir / "metrics.jsonl"
     cluster.wait(job_id, {"RUNNING"})
-    cluster.poll(lambda: path.exists() and len(path.read_text().splitlines()) > lines, "training", timeout=120)
+    cluster.poll(lambda: path.exists() and len(path.read_text().splitlines()) > lines, "training", job_id)
 
 
 @pytest.mark.slow  # a minute, of which SLURM waits 11 s before it requeues
@@ -161,7 +161,7 @@ def test_a_job_near_its_limit_saves_is_requeued_and_ends_with_the_same_curve(clu
     job_id = submit(cluster, tmp_path, ["--nodes=2", "--ntasks-per-node=1"], [*flags, *where], **program)
     started(cluster, job_id, tmp_path / "run")
     cluster.run("scancel", "--batch", "--signal=USR1", str(job_id))
-    job = cluster.wait(job_id, timeout=240)
+    job = cluster.wait(job_id)
     log = batch_log(tmp_path, job)
     assert (job.state, job.exit_code, job.fields["Restarts"]) == ("COMPLETED", "0:0", "1"), log
     for words in ("USR1: the ranks save and stop", "exit code 75", "requeued: goes on from iter_"):
@@ -190,7 +190,7 @@ def test_a_node_that_fails_costs_the_work_since_the_last_save(tmp_path, model):
         job_id = submit(cluster, tmp_path, ["--nodes=2", "--ntasks-per-node=1"], [*flags, *where], **program)
         started(cluster, job_id, run, lines=6)
         cluster.fail("node1")
-        job = cluster.wait(job_id, timeout=240)
+        job = cluster.wait(job_id)
         log = batch_log(tmp_path, job)
         assert (job.state, job.exit_code, job.fields["Restarts"]) == ("COMPLETED", "0:0", "1"), log
         assert job.fields["NodeList"] == "node[0,2]"
@@ -213,7 +213,7 @@ def test_jobs_of_a_chain_follow_each_other(cluster, tmp_path, model):
     cluster.run("scancel", "--batch", "--signal=USR1", str(first))
     job = cluster.wait(first)
     assert (job.state, job.exit_code) == ("FAILED", "75:0"), batch_log(tmp_path, job)
-    job = cluster.wait(second, timeout=120)
+    job = cluster.wait(second)
     assert (job.state, job.exit_code) == ("COMPLETED", "0:0"), batch_log(tmp_path, job)
     assert [m["iteration"] for m in metrics(run)] == list(range(1, 61))
     assert "going on after iteration" in rank_logs(run, job)[0].read_text()
@@ -240,7 +240,7 @@ def test_a_cancelled_job_saves_and_is_not_requeued(cluster, tmp_path, model):
     job_id = submit(cluster, tmp_path, ["--nodes=1", "--ntasks-per-node=2"], flags, **program)
     started(cluster, job_id, tmp_path / "run")
     cluster.run("scancel", str(job_id))
-    job = cluster.wait(job_id, timeout=60)
+    job = cluster.wait(job_id)
     assert job.state == "CANCELLED"
     rank_0 = rank_logs(tmp_path / "run", job)[0]
     cluster.poll(lambda: "by SIGTERM: saved" in rank_0.read_text(), "the save")
@@ -255,7 +255,7 @@ def test_the_end_of_a_job_is_known(cluster, tmp_path):
         script = tmp_path / "ask.sh"
         script.write_text(f"#!/bin/bash\n{ask}\n")
         begin = time.time()
-        job = cluster.wait(cluster.submit(limit, script, cwd=tmp_path), timeout=60)
+        job = cluster.wait(cluster.submit(limit, script, cwd=tmp_path))
         found = batch_log(tmp_path, job).strip().splitlines()[-1]
         assert (abs(float(found) - begin - 1800) < 60) if known else found == "None"
 
@@ -303,7 +303,7 @@ def test_an_array_preprocesses_and_a_killed_task_goes_on(cluster, tmp_path):
     def run(array: str, wanted: dict[str, str], **env: str) -> None:
         options = [f"--array={array}", "--ntasks=1", "--cpus-per-task=1", f"--output={tmp_path}/%a.log"]
         job = cluster.submit(*options, script, *flags, cwd=ROOT, PYTHON=str(python), **env)
-        cluster.poll(lambda: set(states(cluster, job).values()) <= FINAL_STATES, "the array", 300)
+        cluster.poll(lambda: set(states(cluster, job).values()) <= FINAL_STATES, "the array")
         logs = {path.name: path.read_text() for path in tmp_path.glob("*.log")}
         assert states(cluster, job) == wanted, logs
 

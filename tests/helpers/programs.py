@@ -73,11 +73,8 @@ class WarmProgram:
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
-    def wait(self, seconds: float | None = None) -> int:
-        """Raises subprocess.TimeoutExpired."""
-        self._process.join(seconds)
-        if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired(self._process.name, seconds or 0)
+    def wait(self) -> int:
+        self._process.join()
         return self._process.exitcode
 
 
@@ -93,12 +90,8 @@ def rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
     return {name: str(value) for name, value in ranks.items()}
 
 
-def warm(program: str, *arguments: object, ranks: int = 1, seconds: float = 240) -> subprocess.CompletedProcess[str]:
-    """Run `ranks` copies of a program to their end: the first exit code that is not 0, and all that they printed.
-
-    Raises:
-        subprocess.TimeoutExpired: not all have ended after `seconds`; they are killed.
-    """
+def warm(program: str, *arguments: object, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    """Run `ranks` copies of a program to their end: the first exit code that is not 0, and all that they printed."""
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "stdout", Path(folder) / "stderr"
@@ -107,7 +100,7 @@ def warm(program: str, *arguments: object, ranks: int = 1, seconds: float = 240)
             for rank in range(ranks)
         ]
         try:
-            codes = [each.wait(seconds) for each in programs]
+            codes = [each.wait() for each in programs]
         finally:
             for each in programs:
                 each.kill()

@@ -29,18 +29,37 @@ def kept(rank: int, case: Case) -> tuple[list[int], int]:
 
 
 def cases() -> list[Case]:
+    """Modes, tensor parallelism, architectures, scores that are kept, types: every two of them meet in some case."""
+    return [
+        Case(tp=2, sp=True),
+        Case(tp=2, sp=True, recompute="selective", model=SCORES),
+        Case(tp=3, recompute="selective"),
+        Case(tp=3, sp=True, recompute="full"),
+        Case(model=SCORES),
+        Case(recompute="selective", precision="fp16"),
+        Case(tp=2, recompute="none", model=SCORES),
+        Case(tp=2, recompute="selective", model=LLAMA),
+        Case(model=LLAMA, precision="bf16"),
+        Case(tp=2, recompute="full", pa=True, precision="bf16"),
+        Case(tp=3, recompute="full", pa=True, host=True),
+        Case(recompute="full", host=True),
+    ]
+
+
+def all_modes() -> list[Case]:
     modes = ("none", "selective", "full")
     found = [Case(tp=n, sp=sp, recompute=m) for n in (2, 3) for sp in (False, True) for m in modes]
     found += [Case(recompute=m, model=model) for m in modes for model in (MODEL, SCORES)]
     found += [Case(tp=2, sp=sp, recompute=m, model=SCORES) for sp in (False, True) for m in modes]
     found += [Case(recompute=m, precision=p) for m in modes for p in ("bf16", "fp16")]
-    found += [Case(tp=2, recompute=m, model=LLAMA) for m in modes] + [Case(model=LLAMA, precision="bf16")]
-    found += [Case(tp=2, recompute="full", pa=True, precision=p) for p in ("fp32", "bf16")]
-    found += [Case(tp=3, recompute="full", pa=True, host=True), Case(recompute="full", host=True)]
-    return found
+    found += [Case(tp=2, recompute=m, model=LLAMA) for m in modes]
+    found += [Case(tp=2, recompute="full", pa=True)]
+    return [case for case in found if case not in cases()]
 
 
-@pytest.mark.parametrize("case", cases(), ids=str)
+@pytest.mark.parametrize(
+    "case", cases() + [pytest.param(case, marks=pytest.mark.slow) for case in all_modes()], ids=str
+)
 def test_a_block_keeps_what_is_said(case: Case, ranks) -> None:
     saves = block_saves(case.config(), case.layout, "cpu")
     for sizes, on_host in ranks(case.world).run(kept, case):
@@ -83,9 +102,17 @@ def test_any_shape_is_partitioned(on_host: bool, contiguous: bool, ranks) -> Non
 EIGHT = replace(MODEL, num_attention_heads=8, num_layers=4)
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("host", [False, True])
+@pytest.mark.parametrize(
+    ("tp", "precision", "host"),
+    [
+        pytest.param(
+            tp, p, host, marks=[pytest.mark.slow] * ((tp, p, host) not in ((2, "bf16", False), (2, "fp32", True)))
+        )
+        for tp in (1, 2, 4)
+        for p in ("fp32", "bf16")
+        for host in (False, True)
+    ],
+)
 def test_the_papers_formula_of_checkpoints(tp: int, precision: str, host: bool, ranks) -> None:
     """2 b s h L / tp with Pa in 16 bit, 4 in fp32; with Pa+cpu nothing on the device, and as much on the host."""
     case = Case(tp=tp, recompute="full", pa=tp > 1, host=host, precision=precision, model=EIGHT, micro_batches=1)
@@ -97,7 +124,7 @@ def test_the_papers_formula_of_checkpoints(tp: int, precision: str, host: bool, 
             assert memory["host"] == (wanted if host else 0)
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_papers_formula_of_pas_traffic(tp: int, ranks) -> None:
     """One all-gather of b s h for each block and micro-batch."""
     plain = Case(tp=tp, recompute="full", model=EIGHT, micro_batches=3)

@@ -20,7 +20,7 @@ import torch.multiprocessing as mp
 from megazero import checkpoint
 from megazero.checkpoint import LocalShard, manifest, shards, tensor_file
 
-TIME_LIMIT = 60.0  # seconds, for a group of ranks
+TIME_LIMIT = 600.0  # seconds, for a group of ranks
 
 
 def on_ranks(world: int, function: Callable, tmp_path: Path, *args: Any) -> list[Any]:

@@ -173,7 +173,7 @@ ONE = {"dp": 2, "micro_batches": 1}
 OFF = (("overlap_comm", False),)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.slow)])
 def test_weights_are_gathered_a_layer_ahead(recompute: str, ranks) -> None:
     """Stage 3: while a block computes, the next one's weights are on their way, in forward and in backward."""
     case = Case(zero=3, recompute=recompute, **ONE)
@@ -200,7 +200,7 @@ def test_weights_arrive_before_they_are_used(ranks) -> None:
     assert len(waits) == waited == computed == 2 * BLOCKS
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_gradients_are_reduced_behind_the_backward(zero: int, ranks) -> None:
     """A block's gradients are on their way while the block before it runs its backward."""
     found = overlapping(ranks(2).run(two_steps, Case(zero=zero, **ONE)), "start_reduce_scatter")
@@ -214,7 +214,7 @@ def test_stage_0_reduces_behind_the_backward(ranks) -> None:
     assert all(between["backward"] >= 1 for between in found[:-1])
 
 
-@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_updates_arrive_behind_the_next_forward(zero: int, ranks) -> None:
     """Updated parameters are gathered while the next iteration's first blocks compute: block i's until block i."""
     events = ranks(2).run(two_steps, Case(zero=zero, **ONE))[0]
@@ -225,7 +225,7 @@ def test_updates_arrive_behind_the_next_forward(zero: int, ranks) -> None:
     assert all(between["step"] == 1 for between in found[:BLOCKS])
 
 
-@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("zero", [*(pytest.param(zero, marks=pytest.mark.slow) for zero in range(3)), 3])
 def test_without_overlap_nothing_is_in_flight_while_a_block_computes(zero: int, ranks) -> None:
     events = ranks(2).run(two_steps, Case(zero=zero, options=OFF, **ONE))[0]
     every = [between for what in STARTS for _, between in intervals(events, what)]
@@ -234,8 +234,14 @@ def test_without_overlap_nothing_is_in_flight_while_a_block_computes(zero: int, 
         assert not between["forward"] and not between["backward"]
 
 
-@pytest.mark.parametrize("grad_dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize(
+    ("zero", "grad_dtype"),
+    [
+        pytest.param(zero, dtype, marks=[pytest.mark.slow] * ((zero + (dtype == "fp32")) % 2))
+        for zero in range(4)
+        for dtype in ("fp32", "bf16")
+    ],
+)
 def test_gradients_travel_in_grad_dtype(zero: int, grad_dtype: str, ranks) -> None:
     """And weights in the type of the run."""
     names = {"fp32": "float32", "bf16": "bfloat16"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import sys
 from collections.abc import Iterator
@@ -34,10 +35,28 @@ def pid(rank: int) -> int:
     return os.getpid()
 
 
+def two_groups(rank: int, timeout_minutes: int) -> list[str]:
+    """Names of two groups of all ranks, over each of which a sum is right."""
+    timeout = datetime.timedelta(minutes=timeout_minutes)
+    groups = [dist.new_group([0, 1], timeout=timeout) for _ in range(2)]
+    for group in groups:
+        x = torch.tensor(rank + 1)
+        dist.all_reduce(x, group=group)
+        assert int(x) == 3
+    return [group.group_name for group in groups]
+
+
+def leave_in_flight(rank: int) -> None:
+    """Begin to exchange 16 MiB with the other rank, over a group that `two_groups` uses."""
+    group = dist.new_group([0, 1], timeout=datetime.timedelta(minutes=7))
+    for start in (dist.irecv, dist.isend):
+        start(torch.zeros(1 << 22), 1 - rank, group)
+
+
 @pytest.fixture(scope="module", params=["forked", pytest.param("program", marks=pytest.mark.slow)])
 def pool(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     start = Forked(["torch"]) if request.param == "forked" else Program(env={"OMP_NUM_THREADS": "1"})
-    pool = Ranks(2, start, separate=True)
+    pool = Ranks(2, start, reuse_groups=True)
     yield pool
     pool.stop()
 
@@ -54,6 +73,25 @@ def test_an_error_is_raised_at_once_and_the_next_call_starts_new_ranks(pool: Ran
         pool.run(fail, how)
     assert pool.run(total, 0) == [(0, 1), (1, 1)]
     assert not set(before) & set(pool.run(pid))
+
+
+def test_a_function_uses_the_groups_of_the_one_before(pool: Ranks) -> None:
+    """Each of its own groups once, and none that has another time-out."""
+    first, again, other = (pool.run(two_groups, minutes)[0] for minutes in (7, 7, 8))
+    assert first == again and len({*first, *other}) == 4
+
+
+def test_messages_in_flight_arrive_before_the_next_function(pool: Ranks) -> None:
+    for _ in range(2):
+        pool.run(leave_in_flight)
+        assert pool.run(two_groups, 7)
+
+
+def test_groups_that_are_too_many_are_ended(pool: Ranks) -> None:
+    first = pool.run(two_groups, 7)[0]
+    for minutes in range(10, 32):
+        pool.run(two_groups, minutes)
+    assert pool.run(two_groups, 7)[0] != first
 
 
 @pytest.mark.slow

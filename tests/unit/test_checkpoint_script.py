@@ -51,6 +51,7 @@ def script(*words: object) -> subprocess.CompletedProcess[str]:
     return warm("scripts/checkpoint.py", *words)
 
 
+@pytest.mark.long
 def test_list_verify_and_show(tmp_path: Path) -> None:
     first, second = save(tmp_path, 1), save(tmp_path, 2)
     flip(first / "rank_00000.safetensors", -1)
@@ -86,6 +87,7 @@ def test_help_keeps_its_lines() -> None:
     ]
 
 
+@pytest.mark.long
 def test_a_name_of_the_hub_is_downloaded_first(tmp_path: Path) -> None:
     refused = script("import", "--from", "hf", "gpt2", "--output", tmp_path / "out")
     assert refused.returncode == 1

@@ -158,6 +158,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     assert checkpoint.find(tmp_path) == tmp_path / "iter_0000001"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("file", ["manifest.json", "state.json", "rank_00000.safetensors"])
 def test_every_flipped_bit_is_found(tmp_path: Path, file: str) -> None:
     """One bit of every byte in turn (of tensors: of every seventh), header and data; the error names the file."""
@@ -356,6 +357,7 @@ def crash_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Path, name, counted(getattr(Path, name)))
 
 
+@pytest.mark.long
 def test_a_crash_at_any_step_leaves_a_whole_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An iteration is saved again, and the process dies at each step in turn: old or new remains."""
     seen = set()

@@ -289,6 +289,7 @@ def draw(seed: int) -> tuple[Config, Layout]:
     return resolve(config, pp * dp * tp, 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seeds", [range(k, k + 20) for k in range(0, 60, 20)], ids=str)
 def test_estimate_is_the_closed_formulas(seeds: range) -> None:
     """On the first rank of every stage. Sums of rounded-down terms: a byte per collective is forgiven.
@@ -311,6 +312,7 @@ def test_estimate_is_the_closed_formulas(seeds: range) -> None:
             assert abs(found - closed.tp()) <= 20 * closed.M * (closed.L + 3), ("tp", where)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("staged", [True, False], ids=["gloo", "NCCL"])
 def test_buffers_at_stage_3(staged: bool) -> None:
     for seed in range(30):
@@ -342,6 +344,7 @@ def shares_copy(layout: Layout, rank: int, stage: int) -> bool:
     return (coord.pp, coord.tp) == (stage, 0) and coord.dp < layout.shard
 
 
+@pytest.mark.long
 def test_what_nccl_and_a_gpu_take_instead() -> None:
     """On gloo a reduce-scatter needs scratch for what others send, on NCCL as large as its result. Copies to the host
     go by way of two device buffers each way on a GPU, and of none on a CPU. Nothing else differs."""
@@ -375,6 +378,7 @@ def test_the_peak_of_a_single_process() -> None:
     assert memory["peak"] == 16 * closed.psi + 4 * 2 * 32 * 320
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("needs_staging_buffer", [True, False], ids=["gloo", "NCCL"])
 def test_the_peak_lies_between_its_bounds(needs_staging_buffer: bool) -> None:
     for seed in range(40):

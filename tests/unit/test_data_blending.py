@@ -64,9 +64,9 @@ def test_proportions_hold_at_every_moment(weights: tuple) -> None:
 
 def test_far_samples_cost_no_more_than_near_ones() -> None:
     blended = blend("1442858730", "4697570389", "8670888578", *["17.25"] * 50)
-    start = time.perf_counter()
+    start = time.process_time()
     located = [blended.locate(10**15 + i) for i in range(200)]
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
     counts = dict(located)
     share = 1442858730 / (1442858730 + 4697570389 + 8670888578 + 17.25 * 50)
     assert abs(counts[0] / 10**15 - share) < 1e-12

@@ -22,7 +22,7 @@ from megazero.data.tokenizer import load_tokenizer
 from megazero.data.writer import IndexedWriter
 from tests.unit.data_helpers import numbered_documents, write_corpus
 
-pytestmark = pytest.mark.timeout(120)  # a FIFO in place of a file must not be waited for
+pytestmark = pytest.mark.timeout(300)  # a FIFO in place of a file must not be waited for
 DOCUMENTS = numbered_documents(60)
 
 
@@ -162,7 +162,7 @@ def test_truncated_while_in_use(tmp_path: Path, monkeypatch) -> None:
             "try:\n    [dataset[i] for i in range(5, 500)]\n"
             "except ValueError as error:\n    print(error)\n"
         )
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert f"{prefix}{end} was truncated while it was in use" in done.stdout
         os.truncate(f"{prefix}{end}", size)
@@ -260,7 +260,7 @@ def test_a_cache_beside_the_data_that_all_the_world_may_write_is_not_believed(tm
     assert GPTDataset(prefix, "1", "train", 6, seed=3)[3].tolist() == expected
 
 
-@pytest.mark.timeout(300)  # transformers takes long to import on a busy machine
+@pytest.mark.long
 def test_code_of_a_tokenizer_folder_is_neither_run_nor_asked_about(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     config = {"auto_map": {"AutoTokenizer": ["mine.T", None]}, "tokenizer_class": "T"}
@@ -270,7 +270,7 @@ def test_code_of_a_tokenizer_folder_is_neither_run_nor_asked_about(tmp_path: Pat
     (tmp_path / "tokenizer_config.json").unlink()  # the same by way of the model's own settings
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t", **config}))
     code = f"from megazero.data.tokenizer import load_tokenizer; load_tokenizer({str(tmp_path)!r})"
-    done = subprocess.run([sys.executable, "-c", code], input="y\ny\n", capture_output=True, text=True, timeout=280)
+    done = subprocess.run([sys.executable, "-c", code], input="y\ny\n", capture_output=True, text=True)
     assert done.returncode == 1 and f"ValueError: --tokenizer {tmp_path}: cannot be read" in done.stderr
     assert "[y/N]" not in done.stdout + done.stderr and not (tmp_path / "ran").exists()
 

@@ -18,7 +18,7 @@ from data_tools.seen import Seen
 from data_tools.sources import find_sources, partition
 from tests.unit.data_helpers import unpack_corpus
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 TEXTS = [f"document {k} " + 'é🙂\n"\\ x' * (k % 23) for k in range(300)]
 
 

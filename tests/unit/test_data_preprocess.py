@@ -125,6 +125,7 @@ def test_dtype(tmp_path: Path, lines: Path, dtype: str, code: int) -> None:
     assert unpack_corpus(f"{run(tmp_path, lines, more=('--dtype', dtype))}_text_document")[0] == code
 
 
+@pytest.mark.long
 def test_workers_and_chunks_change_no_byte(tmp_path: Path, monkeypatch) -> None:
     objects = [{"text": f"document {k} " * (k % 7)} for k in range(200)]
     one, two = (write_jsonl(tmp_path / f"{k}.jsonl", *objects[k::2]) for k in range(2))
@@ -281,6 +282,7 @@ def next_command(said: str) -> list[str]:
     return words
 
 
+@pytest.mark.long
 def test_each_tool_names_the_next_command(tmp_path: Path, lines: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The commands as printed: tokenizer, tokens, training; and parts that are joined."""
     train_tokenizer.main(["--input", str(lines), "--output", str(tmp_path / "t"), "--vocab-size", "257"])

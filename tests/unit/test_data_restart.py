@@ -93,6 +93,7 @@ def no_half_corpus(folder: Path) -> None:
         assert idx.with_suffix(".bin").exists() and idx.with_suffix(".json").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_at_every_call_that_changes_a_file(tmp_path: Path, command, monkeypatch, capsys, step: int) -> None:
     whole = expected(tmp_path, command)
@@ -114,6 +115,7 @@ def test_killed_at_every_call_that_changes_a_file(tmp_path: Path, command, monke
         folder.rmdir()
 
 
+@pytest.mark.long
 def test_killed_again_and_again(tmp_path: Path, command, monkeypatch, capsys) -> None:
     whole = expected(tmp_path, command)
     machine, draw, kills = Machine(monkeypatch), random.Random(1), 0
@@ -155,6 +157,7 @@ def test_what_a_commit_counts_on_is_on_the_disk(tmp_path: Path, command, monkeyp
     assert len(commits) > 5 and commits == [set()] * len(commits)
 
 
+@pytest.mark.long
 def test_a_full_disk_loses_nothing(tmp_path: Path, command, monkeypatch, capsys) -> None:
     whole = expected(tmp_path, command)
     machine = Machine(monkeypatch, full=True)

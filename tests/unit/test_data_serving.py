@@ -60,7 +60,7 @@ def at_once(prefix: Path, count: int) -> tuple[int, list[Any]]:
     processes = [context.Process(target=read_at_once, args=arguments) for _ in range(count)]
     for process in processes:
         process.start()
-    read = [results.get(timeout=60) for _ in processes]
+    read = [results.get() for _ in processes]
     for process in processes:
         process.join(60)
     return built.value, read

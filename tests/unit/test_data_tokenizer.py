@@ -59,6 +59,7 @@ def test_byte() -> None:
     check_round_trip(tokenizer, TEXT)
 
 
+@pytest.mark.long
 def test_gpt2(gpt2_files: Path) -> None:
     tokenizer = load_tokenizer(f"gpt2:{gpt2_files}")
     assert tokenizer.encode("Hello world") == [15496, 995]
@@ -68,6 +69,7 @@ def test_gpt2(gpt2_files: Path) -> None:
     check_round_trip(tokenizer, TEXT)
 
 
+@pytest.mark.long
 def test_gpt2_under_hugging_face_names_and_as_transformers_has_it(gpt2_files: Path, tmp_path: Path) -> None:
     shutil.copy(gpt2_files / "encoder.json", tmp_path / "vocab.json")
     shutil.copy(gpt2_files / "vocab.bpe", tmp_path / "merges.txt")
@@ -191,6 +193,7 @@ def write_tiktoken(path: Path, vocab: dict[str, int], settings: dict) -> str:
     return f"tiktoken:{path}"
 
 
+@pytest.mark.long
 def test_tiktoken(gpt2_files: Path, tmp_path: Path) -> None:
     """The pattern decides: by GPT-2's, ids are those of the tokenizers library. Saved, packed, and by gigatoken."""
     from data_tools.encoding import fast_tokenizer, trust_gigatoken

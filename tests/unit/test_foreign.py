@@ -320,6 +320,7 @@ def test_public_scripts_leave_no_word_unhelped() -> None:
     assert whole >= 6, "scripts that run as they are"
 
 
+@pytest.mark.long
 def test_the_page_says_what_the_table_says() -> None:
     """After a change: python -m benchmarks.reports.foreign."""
     page = report.PAGE.read_text()

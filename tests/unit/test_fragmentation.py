@@ -144,6 +144,7 @@ def survives(name: str, in_arena: tuple[str, ...], slack: int) -> bool:
     return True
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "in_arena"), SLACK)
 def test_memory_that_a_run_needs_beyond_its_demand(name: str, in_arena: tuple[str, ...]) -> None:
     """Compare with the measured numbers, to the percent.

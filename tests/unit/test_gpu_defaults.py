@@ -50,6 +50,7 @@ def test_which_devices_have_bf16() -> None:
 MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 32 --vocab-size 97"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("asked", "is_chosen"),
     [

@@ -186,7 +186,7 @@ def test_the_trial_tells_a_wrong_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_kernel_compiles_for_gpus_that_are_not_there(capability: int) -> None:
     """Machine code from the launches' arguments: no atomics, no spilled registers; 16-byte loads of aligned rows."""
     command = [sys.executable, "-m", "tests.helpers.compile_kernels", str(capability)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
     assert {line.split()[0] for line in lines} == {

@@ -192,8 +192,9 @@ if os.getppid() == 1:
 """
 
 
+@pytest.mark.long
 def test_a_limit_ends_the_process_and_says_why() -> None:
-    done = subprocess.run([sys.executable, "-c", LIMITED], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", LIMITED], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and "rank 3: joining took more than 0.2 s; giving up" in done.stderr
 
 
@@ -230,6 +231,7 @@ def test_only_what_a_peer_caused_is_a_lost_peer() -> None:
     assert not isinstance(report.value, PeerLost)
 
 
+@pytest.mark.long
 def test_an_orphan_of_the_start_is_seen() -> None:
     """A launcher that is killed while its ranks still import: they belong to process 1 when they first look."""
     launcher = f"import subprocess, sys, threading; subprocess.Popen([sys.executable, '-c', {ORPHAN!r}]).wait()"

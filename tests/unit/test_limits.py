@@ -117,6 +117,7 @@ def senseless_value(rng: random.Random, flag: str) -> list[str]:
     return [rng.choice(WORDS)] if kind is str else rng.choices(WORDS, k=rng.randrange(4))
 
 
+@pytest.mark.long
 def test_senseless_command_lines_are_refused_or_run() -> None:
     """No other exception than a refusal, no endless loop; what is let through is a config that is wholly in range."""
     rng, refused = random.Random(8), 0

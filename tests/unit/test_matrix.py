@@ -31,6 +31,7 @@ def broken(choice: Choice) -> list[Rule]:
     return [rule for rule in RULES if set(rule.factors) <= set(choice) and not rule.allows(choice)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("factors", [FACTORS, NUMBERS], ids=["fp64", "numbers"])
 def test_a_pair_is_legal_where_some_choice_has_it(factors: Factors) -> None:
     """Against random choices, which meet all rules by themselves or do not count."""
@@ -41,6 +42,7 @@ def test_a_pair_is_legal_where_some_choice_has_it(factors: Factors) -> None:
                 assert matrix.partners[matrix.number[a]] >> matrix.number[b] & 1, (a, b)
 
 
+@pytest.mark.long
 def test_every_case_is_legal_and_every_legal_pair_meets() -> None:
     found = covers()
     matrix = Matrix(FACTORS)
@@ -59,6 +61,7 @@ def test_every_case_is_legal_and_every_legal_pair_meets() -> None:
     assert not any(missing & reach for missing, reach in zip(small.missing, small.reach(2), strict=True))
 
 
+@pytest.mark.long
 def test_what_a_rule_calls_refused_is_refused() -> None:
     """Every such rule is tried with a choice that breaks no other."""
     seen = set()

@@ -38,6 +38,7 @@ def test_an_entry_that_does_not_fit_is_told_from_one_that_does() -> None:
     assert [outcome(status) for status in (0, 1, None, 2, 4, 5)] == [UNNOTICED, NOTICED, NOTICED, *[BROKEN] * 3]
 
 
+@pytest.mark.long
 def test_a_fault_is_planted_run_and_taken_away(tmp_path: Path) -> None:
     (tmp_path / "answer.py").write_text("ANSWER = 42  # of all\n")
     (tmp_path / "test_code.py").write_text("from answer import ANSWER\n\n\ndef test_it():\n    assert ANSWER == 42\n")

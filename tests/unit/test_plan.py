@@ -195,6 +195,7 @@ def test_a_long_step_is_extended_from_two_short_ones() -> None:
         assert (found.memory, found.traffic) == (wanted.memory, wanted.traffic)
 
 
+@pytest.mark.long
 def test_plan_json_has_the_bytes_of_the_estimate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A plan needs no more than the command line of a run whose data, tokenizer and --save are not there."""
     flags = f"{SMALL} --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --global-batch-size 8"
@@ -347,6 +348,7 @@ def test_less_recompute_is_offered_where_it_fits() -> None:
 SEARCH = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 128 --vocab-size 128 --precision bf16"
 
 
+@pytest.mark.long
 def test_a_search_finds_what_no_other_layout_beats(capsys: pytest.CaptureFixture[str]) -> None:
     """The best layout that is printed is as fast as the best of all that are played. Its command line says the same."""
     given = f"{SEARCH} --global-batch-size 4 --recompute full --lr 1e-3".split()

@@ -236,6 +236,7 @@ def test_operations_of_different_types_differ() -> None:
     assert Sync("head") != Reduce("head") and len({Sync("head"), Reduce("head")}) == 2
 
 
+@pytest.mark.long
 def test_a_program_is_printed_one_operation_per_line() -> None:
     spec = rank_spec(config(zero=ZeroConfig(3)), Layout(dp=2), 0)
     step = program(spec, "1f1b", 1)

@@ -112,7 +112,7 @@ def test_thousands_of_pieces_take_no_time() -> None:
         for start, stop in itertools.pairwise(cuts):
             pieces += [piece.moved((0, 129 * block)) for piece in regions(local, start, stop)]
     assert len(pieces) > 8000
-    began = time.perf_counter()
+    began = time.process_time()
     assert coverage_fault((4001, 8 * 129), pieces) is None
     assert coverage_fault((4001, 8 * 129), pieces[:-1]) is not None
-    assert time.perf_counter() - began < 5.0
+    assert time.process_time() - began < 5.0

@@ -137,6 +137,7 @@ def test_a_v_holds_as_much_on_every_rank_as_1f1b_on_the_first() -> None:
                 assert most <= 2 * min(p, m)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("costs", [Costs(1, 1.3, 0.7), Costs(1, 2, 1), Costs(1, 2.2, 0.8)], ids=str)
 def test_a_v_fits_its_order_to_the_costs_of_passes(costs: Costs) -> None:
     """It is faster than ZB-H1, and, unless recompute makes input gradients as long as all else, than interleaved."""

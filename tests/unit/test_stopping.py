@@ -94,14 +94,18 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_a_signal_to_the_whole_job_leaves_the_workers_reading() -> None:
     """A scheduler's signal: the training process notes it, and its step still gets its batches."""
     ignoring = "import signal\nfor n in (15, 10, 2): signal.signal(n, lambda *_: None)\n"
     program = ignoring + WORKER
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=Path(__file__).parents[2], capture_output=True, text=True,
-        start_new_session=True, timeout=120,
-    )  # fmt: skip
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        start_new_session=True,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [str([2 * i, 2 * i + 1]) for i in range(6)]
 
