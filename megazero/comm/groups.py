@@ -61,6 +61,8 @@ class GroupMaker:
             name: of their axis, for NCCL's logs and the flight recorder.
             urgent: the backend's streams go before those of computation.
         """
+        if not groups:
+            return {}
         if self.device.type == "cpu":
             made = ((ranks, dist.new_group(list(ranks), timeout=self.timeout)) for ranks in groups)
             return {ranks: group for ranks, group in made if group is not dist.GroupMember.NON_GROUP_MEMBER}
