@@ -74,6 +74,7 @@ ON_GPU: Factors = {
 }
 FROZEN = ("token_embedding.*", "position*", "blocks.0.*", "blocks.2.mlp.*", "blocks.3.*.bias")
 FROZEN_ROTARY = ("token_embedding.*", "blocks.0.*", "blocks.1.attention.kv.*", "blocks.2.mlp.*", "blocks.3.norm*")
+FROZEN_ON_GPU = ("token_embedding.*", "blocks.0.*", "blocks.1.mlp.*")  # its models are smaller
 SAMPLES = 2  # of a micro-batch
 NUMBERS_BY_DEFAULT = 12  # they hold most pairs of the matrix of precisions
 ON_GPU_BY_DEFAULT = 18, 2  # and of that on the pretended GPU: cases of up to two ranks, of four
@@ -134,11 +135,13 @@ def case_of(choice: Choice) -> Case:
     architecture, _, groups = choice["architecture"].partition(", ")
     chunks = 2 if SCHEDULES[choice["schedule"]].virtual_stages else 1
     stages = choice["pp"] * chunks
-    layers = max(MODEL.num_layers, stages + 1)
+    on_gpu = choice["device"] != "cpu"
+    layers = max(3 if on_gpu else MODEL.num_layers, stages + 1)
+    frozen = FROZEN_ON_GPU if on_gpu else FROZEN if architecture == "gpt2" else FROZEN_ROTARY
     flags = ("zero_shard_size", "zero_reduce_every", "zero_gather_every", "reduce_bucket_size", "overlap_comm")
     return Case(
         **{name: choice[name] for name in Case._fields if name in choice and name != "frozen"},
-        frozen=(FROZEN if architecture == "gpt2" else FROZEN_ROTARY) if choice["frozen"] else (),
+        frozen=frozen if choice["frozen"] else (),
         options=tuple((name, choice[name]) for name in flags if choice[name] != FACTORS[name][0]),
         chunks=chunks,
         split=",".join(map(str, [0, *[1] * (stages - 2), layers - stages + 2])) if choice["by_hand"] else "",
@@ -153,7 +156,7 @@ def case_of(choice: Choice) -> Case:
             **dropout,
         ),
         batch=choice["dp"] * choice["micro_batches"] * SAMPLES,
-        kernels="auto" if choice["device"] == "cpu" else "eager",  # a GPU's are Triton's, interpreted: seconds a step
+        kernels="eager" if on_gpu else "auto",  # a GPU's are Triton's, interpreted: seconds a step
     )
 
 

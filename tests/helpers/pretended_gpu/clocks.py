@@ -31,6 +31,7 @@ class Clocks:
         self._order.create_event(ISSUED)
         self.names = ["the host"]
         self._last: dict[Line, Tick] = {}
+        self._told: set[Line] = set()  # lines whose clocks have the host's latest
 
     def new_line(self, name: str) -> Line:
         """Make a stream or a communicator; its operations are ordered behind all that the host has waited for."""
@@ -46,9 +47,12 @@ class Clocks:
 
     def issue(self, line: Line) -> Tick:
         """Begin the next operation of a line: behind its earlier ones, and behind everything that the host has done."""
-        if line != HOST:
+        if line == HOST:
+            self._told.clear()
+        elif line not in self._told:
             self._order.record_state(ISSUED, HOST)
             self._order.stream_wait_for_event(line, ISSUED)
+            self._told.add(line)
         tick = next(self._ticks)
         self._order.update_seq_num(line, tick)
         self._last[line] = tick

@@ -11,6 +11,7 @@ from __future__ import annotations
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ OPERATIONS = {
     "recv_": ("receive", [], [0]),
 }
 MESSAGES = ("send", "receive")
+Pausing = Callable[[], AbstractContextManager[None]]
 
 
 class UnmatchedOrder(RuntimeError):
@@ -92,8 +94,8 @@ class Communicators:
         issued: the end of the latest operation on tensors of the device; None if there was none.
     """
 
-    def __init__(self, streams: Streams, memory: Memory, findings: Findings) -> None:
-        self.streams, self.memory, self.clocks = streams, memory, streams.clocks
+    def __init__(self, streams: Streams, memory: Memory, findings: Findings, pausing: Pausing) -> None:
+        self.streams, self.memory, self.clocks, self.pausing = streams, memory, streams.clocks, pausing
         self.ledger = Ledger(findings)
         self.issued: Event | None = None
         self._lines: dict[str, Line] = {}  # by name of the group
@@ -134,7 +136,7 @@ class Communicators:
         """Stand in for `Axis._launch`."""
         self.issued = None
         work = collective()
-        return work if self.issued is None else Work(work, self.issued, (*reads, *writes))
+        return work if self.issued is None else Work(work, self.issued, (*reads, *writes), self.pausing)
 
     def split_group(
         self, split_ranks: list[list[int]], timeout: Any = None, pg_options: Any = None, group_desc: str = ""
@@ -148,10 +150,11 @@ class Communicators:
 class Work:
     """NCCL's handle of a collective: it keeps the tensors until it is waited for, and only the stream waits."""
 
-    def __init__(self, work: Any, done: Event, held: tuple[torch.Tensor, ...]) -> None:
-        self._work, self._done, self._held = work, done, held
+    def __init__(self, work: Any, done: Event, held: tuple[torch.Tensor, ...], pausing: Pausing) -> None:
+        self._work, self._done, self._held, self._pausing = work, done, held, pausing
 
     def wait(self) -> None:
-        self._work.wait()
+        with self._pausing():  # gloo copies its results here
+            self._work.wait()
         self._done.wait()
         self._held = ()

@@ -117,16 +117,17 @@ class Memory:
         size = x.element_size()
         low = x.storage_offset() * size
         high = low + size * (1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)))
+        new = Access(low, high, writes, line, tick, operator)
         kept = []
         for old in block.accesses:
             ordered = self.clocks.is_ordered(old.tick, old.line, line)
             if not ordered and (old.writes or writes) and old.low < high and low < old.high:
-                self._report_race(block, old, Access(low, high, writes, line, tick, operator))
+                self._report_race(block, old, new)
             # A later access that races with the old one would race with this one too.
             replaced = ordered and low <= old.low and old.high <= high
             if not (replaced and (writes or (not old.writes and old.line == line))):
                 kept.append(old)
-        kept.append(Access(low, high, writes, line, tick, operator))
+        kept.append(new)
         block.accesses = kept
 
     def _report_race(self, block: Block, old: Access, new: Access) -> None:

@@ -7,11 +7,12 @@ places. `Watching` sees every operator, autograd's among them, and notes which b
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.cuda._sanitizer import FACTORY_FUNCTION_REGEX, zip_arguments
+from torch.cuda._sanitizer import FACTORY_FUNCTION_REGEX
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -56,7 +57,7 @@ class Session:
         self.findings, self.clocks = Findings(), Clocks()
         self.memory = Memory(self.clocks, self.findings)
         self.streams = Streams(self.clocks, self.findings)
-        self.communicators = Communicators(self.streams, self.memory, self.findings)
+        self.communicators = Communicators(self.streams, self.memory, self.findings, self.pausing)
         self.interpreter: Any = None
         self.paused = False
 
@@ -105,11 +106,13 @@ class Watching(TorchDispatchMode):
 
     def _carry_out(self, func: Any, args: Any, kwargs: Any) -> Any:
         session, memory, name = self.session, self.session.memory, func.overloadpacket.__name__
+        schema = _schema(func)
         reads: list[torch.Tensor] = []
         writes: list[torch.Tensor] = []
-        for argument, value in zip_arguments(func._schema, args, kwargs):
-            is_write = argument.alias_info is not None and argument.alias_info.is_write
-            (writes if is_write else reads).extend(tensors_in(value))
+        for value, argument in zip(args, schema.arguments, strict=False):
+            (writes if argument in schema.written else reads).extend(tensors_in(value))
+        for argument, value in kwargs.items():
+            (writes if argument in schema.written else reads).extend(tensors_in(value))
         inputs = reads + writes
         places = [memory.place(x) for x in inputs]
         out = WRITTEN_WIDE.get(func, func)(*args, **kwargs)
@@ -123,12 +126,12 @@ class Watching(TorchDispatchMode):
                 memory.put(x, Place.DEVICE, current)
             if name not in COPIES:
                 self._refuse_mixed(name, inputs, places)
-        if _is_view(func) or name in NO_ACCESS:
+        if schema.is_view or name in NO_ACCESS:
             return out
-        if FACTORY_FUNCTION_REGEX.match(func._schema.name.partition("::")[2]):
+        if schema.is_factory:
             reads = []  # only their shape and type count
         session.run(current if on_device else HOST, name, reads, writes + new)
-        if on_device and (reason := _host_waits(func, name, args, kwargs, inputs, places)):
+        if on_device and (reason := _host_waits(schema, name, args, kwargs, inputs, places)):
             session.host_waits(reason)
         return out
 
@@ -144,13 +147,29 @@ class Watching(TorchDispatchMode):
                 )
 
 
-def _is_view(func: Any) -> bool:
-    returns = func._schema.returns
-    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+class _Schema(NamedTuple):
+    """What an operator's schema tells of its arguments, by name, and of its result."""
+
+    arguments: tuple[str, ...]
+    written: frozenset[str]
+    is_view: bool
+    is_factory: bool
+
+
+@functools.cache
+def _schema(func: torch._ops.OpOverload) -> _Schema:
+    arguments, returns = func._schema.arguments, func._schema.returns
+    written = (a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
+    return _Schema(
+        tuple(a.name for a in arguments),
+        frozenset(written),
+        bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns),
+        FACTORY_FUNCTION_REGEX.match(func.overloadpacket.__name__) is not None,
+    )
 
 
 def _host_waits(
-    func: Any, name: str, args: Any, kwargs: Any, inputs: list[torch.Tensor], places: list[Place]
+    schema: _Schema, name: str, args: Any, kwargs: Any, inputs: list[torch.Tensor], places: list[Place]
 ) -> str | None:
     """Return why the host waits for an operator of the device, or None."""
     if name in WAITS:
@@ -160,7 +179,7 @@ def _host_waits(
     # A scalar of the host stands for a number: on a CPU, `x[0] = 1` copies one.
     others = {place for x, place in zip(inputs, places, strict=True) if place is not Place.DEVICE and x.dim() > 0}
     if name in COPIES and others:
-        given = {argument.name: value for argument, value in zip_arguments(func._schema, args, kwargs)}
+        given = dict(zip(schema.arguments, args, strict=False)) | kwargs
         if Place.HOST in others:
             return f"{name} of pageable memory"
         if not given.get("non_blocking"):
