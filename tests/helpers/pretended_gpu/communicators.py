@@ -154,7 +154,11 @@ class Work:
         self._work, self._done, self._held, self._pausing = work, done, held, pausing
 
     def wait(self) -> None:
-        with self._pausing():  # gloo copies its results here
-            self._work.wait()
+        self.finish()
         self._done.wait()
         self._held = ()
+
+    def finish(self) -> None:
+        """Wait for the bytes alone: the fault of a program that leaves out `wait`."""
+        with self._pausing():  # gloo copies its results here
+            self._work.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -119,7 +120,7 @@ def _varlen_attention(session: Session, capability: tuple[int, int]) -> Callable
         with session.pausing():
             bounds = q_bounds.tolist()
         found = []
-        for first, stop in zip(bounds, bounds[1:], strict=False):
+        for first, stop in itertools.pairwise(bounds):
             part = (x[first:stop].transpose(0, 1)[None] for x in (q, k, v))
             y = F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=enable_gqa)
             found.append(y[0].transpose(0, 1))

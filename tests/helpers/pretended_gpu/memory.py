@@ -104,9 +104,7 @@ class Memory:
                     f"freed; {names[owner]}, whose memory it is, has not waited for that",
                 )
 
-    def touch(
-        self, x: torch.Tensor, writes: bool, line: Line, tick: Tick, operator: Operator
-    ) -> None:
+    def touch(self, x: torch.Tensor, writes: bool, line: Line, tick: Tick, operator: Operator) -> None:
         """Note an access, and report those of the same bytes that it races with.
 
         A strided view counts as all bytes from its first element to its last.

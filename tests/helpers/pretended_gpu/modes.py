@@ -1,7 +1,8 @@
 """The two modes through which a session sees a program: torch's functions, and the dispatcher's operators.
 
-`Placing` sees functions as Python calls them. It answers `x.device`, and turns devices and pinned memory into notes about
-places. `Watching` sees every operator, autograd's among them, and notes which bytes it reads and writes on which stream.
+`Placing` sees functions as Python calls them. It answers `x.device`, and keeps the place of new tensors where a device
+or pinned memory is asked for. `Watching` sees every operator, autograd's among them, and notes the bytes that it reads
+and writes, and on which stream.
 """
 
 from __future__ import annotations
