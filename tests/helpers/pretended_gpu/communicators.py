@@ -20,13 +20,14 @@ import torch.distributed as dist
 from megazero.comm.collectives import Axis
 from tests.helpers.pretended_gpu.clocks import Line
 from tests.helpers.pretended_gpu.findings import UNMATCHED_ORDER, Findings
-from tests.helpers.pretended_gpu.memory import Memory, Operator
+from tests.helpers.pretended_gpu.memory import Memory, Operator, tensors_in
 from tests.helpers.pretended_gpu.streams import Event, Streams
 
 # c10d's operator -> name, and which arguments it reads and writes
 OPERATIONS = {
     "allreduce_": ("all-reduce", [0], [0]),
     "_allgather_base_": ("all-gather", [1], [0]),
+    "allgather_": ("all-gather", [1], [0]),
     "_reduce_scatter_base_": ("reduce-scatter", [1], [0]),
     "send": ("send", [0], []),
     "recv_": ("receive", [], [0]),
@@ -43,13 +44,14 @@ class Ledger:
     """The operations of every communicator, in order, as its first member to issue each wrote it down."""
 
     def __init__(self, findings: Findings) -> None:
-        """Agree on a place in the store; all ranks call this."""
         self.findings, self.counts = findings, Counter[str]()
         self._store: dist.Store | None = None
-        if dist.is_initialized():
-            name = [uuid.uuid4().hex]
-            dist.broadcast_object_list(name, src=0)
-            self._store = dist.PrefixStore(name[0], dist.distributed_c10d._get_default_store())
+
+    def _open(self) -> dist.Store:
+        """Agree on a place in the store. The world's first operation is the first of all, so all ranks come here."""
+        name = [uuid.uuid4().hex]
+        dist.broadcast_object_list(name, src=0)
+        return dist.PrefixStore(name[0], dist.distributed_c10d._get_default_store())
 
     def enter(self, communicator: str, operation: str) -> None:
         """Note this rank's next operation of a communicator.
@@ -57,7 +59,7 @@ class Ledger:
         Raises:
             UnmatchedOrder: another member has issued something else in its place.
         """
-        assert self._store is not None
+        self._store = self._store or self._open()
         number = self.counts[communicator]
         self.counts[communicator] += 1
         ours = f"{dist.get_rank()}:{operation}"
@@ -69,8 +71,8 @@ class Ledger:
             )
 
     def close(self) -> None:
-        """Compare how many operations the members have issued; all ranks call this."""
-        if self._store is None:
+        """Compare how many operations the members have issued; all ranks call this while they have a group."""
+        if self._store is None or not dist.is_initialized():
             return
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, self.counts)
@@ -100,18 +102,25 @@ class Communicators:
         self.issued: Event | None = None
         self._lines: dict[str, Line] = {}  # by name of the group
 
-    def issue(self, func: torch._ops.OpOverload, args: Sequence[Any], operator: Callable[[str], Operator]) -> None:
+    def issue(
+        self,
+        func: torch._ops.OpOverload,
+        args: Sequence[Any],
+        is_async: bool,
+        operator: Callable[[str], Operator],
+    ) -> None:
         """Note one of c10d's operators before it is carried out; those on tensors of the host are gloo's own."""
-        tensors = [x for arg in args for x in (arg if isinstance(arg, list) else [arg]) if isinstance(x, torch.Tensor)]
-        if not any(self.memory.on_device(x) for x in tensors):
+        tensors = [tensors_in(arg) for arg in args]
+        given = [x for several in tensors for x in several]
+        if not any(self.memory.on_device(x) for x in given):
             return
         name, reads, writes = OPERATIONS[func.overloadpacket.__name__]
         group = dist.ProcessGroup.unbox(next(arg for arg in args if isinstance(arg, torch.ScriptObject)))
         communicator = group.group_name
-        what = f"{name} of {'+'.join(str(x.numel()) for x in tensors)} x {tensors[0].dtype}"
+        what = f"{name} of {'+'.join(str(x.numel()) for x in given)} x {given[0].dtype}"
         if name in MESSAGES:
             pair = (group.rank(), args[2]) if name == "send" else (args[2], group.rank())
-            what = f"a message {pair[0]} -> {pair[1]} of {tensors[0].numel()} x {tensors[0].dtype}, tag {args[3]}"
+            what = f"a message {pair[0]} -> {pair[1]} of {given[0].numel()} x {given[0].dtype}, tag {args[3]}"
             communicator += "" if group.size() == 2 else f" between {min(pair)} and {max(pair)}"
         self.ledger.enter(communicator, what)
         if group.group_name not in self._lines:
@@ -121,10 +130,12 @@ class Communicators:
         self.clocks.wait(line, ready.number)
         tick = self.clocks.issue(line)
         for indices, are_writes in ((reads, False), (writes, True)):
-            for x in (x for i in indices for x in (args[i] if isinstance(args[i], list) else [args[i]])):
+            for x in (x for i in indices for x in tensors[i]):
                 self.memory.touch(x, are_writes, line, tick, operator(name))
         self.clocks.record(done.number, line)
         self.issued = done
+        if not is_async:
+            done.wait()
 
     def launch(
         self,

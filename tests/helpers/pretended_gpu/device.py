@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from megazero.train.interpreter import Interpreter
 from tests.helpers.pretended_gpu.findings import Findings
 from tests.helpers.pretended_gpu.modes import Placing, Session, Watching
 
+INIT_PROCESS_GROUP = dist.init_process_group
 CAPACITY = 85 << 30  # bytes of its memory
 
 
@@ -54,6 +56,7 @@ def pretended_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[Findings]:
             (Interpreter, "execute", noting),
             (Axis, "_launch", launch),
             (Axis, "needs_staging_buffer", property(lambda axis: False)),
+            (dist, "init_process_group", _init_process_group),
             (dist, "split_group", session.communicators.split_group),
             (groups, "_urgent_options", lambda: None),
             (varlen, "varlen_attn", _varlen_attention(session, capability)),
@@ -65,21 +68,29 @@ def pretended_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[Findings]:
         session.communicators.ledger.close()
 
 
+def _init_process_group(backend: str, device_id: torch.device | None = None, **options: Any) -> None:
+    """Stand in for `dist.init_process_group`: gloo for NCCL."""
+    INIT_PROCESS_GROUP("gloo" if backend == "nccl" else backend, **options)
+
+
 def _cuda(session: Session, capability: tuple[int, int]) -> dict[str, Callable[..., Any]]:
-    """Return functions of `torch.cuda` as a machine with one idle GPU has them."""
+    """Return functions of `torch.cuda` as a machine with an idle GPU per rank has them."""
     memory, streams = session.memory, session.streams
     properties = SimpleNamespace(
         total_memory=CAPACITY, major=capability[0], minor=capability[1], multi_processor_count=132
     )
+
+    def set_device(device: int | torch.device) -> None:
+        session.device = torch.device("cuda", device) if isinstance(device, int) else device
 
     def reset_peak(device: Any = None) -> None:
         memory.peak = memory.allocated
 
     return {
         "is_available": lambda: True,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "set_device": lambda device: None,
+        "device_count": lambda: int(os.environ.get("WORLD_SIZE", "1")),
+        "current_device": lambda: session.device.index,
+        "set_device": set_device,
         "get_device_name": lambda device=None: "a pretended GPU",
         "get_device_capability": lambda device=None: capability,
         "get_device_properties": lambda device=None: properties,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import weakref
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from megazero.plan.operations import Op, name_of
 from tests.helpers.pretended_gpu.clocks import HOST, Clocks, Line, Tick
@@ -19,6 +20,13 @@ class Place(Enum):
     DEVICE = "device memory"
     PINNED = "pinned memory"
     HOST = "host memory"
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return the tensors of an argument or a result."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [x for x in tree_leaves(value) if isinstance(x, torch.Tensor)] if isinstance(value, list | tuple) else []
 
 
 class Operator(NamedTuple):

@@ -16,13 +16,12 @@ import torch
 from torch.cuda._sanitizer import FACTORY_FUNCTION_REGEX
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megazero.plan.operations import Op
 from tests.helpers.pretended_gpu.clocks import HOST, Clocks, Line
 from tests.helpers.pretended_gpu.communicators import Communicators
 from tests.helpers.pretended_gpu.findings import MIXED_DEVICES, Findings
-from tests.helpers.pretended_gpu.memory import Memory, Operator, Place
+from tests.helpers.pretended_gpu.memory import Memory, Operator, Place, tensors_in
 from tests.helpers.pretended_gpu.streams import Streams
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -38,23 +37,18 @@ WRITTEN_WIDE = {  # products of 16-bit matrices in fp32, which a build for CPUs 
 }
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return the tensors of an argument or a result."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [x for x in tree_leaves(value) if isinstance(x, torch.Tensor)] if isinstance(value, list | tuple) else []
-
-
 class Session:
     """The parts of a pretended GPU, and how an operator is issued to it.
 
     Attributes:
+        device: the one that this rank computes on.
         findings: the result.
         interpreter: of the program that runs, whose current operation findings name.
         paused: nothing is watched; the machinery itself computes.
     """
 
     def __init__(self) -> None:
+        self.device = GPU
         self.findings, self.clocks = Findings(), Clocks()
         self.memory = Memory(self.clocks, self.findings)
         self.streams = Streams(self.clocks, self.findings)
@@ -101,7 +95,8 @@ class Watching(TorchDispatchMode):
             return func(*args, **kwargs)
         with session.pausing():
             if func.namespace == "c10d":
-                session.communicators.issue(func, args, session.operator)
+                given = dict(zip(_schema(func).arguments, args, strict=False)) | kwargs
+                session.communicators.issue(func, args, given.get("async_op", True), session.operator)
                 return func(*args, **kwargs)
             return self._carry_out(func, args, kwargs)
 
@@ -196,7 +191,7 @@ class Placing(TorchFunctionMode):
         self.session = session
         memory = session.memory
         self._instead: dict[Any, Callable[..., Any]] = {
-            torch.Tensor.device.__get__: lambda get, x, *a: GPU if memory.on_device(x) else get(x, *a),
+            torch.Tensor.device.__get__: lambda get, x, *a: session.device if memory.on_device(x) else get(x, *a),
             torch.Tensor.is_cuda.__get__: lambda get, x, *a: memory.on_device(x),
             torch.Tensor.is_cpu.__get__: lambda get, x, *a: not memory.on_device(x) and get(x, *a),
             torch.Tensor.is_pinned: lambda get, x: memory.place(x) is Place.PINNED,
