@@ -5,10 +5,8 @@ import runpy
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
 from tests.helpers.pretended_gpu import pretended_gpu
+from tests.helpers.programs import ROOT
 
 report, program, *flags = sys.argv[1:]
 sys.argv = [program, *flags]
