@@ -19,7 +19,7 @@ Tick = int
 
 
 class Clocks:
-    """Who has waited for whom.
+    """Clock of every line: the operations of other lines that its next one is ordered behind.
 
     A line is a sequence of operations in a fixed order: the host, a stream, or a communicator. An operation has a tick,
     and is ordered before a line's next operation if the line's clock has reached that tick.

@@ -15,7 +15,7 @@ from tests.helpers.pretended_gpu.findings import EARLY_FREE, RACE, Findings
 
 
 class Place(Enum):
-    """Where a storage would be on a machine with a GPU."""
+    """Memory that holds a storage on a machine with a GPU."""
 
     DEVICE = "device memory"
     PINNED = "pinned memory"

@@ -144,7 +144,7 @@ class Watching(TorchDispatchMode):
 
 
 class _Schema(NamedTuple):
-    """What an operator's schema tells of its arguments, by name, and of its result."""
+    """An operator's arguments, by name, those that it writes, and the kind of its result."""
 
     arguments: tuple[str, ...]
     written: frozenset[str]
