@@ -33,7 +33,7 @@ class Watched(NamedTuple):
     waits: list[list[str]]
 
 
-def train_watched(rank: int, case: Case, fault: Fault | None = None) -> Watched:
+def train_watched(rank: int, case: Case, fault: Fault | None = None, capability: tuple[int, int] = (9, 0)) -> Watched:
     waits: list[list[str]] = []
 
     @contextmanager
@@ -42,7 +42,7 @@ def train_watched(rank: int, case: Case, fault: Fault | None = None) -> Watched:
         yield
         waits.append(findings.waits[before:])
 
-    with pretended_gpu() as findings, nullcontext() if fault is None else planted(fault):
+    with pretended_gpu(capability) as findings, nullcontext() if fault is None else planted(fault):
         outcome = train_on(Mesh.build(case.layout, rank, GPU), case, STEPS, around_step=around_step)
     return Watched(outcome, findings.found, waits)
 
@@ -58,6 +58,16 @@ def test_every_path_of_a_gpu_is_in_order(case: Case, ranks) -> None:
         for measured in outcome.memory:  # the peak is the allocator's, with everything that is not planned
             assert measured | {"peak": 0} == memory | {"peak": 0}
     check_near(case, [outcome for outcome, _, _ in watched])
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_documents_on_a_gpu_without_flash_attention(architecture: str, ranks) -> None:
+    model = replace(MODEL, num_layers=2, architecture=architecture)
+    case = Case(model=model, kernels="eager", precision="fp16", reset="documents")
+    (watched,) = ranks(1).run(train_watched, case, None, (7, 0))
+    assert watched.found == {}
+    assert watched.waits == [["tolist"]] * STEPS
+    check_near(case, [watched.outcome])
 
 
 SMALL = replace(MODEL, num_layers=3)
