@@ -39,8 +39,8 @@ def pick_device(world: World) -> torch.device:
         # A GPU of another maker is often a laptop's own, next to a torch for CPUs: then the CPU is meant.
         if has_nvidia() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
             raise ValueError(
-                f"this machine has NVIDIA GPUs, which torch {torch.__version__} cannot use: {_why_no_cuda()}; install a "
-                "torch for the driver's CUDA version (`nvidia-smi` shows it), or export CUDA_VISIBLE_DEVICES= to train "
+                f"this machine has NVIDIA GPUs, which torch {torch.__version__} cannot use: {_why_no_cuda()}; install "
+                "a torch for the driver's CUDA version (`nvidia-smi` shows it), or export CUDA_VISIBLE_DEVICES= to train "
                 "on the CPU"
             )
         return torch.device("cpu")

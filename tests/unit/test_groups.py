@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megazero.comm.collectives import Axis
 from megazero.comm.groups import GroupMaker, disjoint
-from megazero.comm.mesh import make_links
+from megazero.comm.mesh import Mesh, make_links
 from megazero.plan.topology import AXES, SUB_AXES, Layout
 
 MINUTE = datetime.timedelta(minutes=1)
@@ -84,3 +84,15 @@ def test_a_mesh_on_gpus_is_made_in_a_few_splits(layout: Layout, monkeypatch: pyt
         for group, name in splits.names.items():
             assert names.setdefault(group, name) == name, "a communicator has two names"
     assert len(seen) == 1
+
+
+def test_gloos_group_is_made_before_the_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(dist, "new_group", lambda *ranks, backend, timeout: made.append(backend))
+    monkeypatch.setattr(dist, "split_group", lambda **flags: made.append(flags["group_desc"]))
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr("megazero.comm.groups._urgent_options", lambda: None)
+    monkeypatch.setattr(Mesh, "connect", lambda mesh: None)
+    Mesh.build(Layout(dp=2, tp=2), 0, torch.device("cuda", 0))
+    assert made == ["gloo", "tp", "shard"]
