@@ -40,8 +40,8 @@ def pick_device(world: World) -> torch.device:
         if has_nvidia() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
             raise ValueError(
                 f"this machine has NVIDIA GPUs, which torch {torch.__version__} cannot use: {_why_no_cuda()}; install "
-                "a torch for the driver's CUDA version (`nvidia-smi` shows it), or export CUDA_VISIBLE_DEVICES= to train "
-                "on the CPU"
+                "a torch for the driver's CUDA version (see nvidia-smi), or export CUDA_VISIBLE_DEVICES= to train on "
+                "the CPU"
             )
         return torch.device("cpu")
     if world.launcher == "torchrun" and world.local_rank >= torch.cuda.device_count():
