@@ -66,15 +66,19 @@ class GroupMaker:
         if self.device.type == "cpu":
             made = ((ranks, dist.new_group(list(ranks), timeout=self.timeout)) for ranks in groups)
             return {ranks: group for ranks, group in made if group is not dist.GroupMember.NON_GROUP_MEMBER}
-        me, found = dist.get_rank(), {}
+        me, everyone, found = dist.get_rank(), range(dist.get_world_size()), {}
         for colour in disjoint(groups):
+            # torch names a group by its ranks and by the number of groups that this rank has. A rank that a split
+            # leaves out would count one less from then on, and name its later groups differently from their other
+            # members, whose flight-recorder dumps then do not match. So it gets a group of its own.
+            alone = set(everyone).difference(*colour)
             group = dist.split_group(
-                split_ranks=[list(ranks) for ranks in colour],
+                split_ranks=[list(ranks) for ranks in colour] + [[rank] for rank in sorted(alone)],
                 timeout=self.timeout,
                 pg_options=_urgent_options() if urgent else None,
                 group_desc=name,
             )
-            if group is not None:
+            if me not in alone:
                 found[next(ranks for ranks in colour if me in ranks)] = group
         return found
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from megazero.comm.errors import PeerLost, peer_errors
 from megazero.comm.world import World, number
+from megazero.memory.host import has_nvidia
 
 JOIN_MINUTES = 10.0  # for all ranks to start; a collective's limit may be shorter
 ANSWER_SECONDS = 30.0  # for a store that listens to answer; a torchrun that is alive has one
@@ -32,9 +33,16 @@ def pick_device(world: World) -> torch.device:
     """This rank's own GPU where there are GPUs, else the CPU.
 
     Raises:
-        ValueError: more ranks on this node than GPUs.
+        ValueError: more ranks on this node than GPUs, or GPUs that torch cannot use.
     """
     if not torch.cuda.is_available():
+        # A GPU of another maker is often a laptop's own, next to a torch for CPUs: then the CPU is meant.
+        if has_nvidia() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+            raise ValueError(
+                f"this machine has NVIDIA GPUs, which torch {torch.__version__} cannot use: {_why_no_cuda()}; install "
+                "a torch for the driver's CUDA version (see nvidia-smi), or export CUDA_VISIBLE_DEVICES= to train on "
+                "the CPU"
+            )
         return torch.device("cpu")
     if world.launcher == "torchrun" and world.local_rank >= torch.cuda.device_count():
         raise ValueError(
@@ -44,6 +52,17 @@ def pick_device(world: World) -> torch.device:
     index = world.local_rank % torch.cuda.device_count()  # srun with --gpus-per-task shows a task only its own
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+def _why_no_cuda() -> str:
+    """Return why this torch finds no GPU."""
+    if torch.version.cuda is None:
+        return "it is built without CUDA"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return f"it is built for CUDA {torch.version.cuda}, and {str(error).splitlines()[0].rstrip('.')}"
+    return f"it is built for CUDA {torch.version.cuda}, and finds no device"
 
 
 def has_bf16(device: torch.device) -> bool:

@@ -79,6 +79,9 @@ class Mesh:
     ) -> Mesh:
         in_flight = InFlight(check_buffers)
         maker = GroupMaker(device, timeout)
+        everyone = list(range(layout.world_size))
+        # Before the splits: some versions of torch count those on members alone, and then hang here.
+        gloo = dist.new_group(backend="gloo", timeout=timeout) if len(everyone) > 1 and device.type != "cpu" else None
         axes = {"embedding": Axis("embedding", [rank], rank)}  # of a middle stage: itself
         for name in URGENT + tuple(name for name in (*AXES, *SUB_AXES) if name not in URGENT):
             group = maker.of_axis(layout.groups(name), name, urgent=name in URGENT)
@@ -87,11 +90,9 @@ class Mesh:
                     axes[name] = Axis(name, ranks, rank, group, in_flight, hosts)
         if device.type != "cpu":
             make_links(layout, axes["pp"], maker)
-        everyone = list(range(layout.world_size))
         axes["world"] = Axis("world", everyone, rank, dist.group.WORLD if len(everyone) > 1 else None, in_flight, hosts)
         axes["host"] = axes["world"]
-        if len(everyone) > 1 and device.type != "cpu":
-            gloo = dist.new_group(backend="gloo", timeout=timeout)
+        if gloo is not None:
             axes["host"] = Axis("host", everyone, rank, gloo, in_flight, hosts)
         mesh = cls(layout, rank, device, in_flight=in_flight, **axes)
         mesh.connect()

@@ -30,7 +30,12 @@ def has_accelerator(root: Path = Path("/")) -> bool:
         root: the folder that holds dev/.
     """
     dev = root / "dev"
-    return any(dev.glob("nvidia[0-9]*")) or (dev / "kfd").exists() or (dev / "dxg").exists()
+    return has_nvidia(root) or (dev / "kfd").exists() or (dev / "dxg").exists()
+
+
+def has_nvidia(root: Path = Path("/")) -> bool:
+    """Return whether the system has an NVIDIA GPU with a driver."""
+    return any((root / "dev").glob("nvidia[0-9]*"))
 
 
 def host_memory(root: Path = Path("/")) -> Available | None:

@@ -29,6 +29,8 @@ from megazero.model.linear import ColumnLinear, RowLinear, column_linears
 from megazero.model.matmul import upcasts
 from megazero.model.rotary import Rotary, rotate
 
+FLASH_CAPABILITY = (8, 0)  # of a GPU: FlashAttention runs from Ampere on
+
 
 @dataclass(frozen=True)
 class CoreAttention:
@@ -102,12 +104,18 @@ def _fused_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
 
 
 def _fused_within(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents) -> torch.Tensor:
-    """The same, within documents. On a GPU, in 16 bit, one kernel has them all; on a CPU each has a call."""
+    """The same, within documents. On a GPU, in 16 bit, one kernel has them all; on a CPU each has a call.
+
+    That kernel is FlashAttention, which older GPUs do not run: each document has a call there too.
+    """
     if q.device.type == "cpu":
         return _DocumentAttention.apply(q, k, v, documents)
+    b, n, s, d = q.shape
+    if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) < FLASH_CAPABILITY:
+        each = [_fused_attention(*(x[_part(span)] for x in (q, k, v))).transpose(1, 2) for span in documents.spans]
+        return torch.cat(each, dim=1).view(b, s, n, d).transpose(1, 2)
     from torch.nn.attention.varlen import varlen_attn
 
-    b, n, s, d = q.shape
     parts = (x.transpose(1, 2).reshape(b * s, -1, d) for x in (q, k, v))
     limits = documents.bounds, documents.bounds, documents.longest, documents.longest
     y = varlen_attn(*parts, *limits, window_size=(-1, 0), enable_gqa=n != k.shape[1])

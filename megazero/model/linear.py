@@ -5,7 +5,7 @@ on every tensor-parallel rank, or with sequence parallelism 1/tp of them: see `R
 
 Weights never collect a `.grad`. Every Function that uses one hands its gradient to `Weight.accumulate_grad(write)`,
 which calls `write(out, add)` with `out` the weight's window of a flat gradient buffer: to be written (add False: the
-first contribution) or added to.
+first contribution) or added to. A bias' gradient is summed in fp32 or wider, and rounded to the buffer's type alone.
 
 Shapes: b micro-batch, s sequence, T tokens, T' those of the residual stream on this rank, h hidden; /tp = this rank's
 part.
@@ -21,6 +21,7 @@ import torch.nn as nn
 
 from megazero.comm.collectives import Pending
 from megazero.model.context import AsyncTensor, Context, RecomputedInput
+from megazero.model.fused_ops import wide
 from megazero.model.matmul import as_matrix, write_or_add
 from megazero.model.weight import GradWriter
 from megazero.plan.parameters import GradientGroup
@@ -71,7 +72,7 @@ class ColumnLinear(nn.Module):
         weight_grad = self.context.products.weight_grad
         self.weight.accumulate_grad(GradWriter(_to_rows(weight_grad, self.rows), (x, dy)))
         if self.bias is not None:
-            self.bias.accumulate_grad(GradWriter(_to_rows(write_or_add, self.rows), (dy.sum(0),)))
+            self.bias.accumulate_grad(GradWriter(_to_rows(write_or_add, self.rows), (dy.sum(0, dtype=wide(dy)),)))
 
 
 def _to_rows(write: Callable[..., None], rows: slice | None) -> Callable[..., None]:
@@ -189,7 +190,7 @@ class _RowLinears(torch.autograd.Function):
         unsharding = c.stream.start_unshard(dy)
         for layer in ctx.layers:
             if layer.bias is not None:
-                layer.bias.add_grad(dy.sum(0))
+                layer.bias.add_grad(dy.sum(0, dtype=wide(dy)))
         dy, dxs = unsharding.wait(), []
         needs = ctx.needs_input_grad[3:]
         for layer, prepare, x, needed in zip(ctx.layers, ctx.prepares, ctx.saved_tensors, needs, strict=False):

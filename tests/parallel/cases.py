@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -65,6 +66,7 @@ class Case(NamedTuple):
     reset: str = ""
     kernels: str = "auto"
     corpora: int = 1
+    device: str = "cpu"
 
     @property
     def layout(self) -> Layout:
@@ -93,6 +95,7 @@ class Case(NamedTuple):
             "num_query_groups",
         )
         words += [f"reset-{self.reset}"] * bool(self.reset) + [self.kernels] * (self.kernels != "auto")
+        words += [self.device.replace(" ", "-")] * (self.device != "cpu")
         words += [f"corpora{self.corpora}"] * (self.corpora > 1)
         words += [f"batch{self.batch}"] * (self.batch != 12)
         words += [f"{n}={getattr(self.model, n)}" for n in names if getattr(self.model, n) != getattr(MODEL, n)]
@@ -213,13 +216,20 @@ def train(rank: int, case: Case, steps: int = STEPS) -> Outcome:
     return train_on(Mesh.build(case.layout, rank, torch.device("cpu")), case, steps)
 
 
-def train_on(mesh: Mesh, case: Case, steps: int = STEPS) -> Outcome:
+def train_on(
+    mesh: Mesh,
+    case: Case,
+    steps: int = STEPS,
+    around_step: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+) -> Outcome:
     """Train a few steps on a mesh of the case's layout."""
     engine = Engine(case.config(), mesh, case.corpora)
     outcome = Outcome([], [], [], [], [])
     before = mesh.sent()
     for step in range(steps):
-        result = engine.train_step(step + 1, micro_batches(case, mesh, step))
+        batches = micro_batches(case, mesh, step)
+        with around_step():
+            result = engine.train_step(step + 1, batches)
         after = mesh.sent()
         outcome.losses.append(result.loss)
         outcome.norms.append(result.grad_norm)

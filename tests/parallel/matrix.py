@@ -63,10 +63,21 @@ NUMBERS: Factors = {
     "architecture": ("gpt2", "llama, 2 groups"),
     "reset": ("", "documents"),
 }
+# The paths of a GPU, on the pretended one (tests/helpers/pretended_gpu): a matrix whose twin on a CPU is `FACTORS`.
+ON_GPU: Factors = {
+    **dict.fromkeys(LAYOUT, (1, 2)),
+    "device": ("pretended gpu",),
+    "precision": ("fp64", "fp32", "bf16", "fp16"),
+    **{name: NUMBERS[name] for name in ("grad_dtype", "micro_batches", "reduce_bucket_size", "architecture", "reset")},
+    **{name: FACTORS[name] for name in ("schedule", "zero", "zero_reduce_every", "zero_gather_every", "overlap_comm")},
+    **{name: FACTORS[name] for name in ("recompute", "pa", "host", "md", "sp", "dropout", "untied", "frozen")},
+}
 FROZEN = ("token_embedding.*", "position*", "blocks.0.*", "blocks.2.mlp.*", "blocks.3.*.bias")
 FROZEN_ROTARY = ("token_embedding.*", "blocks.0.*", "blocks.1.attention.kv.*", "blocks.2.mlp.*", "blocks.3.norm*")
+FROZEN_ON_GPU = ("token_embedding.*", "blocks.0.*", "blocks.1.mlp.*")  # its models are smaller
 SAMPLES = 2  # of a micro-batch
 NUMBERS_BY_DEFAULT = 12  # they hold most pairs of the matrix of precisions
+ON_GPU_BY_DEFAULT = 18, 2  # and of that on the pretended GPU: cases of up to two ranks, of four
 MAX_WORLD = 8
 BEGINNINGS, TRIES = 6, 12  # of the search for a case: pairs that it begins from, layouts that it tries
 LARGER = 6  # generated cases of 3 and 4 ranks in the default suite: those that add most pairs
@@ -119,16 +130,18 @@ SHARED = ("pp", "dp", "tp", "zero", "recompute", "sp", "schedule", "precision")
 
 def case_of(choice: Choice) -> Case:
     """The case that a choice of levels stands for; factors that it lacks are at their plainest, in fp64."""
-    choice = {name: levels[0] for name, levels in FACTORS.items()} | {"precision": "fp64"} | choice
+    choice = {name: levels[0] for name, levels in FACTORS.items()} | {"precision": "fp64", "device": "cpu"} | choice
     dropout = {"hidden_dropout": 0.1, "attention_dropout": 0.2} if choice["dropout"] else {}
     architecture, _, groups = choice["architecture"].partition(", ")
     chunks = 2 if SCHEDULES[choice["schedule"]].virtual_stages else 1
     stages = choice["pp"] * chunks
-    layers = max(MODEL.num_layers, stages + 1)
+    on_gpu = choice["device"] != "cpu"
+    layers = max(3 if on_gpu else MODEL.num_layers, stages + 1)
+    frozen = FROZEN_ON_GPU if on_gpu else FROZEN if architecture == "gpt2" else FROZEN_ROTARY
     flags = ("zero_shard_size", "zero_reduce_every", "zero_gather_every", "reduce_bucket_size", "overlap_comm")
     return Case(
         **{name: choice[name] for name in Case._fields if name in choice and name != "frozen"},
-        frozen=(FROZEN if architecture == "gpt2" else FROZEN_ROTARY) if choice["frozen"] else (),
+        frozen=frozen if choice["frozen"] else (),
         options=tuple((name, choice[name]) for name in flags if choice[name] != FACTORS[name][0]),
         chunks=chunks,
         split=",".join(map(str, [0, *[1] * (stages - 2), layers - stages + 2])) if choice["by_hand"] else "",
@@ -143,14 +156,15 @@ def case_of(choice: Choice) -> Case:
             **dropout,
         ),
         batch=choice["dp"] * choice["micro_batches"] * SAMPLES,
+        kernels="eager" if on_gpu else "auto",  # a GPU's are Triton's, interpreted: seconds a step
     )
 
 
 def name_of(choice: Choice) -> str:
     """The levels that are not the plainest."""
-    words = []
+    words, factors = [], ON_GPU if "device" in choice else NUMBERS | FACTORS
     for name, level in choice.items():
-        if level != FACTORS.get(name, NUMBERS.get(name, ()))[0]:
+        if level != factors[name][0]:
             words.append(name if level is True else f"{name}={level}")
     return "-".join(words) or "plain"
 
@@ -292,6 +306,18 @@ def numbers() -> list[Choice]:
     return list(Matrix(NUMBERS).cover(max_world=2))
 
 
+@cache
+def on_gpu() -> tuple[list[Choice], list[Choice]]:
+    """The matrix on the pretended GPU, on up to four ranks: cases of the default suite, and slow ones."""
+    matrix, (small, large) = Matrix(ON_GPU), ON_GPU_BY_DEFAULT
+    plain = {name: levels[0] for name, levels in ON_GPU.items()}
+    alone = [plain, plain | {"precision": "bf16", "recompute": "full", "host": True, "micro_batches": 3}]
+    for choice in alone:
+        matrix.meet(choice)
+    pairs, fours = list(matrix.cover(max_world=2)), list(matrix.cover(max_world=4))
+    return [*alone, *pairs[:small], *fours[:large]], pairs[small:] + fours[large:]
+
+
 def products() -> list[Choice]:
     """Products of three factors that share a mechanism: every way to keep activations, at every stage and schedule."""
     full = {"recompute": "full"}
@@ -311,6 +337,8 @@ def main() -> None:
         ("slow, fp64: products", products()),
         ("default suite, fp32, bf16, fp16", numbers()[:NUMBERS_BY_DEFAULT]),
         ("slow, fp32, bf16, fp16", numbers()[NUMBERS_BY_DEFAULT:]),
+        ("default suite, on the pretended GPU", on_gpu()[0]),
+        ("slow, on the pretended GPU", on_gpu()[1]),
     ):
         print(f"{title}: {len(choices)} cases")
         for choice in choices:

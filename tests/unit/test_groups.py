@@ -36,17 +36,22 @@ def test_disjoint_groups_share_no_rank_and_few_lists_are_enough() -> None:
 
 
 class Splits:
-    """Stands in for `dist.split_group` as seen by one rank; records the calls."""
+    """Stands in for `dist.split_group` as seen by one rank; records the calls, and names groups as torch 2.13 does."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.calls: list[tuple[list[list[int]], bool]] = []
+        self.names: dict[tuple[int, tuple[int, ...]], str] = {}  # (call, ranks) -> name
 
     def __call__(self, split_ranks: list[list[int]], timeout: Any, pg_options: Any, group_desc: str) -> Any:
         self.calls.append((split_ranks, pg_options == "urgent"))
         ranks = [rank for group in split_ranks for rank in group]
         assert len(ranks) == len(set(ranks)), "a rank has one colour"
-        return next((("group", *group, len(self.calls)) for group in split_ranks if self.rank in group), None)
+        mine = next((group for group in split_ranks if self.rank in group), None)
+        if mine is None:
+            return None
+        self.names[len(self.calls), tuple(mine)] = f"{mine} {len(self.names) + 1}"  # after the world's own
+        return "group", *mine, len(self.calls)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +59,7 @@ class Splits:
     [
         Layout(pp=8, dp=16, tp=8),
         Layout(pp=7, dp=4, tp=2, chunks=3),
+        Layout(pp=4, tp=2),
         Layout(pp=8, dp=8, tp=4, shards=4, chunks=2, v_shaped=True),
     ],
     ids=str,
@@ -61,7 +67,9 @@ class Splits:
 def test_a_mesh_on_gpus_is_made_in_a_few_splits(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same splits on all ranks, each of disjoint groups, however many ranks there are."""
     seen = set()
-    for rank in {0, 1, layout.world_size // 2, layout.world_size - 1}:
+    names: dict[tuple[int, tuple[int, ...]], str] = {}
+    monkeypatch.setattr(dist, "get_world_size", lambda: layout.world_size)
+    for rank in range(layout.world_size) if layout.world_size < 64 else {0, 1, layout.world_size - 1}:
         splits = Splits(rank)
         monkeypatch.setattr(dist, "split_group", splits)
         monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
@@ -82,4 +90,18 @@ def test_a_mesh_on_gpus_is_made_in_a_few_splits(layout: Layout, monkeypatch: pyt
         assert len(splits.calls) <= 6 + 4 * 3
         assert [urgent for _, urgent in splits.calls].count(True) == 1
         seen.add(str(splits.calls))
+        for group, name in splits.names.items():
+            assert names.setdefault(group, name) == name, "a communicator has two names"
     assert len(seen) == 1
+
+
+def test_gloos_group_is_made_before_the_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(dist, "new_group", lambda *ranks, backend, timeout: made.append(backend))
+    monkeypatch.setattr(dist, "split_group", lambda **flags: made.append(flags["group_desc"]))
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr("megazero.comm.groups._urgent_options", lambda: None)
+    monkeypatch.setattr(Mesh, "connect", lambda mesh: None)
+    Mesh.build(Layout(dp=2, tp=2), 0, torch.device("cuda", 0))
+    assert made == ["gloo", "tp", "shard"]

@@ -198,6 +198,32 @@ def test_a_limit_ends_the_process_and_says_why() -> None:
     assert done.returncode == 1 and "rank 3: joining took more than 0.2 s; giving up" in done.stderr
 
 
+# -- the device
+
+
+def test_gpus_that_torch_cannot_use_are_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    alone = World(0, 1, 0, "single")
+    monkeypatch.setattr(launch, "has_nvidia", lambda: False)
+    assert launch.pick_device(alone).type == "cpu"
+
+    def too_old() -> None:
+        raise RuntimeError("the NVIDIA driver on your system is too old (found version 11040).\nUpdate it")
+
+    monkeypatch.setattr(launch, "has_nvidia", lambda: True)
+    monkeypatch.setattr(torch.cuda, "init", too_old)
+    words = r"built for CUDA 13.0, and the NVIDIA driver .* is too old .*11040\); install .* CUDA_VISIBLE_DEVICES= "
+    with pytest.raises(ValueError, match=words):
+        launch.pick_device(alone)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(ValueError, match="is built without CUDA"):
+        launch.pick_device(alone)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert launch.pick_device(alone).type == "cpu"
+
+
 # -- words
 
 

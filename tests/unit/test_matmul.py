@@ -108,10 +108,13 @@ def test_tf32_is_set_on_a_gpu_and_said(
 ) -> None:
     called: list[str] = []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", called.append)
+    flags = SimpleNamespace(allow_bf16_reduced_precision_reduction=True, allow_fp16_reduced_precision_reduction=True)
+    monkeypatch.setattr(torch.backends.cuda, "matmul", flags)
     case = Case(precision=precision)
     config = replace(case.config(), training=replace(case.config().training, tf32=tf32))
     mesh = pretend_mesh(Layout(), 0, torch.device("cuda", 0), needs_staging_buffer=False)
     chosen, found = choose_matmul_backend(config, mesh)
+    assert not any(vars(flags).values())  # partial sums are added in fp32
     assert called == ([set_to] if set_to else []) and said in found and bool(found) == bool(said)
     assert chosen.training.matmul_backend == "torch"
 

@@ -7,9 +7,11 @@ import random
 
 import pytest
 
+from megazero.config.validate import check_device
 from tests.parallel.matrix import (
     FACTORS,
     NUMBERS,
+    ON_GPU,
     RULES,
     Choice,
     Factors,
@@ -18,6 +20,7 @@ from tests.parallel.matrix import (
     case_of,
     covers,
     numbers,
+    on_gpu,
     products,
 )
 
@@ -32,7 +35,7 @@ def broken(choice: Choice) -> list[Rule]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("factors", [FACTORS, NUMBERS], ids=["fp64", "numbers"])
+@pytest.mark.parametrize("factors", [FACTORS, NUMBERS, ON_GPU], ids=["fp64", "numbers", "on a GPU"])
 def test_a_pair_is_legal_where_some_choice_has_it(factors: Factors) -> None:
     """Against random choices, which meet all rules by themselves or do not count."""
     matrix = Matrix(factors)
@@ -59,6 +62,12 @@ def test_every_case_is_legal_and_every_legal_pair_meets() -> None:
         case_of(choice).config()
         small.meet(choice)
     assert not any(missing & reach for missing, reach in zip(small.missing, small.reach(2), strict=True))
+    gpu = Matrix(ON_GPU)
+    for choice in itertools.chain(*on_gpu()):
+        assert case_of(choice).world <= 4
+        check_device(case_of(choice).config(), "cuda")
+        gpu.meet(choice)
+    assert not any(gpu.missing)
 
 
 @pytest.mark.long

@@ -1,0 +1,19 @@
+"""Run a program on the pretended GPU: `on_pretended_gpu.py REPORT PROGRAM FLAG ...`; findings are added to REPORT."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+from tests.helpers.pretended_gpu import pretended_gpu
+from tests.helpers.programs import ROOT
+
+report, program, *flags = sys.argv[1:]
+sys.argv = [program, *flags]
+with pretended_gpu() as findings:
+    try:
+        runpy.run_path(str(ROOT / program), run_name="__main__")
+    finally:
+        line = {"findings": [list(finding) for finding in findings.found], "waits": findings.waits}
+        with Path(report).open("a") as file:
+            file.write(json.dumps(line) + "\n")

@@ -1,0 +1,81 @@
+"""The programs, whole, on the pretended GPU: training with offload, saves and a resume; generation; a benchmark."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.cli import metrics, pretrain
+from tests.helpers.programs import warm
+
+TRAINING = (
+    "--precision fp32 --no-tf32 --fused-kernels eager --recompute full --checkpoint-in-cpu --eval-interval 2 "
+    "--eval-iters 1 --train-iters 4 --log-interval 1"
+).split()
+
+
+def on_gpu(report: Path, program: str, *flags: object, ranks: int = 1) -> tuple[str, list[Counter[str]]]:
+    """Run a program on pretended GPUs; return its output, and the host's waits on each rank. Nothing may be found."""
+    done = warm("tests/end_to_end/on_pretended_gpu.py", report, program, *flags, ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in report.read_text().splitlines()]
+    report.unlink()
+    assert [line["findings"] for line in lines] == [[]] * ranks
+    return done.stdout, [Counter(line["waits"]) for line in lines]
+
+
+def losses(log_dir: Path) -> list[float]:
+    """Losses of training and of validation, in order."""
+    found = [loss for line in metrics(log_dir) for loss in (line["loss"], line.get("validation_loss"))]
+    return [loss for loss in found if loss is not None]
+
+
+@pytest.fixture(scope="module")
+def run(model: list[object], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four iterations, with offload, evaluations and saves in the background."""
+    folder = tmp_path_factory.mktemp("run")
+    saves = ["--save", folder / "saved", "--save-interval", 2, "--async-save", "--log-dir", folder / "log"]
+    _, [waits] = on_gpu(folder / "report", "pretrain_gpt.py", *model, *TRAINING, *saves)
+    assert waits["tolist"] == 4 + 2  # a step or an evaluation
+    assert waits["torch.cuda.synchronize"] == 2  # a save's copies
+    return folder
+
+
+def test_a_resumed_run_has_the_same_losses(run: Path, model: list[object], tmp_path: Path) -> None:
+    resumed = ["--load", run / "saved" / "iter_0000002", "--log-dir", tmp_path / "log"]
+    _, [waits] = on_gpu(tmp_path / "report", "pretrain_gpt.py", *model, *TRAINING, *resumed)
+    assert waits["tolist"] == 2 + 1
+    found = losses(tmp_path / "log")
+    assert len(found) == 3 and found == losses(run / "log")[-3:]
+
+
+@pytest.mark.slow
+def test_other_runs_have_the_same_losses(run: Path, model: list[object], tmp_path: Path) -> None:
+    """On two ranks, and on a CPU."""
+    more = ["--zero-stage", 3, "--save", tmp_path / "saved", "--log-dir", tmp_path / "two"]
+    _, waits = on_gpu(tmp_path / "report", "pretrain_gpt.py", *model, *TRAINING, *more, ranks=2)
+    for each in waits:
+        assert each["tolist"] == 4 + 2 + 2  # the names of the ranks' hosts
+    done = pretrain(*model, *TRAINING, "--log-dir", tmp_path / "cpu")
+    assert done.returncode == 0, done.stderr
+    for log_dir in (run / "log", tmp_path / "two"):
+        assert losses(log_dir) == pytest.approx(losses(tmp_path / "cpu"), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_generates_the_same_text(run: Path, tmp_path: Path) -> None:
+    flags = "--prompt", "THE", "--max-new-tokens", 4, "--temperature", 0
+    text, _ = on_gpu(tmp_path / "report", "scripts/generate.py", "--load", run / "saved", *flags)
+    assert text.startswith("THE")
+    assert text == warm("scripts/generate.py", "--load", run / "saved", *flags).stdout
+
+
+@pytest.mark.slow
+def test_a_benchmark_with_tritons_kernels(tmp_path: Path) -> None:
+    """The interpreter runs them: seconds for a few rows."""
+    sizes = "--layers 1 --hidden 32 --heads 2 --seq-length 8 --vocabulary 61 --batch 1 --steps 1".split()
+    text, _ = on_gpu(tmp_path / "report", "benchmarks/gpu.py", *sizes, "--systems", "megazero")
+    assert "failed" not in text and "| megazero |" in text

@@ -1,0 +1,176 @@
+"""NCCL's communicators on the pretended GPU: streams of their own, and one order of operations for all members.
+
+gloo carries the bytes. The order is NCCL's: a communicator runs its operations one after the other, each behind the
+stream that was current when it was issued; `wait` orders the current stream behind it, and the host does not wait.
+NCCL matches operations by their order alone, tags mean nothing to it. So the n-th operations of all members must be the
+same: the member that issues it first writes it to the store, and the others compare theirs with that.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megazero.comm.collectives import Axis
+from tests.helpers.pretended_gpu.clocks import Line
+from tests.helpers.pretended_gpu.findings import UNMATCHED_ORDER, Findings
+from tests.helpers.pretended_gpu.memory import Memory, Operator, tensors_in
+from tests.helpers.pretended_gpu.streams import Event, Streams
+
+# c10d's operator -> name, and which arguments it reads and writes
+OPERATIONS = {
+    "allreduce_": ("all-reduce", [0], [0]),
+    "_allgather_base_": ("all-gather", [1], [0]),
+    "allgather_": ("all-gather", [1], [0]),
+    "_reduce_scatter_base_": ("reduce-scatter", [1], [0]),
+    "send": ("send", [0], []),
+    "recv_": ("receive", [], [0]),
+}
+MESSAGES = ("send", "receive")
+Pausing = Callable[[], AbstractContextManager[None]]
+
+
+class UnmatchedOrder(RuntimeError):
+    """The members of a communicator issue different operations. NCCL would hang, or mix up their data."""
+
+
+class Ledger:
+    """The operations of every communicator, in order, as its first member to issue each wrote it down."""
+
+    def __init__(self, findings: Findings) -> None:
+        self.findings, self.counts = findings, Counter[str]()
+        self._store: dist.Store | None = None
+
+    def _open(self) -> dist.Store:
+        """Agree on a place in the store. The world's first operation is the first of all, so all ranks come here."""
+        name = [uuid.uuid4().hex]
+        dist.broadcast_object_list(name, src=0)
+        return dist.PrefixStore(name[0], dist.distributed_c10d._get_default_store())
+
+    def enter(self, communicator: str, operation: str) -> None:
+        """Note this rank's next operation of a communicator.
+
+        Raises:
+            UnmatchedOrder: another member has issued something else in its place.
+        """
+        self._store = self._store or self._open()
+        number = self.counts[communicator]
+        self.counts[communicator] += 1
+        ours = f"{dist.get_rank()}:{operation}"
+        rank, _, theirs = self._store.compare_set(f"{communicator}/{number}", "", ours).decode().partition(":")
+        if theirs != operation:
+            self._report(
+                f"operation {number} of communicator {communicator} is {operation} on rank {dist.get_rank()} and "
+                f"{theirs} on rank {rank}"
+            )
+
+    def close(self) -> None:
+        """Compare how many operations the members have issued; all ranks call this while they have a group."""
+        if self._store is None or not dist.is_initialized():
+            return
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, self.counts)
+        for rank, counts in enumerate(everyone):
+            for communicator in counts & self.counts:
+                if counts[communicator] != self.counts[communicator]:
+                    self._report(
+                        f"communicator {communicator} has {self.counts[communicator]} operations on rank "
+                        f"{dist.get_rank()} and {counts[communicator]} on rank {rank}"
+                    )
+
+    def _report(self, text: str) -> None:
+        self.findings.report(UNMATCHED_ORDER, text)
+        raise UnmatchedOrder(text)
+
+
+class Communicators:
+    """The communicators of one rank.
+
+    Attributes:
+        issued: the end of the latest operation on tensors of the device; None if there was none.
+    """
+
+    def __init__(self, streams: Streams, memory: Memory, findings: Findings, pausing: Pausing) -> None:
+        self.streams, self.memory, self.clocks, self.pausing = streams, memory, streams.clocks, pausing
+        self.ledger = Ledger(findings)
+        self.issued: Event | None = None
+        self._lines: dict[str, Line] = {}  # by name of the group
+
+    def issue(
+        self,
+        func: torch._ops.OpOverload,
+        args: Sequence[Any],
+        is_async: bool,
+        operator: Callable[[str], Operator],
+    ) -> None:
+        """Note one of c10d's operators before it is carried out; those on tensors of the host are gloo's own."""
+        tensors = [tensors_in(arg) for arg in args]
+        given = [x for several in tensors for x in several]
+        if not any(self.memory.on_device(x) for x in given):
+            return
+        name, reads, writes = OPERATIONS[func.overloadpacket.__name__]
+        group = dist.ProcessGroup.unbox(next(arg for arg in args if isinstance(arg, torch.ScriptObject)))
+        communicator = group.group_name
+        what = f"{name} of {'+'.join(str(x.numel()) for x in given)} x {given[0].dtype}"
+        if name in MESSAGES:
+            pair = (group.rank(), args[2]) if name == "send" else (args[2], group.rank())
+            what = f"a message {pair[0]} -> {pair[1]} of {given[0].numel()} x {given[0].dtype}, tag {args[3]}"
+            communicator += "" if group.size() == 2 else f" between {min(pair)} and {max(pair)}"
+        self.ledger.enter(communicator, what)
+        if group.group_name not in self._lines:
+            self._lines[group.group_name] = self.clocks.new_line(f"communicator {group.group_desc}")
+        line, ready, done = self._lines[group.group_name], Event(self.streams), Event(self.streams)
+        ready.record()
+        self.clocks.wait(line, ready.number)
+        tick = self.clocks.issue(line)
+        for indices, are_writes in ((reads, False), (writes, True)):
+            for x in (x for i in indices for x in tensors[i]):
+                self.memory.touch(x, are_writes, line, tick, operator(name))
+        self.clocks.record(done.number, line)
+        self.issued = done
+        if not is_async:
+            done.wait()
+
+    def launch(
+        self,
+        axis: Axis,
+        collective: Callable[[], Any],
+        reads: tuple[torch.Tensor, ...] = (),
+        writes: tuple[torch.Tensor, ...] = (),
+    ) -> Any:
+        """Stand in for `Axis._launch`."""
+        self.issued = None
+        work = collective()
+        return work if self.issued is None else Work(work, self.issued, (*reads, *writes), self.pausing)
+
+    def split_group(
+        self, split_ranks: list[list[int]], timeout: Any = None, pg_options: Any = None, group_desc: str = ""
+    ) -> dist.ProcessGroup | None:
+        """Stand in for `dist.split_group`, an operation of the world's communicator, which gloo does not have."""
+        self.ledger.enter("of the world", f"a split into {split_ranks}")
+        several = [ranks for ranks in split_ranks if len(ranks) > 1]  # a rank alone has nothing to send
+        groups = [dist.new_group(ranks, timeout=timeout, group_desc=group_desc) for ranks in several]
+        return next((group for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER), None)
+
+
+class Work:
+    """NCCL's handle of a collective: it keeps the tensors until it is waited for, and only the stream waits."""
+
+    def __init__(self, work: Any, done: Event, held: tuple[torch.Tensor, ...], pausing: Pausing) -> None:
+        self._work, self._done, self._held, self._pausing = work, done, held, pausing
+
+    def wait(self) -> None:
+        self.finish()
+        self._done.wait()
+        self._held = ()
+
+    def finish(self) -> None:
+        """Wait for the bytes alone: the fault of a program that leaves out `wait`."""
+        with self._pausing():  # gloo copies its results here
+            self._work.wait()

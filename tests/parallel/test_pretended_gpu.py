@@ -1,0 +1,206 @@
+"""The engine on the pretended GPU: every layout's paths on CUDA have no fault of order, and each planted one is found.
+
+Losses are the reference's there too, bytes those of the estimate, and the host waits once a step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+
+from benchmarks.launcher import RankError
+from megazero.comm.mesh import Mesh
+from megazero.price.estimate import estimate
+from tests.helpers.planted import Fault, planted
+from tests.helpers.pretended_gpu import EARLY_FREE, GPU, MIXED_DEVICES, RACE, Finding, pretended_gpu
+from tests.parallel import matrix
+from tests.parallel.cases import MODEL, Case, Outcome, train_on
+from tests.parallel.test_parity import check_near, parameters
+
+STEPS = 2  # the second finds buffers, streams and moments of the first
+
+
+class Watched(NamedTuple):
+    """One rank's results. `waits`: per step, the operators that the host waited for."""
+
+    outcome: Outcome
+    found: Counter[Finding]
+    waits: list[list[str]]
+
+
+def train_watched(rank: int, case: Case, fault: Fault | None = None, capability: tuple[int, int] = (9, 0)) -> Watched:
+    waits: list[list[str]] = []
+
+    @contextmanager
+    def around_step() -> Iterator[None]:
+        before = len(findings.waits)
+        yield
+        waits.append(findings.waits[before:])
+
+    with pretended_gpu(capability) as findings, nullcontext() if fault is None else planted(fault):
+        outcome = train_on(Mesh.build(case.layout, rank, GPU), case, STEPS, around_step=around_step)
+    return Watched(outcome, findings.found, waits)
+
+
+@pytest.mark.parametrize("case", [*parameters(matrix.on_gpu()[0]), *parameters(matrix.on_gpu()[1], pytest.mark.slow)])
+def test_every_path_of_a_gpu_is_in_order(case: Case, ranks) -> None:
+    watched = ranks(case.world).run(train_watched, case)
+    for rank, (outcome, found, waits) in enumerate(watched):
+        assert found == {}
+        assert waits == [["tolist"]] * STEPS
+        memory, traffic = estimate(case.config(), case.layout, rank, needs_staging_buffer=False)
+        assert outcome.sent == [traffic] * STEPS
+        for measured in outcome.memory:  # the peak is the allocator's, with everything that is not planned
+            assert measured | {"peak": 0} == memory | {"peak": 0}
+    check_near(case, [outcome for outcome, _, _ in watched])
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_documents_on_a_gpu_without_flash_attention(architecture: str, ranks) -> None:
+    model = replace(MODEL, num_layers=2, architecture=architecture)
+    case = Case(model=model, kernels="eager", precision="fp16", reset="documents")
+    (watched,) = ranks(1).run(train_watched, case, None, (7, 0))
+    assert watched.found == {}
+    assert watched.waits == [["tolist"]] * STEPS
+    check_near(case, [watched.outcome])
+
+
+SMALL = replace(MODEL, num_layers=3)
+OFFLOADED = Case(model=SMALL, kernels="eager", recompute="full", host=True, micro_batches=3)
+ROTARY = Case(model=replace(SMALL, architecture="llama"), kernels="eager")
+SHARDED = Case(dp=2, zero=3, model=SMALL, kernels="eager")
+STAGES = Case(pp=2, model=SMALL, kernels="eager", micro_batches=3)
+STORE = "megazero.activations.offload", "StreamCopies", "start_store"
+FETCH = "megazero.activations.offload", "StreamCopies", "start_fetch"
+START = "megazero.comm.collectives", "Axis", "_start"
+
+
+@pytest.mark.parametrize(
+    "case, fault, kinds, words",
+    [
+        pytest.param(
+            OFFLOADED,
+            Fault("megazero.activations.offload", "Fetch", "wait", "self.done is not None", "False"),
+            {RACE},
+            "native_layer_norm [Recompute blocks.2 mb 0] on the compute stream reads bytes of a tensor in device "
+            "memory that copy_ [start Fetch blocks.2 mb 0] on stream 2 writes",
+            id="a fetch is not waited for",
+        ),
+        pytest.param(
+            OFFLOADED,
+            Fault(*STORE, "self.storing.wait_stream(compute)", "pass"),
+            {RACE},
+            "copy_ [Keep blocks.1 mb 0 slot 1] on stream 1 reads bytes of a tensor in device memory that copy_ [Keep "
+            "blocks.1 mb 0 slot 1] on the compute stream writes",
+            id="a copy to the host does not wait for the computation",
+        ),
+        pytest.param(
+            OFFLOADED,
+            Fault(*STORE, "left is not None", "False"),
+            {RACE},
+            "copy_ [Keep blocks.2 mb 0 slot 2] on the compute stream writes bytes of a tensor in device memory that "
+            "copy_ [Keep blocks.0 mb 0 slot 0] on stream 1 reads",
+            id="a buffer is written while it is copied to the host",
+        ),
+        pytest.param(
+            OFFLOADED,
+            Fault(*FETCH, "copy.done is not None", "False"),
+            {RACE},
+            "copy_ [start Fetch blocks.2 mb 0] on stream 2 reads bytes of a tensor in pinned memory that copy_ [Keep "
+            "blocks.2 mb 0 slot 2] on stream 1 writes",
+            id="a fetch does not wait for the copy to the host",
+        ),
+        pytest.param(
+            OFFLOADED,
+            Fault(*FETCH, "self.fetching.wait_stream(self.streams.compute)", "pass"),
+            {RACE},
+            "copy_ [start Fetch blocks.0 mb 0] on stream 2 writes bytes of a tensor in device memory that "
+            "native_layer_norm_backward [Backward blocks.2 mb 0] on the compute stream reads",
+            id="a fetch overwrites a buffer that backward reads",
+        ),
+        pytest.param(
+            OFFLOADED,
+            Fault(*STORE, "buffer[: part.numel()].copy_(part)", "buffer = part.clone()"),
+            {EARLY_FREE},
+            "copy_ [Keep blocks.0 mb 0 slot 0] on stream 1 reads a tensor of 8448 bytes that is freed",
+            id="a block's input is freed while it is copied to the host",
+        ),
+        pytest.param(
+            ROTARY,
+            Fault("megazero.model.rotary", "Rotary", "frequencies", "device=device)", "device='cpu')"),
+            {MIXED_DEVICES},
+            "mul [Forward blocks.0 mb 0] on the compute stream has a tensor [4] in host memory",
+            id="a table is on the host",
+        ),
+        pytest.param(
+            SHARDED,
+            Fault(*START, "work.wait()", "work.finish() if self.name == 'shard' else work.wait()"),
+            {RACE, EARLY_FREE},
+            "communicator shard writes",
+            id="collectives along shard are not waited for",
+        ),
+        pytest.param(
+            STAGES,
+            Fault(*START, "work.wait()", "work.finish() if self.name == 'pp' and peer is not None else work.wait()"),
+            {RACE, EARLY_FREE},
+            "lane 0 writes; nothing orders them",
+            id="messages between stages are not waited for",
+        ),
+    ],
+)
+def test_a_planted_fault_is_found(case: Case, fault: Fault, kinds: set[str], words: str, ranks) -> None:
+    """Findings have the kind, and name operators, operations and streams. No loss shows the fault."""
+    watched = ranks(case.world).run(train_watched, case, fault)
+    for _, found, _ in watched:
+        assert {finding.kind for finding in found} == kinds
+        assert any(words in finding.text for finding in found), found
+    check_near(case, [outcome for outcome, _, _ in watched])
+
+
+def test_an_early_read_is_found(ranks) -> None:
+    fault = Fault(
+        "megazero.train.interpreter", "Interpreter", "_norm", "self.zero", "float(self.seed_gradient) and self.zero"
+    )
+    (watched,) = ranks(1).run(train_watched, ROTARY, fault)
+    assert watched.waits == [["__float__ [Norm]", "tolist"]] * STEPS
+
+
+@pytest.mark.parametrize(
+    "case, fault, words",
+    [
+        (
+            Case(dp=2, zero=2, model=SMALL, kernels="eager", options=(("reduce_bucket_size", 1000),)),
+            Fault(
+                "megazero.zero.reduce_scatter",
+                "Reducer",
+                "start",
+                "range(0, n, self.columns)",
+                "range(0, n, self.columns)[:: 1 - 2 * self.axis.rank]",
+            ),
+            ["is reduce-scatter of ", " on rank 0", " on rank 1"],
+        ),
+        (
+            STAGES,
+            Fault(
+                "megazero.train.interpreter",
+                "Interpreter",
+                "_tag",
+                "op.micro_batch",
+                "(op.micro_batch ^ self.pp.rank)",
+            ),
+            ["a message 0 -> 1 of 2112 x torch.float32, tag 6 on rank 0", "tag 8 on rank 1"],
+        ),
+    ],
+    ids=["buckets in another order", "messages in another order"],
+)
+def test_members_of_a_communicator_that_differ_are_found(case: Case, fault: Fault, words: list[str], ranks) -> None:
+    """One rank raises before it issues the operation, which would hang."""
+    with pytest.raises(RankError) as caught:
+        ranks(case.world).run(train_watched, case, fault)
+    assert "UnmatchedOrder: operation" in str(caught.value)
+    assert all(word in str(caught.value) for word in words), caught.value
