@@ -205,11 +205,21 @@ def test_ranks_with_different_flags_are_refused(name: str, model: list[Any], sta
     assert not (tmp_path / "run").exists()
 
 
-def test_a_refusal_of_rank_0_is_every_ranks(model: list[Any], start: Start, tmp_path: Path) -> None:
-    """Start ranks by hand, so that no launcher ends the others. Rank 0 alone looks at --load."""
-    for rank in start([[*model, *FOREVER, "--load", tmp_path / "typo", "--log-dir", tmp_path / "run"]] * 2):
-        assert f"ValueError: --load {tmp_path}/typo: there is no such folder, only {tmp_path}; correct" in rank.end()
-    assert not (tmp_path / "run").exists()
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--load {0}/typo", "ValueError: --load {0}/typo: there is no such folder, only {0}; correct it"),
+        ("--exit-before-minutes 5", "ValueError: --exit-before-minutes 5: this is no SLURM job with a time limit"),
+    ],
+)
+def test_a_refusal_of_rank_0_is_every_ranks(
+    flags: str, words: str, model: list[Any], start: Start, tmp_path: Path
+) -> None:
+    """Start ranks by hand, so that no launcher ends the others. Rank 0 alone looks at --load and at the job."""
+    common = [*model, *FOREVER, "--save", tmp_path / "saved", "--log-dir", tmp_path / "run"]
+    for rank in start([[*common, *flags.format(tmp_path).split()]] * 2):
+        assert words.format(tmp_path) in rank.end()
+    assert not (tmp_path / "run").exists() and not (tmp_path / "saved").exists()
 
 
 @pytest.mark.slow
