@@ -70,14 +70,15 @@ def _check_model(config: Config) -> None:
         fits = min(divisors(hidden), key=lambda n: abs(n - heads))
         raise ValueError(f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; use {fits} heads")
     _check_architecture(model)
+    groups = model.query_groups
     for flag, size in (("num-attention-heads", heads), ("ffn-hidden-size", model.ffn_size)):
         if size % tp:
-            sizes = ", ".join(str(n) for n in divisors(size) if n <= 64)
+            both = [n for n in divisors(math.gcd(heads, model.ffn_size)) if groups % n == 0 or n % groups == 0]
+            sizes = ", ".join(str(n) for n in both if n <= 64)
             raise ValueError(
                 f"--{flag} {size} is not divisible by --tensor-model-parallel-size {tp}; "
                 f"use a --tensor-model-parallel-size of {sizes}, or another --{flag}"
             )
-    groups = model.query_groups
     if groups % tp and tp % groups:
         possible = ", ".join(str(n) for n in divisors(heads) if n % tp == 0 or tp % n == 0)
         raise ValueError(

@@ -79,10 +79,13 @@ def _check_ramp(config: Config, layout: Layout) -> None:
         raise ValueError(f"{given}: {complaint}")
     for name, size in zip(("START", "INCREMENT"), ramp, strict=False):
         if size % once:
-            fits = max(once, size // once * once)
+            fits = [max(once, size // once * once), size // once * once + once]
+            if name == "INCREMENT":  # it divides what is between START and the whole batch, too
+                known = [n for n in divisors(config.training.global_batch_size - ramp[0]) if n % once == 0]
+                fits = sorted(known, key=lambda n: abs(n - size))[:2]
             raise ValueError(
                 f"{given}: {name} {size} is not divisible by --micro-batch-size {config.training.micro_batch_size} x "
-                f"{layout.dp} data-parallel ranks = {once}; use {fits} or {fits + once}"
+                f"{layout.dp} data-parallel ranks = {once}; use {' or '.join(map(str, dict.fromkeys(fits)))}"
             )
 
 
@@ -173,9 +176,14 @@ def _check_schedule(config: Config) -> None:
             "1f1b"
         )
     if layers < pp * chunks:
+        fits = "a --pipeline-schedule without virtual stages"
+        if layers // pp > 1:
+            fits = f"at most {layers // pp} virtual stages"
+        elif layers // chunks > 1:
+            fits = f"at most {layers // chunks} stages"
         raise ValueError(
             f"--virtual-pipeline-stages {chunks} x --pipeline-model-parallel-size {pp} = {pp * chunks} is more than "
-            f"--num-layers {layers}: a virtual stage would hold no layer; use at most {layers // pp} virtual stages"
+            f"--num-layers {layers}: a virtual stage would hold no layer; use {fits}"
         )
     if parallel.zero_bubble_backlog and not schedule.backlog:
         raise ValueError(

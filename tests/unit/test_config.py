@@ -390,7 +390,7 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         {"ffn_hidden_size": 27, "tensor_model_parallel_size": 2},
         2,
         9,
-        "--ffn-hidden-size 27 .* --tensor-model-parallel-size 2; use .* of 1, 3, 9, 27, or another",
+        "--ffn-hidden-size 27 .* --tensor-model-parallel-size 2; use .* of 1, 3, or another",
     ),
     ({"pipeline_model_parallel_size": 13}, 13, 9, "--pipeline-model-parallel-size 13 .* --num-layers 12.* at most 12"),
     (
@@ -433,7 +433,7 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
     ({"rampup_batch_size": (8, 1, 9), "global_batch_size": 8}, 1, 9, "8 1 9: START must be less than .* 8; lower"),
     ({"rampup_batch_size": (2, 4, 9), "global_batch_size": 8}, 1, 9, "2 4 9: INCREMENT must divide the 6 samples"),
     ({"rampup_batch_size": (3, 1, 9), "global_batch_size": 8}, 2, 9, "START 3 is not divisible by .* 2; use 2 or 4"),
-    ({"rampup_batch_size": (2, 3, 9), "global_batch_size": 8}, 2, 9, "INCREMENT 3 is not divisible by .* use 2 or 4"),
+    ({"rampup_batch_size": (2, 3, 9), "global_batch_size": 8}, 2, 9, "INCREMENT 3 is not divisible by .* use 2 or 6"),
     ({"lr_decay_style": "wsd", "train_iters": 50}, 1, 9, "--lr-wsd-decay-iters 0 and .* --lr-wsd-decay-iters 5, or"),
     ({"lr_decay_style": "cosine", "lr_wsd_decay_iters": 7}, 1, 9, "--lr-wsd-decay-iters 7 and --lr-decay-style cosine"),
     (
