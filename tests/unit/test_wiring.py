@@ -23,6 +23,7 @@ from megazero.comm.world import World
 from megazero.data import loader
 from megazero.model.kernels.table import EAGER
 from megazero.model.matmul import TORCH
+from megazero.train.memory_report import device_in_use
 from tests.helpers.notes import As, Call, Kind, Notes, calls_of, differences
 from tests.unit.data_helpers import write_corpus
 
@@ -436,3 +437,15 @@ def test_ranks_compare_the_tokenizer_and_the_corpora(runs: Runs) -> None:
     assert values["the content of --tokenizer"] == As("Trainer.tokenizer").found(runs.training).identity
     assert [values[f"the weight of --data-path's corpus {number}"] for number in (1, 2)] == ["3", "1"]
     assert values["--seed"] == "77" and values["--ffn-hidden-size"] == "40"
+
+
+def test_functions_that_parts_are_given_do_what_the_flags_say(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A watchdog ends a hung run, and others have a tenth of --hang-timeout to see it; a line tells what is in use."""
+    hung = Notes(monkeypatch).of("megazero.comm.failures:end_hung", lambda *_: None)
+    As("Trainer.watchdog").found(runs.training)._end("has been in operation 'x' for 180 s")
+    (call,) = hung
+    patience = 0.1 * 60 * 3.0
+    assert [*call.values()] == [WORLD, "has been in operation 'x' for 180 s", HOSTS.found(runs.training), patience]
+    assert As("Trainer.watchdog._limit").found(runs.training) == 60 * 3.0
+    (before, _), found = device_in_use(CPU), calls_of(runs.training, "open_writers")[0]["in_use"]()
+    assert before <= found[0] <= device_in_use(CPU)[0] and found[1] == 0

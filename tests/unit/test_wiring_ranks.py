@@ -1,16 +1,22 @@
-"""The groups of ranks: within which limits of time they are made, and for which axes; without other ranks."""
+"""Ranks together, without other ranks: limits of time, the groups of each axis, the iterations observed."""
 
 from __future__ import annotations
 
 import datetime
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megazero.comm import launch
 from megazero.comm.mesh import Mesh
+from megazero.comm.pretend import pretend_mesh
 from megazero.comm.world import World
+from megazero.config.cli import parse
+from megazero.memory.tracker import MemoryTracker
+from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
+from megazero.train.profiling import Profiler
 from tests.helpers.notes import Call, Notes, calls_of
 
 CPU = torch.device("cpu")
@@ -89,3 +95,22 @@ def test_a_mesh_makes_its_groups_with_the_time_out_given() -> None:
     assert all(call["rank"] == 5 and call["hosts"] == hosts for call in axes if call["hosts"])
     assert all(call["in_flight"] is mesh.in_flight for call in axes if call["hosts"])
     assert not mesh.in_flight._checks and mesh.host is mesh.world
+
+
+@pytest.mark.parametrize(("pp", "bubbles"), [(1, []), (12, [3, 6])])
+def test_iterations_are_observed_as_told(pp: int, bubbles: list[int]) -> None:
+    """Traced from 2 to 5; slow ranks at every fourth; the bubble, of pipelines alone, with every progress line."""
+    flags = (
+        "--num-layers 12 --vocab-size 64 --log-interval 3 --straggler-interval 4 --profile-iterations 2:5 --log-dir x"
+    )
+    config, layout = resolve(parse([*flags.split(), f"--pipeline-model-parallel-size={pp}"]), 2 * pp, 0)
+    mesh = pretend_mesh(layout, 1, CPU, True)
+    profiler = Profiler(config, SimpleNamespace(mesh=mesh, interpreter=SimpleNamespace(), tracker=MemoryTracker()))
+    seen: dict[str, list[int]] = {"traces": [], "measures": [], "compares": []}
+    for iteration in range(1, 9):
+        profiler.begin(iteration)
+        observed = [name for name in seen if getattr(profiler, name)]
+        assert (profiler.engine.interpreter.observe is not None) == bool(observed)
+        for name in observed:
+            seen[name].append(iteration)
+    assert seen == {"traces": [2, 3, 4, 5], "measures": bubbles, "compares": [4, 8]}
