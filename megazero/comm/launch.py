@@ -6,11 +6,12 @@ import contextlib
 import datetime
 import os
 import queue
+import re
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -18,12 +19,13 @@ import torch
 import torch.distributed as dist
 
 from megazero.comm.errors import PeerLost, peer_errors
-from megazero.comm.world import World, number
+from megazero.comm.world import World, local_size, number
 from megazero.memory.host import has_nvidia
 
 JOIN_MINUTES = 10.0  # for all ranks to start; a collective's limit may be shorter
 ANSWER_SECONDS = 30.0  # for a store that listens to answer; a torchrun that is alive has one
 LAZY_RANKS = 64  # from as many on, gloo connects two ranks when they first talk
+SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 HOST_BYTES = 64  # of a host's name, in the table of hosts
 
 T = TypeVar("T")
@@ -33,7 +35,7 @@ def pick_device(world: World) -> torch.device:
     """This rank's own GPU where there are GPUs, else the CPU.
 
     Raises:
-        ValueError: more ranks on this node than GPUs, or GPUs that torch cannot use.
+        ValueError: more ranks on this node than GPUs, or GPUs that this torch cannot use.
     """
     if not torch.cuda.is_available():
         # A GPU of another maker is often a laptop's own, next to a torch for CPUs: then the CPU is meant.
@@ -51,7 +53,31 @@ def pick_device(world: World) -> torch.device:
         )
     index = world.local_rank % torch.cuda.device_count()  # srun with --gpus-per-task shows a task only its own
     torch.cuda.set_device(index)
+    capability, kernels = torch.cuda.get_device_capability(index), torch.cuda.get_arch_list()
+    if not has_kernels(capability, kernels):
+        raise ValueError(
+            f"{torch.cuda.get_device_name(index)} has compute capability {capability[0]}.{capability[1]}, for which "
+            f"torch {torch.__version__} has no kernels (it has {', '.join(kernels)}); install another build of torch: "
+            "those for CUDA 12.6 (pip install torch --index-url https://download.pytorch.org/whl/cu126) have kernels "
+            "from 5.0 on"
+        )
     return torch.device("cuda", index)
+
+
+def has_kernels(capability: tuple[int, int], kernels: Sequence[str]) -> bool:
+    """Return whether a GPU can run one of `kernels`, named as `torch.cuda.get_arch_list` names them.
+
+    A binary, sm_XY, runs on the same major version from minor version Y on; PTX, compute_XY, on every later GPU. With
+    the suffix a, both run on that version alone.
+    """
+    for kernel in kernels:
+        kind, major, minor, suffix = re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", kernel).groups()
+        version = int(major), int(minor)
+        if capability == version or (
+            suffix != "a" and capability > version and (kind == "compute" or capability[0] == version[0])
+        ):
+            return True
+    return False
 
 
 def _why_no_cuda() -> str:
@@ -135,6 +161,8 @@ def start(world: World, device: torch.device, timeout_minutes: float) -> tuple[s
         _take_seat(store, world, device)
         _wait_for_all(store, world, datetime.timedelta(minutes=minutes))
         _connect_lazily(world.size)
+        if world.size > local_size(world):
+            _choose_interface(os.environ["MASTER_ADDR"])
         with peer_errors("joining the other ranks"):
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
@@ -156,6 +184,32 @@ def _connect_lazily(num_ranks: int) -> None:
     """
     if num_ranks >= LAZY_RANKS:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+
+
+def _choose_interface(address: str) -> None:
+    """Have gloo use the network interface of the route to rank 0, unless the environment names one.
+
+    gloo itself takes the interface of this machine's own name, which is often the loopback address in /etc/hosts, or
+    a slow card.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect((address, 9))  # sends nothing
+        name = interface_of(probe.getsockname()[0])
+        if name not in ("", "lo"):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def interface_of(address: str) -> str:
+    """Return the name of the network interface that has an IPv4 address; empty if there is none, or not on Linux."""
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without such an address
+                request = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, name.encode().ljust(256, b"\0"))
+                if socket.inet_ntoa(request[20:24]) == address:
+                    return name
+    return ""
 
 
 def agent_store() -> bool:

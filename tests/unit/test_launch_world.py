@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -274,3 +275,61 @@ def test_an_orphan_of_the_start_is_seen() -> None:
     if now_of != 1:
         pytest.skip(f"orphans belong to process {now_of} here, not to 1")
     assert "rank 0: its launcher is gone; ending" in said
+
+
+@pytest.mark.parametrize(
+    ("capability", "kernels", "wanted"),
+    [
+        ((7, 0), "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120", False),  # V100, wheels for CUDA 13
+        ((7, 0), "sm_50 sm_60 sm_70 sm_75 sm_80 sm_86 sm_90", True),
+        ((8, 9), "sm_75 sm_80 sm_86 sm_90", True),  # a binary of the same major version
+        ((8, 0), "sm_75 sm_86", False),
+        ((10, 0), "sm_80 sm_90", False),
+        ((10, 0), "sm_80 compute_90", True),  # PTX
+        ((10, 3), "sm_100a compute_90a", False),  # of one version alone
+        ((10, 0), "sm_100a", True),
+    ],
+)
+def test_a_gpu_without_kernels_is_refused(
+    capability: tuple[int, int], kernels: str, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By name, with the way out: before the first kernel fails."""
+    answers = {"is_available": True, "device_count": 1, "set_device": None, "get_device_name": "Tesla X"}
+    answers |= {"get_device_capability": capability, "get_arch_list": kernels.split()}
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    if wanted:
+        assert launch.pick_device(World(0, 1, 0, "single")) == torch.device("cuda", 0)
+    else:
+        with pytest.raises(ValueError, match=r"Tesla X has compute capability \d+\.\d, for which torch .*cu126"):
+            launch.pick_device(World(0, 1, 0, "single"))
+
+
+def test_gloo_uses_the_interface_of_the_route_to_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = subprocess.run(["ip", "-4", "-j", "addr"], capture_output=True, text=True, check=False).stdout
+    addresses = {entry["local"]: link["ifname"] for link in json.loads(shown or "[]") for entry in link["addr_info"]}
+    outside = {address: name for address, name in addresses.items() if name != "lo"}
+    if not outside:
+        pytest.skip("no network interface but the loopback one, or no `ip` to list them")
+    assert {address: launch.interface_of(address) for address in addresses} == addresses
+    address, name = next(iter(outside.items()))
+    for given, towards, wanted in ((None, address, name), ("mine", address, "mine"), (None, "127.0.0.1", None)):
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+        if given is not None:
+            monkeypatch.setenv("GLOO_SOCKET_IFNAME", given)
+        launch._choose_interface(towards)
+        assert os.environ.get("GLOO_SOCKET_IFNAME") == wanted
+
+
+@pytest.mark.parametrize(("on_this_machine", "wanted"), [("2", ["node0"]), ("4", [])])
+def test_only_ranks_of_several_machines_need_it(
+    on_this_machine: str, wanted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[str] = []
+    set_env(monkeypatch, f"MASTER_ADDR=node0 LOCAL_WORLD_SIZE={on_this_machine}")
+    monkeypatch.setattr(launch, "_choose_interface", chosen.append)
+    for name in ("_open_store", "_take_seat", "_wait_for_all", "_hosts"):
+        monkeypatch.setattr(launch, name, lambda *_: None)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
+    launch.start(World(3, 4, 1, "torchrun"), torch.device("cpu"), 1.0)
+    assert chosen == wanted
