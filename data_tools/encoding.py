@@ -224,18 +224,25 @@ INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def deferring_interrupts() -> Iterator[None]:
-    """Deliver interrupts when the block has ended; a process that is started within it inherits this.
+    """Handle interrupts when the block has ended, on the main thread; a process that is started within it blocks them.
 
     Note [an interrupt while the pool starts]: `ProcessPoolExecutor.submit` starts the workers first and then the
     thread that ends them. After an exception in between, `shutdown` does nothing, and Python joins the workers at exit,
     which takes for ever because they wait for work. Ctrl-C, which reaches the whole group, also kills a worker whose
     `start_worker` has not run yet.
     """
+    caught = list[int]()
+    # Blocking alone does not defer: another thread takes the signal, and Python still handles it on this one.
+    handlers = {each: signal.signal(each, lambda number, _: caught.append(number)) for each in INTERRUPTS}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+        for number in caught:
+            signal.raise_signal(number)
 
 
 def start_worker() -> None:

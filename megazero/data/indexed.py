@@ -126,8 +126,8 @@ class IndexedDataset:
         """Hash of the document lengths; the order of samples is seeded with it. It does not depend on the path."""
         self._require_whole_index()
         digest = hashlib.sha256(repr((self._index.size, self.num_tokens, self.dtype.name)).encode())
-        digest.update(self._index[:HASHED_BYTES].tobytes())
-        digest.update(self._index[max(0, self._index.size - HASHED_BYTES) :].tobytes())
+        digest.update(self._index[:HASHED_BYTES].data)
+        digest.update(self._index[max(0, self._index.size - HASHED_BYTES) :].data)
         return digest.hexdigest()
 
     @functools.cached_property

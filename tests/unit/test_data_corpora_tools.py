@@ -149,7 +149,7 @@ def test_peek_as_a_page(tmp_path: Path, lines: Path, bpe: Path, capsys) -> None:
 
 
 def test_shares_of_tokens(tmp_path: Path, lines: Path, capsys) -> None:
-    """Of sources and of lengths, on the screen and on the page: those of the lengths on disk, which add up."""
+    """Shares by source and by length, on the screen and on the page, are those of the lengths on disk and add up."""
     other = tmp_path / "b.jsonl"
     other.write_text("".join(json.dumps({"text": "x" * 3**k}) + "\n" for k in range(9)))
     prefix = preprocess(tmp_path / "c", lines, "byte", "--input", str(lines), str(other))

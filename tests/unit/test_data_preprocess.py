@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import shlex
 import signal
+import threading
 import zlib
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -153,9 +154,15 @@ def test_chunks_in_memory_are_bounded(tmp_path: Path, monkeypatch) -> None:
         assert len(read) == 100
 
 
+@pytest.mark.parametrize("threads", [0, 1])
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_while_the_workers_start_ends_them(tmp_path: Path, kind: signal.Signals, monkeypatch) -> None:
-    """After the first worker, and before the thread that ends workers: they would wait for ever."""
+def test_an_interrupt_while_the_workers_start_ends_them(
+    tmp_path: Path, kind: signal.Signals, threads: int, monkeypatch
+) -> None:
+    """After the first worker, and before the thread that ends workers: they would wait for ever.
+
+    The tool has other threads, such as a tokenizer's, and the system gives the signal to any that takes it.
+    """
     start = SpawnProcess.start
 
     def interrupted(process: SpawnProcess) -> None:
@@ -165,12 +172,16 @@ def test_an_interrupt_while_the_workers_start_ends_them(tmp_path: Path, kind: si
     handlers = [signal.signal(each, preprocess_data.stop) for each in encoding.INTERRUPTS]
     monkeypatch.setattr(SpawnProcess, "start", interrupted)
     text = write_jsonl(tmp_path / "a.jsonl", {"text": "x"})
+    done = threading.Event()
+    for _ in range(threads):
+        threading.Thread(target=done.wait).start()
     try:
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, text, more=("--workers", "2"))
         assert multiprocessing.active_children() == []
         assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) & set(encoding.INTERRUPTS) == set()
     finally:
+        done.set()
         for child in multiprocessing.active_children():
             child.kill()
         for each, handler in zip(encoding.INTERRUPTS, handlers, strict=True):

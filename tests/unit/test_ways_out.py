@@ -40,6 +40,8 @@ CASES = [
     ("--pipeline-split 4,4 --pipeline-model-parallel-size 3", 3, "such as *", "pipeline-split"),
     ("--pipeline-split 4,4,5 --pipeline-model-parallel-size 3", 3, "use *", "pipeline-split"),
     ("--pipeline-split 4,0,8 --pipeline-model-parallel-size 3", 3, "use *, or", "pipeline-split"),
+    ("--architecture llama --num-query-groups 1 --num-attention-heads 4 --ffn-hidden-size 6 "
+     "--tensor-model-parallel-size 4", 0, "use a --tensor-model-parallel-size of *, or", "tensor-model-parallel-size"),
     ("--architecture llama --num-query-groups 4 --tensor-model-parallel-size 5", 0,
      "use a --tensor-model-parallel-size of *, or", "tensor-model-parallel-size"),
     ("--global-batch-size 64 --rampup-batch-size 4 6 1000", 4, "use *", "rampup-batch-size 4 {} 1000"),
