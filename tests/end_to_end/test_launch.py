@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.programs import read_terminal
+
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "scripts" / "launch.sh"
 RANK_REPORT = Path(__file__).with_name("rank_report.py")
@@ -75,8 +77,7 @@ def test_on_a_terminal_rank_0_has_it(tmp_path):
     command = ["bash", LAUNCH, "--nproc", "2"]
     done = subprocess.run(command, cwd=tmp_path, env=environment(), stdout=theirs, stderr=theirs)
     os.close(theirs)
-    said = os.read(ours, 1 << 16).decode()
-    os.close(ours)
+    said = read_terminal(ours)
     assert done.returncode == 0 and '"rank": 0' in said and '"tty": true' in said and '"rank": 1' not in said
     assert [(r["rank"], r["tty"]) for r in reports(tmp_path / "runs" / "ranks")] == [(1, False)]
 

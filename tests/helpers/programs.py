@@ -7,6 +7,7 @@ working folder, output, signals and exit code.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import runpy
@@ -76,6 +77,16 @@ class WarmProgram:
     def wait(self) -> int:
         self._process.join()
         return self._process.exitcode
+
+
+def read_terminal(ours: int) -> str:
+    """Return all that was written to a pseudo-terminal, whose other side is closed, and close it."""
+    said = b""
+    with contextlib.suppress(OSError):  # EIO at its end
+        while part := os.read(ours, 1 << 16):
+            said += part
+    os.close(ours)
+    return said.decode()
 
 
 def free_port() -> int:

@@ -194,6 +194,7 @@ EXPLICIT = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("line", "ranks", "said"), EXPLICIT, ids=[case[0][:60] for case in EXPLICIT])
 def test_a_refusal_names_flag_value_and_way_out(line: str, ranks: int, said: str) -> None:
     result = start(line.split(), ranks)

@@ -84,6 +84,7 @@ def choose(rank: int, gain: float, case: Case, backend: str = "auto") -> tuple[s
     return config.training.matmul_backend, said
 
 
+@pytest.mark.long
 @needs_onednn
 def test_all_ranks_take_what_rank_0_measured(ranks) -> None:
     case = Case(dp=2, model=LARGE, batch=2, micro_batches=1)

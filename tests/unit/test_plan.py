@@ -367,6 +367,7 @@ def test_a_search_finds_what_no_other_layout_beats(capsys: pytest.CaptureFixture
     assert len(everything) > 50 and plans[0].seconds <= 1.02 * min(everything)
 
 
+@pytest.mark.long
 def test_a_search_leaves_out_what_does_not_fit(tmp_path: Path) -> None:
     """All that are found fit; none is found where none fits."""
     text = (Path(pretrain_gpt.__file__).parent / "scripts/devices/a100-80gb.toml").read_text()

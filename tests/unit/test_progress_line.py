@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import pty
 import re
 from dataclasses import replace
@@ -14,6 +13,7 @@ from megazero.config.schema import Config, LogConfig, ModelConfig, TrainingConfi
 from megazero.price.devices import find_card, known_devices, load_device, peak_flops
 from megazero.train.progress_line import ProgressLine, line
 from megazero.units import count, duration, size
+from tests.helpers.programs import read_terminal
 from tests.unit.test_log import record
 
 CONFIG = replace(
@@ -82,8 +82,7 @@ def test_a_terminal_gets_a_bar_below_the_lines(monkeypatch: pytest.MonkeyPatch) 
         for i in range(1, 5):
             progress.write(record(i))
         progress.close()
-    said = os.read(ours, 1 << 16).decode()
-    os.close(ours)
+    said = read_terminal(ours)
     assert re.search(r"iteration  4/10 \| loss 4\.5000", said) and re.search(r"4/10.*0:12 left", said)
     assert "\x1b[" in said
 

@@ -22,6 +22,7 @@ SINGLE = World(0, 1, 0, "single")
 SMALL = "--preset c5 --num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 16 --vocab-size 101".split()
 
 
+@pytest.mark.long
 def test_a_gpus_rank_is_rehearsed_without_one(tmp_path, capsys) -> None:
     """Pa+cpu with its staging buffers, on two ranks of 64: no byte differs from the estimate."""
     flags = [*SMALL, "--global-batch-size", "128", "--rehearse", "64:0,63", "--log-dir", str(tmp_path)]

@@ -274,6 +274,7 @@ def test_runs_are_compared(tmp_path: Path) -> None:
     assert drawn.count("stroke-dasharray") >= 2
 
 
+@pytest.mark.long
 def test_bad_arguments_are_a_sentence(tmp_path: Path) -> None:
     empty = write_run(tmp_path / "empty", [])
     for name, words, said in (
