@@ -12,6 +12,7 @@ from rich.console import Console
 from megazero.comm.pretend import pretend_mesh
 from megazero.config.cli import parse
 from megazero.config.schema import Config
+from megazero.data.corpora import mock_datasets
 from megazero.memory.host import Available, Machine
 from megazero.plan.operations import Norm
 from megazero.plan.resolve import resolve
@@ -26,11 +27,13 @@ from megazero.price.search_report import command
 from megazero.price.simulate import plain_pipeline
 from megazero.price.stage_bytes import KINDS, Moment, StageBytes, stage_bytes
 from megazero.price.step_time import PARTS, Parts, StepTime
+from megazero.price.trace import model_flops
 from megazero.train.bubble import StageTimes, bubble
 from megazero.train.events import environment
 from megazero.train.rehearsal_report import rehearsed_ranks
 from megazero.train.start_report import _memory, details, drawing
 from megazero.train.stragglers import slow_ranks
+from megazero.train.trainer import Trainer
 from megazero.units import size
 
 MODEL = "--hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 100"
@@ -185,6 +188,29 @@ def test_a_group_lies_on_these_nodes(group: tuple[int, int, int, int], wanted: G
     assert group_of(*group) == wanted
 
 
+def test_groups_of_every_axis_lie_on_these_nodes() -> None:
+    """Nodes of eight: 8 stages of two copies, in two shards of one; 2 stages of 16 copies, in 4 shards of 4."""
+    device = load_device("h100-80gb")
+    assert Network(device, Layout(pp=8, dp=2, shards=1)).groups == {
+        "tp": Group(1, 1, 1, 8),
+        "shard": Group(1, 1, 1, 8),
+        "replica": Group(2, 1, 2, 4),
+        "dp": Group(2, 1, 2, 4),
+        "pp": Group(8, 2, 4, 2),
+        "embedding": Group(2, 2, 1, 8),  # ranks 0 and 14
+    }
+    assert Network(device, Layout(pp=2, dp=16, shards=4)).groups == {
+        "tp": Group(1, 1, 1, 8),
+        "shard": Group(4, 1, 4, 2),
+        "replica": Group(4, 2, 2, 4),
+        "dp": Group(16, 2, 8, 1),
+        "pp": Group(2, 2, 1, 8),
+        "embedding": Group(2, 2, 1, 8),
+    }
+    v = Layout(pp=2, dp=16, chunks=2, v_shaped=True)
+    assert Network(device, v).groups["embedding"] == Group(1, 1, 1, 8)
+
+
 def test_messages_between_stages_share_a_nodes_cards() -> None:
     """H100: 8 devices a node. Stages of 16 ranks leave a node with 8 messages at once, of 2 ranks with 2."""
     device = load_device("h100-80gb")
@@ -203,6 +229,8 @@ def test_a_job_of_several_nodes_is_started_by_sbatch() -> None:
     assert command(plan, plan.config, ["--plan", "--world-size", "24", "--lr", "1"]) == (
         "sbatch --nodes=3 --ntasks-per-node=8 --gpus-per-node=8 scripts/slurm/pretrain.sbatch --lr 1"
     )
+    plan = made_plan([9] * 12, 12)
+    assert command(plan, plan.config, []).startswith("sbatch --nodes=2 ")
 
 
 # -- dp > 1 without tensor parallelism
@@ -242,3 +270,14 @@ def test_bytes_of_a_stage_are_those_of_its_ranks(flags: str) -> None:
         check_memory(config, layout, 4 * pp + 3, Machine(range(40, 48), "cuda", Available(need, "free"), host))
         with pytest.raises(ValueError, match="available to it"):
             check_memory(config, layout, 4 * pp + 3, Machine(range(40, 48), "cuda", Available(need - 1, "free"), host))
+
+
+def test_a_record_counts_the_samples_of_all_copies_and_the_work_of_a_device() -> None:
+    config, layout = resolved(f"--num-layers 2 {MODEL} --global-batch-size 24 --straggler-interval 0 --mock-data", 4)
+    mesh = pretend_mesh(layout, 1, torch.device("cpu"), needs_staging_buffer=True)
+    record = Trainer(config, mesh, mock_datasets(8, 1, 100), None).iterate()
+    assert record["consumed_samples"] == 24
+    assert record["tokens_per_second"] * record["step_seconds"] == pytest.approx(24 * 8)
+    flops = record["tflops_per_device"] * 1e12 * 4 * record["step_seconds"]
+    assert flops == pytest.approx(model_flops(config.model, 24))
+    assert record["traffic_bytes"] == estimate(config, layout, 1).traffic

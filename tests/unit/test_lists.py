@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megazero import checkpoint
-from megazero.checkpoint import LocalShard, verify
+from megazero.checkpoint import Damaged, LocalShard, verify
 from megazero.checkpoint.manifest import Entry, Manifest, read_manifest, write_manifest
 from megazero.comm.agreement import agree
 from megazero.comm.world import World
@@ -26,7 +26,8 @@ from megazero.data.fingerprint import same
 from megazero.price.search import Candidate
 from megazero.price.search_report import CHOSEN
 from megazero.train.rehearsal import Place, rehearsed
-from megazero.train.resume import changed_options, check_model
+from megazero.train.resume import changed_options, check_data, check_model
+from megazero.train.run_state import RunState
 from megazero.train.same_run import LOCAL_FLAGS, run_values
 from megazero.train.start_report import TOLD
 from megazero.train.start_report import options as told_options
@@ -218,6 +219,33 @@ def test_options_that_make_another_model() -> None:
         assert refused == wanted, architecture
 
 
+@pytest.mark.parametrize(
+    ("then", "now", "refused"),
+    [
+        ({"data_path": ("a",)}, {"data_path": ("a",)}, True),
+        ({"data_path": ("a",)}, {"data_path": ("b",)}, False),  # the user's choice
+        ({"data_path": ("a",)}, {"data_path": ("1", "a")}, False),
+        ({"data_args_path": "LIST"}, {"data_args_path": "LIST"}, True),
+        ({"data_args_path": "other"}, {"data_args_path": "LIST"}, False),
+        ({"data_path": ("a",)}, {"data_args_path": "LIST"}, False),
+        ({"mock_data": True}, {"mock_data": True}, False),
+    ],
+)
+def test_another_content_under_the_same_name_is_refused(
+    then: dict[str, Any], now: dict[str, Any], refused: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "LIST").write_text("a")
+    named = [{name: str(tmp_path / "LIST") if v == "LIST" else v for name, v in each.items()} for each in (then, now)]
+    before, ours = (replace(Config(), data=DataConfig(**each)) for each in named)
+    state = RunState(1, 4, 1, None, {}, {}, json.loads(json.dumps(asdict(before))), fingerprints=("x:y",))
+    check_data(Path("iter"), state, ours, ("x:y",))
+    if not refused:
+        check_data(Path("iter"), state, ours, ("z:y",))
+        return
+    with pytest.raises(ValueError, match="--load iter: --data-path a holds other tokens"):
+        check_data(Path("iter"), state, ours, ("z:y",))
+
+
 # -- verify and load
 
 
@@ -302,6 +330,11 @@ def test_what_a_load_refuses_is_a_fault_to_verify(damage: str, tmp_path: Path, m
     DAMAGES[damage](path)
     with pytest.raises(ValueError):
         load(path)
+    if any(
+        damage == f"{name} {how}" for name in FILES[2:] for how in ("without its end", "longer", "gone", "a folder")
+    ):
+        with pytest.raises(Damaged):  # seen by its length, before anything is read
+            checkpoint.find(path)
     faults = list(verify.faults(path))
     assert faults and all(isinstance(fault, str) and fault for fault in faults)
 
