@@ -69,6 +69,11 @@ class Clocks:
         """Return true if the host knows that a line has nothing left to do."""
         return line not in self._last or self.is_ordered(self._last[line], line, HOST)
 
+    def has_passed(self, event: int) -> bool:
+        """Return true if the host knows that the device has passed an event."""
+        recorded = self._order.recorded_sync_states[event]
+        return all(tick == 0 or self.is_ordered(tick, line, HOST) for line, tick in recorded.items())
+
     def host_waits_for_event(self, event: int) -> None:
         self._order.all_streams_wait_for_event(event)
 

@@ -64,6 +64,7 @@ def pretended_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[Findings]:
             stack.enter_context(patch.object(owner, name, stand_in))
         stack.enter_context(placing)
         stack.enter_context(Watching(session))
+        stack.callback(setattr, session.memory, "closed", True)
         yield session.findings
         session.communicators.ledger.close()
 

@@ -66,11 +66,13 @@ class Memory:
 
     Attributes:
         allocated, peak: bytes of device memory now, and the most since the peak was reset.
+        closed: the session is over; tensors that are freed from now on are not looked at.
     """
 
     def __init__(self, clocks: Clocks, findings: Findings) -> None:
         self.clocks, self.findings = clocks, findings
         self.allocated = self.peak = 0
+        self.closed = False
         self._blocks: dict[int, Block] = {}  # address of torch's StorageImpl -> block
 
     def place(self, x: torch.Tensor) -> Place:
@@ -99,7 +101,7 @@ class Memory:
         other streams must be ordered before those. Pinned memory is kept until the copies from and to it are done.
         """
         block = self._blocks.pop(key)
-        if block.place is not Place.DEVICE:
+        if block.place is not Place.DEVICE or self.closed:
             return
         self.allocated -= block.num_bytes
         owner, names = block.owner, self.clocks.names
