@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import defaultdict
@@ -84,20 +85,21 @@ class Evaluator:
         start = reported = time.monotonic()
         for name, batches, count in self.parts:
             names = self.named or (name,)
-            for i in range(count):
-                if (why := stop()) is not None:
-                    return Stopped(why, done / last)
-                sums, targets = self.engine.evaluate_by_corpus(batches.batch(i * self.batch_size))
-                for prefix, loss, count in zip(names, sums, targets, strict=False):  # of one corpus, the first is all
-                    losses[prefix] += loss
-                    counts[prefix] += count
-                done += 1
-                if (now := time.monotonic()) - reported > REPORT_SECONDS:
-                    left = duration((now - start) / done * (last - done))
-                    loss = sum(losses.values()) / max(1, sum(counts.values()))
-                    say(f"evaluated {done} of {last} global batches, loss {loss:.4f}, {left} left")
-                    reported = now
-            batches.close()
+            with contextlib.closing(batches):  # a worker that is left lives on for half a minute
+                for i in range(count):
+                    if (why := stop()) is not None:
+                        return Stopped(why, done / last)
+                    sums, targets = self.engine.evaluate_by_corpus(batches.batch(i * self.batch_size))
+                    # Of one corpus, the first is all.
+                    for prefix, loss, count in zip(names, sums, targets, strict=False):
+                        losses[prefix] += loss
+                        counts[prefix] += count
+                    done += 1
+                    if (now := time.monotonic()) - reported > REPORT_SECONDS:
+                        left = duration((now - start) / done * (last - done))
+                        loss = sum(losses.values()) / max(1, sum(counts.values()))
+                        say(f"evaluated {done} of {last} global batches, loss {loss:.4f}, {left} left")
+                        reported = now
         by_corpus = {name: losses[name] / count for name, count in counts.items() if count}
         return Evaluation(sum(losses.values()), sum(counts.values()), by_corpus if len(counts) > 1 else {})
 

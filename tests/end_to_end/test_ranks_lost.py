@@ -211,6 +211,7 @@ def test_ranks_with_different_flags_are_refused(name: str, model: list[Any], sta
         ("--load {0}/typo", "ValueError: --load {0}/typo: there is no such folder, only {0}; correct it"),
         ("--exit-before-minutes 5", "ValueError: --exit-before-minutes 5: this is no SLURM job with a time limit"),
     ],
+    ids=["load", "job"],
 )
 def test_a_refusal_of_rank_0_is_every_ranks(
     flags: str, words: str, model: list[Any], start: Start, tmp_path: Path
