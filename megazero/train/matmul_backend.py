@@ -29,8 +29,8 @@ def choose_matmul_backend(
         raise ValueError(f"--matmul-backend onednn: {reason}; use torch, or auto")
     if device == "cuda":
         # Where cuBLAS divides a sum into parts, it adds these in 16 bit unless it is told not to.
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+        products = torch.backends.cuda.matmul
+        products.allow_bf16_reduced_precision_reduction = products.allow_fp16_reduced_precision_reduction = False
         said = set_tf32(config)
         return replace(config, training=replace(config.training, matmul_backend="torch")), said
     if asked != "auto":

@@ -293,7 +293,7 @@ def test_an_orphan_of_the_start_is_seen() -> None:
 def test_a_gpu_without_kernels_is_refused(
     capability: tuple[int, int], kernels: str, wanted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By name, with the way out: before the first kernel fails."""
+    """Name the card and the way out before the first kernel fails."""
     answers = {"is_available": True, "device_count": 1, "set_device": None, "get_device_name": "Tesla X"}
     answers |= {"get_device_capability": capability, "get_arch_list": kernels.split()}
     for name, answer in answers.items():
