@@ -28,9 +28,10 @@ def choose_matmul_backend(
         reason = "this torch has no oneDNN" if device == "cpu" else f"the device is {device}"
         raise ValueError(f"--matmul-backend onednn: {reason}; use torch, or auto")
     if device == "cuda":
-        # Where cuBLAS divides a sum into parts, it adds these in 16 bit unless it is told not to.
-        products = torch.backends.cuda.matmul
-        products.allow_bf16_reduced_precision_reduction = products.allow_fp16_reduced_precision_reduction = False
+        # Settings of the process, as --tf32 is: where cuBLAS divides a sum into parts, it would add these in 16 bit.
+        settings = torch.backends.cuda.matmul
+        settings.allow_bf16_reduced_precision_reduction = False
+        settings.allow_fp16_reduced_precision_reduction = False
         said = set_tf32(config)
         return replace(config, training=replace(config.training, matmul_backend="torch")), said
     if asked != "auto":

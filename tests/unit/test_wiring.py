@@ -158,7 +158,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
     "start": {"world": WORLD, "device": CPU, "timeout_minutes": 7.0},
     "limit": {"world": WORLD, "seconds": 60 * (10.0 + 7.0), "action": "making the groups of ranks"},
     "stop": {"world": WORLD, "timeout_minutes": 7.0},
-    "agree": {"values": Kind("function"), "world": WORLD, "device": CPU, "hosts": HOSTS},
+    "agree": {"values": Kind("function"), "world": WORLD, "device": CPU, "hosts": HOSTS, "refused": ""},
     "_build": {
         "layout": As("check_memory.layout"),
         "rank": 0,

@@ -33,6 +33,7 @@ def test_ranks_join_and_part_within_the_limits_given(
     world, store, delta = World(2, 5, 1, "srun"), object(), datetime.timedelta(minutes=minutes)
     with pytest.MonkeyPatch.context() as patch:
         notes = Notes(patch)
+        patch.setenv("MASTER_ADDR", "127.0.0.1")
         for name, answer in (("_open_store", store), ("_take_seat", None), ("_wait_for_all", None), ("_hosts", ("a",))):
             notes.of(f"megazero.comm.launch:{name}", lambda *_, answer=answer: answer)
         for name in ("init_process_group", "barrier", "destroy_process_group"):
