@@ -142,6 +142,8 @@ def pretrain(command: Command, world: World, signals: Signals) -> Stop | None:
     tokenizer = data_tokenizer(config)
     config, layout = resolve(config, world.size, tokenizer.vocab_size if tokenizer else 0)
     check_device(config, device.type)
+    if config.training.deterministic_mode and device.type == "cuda":
+        launch.make_deterministic()
     memory = machine(world, device)
     check_memory(config, layout, world.rank, memory)
     datasets = open_data(config, tokenizer)

@@ -257,8 +257,8 @@ class Model:
         return r(F.linear(norm(x, "head.norm"), w["token_embedding.weight"]))
 
     def rounded(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """Round as computed. The gradient of a matrix is a sum in fp32, that of a bias or of a norm in 16 bit."""
-        if self.half and (name.endswith("bias") or "norm" in name):
+        """Round as computed. Gradients of matrices and of linear biases are sums in fp32, those of norms in 16 bit."""
+        if self.half and "norm" in name:
             return self.round(weight)
         return weight + (weight.to(self.half).to(weight.dtype) - weight).detach() if self.half else weight
 

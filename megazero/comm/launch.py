@@ -80,6 +80,16 @@ def has_kernels(capability: tuple[int, int], kernels: Sequence[str]) -> bool:
     return False
 
 
+def make_deterministic() -> None:
+    """Have torch and cuBLAS use deterministic kernels on a GPU. Call it before the first product.
+
+    torch then takes FlashAttention's deterministic backward instead of cuDNN's, which adds with atomics.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch requires it
+    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time; nothing reads such memory
+    torch.use_deterministic_algorithms(True)
+
+
 def _why_no_cuda() -> str:
     """Return why this torch finds no GPU."""
     if torch.version.cuda is None:

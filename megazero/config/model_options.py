@@ -121,6 +121,9 @@ class TrainingConfig:
     tf32: bool = True
     """fp32 matrix products on a GPU in TensorFloat-32: several times faster, with 10 bits of mantissa instead of 23.
     Without effect in other precisions and on a CPU."""
+    deterministic_mode: bool = False
+    """On a GPU, use deterministic kernels of torch and cuBLAS, so that the same layout on the same kind of GPU gives
+    the same bits, also after a resume; attention's backward is slower. Runs on a CPU are always deterministic."""
     compile: bool = False
     """torch.compile the element-wise parts of a block (GELU, softmax). Starting takes longer."""
     fused_kernels: Literal["auto", "triton", "eager"] = "auto"

@@ -5,6 +5,8 @@ import runpy
 import sys
 from pathlib import Path
 
+import torch
+
 from tests.helpers.pretended_gpu import pretended_gpu
 from tests.helpers.programs import ROOT
 
@@ -15,5 +17,6 @@ with pretended_gpu() as findings:
         runpy.run_path(str(ROOT / program), run_name="__main__")
     finally:
         line = {"findings": [list(finding) for finding in findings.found], "waits": findings.waits}
+        line["deterministic"] = torch.are_deterministic_algorithms_enabled()
         with Path(report).open("a") as file:
             file.write(json.dumps(line) + "\n")

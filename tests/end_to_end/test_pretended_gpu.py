@@ -23,6 +23,7 @@ def on_gpu(report: Path, program: str, *flags: object, ranks: int = 1) -> tuple[
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in report.read_text().splitlines()]
     report.unlink()
+    assert [line["deterministic"] for line in lines] == ["--deterministic-mode" in flags] * ranks
     assert [line["findings"] for line in lines] == [[]] * ranks
     return done.stdout, [Counter(line["waits"]) for line in lines]
 
@@ -50,6 +51,13 @@ def test_a_resumed_run_has_the_same_losses(run: Path, model: list[object], tmp_p
     assert waits["tolist"] == 2 + 1
     found = losses(tmp_path / "log")
     assert len(found) == 3 and found == losses(run / "log")[-3:]
+
+
+def test_a_deterministic_run(model: list[object], tmp_path: Path) -> None:
+    """`on_gpu` compares torch's setting with the flag."""
+    on_gpu(
+        tmp_path / "report", "pretrain_gpt.py", *model, "--precision=bf16", "--train-iters=1", "--deterministic-mode"
+    )
 
 
 @pytest.mark.slow

@@ -69,7 +69,8 @@ COMING: set[str] = set()
 # 111: minutes between checkpoints (--save-interval-minutes): hours of work hang on it, and iterations take any time; a
 # run that may begin where --load is not there (--load-or-start), which otherwise is a typing error.
 # 113: --sample-prompts and --sample-interval: what a loss means is seen in texts.
-NUM_OPTIONS = 113
+# 114: on GPUs, whether a resume repeats every bit, which takes time (--deterministic-mode, Megatron's).
+NUM_OPTIONS = 114
 
 DEFAULTS = {
     "precision": "fp32",

@@ -54,7 +54,7 @@ class Machine:
 
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch) -> Callable[[str], list[str]]:
-    """A command with everything on. Its chunks are small, each is committed; a third of the documents are copies."""
+    """A command with everything on. Its chunks are small, each is committed; a fifth of the documents are copies."""
     monkeypatch.setattr(reading, "CHUNK_BYTES", 600)
     monkeypatch.setattr(preprocess_data, "COMMIT_BYTES", 1000)
     draw, lines = random.Random(0), []
@@ -83,7 +83,7 @@ def expected(tmp_path: Path, command: Callable[[str], list[str]]) -> dict[str, b
     ends = ("bin", "idx", "json")
     names = [f"p_{key}_document.{end}" for key in "aq" for end in ends]
     assert sorted(whole) == sorted([*names, "p_skipped.txt"])
-    assert json.loads(whole["p_q_document.json"])["duplicate_documents"] > 30
+    assert json.loads(whole["p_q_document.json"])["duplicate_documents"] > 20
     return whole
 
 

@@ -85,6 +85,7 @@ SEEN = {
     "fused-kernels": "unit/test_kernels.py",
     "weight-decay": "unit/test_optim.py",
     "tf32": "unit/test_matmul.py",
+    "deterministic-mode": "end_to_end/test_pretended_gpu.py",
     "zero-bubble-backlog": "unit/test_schedules.py",
     "adam-beta1": "end_to_end/test_reference_run.py",
     "adam-beta2": "end_to_end/test_reference_run.py",

@@ -148,7 +148,6 @@ TRAINING: Entries = (
         "step-batch-size-schedule decrease-batch-size-if-needed",
         "--rampup-batch-size START INCREMENT SAMPLES is how a batch grows",
     ),
-    *refused(MEGATRON, "deterministic-mode", "no switch chooses deterministic kernels of a GPU; drop it"),
     *refused(MEGATRON, "data-parallel-random-init", "weights are the same in every layout; drop it"),
     *refused(MEGATRON, "freeze-all-layers", "--freeze-parameters PATTERN ..."),
     *unneeded(MEGATRON, "calculate-per-token-loss", "the loss is a mean over all targets of the global batch"),

@@ -94,6 +94,7 @@ def _cuda(session: Session, capability: tuple[int, int]) -> dict[str, Callable[.
         "set_device": set_device,
         "get_device_name": lambda device=None: "a pretended GPU",
         "get_device_capability": lambda device=None: capability,
+        "get_arch_list": lambda: [f"sm_{capability[0]}{capability[1]}"],
         "get_device_properties": lambda device=None: properties,
         "is_bf16_supported": lambda including_emulation=True: including_emulation or capability >= (8, 0),
         "mem_get_info": lambda device=None: (CAPACITY - memory.allocated, CAPACITY),
