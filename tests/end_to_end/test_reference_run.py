@@ -33,7 +33,7 @@ NO_RESET: Flags = {"reset-attention-mask": False, "reset-position-ids": False}
 # The first three iterations overflow, and so do two after the scale has grown twice.
 FP16: Flags = {
     **COMMON,
-    **{"precision": "fp16", "seed": 8, "initial-loss-scale": 1.875 * 2.0**18, "loss-scale-window": 3},
+    **{"precision": "fp16", "seed": 10, "initial-loss-scale": 2.75 * 2.0**18, "loss-scale-window": 3},
 }
 
 
