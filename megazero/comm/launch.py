@@ -86,7 +86,8 @@ def make_deterministic() -> None:
     torch then takes FlashAttention's deterministic backward instead of cuDNN's, which adds with atomics.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch requires it
-    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time; nothing reads such memory
+    settings = torch.utils.deterministic
+    settings.fill_uninitialized_memory = False  # costs time; nothing reads such memory
     torch.use_deterministic_algorithms(True)
 
 
