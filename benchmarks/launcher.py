@@ -286,13 +286,17 @@ class _Groups:
         return call
 
     def new_group(
-        self, ranks: list[int] | None = None, timeout: datetime.timedelta | None = None, backend: str | None = None
+        self,
+        ranks: list[int] | None = None,
+        timeout: datetime.timedelta | None = None,
+        backend: str | None = None,
+        group_desc: str | None = None,
     ) -> Any:
         """Return a group as `dist.new_group` does, but one that this function has not got yet."""
-        key = tuple(ranks or ()), timeout, backend
+        key = tuple(ranks or ()), timeout, backend, group_desc
         made, number = self._made[key], self._used[key]
         if number == len(made):
-            made.append(self._make(ranks, timeout, backend))
+            made.append(self._make(ranks, timeout, backend, group_desc=group_desc))
         self._used[key] += 1
         return made[number]
 

@@ -155,7 +155,7 @@ class Communicators:
         """Stand in for `dist.split_group`, an operation of the world's communicator, which gloo does not have."""
         self.ledger.enter("of the world", f"a split into {split_ranks}")
         several = [ranks for ranks in split_ranks if len(ranks) > 1]  # a rank alone has nothing to send
-        groups = [dist.new_group(ranks, timeout=timeout) for ranks in several]
+        groups = [dist.new_group(ranks, timeout=timeout, group_desc=group_desc) for ranks in several]
         return next((group for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER), None)
 
 
