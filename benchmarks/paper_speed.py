@@ -34,6 +34,7 @@ ASSUMED = "--seq-length 1024 --vocab-size 50257 --precision fp16 --grad-dtype fp
 
 
 CALIBRATING = ("8B", "40B", "100B")
+LAYOUT = Layout(dp=25, tp=16)  # of Figure 6
 
 # Table 3
 FLAGS = {
@@ -145,10 +146,12 @@ def largest(hidden: int, heads: int, flags: str, device: Device) -> tuple[int, C
         config, layout = resolve(parse([*args, f"--num-layers={layers}"]), 400, 0)
         return stage_bytes(config, layout, 0, device.kind).peak, config
 
+    usable = device.usable_bytes(LAYOUT)
+
     low, high = 1, 400
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if peak(middle)[0] <= device.usable_bytes else (low, middle - 1)
+        low, high = (middle, high) if peak(middle)[0] <= usable else (low, middle - 1)
     return low, peak(low)[1]
 
 
@@ -167,7 +170,7 @@ def figure6(device: Device) -> None:
         ours, theirs = (num_parameters(c.model) / 1e9 for c in (config, paper))
         sizes = f"{run.layers} | {theirs:.0f} | {most} | {ours:.0f} | {ours / theirs:.2f}"
         print(f"| C{number} | {run.hidden} | {sizes} | {held.peak / 1e9:.1f}: {kinds} |")
-    print(f"\nUsable: {device.usable_bytes / 1e9:.1f} GB of {device['memory.capacity'] / 1e9:.1f}.\n")
+    print(f"\nUsable: {device.usable_bytes(LAYOUT) / 1e9:.1f} GB of {device['memory.capacity'] / 1e9:.1f}.\n")
 
 
 def main() -> None:

@@ -138,7 +138,7 @@ def our_terms_to_the_papers(number: int) -> dict[str, Callable[[int], float]]:
     run = FIGURE_6[number]
     config, layout = resolved(asked(number, run.layers, run.hidden, run.heads))
     ours = stage_activations(config, layout, 0, "cuda")
-    libraries = load_device("v100-32gb")["memory.reserved"]
+    libraries = load_device("v100-32gb").reserved_bytes(layout)
     *_, block, logits, buckets = paper_terms(number, run.layers)
     nd = GPUS // MP
 
@@ -146,7 +146,7 @@ def our_terms_to_the_papers(number: int) -> dict[str, Callable[[int], float]]:
         return (2 - 2 / nd) * _parameters(number, layers) / MP if number < 3 else 0.0
 
     return {
-        "CUDA context, cuBLAS, NCCL: 1.5 GB": lambda _: libraries,
+        f"CUDA context, cuBLAS, NCCL: {libraries / 1e9:.1f} GB": lambda _: libraries,
         "two buckets of 5e8": lambda _: buckets - 2 * 2 * BUCKET,
         "attention weights, dropout masks": lambda _: block - ours,
         "fp32 logits, their gradient": lambda _: logits,

@@ -18,7 +18,8 @@ import tyro
 from benchmarks.reports.blocks import write_blocks
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGES = {"searches": "plan.md", "two-ranks": "rehearsal.md"}  # section -> page, where that is another than paper.md
+# section -> page, where that is another than paper.md
+PAGES = {"searches": "plan.md", "planned": "plan.md", "two-ranks": "rehearsal.md"}
 # section -> the function that makes its blocks; a picture lies in docs/pictures
 SECTIONS = {
     "table-1": "states.table_1",
@@ -34,6 +35,7 @@ SECTIONS = {
     "schedules": "plans.schedules",
     "two-ranks": "trained.two_ranks",
     "searches": "searches.searches",
+    "planned": "planned.planned",
 }
 
 

@@ -91,3 +91,97 @@ NARAYANAN = [
     MegatronRun("145.6B", 80, 12288, 96, 8, 8, 1536, 2304, 148),
     MegatronRun("1008B", 128, 25600, 160, 8, 64, 3072, 3072, 163),
 ]
+
+
+class TrainedRun(NamedTuple):
+    """A run as its authors published it: `flags` make its model and layout here.
+
+    One of `tokens`, per second of all devices, and `tflops`, per device, counted as Megatron-LM does: attention
+    without its causal mask, recompute not.
+    """
+
+    name: str
+    source: str
+    device: str  # of scripts/devices, or of `VARIANTS` of benchmarks.reports.planned
+    gpus: int
+    flags: str
+    tokens: float = 0.0
+    tflops: float = 0.0
+    chose: bool = False  # the low end of a constant: the device file names which
+
+
+# karpathy/llm.c scripts/run_gpt2_*.sh; mosaicml/llm-foundry scripts/train/benchmarking; pytorch/torchtitan
+# benchmarks/llama3_h100_202412_torchtitan.md. Alps' layout is from pull request 33: "MBS 4, SEQLEN 4096, TP 2"; its
+# vocabulary is assumed.
+LLM_C = "llm.c, scripts"
+MOSAIC = "llm-foundry, benchmarking"
+TITAN = "torchtitan, benchmarks"
+SWISS = "swiss-ai/Megatron-LM, pull request 29"
+LLAMA_3_8B = (
+    "--architecture llama --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
+    "--num-query-groups 8 --untie-embeddings --precision bf16"
+)
+ALPS = f"{LLAMA_3_8B} --vocab-size 131072 --seq-length 4096 --tensor-model-parallel-size 2 --sequence-parallel"
+FSDP = f"{LLAMA_3_8B} --vocab-size 128256 --seq-length 8192 --zero-stage 3"
+
+
+def _gpt2(preset: str, micro_batch: int, batch: int) -> str:
+    return f"--preset {preset} --micro-batch-size {micro_batch} --global-batch-size {batch} --zero-stage 1"
+
+
+def _mpt(layers: int, hidden: int, heads: int, length: int, micro_batch: int, batch: int) -> str:
+    """Return flags of an MPT model: its shape is GPT-2's, its numbers of parameters too."""
+    return (
+        f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} --seq-length {length} "
+        f"--vocab-size 50368 --micro-batch-size {micro_batch} --global-batch-size {batch} --precision bf16 "
+        "--zero-stage 3"
+    )
+
+
+GPT2_774M = "--num-layers 36 --hidden-size 1280 --num-attention-heads 20"
+TRAINED = [
+    TrainedRun(
+        "GPT-2 124M, 10 B tokens in 45 minutes",
+        "modded-nanogpt, README, of llm.c",
+        "h100-80gb",
+        8,
+        _gpt2("gpt2-124m", 64, 512),
+        10e9 / 2700,
+    ),
+    TrainedRun(
+        "GPT-2 1558M, 1 M tokens in 2.80 s", LLM_C, "h100-80gb", 8, _gpt2("gpt2-1.5b", 16, 1024), 1_048_576 / 2.8
+    ),
+    TrainedRun(
+        "Llama 3 8B, tp 2", SWISS, "gh200", 64, f"{ALPS} --micro-batch-size 4 --global-batch-size 512", 0, 430, True
+    ),
+    TrainedRun("Llama 3 8B, tp 2", SWISS, "gh200", 128, f"{ALPS} --micro-batch-size 4 --global-batch-size 512", 0, 413),
+    TrainedRun(
+        "Llama 3 8B, compiled", TITAN, "h100-500w", 8, f"{FSDP} --micro-batch-size 2 --global-batch-size 16", 8 * 6667
+    ),
+    TrainedRun(
+        "Llama 3 8B, compiled",
+        TITAN,
+        "h100-500w",
+        128,
+        f"{FSDP} --micro-batch-size 2 --global-batch-size 256",
+        128 * 6514,
+    ),
+    TrainedRun(
+        "Llama 3 8B, eager", TITAN, "h100-500w", 8, f"{FSDP} --micro-batch-size 2 --global-batch-size 16", 8 * 5762
+    ),
+    TrainedRun("MPT 760M, 1k", MOSAIC, "h100-80gb", 8, _mpt(24, 1536, 12, 1024, 48, 768), 613_628),
+    TrainedRun("MPT 1B, 2k", MOSAIC, "h100-80gb", 8, _mpt(24, 2048, 16, 2048, 14, 112), 363_645),
+    TrainedRun("MPT 3B, 1k", MOSAIC, "h100-80gb", 8, _mpt(32, 2560, 20, 1024, 20, 960), 216_369),
+    TrainedRun("MPT 7B, 2k", MOSAIC, "h100-80gb", 8, _mpt(32, 4096, 32, 2048, 6, 48), 85_144),
+    TrainedRun("GPT-2 124M", LLM_C, "a100-80gb", 8, _gpt2("gpt2-124m", 64, 512), 524_288 / 0.3),
+    TrainedRun("GPT-2 350M", LLM_C, "a100-80gb", 8, _gpt2("gpt2-345m", 64, 512), 524_288 / 0.82),
+    TrainedRun("GPT-2 774M", LLM_C, "a100-80gb", 8, f"{_gpt2('gpt2-1.5b', 32, 512)} {GPT2_774M}", 524_288 / 1.7),
+    TrainedRun("MPT 125M, 1k", MOSAIC, "a100-80gb", 8, _mpt(12, 768, 12, 1024, 64, 1024), 1_251_751),
+    TrainedRun("MPT 350M, 1k", MOSAIC, "a100-80gb", 8, _mpt(24, 1024, 16, 1024, 64, 1024), 518_504),
+    TrainedRun("MPT 760M, 2k", MOSAIC, "a100-80gb", 8, _mpt(24, 1536, 12, 2048, 24, 384), 259_472),
+    TrainedRun("MPT 1B, 2k", MOSAIC, "a100-80gb", 8, _mpt(24, 2048, 16, 2048, 14, 448), 164_109),
+    TrainedRun("MPT 3B, 1k", MOSAIC, "a100-80gb", 8, _mpt(32, 2560, 20, 1024, 20, 960), 92_643),
+    TrainedRun("MPT 3B, 8k", MOSAIC, "a100-80gb", 8, _mpt(32, 2560, 20, 8192, 3, 144), 61_567),
+    TrainedRun("MPT 7B, 2k", MOSAIC, "a100-80gb", 8, _mpt(32, 4096, 32, 2048, 6, 96), 37_130, 0, True),
+    TrainedRun("MPT 13B, 2k", MOSAIC, "a100-80gb", 8, _mpt(40, 5120, 40, 2048, 2, 48), 18_097),
+]

@@ -13,7 +13,6 @@ from benchmarks.reports.blocks import markdown, write_blocks
 from benchmarks.reports.goodput import best_interval, goodput, mean_time_between_failures
 from benchmarks.reports.pictures import lines
 from benchmarks.reports.rehearsals import Asked, rehearse_all, resolved
-from megazero.comm.groups import disjoint
 from megazero.plan.topology import AXES, SUB_AXES, Layout
 from megazero.price.estimate import estimate
 
@@ -27,22 +26,8 @@ RESTART_SECONDS = 600.0  # until a requeued job trains again; assumed
 PRESETS = {"gpt-100b-h100": 512, "gpt-100b-h200": 256, "gpt-100b-b200": 128, "gpt-1000b": 1024}
 
 
-def splits(layout: Layout) -> int:
-    """Count the splits in which NCCL's communicators of a layout are made: see Note [making groups] in comm.groups."""
-    made: set[tuple[int, ...]] = set()
-    count = 0
-    for axis in (*AXES, *SUB_AXES):
-        wanted = {tuple(ranks) for ranks in layout.groups(axis) if len(ranks) > 1} - made
-        count, made = count + len(disjoint(sorted(wanted))), made | wanted
-    for way in sorted({(direction, lane) for _, direction, lane in layout.links()}):
-        firsts = [first for first, *other in layout.links() if tuple(other) == way]
-        pairs = [sorted((ranks[i], ranks[(i + 1) % layout.pp])) for ranks in layout.groups("pp") for i in firsts]
-        count += len(disjoint(map(tuple, pairs)))
-    return count
-
-
 def groups() -> dict[str, str]:
-    """Count communicators: of the whole job, of one rank, and the calls that make them."""
+    """Count communicators: of the whole job, of rank 0 with others, and the splits that make them."""
     rows = []
     for devices in DEVICES:
         for layout in (Layout(dp=devices // 8, tp=8), Layout(pp=16, dp=devices // 128, tp=8)):
@@ -50,7 +35,9 @@ def groups() -> dict[str, str]:
             links = len(layout.links()) * layout.dp * layout.tp
             mine = sum(0 in ranks for ranks in made)
             own_links = sum(0 in (first, (first + 1) % layout.pp) for first, _, _ in layout.links())
-            rows.append([f"{devices:,}", layout, f"{len(made) + links:,}", mine + own_links, splits(layout)])
+            rows.append(
+                [f"{devices:,}", layout, f"{len(made) + links:,}", mine + own_links, layout.communicators() - 1]
+            )
     columns = ["devices", "layout", "communicators of the job", "of rank 0", "splits that make them"]
     return {"groups": markdown(columns, rows)}
 

@@ -8,29 +8,12 @@ no split, and its groups cost a rank only what it takes part in.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-Ranks = tuple[int, ...]  # of the world, ascending
-
-
-def disjoint(groups: Iterable[Ranks]) -> list[list[Ranks]]:
-    """Divide groups into lists whose groups share no rank, each as early as it fits.
-
-    Two lists are enough for the links of an even ring, three for those of an odd one.
-    """
-    found: list[list[Ranks]] = []
-    taken: list[set[int]] = []
-    for group in groups:
-        at = next((i for i, ranks in enumerate(taken) if ranks.isdisjoint(group)), len(found))
-        if at == len(found):
-            found.append([])
-            taken.append(set())
-        found[at].append(group)
-        taken[at].update(group)
-    return found
+from megazero.plan.topology import Ranks, disjoint
 
 
 class GroupMaker:

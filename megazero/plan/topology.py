@@ -5,6 +5,7 @@ Ranks are numbered pp-major, tp-minor: tensor-parallel neighbours share a node.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from megazero.plan.split import even_split
 
 AXES = ("pp", "dp", "tp")
 SUB_AXES = ("shard", "replica", "embedding")  # parts of dp and of pp
+Ranks = tuple[int, ...]  # of the world, ascending
 
 
 class Coord(NamedTuple):
@@ -99,6 +101,20 @@ class Layout:
         """Copies of what is partitioned."""
         return self.dp // self.shard
 
+    def communicators(self) -> int:
+        """Count the NCCL communicators of a rank: that of all ranks, and one of every split of `GroupMaker`.
+
+        Axes of the same ranks share one. A rank that no link of a split touches has one by itself.
+        """
+        if self.world_size == 1:
+            return 0
+        data = 3 if 1 < self.shard < self.dp else int(self.dp > 1)  # dp, shard and replica, or dp alone
+        tied = self.pp > 2 and self.last_pp > 0
+        pairs: dict[tuple[int, int], list[Ranks]] = {}
+        for first, *way in self.links():
+            pairs.setdefault((way[0], way[1]), []).append((first, (first + 1) % self.pp))
+        return 1 + (self.tp > 1) + data + (self.pp > 1) + tied + sum(map(len, map(disjoint, pairs.values())))
+
     @property
     def world_size(self) -> int:
         return self.pp * self.dp * self.tp
@@ -143,6 +159,23 @@ class Layout:
         parts = f" ({self.replica} x {self.shard})" if self.replica > 1 else ""
         split = f" (layers {','.join(map(str, self.split))})" if self.split else ""
         return f"pp {self.pp}{chunks}{split} x dp {self.dp}{parts} x tp {self.tp}"
+
+
+def disjoint(groups: Iterable[Ranks]) -> list[list[Ranks]]:
+    """Divide groups into lists whose groups share no rank, each as early as it fits.
+
+    Two lists are enough for the links of an even ring, three for those of an odd one.
+    """
+    found: list[list[Ranks]] = []
+    taken: list[set[int]] = []
+    for group in groups:
+        at = next((i for i, ranks in enumerate(taken) if ranks.isdisjoint(group)), len(found))
+        if at == len(found):
+            found.append([])
+            taken.append(set())
+        found[at].append(group)
+        taken[at].update(group)
+    return found
 
 
 def ring_bytes(num_bytes: int, size: int, passes: int = 1) -> int:

@@ -78,7 +78,7 @@ class Roofline:
             moving = self.product(op.product, op.dtype) if self.device.products else moving
             moving = max(moving, self.product(op.product, op.dtype))
         elif op.attention_flops:
-            peak = self.device[f"compute.{op.dtype}"] * self.device["compute.attention"]
+            peak = self.device[f"compute.{op.dtype}"] * self.device.attention(op.head_dim)
             moving = max(0.0 if self.device.products else moving, op.attention_flops / peak)
         return moving * self.slower + self.device["overhead.kernel"]
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megazero.config.schema import TrainingConfig
+from megazero.plan.topology import Layout
 
 # A link to scripts/devices; files of the package where it is installed.
 DEVICES = Path(__file__).parent / "device_files"
@@ -28,7 +29,8 @@ SECTIONS = {
     "node": ("devices", "bandwidth", "fraction", "latency"),
     "cluster": ("bandwidth", "fraction", "latency"),
 }
-OPTIONAL = {"compute": ("tf32",), "overhead": ("collective",)}  # section -> constants that not every device has
+# section -> constants that not every device has
+OPTIONAL = {"memory": ("communicator",), "compute": ("tf32", "attention_64"), "overhead": ("collective",)}
 SLOWEST = 1e6  # bytes/s of an operator: less is a multiple of something, which files had before
 CURVES = ("products", "elementwise", "contention", "links")
 
@@ -78,7 +80,7 @@ class Device:
         """The same device with every uncertain constant at the end of its range that is fast, or slow."""
         moved = {}
         for name, c in self.constants.items():
-            less_is_fast = name.startswith("overhead.") or name.endswith((".latency", ".reserved"))
+            less_is_fast = name.startswith("overhead.") or name.endswith((".latency", ".reserved", ".communicator"))
             if name != "memory.capacity":
                 c = c._replace(value=c.low if less_is_fast == fast else c.high)
             moved[name] = c
@@ -98,17 +100,29 @@ class Device:
     @property
     def collective_overhead(self) -> float:
         """Seconds in which the host does not compute, for each collective or message: on CPUs."""
-        known = self.constants.get("overhead.collective")
-        return known.value if known else 0.0
+        return self._optional("overhead.collective", 0.0)
+
+    def _optional(self, name: str, otherwise: float) -> float:
+        known = self.constants.get(name)
+        return known.value if known else otherwise
+
+    def attention(self, head_dim: int) -> float:
+        """Return the share of the peak that fused attention reaches; heads of up to 64 have a constant of their own."""
+        usual = self["compute.attention"]
+        return self._optional("compute.attention_64", usual) if head_dim <= 64 else usual
 
     @property
     def devices_per_node(self) -> int:
         return int(self["node.devices"])
 
-    @property
-    def usable_bytes(self) -> int:
-        """Bytes of a device that are left for the engine and its activations."""
-        return int(self["memory.capacity"] - self["memory.reserved"])
+    def reserved_bytes(self, layout: Layout) -> int:
+        """Return the bytes that libraries take on a rank: fixed, and for each communicator."""
+        each = self._optional("memory.communicator", 0.0)
+        return int(self["memory.reserved"] + layout.communicators() * each)
+
+    def usable_bytes(self, layout: Layout) -> int:
+        """Return the bytes of a device that are left for the engine and its activations."""
+        return int(self["memory.capacity"]) - self.reserved_bytes(layout)
 
 
 def interpolate(curve: Curve, x: float) -> float:

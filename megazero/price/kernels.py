@@ -52,6 +52,7 @@ class Operator(NamedTuple):
     dtype: str  # of its products: fp16, bf16, fp32, fp64
     product: Product | None = None
     attention_flops: int = 0  # of a fused attention kernel
+    head_dim: int = 0  # of it
 
 
 class Issue(NamedTuple):
@@ -132,7 +133,7 @@ def _operator(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
         # documents that are attended to alone come as [T, heads, d], with the length of the longest beside them
         length = k.shape[2] if k.dim() == 4 else max((a for a in args if type(a) is int), default=k.shape[0])
         flops = 2 * q.numel() * length  # causal: half of the scores
-        return Operator(name, num_bytes, dtype, None, flops * 5 // 2 if backward else flops)
+        return Operator(name, num_bytes, dtype, None, flops * 5 // 2 if backward else flops, q.shape[-1])
     return Operator(name, num_bytes, dtype)
 
 

@@ -55,9 +55,14 @@ class Plan(NamedTuple):
         return max(range(len(self.stages)), key=lambda stage: self.stages[stage].peak)
 
     @property
+    def usable(self) -> int:
+        """Bytes of a device that libraries leave."""
+        return self.device.usable_bytes(self.layout)
+
+    @property
     def free(self) -> int:
         """Bytes that the fullest device has left; negative if the run does not fit."""
-        return self.device.usable_bytes - self.stages[self.fullest].peak
+        return self.usable - self.stages[self.fullest].peak
 
     @property
     def tokens(self) -> int:
@@ -118,7 +123,7 @@ def plan_if_it_fits(config: Config, layout: Layout, device: Device) -> Plan | No
     stages: list[StageBytes] = []
     for pp in sorted({0, layout.pp - 1}):
         stages.append(stage_bytes(config, layout, pp, device.kind))
-        if stages[-1].peak > device.usable_bytes:
+        if stages[-1].peak > device.usable_bytes(layout):
             return None
     return Plan(config, layout, device, stages, step_time(config, layout, device, with_range=False))
 
@@ -153,7 +158,7 @@ def _peak(plan: Plan, config: Config) -> int:
 
 def _what_fits(plan: Plan) -> str:
     for flags, changed in alternatives(plan.config, plan.layout, plan.device.kind):
-        if _peak(plan, changed) <= plan.device.usable_bytes:
+        if _peak(plan, changed) <= plan.usable:
             return f"its stage fits with {flags}"
     if plan.layout.world_size > 1:
         return "use more devices, or a larger --tensor-model-parallel-size or --pipeline-model-parallel-size"
@@ -170,9 +175,10 @@ def _largest_preset(plan: Plan) -> str:
         )
         activations = dataclasses.replace(smaller.activations, recompute="full")
         changed, layout = resolve(dataclasses.replace(smaller, training=training, activations=activations), 1, 0)
-        if sum(quick.floor(changed, 1)) > plan.device.usable_bytes:
+        usable = plan.device.usable_bytes(layout)
+        if sum(quick.floor(changed, 1)) > usable:
             continue  # no need to trace it
-        if stage_bytes(changed, layout, 0, plan.device.kind).peak <= plan.device.usable_bytes:
+        if stage_bytes(changed, layout, 0, plan.device.kind).peak <= usable:
             return f"--preset {name} {quick.SHORT}"
     return ""
 
@@ -194,7 +200,7 @@ def _with_less_recompute(plan: Plan) -> str:
         except ValueError:
             continue
         peak = _peak(plan, changed)
-        if peak <= plan.device.usable_bytes:
+        if peak <= plan.usable:
             saved = plan.time.expected.parts["recompute"]
             return f"there is memory for --recompute {kind} ({peak / 1e9:.1f} GB a device): up to {saved:.2f} s less"
     return ""
@@ -210,7 +216,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "parameters": num_parameters(model),
         "fits": plan.free >= 0,
         "device_bytes": int(plan.device["memory.capacity"]),
-        "reserved_bytes": int(plan.device["memory.reserved"]),
+        "reserved_bytes": plan.device.reserved_bytes(layout),
         "stages": [
             {
                 "stage": number,
@@ -219,7 +225,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
                 "traffic_bytes": stage.traffic,
                 "activation_bytes": stage.activations,
                 "peak_bytes": stage.peak,
-                "free_bytes": plan.device.usable_bytes - stage.peak,
+                "free_bytes": plan.usable - stage.peak,
                 "at_peak": stage.at_peak,
             }
             for number, stage in enumerate(plan.stages)

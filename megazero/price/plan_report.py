@@ -58,7 +58,7 @@ def _bytes_tables(plan: Plan) -> tuple[Table, Table]:
         traffic.add_column(heading, justify="right")
     for number in _rows(plan):
         stage = plan.stages[number]
-        free = (plan.device.usable_bytes - stage.peak) / 1e9
+        free = (plan.usable - stage.peak) / 1e9
         cells = [f"{stage.at_peak[kind] / 1e9:.2f}" for kind in KINDS]
         marked = f"[red]{free:.2f}[/red]" if free < 0 else f"{free:.2f}"
         memory.add_row(str(number), *cells, f"{stage.peak / 1e9:.2f}", marked)
@@ -84,18 +84,21 @@ def _step_table(plan: Plan) -> Table:
 def summary(plan: Plan) -> list[str]:
     """The lines under the tables: speed, duration, and what limits them."""
     time, config = plan.time, plan.config
-    capacity, reserved = (plan.device[f"memory.{name}"] / 1e9 for name in ("capacity", "reserved"))
+    capacity = plan.device["memory.capacity"] / 1e9
+    reserved, groups = plan.device.reserved_bytes(plan.layout) / 1e9, plan.layout.communicators()
+    nccl = f" ({groups} communicators of NCCL)" if groups and plan.device.kind == "cuda" else ""
     tokens, steps = plan.tokens * config.training.train_iters, config.training.train_iters
     ramps = bool(config.training.rampup_batch_size)
     host = max(stage.memory["host"] for stage in plan.stages)
     lines = [
         f"step: {plan.seconds:.4g} s; {time.fast:.4g} to {time.slow:.4g} if all constants of {plan.device.name} err "
         "alike",
-        f"speed: {plan.tflops:.1f} TFLOP/s per device (recompute not counted), MFU {plan.mfu:.1%}, "
+        f"speed: {plan.tflops:.1f} TFLOP/s per device (recompute not counted), MFU {plan.mfu:.1%} "
+        f"({plan.mfu * plan.seconds / time.slow:.1%} to {plan.mfu * plan.seconds / time.fast:.1%}), "
         f"{plan.tokens / plan.seconds * SECONDS_PER_DAY / 1e9:.2f} B tokens a day",
         *[f"--train-iters {steps}: {tokens / 1e9:.2f} B tokens, {plan.days:.1f} days"] * (plan.free >= 0),
         *["all of a step of the full --global-batch-size, which --rampup-batch-size reaches later"] * ramps,
-        f"memory: {capacity:.1f} GB a device, of which {reserved:.1f} GB are taken to be the libraries'; "
+        f"memory: {capacity:.1f} GB a device, of which {reserved:.1f} GB are taken to be the libraries'{nccl}; "
         + (f"{plan.free / 1e9:.1f} GB free on the fullest" if plan.free >= 0 else "DOES NOT FIT"),
     ]
     if host:
@@ -135,7 +138,7 @@ def draw(plan: Plan, path: Path) -> None:
         heights = [stage.at_peak[kind] / 1e9 for stage in plan.stages]
         bars.bar(numbers, heights, bottom=bottom, label=kind.replace("_", " "))
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    bars.axhline(plan.device.usable_bytes / 1e9, color="red", linestyle="--", label=f"usable of {plan.device.name}")
+    bars.axhline(plan.usable / 1e9, color="red", linestyle="--", label=f"usable of {plan.device.name}")
     bars.set(xlabel="pipeline stage", ylabel="GB of a device", title=f"when most is held: {plan.layout}")
     bars.legend(ncol=4, fontsize="small")
     moments = plan.stages[plan.fullest].moments

@@ -166,6 +166,12 @@ class Terms:
     def _network(self, tp: int, pp: int, shard: int) -> Network:
         return Network(self.device, Layout(pp, self.world // tp // pp, tp, shard))
 
+    @functools.cache  # noqa: B019
+    def usable(self, tp: int, pp: int, shard: int, schedule: str, chunks: int) -> int:
+        """Return the bytes of a device that libraries leave."""
+        layout = Layout(pp, self.world // tp // pp, tp, shard, chunks, v_shaped=schedule == "zero-bubble-v")
+        return self.device.usable_bytes(layout)
+
     def micro_batches(self, c: Candidate) -> int:
         return self.config.training.global_batch_size // c.micro_batch // (self.world // c.tp // c.pp)
 
@@ -256,7 +262,7 @@ class Search:
         """Yield the number of steps that are done, and at last the fastest plans that fit, fastest first."""
         terms, ranked = Terms(self.config, self.world, self.device), list[tuple[float, Candidate]]()
         for n, c in enumerate(self.found):
-            if terms.memory(c) <= self.device.usable_bytes:
+            if terms.memory(c) <= terms.usable(c.tp, c.pp, c.shard, c.schedule, c.chunks):
                 ranked.append((terms.seconds(c), c))
             if n % 64 == 0:
                 yield n

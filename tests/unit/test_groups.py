@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from megazero.comm.collectives import Axis
-from megazero.comm.groups import GroupMaker, disjoint
+from megazero.comm.groups import GroupMaker
 from megazero.comm.mesh import Mesh, make_links
-from megazero.plan.topology import AXES, SUB_AXES, Layout
+from megazero.plan.topology import AXES, SUB_AXES, Layout, disjoint
 
 MINUTE = datetime.timedelta(minutes=1)
 
@@ -88,6 +88,7 @@ def test_a_mesh_on_gpus_is_made_in_a_few_splits(layout: Layout, monkeypatch: pyt
         for (first, _, _), group in pp.links.items():
             assert set(group[1:-1]) == {pp.ranks[first], pp.ranks[(first + 1) % layout.pp]}
         assert len(splits.calls) <= 6 + 4 * 3
+        assert layout.communicators() == 1 + len(splits.names) == 1 + len(splits.calls), "and the world's"
         assert [urgent for _, urgent in splits.calls].count(True) == 1
         seen.add(str(splits.calls))
         for group, name in splits.names.items():

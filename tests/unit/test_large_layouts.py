@@ -76,7 +76,7 @@ def test_a_table_of_many_stages_has_both_ends_the_middle_and_the_fullest() -> No
     memory, traffic = rows[:7], rows[7:]
     assert [int(row[0]) for row in memory] == [int(row[0]) for row in traffic] == [0, 1, 2, 4, 6, 10, 11]
     assert [float(row[-2]) for row in memory] == [9, 8, 7, 30, 7, 8, 9]
-    usable = plan.device.usable_bytes / 1e9
+    usable = plan.usable / 1e9
     assert [float(row[-1]) for row in memory] == pytest.approx([usable - float(row[-2]) for row in memory], abs=0.006)
     assert [row[1] for row in traffic[1:]] == ["1.000", "2.000", "4.000", "6.000", "10.000", "11.000"]
     assert any("(12 stages; the others lie between these)" in line for line in lines)
