@@ -290,7 +290,8 @@ class GroupedAttention(_Attention):
         super().__init__(model, number, context)
         h, n, g, tp = model.hidden_size, model.num_attention_heads, model.query_groups, context.tp.size
         d, std, bias = h // n, model.init_method_std, model.add_qkv_bias
-        self.rotary = Rotary(d, model.rotary_base, model.rope_scaling_factor)
+        rotary = Rotary(d, model.rotary_base, model.rope_scaling_factor)
+        self.tables = context.rotary_tables(rotary, model.seq_length)
         group = self.first_head * g // n
         rows = slice(group, group + 1) if g < tp else None
         self.query = ColumnLinear(context, h, n, d, std=std, bias=bias)
@@ -307,11 +308,11 @@ class GroupedAttention(_Attention):
         if tokens.cache is not None:
             q = query.view(1, len(query), self.num_heads, -1)
             k, v = kv.view(1, len(kv), -1, 2, q.shape[-1]).unbind(3)
-            cos, sin = self.rotary.tables(q, tokens.positions(q.device))
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            tables = self.tables.at(tokens.positions(q.device), len(query))
+            q, k = rotate(q, tables), rotate(k, tables)
             return tokens.cache.attend(self.number, q[0], k[0], v[0], tokens.rows)
         positions = None if tokens.position_documents is None else tokens.position_documents.positions
-        q, k, v = _Groups.apply(query, kv, len(tokens.samples), self.num_heads, self.rotary, positions)
+        q, k, v = _Groups.apply(query, kv, len(tokens.samples), self.num_heads, self.tables, positions)
         return self.core.attend(q, k, v, *self.backend(query, tokens), tokens.attention_documents)
 
 
@@ -323,21 +324,22 @@ class _Groups(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, query, kv, batch, num_heads, rotary, positions):
-        d = ctx.d = query.shape[-1] // num_heads
-        ctx.rotary, ctx.positions = rotary, positions
+    def forward(ctx, query, kv, batch, num_heads, tables, positions):
+        d = query.shape[-1] // num_heads
         q = query.view(batch, -1, num_heads, d)
         k, v = kv.view(batch, q.shape[1], -1, 2, d).unbind(3)
-        cos, sin = rotary.tables(q, positions)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        ctx.tables, ctx.positions = tables, positions
+        tables = tables.at(positions, q.shape[1])
+        q, k = rotate(q, tables), rotate(k, tables)
         return q.transpose(1, 2), k.transpose(1, 2), v.contiguous().transpose(1, 2)
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
         dq, dk, dv = (part.transpose(1, 2) for part in (dq, dk, dv))  # [b, s, heads, d]
         b, s, g, d = dk.shape
-        cos, sin = ctx.rotary.tables(dq, ctx.positions)
+        tables = ctx.tables.at(ctx.positions, s)
         dkv = dk.new_empty(b, s, g, 2, d)
-        rotate(dk, cos, -sin, out=dkv[..., 0, :])
-        dkv[..., 1, :].copy_(dv)
-        return rotate(dq, cos, -sin).view(b * s, -1), dkv.view(b * s, -1), None, None, None, None
+        dkeys, dvalues = dkv.unbind(3)
+        rotate(dk, tables, back=True, out=dkeys)
+        dvalues.copy_(dv)
+        return rotate(dq, tables, back=True).view(b * s, -1), dkv.view(b * s, -1), None, None, None, None

@@ -11,13 +11,14 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megazero.comm.collectives import Axis, Pending
-from megazero.memory.tracker import MemoryTracker
+from megazero.memory.tracker import Allocation, MemoryTracker
 from megazero.model.documents import Documents
 from megazero.model.dropout import Dropout, Rows
 from megazero.model.fused_ops import PLAIN, FusedOps
 from megazero.model.kernels.table import EAGER, Kernels
 from megazero.model.kv_cache import KVCache
 from megazero.model.matmul import TORCH, Products
+from megazero.model.rotary import Rotary, RotaryTables
 from megazero.model.weight import GradWriter, Weight
 from megazero.plan.parameters import GradientGroup, ParamSpec
 
@@ -125,6 +126,18 @@ class Context:
     def released(self) -> torch.Tensor:
         """One NaN, to which every weight without memory is expanded."""
         return torch.full((), torch.nan, dtype=self.dtype, device=self.device)
+
+    @functools.cached_property
+    def _tables(self) -> dict[tuple[Rotary, int], tuple[RotaryTables, Allocation]]:
+        return {}
+
+    def rotary_tables(self, rotary: Rotary, length: int) -> RotaryTables:
+        """Return the tables of positions 0 to length - 1, which all layers share. A buffer, at rest."""
+        key = rotary, length
+        if key not in self._tables:
+            made = rotary.tables(length, self.dtype, self.device)
+            self._tables[key] = made, self.tracker.allocate("buffers", made.cos.nbytes + made.sin.nbytes)
+        return self._tables[key][0]
 
     def weight(
         self,

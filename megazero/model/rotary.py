@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -37,23 +38,35 @@ class Rotary:
         middle = (lengths <= TRAINED_LENGTH / LOW_FREQUENCY) & (lengths >= TRAINED_LENGTH / HIGH_FREQUENCY)
         return torch.where(middle, between, scaled)
 
-    def tables(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin, [.., s, 1, d/2] in x's dtype, for x [b, s, heads, d] at `positions` [s] or [b, s].
-
-        None: positions 0 to s - 1.
-        """
-        if positions is None:
-            positions = torch.arange(x.shape[1], device=x.device)
-        angles = positions[..., None, None].float() * self.frequencies(x.device)
-        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    def tables(self, length: int, dtype: torch.dtype, device: torch.device) -> RotaryTables:
+        """Make the tables of positions 0 to length - 1."""
+        angles = torch.arange(length, device=device)[:, None, None].float() * self.frequencies(device)
+        cos = angles.cos().to(dtype)
+        return RotaryTables(torch.cat([cos, cos], dim=-1), angles.sin().to(dtype))
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Rotate x [b, s, heads, d] into `out`, or into a new contiguous tensor; with -sin, back."""
+class RotaryTables(NamedTuple):
+    """Cosines and sines of positions [..], in the precision of what is rotated."""
+
+    cos: torch.Tensor  # [.., 1, d], a cosine for each of the two dims that are rotated together
+    sin: torch.Tensor  # [.., 1, d/2]
+
+    def at(self, positions: torch.Tensor | None, length: int) -> RotaryTables:
+        """Return the tables at `positions`; None: at the first `length`."""
+        if positions is None and length == len(self.cos):
+            return self
+        at = slice(length) if positions is None else positions
+        return RotaryTables(self.cos[at], self.sin[at])
+
+
+def rotate(x: torch.Tensor, tables: RotaryTables, back: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Rotate x [b, s, heads, d] into `out`, or into a new contiguous tensor; tables [s, ..] or [b, s, ..]."""
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    torch.mul(x, tables.cos, out=out)
     a, b = x.chunk(2, dim=-1)
     first, second = out.chunk(2, dim=-1)
-    torch.mul(a, cos, out=first).addcmul_(b, sin, value=-1)
-    torch.mul(b, cos, out=second).addcmul_(a, sin)
+    sign = -1 if back else 1
+    first.addcmul_(b, tables.sin, value=-sign)
+    second.addcmul_(a, tables.sin, value=sign)
     return out

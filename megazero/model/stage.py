@@ -147,7 +147,7 @@ class Stage(nn.Module):
 
 def declare(model: ModelConfig, tp: int) -> dict[str, tuple[ParamSpec, ...]]:
     """Unit name -> the weights that its layer declares on `tp` tensor-parallel ranks; of the blocks, the first."""
-    mesh = pretend_mesh(Layout(tp=tp), 0, torch.device("cpu"), needs_staging_buffer=False)
+    mesh = pretend_mesh(Layout(tp=tp), 0, torch.device("meta"), needs_staging_buffer=False)
     context = Context(ResidualStream(mesh.tp, sharded=False), MemoryTracker(), "fp32", mesh.device)
     units = Stage(model, [0], context).units
     return {name: tuple(weight.spec for weight in weights) for name, weights in units.items()}

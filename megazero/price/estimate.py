@@ -147,7 +147,8 @@ class _Pricer:
         parameters, optimizer = self._states()
         self.tracker.enter("parameters", parameters)
         self.tracker.enter("optimizer", optimizer)
-        self.tracker.enter("buffers", step.arena_numel * self.w + self._buckets())
+        tables = max(cost.tables for cost in self.costs.values())
+        self.tracker.enter("buffers", step.arena_numel * self.w + self._buckets() + tables)
         for name, unit in self.spec.units.items():
             self.tracker.enter(self._unsharded_kind, unit.trains * self.persistent.unsharded * unit.numel * self.g)
             self.tracker.enter("gradients", unit.trains * self.persistent.sharded * self._owned(name) * self.g)

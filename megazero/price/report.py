@@ -59,7 +59,7 @@ def _memory_formulas(config: Config, layout: Layout) -> dict[str, str]:
         "optimizer": f"{states} Psi{n * policy.optimizer}" if states else "",
         "gradients": f"{g} Psi{n * policy.optimizer}" * config.trains,
         "activation_checkpoints": "" if activations.checkpoint_in_cpu else kept,
-        "buffers": f"arena of gathered weights, buckets, gradients being made, messages{arenas}",
+        "buffers": f"arena of gathered weights, buckets, gradients being made, messages, rotary tables{arenas}",
         "logits": f"{w} b s v / tp",
         "peak": "the most at one instant of all of these but activations",
         "host": f"{kept}, in host memory" if activations.checkpoint_in_cpu else "",

@@ -51,6 +51,7 @@ class LayerCost(NamedTuple):
     queued: int  # bytes that its weight gradients keep while they wait
     saved: tuple[int, ...]  # bytes of every tensor that its forward keeps for its backward, its input left out
     saved_input: int  # bytes of its input, if that is kept too
+    tables: int  # bytes of tables, which all layers of a rank share, in a run's buffers from its start on
 
 
 def trace_layers(config: Config, layout: Layout, pp: int, device_type: str = "cpu") -> dict[str, LayerCost]:
@@ -214,6 +215,7 @@ def _trace(kind: Kind) -> LayerCost:
     """Run a layer of this kind forward, backward and, if asked for, forward again."""
     with kind.stand_in() as device, torch.enable_grad():
         traced = Traced(kind, device)
+        tables = traced.tracker.now["buffers"]
         saved: dict[int, torch.Tensor] = {}  # a tensor each, so that no storage is freed and its number used again
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -237,7 +239,7 @@ def _trace(kind: Kind) -> LayerCost:
             traced.compute(traced.input(), traced.batch, False)
             recompute = traced.sent - forward - backward
         input_bytes = 0 if saved_input is None else saved_input.untyped_storage().nbytes()
-    return LayerCost(forward, recompute, backward, logits, queued, tuple(sorted(kept)), input_bytes)
+    return LayerCost(forward, recompute, backward, logits, queued, tuple(sorted(kept)), input_bytes, tables)
 
 
 def model_flops(model: ModelConfig, samples: int) -> int:

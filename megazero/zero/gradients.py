@@ -128,17 +128,15 @@ class UnitGradients:
 
     # -- after the reduction
 
-    def square_sum(self, replicated: bool) -> torch.Tensor:
-        """Return the sum of squares of the tp-sharded parameters' gradients; include the tp-replicated if `replicated`.
+    def counted(self, replicated: bool) -> list[torch.Tensor]:
+        """Return the pieces of the sharded gradient that the norm counts, as few as hold them: see `square_sum`.
 
-        A scalar in fp64.
+        They are the tp-sharded parameters', and the tp-replicated ones' if `replicated`.
         """
-        shared = self.unit.layout.replicated
-        ranges = [Range(0, shared.start), Range(shared.stop, self.unit.numel)] + [shared] * replicated
-        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        for part in ranges:
-            total += square_sum(self.sharded_grad[part.within(self.unit.owned).slice()])
-        return total
+        shared, whole = self.unit.layout.replicated, Range(0, self.unit.numel)
+        ranges = [whole] if replicated else [Range(0, shared.start), Range(shared.stop, whole.stop)]
+        parts = [part.within(self.unit.owned) for part in ranges]
+        return [self.sharded_grad[part.slice()] for part in parts if part.numel]
 
     def first_nonfinite(self) -> str | None:
         """Return the name of the first parameter whose reduced gradient, in the owned range, is not finite."""
@@ -161,13 +159,16 @@ class UnitGradients:
         self.unsharded, self.sharded, self._windows = None, None, {}
 
 
-def square_sum(values: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares of `values` [n] as a scalar in fp64. ALIGN divides n, as it does all flat ranges.
+def square_sum(pieces: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return the sum of squares of `pieces` [n] as a scalar in fp64. ALIGN divides n, as it does all flat ranges.
 
     Note [norms in fp32]: torch's vector_norm of 4 M fp32 numbers on a CPU is off by 1e-4, for it adds them up one by
     one in fp32. Rows of ALIGN elements in fp32, and their sum in fp64, are off by 1e-10, cost the same, and give every
-    layout the same rows.
+    layout the same rows. torch's `_foreach_norm` has no rows.
     """
-    dtype = torch.promote_types(values.dtype, torch.float32)
-    rows = torch.linalg.vector_norm(values.view(-1, ALIGN), dim=1, dtype=dtype)
-    return rows.double().square_().sum()
+    norms = torch.zeros(len(pieces), dtype=torch.float64, device=device)
+    for values, norm in zip(pieces, norms.unbind(), strict=True):
+        dtype = torch.promote_types(values.dtype, torch.float32)
+        rows = torch.linalg.vector_norm(values.view(-1, ALIGN), dim=1, dtype=dtype)
+        torch.linalg.vector_norm(rows, dtype=torch.float64, out=norm)
+    return norms.square_().sum()

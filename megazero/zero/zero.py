@@ -20,7 +20,7 @@ import torch
 from megazero.model.weight import GradWriter, Weight
 from megazero.plan.zero_policy import plan_buckets
 from megazero.zero.flat_unit import FlatUnit, OwnedPart, ZeroOptions
-from megazero.zero.gradients import UnitGradients
+from megazero.zero.gradients import UnitGradients, square_sum
 from megazero.zero.optimizer_shard import OptimizerShard
 from megazero.zero.reduce_scatter import Reducer
 from megazero.zero.weights import UnitWeights, UnshardedArena
@@ -103,10 +103,9 @@ class Zero:
         A scalar in fp64, on the device.
         """
         mesh = self.mesh
-        total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-        for unit in self.trained_units:
-            if unit.name != tied or mesh.pp.is_first:
-                total += unit.gradients.square_sum(replicated=mesh.tp.is_first)
+        units = [unit for unit in self.trained_units if unit.name != tied or mesh.pp.is_first]
+        pieces = [piece for unit in units for piece in unit.gradients.counted(replicated=mesh.tp.is_first)]
+        total = square_sum(pieces, mesh.device)
         axes = [mesh.tp, mesh.pp] + [mesh.shard] * self.policy.optimizer
         return mesh.control_sum(total, *axes)
 

@@ -54,6 +54,18 @@ def test_one_process_against_transformers_runs() -> None:
 
 
 @pytest.mark.slow
+def test_host_time_of_a_block_next_to_transformers_runs() -> None:
+    """Launches do not depend on the machine: a GPT-2 block's two norms, four products, attention, GELU and two sums."""
+    done = run(sys.executable, "-m", "benchmarks.host_time", "--layers", 2, "--turns", 2, "--calls", 3)
+    assert done.returncode == 0, done.stderr
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()[2:]]
+    found = {tuple(row[:3]): (row[3], row[4]) for row in rows}
+    assert len(found) == 2 * 4 * 2 and all(float(us.split()[0]) > 0 for us, _ in found.values())
+    assert found["gpt2", "forward", "megazero"][1] == "10"
+    assert int(found["llama", "both", "transformers"][1]) > int(found["llama", "both", "megazero"][1])
+
+
+@pytest.mark.slow
 def test_zero_against_its_peers_runs() -> None:
     """The program itself asserts that all systems train the same model."""
     done = run(sys.executable, "benchmarks/zero.py", "--quick", "--stages", 3, "--no-memory")

@@ -132,9 +132,9 @@ START = "megazero.comm.collectives", "Axis", "_start"
         ),
         pytest.param(
             ROTARY,
-            Fault("megazero.model.rotary", "Rotary", "frequencies", "device=device)", "device='cpu')"),
+            Fault("megazero.model.rotary", "Rotary", "tables", "angles.sin()", "angles.sin().cpu()"),
             {MIXED_DEVICES},
-            "mul [Forward blocks.0 mb 0] on the compute stream has a tensor [4] in host memory",
+            "addcmul_ [Forward blocks.0 mb 0] on the compute stream has a tensor [11, 1, 4] in host memory",
             id="a table is on the host",
         ),
         pytest.param(

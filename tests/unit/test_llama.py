@@ -139,6 +139,19 @@ def test_logits_and_gradients_are_those_of_transformers(
     ours.zero.discard_gradients()
 
 
+def test_layers_share_one_pair_of_tables() -> None:
+    """Made with the model, and a buffer: for d = 8, a cosine for every dim and a sine for every second, in bf16."""
+    config, _ = resolve(replace(Config(), model=MODEL, training=TrainingConfig(3, precision="bf16")), 1, 0)
+    engine = Engine(config, Mesh.build(Layout(), 0, torch.device("cpu")))
+    first, second = (block.attention.tables for block in engine.model.blocks.values())
+    assert first is second
+    assert engine.tracker.now["buffers"] - engine.zero.arena.data.nbytes == 17 * (8 + 4) * 2
+    batch = MicroBatch(*torch.zeros(2, 3, 17, dtype=torch.int64), torch.ones(3, 17), (0, 1, 2))
+    with torch.profiler.profile() as profile:
+        engine.train_step(1, [batch])
+    assert not {"aten::cos", "aten::sin"} & {event.key for event in profile.key_averages()}
+
+
 @pytest.mark.parametrize("scaling", [1.0, 8.0])
 def test_rotary_frequencies_are_transformers(scaling: float) -> None:
     """At d = 128, where llama 3.1 has wavelengths that are kept, scaled, and between the two."""
@@ -152,14 +165,12 @@ def test_rotary_frequencies_are_transformers(scaling: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("given", [False, True])
-def test_angles_of_far_positions_are_not_rounded_to_the_precision(dtype: torch.dtype, given: bool) -> None:
+def test_angles_of_far_positions_are_not_rounded_to_the_precision(dtype: torch.dtype) -> None:
     """bf16 holds no odd number above 256, fp16 none above 2,048: only cos and sin are rounded."""
     length, dim, base = 6000, 4, 500.0
-    x = torch.zeros(1, length, 1, dim, dtype=dtype)
-    found = Rotary(dim, base).tables(x, torch.arange(length) if given else None)
+    cos, sin = Rotary(dim, base).tables(length, dtype, torch.device("cpu"))
     angles = torch.arange(length, dtype=torch.float64)[:, None] / torch.tensor([1.0, base**0.5], dtype=torch.float64)
-    for table, exact in zip(found, (angles.cos(), angles.sin()), strict=True):
+    for table, exact in ((cos[..., :2], angles.cos()), (cos[..., 2:], angles.cos()), (sin, angles.sin())):
         assert table.dtype == dtype
-        error = (table.view(length, dim // 2).double() - exact).abs()
+        error = (table.reshape(length, dim // 2).double() - exact).abs()
         assert (error <= torch.finfo(dtype).eps / 2 + 4 * torch.finfo(torch.float32).eps * angles).all()

@@ -12,6 +12,9 @@ def test_square_sum_is_exact_where_fp32_is_not() -> None:
     """See Note [norms in fp32]."""
     x = torch.randn(1 << 22, generator=torch.Generator().manual_seed(0))
     exact = float(x.double().square().sum())
-    assert abs(float(square_sum(x)) - exact) < error_bound(exact, 64, torch.float32)  # rows of 64 in fp32
-    assert square_sum(x[:0]) == 0
-    assert abs(float(square_sum(x.double())) - exact) < error_bound(exact, 2 * 64, torch.float64)
+    cpu = torch.device("cpu")
+    for pieces in ([x], list(x.split([1 << 20, 64, (3 << 20) - 64]))):
+        found = float(square_sum(pieces, cpu))
+        assert abs(found - exact) < error_bound(exact, 64, torch.float32)  # rows of 64 in fp32
+    assert square_sum([], cpu) == 0
+    assert abs(float(square_sum([x.double()], cpu)) - exact) < error_bound(exact, 2 * 64, torch.float64)
