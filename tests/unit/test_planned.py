@@ -44,7 +44,7 @@ def test_a_variant_is_an_h100_but_for_its_constants() -> None:
 
 
 def test_published_shapes_have_the_published_numbers_of_parameters() -> None:
-    """As llm-foundry's table has them, and the names of GPT-2."""
+    """Compare with llm-foundry's table, and with the names of GPT-2's sizes."""
     found = {}
     for run in TRAINED:
         config, _ = resolve(parse(run.flags.split()), run.gpus, 0)
