@@ -23,7 +23,7 @@ test:  ## the default suite, as CI runs it
 test-all:  ## and what is marked slow
 	bash scripts/test.sh -m "not gpu"
 
-test-machines:  ## the default suite under nine imitated CPUs: an hour
+test-machines:  ## the default suite on seven imitated CPUs, and with two and four threads: an hour
 	$(BIN)/python -m tests.machines
 
 test-gpu:  ## what needs a GPU

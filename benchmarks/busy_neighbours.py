@@ -10,7 +10,6 @@ thread each. megazero/environment.py has the setting that a run takes by default
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import statistics
 import subprocess
@@ -47,24 +46,16 @@ class Options:
     """Iterations of a run, of which the first two are not measured."""
 
 
-def _count() -> None:
-    n = 0
-    while True:
-        n += 1
-
-
 @contextmanager
 def busy(number: int) -> Iterator[None]:
     """Run `number` processes that do nothing but compute, for as long as the context lasts."""
-    processes = [multiprocessing.get_context("spawn").Process(target=_count, daemon=True) for _ in range(number)]
-    for process in processes:
-        process.start()
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(number)]
     try:
         yield
     finally:
         for process in processes:
             process.kill()
-            process.join()
+            process.wait()
 
 
 def tokens_per_second(env: dict[str, str], iters: int) -> float:

@@ -209,7 +209,7 @@ def serve(group: Group, connection: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("TEST_THREADS", "1")))  # tests/machines.py sets it
     warnings.filterwarnings("ignore", category=UserWarning)
     on_gpu = group.gpus and torch.cuda.is_available()
     if on_gpu:

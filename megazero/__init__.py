@@ -19,4 +19,4 @@ A folder imports only folders above it in this table; `pyproject.toml` has the c
 
 from megazero.environment import set_defaults
 
-set_defaults()  # every program imports megazero before torch
+set_defaults()  # programs import megazero before torch

@@ -20,11 +20,13 @@ import torch.distributed as dist
 
 from megazero.comm.errors import PeerLost, peer_errors
 from megazero.comm.world import World, local_size, number
+from megazero.environment import check_allocator_settings
 from megazero.memory.host import has_nvidia
 
 JOIN_MINUTES = 10.0  # for all ranks to start; a collective's limit may be shorter
 ANSWER_SECONDS = 30.0  # for a store that listens to answer; a torchrun that is alive has one
 LAZY_RANKS = 64  # from as many on, gloo connects two ranks when they first talk
+OUTSIDE = "192.0.2.1"  # an address kept for documentation (RFC 5737): never in the own network
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 HOST_BYTES = 64  # of a host's name, in the table of hosts
 
@@ -39,7 +41,8 @@ def pick_device(world: World) -> torch.device:
     """
     if not torch.cuda.is_available():
         # A GPU of another maker is often a laptop's own, next to a torch for CPUs: then the CPU is meant.
-        if has_nvidia() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        wanted = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+        if has_nvidia() and re.match(r"\d|GPU-|MIG-", wanted):  # "", -1 and NoDevFiles leave no GPU
             raise ValueError(
                 f"this machine has NVIDIA GPUs, which torch {torch.__version__} cannot use: {_why_no_cuda()}; install "
                 "a torch for the driver's CUDA version (see nvidia-smi), or export CUDA_VISIBLE_DEVICES= to train on "
@@ -51,10 +54,11 @@ def pick_device(world: World) -> torch.device:
             f"local rank {world.local_rank} has no GPU of its own: there are {torch.cuda.device_count()} here; "
             "start as many ranks on a node as it has GPUs (--nproc)"
         )
+    check_allocator_settings()
     index = world.local_rank % torch.cuda.device_count()  # srun with --gpus-per-task shows a task only its own
     torch.cuda.set_device(index)
     capability, kernels = torch.cuda.get_device_capability(index), torch.cuda.get_arch_list()
-    if not has_kernels(capability, kernels):
+    if torch.version.hip is None and not has_kernels(capability, kernels):
         raise ValueError(
             f"{torch.cuda.get_device_name(index)} has compute capability {capability[0]}.{capability[1]}, for which "
             f"torch {torch.__version__} has no kernels (it has {', '.join(kernels)}); install another build of torch: "
@@ -81,11 +85,12 @@ def has_kernels(capability: tuple[int, int], kernels: Sequence[str]) -> bool:
 
 
 def make_deterministic() -> None:
-    """Have torch and cuBLAS use deterministic kernels on a GPU. Call it before the first product.
+    """Have torch, cuBLAS and NCCL use deterministic algorithms on a GPU. Call it before the first product.
 
     torch then takes FlashAttention's deterministic backward instead of cuDNN's, which adds with atomics.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch requires it
+    os.environ.setdefault("NCCL_ALGO", "^NVLS,NVLSTree")  # sums in switches, whose order is not fixed
     settings = torch.utils.deterministic
     settings.fill_uninitialized_memory = False  # costs time; nothing reads such memory
     torch.use_deterministic_algorithms(True)
@@ -203,11 +208,14 @@ def _choose_interface(address: str) -> None:
     gloo itself takes the interface of this machine's own name, which is often the loopback address in /etc/hosts, or
     a slow card.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        probe.connect((address, 9))  # sends nothing
-        name = interface_of(probe.getsockname()[0])
-        if name not in ("", "lo"):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    # On rank 0's own machine that address may be a loopback one; then any outside address, by the default route.
+    for towards in (address, OUTSIDE):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+            probe.connect((towards, 9))  # sends nothing
+            name = interface_of(probe.getsockname()[0])
+            if name not in ("", "lo"):
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+                return
 
 
 def interface_of(address: str) -> str:

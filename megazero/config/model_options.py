@@ -122,8 +122,9 @@ class TrainingConfig:
     """fp32 matrix products on a GPU in TensorFloat-32: several times faster, with 10 bits of mantissa instead of 23.
     Without effect in other precisions and on a CPU."""
     deterministic_mode: bool = False
-    """On a GPU, use deterministic kernels of torch and cuBLAS, so that the same layout on the same kind of GPU gives
-    the same bits, also after a resume; attention's backward is slower. Runs on a CPU are always deterministic."""
+    """On a GPU, use deterministic algorithms of torch, cuBLAS and NCCL, so that the same layout on the same GPUs gives
+    the same bits, also after a resume; attention's backward is slower. Not yet run on a GPU. A CPU always repeats its
+    bits, given the same --matmul-backend."""
     compile: bool = False
     """torch.compile the element-wise parts of a block (GELU, softmax). Starting takes longer."""
     fused_kernels: Literal["auto", "triton", "eager"] = "auto"

@@ -233,8 +233,7 @@ def check_device(config: Config, device_type: str) -> None:
     """Refuse what the device cannot do.
 
     Raises:
-        ValueError: gradients of a type that a GPU's matrix products do not return; Triton's kernels on a CPU;
-            deterministic attention in fp32 on a GPU.
+        ValueError: gradients of a type that a GPU's matrix products do not return; Triton's kernels on a CPU.
     """
     precision, grad_dtype = config.training.precision, config.training.grad_dtype
     if device_type == "cpu" and config.training.fused_kernels == "triton":
@@ -245,11 +244,6 @@ def check_device(config: Config, device_type: str) -> None:
         raise ValueError(
             f"--grad-dtype {grad_dtype} with --precision {precision}: a GPU's matrix products return the type of their "
             "factors, or fp32; use --grad-dtype fp32" + f" or {precision}" * (precision != "fp32")
-        )
-    if device_type == "cuda" and config.training.deterministic_mode and precision == "fp32":
-        raise ValueError(
-            "--deterministic-mode with --precision fp32: torch's fp32 attention on a GPU is not deterministic; use "
-            "--precision bf16, fp16 or fp64"
         )
 
 

@@ -14,8 +14,7 @@ def upload(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.
     """Return host tensors on `device`: one copy for all, from page-locked memory.
 
     A GPU copies from other memory only while the process waits. torch keeps the page-locked buffer until the copy is
-    done, and uses it again. Its size is a power of two, so that no setting of torch's allocator makes it hand out a
-    smaller one: Note [pinned memory] in megazero/environment.py. On a CPU the tensors are there already.
+    done, and uses it again. On a CPU the tensors are there already.
     """
     if device.type == "cpu":
         return list(tensors)
@@ -23,8 +22,7 @@ def upload(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.
     for x in tensors:
         starts.append(total)
         total += math.ceil(x.nbytes / ALIGN) * ALIGN
-    whole = torch.empty(1 << (total - 1).bit_length(), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    packed = whole[:total]
+    packed = torch.empty(total, dtype=torch.uint8, pin_memory=device.type == "cuda")
     for x, start in zip(tensors, starts, strict=True):
         _part(packed, start, x).copy_(x)
     packed = packed.to(device, non_blocking=True)

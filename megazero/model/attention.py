@@ -94,13 +94,18 @@ def _fused_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
     For meta tensors, which stand for a GPU's, torch would choose no fused kernel; so the one that a GPU takes is named.
     """
     groups = q.shape[1] // k.shape[1]
-    if groups > 1 and q.dtype == torch.float32 and q.device.type != "cpu":  # its kernel has no groups
+    flash = q.dtype != torch.float32 and (q.is_meta or _has_flash(q.device))
+    if groups > 1 and q.device.type != "cpu" and not flash:  # the other kernel has no groups
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
     if not q.is_meta:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     if q.dtype == torch.float32:
         return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True)[0]
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+
+
+def _has_flash(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
 
 
 def _fused_within(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents) -> torch.Tensor:
@@ -111,7 +116,7 @@ def _fused_within(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: 
     if q.device.type == "cpu":
         return _DocumentAttention.apply(q, k, v, documents)
     b, n, s, d = q.shape
-    if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) < FLASH_CAPABILITY:
+    if not (q.is_meta or _has_flash(q.device)):
         each = [_fused_attention(*(x[_part(span)] for x in (q, k, v))).transpose(1, 2) for span in documents.spans]
         return torch.cat(each, dim=1).view(b, s, n, d).transpose(1, 2)
     from torch.nn.attention.varlen import varlen_attn

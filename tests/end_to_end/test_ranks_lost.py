@@ -217,7 +217,7 @@ def test_a_refusal_of_rank_0_is_every_ranks(
     flags: str, words: str, model: list[Any], start: Start, tmp_path: Path
 ) -> None:
     """Start ranks by hand, so that no launcher ends the others. Rank 0 alone looks at --load and at the job."""
-    common = [*model, *FOREVER, "--save", tmp_path / "saved", "--log-dir", tmp_path / "run"]
+    common = [*model, *LASTING, "--save", tmp_path / "saved", "--log-dir", tmp_path / "run"]
     for rank in start([[*common, *flags.format(tmp_path).split()]] * 2):
         assert words.format(tmp_path) in rank.end()
     assert not (tmp_path / "run").exists() and not (tmp_path / "saved").exists()

@@ -39,7 +39,7 @@ def _run(program: str, arguments: list[str], env: dict[str, str], output: tuple[
     os.environ.clear()
     os.environ.update(env)
     multiprocessing.set_start_method(None, force=True)  # else the program's own children come by way of a fork server
-    torch.set_num_threads(1)  # OMP_NUM_THREADS was read when torch was imported
+    torch.set_num_threads(int(env["OMP_NUM_THREADS"]))  # torch read the variable when it was imported
     sys.argv = [program, *arguments]
     sys.path.insert(0, str((ROOT / program).parent))
     runpy.run_path(program, run_name="__main__")
@@ -52,7 +52,7 @@ class WarmProgram:
         self, program: object, arguments: list[object], env: dict[str, str], output: tuple[Path, Path]
     ) -> None:
         words = [str(word) for word in arguments]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+        env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("TEST_THREADS", "1"), **env}
         for path in output:
             path.touch()
         paths = tuple(map(str, output))

@@ -7,8 +7,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from megazero.environment import DEFAULTS, set_defaults
+from megazero.comm import launch
+from megazero.comm.world import World
+from megazero.environment import set_defaults
 from tests.end_to_end.cli import ROOT
 
 
@@ -31,16 +34,50 @@ def test_a_users_own_setting_stands(
     assert os.environ.get(variable) == wanted
 
 
-def test_cached_pinned_memory_is_always_rounded() -> None:
-    """torch 2.13 hands out too small a block otherwise: Note [pinned memory]."""
-    (settings,) = (default.value for default in DEFAULTS if default.variable == "PYTORCH_CUDA_ALLOC_CONF")
-    limits = dict(setting.split(":") for setting in settings.split(","))
-    threshold = int(limits["pinned_max_round_threshold_mb"])
-    assert threshold == int(limits["pinned_max_cached_size_mb"]) and threshold & (threshold - 1) == 0
+@pytest.mark.parametrize(
+    ("release", "wanted"),
+    [
+        ("2.13.0+cu130", "expandable_segments:True,pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:64"),
+        ("2.14.1", "expandable_segments:True,pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:64"),
+        ("2.12.0", "expandable_segments:True"),  # an unknown limit is an error there
+    ],
+)
+def test_limits_of_pinned_memory_that_torch_knows(release: str, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr("megazero.environment.version", lambda name: release)
+    set_defaults()
+    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == wanted
 
 
 @pytest.mark.parametrize(
-    "program", ["pretrain_gpt", "scripts.generate", "data_tools.preprocess_data", "tests.conftest"]
+    ("settings", "refused"),
+    [
+        ("pinned_max_round_threshold_mb:1", True),  # of megazero's own launchers, once
+        ("pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:128", True),
+        ("expandable_segments:True,pinned_max_cached_size_mb:8,pinned_max_round_threshold_mb:8", False),
+        ("pinned_max_cached_size_mb:8", False),
+        ("", False),
+    ],
+)
+def test_limits_that_make_torch_overwrite_memory_are_refused(
+    settings: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Note [pinned memory]; by the start of a rank on a GPU."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
+    answers = {"is_available": True, "device_count": 1, "set_device": None, "get_device_name": "a card"}
+    answers |= {"get_device_capability": (9, 0), "get_arch_list": ["sm_90"]}
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    if refused:
+        with pytest.raises(ValueError, match=r"^PYTORCH_CUDA_ALLOC_CONF has .* without pinned_max_cached_size_mb:"):
+            launch.pick_device(World(0, 1, 0, "single"))
+    else:
+        assert launch.pick_device(World(0, 1, 0, "single")) == torch.device("cuda", 0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "program", ["pretrain_gpt", "scripts.generate", "data_tools.preprocess_data", "scripts.measure_device"]
 )
 def test_openmp_reads_the_setting_when_a_program_loads_torch(program: str) -> None:
     """GNU OpenMP prints its settings as it is loaded."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
@@ -306,19 +305,27 @@ def test_a_gpu_without_kernels_is_refused(
 
 
 def test_gloo_uses_the_interface_of_the_route_to_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = subprocess.run(["ip", "-4", "-j", "addr"], capture_output=True, text=True, check=False).stdout
-    addresses = {entry["local"]: link["ifname"] for link in json.loads(shown or "[]") for entry in link["addr_info"]}
-    outside = {address: name for address, name in addresses.items() if name != "lo"}
-    if not outside:
-        pytest.skip("no network interface but the loopback one, or no `ip` to list them")
-    assert {address: launch.interface_of(address) for address in addresses} == addresses
-    address, name = next(iter(outside.items()))
-    for given, towards, wanted in ((None, address, name), ("mine", address, "mine"), (None, "127.0.0.1", None)):
-        monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-        if given is not None:
-            monkeypatch.setenv("GLOO_SOCKET_IFNAME", given)
+    """Also on rank 0's own machine, whose name is often a loopback address in /etc/hosts."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((launch.OUTSIDE, 9))
+        except OSError:
+            pytest.skip("this machine has no route to other machines")
+        address = probe.getsockname()[0]
+    name = launch.interface_of(address)
+    assert name in dict(socket.if_nameindex()).values() and name != launch.interface_of("127.0.0.1")
+    for given, towards, wanted in ((None, address, name), (None, "127.0.1.1", name), ("mine", address, "mine")):
+        monkeypatch.setattr(os, "environ", {"GLOO_SOCKET_IFNAME": given} if given else {})
         launch._choose_interface(towards)
-        assert os.environ.get("GLOO_SOCKET_IFNAME") == wanted
+        assert os.environ["GLOO_SOCKET_IFNAME"] == wanted
+
+
+@pytest.mark.parametrize("visible", ["", "-1", "NoDevFiles"])
+def test_a_machine_whose_gpus_are_hidden_trains_on_its_cpu(visible: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "has_nvidia", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert launch.pick_device(World(0, 1, 0, "single")) == torch.device("cpu")
 
 
 @pytest.mark.parametrize(("on_this_machine", "wanted"), [("2", ["node0"]), ("4", [])])
