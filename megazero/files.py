@@ -64,9 +64,17 @@ def open_regular(path: str | os.PathLike[str]) -> int:
 
 
 def identity(file: str | int) -> tuple[int, int]:
-    """Inode and size of a path or a descriptor: a file that is made again under the same name differs."""
+    """Size and time of the last write of a path or a descriptor: a file that is made again under the same name differs.
+
+    Its inode is no part of it: a new file may get that of a deleted one, and some file systems number them anew.
+    """
     status = os.stat(file)
-    return status.st_ino, status.st_size
+    return status.st_size, status.st_mtime_ns
+
+
+def changed(path: str) -> OSError:
+    """The error for a file of another identity than it had."""
+    return OSError(errno.ESTALE, "another file took its name, or it was written to", path)
 
 
 def read_regular(path: str | os.PathLike[str], limit: int | None = None) -> bytes:
@@ -125,7 +133,7 @@ class FilePool:
                 handle = open_regular(path)
                 if identity(handle) != known:
                     os.close(handle)
-                    raise OSError(errno.ESTALE, "another file took its name, or its size changed", path)
+                    raise changed(path)
             self._open[path] = handle
             if len(self._open) > self._limit:
                 os.close(self._open.popitem(last=False)[1])
