@@ -271,8 +271,7 @@ def test_a_deepspeed_file_is_refused_with_the_reason(tmp_path: Path, text: str, 
 
 @pytest.mark.parametrize("off", ["false", '"false"', '"False"', "0", '"off"'])
 def test_a_disabled_group_of_a_deepspeed_file_asks_for_nothing(tmp_path: Path, off: str) -> None:
-    text = '{"fp16": {"enabled": %s, "initial_scale_power": 16}, "steps_per_print": 7}' % off
-    (tmp_path / "ds.json").write_text(text)
+    (tmp_path / "ds.json").write_text(f'{{"fp16": {{"enabled": {off}, "hysteresis": 3}}, "steps_per_print": 7}}')
     assert translate(["--deepspeed_config", str(tmp_path / "ds.json")], options()).args == ["--log-interval", "7"]
 
 
