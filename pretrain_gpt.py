@@ -18,6 +18,7 @@ from megazero.config.cli import Command, read
 from megazero.config.gpu_defaults import gpu_defaults
 from megazero.config.schema import Config
 from megazero.config.validate import check_device, check_values, plans
+from megazero.files import explain
 from megazero.memory.host import has_accelerator, host_memory
 from megazero.optional import missing_package
 from megazero.plan.resolve import resolve
@@ -155,10 +156,10 @@ def pretrain(command: Command, world: World, signals: Signals) -> Stop | None:
         try:
             find_checkpoint(config)
             clock = Clock(*ends, scheduler.job_end, save_minutes=by_time)
-        except ValueError as error:
-            if world.size == 1:
-                raise
-            refused = str(error)
+        except (OSError, ValueError) as error:
+            refused = explain(error) if isinstance(error, OSError) else str(error)
+            if world.size > 1:  # at once: the others may come late, or never
+                say(world, f"{refused}; it ends once all ranks have joined")
     timeout, checks = config.parallel.distributed_timeout_minutes, config.zero.poison_buffers
     hosts = launch.start(world, device, timeout)
     agree(lambda: run_values(config, datasets, tokenizer), world, device, hosts, refused)

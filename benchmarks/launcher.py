@@ -238,6 +238,8 @@ def serve(group: Group, connection: Connection) -> None:
         faulthandler.cancel_dump_traceback_later()
         connection.send(answer)
     if groups is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(0)  # without the end of all groups, one after the other
     if dist.is_initialized():
         dist.barrier()

@@ -46,15 +46,16 @@ def _fastest_crc32() -> Callable[..., int]:
 crc32 = _fastest_crc32()
 
 
-def open_regular(path: str | os.PathLike[str]) -> int:
-    """Open a regular file for reading; its descriptor.
+def open_regular(path: str | os.PathLike[str], follow: bool = True) -> int:
+    """Open a regular file for reading; its descriptor. `follow`: a link to one, too; else it is an OSError of ELOOP.
 
     Raises:
         ValueError: `path` is a folder, a FIFO, a device or a socket.
         OSError: it cannot be opened.
     """
     # O_NONBLOCK: without it, opening a FIFO waits for a writer. It changes nothing for a regular file.
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+    handle = os.open(path, flags if follow else flags | os.O_NOFOLLOW)
     mode = os.fstat(handle).st_mode
     if not stat.S_ISREG(mode):
         os.close(handle)
@@ -64,14 +65,22 @@ def open_regular(path: str | os.PathLike[str]) -> int:
 
 
 def identity(file: str | int) -> tuple[int, int]:
-    """Inode and size of a path or a descriptor: a file that is made again under the same name differs."""
+    """Size and time of the last write of a path or a descriptor: a file that is made again under the same name differs.
+
+    Its inode is no part of it: a new file may get that of a deleted one, and some file systems number them anew.
+    """
     status = os.stat(file)
-    return status.st_ino, status.st_size
+    return status.st_size, status.st_mtime_ns
 
 
-def read_regular(path: str | os.PathLike[str], limit: int | None = None) -> bytes:
-    """The whole of a regular file. ValueError if it is no such file or larger than `limit` bytes; OSError."""
-    with os.fdopen(open_regular(path), "rb") as file:
+def changed(path: str) -> OSError:
+    """The error for a file of another identity than it had."""
+    return OSError(errno.ESTALE, "another file took its name, or it was written to", path)
+
+
+def read_regular(path: str | os.PathLike[str], limit: int | None = None, follow: bool = True) -> bytes:
+    """The whole of a regular file, opened as `open_regular` does; ValueError if it is larger than `limit` bytes."""
+    with os.fdopen(open_regular(path, follow), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if limit is not None and size > limit:
             raise ValueError(f"{os.fspath(path)} is {size:,} bytes long, more than {limit:,}")
@@ -125,7 +134,7 @@ class FilePool:
                 handle = open_regular(path)
                 if identity(handle) != known:
                     os.close(handle)
-                    raise OSError(errno.ESTALE, "another file took its name, or its size changed", path)
+                    raise changed(path)
             self._open[path] = handle
             if len(self._open) > self._limit:
                 os.close(self._open.popitem(last=False)[1])

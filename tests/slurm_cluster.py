@@ -130,12 +130,21 @@ class SlurmCluster:
         return Job(job_id, dict(re.findall(r"(?<!\S)([\w:/]+)=(\S*)", text)))
 
     def wait(self, job_id: int, states: set[str] = FINAL_STATES) -> Job:
-        """Poll until the job is in one of `states`. Raises RuntimeError if it ended in another."""
-        while (job := self.job(job_id)).state not in states:
-            if job.state in FINAL_STATES:
-                raise RuntimeError(f"job {job_id} is not in {states}: {dict(job.fields)}")
-            time.sleep(0.1)
+        """Poll until the job is in one of `states`. Raises RuntimeError if it ended in another; prints logs if so."""
+        try:
+            while (job := self.job(job_id)).state not in states:
+                if job.state in FINAL_STATES:
+                    raise RuntimeError(f"job {job_id} is not in {states}: {dict(job.fields)}")
+                time.sleep(0.1)
+        except BaseException:  # the test's own limit, too
+            print(f"waited for job {job_id} to be in {states}", self._logs(), sep="\n")
+            raise
         return job
+
+    def _logs(self) -> str:
+        """The ends of the daemons' logs."""
+        logs = [path for pattern in ("*.out", "*.log") for path in sorted(self.folder.glob(pattern))]
+        return "\n".join(f"{path.name}: {path.read_text()[-500:]}" for path in logs)
 
     def start(self) -> None:
         """Start the daemons and wait until every node is idle. Raises RuntimeError, with logs, otherwise."""
@@ -225,9 +234,7 @@ class SlurmCluster:
             if job_id is not None and self.job(job_id).state in FINAL_STATES and not ready():
                 dead.append(f"job {job_id}")
             if dead:
-                logs = [path for pattern in ("*.out", "*.log") for path in sorted(self.folder.glob(pattern))]
-                text = "\n".join(f"{path.name}: {path.read_text()[-500:]}" for path in logs)
-                raise RuntimeError(f"{what} did not come up; ended: {dead}\n{text}")
+                raise RuntimeError(f"{what} did not come up; ended: {dead}\n{self._logs()}")
             time.sleep(0.05)
 
 

@@ -53,7 +53,8 @@ def save(
     Raises, on every rank and with nothing committed: ValueError, naming the tensor and the range, if some
     element of some tensor is held by no rank or in two different pieces; AgreedFailure with the message of
     each rank that could not write; RuntimeError with those of ranks that failed in another way.
-    KeyboardInterrupt, on every rank, if one was interrupted. Any other exception is this rank's alone.
+    KeyboardInterrupt, on every rank, if one was interrupted. Any other exception is this rank's alone. Where `latest`
+    names the checkpoint already when an error or an interrupt comes, it stays.
     """
     root = Path(root)
     planner = CoveredSavePlanner(shards)
@@ -67,7 +68,7 @@ def save(
                 process_group=group,
                 no_dist=not dist.is_initialized(),
             )
-    except Exception:
+    except BaseException:
         if _rank(group) == 0:  # what was written is of no use, and the disk may be full
             shutil.rmtree(writer.folder, ignore_errors=True)
         raise

@@ -221,7 +221,8 @@ def commit(root: Path, iteration: int) -> Path:
     """Make a partial folder, whole and on the disk, the checkpoint of its iteration and the latest one.
 
     If that fails, the folder is the partial one again, for the caller to delete, and a checkpoint that it replaced is
-    back in its place.
+    back in its place. Except where `latest` names the folder already: then it stays, because only the wait for the disk
+    failed.
     """
     final, partial = root / folder_name(iteration), partial_folder(root, iteration)
     aside = root / f".{final.name}{REPLACED}"
@@ -233,6 +234,8 @@ def commit(root: Path, iteration: int) -> Path:
         write_atomically(root / LATEST, f"{final.name}\n".encode())
     except BaseException:
         if not partial.exists():
+            if _pointer(root) == final.name:
+                raise
             final.rename(partial)
         if aside.exists():
             aside.rename(final)

@@ -16,6 +16,7 @@ parsed by a schema, names files of its own folder only, and is read only where i
 to a whole folder is followed.
 """
 
+import errno
 import json
 import re
 import stat
@@ -31,6 +32,7 @@ from megazero.plan.regions import Region
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
+TOKENIZER = "tokenizer"
 FORMAT = "megazero checkpoint 2"
 # 12 bytes per chunk of at most 64 MiB: far above what any checkpoint needs, far below what fills a host's memory.
 MAX_MANIFEST_BYTES = 2 << 30
@@ -38,7 +40,7 @@ MAX_STATE_BYTES = 64 << 20
 
 MAX_ATTACHED_BYTES = 1 << 30  # of a file: far more than any tokenizer's
 
-LINKED = "it is a link, and a checkpoint has files of its own only"
+LINKED = "it is a link, and a checkpoint has files of its own only: copy the folder with `cp -rL`"
 RESTORE = "restore the file, or load an earlier checkpoint"
 _FILE = re.compile(r"rank_[0-9]{5,9}\.safetensors")
 _ATTACHED = re.compile(r"tokenizer/[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
@@ -220,6 +222,8 @@ def read_state(folder: Path) -> dict[str, Any]:
         Damaged: the folder is not whole or is damaged.
     """
     manifest = read_manifest(folder)
+    if manifest.attached and (folder / TOKENIZER).is_symlink():
+        raise damage(folder, TOKENIZER, LINKED)
     for name, attached in manifest.attached.items():
         content = _read(folder, name, MAX_ATTACHED_BYTES)
         if Attached(len(content), crc32(content)) != attached:
@@ -241,23 +245,23 @@ def unchecked_state(folder: Path) -> dict[str, Any]:
 def missing_part(folder: Path, manifest: Manifest) -> str | None:
     """Name a file that is absent, not regular, or of another length than the manifest says; None if all are whole."""
     attached = {name: each.num_bytes for name, each in manifest.attached.items()}
+    if attached and (folder / TOKENIZER).is_symlink():
+        return f"{TOKENIZER}: {LINKED}"
     for file, size in {**manifest.files, **attached, STATE: None}.items():
-        if is_linked(folder, file):
-            return f"{file}: {LINKED}"
         try:
-            found = (folder / file).stat()
+            found = (folder / file).lstat()
         except OSError as error:
             return f"{file} is missing" if isinstance(error, FileNotFoundError) else f"{file}: {error.strerror}"
         if not stat.S_ISREG(found.st_mode):
-            return f"{file} is no regular file"
+            return f"{file}: {LINKED}" if stat.S_ISLNK(found.st_mode) else f"{file} is no regular file"
         if size is not None and found.st_size != size:
             return f"{file} has {found.st_size} bytes instead of {size}"
     return None
 
 
-def is_linked(folder: Path, name: str) -> bool:
-    """Return true if a file of a checkpoint folder, or its subfolder, is a symbolic link."""
-    return any((folder / each).is_symlink() for each in (name, name.partition("/")[0]))
+def refusal(error: OSError) -> str:
+    """Return the reason why a file of a checkpoint, which must be no link, cannot be opened."""
+    return LINKED if error.errno == errno.ELOOP else error.strerror or str(error)
 
 
 class Damaged(ValueError):
@@ -271,13 +275,11 @@ def damage(folder: Path, name: str, fault: str) -> Damaged:
 
 def _read(folder: Path, name: str, limit: int) -> bytes:
     try:
-        if is_linked(folder, name):
-            raise ValueError(LINKED)
-        return read_regular(folder / name, limit)
+        return read_regular(folder / name, limit, follow=False)
     except FileNotFoundError:
         raise Damaged(f"--load {folder} is not a whole checkpoint: it has no {name}") from None
     except OSError as error:
-        raise damage(folder, name, f"{error.strerror or error}") from None
+        raise damage(folder, name, refusal(error)) from None
     except ValueError as error:
         raise damage(folder, name, str(error)) from None
 

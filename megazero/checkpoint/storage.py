@@ -20,16 +20,15 @@ from torch.futures import Future
 
 from megazero.checkpoint.folders import clear_leftovers, commit, next_save_number, partial_folder
 from megazero.checkpoint.manifest import (
-    LINKED,
     STATE,
     Chunk,
     Damaged,
     Manifest,
     attach,
     damage,
-    is_linked,
     key,
     missing_part,
+    refusal,
     torch_dtype,
     write_durably,
     write_manifest,
@@ -179,15 +178,14 @@ class ManifestReader(StorageReader):
         """Open a tensor file for `read_chunk` within the block. Raise Damaged if it cannot be read, here or there."""
         path = self.path / file
         try:
-            if is_linked(self.path, file):
-                raise ValueError(LINKED)
-            os.close(open_regular(path))  # a FIFO would hang the library
+            os.close(open_regular(path, follow=False))  # a FIFO would hang the library
             with safe_open(path, "pt") as opened:
                 yield opened
         except Damaged:
             raise
         except (SafetensorError, OSError, ValueError) as error:
-            raise damage(self.path, file, f"{error}") from None
+            reason = refusal(error) if isinstance(error, OSError) else str(error)
+            raise damage(self.path, file, reason) from None
         except RuntimeError as error:
             if path.exists():
                 raise

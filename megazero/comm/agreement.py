@@ -35,6 +35,8 @@ def agree(
             their values.
     """
     if world.size == 1:
+        if refused:
+            raise ValueError(refused)
         return
     text = json.dumps({_REFUSED: refused} if refused else dict(values()), sort_keys=True)
     digest = hashlib.sha256(text.encode()).digest()
@@ -44,6 +46,8 @@ def agree(
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
         highest, lowest = extremes[:2], -extremes[2:]
         if torch.equal(highest, lowest):
+            if refused:  # by all, alike
+                raise ValueError(refused)
             return
         everyone: list[str] = [""] * world.size
         dist.all_gather_object(everyone, text)

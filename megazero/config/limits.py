@@ -43,7 +43,8 @@ FEW = "no published model has as many"
 ITERATIONS = "iterations are numbered in 9 digits"
 Positive = Annotated[int, Range(1, 10**9, ITERATIONS)]
 Iterations = Annotated[int, Range(0, 10**9, ITERATIONS)]
-Minutes = Annotated[float, Range(0, 10**6, "that is two years")]
+MOST_MINUTES = 10**6
+Minutes = Annotated[float, Range(0, MOST_MINUTES, "that is two years")]
 Ranks = Annotated[int, Range(1, 10**6, "no job has as many ranks")]
 Probability = Annotated[float, Range(0, 1, "1 would drop everything", most_open=True)]
 DecayRate = Annotated[float, Range(0, 1, "a mean with weight 1 on its past never changes", most_open=True)]

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megazero.data.misnamed import complaint
-from megazero.files import FilePool, crc32, explain, identity, open_regular
+from megazero.files import FilePool, changed, crc32, explain, identity, open_regular
 
 MAGIC = b"MMIDIDX\0\0"
 LEGACY_MAGIC = b"TNTIDX\0\0"
@@ -58,7 +58,7 @@ class IndexedDataset:
     that another process truncates kills the process with SIGBUS at the next access; a read says how much is there.
     The index is mapped (read, if it is small), and its size is looked at before it is used.
 
-    `files`: a pool that several corpora share.
+    `files`: a pool that several corpora share. `known`: the identity of `.bin` in the process that opened it first.
 
     Attributes: `dtype` of a token; `lengths` int32 [S], tokens per sequence; `offsets` int64 [S], bytes;
     `document_indices` int64 [D]; `num_documents` = D - 1; `num_tokens` in the whole file.
@@ -66,7 +66,9 @@ class IndexedDataset:
     Raises ValueError naming --data-path if a file is missing, truncated, of another format or inconsistent.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str], files: FilePool | None = None) -> None:
+    def __init__(
+        self, prefix: str | os.PathLike[str], files: FilePool | None = None, known: tuple[int, int] | None = None
+    ) -> None:
         self.prefix = str(prefix)
         self._files = FilePool(1) if files is None else files
         require_pair(self.prefix)
@@ -74,13 +76,13 @@ class IndexedDataset:
             self._map_index()
             self._check_sequences()
             self._check_documents()
-            self._check_tokens()
+            self._check_tokens(known)
         except OSError as error:
             raise ValueError(f"--data-path {self.prefix}: {explain(error)}") from error
 
-    def __reduce__(self) -> tuple[type["IndexedDataset"], tuple[str, FilePool]]:
+    def __reduce__(self) -> tuple[type["IndexedDataset"], tuple[str, FilePool, tuple[int, int]]]:
         # Pickling a memory map would copy the index: a worker process opens the files again instead.
-        return IndexedDataset, (self.prefix, self._files)
+        return IndexedDataset, (self.prefix, self._files, self._identity)
 
     def tokens(self, start: int, stop: int) -> Tokens:
         """Tokens [start, stop) of the whole file, read-only, of type `dtype`.
@@ -208,11 +210,13 @@ class IndexedDataset:
                 f"the {num_sequences} sequences; it is damaged: rerun data_tools/preprocess_data.py"
             )
 
-    def _check_tokens(self) -> None:
-        """The size of `.bin` must be what the index describes."""
+    def _check_tokens(self, known: tuple[int, int] | None) -> None:
+        """The size of `.bin` must be what the index describes; OSError if its identity is not `known`."""
         path, expected = self.prefix + ".bin", self.num_tokens * self.dtype.itemsize
         self._identity = identity(path)
-        size = self._identity[1]
+        if self._identity != (known or self._identity):
+            raise changed(path)
+        size = self._identity[0]
         if size != expected:
             what = "is truncated" if size < expected else "does not belong to this .idx"
             raise ValueError(

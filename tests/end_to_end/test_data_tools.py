@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.programs import runs
 from tests.unit.data_helpers import download_gpt2, unpack_corpus, write_corpus
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -157,8 +158,21 @@ def test_interrupted_run_leaves_no_corpus(tmp_path: Path, kind: signal.Signals) 
     else:
         assert left == set()
         assert process.stderr is not None and "interrupted, nothing was written" in process.stderr.read()
-    while any(Path(f"/proc/{pid}").exists() for pid in workers):  # in time, or the test's own limit ends it
-        time.sleep(0.05)
+    try:
+        while any(map(runs, workers)):
+            time.sleep(0.05)
+    except BaseException:  # the test's own limit
+        print(f"still run: {list(filter(runs, workers))}")
+        raise
+
+
+def test_a_process_that_nobody_waits_for_has_ended() -> None:
+    pid = os.posix_spawn("/bin/true", ["true"], {})
+    while runs(pid):
+        time.sleep(0.01)
+    assert Path(f"/proc/{pid}").exists()
+    os.waitpid(pid, 0)
+    assert not runs(pid)
 
 
 def children(pid: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -12,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from megazero import checkpoint
 from megazero.checkpoint.locking import SaveLock
+from megazero.comm import launch
 from tests.end_to_end.cli import ROOT, metrics, pretrain, pretrain_cold, run
-from tests.helpers.programs import warm
+from tests.helpers.programs import rank_environment, warm
 
 LAYOUTS = {
     "dp3 zero2, M 2": (3, "--zero-stage 2"),
@@ -223,6 +226,33 @@ def test_bad_input_is_refused_before_anything_is_made(name: str, model, refusal,
     for word in words:
         assert word in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_file_system_that_fails_at_the_load_is_refused(
+    ranks: int, model, refusal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank ends without a traceback. The first of two prints the reason before it waits for the other."""
+
+    def fail(path: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    def never(*_: object) -> None:
+        raise ValueError("nobody came")
+
+    monkeypatch.setattr(checkpoint, "find", fail)
+    if ranks == 2:
+        monkeypatch.setattr(launch, "start", never)
+        for name, value in rank_environment(0, 2, 1).items():
+            monkeypatch.setenv(name, value)
+    done = refusal(*model, "--train-iters", 1, "--load", tmp_path)
+    reason, first = f"{tmp_path}: Input/output error", f"rank 0: {tmp_path}: Input/output error; it ends once"
+    said = done.stderr.splitlines()
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    if ranks == 1:
+        assert said == [f"ValueError: {reason}"]
+    else:
+        assert said[0].startswith(first) and said[1] == "rank 0: ValueError: nobody came"
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.programs import ROOT, WarmProgram, free_port, rank_environment
+from tests.helpers.programs import ROOT, WarmProgram, free_port, rank_environment, runs
 
 LASTING = ["--train-iters", 100000, "--log-interval", 1]
 FOREVER = [*LASTING, "--distributed-timeout-minutes", 0.15]  # a time-out is waited for
@@ -39,19 +39,33 @@ class Rank:
         return self.said.count("| loss ")
 
     def wait_for_iterations(self, number: int) -> None:
-        wait(lambda: self.iterations >= number or self.process.poll() is not None)
+        wait(lambda: self.iterations >= number or self.process.poll() is not None, self)
         assert self.iterations >= number, self.said
 
     def end(self, exit_code: int = 1) -> str:
         """All that it said, once it has ended by itself with an error."""
-        wait(lambda: self.process.poll() is not None)
+        wait(lambda: self.process.poll() is not None, self)
         assert self.process.returncode == exit_code, self.said
         return self.said
 
 
-def wait(happened: Callable[[], bool]) -> None:
-    while not happened():
-        time.sleep(0.05)
+def wait(happened: Callable[[], bool], *ranks: Rank) -> None:
+    try:
+        while not happened():
+            time.sleep(0.05)
+    except BaseException:  # the test's own limit
+        print(*(rank.said for rank in ranks), sep="\n")
+        raise
+
+
+def test_a_wait_that_is_ended_prints_the_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def limit() -> bool:
+        pytest.fail("time-out")
+
+    (tmp_path / "log").write_text("stuck in operation 7")
+    with pytest.raises(pytest.fail.Exception):
+        wait(limit, Rank(tmp_path / "log", None))
+    assert "stuck in operation 7" in capsys.readouterr().out
 
 
 Start = Callable[..., list[Rank]]
@@ -137,13 +151,6 @@ def rank_processes(torchrun: int) -> list[int]:
     return [int(pid) for pid in children if b"pretrain_gpt" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-def runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def test_ranks_end_when_torchrun_is_killed(model: list[Any], tmp_path: Path) -> None:
     torchrun = "-m torch.distributed.run --rdzv-backend c10d --rdzv-endpoint localhost:0 --nproc-per-node 2".split()
     command = [sys.executable, *torchrun, "pretrain_gpt.py", *model, *LASTING]
@@ -158,7 +165,7 @@ def test_ranks_end_when_torchrun_is_killed(model: list[Any], tmp_path: Path) -> 
         ranks = rank_processes(launcher.process.pid)
         assert len(ranks) == 2
         launcher.process.kill()
-        wait(lambda: not any(map(runs, ranks)))
+        wait(lambda: not any(map(runs, ranks)), launcher)
         assert "its launcher is gone; ending" in launcher.said
     finally:
         launcher.process.kill()
@@ -238,7 +245,7 @@ def test_another_corpus_under_the_same_name_is_refused(
         flags.append([*model, "--data-path", copy / "corpus", "--train-iters", 1, "--log-dir", copy / "log"])
     good = start(flags)
     for rank in good:
-        wait(lambda rank=rank: rank.process.poll() is not None)
+        wait(lambda rank=rank: rank.process.poll() is not None, rank)
         assert rank.process.returncode == 0, rank.said
     with (tmp_path / "1" / "corpus.bin").open("r+b") as file:
         byte = file.read(1)

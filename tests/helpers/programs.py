@@ -101,6 +101,14 @@ def rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
     return {name: str(value) for name, value in ranks.items()}
 
 
+def runs(pid: int) -> bool:
+    """Return whether a process has not ended; one in state Z has, and nobody has asked for its exit code."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def warm(program: str, *arguments: object, ranks: int = 1) -> subprocess.CompletedProcess[str]:
     """Run `ranks` copies of a program to their end: the first exit code that is not 0, and all that they printed."""
     port = free_port()

@@ -38,6 +38,24 @@ def compare(rank: int, own: dict[int, dict[str, str]], world: int) -> tuple[str,
     return "", sent
 
 
+def refuse(rank: int, world: int, refusing: list[int]) -> str:
+    try:
+        agree(lambda: ALIKE, World(rank, world, rank, "torchrun"), CPU, ["a"], "no disk" if rank in refusing else "")
+    except ValueError as error:
+        return str(error)
+    return "went on"
+
+
+@pytest.mark.parametrize("refusing", [[0], [1], [0, 1]], ids=str)
+def test_what_some_or_all_ranks_refuse_is_raised_on_all(refusing: list[int], ranks) -> None:
+    assert ranks(2).run(refuse, 2, refusing) == ["no disk"] * 2
+
+
+def test_what_the_only_rank_refuses_is_raised() -> None:
+    assert refuse(0, 1, [0]) == "no disk"
+    assert refuse(0, 1, []) == "went on"
+
+
 def test_ranks_that_are_alike_send_32_bytes(ranks) -> None:
     assert ranks(4).run(compare, {}, 4) == [("", [32])] * 4
 

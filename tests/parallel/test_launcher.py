@@ -6,12 +6,16 @@ import datetime
 import os
 import sys
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.launcher import Forked, Program, RankError, Ranks
+from benchmarks import predict
+from benchmarks.launcher import Forked, Group, Program, RankError, Ranks
 
 
 def total(rank: int, number: int) -> tuple[int, int]:
@@ -33,6 +37,10 @@ def fail(rank: int, how: str) -> None:
 
 def pid(rank: int) -> int:
     return os.getpid()
+
+
+def murmur(rank: int) -> None:
+    print("not flushed", rank)
 
 
 def two_groups(rank: int, timeout_minutes: int) -> list[str]:
@@ -92,6 +100,43 @@ def test_groups_that_are_too_many_are_ended(pool: Ranks) -> None:
     for minutes in range(10, 32):
         pool.run(two_groups, minutes)
     assert pool.run(two_groups, 7)[0] != first
+
+
+def test_what_a_rank_printed_is_in_the_log_when_it_ends(tmp_path: Path) -> None:
+    """One that ends at once, without the end of its groups."""
+    started: list[Path] = []
+
+    class Logged(Program):
+        def __call__(self, group: Group, connection: Connection, log: Path) -> Any:
+            started.append(tmp_path / "log")
+            return super().__call__(group, connection, started[-1])
+
+    pool = Ranks(1, Logged(env={"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}), reuse_groups=True)
+    pool.run(murmur)
+    pool.stop()
+    assert started[0].read_text() == "not flushed 0\n"
+
+
+def test_predicted_steps_are_measured_without_wrappers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are new in each round, because groups stay for as long as they do."""
+    made = list[tuple[int, bool]]()
+
+    class Noted:
+        def __init__(self, world: int, start: Program, seconds: float = 1.0, **flags: Any) -> None:
+            self.world = world
+            made.append((world, flags.get("reuse_groups", False)))
+
+        def run(self, *_: Any) -> list[Any]:
+            return [[(2.0, 1.0)]] * self.world
+
+        def stop(self) -> None:
+            made.append((-self.world, False))
+
+    monkeypatch.setattr(predict, "Ranks", Noted)
+    monkeypatch.setattr(predict.device, "measure_round", lambda *_: None)
+    _, found = predict.measure(2, 1)
+    assert made == [(world, False) for world in (1, 2, 4, -1, -2, -4)] * 2
+    assert all(len(steps) == 2 for steps in found.values())
 
 
 @pytest.mark.slow

@@ -153,9 +153,9 @@ def test_a_link_in_a_checkpoint_is_refused_and_one_to_it_is_followed(sound: Path
     shutil.copytree(tmp_path / "elsewhere", folder)
     (folder / name).rename(tmp_path / "outside")
     (folder / name).symlink_to(tmp_path / "outside")
-    with pytest.raises(Damaged, match=f"{name}.* is a link, and a checkpoint has files of its own only"):
+    with pytest.raises(Damaged, match=f"{name}.* is a link, and .* files of its own only: .*`cp -rL`"):
         checkpoint.find(root)
-    with pytest.raises(Damaged, match=f"{name}.* is a link, and a checkpoint has files of its own only"):
+    with pytest.raises(Damaged, match=f"{name}.* is a link, and .* files of its own only: .*`cp -rL`"):
         RunState.read(folder)
         checkpoint.load(folder, tensors(0.0))
     assert any("is a link" in fault for fault in faults(folder))

@@ -1,5 +1,6 @@
 """The checkpoint engine in one process: what is on the disk, what is refused, what a crash leaves."""
 
+import errno
 import json
 import os
 import pickle
@@ -13,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megazero import checkpoint
+from megazero import checkpoint, files
 from megazero.checkpoint import LocalShard, folders, manifest, shards, storage
 from megazero.plan.regions import Region
 
@@ -325,6 +326,37 @@ def test_a_save_that_fails_after_it_has_its_name_gives_it_back(tmp_path: Path, a
         checkpoint.save(tmp_path, 1 if again else 2, model(2), {})
     assert sorted(os.listdir(tmp_path)) == ["iter_0000001", "latest"]
     assert_holds(tmp_path / "iter_0000001", 1)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "disk"), KeyboardInterrupt()], ids=repr)
+def test_a_save_that_fails_after_latest_names_it_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, again: bool
+) -> None:
+    """The wait for the disk fails, or is interrupted: what `latest` names is there and whole."""
+
+    def fail(folder: Path) -> None:
+        raise error
+
+    checkpoint.save(tmp_path, 2 if again else 1, model(1), {})
+    with monkeypatch.context() as patched, pytest.raises((checkpoint.AgreedFailure, KeyboardInterrupt)):
+        patched.setattr(files, "sync_folder", fail)  # after `latest` has been replaced
+        checkpoint.save(tmp_path, 2, model(2), {})
+    assert checkpoint.find(tmp_path) == tmp_path / "iter_0000002"
+    assert_holds(tmp_path / "iter_0000002", 2)
+    checkpoint.save(tmp_path, 3, model(3), {})
+    assert sorted(os.listdir(tmp_path)) == [*(["iter_0000001"] * (not again)), "iter_0000002", "iter_0000003", "latest"]
+
+
+def test_a_save_that_is_interrupted_frees_its_disk_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        assert list(tmp_path.glob(".iter_*"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(storage, "write_manifest", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(tmp_path, 2, model(2), {})
+    assert not list(tmp_path.glob(".iter_*"))
 
 
 def test_leftovers_of_a_crash_are_cleared(tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ import itertools
 import json
 import multiprocessing
 import os
+import pickle
 import random
 import resource
+import shutil
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -164,18 +166,23 @@ def test_many_corpora_need_few_descriptors(tmp_path: Path) -> None:
     assert sum(served) == 2 * count and min(served) >= 1
 
 
-@pytest.mark.parametrize("change", ["as large", "longer"])
+@pytest.mark.parametrize("change", ["as large", "longer", "the same inode"])
 def test_a_corpus_made_anew_is_not_read_through_the_old_index(tmp_path: Path, change: str) -> None:
-    """More corpora than descriptors: a file is opened again, and may be another by then."""
+    """More corpora than descriptors: a file is opened again, and may be another by then; so in a data worker."""
     pool = files.FilePool(1)
     one, other = (indexed.IndexedDataset(write_corpus(tmp_path / n, [[1, 2, 3], [4, 5]]), pool) for n in "cd")
     assert one.tokens(0, 2).tolist() == other.tokens(0, 2).tolist() == [1, 2]  # this closes the first
     assert one.tokens(0, 2).tolist() == [1, 2] and other.tokens(3, 5).tolist() == [4, 5]
     anew = write_corpus(tmp_path / "e", [[1, 2], [3, 4, 5] + [6] * (change == "longer")])
+    handed = pickle.dumps(one)
+    assert pickle.loads(handed).tokens(0, 2).tolist() == [1, 2]
     for end in (".bin", ".idx"):
-        os.replace(f"{anew}{end}", f"{tmp_path / 'c'}{end}")
-    with pytest.raises(ValueError, match=r"--data-path .*/c: .*/c.bin: another file took its name, .*last checkpoint"):
-        one.tokens(0, 2)
+        put = shutil.copyfile if change == "the same inode" else os.replace
+        put(f"{anew}{end}", f"{tmp_path / 'c'}{end}")
+    os.utime(tmp_path / "c.bin", ns=(5, 5))  # some file systems count in steps longer than this test takes
+    for read in (lambda: one.tokens(0, 2), lambda: pickle.loads(handed)):
+        with pytest.raises(ValueError, match=r"-path .*/c: .*/c.bin: another file took its name, .*last checkpoint"):
+            read()
     assert other.tokens(0, 2).tolist() == [1, 2] and pool._limit == 1
 
 

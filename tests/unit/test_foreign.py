@@ -75,6 +75,8 @@ SAME = [
     ("--lr-warmup-samples 183105 --lr-decay-samples 126953125 --global-batch-size 1536",
      "--lr-warmup-iters 119 --lr-decay-iters 82652 --global-batch-size 1536"),
     ("--exit-duration-in-mins 235", "--exit-duration-minutes 235"),
+    ("--exit-duration-in-mins 1000000", "--exit-duration-minutes 1000000"),
+    ("--exit-duration-in-mins 30000000", "--exit-duration-minutes 0"),
     ("--profile --profile-step-start 4 --profile-step-end 6", "--profile-iterations 5:6"),
     ("--deepspeed --zero-optimization", "--zero-stage 1"),
     ("--model-parallel-size 2 --batch-size 4", "--tensor-model-parallel-size 2 --micro-batch-size 4"),
@@ -254,6 +256,7 @@ def test_a_deepspeed_file_with_absurd_values_is_refused_by_its_keys(tmp_path: Pa
         ('{"fp16": {"initial_scale_power": 1e9}}', "fp16.initial_scale_power = 1000000000.0: it must be 0 to 48"),
         ('{"optimizer": {"params": {"betas": [0.9]}}}', "optimizer.params.betas = [0.9]: it must be two numbers"),
         ('{"optimizer": {"params": {"lr": true}}}', "optimizer.params.lr = true: --lr true: must be a number"),
+        ('{"gradient_accumulation_steps": 0}', "gradient_accumulation_steps = 0: it must be at least 1"),
         ('{"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": "x"}',
          "gradient_accumulation_steps = 2: train_micro_batch_size_per_gpu x is not a number"),
         ("[" * 100_000, "ds.json is no JSON: nested too deeply"),
@@ -264,6 +267,12 @@ def test_a_deepspeed_file_is_refused_with_the_reason(tmp_path: Path, text: str, 
     (tmp_path / "ds.json").write_text(text)
     with pytest.raises(ValueError, match=re.escape(said)):
         parse(["--deepspeed_config", str(tmp_path / "ds.json")])
+
+
+@pytest.mark.parametrize("off", ["false", '"false"', '"False"', "0", '"off"'])
+def test_a_disabled_group_of_a_deepspeed_file_asks_for_nothing(tmp_path: Path, off: str) -> None:
+    (tmp_path / "ds.json").write_text(f'{{"fp16": {{"enabled": {off}, "hysteresis": 3}}, "steps_per_print": 7}}')
+    assert translate(["--deepspeed_config", str(tmp_path / "ds.json")], options()).args == ["--log-interval", "7"]
 
 
 def test_empty_groups_of_a_deepspeed_file_ask_for_nothing(tmp_path: Path) -> None:

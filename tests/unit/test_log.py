@@ -328,8 +328,14 @@ def test_weights_and_biases_works_offline_without_an_account(tmp_path: Path, mon
     assert len(runs) == 2  # `wandb sync --append` joins them
     # wandb's own process writes the file, and may end it a moment after `finish` returns
     words = b"tokens_per_second", b"memory_bytes", b"hidden_size"
-    while not all(word in run.read_bytes() for word in words for run in runs):
-        time.sleep(0.05)
+    try:
+        while not all(word in run.read_bytes() for word in words for run in runs):
+            time.sleep(0.05)
+    except BaseException:  # the test's own limit
+        for run in runs:
+            print(run, run.stat().st_size, [word for word in words if word not in run.read_bytes()])
+            print(*(log.read_text()[-3000:] for log in run.parent.glob("logs/*.log")), sep="\n")
+        raise
 
 
 def test_a_fresh_start_is_a_run_of_its_own(tmp_path: Path) -> None:

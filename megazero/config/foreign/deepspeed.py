@@ -8,6 +8,7 @@ from typing import Any
 
 from megazero.config.foreign.table import (
     DEEPSPEED,
+    FALSE,
     Entries,
     Refused,
     Use,
@@ -128,7 +129,9 @@ def file_words(leaves: Mapping[str, Any], use: Use) -> list[str]:
         Refused: a key or value without an equal.
     """
     disabled = tuple(
-        key.removesuffix("enabled") for key, value in leaves.items() if key.endswith(".enabled") and value is False
+        key.removesuffix("enabled")
+        for key, value in leaves.items()
+        if key.endswith(".enabled") and as_text(value).lower() in FALSE
     )
     words, wrong = list[str](), list[str]()
     for key, value in leaves.items():
@@ -169,6 +172,8 @@ def _key_words(key: str, value: Any, leaves: Mapping[str, Any], use: Use) -> lis
         return [] if use.given("adam-beta2") else ["--adam-beta1", betas[0], "--adam-beta2", betas[1]]
     if key == "gradient_accumulation_steps":
         steps = whole(as_text(value))
+        if steps < 1:
+            raise Refused("it must be at least 1")
         known = "train_batch_size" in leaves or use.given("global-batch-size")
         return [] if known else _accumulated(steps, leaves, use)
     if key == "scheduler.type":

@@ -15,6 +15,7 @@ from megazero.config.foreign.table import (
     switch,
     unneeded,
 )
+from megazero.config.limits import MOST_MINUTES
 
 # -- batches, duration, learning rate
 
@@ -58,6 +59,11 @@ def _loss_scale(use: Use) -> list[str]:
     return []
 
 
+def _exit_duration(use: Use) -> list[str]:
+    """Translate a duration that our flag would refuse as too long into never: scripts mean that by it."""
+    return ["--exit-duration-minutes", "0" if use.number() > MOST_MINUTES else use.value]
+
+
 TRAINING: Entries = (
     *switch(MEGATRON, "bf16", "--precision bf16"),
     *switch(MEGATRON, "fp16", "--precision fp16"),
@@ -65,7 +71,12 @@ TRAINING: Entries = (
     *switch(MEGATRON, "accumulate-allreduce-grads-in-fp32", "--grad-dtype fp32"),
     *computed(MEGATRON, "loss-scale", "nothing, where it is 0: the scale is dynamic", _loss_scale),
     *alias(MEGATRON, "batch-size", "micro-batch-size"),
-    *alias(MEGATRON, "exit-duration-in-mins", "exit-duration-minutes"),
+    *computed(
+        MEGATRON,
+        "exit-duration-in-mins",
+        f"--exit-duration-minutes; 0, which is never, where it is more than {MOST_MINUTES:,}",
+        _exit_duration,
+    ),
     *computed(
         MEGATRON,
         "train-samples train-tokens",
