@@ -166,7 +166,7 @@ def test_interrupted_run_leaves_no_corpus(tmp_path: Path, kind: signal.Signals) 
         raise
 
 
-def test_a_process_that_nobody_waits_for_has_ended() -> None:
+def test_a_process_whose_parent_does_not_wait_has_ended() -> None:
     pid = os.posix_spawn("/bin/true", ["true"], {})
     while runs(pid):
         time.sleep(0.01)

@@ -238,7 +238,7 @@ def test_a_file_system_that_fails_at_the_load_is_refused(
         raise OSError(errno.EIO, "Input/output error", str(path))
 
     def never(*_: object) -> None:
-        raise ValueError("nobody came")
+        raise ValueError("too few ranks")
 
     monkeypatch.setattr(checkpoint, "find", fail)
     if ranks == 2:
@@ -252,7 +252,7 @@ def test_a_file_system_that_fails_at_the_load_is_refused(
     if ranks == 1:
         assert said == [f"ValueError: {reason}"]
     else:
-        assert said[0].startswith(first) and said[1] == "rank 0: ValueError: nobody came"
+        assert said[0].startswith(first) and said[1] == "rank 0: ValueError: too few ranks"
 
 
 @pytest.mark.slow

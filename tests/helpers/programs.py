@@ -102,7 +102,7 @@ def rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
 
 
 def runs(pid: int) -> bool:
-    """Return whether a process has not ended; one in state Z has, and nobody has asked for its exit code."""
+    """Return whether a process has not ended; one in state Z has, and its parent has not yet read its exit code."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
