@@ -134,3 +134,10 @@ def test_the_check_of_gpus_runs_dry_on_a_cpu() -> None:
     assert "no part failed" in done.stdout and done.stdout.count("| megazero") >= 3
     assert "An iteration takes" in done.stdout
     assert "skipped: it needs 1 GPUs, and there are 0" in done.stdout or torch.cuda.is_available()
+
+
+@pytest.mark.slow
+def test_a_run_next_to_busy_processes() -> None:
+    done = run(sys.executable, "-m", "benchmarks.busy_neighbours", "--neighbours", 1, "--rounds", 1, "--iters", 3)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n| ") == 4 and "next to 1 busy processes" in done.stdout
