@@ -2,13 +2,13 @@
 
 Note [spinning threads]: at the end of each parallel loop GNU OpenMP's threads spin, by default for milliseconds,
 before they sleep. Where another process needs the core, the thread that is waited for does not get it: with four busy
-processes on two cores a step takes ten times longer. Spinning for microseconds costs an idle machine nothing
+processes on two cores a step takes many times longer. Spinning for microseconds costs an idle machine nothing
 (docs/benchmarks.md has the measurements).
 
 Note [pinned memory]: torch rounds pinned allocations up to a power of two, unless they are larger than
 pinned_max_round_threshold_mb. In torch 2.13 the cache of freed blocks, one list per power of two, hands out a block
 that was not rounded without looking at its size, so that copies write behind its end. A limit is safe only if
-pinned_max_cached_size_mb is the same: then no such block is cached. Older releases do not know the second limit.
+pinned_max_cached_size_mb is the same: then no such block is cached. It is not known whether releases before 2.13 have the second limit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
-LIMITED_PINNED = (2, 13)  # from this release on torch knows both limits
+LIMITED_PINNED = (2, 13)  # the first release that is known to have both limits
 ROUND, CACHED = "pinned_max_round_threshold_mb", "pinned_max_cached_size_mb"
 
 

@@ -39,7 +39,7 @@ def test_a_users_own_setting_stands(
     [
         ("2.13.0+cu130", "expandable_segments:True,pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:64"),
         ("2.14.1", "expandable_segments:True,pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:64"),
-        ("2.12.0", "expandable_segments:True"),  # an unknown limit is an error there
+        ("2.12.0", "expandable_segments:True"),  # an unknown limit would be an error
     ],
 )
 def test_limits_of_pinned_memory_that_torch_knows(release: str, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
