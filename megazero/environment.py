@@ -8,7 +8,8 @@ processes on two cores a step takes many times longer. Spinning for microseconds
 Note [pinned memory]: torch rounds pinned allocations up to a power of two, unless they are larger than
 pinned_max_round_threshold_mb. In torch 2.13 the cache of freed blocks, one list per power of two, hands out a block
 that was not rounded without looking at its size, so that copies write behind its end. A limit is safe only if
-pinned_max_cached_size_mb is the same: then no such block is cached. Whether releases before 2.13 have the second limit is not known.
+pinned_max_cached_size_mb is the same: then no such block is cached. Whether releases before 2.13 have the second limit
+is not known.
 """
 
 from __future__ import annotations
