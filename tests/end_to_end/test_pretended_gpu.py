@@ -56,7 +56,8 @@ def test_a_resumed_run_has_the_same_losses(run: Path, model: list[object], tmp_p
 def test_a_deterministic_run(model: list[object], tmp_path: Path) -> None:
     """`on_gpu` compares torch's setting with the flag."""
     flags = ["--precision", "fp64", "--num-layers", 1, "--global-batch-size", 2, "--train-iters", 1]
-    on_gpu(tmp_path / "report", "pretrain_gpt.py", *model, *flags, "--deterministic-mode")
+    _, [waits] = on_gpu(tmp_path / "report", "pretrain_gpt.py", *model, *flags, "--deterministic-mode")
+    assert waits["tolist"] == 1  # the step's one wait
 
 
 @pytest.mark.slow
