@@ -15,6 +15,7 @@ from megazero.comm.machine import machine
 from megazero.comm.world import tasks_of_node
 from megazero.config.schema import Config
 from megazero.memory.host import Available, Machine, host_memory
+from megazero.model.stage import declare
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
 from megazero.price.capacity import check_memory, estimated, lower_bound
@@ -87,7 +88,7 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 
 
 def resolved(world_size: int, options: dict[str, Any]) -> tuple[Config, Layout]:
-    return resolve(make(**(SMALL | options)), world_size, 0)
+    return resolve(make(**(SMALL | options)), world_size, 0, declare)
 
 
 @pytest.mark.parametrize(("world_size", "options"), LAYOUTS, ids=str)

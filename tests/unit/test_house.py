@@ -90,7 +90,24 @@ def only_comm_compares_sizes(sources: Sources) -> Iterator[str]:
                     yield f"{module}:{node.lineno} {ast.unparse(node)}"
 
 
-RULES: list[Callable[[Sources], Iterator[str]]] = [no_module_level_state, only_comm_compares_sizes]
+def only_the_stage_names_layers(sources: Sources) -> Iterator[str]:
+    """What plans need to know of a layer is declared: nobody tells a layer by its name, or by a part of it."""
+    for module, tree in sources.items():
+        for node in ast.walk(tree) if module != "model.stage" else ():
+            if isinstance(node, ast.Constant) and node.value in LAYER_NAMES:
+                yield f"{module}:{node.lineno} {node.value!r}"
+            elif isinstance(node, ast.ImportFrom) and node.module == "megazero.model.stage":
+                for alias in node.names:
+                    if alias.name.isupper():
+                        yield f"{module}:{node.lineno} {alias.name}"
+
+
+LAYER_NAMES = {"token_embedding", "position_embedding", "blocks.", "blocks.0", "head"}
+RULES: list[Callable[[Sources], Iterator[str]]] = [
+    no_module_level_state,
+    only_comm_compares_sizes,
+    only_the_stage_names_layers,
+]
 
 # (rule, module, a line that breaks the rule there)
 FAULTS = [
@@ -105,6 +122,8 @@ FAULTS = [
     (no_module_level_state, "zero.zero", "import torch\ndef f():\n    torch.Tensor.__add__ = None"),
     (only_comm_compares_sizes, "zero.zero", "def f(axis):\n    return axis.size > 1"),
     (only_comm_compares_sizes, "zero.zero", "def f(mesh):\n    return 1 == mesh.dp.size"),
+    (only_the_stage_names_layers, "zero.zero", "def f(name):\n    return name.startswith('blocks.')"),
+    (only_the_stage_names_layers, "zero.zero", "from megazero.model.stage import HEAD"),
 ]
 
 
