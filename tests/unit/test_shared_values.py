@@ -122,7 +122,8 @@ def test_initial_values_do_not_depend_on_tensor_parallelism(tp: int) -> None:
             *(declare(model_of(architecture), n).kinds.values() for n in (tp, 1)),
             strict=True,
         ):
-            assert [(s.std, s.mean, s.decays) for s in specs.params] == [(s.std, s.mean, s.decays) for s in alone.params]
+            drawn = [[(s.std, s.mean, s.decays) for s in kind.params] for kind in (specs, alone)]
+            assert drawn[0] == drawn[1]
 
 
 # -- the plan of memory
