@@ -1,6 +1,6 @@
 """Refuse a run that cannot fit, before anything is allocated. Pure: what there is comes as arguments.
 
-Two steps: a lower bound in closed form, whose cost does not grow with the number of layers, so that absurd sizes are
+Two steps: a lower bound in closed form, which counts layers by kind, so that absurd sizes are
 refused at once; then the estimate, which walks the whole iteration. Both count less than a process takes (no kernel
 scratch, no libraries), so what they refuse would fail.
 """
@@ -52,7 +52,7 @@ def check_memory(config: Config, layout: Layout, rank: int, machine: Machine) ->
 
 
 def lower_bound(config: Config, layout: Layout, rank: int, device_type: str) -> Needs:
-    """Return what a rank needs at least, at a cost that does not depend on the number of layers or micro-batches.
+    """Return what a rank needs at least, at a cost that does not depend on the number of micro-batches.
 
     Parameters and optimizer states, and the larger of the gradients (held at the end of an iteration) and of the
     activations and logits of one micro-batch (held at the end of its forward pass; gpipe holds all micro-batches).

@@ -88,7 +88,7 @@ class Engine:
             kernels_named(config.training.kernels_on(mesh.device.type)),
         )
         model = config.model
-        self.model = Stage(model, self.spec.layers, context, config.training.freeze_parameters)
+        self.model = Stage(model, list(self.spec.layers), context, config.training.freeze_parameters)
         self.zero = Zero(self._zero_options(), self.model.units)
         step = self.program(config.schedule, config.micro_batches(mesh.layout.dp))
         self.zero.reserve(step.arena_numel)

@@ -91,7 +91,7 @@ def only_comm_compares_sizes(sources: Sources) -> Iterator[str]:
 
 
 def only_the_stage_names_layers(sources: Sources) -> Iterator[str]:
-    """What plans need to know of a layer is declared: nobody tells a layer by its name, or by a part of it."""
+    """No other module compares names of layers: plans read what a layer declares."""
     for module, tree in sources.items():
         for node in ast.walk(tree) if module != "model.stage" else ():
             if isinstance(node, ast.Constant) and node.value in LAYER_NAMES:

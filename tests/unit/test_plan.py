@@ -161,7 +161,7 @@ def test_a_block_takes_what_the_host_needs_to_issue_it(flags: str) -> None:
     costs = StepCosts(config, layout, spec, simple(overhead_call=2e-3, overhead_operation=3e-3))
     forward = costs.of_layer(Forward("blocks.1", 0, graph=True))
     assert forward.seconds == pytest.approx(10 * 2e-3 + 3e-3)
-    events = costs.events["blocks", True]
+    events = costs.events["blocks.0", True]
     found = [e.head_dim for e in (*events.forward, *events.backward) if isinstance(e, Operator) and e.attention_flops]
     assert found == [16, 16]
 
