@@ -62,8 +62,7 @@ def lower_bound(config: Config, layout: Layout, rank: int, device_type: str) -> 
     layers = declare(model, layout.tp)
     held = Counter(layers.kinds[name].name for name in layers.units(layout, stage))
     total = sum(
-        count * unit_layout(list(layers.kinds[name].params), layout.tp, layout.shard).numel
-        for name, count in held.items()
+        count * unit_layout(layers.kinds[name].params, layout.sizes, layout.shard).numel for name, count in held.items()
     )
     blocks = sum(count for name, count in held.items() if layers.kinds[name].end is None)
     policy = ZeroPolicy.for_stage(config.zero, layout.shard)

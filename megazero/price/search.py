@@ -163,7 +163,7 @@ class Terms:
     def _numel(self, tp: int) -> tuple[int, int]:
         """Elements of a block and of the tables, on one rank."""
         kinds = declare(dataclasses.replace(self.config.model, num_layers=1), tp).kinds.values()
-        found = [(kind.end, unit_layout(list(kind.params), tp, 1).numel) for kind in kinds]
+        found = [(kind.end, unit_layout(kind.params, {"tp": tp}, 1).numel) for kind in kinds]
         block, table = (sum(n for end, n in found if end is wanted) for wanted in (None, End.FIRST))
         return block, table
 

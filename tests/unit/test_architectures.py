@@ -13,7 +13,7 @@ from megazero.config.cli import flags, parse, to_toml
 from megazero.config.schema import ActivationConfig, ModelConfig
 from megazero.model.stage import declare
 from megazero.plan.layers import non_block_costs
-from megazero.plan.parameters import GradientGroup, unit_layout
+from megazero.plan.parameters import unit_layout
 from megazero.plan.resolve import resolve
 from megazero.price.trace import model_flops
 from tests.unit.test_config import make
@@ -81,7 +81,7 @@ def test_fewer_groups_than_ranks_are_replicated_and_their_gradients_summed() -> 
         specs = declare(LLAMA, tp).first_block.params
         kv = {spec.name: spec for spec in specs}["blocks.0.attention.kv.weight"]
         assert kv.shape == (2, 2, 8, 64)
-        assert (kv.tp_dim, kv.group) == ((0, GradientGroup.DP) if sharded else (None, GradientGroup.DP_TP))
-        flat = unit_layout(list(specs), tp, 1)
-        assert flat.summed_over_tp(False).numel == (0 if sharded else kv.local(tp, 0).numel)
-        assert flat.summed_over_tp(True) == flat.replicated
+        assert (kv.sharded, kv.summed) == ((((0, "tp"),), set()) if sharded else ((), {"tp"}))
+        flat = unit_layout(specs, {"tp": tp}, 1)
+        assert sum(r.numel for r in flat.summed("tp", False)) == (0 if sharded else kv.local({}, {}).numel)
+        assert flat.summed("tp", True) == flat.replicated("tp")
