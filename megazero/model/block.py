@@ -12,7 +12,7 @@ The residual stream is [T', h]: this rank's T' of the micro-batch's T = b s toke
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 import torch
@@ -50,6 +50,7 @@ class Architecture(NamedTuple):
     block: Callable[[ModelConfig, int, Context], Layer]  # called as block(x, tokens, output); the number: its place
     norm: Callable[[ModelConfig, Context], nn.Module]  # before the output matrix
     positions: Callable[[ModelConfig, Context], Layer] | None  # a layer behind the token table, or none
+    kind: Callable[[ModelConfig, int], Hashable] = lambda model, number: None  # blocks of a kind differ in number alone
 
 
 class PreNormBlock(Layer):

@@ -1,6 +1,8 @@
-"""LayerNorm and RMSNorm, over h, replicated over tp."""
+"""LayerNorm and RMSNorm over the last dim, h unless another width is given; their weights are replicated over tp."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 import torch.nn as nn
@@ -29,10 +31,14 @@ class _LayerNorm(torch.autograd.Function):
 class LayerNorm(nn.Module):
     """(x - mean) / sqrt(variance + eps) * weight + bias"""
 
-    def __init__(self, model: ModelConfig, context: Context) -> None:
+    def __init__(
+        self, model: ModelConfig, context: Context, width: int | None = None, summed: Iterable[str] = ()
+    ) -> None:
+        """`summed`: axes over which ranks norm parts of one token, such as its heads; see `Context.weight`."""
         super().__init__()
-        self.eps, self.kernels = model.norm_epsilon, context.kernels
-        self.weight, self.bias = context.weight(model.hidden_size, mean=1.0), context.weight(model.hidden_size)
+        self.eps, self.kernels, width = model.norm_epsilon, context.kernels, width or model.hidden_size
+        self.weight = context.weight(width, mean=1.0, summed=summed)
+        self.bias = context.weight(width, summed=summed)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         handles = self.weight.handle, self.bias.handle
@@ -59,10 +65,13 @@ class _RMSNorm(torch.autograd.Function):
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight"""
 
-    def __init__(self, model: ModelConfig, context: Context) -> None:
+    def __init__(
+        self, model: ModelConfig, context: Context, width: int | None = None, summed: Iterable[str] = ()
+    ) -> None:
+        """`summed`: axes over which ranks norm parts of one token, such as its heads; see `Context.weight`."""
         super().__init__()
         self.eps, self.kernels = model.norm_epsilon, context.kernels
-        self.weight = context.weight(model.hidden_size, mean=1.0)
+        self.weight = context.weight(width or model.hidden_size, mean=1.0, summed=summed)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _RMSNorm.apply(x, self.weight, self.eps, self.kernels, self.weight.handle)

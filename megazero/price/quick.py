@@ -36,9 +36,9 @@ class States(NamedTuple):
 def parameter_bounds(model: ModelConfig) -> tuple[int, int]:
     """Return at most and at least as many elements as the model has: its matrices; with vectors and padding."""
     h, f, groups = model.hidden_size, model.ffn_size, model.num_query_groups or model.num_attention_heads
-    kv = h // model.num_attention_heads * groups
-    matrices = h * (h + 2 * kv) + h * h + ARCHITECTURES[model.architecture].mlp_matrices * h * f
-    vectors = 7 * h + 2 * kv + 2 * f
+    q, kv = model.head_dim * model.num_attention_heads, model.head_dim * groups
+    matrices = h * (q + 2 * kv) + q * h + ARCHITECTURES[model.architecture].mlp_matrices * h * f
+    vectors = 6 * h + q + 2 * kv + 2 * f
     tables = 1 + model.untie_embeddings
     rows = -(-model.vocab_size // ALIGN) * ALIGN
     least = model.num_layers * matrices + tables * model.vocab_size * h

@@ -72,7 +72,7 @@ def trace_block(config: Config, layout: Layout, device_type: str) -> LayerCost:
 class Kind(NamedTuple):
     """All that a layer's costs depend on. Layers of one kind differ in their number alone."""
 
-    model: ModelConfig  # one block deep
+    model: ModelConfig  # see `_shallow`
     precision: str
     micro_batch_size: int
     recompute: str
@@ -117,7 +117,7 @@ class Kind(NamedTuple):
             s.name.replace(layer.name, layer.kind, 1) for unit in layer.units for s in specs[unit] if not s.trains
         )
         return cls(
-            dataclasses.replace(config.model, num_layers=1),
+            _shallow(config.model),
             config.training.precision,
             config.training.micro_batch_size,
             config.activations.recompute,
@@ -251,8 +251,14 @@ def model_flops(model: ModelConfig, samples: int) -> int:
     Attention counts as if it were not causal, and the lookup of tokens not at all (Narayanan 2021).
     """
     counts = Counter((kind.name, kind.use) for kind in declare(model).kinds.values())
-    one = dataclasses.replace(model, num_layers=1)
-    return 3 * samples * sum(count * _flops(one, *kind) for kind, count in counts.items())
+    shallow = _shallow(model)
+    return 3 * samples * sum(count * _flops(shallow, *kind) for kind, count in counts.items())
+
+
+def _shallow(model: ModelConfig) -> ModelConfig:
+    """Return the model one block deep, so that all depths share a trace; unchanged if its blocks are of many kinds."""
+    kinds = {kind.name for kind in declare(model).kinds.values() if kind.end is None}
+    return dataclasses.replace(model, num_layers=1) if len(kinds) == 1 else model
 
 
 @functools.lru_cache(maxsize=64)
