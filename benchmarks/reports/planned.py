@@ -32,9 +32,9 @@ class Variant(NamedTuple):
     source: str
 
 
-# FlashAttention 2 on an H100: "35 %" of its peak (Shah 2024, arXiv 2407.08608, abstract), 335 of 989 TFLOP/s forward and
-# backward (Dao 2023, arXiv 2307.08691), both at best. It is 1.3 to 2.5 times as fast as the Triton kernel of version 1
-# (Dao 2023), the default of MPT's benchmarks: the middle, 1.9.
+# FlashAttention 2 on an H100: 35 % of its peak (Shah 2024, arXiv 2407.08608, abstract), 335 of 989 TFLOP/s forward and
+# backward (Dao 2023, arXiv 2307.08691), both at best: 0.33. It is 1.3 to 2.5 times as fast as the Triton kernel of
+# version 1 (Dao 2023), the default of MPT's benchmarks: the middle, 1.9.
 TRITON = "Dao 2023: FlashAttention 2 is 1.3 to 2.5 times as fast as version 1 in Triton, taken as 1.9"
 VARIANTS = {
     "gh200": Variant(
@@ -52,10 +52,10 @@ VARIANTS = {
     "h100-500w": Variant(
         "h100-80gb",
         {"memory.capacity": 1.02e11, "memory.bandwidth": 2.4e12, "compute.fraction": 0.54, "compute.attention": 0.33},
-        "torchtitan's benchmarks: 96 GB of HBM2e at 2.4 TB/s, limited to 500 W. The same script multiplies at 720 "
-        "TFLOP/s on a card of 700 W and at 472 and 487 on two of 350 W (bf16, 10240; zzc0721/torch-performance-test-data "
-        "issues 79, 95, 112): speed goes with power to the 0.58, at 500 W 0.82 of that at 700 W. FlashAttention 2, which "
-        "torch took again from 2.5.1 on",
+        "torchtitan's benchmarks: 96 GB of HBM2e at 2.4 TB/s, limited to 500 W. One script multiplies at 720 TFLOP/s "
+        "on a card of 700 W and at 472 and 487 on two of 350 W (bf16, 10240; zzc0721/torch-performance-test-data, "
+        "issues 79, 95, 112): speed goes with power to the 0.58, at 500 W 0.82 of that at 700 W. FlashAttention 2, "
+        "which torch takes again since 2.5.1",
     ),
     "a100-400g": Variant("a100-80gb", {"cluster.bandwidth": 5e10}, "fms-fsdp, README: 400 Gb/s a node"),
     "h100, FlashAttention 1": Variant("h100-80gb", {"compute.attention": 0.17}, TRITON),
@@ -122,7 +122,7 @@ def late_gathers(plan: Plan) -> float:
 
 
 def left_out(config: Config, layout: Layout, device: Device) -> float:
-    """Seconds of a step in which others recompute the end of each block: its last product, the sum, the dropout.
+    """Seconds of a step in which others recompute the end of each block: its last product, and its sum over tp.
 
     The first stage of a pipeline recomputes it for each micro-batch, and waits for the other stages' as long as 1F1B.
     """
@@ -182,7 +182,7 @@ def compare_case(case: Case) -> Compared:
 def planned() -> dict[str, str]:
     """Compare plans with published runs; print the expected MFU of presets on H100s.
 
-    A preset is expected between the outer deciles of what published runs on the same kind of card reached of their plan.
+    A preset is expected between the outer deciles of what published runs on H100s and GH200s reached of their plans.
     """
     found = [*map(compare, TRAINED), *map(compare_case, NARAYANAN_CASES)]
     reached = [each.published / each.predicted for each in found if "h100" in each.cards or "gh200" in each.cards]
