@@ -135,7 +135,7 @@ def test_a_layer_computes_more_slowly_while_a_collective_runs(seconds: float, sl
 
 
 def test_a_plan_slows_layers_next_to_collectives() -> None:
-    """With ZeRO 3 over two ranks, as slow as collectives let it; alone on a device, not at all."""
+    """ZeRO 3 over two ranks computes longer, and the longer the higher the constant; one device does not."""
     device = load_device("h100-80gb")
     known = device.constants["overhead.overlap"]
     slower = replace(device, constants=device.constants | {"overhead.overlap": known._replace(value=0.9)})
