@@ -320,7 +320,7 @@ class GroupedAttention(_Attention):
         if tokens.cache is not None:
             return None
         positions = None if tokens.position_documents is None else tokens.position_documents.positions
-        return Groups(len(tokens.samples), self.num_heads, self.tables.at(positions, tokens.length))
+        return Groups(len(tokens.samples), self.num_heads, self.tables, positions)
 
     def new_heads(self, outputs: list[torch.Tensor], tokens: MicroBatchInfo) -> tuple[torch.Tensor, ...]:
         query, kv = outputs
@@ -340,20 +340,23 @@ class Groups(NamedTuple):
     batch: int
     num_heads: int  # n/tp
     tables: RotaryTables
+    positions: torch.Tensor | None  # [b, s]; None: 0 to s - 1 in every sample
 
     def forward(self, *ys: torch.Tensor) -> tuple[torch.Tensor, ...]:
         query, kv, *others = ys
         d = query.shape[-1] // self.num_heads
         q = query.view(self.batch, -1, self.num_heads, d)
         k, v = kv.view(self.batch, q.shape[1], -1, 2, d).unbind(3)
-        heads = rotate(q, self.tables), rotate(k, self.tables), v.contiguous()
+        tables = self.tables.at(self.positions, q.shape[1])
+        heads = rotate(q, tables), rotate(k, tables), v.contiguous()
         return *[part.transpose(1, 2) for part in heads], *others
 
     def backward(self, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
         dq, dk, dv = (part.transpose(1, 2) for part in grads[:3])  # [b, s, heads, d]
         b, s, g, d = dk.shape
+        tables = self.tables.at(self.positions, s)
         dkv = dk.new_empty(b, s, g, 2, d)
         dkeys, dvalues = dkv.unbind(3)
-        rotate(dk, self.tables, back=True, out=dkeys)
+        rotate(dk, tables, back=True, out=dkeys)
         dvalues.copy_(dv)
-        return rotate(dq, self.tables, back=True).view(b * s, -1), dkv.view(b * s, -1), *grads[3:]
+        return rotate(dq, tables, back=True).view(b * s, -1), dkv.view(b * s, -1), *grads[3:]
