@@ -29,7 +29,6 @@ from megazero.model.fused_ops import Activation, wide
 from megazero.model.matmul import as_matrix, write_or_add
 from megazero.model.norm import Norm
 from megazero.model.weight import GradWriter, handle_of
-from megazero.plan.parameters import GradientGroup
 
 
 class ColumnLinear(nn.Module):
@@ -53,9 +52,9 @@ class ColumnLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.context, self.rows = context, rows
-        group = GradientGroup.DP if rows is None else GradientGroup.DP_TP
-        self.weight = context.weight(*out, inner, tp_dim=tp_dim, std=std, decays=True, group=group)
-        self.bias = context.weight(*out, tp_dim=tp_dim, group=group) if bias else None
+        sharded, summed = {} if tp_dim is None else {tp_dim: "tp"}, () if rows is None else ("tp",)
+        self.weight = context.weight(*out, inner, sharded=sharded, std=std, decays=True, summed=summed)
+        self.bias = context.weight(*out, sharded=sharded, summed=summed) if bias else None
         self.weights = (self.weight,) if self.bias is None else (self.weight, self.bias)
 
     @property
@@ -98,7 +97,7 @@ class RowLinear(nn.Module):
     def __init__(self, context: Context, inner: int, out: int, *, std: float, bias: bool) -> None:
         super().__init__()
         self.context = context
-        self.weight = context.weight(out, inner, tp_dim=1, std=std, decays=True)
+        self.weight = context.weight(out, inner, sharded={1: "tp"}, std=std, decays=True)
         self.bias = context.weight(out) if bias else None
         self.weights = (self.weight,) if self.bias is None else (self.weight, self.bias)
 
