@@ -20,6 +20,8 @@ import torch.nn as nn
 
 from megazero.config.schema import ModelConfig
 from megazero.model.context import Context, DeviceBatch, MicroBatchInfo
+from megazero.model.linear import Call
+from megazero.model.norm import Norm
 from megazero.plan.layers import End, Use
 
 
@@ -56,9 +58,9 @@ class Architecture(NamedTuple):
 class PreNormBlock(Layer):
     """x + attention(norm(x)), then x + mlp(norm(x)). A subclass makes the four parts."""
 
-    norm1: nn.Module
+    norm1: Norm
     attention: nn.Module
-    norm2: nn.Module
+    norm2: Norm
     mlp: nn.Module
 
     def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
@@ -68,5 +70,5 @@ class PreNormBlock(Layer):
 
     def forward(self, x: torch.Tensor, tokens: MicroBatchInfo, output: bool = True) -> torch.Tensor:
         """x [T', h] -> [T', h]. `output` False: only the graph is needed, and the last sum over tp is left out."""
-        x = self.dropout1(self.attention(x, self.norm1, tokens), tokens.dropout_rows, x)
-        return self.dropout2(self.mlp(x, self.norm2, output), tokens.dropout_rows, x)
+        x = self.attention(x, self.norm1, self.dropout1, tokens)
+        return self.mlp(x, self.norm2, self.dropout2, Call(tokens.dropout_rows, output))

@@ -45,7 +45,7 @@ def rank_parts(config: Config, layout: Layout, rank: int, declare: Declare) -> I
     ranks = coord._asdict()
     policy = ZeroPolicy.for_stage(config.zero, shards)
     for specs, flat in _units(declare(config.model, layout.tp), layout, coord.pp, config.training.freeze_parameters):
-        owned = flat.owned(coord.dp % shards, shards) if policy.optimizer else Range(0, flat.numel)
+        owned = flat.owned(layout.shard_rank(coord), shards) if policy.optimizer else Range(0, flat.numel)
         for spec in specs:
             block = spec.local(ranks, layout.sizes)
             part = overlap(flat.windows[spec.name], block, owned)

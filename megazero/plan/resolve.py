@@ -12,7 +12,7 @@ from megazero.config.validate import check_values
 from megazero.plan.layers import Declare, layer_costs
 from megazero.plan.schedules import SCHEDULES
 from megazero.plan.split import layer_split
-from megazero.plan.topology import Layout
+from megazero.plan.topology import Layout, data_parallel_size
 
 # Blocks x micro-batches of a rank in an iteration: its program is a list with operations for each of them.
 MAX_BLOCK_RUNS = 2**17
@@ -128,15 +128,16 @@ def _check_frozen(names: list[str], patterns: tuple[str, ...]) -> None:
 def make_layout(config: Config, world_size: int) -> Layout:
     """pp and tp as asked, dp whatever is left; layers split evenly."""
     tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
-    if world_size % (tp * pp):
-        fits = max(1, world_size // (tp * pp)) * tp * pp
+    once = Layout(pp, 1, tp).world_size
+    if world_size % once:
+        fits = max(1, world_size // once) * once
         raise ValueError(
-            f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} = {tp * pp} does not "
-            f"divide the {world_size} ranks that were started; start {fits} or {fits + tp * pp} "
+            f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} = {once} does not "
+            f"divide the {world_size} ranks that were started; start {fits} or {fits + once} "
             f"(bash scripts/launch.sh --nproc {fits} ...), or change either"
         )
-    dp, shards = world_size // (tp * pp), config.zero.zero_shard_size
-    if shards and dp % shards:
+    dp, shards = data_parallel_size(world_size, pp, tp), config.zero.zero_shard_size
+    if shards and shards not in divisors(dp):
         sizes = ", ".join(str(n) for n in divisors(dp) if n > 1)
         raise ValueError(
             f"--zero-shard-size {shards} does not divide the {dp} data-parallel ranks; "

@@ -115,7 +115,7 @@ Count = Callable[[Config, Layout, int, str], Needs]
 def _problem(config: Config, layout: Layout, rank: int, machine: Machine, count: Count) -> str | None:
     @functools.cache
     def of_stage(stage: int) -> Needs:  # all ranks of a stage need the same
-        return count(config, layout, stage * layout.dp * layout.tp, machine.device_type)
+        return count(config, layout, layout.stage_ranks(stage)[0], machine.device_type)
 
     mine = of_stage(layout.coord(rank).pp)
     if machine.device is not None and mine.total > machine.device.num_bytes:

@@ -285,7 +285,7 @@ class _Pricer:
     def _sum_replicated(self, op: SumReplicated) -> None:
         flat, owned = self.flats[op.unit], Range(0, self.spec.units[op.unit].numel)
         if self.policy.optimizer:
-            owned = flat.owned(self.coord.dp % self.layout.shard, self.layout.shard)
+            owned = flat.owned(self.layout.shard_rank(self.coord), self.layout.shard)
         for summed in flat.summed("tp", self.config.parallel.sequence_parallel):
             self.sent["tp"] += ring_bytes(summed.within(owned).numel * self.g, self.layout.tp, passes=2)
 

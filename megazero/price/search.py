@@ -22,7 +22,7 @@ from megazero.plan.operations import Backward, Forward
 from megazero.plan.parameters import unit_layout
 from megazero.plan.rank_spec import rank_spec
 from megazero.plan.resolve import resolve
-from megazero.plan.topology import Layout
+from megazero.plan.topology import Layout, data_parallel_size
 from megazero.price.costs import StepCosts
 from megazero.price.devices import Device
 from megazero.price.estimate import state_bytes
@@ -88,8 +88,8 @@ def candidates(config: Config, world: int, device: Device) -> Iterator[Candidate
     for tp in divisors(math.gcd(world, model.num_attention_heads, model.ffn_size)):
         if tp > device.devices_per_node or (model.query_groups % tp and tp % model.query_groups):
             continue
-        for pp in divisors(world // tp):
-            dp = world // tp // pp
+        for pp in divisors(data_parallel_size(world, tp=tp)):
+            dp = data_parallel_size(world, pp, tp)
             if pp > min(model.num_layers, MOST_STAGES) or batch % dp:
                 continue
             node = max(1, device.devices_per_node // tp)
@@ -106,7 +106,8 @@ def candidates(config: Config, world: int, device: Device) -> Iterator[Candidate
             ):
                 if sequence and (partition or micro * model.seq_length % tp):
                     continue
-                if schedule == "zero-bubble-v" and pp * (batch // dp // micro) > MOST_OF_A_V:
+                each = batch // dp // micro
+                if schedule == "zero-bubble-v" and pp * each > MOST_OF_A_V:
                     continue
                 yield Candidate(tp, pp, schedule, chunks, stage, shard, recompute, partition, sequence, micro)
 
@@ -141,7 +142,7 @@ class Terms:
         config = c.apply(self.config)
         model = dataclasses.replace(config.model, num_layers=1)
         config = dataclasses.replace(config, model=model, training=dataclasses.replace(config.training))
-        layout = Layout(dp=self.world // tp, tp=tp)
+        layout = Layout(dp=data_parallel_size(self.world, tp=tp), tp=tp)
         return StepCosts(config, layout, rank_spec(config, layout, 0, declare), self.device)
 
     def _block(self, tp: int, micro: int, sequence: bool, selective: bool) -> _Block:
@@ -168,16 +169,18 @@ class Terms:
         return block, table
 
     def _network(self, tp: int, pp: int, shard: int) -> Network:
-        return Network(self.device, Layout(pp, self.world // tp // pp, tp, shard))
+        return Network(self.device, Layout(pp, data_parallel_size(self.world, pp, tp), tp, shard))
 
     @functools.cache  # noqa: B019
     def usable(self, tp: int, pp: int, shard: int, schedule: str, chunks: int) -> int:
         """Return the bytes of a device that libraries leave."""
-        layout = Layout(pp, self.world // tp // pp, tp, shard, chunks, v_shaped=schedule == "zero-bubble-v")
+        layout = Layout(
+            pp, data_parallel_size(self.world, pp, tp), tp, shard, chunks, v_shaped=schedule == "zero-bubble-v"
+        )
         return self.device.usable_bytes(layout)
 
     def micro_batches(self, c: Candidate) -> int:
-        return self.config.training.global_batch_size // c.micro_batch // (self.world // c.tp // c.pp)
+        return self.config.training.global_batch_size // c.micro_batch // data_parallel_size(self.world, c.pp, c.tp)
 
     def memory(self, c: Candidate) -> float:
         """The least bytes of a device of the first stage."""
@@ -185,7 +188,7 @@ class Terms:
         w, g, states = BYTES[training.precision], BYTES[training.grad_dtype], state_bytes(training.precision)[1]
         each, table = self.numel(c.tp)
         blocks = self.config.model.num_layers // c.pp
-        numel, shard = blocks * each + table, c.shard or self.world // c.tp // c.pp
+        numel, shard = blocks * each + table, c.shard or data_parallel_size(self.world, c.pp, c.tp)
         held = numel * (w / (shard if c.zero_stage == 3 else 1) + states / (shard if c.zero_stage else 1))
         held += numel * g / (1 if c.zero_stage < 2 else shard)
         in_flight = c.pp * (1 + 1 / c.chunks) if c.schedule == "interleaved" else c.pp

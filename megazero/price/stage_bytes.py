@@ -87,7 +87,7 @@ def stage_bytes(config: Config, layout: Layout, pp: int, device_type: str) -> St
         fewer = dataclasses.replace(config, training=dataclasses.replace(config.training, global_batch_size=samples))
         watch = _Watch(config, layout, pp, device_type)
         staging = device_type == "cpu"
-        found.append((estimate(fewer, layout, pp * layout.dp * layout.tp, staging, watch), watch))
+        found.append((estimate(fewer, layout, layout.stage_ranks(pp)[0], staging, watch), watch))
     estimates, watches = [e for e, _ in found], [w for _, w in found]
     peaks = [w.peak() for w in watches]
 

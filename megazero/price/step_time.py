@@ -95,7 +95,8 @@ def step_parts(steps: StepPrograms, device: Device) -> Parts:
 
 
 def _play(programs: list[Ops], costs: list[StepCosts]) -> Parts:
-    timing = simulate(programs, costs, costs[0].device.collective_overhead)
+    device = costs[0].device
+    timing = simulate(programs, costs, device.collective_overhead, device.overlap)
     compute = [sum((spent[op.__name__] for op in COMPUTE), 0.0) for spent in timing.spent]
     rank = max(range(len(programs)), key=lambda r: compute[r])
     spent = timing.spent[rank]

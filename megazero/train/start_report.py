@@ -131,17 +131,18 @@ def drawing(config: Config, layout: Layout) -> list[str]:
 
 def _groups(layout: Layout, pp: int) -> str:
     """Name the ranks of a stage: "0 1 2 3" where each holds a copy, "[0-3] [4-7]" where four share one."""
-    first = pp * layout.dp * layout.tp
-    if layout.tp == 1 and layout.dp > 2 * MOST_GROUPS:
-        return _span(first, first + layout.dp - 1)
+    stage = layout.stage_ranks(pp)
+    if layout.tp == 1 and len(stage) > 2 * MOST_GROUPS:
+        return _span(stage[0], stage[-1])
     texts = []
     for dp in _ends(layout.dp, 2 * MOST_GROUPS if layout.tp == 1 else MOST_GROUPS):
         if dp is None:
             texts.append("...")
         elif layout.tp == 1:
-            texts.append(str(first + dp))
+            texts.append(str(stage[dp]))
         else:
-            texts.append(f"[{_span(first + dp * layout.tp, first + (dp + 1) * layout.tp - 1)}]")
+            peers = layout.tensor_ranks(pp, dp)
+            texts.append(f"[{_span(peers[0], peers[-1])}]")
     return " ".join(texts)
 
 

@@ -14,7 +14,7 @@ import pretrain_gpt
 from megazero.config.cli import parse
 from megazero.model.stage import declare
 from megazero.plan.layers import stage_units
-from megazero.plan.operations import Forward, Gather, Start, Update, Wait
+from megazero.plan.operations import Fetch, Forward, Gather, Start, Update, Wait
 from megazero.plan.program import program
 from megazero.plan.rank_spec import rank_spec
 from megazero.plan.resolve import resolve
@@ -30,7 +30,7 @@ from megazero.price.search import candidates
 from megazero.price.search_report import command, run_search
 from megazero.price.simulate import simulate
 from megazero.price.stage_bytes import stage_bytes
-from megazero.price.step_time import Few, StepPrograms, step_parts
+from megazero.price.step_time import Few, StepPrograms, step_parts, step_time
 from megazero.price.trace import model_flops
 
 SMALL = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 128 --precision fp32"
@@ -127,6 +127,29 @@ def test_waits_are_told_apart() -> None:
     cost = {Gather: 5.0, Update: 1.0}
     timing = simulate([list(ops)], lambda op: cost[type(op)])
     assert timing.seconds == 5.0 and dict(timing.spent[0]) == {"Update": 1.0, "dp": 4.0}
+
+
+@pytest.mark.parametrize("seconds, slowed", [(1.2, 4.4), (9.0, 6.0), (0.0, 4.0)])
+def test_a_layer_computes_more_slowly_while_a_collective_runs(seconds: float, slowed: float) -> None:
+    """A forward of 4, half as slow again: 1.2 next to a collective do the work of 0.8; a copy from the host is free."""
+    forward, gather, fetch = Forward("blocks.0", 0, graph=True), Gather("blocks.1"), Fetch("blocks.0", 0)
+    cost = {forward: 4.0, gather: seconds, fetch: 7.0}
+    timing = simulate([[Start(fetch), Start(gather), forward]], lambda op: cost[op], overlap=0.5)
+    assert timing.seconds == pytest.approx(slowed) and timing.spent[0]["Forward"] == pytest.approx(slowed)
+
+
+def test_a_plan_slows_layers_next_to_collectives() -> None:
+    """ZeRO 3 over two ranks computes longer, and the longer the higher the constant; one device does not."""
+    device = load_device("h100-80gb")
+    known = device.constants["overhead.overlap"]
+    slower = replace(device, constants=device.constants | {"overhead.overlap": known._replace(value=0.9)})
+    parts = {}
+    for world in (1, 2):
+        flags = "--num-layers 2 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 --vocab-size 512"
+        config, layout = resolve(parse(f"{flags} --precision bf16 --zero-stage {3 * (world - 1)}".split()), world, 0, declare)
+        parts[world] = [step_time(config, layout, each, with_range=False).expected.parts for each in (device, slower)]
+    assert parts[1][0] == parts[1][1]
+    assert parts[2][1]["compute"] > parts[2][0]["compute"] > parts[1][0]["compute"]
 
 
 def test_starting_a_transfer_takes_time_of_the_computation() -> None:
