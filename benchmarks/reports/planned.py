@@ -117,7 +117,7 @@ def price(run: TrainedRun) -> tuple[Plan, Times]:
 
 def late_gathers(plan: Plan) -> float:
     """Seconds of a step in which others wait for the weights of blocks in the backward, less what overlap costs."""
-    costs = StepCosts(plan.config, plan.layout, rank_spec(plan.config, plan.layout, 0, declare(plan.config.model, plan.layout.tp)), plan.device)
+    costs = StepCosts(plan.config, plan.layout, rank_spec(plan.config, plan.layout, 0, declare), plan.device)
     each = [costs(Gather(unit)) for unit in costs.spec.units if unit.startswith("blocks.")]
     return sum(each) * plan.config.micro_batches(plan.layout.dp) / (1 + plan.device.overlap)
 
@@ -127,7 +127,7 @@ def left_out(config: Config, layout: Layout, device: Device) -> float:
 
     The first stage of a pipeline recomputes it for each micro-batch, and waits for the other stages' as long as 1F1B.
     """
-    costs = StepCosts(config, layout, rank_spec(config, layout, 0, declare(config.model, layout.tp)), device)
+    costs = StepCosts(config, layout, rank_spec(config, layout, 0, declare), device)
     block = next(name for name in costs.spec.layers if name.startswith("blocks."))
     forward, again = (costs.of_layer(op) for op in (Forward(block, 0, graph=True), Recompute(block, 0)))
     turns = config.micro_batches(layout.dp) + layout.pp - 1
