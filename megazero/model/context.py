@@ -123,6 +123,11 @@ class Context:
             self._tables[key] = made, self.tracker.allocate("buffers", made.cos.nbytes + made.sin.nbytes)
         return self._tables[key][0]
 
+    @property
+    def table_bytes(self) -> dict[tuple[Rotary, int], int]:
+        """Bytes of each table that was asked for; layers that ask for the same share one."""
+        return {key: allocation.num_bytes for key, (_, allocation) in self._tables.items()}
+
     def weight(
         self,
         *shape: int,

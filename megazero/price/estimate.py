@@ -150,7 +150,7 @@ class _Pricer:
         parameters, optimizer = self._states()
         self.tracker.enter("parameters", parameters)
         self.tracker.enter("optimizer", optimizer)
-        tables = max(cost.tables for cost in self.costs.values())
+        tables = sum({key: size for cost in self.costs.values() for key, size in cost.tables.items()}.values())
         self.tracker.enter("buffers", step.arena_numel * self.w + self._buckets() + tables)
         for name, unit in self.spec.units.items():
             self.tracker.enter(self._unsharded_kind, unit.trains * self.persistent.unsharded * unit.numel * self.g)

@@ -28,6 +28,7 @@ from megazero.model.context import Context, DeviceBatch, MicroBatchInfo, Residua
 from megazero.model.documents import Documents
 from megazero.model.kernels.table import kernels_named
 from megazero.model.matmul import Products
+from megazero.model.rotary import Rotary
 from megazero.model.stage import Stage, declare
 from megazero.model.weight import GradWriter, Owner, Weight
 from megazero.plan.layers import Use, stage_units
@@ -51,7 +52,7 @@ class LayerCost(NamedTuple):
     queued: int  # bytes that its weight gradients keep while they wait
     saved: tuple[int, ...]  # bytes of every tensor that its forward keeps for its backward, its input left out
     saved_input: int  # bytes of its input, if that is kept too
-    tables: int  # bytes of tables, which all layers of a rank share, in a run's buffers from its start on
+    tables: dict[tuple[Rotary, int], int]  # bytes in a run's buffers from its start on; layers share equal tables
 
 
 def trace_layers(config: Config, layout: Layout, pp: int, device_type: str = "cpu") -> dict[str, LayerCost]:
@@ -218,7 +219,7 @@ def _trace(kind: Kind) -> LayerCost:
     """Run a layer of this kind forward, backward and, if asked for, forward again."""
     with kind.stand_in() as device, torch.enable_grad():
         traced = Traced(kind, device)
-        tables = traced.tracker.now["buffers"]
+        tables = traced.context.table_bytes
         saved: dict[int, torch.Tensor] = {}  # a tensor each, so that no storage is freed and its number used again
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
