@@ -7,6 +7,7 @@ megazero/train/stopping.py.
 """
 
 import contextlib
+import gc
 import sys
 import traceback
 from pathlib import Path
@@ -92,7 +93,7 @@ def predict(command: Command) -> None:
     config = command.config
     device = load_device(config.plan.device_type)
     if device.kind == "cuda":
-        config, chosen = gpu_defaults(config, command.given, device.has_bf16)
+        config, chosen = gpu_defaults(config, command.given, device.fastest_precision)
         if chosen:
             print(chosen, flush=True)
     if config.plan.plan_search:
@@ -118,7 +119,7 @@ def pretrain(command: Command, world: World, signals: Signals) -> Stop | None:
     from megazero import checkpoint
     from megazero.comm import failures, launch, scheduler
     from megazero.comm.agreement import agree
-    from megazero.comm.machine import device_name, environment, machine
+    from megazero.comm.machine import bind_to_near_cpus, device_name, environment, machine
     from megazero.comm.mesh import Mesh
     from megazero.data.remembered import data_tokenizer
     from megazero.price.capacity import check_memory
@@ -133,10 +134,13 @@ def pretrain(command: Command, world: World, signals: Signals) -> Stop | None:
 
     config = command.config
     device = launch.pick_device(world)
+    if device.type == "cuda":
+        bind_to_near_cpus(device)
     asked, chosen = config, ""
     imitated = config.plan.rehearse_on if config.plan.rehearse else "here"  # whose kernels run
     if imitated == "gpu" or (imitated == "here" and device.type == "cuda"):
-        config, chosen = gpu_defaults(config, command.given, imitated == "gpu" or launch.has_bf16(device))
+        fastest = "bf16" if imitated == "gpu" else launch.fastest_precision(device)
+        config, chosen = gpu_defaults(config, command.given, fastest)
     if config.plan.rehearse:
         return rehearse(config, world, chosen)
     require_data(config)  # before a tokenizer is asked for, which a corpus may name
@@ -177,6 +181,8 @@ def pretrain(command: Command, world: World, signals: Signals) -> Stop | None:
     patience = max(HANG_PATIENCE_SECONDS, 6 * config.monitor.hang_timeout)  # a tenth of the limit
     watchdog = Watchdog(config.monitor.hang_timeout, lambda place: failures.end_hung(world, place, hosts, patience))
     trainer = Trainer(config, ranks, datasets, eod, signals, clock, watchdog, tokenizer, command)
+    gc.collect()
+    gc.freeze()  # later collections, which come at other times on each rank, skip modules and the engine
     if leads:
         details = start_report.details(config, layout, memory, hosts, environment(), trainer.choices)
         start_report.hand_out(config, screen, details)

@@ -1,5 +1,6 @@
 """Run a program on the pretended GPU: `on_pretended_gpu.py REPORT PROGRAM FLAG ...`; findings are added to REPORT."""
 
+import gc
 import json
 import runpy
 import sys
@@ -18,5 +19,6 @@ with pretended_gpu() as findings:
     finally:
         line = {"findings": [list(finding) for finding in findings.found], "waits": findings.waits}
         line["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        line["frozen"] = gc.get_freeze_count() > 0
         with Path(report).open("a") as file:
             file.write(json.dumps(line) + "\n")
