@@ -66,7 +66,7 @@ def test_host_memory_in_a_version_1_control_group(tmp_path: Path) -> None:
 
 
 def test_cpus_near_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of its NUMA node, those that the process may use; no change where the system names no node, or none is left."""
+    """A process is bound to those that it may use; not where the system names no node, or none is left."""
     allowed, bound = {2, 3, 4, 9}, list[set[int]]()
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: allowed)
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cpus: bound.append(cpus))
