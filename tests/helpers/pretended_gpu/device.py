@@ -107,6 +107,7 @@ def _cuda(session: Session, capability: tuple[int, int]) -> dict[str, Callable[.
         "max_memory_allocated": lambda device=None: memory.peak,
         "max_memory_reserved": lambda device=None: memory.peak,
         "memory_snapshot": list,
+        "_sleep": lambda cycles: None,
         "reset_peak_memory_stats": reset_peak,
         "Stream": streams.new_stream,
         "Event": streams.new_event,
