@@ -59,7 +59,7 @@ def lower_bound(config: Config, layout: Layout, rank: int, device_type: str) -> 
     w, g = BYTES[training.precision], BYTES[training.grad_dtype]
     # One block per chunk of layers, counted as often as the rank has blocks: all are alike.
     thin = stage_units(replace(model, num_layers=layout.pp * layout.chunks), replace(layout, split=()), stage)
-    numel = {name.split(".")[0]: unit_layout(specs, layout.tp, layout.shard).numel for name, specs in thin.items()}
+    numel = {name.split(".")[0]: unit_layout(specs, layout.sizes, layout.shard).numel for name, specs in thin.items()}
     blocks = sum(len(layout.chunk_layers(model.num_layers, stage, chunk)) for chunk in range(layout.chunks))
     total = sum(n * (blocks if name == "blocks" else 1) for name, n in numel.items())
     policy = ZeroPolicy.for_stage(config.zero, layout.shard)

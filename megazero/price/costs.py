@@ -197,8 +197,8 @@ class StepCosts:
         if isinstance(op, ReduceReplicas):
             return network.all_reduce("replica", self._owned(op.unit) * self.g)
         if isinstance(op, SumReplicated):
-            flat = unit_layout(self.specs[op.unit], self.layout.tp, self.layout.shard)
-            summed = flat.summed_over_tp(self.config.parallel.sequence_parallel).numel
+            flat = unit_layout(self.specs[op.unit], self.layout.sizes, self.layout.shard)
+            summed = sum(r.numel for r in flat.summed("tp", self.config.parallel.sequence_parallel))
             return network.all_reduce("tp", summed * self.g * self._owned(op.unit) / self.spec.units[op.unit].numel)
         if isinstance(op, SumTied):
             return network.all_reduce("embedding", self._owned(op.unit) * self.g)

@@ -108,7 +108,7 @@ class _Pricer:
         self.sent: Counter[str] = Counter({"dp": 0, "tp": 0, "pp": 0, "control": 0})
         self.w, self.g = BYTES[training.precision], BYTES[training.grad_dtype]
         self.specs = stage_units(model, layout, self.coord.pp, training.freeze_parameters)
-        self.flats = {name: unit_layout(s, layout.tp, layout.shard) for name, s in self.specs.items()}
+        self.flats = {name: unit_layout(s, layout.sizes, layout.shard) for name, s in self.specs.items()}
         self.costs = trace_layers(config, layout, self.coord.pp, "cpu" if needs_staging_buffer else "cuda")
         # a block's input and a message between stages: a rank's part of the residual stream
         parts = layout.tp if config.parallel.sequence_parallel else 1
@@ -283,8 +283,8 @@ class _Pricer:
         flat, owned = self.flats[op.unit], Range(0, self.spec.units[op.unit].numel)
         if self.policy.optimizer:
             owned = flat.owned(self.coord.dp % self.layout.shard, self.layout.shard)
-        summed = flat.summed_over_tp(self.config.parallel.sequence_parallel)
-        self.sent["tp"] += ring_bytes(summed.within(owned).numel * self.g, self.layout.tp, passes=2)
+        for summed in flat.summed("tp", self.config.parallel.sequence_parallel):
+            self.sent["tp"] += ring_bytes(summed.within(owned).numel * self.g, self.layout.tp, passes=2)
 
     def _sum_tied(self, op: SumTied) -> None:
         self.sent["pp"] += ring_bytes(self._owned(op.unit) * self.g, 2, passes=2)

@@ -42,7 +42,7 @@ def report_rows(config: Config, layout: Layout, rank: int = 0, needs_staging_buf
 def psi(config: Config, layout: Layout, rank: int = 0) -> int:
     """Elements of the units that a rank's pipeline stage holds, padding included, on its tensor-parallel part."""
     units = stage_units(config.model, layout, layout.coord(rank).pp)
-    return sum(unit_layout(specs, layout.tp, layout.shard).numel for specs in units.values())
+    return sum(unit_layout(specs, layout.sizes, layout.shard).numel for specs in units.values())
 
 
 def _memory_formulas(config: Config, layout: Layout) -> dict[str, str]:
