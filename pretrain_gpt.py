@@ -10,6 +10,7 @@ import contextlib
 import gc
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -122,6 +123,7 @@ def pretrain(command: Command, world: World, signals: Signals) -> Stop | None:
     from megazero.comm.machine import bind_to_near_cpus, device_name, environment, machine
     from megazero.comm.mesh import Mesh
     from megazero.data.remembered import data_tokenizer
+    from megazero.model.stage import declare
     from megazero.price.capacity import check_memory
     from megazero.train import start_report
     from megazero.train.inputs import open_data, require_data
@@ -145,7 +147,7 @@ def pretrain(command: Command, world: World, signals: Signals) -> Stop | None:
         return rehearse(config, world, chosen)
     require_data(config)  # before a tokenizer is asked for, which a corpus may name
     tokenizer = data_tokenizer(config)
-    config, layout = resolve(config, world.size, tokenizer.vocab_size if tokenizer else 0)
+    config, layout = resolve(config, world.size, tokenizer.vocab_size if tokenizer else 0, declare)
     check_device(config, device.type)
     if config.training.deterministic_mode and device.type == "cuda":
         launch.make_deterministic()
@@ -181,19 +183,28 @@ def pretrain(command: Command, world: World, signals: Signals) -> Stop | None:
     patience = max(HANG_PATIENCE_SECONDS, 6 * config.monitor.hang_timeout)  # a tenth of the limit
     watchdog = Watchdog(config.monitor.hang_timeout, lambda place: failures.end_hung(world, place, hosts, patience))
     trainer = Trainer(config, ranks, datasets, eod, signals, clock, watchdog, tokenizer, command)
-    gc.collect()
-    gc.freeze()  # later collections, which come at other times on each rank, skip modules and the engine
     if leads:
         details = start_report.details(config, layout, memory, hosts, environment(), trainer.choices)
         start_report.hand_out(config, screen, details)
     silent = world.size > 1 and device.type == "cuda"  # NCCL does not say that a peer has failed
     peers = failures.ending_with_peers(world) if silent else contextlib.nullcontext()
-    with peers, watchdog.over(trainer.engine.interpreter):
+    with peers, watchdog.over(trainer.engine.interpreter), frozen_objects():
         stop = trainer.evaluate_only(path) if config.evaluation.eval_only else trainer.run(path)
     if lock is not None:
         lock.release()
     launch.stop(world, timeout)
     return stop
+
+
+@contextlib.contextmanager
+def frozen_objects() -> Iterator[None]:
+    """Let garbage collections, which come at different times on each rank, skip the modules and the engine."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()  # else Triton's bindings report leaks when the process exits
 
 
 def rehearse(config: Config, world: World, chosen: str) -> None:
