@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from megazero.plan.layers import Use
 from megazero.plan.operations import (
     COMPUTE,
     Asynchronous,
@@ -31,7 +32,7 @@ from megazero.plan.operations import (
 from megazero.plan.program import program
 from megazero.plan.rank_spec import Layer, RankSpec, Unit
 from megazero.plan.schedules import SCHEDULES
-from megazero.plan.zero_policy import Use, ZeroPolicy
+from megazero.plan.zero_policy import ZeroPolicy
 
 Cost = Callable[[Op], float]
 
@@ -168,7 +169,7 @@ def plain_pipeline(ranks: int, chunks: int = 1, layers: int = 1, v_shaped: bool 
     for rank in range(ranks):
         names = [[f"{c}.{n}" for n in range(layers)] for c in range(chunks)]
         made = [
-            tuple(Layer(name, (name,), Use.LAYER, True, rank + c > 0 or n > 0) for n, name in enumerate(chunk))
+            tuple(Layer(name, (name,), Use.LAYER, True, rank + c > 0 or n > 0, name) for n, name in enumerate(chunk))
             for c, chunk in enumerate(names)
         ]
         units = {name: Unit(64, True) for chunk in names for name in chunk}

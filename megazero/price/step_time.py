@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megazero.config.schema import Config
+from megazero.model.stage import declare
 from megazero.plan.operations import COMPUTE, Backward, BackwardWeights, Forward, Ops, Recompute
 from megazero.plan.program import Program, program
 from megazero.plan.rank_spec import RankSpec, rank_spec
@@ -74,7 +75,7 @@ class StepPrograms:
         self.config, self.layout = config, layout
         schedule = config.parallel.pipeline_schedule
         self.few = Few.of(schedule, layout, config.micro_batches(layout.dp))
-        self.specs: list[RankSpec] = [rank_spec(config, layout, pp) for pp in range(layout.pp)]
+        self.specs: list[RankSpec] = [rank_spec(config, layout, pp, declare) for pp in range(layout.pp)]
         self.programs: list[list[Program]] = [[program(s, schedule, m) for s in self.specs] for m in self.few.played]
 
 

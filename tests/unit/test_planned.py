@@ -9,7 +9,8 @@ import pytest
 from benchmarks.reports.planned import Times, compare, device_of, left_out, plan_of, price
 from benchmarks.reports.published import TRAINED, TrainedRun
 from megazero.config.cli import parse
-from megazero.plan.parameters import num_parameters
+from megazero.model.stage import declare
+from megazero.plan.layers import num_parameters
 from megazero.plan.resolve import resolve
 from megazero.price.costs import Roofline
 from megazero.price.devices import Constant, load_device
@@ -86,8 +87,8 @@ def test_published_shapes_have_the_published_numbers_of_parameters() -> None:
     """Compare with llm-foundry's table, and with the names of GPT-2's sizes."""
     found = {}
     for run in TRAINED:
-        config, _ = resolve(parse(run.flags.split()), run.gpus, 0)
-        found[run.name] = num_parameters(config.model)
+        config, _ = resolve(parse(run.flags.split()), run.gpus, 0, declare)
+        found[run.name] = num_parameters(declare(config.model))
     published = {"MPT 125M, 1k": 124_525_056, "MPT 760M, 1k": 758_897_664, "MPT 3B, 8k": 2_667_566_080}
     published |= {"MPT 7B, 2k": 6_658_859_008, "MPT 13B, 2k": 12_853_954_560}
     for name, number in published.items():
