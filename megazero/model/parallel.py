@@ -7,18 +7,17 @@ in the MLP, in attention only if asked for (--add-qkv-bias).
 from __future__ import annotations
 
 import torch
-import torch.nn as nn
 
 from megazero.config.schema import ModelConfig
 from megazero.model.attention import GroupedAttention
-from megazero.model.block import Architecture
+from megazero.model.block import Architecture, Layer
 from megazero.model.context import Context, MicroBatchInfo
 from megazero.model.linear import Call, normed_columns, rows_onto
 from megazero.model.mlp import GeluMLP
 from megazero.model.norm import LayerNorm
 
 
-class Block(nn.Module):
+class Block(Layer):
     """x + attention(norm(x)) + mlp(norm(x))"""
 
     def __init__(self, model: ModelConfig, number: int, context: Context) -> None:

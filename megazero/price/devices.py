@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megazero.config.model_options import Precision
 from megazero.config.schema import TrainingConfig
 from megazero.plan.topology import Layout
 
@@ -30,7 +31,7 @@ SECTIONS = {
     "cluster": ("bandwidth", "fraction", "latency"),
 }
 # section -> constants that not every device has
-OPTIONAL = {"memory": ("communicator",), "compute": ("tf32", "attention_64"), "overhead": ("collective",)}
+OPTIONAL = {"memory": ("communicator",), "compute": ("tf32", "attention_64"), "overhead": ("collective", "overlap")}
 SLOWEST = 1e6  # bytes/s of an operator: less is a multiple of something, which files had before
 CURVES = ("products", "elementwise", "contention", "links")
 
@@ -93,14 +94,20 @@ class Device:
         return replace(self, constants=self.constants | {"compute.fp32": self.constants["compute.tf32"]})
 
     @property
-    def has_bf16(self) -> bool:
-        """True if products in bf16 are faster than those in fp32: older GPUs imitate bf16."""
-        return self["compute.bf16"] > self["compute.fp32"]
+    def fastest_precision(self) -> Precision:
+        """The first of bf16 and fp16 whose products are faster than those in fp32; older GPUs imitate bf16."""
+        found: tuple[Precision, ...] = ("bf16", "fp16")
+        return next((name for name in found if self[f"compute.{name}"] > self["compute.fp32"]), "fp32")
 
     @property
     def collective_overhead(self) -> float:
         """Seconds in which the host does not compute, for each collective or message: on CPUs."""
         return self._optional("overhead.collective", 0.0)
+
+    @property
+    def overlap(self) -> float:
+        """Share by which a layer takes longer while a collective runs: on GPUs."""
+        return self._optional("overhead.overlap", 0.0)
 
     def _optional(self, name: str, otherwise: float) -> float:
         known = self.constants.get(name)

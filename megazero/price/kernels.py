@@ -19,7 +19,8 @@ from megazero.comm.pretend import PretendAxis
 from megazero.config.schema import Config
 from megazero.model.context import DTYPES
 from megazero.model.weight import GradWriter, Weight
-from megazero.plan.parameters import FIRST_BLOCK, ParamSpec
+from megazero.plan.layers import Use
+from megazero.plan.parameters import ParamSpec
 from megazero.plan.rank_spec import Layer
 from megazero.plan.topology import Layout
 from megazero.price.trace import Kind, Traced
@@ -225,7 +226,7 @@ def _events(kind: Kind, grad_dtype: str, add: bool, at_once: bool) -> LayerEvent
                 gradients.make()
             put_off = recorder.take()
             recompute: Events = ()
-            if kind.recompute == "full" and kind.layer == FIRST_BLOCK:
+            if kind.recompute == "full" and kind.use is Use.LAYER:
                 again = traced.input()
                 recorder.take()
                 traced.compute(again, traced.batch, False)
