@@ -207,7 +207,7 @@ class Trainer:
         self.watchdog.doing = f"reading the batch of iteration {progress.iteration + 1}"
         batches = self.train_batches.batch(progress.consumed_samples)
         self.watchdog.doing = f"iteration {progress.iteration + 1}"
-        result = self.engine.train_step(progress.iteration + 1, batches)
+        result = self.engine.train_step(progress.iteration + 1, batches, size)
         seconds = time.perf_counter() - start
         progress.iteration += 1
         progress.consumed_samples += size

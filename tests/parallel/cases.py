@@ -239,7 +239,7 @@ def train_on(
     for step in range(steps):
         batches = micro_batches(case, mesh, step)
         with around_step():
-            result = engine.train_step(step + 1, batches)
+            result = engine.train_step(step + 1, batches, case.batch)
         after = mesh.sent()
         outcome.losses.append(result.loss)
         outcome.norms.append(result.grad_norm)
