@@ -287,7 +287,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
 }
 
 LATER: list[tuple[str, int, Call]] = [  # part, number of a further call, what differs there
-    ("Batches", 1, {"dataset": As("Trainer.datasets.validation"), "num_workers": 0, "ramp": None}),
+    ("Batches", 1, {"dataset": As("Trainer.datasets.validation"), "num_workers": 0, "sizes": BatchSizes(4)}),
     ("upload_step", 2, {"batches": Kind("list"), "training": False}),
     ("learning_rate", 1, {"iteration": 2}),
     ("GPTDataset", 4, {"split_name": "test"}),
