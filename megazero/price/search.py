@@ -17,8 +17,10 @@ from megazero.config.batch_sizes import micro_batches
 from megazero.config.limits import divisors
 from megazero.config.schema import BYTES, Config
 from megazero.config.validate import check_values
+from megazero.model.stage import declare
+from megazero.plan.layers import End, Use
 from megazero.plan.operations import Backward, Forward
-from megazero.plan.parameters import FIRST_BLOCK, HEAD, declared, unit_layout
+from megazero.plan.parameters import unit_layout
 from megazero.plan.rank_spec import rank_spec
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout, data_parallel_size
@@ -142,12 +144,13 @@ class Terms:
         model = dataclasses.replace(config.model, num_layers=1)
         config = dataclasses.replace(config, model=model, training=dataclasses.replace(config.training))
         layout = Layout(dp=data_parallel_size(self.world, tp=tp), tp=tp)
-        return StepCosts(config, layout, rank_spec(config, layout, 0), self.device)
+        return StepCosts(config, layout, rank_spec(config, layout, 0, declare), self.device)
 
     def _block(self, tp: int, micro: int, sequence: bool, selective: bool) -> _Block:
         costs = self._costs(tp, micro, sequence, selective)
-        forward = costs.of_layer(Forward(FIRST_BLOCK, 0, True)).seconds
-        backward = costs.of_layer(Backward(FIRST_BLOCK, 0)).seconds
+        name = declare(costs.config.model, tp).first_block.name
+        forward = costs.of_layer(Forward(name, 0, True)).seconds
+        backward = costs.of_layer(Backward(name, 0)).seconds
         traced = trace_block(costs.config, costs.layout, self.device.kind)
         kept = block_input(costs.config, costs.layout)
         return _Block(forward, backward, sum(traced.saved) + traced.saved_input, kept)
@@ -155,15 +158,16 @@ class Terms:
     def _ends(self, tp: int, micro: int) -> float:
         """Seconds of embedding and head, forward and backward."""
         costs = self._costs(tp, micro, False, False)
-        names = [name for name in costs.spec.layers if name != FIRST_BLOCK]
+        names = [name for name, layer in costs.spec.layers.items() if layer.use is not Use.LAYER]
         forward = sum(costs.of_layer(Forward(name, 0, True)).seconds for name in names)
         return forward + sum(costs.of_layer(Backward(name, 0)).seconds for name in names)
 
     def _numel(self, tp: int) -> tuple[int, int]:
         """Elements of a block and of the tables, on one rank."""
-        known = declared(dataclasses.replace(self.config.model, num_layers=1), tp)
-        found = {name: unit_layout(list(specs), tp, 1).numel for name, specs in known.items()}
-        return found[FIRST_BLOCK], sum(n for name, n in found.items() if name not in (FIRST_BLOCK, HEAD))
+        kinds = declare(dataclasses.replace(self.config.model, num_layers=1), tp).kinds.values()
+        found = [(kind.end, unit_layout(kind.params, {"tp": tp}, 1).numel) for kind in kinds]
+        block, table = (sum(n for end, n in found if end is wanted) for wanted in (None, End.FIRST))
+        return block, table
 
     def _network(self, tp: int, pp: int, shard: int) -> Network:
         return Network(self.device, Layout(pp, data_parallel_size(self.world, pp, tp), tp, shard))
@@ -255,7 +259,7 @@ class Search:
         self.found = list(candidates(self.config, self.world, device))
         if not self.found or not model.vocab_size:
             # no layout, or no vocabulary: what training would say
-            resolve(config, self.world, vocabulary)
+            resolve(config, self.world, vocabulary, declare)
             raise ValueError(
                 f"--global-batch-size {batch} on --world-size {self.world}: no layout gives every data-parallel rank a "
                 f"sample; use {self.world}"
@@ -288,7 +292,7 @@ class Search:
         try:
             changed = c.apply(self.config)
             check_values(changed)
-            config, layout = resolve(changed, self.world, self.vocabulary)
+            config, layout = resolve(changed, self.world, self.vocabulary, declare)
         except ValueError:
             return None
         return plan_if_it_fits(config, layout, self.device)

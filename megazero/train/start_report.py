@@ -16,7 +16,8 @@ from megazero.config.cli import as_flag, preset_values, to_toml
 from megazero.config.schema import Config
 from megazero.files import explain, replace_file
 from megazero.memory.host import Machine
-from megazero.plan.parameters import num_parameters
+from megazero.model.stage import declare
+from megazero.plan.layers import num_parameters
 from megazero.plan.topology import Layout
 from megazero.price.report import padding_warning, padding_words, queue_line, table
 from megazero.price.stage_bytes import KINDS, StageBytes, stage_bytes
@@ -66,9 +67,10 @@ def screen(
     """
     model, training, ranks = config.model, config.training, layout.world_size
     tokens = config.batch_sizes.total(training.train_iters) * model.seq_length
+    parameters = count(num_parameters(declare(model)))
     parts = f"{config.micro_batches(layout.dp)} x micro-batch {training.micro_batch_size}"
     told = {
-        "model": f"{model.architecture}, {count(num_parameters(model))} parameters: {model.num_layers} layers, hidden "
+        "model": f"{model.architecture}, {parameters} parameters: {model.num_layers} layers, hidden "
         f"size {model.hidden_size}, {model.num_attention_heads} heads, vocabulary {model.vocab_size}; "
         f"{training.precision} on {ranks} x {device_words(config, device_name, processor)}",
         "layout": "\n".join(drawing(config, layout)),

@@ -107,7 +107,7 @@ def test_every_layout_is_the_same_model(case: Case, ranks) -> None:
     ids=str,
 )  # fmt: skip
 def test_replicas_with_unequal_numbers_of_micro_batches_are_the_same_model(case: Case, ranks) -> None:
-    """Of a batch that three replicas cannot share equally: the first take one more."""
+    """A batch that three replicas cannot share equally: the first take one more."""
     losses, norms = expected(case.model, case.frozen, case.batch, case.reset)
     outcomes = ranks(case.world).run(train, case)
     for outcome in outcomes:

@@ -123,10 +123,24 @@ def _factors(node: ast.AST) -> Iterator[str]:
         yield ast.unparse(node).split(".")[-2] if last == "size" and isinstance(node, ast.Attribute) else last
 
 
+def only_the_stage_names_layers(sources: Sources) -> Iterator[str]:
+    """No other module compares names of layers: plans read what a layer declares."""
+    for module, tree in sources.items():
+        for node in ast.walk(tree) if module != "model.stage" else ():
+            if isinstance(node, ast.Constant) and node.value in LAYER_NAMES:
+                yield f"{module}:{node.lineno} {node.value!r}"
+            elif isinstance(node, ast.ImportFrom) and node.module == "megazero.model.stage":
+                for alias in node.names:
+                    if alias.name.isupper():
+                        yield f"{module}:{node.lineno} {alias.name}"
+
+
+LAYER_NAMES = {"token_embedding", "position_embedding", "blocks.", "blocks.0", "head"}
 RULES: list[Callable[[Sources], Iterator[str]]] = [
     no_module_level_state,
     only_comm_compares_sizes,
     only_layout_multiplies_axes,
+    only_the_stage_names_layers,
 ]
 
 # (rule, module, a line that breaks the rule there)
@@ -148,6 +162,8 @@ FAULTS = [
     (only_layout_multiplies_axes, "zero.zero", "def f(mesh):\n    return 3 + mesh.dp.size * mesh.tp.size"),
     (only_layout_multiplies_axes, "zero.zero", "def f(world, tp):\n    return divmod(world.size, tp)"),
     (only_layout_multiplies_axes, "zero.zero", "def f(pp, dp, tp):\n    return math.prod([pp, dp, tp])"),
+    (only_the_stage_names_layers, "zero.zero", "def f(name):\n    return name.startswith('blocks.')"),
+    (only_the_stage_names_layers, "zero.zero", "from megazero.model.stage import HEAD"),
 ]
 
 
