@@ -503,7 +503,7 @@ def test_a_search_finds_layouts_for_a_batch_that_replicas_cannot_share_equally()
     found = list(candidates(config, 7, load_device("a100-80gb")))
     assert {(c.tp, c.pp, c.micro_batch) for c in found} == {(1, 1, 1), (1, 1, 2)}
     for c in found:
-        assert resolve(c.apply(config), 7, 0)[0].micro_batches(7) == 2 // c.micro_batch
+        assert resolve(c.apply(config), 7, 0, declare)[0].micro_batches(7) == 2 // c.micro_batch
     with pytest.raises(ValueError, match="no layout gives every data-parallel rank a sample; use 7"):
         Search(replace(config, training=replace(config.training, global_batch_size=6)), load_device("a100-80gb"), 0)
 
