@@ -123,7 +123,7 @@ def late_gathers(plan: Plan) -> float:
 
 
 def left_out(config: Config, layout: Layout, device: Device) -> float:
-    """Seconds of a step in which others recompute the end of each block: its last product, and its sum over tp.
+    """Seconds of a step in which others recompute the end of each block: last product, sum over tp, residual.
 
     The first stage of a pipeline recomputes it for each micro-batch, and waits for the other stages' as long as 1F1B.
     """
