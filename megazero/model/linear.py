@@ -177,7 +177,7 @@ class _RowLinears(torch.autograd.Function):
         ctx.num_handles = len(xs_and_handles) - len(layers)
         stream = layers[0].context.stream
         if not output:
-            return xs[0].new_empty(len(stream.tokens(len(xs[0]))), layers[0].weight.spec.shape[0])
+            return xs[0].new_empty(stream.num_tokens(len(xs[0])), layers[0].weight.spec.shape[0])
         total = None
         for layer, x in zip(layers, xs, strict=True):
             part = layer.part(x)

@@ -15,7 +15,7 @@ from megazero.plan.topology import Layout
 from megazero.price import quick
 from megazero.price.capacity import alternatives
 from megazero.price.devices import Device, load_device
-from megazero.price.stage_bytes import StageBytes, stage_bytes
+from megazero.price.estimate import StageBytes, stage_bytes
 from megazero.price.step_time import StepTime, step_time
 from megazero.price.trace import model_flops
 

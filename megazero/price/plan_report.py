@@ -10,7 +10,7 @@ from megazero.files import replace_file
 from megazero.plan.operations import Backward, BackwardWeights, Forward, Recompute
 from megazero.plan.parameters import num_parameters
 from megazero.price.plan import SECONDS_PER_DAY, Plan, advice, as_json
-from megazero.price.stage_bytes import KINDS
+from megazero.price.estimate import KINDS
 
 if TYPE_CHECKING:
     from rich.console import Console

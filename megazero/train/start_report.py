@@ -19,7 +19,7 @@ from megazero.memory.host import Machine
 from megazero.plan.parameters import num_parameters
 from megazero.plan.topology import Layout
 from megazero.price.report import queue_line, table
-from megazero.price.stage_bytes import KINDS, StageBytes, stage_bytes
+from megazero.price.estimate import KINDS, StageBytes, stage_bytes
 from megazero.train.progress_line import tell
 from megazero.train.start_notes import Processor, device_words, kept, large_vocabulary
 from megazero.units import count, size
