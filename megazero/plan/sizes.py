@@ -83,20 +83,27 @@ class Share(NamedTuple):
 
 
 class States(NamedTuple):
-    """States of a rank at the end of an iteration."""
+    """States of a rank: at rest, and gradients.
+
+    Attributes:
+        gradients: when all micro-batches of an iteration have been reduced.
+        accumulated: gradients while micro-batches are added up.
+    """
 
     parameters: Share
     optimizer: Share
     gradients: Share
+    accumulated: Share
 
     @classmethod
     def of(cls, config: Config, layout: Layout) -> States:
         rates, policy = Rates.of(config), ZeroPolicy.for_stage(config.zero, layout.shard)
-        owners = layout.shard if policy.optimizer else 1
+        owners, gradients = layout.shard if policy.optimizer else 1, rates.gradients if config.trains else 0
         return cls(
             Share(rates.weights, layout.shard if policy.parameters else 1),
             Share(rates.optimizer, owners),
-            Share(rates.gradients if config.trains else 0, owners),
+            Share(gradients, owners),
+            Share(gradients, layout.shard if policy.gradients else 1),
         )
 
     def at_rest(self, numel: int) -> dict[str, int]:
@@ -126,7 +133,9 @@ class Moved(NamedTuple):
 
     def sent(self, ranks: int) -> int:
         """Return the bytes that each of `ranks` ranks of the axis sends."""
-        return ring_bytes(self.num_bytes, ranks, PASSES[self.collective]) if self.collective in PASSES else self.num_bytes
+        return (
+            ring_bytes(self.num_bytes, ranks, PASSES[self.collective]) if self.collective in PASSES else self.num_bytes
+        )
 
 
 def agreement(*axes: str, numbers: int = 1) -> tuple[Moved, ...]:
@@ -167,6 +176,37 @@ def kept_bytes(config: Config, layout: Layout) -> int:
     each = BYTES[config.training.precision]
     parts = layout.tp if config.activations.partition_activations else 1
     return partition_numel(hidden_bytes(config, layout) // each, parts) * each
+
+
+def logits_bytes(config: Config, layout: Layout) -> int:
+    """Bytes of a micro-batch's logits on a rank of the last stage, without the vocabulary's padding."""
+    training, model = config.training, config.model
+    rows = training.micro_batch_size * model.seq_length
+    return rows * model.vocab_size * BYTES[training.precision] // layout.tp
+
+
+def least_held(config: Config, layout: Layout, numel: int, blocks: int, last: bool) -> dict[str, int]:
+    """Bound the bytes of a rank from below, without a trace and at a cost that does not depend on the layers.
+
+    The states, and the larger of the gradients (at the end of an iteration) and of the inputs that blocks keep with the
+    logits (at the end of a forward pass, of all micro-batches under gpipe): whatever is recomputed, a block keeps its
+    input or a part of it.
+
+    Args:
+        numel: elements of the rank's units, at least.
+        blocks: that the rank holds.
+        last: it is a rank of the last virtual stage, which has the logits.
+    """
+    states, training = States.of(config, layout), config.training
+    held = states.at_rest(numel)
+    if training.freeze_parameters or not config.trains:  # layers before the first trained one keep nothing
+        return held
+    live = config.micro_batches(layout.dp) if config.parallel.pipeline_schedule == "gpipe" else 1
+    kept = 0 if config.activations.checkpoint_in_cpu else live * blocks * kept_bytes(config, layout)
+    gradients, logits = states.gradients.of(numel), logits_bytes(config, layout) if last else 0
+    if gradients > kept + logits:
+        return held | {"gradients": gradients}
+    return held | {"activations": kept, "logits": logits}
 
 
 class StepSizes:

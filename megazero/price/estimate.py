@@ -8,18 +8,18 @@ operation enters in a memory tracker what the engine enters there, and counts wh
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from megazero.config.schema import BYTES, Config
+from megazero.config.schema import Config
 from megazero.memory.tracker import Allocation, MemoryTracker
 from megazero.plan.operations import (
     Backward,
     BackwardWeights,
     Drop,
     Forward,
-    Gather,
     Keep,
     Op,
     Open,
@@ -44,11 +44,6 @@ KINDS = ("parameters", "optimizer", "gradients", "activation_checkpoints", "buff
 STEADY = ("1f1b", "interleaved")  # schedules that repeat themselves after the first round of the pipeline
 
 
-def state_bytes(precision: str, trains: bool = True) -> tuple[int, int]:
-    each = max(4, BYTES[precision])
-    return each, each * ((BYTES[precision] != each) + 2 * trains)
-
-
 class Estimate(NamedTuple):
     """Bytes of one rank; keys as in metrics.jsonl."""
 
@@ -69,17 +64,17 @@ class StageBytes(NamedTuple):
     Attributes:
         memory, traffic: as `estimate`, to the byte.
         activations: the most that autograd keeps from forward to backward, inputs kept for recompute excluded.
+        queued: the most that weight gradients which wait keep.
         peak: the most at one instant of all that is on the device, activations included.
         at_peak: the bytes at that instant, by KINDS.
-        moments: over a step of a few micro-batches.
     """
 
     memory: dict[str, int]
     traffic: dict[str, int]
     activations: int
+    queued: int
     peak: int
     at_peak: dict[str, int]
-    moments: list[Moment]
 
 
 class Few(NamedTuple):
@@ -130,23 +125,16 @@ def predicted_after(
     return walk.tracker
 
 
-def stage_bytes(
-    config: Config, layout: Layout, pp: int, device_type: str, few: Few | None = None
-) -> StageBytes:
+@functools.lru_cache(maxsize=64)
+def stage_bytes(config: Config, layout: Layout, pp: int, device_type: str, few: Few | None = None) -> StageBytes:
     """Predict the bytes of the first rank of pipeline stage `pp`; `config` is resolved.
 
     Args:
         few: numbers of micro-batches to walk through; None: as many as the schedule needs.
     """
     few = few or Few.of(config.parallel.pipeline_schedule, layout, config.micro_batches(layout.dp))
-    found = list[tuple[Estimate, _Walk]]()
-    for micro_batches in few.played:
-        samples = micro_batches * config.training.micro_batch_size * layout.dp
-        fewer = dataclasses.replace(config, training=dataclasses.replace(config.training, global_batch_size=samples))
-        walk = _Walk(fewer, layout, pp * layout.dp * layout.tp, device_type == "cpu")
-        found.append((walk.run(), walk))
-    estimates, walks = [e for e, _ in found], [w for _, w in found]
-    peaks = [max(w.moments, key=lambda moment: sum(moment.held)).held for w in walks]
+    walks = [_of_stage(config, layout, pp, device_type, micro_batches) for micro_batches in few.played]
+    estimates = [walk.run() for walk in walks]
 
     def extend(values: list[int]) -> int:
         return round(few.extend(values))
@@ -154,18 +142,48 @@ def stage_bytes(
     return StageBytes(
         {kind: extend([e.memory[kind] for e in estimates]) for kind in estimates[0].memory},
         {axis: extend([e.traffic[axis] for e in estimates]) for axis in estimates[0].traffic},
-        extend([w.most_activations for w in walks]),
-        extend([sum(held) for held in peaks]),
-        {kind: extend([held[n] for held in peaks]) for n, kind in enumerate(KINDS)},
-        walks[0].moments,
+        extend([walk.activations.most for walk in walks]),
+        extend([walk.queued.most for walk in walks]),
+        extend([walk.peak for walk in walks]),
+        {kind: extend([walk.at_peak[n] for walk in walks]) for n, kind in enumerate(KINDS)},
     )
+
+
+def stage_moments(config: Config, layout: Layout, pp: int, device_type: str) -> list[Moment]:
+    """Predict the bytes of the first rank of pipeline stage `pp` after every operation of a few micro-batches."""
+    few = Few.of(config.parallel.pipeline_schedule, layout, config.micro_batches(layout.dp))
+    found = list[Moment]()
+    walk = _of_stage(config, layout, pp, device_type, few.played[0])
+    walk.watch = lambda op: found.append(Moment(op, walk.held()))
+    walk.run()
+    return found
+
+
+def _of_stage(config: Config, layout: Layout, pp: int, device_type: str, micro_batches: int) -> _Walk:
+    samples = micro_batches * config.training.micro_batch_size * layout.dp
+    fewer = dataclasses.replace(config, training=dataclasses.replace(config.training, global_batch_size=samples))
+    return _Walk(fewer, layout, pp * layout.dp * layout.tp, device_type == "cpu")
+
+
+class _Level:
+    """Bytes now, and at most."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    def add(self, num_bytes: int) -> None:
+        self.now += num_bytes
+        self.most = max(self.most, self.now)
 
 
 class _Walk:
     """A step, operation by operation: the sizes of `plan.sizes` over time.
 
     Attributes:
-        activations, most_activations: bytes that autograd keeps, inputs kept for recompute excluded; now, and at most.
+        activations: that autograd keeps from forward to backward, inputs kept for recompute excluded.
+        queued: that weight gradients which wait keep.
+        peak, at_peak: the most at one instant of all that is on the device, and of which KINDS.
+        watch: called when an operation has been carried out; a backward's activations are freed after that.
     """
 
     def __init__(self, config: Config, layout: Layout, rank: int, needs_staging_buffer: bool) -> None:
@@ -178,8 +196,10 @@ class _Walk:
         self.traffic: Counter[str] = Counter({"dp": 0, "tp": 0, "pp": 0, "control": 0})
         self.allocations: dict[object, Allocation] = {}
         self.saved: dict[tuple[str, int], int] = {}
-        self.activations = self.most_activations = 0
-        self.moments: list[Moment] = []
+        self.activations, self.queued = _Level(), _Level()
+        self.peak, self.at_peak = 0, (0,) * len(KINDS)
+        self.tracker.watch = self._compare
+        self.watch: Callable[[Op], None] | None = None
         self.on_device = not config.activations.checkpoint_in_cpu  # kept inputs
         self.unsharded_kind = "buffers" if self.spec.policy.optimizer else "gradients"
         self.enter: dict[type, Callable[[Any], None]] = {
@@ -226,10 +246,7 @@ class _Walk:
         return Estimate(memory | {"peak": self.tracker.total_peak, "host": peak["host"]}, dict(self.traffic))
 
     def execute(self, ops: Ops) -> None:
-        """Walk through operations in order. An asynchronous operation's buffers are free when it has been waited for.
-
-        The bytes at a moment include those that the operation itself frees.
-        """
+        """Walk through operations in order; the buffers of an asynchronous one are free when it has been waited for."""
         for op in ops:
             about: Op = inner(op)
             if not isinstance(op, Wait):
@@ -239,11 +256,19 @@ class _Walk:
                     self.enter[type(about)](about)
             if not isinstance(op, Start):
                 self.allocations.pop(about, None)
-            if not isinstance(op, (Start, Wait)):
-                now = self.tracker.now
-                self.moments.append(Moment(op, (*(now[kind] for kind in KINDS[:-1]), self.activations)))
+            if self.watch is not None and not isinstance(op, (Start, Wait)):
+                self.watch(op)
             if isinstance(op, Backward):
-                self.activations -= self.saved.pop(op.key, 0)
+                self.activations.add(-self.saved.pop(op.key, 0))
+
+    def held(self) -> tuple[int, ...]:
+        """Return the bytes on the device now, by KINDS."""
+        return (*(self.tracker.now[kind] for kind in KINDS[:-1]), self.activations.now)
+
+    def _compare(self, _kind: str = "") -> None:
+        now = self.tracker.total + self.activations.now
+        if now > self.peak:
+            self.peak, self.at_peak = now, self.held()
 
     # -- layers
 
@@ -262,18 +287,19 @@ class _Walk:
 
     def _save(self, op: Forward | Recompute, num_bytes: int) -> None:
         self.saved[op.key] = num_bytes
-        self.activations += num_bytes
-        self.most_activations = max(self.most_activations, self.activations)
+        self.activations.add(num_bytes)
+        self._compare()
 
     def _backward(self, op: Backward) -> None:
         layer = self.sizes.layers[op.layer]
         if layer.logits:
             self.allocations.pop(("logits", op.micro_batch))
         if not op.weights:
+            self.queued.add(layer.queued)
             self.allocations["queued", op.key] = self.tracker.allocate("buffers", layer.queued)
 
     def _backward_weights(self, op: BackwardWeights) -> None:
-        self.allocations.pop(("queued", op.key))
+        self.queued.add(-self.allocations.pop(("queued", op.key)).num_bytes)
 
     # -- kept inputs: those on the host are counted at rest
 

@@ -143,9 +143,7 @@ def _operator(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
 class _RecordedAxis(PretendAxis):
     """An axis of a layer that is traced: its collectives become events."""
 
-    def __init__(
-        self, recorder: Recorder, name: str, ranks: list[int], rank: int, needs_staging_buffer: bool
-    ) -> None:
+    def __init__(self, recorder: Recorder, name: str, ranks: list[int], rank: int, needs_staging_buffer: bool) -> None:
         super().__init__(name, ranks, rank, needs_staging_buffer)
         self.recorder = recorder
 

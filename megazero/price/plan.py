@@ -12,9 +12,9 @@ from megazero.data.remembered import data_tokenizer
 from megazero.plan.parameters import num_parameters
 from megazero.plan.resolve import check_block_runs, resolve
 from megazero.plan.topology import Layout
-from megazero.price import quick
-from megazero.price.capacity import alternatives
+from megazero.price.capacity import alternatives, least
 from megazero.price.devices import Device, load_device
+from megazero.price.early import SHORT, presets
 from megazero.price.estimate import StageBytes, stage_bytes
 from megazero.price.step_time import StepTime, step_time
 from megazero.price.trace import model_flops
@@ -168,7 +168,7 @@ def _what_fits(plan: Plan) -> str:
 
 def _largest_preset(plan: Plan) -> str:
     """Return the flags of the largest preset of this architecture that fits on one such device; "" if none does."""
-    for name, smaller in quick.presets(plan.config):
+    for name, smaller in presets(plan.config):
         precision, grad_dtype = plan.config.training.precision, plan.config.training.grad_dtype
         training = dataclasses.replace(
             smaller.training, precision=precision, grad_dtype=grad_dtype, micro_batch_size=1, global_batch_size=1
@@ -176,10 +176,10 @@ def _largest_preset(plan: Plan) -> str:
         activations = dataclasses.replace(smaller.activations, recompute="full")
         changed, layout = resolve(dataclasses.replace(smaller, training=training, activations=activations), 1, 0)
         usable = plan.device.usable_bytes(layout)
-        if sum(quick.floor(changed, 1)) > usable:
+        if least(changed, layout, 0, plan.device.kind).total > usable:
             continue  # no need to trace it
         if stage_bytes(changed, layout, 0, plan.device.kind).peak <= usable:
-            return f"--preset {name} {quick.SHORT}"
+            return f"--preset {name} {SHORT}"
     return ""
 
 

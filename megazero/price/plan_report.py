@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from megazero.files import replace_file
 from megazero.plan.operations import Backward, BackwardWeights, Forward, Recompute
 from megazero.plan.parameters import num_parameters
+from megazero.price.estimate import KINDS, stage_moments
 from megazero.price.plan import SECONDS_PER_DAY, Plan, advice, as_json
-from megazero.price.estimate import KINDS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -141,7 +141,7 @@ def draw(plan: Plan, path: Path) -> None:
     bars.axhline(plan.usable / 1e9, color="red", linestyle="--", label=f"usable of {plan.device.name}")
     bars.set(xlabel="pipeline stage", ylabel="GB of a device", title=f"when most is held: {plan.layout}")
     bars.legend(ncol=4, fontsize="small")
-    moments = plan.stages[plan.fullest].moments
+    moments = stage_moments(plan.config, plan.layout, plan.fullest, plan.device.kind)
     over.stackplot(
         range(len(moments)), *([m.held[n] / 1e9 for m in moments] for n in range(len(KINDS))), step="post", labels=KINDS
     )

@@ -18,8 +18,8 @@ from megazero.files import explain, replace_file
 from megazero.memory.host import Machine
 from megazero.plan.parameters import num_parameters
 from megazero.plan.topology import Layout
-from megazero.price.report import queue_line, table
 from megazero.price.estimate import KINDS, StageBytes, stage_bytes
+from megazero.price.report import queue_line, table
 from megazero.train.progress_line import tell
 from megazero.train.start_notes import Processor, device_words, kept, large_vocabulary
 from megazero.units import count, size
@@ -81,7 +81,7 @@ def screen(
         "defaults": chosen,
         "kept": kept(config),
         "note": large_vocabulary(config, num_ids),
-        "warning": _queue_warning(config, layout),
+        "warning": _queue_warning(config, layout, machine.device_type),
     }
     return [line for name, text in told.items() if text for line in _paragraph(name, text)]
 
@@ -92,8 +92,8 @@ def _paragraph(name: str, text: str) -> list[str]:
     return [name.ljust(MARGIN) + lines[0], *(indent + line for line in lines[1:])]
 
 
-def _queue_warning(config: Config, layout: Layout) -> str:
-    _, warns, text = queue_line(config, layout).rpartition("warning: ")
+def _queue_warning(config: Config, layout: Layout, device_type: str) -> str:
+    _, warns, text = queue_line(config, layout, device_type).rpartition("warning: ")
     return text if warns else ""
 
 
@@ -211,7 +211,7 @@ def details(
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, numpy {numpy.__version__}"
     variables = [f"{name}={value}" for name, value in environment.items()]
     parts = [
-        table(config, layout, needs_staging_buffer=machine.device_type == "cpu"),
+        table(config, layout, machine.device_type),
         notes,
         "\n  ".join(["environment", f"{versions}, {platform.platform()}", *variables]),
         "hosts\n" + "\n".join(per_host),
