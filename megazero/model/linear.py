@@ -24,7 +24,6 @@ from megazero.model.context import AsyncTensor, Context, RecomputedInput
 from megazero.model.fused_ops import wide
 from megazero.model.matmul import as_matrix, write_or_add
 from megazero.model.weight import GradWriter
-from megazero.plan.parameters import GradientGroup
 
 
 class ColumnLinear(nn.Module):
@@ -48,9 +47,9 @@ class ColumnLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.context, self.rows = context, rows
-        group = GradientGroup.DP if rows is None else GradientGroup.DP_TP
-        self.weight = context.weight(*out, inner, tp_dim=tp_dim, std=std, decays=True, group=group)
-        self.bias = context.weight(*out, tp_dim=tp_dim, group=group) if bias else None
+        sharded, summed = {} if tp_dim is None else {tp_dim: "tp"}, () if rows is None else ("tp",)
+        self.weight = context.weight(*out, inner, sharded=sharded, std=std, decays=True, summed=summed)
+        self.bias = context.weight(*out, sharded=sharded, summed=summed) if bias else None
 
     def forward(self, x: torch.Tensor, recomputed: RecomputedInput | None = None) -> torch.Tensor:
         return column_linears((self,), x, recomputed)[0]
@@ -95,7 +94,7 @@ class RowLinear(nn.Module):
     def __init__(self, context: Context, inner: int, out: int, *, std: float, bias: bool) -> None:
         super().__init__()
         self.context = context
-        self.weight = context.weight(out, inner, tp_dim=1, std=std, decays=True)
+        self.weight = context.weight(out, inner, sharded={1: "tp"}, std=std, decays=True)
         self.bias = context.weight(out) if bias else None
 
     def forward(self, x: torch.Tensor, recomputed: RecomputedInput | None = None, output: bool = True) -> torch.Tensor:

@@ -21,7 +21,7 @@ import torch.nn as nn
 
 from megazero.model import initial_values
 from megazero.model.matmul import write_or_add
-from megazero.plan.parameters import ParamSpec
+from megazero.plan.parameters import LocalBlock, ParamSpec
 
 
 class GradWriter(NamedTuple):
@@ -55,8 +55,8 @@ class Weight:
         owner: set when memory is given.
     """
 
-    def __init__(self, spec: ParamSpec, tp_size: int, tp_rank: int, seed: int, released: torch.Tensor) -> None:
-        self.spec, self.block, self.seed = spec, spec.local(tp_size, tp_rank), seed
+    def __init__(self, spec: ParamSpec, block: LocalBlock, seed: int, released: torch.Tensor) -> None:
+        self.spec, self.block, self.seed = spec, block, seed
         self.data = released.expand(self.block.stored)
         self.handle = released.new_empty(0).requires_grad_(spec.trains)
         self.owner: Owner | None = None

@@ -41,11 +41,12 @@ class RankPart(NamedTuple):
 def rank_parts(config: Config, layout: Layout, rank: int) -> Iterator[RankPart]:
     """Yield the parts that a rank of a layout owns, unit by unit, empty ones too. `config` is resolved."""
     coord, shards = layout.coord(rank), layout.shard
+    ranks = coord._asdict()
     policy = ZeroPolicy.for_stage(config.zero, shards)
     for specs, flat in _units(config.model, layout, coord.pp, config.training.freeze_parameters):
         owned = flat.owned(coord.dp % shards, shards) if policy.optimizer else Range(0, flat.numel)
         for spec in specs:
-            block = spec.local(layout.tp, coord.tp)
+            block = spec.local(ranks, layout.sizes)
             part = overlap(flat.windows[spec.name], block, owned)
             yield RankPart(spec, block, part.start, part.stop)
 
@@ -56,4 +57,4 @@ def _units(
 ) -> tuple[tuple[list[ParamSpec], FlatLayout], ...]:
     """Return each unit of a pipeline stage: its parameters and their flat buffer, the same on all of its ranks."""
     units = stage_units(model, layout, pp, frozen).values()
-    return tuple((specs, unit_layout(specs, layout.tp, layout.shard)) for specs in units)
+    return tuple((specs, unit_layout(specs, layout.sizes, layout.shard)) for specs in units)

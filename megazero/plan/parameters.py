@@ -12,8 +12,8 @@ import fnmatch
 import functools
 import importlib
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from enum import Enum
 
 from megazero.config.schema import ActivationConfig, ModelConfig
 from megazero.plan.flat_layout import FlatLayout, FlatParam, flat_layout, round_up
@@ -43,41 +43,41 @@ class LocalBlock:
         return math.prod(self.stored)
 
 
-class GradientGroup(Enum):
-    """Axes over which a parameter's gradient is a sum."""
-
-    DP = "dp"
-    DP_TP = "dp x tp"  # replicated over tp, and each rank computes with a part of it
-
-
 @dataclass(frozen=True)
 class ParamSpec:
     """A parameter of the global model."""
 
     name: str  # "blocks.3.mlp.up.weight"
     shape: tuple[int, ...]  # of the global tensor, padding excluded
-    tp_dim: int | None  # the dim that is sharded over tp; None: replicated
+    sharded: tuple[tuple[int, str], ...]  # (dim, the axis that shards it); over all other axes it is replicated
     decays: bool
     std: float = 0.0  # of the initial normal distribution
     mean: float = 0.0
     pads: bool = False  # rows are padded: the vocabulary
-    group: GradientGroup = GradientGroup.DP
+    summed: frozenset[str] = frozenset()  # axes besides the data-parallel ones over which its gradient is a sum
     trains: bool = True  # False: frozen; it has no gradient and does not decay
 
-    def local(self, tp_size: int, tp_rank: int) -> LocalBlock:
-        """The block of rank `tp_rank` of `tp_size`. Without padding, the sizes divide: `config` has seen to it."""
-        offset, shape = [0] * len(self.shape), list(self.shape)
-        if self.tp_dim is None:
-            return LocalBlock(tuple(offset), self.shape, self.shape)
-        whole = self.shape[self.tp_dim]
-        each = -(-whole // tp_size)
-        if self.pads:
-            each = round_up(each, VOCABULARY_ALIGN)
-        assert self.pads or each * tp_size == whole, (self.name, self.shape, tp_size)
-        start = min(whole, tp_rank * each)
-        offset[self.tp_dim], shape[self.tp_dim] = start, min(whole, start + each) - start
-        stored = list(self.shape)
-        stored[self.tp_dim] = each
+    @property
+    def axes(self) -> frozenset[str]:
+        """Axes that shard it."""
+        return frozenset(axis for _, axis in self.sharded)
+
+    def local(self, ranks: Mapping[str, int], sizes: Mapping[str, int]) -> LocalBlock:
+        """Return the block of a rank. Without padding, the sizes divide: `config` has checked that.
+
+        Args:
+            ranks, sizes: axis -> the rank along it, and its size; at least of the axes that shard the parameter.
+        """
+        offset, shape, stored = [0] * len(self.shape), list(self.shape), list(self.shape)
+        for dim, axis in self.sharded:
+            whole = self.shape[dim]
+            each = -(-whole // sizes[axis])
+            if self.pads:
+                each = round_up(each, VOCABULARY_ALIGN)
+            assert self.pads or each * sizes[axis] == whole, (self.name, self.shape, axis, sizes)
+            offset[dim] = min(whole, ranks[axis] * each)
+            shape[dim] = min(whole, offset[dim] + each) - offset[dim]
+            stored[dim] = each
         return LocalBlock(tuple(offset), tuple(shape), tuple(stored))
 
 
@@ -125,16 +125,15 @@ def _stage_units(model: ModelConfig, layout: Layout, stage: int) -> dict[str, li
     return units
 
 
-def unit_layout(specs: list[ParamSpec], tp_size: int, shards: int) -> FlatLayout:
-    """The flat buffer of a unit, laid out for `shards` data-parallel ranks. The same on every tensor-parallel rank."""
+def unit_layout(specs: Iterable[ParamSpec], sizes: Mapping[str, int], shards: int) -> FlatLayout:
+    """The flat buffer of a unit, laid out for `shards` data-parallel ranks. The same on all ranks of other axes.
+
+    Args:
+        sizes: axis -> its size; at least of the axes that shard a parameter.
+    """
+    first = dict.fromkeys(sizes, 0)
     return flat_layout(
-        [
-            FlatParam(
-                s.name, s.local(tp_size, 0).stored_numel, s.decays, s.tp_dim is not None, s.group is GradientGroup.DP_TP
-            )
-            for s in specs
-        ],
-        shards,
+        [FlatParam(s.name, s.local(first, sizes).stored_numel, s.decays, s.axes, s.summed) for s in specs], shards
     )
 
 

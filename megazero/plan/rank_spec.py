@@ -139,6 +139,7 @@ def rank_spec(config: Config, layout: Layout, pp: int) -> RankSpec:
 
 
 def _unit(specs: list[ParamSpec], config: Config, layout: Layout) -> Unit:
-    flat = unit_layout(specs, layout.tp, layout.shard)
-    summed = flat.summed_over_tp(config.parallel.sequence_parallel)
-    return Unit(flat.numel, any(spec.trains for spec in specs), config.parallel.sequence_parallel or summed.numel > 0)
+    flat = unit_layout(specs, layout.sizes, layout.shard)
+    sequence_parallel = config.parallel.sequence_parallel
+    summed = sequence_parallel or bool(flat.summed("tp", sequence_parallel))
+    return Unit(flat.numel, any(spec.trains for spec in specs), summed)

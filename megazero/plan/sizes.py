@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from megazero.config.schema import BYTES, Config
@@ -31,7 +31,7 @@ from megazero.plan.operations import (
     Sync,
     UnitOp,
 )
-from megazero.plan.parameters import stage_units, unit_layout
+from megazero.plan.parameters import ParamSpec, stage_units, unit_layout
 from megazero.plan.rank_spec import RankSpec
 from megazero.plan.topology import TRAFFIC, Layout, ring_bytes
 from megazero.plan.zero_policy import COPY_DEPTH, ZeroPolicy, persistent_gradients, plan_buckets
@@ -299,7 +299,7 @@ class StepSizes:
         if isinstance(op, ReduceReplicas):
             return (Moved("replica", "all-reduce", self.owned_gradients(op.unit)),)
         if isinstance(op, SumReplicated):
-            return (Moved("tp", "all-reduce", self._summed(op.unit) * self.rates.gradients),)
+            return tuple(Moved("tp", "all-reduce", n * self.rates.gradients) for n in self._summed(op.unit))
         if isinstance(op, SumTied):
             return (Moved("embedding", "all-reduce", self.owned_gradients(op.unit)),)
         if isinstance(op, Norm):
@@ -332,16 +332,14 @@ class StepSizes:
         return tuple((move.kind, move.sent(self.ranks[move.axis])) for move in moves)
 
     @functools.cached_property
-    def _specs(self) -> Mapping[str, list]:  # type: ignore[type-arg]
+    def _specs(self) -> dict[str, list[ParamSpec]]:
         return stage_units(self.config.model, self.layout, self.spec.rank, self.config.training.freeze_parameters)
 
-    def _summed(self, unit: str) -> int:
-        """Elements of the owned range whose gradients tensor-parallel ranks add up."""
-        flat = unit_layout(self._specs[unit], self.layout.tp, self.layout.shard)
-        summed = flat.summed_over_tp(self.config.parallel.sequence_parallel)
-        owned = self.owned(unit)
-        if owned == flat.numel:
-            return summed.numel
-        if self.shard_rank is None:
-            return summed.numel * owned // flat.numel
-        return summed.within(Range(self.shard_rank * owned, (self.shard_rank + 1) * owned)).numel
+    def _summed(self, unit: str) -> Iterator[int]:
+        """Yield elements of the owned range whose gradients tensor-parallel ranks add up: of each piece of it."""
+        flat, owned = unit_layout(self._specs[unit], self.layout.sizes, self.layout.shard), self.owned(unit)
+        place = Range(0, flat.numel)
+        if owned < flat.numel and self.shard_rank is not None:
+            place = flat.owned(self.shard_rank, self.layout.shard)
+        for summed in flat.summed("tp", self.config.parallel.sequence_parallel):
+            yield summed.within(place).numel * owned // place.numel

@@ -118,6 +118,11 @@ class Layout:
         return 1 + (self.tp > 1) + data + (self.pp > 1) + tied + sum(map(len, map(disjoint, pairs.values())))
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Axis -> its size."""
+        return dict(zip(AXES, (self.pp, self.dp, self.tp), strict=True))
+
+    @property
     def world_size(self) -> int:
         return self.pp * self.dp * self.tp
 

@@ -53,7 +53,7 @@ def least(config: Config, layout: Layout, stage: int, device_type: str) -> Needs
     # One block per chunk of layers, counted as often as the rank has blocks: all are alike.
     thin = replace(config.model, num_layers=layout.pp * layout.chunks)
     units = stage_units(thin, replace(layout, split=()), stage)
-    numel = {name.split(".")[0]: unit_layout(specs, layout.tp, layout.shard).numel for name, specs in units.items()}
+    numel = {name.split(".")[0]: unit_layout(specs, layout.sizes, layout.shard).numel for name, specs in units.items()}
     blocks = sum(len(layout.chunk_layers(config.model.num_layers, stage, chunk)) for chunk in range(layout.chunks))
     total = sum(n * (blocks if name == "blocks" else 1) for name, n in numel.items())
     return Needs(least_held(config, layout, total, blocks, stage == layout.last_pp), 0)

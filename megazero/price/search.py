@@ -160,7 +160,7 @@ class Terms:
     def _numel(self, tp: int) -> tuple[int, int]:
         """Elements of a block and of the tables, on one rank."""
         known = declared(dataclasses.replace(self.config.model, num_layers=1), tp)
-        found = {name: unit_layout(list(specs), tp, 1).numel for name, specs in known.items()}
+        found = {name: unit_layout(specs, {"tp": tp}, 1).numel for name, specs in known.items()}
         return found[FIRST_BLOCK], sum(n for name, n in found.items() if name not in (FIRST_BLOCK, HEAD))
 
     def _network(self, tp: int, pp: int, shard: int) -> Network:

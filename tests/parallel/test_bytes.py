@@ -166,7 +166,7 @@ def dp_formula(case: Case) -> int:
     w, g = {"fp32": 4, "bf16": 2}[case.precision], {"fp32": 4, "bf16": 2}[case.grad_dtype]
     total = 0
     for name, specs in stage_units(case.model, Layout(), 0).items():
-        psi = unit_layout(specs, case.tp, n).numel
+        psi = unit_layout(specs, {"tp": case.tp}, n).numel
         gathers = m if name in ("position_embedding", "head") else 2 * m
         total += psi * {0: 2 * g, 1: g + w, 2: m * g + w, 3: gathers * w + m * g}[case.zero]
     return total * (n - 1) // n
@@ -180,7 +180,7 @@ def test_estimate_follows_the_formulas(zero: int, dp: int, m: int, precision: st
     """The walk comes to what the paper says: K = 12 (8 in fp32, whose weights are their own master)."""
     case = Case(dp=dp, zero=zero, micro_batches=m, precision=precision, grad_dtype=precision, batch=dp * m)
     memory, traffic = estimate(case.config(), Layout(1, dp, 1))
-    psi = sum(unit_layout(s, 1, dp).numel for s in stage_units(MODEL, Layout(), 0).values())
+    psi = sum(unit_layout(s, {"tp": 1}, dp).numel for s in stage_units(MODEL, Layout(), 0).values())
     w, k = (4, 8) if precision == "fp32" else (2, 12)
     assert traffic["dp"] == dp_formula(case)
     assert memory["parameters"] == w * psi // (dp if zero == 3 else 1)

@@ -11,7 +11,7 @@ import pytest
 from megazero.config.architectures import ARCHITECTURES
 from megazero.config.cli import flags, parse, to_toml
 from megazero.config.schema import ActivationConfig, ModelConfig
-from megazero.plan.parameters import GradientGroup, declared, non_block_costs, unit_layout
+from megazero.plan.parameters import declared, non_block_costs, unit_layout
 from megazero.plan.resolve import resolve
 from megazero.price.trace import model_flops
 from tests.unit.test_config import make
@@ -78,7 +78,7 @@ def test_fewer_groups_than_ranks_are_replicated_and_their_gradients_summed() -> 
     for tp, sharded in ((1, True), (2, True), (4, False), (8, False)):
         kv = {spec.name: spec for spec in declared(LLAMA, tp)["blocks.0"]}["blocks.0.attention.kv.weight"]
         assert kv.shape == (2, 2, 8, 64)
-        assert (kv.tp_dim, kv.group) == ((0, GradientGroup.DP) if sharded else (None, GradientGroup.DP_TP))
-        flat = unit_layout(list(declared(LLAMA, tp)["blocks.0"]), tp, 1)
-        assert flat.summed_over_tp(False).numel == (0 if sharded else kv.local(tp, 0).numel)
-        assert flat.summed_over_tp(True) == flat.replicated
+        assert (kv.sharded, kv.summed) == ((((0, "tp"),), set()) if sharded else ((), {"tp"}))
+        flat = unit_layout(declared(LLAMA, tp)["blocks.0"], {"tp": tp}, 1)
+        assert sum(r.numel for r in flat.summed("tp", False)) == (0 if sharded else kv.local({}, {}).numel)
+        assert flat.summed("tp", True) == flat.replicated("tp")

@@ -34,8 +34,8 @@ def every_spec(model: ModelConfig) -> dict[str, ParamSpec]:
 def test_local_blocks_tile_the_global_tensor(tp: int, vocab_size: int) -> None:
     model = replace(MODEL, vocab_size=vocab_size, untie_embeddings=True)
     for spec in every_spec(model).values():
-        blocks = [spec.local(tp, rank) for rank in range(tp)]
-        if spec.tp_dim is None:
+        blocks = [spec.local({"tp": rank}, {"tp": tp}) for rank in range(tp)]
+        if not spec.sharded:
             assert all(block.shape == block.stored == spec.shape and not any(block.offset) for block in blocks)
             continue
         assert coverage_fault(spec.shape, [Region(b.offset, b.shape) for b in blocks]) is None, spec.name
@@ -55,7 +55,7 @@ def test_local_blocks_tile_the_global_tensor(tp: int, vocab_size: int) -> None:
 
 def test_a_cut_that_does_not_divide_is_an_error() -> None:
     with pytest.raises(AssertionError):
-        ParamSpec("w", (10, 3), 0, True).local(3, 0)
+        ParamSpec("w", (10, 3), ((0, "tp"),), True).local({"tp": 0}, {"tp": 3})
 
 
 @pytest.mark.parametrize(
@@ -113,15 +113,15 @@ def test_what_decays_is_matrices_and_tables() -> None:
 
 
 def test_what_is_cut_is_what_megatron_cuts() -> None:
-    cuts = {spec.name.removeprefix("blocks.0."): spec.tp_dim for spec in every_spec(MODEL).values()}
-    assert {name: dim for name, dim in cuts.items() if dim is not None and "blocks" not in name} == {
-        f"{TOKEN_EMBEDDING}.weight": 0,
-        "attention.qkv.weight": 0,
-        "attention.qkv.bias": 0,
-        "attention.proj.weight": 1,
-        "mlp.up.weight": 0,
-        "mlp.up.bias": 0,
-        "mlp.down.weight": 1,
+    cuts = {spec.name.removeprefix("blocks.0."): dict(spec.sharded) for spec in every_spec(MODEL).values()}
+    assert {name: dims for name, dims in cuts.items() if dims and "blocks" not in name} == {
+        f"{TOKEN_EMBEDDING}.weight": {0: "tp"},
+        "attention.qkv.weight": {0: "tp"},
+        "attention.qkv.bias": {0: "tp"},
+        "attention.proj.weight": {1: "tp"},
+        "mlp.up.weight": {0: "tp"},
+        "mlp.up.bias": {0: "tp"},
+        "mlp.down.weight": {1: "tp"},
     }
 
 
@@ -140,13 +140,14 @@ def test_initial_distributions_are_gpt2s() -> None:
 def test_a_units_layout_is_the_same_on_every_tensor_parallel_rank() -> None:
     for tp, dp in ((1, 1), (2, 3), (7, 4)):
         for specs in stage_units(replace(MODEL, vocab_size=257), Layout(), 0).values():
-            flat = unit_layout(specs, tp, dp)
+            sizes = {"tp": tp}
+            flat = unit_layout(specs, sizes, dp)
             assert set(flat.windows) == {spec.name for spec in specs}
             for rank in range(tp):
-                assert {s.name: s.local(tp, rank).stored_numel for s in specs} == {
+                assert {s.name: s.local({"tp": rank}, sizes).stored_numel for s in specs} == {
                     name: window.numel for name, window in flat.windows.items()
                 }
             for spec in specs:
                 start = flat.windows[spec.name].start
                 assert (start in range(*flat.decayed)) == spec.decays
-                assert (start in range(*flat.replicated)) == (spec.tp_dim is None)
+                assert any(start in range(*r) for r in flat.replicated("tp")) == (not spec.sharded)

@@ -26,7 +26,7 @@ from megazero.config.schema import (
 from megazero.model.context import kept_bytes
 from megazero.model.weight import GradWriter
 from megazero.plan.flat_layout import FlatParam, Range, flat_layout, partition_numel
-from megazero.plan.parameters import GradientGroup, declared, non_block_costs, pass_costs, unit_layout
+from megazero.plan.parameters import declared, non_block_costs, pass_costs, unit_layout
 from megazero.plan.program import Program, program
 from megazero.plan.rank_spec import rank_spec
 from megazero.plan.sizes import NUMBER, Rates
@@ -177,17 +177,18 @@ def test_rows_of_a_table_are_padded_to_64_a_rank() -> None:
     """GPT-2's 50,257 rows: 50,304 on one rank, as in Megatron-LM's example of 786 x 64; 12,608 on each of four."""
     for vocab_size, tp, rows in ((50257, 1, 50304), (50257, 4, 12608), (128, 2, 64), (129, 2, 128), (101, 4, 64)):
         table = declared(replace(model_of("gpt2"), vocab_size=vocab_size), tp)["token_embedding"][0]
-        assert table.local(tp, 0).stored == (rows, 64), (vocab_size, tp)
+        assert table.local({"tp": 0}, {"tp": tp}).stored == (rows, 64), (vocab_size, tp)
 
 
 def test_a_flat_buffer_by_hand() -> None:
     """Every parameter begins at a multiple of 64; decayed first, replicated in the middle; the end divides by ranks."""
+    tp = frozenset({"tp"})
     params = [
-        FlatParam("norm", 10, False, False),
-        FlatParam("matrix", 100, True, True),
-        FlatParam("bias", 64, False, True),
-        FlatParam("positions", 65, True, False),
-        FlatParam("shared kv", 30, True, False, partial=True),
+        FlatParam("norm", 10, False),
+        FlatParam("matrix", 100, True, tp),
+        FlatParam("bias", 64, False, tp),
+        FlatParam("positions", 65, True),
+        FlatParam("shared kv", 30, True, summed=tp),
     ]
     layout = flat_layout(params, 3)
     assert layout.windows == {
@@ -197,10 +198,11 @@ def test_a_flat_buffer_by_hand() -> None:
         "norm": Range(320, 330),
         "bias": Range(384, 448),
     }
-    assert (layout.decayed, layout.replicated, layout.partial) == (Range(0, 320), Range(128, 384), Range(256, 320))
+    assert (layout.decayed, layout.replicated("tp")) == (Range(0, 320), [Range(128, 384)])
+    assert layout.sharded("tp") == [Range(0, 128), Range(384, 576)]
     assert layout.numel == 576  # 448, and then 3 x 64 divides it
     assert [layout.owned(rank, 3) for rank in range(3)] == [(0, 192), (192, 384), (384, 576)]
-    assert (layout.summed_over_tp(False), layout.summed_over_tp(True)) == (Range(256, 320), Range(128, 384))
+    assert (layout.summed("tp", False), layout.summed("tp", True)) == ([Range(256, 320)], [Range(128, 384)])
 
 
 def test_numbers_that_bytes_are_made_of() -> None:
@@ -264,9 +266,10 @@ def test_costs_of_a_blocks_passes(recompute: str, input_gradient: float) -> None
 def test_gradients_that_are_summed_over_tp(tp: int, summed: int) -> None:
     """Two groups of keys and values on four ranks: a summand of their weight and bias on each."""
     specs = declared(model_of("llama"), tp)["blocks.0"]
-    partial = [spec for spec in specs if spec.group is GradientGroup.DP_TP]
+    partial = [spec for spec in specs if spec.summed == {"tp"}]
     assert sum(math.prod(spec.shape) for spec in partial) == summed
-    assert unit_layout(list(specs), tp, 1).summed_over_tp(False).numel == -(-summed // 64) * 64
+    ranges = unit_layout(specs, {"tp": tp}, 1).summed("tp", False)
+    assert sum(r.numel for r in ranges) == -(-summed // 64) * 64
 
 
 def step_of(micro_batches: int = 2, layout: Layout | None = None, **groups: object) -> Program:
