@@ -81,13 +81,10 @@ class LayerEvents(NamedTuple):
     weight_gradients: Events  # those of a backward that puts them off
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records every operator that runs while it is entered, and every collective of its axes."""
+class _Recording:
+    """A dispatch mode's method, not in the mode's own class: there torch wraps it in what imports its compiler."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.events: list[Event] = []
-        self.issued = 0
+    events: list[Event]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -95,6 +92,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not func.is_view and name not in NO_WORK:
             self.events.append(_operator(name, args, kwargs or {}, out))
         return out
+
+
+class Recorder(_Recording, TorchDispatchMode):
+    """Records every operator that runs while it is entered, and every collective of its axes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.events: list[Event] = []
+        self.issued = 0
 
     def take(self) -> Events:
         events, self.events = tuple(self.events), []

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from megazero.config.schema import BYTES, Config
+from megazero.config.schema import Config
 from megazero.config.validate import check_device, check_values
 from megazero.data.remembered import data_tokenizer
 from megazero.plan.parameters import num_parameters
@@ -147,7 +147,7 @@ def advice(plan: Plan) -> Iterator[str]:
         yield room
     precision = config.training.precision
     others = [name for name in ("fp16", "bf16") if device[f"compute.{name}"] > 2 * device[f"compute.{precision}"]]
-    if BYTES[precision] == 2 and others:
+    if precision in ("fp16", "bf16") and others:
         ratio = device[f"compute.{others[0]}"] / device[f"compute.{precision}"]
         yield f"--precision {others[0]} multiplies {ratio:.0f} times as fast as {precision} on {device.name}"
 
