@@ -11,10 +11,10 @@ import torch
 from megazero.config.schema import BYTES, Config
 from megazero.memory.allocated import Allocated
 from megazero.model.context import DeviceBatch, MicroBatchInfo
+from megazero.plan.layers import Use
 from megazero.plan.operations import Forward, Keep
 from megazero.plan.sizes import kept_bytes
 from megazero.plan.topology import Layout
-from megazero.plan.zero_policy import Use
 from megazero.price.trace import trace_block
 from megazero.train.engine import Engine
 

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -31,7 +30,6 @@ from megazero.plan.operations import (
     Sync,
     UnitOp,
 )
-from megazero.plan.parameters import ParamSpec, stage_units, unit_layout
 from megazero.plan.rank_spec import RankSpec
 from megazero.plan.topology import TRAFFIC, Layout, ring_bytes
 from megazero.plan.zero_policy import COPY_DEPTH, ZeroPolicy, persistent_gradients, plan_buckets
@@ -331,15 +329,11 @@ class StepSizes:
         """Return kinds of traffic, with the bytes that this rank sends for `moves`."""
         return tuple((move.kind, move.sent(self.ranks[move.axis])) for move in moves)
 
-    @functools.cached_property
-    def _specs(self) -> dict[str, list[ParamSpec]]:
-        return stage_units(self.config.model, self.layout, self.spec.rank, self.config.training.freeze_parameters)
-
     def _summed(self, unit: str) -> Iterator[int]:
         """Yield elements of the owned range whose gradients tensor-parallel ranks add up: of each piece of it."""
-        flat, owned = unit_layout(self._specs[unit], self.layout.sizes, self.layout.shard), self.owned(unit)
-        place = Range(0, flat.numel)
-        if owned < flat.numel and self.shard_rank is not None:
-            place = flat.owned(self.shard_rank, self.layout.shard)
-        for summed in flat.summed("tp", self.config.parallel.sequence_parallel):
+        numel, owned = self.numel[unit], self.owned(unit)
+        place = Range(0, numel)
+        if owned < numel and self.shard_rank is not None:
+            place = Range(self.shard_rank * owned, (self.shard_rank + 1) * owned)
+        for summed in self.spec.units[unit].summed:
             yield summed.within(place).numel * owned // place.numel

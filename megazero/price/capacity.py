@@ -1,8 +1,8 @@
 """Refuse a run that cannot fit, before anything is allocated. Pure: the memory that is available comes as arguments.
 
-Two steps: a lower bound (`plan.sizes.least_held`), whose cost does not grow with the number of layers, so that absurd
-sizes are refused at once; then the account of the step (`price.estimate.stage_bytes`), which walks an iteration. Both
-count less than a process takes (no kernel scratch, no libraries), so a run that they refuse would fail.
+Two steps: a lower bound (`plan.sizes.least_held`), which counts layers by kind, so that absurd sizes are refused at
+once; then the account of the step (`price.estimate.stage_bytes`), which walks an iteration. Both count less than a
+process takes (no kernel scratch, no libraries), so a run that they refuse would fail.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from megazero.config.schema import Config
 from megazero.config.validate import check_values
 from megazero.memory.host import Available, Machine
-from megazero.plan.parameters import stage_units, unit_layout
+from megazero.model.stage import declare
+from megazero.plan.parameters import unit_layout
 from megazero.plan.resolve import check_block_runs
 from megazero.plan.sizes import hidden_bytes, least_held
 from megazero.plan.topology import Layout
@@ -49,13 +50,13 @@ def check_memory(config: Config, layout: Layout, rank: int, machine: Machine) ->
 
 
 def least(config: Config, layout: Layout, stage: int, device_type: str) -> Needs:
-    """Bound the bytes of a rank of pipeline stage `stage` from below, at a cost that does not depend on the layers."""
-    # One block per chunk of layers, counted as often as the rank has blocks: all are alike.
-    thin = replace(config.model, num_layers=layout.pp * layout.chunks)
-    units = stage_units(thin, replace(layout, split=()), stage)
-    numel = {name.split(".")[0]: unit_layout(specs, layout.sizes, layout.shard).numel for name, specs in units.items()}
-    blocks = sum(len(layout.chunk_layers(config.model.num_layers, stage, chunk)) for chunk in range(layout.chunks))
-    total = sum(n * (blocks if name == "blocks" else 1) for name, n in numel.items())
+    """Bound the bytes of a rank of pipeline stage `stage` from below, counting layers by kind."""
+    layers = declare(config.model, layout.tp)
+    kinds = [layers.kinds[name] for name in layers.units(layout, stage)]
+    different = {kind.name: kind for kind in kinds}.values()
+    numel = {kind.name: unit_layout(kind.params, layout.sizes, layout.shard).numel for kind in different}
+    blocks = sum(kind.end is None for kind in kinds)
+    total = sum(numel[kind.name] for kind in kinds)
     return Needs(least_held(config, layout, total, blocks, stage == layout.last_pp), 0)
 
 

@@ -10,6 +10,8 @@ import math
 from typing import NamedTuple
 
 from megazero.config.schema import Config
+from megazero.model.stage import declare
+from megazero.plan.layers import stage_units
 from megazero.plan.operations import (
     COMPUTE,
     Backward,
@@ -27,7 +29,6 @@ from megazero.plan.operations import (
     UnitOp,
     Update,
 )
-from megazero.plan.parameters import stage_units
 from megazero.plan.rank_spec import RankSpec
 from megazero.plan.sizes import Moved, StepSizes
 from megazero.plan.topology import Layout, route
@@ -95,7 +96,8 @@ class StepCosts:
         self.network = network or Network(device, layout)
         self.roofline = Roofline(device, min(layout.world_size, device.devices_per_node))
         self.sizes = StepSizes(config, layout, spec)
-        self.specs = stage_units(config.model, layout, spec.rank, config.training.freeze_parameters)
+        frozen = config.training.freeze_parameters
+        self.specs = stage_units(declare(config.model, layout.tp), layout, spec.rank, frozen)
         self.events: dict[tuple[str, bool], LayerEvents] = {}
         self.known: dict[tuple[type, str, bool], Cost] = {}
         self.seconds: dict[tuple[object, ...], float] = {}
@@ -130,12 +132,13 @@ class StepCosts:
     # -- layers
 
     def of_layer(self, op: Forward | Recompute | Backward | BackwardWeights) -> Cost:
-        """Return the cost of a computation; blocks that train alike share theirs."""
+        """Return the cost of a computation; layers of a kind that all train share theirs."""
         at_once = not isinstance(op, BackwardWeights) and (not isinstance(op, Backward) or op.weights)
-        kind = "blocks" if op.layer.startswith("blocks.") and not self.config.training.freeze_parameters else op.layer
+        layer = self.spec.layers[op.layer]
+        kind = layer.name if self.config.training.freeze_parameters else layer.kind
         key = type(op), kind, at_once
         if key not in self.known:
-            layer, found = self.spec.layers[op.layer], self.events.get((kind, at_once))
+            found = self.events.get((kind, at_once))
             if found is None:
                 found = trace(self.config, self.layout, layer, self.specs, self.device.kind, at_once).events
                 self.events[kind, at_once] = found

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from megazero.config.schema import Config
 from megazero.memory.tracker import Allocation, MemoryTracker
+from megazero.model.stage import declare
 from megazero.plan.operations import (
     Backward,
     BackwardWeights,
@@ -162,7 +163,7 @@ def stage_moments(config: Config, layout: Layout, pp: int, device_type: str) -> 
 def _of_stage(config: Config, layout: Layout, pp: int, device_type: str, micro_batches: int) -> _Walk:
     samples = micro_batches * config.training.micro_batch_size * layout.dp
     fewer = dataclasses.replace(config, training=dataclasses.replace(config.training, global_batch_size=samples))
-    return _Walk(fewer, layout, pp * layout.dp * layout.tp, device_type == "cpu")
+    return _Walk(fewer, layout, layout.stage_ranks(pp)[0], device_type == "cpu")
 
 
 class _Level:
@@ -189,9 +190,9 @@ class _Walk:
     def __init__(self, config: Config, layout: Layout, rank: int, needs_staging_buffer: bool) -> None:
         self.config, self.needs_staging_buffer = config, needs_staging_buffer
         coord = layout.coord(rank)
-        self.spec = rank_spec(config, layout, coord.pp)
+        self.spec = rank_spec(config, layout, coord.pp, declare)
         layers = trace_layers(config, layout, coord.pp, "cpu" if needs_staging_buffer else "cuda")
-        self.sizes = StepSizes(config, layout, self.spec, layers, coord.dp % layout.shard)
+        self.sizes = StepSizes(config, layout, self.spec, layers, layout.shard_rank(coord))
         self.tracker = MemoryTracker()
         self.traffic: Counter[str] = Counter({"dp": 0, "tp": 0, "pp": 0, "control": 0})
         self.allocations: dict[object, Allocation] = {}

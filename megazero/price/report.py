@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megazero.config.schema import Config
+from megazero.model.stage import declare
+from megazero.plan.layers import non_block_costs
 from megazero.plan.operations import Gather, Reduce, Sync, Wait, inner
-from megazero.plan.parameters import non_block_costs
 from megazero.plan.program import program
 from megazero.plan.rank_spec import RankSpec, rank_spec
 from megazero.plan.schedules import SCHEDULES
@@ -28,7 +29,7 @@ class Row(NamedTuple):
 
 def report_rows(config: Config, layout: Layout, device_type: str = "cpu") -> list[Row]:
     """List every kind of memory, then of traffic of an iteration, of rank 0."""
-    found, spec = stage_bytes(config, layout, 0, device_type), rank_spec(config, layout, 0)
+    found, spec = stage_bytes(config, layout, 0, device_type), rank_spec(config, layout, 0, declare)
     formulas = _memory_formulas(config, layout) | _traffic_formulas(config, layout, spec)
     numbers = {"activations": found.activations} | found.memory
     numbers |= {f"{kind} traffic": num_bytes for kind, num_bytes in found.traffic.items()}
@@ -37,7 +38,7 @@ def report_rows(config: Config, layout: Layout, device_type: str = "cpu") -> lis
 
 def psi(config: Config, layout: Layout) -> int:
     """Elements of the units that rank 0 computes with, padding included, on its tensor-parallel part."""
-    return sum(unit.numel for unit in rank_spec(config, layout, 0).units.values())
+    return sum(unit.numel for unit in rank_spec(config, layout, 0, declare).units.values())
 
 
 def _memory_formulas(config: Config, layout: Layout) -> dict[str, str]:
@@ -114,10 +115,11 @@ def split_line(config: Config, layout: Layout) -> str:
     """The layers of every virtual stage where they are uneven, and why; empty where they are even."""
     if not layout.split:
         return ""
-    costs = rank_costs(layout.split, layout.placement, non_block_costs(config.model, config.activations))
+    outer = non_block_costs(declare(config.model, layout.tp), config.model, config.activations)
+    costs = rank_costs(layout.split, layout.placement, outer)
     return (
         f"layers per virtual stage: {','.join(map(str, layout.split))}; the head computes as much as "
-        f"{non_block_costs(config.model, config.activations).head:.1f} blocks, so that pipeline ranks compute "
+        f"{outer.head:.1f} blocks, so that pipeline ranks compute "
         f"{', '.join(f'{cost:.1f}' for cost in costs)} (--pipeline-split has other layers)"
     )
 

@@ -15,6 +15,7 @@ from megazero.comm.pretend import pretend_mesh
 from megazero.config.cli import parse
 from megazero.model.context import MicroBatchInfo, ResidualStream
 from megazero.model.documents import Documents
+from megazero.model.stage import declare
 from megazero.plan.operations import (
     Backward,
     Forward,
@@ -45,8 +46,8 @@ FLAGS = (
 
 
 def sizes_of(flags: str, shard_rank: int | None = None, layers: dict[str, LayerSizes] | None = None) -> StepSizes:
-    config, layout = resolve(parse(f"{FLAGS} {flags}".split()), 16, 0)
-    return StepSizes(config, layout, rank_spec(config, layout, 0), layers, shard_rank)
+    config, layout = resolve(parse(f"{FLAGS} {flags}".split()), 16, 0, declare)
+    return StepSizes(config, layout, rank_spec(config, layout, 0, declare), layers, shard_rank)
 
 
 def test_every_operation_moves_its_buffer_along_its_axis() -> None:
@@ -94,7 +95,7 @@ def test_traffic_inside_a_layer_is_counted_by_axis() -> None:
 @pytest.mark.parametrize("stage", range(4))
 def test_states_are_shares_of_the_elements(stage: int) -> None:
     """Parameters 2, optimizer 12, gradients 4 bytes an element; over four ranks from stages 3, 1, 1 on."""
-    config, layout = resolve(parse(f"{FLAGS} --zero-stage {stage}".split()), 16, 0)
+    config, layout = resolve(parse(f"{FLAGS} --zero-stage {stage}".split()), 16, 0, declare)
     states = States.of(config, layout)
     ranks = [4 if stage >= first else 1 for first in (3, 1, 1, 2)]
     assert list(states) == [Share(each, n) for each, n in zip((2, 12, 4, 4), ranks, strict=True)]
@@ -105,7 +106,7 @@ def test_states_are_shares_of_the_elements(stage: int) -> None:
 def test_the_least_that_is_held() -> None:
     """The gradients, or the inputs of two blocks and the logits: of one micro-batch, under gpipe of all six inputs."""
     for flags, inputs in (("", 2), ("--pipeline-schedule gpipe", 2 * 6)):
-        config, layout = resolve(parse(f"{FLAGS} {flags}".split()), 16, 0)
+        config, layout = resolve(parse(f"{FLAGS} {flags}".split()), 16, 0, declare)
         hidden, logits = 2 * 4 * 24 * 64, 2 * 4 * 24 * 500 // 2
         rest = {"parameters": 2 * 64, "optimizer": 3 * 64}
         assert least_held(config, layout, 64, 2, last=True) == rest | {"activations": inputs * hidden, "logits": logits}
@@ -122,7 +123,7 @@ def test_a_stages_peak_is_of_one_instant() -> None:
     base = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 8 --vocab-size 64"
     narrow, evaluates = "--precision bf16 --grad-dtype bf16 --recompute full", "--zero-stage 3 --eval-only --load x"
     for flags in ("--zero-stage 2 --global-batch-size 6", narrow, evaluates):
-        config, layout = resolve(parse(f"{base} {flags}".split()), 2, 0)
+        config, layout = resolve(parse(f"{base} {flags}".split()), 2, 0, declare)
         found = stage_bytes(config, layout, 0, "cpu")
         most = max(sum(moment.held) for moment in stage_moments(config, layout, 0, "cpu"))
         assert found.peak == sum(found.at_peak.values()) >= max(most, found.memory["peak"])
@@ -132,7 +133,7 @@ def test_a_stages_peak_is_of_one_instant() -> None:
 def test_gpipes_bytes_are_bounded_by_a_line() -> None:
     """The line through two numbers of micro-batches is a lower bound of more of them, and close."""
     flags = FLAGS.replace("--global-batch-size 96", "--global-batch-size 480 --pipeline-schedule gpipe --zero-stage 2")
-    config, layout = resolve(parse(flags.split()), 16, 0)
+    config, layout = resolve(parse(flags.split()), 16, 0, declare)
     assert config.schedule not in STEADY
     whole, line = (stage_bytes(config, layout, 0, "cuda", few) for few in (None, Few(30, (7, 8))))
     assert 0.99 * whole.peak < line.peak <= whole.peak
