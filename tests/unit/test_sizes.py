@@ -77,7 +77,7 @@ def test_every_operation_moves_its_buffer_along_its_axis() -> None:
 
 
 def test_ranks_of_a_shard_sum_the_replicated_part_that_they_own() -> None:
-    """With sequence parallelism: norms and biases behind a sum. All ranks' parts are the whole; without one, a mean."""
+    """Norms and biases behind a sum, with sequence parallelism: the parts add up; without a rank, their mean counts."""
     flags = "--zero-stage 2 --sequence-parallel"
     each = [sum(m.num_bytes for m in sizes_of(flags, rank).moves(SumReplicated("blocks.1"))) for rank in range(4)]
     whole = sum(m.num_bytes for m in sizes_of("--zero-stage 0 --sequence-parallel").moves(SumReplicated("blocks.1")))
