@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megazero.config.architectures import ARCHITECTURES as OPTIONS
+from megazero.config.cli import parse
 from megazero.config.schema import ModelConfig
 from megazero.model.architectures import ARCHITECTURES
 from megazero.model.attention import GroupedAttention
@@ -25,6 +26,8 @@ from megazero.model.norm import LayerNorm, RMSNorm
 from megazero.model.stage import declare
 from megazero.plan.layers import layer_costs
 from megazero.plan.split import rank_costs
+from megazero.price.devices import load_device
+from megazero.price.search import Terms
 from megazero.price.trace import model_flops, trace_layers
 from tests.parallel.cases import Case, Outcome, train
 from tests.parallel.test_parity import TOLERANCE, check_bytes, fp64, relative_error
@@ -148,6 +151,20 @@ def test_each_kind_is_traced_once() -> None:
     found, mean = layer_costs(declare(MODEL), MODEL, config.activations), (3 * NARROW + 2 * WIDER) / 5
     assert found.blocks == pytest.approx([each / mean for each in (NARROW, WIDER, NARROW, WIDER, NARROW)])
     assert found.head == pytest.approx(2 * 101 * 48 / mean)
+
+
+def test_a_search_ranks_layouts_by_the_mean_block() -> None:
+    config = parse("--plan-search --world-size 2 --global-batch-size 4 --device-type h100-80gb".split())
+    saved = []
+    for layers in (1, 2, 5):
+        model = replace(MODEL, num_layers=layers)
+        terms = Terms(replace(config, model=model), 2, load_device("h100-80gb"))
+        saved.append(terms.block(1, 2, False, False)._replace(hidden=0) + terms.numel(1)[:1])
+    narrow, pair, five = saved
+    for one, two, all_five in zip(narrow, pair, five, strict=True):
+        wide = 2 * two - one
+        assert 5 * all_five == pytest.approx(3 * one + 2 * wide, abs=6 if isinstance(one, int) else 0, rel=1e-9)
+    assert pair[2] > narrow[2] and pair[-1] > narrow[-1]
 
 
 def test_stages_are_split_by_the_cost_of_each_block() -> None:
