@@ -6,11 +6,12 @@ import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megazero.config.schema import Config, ModelConfig
+from megazero.config.schema import Config
 from megazero.plan.flat_layout import FlatLayout, Range
 from megazero.plan.parameters import LocalBlock, ParamSpec, stage_units, unit_layout
+from megazero.plan.rank_spec import rank_spec
 from megazero.plan.topology import Layout
-from megazero.plan.zero_policy import ZeroPolicy
+from megazero.plan.zero_policy import ShardingGroup
 
 
 class Overlap(NamedTuple):
@@ -40,21 +41,22 @@ class RankPart(NamedTuple):
 
 def rank_parts(config: Config, layout: Layout, rank: int) -> Iterator[RankPart]:
     """Yield the parts that a rank of a layout owns, unit by unit, empty ones too. `config` is resolved."""
-    coord, shards = layout.coord(rank), layout.shard
-    ranks = coord._asdict()
-    policy = ZeroPolicy.for_stage(config.zero, shards)
-    for specs, flat in _units(config.model, layout, coord.pp, config.training.freeze_parameters):
-        owned = flat.owned(coord.dp % shards, shards) if policy.optimizer else Range(0, flat.numel)
+    coord, sizes = layout.coord(rank), layout.sizes
+    places = layout.places(coord)
+    for specs, flat, group in _units(config, layout, coord.pp):
+        owned = group.owned(flat, places[group.axis])
         for spec in specs:
-            block = spec.local(ranks, layout.sizes)
+            block = spec.local(places, sizes)
             part = overlap(flat.windows[spec.name], block, owned)
             yield RankPart(spec, block, part.start, part.stop)
 
 
 @functools.lru_cache(maxsize=4)
-def _units(
-    model: ModelConfig, layout: Layout, pp: int, frozen: tuple[str, ...]
-) -> tuple[tuple[list[ParamSpec], FlatLayout], ...]:
-    """Return each unit of a pipeline stage: its parameters and their flat buffer, the same on all of its ranks."""
-    units = stage_units(model, layout, pp, frozen).values()
-    return tuple((specs, unit_layout(specs, layout.sizes, layout.shard)) for specs in units)
+def _units(config: Config, layout: Layout, pp: int) -> tuple[tuple[list[ParamSpec], FlatLayout, ShardingGroup], ...]:
+    """Return each unit of a pipeline stage: parameters, flat buffer and group, the same on all of its ranks."""
+    spec, units = (
+        rank_spec(config, layout, pp),
+        stage_units(config.model, layout, pp, config.training.freeze_parameters),
+    )
+    groups = {name: spec.group(name) for name in units}
+    return tuple((s, unit_layout(s, layout.sizes, groups[name].shards), groups[name]) for name, s in units.items())

@@ -11,7 +11,7 @@ from megazero.plan.operations import Transfer
 from megazero.plan.parameters import TOKEN_EMBEDDING, ParamSpec, pass_costs, stage_units, unit_layout
 from megazero.plan.schedules import EQUAL, Costs, Pipeline, placement
 from megazero.plan.topology import Layout, Route, route
-from megazero.plan.zero_policy import Use, ZeroPolicy, layer_uses
+from megazero.plan.zero_policy import DENSE, ShardingGroup, Use, ZeroPolicy, group_of, layer_uses, sharding_groups
 
 
 class Layer(NamedTuple):
@@ -42,6 +42,7 @@ class Unit(NamedTuple):
     numel: int
     trains: bool
     sums_over_tp: bool = False  # some gradients
+    group: str = DENSE  # its sharding group
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class RankSpec:
 
     chunks: tuple[tuple[Layer, ...], ...]
     units: dict[str, Unit]
-    policy: ZeroPolicy
+    groups: dict[str, ShardingGroup]
     rank: int = 0  # along the pipeline
     ranks: int = 1
     overlap: bool = True
@@ -61,7 +62,6 @@ class RankSpec:
     partitioned: bool = False  # kept inputs, over tp
     on_host: bool = False  # kept inputs
     arena: bool = False  # kept inputs
-    replicas: bool = False
     tied: str | None = None  # the unit of the embedding group
     backlog: int | None = None  # micro-batches whose weight gradients may wait
     v_shaped: bool = False  # placement of virtual stages
@@ -89,6 +89,18 @@ class RankSpec:
     def layers(self) -> dict[str, Layer]:
         return {layer.name: layer for chunk in self.chunks for layer in chunk}
 
+    def group(self, unit: str) -> ShardingGroup:
+        """Return the sharding group of a unit."""
+        return self.groups[self.units[unit].group]
+
+    def policy(self, unit: str) -> ZeroPolicy:
+        """Return what is sharded of a unit."""
+        return self.group(unit).policy
+
+    def owned(self, unit: str) -> int:
+        """Return the elements of a unit that each rank of its group owns."""
+        return self.units[unit].numel // self.group(unit).parts
+
     @property
     def trained_units(self) -> list[str]:
         return [name for name, unit in self.units.items() if unit.trains]
@@ -103,7 +115,8 @@ class RankSpec:
 def rank_spec(config: Config, layout: Layout, pp: int) -> RankSpec:
     """Describe the ranks at pipeline position `pp`; `config` is resolved."""
     specs = stage_units(config.model, layout, pp, config.training.freeze_parameters)
-    units = {name: _unit(s, config, layout) for name, s in specs.items()}
+    groups = sharding_groups(config.zero, layout)
+    units = {name: _unit(name, s, config, layout, groups) for name, s in specs.items()}
     tied = None if config.model.untie_embeddings else TOKEN_EMBEDDING
     uses = layer_uses(specs, pp == 0, tied is not None)
     chunks: list[tuple[Layer, ...]] = []
@@ -122,7 +135,7 @@ def rank_spec(config: Config, layout: Layout, pp: int) -> RankSpec:
     return RankSpec(
         chunks=tuple(chunks),
         units=units,
-        policy=ZeroPolicy.for_stage(config.zero, layout.shard),
+        groups=groups,
         rank=pp,
         ranks=layout.pp,
         overlap=config.zero.overlap_comm,
@@ -130,7 +143,6 @@ def rank_spec(config: Config, layout: Layout, pp: int) -> RankSpec:
         partitioned=activations.partition_activations,
         on_host=activations.checkpoint_in_cpu,
         arena=activations.contiguous_checkpointing,
-        replicas=layout.replica > 1,
         tied=tied if layout.last_pp > 0 and pp in (0, layout.last_pp) else None,
         backlog=config.parallel.zero_bubble_backlog or None,
         v_shaped=layout.v_shaped,
@@ -138,8 +150,8 @@ def rank_spec(config: Config, layout: Layout, pp: int) -> RankSpec:
     )
 
 
-def _unit(specs: list[ParamSpec], config: Config, layout: Layout) -> Unit:
-    flat = unit_layout(specs, layout.sizes, layout.shard)
-    sequence_parallel = config.parallel.sequence_parallel
-    summed = sequence_parallel or bool(flat.summed("tp", sequence_parallel))
-    return Unit(flat.numel, any(spec.trains for spec in specs), summed)
+def _unit(name: str, specs: list[ParamSpec], config: Config, layout: Layout, groups: dict[str, ShardingGroup]) -> Unit:
+    group, trains = group_of(name), any(spec.trains for spec in specs)
+    flat = unit_layout(specs, layout.sizes, groups[group].shards)
+    summed = config.parallel.sequence_parallel or bool(flat.summed("tp", False))
+    return Unit(flat.numel, trains, summed, group)

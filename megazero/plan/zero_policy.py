@@ -11,13 +11,14 @@ from enum import Enum
 from typing import NamedTuple
 
 from megazero.config.schema import ZeroConfig
-from megazero.plan.flat_layout import ALIGN
+from megazero.plan.flat_layout import ALIGN, FlatLayout, Range
 from megazero.plan.parameters import HEAD, POSITION_EMBEDDING, TOKEN_EMBEDDING
+from megazero.plan.topology import Layout
 
 
 @dataclass(frozen=True)
 class ZeroPolicy:
-    """States that are sharded over the shard axis."""
+    """States that are sharded over the ranks that share a copy."""
 
     optimizer: bool
     gradients: bool  # reduced at every micro-batch: unsharded ones never outlive a unit's backward
@@ -39,6 +40,50 @@ class ZeroPolicy:
             parameters=stage >= 3,
             gathers_once=stage >= 3 and config.zero_gather_every == "step",
         )
+
+
+@dataclass(frozen=True)
+class ShardingGroup:
+    """Ranks that share one copy of some units, and what is sharded over them.
+
+    Attributes:
+        axis, shards: of the ranks that share a copy, and their number.
+        replica_axis, replicas: of the ranks that own the same range, each of another copy.
+    """
+
+    policy: ZeroPolicy
+    axis: str
+    shards: int
+    replica_axis: str
+    replicas: int
+
+    @classmethod
+    def of(cls, config: ZeroConfig, layout: Layout, axis: str, replica_axis: str) -> ShardingGroup:
+        """Make the group along `axis`; of one rank, it is that of stage 0."""
+        shards = layout.sizes[axis]
+        return cls(ZeroPolicy.for_stage(config, shards), axis, shards, replica_axis, layout.sizes[replica_axis])
+
+    @property
+    def parts(self) -> int:
+        """Parts of a unit, each of which one rank of the group owns."""
+        return self.shards if self.policy.optimizer else 1
+
+    def owned(self, flat: FlatLayout, place: int) -> Range:
+        """Return the range that the group's rank `place` owns: updates and saves."""
+        return flat.owned(place % self.parts, self.parts)
+
+
+DENSE = "dense"
+
+
+def sharding_groups(config: ZeroConfig, layout: Layout) -> dict[str, ShardingGroup]:
+    """Name -> sharding group of a run; the same on every rank, in the same order."""
+    return {DENSE: ShardingGroup.of(config, layout, "shard", "replica")}
+
+
+def group_of(unit: str) -> str:
+    """Return the name of a unit's sharding group."""
+    return DENSE
 
 
 class Use(Enum):

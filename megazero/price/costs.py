@@ -182,34 +182,33 @@ class StepCosts:
 
     # -- units
 
-    def _owned(self, unit: str) -> int:
-        return self.spec.units[unit].numel // (self.layout.shard if self.spec.policy.optimizer else 1)
-
     def _of_unit(self, op: Op) -> float:
-        network = self.network
+        if isinstance(op, Norm):
+            return self._norm()
+        if not isinstance(op, UnitOp):
+            return 0.0
+        network, spec = self.network, self.spec
+        group, numel, owned = spec.group(op.unit), spec.units[op.unit].numel, spec.owned(op.unit)
         if isinstance(op, (Gather, Sync)):
-            return network.one_pass("shard", self.spec.units[op.unit].numel * self.w)
+            return network.one_pass(group.axis, numel * self.w)
         if isinstance(op, Reduce):
-            num_bytes = self.spec.units[op.unit].numel * self.g
-            if not self.spec.policy.optimizer:
-                return network.all_reduce("shard", num_bytes)
-            return network.one_pass("shard", num_bytes) + self.roofline.memory("add_", 3 * self._owned(op.unit))
+            if not group.policy.optimizer:
+                return network.all_reduce(group.axis, numel * self.g)
+            return network.one_pass(group.axis, numel * self.g) + self.roofline.memory("add_", 3 * owned)
         if isinstance(op, ReduceReplicas):
-            return network.all_reduce("replica", self._owned(op.unit) * self.g)
+            return network.all_reduce(group.replica_axis, owned * self.g)
         if isinstance(op, SumReplicated):
-            flat = unit_layout(self.specs[op.unit], self.layout.sizes, self.layout.shard)
+            flat = unit_layout(self.specs[op.unit], self.layout.sizes, group.shards)
             summed = sum(r.numel for r in flat.summed("tp", self.config.parallel.sequence_parallel))
-            return network.all_reduce("tp", summed * self.g * self._owned(op.unit) / self.spec.units[op.unit].numel)
+            return network.all_reduce("tp", summed * self.g * owned / numel)
         if isinstance(op, SumTied):
-            return network.all_reduce("embedding", self._owned(op.unit) * self.g)
-        if isinstance(op, Update):
-            return self._update(op.unit)
-        return self._norm() if isinstance(op, Norm) else 0.0
+            return network.all_reduce("embedding", owned * self.g)
+        return self._update(op.unit) if isinstance(op, Update) else 0.0
 
     def _update(self, unit: str) -> float:
         """Fused AdamW: reads master, gradient and two moments, writes three, and a divided gradient."""
         state, _ = state_bytes(self.config.training.precision)
-        owned = self._owned(unit)
+        owned = self.spec.owned(unit)
         moved = 7 * state + (state if self.config.optimizer.clip_grad else 0)
         moved += (self.g + state if self.g != state else 0) + (state + self.w if self.w != state else 0)
         host = (2 + (self.g != state) + (self.w != state)) * self.device["overhead.call"]  # decayed, not decayed, casts
@@ -217,6 +216,6 @@ class StepCosts:
         return device + host if self.device.kind == "cpu" else max(device, host)
 
     def _norm(self) -> float:
-        read = sum(self._owned(u) * self.g for u in self.spec.trained_units)
+        read = sum(self.spec.owned(u) * self.g for u in self.spec.trained_units)
         agreed = sum(self.network.all_reduce(axis, NUMBER) for axis in ("tp", "pp", "shard", "dp", "dp", "pp"))
         return self.roofline.memory("norm", read) * self.roofline.slower + agreed

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from megazero.config.schema import BYTES, Config
 from megazero.memory.tracker import Allocation, MemoryTracker
-from megazero.plan.flat_layout import Range, partition_numel
+from megazero.plan.flat_layout import partition_numel
 from megazero.plan.operations import (
     Backward,
     BackwardWeights,
@@ -104,20 +104,23 @@ class _Pricer:
             needs_staging_buffer,
         )
         self.spec = rank_spec(config, layout, self.coord.pp)
-        self.policy, self.tracker = self.spec.policy, MemoryTracker()
+        self.tracker, self.places = MemoryTracker(), layout.places(self.coord)
         self.sent: Counter[str] = Counter({"dp": 0, "tp": 0, "pp": 0, "control": 0})
         self.w, self.g = BYTES[training.precision], BYTES[training.grad_dtype]
         self.specs = stage_units(model, layout, self.coord.pp, training.freeze_parameters)
-        self.flats = {name: unit_layout(s, layout.sizes, layout.shard) for name, s in self.specs.items()}
+        self.flats = {
+            name: unit_layout(s, layout.sizes, self.spec.group(name).shards) for name, s in self.specs.items()
+        }
         self.costs = trace_layers(config, layout, self.coord.pp, "cpu" if needs_staging_buffer else "cuda")
         # a block's input and a message between stages: a rank's part of the residual stream
         parts = layout.tp if config.parallel.sequence_parallel else 1
         self.hidden_bytes = training.micro_batch_size * model.seq_length // parts * model.hidden_size * self.w
         parts = layout.tp if self.activations.partition_activations else 1
         self.kept_bytes = partition_numel(self.hidden_bytes // self.w, parts) * self.w
-        self.persistent = persistent_gradients(
-            self.policy, self.activations.contiguous_checkpointing, config.micro_batches(layout.dp)
-        )
+        contiguous, micro_batches = self.activations.contiguous_checkpointing, config.micro_batches(layout.dp)
+        self.persistent = {
+            name: persistent_gradients(self.spec.policy(name), contiguous, micro_batches) for name in self.spec.units
+        }
         self.allocations: dict[object, Allocation] = {}
         self.price: dict[type, Callable[[Any], None]] = {
             Forward: self._forward,
@@ -149,9 +152,10 @@ class _Pricer:
         self.tracker.enter("optimizer", optimizer)
         tables = max(cost.tables for cost in self.costs.values())
         self.tracker.enter("buffers", step.arena_numel * self.w + self._buckets() + tables)
-        for name, unit in self.spec.units.items():
-            self.tracker.enter(self._unsharded_kind, unit.trains * self.persistent.unsharded * unit.numel * self.g)
-            self.tracker.enter("gradients", unit.trains * self.persistent.sharded * self._owned(name) * self.g)
+        for name in self.spec.trained_units:
+            kept, numel = self.persistent[name], self.spec.units[name].numel
+            self.tracker.enter(self._unsharded_kind(name), kept.unsharded * numel * self.g)
+            self.tracker.enter("gradients", kept.sharded * self.spec.owned(name) * self.g)
         on_host = self.activations.checkpoint_in_cpu
         self.tracker.enter("host" if on_host else "buffers", step.num_slots * self.kept_bytes)
         self.tracker.enter("buffers", 2 * COPY_DEPTH * self.kept_bytes * (on_host and not self.needs_staging_buffer))
@@ -183,23 +187,24 @@ class _Pricer:
     # -- at rest
 
     def _states(self) -> tuple[int, int]:
-        total = sum(unit.numel for unit in self.spec.units.values())
-        owned = sum(map(self._owned, self.spec.units))
-        kept = owned if self.policy.parameters else total
+        units = self.spec.units
+        owned = sum(map(self.spec.owned, units))
+        kept = sum(self.spec.owned(u) if self.spec.policy(u).parameters else units[u].numel for u in units)
         return kept * self.w, owned * state_bytes(self.config.training.precision, self.config.trains)[1]
-
-    def _owned(self, unit: str) -> int:
-        return self.spec.units[unit].numel // (self.layout.shard if self.policy.optimizer else 1)
 
     def _buckets(self) -> int:
         """Bytes of the reduce buckets with their scratch."""
-        sizes, shards, zero = [u.numel for u in self.spec.units.values()], self.layout.shard, self.config.zero
-        sharded = sizes if self.policy.optimizer and self.config.trains else []
-        buckets = plan_buckets(zero.reduce_bucket_size, sharded, shards, zero.overlap_comm)
-        self.columns = buckets.columns
-        scratch = buckets.columns * (shards - 1 if self.needs_staging_buffer else shards > 1)
-        packed = buckets.columns * shards * buckets.packs
-        return buckets.slots * (scratch + packed) * self.g
+        zero, total = self.config.zero, 0
+        self.columns: dict[str, int] = {}
+        for name, group in self.spec.groups.items():
+            reduces = group.policy.optimizer and self.config.trains
+            sizes = [unit.numel for unit in self.spec.units.values() if reduces and unit.group == name]
+            buckets = plan_buckets(zero.reduce_bucket_size, sizes, group.shards, zero.overlap_comm)
+            self.columns[name] = buckets.columns
+            scratch = buckets.columns * (group.shards - 1 if self.needs_staging_buffer else group.shards > 1)
+            packed = buckets.columns * group.shards * buckets.packs
+            total += buckets.slots * (scratch + packed) * self.g
+        return total
 
     # -- layers
 
@@ -252,45 +257,46 @@ class _Pricer:
     # -- units
 
     def _gather(self, op: Gather | Sync) -> None:
-        self.sent["dp"] += ring_bytes(self.spec.units[op.unit].numel * self.w, self.layout.shard)
+        self.sent["dp"] += ring_bytes(self.spec.units[op.unit].numel * self.w, self.spec.group(op.unit).shards)
 
-    @property
-    def _unsharded_kind(self) -> str:
-        return "buffers" if self.policy.optimizer else "gradients"
+    def _unsharded_kind(self, unit: str) -> str:
+        return "buffers" if self.spec.policy(unit).optimizer else "gradients"
 
     def _open(self, op: Open) -> None:
-        size = 0 if self.persistent.unsharded else self.spec.units[op.unit].numel * self.g
-        self.allocations["unsharded", op.unit] = self.tracker.allocate(self._unsharded_kind, size)
+        size = 0 if self.persistent[op.unit].unsharded else self.spec.units[op.unit].numel * self.g
+        self.allocations["unsharded", op.unit] = self.tracker.allocate(self._unsharded_kind(op.unit), size)
 
     def _reduce(self, op: Reduce) -> None:
         """An unpacked unit's gradient is freed when the reduction has been waited for; a packed one's at once."""
         num_bytes, unsharded = self.spec.units[op.unit].numel * self.g, self.allocations.pop(("unsharded", op.unit))
-        if not self.policy.optimizer:
-            self.sent["dp"] += ring_bytes(num_bytes, self.layout.shard, passes=2)
+        group = self.spec.group(op.unit)
+        if not group.policy.optimizer:
+            self.sent["dp"] += ring_bytes(num_bytes, group.shards, passes=2)
             self.allocations["sharded", op.unit] = unsharded
             return
         if ("sharded", op.unit) not in self.allocations:
-            size = 0 if self.persistent.sharded else self._owned(op.unit) * self.g
+            size = 0 if self.persistent[op.unit].sharded else self.spec.owned(op.unit) * self.g
             self.allocations["sharded", op.unit] = self.tracker.allocate("gradients", size)
-        self.sent["dp"] += ring_bytes(num_bytes, self.layout.shard)
-        if self._owned(op.unit) <= self.columns:
+        self.sent["dp"] += ring_bytes(num_bytes, group.shards)
+        if self.spec.owned(op.unit) <= self.columns[self.spec.units[op.unit].group]:
             self.allocations[op] = unsharded
 
     def _reduce_replicas(self, op: ReduceReplicas) -> None:
-        self.sent["dp"] += ring_bytes(self._owned(op.unit) * self.g, self.layout.replica, passes=2)
+        self.sent["dp"] += ring_bytes(self.spec.owned(op.unit) * self.g, self.spec.group(op.unit).replicas, passes=2)
 
     def _sum_replicated(self, op: SumReplicated) -> None:
-        flat, owned = self.flats[op.unit], Range(0, self.spec.units[op.unit].numel)
-        if self.policy.optimizer:
-            owned = flat.owned(self.coord.dp % self.layout.shard, self.layout.shard)
+        flat, group = self.flats[op.unit], self.spec.group(op.unit)
+        owned = group.owned(flat, self.places[group.axis])
         for summed in flat.summed("tp", self.config.parallel.sequence_parallel):
             self.sent["tp"] += ring_bytes(summed.within(owned).numel * self.g, self.layout.tp, passes=2)
 
     def _sum_tied(self, op: SumTied) -> None:
-        self.sent["pp"] += ring_bytes(self._owned(op.unit) * self.g, 2, passes=2)
+        self.sent["pp"] += ring_bytes(self.spec.owned(op.unit) * self.g, 2, passes=2)
 
     def _norm(self, op: Norm) -> None:
-        self._agree(self.layout.tp, self.layout.pp, self.layout.shard if self.policy.optimizer else 1)
+        groups = self.spec.groups.values()
+        self._agree(self.layout.tp, self.layout.pp, numbers=len(groups))
+        self._agree(*(group.parts for group in groups))
 
     def _agree(self, *sizes: int, numbers: int = 1) -> None:
         """Count numbers that ranks agree on, over axes of these sizes."""
@@ -298,5 +304,5 @@ class _Pricer:
 
     def _update(self, op: Update) -> None:
         master, _ = state_bytes(self.config.training.precision)
-        self.tracker.allocate("buffers", master * self._owned(op.unit) if self.g < master else 0).end()
+        self.tracker.allocate("buffers", master * self.spec.owned(op.unit) if self.g < master else 0).end()
         self.allocations.pop(("sharded", op.unit)).end()

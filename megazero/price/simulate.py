@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from megazero.config.schema import ZeroConfig
 from megazero.plan.operations import (
     COMPUTE,
     Asynchronous,
@@ -31,7 +32,8 @@ from megazero.plan.operations import (
 from megazero.plan.program import program
 from megazero.plan.rank_spec import Layer, RankSpec, Unit
 from megazero.plan.schedules import SCHEDULES
-from megazero.plan.zero_policy import Use, ZeroPolicy
+from megazero.plan.topology import Layout
+from megazero.plan.zero_policy import Use, sharding_groups
 
 Cost = Callable[[Op], float]
 
@@ -157,7 +159,7 @@ def simulate(programs: list[Ops], cost: Cost | Sequence[Cost], issue: float = 0.
 
 def plain_pipeline(ranks: int, chunks: int = 1, layers: int = 1, v_shaped: bool = False) -> list[RankSpec]:
     """A pipeline of equal layers, `layers` per chunk, without embedding, head or ZeRO."""
-    found = []
+    found, alone = [], sharding_groups(ZeroConfig(), Layout())
     for rank in range(ranks):
         names = [[f"{c}.{n}" for n in range(layers)] for c in range(chunks)]
         made = [
@@ -165,7 +167,7 @@ def plain_pipeline(ranks: int, chunks: int = 1, layers: int = 1, v_shaped: bool 
             for c, chunk in enumerate(names)
         ]
         units = {name: Unit(64, True) for chunk in names for name in chunk}
-        found.append(RankSpec(tuple(made), units, ZeroPolicy(False, False, False), rank, ranks, v_shaped=v_shaped))
+        found.append(RankSpec(tuple(made), units, alone, rank, ranks, v_shaped=v_shaped))
     return found
 
 

@@ -27,7 +27,6 @@ from megazero.plan.program import Program, program
 from megazero.plan.rank_spec import rank_spec
 from megazero.plan.schedules import EVALUATION
 from megazero.plan.topology import Layout
-from megazero.plan.zero_policy import persistent_gradients
 from megazero.train.bad_step import Inspector, first_bad_result
 from megazero.train.batch import Batch, Uploaded, sum_by_corpus, upload_step
 from megazero.train.interpreter import ActivationSpec, Compute, Interpreter
@@ -93,7 +92,7 @@ class Engine:
         blocks, frozen = mesh.layout.layers(model.num_layers, pp.rank), config.training.freeze_parameters
         last = pp.rank == mesh.layout.last_pp
         self.model = Stage(model, blocks, context, first=pp.is_first, last=last, frozen=frozen)
-        self.zero = Zero(self._zero_options(), self.model.units)
+        self.zero = Zero(self._zero_options(), self.model.units, self.spec)
         step = self.program(config.schedule, config.micro_batches(mesh.layout.dp))
         self.zero.reserve(step.arena_numel)
         tokens = len(stream.tokens(config.training.micro_batch_size * model.seq_length))
@@ -111,16 +110,15 @@ class Engine:
 
     def _zero_options(self) -> ZeroOptions:
         config, mesh = self.config, self.mesh
-        policy, arena = self.spec.policy, config.activations.contiguous_checkpointing
         return ZeroOptions(
-            policy,
             mesh,
             self.tracker,
             DTYPES[config.training.precision],
             DTYPES[config.training.grad_dtype],
             config.zero.reduce_bucket_size,
             config.zero.overlap_comm,
-            persistent_gradients(policy, arena, config.micro_batches(mesh.layout.dp)),
+            config.activations.contiguous_checkpointing,
+            config.micro_batches(mesh.layout.dp),
             config.parallel.sequence_parallel,
             config.trains,
             config.zero.poison_buffers,

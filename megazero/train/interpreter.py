@@ -128,7 +128,7 @@ class Interpreter:
         self._start: dict[type, Callable[[Any], Pending]] = {
             Gather: self._gather,
             Sync: lambda op: self.units[op.unit].weights.start_sync(),
-            Reduce: lambda op: self.units[op.unit].gradients.start_reduce(self.zero.reducer),
+            Reduce: lambda op: self.zero.start_reduce(op.unit),
             ReduceReplicas: lambda op: self.units[op.unit].gradients.start_reduce_replicas(),
             SumReplicated: lambda op: self.units[op.unit].gradients.start_sum_replicated(),
             SumTied: lambda op: self.units[op.unit].gradients.start_sum_tied(),

@@ -28,7 +28,7 @@ from megazero.plan.parameters import declared, non_block_costs, pass_costs, unit
 from megazero.plan.program import Program, program
 from megazero.plan.rank_spec import rank_spec
 from megazero.plan.topology import Layout, ring_bytes
-from megazero.plan.zero_policy import COPY_DEPTH, Buckets, ZeroPolicy, persistent_gradients, plan_buckets
+from megazero.plan.zero_policy import COPY_DEPTH, Buckets, ShardingGroup, ZeroPolicy, persistent_gradients, plan_buckets
 from megazero.price.estimate import NUMBER, state_bytes
 from megazero.price.trace import trace_block
 from megazero.train.engine import Engine
@@ -308,9 +308,10 @@ def test_a_rank_as_its_programs_see_it() -> None:
     layout = Layout(pp=4, dp=4, tp=2, shards=2, chunks=2, split=(1, 1, 1, 1, 1, 1, 1, 1))
     spec = rank_spec(config, layout, 3)
     assert (spec.rank, spec.ranks, spec.overlap, spec.recompute) == (3, 4, False, True)
-    assert (spec.partitioned, spec.on_host, spec.arena, spec.replicas) == (True, True, True, True)
+    assert (spec.partitioned, spec.on_host, spec.arena) == (True, True, True)
     assert (spec.tied, spec.backlog, spec.v_shaped) == ("token_embedding", 3, False)
-    assert spec.policy == ZeroPolicy(True, True, True, gathers_once=True)
+    policy = ZeroPolicy(True, True, True, gathers_once=True)
+    assert spec.groups == {"dense": ShardingGroup(policy, "shard", 2, "replica", 2)}
     assert spec.costs == pass_costs(config.model, config.activations) != pass_costs(config.model, ActivationConfig())
     assert (spec.placement, spec.stages) == ((0, 1, 2, 3, 0, 1, 2, 3), [3, 7])
     # nothing before block 4 trains but blocks 0 to 2, so that a gradient passes through block 3
@@ -326,7 +327,7 @@ def test_a_rank_as_its_programs_see_it() -> None:
     }
     middle = rank_spec(replace(config, model=replace(config.model, untie_embeddings=True)), layout, 1)
     assert middle.tied is None and rank_spec(config, layout, 1).tied is None
-    assert not rank_spec(config, replace(layout, shards=4), 3).replicas
+    assert rank_spec(config, replace(layout, shards=4), 3).groups["dense"].replicas == 1
     plain = rank_spec(replace(Config(), model=config.model), Layout(), 0)
     assert (plain.overlap, plain.recompute, plain.partitioned, plain.on_host, plain.arena) == (True, *[False] * 4)
-    assert (plain.replicas, plain.tied, plain.backlog) == (False, None, None)
+    assert (plain.tied, plain.backlog) == (None, None)
