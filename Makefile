@@ -36,6 +36,9 @@ chaos:  ## 100 kills, 20 full disks and 1,000 damages at random, then 200 chains
 mutate:  ## plant the faults of tests/mutations.toml one by one: is each noticed? Half an hour
 	$(BIN)/python -m tests.mutate
 
+same-bits:  ## are losses, bytes and checkpoints of 28 layouts bit for bit those of main? Two minutes
+	$(BIN)/python -m tests.same_bits --before main
+
 bench:  ## speed of one process against transformers, of two against DDP and FSDP2
 	$(BIN)/python benchmarks/single_process.py
 	$(BIN)/python benchmarks/zero.py
