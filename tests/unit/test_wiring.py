@@ -306,7 +306,6 @@ EVALUATED: dict[str, Call] = {
         "bucket_size": 40_000_000,
         "overlap": True,
         "contiguous": False,
-        "micro_batches": 1,
         "trains": False,
         "poison": False,
     },
