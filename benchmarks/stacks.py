@@ -31,6 +31,7 @@ from megazero.comm.collectives import Axis
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import Config, ModelConfig
 from megazero.model.context import DeviceBatch, MicroBatchInfo
+from megazero.optim.step import StepParams
 from megazero.plan.operations import Norm, Open, Update
 from megazero.plan.program import Program, program
 from megazero.plan.rank_spec import RankSpec
@@ -38,7 +39,6 @@ from megazero.plan.resolve import resolve
 from megazero.plan.zero_policy import Use
 from megazero.train.engine import Engine
 from megazero.train.matmul_backend import choose_matmul_backend
-from megazero.zero.adamw import StepParams
 
 NOT_BLOCKS = ("*_embedding.weight", "head.*")
 LR = 1e-6  # so small that hundreds of steps from one fixed gradient do not move the numbers to where they are slow

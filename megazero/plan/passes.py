@@ -274,10 +274,16 @@ def tail(spec: RankSpec) -> Ops:
 
 
 def update(spec: RankSpec) -> Ops:
-    """Step the optimizer unit by unit. The first layer that uses updated weights waits for their all-gather."""
+    """Step the optimizer unit by unit. The first layer that uses updated weights waits for their all-gather.
+
+    An update on the host starts one unit ahead: its copies are behind the update before it.
+    """
     ops: Ops = []
-    for unit in spec.trained_units:
-        ops.append(Update(unit))
+    trained, ahead = spec.trained_units, spec.updates_on_host and spec.overlap
+    for at, unit in enumerate(trained):
+        if ahead:
+            ops += [Start(Update(u)) for u in trained[at + 1 if at else 0 : at + 2]]
+        ops.append(Wait(Update(unit)) if ahead else Update(unit))
         if spec.policy(unit).syncs:
             ops.append(Start(Sync(unit)) if spec.overlap else Sync(unit))
     return ops

@@ -62,6 +62,7 @@ class RankSpec:
     partitioned: bool = False  # kept inputs, over tp
     on_host: bool = False  # kept inputs
     arena: bool = False  # kept inputs
+    updates_on_host: bool = False
     tied: str | None = None  # the unit of the embedding group
     backlog: int | None = None  # micro-batches whose weight gradients may wait
     v_shaped: bool = False  # placement of virtual stages
@@ -115,7 +116,7 @@ class RankSpec:
 def rank_spec(config: Config, layout: Layout, pp: int) -> RankSpec:
     """Describe the ranks at pipeline position `pp`; `config` is resolved."""
     specs = stage_units(config.model, layout, pp, config.training.freeze_parameters)
-    groups = sharding_groups(config.zero, layout)
+    groups = sharding_groups(config, layout)
     units = {name: _unit(name, s, config, layout, groups) for name, s in specs.items()}
     tied = None if config.model.untie_embeddings else TOKEN_EMBEDDING
     uses = layer_uses(specs, pp == 0, tied is not None)
@@ -143,6 +144,7 @@ def rank_spec(config: Config, layout: Layout, pp: int) -> RankSpec:
         partitioned=activations.partition_activations,
         on_host=activations.checkpoint_in_cpu,
         arena=activations.contiguous_checkpointing,
+        updates_on_host=config.optimizer.rule.place == "host",
         tied=tied if layout.last_pp > 0 and pp in (0, layout.last_pp) else None,
         backlog=config.parallel.zero_bubble_backlog or None,
         v_shaped=layout.v_shaped,

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from megazero.config.schema import ZeroConfig
-from megazero.plan.flat_layout import ALIGN, FlatLayout, Range
+from megazero.config.schema import Config, ZeroConfig
+from megazero.plan.flat_layout import ALIGN, Cut, FlatLayout, Range, equal_ranges, whole_windows
 from megazero.plan.parameters import HEAD, POSITION_EMBEDDING, TOKEN_EMBEDDING
 from megazero.plan.topology import Layout
 
@@ -49,6 +49,7 @@ class ShardingGroup:
     Attributes:
         axis, shards: of the ranks that share a copy, and their number.
         replica_axis, replicas: of the ranks that own the same range, each of another copy.
+        cut: the ranges that the ranks own, where a unit is sharded.
     """
 
     policy: ZeroPolicy
@@ -56,12 +57,20 @@ class ShardingGroup:
     shards: int
     replica_axis: str
     replicas: int
+    cut: Cut = equal_ranges
 
     @classmethod
-    def of(cls, config: ZeroConfig, layout: Layout, axis: str, replica_axis: str) -> ShardingGroup:
+    def of(cls, config: Config, layout: Layout, axis: str, replica_axis: str) -> ShardingGroup:
         """Make the group along `axis`; of one rank, it is that of stage 0."""
-        shards = layout.sizes[axis]
-        return cls(ZeroPolicy.for_stage(config, shards), axis, shards, replica_axis, layout.sizes[replica_axis])
+        shards, whole = layout.sizes[axis], config.optimizer.rule.whole_matrices
+        return cls(
+            ZeroPolicy.for_stage(config.zero, shards),
+            axis,
+            shards,
+            replica_axis,
+            layout.sizes[replica_axis],
+            whole_windows if whole else equal_ranges,
+        )
 
     @property
     def parts(self) -> int:
@@ -70,13 +79,13 @@ class ShardingGroup:
 
     def owned(self, flat: FlatLayout, place: int) -> Range:
         """Return the range that the group's rank `place` owns: updates and saves."""
-        return flat.owned(place % self.parts, self.parts)
+        return self.cut(flat, place % self.parts, self.parts)
 
 
 DENSE = "dense"
 
 
-def sharding_groups(config: ZeroConfig, layout: Layout) -> dict[str, ShardingGroup]:
+def sharding_groups(config: Config, layout: Layout) -> dict[str, ShardingGroup]:
     """Name -> sharding group of a run; the same on every rank, in the same order."""
     return {DENSE: ShardingGroup.of(config, layout, "shard", "replica")}
 
@@ -136,9 +145,6 @@ def persistent_gradients(policy: ZeroPolicy, arena: bool, micro_batches: int) ->
     """
     accumulates = not policy.optimizer or (not policy.gradients and micro_batches > 1)
     return PersistentGradients(unsharded=arena and accumulates, sharded=arena and policy.optimizer)
-
-
-COPY_DEPTH = 2  # device buffers each way between a GPU and host memory: one in use, one in flight
 
 
 class Buckets(NamedTuple):

@@ -66,7 +66,7 @@ def lower_bound(config: Config, layout: Layout, rank: int, device_type: str) -> 
     owned = total // layout.shard if policy.optimizer else total
     needs = {
         "parameters": (owned if policy.parameters else total) * w,
-        "optimizer": owned * state_bytes(training.precision, config.trains)[1],
+        "optimizer": owned * state_bytes(config)[1],
     }
     trains = config.trains and not training.freeze_parameters  # layers before the first trained one keep nothing
     live = config.micro_batches(layout.dp) if config.parallel.pipeline_schedule == "gpipe" else 1

@@ -206,10 +206,10 @@ class StepCosts:
         return self._update(op.unit) if isinstance(op, Update) else 0.0
 
     def _update(self, unit: str) -> float:
-        """Fused AdamW: reads master, gradient and two moments, writes three, and a divided gradient."""
-        state, _ = state_bytes(self.config.training.precision)
+        """A fused update, which also writes a clipped gradient; and casts."""
+        state, _ = state_bytes(self.config)
         owned = self.spec.owned(unit)
-        moved = 7 * state + (state if self.config.optimizer.clip_grad else 0)
+        moved = self.config.optimizer.rule.update_bytes(state) + (state if self.config.optimizer.clip_grad else 0)
         moved += (self.g + state if self.g != state else 0) + (state + self.w if self.w != state else 0)
         host = (2 + (self.g != state) + (self.w != state)) * self.device["overhead.call"]  # decayed, not decayed, casts
         device = self.roofline.memory("adamw", moved * owned) * self.roofline.slower

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from megazero.config.schema import BYTES, Config
+from megazero.memory import COPY_DEPTH
 from megazero.memory.tracker import Allocation, MemoryTracker
 from megazero.plan.flat_layout import partition_numel
 from megazero.plan.operations import (
@@ -43,16 +44,17 @@ from megazero.plan.parameters import stage_units, unit_layout
 from megazero.plan.program import Program, program
 from megazero.plan.rank_spec import rank_spec
 from megazero.plan.topology import Layout, ring_bytes
-from megazero.plan.zero_policy import COPY_DEPTH, persistent_gradients, plan_buckets
+from megazero.plan.zero_policy import persistent_gradients, plan_buckets
 from megazero.price.trace import trace_layers
 
 NUMBER = 8  # bytes of a number that ranks agree on: fp64
 
 
-def state_bytes(precision: str, trains: bool = True) -> tuple[int, int]:
-    """Bytes per element of one optimizer state, and of all: a master copy of 16-bit weights; to train, two moments."""
-    each = max(4, BYTES[precision])
-    return each, each * ((BYTES[precision] != each) + 2 * trains)
+def state_bytes(config: Config) -> tuple[int, int]:
+    """Return the bytes per element of master weights and, of those that are a copy, with the optimizer's states."""
+    rule, w = config.optimizer.rule, BYTES[config.training.precision]
+    master = max(4, w)
+    return master, master * rule.copies_master(w, master) + rule.state_bytes(master) * config.trains
 
 
 class Estimate(NamedTuple):
@@ -149,7 +151,7 @@ class _Pricer:
         step = program(self.spec, self.config.schedule, micro_batches)
         parameters, optimizer = self._states()
         self.tracker.enter("parameters", parameters)
-        self.tracker.enter("optimizer", optimizer)
+        self.tracker.enter("optimizer" if self.config.optimizer.rule.place == "device" else "host", optimizer)
         tables = max(cost.tables for cost in self.costs.values())
         self.tracker.enter("buffers", step.arena_numel * self.w + self._buckets() + tables)
         for name in self.spec.trained_units:
@@ -190,7 +192,7 @@ class _Pricer:
         units = self.spec.units
         owned = sum(map(self.spec.owned, units))
         kept = sum(self.spec.owned(u) if self.spec.policy(u).parameters else units[u].numel for u in units)
-        return kept * self.w, owned * state_bytes(self.config.training.precision, self.config.trains)[1]
+        return kept * self.w, owned * state_bytes(self.config)[1]
 
     def _buckets(self) -> int:
         """Bytes of the reduce buckets with their scratch."""
@@ -303,6 +305,7 @@ class _Pricer:
         self.sent["control"] += sum(ring_bytes(numbers * NUMBER, size, passes=2) for size in sizes)
 
     def _update(self, op: Update) -> None:
-        master, _ = state_bytes(self.config.training.precision)
+        master, _ = state_bytes(self.config)
+        gradient = self.allocations.pop(("sharded", op.unit))  # until it has been waited for
         self.tracker.allocate("buffers", master * self.spec.owned(op.unit) if self.g < master else 0).end()
-        self.allocations.pop(("sharded", op.unit)).end()
+        self.allocations[op] = gradient

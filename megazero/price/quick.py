@@ -49,8 +49,9 @@ def states(config: Config, elements: int) -> States:
     """Bytes of all copies' states, once each: weights, moments and a master of 16-bit weights, gradients."""
     training = config.training
     w, g = BYTES[training.precision], BYTES[training.grad_dtype]
-    each = max(4, w)
-    return States(elements * w, elements * each * (2 + (w != each)), elements * g)
+    each, rule = max(4, w), config.optimizer.rule
+    optimizer = each * rule.copies_master(w, each) + rule.state_bytes(each)
+    return States(elements * w, elements * optimizer, elements * g)
 
 
 def floor(config: Config, world_size: int) -> States:

@@ -48,7 +48,7 @@ def psi(config: Config, layout: Layout, rank: int = 0) -> int:
 def _memory_formulas(config: Config, layout: Layout) -> dict[str, str]:
     training, policy = config.training, ZeroPolicy.for_stage(config.zero, layout.shard)
     w, g, n = BYTES[training.precision], BYTES[training.grad_dtype], f" / {layout.shard}"
-    _, states = state_bytes(training.precision, config.trains)
+    _, states = state_bytes(config)
     activations, full = config.activations, config.activations.recompute == "full"
     parts = f" / {layout.tp}" * (activations.partition_activations or config.parallel.sequence_parallel)
     kept = f"{w} b s h{parts} for each block and micro-batch in flight" * full

@@ -178,7 +178,7 @@ class Terms:
     def memory(self, c: Candidate) -> float:
         """The least bytes of a device of the first stage."""
         training, block = self.config.training, self.of(c)
-        w, g, states = BYTES[training.precision], BYTES[training.grad_dtype], state_bytes(training.precision)[1]
+        w, g, states = BYTES[training.precision], BYTES[training.grad_dtype], state_bytes(self.config)[1]
         each, table = self.numel(c.tp)
         blocks = self.config.model.num_layers // c.pp
         numel, shard = blocks * each + table, c.shard or self.world // c.tp // c.pp

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from megazero.config.schema import ZeroConfig
+from megazero.config.schema import Config
 from megazero.plan.operations import (
     COMPUTE,
     Asynchronous,
@@ -24,6 +24,7 @@ from megazero.plan.operations import (
     Send,
     Start,
     Transfer,
+    Update,
     Wait,
     axis_of,
     inner,
@@ -120,7 +121,7 @@ class _Rank:
             begin = self.now
             self.run(op, cost(op))
             self.spans.append(Span(op, begin, self.now))
-        elif isinstance(about, Asynchronous):
+        elif isinstance(about, Asynchronous) and not isinstance(op, Update):  # one that stands alone computes
             axis, seconds = axis_of(about), cost(about)
             if seconds:  # an axis of one rank has nothing to start
                 self.begin_transfer()
@@ -159,7 +160,7 @@ def simulate(programs: list[Ops], cost: Cost | Sequence[Cost], issue: float = 0.
 
 def plain_pipeline(ranks: int, chunks: int = 1, layers: int = 1, v_shaped: bool = False) -> list[RankSpec]:
     """A pipeline of equal layers, `layers` per chunk, without embedding, head or ZeRO."""
-    found, alone = [], sharding_groups(ZeroConfig(), Layout())
+    found, alone = [], sharding_groups(Config(), Layout())
     for rank in range(ranks):
         names = [[f"{c}.{n}" for n in range(layers)] for c in range(chunks)]
         made = [

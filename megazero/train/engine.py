@@ -22,6 +22,7 @@ from megazero.model.fused_ops import PLAIN, compiled
 from megazero.model.kernels.table import kernels_named
 from megazero.model.matmul import Products, writes_wide
 from megazero.model.stage import Stage
+from megazero.optim.step import StepParams
 from megazero.plan.parameters import TOKEN_EMBEDDING, stage_units
 from megazero.plan.program import Program, program
 from megazero.plan.rank_spec import rank_spec
@@ -32,7 +33,6 @@ from megazero.train.batch import Batch, Uploaded, sum_by_corpus, upload_step
 from megazero.train.interpreter import ActivationSpec, Compute, Interpreter
 from megazero.train.memory_report import is_out_of_memory, memory_report
 from megazero.train.optimization import LossScale, clip_factor, learning_rate
-from megazero.zero.adamw import StepParams
 from megazero.zero.flat_unit import ZeroOptions
 from megazero.zero.zero import Zero
 
@@ -121,6 +121,7 @@ class Engine:
             config.micro_batches(mesh.layout.dp),
             config.parallel.sequence_parallel,
             config.trains,
+            config.optimizer.rule,
             config.zero.poison_buffers,
         )
 
@@ -213,7 +214,7 @@ class Engine:
         return StepResult(mean, norm, lr, scale, skipped, skip_reason, gradient_bytes, by_corpus)
 
     def _step_params(self, lr: float, divisor: float) -> StepParams:
-        number = torch.full((), self.updates + 1.0, dtype=torch.float32, device=self.mesh.device)
+        number = torch.full((), self.updates + 1.0, dtype=torch.float32, device=self.zero.options.state_device)
         by = None if divisor == 1.0 else torch.full_like(number, divisor, dtype=self.zero.options.master_dtype)
         return StepParams(self.config.optimizer, lr, number, by)
 

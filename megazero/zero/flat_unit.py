@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from megazero.comm.mesh import Mesh
+from megazero.config.optimizers import OPTIMIZERS, UpdateRule
 from megazero.memory.tracker import MemoryTracker
 from megazero.model.weight import Weight
 from megazero.plan.flat_layout import Range
@@ -30,13 +31,19 @@ class ZeroOptions:
     contiguous: bool = False  # gradients that outlive their unit's backward: in one allocation
     micro_batches: int = 1  # of a step
     sequence_parallel: bool = False
-    trains: bool = True  # else there are no gradients and no moments
+    trains: bool = True  # else there are no gradients and no optimizer states
+    rule: UpdateRule = OPTIMIZERS["adamw"]
     poison: bool = False  # fill memory that must not be read with NaN
 
     @property
     def master_dtype(self) -> torch.dtype:
-        """The dtype of master weights, moments and norms."""
+        """The dtype of master weights and norms."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    @property
+    def state_device(self) -> torch.device:
+        """The device of master weights and optimizer states."""
+        return self.mesh.device if self.rule.place == "device" else torch.device("cpu")
 
 
 class Member(NamedTuple):

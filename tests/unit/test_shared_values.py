@@ -16,19 +16,21 @@ from megazero.config.schema import (
     BYTES,
     ActivationConfig,
     Config,
+    EvaluationConfig,
     ModelConfig,
     ParallelConfig,
     TrainingConfig,
     ZeroConfig,
 )
+from megazero.memory import COPY_DEPTH
 from megazero.model.context import kept_bytes
 from megazero.model.weight import GradWriter
-from megazero.plan.flat_layout import FlatParam, Range, flat_layout, partition_numel
+from megazero.plan.flat_layout import FlatParam, Range, equal_ranges, flat_layout, partition_numel
 from megazero.plan.parameters import declared, non_block_costs, pass_costs, unit_layout
 from megazero.plan.program import Program, program
 from megazero.plan.rank_spec import rank_spec
 from megazero.plan.topology import Layout, ring_bytes
-from megazero.plan.zero_policy import COPY_DEPTH, Buckets, ShardingGroup, ZeroPolicy, persistent_gradients, plan_buckets
+from megazero.plan.zero_policy import Buckets, ShardingGroup, ZeroPolicy, persistent_gradients, plan_buckets
 from megazero.price.estimate import NUMBER, state_bytes
 from megazero.price.trace import trace_block
 from megazero.train.engine import Engine
@@ -199,7 +201,7 @@ def test_a_flat_buffer_by_hand() -> None:
     assert (layout.decayed, layout.replicated("tp")) == (Range(0, 320), [Range(128, 384)])
     assert layout.sharded("tp") == [Range(0, 128), Range(384, 576)]
     assert layout.numel == 576  # 448, and then 3 x 64 divides it
-    assert [layout.owned(rank, 3) for rank in range(3)] == [(0, 192), (192, 384), (384, 576)]
+    assert [equal_ranges(layout, rank, 3) for rank in range(3)] == [(0, 192), (192, 384), (384, 576)]
     assert (layout.summed("tp", False), layout.summed("tp", True)) == ([Range(256, 320)], [Range(128, 384)])
 
 
@@ -209,7 +211,10 @@ def test_numbers_that_bytes_are_made_of() -> None:
     assert [partition_numel(n, 4) for n in (1, 4, 5, 8)] == [1, 1, 2, 2]
     assert [ring_bytes(1000, n, passes) for n, passes in ((1, 2), (4, 1), (4, 2), (3, 1))] == [0, 750, 1500, 666]
     # master copy and two moments of 4 bytes; fp32 weights are their own master copy: 12 and 8 bytes an element
-    found = {(p, t): state_bytes(p, t) for p in BYTES for t in (True, False)}
+    trains = {t: Config(evaluation=EvaluationConfig(eval_only=not t)) for t in (True, False)}
+    found = {
+        (p, t): state_bytes(replace(c, training=TrainingConfig(precision=p))) for p in BYTES for t, c in trains.items()
+    }
     assert found == {
         ("fp32", True): (4, 8),
         ("bf16", True): (4, 12),

@@ -20,6 +20,7 @@ import torch
 
 import pretrain_gpt
 from megazero.comm.world import World
+from megazero.config.optimizers import OPTIMIZERS
 from megazero.data import loader
 from megazero.model.kernels.table import EAGER
 from megazero.model.matmul import TORCH
@@ -251,6 +252,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "micro_batches": 2,
         "sequence_parallel": False,
         "trains": True,
+        "rule": OPTIMIZERS["adamw"],
         "poison": True,
     },
     "Zero": {
