@@ -21,6 +21,7 @@ class OptimizerShard:
     def __init__(self, unit: FlatUnit, weights: torch.Tensor, options: ZeroOptions) -> None:
         """Draw the initial values of the owned range. `weights` [owned]: the sharded weights."""
         self.unit, self.options, self.weights, rule = unit, options, weights, options.rule
+        self.update = update_of(rule)
         dtype, device = options.master_dtype, options.state_device
         copies = rule.copies_master(weights.dtype.itemsize, dtype.itemsize)
         self.master = torch.zeros(unit.owned.numel, dtype=dtype, device=device) if copies else weights
@@ -50,7 +51,7 @@ class OptimizerShard:
         values, wide = gradient.data, gradient.data.dtype == self.master.dtype
         widened = self.options.tracker.allocate("buffers", 0 if wide else self.master.nbytes)
         values = values.to(self.master.device, self.master.dtype)
-        update_of(self.options.rule)(params, self.master, values, tuple(self.states.values()), self.unit.num_decayed)
+        self.update(params, self.master, values, tuple(self.states.values()), self.unit.num_decayed)
         widened.end()
         gradient.allocation.end()
         self.cast()
