@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from megazero.checkpoint.planning import CoveredSavePlanner, RankPlan, SaveLayout
 from megazero.checkpoint.shards import LocalShard
 from megazero.config.schema import Config
+from megazero.model.stage import declare
 from megazero.plan.owned import rank_parts
 from megazero.plan.topology import Layout
 
@@ -32,7 +33,7 @@ def pretended_shards(config: Config, layout: Layout, rank: int, dtype: torch.dty
     """Return the shards that a rank saves, on stand-in tensors. `config` is resolved."""
     states = ("model", *(state.name for state in config.optimizer.rule.states))  # in the order of `Engine.shards`
     found = {}
-    for part in rank_parts(config, layout, rank):
+    for part in rank_parts(config, layout, rank, declare):
         data = torch.empty(part.stop - part.start, device="meta", dtype=dtype)
         shard = LocalShard(part.spec.shape, part.block.offset, part.block.shape, part.start, part.stop, data)
         found |= {f"{state}.{part.spec.name}": shard for state in states}

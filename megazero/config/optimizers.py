@@ -1,4 +1,4 @@
-"""Optimizers by name, as values: states, cost, place. To add one: its module, a line here. Pure.
+"""Optimizers by name, as values: states, cost, place. Their updates are in `optim.updates`. Pure.
 
 Memory, traffic, time, checkpoints and ZeRO read them here.
 """
@@ -26,13 +26,12 @@ class UpdateRule(NamedTuple):
     """An optimizer, as far as it can be described without torch.
 
     Attributes:
-        module: its `update` is an `optim.step.Update`. By name, since configurations and plans import no torch.
         states: kept besides master weights by a run that trains.
         whole_matrices: each matrix is updated by one rank: owned ranges begin and end between weights.
         place: of master weights and states, and of the update: "device", or "host" memory.
     """
 
-    module: str
+    name: str
     states: tuple[State, ...]
     whole_matrices: bool = False
     place: str = "device"
@@ -54,4 +53,4 @@ class UpdateRule(NamedTuple):
         return 3 * master + 2 * self.state_bytes(master)
 
 
-OPTIMIZERS = {"adamw": UpdateRule("megazero.optim.adamw", (State("exp_avg"), State("exp_avg_sq")))}
+OPTIMIZERS = {"adamw": UpdateRule("adamw", (State("exp_avg"), State("exp_avg_sq")))}

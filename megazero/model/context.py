@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -76,16 +76,6 @@ class ResidualStream:
         return range(self.tp.rank * each, (self.tp.rank + 1) * each)
 
 
-class RecomputedInput(NamedTuple):
-    """A linear layer's input that is prepare(source), and recomputed in backward instead of kept.
-
-    It pays where `prepare` is cheap and keeps `source` for its own backward anyway: norms, GELU.
-    """
-
-    prepare: Callable[[torch.Tensor], torch.Tensor]
-    source: torch.Tensor
-
-
 @dataclass(frozen=True)
 class Context:
     """Dependencies that every layer is built with.
@@ -115,12 +105,6 @@ class Context:
 
     def dropout(self, probability: float, layer: int, site: str) -> Dropout:
         return Dropout(probability, self.seed, layer, site, self.kernels.dropout)
-
-    def recomputed(
-        self, prepare: Callable[[torch.Tensor], torch.Tensor], source: torch.Tensor
-    ) -> RecomputedInput | None:
-        """Under selective recompute, a linear layer's input as prepare(source); else None: the layer keeps it."""
-        return RecomputedInput(prepare, source.detach()) if self.selective else None
 
     @functools.cached_property
     def released(self) -> torch.Tensor:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import NamedTuple, Protocol
 
 import torch
 
-from megazero.config.optimizers import UpdateRule
 from megazero.config.schema import OptimizerConfig
 
 
@@ -40,8 +38,3 @@ class Update(Protocol):
         Args:
             states: in the order of the rule's.
         """
-
-
-def update_of(rule: UpdateRule) -> Update:
-    """Import the update of an optimizer. A run imports only its own."""
-    return importlib.import_module(rule.module).update

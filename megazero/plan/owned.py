@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from megazero.config.schema import Config
 from megazero.plan.flat_layout import FlatLayout, Range
-from megazero.plan.parameters import LocalBlock, ParamSpec, stage_units, unit_layout
-from megazero.plan.rank_spec import rank_spec
+from megazero.plan.layers import Declare, Layers, stage_units
+from megazero.plan.parameters import LocalBlock, ParamSpec, unit_layout
 from megazero.plan.topology import Layout
-from megazero.plan.zero_policy import ShardingGroup
+from megazero.plan.zero_policy import ShardingGroup, group_of, sharding_groups
 
 
 class Overlap(NamedTuple):
@@ -39,11 +39,11 @@ class RankPart(NamedTuple):
     stop: int
 
 
-def rank_parts(config: Config, layout: Layout, rank: int) -> Iterator[RankPart]:
+def rank_parts(config: Config, layout: Layout, rank: int, declare: Declare) -> Iterator[RankPart]:
     """Yield the parts that a rank of a layout owns, unit by unit, empty ones too. `config` is resolved."""
     coord, sizes = layout.coord(rank), layout.sizes
     places = layout.places(coord)
-    for specs, flat, group in _units(config, layout, coord.pp):
+    for specs, flat, group in _units(declare(config.model, layout.tp), config, layout, coord.pp):
         owned = group.owned(flat, places[group.axis])
         for spec in specs:
             block = spec.local(places, sizes)
@@ -52,11 +52,12 @@ def rank_parts(config: Config, layout: Layout, rank: int) -> Iterator[RankPart]:
 
 
 @functools.lru_cache(maxsize=4)
-def _units(config: Config, layout: Layout, pp: int) -> tuple[tuple[list[ParamSpec], FlatLayout, ShardingGroup], ...]:
+def _units(
+    layers: Layers, config: Config, layout: Layout, pp: int
+) -> list[tuple[list[ParamSpec], FlatLayout, ShardingGroup]]:
     """Return each unit of a pipeline stage: parameters, flat buffer and group, the same on all of its ranks."""
-    spec, units = (
-        rank_spec(config, layout, pp),
-        stage_units(config.model, layout, pp, config.training.freeze_parameters),
-    )
-    groups = {name: spec.group(name) for name in units}
-    return tuple((s, unit_layout(s, layout.sizes, groups[name].shards), groups[name]) for name, s in units.items())
+    groups, found = sharding_groups(config, layout), []
+    for name, specs in stage_units(layers, layout, pp, config.training.freeze_parameters).items():
+        group = groups[group_of(name)]
+        found.append((specs, unit_layout(specs, layout.sizes, group.shards), group))
+    return found

@@ -7,22 +7,12 @@ A *unit* is what is gathered, reduced and updated together: a block, the token t
 
 from __future__ import annotations
 
-import dataclasses
-import fnmatch
-import functools
-import importlib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from megazero.config.schema import ActivationConfig, ModelConfig
 from megazero.plan.flat_layout import FlatLayout, FlatParam, flat_layout, round_up
-from megazero.plan.schedules import Costs
-from megazero.plan.split import NonBlockCosts
-from megazero.plan.topology import Layout
 
-TOKEN_EMBEDDING, POSITION_EMBEDDING, HEAD = "token_embedding", "position_embedding", "head"
-FIRST_BLOCK = "blocks.0"
 VOCABULARY_ALIGN = 64  # rows of a rank's part of the token table: keeps the logits' matrix product aligned
 
 
@@ -81,50 +71,6 @@ class ParamSpec:
         return LocalBlock(tuple(offset), tuple(shape), tuple(stored))
 
 
-@functools.lru_cache(maxsize=64)
-def declared(model: ModelConfig, tp: int) -> dict[str, tuple[ParamSpec, ...]]:
-    """Unit name -> the weights that its layer declares, in the order of the forward pass; of the blocks, the first.
-
-    They are plain values. The layers that declare them need torch, and are imported here when they are first asked.
-    """
-    found: dict[str, tuple[ParamSpec, ...]] = importlib.import_module("megazero.model.stage").declare(model, tp)
-    return found
-
-
-def stage_units(
-    model: ModelConfig, layout: Layout, stage: int, frozen: tuple[str, ...] = ()
-) -> dict[str, list[ParamSpec]]:
-    """unit name -> parameters of the units that pipeline stage `stage` holds, in the order of the forward pass.
-
-    A tied token table is held by the first and by the last stage; with one stage they are the same.
-
-    Args:
-        frozen: patterns of the names of parameters that do not train.
-    """
-    return {unit: [_frozen(s, frozen) for s in specs] for unit, specs in _stage_units(model, layout, stage).items()}
-
-
-def _frozen(spec: ParamSpec, patterns: tuple[str, ...]) -> ParamSpec:
-    if any(fnmatch.fnmatchcase(spec.name, pattern) for pattern in patterns):
-        return dataclasses.replace(spec, trains=False, decays=False)
-    return spec
-
-
-def _stage_units(model: ModelConfig, layout: Layout, stage: int) -> dict[str, list[ParamSpec]]:
-    known, first, last = declared(model, layout.tp), stage == 0, stage == layout.last_pp
-    at_end = (HEAD,) if model.untie_embeddings else (HEAD, TOKEN_EMBEDDING)
-    units: dict[str, list[ParamSpec]] = {}
-    for name, specs in known.items():
-        if name == FIRST_BLOCK:
-            for number in layout.layers(model.num_layers, stage):
-                units[f"blocks.{number}"] = [
-                    dataclasses.replace(s, name=s.name.replace(FIRST_BLOCK, f"blocks.{number}", 1)) for s in specs
-                ]
-        elif (last and name in at_end) or (first and name != HEAD):
-            units[name] = list(specs)
-    return units
-
-
 def unit_layout(specs: Iterable[ParamSpec], sizes: Mapping[str, int], shards: int) -> FlatLayout:
     """The flat buffer of a unit, laid out for `shards` data-parallel ranks. The same on all ranks of other axes.
 
@@ -135,37 +81,3 @@ def unit_layout(specs: Iterable[ParamSpec], sizes: Mapping[str, int], shards: in
     return flat_layout(
         [FlatParam(s.name, s.local(first, sizes).stored_numel, s.decays, s.axes, s.summed) for s in specs], shards
     )
-
-
-def num_parameters(model: ModelConfig) -> int:
-    """Count the elements of the whole model, each parameter once, padding excluded."""
-    counts = {name: sum(math.prod(s.shape) for s in specs) for name, specs in declared(model, 1).items()}
-    return sum(count * (model.num_layers if name == FIRST_BLOCK else 1) for name, count in counts.items())
-
-
-def _block_flops(model: ModelConfig) -> tuple[int, int]:
-    """Return FLOPs per token of a block's forward: of its matrices, 2 per element, and of its attention, 4 s h."""
-    matrices = 2 * sum(math.prod(spec.shape) for spec in declared(model, 1)[FIRST_BLOCK] if spec.decays)
-    return matrices, 4 * model.seq_length * model.hidden_size
-
-
-def non_block_costs(model: ModelConfig, activations: ActivationConfig) -> NonBlockCosts:
-    """Cost of the embedding (2 h FLOPs per token) and of the head (2 v h), in blocks.
-
-    A backward takes twice as much as a forward. A block that is recomputed takes one more forward; embedding and head
-    are not recomputed.
-    """
-    h = model.hidden_size
-    cost = sum(_block_flops(model)) * (4 if activations.recompute == "full" else 3) / 3
-    return NonBlockCosts(2 * h / cost, 2 * model.vocab_size * h / cost)
-
-
-def pass_costs(model: ModelConfig, activations: ActivationConfig) -> Costs:
-    """Cost of a block's passes, in forwards: attention's whole backward, and all recompute, are in the input gradient.
-
-    Selective recompute computes the scores again, half of attention's products.
-    """
-    matrices, attention = _block_flops(model)
-    again = {"none": 0.0, "selective": attention / 2, "full": float(matrices + attention)}[activations.recompute]
-    forward = matrices + attention
-    return Costs(1.0, (matrices + 2 * attention + again) / forward, matrices / forward)

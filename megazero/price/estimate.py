@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 from megazero.config.schema import BYTES, Config
 from megazero.memory import COPY_DEPTH
 from megazero.memory.tracker import Allocation, MemoryTracker
+from megazero.model.stage import declare
 from megazero.plan.flat_layout import partition_numel
+from megazero.plan.layers import stage_units
 from megazero.plan.operations import (
     Backward,
     BackwardWeights,
@@ -40,7 +42,7 @@ from megazero.plan.operations import (
     Wait,
     inner,
 )
-from megazero.plan.parameters import stage_units, unit_layout
+from megazero.plan.parameters import unit_layout
 from megazero.plan.program import Program, program
 from megazero.plan.rank_spec import rank_spec
 from megazero.plan.topology import Layout, ring_bytes
@@ -105,11 +107,12 @@ class _Pricer:
             layout.coord(rank),
             needs_staging_buffer,
         )
-        self.spec = rank_spec(config, layout, self.coord.pp)
+        layers = declare(model, layout.tp)
+        self.spec = rank_spec(config, layout, self.coord.pp, declare)
         self.tracker, self.places = MemoryTracker(), layout.places(self.coord)
         self.sent: Counter[str] = Counter({"dp": 0, "tp": 0, "pp": 0, "control": 0})
         self.w, self.g = BYTES[training.precision], BYTES[training.grad_dtype]
-        self.specs = stage_units(model, layout, self.coord.pp, training.freeze_parameters)
+        self.specs = stage_units(layers, layout, self.coord.pp, training.freeze_parameters)
         self.flats = {
             name: unit_layout(s, layout.sizes, self.spec.group(name).shards) for name, s in self.specs.items()
         }

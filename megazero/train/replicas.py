@@ -41,7 +41,7 @@ def copies(engine: Engine) -> Iterator[tuple[Axis, str, torch.Tensor]]:
             axes = [unit.flat.replica]
             axes += [unit.flat.shard] * (not unit.flat.policy.optimizer)
             axes += [mesh.tp] * ("tp" not in part.spec.axes)
-            axes += [mesh.embedding] * (unit.name == engine.tied)
+            axes += [mesh.embedding] * (unit.name == engine.layers.tied)
             for state, data in unit.optimizer.state(part).items():
                 kind = "the master weights" if state == "master" else state
                 yield from ((axis, f"{kind} of {part.spec.name}", data) for axis in axes)

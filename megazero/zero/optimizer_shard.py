@@ -6,7 +6,8 @@ import torch
 
 from megazero.comm.collectives import Pending
 from megazero.model.context import DTYPES
-from megazero.optim.step import StepParams, update_of
+from megazero.optim.step import StepParams
+from megazero.optim.updates import UPDATES
 from megazero.zero.flat_unit import FlatUnit, OwnedPart, ZeroOptions
 from megazero.zero.reduce_scatter import Buffer
 
@@ -21,7 +22,7 @@ class OptimizerShard:
     def __init__(self, unit: FlatUnit, weights: torch.Tensor, options: ZeroOptions) -> None:
         """Draw the initial values of the owned range. `weights` [owned]: the sharded weights."""
         self.unit, self.options, self.weights, rule = unit, options, weights, options.rule
-        self.update = update_of(rule)
+        self.update = UPDATES[rule.name]
         dtype, device = options.master_dtype, options.state_device
         copies = rule.copies_master(weights.dtype.itemsize, dtype.itemsize)
         self.master = torch.zeros(unit.owned.numel, dtype=dtype, device=device) if copies else weights

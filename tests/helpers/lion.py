@@ -7,7 +7,7 @@ import torch
 from megazero.config.optimizers import State, UpdateRule
 from megazero.optim.step import StepParams
 
-RULE = UpdateRule("tests.helpers.lion", (State("direction", "bf16"),))
+RULE = UpdateRule("lion", (State("direction", "bf16"),))
 
 
 def update(

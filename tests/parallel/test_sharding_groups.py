@@ -15,10 +15,10 @@ import torch
 
 from megazero.checkpoint.pretend import plan_save, pretended_shards
 from megazero.config.schema import Config
+from megazero.model.stage import declare
 from megazero.plan import owned, rank_spec
 from megazero.plan.flat_layout import ALIGN
 from megazero.plan.operations import Gather, Ops, Reduce, ReduceReplicas, Release, Start, Sync, Wait, inner
-from megazero.plan.parameters import declared
 from megazero.plan.program import program
 from megazero.plan.topology import Layout
 from megazero.plan.zero_policy import ShardingGroup, ZeroPolicy
@@ -41,8 +41,9 @@ def group_of(unit: str) -> str:
 @contextlib.contextmanager
 def three_groups() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_spec, "sharding_groups", three)
-        patch.setattr(rank_spec, "group_of", group_of)
+        for module in (rank_spec, owned):
+            patch.setattr(module, "sharding_groups", three)
+            patch.setattr(module, "group_of", group_of)
         owned._units.cache_clear()
         yield
     owned._units.cache_clear()
@@ -80,7 +81,7 @@ def test_a_program_takes_the_policy_of_each_units_group() -> None:
     """A group of one rank is at stage 0 whatever the others are; each group has one reduction in flight."""
     case = case_of(3, dp=6, micro_batches=2)  # shard 2, replica 3
     with three_groups():
-        spec = rank_spec.rank_spec(case.config(), case.layout, 0)
+        spec = rank_spec.rank_spec(case.config(), case.layout, 0, declare)
     assert spec.policy("head") == ZeroPolicy(False, False, False) != spec.policy("blocks.0") == spec.policy("blocks.1")
     numel = {name: unit.numel for name, unit in spec.units.items()}
     assert [numel[u] // spec.owned(u) for u in ("blocks.0", "blocks.1", "head")] == [2, 3, 1]
@@ -100,7 +101,7 @@ def test_a_program_takes_the_policy_of_each_units_group() -> None:
             at_once = max(at_once, sum(in_flight.values()))
     assert most == {"dense": 1, "swapped": 1, "alone": 1} and at_once == 3 and not any(in_flight.values())
     with three_groups():
-        spec = rank_spec.rank_spec(case._replace(zero=1).config(), case.layout, 0)
+        spec = rank_spec.rank_spec(case._replace(zero=1).config(), case.layout, 0, declare)
     assert operations(program(spec, "1f1b", 2).update, Sync) == sorted(gathered)
 
 
@@ -115,6 +116,6 @@ def test_ranks_of_several_groups_save_every_element() -> None:
                 unit: sum(s.data.numel() for name, s in shards.items() if name.startswith(f"model.{unit}."))
                 for unit in ("blocks.0", "blocks.1", "head")
             }
-            numel = sum(math.prod(spec.shape) for spec in declared(case.model, 1)["blocks.0"])
+            numel = sum(math.prod(spec.shape) for spec in declare(case.model).first_block.params)
             assert abs(held["blocks.0"] - numel / 2) < 6 * ALIGN > abs(held["blocks.1"] - numel / 3)
             assert held["head"] == 2 * case.model.hidden_size

@@ -1,4 +1,4 @@
-"""Another optimizer, and another place for its states, are a value: a file with its update, and a line of a table."""
+"""Another optimizer is a module and a value; another place for its states is a value."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import torch
 from megazero.checkpoint.pretend import pretended_shards
 from megazero.comm.mesh import Mesh
 from megazero.config.optimizers import OPTIMIZERS, UpdateRule
+from megazero.model.stage import declare
+from megazero.optim.updates import UPDATES
 from megazero.plan.flat_layout import whole_windows
 from megazero.plan.operations import Start, Update, Wait, name_of
 from megazero.plan.program import program
@@ -30,6 +32,7 @@ ON_HOST = OPTIMIZERS["adamw"]._replace(place="host")
 def ruled_by(rule: UpdateRule) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(OPTIMIZERS, "adamw", rule)
+        patch.setitem(UPDATES, "lion", lion.update)
         yield
 
 
@@ -85,15 +88,19 @@ def test_states_on_the_host_are_the_same_to_the_bit(zero: int, ranks) -> None:
         check_bytes(case, [each.outcome for each in host])
 
 
+def test_every_rule_has_an_update() -> None:
+    assert OPTIMIZERS.keys() == UPDATES.keys() == {rule.name for rule in OPTIMIZERS.values()}
+
+
 def test_updates_on_the_host_start_one_unit_ahead() -> None:
     case = case_of(2, 2)
-    plain = rank_spec(case.config(), case.layout, 0)
+    plain = rank_spec(case.config(), case.layout, 0, declare)
     assert [name_of(op) for op in program(plain, "1f1b", 2).update[:2]] == [
         "Update token_embedding",
         "start Sync token_embedding",
     ]
     with ruled_by(ON_HOST):
-        spec = rank_spec(case.config(), case.layout, 0)
+        spec = rank_spec(case.config(), case.layout, 0, declare)
     ops = [op for op in program(spec, "1f1b", 2).update if isinstance(op, (Start, Wait)) and isinstance(op.op, Update)]
     started = [op.op.unit for op in ops if isinstance(op, Start)]
     assert started == [op.op.unit for op in ops if isinstance(op, Wait)] == spec.trained_units
@@ -103,6 +110,6 @@ def test_updates_on_the_host_start_one_unit_ahead() -> None:
 def test_an_optimizer_of_whole_matrices_has_ranges_between_weights() -> None:
     case = case_of(3, 1)
     with ruled_by(lion.RULE._replace(whole_matrices=True)):
-        spec = rank_spec(case.config(), case.layout, 0)
+        spec = rank_spec(case.config(), case.layout, 0, declare)
     assert spec.group("blocks.0").cut is whole_windows
     assert estimate(case.config(), case.layout)  # AdamW cuts anywhere

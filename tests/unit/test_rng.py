@@ -13,7 +13,9 @@ import torch
 from megazero.config.schema import ModelConfig
 from megazero.model.dropout import CORE_ELEMENTS, Dropout, Rows
 from megazero.model.initial_values import BLOCK, draw, seed_of, standard_normal
-from megazero.plan.parameters import ParamSpec, stage_units
+from megazero.model.stage import declare
+from megazero.plan.layers import stage_units
+from megazero.plan.parameters import ParamSpec
 from megazero.plan.topology import Layout
 
 SEED = 1234
@@ -21,7 +23,7 @@ SEED = 1234
 MODEL = ModelConfig(
     num_layers=1, hidden_size=96, num_attention_heads=24, seq_length=7, vocab_size=1009, untie_embeddings=True
 )
-SPECS = [spec for specs in stage_units(MODEL, Layout(), 0).values() for spec in specs]
+SPECS = [spec for specs in stage_units(declare(MODEL), Layout(), 0).values() for spec in specs]
 # Cut on columns, and large enough that its rows are drawn in several pieces.
 TALL = ParamSpec("tall", (3001, 384), ((1, "tp"),), True, std=0.5, mean=2.0)
 
@@ -90,7 +92,7 @@ def test_seed_name_and_block_matter() -> None:
         correlation = float((base[:BLOCK] * other).mean())
         assert abs(correlation) < 5 / math.sqrt(BLOCK)
     model = replace(MODEL, num_layers=2)
-    first, second = (stage_units(model, Layout(), 0)[f"blocks.{layer}"][2] for layer in (0, 1))
+    first, second = (stage_units(declare(model), Layout(), 0)[f"blocks.{layer}"][2] for layer in (0, 1))
     assert not torch.equal(drawn(first), drawn(second))
     assert not torch.equal(drawn(first), drawn(first, seed=SEED + 1))
 
