@@ -76,7 +76,7 @@ class ShardingGroup:
 
     def owned(self, flat: FlatLayout, place: int) -> Range:
         """Return the range that the group's rank `place` owns: updates and saves."""
-        return self.cut(flat, place % self.parts, self.parts)
+        return self.cut(flat, place, self.shards) if self.policy.optimizer else Range(0, flat.numel)
 
 
 DENSE = "dense"
@@ -97,9 +97,6 @@ class PersistentGradients(NamedTuple):
 
     unsharded: bool
     sharded: bool
-
-
-NOTHING_PERSISTENT = PersistentGradients(False, False)
 
 
 def persistent_gradients(policy: ZeroPolicy, arena: bool, micro_batches: int) -> PersistentGradients:
