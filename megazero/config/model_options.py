@@ -23,6 +23,8 @@ from megazero.plan.schedules import SCHEDULES
 
 __all__ = ["BYTES"]
 
+Precision = Literal["fp32", "bf16", "fp16", "fp64"]
+
 if TYPE_CHECKING:
     ScheduleName = str
     ArchitectureName = str
@@ -90,19 +92,21 @@ class TrainingConfig:
     micro_batch_size: Annotated[int, Range(1, 2**20, "a rank computes all of its samples at once")] = 1
     """Samples per forward pass of a rank."""
     global_batch_size: Annotated[int, Range(0, 2**30, "published batches are thousands of samples")] = 0
-    """Samples per iteration, over all ranks. 0: --micro-batch-size x data-parallel ranks."""
+    """Samples per iteration, over all ranks. Any number: where the ranks cannot share it equally, the first have a
+    micro-batch more, and the others compute padding that counts nowhere. 0: --micro-batch-size x data-parallel
+    ranks."""
     rampup_batch_size: tuple[int, ...] = ()
     """START INCREMENT SAMPLES: begin with a global batch of START, and raise it by INCREMENT in equal stretches of the
-    first SAMPLES samples, to --global-batch-size. All are multiples of --micro-batch-size x data-parallel ranks."""
+    first SAMPLES samples, to --global-batch-size."""
     train_iters: Positive = 1000
     """Iterations to train, counted from the first run."""
     seed: Annotated[int, Range(-(2**63), 2**63 - 1, "seeds are 64-bit")] = 1234
     """Seed of initial weights, data order and dropout. The same seed gives the same run in every layout."""
-    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
-    """Precision of weights and activations; master weights and moments are fp32. On GPUs that have bf16 it is bf16
-    unless it is given. fp16 scales the loss. fp64 is for tests and debugging: all of a run, gradients, moments and
-    checkpoints included, is fp64; it starts from the same weights as fp32."""
-    grad_dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    precision: Precision = "fp32"
+    """Precision of weights and activations; master weights and moments are fp32. Unless it is given, it is bf16 on GPUs
+    that have it, and fp16 on older ones with tensor cores. fp16 scales the loss. fp64 is for tests and debugging: all
+    of a run, gradients, moments and checkpoints included, is fp64; it starts from the same weights as fp32."""
+    grad_dtype: Precision = "fp32"
     """Precision in which gradients are accumulated and reduced. With --precision fp64, and only there, it is fp64."""
     freeze_parameters: tuple[str, ...] = ()
     """Do not train parameters whose names match these patterns, such as token_embedding.* or blocks.[01].*"""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megazero.config.schema import Config
+from megazero.plan.flat_layout import Range
 from megazero.plan.layers import Declare, Use, pass_costs, stage_units
 from megazero.plan.operations import Transfer
 from megazero.plan.parameters import ParamSpec, unit_layout
@@ -44,6 +45,7 @@ class Unit(NamedTuple):
     numel: int
     trains: bool
     sums_over_tp: bool = False  # some gradients
+    summed: tuple[Range, ...] = ()  # of its elements, whose gradients it sums over tp
     group: str = DENSE  # its sharding group
 
 
@@ -120,7 +122,11 @@ def rank_spec(config: Config, layout: Layout, pp: int, declare: Declare) -> Rank
     layers = declare(config.model, layout.tp)
     specs = stage_units(layers, layout, pp, config.training.freeze_parameters)
     groups = sharding_groups(config, layout)
-    units = {name: _unit(name, s, config, layout, groups) for name, s in specs.items()}
+    units: dict[str, Unit] = {}
+    known: dict[tuple[str, str, tuple[bool, ...]], Unit] = {}  # units that differ in their layer's number alone
+    for name, params in specs.items():
+        key = layers.kinds[name].name, group_of(name), tuple(spec.trains for spec in params)
+        units[name] = known[key] = known.get(key) or _unit(name, params, config, layout, groups)
     chunks: list[tuple[Layer, ...]] = []
     for chunk, stage in enumerate(layout.stages(pp)):
         found: list[Layer] = []
@@ -153,7 +159,8 @@ def rank_spec(config: Config, layout: Layout, pp: int, declare: Declare) -> Rank
 
 
 def _unit(name: str, specs: list[ParamSpec], config: Config, layout: Layout, groups: dict[str, ShardingGroup]) -> Unit:
-    group, trains = group_of(name), any(spec.trains for spec in specs)
+    group, sequence_parallel = group_of(name), config.parallel.sequence_parallel
     flat = unit_layout(specs, layout.sizes, groups[group].shards)
-    summed = config.parallel.sequence_parallel or bool(flat.summed("tp", False))
-    return Unit(flat.numel, trains, summed, group)
+    summed = tuple(flat.summed("tp", sequence_parallel))
+    trains = any(spec.trains for spec in specs)
+    return Unit(flat.numel, trains, sequence_parallel or bool(summed), summed, group)

@@ -18,8 +18,8 @@ from megazero.plan.flat_layout import whole_windows
 from megazero.plan.operations import Start, Update, Wait, name_of
 from megazero.plan.program import program
 from megazero.plan.rank_spec import rank_spec
-from megazero.price import quick
-from megazero.price.estimate import estimate, state_bytes
+from megazero.plan.sizes import Rates
+from megazero.price.estimate import estimate
 from megazero.train.engine import Engine
 from tests.helpers import lion
 from tests.parallel.cases import Case, Outcome, train, train_on
@@ -69,8 +69,7 @@ def test_another_optimizer_is_the_same_in_every_layout(ranks) -> None:
         check_bytes(one, [alone.outcome])
         check_bytes(three, [found.outcome for found in spread])
         config = one.config()
-        assert state_bytes(config) == (8, 2) and quick.states(config, 100).optimizer == 200
-        assert config.optimizer.rule.update_bytes(8) == 3 * 8 + 2 * 2
+        assert Rates.of(config) == (8, 8, 8, 2, 3 * 8 + 2 * 2)
         kinds = {name.split(".")[0] for name in pretended_shards(config, one.layout, 0, torch.float64)}
         assert kinds == {"model", "direction"}
 

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from megazero.comm import launch
-from megazero.comm.machine import machine
+from megazero.comm.machine import bind_to_near_cpus, machine
 from megazero.comm.world import tasks_of_node
 from megazero.config.schema import Config
 from megazero.memory.host import Available, Machine, host_memory
 from megazero.model.stage import declare
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
-from megazero.price.capacity import check_memory, estimated, lower_bound
+from megazero.price.capacity import check_memory, estimated, least
 from tests.unit.test_config import make
 from tests.unit.test_limits import limited_work
 
@@ -64,6 +66,26 @@ def test_host_memory_in_a_version_1_control_group(tmp_path: Path) -> None:
     assert host_memory(root) == Available(45_000, "of the control group's memory limit")
 
 
+def test_cpus_near_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process is bound to those that it may use; not where the system names no node, or none is left."""
+    allowed, bound = {2, 3, 4, 9}, list[set[int]]()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: allowed)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cpus: bound.append(cpus))
+    properties = SimpleNamespace(pci_domain_id=1, pci_bus_id=0x1B, pci_device_id=0xA)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    node = tmp_path / "sys/bus/pci/devices/0001:1b:0a.0/numa_node"
+    bind_to_near_cpus(torch.device("cuda", 0), tmp_path)  # no such file
+    node.parent.mkdir(parents=True)
+    for number, listed in ((0, "0-1,5-7"), (1, "3-4,9,12-15")):
+        cpus = tmp_path / f"sys/devices/system/node/node{number}/cpulist"
+        cpus.parent.mkdir(parents=True)
+        cpus.write_text(f"{listed}\n")
+    for number in ("-1", "0", "1"):
+        node.write_text(f"{number}\n")
+        bind_to_near_cpus(torch.device("cuda", 0), tmp_path)
+    assert bound == [{3, 4, 9}]
+
+
 def test_host_memory_here() -> None:
     found = host_memory()
     assert found is not None and found.num_bytes > 0
@@ -96,10 +118,10 @@ def resolved(world_size: int, options: dict[str, Any]) -> tuple[Config, Layout]:
 def test_the_lower_bound_is_one(world_size: int, options: dict[str, Any], device_type: str) -> None:
     """Never more than the estimate, and at least its parameters and optimizer states: or it would refuse too much."""
     config, layout = resolved(world_size, options)
-    for rank in range(world_size):
-        least, whole = (count(config, layout, rank, device_type) for count in (lower_bound, estimated))
-        assert all(least.device[kind] == whole.device[kind] for kind in ("parameters", "optimizer"))
-        assert least.total <= whole.total and least.host <= whole.host
+    for stage in range(layout.pp):
+        bound, whole = (count(config, layout, stage, device_type) for count in (least, estimated))
+        assert all(bound.device[kind] == whole.device[kind] for kind in ("parameters", "optimizer"))
+        assert bound.total <= whole.total and bound.host <= whole.host
 
 
 def test_the_lower_bound_takes_a_few_lines_for_each_layer() -> None:
@@ -108,7 +130,7 @@ def test_the_lower_bound_takes_a_few_lines_for_each_layer() -> None:
     for layers in (2, 4096):
         config, layout = resolved(1, {"num_layers": layers, "global_batch_size": 30})
         with limited_work() as count:
-            lower_bound(config, layout, 0, "cpu")
+            least(config, layout, 0, "cpu")
         lines.append(count[0])
     assert lines[0] < 8000 and lines[1] - lines[0] < 16 * 4096
 
@@ -118,7 +140,7 @@ def test_the_lower_bound_takes_a_few_lines_for_each_layer() -> None:
 def test_a_run_is_refused_where_a_byte_is_missing(world_size: int, options: dict[str, Any], device_type: str) -> None:
     """On a CPU the ranks of a node share the host; a GPU is a rank's own, and copies of inputs are the host's."""
     config, layout = resolved(world_size, options)
-    needs = [estimated(config, layout, rank, device_type) for rank in range(world_size)]
+    needs = [estimated(config, layout, layout.coord(rank).pp, device_type) for rank in range(world_size)]
     device = max(n.total for n in needs)
     host = sum(n.host + n.total * (device_type == "cpu") for n in needs)
 
@@ -139,7 +161,7 @@ def test_a_run_is_refused_where_a_byte_is_missing(world_size: int, options: dict
     ("world_size", "options", "share", "expected"),
     [
         (4, {"zero_stage": 0}, 0.9, "--zero-stage 1"),
-        (4, {"zero_stage": 0}, 0.32, "--zero-stage 3"),
+        (4, {"zero_stage": 0}, 0.65, "--zero-stage 3"),
         (1, {"micro_batch_size": 4}, 0.7, "--recompute"),
         (1, {"num_layers": 40}, 0.3, "--num-layers"),
     ],
@@ -148,7 +170,7 @@ def test_a_run_is_refused_where_a_byte_is_missing(world_size: int, options: dict
 def test_the_way_out_is_one(world_size: int, options: dict[str, Any], share: float, expected: str) -> None:
     """The flags that a refusal names make the run fit."""
     config, layout = resolved(world_size, options)
-    total = sum(estimated(config, layout, rank, "cpu").total for rank in range(world_size))
+    total = sum(estimated(config, layout, layout.coord(rank).pp, "cpu").total for rank in range(world_size))
     node = Machine(range(world_size), "cpu", None, Available(int(total * share), "of host memory"))
     with pytest.raises(ValueError) as refusal:
         check_memory(config, layout, 0, node)
