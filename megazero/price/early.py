@@ -116,7 +116,7 @@ def way_out(config: Config, world_size: int, available: int) -> Iterator[str]:
         return
     powers = (2**n for n in range(1, MOST_RANKS.bit_length()))
     ranks = next((n for n in powers if ceiling(config, n) <= usable), 0)
-    if ranks and (config.training.global_batch_size or ranks) % ranks == 0:
+    if ranks and (config.training.global_batch_size or ranks) >= ranks:
         each = size(ceiling(config, ranks))
         yield f"this model on {ranks} machines like this one, a rank on each, with {SHARDED} (at most {each} per rank)"
     lower = SHARDED if world_size > 1 else SHORT

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from megazero.config.batch_sizes import micro_batches
 from megazero.config.schema import Config
 from megazero.model.stage import declare
 from megazero.plan.layers import non_block_costs
@@ -110,6 +111,24 @@ def split_line(config: Config, layout: Layout) -> str:
         f"layers per virtual stage: {','.join(map(str, layout.split))}; the head computes as much as "
         f"{outer.head:.1f} blocks, so that pipeline ranks compute "
         f"{', '.join(f'{cost:.1f}' for cost in costs)} (--pipeline-split has other layers)"
+    )
+
+
+def padding_words(config: Config, layout: Layout) -> str:
+    """Name the samples of an iteration that are padding; empty where none is."""
+    padding = config.padding(layout.dp)
+    return f", {padding} of {config.training.global_batch_size + padding} samples padding" if padding else ""
+
+
+def padding_warning(config: Config, layout: Layout) -> str:
+    """Name the data-parallel ranks that compute padding alone; empty where there are none."""
+    training = config.training
+    real = micro_batches(training.global_batch_size, training.micro_batch_size, 1)
+    if real >= layout.dp:
+        return ""
+    return (
+        f"{layout.dp - real} of {layout.dp} data-parallel ranks compute padding alone: --global-batch-size "
+        f"{training.global_batch_size} is {real} x --micro-batch-size {training.micro_batch_size}"
     )
 
 
