@@ -21,6 +21,7 @@ from megazero.plan.operations import (
     BackwardWeights,
     Drop,
     Forward,
+    Gather,
     Keep,
     Op,
     Open,
@@ -30,15 +31,16 @@ from megazero.plan.operations import (
     Reduce,
     Send,
     Start,
+    Sync,
     Update,
     Wait,
     inner,
 )
 from megazero.plan.program import Program, program
 from megazero.plan.rank_spec import rank_spec
-from megazero.plan.sizes import StepSizes
+from megazero.plan.sizes import PASSES, StepSizes
 from megazero.plan.topology import Layout
-from megazero.price.trace import trace_layers
+from megazero.price.trace import layer_sizes
 
 PEAKS = ("activation_checkpoints", "buffers", "logits")  # kinds of which metrics.jsonl has the peak
 KINDS = ("parameters", "optimizer", "gradients", "activation_checkpoints", "buffers", "logits", "activations")
@@ -68,6 +70,9 @@ class StageBytes(NamedTuple):
         queued: the most that weight gradients which wait keep.
         peak: the most at one instant of all that is on the device, activations included.
         at_peak: the bytes at that instant, by KINDS.
+        numel: elements of its units, padding included.
+        gathers: times that a step gathers a unit's weights, of the units of which that is least and most.
+        reductions: times that a unit's gradients go round the ring of the ranks that share a copy, at most.
     """
 
     memory: dict[str, int]
@@ -76,6 +81,9 @@ class StageBytes(NamedTuple):
     queued: int
     peak: int
     at_peak: dict[str, int]
+    numel: int
+    gathers: tuple[int, int]
+    reductions: int
 
 
 class Few(NamedTuple):
@@ -147,7 +155,14 @@ def stage_bytes(config: Config, layout: Layout, pp: int, device_type: str, few: 
         extend([walk.queued.most for walk in walks]),
         extend([walk.peak for walk in walks]),
         {kind: extend([walk.at_peak[n] for walk in walks]) for n, kind in enumerate(KINDS)},
+        sum(walks[0].sizes.numel.values()),
+        (extend([min(walk.gathers.values(), default=0) for walk in walks]), extend([_most(w.gathers) for w in walks])),
+        extend([_most(walk.reductions) for walk in walks]),
     )
+
+
+def _most(times: Counter[str]) -> int:
+    return max(times.values(), default=0)
 
 
 def stage_moments(config: Config, layout: Layout, pp: int, device_type: str) -> list[Moment]:
@@ -191,7 +206,7 @@ class _Walk:
         self.config, self.needs_staging_buffer = config, needs_staging_buffer
         coord = layout.coord(rank)
         self.spec = rank_spec(config, layout, coord.pp, declare)
-        layers = trace_layers(config, layout, coord.pp, "cpu" if needs_staging_buffer else "cuda")
+        layers = layer_sizes(config, layout, self.spec, "cpu" if needs_staging_buffer else "cuda")
         self.sizes = StepSizes(config, layout, self.spec, layers, layout.places(coord))
         self.tracker = MemoryTracker()
         self.traffic: Counter[str] = Counter({"dp": 0, "tp": 0, "pp": 0, "control": 0})
@@ -201,6 +216,7 @@ class _Walk:
         self.peak, self.at_peak = 0, (0,) * len(KINDS)
         self.tracker.watch = self._compare
         self.watch: Callable[[Op], None] | None = None
+        self.gathers, self.reductions = Counter[str](), Counter[str]()  # unit -> passes of its ring
         self.on_device = not config.activations.checkpoint_in_cpu  # kept inputs
         self.enter: dict[type, Callable[[Any], None]] = {
             Forward: self._forward,
@@ -211,6 +227,8 @@ class _Walk:
             Drop: self._drop,
             Recv: self._message,
             Send: self._message,
+            Gather: self._gather,
+            Sync: self._gather,
             Open: self._open,
             Reduce: self._reduce,
             Update: self._update,
@@ -325,6 +343,9 @@ class _Walk:
     def _unsharded_kind(self, unit: str) -> str:
         return "buffers" if self.spec.policy(unit).optimizer else "gradients"
 
+    def _gather(self, op: Gather | Sync) -> None:
+        self.gathers[op.unit] += 1
+
     def _open(self, op: Open) -> None:
         size = 0 if self.sizes.persistent[op.unit].unsharded else self.sizes.gradients(op.unit)
         self.allocations["unsharded", op.unit] = self.tracker.allocate(self._unsharded_kind(op.unit), size)
@@ -332,6 +353,7 @@ class _Walk:
     def _reduce(self, op: Reduce) -> None:
         """Free an unpacked unit's gradient when the reduction has been waited for, a packed one's at once."""
         sizes, unsharded = self.sizes, self.allocations.pop(("unsharded", op.unit))
+        self.reductions[op.unit] += sum(PASSES[move.collective] for move in sizes.moves(op))
         if not self.spec.policy(op.unit).optimizer:
             self.allocations["sharded", op.unit] = unsharded
             return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -10,14 +9,11 @@ from megazero.config.batch_sizes import micro_batches
 from megazero.config.schema import Config
 from megazero.model.stage import declare
 from megazero.plan.layers import layer_costs
-from megazero.plan.operations import Gather, Reduce, Sync, Wait, inner
-from megazero.plan.program import program
-from megazero.plan.rank_spec import RankSpec, rank_spec
 from megazero.plan.schedules import SCHEDULES
-from megazero.plan.sizes import PASSES, Rates, States, StepSizes
+from megazero.plan.sizes import Rates, States
 from megazero.plan.split import rank_costs
 from megazero.plan.topology import Layout
-from megazero.price.estimate import stage_bytes
+from megazero.price.estimate import StageBytes, stage_bytes
 
 
 class Row(NamedTuple):
@@ -30,16 +26,16 @@ class Row(NamedTuple):
 
 def report_rows(config: Config, layout: Layout, device_type: str = "cpu") -> list[Row]:
     """List every kind of memory, then of traffic of an iteration, of rank 0."""
-    found, spec = stage_bytes(config, layout, 0, device_type), rank_spec(config, layout, 0, declare)
-    formulas = _memory_formulas(config, layout) | _traffic_formulas(config, layout, spec)
+    found = stage_bytes(config, layout, 0, device_type)
+    formulas = _memory_formulas(config, layout) | _traffic_formulas(config, layout, found)
     numbers = {"activations": found.activations} | found.memory
     numbers |= {f"{kind} traffic": num_bytes for kind, num_bytes in found.traffic.items()}
     return [Row(kind, num_bytes, formulas[kind]) for kind, num_bytes in numbers.items()]
 
 
-def psi(config: Config, layout: Layout) -> int:
+def psi(config: Config, layout: Layout, device_type: str = "cpu") -> int:
     """Elements of the units that rank 0 computes with, padding included, on its tensor-parallel part."""
-    return sum(unit.numel for unit in rank_spec(config, layout, 0, declare).units.values())
+    return stage_bytes(config, layout, 0, device_type).numel
 
 
 def _memory_formulas(config: Config, layout: Layout) -> dict[str, str]:
@@ -62,23 +58,16 @@ def _memory_formulas(config: Config, layout: Layout) -> dict[str, str]:
     }
 
 
-def _traffic_formulas(config: Config, layout: Layout, spec: RankSpec) -> dict[str, str]:
+def _traffic_formulas(config: Config, layout: Layout, found: StageBytes) -> dict[str, str]:
     """Write traffic along dp as the number of times that a step gathers and reduces each element, and its bytes."""
-    rates, states, sizes = Rates.of(config), States.of(config, layout), StepSizes(config, layout, spec)
-    step = program(spec, config.schedule, config.micro_batches(layout.dp))
-    uses = [inner(op) for op in (*step.gradients, *step.update) if not isinstance(op, Wait)]
-    gathers = Counter(op.unit for op in uses if isinstance(op, (Gather, Sync)))
-    reductions = [op for op in uses if isinstance(op, Reduce)]
+    rates, states, (least, most) = Rates.of(config), States.of(config, layout), found.gathers
     terms = []
-    if gathers:
-        most = max(gathers.values())
-        terms.append(f"{'up to ' if min(gathers.values()) < most else ''}{_times(most, rates.weights)}")
-    if reductions:
-        (reduction,) = sizes.moves(reductions[0])
-        times = max(Counter(op.unit for op in reductions).values()) * PASSES[reduction.collective]
-        terms.append(_times(times, rates.gradients))
+    if most:
+        terms.append(f"{'up to ' if least < most else ''}{_times(most, rates.weights)}")
+    if found.reductions:
+        terms.append(_times(found.reductions, rates.gradients))
     replicas = ""
-    if layout.replica > 1 and reductions:
+    if layout.replica > 1 and found.reductions:
         replicas = f" + 2 x {states.gradients} x ({layout.replica}-1)/{layout.replica}"
     each = f"({' + '.join(terms)})" if len(terms) > 1 else "".join(terms)
     dp = f"{each} Psi x (N-1)/N, N = {layout.shard}{replicas}" if terms else ""
@@ -165,7 +154,7 @@ def queue_line(config: Config, layout: Layout, device_type: str = "cpu") -> str:
 
 def table(config: Config, layout: Layout, device_type: str = "cpu") -> str:
     """Format `report_rows` as text."""
-    head = f"bytes of rank 0 by estimate; Psi = {psi(config, layout):,} elements"
+    head = f"bytes of rank 0 by estimate; Psi = {psi(config, layout, device_type):,} elements"
     rows = [
         f"  {row.kind:<24}{row.num_bytes:>20,}   {row.formula}".rstrip()
         for row in report_rows(config, layout, device_type)

@@ -31,7 +31,7 @@ from megazero.model.stage import Stage, declare
 from megazero.model.weight import GradWriter, Owner, Weight
 from megazero.plan.layers import Use, stage_units
 from megazero.plan.parameters import ParamSpec
-from megazero.plan.rank_spec import Layer, rank_spec
+from megazero.plan.rank_spec import Layer, RankSpec, rank_spec
 from megazero.plan.sizes import LayerSizes
 from megazero.plan.topology import Layout
 from megazero.price.kernels import Events, LayerEvents, Operator, Recorder
@@ -48,8 +48,12 @@ class LayerTrace(NamedTuple):
 
 def trace_layers(config: Config, layout: Layout, pp: int, device_type: str = "cpu") -> dict[str, LayerSizes]:
     """Trace every layer of pipeline rank `pp`, each kind once; `config` is resolved."""
-    spec = rank_spec(config, layout, pp, declare)
-    specs = stage_units(declare(config.model, layout.tp), layout, pp, config.training.freeze_parameters)
+    return layer_sizes(config, layout, rank_spec(config, layout, pp, declare), device_type)
+
+
+def layer_sizes(config: Config, layout: Layout, spec: RankSpec, device_type: str) -> dict[str, LayerSizes]:
+    """Trace every layer of a pipeline rank, each kind once."""
+    specs = stage_units(declare(config.model, layout.tp), layout, spec.rank, config.training.freeze_parameters)
     return {name: trace(config, layout, layer, specs, device_type).sizes for name, layer in spec.layers.items()}
 
 

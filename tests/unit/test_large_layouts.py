@@ -58,6 +58,9 @@ def made_plan(peaks: list[int], world: int, host: int = 0) -> Plan:
             0,
             10**9 * peak,
             dict.fromkeys(KINDS, 0) | {"parameters": 10**9 * peak},
+            0,
+            (0, 0),
+            0,
         )
         for stage, peak in enumerate(peaks)
     ]
