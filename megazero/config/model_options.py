@@ -74,6 +74,11 @@ class ModelConfig:
         return self.ffn_hidden_size or 4 * self.hidden_size
 
     @property
+    def head_dim(self) -> int:
+        """Width of an attention head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
     def query_groups(self) -> int:
         return self.num_query_groups or self.num_attention_heads
 

@@ -140,7 +140,7 @@ def rank_spec(config: Config, layout: Layout, pp: int, declare: Declare) -> Rank
         tied=layers.tied if layout.last_pp > 0 and pp in (0, layout.last_pp) else None,
         backlog=config.parallel.zero_bubble_backlog or None,
         v_shaped=layout.v_shaped,
-        costs=pass_costs(layers, config.model, activations),
+        costs=pass_costs(layers, activations),
     )
 
 

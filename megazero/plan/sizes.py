@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import NamedTuple
 
 from megazero.config.schema import BYTES, Config
@@ -154,7 +154,7 @@ class LayerSizes(NamedTuple):
     queued: int  # that its weight gradients keep while they wait
     saved: tuple[int, ...]  # of every tensor that its forward keeps for its backward, its input left out
     saved_input: int  # of its input, if that is kept too
-    tables: int  # of tables, which all layers of a rank share, in a run's buffers from its start on
+    tables: dict[Hashable, int]  # of each table in a run's buffers from its start on; layers share equal ones
 
     def kept(self, own_input: bool) -> int:
         """Return the bytes that autograd keeps from a forward on, logits excluded, which are a kind of their own."""
@@ -279,7 +279,8 @@ class StepSizes:
         shards, (columns, slots, packs) = self.layout.shard, self.buckets
         scratch = columns * (shards - 1 if needs_staging_buffer else shards > 1)
         buckets = slots * (scratch + columns * shards * packs) * self.rates.gradients
-        return arena_numel * self.rates.weights + buckets + max(layer.tables for layer in self.layers.values())
+        tables = sum({key: size for layer in self.layers.values() for key, size in layer.tables.items()}.values())
+        return arena_numel * self.rates.weights + buckets + tables
 
     def copies_at_rest(self) -> int:
         """Bytes of a GPU's buffers for kept inputs on their way to and from host memory."""

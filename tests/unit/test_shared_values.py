@@ -27,7 +27,7 @@ from megazero.model.context import kept_bytes
 from megazero.model.stage import declare
 from megazero.model.weight import GradWriter
 from megazero.plan.flat_layout import FlatParam, Range, flat_layout, partition_numel
-from megazero.plan.layers import non_block_costs, pass_costs
+from megazero.plan.layers import layer_costs, pass_costs
 from megazero.plan.parameters import unit_layout
 from megazero.plan.program import Program, program
 from megazero.plan.rank_spec import rank_spec
@@ -254,7 +254,7 @@ def test_micro_batches_of_a_step() -> None:
 )
 def test_costs_of_a_blocks_passes(recompute: str, input_gradient: float) -> None:
     model = ModelConfig(2, 8, 0, 2, 12, 100)
-    costs = pass_costs(declare(model), model, ActivationConfig(recompute))  # type: ignore[arg-type]
+    costs = pass_costs(declare(model), ActivationConfig(recompute))  # type: ignore[arg-type]
     assert costs == pytest.approx((1.0, input_gradient, 0.8))  # weights: 1536 / 1920
     # llama, 4 groups of 16 heads: 2 h^2 + 2 h 2 (h / 4) + 2 h^2 and 6 h f
     wide = ModelConfig(2, 64, 96, 16, 32, 1000, architecture="llama", num_query_groups=4)
@@ -262,10 +262,11 @@ def test_costs_of_a_blocks_passes(recompute: str, input_gradient: float) -> None
     again = {"none": 0, "selective": attention / 2, "full": matrices + attention}[recompute]
     whole = matrices + attention
     wanted = 1.0, (matrices + 2 * attention + again) / whole, matrices / whole
-    assert pass_costs(declare(wide), wide, ActivationConfig(recompute)) == pytest.approx(wanted)  # type: ignore[arg-type]
+    assert pass_costs(declare(wide), ActivationConfig(recompute)) == pytest.approx(wanted)  # type: ignore[arg-type]
     least = {"none": 1.0, "selective": 1.0, "full": 0.75}[recompute]  # a recomputed block takes 4 passes instead of 3
-    ends = non_block_costs(declare(wide), wide, ActivationConfig(recompute))  # type: ignore[arg-type]
-    assert ends == pytest.approx((2 * 64 / whole * least, 2 * 1000 * 64 / whole * least))
+    ends = layer_costs(declare(wide), wide, ActivationConfig(recompute))  # type: ignore[arg-type]
+    assert (ends.embedding, ends.head) == pytest.approx((2 * 64 / whole * least, 2 * 1000 * 64 / whole * least))
+    assert set(ends.blocks) == {1.0}
 
 
 @pytest.mark.parametrize(("tp", "summed"), [(1, 0), (2, 0), (4, 2 * 2 * 8 * 64 + 2 * 2 * 8)])
@@ -329,8 +330,8 @@ def test_a_rank_as_its_programs_see_it() -> None:
     assert spec.policy == ZeroPolicy(True, True, True, gathers_once=True)
     assert (
         spec.costs
-        == pass_costs(declare(config.model), config.model, config.activations)
-        != pass_costs(declare(config.model), config.model, ActivationConfig())
+        == pass_costs(declare(config.model), config.activations)
+        != pass_costs(declare(config.model), ActivationConfig())
     )
     assert (spec.placement, spec.stages) == ((0, 1, 2, 3, 0, 1, 2, 3), [3, 7])
     # nothing before block 4 trains but blocks 0 to 2, so that a gradient passes through block 3
