@@ -93,7 +93,7 @@ class Engine:
         self.zero = Zero(self._zero_options(), self.model.units)
         step = self.program(config.schedule, config.micro_batches(mesh.layout.dp))
         self.zero.reserve(step.arena_numel)
-        tokens = len(stream.tokens(config.training.micro_batch_size * model.seq_length))
+        tokens = stream.num_tokens(config.training.micro_batch_size * model.seq_length)
         activation = ActivationSpec((tokens, model.hidden_size), context.dtype, mesh.device)
         self.interpreter = Interpreter(
             {name: (layer, self.model.layer(name).compute) for name, layer in self.spec.layers.items()},
