@@ -124,7 +124,7 @@ REFUSED = [
     ("--loss-scale 8192", "the loss scale is dynamic: --initial-loss-scale"),
     ("--fp8-format hybrid", "precisions are bf16, fp16, fp32, fp64"),
     ("--context-parallel-size 2", "--context-parallel-size 2 (Megatron-LM's): "),
-    ("--num-experts 8 --moe-loss-coeff 0.1", "--num-experts 8 (Megatron-LM's): there are no mixtures of experts"),
+    ("--num-experts 8 --moe-loss-coeff 0.1", "--num-experts 8, --moe-loss-coeff 0.1 (Megatron-LM's): there are no"),
     ("--optimizer sgd", "--optimizer sgd (Megatron-LM's): there is AdamW"),
     ("--tokenizer-type BertWordPieceLowerCase", "BertWordPieceLowerCase: --tokenizer takes"),
     ("--tokenizer-type SentencePieceTokenizer", "needs its file: --tokenizer sentencepiece:PATH"),
@@ -291,6 +291,23 @@ def test_the_tables_are_read_whole() -> None:
     entries = [*ENTRIES, *read_table(*DEEPSPEED_FILE)]
     assert {entry.by for entry in entries} == set(CONVERSIONS)
     assert {entry.order for entry in entries} == set(range(LAST + 1))
+
+
+def test_the_tables_are_read_for_foreign_flags_alone() -> None:
+    """A command line of ours starts without them."""
+    read_tables.cache_clear()
+    read("--num_layers 3 --lr=1e-3 --no-compile".split())
+    assert read_tables.cache_info().misses == 0
+    read("--encoder-num-layers 3".split())
+    assert read_tables.cache_info().misses == 1
+
+
+def test_a_flag_without_an_equal_is_answered_with_the_nearest() -> None:
+    with pytest.raises(
+        ValueError, match=r"^--logits-save-interval 3 \(Megatron-LM's\): it has no equal .* --save-interval"
+    ):
+        parse("--logits-save-interval 3".split())
+    assert parse(["--use_peft", "False"]) == parse([])
 
 
 def test_entries_have_one_home_each_and_name_flags_that_exist() -> None:

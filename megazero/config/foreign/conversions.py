@@ -127,6 +127,12 @@ def max_positions(use: Use) -> list[str]:
     return []
 
 
+def experts(use: Use) -> list[str]:
+    if not use.foreign.get("num-experts") or any(word != "1" for word in use.foreign["num-experts"]):
+        raise Refused("there are no mixtures of experts; drop it")
+    return []
+
+
 # -- duration and learning rate
 
 
@@ -155,7 +161,8 @@ def warmup_fraction(use: Use) -> list[str]:
     if not 0 <= use.number() <= 1:
         raise Refused(f"{use.value} is not a fraction; --lr-warmup-iters takes iterations")
     if use.name == "warmup-ratio":  # Hugging Face's, of all steps, rounded up
-        return ["--lr-warmup-iters", str(math.ceil(use.number() * use.get_whole("train-iters")))]
+        steps = math.ceil(use.number() * use.get_whole("train-iters"))
+        return ["--lr-warmup-iters", str(steps)] if use.number() else []  # 0 leaves it to --warmup_steps
     total = use.get_whole("lr-decay-iters") or use.get_whole("train-iters")
     return ["--lr-warmup-iters", str(round(use.number() * total))]
 
@@ -222,6 +229,12 @@ def tokenizer(use: Use) -> list[str]:
     if not path:
         raise Refused(f"{use.value} needs its file: --tokenizer {TOKENIZERS[kind]}PATH")
     return ["--tokenizer", TOKENIZERS[kind] + path]
+
+
+def tiktoken(use: Use) -> list[str]:
+    if use.word("tokenizer-type").lower() == "tiktokenizer":
+        raise Refused("tiktoken:FILE reads its pattern and special tokens from FILE.json; drop it")
+    return []
 
 
 def _gpt2(vocab: str, merges: str) -> str:
@@ -399,6 +412,7 @@ CONVERSIONS: Mapping[str, Callable[[Use], list[str]]] = {
         for function in (
             *(switch_unless_given, choose, only, refuse, no_equal, pairs, architecture, head_size, max_positions),
             *(train_length, in_iterations, warmup_fraction, profile, virtual_stages, recompute_method, tokenizer),
+            *(experts, tiktoken),
             *(accumulation, report, resume, interval, evaluation, validation_share, deepspeed_file, scale_power, betas),
         )
     },

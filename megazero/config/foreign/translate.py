@@ -109,12 +109,12 @@ class Translated(NamedTuple):
 
     @property
     def notes(self) -> list[str]:
-        """Say what was translated, and what needs nothing: at most one line each."""
+        """Format the translations and the flags that need nothing: at most one line each."""
         done = [f"{answer.item} is {' '.join(answer.words)}" for answer in self.answers if answer.words]
         needless: dict[str, list[str]] = {}
         for answer in self.answers:
             if not (answer.words or answer.refusal):
-                why = answer.entry.here if answer.entry.kind == "nothing to do" else "other flags say it"
+                why = answer.entry.here if answer.entry.kind == "nothing to do" else "other flags decide it"
                 needless.setdefault(why, []).append(answer.item.spelled)
         lines = [f"translated: {'; '.join(done)}"] if done else []
         left = "; ".join(f"{', '.join(names)} ({why})" for why, names in needless.items())
@@ -227,7 +227,8 @@ def _spell(item: Item, known: Mapping[str, Option]) -> Item:
 
 
 def _unknown(item: Item, known: Mapping[str, Option]) -> str:
-    names = {name: f"--{name}" for name in known} | {e.name: e.spelled for e in read_tables(*FLAGS).values()}
+    names = {name: f"--{name}" for name in known}
+    names |= {entry.name: entry.spelled for entry in read_tables(*FLAGS).values() if "*" not in entry.name}
     close = nearest(item.name, names)
     hint = f"Perhaps you meant: {close}" if close else "--help-all lists ours, docs/megatron.md others"
     return f"{shorten(item.spelled)}: no such flag. {hint}"
