@@ -8,12 +8,12 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
 
-from megazero.config.foreign.table import DEEPSPEED_FILE, find_entry, read_tables
+from megazero.config.foreign.table import DEEPSPEED_FILE, Foreign, find_entry, read_tables
 from megazero.config.foreign.use import FALSE, Refused, Use, number
 from megazero.config.limits import MOST_MINUTES, is_number, shorten
 from megazero.files import read_json_object
@@ -59,12 +59,6 @@ def nearest(name: str, spelled: Mapping[str, str]) -> str:
 
 # -- Megatron-LM: the model
 
-LLAMA = {
-    "swiglu": "--swiglu",
-    "norm": "--normalization RMSNorm",
-    "rope": "--position-embedding-type rope",
-    "no-bias": "--disable-bias-linear",
-}  # parts of Megatron-LM's llama -> their flags
 NORMS = {"rmsnorm": "RMSNorm (--architecture llama)", "layernorm": "LayerNorm (gpt2)"}
 POSITIONS = {"rope": "rope (--architecture llama)", "learned_absolute": "learned_absolute (gpt2)"}
 
@@ -90,22 +84,27 @@ def _is_llama(use: Use) -> bool:
     """Return whether the model is a llama, by Megatron-LM's flags or by ours. Refused if it is half of one."""
     words = {name: values[0].lower() if len(values) == 1 else "" for name, values in use.foreign.items()}
     on = {name for name, word in words.items() if word not in ("false", "no")}
+    rope = words.get("position-embedding-type") == "rope" or "use-rotary-position-embeddings" in on
     parts = {
-        "swiglu": "swiglu" in on,
-        "norm": words.get("normalization") == "rmsnorm",
-        "rope": words.get("position-embedding-type") == "rope" or "use-rotary-position-embeddings" in on,
-        "no-bias": "disable-bias-linear" in on,
+        "--swiglu": "swiglu" in on,
+        "--normalization RMSNorm": words.get("normalization") == "rmsnorm",
+        "--position-embedding-type rope": rope,
+        "--disable-bias-linear": "disable-bias-linear" in on,
     }
     given = use.get("architecture") if use.given("architecture") else ""
     if given == "llama":
-        against = {"norm": "normalization", "rope": "position-embedding-type"}
-        if "add-bias-linear" in use.foreign or any(against[p] in use.foreign and not parts[p] for p in against):
+        valued = {
+            "--normalization RMSNorm": "normalization",
+            "--position-embedding-type rope": "position-embedding-type",
+        }
+        if "add-bias-linear" in words or any(valued[p] in words and not parts[p] for p in valued):
             raise Refused("it does not go with --architecture llama; drop it")
         return True
     if any(parts.values()) and not all(parts.values()):
-        missing = " ".join(words for part, words in LLAMA.items() if not parts[part])
-        there = " ".join(words for part, words in LLAMA.items() if parts[part])
-        raise Refused(f"{there} without {missing}: --architecture llama has all four, gpt2 none; give all, or drop all")
+        missing = " ".join(part for part, there in parts.items() if not there)
+        present = " ".join(part for part, there in parts.items() if there)
+        every = "--architecture llama has all four, gpt2 none; give all, or drop all"
+        raise Refused(f"{present} without {missing}: {every}")
     if given and all(parts.values()):
         raise Refused(f"it does not go with --architecture {given}; drop it")
     return all(parts.values())
@@ -326,13 +325,18 @@ def deepspeed_file(use: Use) -> list[str]:
         for key, value in leaves.items()
         if key.endswith(".enabled") and _as_text(value).lower() in FALSE
     )
-    asked = {k: v for k, v in leaves.items() if v != "auto" and not k.startswith(("_", *disabled))}
+    entries = {
+        key: find_entry(key, read_tables(*DEEPSPEED_FILE))
+        for key, value in leaves.items()
+        if value != "auto" and not key.startswith(("_", *disabled))
+    }
     ours, words, wrong = dict(use.ours), list[str](), list[str]()
-    for key in sorted(asked, key=_order):
+    for key, entry in sorted(entries.items(), key=lambda found: found[1].order if found[1] else 0):
         try:
-            found = use.checked(_not_given(_key_words(key, asked[key], replace(use, ours=ours)), ours))
+            found = _key_words(key, leaves[key], entry, replace(use, ours=ours))
+            found = use.checked(_not_given(found, ours))
         except Refused as reason:
-            wrong.append(f"{shorten(key)} = {shorten(json.dumps(asked[key]))}: {reason}")
+            wrong.append(f"{shorten(key)} = {shorten(json.dumps(leaves[key]))}: {reason}")
             continue
         words += found
         ours |= {flag.removeprefix("--"): (value,) for flag, value in zip(found, [*found, ""][1:], strict=True)}
@@ -350,17 +354,10 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _order(key: str) -> int:
-    entry = find_entry(key, read_tables(*DEEPSPEED_FILE))
-    return entry.order if entry else 0
-
-
-def _key_words(key: str, value: Any, use: Use) -> Iterable[str]:
-    keys = read_tables(*DEEPSPEED_FILE)
-    entry = find_entry(key, keys)
-    if entry is None and value == {} and any(known.startswith(f"{key}.") for known in keys):
-        return []
+def _key_words(key: str, value: Any, entry: Foreign | None, use: Use) -> Sequence[str]:
     if entry is None:
+        if value == {} and any(known.startswith(f"{key}.") for known in read_tables(*DEEPSPEED_FILE)):
+            return []
         raise Refused("it has no equal here; drop it")
     if key == "tensorboard.output_path" and not isinstance(value, str):
         raise Refused("it must be a string")
