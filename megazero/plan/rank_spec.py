@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megazero.config.schema import Config
+from megazero.plan.flat_layout import Range
 from megazero.plan.layers import Declare, Use, pass_costs, stage_units
 from megazero.plan.operations import Transfer
 from megazero.plan.parameters import ParamSpec, unit_layout
@@ -44,6 +45,7 @@ class Unit(NamedTuple):
     numel: int
     trains: bool
     sums_over_tp: bool = False  # some gradients
+    summed: tuple[Range, ...] = ()  # of its elements, whose gradients it sums over tp
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,11 @@ def rank_spec(config: Config, layout: Layout, pp: int, declare: Declare) -> Rank
     """Describe the ranks at pipeline position `pp`; `config` is resolved."""
     layers = declare(config.model, layout.tp)
     specs = stage_units(layers, layout, pp, config.training.freeze_parameters)
-    units = {name: _unit(s, config, layout) for name, s in specs.items()}
+    units: dict[str, Unit] = {}
+    known: dict[tuple[str, tuple[bool, ...]], Unit] = {}  # units that differ in their layer's number alone
+    for name, params in specs.items():
+        key = layers.kinds[name].name, tuple(spec.trains for spec in params)
+        units[name] = known[key] = known.get(key) or _unit(params, config, layout)
     chunks: list[tuple[Layer, ...]] = []
     for chunk, stage in enumerate(layout.stages(pp)):
         found: list[Layer] = []
@@ -141,5 +147,5 @@ def rank_spec(config: Config, layout: Layout, pp: int, declare: Declare) -> Rank
 def _unit(specs: list[ParamSpec], config: Config, layout: Layout) -> Unit:
     flat = unit_layout(specs, layout.sizes, layout.shard)
     sequence_parallel = config.parallel.sequence_parallel
-    summed = sequence_parallel or bool(flat.summed("tp", sequence_parallel))
-    return Unit(flat.numel, any(spec.trains for spec in specs), summed)
+    summed = tuple(flat.summed("tp", sequence_parallel))
+    return Unit(flat.numel, any(spec.trains for spec in specs), sequence_parallel or bool(summed), summed)

@@ -15,6 +15,8 @@ from megazero.plan.split import even_split
 
 AXES = ("pp", "dp", "tp")
 SUB_AXES = ("shard", "replica", "embedding")  # parts of dp and of pp
+# axis -> the kind of traffic that its collectives are counted as, where that is not its name
+TRAFFIC = {"shard": "dp", "replica": "dp", "embedding": "pp", "world": "control", "host": "control"}
 Ranks = tuple[int, ...]  # of the world, ascending
 
 

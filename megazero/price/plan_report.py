@@ -10,8 +10,9 @@ from megazero.files import replace_file
 from megazero.model.stage import declare
 from megazero.plan.layers import num_parameters
 from megazero.plan.operations import Backward, BackwardWeights, Forward, Recompute
+from megazero.price.estimate import KINDS, stage_moments
 from megazero.price.plan import SECONDS_PER_DAY, Plan, advice, as_json
-from megazero.price.stage_bytes import KINDS
+from megazero.price.report import padding_warning, padding_words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,7 +40,10 @@ def show(plan: Plan, console: Console) -> None:
     console.print(
         f"{parameters / 1e9:.2f} B parameters on {plan.layout.world_size} x {plan.device.name}: "
         f"{plan.layout}, {config.micro_batches(plan.layout.dp)} micro-batches of {config.training.micro_batch_size}"
+        f"{padding_words(config, plan.layout)}"
     )
+    if warning := padding_warning(config, plan.layout):
+        console.print(f"warning: {warning}", highlight=False)
     for table in _bytes_tables(plan):
         console.print(table)
     if len(plan.stages) > MOST_ROWS:
@@ -143,7 +147,7 @@ def draw(plan: Plan, path: Path) -> None:
     bars.axhline(plan.usable / 1e9, color="red", linestyle="--", label=f"usable of {plan.device.name}")
     bars.set(xlabel="pipeline stage", ylabel="GB of a device", title=f"when most is held: {plan.layout}")
     bars.legend(ncol=4, fontsize="small")
-    moments = plan.stages[plan.fullest].moments
+    moments = stage_moments(plan.config, plan.layout, plan.fullest, plan.device.kind)
     over.stackplot(
         range(len(moments)), *([m.held[n] / 1e9 for m in moments] for n in range(len(KINDS))), step="post", labels=KINDS
     )

@@ -13,8 +13,9 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from megazero.config.batch_sizes import micro_batches
 from megazero.config.limits import divisors
-from megazero.config.schema import BYTES, Config
+from megazero.config.schema import Config
 from megazero.config.validate import check_values
 from megazero.model.stage import declare
 from megazero.plan.layers import End, Use
@@ -22,13 +23,12 @@ from megazero.plan.operations import Backward, Forward
 from megazero.plan.parameters import unit_layout
 from megazero.plan.rank_spec import rank_spec
 from megazero.plan.resolve import resolve
+from megazero.plan.sizes import Rates, States
 from megazero.plan.topology import Layout, data_parallel_size
 from megazero.price.costs import StepCosts
 from megazero.price.devices import Device
-from megazero.price.estimate import state_bytes
 from megazero.price.network import Network
 from megazero.price.plan import Plan, plan_if_it_fits
-from megazero.price.saved_activations import block_input
 from megazero.price.trace import trace_block
 
 TRIED = 48  # layouts whose memory is estimated, of those that seem fastest
@@ -90,24 +90,24 @@ def candidates(config: Config, world: int, device: Device) -> Iterator[Candidate
             continue
         for pp in divisors(data_parallel_size(world, tp=tp)):
             dp = data_parallel_size(world, pp, tp)
-            if pp > min(model.num_layers, MOST_STAGES) or batch % dp:
+            if pp > min(model.num_layers, MOST_STAGES) or batch < dp:
                 continue
+            share = micro_batches(batch, 1, dp)  # samples of the first replica, which has most
             node = max(1, device.devices_per_node // tp)
             zeros = [(0, 0), (1, 0), (2, 0), (3, 0)] if dp > 1 else [(0, 0)]
             if 1 < node < dp and dp % node == 0:
                 zeros += [(1, node), (2, node), (3, node)]
-            micro_batches = [n for n in MICRO_BATCHES if batch // dp % n == 0]
+            sizes = [n for n in MICRO_BATCHES if share % n == 0]
             schedules = [s for s in SCHEDULES if pp > 1 and pp * s[1] <= model.num_layers] or [SCHEDULES[0]]
             keeps = [("none", False), ("selective", False), ("full", False)] + [("full", True)] * (tp > 1)
             if config.activations.checkpoint_in_cpu:
                 keeps = keeps[2:]
             for (schedule, chunks), (stage, shard), (recompute, partition), sequence, micro in itertools.product(
-                schedules, zeros, keeps, (False, True) if tp > 1 else (False,), micro_batches
+                schedules, zeros, keeps, (False, True) if tp > 1 else (False,), sizes
             ):
                 if sequence and (partition or micro * model.seq_length % tp):
                     continue
-                each = batch // dp // micro
-                if schedule == "zero-bubble-v" and pp * each > MOST_OF_A_V:
+                if schedule == "zero-bubble-v" and pp * (share // micro) > MOST_OF_A_V:
                     continue
                 yield Candidate(tp, pp, schedule, chunks, stage, shard, recompute, partition, sequence, micro)
 
@@ -118,7 +118,7 @@ class _Block(NamedTuple):
     forward: float
     backward: float
     saved: int
-    kept: int  # its input
+    hidden: int  # its input
 
 
 class Terms:
@@ -127,10 +127,12 @@ class Terms:
     def __init__(self, config: Config, world: int, device: Device) -> None:
         """`config`: the vocabulary is known, the layout's flags do not matter."""
         self.config, self.world, self.device = config, world, device
+        self.rates = Rates.of(config)
         self.block = functools.cache(self._block)
         self.ends = functools.cache(self._ends)
         self.numel = functools.cache(self._numel)
         self.network = functools.cache(self._network)
+        self.states = functools.cache(self._states)
 
     def of(self, c: Candidate) -> _Block:
         return self.block(c.tp, c.micro_batch, c.sequence, c.recompute == "selective")
@@ -151,8 +153,7 @@ class Terms:
         forward = costs.of_layer(Forward(name, 0, True)).seconds
         backward = costs.of_layer(Backward(name, 0)).seconds
         traced = trace_block(costs.config, costs.layout, self.device.kind)
-        kept = block_input(costs.config, costs.layout)
-        return _Block(forward, backward, sum(traced.saved) + traced.saved_input, kept)
+        return _Block(forward, backward, traced.kept(own_input=True), costs.sizes.hidden)
 
     def _ends(self, tp: int, micro: int) -> float:
         """Seconds of embedding and head, forward and backward."""
@@ -180,21 +181,26 @@ class Terms:
         return self.device.usable_bytes(layout)
 
     def micro_batches(self, c: Candidate) -> int:
-        return self.config.training.global_batch_size // c.micro_batch // data_parallel_size(self.world, c.pp, c.tp)
+        dp = data_parallel_size(self.world, c.pp, c.tp)
+        return micro_batches(self.config.training.global_batch_size, c.micro_batch, dp)
+
+    def _states(self, tp: int, pp: int, zero_stage: int, shard: int) -> int:
+        """Bytes of states of the first stage while gradients are accumulated."""
+        zero = dataclasses.replace(self.config.zero, zero_stage=zero_stage)  # type: ignore[arg-type]
+        layout = Layout(pp, data_parallel_size(self.world, pp, tp), tp, shard)
+        states = States.of(dataclasses.replace(self.config, zero=zero), layout)
+        each, table = self.numel(tp)
+        numel = self.config.model.num_layers // pp * each + table
+        return sum(states.at_rest(numel).values()) + states.accumulated.of(numel)
 
     def memory(self, c: Candidate) -> float:
         """The least bytes of a device of the first stage."""
-        training, block = self.config.training, self.of(c)
-        w, g, states = BYTES[training.precision], BYTES[training.grad_dtype], state_bytes(training.precision)[1]
-        each, table = self.numel(c.tp)
-        blocks = self.config.model.num_layers // c.pp
-        numel, shard = blocks * each + table, c.shard or data_parallel_size(self.world, c.pp, c.tp)
-        held = numel * (w / (shard if c.zero_stage == 3 else 1) + states / (shard if c.zero_stage else 1))
-        held += numel * g / (1 if c.zero_stage < 2 else shard)
+        block, blocks = self.of(c), self.config.model.num_layers // c.pp
+        held = self.states(c.tp, c.pp, c.zero_stage, c.shard)
         in_flight = c.pp * (1 + 1 / c.chunks) if c.schedule == "interleaved" else c.pp
         live = min(self.micro_batches(c), in_flight)
         if c.recompute == "full":
-            kept = block.kept / (c.tp if c.partition else 1) * (not self.config.activations.checkpoint_in_cpu)
+            kept = 0.0 if self.config.activations.checkpoint_in_cpu else block.hidden / (c.tp if c.partition else 1)
             return held + live * blocks * kept + block.saved
         return held + live * blocks * block.saved
 
@@ -208,19 +214,21 @@ class Terms:
         rounds = 1 if c.schedule == "zero-bubble-v" else c.chunks
         bubble = (c.pp - 1) / rounds * BUBBLE[c.schedule] * stage
         network = self.network(c.tp, c.pp, c.shard)
-        rebuild = m * layers / c.pp * network.one_pass("tp", block.kept) * c.partition
-        message = network.message(block.kept, 0, 1) if c.pp > 1 else 0.0
+        rebuild = m * layers / c.pp * network.one_pass("tp", block.hidden) * c.partition
+        message = network.message(block.hidden, 0, 1) if c.pp > 1 else 0.0
         forward, backward = layers / c.pp * block.forward, layers / c.pp * (block.backward + again)
         return m * stage + bubble + rebuild + self._units(c, m, forward, backward) + message * 2 * (c.pp - 1 + c.chunks)
 
     def _units(self, c: Candidate, m: int, forward: float, backward: float) -> float:
         """Seconds of updates, and of communication over dp that passes of these durations do not hide."""
-        training, network = self.config.training, self.network(c.tp, c.pp, c.shard)
-        w, g = BYTES[training.precision], BYTES[training.grad_dtype]
+        rates, network = self.rates, self.network(c.tp, c.pp, c.shard)
         each, table = self.numel(c.tp)
         numel = self.config.model.num_layers / c.pp * each + table
         owned = numel / (network.groups["shard"].ranks if c.zero_stage else 1)
-        gather, reduce = network.one_pass("shard", numel * w), network.one_pass("shard", numel * g)
+        gather, reduce = (
+            network.one_pass("shard", numel * rates.weights),
+            network.one_pass("shard", numel * rates.gradients),
+        )
         exposed = {
             0: max(0.0, 2 * reduce - backward),
             1: max(0.0, reduce - backward) + max(0.0, gather - forward),
@@ -228,7 +236,8 @@ class Terms:
             3: m * (max(0.0, gather - forward) + max(0.0, gather + reduce - backward)),
         }[c.zero_stage]
         bandwidth = self.device["memory.bandwidth"] * self.device["memory.fraction"]
-        return exposed + network.all_reduce("replica", owned * g) + 40 * owned / bandwidth
+        updated = owned * (rates.gradients + rates.updated(clips=bool(self.config.optimizer.clip_grad)))
+        return exposed + network.all_reduce("replica", owned * rates.gradients) + updated / bandwidth
 
 
 class Search:
@@ -259,8 +268,8 @@ class Search:
             # no layout, or no vocabulary: what training would say
             resolve(config, self.world, vocabulary, declare)
             raise ValueError(
-                f"--global-batch-size {batch} on --world-size {self.world}: no layout gives every data-parallel rank "
-                f"the same number of samples; use {max(1, batch // self.world) * self.world}"
+                f"--global-batch-size {batch} on --world-size {self.world}: no layout gives every data-parallel rank a "
+                f"sample; use {self.world}"
             )
         self.played = 0
         self.total = len(self.found) + TRIED * COST_OF_PLAYING

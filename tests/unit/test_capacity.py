@@ -20,7 +20,7 @@ from megazero.memory.host import Available, Machine, host_memory
 from megazero.model.stage import declare
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
-from megazero.price.capacity import check_memory, estimated, lower_bound
+from megazero.price.capacity import check_memory, estimated, least
 from tests.unit.test_config import make
 from tests.unit.test_limits import limited_work
 
@@ -118,10 +118,10 @@ def resolved(world_size: int, options: dict[str, Any]) -> tuple[Config, Layout]:
 def test_the_lower_bound_is_one(world_size: int, options: dict[str, Any], device_type: str) -> None:
     """Never more than the estimate, and at least its parameters and optimizer states: or it would refuse too much."""
     config, layout = resolved(world_size, options)
-    for rank in range(world_size):
-        least, whole = (count(config, layout, rank, device_type) for count in (lower_bound, estimated))
-        assert all(least.device[kind] == whole.device[kind] for kind in ("parameters", "optimizer"))
-        assert least.total <= whole.total and least.host <= whole.host
+    for stage in range(layout.pp):
+        bound, whole = (count(config, layout, stage, device_type) for count in (least, estimated))
+        assert all(bound.device[kind] == whole.device[kind] for kind in ("parameters", "optimizer"))
+        assert bound.total <= whole.total and bound.host <= whole.host
 
 
 def test_the_lower_bound_takes_a_few_lines_for_each_layer() -> None:
@@ -130,7 +130,7 @@ def test_the_lower_bound_takes_a_few_lines_for_each_layer() -> None:
     for layers in (2, 4096):
         config, layout = resolved(1, {"num_layers": layers, "global_batch_size": 30})
         with limited_work() as count:
-            lower_bound(config, layout, 0, "cpu")
+            least(config, layout, 0, "cpu")
         lines.append(count[0])
     assert lines[0] < 8000 and lines[1] - lines[0] < 16 * 4096
 
@@ -140,7 +140,7 @@ def test_the_lower_bound_takes_a_few_lines_for_each_layer() -> None:
 def test_a_run_is_refused_where_a_byte_is_missing(world_size: int, options: dict[str, Any], device_type: str) -> None:
     """On a CPU the ranks of a node share the host; a GPU is a rank's own, and copies of inputs are the host's."""
     config, layout = resolved(world_size, options)
-    needs = [estimated(config, layout, rank, device_type) for rank in range(world_size)]
+    needs = [estimated(config, layout, layout.coord(rank).pp, device_type) for rank in range(world_size)]
     device = max(n.total for n in needs)
     host = sum(n.host + n.total * (device_type == "cpu") for n in needs)
 
@@ -161,7 +161,7 @@ def test_a_run_is_refused_where_a_byte_is_missing(world_size: int, options: dict
     ("world_size", "options", "share", "expected"),
     [
         (4, {"zero_stage": 0}, 0.9, "--zero-stage 1"),
-        (4, {"zero_stage": 0}, 0.32, "--zero-stage 3"),
+        (4, {"zero_stage": 0}, 0.65, "--zero-stage 3"),
         (1, {"micro_batch_size": 4}, 0.7, "--recompute"),
         (1, {"num_layers": 40}, 0.3, "--num-layers"),
     ],
@@ -170,7 +170,7 @@ def test_a_run_is_refused_where_a_byte_is_missing(world_size: int, options: dict
 def test_the_way_out_is_one(world_size: int, options: dict[str, Any], share: float, expected: str) -> None:
     """The flags that a refusal names make the run fit."""
     config, layout = resolved(world_size, options)
-    total = sum(estimated(config, layout, rank, "cpu").total for rank in range(world_size))
+    total = sum(estimated(config, layout, layout.coord(rank).pp, "cpu").total for rank in range(world_size))
     node = Machine(range(world_size), "cpu", None, Available(int(total * share), "of host memory"))
     with pytest.raises(ValueError) as refusal:
         check_memory(config, layout, 0, node)

@@ -22,8 +22,8 @@ from megazero.plan.schedules import Pipeline, order_of, peak_live, placement
 from megazero.plan.split import NonBlockCosts, split_by_cost
 from megazero.plan.topology import Layout
 from megazero.plan.zero_policy import Buckets
+from megazero.price.estimate import Few
 from megazero.price.simulate import plain_pipeline, play, simulate, thirds
-from megazero.price.step_time import Few
 from megazero.zero.reduce_scatter import Buffer, Reducer
 
 # (ranks p, micro-batches m, chunks v) -> idle time of a step. 1F1B and GPipe: 3 (p - 1), of chunks as long as v parts.

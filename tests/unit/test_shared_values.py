@@ -5,17 +5,19 @@ A fault in such a function makes both wrong alike, so that no comparison of the 
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
 import pytest
 import torch
 
-from megazero.comm.mesh import TRAFFIC, Mesh
+from megazero.comm.mesh import Mesh
 from megazero.config.schema import (
     BYTES,
     ActivationConfig,
     Config,
+    EvaluationConfig,
     ModelConfig,
     ParallelConfig,
     TrainingConfig,
@@ -29,9 +31,9 @@ from megazero.plan.layers import non_block_costs, pass_costs
 from megazero.plan.parameters import unit_layout
 from megazero.plan.program import Program, program
 from megazero.plan.rank_spec import rank_spec
-from megazero.plan.topology import Layout, ring_bytes
+from megazero.plan.sizes import NUMBER, Rates
+from megazero.plan.topology import TRAFFIC, Layout, ring_bytes
 from megazero.plan.zero_policy import COPY_DEPTH, Buckets, ZeroPolicy, persistent_gradients, plan_buckets
-from megazero.price.estimate import NUMBER, state_bytes
 from megazero.price.trace import trace_block
 from megazero.train.engine import Engine
 from tests.parallel.cases import Case
@@ -215,7 +217,11 @@ def test_numbers_that_bytes_are_made_of() -> None:
     assert [partition_numel(n, 4) for n in (1, 4, 5, 8)] == [1, 1, 2, 2]
     assert [ring_bytes(1000, n, passes) for n, passes in ((1, 2), (4, 1), (4, 2), (3, 1))] == [0, 750, 1500, 666]
     # master copy and two moments of 4 bytes; fp32 weights are their own master copy: 12 and 8 bytes an element
-    found = {(p, t): state_bytes(p, t) for p in BYTES for t in (True, False)}
+    found = {}
+    for precision, trains in itertools.product(BYTES, (True, False)):
+        run = Config(training=TrainingConfig(precision=precision), evaluation=EvaluationConfig(eval_only=not trains))
+        rates = Rates.of(run)
+        found[precision, trains] = rates.state, rates.optimizer
     assert found == {
         ("fp32", True): (4, 8),
         ("bf16", True): (4, 12),

@@ -13,7 +13,7 @@ from megazero.memory.host import Available, Machine
 from megazero.model.stage import declare
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
-from megazero.price.stage_bytes import stage_bytes
+from megazero.price.estimate import stage_bytes
 from megazero.train.start_notes import Processor, device_words, kept, large_vocabulary
 from megazero.train.start_report import details, drawing, hand_out, options, screen
 from megazero.units import size
@@ -58,6 +58,20 @@ def test_a_screen_is_short_and_says_the_essentials() -> None:
     flags = "--preset gpt-1000b --pipeline-model-parallel-size 64 --data-path a b --save x --async-save --keep-last 2"
     huge = shown(flags, 1024, "cuda")
     assert len(huge) <= 15 and all(len(line) <= 120 for line in huge)
+
+
+@pytest.mark.parametrize(
+    ("batch", "world", "said"),
+    [
+        (8, 3, "8 samples (3 ranks x 3 x micro-batch 1, 1 of 9 samples padding) of"),
+        (9, 3, "9 samples (3 ranks x 3 x micro-batch 1) of"),
+        (3, 8, "5 of 8 data-parallel ranks compute padding alone: --global-batch-size 3 is 3 x --micro-batch-size 1"),
+    ],
+)
+def test_padding_is_named(batch: int, world: int, said: str) -> None:
+    flags = f"--preset tiny --micro-batch-size 1 --global-batch-size {batch}"
+    words = " ".join(" ".join(shown(flags, world)).split())
+    assert said in words and ("padding" in said) == ("padding" in words)
 
 
 def test_the_plan_says_how_many_epochs() -> None:
