@@ -173,7 +173,7 @@ def test_a_deepspeed_file_is_flags(tmp_path: Path) -> None:
         "activation_checkpointing": {"cpu_checkpointing": True},
     }
     path.write_text(json.dumps(values))
-    config = read(["--deepspeed", str(path), "--lr", "3e-4"], lambda: 8).config
+    config = read(["--lr", "3e-4", "--deepspeed", str(path)], lambda: 8).config
     assert config == parse(
         "--micro-batch-size 2 --global-batch-size 64 --clip-grad 0.5 --zero-stage 2 --reduce-bucket-size 500000000 "
         "--no-overlap-comm --precision fp16 --initial-loss-scale 4096 --hysteresis 1 --lr 3e-4 --adam-beta1 0.8 "
