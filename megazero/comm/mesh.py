@@ -102,6 +102,10 @@ class Mesh:
         found = self.pp, self.dp, self.shard, self.replica, self.tp, self.embedding, self.world
         return found if self.host is self.world else (*found, self.host)
 
+    def axis(self, name: str) -> Axis:
+        """Return the axis of this name."""
+        return next(axis for axis in self.axes if axis.name == name)
+
     @property
     def host_group(self) -> dist.ProcessGroup | None:
         """The group of `host`. None: a single process."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -126,6 +126,11 @@ class Context:
             made = rotary.tables(length, self.dtype, self.device)
             self._tables[key] = made, self.tracker.allocate("buffers", made.cos.nbytes + made.sin.nbytes)
         return self._tables[key][0]
+
+    @property
+    def table_bytes(self) -> dict[Hashable, int]:
+        """Bytes of each table that was asked for; layers that ask for the same share one."""
+        return {key: allocation.num_bytes for key, (_, allocation) in self._tables.items()}
 
     def weight(
         self,

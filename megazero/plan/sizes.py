@@ -8,10 +8,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import NamedTuple
 
 from megazero.config.schema import BYTES, Config
+from megazero.memory import COPY_DEPTH
 from megazero.plan.flat_layout import Range, partition_numel
 from megazero.plan.operations import (
     Backward,
@@ -32,7 +33,7 @@ from megazero.plan.operations import (
 )
 from megazero.plan.rank_spec import RankSpec
 from megazero.plan.topology import TRAFFIC, Layout, ring_bytes
-from megazero.plan.zero_policy import COPY_DEPTH, ZeroPolicy, persistent_gradients, plan_buckets
+from megazero.plan.zero_policy import DENSE, Buckets, ShardingGroup, persistent_gradients, plan_buckets, sharding_groups
 
 NUMBER = 8  # bytes of a number that ranks agree on: fp64
 Sent = tuple[tuple[str, int], ...]  # kinds of traffic, with bytes
@@ -40,27 +41,30 @@ PASSES = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}  # of a buffer 
 
 
 class Rates(NamedTuple):
-    """Bytes per element: of weights, of gradients, of one optimizer state, of all optimizer states."""
+    """Bytes per element.
+
+    Attributes:
+        state: of a master weight.
+        optimizer: of master weights that are a copy and, in a run that trains, of the optimizer's states.
+        update: that the optimizer's update reads and writes.
+    """
 
     weights: int
     gradients: int
     state: int
     optimizer: int
+    update: int
 
     @classmethod
     def of(cls, config: Config) -> Rates:
-        """Count a master copy of 16-bit weights and, in a run that trains, two moments."""
-        w, g = BYTES[config.training.precision], BYTES[config.training.grad_dtype]
+        rule, w, g = config.optimizer.rule, BYTES[config.training.precision], BYTES[config.training.grad_dtype]
         state = max(4, w)
-        return cls(w, g, state, state * ((w != state) + 2 * config.trains))
+        held = state * rule.copies_master(w, state) + rule.state_bytes(state) * config.trains
+        return cls(w, g, state, held, rule.update_bytes(state))
 
     def updated(self, clips: bool) -> int:
-        """Bytes that a fused AdamW reads and writes per element.
-
-        It reads master, gradient and two moments, and writes all but the gradient. A clipped gradient is written once
-        more; narrower gradients and weights are cast.
-        """
-        moved = (7 + clips) * self.state
+        """Return the bytes that a fused update moves: a clipped gradient is written too, narrower numbers are cast."""
+        moved = self.update + clips * self.state
         for each in (self.gradients, self.weights):
             moved += each + self.state if each != self.state else 0
         return moved
@@ -95,13 +99,18 @@ class States(NamedTuple):
 
     @classmethod
     def of(cls, config: Config, layout: Layout) -> States:
-        rates, policy = Rates.of(config), ZeroPolicy.for_stage(config.zero, layout.shard)
-        owners, gradients = layout.shard if policy.optimizer else 1, rates.gradients if config.trains else 0
+        """Take those of the dense units."""
+        return cls.of_group(config, sharding_groups(config, layout)[DENSE])
+
+    @classmethod
+    def of_group(cls, config: Config, group: ShardingGroup) -> States:
+        rates, policy = Rates.of(config), group.policy
+        gradients = rates.gradients if config.trains else 0
         return cls(
-            Share(rates.weights, layout.shard if policy.parameters else 1),
-            Share(rates.optimizer, owners),
-            Share(gradients, owners),
-            Share(gradients, layout.shard if policy.gradients else 1),
+            Share(rates.weights, group.shards if policy.parameters else 1),
+            Share(rates.optimizer, group.parts),
+            Share(gradients, group.parts),
+            Share(gradients, group.shards if policy.gradients else 1),
         )
 
     def at_rest(self, numel: int) -> dict[str, int]:
@@ -154,7 +163,7 @@ class LayerSizes(NamedTuple):
     queued: int  # that its weight gradients keep while they wait
     saved: tuple[int, ...]  # of every tensor that its forward keeps for its backward, its input left out
     saved_input: int  # of its input, if that is kept too
-    tables: int  # of tables, which all layers of a rank share, in a run's buffers from its start on
+    tables: dict[Hashable, int]  # of each table in a run's buffers from its start on; layers share equal ones
 
     def kept(self, own_input: bool) -> int:
         """Return the bytes that autograd keeps from a forward on, logits excluded, which are a kind of their own."""
@@ -216,41 +225,35 @@ class StepSizes:
         layout: Layout,
         spec: RankSpec,
         layers: Mapping[str, LayerSizes] | None = None,
-        shard_rank: int | None = None,
+        places: Mapping[str, int] | None = None,
     ) -> None:
         """Take sizes of a resolved configuration.
 
         Args:
             spec: of the pipeline rank.
             layers: traced sizes of its layers; None: traffic inside layers is not asked for.
-            shard_rank: place along the shard axis; None: a mean over them, where ranks differ.
+            places: axis -> the rank's place along it; None: a mean over them, where ranks differ.
         """
         self.config, self.layout, self.spec = config, layout, spec
-        self.layers, self.shard_rank = layers or {}, shard_rank
-        self.rates, self.states = Rates.of(config), States.of(config, layout)
+        self.layers, self.places, self.rates = layers or {}, places, Rates.of(config)
         self.hidden, self.kept = hidden_bytes(config, layout), kept_bytes(config, layout)
         self.numel = {name: unit.numel for name, unit in spec.units.items()}
-        self.persistent = persistent_gradients(
-            spec.policy, config.activations.contiguous_checkpointing, config.micro_batches(layout.dp)
-        )
-        sharded = list(self.numel.values()) if spec.policy.optimizer and config.trains else []
-        zero = config.zero
-        self.buckets = plan_buckets(zero.reduce_bucket_size, sharded, layout.shard, zero.overlap_comm)
+        arena, micro_batches = config.activations.contiguous_checkpointing, config.micro_batches(layout.dp)
+        self.persistent = {u: persistent_gradients(spec.policy(u), arena, micro_batches) for u in spec.units}
+        self.buckets = {name: self._buckets(name, group) for name, group in spec.groups.items()}
         self._traffic: dict[tuple[type, str], Sent] = {}
-        self.ranks = {
-            "tp": layout.tp,
-            "dp": layout.dp,
-            "pp": layout.pp,
-            "shard": layout.shard,
-            "replica": layout.replica,
-            "embedding": 2 if layout.last_pp else 1,
-        }
+        self.ranks = layout.sizes | {"embedding": 2 if layout.last_pp else 1}
+
+    def _buckets(self, name: str, group: ShardingGroup) -> Buckets:
+        zero, reduces = self.config.zero, group.policy.optimizer and self.config.trains
+        sizes = [unit.numel for unit in self.spec.units.values() if reduces and unit.group == name]
+        return plan_buckets(zero.reduce_bucket_size, sizes, group.shards, zero.overlap_comm)
 
     # -- held
 
     def owned(self, unit: str) -> int:
         """Elements of a unit whose optimizer states and reduced gradients are this rank's."""
-        return self.numel[unit] // self.states.optimizer.ranks
+        return self.spec.owned(unit)
 
     def weights(self, unit: str) -> int:
         """Bytes of a unit's whole weights."""
@@ -272,14 +275,24 @@ class StepSizes:
         return self.rates.updated(clips=bool(self.config.optimizer.clip_grad)) * self.owned(unit)
 
     def at_rest(self) -> dict[str, int]:
-        return self.states.at_rest(sum(self.numel.values()))
+        """Return the bytes held between steps, by kind."""
+        found: Counter[str] = Counter()
+        for name, group in self.spec.groups.items():
+            numel = sum(unit.numel for unit in self.spec.units.values() if unit.group == name)
+            found.update(States.of_group(self.config, group).at_rest(numel))
+        if self.config.optimizer.rule.place != "device":
+            found["host"] = found.pop("optimizer")
+        return found
 
     def buffers_at_rest(self, arena_numel: int, needs_staging_buffer: bool) -> int:
         """Bytes of the arena of gathered weights, of the reduce buckets with their scratch, and of layers' tables."""
-        shards, (columns, slots, packs) = self.layout.shard, self.buckets
-        scratch = columns * (shards - 1 if needs_staging_buffer else shards > 1)
-        buckets = slots * (scratch + columns * shards * packs) * self.rates.gradients
-        return arena_numel * self.rates.weights + buckets + max(layer.tables for layer in self.layers.values())
+        tables = sum({key: size for layer in self.layers.values() for key, size in layer.tables.items()}.values())
+        buckets = 0
+        for name, (columns, slots, packs) in self.buckets.items():
+            shards = self.spec.groups[name].shards
+            scratch = columns * (shards - 1 if needs_staging_buffer else shards > 1)
+            buckets += slots * (scratch + columns * shards * packs) * self.rates.gradients
+        return arena_numel * self.rates.weights + buckets + tables
 
     def copies_at_rest(self) -> int:
         """Bytes of a GPU's buffers for kept inputs on their way to and from host memory."""
@@ -289,19 +302,21 @@ class StepSizes:
 
     def moves(self, op: Op) -> tuple[Moved, ...]:
         """Return the collectives and messages of an operation; those inside layers are in `traffic` alone."""
+        spec = self.spec
         if isinstance(op, (Gather, Sync)):
-            return (Moved("shard", "all-gather", self.weights(op.unit)),)
+            return (Moved(spec.group(op.unit).axis, "all-gather", self.weights(op.unit)),)
         if isinstance(op, Reduce):
-            collective = "reduce-scatter" if self.spec.policy.optimizer else "all-reduce"
-            return (Moved("shard", collective, self.gradients(op.unit)),)
+            collective = "reduce-scatter" if spec.policy(op.unit).optimizer else "all-reduce"
+            return (Moved(spec.group(op.unit).axis, collective, self.gradients(op.unit)),)
         if isinstance(op, ReduceReplicas):
-            return (Moved("replica", "all-reduce", self.owned_gradients(op.unit)),)
+            return (Moved(spec.group(op.unit).replica_axis, "all-reduce", self.owned_gradients(op.unit)),)
         if isinstance(op, SumReplicated):
             return tuple(Moved("tp", "all-reduce", n * self.rates.gradients) for n in self._summed(op.unit))
         if isinstance(op, SumTied):
             return (Moved("embedding", "all-reduce", self.owned_gradients(op.unit)),)
         if isinstance(op, Norm):
-            return agreement("tp", "pp", *(["shard"] if self.spec.policy.optimizer else []))
+            sharded = [group.axis for group in spec.groups.values() if group.policy.optimizer]
+            return agreement("tp", "pp", numbers=len(spec.groups)) + agreement(*sharded)
         if isinstance(op, Rebuild):
             return (Moved("tp", "all-gather", self.kept * self.layout.tp),)
         return (Moved("pp", "message", self.hidden),) if isinstance(op, Send) else ()
@@ -333,7 +348,8 @@ class StepSizes:
         """Yield elements of the owned range whose gradients tensor-parallel ranks add up: of each piece of it."""
         numel, owned = self.numel[unit], self.owned(unit)
         place = Range(0, numel)
-        if owned < numel and self.shard_rank is not None:
-            place = Range(self.shard_rank * owned, (self.shard_rank + 1) * owned)
+        if owned < numel and self.places is not None:
+            at = self.places[self.spec.group(unit).axis]
+            place = Range(at * owned, (at + 1) * owned)
         for summed in self.spec.units[unit].summed:
             yield summed.within(place).numel * owned // place.numel

@@ -177,7 +177,7 @@ class StepCosts:
     def _of_unit(self, op: Op) -> float:
         """Seconds of reading and writing memory."""
         sizes, roofline = self.sizes, self.roofline
-        if isinstance(op, Reduce) and self.spec.policy.optimizer:
+        if isinstance(op, Reduce) and self.spec.policy(op.unit).optimizer:
             return roofline.memory("add_", 3 * sizes.owned(op.unit))
         if isinstance(op, Norm):
             read = sum(map(sizes.owned_gradients, self.spec.trained_units))
@@ -185,7 +185,7 @@ class StepCosts:
         return self._update(op.unit) if isinstance(op, Update) else 0.0
 
     def _update(self, unit: str) -> float:
-        """Seconds of a fused AdamW; the host issues its slices, decayed and not decayed, and the casts."""
+        """Seconds of a fused update; the host issues its slices, decayed and not decayed, and the casts."""
         rates = self.sizes.rates
         calls = 2 + (rates.gradients != rates.state) + (rates.weights != rates.state)
         host = calls * self.device["overhead.call"]

@@ -30,9 +30,9 @@ SHARDED = f"--zero-stage 3 {SHORT}"
 def parameter_bounds(model: ModelConfig) -> tuple[int, int]:
     """Return a lower and an upper bound of the model's elements: its matrices; with vectors and padding."""
     h, f, groups = model.hidden_size, model.ffn_size, model.num_query_groups or model.num_attention_heads
-    kv = h // model.num_attention_heads * groups
-    matrices = h * (h + 2 * kv) + h * h + ARCHITECTURES[model.architecture].mlp_matrices * h * f
-    vectors = 7 * h + 2 * kv + 2 * f
+    q, kv = model.head_dim * model.num_attention_heads, model.head_dim * groups
+    matrices = h * (q + 2 * kv) + q * h + ARCHITECTURES[model.architecture].mlp_matrices * h * f
+    vectors = 6 * h + q + 2 * kv + 2 * f
     tables, rows = 1 + model.untie_embeddings, round_up(model.vocab_size, ALIGN)
     least = model.num_layers * matrices + tables * model.vocab_size * h
     return least, model.num_layers * (matrices + vectors) + tables * rows * h + (model.seq_length + 2) * h

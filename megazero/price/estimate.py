@@ -192,7 +192,7 @@ class _Walk:
         coord = layout.coord(rank)
         self.spec = rank_spec(config, layout, coord.pp, declare)
         layers = trace_layers(config, layout, coord.pp, "cpu" if needs_staging_buffer else "cuda")
-        self.sizes = StepSizes(config, layout, self.spec, layers, layout.shard_rank(coord))
+        self.sizes = StepSizes(config, layout, self.spec, layers, layout.places(coord))
         self.tracker = MemoryTracker()
         self.traffic: Counter[str] = Counter({"dp": 0, "tp": 0, "pp": 0, "control": 0})
         self.allocations: dict[object, Allocation] = {}
@@ -202,7 +202,6 @@ class _Walk:
         self.tracker.watch = self._compare
         self.watch: Callable[[Op], None] | None = None
         self.on_device = not config.activations.checkpoint_in_cpu  # kept inputs
-        self.unsharded_kind = "buffers" if self.spec.policy.optimizer else "gradients"
         self.enter: dict[type, Callable[[Any], None]] = {
             Forward: self._forward,
             Recompute: self._recompute,
@@ -225,9 +224,9 @@ class _Walk:
             self.tracker.enter(kind, num_bytes)
         self.tracker.enter("buffers", sizes.buffers_at_rest(step.arena_numel, self.needs_staging_buffer))
         for name in self.spec.trained_units:
-            if sizes.persistent.unsharded:
-                self.tracker.enter(self.unsharded_kind, sizes.gradients(name))
-            if sizes.persistent.sharded:
+            if sizes.persistent[name].unsharded:
+                self.tracker.enter(self._unsharded_kind(name), sizes.gradients(name))
+            if sizes.persistent[name].sharded:
                 self.tracker.enter("gradients", sizes.owned_gradients(name))
         self.tracker.enter("buffers" if self.on_device else "host", step.num_slots * sizes.kept)
         if not (self.on_device or self.needs_staging_buffer):
@@ -323,22 +322,25 @@ class _Walk:
 
     # -- units
 
+    def _unsharded_kind(self, unit: str) -> str:
+        return "buffers" if self.spec.policy(unit).optimizer else "gradients"
+
     def _open(self, op: Open) -> None:
-        size = 0 if self.sizes.persistent.unsharded else self.sizes.gradients(op.unit)
-        self.allocations["unsharded", op.unit] = self.tracker.allocate(self.unsharded_kind, size)
+        size = 0 if self.sizes.persistent[op.unit].unsharded else self.sizes.gradients(op.unit)
+        self.allocations["unsharded", op.unit] = self.tracker.allocate(self._unsharded_kind(op.unit), size)
 
     def _reduce(self, op: Reduce) -> None:
         """Free an unpacked unit's gradient when the reduction has been waited for, a packed one's at once."""
         sizes, unsharded = self.sizes, self.allocations.pop(("unsharded", op.unit))
-        if not self.spec.policy.optimizer:
+        if not self.spec.policy(op.unit).optimizer:
             self.allocations["sharded", op.unit] = unsharded
             return
         if ("sharded", op.unit) not in self.allocations:
-            size = 0 if sizes.persistent.sharded else sizes.owned_gradients(op.unit)
+            size = 0 if sizes.persistent[op.unit].sharded else sizes.owned_gradients(op.unit)
             self.allocations["sharded", op.unit] = self.tracker.allocate("gradients", size)
-        if sizes.owned(op.unit) <= sizes.buckets.columns:
+        if sizes.owned(op.unit) <= sizes.buckets[self.spec.units[op.unit].group].columns:
             self.allocations[op] = unsharded
 
     def _update(self, op: Update) -> None:
         self.tracker.allocate("buffers", self.sizes.cast_gradients(op.unit)).end()
-        self.allocations.pop(("sharded", op.unit)).end()
+        self.allocations[op] = self.allocations.pop(("sharded", op.unit))

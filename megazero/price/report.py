@@ -9,7 +9,7 @@ from typing import NamedTuple
 from megazero.config.batch_sizes import micro_batches
 from megazero.config.schema import Config
 from megazero.model.stage import declare
-from megazero.plan.layers import non_block_costs
+from megazero.plan.layers import layer_costs
 from megazero.plan.operations import Gather, Reduce, Sync, Wait, inner
 from megazero.plan.program import program
 from megazero.plan.rank_spec import RankSpec, rank_spec
@@ -116,11 +116,11 @@ def split_line(config: Config, layout: Layout) -> str:
     """The layers of every virtual stage where they are uneven, and why; empty where they are even."""
     if not layout.split:
         return ""
-    outer = non_block_costs(declare(config.model, layout.tp), config.model, config.activations)
-    costs = rank_costs(layout.split, layout.placement, outer)
+    known = layer_costs(declare(config.model, layout.tp), config.model, config.activations)
+    costs = rank_costs(layout.split, layout.placement, known)
     return (
         f"layers per virtual stage: {','.join(map(str, layout.split))}; the head computes as much as "
-        f"{outer.head:.1f} blocks, so that pipeline ranks compute "
+        f"{known.head:.1f} blocks, so that pipeline ranks compute "
         f"{', '.join(f'{cost:.1f}' for cost in costs)} (--pipeline-split has other layers)"
     )
 

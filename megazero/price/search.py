@@ -10,7 +10,8 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from megazero.config.batch_sizes import micro_batches
@@ -29,7 +30,7 @@ from megazero.price.costs import StepCosts
 from megazero.price.devices import Device
 from megazero.price.network import Network
 from megazero.price.plan import Plan, plan_if_it_fits
-from megazero.price.trace import trace_block
+from megazero.price.trace import shallow, trace_block
 
 TRIED = 48  # layouts whose memory is estimated, of those that seem fastest
 PLAYED = 12  # of them, those that fit and are played
@@ -138,22 +139,27 @@ class Terms:
         return self.block(c.tp, c.micro_batch, c.sequence, c.recompute == "selective")
 
     def _costs(self, tp: int, micro: int, sequence: bool, selective: bool) -> StepCosts:
-        """The costs of a model of one block, without a pipeline and without recompute."""
+        """The costs of a model of few blocks, see `shallow`, without a pipeline and without recompute."""
         kept = "selective" if selective else "none"
         c = Candidate(tp, 1, "1f1b", 1, 0, 0, kept, False, sequence, micro)
         config = c.apply(self.config)
-        model = dataclasses.replace(config.model, num_layers=1)
-        config = dataclasses.replace(config, model=model, training=dataclasses.replace(config.training))
+        config = dataclasses.replace(config, model=shallow(config.model))
         layout = Layout(dp=data_parallel_size(self.world, tp=tp), tp=tp)
         return StepCosts(config, layout, rank_spec(config, layout, 0, declare), self.device)
 
     def _block(self, tp: int, micro: int, sequence: bool, selective: bool) -> _Block:
+        """Return the mean of the blocks; each kind is traced once."""
         costs = self._costs(tp, micro, sequence, selective)
-        name = declare(costs.config.model, tp).first_block.name
-        forward = costs.of_layer(Forward(name, 0, True)).seconds
-        backward = costs.of_layer(Backward(name, 0)).seconds
-        traced = trace_block(costs.config, costs.layout, self.device.kind)
-        return _Block(forward, backward, traced.kept(own_input=True), costs.sizes.hidden)
+        layers = declare(costs.config.model, tp)
+        blocks = Counter(layers.kinds[name].name for name in layers.blocks)
+
+        def mean(of: Callable[[str], float]) -> float:
+            return sum(count * of(name) for name, count in blocks.items()) / len(layers.blocks)
+
+        forward = mean(lambda name: costs.of_layer(Forward(name, 0, True)).seconds)
+        backward = mean(lambda name: costs.of_layer(Backward(name, 0)).seconds)
+        saved = mean(lambda name: trace_block(costs.config, costs.layout, self.device.kind, name).kept(own_input=True))
+        return _Block(forward, backward, math.ceil(saved), costs.sizes.hidden)
 
     def _ends(self, tp: int, micro: int) -> float:
         """Seconds of embedding and head, forward and backward."""
@@ -163,11 +169,15 @@ class Terms:
         return forward + sum(costs.of_layer(Backward(name, 0)).seconds for name in names)
 
     def _numel(self, tp: int) -> tuple[int, int]:
-        """Elements of a block and of the tables, on one rank."""
-        kinds = declare(dataclasses.replace(self.config.model, num_layers=1), tp).kinds.values()
-        found = [(kind.end, unit_layout(kind.params, {"tp": tp}, 1).numel) for kind in kinds]
-        block, table = (sum(n for end, n in found if end is wanted) for wanted in (None, End.FIRST))
-        return block, table
+        """Elements of a mean block and of the tables, on one rank."""
+        layers = declare(shallow(self.config.model), tp)
+        numel = {
+            name: unit_layout(layers.kinds[name].params, {"tp": tp}, 1).numel
+            for name in dict.fromkeys(k.name for k in layers.kinds.values())
+        }
+        found = [(kind.end, numel[kind.name]) for kind in layers.kinds.values()]
+        blocks, table = (sum(n for end, n in found if end is wanted) for wanted in (None, End.FIRST))
+        return blocks // len(layers.blocks), table
 
     def _network(self, tp: int, pp: int, shard: int) -> Network:
         return Network(self.device, Layout(pp, data_parallel_size(self.world, pp, tp), tp, shard))

@@ -53,9 +53,9 @@ def trace_layers(config: Config, layout: Layout, pp: int, device_type: str = "cp
     return {name: trace(config, layout, layer, specs, device_type).sizes for name, layer in spec.layers.items()}
 
 
-def trace_block(config: Config, layout: Layout, device_type: str) -> LayerSizes:
-    """Trace a block whose weights all train."""
-    name = declare(config.model, layout.tp).first_block.name
+def trace_block(config: Config, layout: Layout, device_type: str, name: str = "") -> LayerSizes:
+    """Trace a block whose weights all train: the first of a kind, by its name, or of the model."""
+    name = name or declare(config.model, layout.tp).first_block.name
     layer = Layer(name, (), Use.LAYER, trains=True, passes_gradient=True, kind=name)
     return trace(config, layout, layer, {}, device_type).sizes
 
@@ -83,7 +83,7 @@ def trace(
 class Kind(NamedTuple):
     """All that a layer's costs depend on. Layers of one kind differ in their number alone."""
 
-    model: ModelConfig  # one block deep
+    model: ModelConfig  # see `shallow`
     precision: str
     micro_batch_size: int
     recompute: str
@@ -128,7 +128,7 @@ class Kind(NamedTuple):
             s.name.replace(layer.name, layer.kind, 1) for unit in layer.units for s in specs[unit] if not s.trains
         )
         return cls(
-            dataclasses.replace(config.model, num_layers=1),
+            shallow(config.model),
             config.training.precision,
             config.training.micro_batch_size,
             config.activations.recompute,
@@ -249,7 +249,7 @@ def _trace(kind: Kind, grad_dtype: str, add: bool, at_once: bool) -> LayerTrace:
     with kind.stand_in() as device, torch.enable_grad():
         gradients, recorder = _Gradients(grad_dtype, add, at_once), Recorder()
         traced = Traced(kind, device, recorder, gradients)
-        tables = traced.tracker.now["buffers"]
+        tables = dict(traced.context.table_bytes)
         saved: dict[int, torch.Tensor] = {}  # a tensor each, so that no storage is freed and its number used again
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -299,8 +299,14 @@ def model_flops(model: ModelConfig, samples: int) -> int:
     Attention counts as if it were not causal, and the lookup of tokens not at all (Narayanan 2021).
     """
     counts = Counter((kind.name, kind.use) for kind in declare(model).kinds.values())
-    one = dataclasses.replace(model, num_layers=1)
-    return 3 * samples * sum(count * _flops(one, *kind) for kind, count in counts.items())
+    traced = shallow(model)
+    return 3 * samples * sum(count * _flops(traced, *kind) for kind, count in counts.items())
+
+
+def shallow(model: ModelConfig) -> ModelConfig:
+    """Return the model one block deep, so that all depths share a trace; unchanged if its blocks are of many kinds."""
+    kinds = {kind.name for kind in declare(model).kinds.values() if kind.end is None}
+    return dataclasses.replace(model, num_layers=1) if len(kinds) == 1 else model
 
 
 @functools.lru_cache(maxsize=64)

@@ -30,7 +30,7 @@ def state_of(engine: Engine) -> dict[str, torch.Tensor]:
     tensors = {
         f"{u.name}.{i}": t
         for u in units
-        for i, t in enumerate((u.optimizer.master, u.weights.sharded, *u.optimizer.moments))
+        for i, t in enumerate((u.optimizer.master, u.weights.sharded, *u.optimizer.states.values()))
     }
     return {name: t.clone() for name, t in tensors.items()}
 

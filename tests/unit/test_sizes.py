@@ -47,7 +47,8 @@ FLAGS = (
 
 def sizes_of(flags: str, shard_rank: int | None = None, layers: dict[str, LayerSizes] | None = None) -> StepSizes:
     config, layout = resolve(parse(f"{FLAGS} {flags}".split()), 16, 0, declare)
-    return StepSizes(config, layout, rank_spec(config, layout, 0, declare), layers, shard_rank)
+    places = None if shard_rank is None else {"shard": shard_rank}
+    return StepSizes(config, layout, rank_spec(config, layout, 0, declare), layers, places)
 
 
 def test_every_operation_moves_its_buffer_along_its_axis() -> None:
