@@ -30,7 +30,7 @@ from megazero.plan.operations import COMPUTE, Keep, Op, Ops, Start, Wait, name_o
 from megazero.plan.passes import ahead, gradients, layers, merge, places, replicas, tail, update, weights
 from megazero.plan.rank_spec import RankSpec, rank_spec
 from megazero.plan.resolve import resolve
-from megazero.plan.schedules import EVALUATION, order_of, peak_live
+from megazero.plan.schedules import EVALUATION, live_by_chunk, order_of, peak_live
 
 
 class Program(NamedTuple):
@@ -42,6 +42,7 @@ class Program(NamedTuple):
     num_slots: int  # for kept inputs
     arena_numel: int  # elements of the arena for gathered weights
     peak_live: int  # the most (chunk, micro-batch) pairs between their forward and their backward
+    live_by_chunk: tuple[int, ...] = ()  # the same, chunk by chunk
 
 
 def program(spec: RankSpec, schedule: str, micro_batches: int, arena_limit: int | None = None) -> Program:
@@ -60,7 +61,8 @@ def program(spec: RankSpec, schedule: str, micro_batches: int, arena_limit: int 
     ops, numel = place_weights(ops if arena_limit is None else delay(ops, sizes, arena_limit), sizes)
     if not trains:
         return Program(ops, [], trains, slots, numel, 0)
-    return Program(ops + tail(spec), update(spec), trains, slots, numel, peak_live(order))
+    live = live_by_chunk(order, len(spec.chunks))
+    return Program(ops + tail(spec), update(spec), trains, slots, numel, peak_live(order), live)
 
 
 # -- printing

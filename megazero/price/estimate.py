@@ -152,6 +152,7 @@ class _Pricer:
         for name, unit in self.spec.units.items():
             self.tracker.enter(self._unsharded_kind, unit.trains * self.persistent.unsharded * unit.numel * self.g)
             self.tracker.enter("gradients", unit.trains * self.persistent.sharded * self._owned(name) * self.g)
+        self.tracker.enter("buffers", self._graphs(step))
         on_host = self.activations.checkpoint_in_cpu
         self.tracker.enter("host" if on_host else "buffers", step.num_slots * self.kept_bytes)
         self.tracker.enter("buffers", 2 * COPY_DEPTH * self.kept_bytes * (on_host and not self.needs_staging_buffer))
@@ -200,6 +201,18 @@ class _Pricer:
         scratch = buckets.columns * (shards - 1 if self.needs_staging_buffer else shards > 1)
         packed = buckets.columns * shards * buckets.packs
         return buckets.slots * (scratch + packed) * self.g
+
+    def _graphs(self, step: Program) -> int:
+        """Bytes that CUDA graphs hold: per slot the blocks' inputs, saved tensors and last output; buffers of all."""
+        if not self.spec.graphs:
+            return 0
+        captured = [[layer for layer in chunk if self.spec.captures(layer)] for chunk in self.spec.chunks]
+        total = self.hidden_bytes
+        for layers, live in zip(captured, step.live_by_chunk, strict=True):
+            saved = sum(sum(self.costs[layer.name].saved) for layer in layers)
+            total += live * (saved + (len(layers) + 1) * self.hidden_bytes) if layers else 0
+        numel = max((self.spec.units[layer.units[0]].numel for layers in captured for layer in layers), default=0)
+        return total + numel * self.g
 
     # -- layers
 

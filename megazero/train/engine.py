@@ -30,7 +30,8 @@ from megazero.plan.topology import Layout
 from megazero.plan.zero_policy import persistent_gradients
 from megazero.train.bad_step import Inspector, first_bad_result
 from megazero.train.batch import Batch, Uploaded, sum_by_corpus, upload_step
-from megazero.train.interpreter import ActivationSpec, Compute, Interpreter
+from megazero.train.graphs import ActivationSpec, BlockGraphs
+from megazero.train.interpreter import Compute, Interpreter
 from megazero.train.memory_report import is_out_of_memory, memory_report
 from megazero.train.optimization import LossScale, clip_factor, learning_rate
 from megazero.zero.adamw import StepParams
@@ -98,8 +99,12 @@ class Engine:
         self.zero.reserve(step.arena_numel)
         tokens = len(stream.tokens(config.training.micro_batch_size * model.seq_length))
         activation = ActivationSpec((tokens, model.hidden_size), context.dtype, mesh.device)
+        computes = {name: self.model.compute(name) for name in self.spec.layers}
+        graphs = None
+        if config.captures_blocks:
+            graphs = BlockGraphs(self.spec, computes, activation, self.zero, self.tracker)
         self.interpreter = Interpreter(
-            {name: (layer, self.model.compute(name)) for name, layer in self.spec.layers.items()},
+            {name: (layer, computes[name]) for name, layer in self.spec.layers.items()},
             self.zero,
             self._kept_inputs(activation),
             mesh.pp,
@@ -107,6 +112,7 @@ class Engine:
             activation,
             self.tracker,
             self.tied,
+            graphs,
         )
 
     def _zero_options(self) -> ZeroOptions:
