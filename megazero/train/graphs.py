@@ -4,9 +4,11 @@ A graph replays kernels with the addresses and the numbers of its capture. So ev
 stays where it was then: weights (stages 0 to 2), its input, its saved tensors and its output, one set of them per
 *slot*. A micro-batch has a slot of its chunk from its Forward to its Backward. See decision 0017.
 
-Note [one pool]: the graphs' temporary tensors share one memory pool, in which a tensor that a capture has freed gives
-its memory to later captures. That is right for what is dead at the end of its graph, since graphs replay one after the
-other, in any order. Whatever one replay leaves for later ones must be held here for good: saved tensors, and outputs.
+Note [pools of graphs]: in a pool of memory, what a capture has freed serves later captures. So a tensor that outlives its
+graph, such as a saved one, may share memory with temporary tensors of graphs that were captured before, and a replay of
+those destroys it. Forwards therefore have a pool per slot: when one is replayed, nothing is alive that the slot's later
+layers have saved. Backwards have one pool: nothing in it outlives its graph. What Forwards leave is held here for good,
+so that no other graph gets its memory.
 
 Shapes: T' tokens of the residual stream on this rank, h hidden.
 """
@@ -39,16 +41,18 @@ class Capturer(Protocol):
     def warm_up(self, call: Call) -> None:
         """Issue the operations of `call` as often as a capture needs."""
 
-    def capture(self, call: Call) -> Call:
+    def new_pool(self) -> Any:
+        """Make a pool of memory: see Note [pools of graphs]."""
+
+    def capture(self, call: Call, pool: Any) -> Call:
         """Return a function that issues again the operations that `call` issues, and issue none now."""
 
 
 class CudaCapturer:
-    """Captures CUDA graphs on a stream of its own, into one memory pool: see Note [one pool]."""
+    """Captures CUDA graphs, on a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
-        self.pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, call: Call) -> None:
         compute = torch.cuda.current_stream(self.device)
@@ -58,10 +62,13 @@ class CudaCapturer:
                 call()
         compute.wait_stream(self.stream)
 
-    def capture(self, call: Call) -> Call:
+    def new_pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    def capture(self, call: Call, pool: Any) -> Call:
         graph = torch.cuda.CUDAGraph()
         # thread_local: other threads, such as NCCL's watchdog, may use CUDA meanwhile
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"):
             call()
         return graph.replay
 
@@ -72,7 +79,10 @@ class NoCapturer:
     def warm_up(self, call: Call) -> None:
         pass
 
-    def capture(self, call: Call) -> Call:
+    def new_pool(self) -> Any:
+        return None
+
+    def capture(self, call: Call, pool: Any) -> Call:
         call()
         return lambda: None
 
@@ -108,6 +118,13 @@ class Computed(NamedTuple):
     y: torch.Tensor
     x: torch.Tensor | None  # the leaf, if a gradient passes through
     edge: GradientEdge
+
+
+class Pools(NamedTuple):
+    """Memory of a slot's graphs: see Note [pools of graphs]."""
+
+    forward: Any
+    backward: Any
 
 
 class Slot(NamedTuple):
@@ -193,7 +210,7 @@ class CapturedBlock:
 
     # -- capture
 
-    def capture(self, x: torch.Tensor, micro_batch: Any, by: Capturer, tracker: MemoryTracker) -> None:
+    def capture(self, x: torch.Tensor, micro_batch: Any, by: Capturer, pools: Pools, tracker: MemoryTracker) -> None:
         """Capture another slot, whose input is x [T', h]. `micro_batch`: any."""
         made: list[Computed] = []
         saved: dict[int, torch.Tensor] = {}
@@ -209,7 +226,10 @@ class CapturedBlock:
         with self._taking_gradients():
             if not self.slots:
                 by.warm_up(lambda: self._backward(self._forward(x, micro_batch)))
-            replays = by.capture(forward), by.capture(lambda: self._backward(made[0]))
+            replays = (
+                by.capture(forward, pools.forward),
+                by.capture(lambda: self._backward(made[0]), pools.backward),
+            )
         saved.pop(_storage(x), None)
         y, held = made[0].y, tuple(saved.values())
         num_bytes = x.nbytes * self.first + y.nbytes + sum(t.untyped_storage().nbytes() for t in held)
@@ -276,6 +296,7 @@ class BlockGraphs:
                 name = layer.name
                 self.blocks[name] = CapturedBlock(chunk, compute[name], units[name], layer.passes_gradient, self.shared)
         self._capturer: Capturer | None = None
+        self._backwards: Any = None  # their pool
 
     def reset(self) -> None:
         """Free all slots: at the start of a step, whatever became of the one before."""
@@ -295,11 +316,12 @@ class BlockGraphs:
         if self._capturer is None:
             on_gpu = self.activation.device.type == "cuda"
             self._capturer = CudaCapturer(self.activation.device) if on_gpu else NoCapturer()
+            self._backwards = self._capturer.new_pool()
         for chunk, count in self._needed(program):
             for number in range(chunk.num_slots, count):
-                x = self.activation.zeros()
+                x, pools = self.activation.zeros(), Pools(self._capturer.new_pool(), self._backwards)
                 for block in chunk.blocks:
-                    block.capture(x, micro_batch, self._capturer, self.tracker)
+                    block.capture(x, micro_batch, self._capturer, pools, self.tracker)
                     x = block.slots[number].y
             chunk.reset()
 
