@@ -4,11 +4,11 @@ A graph replays kernels with the addresses and the numbers of its capture. So ev
 stays where it was then: weights (stages 0 to 2), its input, its saved tensors and its output, one set of them per
 *slot*. A micro-batch has a slot of its chunk from its Forward to its Backward. See decision 0017.
 
-Note [pools of graphs]: in a pool of memory, what a capture has freed serves later captures. So a tensor that outlives its
-graph, such as a saved one, may share memory with temporary tensors of graphs that were captured before, and a replay of
-those destroys it. Forwards therefore have a pool per slot: when one is replayed, nothing is alive that the slot's later
-layers have saved. Backwards have one pool: nothing in it outlives its graph. What Forwards leave is held here for good,
-so that no other graph gets its memory.
+Note [pools of graphs]: memory that a capture has freed serves later captures of its pool. So a tensor that outlives
+its graph, such as a saved one, may share memory with temporary tensors of graphs that were captured before it, and a
+replay of those destroys it. Hence Forwards have a pool per slot: when one is replayed, all that later layers have saved
+in that slot is out of use. Backwards have one pool: nothing in it outlives its graph. What Forwards leave is held here
+for good, so that no other graph gets its memory.
 
 Shapes: T' tokens of the residual stream on this rank, h hidden.
 """
