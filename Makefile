@@ -1,7 +1,7 @@
 # The developer's commands. `bash scripts/test.sh` once makes .venv with all that they need.
 BIN := .venv/bin
 
-.PHONY: help check format test test-all test-gpu chaos mutate bench paper test-machines
+.PHONY: help check format test test-all test-gpu chaos mutate bench paper test-machines same-bits
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -35,6 +35,9 @@ chaos:  ## 100 kills, 20 full disks and 1,000 damages at random, then 200 chains
 
 mutate:  ## plant the faults of tests/mutations.toml one by one: is each noticed? Half an hour
 	$(BIN)/python -m tests.mutate
+
+same-bits:  ## are losses, bytes and checkpoints of 28 layouts bit for bit those of main? Two minutes
+	$(BIN)/python -m tests.same_bits --before main
 
 bench:  ## speed of one process against transformers, of two against DDP and FSDP2
 	$(BIN)/python benchmarks/single_process.py

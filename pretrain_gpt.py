@@ -121,6 +121,7 @@ def pretrain(command: Command, world: World, signals: Signals) -> Stop | None:
     from megazero.comm.machine import device_name, environment, machine
     from megazero.comm.mesh import Mesh
     from megazero.data.remembered import data_tokenizer
+    from megazero.model.stage import declare
     from megazero.price.capacity import check_memory
     from megazero.train import start_report
     from megazero.train.inputs import open_data, require_data
@@ -141,7 +142,7 @@ def pretrain(command: Command, world: World, signals: Signals) -> Stop | None:
         return rehearse(config, world, chosen)
     require_data(config)  # before a tokenizer is asked for, which a corpus may name
     tokenizer = data_tokenizer(config)
-    config, layout = resolve(config, world.size, tokenizer.vocab_size if tokenizer else 0)
+    config, layout = resolve(config, world.size, tokenizer.vocab_size if tokenizer else 0, declare)
     check_device(config, device.type)
     if config.training.deterministic_mode and device.type == "cuda":
         launch.make_deterministic()

@@ -34,6 +34,7 @@ from benchmarks.measure import interval, kept_by_a_block, korthikanti
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
 from megazero.data.loader import MicroBatch
+from megazero.model.stage import declare
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
 from megazero.price.estimate import estimate
@@ -100,7 +101,7 @@ def config_of(options: Options, mode: Mode, tp: int) -> tuple[Config, Layout]:
         parallel=ParallelConfig(tp, sequence_parallel=mode.sequence_parallel),
         activations=mode.activations,
     )
-    return resolve(config, tp, 0)
+    return resolve(config, tp, 0, declare)
 
 
 def timed(engine: Engine, batch: MicroBatch) -> tuple[float, float]:

@@ -35,6 +35,7 @@ from megazero import checkpoint
 from megazero.checkpoint import LocalShard, manifest, planning
 from megazero.checkpoint.pretend import pretended_shards
 from megazero.config.cli import parse
+from megazero.model.stage import declare
 from megazero.plan.resolve import resolve
 
 COMPARED = (
@@ -63,7 +64,7 @@ class Timed:
 
 def pretend(world: int, flags: list[str]) -> None:
     """Print the time that planning takes on rank 0, and on any other, of `world` ranks."""
-    config, layout = resolve(parse(flags), world, 0)
+    config, layout = resolve(parse(flags), world, 0, declare)
     print(f"{world} ranks, {layout}, ZeRO stage {config.zero.zero_stage}")
     timed, plans, slowest = Timed(), [], 0.0
     for rank in range(world):

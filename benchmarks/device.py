@@ -19,6 +19,7 @@ from megazero.comm.mesh import Mesh
 from megazero.config.schema import Config, ModelConfig, TrainingConfig
 from megazero.data.loader import MicroBatch
 from megazero.memory.host import Available, host_memory
+from megazero.model.stage import declare
 from megazero.plan.operations import COMPUTE
 from megazero.plan.program import program
 from megazero.plan.rank_spec import rank_spec
@@ -133,7 +134,7 @@ def communicating(rank: int, world: int) -> Times:
 
 def stepping(rank: int) -> Times:
     """Measure a step of a model that is next to nothing: its operations."""
-    config, layout = resolve(tiny(), 1, 0)
+    config, layout = resolve(tiny(), 1, 0, declare)
     engine = Engine(config, Mesh.build(layout, 0, torch.device("cpu")))
     ids = torch.zeros(1, 8, dtype=torch.int64)
     batches = [MicroBatch(ids, ids, torch.ones(1, 8), (n,)) for n in range(4)]
@@ -263,8 +264,8 @@ def device_of(m: Measured, ranks: int) -> tuple[Device, dict[str, list[list[floa
 
 def per_operation(device: Device, seconds: float) -> float:
     """Seconds that a computation of the program takes besides its operators, from a step of `tiny`."""
-    config, layout = resolve(tiny(), 1, 0)
-    spec = rank_spec(config, layout, 0)
+    config, layout = resolve(tiny(), 1, 0, declare)
+    spec = rank_spec(config, layout, 0, declare)
     costs = StepCosts(config, layout, spec, device)
     step = program(spec, config.parallel.pipeline_schedule, 4)
     ops = [*step.gradients, *step.update]

@@ -107,6 +107,7 @@ def training_steps(rounds: int, device: torch.device) -> Times:
     from megazero.comm.mesh import Mesh
     from megazero.config.schema import Config, ModelConfig, TrainingConfig
     from megazero.data.loader import MicroBatch
+    from megazero.model.stage import declare
     from megazero.plan.resolve import resolve
     from megazero.train.engine import Engine
 
@@ -117,7 +118,7 @@ def training_steps(rounds: int, device: torch.device) -> Times:
 
     def kind(hidden: float, attention: float) -> Callable[[], object]:
         model = ModelConfig(layers, h, 0, n, s, v, hidden_dropout=hidden, attention_dropout=attention)
-        config, layout = resolve(Config(model=model, training=TrainingConfig(micro_batch_size=b)), 1, 0)
+        config, layout = resolve(Config(model=model, training=TrainingConfig(micro_batch_size=b)), 1, 0, declare)
         engine = Engine(config, Mesh.build(layout, 0, device))
         return lambda: engine.train_step(1, [batch])
 

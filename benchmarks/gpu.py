@@ -26,6 +26,7 @@ from benchmarks.peers import Work
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import Config, TrainingConfig
 from megazero.data.loader import MicroBatch
+from megazero.model.stage import declare
 from megazero.plan.resolve import resolve
 from megazero.price.devices import known_devices, load_device
 from megazero.price.stage_bytes import stage_bytes
@@ -68,7 +69,7 @@ class Own:
             work.config(0),
             activations=replace(work.config(0).activations, recompute=recompute, checkpoint_in_cpu=host),
         )
-        config, self.layout = resolve(config, 1, 0)
+        config, self.layout = resolve(config, 1, 0, declare)
         mesh = Mesh.build(self.layout, 0, device)
         self.config, _ = choose_matmul_backend(config, mesh)
         self.engine = Engine(self.config, mesh)

@@ -35,8 +35,8 @@ from benchmarks.measure import interval
 from megazero.comm.pretend import pretend_mesh
 from megazero.config.schema import Config, ModelConfig, TrainingConfig
 from megazero.model.context import DeviceBatch, MicroBatchInfo
+from megazero.model.stage import declare
 from megazero.plan.operations import Backward, Forward, Norm, Open
-from megazero.plan.parameters import FIRST_BLOCK
 from megazero.plan.resolve import resolve
 from megazero.train.engine import Engine
 
@@ -76,7 +76,7 @@ def model_of(o: Options, architecture: str) -> ModelConfig:
 def own(o: Options, architecture: str, device: torch.device, graphs: str = "none") -> list[Part]:
     precision = "fp32" if device.type == "cpu" else "bf16"
     training = TrainingConfig(micro_batch_size=1, precision=precision, matmul_backend="torch", cuda_graph_impl=graphs)
-    config, layout = resolve(Config(model=model_of(o, architecture), training=training), 1, 0)
+    config, layout = resolve(Config(model=model_of(o, architecture), training=training), 1, 0, declare)
     engine = Engine(config, pretend_mesh(layout, 0, device, needs_staging_buffer=False))
     run = engine.interpreter
     ids = torch.zeros(1, o.seq_length, dtype=torch.int64, device=device)
@@ -94,11 +94,11 @@ def own(o: Options, architecture: str, device: torch.device, graphs: str = "none
 
     def forward() -> None:
         run.x[0] = x
-        execute(Forward(FIRST_BLOCK, 0, graph=True))
+        execute(Forward("blocks.0", 0, graph=True))
 
     def backward() -> None:
         run.dx[0] = dx
-        execute(Backward(FIRST_BLOCK, 0))
+        execute(Backward("blocks.0", 0))
 
     def of_a_step() -> None:
         execute(Norm())

@@ -22,7 +22,8 @@ from megazero.checkpoint.streaming import bands, write_checkpoint
 from megazero.config.cli import parse
 from megazero.config.schema import ModelConfig
 from megazero.huggingface.export import shapes_of
-from megazero.plan.parameters import num_parameters
+from megazero.model.stage import declare
+from megazero.plan.layers import num_parameters
 from megazero.train.run_state import RunState
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -93,7 +94,7 @@ def main(options: Options) -> None:
             found = measure(model, folder)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        mb = 4 * num_parameters(model) / 2**20
+        mb = 4 * num_parameters(declare(model)) / 2**20
         largest = max(torch.Size(shape).numel() for shape in shapes_of(model).values()) / 2**18
         exported = f"{found.export_mb:6.0f} MiB, {mb / found.export_seconds:5.0f} MiB/s"
         imported = f"{found.import_mb:6.0f} MiB, {mb / found.import_seconds:5.0f} MiB/s"

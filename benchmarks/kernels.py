@@ -21,7 +21,7 @@ import torch
 
 from megazero.model.context import DTYPES
 from megazero.model.dropout import Dropout, Rows
-from megazero.model.fused_ops import PLAIN
+from megazero.model.fused_ops import PLAIN, Activation
 from megazero.model.kernels.table import EAGER, TRITON, Kernels
 from megazero.price.devices import find_card
 
@@ -63,12 +63,13 @@ def passes(o: Options, device: torch.device) -> list[Pass]:
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, dtype=torch.float32, device=device).to(dtype)
 
-    x, dy, weight, bias = randn(o.tokens, o.hidden), randn(o.tokens, o.hidden), randn(o.hidden), randn(o.hidden)
+    x, dy, residual = (randn(o.tokens, o.hidden) for _ in range(3))
+    weight, bias = randn(o.hidden), randn(o.hidden)
     rows = tuple(Rows(i, 0, o.tokens // 4) for i in range(4))
     width = -(-o.vocabulary // 64) * 64
     logits = randn(o.tokens, width)
     labels = torch.arange(o.tokens, device=device) % o.vocabulary
-    inner, dinner = randn(o.tokens, 2 * o.ffn).requires_grad_(), randn(o.tokens, o.ffn)
+    inner, dinner = randn(o.tokens, 2 * o.ffn), randn(o.tokens, o.ffn)
     _, mean, rstd = torch.native_layer_norm(x, (o.hidden,), weight, bias, 1e-5)
     numbers = torch.full((o.tokens,), 10.0, device=device)
     each, result = o.tokens * o.hidden * w, o.tokens * o.ffn * w
@@ -76,10 +77,9 @@ def passes(o: Options, device: torch.device) -> list[Pass]:
     def dropout(kernels: Kernels) -> Dropout:
         return Dropout(0.1, 1234, 0, "benchmark", kernels.dropout)
 
-    def swiglu(kernels: Kernels) -> torch.Tensor:
-        return (kernels.swiglu or PLAIN.swiglu)(inner)
+    def swiglu(kernels: Kernels) -> Activation:
+        return kernels.swiglu or PLAIN.swiglu
 
-    made = {kernels: swiglu(kernels) for kernels in (EAGER, TRITON)}  # graphs for the backward
     return [
         Pass("dropout + residual", 3 * each, lambda k: dropout(k).times(x, rows, dy)),
         Pass("dropout, backward", 2 * each, lambda k: dropout(k).times(dy, rows)),
@@ -90,14 +90,16 @@ def passes(o: Options, device: torch.device) -> list[Pass]:
             lambda k: k.loss.grad_(logits, labels, o.vocabulary, numbers, numbers),
         ),
         Pass("RMSNorm", 2 * each, lambda k: k.rms_norm(x, weight, 1e-5)),
-        Pass("RMSNorm, backward", 3 * each, lambda k: k.rms_norm_grad(dy, x, weight, rstd.float())),
         Pass(
-            "LayerNorm, backward",
-            3 * each,
-            lambda k: k.layer_norm_grad(dy, x, weight, bias, mean, rstd),
+            "RMSNorm, backward + residual", 4 * each, lambda k: k.rms_norm_grad(dy, x, weight, rstd.float(), residual)
         ),
-        Pass("SwiGLU", 3 * result, swiglu),
-        Pass("SwiGLU, backward", 5 * result, lambda k: torch.autograd.grad(made[k], inner, dinner, retain_graph=True)),
+        Pass(
+            "LayerNorm, backward + residual",
+            4 * each,
+            lambda k: k.layer_norm_grad(dy, x, weight, bias, mean, rstd, residual),
+        ),
+        Pass("SwiGLU", 3 * result, lambda k: swiglu(k).forward(inner)),
+        Pass("SwiGLU, backward", 5 * result, lambda k: swiglu(k).grad(dinner, inner)),  # in place: other numbers later
     ]
 
 

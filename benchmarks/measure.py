@@ -11,9 +11,9 @@ import torch
 from megazero.config.schema import BYTES, Config
 from megazero.memory.allocated import Allocated
 from megazero.model.context import DeviceBatch, MicroBatchInfo
+from megazero.plan.layers import Use
 from megazero.plan.operations import Forward, Keep
 from megazero.plan.topology import Layout
-from megazero.plan.zero_policy import Use
 from megazero.train.engine import Engine
 
 

@@ -21,6 +21,7 @@ from benchmarks.peers import Training, Work
 
 try:
     from megazero.comm.mesh import Mesh
+    from megazero.model.stage import declare
     from megazero.plan.resolve import resolve
     from megazero.train.engine import Engine
 except ModuleNotFoundError:  # before folders by subject
@@ -64,7 +65,7 @@ def own(work: Work, device: torch.device, stage: int, recompute: str) -> Trainin
         training=replace(config.training, micro_batch_size=part, global_batch_size=work.micro_batch_size * work.ranks),
         activations=replace(config.activations, recompute=recompute),
     )
-    config, layout = resolve(config, work.ranks, 0)
+    config, layout = resolve(config, work.ranks, 0, declare)
     engine: Any = Engine(config, Mesh.build(layout, dist.get_rank(), device))
     tracker = engine.tracker if hasattr(engine, "tracker") else engine.ledger  # its name in old revisions
     mask = torch.ones(part, work.seq_length, device=device)

@@ -22,7 +22,8 @@ from benchmarks.reports.pictures import bars
 from benchmarks.reports.published import FIGURE_2_BASELINE, FIGURE_2_ZERO, FIGURE_3, FIGURE_6, ZeroRun
 from megazero.config.cli import parse
 from megazero.config.schema import Config
-from megazero.plan.parameters import num_parameters
+from megazero.model.stage import declare
+from megazero.plan.layers import num_parameters
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
 from megazero.price.devices import Device, load_device
@@ -65,7 +66,7 @@ def executed(config: Config, parts: Parts, gpus: int) -> float:
 def point(p: ZeroRun, flags: str, device: Device) -> tuple[Config, Layout, Parts]:
     shape = f"--num-layers {p.layers} --hidden-size {p.hidden} --num-attention-heads {p.heads} {ASSUMED}"
     place = f"--tensor-model-parallel-size {p.tp} --micro-batch-size {p.micro_batch}"
-    config, layout = resolve(parse([*shape.split(), *place.split(), *flags.split()]), p.gpus, 0)
+    config, layout = resolve(parse([*shape.split(), *place.split(), *flags.split()]), p.gpus, 0, declare)
     return config, layout, step_parts(StepPrograms(config, layout), device)
 
 
@@ -143,7 +144,7 @@ def largest(hidden: int, heads: int, flags: str, device: Device) -> tuple[int, C
     args = [*shape.split(), "--micro-batch-size=16", *flags.split()]
 
     def peak(layers: int) -> tuple[int, Config]:
-        config, layout = resolve(parse([*args, f"--num-layers={layers}"]), 400, 0)
+        config, layout = resolve(parse([*args, f"--num-layers={layers}"]), 400, 0, declare)
         return stage_bytes(config, layout, 0, device.kind).peak, config
 
     usable = device.usable_bytes(LAYOUT)
@@ -164,10 +165,10 @@ def figure6(device: Device) -> None:
         shape = f"--num-layers {run.layers} --hidden-size {run.hidden} --num-attention-heads {run.heads}"
         shape = f"{shape} {ASSUMED} {flags}"
         args = f"{shape} --tensor-model-parallel-size 16 --micro-batch-size 16"
-        paper, layout = resolve(parse(args.split()), 400, 0)
+        paper, layout = resolve(parse(args.split()), 400, 0, declare)
         held = stage_bytes(paper, layout, 0, device.kind)
         kinds = ", ".join(f"{kind.replace('_', ' ')} {b / 1e9:.1f}" for kind, b in held.at_peak.items() if b > 5e7)
-        ours, theirs = (num_parameters(c.model) / 1e9 for c in (config, paper))
+        ours, theirs = (num_parameters(declare(c.model)) / 1e9 for c in (config, paper))
         sizes = f"{run.layers} | {theirs:.0f} | {most} | {ours:.0f} | {ours / theirs:.2f}"
         print(f"| C{number} | {run.hidden} | {sizes} | {held.peak / 1e9:.1f}: {kinds} |")
     print(f"\nUsable: {device.usable_bytes(LAYOUT) / 1e9:.1f} GB of {device['memory.capacity'] / 1e9:.1f}.\n")

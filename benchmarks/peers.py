@@ -22,7 +22,9 @@ import torch.nn.functional as F
 
 from megazero.config.schema import Config, ModelConfig, OptimizerConfig, TrainingConfig, ZeroConfig
 from megazero.model import initial_values
-from megazero.plan.parameters import LocalBlock, stage_units
+from megazero.model.stage import declare
+from megazero.plan.layers import stage_units
+from megazero.plan.parameters import LocalBlock
 from megazero.plan.topology import Layout
 
 
@@ -86,7 +88,7 @@ class PlainBlock(nn.Module):
 
 def initial_weights(model: ModelConfig, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (global name, megazero's initial value) of every parameter, whole."""
-    for specs in stage_units(model, Layout(), 0).values():
+    for specs in stage_units(declare(model), Layout(), 0).values():
         for spec in specs:
             block = LocalBlock((0,) * len(spec.shape), spec.shape, spec.shape)
             yield spec.name, initial_values.draw(seed, spec, block, 0, block.numel).view(spec.shape)
@@ -353,7 +355,7 @@ def megazero(work: Work, device: torch.device, stage: int) -> Training:
     from megazero.train.engine import Engine
     from megazero.train.matmul_backend import choose_matmul_backend
 
-    config, layout = resolve(work.config(stage), work.ranks, 0)
+    config, layout = resolve(work.config(stage), work.ranks, 0, declare)
     mesh = Mesh.build(layout, dist.get_rank(), device)
     engine = Engine(choose_matmul_backend(config, mesh)[0], mesh)
     mask = torch.ones(work.micro_batch_size, work.seq_length, device=device)

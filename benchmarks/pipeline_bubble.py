@@ -26,14 +26,15 @@ import torch
 from benchmarks.peers import Training
 from benchmarks.processes import Job, alive, isolate
 from megazero.config.schema import Config, ModelConfig, ParallelConfig, TrainingConfig
+from megazero.model.stage import declare
 from megazero.model.weight import GradWriter, Weight
+from megazero.plan.layers import Use
 from megazero.plan.operations import COMPUTE, Op, name_of
 from megazero.plan.program import program
 from megazero.plan.rank_spec import Layer, rank_spec
 from megazero.plan.resolve import resolve
 from megazero.plan.schedules import SCHEDULES
 from megazero.plan.topology import Layout
-from megazero.plan.zero_policy import Use
 from megazero.price.simulate import Timing, simulate, thirds
 
 
@@ -58,7 +59,7 @@ class Work:
                 virtual_pipeline_stages=chunks,
             ),
         )
-        return resolve(config, self.ranks, 0)
+        return resolve(config, self.ranks, 0, declare)
 
     def inputs(self, step: int, rank: int, device: torch.device) -> tuple[torch.Tensor, ...]:
         """Arguments of a step of rank `rank`: ids of all micro-batches."""
@@ -67,7 +68,7 @@ class Work:
     def simulated(self) -> Timing:
         """In sleeps; embedding and head take no time."""
         config, layout = self.resolved()
-        specs = [rank_spec(config, layout, pp) for pp in range(self.ranks)]
+        specs = [rank_spec(config, layout, pp, declare) for pp in range(self.ranks)]
         blocks = {name for spec in specs for name, layer in spec.layers.items() if layer.use is Use.LAYER}
 
         def cost(op: Op) -> float:

@@ -28,6 +28,7 @@ from benchmarks import peers
 from benchmarks.peers import PlainBlock, Training, draw_weights
 from benchmarks.processes import Job, alive, isolate, quotients, shown, take_turns
 from megazero.config.schema import Config, ModelConfig
+from megazero.model.stage import declare
 from megazero.plan.resolve import resolve
 from megazero.plan.schedules import SCHEDULES
 from megazero.plan.topology import Layout
@@ -63,7 +64,7 @@ class Work(peers.Work):
                 virtual_pipeline_stages=2 if SCHEDULES[self.schedule].virtual_stages else 1,
             ),
         )
-        return resolve(config, self.ranks, 0)
+        return resolve(config, self.ranks, 0, declare)
 
     def inputs(self, step: int, rank: int, device: torch.device) -> tuple[torch.Tensor, ...]:
         """Arguments of a step, the same on every rank: ids and labels of all micro-batches."""

@@ -28,6 +28,7 @@ from megazero.comm.mesh import Mesh
 from megazero.config.cli import parse
 from megazero.config.schema import Config
 from megazero.data.loader import MicroBatch
+from megazero.model.stage import declare
 from megazero.plan.resolve import resolve
 from megazero.price.step_time import step_time
 from megazero.train.engine import Engine
@@ -70,7 +71,7 @@ def config_of(flags: str) -> Config:
 
 def run(rank: int, ranks: int, flags: str, steps: int) -> list[tuple[float, float]]:
     """Train, and return the seconds of every step but the first two, and CPU seconds of the thread that computes."""
-    config, layout = resolve(config_of(flags), ranks, 0)
+    config, layout = resolve(config_of(flags), ranks, 0, declare)
     mesh = Mesh.build(layout, rank, torch.device("cpu"), check_buffers=False)
     engine, training = Engine(config, mesh), config.training
     b, s = training.micro_batch_size, config.model.seq_length
@@ -121,7 +122,7 @@ def main() -> None:
     print("|" + "---|" * 8)
     errors = []
     for name, (ranks, flags) in RUNS.items():
-        config, layout = resolve(config_of(flags), ranks, 0)
+        config, layout = resolve(config_of(flags), ranks, 0, declare)
         expected = step_time(config, layout, measured, with_range=False).expected
         computing = sum(expected.parts[part] for part in ("compute", "recompute", "optimizer", "copies"))
         cells, ratios = [name], list[float]()

@@ -27,6 +27,7 @@ from megazero.comm.mesh import Mesh
 from megazero.config.schema import Config, ModelConfig, TrainingConfig
 from megazero.data.loader import MicroBatch
 from megazero.model.context import DTYPES
+from megazero.model.stage import declare
 from megazero.plan.resolve import resolve
 from megazero.train.engine import Engine
 from megazero.train.matmul_backend import choose_matmul_backend
@@ -52,7 +53,7 @@ class Options:
 def ours(o: Options, batch: MicroBatch, device: torch.device) -> Callable[[], object]:
     model = ModelConfig(o.layers, o.hidden, 0, o.heads, o.seq_length, o.vocabulary)
     training = TrainingConfig(micro_batch_size=o.batch, precision=o.precision)
-    config, layout = resolve(Config(model=model, training=training), 1, 0)
+    config, layout = resolve(Config(model=model, training=training), 1, 0, declare)
     mesh = Mesh.build(layout, 0, device)
     config, said = choose_matmul_backend(config, mesh)
     print(said)

@@ -31,11 +31,12 @@ from megazero.comm.collectives import Axis
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import Config, ModelConfig
 from megazero.model.context import DeviceBatch, MicroBatchInfo
+from megazero.model.stage import declare
+from megazero.plan.layers import Use
 from megazero.plan.operations import Norm, Open, Update
 from megazero.plan.program import Program, program
 from megazero.plan.rank_spec import RankSpec
 from megazero.plan.resolve import resolve
-from megazero.plan.zero_policy import Use
 from megazero.train.engine import Engine
 from megazero.train.matmul_backend import choose_matmul_backend
 from megazero.zero.adamw import StepParams
@@ -164,7 +165,7 @@ def megazero(work: Work, device: torch.device, sharded: bool, silent: bool, own_
     """The Engine's own blocks, ZeRO stage 0, with gradients, sums and update as in a training step."""
     config = work.config()
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, sequence_parallel=sharded))
-    config, layout = resolve(config, work.ranks, 0)
+    config, layout = resolve(config, work.ranks, 0, declare)
     mesh = Mesh.build(layout, dist.get_rank(), device)
     if own_products:
         config, _ = choose_matmul_backend(config, mesh)

@@ -21,6 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megazero.comm.mesh import Mesh
 from megazero.config.cli import parse
 from megazero.data.loader import MicroBatch
+from megazero.model.stage import declare
 from megazero.plan.resolve import resolve
 from megazero.train.engine import Engine
 
@@ -46,7 +47,7 @@ def main(o: Options) -> None:
     flags = ["--preset", o.preset, "--zero-stage", str(o.stage), "--seq-length", str(o.seq_length)]
     asked = parse([*flags, "--micro-batch-size", "1", "--precision", "bf16", "--grad-dtype", "bf16"])
     asked = replace(asked, training=replace(asked.training, global_batch_size=0))
-    config, layout = resolve(asked, o.ranks, 0)
+    config, layout = resolve(asked, o.ranks, 0, declare)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=o.ranks)
     mesh = Mesh.build(layout, 0, torch.device("cpu"))
     before, start = resident(), time.perf_counter()

@@ -22,7 +22,8 @@ from rich.table import Table
 
 from benchmarks.reports.published import CONFIGURATIONS, FIGURE_6
 from megazero.config.cli import parse
-from megazero.plan.parameters import num_parameters
+from megazero.model.stage import declare
+from megazero.plan.layers import num_parameters
 from megazero.plan.resolve import resolve
 from megazero.price.estimate import estimate
 from megazero.price.saved_activations import stage_activations
@@ -51,7 +52,7 @@ def measure(flags: list[object], ranks: int, corpus: Path, log: Path) -> list[di
     flags = [*flags, "--data-path", corpus, "--tokenizer", "byte", "--train-iters", ITERATIONS, "--lr-warmup-iters", 1]
     run(["bash", ROOT / "scripts" / "launch.sh", "--nproc", ranks, *flags, "--log-dir", log])
     last = json.loads((log / "metrics.jsonl").read_text().splitlines()[-1])
-    config, layout = resolve(parse([str(flag) for flag in flags]), ranks, 257)
+    config, layout = resolve(parse([str(flag) for flag in flags]), ranks, 257, declare)
     assert [last["memory_bytes"], last["traffic_bytes"]] == list(estimate(config, layout)), flags
     return [last["memory_bytes"], last["traffic_bytes"]]
 
@@ -91,13 +92,13 @@ def large(console: Console) -> None:
                 "fp16",
             ]
             shape += ["--reduce-bucket-size", 40_000_000]
-            config, layout = resolve(parse(["--preset", f"c{number}", *map(str, shape)]), 400, 0)
+            config, layout = resolve(parse(["--preset", f"c{number}", *map(str, shape)]), 400, 0, declare)
             memory = estimate(config, layout, needs_staging_buffer=False).memory
             block = stage_activations(config, layout, 0, "cuda")
             states = sum(memory[kind] for kind in ("parameters", "optimizer", "gradients"))
             parts = [memory[kind] for kind in ("activation_checkpoints", "logits")]
             cells = [states, *parts, block, memory["peak"] + block, memory["host"]]
-            size = f"{num_parameters(config.model) / 1e9:.0f}B"
+            size = f"{num_parameters(declare(config.model)) / 1e9:.0f}B"
             table.add_row(f"C{number} {CONFIGURATIONS[number]}", size, *(f"{cell / 1e9:.2f}" for cell in cells))
         table.add_section()
     console.print(table)

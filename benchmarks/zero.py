@@ -35,7 +35,8 @@ from rich.table import Table
 
 from benchmarks.peers import SYSTEMS, Work
 from benchmarks.processes import Job, alive, isolate, quotients, shown, take_turns
-from megazero.plan.parameters import num_parameters
+from megazero.model.stage import declare
+from megazero.plan.layers import num_parameters
 
 LOSS_GAP = 1e-3  # relative to megazero's stage 0, in fp32
 # Freed memory leaves the process, so that its resident peak shows what is partitioned; slow, hence a pass of its own.
@@ -148,7 +149,7 @@ def show(results: dict[int, dict[str, Any]], reference: list[float], options: Op
         "gap",
     ):
         table.add_column(column, justify="left" if column == "system" else "right")
-    parameters = num_parameters(options.work().config(0).model)
+    parameters = num_parameters(declare(options.work().config(0).model))
     for stage, systems in results.items():
         ours = systems[f"megazero{stage}"]["seconds"]
         for name, found in systems.items():

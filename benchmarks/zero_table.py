@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import Config, ModelConfig, TrainingConfig, ZeroConfig
 from megazero.data.loader import MicroBatch
+from megazero.model.stage import declare
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
 from megazero.price.estimate import estimate
@@ -44,7 +45,7 @@ class Options:
 def config_of(stage: int, dp: int) -> Config:
     """bf16 with 16-bit gradients, as in the paper; one micro-batch of one sample a rank."""
     training = TrainingConfig(precision="bf16", grad_dtype="bf16", global_batch_size=dp, train_iters=1)
-    return resolve(Config(model=MODEL, training=training, zero=ZeroConfig(zero_stage=stage)), dp, 0)[0]
+    return resolve(Config(model=MODEL, training=training, zero=ZeroConfig(zero_stage=stage)), dp, 0, declare)[0]
 
 
 def measure(rank: int, world: int, backend: str, store: Any, stages: range) -> list[dict[str, dict[str, int]]]:

@@ -28,6 +28,7 @@ from megazero.files import explain, read_regular
 from megazero.generation.generate import Generator, Text, packed_prompts
 from megazero.generation.model import InferenceModel
 from megazero.model.sampling import Sampling
+from megazero.model.stage import declare
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
 from megazero.train.run_state import RunState, other_folder, tokenizer_for
@@ -103,7 +104,7 @@ def layout_of(model: ModelConfig, options: Options, world: launch.World) -> Layo
     """The layout of the ranks that were started. ValueError where the model or the ranks do not divide."""
     tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
     parallel = ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
-    _, layout = resolve(Config(model=model, parallel=parallel), world.size, 0)
+    _, layout = resolve(Config(model=model, parallel=parallel), world.size, 0, declare)
     return layout
 
 

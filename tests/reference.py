@@ -15,14 +15,16 @@ import torch.nn.functional as F
 from megazero.config.schema import Config, ModelConfig
 from megazero.model import initial_values
 from megazero.model.dropout import Dropout, Rows
-from megazero.plan.parameters import LocalBlock, stage_units
+from megazero.model.stage import declare
+from megazero.plan.layers import stage_units
+from megazero.plan.parameters import LocalBlock
 from megazero.plan.topology import Layout
 
 
 def initial_weights(config: Config) -> dict[str, torch.Tensor]:
     dtype = torch.float64 if config.training.precision == "fp64" else torch.float32
     weights = {}
-    for specs in stage_units(config.model, Layout(), 0).values():
+    for specs in stage_units(declare(config.model), Layout(), 0).values():
         for spec in specs:
             whole = LocalBlock((0,) * len(spec.shape), spec.shape, spec.shape)
             drawn = initial_values.draw(config.training.seed, spec, whole, 0, whole.numel)

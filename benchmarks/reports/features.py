@@ -15,7 +15,8 @@ from benchmarks.reports.published import CONFIGURATIONS, FIGURE_6, FIGURE_7
 from benchmarks.reports.rehearsals import Asked, flags_of, rehearse_all, resolved
 from benchmarks.reports.zero_theory import bytes_per_parameter
 from megazero.config.cli import PRESETS, preset_args
-from megazero.plan.parameters import num_parameters
+from megazero.model.stage import declare
+from megazero.plan.layers import num_parameters
 from megazero.price.devices import load_device
 from megazero.price.saved_activations import stage_activations
 
@@ -37,7 +38,7 @@ def asked(number: int, layers: int, hidden: int, heads: int, batch: int = 16, **
 
 
 def size(each: Asked) -> int:
-    return num_parameters(resolved(each)[0].model)
+    return num_parameters(declare(resolved(each)[0].model))
 
 
 def savings() -> dict[str, str]:

@@ -17,6 +17,7 @@ from megazero.config.cli import flags, options, parse
 from megazero.config.foreign.table import ANY, DEEPSPEED, HUGGING_FACE, MEGATRON
 from megazero.config.foreign.translate import ENTRIES, Answer, Translated, refusals, split_items, translate
 from megazero.config.schema import CheckpointConfig, DataConfig, LogConfig
+from megazero.model.stage import declare
 from megazero.plan.resolve import resolve
 
 PAGE = Path(__file__).parents[2] / "docs" / "megatron.md"
@@ -58,7 +59,7 @@ def complaint(script: Script) -> str:
     ranks = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
     config = replace(config, data=DataConfig(), checkpoint=CheckpointConfig(), log=LogConfig())  # files are not there
     try:
-        resolve(config, ranks, 50257)
+        resolve(config, ranks, 50257, declare)
     except ValueError as error:
         return str(error)
     return ""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from benchmarks.reports.blocks import gb, markdown
 from benchmarks.reports.published import FIGURE_4, FIGURE_4_BASELINE
 from benchmarks.reports.rehearsals import Asked, flags_of, rehearse_all, resolved, states
-from megazero.plan.parameters import num_parameters
+from megazero.model.stage import declare
+from megazero.plan.layers import num_parameters
 
 
 def figure_4() -> dict[str, str]:
@@ -28,7 +29,7 @@ def figure_4() -> dict[str, str]:
     ]
     rows = []
     for (run, name, _), each, found in zip(runs, asked, rehearse_all(asked), strict=True):
-        total = num_parameters(resolved(each)[0].model)
+        total = num_parameters(declare(resolved(each)[0].model))
         fits = "fits" if found.allocated <= 32e9 else "does not fit"
         kept = found.memory["activation_checkpoints"]
         model = f"{run.layers} x {run.hidden} = {total / 1e9:.2f}B"

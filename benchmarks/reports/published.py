@@ -94,10 +94,15 @@ NARAYANAN = [
 
 
 class TrainedRun(NamedTuple):
-    """A run as its authors published it: `flags` make its model and layout here.
+    """A run as its authors published it: `flags` make its model, its layout and its program here.
 
     One of `tokens`, per second of all devices, and `tflops`, per device, counted as Megatron-LM does: attention
     without its causal mask, recompute not.
+
+    Attributes:
+        recomputed: share of a full recompute that its selective one takes.
+        loss_bytes: bytes that its loss moves for each logit, above those of ours.
+        late_gathers: the backward of a block begins with the all-gather of its weights, not overlapped.
     """
 
     name: str
@@ -107,37 +112,70 @@ class TrainedRun(NamedTuple):
     flags: str
     tokens: float = 0.0
     tflops: float = 0.0
-    chose: bool = False  # the low end of a constant: the device file names which
+    recomputed: float = 0.0
+    loss_bytes: int = 0
+    late_gathers: bool = False
 
 
 # karpathy/llm.c scripts/run_gpt2_*.sh; mosaicml/llm-foundry scripts/train/benchmarking; pytorch/torchtitan
-# benchmarks/llama3_h100_202412_torchtitan.md. Alps' layout is from pull request 33: "MBS 4, SEQLEN 4096, TP 2"; its
-# vocabulary is assumed.
+# benchmarks/llama3_h100_202412_torchtitan.md, and docs/performance.md before that; foundation-model-stack/fms-fsdp
+# README. Alps' layout is from pull request 33: "MBS 4, SEQLEN 4096, TP 2"; its vocabulary is assumed.
 LLM_C = "llm.c, scripts"
 MOSAIC = "llm-foundry, benchmarking"
 TITAN = "torchtitan, benchmarks"
 SWISS = "swiss-ai/Megatron-LM, pull request 29"
-LLAMA_3_8B = (
-    "--architecture llama --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
-    "--num-query-groups 8 --untie-embeddings --precision bf16"
-)
+LLAMA = "--architecture llama --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --untie-embeddings"
+LLAMA_3_8B = f"{LLAMA} --ffn-hidden-size 14336 --num-query-groups 8 --precision bf16"
 ALPS = f"{LLAMA_3_8B} --vocab-size 131072 --seq-length 4096 --tensor-model-parallel-size 2 --sequence-parallel"
 FSDP = f"{LLAMA_3_8B} --vocab-size 128256 --seq-length 8192 --zero-stage 3"
+EAGER = "--fused-kernels eager"
+# HSDP; gradients are reduced in bf16
+IBM = (
+    f"{LLAMA} --vocab-size 32000 --seq-length 4096 --zero-stage 3 --zero-shard-size 8 --precision bf16 "
+    f"--grad-dtype bf16 {EAGER}"
+)
+IBM_13B = f"{IBM} --num-layers 40 --hidden-size 5120 --num-attention-heads 40 --ffn-hidden-size 13824"
+# torch's cross-entropy moves 36 bytes a logit: to fp32 (2 + 4), softmax (8), gradients of the loss (4) and of the
+# softmax (12), to bf16 (6). Ours, eager, moves 16.
+CROSS_ENTROPY = 20
 
 
 def _gpt2(preset: str, micro_batch: int, batch: int) -> str:
     return f"--preset {preset} --micro-batch-size {micro_batch} --global-batch-size {batch} --zero-stage 1"
 
 
-def _mpt(layers: int, hidden: int, heads: int, length: int, micro_batch: int, batch: int) -> str:
-    """Return flags of an MPT model: its shape is GPT-2's, its numbers of parameters too."""
-    return (
+def _mpt(
+    size: str, length: int, card: str, layout: tuple[int, int, int], tokens: float, recompute: str = "none"
+) -> TrainedRun:
+    """Return a run of an MPT model: its shape is GPT-2's, its numbers of parameters too.
+
+    Composer's default is FSDP's BACKWARD_POST, which issues the next all-gather after the block's gradients.
+
+    Args:
+        layout: GPUs, micro-batch, global batch.
+    """
+    (layers, hidden, heads), (gpus, micro_batch, batch) = MPT[size], layout
+    flags = (
         f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} --seq-length {length} "
         f"--vocab-size 50368 --micro-batch-size {micro_batch} --global-batch-size {batch} --precision bf16 "
-        "--zero-stage 3"
+        f"--zero-stage 3 --recompute {recompute} {EAGER}"
     )
+    name = f"MPT {size}, {length // 1024}k{', recompute' * (recompute == 'full')}"
+    card = f"{card}, FlashAttention 1"
+    return TrainedRun(name, MOSAIC, card, gpus, flags, tokens, loss_bytes=CROSS_ENTROPY, late_gathers=True)
 
 
+# size -> layers, hidden size, heads
+MPT = {
+    "125M": (12, 768, 12),
+    "350M": (24, 1024, 16),
+    "760M": (24, 1536, 12),
+    "1B": (24, 2048, 16),
+    "3B": (32, 2560, 20),
+    "7B": (32, 4096, 32),
+    "13B": (40, 5120, 40),
+    "30B": (48, 7168, 56),
+}
 GPT2_774M = "--num-layers 36 --hidden-size 1280 --num-attention-heads 20"
 TRAINED = [
     TrainedRun(
@@ -151,37 +189,60 @@ TRAINED = [
     TrainedRun(
         "GPT-2 1558M, 1 M tokens in 2.80 s", LLM_C, "h100-80gb", 8, _gpt2("gpt2-1.5b", 16, 1024), 1_048_576 / 2.8
     ),
-    TrainedRun(
-        "Llama 3 8B, tp 2", SWISS, "gh200", 64, f"{ALPS} --micro-batch-size 4 --global-batch-size 512", 0, 430, True
-    ),
-    TrainedRun("Llama 3 8B, tp 2", SWISS, "gh200", 128, f"{ALPS} --micro-batch-size 4 --global-batch-size 512", 0, 413),
-    TrainedRun(
-        "Llama 3 8B, compiled", TITAN, "h100-500w", 8, f"{FSDP} --micro-batch-size 2 --global-batch-size 16", 8 * 6667
-    ),
-    TrainedRun(
-        "Llama 3 8B, compiled",
-        TITAN,
-        "h100-500w",
-        128,
-        f"{FSDP} --micro-batch-size 2 --global-batch-size 256",
-        128 * 6514,
-    ),
-    TrainedRun(
-        "Llama 3 8B, eager", TITAN, "h100-500w", 8, f"{FSDP} --micro-batch-size 2 --global-batch-size 16", 8 * 5762
-    ),
-    TrainedRun("MPT 760M, 1k", MOSAIC, "h100-80gb", 8, _mpt(24, 1536, 12, 1024, 48, 768), 613_628),
-    TrainedRun("MPT 1B, 2k", MOSAIC, "h100-80gb", 8, _mpt(24, 2048, 16, 2048, 14, 112), 363_645),
-    TrainedRun("MPT 3B, 1k", MOSAIC, "h100-80gb", 8, _mpt(32, 2560, 20, 1024, 20, 960), 216_369),
-    TrainedRun("MPT 7B, 2k", MOSAIC, "h100-80gb", 8, _mpt(32, 4096, 32, 2048, 6, 48), 85_144),
     TrainedRun("GPT-2 124M", LLM_C, "a100-80gb", 8, _gpt2("gpt2-124m", 64, 512), 524_288 / 0.3),
     TrainedRun("GPT-2 350M", LLM_C, "a100-80gb", 8, _gpt2("gpt2-345m", 64, 512), 524_288 / 0.82),
     TrainedRun("GPT-2 774M", LLM_C, "a100-80gb", 8, f"{_gpt2('gpt2-1.5b', 32, 512)} {GPT2_774M}", 524_288 / 1.7),
-    TrainedRun("MPT 125M, 1k", MOSAIC, "a100-80gb", 8, _mpt(12, 768, 12, 1024, 64, 1024), 1_251_751),
-    TrainedRun("MPT 350M, 1k", MOSAIC, "a100-80gb", 8, _mpt(24, 1024, 16, 1024, 64, 1024), 518_504),
-    TrainedRun("MPT 760M, 2k", MOSAIC, "a100-80gb", 8, _mpt(24, 1536, 12, 2048, 24, 384), 259_472),
-    TrainedRun("MPT 1B, 2k", MOSAIC, "a100-80gb", 8, _mpt(24, 2048, 16, 2048, 14, 448), 164_109),
-    TrainedRun("MPT 3B, 1k", MOSAIC, "a100-80gb", 8, _mpt(32, 2560, 20, 1024, 20, 960), 92_643),
-    TrainedRun("MPT 3B, 8k", MOSAIC, "a100-80gb", 8, _mpt(32, 2560, 20, 8192, 3, 144), 61_567),
-    TrainedRun("MPT 7B, 2k", MOSAIC, "a100-80gb", 8, _mpt(32, 4096, 32, 2048, 6, 96), 37_130, 0, True),
-    TrainedRun("MPT 13B, 2k", MOSAIC, "a100-80gb", 8, _mpt(40, 5120, 40, 2048, 2, 48), 18_097),
+    *(
+        TrainedRun("Llama 3 8B, tp 2", SWISS, "gh200", n, f"{ALPS} --micro-batch-size 4 --global-batch-size 512", 0, t)
+        for n, t in ((64, 430), (128, 413))
+    ),
+    *(
+        TrainedRun(
+            f"Llama 3 8B, {'eager' if kernels else 'compiled'}",
+            TITAN,
+            "h100-500w",
+            gpus,
+            f"{FSDP} --micro-batch-size 2 --global-batch-size {2 * gpus} {kernels}",
+            gpus * tokens,
+            recomputed=0.5,
+            loss_bytes=CROSS_ENTROPY * bool(kernels),
+        )
+        for gpus, kernels, tokens in ((8, "", 6667), (128, "", 6514), (8, EAGER, 5762), (128, EAGER, 5605))
+    ),
+    *(
+        TrainedRun(
+            f"Llama 3 8B, eager, {what} recompute",
+            "torchtitan, performance",
+            "a100-80gb",
+            64,
+            f"{FSDP} --micro-batch-size 1 --global-batch-size 64 {EAGER}",
+            64 * tokens,
+            recomputed=0.5,
+            loss_bytes=CROSS_ENTROPY,
+        )
+        for what, tokens in (("selective", 2973), ("every second layer's", 2904))
+    ),
+    *(
+        TrainedRun(name, "fms-fsdp, README", "a100-400g", 128, flags, 128 * tokens, loss_bytes=CROSS_ENTROPY)
+        for name, flags, tokens in (
+            ("Llama 2 7B", f"{IBM} --ffn-hidden-size 11008 --micro-batch-size 2 --global-batch-size 256", 3760),
+            ("Llama 2 13B", f"{IBM_13B} --micro-batch-size 1 --global-batch-size 128", 1700),
+        )
+    ),
+    _mpt("760M", 1024, "h100", (8, 48, 768), 628_648),
+    _mpt("1B", 2048, "h100", (8, 14, 112), 363_645),
+    _mpt("3B", 1024, "h100", (8, 20, 960), 216_369),
+    _mpt("7B", 2048, "h100", (8, 6, 48), 85_144),
+    _mpt("13B", 2048, "h100", (8, 2, 16), 38_336),
+    _mpt("13B", 2048, "h100", (64, 2, 128), 307_209),
+    _mpt("30B", 2048, "h100", (16, 10, 480), 36_209, "full"),
+    _mpt("125M", 1024, "a100", (8, 64, 1024), 1_251_751),
+    _mpt("350M", 1024, "a100", (8, 64, 1024), 518_504),
+    _mpt("760M", 2048, "a100", (8, 24, 384), 259_472),
+    _mpt("1B", 2048, "a100", (8, 14, 448), 164_109),
+    _mpt("3B", 1024, "a100", (8, 20, 960), 92_643),
+    _mpt("3B", 8192, "a100", (8, 3, 144), 61_567),
+    _mpt("7B", 2048, "a100", (8, 6, 96), 37_130),
+    _mpt("7B", 1024, "a100", (8, 64, 1024), 34_857, "full"),
+    _mpt("13B", 2048, "a100", (8, 2, 48), 18_097),
 ]

@@ -32,9 +32,10 @@ def flags_of(layers: int, hidden: int, heads: int, **options: Any) -> str:
 def resolved(asked: Asked) -> tuple[Any, Any]:
     """Return the configuration and the layout of a rehearsal."""
     from megazero.config.cli import parse
+    from megazero.model.stage import declare
     from megazero.plan.resolve import resolve
 
-    return resolve(parse(asked.flags.split()), asked.world, 0)
+    return resolve(parse(asked.flags.split()), asked.world, 0, declare)
 
 
 def rehearse_one(asked: Asked) -> Any:

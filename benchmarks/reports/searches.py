@@ -16,6 +16,7 @@ from benchmarks.reports.blocks import markdown
 from benchmarks.reports.published import FIGURE_2_ZERO, FIGURE_4, NARAYANAN, MegatronRun, ZeroRun
 from benchmarks.reports.rehearsals import PROCESSES, flags_of
 from megazero.config.cli import parse
+from megazero.model.stage import declare
 from megazero.plan.resolve import resolve
 from megazero.price.devices import load_device
 from megazero.price.plan import Plan, make_plan
@@ -98,7 +99,7 @@ class Answer(NamedTuple):
 def answer(case: Case) -> Answer:
     """Search a case, in a process of its own."""
     device, argv = load_device(case.device), case.model.split()
-    config, layout = resolve(parse([*argv, *case.layout.split()]), case.gpus, 0)
+    config, layout = resolve(parse([*argv, *case.layout.split()]), case.gpus, 0, declare)
     asked = [*argv, "--plan-search", "--world-size", str(case.gpus), "--device-type", case.device]
     found, spent = list[list[Plan]](), list[float]()
     for allowed in (None, case.then):  # what is traced for the first is not traced again for the second

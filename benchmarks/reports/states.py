@@ -22,7 +22,8 @@ from benchmarks.reports.zero_theory import (
     table_1_cell,
     table_2_cell,
 )
-from megazero.plan.parameters import num_parameters
+from megazero.model.stage import declare
+from megazero.plan.layers import num_parameters
 from megazero.price.estimate import estimate
 from megazero.train.rehearsal import Rehearsal
 
@@ -53,7 +54,7 @@ def table_1() -> dict[str, str]:
     cells = [(model, nd, stage) for model in SIZES for nd in DEGREES for stage in STAGES if nd > 1 or stage == 1]
     found = dict(zip(cells, rehearse_all([_asked(*cell) for cell in cells]), strict=True))
     found |= {(model, 1, stage): found[model, 1, 1] for model in SIZES for stage in STAGES}  # nothing is sharded
-    psi = {model: num_parameters(resolved(_asked(model, 1, 1))[0].model) for model in SIZES}
+    psi = {model: num_parameters(declare(resolved(_asked(model, 1, 1))[0].model)) for model in SIZES}
     rows, worst = [], 0.0
     for nd in DEGREES:
         row: list[object] = [nd]
@@ -141,7 +142,7 @@ def table_2_cells(cells: Sequence[tuple[int, int]], layers: int = 64) -> list[Ce
     models = [_largest(mp, stage, layers) for mp, stage in cells]
     rehearsed = rehearse_all([asked for _, asked in models])
     return [
-        Cell(layers, num_parameters(resolved(asked)[0].model), _states(found, stage, 64))
+        Cell(layers, num_parameters(declare(resolved(asked)[0].model)), _states(found, stage, 64))
         for (_, stage), (layers, asked), found in zip(cells, models, rehearsed, strict=True)
     ]
 

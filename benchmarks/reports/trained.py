@@ -9,6 +9,7 @@ from benchmarks.reports.blocks import markdown
 from benchmarks.reports.published import CONFIGURATIONS
 from benchmarks.table3 import RANKS, make_corpus, measure
 from megazero.config.cli import parse
+from megazero.model.stage import declare
 from megazero.plan.resolve import resolve
 from megazero.train.rehearsal import Place, rehearse
 
@@ -48,7 +49,7 @@ def witnesses(cases: dict[str, list[str]], ranks: int) -> str:
         corpus = make_corpus(folder)
         for title, flags in cases.items():
             memory, traffic = measure(flags, ranks, corpus, folder / title)
-            config, layout = resolve(parse([*flags, "--vocab-size", "257"]), ranks, 257)
+            config, layout = resolve(parse([*flags, "--vocab-size", "257"]), ranks, 257, declare)
             found = rehearse(config, layout, 0, Place.of("cpu"), steps=1, saves=False)
             for witness, ours, sent in (
                 ("trained", memory, traffic),

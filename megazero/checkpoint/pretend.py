@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from megazero.checkpoint.planning import CoveredSavePlanner, RankPlan, SaveLayout
 from megazero.checkpoint.shards import LocalShard
 from megazero.config.schema import Config
+from megazero.model.stage import declare
 from megazero.plan.owned import rank_parts
 from megazero.plan.topology import Layout
 
@@ -33,7 +34,7 @@ class PlannedSave(NamedTuple):
 def pretended_shards(config: Config, layout: Layout, rank: int, dtype: torch.dtype) -> dict[str, LocalShard]:
     """Return the shards that a rank saves, on stand-in tensors. `config` is resolved."""
     found = {}
-    for part in rank_parts(config, layout, rank):
+    for part in rank_parts(config, layout, rank, declare):
         data = torch.empty(part.stop - part.start, device="meta", dtype=dtype)
         shard = LocalShard(part.spec.shape, part.block.offset, part.block.shape, part.start, part.stop, data)
         found |= {f"{state}.{part.spec.name}": shard for state in STATES}

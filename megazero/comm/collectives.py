@@ -290,6 +290,16 @@ class Pending:
         self._wait, self._held, self._then = None, (), None
 
 
+def together(pending: Sequence[Pending]) -> Pending:
+    """Several collectives in flight as one."""
+
+    def wait() -> None:
+        for each in pending:
+            each.wait()
+
+    return Pending(then=wait)
+
+
 def _same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return true if two tensors begin at the same element of the same storage. Stand-ins have no address to ask."""
     return StorageWeakRef(a.untyped_storage()) == StorageWeakRef(b.untyped_storage()) and (

@@ -16,7 +16,7 @@ from megazero.memory.tracker import MemoryTracker
 from megazero.model.context import DTYPES, Context, MicroBatchInfo, ResidualStream
 from megazero.model.dropout import Rows
 from megazero.model.kv_cache import KVCache
-from megazero.model.stage import Stage
+from megazero.model.stage import Stage, declare
 from megazero.model.weight import Weight
 
 
@@ -39,8 +39,8 @@ class InferenceModel:
         self.model, self.mesh, self.dtype = model, mesh, DTYPES[precision]
         self.stream = ResidualStream(mesh.tp, sharded=False)
         context = Context(self.stream, MemoryTracker(), precision, mesh.device)
-        blocks = mesh.layout.layers(model.num_layers, mesh.pp.rank)
-        self.stage = Stage(model, blocks, context, first=mesh.pp.is_first, last=mesh.pp.is_last)
+        names = declare(model, mesh.layout.tp).of_rank(mesh.layout, mesh.pp.rank)
+        self.stage = Stage(model, names, context)
         shards = {}
         for weights in self.stage.units.values():
             for weight in weights:

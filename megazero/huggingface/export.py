@@ -18,8 +18,7 @@ from megazero.files import new_folder, write_atomically
 from megazero.huggingface.architectures import SAME, Row, architecture_of
 from megazero.huggingface.tokenizer import write_tokenizer
 from megazero.model.context import DTYPES
-from megazero.plan.parameters import stage_units
-from megazero.plan.topology import Layout
+from megazero.model.stage import declare
 from megazero.train.run_state import RunState
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -36,8 +35,7 @@ class Shard:
 
 def shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor of the model by its global name, in the order of the forward pass."""
-    units = stage_units(model, Layout(), 0)
-    return {spec.name: spec.shape for specs in units.values() for spec in specs}
+    return {spec.name: spec.shape for spec in declare(model).params()}
 
 
 def plan_shards(model: ModelConfig, dtype: torch.dtype, shard_bytes: int) -> list[Shard]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -25,9 +26,10 @@ from megazero.model.context import Context, MicroBatchInfo
 from megazero.model.documents import Documents, Span
 from megazero.model.dropout import Dropout, Rows
 from megazero.model.fused_ops import FusedOps
-from megazero.model.linear import ColumnLinear, RowLinear, column_linears
+from megazero.model.linear import Call, ColumnLinear, RowLinear, Split, normed_columns, rows_onto
 from megazero.model.matmul import upcasts
-from megazero.model.rotary import Rotary, rotate
+from megazero.model.norm import Norm
+from megazero.model.rotary import Rotary, RotaryTables, rotate
 
 FLASH_CAPABILITY = (8, 0)  # of a GPU: FlashAttention runs from Ampere on
 
@@ -37,32 +39,14 @@ class CoreAttention:
     """The attention core of one layer.
 
     Attributes:
-        num_heads: n/tp.
         recompute: compute the attention weights of the math backend again in backward, instead of saving them.
     """
 
-    num_heads: int
     dropout: Dropout
     fused_ops: FusedOps
     recompute: bool
 
     def __call__(
-        self,
-        qkv: torch.Tensor,
-        batch: int,
-        backend: Backend,
-        rows: tuple[Rows, ...] | None,
-        documents: Documents | None = None,
-    ) -> torch.Tensor:
-        """[T, n/tp * 3 * d] -> [T, n/tp * d].
-
-        Args:
-            rows: of the dropout's mask, a row for every head and query; None without dropout.
-            documents: what attention is bounded by; None: samples.
-        """
-        return self.attend(*_Heads.apply(qkv, batch, self.num_heads), backend, rows, documents)
-
-    def attend(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -71,7 +55,12 @@ class CoreAttention:
         rows: tuple[Rows, ...] | None,
         documents: Documents | None = None,
     ) -> torch.Tensor:
-        """q [b, n/tp, s, d], k and v [b, g, s, d], g dividing n/tp -> [T, n/tp * d]; the rest as above."""
+        """q [b, n/tp, s, d], k and v [b, g, s, d], g dividing n/tp -> [T, n/tp * d].
+
+        Args:
+            rows: of the dropout's mask, a row for every head and query; None without dropout.
+            documents: what attention is bounded by; None: samples.
+        """
         if backend is Backend.MATH:
             y = _MathAttention.apply(q, k, v, self, rows, documents)
         else:
@@ -168,21 +157,22 @@ def _part(span: Span) -> tuple[slice, slice, slice]:
     return slice(span.sample, span.sample + 1), slice(None), slice(span.first, span.stop)
 
 
-class _Heads(torch.autograd.Function):
+class Heads(NamedTuple):
     """[T, n/tp * 3 * d] -> queries, keys and values, views of [b, n/tp, s, d]. Their gradients are copied into one
     tensor, once: autograd's own way is a stack and then a copy into rows.
     """
 
-    @staticmethod
-    def forward(ctx, qkv, batch, num_heads):
-        heads = qkv.view(batch, -1, num_heads, 3, qkv.shape[-1] // (3 * num_heads))
+    batch: int
+    num_heads: int  # n/tp
+
+    def forward(self, *ys: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        (qkv,) = ys
+        heads = qkv.view(self.batch, -1, self.num_heads, 3, qkv.shape[-1] // (3 * self.num_heads))
         return heads.permute(3, 0, 2, 1, 4).unbind()
 
-    @staticmethod
-    def backward(ctx, dq, dk, dv):
-        b, n, s, d = dq.shape
-        grads = torch.stack([part.transpose(1, 2) for part in (dq, dk, dv)], dim=3)
-        return grads.view(b * s, n * 3 * d), None, None
+    def backward(self, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        b, n, s, d = grads[0].shape
+        return (torch.stack([part.transpose(1, 2) for part in grads], dim=3).view(b * s, n * 3 * d),)
 
 
 def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -247,22 +237,45 @@ def attention_backend(device_type: str, precision: str, dropout: bool, documents
 class _Attention(nn.Module):
     """Causal self-attention; heads are sharded over tp."""
 
+    columns: tuple[ColumnLinear, ...]
+    proj: RowLinear
+
     def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
         super().__init__()
         self.context, self.number = context, number
         self.num_heads = model.num_attention_heads // context.tp.size
         self.first_head = context.tp.rank * self.num_heads
         dropout = context.dropout(model.attention_dropout, number, "scores")
-        self.core = CoreAttention(self.num_heads, dropout, context.fused_ops, context.selective)
+        self.core = CoreAttention(dropout, context.fused_ops, context.selective)
 
-    def backend(self, x: torch.Tensor, tokens: MicroBatchInfo) -> tuple[Backend, tuple[Rows, ...] | None]:
-        """Return the core's backend, and the rows of its dropout mask."""
-        rows = None
+    def forward(self, x: torch.Tensor, norm: Norm, dropout: Dropout, tokens: MicroBatchInfo) -> torch.Tensor:
+        """x [T', h] -> x + dropout(attention(norm(x))) [T', h]"""
+        *heads, x = normed_columns(x, norm, self.columns, self.split(tokens))
+        y = self.attend(heads, tokens)  # [T, h/tp]
+        return rows_onto(x, (y,), (self.proj,), (None,), dropout, Call(tokens.dropout_rows, output=True))
+
+    def split(self, tokens: MicroBatchInfo) -> Split | None:
+        """Return the split of the outputs of `columns` that `attend` takes."""
+        raise NotImplementedError
+
+    def new_heads(self, outputs: list[torch.Tensor], tokens: MicroBatchInfo) -> tuple[torch.Tensor, ...]:
+        """Return queries [T, n/tp, d], keys and values [T, g, d] of new tokens, of the outputs of `columns`."""
+        raise NotImplementedError
+
+    def attend(self, heads: list[torch.Tensor], tokens: MicroBatchInfo) -> torch.Tensor:
+        """Queries, keys and values -> [T, h/tp]"""
+        if tokens.cache is not None:
+            return tokens.cache.attend(self.number, *self.new_heads(heads, tokens), tokens.rows)
+        documents = tokens.attention_documents
         if tokens.training and self.core.dropout.probability > 0:
             first, count = self.first_head * tokens.length, self.num_heads * tokens.length
             rows = tuple(Rows(sample, first, count) for sample in tokens.samples)
-        bounded = tokens.attention_documents is not None
-        return attention_backend(x.device.type, self.context.precision, rows is not None, bounded), rows
+        else:
+            rows = None
+        backend = attention_backend(
+            heads[0].device.type, self.context.precision, rows is not None, documents is not None
+        )
+        return self.core(*heads, backend, rows, documents)
 
 
 class Attention(_Attention):
@@ -273,15 +286,14 @@ class Attention(_Attention):
         h, n = model.hidden_size, model.num_attention_heads
         self.qkv = ColumnLinear(context, h, n, 3, h // n, std=model.init_method_std, bias=True)
         self.proj = RowLinear(context, h, h, std=model.residual_std, bias=True)
+        self.columns = (self.qkv,)
 
-    def forward(self, x: torch.Tensor, norm: nn.Module, tokens: MicroBatchInfo) -> torch.Tensor:
-        """x [T', h] -> attention(norm(x)) [T', h]"""
-        qkv = self.qkv(norm(x), self.context.recomputed(norm, x))  # [T, n/tp * 3 * d]
-        if tokens.cache is not None:
-            heads = qkv.view(len(qkv), self.num_heads, 3, -1).unbind(2)  # [T, n/tp, d] each
-            return self.proj(tokens.cache.attend(self.number, *heads, tokens.rows))
-        b, documents = len(tokens.samples), tokens.attention_documents
-        return self.proj(self.core(qkv, b, *self.backend(x, tokens), documents))  # [T, h/tp] -> [T', h]
+    def split(self, tokens: MicroBatchInfo) -> Split | None:
+        return Heads(len(tokens.samples), self.num_heads) if tokens.cache is None else None
+
+    def new_heads(self, outputs: list[torch.Tensor], tokens: MicroBatchInfo) -> tuple[torch.Tensor, ...]:
+        (qkv,) = outputs
+        return qkv.view(len(qkv), self.num_heads, 3, -1).unbind(2)
 
 
 class GroupedAttention(_Attention):
@@ -302,49 +314,49 @@ class GroupedAttention(_Attention):
         self.query = ColumnLinear(context, h, n, d, std=std, bias=bias)
         self.kv = ColumnLinear(context, h, g, 2, d, std=std, bias=bias, tp_dim=None if g < tp else 0, rows=rows)
         self.proj = RowLinear(context, h, h, std=model.residual_std, bias=False)
+        self.columns = (self.query, self.kv)
 
-    def forward(self, x: torch.Tensor, norm: nn.Module, tokens: MicroBatchInfo) -> torch.Tensor:
-        """x [T', h] -> attention(norm(x)) [T', h]"""
-        query, kv = column_linears((self.query, self.kv), norm(x), self.context.recomputed(norm, x))
-        return self.proj(self.attend(query, kv, tokens))
-
-    def attend(self, query: torch.Tensor, kv: torch.Tensor, tokens: MicroBatchInfo) -> torch.Tensor:
-        """query [T, n/tp * d], kv [T, g * 2 * d] -> [T, h/tp]"""
+    def split(self, tokens: MicroBatchInfo) -> Split | None:
         if tokens.cache is not None:
-            q = query.view(1, len(query), self.num_heads, -1)
-            k, v = kv.view(1, len(kv), -1, 2, q.shape[-1]).unbind(3)
-            tables = self.tables.at(tokens.positions(q.device), len(query))
-            q, k = rotate(q, tables), rotate(k, tables)
-            return tokens.cache.attend(self.number, q[0], k[0], v[0], tokens.rows)
+            return None
         positions = None if tokens.position_documents is None else tokens.position_documents.positions
-        q, k, v = _Groups.apply(query, kv, len(tokens.samples), self.num_heads, self.tables, positions)
-        return self.core.attend(q, k, v, *self.backend(query, tokens), tokens.attention_documents)
+        return Groups(len(tokens.samples), self.num_heads, self.tables, positions)
+
+    def new_heads(self, outputs: list[torch.Tensor], tokens: MicroBatchInfo) -> tuple[torch.Tensor, ...]:
+        query, kv = outputs
+        q = query.view(1, len(query), self.num_heads, -1)
+        k, v = kv.view(1, len(kv), -1, 2, q.shape[-1]).unbind(3)
+        tables = self.tables.at(tokens.positions(q.device), len(query))
+        return rotate(q, tables)[0], rotate(k, tables)[0], v[0]
 
 
-class _Groups(torch.autograd.Function):
+class Groups(NamedTuple):
     """[T, n/tp * d], [T, g * 2 * d] -> queries [b, n/tp, s, d], keys and values [b, g, s, d], rotated by position.
 
     They are tensors of their own, since a view of one would keep the memory of all; in memory [b, s, heads, d], as the
-    fused kernels' output then is. Nothing is kept: a rotation is undone by rotating back.
+    fused kernels' output then is. Nothing is kept: a rotation is undone by rotating back. Other outputs pass through.
     """
 
-    @staticmethod
-    def forward(ctx, query, kv, batch, num_heads, tables, positions):
-        d = query.shape[-1] // num_heads
-        q = query.view(batch, -1, num_heads, d)
-        k, v = kv.view(batch, q.shape[1], -1, 2, d).unbind(3)
-        ctx.tables, ctx.positions = tables, positions
-        tables = tables.at(positions, q.shape[1])
-        q, k = rotate(q, tables), rotate(k, tables)
-        return q.transpose(1, 2), k.transpose(1, 2), v.contiguous().transpose(1, 2)
+    batch: int
+    num_heads: int  # n/tp
+    tables: RotaryTables
+    positions: torch.Tensor | None  # [b, s]; None: 0 to s - 1 in every sample
 
-    @staticmethod
-    def backward(ctx, dq, dk, dv):
-        dq, dk, dv = (part.transpose(1, 2) for part in (dq, dk, dv))  # [b, s, heads, d]
+    def forward(self, *ys: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        query, kv, *others = ys
+        d = query.shape[-1] // self.num_heads
+        q = query.view(self.batch, -1, self.num_heads, d)
+        k, v = kv.view(self.batch, q.shape[1], -1, 2, d).unbind(3)
+        tables = self.tables.at(self.positions, q.shape[1])
+        heads = rotate(q, tables), rotate(k, tables), v.contiguous()
+        return *[part.transpose(1, 2) for part in heads], *others
+
+    def backward(self, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        dq, dk, dv = (part.transpose(1, 2) for part in grads[:3])  # [b, s, heads, d]
         b, s, g, d = dk.shape
-        tables = ctx.tables.at(ctx.positions, s)
+        tables = self.tables.at(self.positions, s)
         dkv = dk.new_empty(b, s, g, 2, d)
         dkeys, dvalues = dkv.unbind(3)
         rotate(dk, tables, back=True, out=dkeys)
         dvalues.copy_(dv)
-        return rotate(dq, tables, back=True).view(b * s, -1), dkv.view(b * s, -1), None, None, None, None
+        return rotate(dq, tables, back=True).view(b * s, -1), dkv.view(b * s, -1), *grads[3:]

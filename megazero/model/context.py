@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from megazero.model.kv_cache import KVCache
 from megazero.model.matmul import TORCH, Products
 from megazero.model.rotary import Rotary, RotaryTables
 from megazero.model.weight import GradWriter, Weight
-from megazero.plan.parameters import GradientGroup, ParamSpec
+from megazero.plan.parameters import ParamSpec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -76,16 +76,6 @@ class ResidualStream:
         return range(self.tp.rank * each, (self.tp.rank + 1) * each)
 
 
-class RecomputedInput(NamedTuple):
-    """A linear layer's input that is prepare(source), and recomputed in backward instead of kept.
-
-    It pays where `prepare` is cheap and keeps `source` for its own backward anyway: norms, GELU.
-    """
-
-    prepare: Callable[[torch.Tensor], torch.Tensor]
-    source: torch.Tensor
-
-
 @dataclass(frozen=True)
 class Context:
     """Dependencies that every layer is built with.
@@ -116,12 +106,6 @@ class Context:
     def dropout(self, probability: float, layer: int, site: str) -> Dropout:
         return Dropout(probability, self.seed, layer, site, self.kernels.dropout)
 
-    def recomputed(
-        self, prepare: Callable[[torch.Tensor], torch.Tensor], source: torch.Tensor
-    ) -> RecomputedInput | None:
-        """Under selective recompute, a linear layer's input as prepare(source); else None: the layer keeps it."""
-        return RecomputedInput(prepare, source.detach()) if self.selective else None
-
     @functools.cached_property
     def released(self) -> torch.Tensor:
         """One NaN, to which every weight without memory is expanded."""
@@ -142,24 +126,25 @@ class Context:
     def weight(
         self,
         *shape: int,
-        tp_dim: int | None = None,
+        sharded: Mapping[int, str] | None = None,
         std: float = 0.0,
         mean: float = 0.0,
         decays: bool = False,
         pads: bool = False,
-        group: GradientGroup = GradientGroup.DP,
+        summed: Iterable[str] = (),
     ) -> Weight:
         """Declare a weight of the global `shape`, without memory. Its name is the path at which it is assigned.
 
         Args:
-            tp_dim: the dim that is sharded over tp; None: replicated.
+            sharded: dim -> the axis that shards it.
             std, mean: of the initial normal distribution.
             decays: weight decay applies.
             pads: rows of the shard may be padded: the vocabulary.
-            group: axes over which its gradient is a sum.
+            summed: axes besides the data-parallel ones over which its gradient is a sum.
         """
-        spec = ParamSpec("", shape, tp_dim, decays, std, mean, pads, group)
-        return Weight(spec, self.tp.size, self.tp.rank, self.seed, self.released)
+        spec = ParamSpec("", shape, tuple((sharded or {}).items()), decays, std, mean, pads, frozenset(summed))
+        block = spec.local({"tp": self.tp.rank}, {"tp": self.tp.size})
+        return Weight(spec, block, self.seed, self.released)
 
 
 def kept_bytes(writes: Iterable[GradWriter]) -> int:

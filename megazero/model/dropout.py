@@ -132,17 +132,20 @@ class Dropout:
     site: str
     kernel: Kernel = eager
 
-    def __call__(
-        self, x: torch.Tensor, rows: tuple[Rows, ...] | None, residual: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, rows: tuple[Rows, ...] | None) -> torch.Tensor:
         """x of any shape, seen as [R, C]: C its last dim, R the sum of the rows' counts. `rows` None: evaluation.
 
         Elements of x become 0 or x / (1 - probability), rounded once; the factor is in fp32, or of fp64 in fp64.
-        A residual is added to them.
         """
-        if self.probability == 0.0 or rows is None:
-            return x if residual is None else residual + x
-        return _Dropout.apply(x, residual, self, rows)
+        return x if self.probability == 0.0 or rows is None else _Dropout.apply(x, self, rows)
+
+    def onto(self, residual: torch.Tensor, x: torch.Tensor, rows: tuple[Rows, ...] | None) -> torch.Tensor:
+        """Residual + dropout(x), below autograd; x may be overwritten."""
+        return x.add_(residual) if self.probability == 0.0 or rows is None else self.times(x, rows, residual)
+
+    def grad(self, dy: torch.Tensor, rows: tuple[Rows, ...] | None) -> torch.Tensor:
+        """Return the gradient of x, below autograd."""
+        return dy if self.probability == 0.0 or rows is None else self.times(dy, rows)
 
     def mask(self, x: torch.Tensor, rows: tuple[Rows, ...]) -> torch.Tensor:
         """0 or 1 / (1 - probability), in x's shape and dtype."""
@@ -194,11 +197,10 @@ def _rows_together(x: torch.Tensor) -> int:
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, residual, dropout, rows):
+    def forward(ctx, x, dropout, rows):
         ctx.dropout, ctx.rows = dropout, rows
-        return dropout.times(x, rows, residual)
+        return dropout.times(x, rows)
 
     @staticmethod
     def backward(ctx, dy):
-        wanted, beside = ctx.needs_input_grad[:2]
-        return ctx.dropout.times(dy, ctx.rows) if wanted else None, dy if beside else None, None, None
+        return ctx.dropout.times(dy, ctx.rows), None, None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
-import torch.nn as nn
 
 from megazero.config.schema import ModelConfig
-from megazero.model.context import Context, MicroBatchInfo
+from megazero.model.block import Layer
+from megazero.model.context import Context, DeviceBatch, MicroBatchInfo
 from megazero.model.weight import GradWriter
+from megazero.plan.layers import End, Use
 
 
 class _AddPositions(torch.autograd.Function):
@@ -37,8 +38,10 @@ def _split(x: torch.Tensor, runs: tuple[range, ...]) -> tuple[torch.Tensor, ...]
     return x.split([len(run) for run in runs])
 
 
-class PositionEmbedding(nn.Module):
+class PositionEmbedding(Layer):
     """Adds the learned positions; then the embedding's dropout."""
+
+    use, end = Use.LOOKUP, End.FIRST
 
     def __init__(self, model: ModelConfig, context: Context) -> None:
         super().__init__()
@@ -48,3 +51,6 @@ class PositionEmbedding(nn.Module):
     def forward(self, x: torch.Tensor, tokens: MicroBatchInfo) -> torch.Tensor:
         """x [T', h] -> [T', h]"""
         return self.dropout(_AddPositions.apply(x, self.weight, tokens.runs, self.weight.handle), tokens.dropout_rows)
+
+    def compute(self, x: torch.Tensor | None, batch: DeviceBatch, output: bool) -> torch.Tensor:
+        return self(x, batch.tokens)

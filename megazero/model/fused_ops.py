@@ -26,36 +26,30 @@ def is_stand_in(x: torch.Tensor) -> bool:
     return x.is_meta or type(x) not in (torch.Tensor, torch.nn.Parameter)
 
 
+class Activation(NamedTuple):
+    """A function of x alone, and its gradient, below autograd."""
+
+    forward: Callable[[torch.Tensor], torch.Tensor]
+    grad: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (dy, x) -> dx; both may be overwritten
+
+
 class FusedOps(NamedTuple):
     """Shapes: all elementwise but for the last dim of the attention weights [.., s, s]."""
 
-    gelu: Callable[[torch.Tensor], torch.Tensor]  # x -> gelu(x), by tanh; autograd keeps x alone, here and in swiglu
-    swiglu: Callable[[torch.Tensor], torch.Tensor]  # [.., 2 f], gates and values -> silu(gates) * values
+    gelu: Activation  # by tanh
+    swiglu: Activation  # [.., 2 f], gates and values -> silu(gates) * values
     # (scores [b, n, s, s], None or [b, s]: the first key that each query sees) -> weights; scores may be changed
     causal_softmax: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
     # (weights, weights behind dropout, gradient of those, scale) -> gradient of the scores
     scores_grad: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 
 
-class _Activation(torch.autograd.Function):
-    """function(x), which keeps x alone; grad(dy, x) is its gradient."""
-
-    @staticmethod
-    def forward(ctx, x, function, grad):
-        ctx.save_for_backward(x)
-        ctx.grad = grad
-        return function(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return ctx.grad(dy, *ctx.saved_tensors), None, None
+def _gelu(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh")
 
 
-def activation(
-    function: Callable[[torch.Tensor], torch.Tensor], grad: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Join a function and its gradient, (dy, x) -> dx."""
-    return lambda x: _Activation.apply(x, function, grad)
+def _gelu_grad(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.ops.aten.gelu_backward.grad_input(dy, x, approximate="tanh", grad_input=dy)
 
 
 def _swiglu(x: torch.Tensor) -> torch.Tensor:
@@ -65,11 +59,10 @@ def _swiglu(x: torch.Tensor) -> torch.Tensor:
 
 def _swiglu_grad(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     gate, value = x.chunk(2, dim=-1)
-    dx = torch.empty_like(x)
-    dgate, dvalue = dx.chunk(2, dim=-1)
-    torch.mul(dy, F.silu(gate), out=dvalue)
-    dgate.copy_(torch.ops.aten.silu_backward(dy * value, gate))
-    return dx
+    dsilu = dy * value
+    torch.mul(dy, F.silu(gate), out=value)
+    torch.ops.aten.silu_backward.grad_input(dsilu, gate, grad_input=gate)
+    return x
 
 
 def _unseen(scores: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
@@ -91,8 +84,8 @@ def _scores_grad(weights: torch.Tensor, dropped: torch.Tensor, ddropped: torch.T
 
 
 PLAIN = FusedOps(
-    gelu=lambda x: F.gelu(x, approximate="tanh"),
-    swiglu=activation(_swiglu, _swiglu_grad),
+    gelu=Activation(_gelu, _gelu_grad),
+    swiglu=Activation(_swiglu, _swiglu_grad),
     causal_softmax=_causal_softmax,
     scores_grad=_scores_grad,
 )
@@ -134,13 +127,13 @@ def compiled(device: torch.device) -> FusedOps:
         return torch.compile(fn, dynamic=False)
 
     ops = FusedOps(
-        gelu=activation(compile_(_sigmoid_gelu), compile_(_sigmoid_gelu_grad)),
-        swiglu=activation(compile_(_sigmoid_swiglu), compile_(_sigmoid_swiglu_grad)),
+        gelu=Activation(compile_(_sigmoid_gelu), compile_(_sigmoid_gelu_grad)),
+        swiglu=Activation(compile_(_sigmoid_swiglu), compile_(_sigmoid_swiglu_grad)),
         causal_softmax=compile_(_softmax_in_one),
         scores_grad=compile_(_scores_grad),
     )
     try:
-        ops.gelu(torch.zeros(64, device=device))
+        ops.gelu.forward(torch.zeros(64, device=device))
     except Exception as error:
         reason = str(error).strip().splitlines()
         raise ValueError(

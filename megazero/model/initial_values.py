@@ -38,31 +38,31 @@ def draw(seed: int, spec: ParamSpec, block: LocalBlock, start: int, stop: int) -
     assert 0 <= start <= stop <= block.numel, (spec.name, start, stop, block)
     if spec.std == 0.0 or start == stop:
         return torch.full((stop - start,), spec.mean)
-    if spec.tp_dim in (None, 0):
-        at = block.offset[0] * math.prod(spec.shape[1:])
-        return standard_normal(seed, spec.name, at + start, at + stop).mul_(spec.std).add_(spec.mean)
-    assert spec.tp_dim == 1, (spec.name, spec.shape)
-    return _draw_columns(seed, spec, block, start, stop).mul_(spec.std).add_(spec.mean)
+    dim = max((dim for dim, _ in spec.sharded), default=0)
+    return _draw_part(seed, spec, block, dim, start, stop).mul_(spec.std).add_(spec.mean)
 
 
-def _draw_columns(seed: int, spec: ParamSpec, block: LocalBlock, start: int, stop: int) -> torch.Tensor:
-    """Draw a tensor that is sharded over dim 1, seen as a matrix of dim 0 against all others: our columns of it.
+def _draw_part(seed: int, spec: ParamSpec, block: LocalBlock, dim: int, start: int, stop: int) -> torch.Tensor:
+    """Draw a tensor that is sharded over `dim`, and over dim 0 or no other, seen as rows of the dims from `dim` on.
 
-    Wide rows one by one, of which our columns alone are drawn; of narrow ones a block of whole rows at a time.
+    Wide rows one by one, of which our part alone is drawn; of narrow ones a block of whole rows at a time.
     """
-    row, width = math.prod(spec.shape[1:]), math.prod(block.shape[1:])
-    offset = block.offset[1] * math.prod(spec.shape[2:])
+    assert spec.shape[1:dim] == block.shape[1:dim], (spec, block)
+    row, width = math.prod(spec.shape[dim:]), math.prod(block.shape[dim:])
+    above = block.offset[0] * math.prod(spec.shape[1:dim]) if dim else 0  # rows before ours
+    offset = block.offset[dim] * math.prod(spec.shape[dim + 1 :])
     first, last = start // width, -(-stop // width)
-    if width > BLOCK:
+    if width > BLOCK or dim == 0:
         parts = []
         for at in range(first, last):
             begin, end = max(start - at * width, 0), min(stop - at * width, width)
-            parts.append(standard_normal(seed, spec.name, at * row + offset + begin, at * row + offset + end))
+            here = (above + at) * row + offset
+            parts.append(standard_normal(seed, spec.name, here + begin, here + end))
         return torch.cat(parts)
     out = torch.empty((last - first) * width)
     rows = max(1, 16 * BLOCK // row)  # never the whole global tensor
     for at in range(first, last, rows):
         end = min(at + rows, last)
-        values = standard_normal(seed, spec.name, at * row, end * row).view(-1, row)
+        values = standard_normal(seed, spec.name, (above + at) * row, (above + end) * row).view(-1, row)
         out[(at - first) * width : (end - first) * width] = values[:, offset : offset + width].flatten()
     return out[start - first * width : stop - first * width]

@@ -1,4 +1,4 @@
-"""Linear layers, sharded over tp.
+"""Linear layers, sharded over tp, and what a Function of autograd joins them to: a norm, an activation, a residual.
 
 Activations are [T, h], the T = b s tokens of a micro-batch one below the other. The residual stream holds all of them
 on every tensor-parallel rank, or with sequence parallelism 1/tp of them: see `ResidualStream`.
@@ -7,24 +7,28 @@ Weights never collect a `.grad`. Every Function that uses one hands its gradient
 which calls `write(out, add)` with `out` the weight's window of a flat gradient buffer: to be written (add False: the
 first contribution) or added to. A bias' gradient is summed in fp32 or wider, and rounded to the buffer's type alone.
 
+Note [few Functions]: a Function in Python costs the host 7 us before it does anything, and an H100 waits for its host
+at small micro-batches. So all that is between two points at which autograd is needed is one Function: `NormedColumns`
+and `ResidualRows` are pairs of forward and backward below autograd, which the Functions at the end of this file call.
+
 Shapes: b micro-batch, s sequence, T tokens, T' those of the residual stream on this rank, h hidden; /tp = this rank's
 part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn as nn
 
-from megazero.comm.collectives import Pending
-from megazero.model.context import AsyncTensor, Context, RecomputedInput
-from megazero.model.fused_ops import wide
+from megazero.model.context import Context
+from megazero.model.dropout import Dropout, Rows
+from megazero.model.fused_ops import Activation, wide
 from megazero.model.matmul import as_matrix, write_or_add
-from megazero.model.weight import GradWriter
-from megazero.plan.parameters import GradientGroup
+from megazero.model.norm import Norm
+from megazero.model.weight import GradWriter, handle_of
 
 
 class ColumnLinear(nn.Module):
@@ -48,12 +52,10 @@ class ColumnLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.context, self.rows = context, rows
-        group = GradientGroup.DP if rows is None else GradientGroup.DP_TP
-        self.weight = context.weight(*out, inner, tp_dim=tp_dim, std=std, decays=True, group=group)
-        self.bias = context.weight(*out, tp_dim=tp_dim, group=group) if bias else None
-
-    def forward(self, x: torch.Tensor, recomputed: RecomputedInput | None = None) -> torch.Tensor:
-        return column_linears((self,), x, recomputed)[0]
+        sharded, summed = {} if tp_dim is None else {tp_dim: "tp"}, () if rows is None else ("tp",)
+        self.weight = context.weight(*out, inner, sharded=sharded, std=std, decays=True, summed=summed)
+        self.bias = context.weight(*out, sharded=sharded, summed=summed) if bias else None
+        self.weights = (self.weight,) if self.bias is None else (self.weight, self.bias)
 
     @property
     def matrix(self) -> torch.Tensor:
@@ -95,11 +97,9 @@ class RowLinear(nn.Module):
     def __init__(self, context: Context, inner: int, out: int, *, std: float, bias: bool) -> None:
         super().__init__()
         self.context = context
-        self.weight = context.weight(out, inner, tp_dim=1, std=std, decays=True)
+        self.weight = context.weight(out, inner, sharded={1: "tp"}, std=std, decays=True)
         self.bias = context.weight(out) if bias else None
-
-    def forward(self, x: torch.Tensor, recomputed: RecomputedInput | None = None, output: bool = True) -> torch.Tensor:
-        return row_linears((self,), (x,), (recomputed,), output)
+        self.weights = (self.weight,) if self.bias is None else (self.weight, self.bias)
 
     def part(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's summand, [T, out], without a graph."""
@@ -107,95 +107,191 @@ class RowLinear(nn.Module):
         return self.context.products.output(x, self.weight.data, bias)
 
 
-def column_linears(
-    layers: Sequence[ColumnLinear], x: torch.Tensor, recomputed: RecomputedInput | None = None
-) -> tuple[torch.Tensor, ...]:
-    """Apply several column-linear layers to one input [T', in], which is gathered, and its gradient summed, once."""
-    return _ColumnLinears.apply(x, layers, recomputed, *_handles(layers))
+Tensors = tuple[torch.Tensor, ...]
 
 
-def row_linears(
-    layers: Sequence[RowLinear],
-    xs: Sequence[torch.Tensor],
-    recomputed: Sequence[RecomputedInput | None],
-    output: bool = True,
-) -> torch.Tensor:
-    """Add the outputs of several row-linear layers, an input each; they are summed over tp once.
-
-    `output` False: only the graph is needed. What is returned has the right shape, and no values.
-    """
-    return _RowLinears.apply(layers, recomputed, output, *xs, *_handles(layers))
-
-
-def _handles(layers: Sequence[ColumnLinear] | Sequence[RowLinear]) -> list[torch.Tensor]:
-    return [weight.handle for layer in layers for weight in (layer.weight, layer.bias) if weight is not None]
-
-
-class _ColumnLinears(torch.autograd.Function):
-    """See `column_linears`, and Note [the Weight itself].
+class NormedColumns(NamedTuple):
+    """Column-linear layers of one input norm(x) [T', in], which is gathered, and its gradient summed, once.
 
     Of a sharded stream this rank's tokens alone are kept, and gathered again in backward. Nothing waits: the tokens
     arrive while the input gradient is computed, and that is summed while the weight gradients are.
     """
 
-    @staticmethod
-    def forward(ctx, x, layers, recomputed, *handles):
-        ctx.save_for_backward(x if recomputed is None else recomputed.source)
-        ctx.layers, ctx.prepare, ctx.num_handles = layers, recomputed and recomputed.prepare, len(handles)
-        whole = layers[0].context.stream.start_unshard(x).wait()
-        return tuple(layer.output(whole) for layer in layers)
+    norm: Norm
+    layers: tuple[ColumnLinear, ...]
 
-    @staticmethod
-    def backward(ctx, *dys):
-        (x,) = ctx.saved_tensors
-        c = ctx.layers[0].context
-        trains = any(layer.weight.trains for layer in ctx.layers)
-        if ctx.prepare is not None and trains:
-            x = ctx.prepare(x)
-        unsharding = c.stream.start_unshard(x) if trains else AsyncTensor(x, Pending())
+    def forward(self, x: torch.Tensor) -> tuple[Tensors, Tensors]:
+        """x [T', in] -> outputs [T, out/tp], and the tensors to keep for `backward`."""
+        y, *numbers = self.norm.normalise(x)
+        context = self.layers[0].context
+        whole = context.stream.start_unshard(y).wait()
+        kept = (x, *numbers) if context.selective else (x, *numbers, y)
+        return tuple([layer.output(whole) for layer in self.layers]), kept
+
+    def backward(
+        self, dys: Tensors, residual: torch.Tensor | None, wanted: bool, x: torch.Tensor, *kept: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return the gradient of x, if it is wanted, plus `residual`, another gradient of x."""
+        norm, layers, context = self.norm, self.layers, self.layers[0].context
+        trains = any(layer.weight.trains for layer in layers)
+        unsharding = None
+        if trains:
+            y = norm.normalise(x)[0] if context.selective else kept[-1]
+            unsharding = context.stream.start_unshard(y)
         reducing = None
-        if ctx.needs_input_grad[0]:
-            dx = None
-            for layer, dy in zip(ctx.layers, dys, strict=True):
-                part = c.products.input_grad(dy, layer.matrix)
-                dx = part if dx is None else dx.add_(part)
-            reducing = c.stream.start_reduce(dx)
-        whole = unsharding.wait()
-        for layer, dy in zip(ctx.layers, dys, strict=True):
-            layer.add_gradients(whole, dy)
-        return reducing and reducing.wait(), *[None] * (2 + ctx.num_handles)
+        if wanted or any(weight.trains for weight in norm.weights):
+            dy = None
+            for layer, upper in zip(layers, dys, strict=True):
+                part = context.products.input_grad(upper, layer.matrix)
+                dy = part if dy is None else dy.add_(part)
+            reducing = context.stream.start_reduce(dy)
+        whole = x if unsharding is None else unsharding.wait()
+        for layer, upper in zip(layers, dys, strict=True):
+            layer.add_gradients(whole, upper)
+        if reducing is None:
+            return None
+        return norm.input_grad(reducing.wait(), residual, x, *(kept if context.selective else kept[:-1]))
 
 
-class _RowLinears(torch.autograd.Function):
-    """See `row_linears`, and Note [the Weight itself]. A bias' gradient is of this rank's tokens."""
+class Call(NamedTuple):
+    """A call of `ResidualRows`, but for its tensors."""
+
+    mask: tuple[Rows, ...] | None  # rows of the dropout's mask; None: no dropout
+    output: bool  # False: only the graph is needed; what is returned has the right shape, and no values
+
+
+class ResidualRows(NamedTuple):
+    """residual + dropout(sum of row-linear layers), each of an activation of its own input; summed over tp once.
+
+    Attributes:
+        activations: one per layer; None: the input itself.
+    """
+
+    layers: tuple[RowLinear, ...]
+    activations: tuple[Activation | None, ...]
+    dropout: Dropout
+
+    def forward(self, xs: Tensors, residual: torch.Tensor, call: Call) -> tuple[torch.Tensor, Tensors]:
+        """xs [T, in/tp], residual [T', out] -> [T', out], and the tensors to keep for `backward`."""
+        context, total, kept = self.layers[0].context, None, []
+        for layer, activation, x in zip(self.layers, self.activations, xs, strict=True):
+            inner = x
+            kept.append(x)
+            if activation is not None:
+                inner = activation.forward(x)
+                if not context.selective:
+                    kept.append(inner)
+            if call.output:
+                part = layer.part(inner)
+                total = part if total is None else total.add_(part)
+        if total is None:
+            return torch.empty_like(residual), tuple(kept)
+        y = context.stream.start_reduce(total).wait()
+        return self.dropout.onto(residual, y, call.mask), tuple(kept)
+
+    def backward(
+        self, dy: torch.Tensor, call: Call, wanted: tuple[bool, ...], kept: Tensors
+    ) -> list[torch.Tensor | None]:
+        """dy [T', out] -> gradients of the inputs, those that are wanted. The residual's is dy. A bias' gradient is of
+        this rank's tokens.
+        """
+        context, saved, dxs = self.layers[0].context, iter(kept), []
+        dy = self.dropout.grad(dy, call.mask)
+        unsharding = context.stream.start_unshard(dy)
+        for layer in self.layers:
+            if layer.bias is not None:
+                layer.bias.add_grad(dy.sum(0, dtype=wide(dy)))
+        dy = unsharding.wait()
+        for layer, activation, needed in zip(self.layers, self.activations, wanted, strict=True):
+            x = inner = next(saved)
+            if activation is not None and not context.selective:
+                inner = next(saved)
+            elif activation is not None and layer.weight.trains:
+                inner = activation.forward(x)
+            dx = context.products.input_grad(dy, layer.weight.data) if needed else None
+            layer.weight.accumulate_grad(GradWriter(context.products.weight_grad, (inner, dy)))
+            dxs.append(dx if activation is None or dx is None else activation.grad(dx, x))
+        return dxs
+
+
+class Split(Protocol):
+    """Cuts the outputs of column-linear layers, and rearranges them, below autograd."""
+
+    def forward(self, *ys: torch.Tensor) -> Tensors: ...
+
+    def backward(self, *grads: torch.Tensor) -> Tensors: ...
+
+
+class _Columns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, part, split, handle):
+        outputs, kept = part.forward(x)
+        ctx.save_for_backward(*kept)
+        ctx.part, ctx.split = part, split
+        return *(outputs if split is None else split.forward(*outputs)), x
 
     @staticmethod
-    def forward(ctx, layers, recomputed, output, *xs_and_handles):
-        xs = xs_and_handles[: len(layers)]
-        ctx.save_for_backward(*(x if r is None else r.source for x, r in zip(xs, recomputed, strict=True)))
-        ctx.layers, ctx.prepares = layers, [r and r.prepare for r in recomputed]
-        ctx.num_handles = len(xs_and_handles) - len(layers)
-        stream = layers[0].context.stream
-        if not output:
-            return xs[0].new_empty(len(stream.tokens(len(xs[0]))), layers[0].weight.spec.shape[0])
-        total = None
-        for layer, x in zip(layers, xs, strict=True):
-            part = layer.part(x)
-            total = part if total is None else total.add_(part)
-        return stream.start_reduce(total).wait()
+    def backward(ctx, *grads):
+        *dys, residual = grads
+        if ctx.split is not None:
+            dys = ctx.split.backward(*dys)
+        return ctx.part.backward(dys, residual, ctx.needs_input_grad[0], *ctx.saved_tensors), None, None, None
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, part, call, handle, residual, *xs):
+        y, kept = part.forward(xs, residual, call)
+        ctx.save_for_backward(*kept)
+        ctx.part, ctx.call = part, call
+        return y
 
     @staticmethod
     def backward(ctx, dy):
-        c = ctx.layers[0].context
-        unsharding = c.stream.start_unshard(dy)
-        for layer in ctx.layers:
-            if layer.bias is not None:
-                layer.bias.add_grad(dy.sum(0, dtype=wide(dy)))
-        dy, dxs = unsharding.wait(), []
-        needs = ctx.needs_input_grad[3:]
-        for layer, prepare, x, needed in zip(ctx.layers, ctx.prepares, ctx.saved_tensors, needs, strict=False):
-            if prepare is not None and layer.weight.trains:
-                x = prepare(x)
-            dxs.append(c.products.input_grad(dy, layer.weight.data) if needed else None)
-            layer.weight.accumulate_grad(GradWriter(c.products.weight_grad, (x, dy)))
-        return None, None, None, *dxs, *[None] * ctx.num_handles
+        dxs = ctx.part.backward(dy, ctx.call, ctx.needs_input_grad[4:], ctx.saved_tensors)
+        return None, None, None, dy, *dxs
+
+
+class _ColumnsAndRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, columns, rows, call, handle):
+        inner, kept = columns.forward(x)
+        y, more = rows.forward(inner, x, call)
+        ctx.save_for_backward(*kept, *more)
+        ctx.columns, ctx.rows, ctx.call, ctx.num_kept = columns, rows, call, len(kept)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        kept, columns, wanted = ctx.saved_tensors, ctx.columns, ctx.needs_input_grad[0]
+        below = wanted or any(weight.trains for part in (columns.norm, *columns.layers) for weight in part.weights)
+        dys = ctx.rows.backward(dy, ctx.call, (below,), kept[ctx.num_kept :])
+        dx = columns.backward(dys, dy, wanted, *kept[: ctx.num_kept]) if below else None
+        return dx, None, None, None, None
+
+
+def normed_columns(
+    x: torch.Tensor, norm: Norm, layers: tuple[ColumnLinear, ...], split: Split | None = None
+) -> Tensors:
+    """x [T', in] -> the outputs of `layers` of norm(x), [T, out/tp], cut by `split`; and x, for the residual's sum.
+
+    The x that is returned carries the residual's gradient to the norm's backward, which adds the two in one pass.
+    """
+    return _Columns.apply(x, NormedColumns(norm, layers), split, handle_of(norm, *layers))
+
+
+def rows_onto(
+    residual: torch.Tensor,
+    xs: Tensors,
+    layers: tuple[RowLinear, ...],
+    activations: tuple[Activation | None, ...],
+    dropout: Dropout,
+    call: Call,
+) -> torch.Tensor:
+    """Return residual [T', out] + dropout(sum of `layers`, each of an activation of its own of xs [T, in/tp])."""
+    return _Rows.apply(ResidualRows(layers, activations, dropout), call, handle_of(*layers), residual, *xs)
+
+
+def columns_and_rows(x: torch.Tensor, columns: NormedColumns, rows: ResidualRows, call: Call) -> torch.Tensor:
+    """x [T', h] -> x + dropout(rows(activation(columns(norm(x))))), in one Function."""
+    return _ColumnsAndRows.apply(x, columns, rows, call, handle_of(columns.norm, *columns.layers, *rows.layers))

@@ -1,4 +1,4 @@
-"""MLPs: mlp(norm(x)), [T', h] -> [T', h]; their inner width is sharded over tp."""
+"""MLPs: x + dropout(mlp(norm(x))), [T', h] -> [T', h]; their inner width is sharded over tp."""
 
 from __future__ import annotations
 
@@ -7,36 +7,42 @@ import torch.nn as nn
 
 from megazero.config.schema import ModelConfig
 from megazero.model.context import Context
-from megazero.model.linear import ColumnLinear, RowLinear
+from megazero.model.dropout import Dropout
+from megazero.model.fused_ops import Activation
+from megazero.model.linear import Call, ColumnLinear, NormedColumns, ResidualRows, RowLinear, columns_and_rows
+from megazero.model.norm import Norm
 
 
-class GeluMLP(nn.Module):
+class _MLP(nn.Module):
+    """down(activation(up(norm(x))))"""
+
+    up: ColumnLinear
+    down: RowLinear
+    activation: Activation
+
+    def forward(self, x: torch.Tensor, norm: Norm, dropout: Dropout, call: Call) -> torch.Tensor:
+        """x [T', h] -> x + dropout(mlp(norm(x))) [T', h]"""
+        columns = NormedColumns(norm, (self.up,))
+        return columns_and_rows(x, columns, ResidualRows((self.down,), (self.activation,), dropout), call)
+
+
+class GeluMLP(_MLP):
     """down(gelu(up(norm(x))))"""
 
     def __init__(self, model: ModelConfig, context: Context) -> None:
         super().__init__()
         h, f = model.hidden_size, model.ffn_size
-        self.context, self.gelu = context, context.fused_ops.gelu
         self.up = ColumnLinear(context, h, f, std=model.init_method_std, bias=True)
         self.down = RowLinear(context, f, h, std=model.residual_std, bias=True)
-
-    def forward(self, x: torch.Tensor, norm: nn.Module, output: bool = True) -> torch.Tensor:
-        c = self.context
-        inner = self.up(norm(x), c.recomputed(norm, x))  # [T, f/tp], before GELU
-        return self.down(self.gelu(inner), c.recomputed(self.gelu, inner), output)
+        self.activation = context.fused_ops.gelu
 
 
-class SwigluMLP(nn.Module):
+class SwigluMLP(_MLP):
     """down(silu(gate(y)) * value(y)), y = norm(x). One weight [2, f, h] has gate and value; no biases."""
 
     def __init__(self, model: ModelConfig, context: Context) -> None:
         super().__init__()
         h, f = model.hidden_size, model.ffn_size
-        self.context, self.swiglu = context, context.kernels.swiglu or context.fused_ops.swiglu
         self.up = ColumnLinear(context, h, 2, f, tp_dim=1, std=model.init_method_std, bias=False)
         self.down = RowLinear(context, f, h, std=model.residual_std, bias=False)
-
-    def forward(self, x: torch.Tensor, norm: nn.Module, output: bool = True) -> torch.Tensor:
-        c = self.context
-        inner = self.up(norm(x), c.recomputed(norm, x))  # [T, 2 f/tp]
-        return self.down(self.swiglu(inner), c.recomputed(self.swiglu, inner), output)
+        self.activation = context.kernels.swiglu or context.fused_ops.swiglu

@@ -7,62 +7,80 @@ import torch.nn as nn
 
 from megazero.config.schema import ModelConfig
 from megazero.model.context import Context
+from megazero.model.weight import Weight, handle_of
 
 
-class _LayerNorm(torch.autograd.Function):
+class Norm(nn.Module):
+    """A norm as two functions below autograd, which a linear layer behind it calls in its own Function."""
+
+    weights: tuple[Weight, ...]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [.., h] -> [.., h], by itself."""
+        return _Norm.apply(x, self, handle_of(self))
+
+    def normalise(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """x [.., h] -> y [.., h], and the numbers per token that `input_grad` needs besides x."""
+        raise NotImplementedError
+
+    def input_grad(
+        self, dy: torch.Tensor, residual: torch.Tensor | None, x: torch.Tensor, *numbers: torch.Tensor
+    ) -> torch.Tensor:
+        """Hand over the weights' gradients; return that of x [T, h], plus `residual`, another gradient of x."""
+        raise NotImplementedError
+
+
+class _Norm(torch.autograd.Function):
+    """Keeps x and the numbers per token."""
+
     @staticmethod
-    def forward(ctx, x, weight, bias, eps, kernels, *handles):
-        y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], weight.data, bias.data, eps)
-        ctx.save_for_backward(x, mean, rstd)
-        ctx.weight, ctx.bias, ctx.kernels = weight, bias, kernels
+    def forward(ctx, x, norm, handle):
+        y, *numbers = norm.normalise(x)
+        ctx.save_for_backward(x, *numbers)
+        ctx.norm = norm
         return y
 
     @staticmethod
     def backward(ctx, dy):
-        x, mean, rstd = ctx.saved_tensors
-        dx, dweight, dbias = ctx.kernels.layer_norm_grad(dy, x, ctx.weight.data, ctx.bias.data, mean, rstd)
-        ctx.weight.add_grad(dweight)
-        ctx.bias.add_grad(dbias)
-        return dx, *[None] * 6
+        return ctx.norm.input_grad(dy, None, *ctx.saved_tensors), None, None
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(Norm):
     """(x - mean) / sqrt(variance + eps) * weight + bias"""
 
     def __init__(self, model: ModelConfig, context: Context) -> None:
         super().__init__()
         self.eps, self.kernels = model.norm_epsilon, context.kernels
         self.weight, self.bias = context.weight(model.hidden_size, mean=1.0), context.weight(model.hidden_size)
+        self.weights = self.weight, self.bias
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        handles = self.weight.handle, self.bias.handle
-        return _LayerNorm.apply(x, self.weight, self.bias, self.eps, self.kernels, *handles)
+    def normalise(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.native_layer_norm(x, x.shape[-1:], self.weight.data, self.bias.data, self.eps)
 
-
-class _RMSNorm(torch.autograd.Function):
-    """Keeps x and a number per token."""
-
-    @staticmethod
-    def forward(ctx, x, weight, eps, kernels, handle):
-        y, rstd = kernels.rms_norm(x, weight.data, eps)
-        ctx.save_for_backward(x, rstd)
-        ctx.weight, ctx.kernels = weight, kernels
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        dx, dweight = ctx.kernels.rms_norm_grad(dy, ctx.saved_tensors[0], ctx.weight.data, ctx.saved_tensors[1])
-        ctx.weight.add_grad(dweight)
-        return dx, None, None, None, None
+    def input_grad(
+        self, dy: torch.Tensor, residual: torch.Tensor | None, x: torch.Tensor, *numbers: torch.Tensor
+    ) -> torch.Tensor:
+        dx, dweight, dbias = self.kernels.layer_norm_grad(dy, x, self.weight.data, self.bias.data, *numbers, residual)
+        self.weight.add_grad(dweight)
+        self.bias.add_grad(dbias)
+        return dx
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Norm):
     """x / sqrt(mean(x^2) + eps) * weight"""
 
     def __init__(self, model: ModelConfig, context: Context) -> None:
         super().__init__()
         self.eps, self.kernels = model.norm_epsilon, context.kernels
         self.weight = context.weight(model.hidden_size, mean=1.0)
+        self.weights = (self.weight,)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _RMSNorm.apply(x, self.weight, self.eps, self.kernels, self.weight.handle)
+    def normalise(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.kernels.rms_norm(x, self.weight.data, self.eps)
+
+    def input_grad(
+        self, dy: torch.Tensor, residual: torch.Tensor | None, x: torch.Tensor, *numbers: torch.Tensor
+    ) -> torch.Tensor:
+        dx, dweight = self.kernels.rms_norm_grad(dy, x, self.weight.data, *numbers, residual)
+        self.weight.add_grad(dweight)
+        return dx

@@ -7,23 +7,21 @@ in the MLP, in attention only if asked for (--add-qkv-bias).
 from __future__ import annotations
 
 import torch
-import torch.nn as nn
 
 from megazero.config.schema import ModelConfig
 from megazero.model.attention import GroupedAttention
-from megazero.model.block import Architecture
+from megazero.model.block import Architecture, Layer
 from megazero.model.context import Context, MicroBatchInfo
-from megazero.model.linear import column_linears, row_linears
+from megazero.model.linear import Call, normed_columns, rows_onto
 from megazero.model.mlp import GeluMLP
 from megazero.model.norm import LayerNorm
 
 
-class Block(nn.Module):
+class Block(Layer):
     """x + attention(norm(x)) + mlp(norm(x))"""
 
     def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
         super().__init__()
-        self.context = context
         self.norm = LayerNorm(model, context)
         self.attention = GroupedAttention(model, number, context)
         self.mlp = GeluMLP(model, context)
@@ -31,12 +29,11 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor, tokens: MicroBatchInfo, output: bool = True) -> torch.Tensor:
         """x [T', h] -> [T', h]"""
-        c, a, mlp = self.context, self.attention, self.mlp
-        linears = (a.query, a.kv, mlp.up)
-        query, kv, inner = column_linears(linears, self.norm(x), c.recomputed(self.norm, x))
-        inputs, recomputed = (a.attend(query, kv, tokens), mlp.gelu(inner)), (None, c.recomputed(mlp.gelu, inner))
-        y = row_linears((a.proj, mlp.down), inputs, recomputed, output)
-        return self.dropout(y, tokens.dropout_rows, x)
+        a, mlp = self.attention, self.mlp
+        *heads, inner, x = normed_columns(x, self.norm, (*a.columns, mlp.up), a.split(tokens))
+        xs, activations = (a.attend(heads, tokens), inner), (None, mlp.activation)
+        call = Call(tokens.dropout_rows, output)
+        return rows_onto(x, xs, (a.proj, mlp.down), activations, self.dropout, call)
 
 
 ARCHITECTURE = Architecture(Block, LayerNorm, positions=None)

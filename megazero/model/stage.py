@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Iterable
 
 import torch
 import torch.nn as nn
 
 from megazero.comm.pretend import pretend_mesh
-from megazero.config.architectures import ARCHITECTURES
 from megazero.config.schema import ModelConfig
 from megazero.memory.tracker import MemoryTracker
-from megazero.model.block import Architecture
+from megazero.model.architectures import ARCHITECTURES
+from megazero.model.block import Architecture, Layer
 from megazero.model.context import Context, DeviceBatch, MicroBatchInfo, ResidualStream
 from megazero.model.vocabulary import VocabularyTable, vocabulary_loss
 from megazero.model.weight import Weight, named_weights
-from megazero.plan.parameters import HEAD, POSITION_EMBEDDING, TOKEN_EMBEDDING, ParamSpec
+from megazero.plan.layers import End, LayerKind, Layers, Use
 from megazero.plan.topology import Layout
 
-
-def architecture(name: str) -> Architecture:
-    return importlib.import_module(ARCHITECTURES[name].module).ARCHITECTURE
+TOKEN_EMBEDDING, POSITION_EMBEDDING, BLOCKS, HEAD = "token_embedding", "position_embedding", "blocks.", "head"
 
 
-class TokenEmbedding(VocabularyTable):
+class TokenEmbedding(VocabularyTable, Layer):
     """The token table; then the embedding's dropout, unless a layer of positions follows, which has it."""
+
+    use, end = Use.LOOKUP, End.FIRST
 
     def __init__(self, model: ModelConfig, made: Architecture, context: Context) -> None:
         super().__init__(model, context)
@@ -36,14 +36,20 @@ class TokenEmbedding(VocabularyTable):
         """ids [b, s] -> [T', h]"""
         return self.dropout(self.look_up(ids), tokens.dropout_rows)
 
+    def compute(self, x: torch.Tensor | None, batch: DeviceBatch, output: bool) -> torch.Tensor:
+        return self(batch.ids, batch.tokens)
 
-class Head(nn.Module):
+
+class Head(Layer):
     """Final norm, then the vocabulary: loss, or logits. The output matrix is its own, or the token table."""
+
+    use, end = Use.HEAD, End.LAST
 
     def __init__(self, model: ModelConfig, norm: nn.Module, tied: VocabularyTable | None, context: Context) -> None:
         super().__init__()
         self.context, self.norm = context, norm
         self.output = VocabularyTable(model, context) if tied is None else None
+        self.reads = () if tied is None else (TOKEN_EMBEDDING,)
         self._tied = (tied,)  # in a tuple, so that it is not registered as a child: the table is a unit of its own
 
     @property
@@ -55,6 +61,10 @@ class Head(nn.Module):
     def forward(self, x: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """x [T', h], labels and weights [b, s] -> each sample's sum of weights x cross-entropy, in nats: [b] fp64."""
         return vocabulary_loss(self.norm(x), self.table, labels, weights, self.context)
+
+    def compute(self, x: torch.Tensor | None, batch: DeviceBatch, output: bool) -> torch.Tensor:
+        assert x is not None
+        return self(x, batch.labels, batch.loss_mask)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """x [.., h] -> [.., v/tp], without a gradient."""
@@ -73,64 +83,31 @@ class Stage(nn.Module):
     """
 
     def __init__(
-        self,
-        model: ModelConfig,
-        blocks: Iterable[int],
-        context: Context,
-        *,
-        first: bool = True,
-        last: bool = True,
-        frozen: tuple[str, ...] = (),
+        self, model: ModelConfig, names: Iterable[str], context: Context, frozen: tuple[str, ...] = ()
     ) -> None:
-        """Build blocks of these numbers, without memory.
+        """Build layers without memory.
 
         Args:
-            first, last: whether it holds the first, or the last, virtual stage. Both hold a tied token table.
+            names: of the layers, in the order of the forward pass. A tied head brings the token table along.
             frozen: patterns of the names of weights that do not train.
         """
         super().__init__()
         assert model.vocab_size > 0, "the vocabulary size is not resolved yet"
-        made = architecture(model.architecture)
+        made, names = ARCHITECTURES[model.architecture], list(names)
         self.stream = context.stream
-        tied = not model.untie_embeddings
-        self.token_embedding = TokenEmbedding(model, made, context) if first or (last and tied) else None
-        self.position_embedding = made.positions(model, context) if first and made.positions is not None else None
+        tied = not model.untie_embeddings and HEAD in names
+        self.token_embedding = TokenEmbedding(model, made, context) if tied or TOKEN_EMBEDDING in names else None
+        self.position_embedding = made.positions(model, context) if POSITION_EMBEDDING in names else None
         self.blocks = nn.ModuleDict()
-        for number in blocks:
-            self.blocks[str(number)] = made.block(model, number, context)
+        for number in (name.removeprefix(BLOCKS) for name in names if name.startswith(BLOCKS)):
+            self.blocks[number] = made.block(model, int(number), context)
         table = self.token_embedding if tied else None
-        self.head = Head(model, made.norm(model, context), table, context) if last else None
-        layers = {TOKEN_EMBEDDING: self.token_embedding, POSITION_EMBEDDING: self.position_embedding}
-        layers |= {f"blocks.{number}": block for number, block in self.blocks.items()} | {HEAD: self.head}
-        self.units: dict[str, list[Weight]] = {
-            name: named_weights(layer, name, frozen) for name, layer in layers.items() if layer is not None
-        }
+        self.head = Head(model, made.norm(model, context), table, context) if HEAD in names else None
+        layers = dict.fromkeys([TOKEN_EMBEDDING] if tied else []) | dict.fromkeys(names)
+        self.units: dict[str, list[Weight]] = {name: named_weights(self.layer(name), name, frozen) for name in layers}
 
-    def compute(self, name: str) -> Callable[[torch.Tensor | None, DeviceBatch, bool], torch.Tensor]:
-        """Bind layer `name` to what it reads of a micro-batch: compute(x, batch, output).
-
-        `output` False: only the graph is needed; what is returned is never read.
-        """
-        layer = self.get_submodule(name)
-
-        def token(x: None, batch: DeviceBatch, output: bool) -> torch.Tensor:
-            return layer(batch.ids, batch.tokens)
-
-        def position(x: torch.Tensor, batch: DeviceBatch, output: bool) -> torch.Tensor:
-            return layer(x, batch.tokens)
-
-        def block(x: torch.Tensor, batch: DeviceBatch, output: bool) -> torch.Tensor:
-            return layer(x, batch.tokens, output)
-
-        def head(x: torch.Tensor, batch: DeviceBatch, output: bool) -> torch.Tensor:
-            return layer(x, batch.labels, batch.loss_mask)
-
-        found: dict[str, Callable[..., torch.Tensor]] = {
-            TOKEN_EMBEDDING: token,
-            POSITION_EMBEDDING: position,
-            HEAD: head,
-        }
-        return found.get(name, block)
+    def layer(self, name: str) -> Layer:
+        return self.get_submodule(name)
 
     def embed(self, ids: torch.Tensor, tokens: MicroBatchInfo) -> torch.Tensor:
         """ids [b, s] -> [T', h]; on the first pipeline rank."""
@@ -145,9 +122,17 @@ class Stage(nn.Module):
         return x
 
 
-def declare(model: ModelConfig, tp: int) -> dict[str, tuple[ParamSpec, ...]]:
-    """Unit name -> the weights that its layer declares on `tp` tensor-parallel ranks; of the blocks, the first."""
+@functools.lru_cache(maxsize=64)
+def declare(model: ModelConfig, tp: int = 1) -> Layers:
+    """List the layers of a model, and what they declare on `tp` tensor-parallel ranks: each kind is made once."""
     mesh = pretend_mesh(Layout(tp=tp), 0, torch.device("meta"), needs_staging_buffer=False)
     context = Context(ResidualStream(mesh.tp, sharded=False), MemoryTracker(), "fp32", mesh.device)
-    units = Stage(model, [0], context).units
-    return {name: tuple(weight.spec for weight in weights) for name, weights in units.items()}
+    positions = [POSITION_EMBEDDING] if ARCHITECTURES[model.architecture].positions is not None else []
+    first, blocks = f"{BLOCKS}0", [f"{BLOCKS}{number}" for number in range(model.num_layers)]
+    kind_of = {name: name for name in [TOKEN_EMBEDDING, *positions, *blocks, HEAD]} | dict.fromkeys(blocks, first)
+    stage = Stage(model, dict.fromkeys(kind_of.values()), context)
+    kinds = {}
+    for name, weights in stage.units.items():
+        layer = stage.layer(name)
+        kinds[name] = LayerKind(name, layer.use, layer.end, tuple(weight.spec for weight in weights), layer.reads)
+    return Layers(tp, {name: kinds[kind] for name, kind in kind_of.items()})

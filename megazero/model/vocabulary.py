@@ -23,7 +23,7 @@ class VocabularyTable(nn.Module):
         self.context = context
         v, h, std = model.vocab_size, model.hidden_size, model.init_method_std
         self.vocab_size = v
-        self.weight = context.weight(v, h, tp_dim=0, std=std, decays=True, pads=True)
+        self.weight = context.weight(v, h, sharded={0: "tp"}, std=std, decays=True, pads=True)
         self.first_row, self.num_rows = self.weight.block.offset[0], self.weight.block.shape[0]
 
     def localise(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

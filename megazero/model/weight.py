@@ -6,7 +6,8 @@ memory and takes their gradients.
 
 Note [the Weight itself]: an autograd Function that needs a weight in backward keeps the Weight, never a view or a cast
 of its data, and never through save_for_backward. A released weight is gathered into another slot, so backward must ask
-the Weight where it is now. The Function is called with `handle` besides, so that autograd runs its backward.
+the Weight where it is now. The Function is called with a `handle` besides (`handle_of` several), so that autograd runs
+its backward.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch.nn as nn
 
 from megazero.model import initial_values
 from megazero.model.matmul import write_or_add
-from megazero.plan.parameters import ParamSpec
+from megazero.plan.parameters import LocalBlock, ParamSpec
 
 
 class GradWriter(NamedTuple):
@@ -55,8 +56,8 @@ class Weight:
         owner: set when memory is given.
     """
 
-    def __init__(self, spec: ParamSpec, tp_size: int, tp_rank: int, seed: int, released: torch.Tensor) -> None:
-        self.spec, self.block, self.seed = spec, spec.local(tp_size, tp_rank), seed
+    def __init__(self, spec: ParamSpec, block: LocalBlock, seed: int, released: torch.Tensor) -> None:
+        self.spec, self.block, self.seed = spec, block, seed
         self.data = released.expand(self.block.stored)
         self.handle = released.new_empty(0).requires_grad_(spec.trains)
         self.owner: Owner | None = None
@@ -78,6 +79,18 @@ class Weight:
     def add_grad(self, gradient: torch.Tensor) -> None:
         """Hand over a gradient that is there already."""
         self.accumulate_grad(GradWriter(write_or_add, (gradient,)))
+
+
+class HasWeights(Protocol):
+    """A part of a layer, with the weights that it uses."""
+
+    weights: tuple[Weight, ...]
+
+
+def handle_of(*parts: HasWeights) -> torch.Tensor:
+    """Return a handle that stands for all weights of `parts` in autograd's graph: one that trains, if any does."""
+    handles = [weight.handle for part in parts for weight in part.weights]
+    return next((handle for handle in handles if handle.requires_grad), handles[0])
 
 
 def weights_of(layer: nn.Module, prefix: str) -> Iterator[tuple[str, Weight]]:

@@ -1,15 +1,17 @@
 """Arithmetic of a unit's flat buffer. Pure: integers only.
 
-    decayed: sharded over tp, replicated, partial | undecayed: partial, replicated, sharded over tp | padding
+    decayed: sharded, replicated, partial | undecayed: partial, replicated, sharded | padding
 
-Partial is replicated too, but each tensor-parallel rank has a summand of the gradient. So what decays is one range (at
-most two optimizer slices for any owned range), what is replicated is one (counted once in the gradient norm), and what
-is partial is one (summed over tp). Every parameter starts at a multiple of ALIGN elements, which keeps kernels
+Each *section* holds the parameters that agree in decay, in the axes that shard them and in the axes that their gradient
+is summed over. Partial is replicated too, but each rank has a summand of the gradient. So over tp there is one range
+that decays (at most two optimizer slices for any owned range), one that is replicated (counted once in the gradient
+norm) and one that is partial (summed). Every parameter starts at a multiple of ALIGN elements, which keeps kernels
 aligned; gaps are kept zero; the total is a multiple of ALIGN x the ranks that share the buffer.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -42,12 +44,21 @@ class FlatParam(NamedTuple):
     name: str
     numel: int  # of the local block, vocabulary padding included
     decays: bool  # weight decay applies
-    sharded: bool  # over tp, else replicated
-    partial: bool = False  # replicated, and the gradient is a sum over tp
+    sharded: frozenset[str] = frozenset()  # axes; over all others it is replicated
+    summed: frozenset[str] = frozenset()  # axes over which it is replicated, and the gradient is a sum
 
     @property
-    def kind(self) -> str:
-        return "sharded" if self.sharded else "partial" if self.partial else "replicated"
+    def section(self) -> tuple[bool, list[str], list[str]]:
+        """The key that sections are sorted by: sharded ones first, partial ones last."""
+        return not self.sharded, sorted(self.sharded), sorted(self.summed)
+
+
+class Section(NamedTuple):
+    """Neighbours in a flat buffer with equal sets of axes, gaps included."""
+
+    range: Range
+    sharded: frozenset[str]
+    summed: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -56,20 +67,44 @@ class FlatLayout:
 
     windows: dict[str, Range]
     gaps: list[Range]
+    sections: list[Section]
     decayed: Range
-    replicated: Range
-    partial: Range  # of the replicated
     numel: int
 
-    def summed_over_tp(self, sequence_parallel: bool) -> Range:
-        """The range whose gradient each tensor-parallel rank has a summand of; of everything, its own tokens'."""
-        return self.replicated if sequence_parallel else self.partial
+    def replicated(self, axis: str) -> list[Range]:
+        """Return the ranges of the parameters that are replicated over `axis`."""
+        return _joined(section.range for section in self.sections if axis not in section.sharded)
+
+    def sharded(self, axis: str) -> list[Range]:
+        """Return the rest of the buffer, what decays and what does not; padding may be included, and is zero."""
+        found = []
+        for at, stop in (self.decayed, Range(self.decayed.stop, self.numel)):
+            for shared in self.replicated(axis):
+                found.append(Range(at, min(shared.start, stop)))
+                at = max(at, min(shared.stop, stop))
+            found.append(Range(at, stop))
+        return [r for r in found if r.start < r.stop]
+
+    def summed(self, axis: str, sequence_parallel: bool) -> list[Range]:
+        """Return the ranges whose gradient is a sum over `axis`: of everything replicated with sequence parallelism."""
+        if sequence_parallel:
+            return self.replicated(axis)
+        return _joined(section.range for section in self.sections if axis in section.summed)
 
     def owned(self, rank: int, size: int) -> Range:
         """The range that rank `rank` of `size` owns, where the buffer is sharded."""
         assert self.numel % size == 0, (self.numel, size)
         each = self.numel // size
         return Range(rank * each, (rank + 1) * each)
+
+
+def _joined(ranges: Iterable[Range]) -> list[Range]:
+    """Join neighbours."""
+    found: list[Range] = []
+    for r in ranges:
+        touches = found and found[-1].stop == r.start
+        found.append(Range(found.pop().start if touches else r.start, r.stop))
+    return found
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -81,28 +116,21 @@ def flat_layout(params: Iterable[FlatParam], size: int) -> FlatLayout:
     params = list(params)
     windows: dict[str, Range] = {}
     gaps: list[Range] = []
-    ends: list[int] = []
-    at = 0
-    orders = [(True, "sharded"), (True, "replicated"), (True, "partial")]
-    orders += [(False, kind) for _, kind in reversed(orders)]
-    for order in orders:
-        for p in params:
-            if (p.decays, p.kind) != order:
-                continue
-            windows[p.name] = Range(at, at + p.numel)
-            gaps.append(Range(at + p.numel, round_up(at + p.numel, ALIGN)))
-            at = round_up(at + p.numel, ALIGN)
-        ends.append(at)
+    sections: list[Section] = []
+    at = decayed = 0
+    for decays in (True, False):
+        half = sorted((p for p in params if p.decays == decays), key=lambda p: p.section, reverse=not decays)
+        for (_, sharded, summed), alike in itertools.groupby(half, key=lambda p: p.section):
+            start = at
+            for p in alike:
+                windows[p.name] = Range(at, at + p.numel)
+                gaps.append(Range(at + p.numel, round_up(at + p.numel, ALIGN)))
+                at = gaps[-1].stop
+            sections.append(Section(Range(start, at), frozenset(sharded), frozenset(summed)))
+        decayed = at if decays else decayed
     numel = round_up(at, ALIGN * size)
     gaps.append(Range(at, numel))
-    return FlatLayout(
-        windows,
-        [gap for gap in gaps if gap.numel],
-        decayed=Range(0, ends[2]),
-        replicated=Range(ends[0], ends[4]),
-        partial=Range(ends[1], ends[3]),
-        numel=numel,
-    )
+    return FlatLayout(windows, [gap for gap in gaps if gap.numel], sections, Range(0, decayed), numel)
 
 
 def partition_numel(numel: int, size: int) -> int:

@@ -6,9 +6,10 @@ import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megazero.config.schema import Config, ModelConfig
+from megazero.config.schema import Config
 from megazero.plan.flat_layout import FlatLayout, Range
-from megazero.plan.parameters import LocalBlock, ParamSpec, stage_units, unit_layout
+from megazero.plan.layers import Declare, Layers, stage_units
+from megazero.plan.parameters import LocalBlock, ParamSpec, unit_layout
 from megazero.plan.topology import Layout
 from megazero.plan.zero_policy import ZeroPolicy
 
@@ -38,22 +39,23 @@ class RankPart(NamedTuple):
     stop: int
 
 
-def rank_parts(config: Config, layout: Layout, rank: int) -> Iterator[RankPart]:
+def rank_parts(config: Config, layout: Layout, rank: int, declare: Declare) -> Iterator[RankPart]:
     """Yield the parts that a rank of a layout owns, unit by unit, empty ones too. `config` is resolved."""
     coord, shards = layout.coord(rank), layout.shard
+    ranks = coord._asdict()
     policy = ZeroPolicy.for_stage(config.zero, shards)
-    for specs, flat in _units(config.model, layout, coord.pp, config.training.freeze_parameters):
-        owned = flat.owned(coord.dp % shards, shards) if policy.optimizer else Range(0, flat.numel)
+    for specs, flat in _units(declare(config.model, layout.tp), layout, coord.pp, config.training.freeze_parameters):
+        owned = flat.owned(layout.shard_rank(coord), shards) if policy.optimizer else Range(0, flat.numel)
         for spec in specs:
-            block = spec.local(layout.tp, coord.tp)
+            block = spec.local(ranks, layout.sizes)
             part = overlap(flat.windows[spec.name], block, owned)
             yield RankPart(spec, block, part.start, part.stop)
 
 
 @functools.lru_cache(maxsize=4)
 def _units(
-    model: ModelConfig, layout: Layout, pp: int, frozen: tuple[str, ...]
+    layers: Layers, layout: Layout, pp: int, frozen: tuple[str, ...]
 ) -> tuple[tuple[list[ParamSpec], FlatLayout], ...]:
     """Return each unit of a pipeline stage: its parameters and their flat buffer, the same on all of its ranks."""
-    units = stage_units(model, layout, pp, frozen).values()
-    return tuple((specs, unit_layout(specs, layout.tp, layout.shard)) for specs in units)
+    units = stage_units(layers, layout, pp, frozen).values()
+    return tuple((specs, unit_layout(specs, layout.sizes, layout.shard)) for specs in units)

@@ -7,22 +7,12 @@ A *unit* is what is gathered, reduced and updated together: a block, the token t
 
 from __future__ import annotations
 
-import dataclasses
-import fnmatch
-import functools
-import importlib
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from enum import Enum
 
-from megazero.config.schema import ActivationConfig, ModelConfig
 from megazero.plan.flat_layout import FlatLayout, FlatParam, flat_layout, round_up
-from megazero.plan.schedules import Costs
-from megazero.plan.split import NonBlockCosts
-from megazero.plan.topology import Layout
 
-TOKEN_EMBEDDING, POSITION_EMBEDDING, HEAD = "token_embedding", "position_embedding", "head"
-FIRST_BLOCK = "blocks.0"
 VOCABULARY_ALIGN = 64  # rows of a rank's part of the token table: keeps the logits' matrix product aligned
 
 
@@ -43,130 +33,51 @@ class LocalBlock:
         return math.prod(self.stored)
 
 
-class GradientGroup(Enum):
-    """Axes over which a parameter's gradient is a sum."""
-
-    DP = "dp"
-    DP_TP = "dp x tp"  # replicated over tp, and each rank computes with a part of it
-
-
 @dataclass(frozen=True)
 class ParamSpec:
     """A parameter of the global model."""
 
     name: str  # "blocks.3.mlp.up.weight"
     shape: tuple[int, ...]  # of the global tensor, padding excluded
-    tp_dim: int | None  # the dim that is sharded over tp; None: replicated
+    sharded: tuple[tuple[int, str], ...]  # (dim, the axis that shards it); over all other axes it is replicated
     decays: bool
     std: float = 0.0  # of the initial normal distribution
     mean: float = 0.0
     pads: bool = False  # rows are padded: the vocabulary
-    group: GradientGroup = GradientGroup.DP
+    summed: frozenset[str] = frozenset()  # axes besides the data-parallel ones over which its gradient is a sum
     trains: bool = True  # False: frozen; it has no gradient and does not decay
 
-    def local(self, tp_size: int, tp_rank: int) -> LocalBlock:
-        """The block of rank `tp_rank` of `tp_size`. Without padding, the sizes divide: `config` has seen to it."""
-        offset, shape = [0] * len(self.shape), list(self.shape)
-        if self.tp_dim is None:
-            return LocalBlock(tuple(offset), self.shape, self.shape)
-        whole = self.shape[self.tp_dim]
-        each = -(-whole // tp_size)
-        if self.pads:
-            each = round_up(each, VOCABULARY_ALIGN)
-        assert self.pads or each * tp_size == whole, (self.name, self.shape, tp_size)
-        start = min(whole, tp_rank * each)
-        offset[self.tp_dim], shape[self.tp_dim] = start, min(whole, start + each) - start
-        stored = list(self.shape)
-        stored[self.tp_dim] = each
+    @property
+    def axes(self) -> frozenset[str]:
+        """Axes that shard it."""
+        return frozenset(axis for _, axis in self.sharded)
+
+    def local(self, ranks: Mapping[str, int], sizes: Mapping[str, int]) -> LocalBlock:
+        """Return the block of a rank. Without padding, the sizes divide: `config` has checked that.
+
+        Args:
+            ranks, sizes: axis -> the rank along it, and its size; at least of the axes that shard the parameter.
+        """
+        offset, shape, stored = [0] * len(self.shape), list(self.shape), list(self.shape)
+        for dim, axis in self.sharded:
+            whole = self.shape[dim]
+            each = -(-whole // sizes[axis])
+            if self.pads:
+                each = round_up(each, VOCABULARY_ALIGN)
+            assert self.pads or each * sizes[axis] == whole, (self.name, self.shape, axis, sizes)
+            offset[dim] = min(whole, ranks[axis] * each)
+            shape[dim] = min(whole, offset[dim] + each) - offset[dim]
+            stored[dim] = each
         return LocalBlock(tuple(offset), tuple(shape), tuple(stored))
 
 
-@functools.lru_cache(maxsize=64)
-def declared(model: ModelConfig, tp: int) -> dict[str, tuple[ParamSpec, ...]]:
-    """Unit name -> the weights that its layer declares, in the order of the forward pass; of the blocks, the first.
-
-    They are plain values. The layers that declare them need torch, and are imported here when they are first asked.
-    """
-    found: dict[str, tuple[ParamSpec, ...]] = importlib.import_module("megazero.model.stage").declare(model, tp)
-    return found
-
-
-def stage_units(
-    model: ModelConfig, layout: Layout, stage: int, frozen: tuple[str, ...] = ()
-) -> dict[str, list[ParamSpec]]:
-    """unit name -> parameters of the units that pipeline stage `stage` holds, in the order of the forward pass.
-
-    A tied token table is held by the first and by the last stage; with one stage they are the same.
+def unit_layout(specs: Iterable[ParamSpec], sizes: Mapping[str, int], shards: int) -> FlatLayout:
+    """The flat buffer of a unit, laid out for `shards` data-parallel ranks. The same on all ranks of other axes.
 
     Args:
-        frozen: patterns of the names of parameters that do not train.
+        sizes: axis -> its size; at least of the axes that shard a parameter.
     """
-    return {unit: [_frozen(s, frozen) for s in specs] for unit, specs in _stage_units(model, layout, stage).items()}
-
-
-def _frozen(spec: ParamSpec, patterns: tuple[str, ...]) -> ParamSpec:
-    if any(fnmatch.fnmatchcase(spec.name, pattern) for pattern in patterns):
-        return dataclasses.replace(spec, trains=False, decays=False)
-    return spec
-
-
-def _stage_units(model: ModelConfig, layout: Layout, stage: int) -> dict[str, list[ParamSpec]]:
-    known, first, last = declared(model, layout.tp), stage == 0, stage == layout.last_pp
-    at_end = (HEAD,) if model.untie_embeddings else (HEAD, TOKEN_EMBEDDING)
-    units: dict[str, list[ParamSpec]] = {}
-    for name, specs in known.items():
-        if name == FIRST_BLOCK:
-            for number in layout.layers(model.num_layers, stage):
-                units[f"blocks.{number}"] = [
-                    dataclasses.replace(s, name=s.name.replace(FIRST_BLOCK, f"blocks.{number}", 1)) for s in specs
-                ]
-        elif (last and name in at_end) or (first and name != HEAD):
-            units[name] = list(specs)
-    return units
-
-
-def unit_layout(specs: list[ParamSpec], tp_size: int, shards: int) -> FlatLayout:
-    """The flat buffer of a unit, laid out for `shards` data-parallel ranks. The same on every tensor-parallel rank."""
+    first = dict.fromkeys(sizes, 0)
     return flat_layout(
-        [
-            FlatParam(
-                s.name, s.local(tp_size, 0).stored_numel, s.decays, s.tp_dim is not None, s.group is GradientGroup.DP_TP
-            )
-            for s in specs
-        ],
-        shards,
+        [FlatParam(s.name, s.local(first, sizes).stored_numel, s.decays, s.axes, s.summed) for s in specs], shards
     )
-
-
-def num_parameters(model: ModelConfig) -> int:
-    """Count the elements of the whole model, each parameter once, padding excluded."""
-    counts = {name: sum(math.prod(s.shape) for s in specs) for name, specs in declared(model, 1).items()}
-    return sum(count * (model.num_layers if name == FIRST_BLOCK else 1) for name, count in counts.items())
-
-
-def _block_flops(model: ModelConfig) -> tuple[int, int]:
-    """Return FLOPs per token of a block's forward: of its matrices, 2 per element, and of its attention, 4 s h."""
-    matrices = 2 * sum(math.prod(spec.shape) for spec in declared(model, 1)[FIRST_BLOCK] if spec.decays)
-    return matrices, 4 * model.seq_length * model.hidden_size
-
-
-def non_block_costs(model: ModelConfig, activations: ActivationConfig) -> NonBlockCosts:
-    """Cost of the embedding (2 h FLOPs per token) and of the head (2 v h), in blocks.
-
-    A backward takes twice as much as a forward. A block that is recomputed takes one more forward; embedding and head
-    are not recomputed.
-    """
-    h = model.hidden_size
-    cost = sum(_block_flops(model)) * (4 if activations.recompute == "full" else 3) / 3
-    return NonBlockCosts(2 * h / cost, 2 * model.vocab_size * h / cost)
-
-
-def pass_costs(model: ModelConfig, activations: ActivationConfig) -> Costs:
-    """Cost of a block's passes, in forwards: attention's whole backward, and all recompute, are in the input gradient.
-
-    Selective recompute computes the scores again, half of attention's products.
-    """
-    matrices, attention = _block_flops(model)
-    again = {"none": 0.0, "selective": attention / 2, "full": float(matrices + attention)}[activations.recompute]
-    forward = matrices + attention
-    return Costs(1.0, (matrices + 2 * attention + again) / forward, matrices / forward)

@@ -15,21 +15,18 @@
 Every pass is a function from list to list. The list is what runs (`train.interpreter`), what is priced in bytes
 (`price.estimate`), what is timed (`price.simulate`) and what is read:
 
-    python -m megazero.plan.program --zero-stage 3 --num-layers 2 --vocab-size 50257 --world-size 2
+    python scripts/print_program.py --zero-stage 3 --num-layers 2 --vocab-size 50257 --world-size 2
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from megazero.config import cli
 from megazero.plan.arena import delay, place_weights
 from megazero.plan.operations import COMPUTE, Keep, Op, Ops, Start, Wait, name_of
 from megazero.plan.passes import ahead, gradients, layers, merge, places, replicas, tail, update, weights
-from megazero.plan.rank_spec import RankSpec, rank_spec
-from megazero.plan.resolve import resolve
+from megazero.plan.rank_spec import RankSpec
 from megazero.plan.schedules import EVALUATION, live_by_chunk, order_of, peak_live
 
 
@@ -75,27 +72,3 @@ def text(ops: Iterable[Op]) -> Iterator[str]:
             yield f"{'':34}{name_of(op)}"
         else:
             yield name_of(op) if isinstance(op, COMPUTE) else f"{'':17}{name_of(op)}"
-
-
-def main(argv: list[str]) -> None:
-    """Print the step of the rank that the flags name.
-
-    Raises:
-        ValueError: naming the flag that is wrong.
-    """
-    (world_size, rank), rest = cli.whole_numbers(argv, {"world-size": 1, "rank": 0})
-    config, layout = resolve(cli.parse(rest), world_size, vocab_size=0)
-    if not 0 <= rank < world_size:
-        raise ValueError(f"--rank {rank}: there are ranks 0 to {world_size - 1}; name one, or raise --world-size")
-    spec = rank_spec(config, layout, layout.coord(rank).pp)
-    step = program(spec, config.schedule, config.micro_batches(layout.dp))
-    print("\n".join(text([*step.gradients, *step.update])))
-
-
-if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except ValueError as error:
-        sys.exit(f"ValueError: {error}")
-    except BrokenPipeError:  # a reader such as head has seen enough
-        sys.stderr.close()

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megazero.config.schema import Config
+from megazero.plan.layers import Declare, Use, pass_costs, stage_units
 from megazero.plan.operations import Transfer
-from megazero.plan.parameters import TOKEN_EMBEDDING, ParamSpec, pass_costs, stage_units, unit_layout
+from megazero.plan.parameters import ParamSpec, unit_layout
 from megazero.plan.schedules import EQUAL, Costs, Pipeline, placement
 from megazero.plan.topology import Layout, Route, route
-from megazero.plan.zero_policy import Use, ZeroPolicy, layer_uses
+from megazero.plan.zero_policy import ZeroPolicy
 
 
 class Layer(NamedTuple):
@@ -22,6 +23,7 @@ class Layer(NamedTuple):
     use: Use
     trains: bool  # some of its parameters do
     passes_gradient: bool  # its input needs a gradient
+    kind: str  # the name of the first layer of its kind
 
     @property
     def has_backward(self) -> bool:
@@ -104,24 +106,22 @@ class RankSpec:
         return Pipeline(self.rank, self.ranks, micro_batches, len(self.chunks), self.backlog, self.v_shaped, self.costs)
 
 
-def rank_spec(config: Config, layout: Layout, pp: int) -> RankSpec:
+def rank_spec(config: Config, layout: Layout, pp: int, declare: Declare) -> RankSpec:
     """Describe the ranks at pipeline position `pp`; `config` is resolved."""
-    specs = stage_units(config.model, layout, pp, config.training.freeze_parameters)
+    layers = declare(config.model, layout.tp)
+    specs = stage_units(layers, layout, pp, config.training.freeze_parameters)
     units = {name: _unit(s, config, layout) for name, s in specs.items()}
-    tied = None if config.model.untie_embeddings else TOKEN_EMBEDDING
-    uses = layer_uses(specs, pp == 0, tied is not None)
     chunks: list[tuple[Layer, ...]] = []
-    for chunk in range(layout.chunks):
-        blocks = {f"blocks.{n}" for n in layout.chunk_layers(config.model.num_layers, pp, chunk)}
-        layers: list[Layer] = []
-        passes = layout.stages(pp)[chunk] > 0
-        for name, (use, names) in uses.items():
-            at = {Use.HEAD: layout.chunks - 1, Use.LOOKUP: 0}.get(use)
-            if name in blocks or at == chunk:
-                trains = any(units[n].trains for n in names)
-                layers.append(Layer(name, tuple(names), use, trains, passes))
-                passes = passes or trains
-        chunks.append(tuple(layers))
+    for chunk, stage in enumerate(layout.stages(pp)):
+        found: list[Layer] = []
+        passes = stage > 0
+        for name in layers.chunk(layout, pp, chunk):
+            kind = layers.kinds[name]
+            names = (name, *kind.reads)
+            trains = any(units[n].trains for n in names)
+            found.append(Layer(name, names, kind.use, trains, passes, kind.name))
+            passes = passes or trains
+        chunks.append(tuple(found))
     activations = config.activations
     return RankSpec(
         chunks=tuple(chunks),
@@ -136,14 +136,15 @@ def rank_spec(config: Config, layout: Layout, pp: int) -> RankSpec:
         on_host=activations.checkpoint_in_cpu,
         arena=activations.contiguous_checkpointing,
         replicas=layout.replica > 1,
-        tied=tied if layout.last_pp > 0 and pp in (0, layout.last_pp) else None,
+        tied=layers.tied if layout.last_pp > 0 and pp in (0, layout.last_pp) else None,
         backlog=config.parallel.zero_bubble_backlog or None,
         v_shaped=layout.v_shaped,
-        costs=pass_costs(config.model, activations),
+        costs=pass_costs(layers, config.model, activations),
     )
 
 
 def _unit(specs: list[ParamSpec], config: Config, layout: Layout) -> Unit:
-    flat = unit_layout(specs, layout.tp, layout.shard)
-    summed = flat.summed_over_tp(config.parallel.sequence_parallel)
-    return Unit(flat.numel, any(spec.trains for spec in specs), config.parallel.sequence_parallel or summed.numel > 0)
+    flat = unit_layout(specs, layout.sizes, layout.shard)
+    sequence_parallel = config.parallel.sequence_parallel
+    summed = sequence_parallel or bool(flat.summed("tp", sequence_parallel))
+    return Unit(flat.numel, any(spec.trains for spec in specs), summed)

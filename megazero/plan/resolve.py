@@ -7,23 +7,24 @@ import difflib
 import fnmatch
 
 from megazero.config.limits import divisors, shorten
-from megazero.config.schema import ActivationConfig, Config, ModelConfig
+from megazero.config.schema import ActivationConfig, Config
 from megazero.config.validate import check_values
-from megazero.plan.parameters import non_block_costs, stage_units
+from megazero.plan.layers import Declare, non_block_costs
 from megazero.plan.schedules import SCHEDULES
 from megazero.plan.split import layer_split
-from megazero.plan.topology import Layout
+from megazero.plan.topology import Layout, data_parallel_size
 
 # Blocks x micro-batches of a rank in an iteration: its program is a list with operations for each of them.
 MAX_BLOCK_RUNS = 2**17
 
 
-def resolve(config: Config, world_size: int, vocab_size: int) -> tuple[Config, Layout]:
+def resolve(config: Config, world_size: int, vocab_size: int, declare: Declare) -> tuple[Config, Layout]:
     """The final config, every 0 that stands for a derived value replaced, and the layout of the ranks.
 
     Args:
         world_size: ranks that were started.
         vocab_size: of the tokenizer; 0 when there is none.
+        declare: lists the layers of a model. It is called only where a pipeline or frozen weights need them.
 
     Raises:
         ValueError: naming the flag, its value and the way out.
@@ -65,9 +66,12 @@ def resolve(config: Config, world_size: int, vocab_size: int) -> tuple[Config, L
     if not config.trains:  # it saves nothing and keeps nothing: such flags may come from the preset of the run
         config = replace(config, checkpoint=replace(config.checkpoint, save=""), activations=ActivationConfig())
     _check_ramp(config, layout)
-    layout = replace(layout, split=layer_split(config, lambda: non_block_costs(config.model, config.activations)))
+    model, activations = config.model, config.activations
+    layout = replace(layout, split=layer_split(config, lambda: non_block_costs(declare(model), model, activations)))
     check_block_runs(config, layout)
-    _check_frozen(config.model, config.training.freeze_parameters)
+    if config.training.freeze_parameters:
+        names = [spec.name for spec in declare(config.model).params()]
+        _check_frozen(names, config.training.freeze_parameters)
     return config, layout
 
 
@@ -104,11 +108,8 @@ def check_block_runs(config: Config, layout: Layout) -> None:
         )
 
 
-def _check_frozen(model: ModelConfig, patterns: tuple[str, ...]) -> None:
+def _check_frozen(names: list[str], patterns: tuple[str, ...]) -> None:
     """Every pattern of --freeze-parameters must match a parameter, and some parameter must match none."""
-    if not patterns:
-        return
-    names = [spec.name for specs in stage_units(model, Layout(), 0).values() for spec in specs]
     trained = set(names)
     for pattern in patterns:
         matched = fnmatch.filter(names, pattern)
@@ -129,15 +130,16 @@ def _check_frozen(model: ModelConfig, patterns: tuple[str, ...]) -> None:
 def make_layout(config: Config, world_size: int) -> Layout:
     """pp and tp as asked, dp whatever is left; layers split evenly."""
     tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
-    if world_size % (tp * pp):
-        fits = max(1, world_size // (tp * pp)) * tp * pp
+    once = Layout(pp, 1, tp).world_size
+    if world_size % once:
+        fits = max(1, world_size // once) * once
         raise ValueError(
-            f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} = {tp * pp} does not "
-            f"divide the {world_size} ranks that were started; start {fits} or {fits + tp * pp} "
+            f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} = {once} does not "
+            f"divide the {world_size} ranks that were started; start {fits} or {fits + once} "
             f"(bash scripts/launch.sh --nproc {fits} ...), or change either"
         )
-    dp, shards = world_size // (tp * pp), config.zero.zero_shard_size
-    if shards and dp % shards:
+    dp, shards = data_parallel_size(world_size, pp, tp), config.zero.zero_shard_size
+    if shards and shards not in divisors(dp):
         sizes = ", ".join(str(n) for n in divisors(dp) if n > 1)
         raise ValueError(
             f"--zero-shard-size {shards} does not divide the {dp} data-parallel ranks; "

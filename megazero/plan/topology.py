@@ -116,6 +116,11 @@ class Layout:
         return 1 + (self.tp > 1) + data + (self.pp > 1) + tied + sum(map(len, map(disjoint, pairs.values())))
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Axis -> its size."""
+        return dict(zip(AXES, (self.pp, self.dp, self.tp), strict=True))
+
+    @property
     def world_size(self) -> int:
         return self.pp * self.dp * self.tp
 
@@ -124,6 +129,26 @@ class Layout:
 
     def rank(self, coord: Coord) -> int:
         return (coord.pp * self.dp + coord.dp) * self.tp + coord.tp
+
+    def shard_rank(self, coord: Coord) -> int:
+        """Return a rank's place among those that share one copy of what is partitioned."""
+        return coord.dp % self.shard
+
+    def stride(self, axis: str) -> int:
+        """Return the distance between the numbers of two neighbours along an axis or a sub-axis."""
+        shard = self.tp * self.shard
+        strides = {"tp": 1, "dp": self.tp, "shard": self.tp, "replica": shard, "pp": self.dp * self.tp}
+        return strides[axis] if axis != "embedding" else self.last_pp * strides["pp"]
+
+    def stage_ranks(self, pp: int) -> range:
+        """Return the ranks of a pipeline stage."""
+        size = self.stride("pp")
+        return range(pp * size, (pp + 1) * size)
+
+    def tensor_ranks(self, pp: int, dp: int) -> range:
+        """Return the ranks that share the layers of a stage by tensor parallelism, of one of its replicas."""
+        first = self.rank(Coord(pp, dp, 0))
+        return range(first, first + self.tp)
 
     def groups(self, axis: str) -> list[list[int]]:
         """Every group of ranks along an axis or a sub-axis; "embedding" joins the first and the last pipeline stage."""
@@ -136,7 +161,7 @@ class Layout:
             elif axis == "shard":
                 found.setdefault(coord._replace(dp=coord.dp // self.shard), []).append(rank)
             elif axis == "replica":
-                found.setdefault(coord._replace(dp=coord.dp % self.shard), []).append(rank)
+                found.setdefault(coord._replace(dp=self.shard_rank(coord)), []).append(rank)
             else:
                 found.setdefault(coord._replace(**{axis: 0}), []).append(rank)
         return list(found.values())
@@ -159,6 +184,11 @@ class Layout:
         parts = f" ({self.replica} x {self.shard})" if self.replica > 1 else ""
         split = f" (layers {','.join(map(str, self.split))})" if self.split else ""
         return f"pp {self.pp}{chunks}{split} x dp {self.dp}{parts} x tp {self.tp}"
+
+
+def data_parallel_size(world_size: int, pp: int = 1, tp: int = 1) -> int:
+    """Return the data-parallel ranks of a world whose size the other axes divide."""
+    return world_size // (pp * tp)
 
 
 def disjoint(groups: Iterable[Ranks]) -> list[list[Ranks]]:

@@ -1,18 +1,15 @@
-"""ZeRO policy: what is sharded, how layers use their units, which buffers are persistent. Plain values. Pure.
+"""ZeRO policy: what is sharded, which buffers are persistent. Plain values. Pure.
 
 The engine and `price.estimate` read them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum
 from typing import NamedTuple
 
 from megazero.config.schema import ZeroConfig
 from megazero.plan.flat_layout import ALIGN
-from megazero.plan.parameters import HEAD, POSITION_EMBEDDING, TOKEN_EMBEDDING
 
 
 @dataclass(frozen=True)
@@ -39,39 +36,6 @@ class ZeroPolicy:
             parameters=stage >= 3,
             gathers_once=stage >= 3 and config.zero_gather_every == "step",
         )
-
-
-class Use(Enum):
-    """A layer's use of its weights: (kept from forward to backward, needed in backward)."""
-
-    LOOKUP = (False, False)  # embeddings: backward needs no weights
-    LAYER = (False, True)  # gathered for forward, again for backward
-    HEAD = (True, True)  # nothing runs between its forward and its backward: gathered once for both
-
-    @property
-    def keeps_weights(self) -> bool:
-        return self.value[0]
-
-    @property
-    def needs_weights_in_backward(self) -> bool:
-        return self.value[1]
-
-
-def layer_uses(units: Iterable[str], first: bool, tied: bool) -> dict[str, tuple[Use, list[str]]]:
-    """layer -> its use of which units, in the order of the forward pass, on one pipeline stage.
-
-    A layer bears its unit's name. The last stage of several holds a tied token table, but looks nothing up in it.
-    """
-    uses: dict[str, tuple[Use, list[str]]] = {}
-    for name in units:
-        if name == HEAD:
-            uses[name] = Use.HEAD, [HEAD, TOKEN_EMBEDDING] if tied else [HEAD]
-        elif name.startswith("blocks."):
-            uses[name] = Use.LAYER, [name]
-        elif first:
-            assert name in (TOKEN_EMBEDDING, POSITION_EMBEDDING), name
-            uses[name] = Use.LOOKUP, [name]
-    return uses
 
 
 class PersistentGradients(NamedTuple):

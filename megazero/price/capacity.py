@@ -1,6 +1,6 @@
 """Refuse a run that cannot fit, before anything is allocated. Pure: what there is comes as arguments.
 
-Two steps: a lower bound in closed form, whose cost does not grow with the number of layers, so that absurd sizes are
+Two steps: a lower bound in closed form, which counts layers by kind, so that absurd sizes are
 refused at once; then the estimate, which walks the whole iteration. Both count less than a process takes (no kernel
 scratch, no libraries), so what they refuse would fail.
 """
@@ -8,6 +8,7 @@ scratch, no libraries), so what they refuse would fail.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -15,7 +16,8 @@ from typing import Any, NamedTuple
 from megazero.config.schema import BYTES, Config
 from megazero.config.validate import check_values
 from megazero.memory.host import Available, Machine
-from megazero.plan.parameters import stage_units, unit_layout
+from megazero.model.stage import declare
+from megazero.plan.parameters import unit_layout
 from megazero.plan.resolve import check_block_runs
 from megazero.plan.topology import Layout
 from megazero.plan.zero_policy import ZeroPolicy
@@ -50,18 +52,19 @@ def check_memory(config: Config, layout: Layout, rank: int, machine: Machine) ->
 
 
 def lower_bound(config: Config, layout: Layout, rank: int, device_type: str) -> Needs:
-    """Return what a rank needs at least, at a cost that does not depend on the number of layers or micro-batches.
+    """Return what a rank needs at least, at a cost that does not depend on the number of micro-batches.
 
     Parameters and optimizer states, and the larger of the gradients (held at the end of an iteration) and of the
     activations and logits of one micro-batch (held at the end of its forward pass; gpipe holds all micro-batches).
     """
     training, model, stage = config.training, config.model, layout.coord(rank).pp
     w, g = BYTES[training.precision], BYTES[training.grad_dtype]
-    # One block per chunk of layers, counted as often as the rank has blocks: all are alike.
-    thin = stage_units(replace(model, num_layers=layout.pp * layout.chunks), replace(layout, split=()), stage)
-    numel = {name.split(".")[0]: unit_layout(specs, layout.tp, layout.shard).numel for name, specs in thin.items()}
-    blocks = sum(len(layout.chunk_layers(model.num_layers, stage, chunk)) for chunk in range(layout.chunks))
-    total = sum(n * (blocks if name == "blocks" else 1) for name, n in numel.items())
+    layers = declare(model, layout.tp)
+    held = Counter(layers.kinds[name].name for name in layers.units(layout, stage))
+    total = sum(
+        count * unit_layout(layers.kinds[name].params, layout.sizes, layout.shard).numel for name, count in held.items()
+    )
+    blocks = sum(count for name, count in held.items() if layers.kinds[name].end is None)
     policy = ZeroPolicy.for_stage(config.zero, layout.shard)
     owned = total // layout.shard if policy.optimizer else total
     needs = {
@@ -114,7 +117,7 @@ Count = Callable[[Config, Layout, int, str], Needs]
 def _problem(config: Config, layout: Layout, rank: int, machine: Machine, count: Count) -> str | None:
     @functools.cache
     def of_stage(stage: int) -> Needs:  # all ranks of a stage need the same
-        return count(config, layout, stage * layout.dp * layout.tp, machine.device_type)
+        return count(config, layout, layout.stage_ranks(stage)[0], machine.device_type)
 
     mine = of_stage(layout.coord(rank).pp)
     if machine.device is not None and mine.total > machine.device.num_bytes:

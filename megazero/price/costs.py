@@ -10,7 +10,9 @@ import math
 from typing import NamedTuple
 
 from megazero.config.schema import BYTES, Config
+from megazero.model.stage import declare
 from megazero.plan.flat_layout import partition_numel
+from megazero.plan.layers import stage_units
 from megazero.plan.operations import (
     COMPUTE,
     Backward,
@@ -34,7 +36,7 @@ from megazero.plan.operations import (
     UnitOp,
     Update,
 )
-from megazero.plan.parameters import stage_units, unit_layout
+from megazero.plan.parameters import unit_layout
 from megazero.plan.rank_spec import RankSpec
 from megazero.plan.topology import Layout, route
 from megazero.price.devices import Device, interpolate
@@ -102,7 +104,7 @@ class StepCosts:
         self.roofline = Roofline(device, min(layout.world_size, device.devices_per_node))
         training, model = config.training, config.model
         self.w, self.g = BYTES[training.precision], BYTES[training.grad_dtype]
-        self.specs = stage_units(model, layout, spec.rank, training.freeze_parameters)
+        self.specs = stage_units(declare(model, layout.tp), layout, spec.rank, training.freeze_parameters)
         parts = layout.tp if config.parallel.sequence_parallel else 1
         self.hidden_bytes = training.micro_batch_size * model.seq_length // parts * model.hidden_size * self.w
         parts = layout.tp if config.activations.partition_activations else 1
@@ -138,12 +140,13 @@ class StepCosts:
     # -- layers
 
     def of_layer(self, op: Forward | Recompute | Backward | BackwardWeights) -> Cost:
-        """Return the cost of a computation; blocks that train alike share theirs."""
+        """Return the cost of a computation; layers of a kind that all train share theirs."""
         at_once = not isinstance(op, BackwardWeights) and (not isinstance(op, Backward) or op.weights)
-        kind = "blocks" if op.layer.startswith("blocks.") and not self.config.training.freeze_parameters else op.layer
+        layer = self.spec.layers[op.layer]
+        kind = layer.name if self.config.training.freeze_parameters else layer.kind
         key = type(op), kind, at_once
         if key not in self.known:
-            layer, found = self.spec.layers[op.layer], self.events.get((kind, at_once))
+            found = self.events.get((kind, at_once))
             if found is None:
                 found = layer_events(self.config, self.layout, layer, self.specs, self.device.kind, at_once)
                 self.events[kind, at_once] = found
@@ -197,8 +200,8 @@ class StepCosts:
         if isinstance(op, ReduceReplicas):
             return network.all_reduce("replica", self._owned(op.unit) * self.g)
         if isinstance(op, SumReplicated):
-            flat = unit_layout(self.specs[op.unit], self.layout.tp, self.layout.shard)
-            summed = flat.summed_over_tp(self.config.parallel.sequence_parallel).numel
+            flat = unit_layout(self.specs[op.unit], self.layout.sizes, self.layout.shard)
+            summed = sum(r.numel for r in flat.summed("tp", self.config.parallel.sequence_parallel))
             return network.all_reduce("tp", summed * self.g * self._owned(op.unit) / self.spec.units[op.unit].numel)
         if isinstance(op, SumTied):
             return network.all_reduce("embedding", self._owned(op.unit) * self.g)

@@ -30,7 +30,7 @@ SECTIONS = {
     "cluster": ("bandwidth", "fraction", "latency"),
 }
 # section -> constants that not every device has
-OPTIONAL = {"memory": ("communicator",), "compute": ("tf32", "attention_64"), "overhead": ("collective",)}
+OPTIONAL = {"memory": ("communicator",), "compute": ("tf32", "attention_64"), "overhead": ("collective", "overlap")}
 SLOWEST = 1e6  # bytes/s of an operator: less is a multiple of something, which files had before
 CURVES = ("products", "elementwise", "contention", "links")
 
@@ -101,6 +101,11 @@ class Device:
     def collective_overhead(self) -> float:
         """Seconds in which the host does not compute, for each collective or message: on CPUs."""
         return self._optional("overhead.collective", 0.0)
+
+    @property
+    def overlap(self) -> float:
+        """Share by which a layer takes longer while a collective runs: on GPUs."""
+        return self._optional("overhead.overlap", 0.0)
 
     def _optional(self, name: str, otherwise: float) -> float:
         known = self.constants.get(name)

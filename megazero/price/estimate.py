@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 from megazero.config.schema import BYTES, Config
 from megazero.memory.tracker import Allocation, MemoryTracker
+from megazero.model.stage import declare
 from megazero.plan.flat_layout import Range, partition_numel
+from megazero.plan.layers import stage_units
 from megazero.plan.operations import (
     Backward,
     BackwardWeights,
@@ -39,7 +41,7 @@ from megazero.plan.operations import (
     Wait,
     inner,
 )
-from megazero.plan.parameters import stage_units, unit_layout
+from megazero.plan.parameters import unit_layout
 from megazero.plan.program import Program, program
 from megazero.plan.rank_spec import rank_spec
 from megazero.plan.topology import Layout, ring_bytes
@@ -103,12 +105,13 @@ class _Pricer:
             layout.coord(rank),
             needs_staging_buffer,
         )
-        self.spec = rank_spec(config, layout, self.coord.pp)
+        layers = declare(model, layout.tp)
+        self.spec = rank_spec(config, layout, self.coord.pp, declare)
         self.policy, self.tracker = self.spec.policy, MemoryTracker()
         self.sent: Counter[str] = Counter({"dp": 0, "tp": 0, "pp": 0, "control": 0})
         self.w, self.g = BYTES[training.precision], BYTES[training.grad_dtype]
-        self.specs = stage_units(model, layout, self.coord.pp, training.freeze_parameters)
-        self.flats = {name: unit_layout(s, layout.tp, layout.shard) for name, s in self.specs.items()}
+        self.specs = stage_units(layers, layout, self.coord.pp, training.freeze_parameters)
+        self.flats = {name: unit_layout(s, layout.sizes, layout.shard) for name, s in self.specs.items()}
         self.costs = trace_layers(config, layout, self.coord.pp, "cpu" if needs_staging_buffer else "cuda")
         # a block's input and a message between stages: a rank's part of the residual stream
         parts = layout.tp if config.parallel.sequence_parallel else 1
@@ -295,9 +298,9 @@ class _Pricer:
     def _sum_replicated(self, op: SumReplicated) -> None:
         flat, owned = self.flats[op.unit], Range(0, self.spec.units[op.unit].numel)
         if self.policy.optimizer:
-            owned = flat.owned(self.coord.dp % self.layout.shard, self.layout.shard)
-        summed = flat.summed_over_tp(self.config.parallel.sequence_parallel)
-        self.sent["tp"] += ring_bytes(summed.within(owned).numel * self.g, self.layout.tp, passes=2)
+            owned = flat.owned(self.layout.shard_rank(self.coord), self.layout.shard)
+        for summed in flat.summed("tp", self.config.parallel.sequence_parallel):
+            self.sent["tp"] += ring_bytes(summed.within(owned).numel * self.g, self.layout.tp, passes=2)
 
     def _sum_tied(self, op: SumTied) -> None:
         self.sent["pp"] += ring_bytes(self._owned(op.unit) * self.g, 2, passes=2)

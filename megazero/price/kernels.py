@@ -19,13 +19,15 @@ from megazero.comm.pretend import PretendAxis
 from megazero.config.schema import Config
 from megazero.model.context import DTYPES
 from megazero.model.weight import GradWriter, Weight
-from megazero.plan.parameters import FIRST_BLOCK, ParamSpec
+from megazero.plan.layers import Use
+from megazero.plan.parameters import ParamSpec
 from megazero.plan.rank_spec import Layer
 from megazero.plan.topology import Layout
 from megazero.price.trace import Kind, Traced
 
 PRODUCTS = ("mm", "addmm", "addmm_", "bmm")
 NO_WORK = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "_unsafe_view", "promote_types", "resize_")
+RESULTS = ("out", "grad_input")  # names of arguments that are written, not read
 OVERWRITES = ("copy_", "zero_", "fill_")  # do not read what they write
 ATTENTION = ("attention", "varlen_attn")  # parts of the names of fused kernels: torch's own, and that of documents
 LOOKUPS = ("embedding", "index_select", "gather", "index_add_", "scatter_add_")
@@ -116,7 +118,7 @@ def _size(x: torch.Tensor) -> int:
 
 
 def _operator(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Operator:
-    read = list(_tensors((*args, *(value for key, value in kwargs.items() if key != "out"))))
+    read = list(_tensors((*args, *(value for key, value in kwargs.items() if key not in RESULTS))))
     written = list(_tensors([out]))
     dtype = next((key for key, value in DTYPES.items() if read and read[0].dtype == value), "fp32")
     if name in LOOKUPS:  # as many rows as are looked up, not the table: indices, read, written
@@ -224,7 +226,7 @@ def _events(kind: Kind, grad_dtype: str, add: bool, at_once: bool) -> LayerEvent
                 gradients.make()
             put_off = recorder.take()
             recompute: Events = ()
-            if kind.recompute == "full" and kind.layer == FIRST_BLOCK:
+            if kind.recompute == "full" and kind.use is Use.LAYER:
                 again = traced.input()
                 recorder.take()
                 traced.compute(again, traced.batch, False)

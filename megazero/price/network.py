@@ -49,17 +49,11 @@ class Network:
         self.between = device["cluster.bandwidth"] * device["cluster.fraction"], device["cluster.latency"]
         self.exchanges = device.kind == "cpu"  # gloo: a message from every rank to every other, all at once
         world, each = layout.world_size, device.devices_per_node
-        block = layout.dp * layout.tp
         self.sharing = min(world, each)  # devices whose messages may leave a node at once
-        self.groups = {
-            "tp": group_of(layout.tp, 1, world, each),
-            "shard": group_of(layout.shard, layout.tp, world, each),
-            "replica": group_of(layout.replica, layout.tp * layout.shard, world, each),
-            "dp": group_of(layout.dp, layout.tp, world, each),
-            "pp": group_of(layout.pp, block, world, each),
-            "embedding": group_of(2 if layout.last_pp else 1, layout.last_pp * block, world, each),
-        }
-        self.layout, self.each, self.block = layout, each, block
+        sizes = {axis: getattr(layout, axis) for axis in ("tp", "shard", "replica", "dp", "pp")}
+        sizes["embedding"] = 2 if layout.last_pp else 1
+        self.groups = {axis: group_of(size, layout.stride(axis), world, each) for axis, size in sizes.items()}
+        self.layout, self.each = layout, each
 
     def bandwidth(self, group: Group) -> float:
         """Bytes per second that every rank of a ring sends: as its slowest hop lets through."""
@@ -99,9 +93,9 @@ class Network:
 
     def message(self, num_bytes: float, sender: int, receiver: int) -> float:
         """Seconds of a message between pipeline ranks, while all ranks of a stage send theirs."""
-        nodes = [pp * self.block // self.each for pp in (sender, receiver)]
+        nodes = [self.layout.stage_ranks(pp)[0] // self.each for pp in (sender, receiver)]
         bandwidth, latency = self.inside
         if nodes[0] != nodes[1]:
             between, latency = self.between
-            bandwidth = min(bandwidth, between / min(self.sharing, self.block))
+            bandwidth = min(bandwidth, between / min(self.sharing, self.layout.stride("pp")))
         return latency + num_bytes / bandwidth

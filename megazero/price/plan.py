@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from megazero.config.schema import BYTES, Config
 from megazero.config.validate import check_device, check_values
 from megazero.data.remembered import data_tokenizer
-from megazero.plan.parameters import num_parameters
+from megazero.model.stage import declare
+from megazero.plan.layers import num_parameters
 from megazero.plan.resolve import check_block_runs, resolve
 from megazero.plan.topology import Layout
 from megazero.price import quick
@@ -94,7 +95,7 @@ def plan_config(config: Config) -> tuple[Config, Layout, Device]:
     """
     check_values(config)
     device = load_device(config.plan.device_type).multiplying(config.training)
-    config, layout = resolve(config, config.plan.world_size or 1, vocabulary(config))
+    config, layout = resolve(config, config.plan.world_size or 1, vocabulary(config), declare)
     check_device(config, device.kind)
     return config, layout, device
 
@@ -174,7 +175,8 @@ def _largest_preset(plan: Plan) -> str:
             smaller.training, precision=precision, grad_dtype=grad_dtype, micro_batch_size=1, global_batch_size=1
         )
         activations = dataclasses.replace(smaller.activations, recompute="full")
-        changed, layout = resolve(dataclasses.replace(smaller, training=training, activations=activations), 1, 0)
+        smaller = dataclasses.replace(smaller, training=training, activations=activations)
+        changed, layout = resolve(smaller, 1, 0, declare)
         usable = plan.device.usable_bytes(layout)
         if sum(quick.floor(changed, 1)) > usable:
             continue  # no need to trace it
@@ -213,7 +215,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "device_type": plan.device.name,
         "world_size": layout.world_size,
         "layout": {"pp": layout.pp, "dp": layout.dp, "tp": layout.tp, "shard": layout.shard, "chunks": layout.chunks},
-        "parameters": num_parameters(model),
+        "parameters": num_parameters(declare(model)),
         "fits": plan.free >= 0,
         "device_bytes": int(plan.device["memory.capacity"]),
         "reserved_bytes": plan.device.reserved_bytes(layout),

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megazero.files import replace_file
+from megazero.model.stage import declare
+from megazero.plan.layers import num_parameters
 from megazero.plan.operations import Backward, BackwardWeights, Forward, Recompute
-from megazero.plan.parameters import num_parameters
 from megazero.price.plan import SECONDS_PER_DAY, Plan, advice, as_json
 from megazero.price.stage_bytes import KINDS
 
@@ -34,8 +35,9 @@ COLOURS = {Forward: "tab:blue", Recompute: "tab:cyan", Backward: "tab:orange", B
 def show(plan: Plan, console: Console) -> None:
     """Print a plan."""
     config = plan.config
+    parameters = num_parameters(declare(config.model))
     console.print(
-        f"{num_parameters(config.model) / 1e9:.2f} B parameters on {plan.layout.world_size} x {plan.device.name}: "
+        f"{parameters / 1e9:.2f} B parameters on {plan.layout.world_size} x {plan.device.name}: "
         f"{plan.layout}, {config.micro_batches(plan.layout.dp)} micro-batches of {config.training.micro_batch_size}"
     )
     for table in _bytes_tables(plan):

@@ -111,7 +111,7 @@ def counts(config: Config) -> bool:
         and not config.training.freeze_parameters
         and not config.plan.rehearse
         and config.model.vocab_size > 0
-        and parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size == 1
+        and parallel.tensor_model_parallel_size == parallel.pipeline_model_parallel_size == 1
         and not config.activations.contiguous_checkpointing
         and zero.zero_reduce_every == usual.zero.zero_reduce_every
     )

@@ -6,8 +6,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megazero.config.schema import BYTES, Config
+from megazero.model.stage import declare
+from megazero.plan.layers import non_block_costs, stage_units
 from megazero.plan.operations import Backward, BackwardWeights
-from megazero.plan.parameters import non_block_costs, stage_units, unit_layout
+from megazero.plan.parameters import unit_layout
 from megazero.plan.program import program
 from megazero.plan.rank_spec import rank_spec
 from megazero.plan.schedules import SCHEDULES
@@ -41,8 +43,8 @@ def report_rows(config: Config, layout: Layout, rank: int = 0, needs_staging_buf
 
 def psi(config: Config, layout: Layout, rank: int = 0) -> int:
     """Elements of the units that a rank's pipeline stage holds, padding included, on its tensor-parallel part."""
-    units = stage_units(config.model, layout, layout.coord(rank).pp)
-    return sum(unit_layout(specs, layout.tp, layout.shard).numel for specs in units.values())
+    units = stage_units(declare(config.model, layout.tp), layout, layout.coord(rank).pp)
+    return sum(unit_layout(specs, layout.sizes, layout.shard).numel for specs in units.values())
 
 
 def _memory_formulas(config: Config, layout: Layout) -> dict[str, str]:
@@ -108,10 +110,11 @@ def split_line(config: Config, layout: Layout) -> str:
     """The layers of every virtual stage where they are uneven, and why; empty where they are even."""
     if not layout.split:
         return ""
-    costs = rank_costs(layout.split, layout.placement, non_block_costs(config.model, config.activations))
+    outer = non_block_costs(declare(config.model, layout.tp), config.model, config.activations)
+    costs = rank_costs(layout.split, layout.placement, outer)
     return (
         f"layers per virtual stage: {','.join(map(str, layout.split))}; the head computes as much as "
-        f"{non_block_costs(config.model, config.activations).head:.1f} blocks, so that pipeline ranks compute "
+        f"{outer.head:.1f} blocks, so that pipeline ranks compute "
         f"{', '.join(f'{cost:.1f}' for cost in costs)} (--pipeline-split has other layers)"
     )
 
@@ -120,7 +123,7 @@ def most_queued(config: Config, layout: Layout) -> int:
     """The most bytes that weight gradients which wait keep at one instant, on the pipeline rank that keeps most."""
     most = 0
     for stage in range(layout.pp):
-        spec, costs = rank_spec(config, layout, stage), trace_layers(config, layout, stage)
+        spec, costs = rank_spec(config, layout, stage, declare), trace_layers(config, layout, stage)
         now = 0
         for op in program(spec, config.schedule, config.micro_batches(layout.dp)).gradients:
             if isinstance(op, Backward) and not op.weights:

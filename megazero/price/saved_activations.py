@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from megazero.config.schema import BYTES, Config
+from megazero.model.stage import declare
 from megazero.plan.flat_layout import partition_numel
+from megazero.plan.layers import Use
 from megazero.plan.operations import Backward, Forward
 from megazero.plan.program import program
 from megazero.plan.rank_spec import rank_spec
 from megazero.plan.topology import Layout
-from megazero.plan.zero_policy import Use
 from megazero.price.trace import trace_block
 
 
@@ -52,7 +53,7 @@ def stage_activations(config: Config, layout: Layout, rank: int, device_type: st
     if config.activations.recompute == "full":
         return recomputed_bytes(config, layout, device_type)
     stage, micro_batches = layout.coord(rank).pp, config.micro_batches(layout.dp)
-    spec = rank_spec(config, layout, stage)
+    spec = rank_spec(config, layout, stage, declare)
     live = peak = 0
     for op in program(spec, config.schedule, micro_batches).gradients:
         if isinstance(op, (Forward, Backward)) and spec.layers[op.layer].use is Use.LAYER:

@@ -16,11 +16,13 @@ from typing import NamedTuple
 from megazero.config.limits import divisors
 from megazero.config.schema import BYTES, Config
 from megazero.config.validate import check_values
+from megazero.model.stage import declare
+from megazero.plan.layers import End, Use
 from megazero.plan.operations import Backward, Forward
-from megazero.plan.parameters import FIRST_BLOCK, HEAD, declared, unit_layout
+from megazero.plan.parameters import unit_layout
 from megazero.plan.rank_spec import rank_spec
 from megazero.plan.resolve import resolve
-from megazero.plan.topology import Layout
+from megazero.plan.topology import Layout, data_parallel_size
 from megazero.price.costs import StepCosts
 from megazero.price.devices import Device
 from megazero.price.estimate import state_bytes
@@ -86,8 +88,8 @@ def candidates(config: Config, world: int, device: Device) -> Iterator[Candidate
     for tp in divisors(math.gcd(world, model.num_attention_heads, model.ffn_size)):
         if tp > device.devices_per_node or (model.query_groups % tp and tp % model.query_groups):
             continue
-        for pp in divisors(world // tp):
-            dp = world // tp // pp
+        for pp in divisors(data_parallel_size(world, tp=tp)):
+            dp = data_parallel_size(world, pp, tp)
             if pp > min(model.num_layers, MOST_STAGES) or batch % dp:
                 continue
             node = max(1, device.devices_per_node // tp)
@@ -104,7 +106,8 @@ def candidates(config: Config, world: int, device: Device) -> Iterator[Candidate
             ):
                 if sequence and (partition or micro * model.seq_length % tp):
                     continue
-                if schedule == "zero-bubble-v" and pp * (batch // dp // micro) > MOST_OF_A_V:
+                each = batch // dp // micro
+                if schedule == "zero-bubble-v" and pp * each > MOST_OF_A_V:
                     continue
                 yield Candidate(tp, pp, schedule, chunks, stage, shard, recompute, partition, sequence, micro)
 
@@ -139,13 +142,14 @@ class Terms:
         config = c.apply(self.config)
         model = dataclasses.replace(config.model, num_layers=1)
         config = dataclasses.replace(config, model=model, training=dataclasses.replace(config.training))
-        layout = Layout(dp=self.world // tp, tp=tp)
-        return StepCosts(config, layout, rank_spec(config, layout, 0), self.device)
+        layout = Layout(dp=data_parallel_size(self.world, tp=tp), tp=tp)
+        return StepCosts(config, layout, rank_spec(config, layout, 0, declare), self.device)
 
     def _block(self, tp: int, micro: int, sequence: bool, selective: bool) -> _Block:
         costs = self._costs(tp, micro, sequence, selective)
-        forward = costs.of_layer(Forward(FIRST_BLOCK, 0, True)).seconds
-        backward = costs.of_layer(Backward(FIRST_BLOCK, 0)).seconds
+        name = declare(costs.config.model, tp).first_block.name
+        forward = costs.of_layer(Forward(name, 0, True)).seconds
+        backward = costs.of_layer(Backward(name, 0)).seconds
         traced = trace_block(costs.config, costs.layout, self.device.kind)
         kept = block_input(costs.config, costs.layout)
         return _Block(forward, backward, sum(traced.saved) + traced.saved_input, kept)
@@ -153,27 +157,30 @@ class Terms:
     def _ends(self, tp: int, micro: int) -> float:
         """Seconds of embedding and head, forward and backward."""
         costs = self._costs(tp, micro, False, False)
-        names = [name for name in costs.spec.layers if name != FIRST_BLOCK]
+        names = [name for name, layer in costs.spec.layers.items() if layer.use is not Use.LAYER]
         forward = sum(costs.of_layer(Forward(name, 0, True)).seconds for name in names)
         return forward + sum(costs.of_layer(Backward(name, 0)).seconds for name in names)
 
     def _numel(self, tp: int) -> tuple[int, int]:
         """Elements of a block and of the tables, on one rank."""
-        known = declared(dataclasses.replace(self.config.model, num_layers=1), tp)
-        found = {name: unit_layout(list(specs), tp, 1).numel for name, specs in known.items()}
-        return found[FIRST_BLOCK], sum(n for name, n in found.items() if name not in (FIRST_BLOCK, HEAD))
+        kinds = declare(dataclasses.replace(self.config.model, num_layers=1), tp).kinds.values()
+        found = [(kind.end, unit_layout(kind.params, {"tp": tp}, 1).numel) for kind in kinds]
+        block, table = (sum(n for end, n in found if end is wanted) for wanted in (None, End.FIRST))
+        return block, table
 
     def _network(self, tp: int, pp: int, shard: int) -> Network:
-        return Network(self.device, Layout(pp, self.world // tp // pp, tp, shard))
+        return Network(self.device, Layout(pp, data_parallel_size(self.world, pp, tp), tp, shard))
 
     @functools.cache  # noqa: B019
     def usable(self, tp: int, pp: int, shard: int, schedule: str, chunks: int) -> int:
         """Return the bytes of a device that libraries leave."""
-        layout = Layout(pp, self.world // tp // pp, tp, shard, chunks, v_shaped=schedule == "zero-bubble-v")
+        layout = Layout(
+            pp, data_parallel_size(self.world, pp, tp), tp, shard, chunks, v_shaped=schedule == "zero-bubble-v"
+        )
         return self.device.usable_bytes(layout)
 
     def micro_batches(self, c: Candidate) -> int:
-        return self.config.training.global_batch_size // c.micro_batch // (self.world // c.tp // c.pp)
+        return self.config.training.global_batch_size // c.micro_batch // data_parallel_size(self.world, c.pp, c.tp)
 
     def memory(self, c: Candidate) -> float:
         """The least bytes of a device of the first stage."""
@@ -181,7 +188,7 @@ class Terms:
         w, g, states = BYTES[training.precision], BYTES[training.grad_dtype], state_bytes(training.precision)[1]
         each, table = self.numel(c.tp)
         blocks = self.config.model.num_layers // c.pp
-        numel, shard = blocks * each + table, c.shard or self.world // c.tp // c.pp
+        numel, shard = blocks * each + table, c.shard or data_parallel_size(self.world, c.pp, c.tp)
         held = numel * (w / (shard if c.zero_stage == 3 else 1) + states / (shard if c.zero_stage else 1))
         held += numel * g / (1 if c.zero_stage < 2 else shard)
         in_flight = c.pp * (1 + 1 / c.chunks) if c.schedule == "interleaved" else c.pp
@@ -250,7 +257,7 @@ class Search:
         self.found = list(candidates(self.config, self.world, device))
         if not self.found or not model.vocab_size:
             # no layout, or no vocabulary: what training would say
-            resolve(config, self.world, vocabulary)
+            resolve(config, self.world, vocabulary, declare)
             raise ValueError(
                 f"--global-batch-size {batch} on --world-size {self.world}: no layout gives every data-parallel rank "
                 f"the same number of samples; use {max(1, batch // self.world) * self.world}"
@@ -283,7 +290,7 @@ class Search:
         try:
             changed = c.apply(self.config)
             check_values(changed)
-            config, layout = resolve(changed, self.world, self.vocabulary)
+            config, layout = resolve(changed, self.world, self.vocabulary, declare)
         except ValueError:
             return None
         return plan_if_it_fits(config, layout, self.device)

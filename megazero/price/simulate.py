@@ -2,7 +2,7 @@
 
 A rank has one stream that computes, and one per axis: Start puts an operation on the stream of its axis, and Wait makes
 the computation wait for it. What cannot be started runs on the stream that computes. A message arrives when sender and
-receiver have both started it. Pure.
+receiver have both started it. Layers compute more slowly while a collective runs. Pure.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from megazero.plan.layers import Use
 from megazero.plan.operations import (
     COMPUTE,
     Asynchronous,
@@ -31,7 +32,7 @@ from megazero.plan.operations import (
 from megazero.plan.program import program
 from megazero.plan.rank_spec import Layer, RankSpec, Unit
 from megazero.plan.schedules import SCHEDULES
-from megazero.plan.zero_policy import Use, ZeroPolicy
+from megazero.plan.zero_policy import ZeroPolicy
 
 Cost = Callable[[Op], float]
 
@@ -69,8 +70,8 @@ class Timing(NamedTuple):
 class _Rank:
     """One rank's place in its program while it is played."""
 
-    def __init__(self, ops: Ops, issue: float) -> None:
-        self.ops, self.at, self.now, self.issue = ops, 0, 0.0, issue
+    def __init__(self, ops: Ops, issue: float, overlap: float) -> None:
+        self.ops, self.at, self.now, self.issue, self.overlap = ops, 0, 0.0, issue, overlap
         self.free: dict[str, float] = {}  # axis -> when its stream has nothing left to do
         self.done: dict[Op, float] = {}  # operation in flight -> when it ends
         self.spans: list[Span] = []
@@ -85,6 +86,12 @@ class _Rank:
     def run(self, op: Op, seconds: float) -> None:
         self.spent[type(op).__name__] += seconds
         self.now += seconds
+
+    def slowed(self, seconds: float) -> float:
+        """Seconds of a computation that begins now, next to the collectives in flight."""
+        last = max((end for axis, end in self.free.items() if axis != "host"), default=0.0)
+        shared = min(max(0.0, last - self.now), seconds * (1 + self.overlap))
+        return seconds + shared * self.overlap / (1 + self.overlap)
 
     def begin_transfer(self) -> None:
         if self.issue:
@@ -116,7 +123,7 @@ class _Rank:
             self.wait(self.done.get(about, 0.0), axis_of(about))
         elif isinstance(op, COMPUTE):
             begin = self.now
-            self.run(op, cost(op))
+            self.run(op, self.slowed(cost(op)))
             self.spans.append(Span(op, begin, self.now))
         elif isinstance(about, Asynchronous):
             axis, seconds = axis_of(about), cost(about)
@@ -130,16 +137,17 @@ class _Rank:
         return True
 
 
-def simulate(programs: list[Ops], cost: Cost | Sequence[Cost], issue: float = 0.0) -> Timing:
+def simulate(programs: list[Ops], cost: Cost | Sequence[Cost], issue: float = 0.0, overlap: float = 0.0) -> Timing:
     """Play the programs of the ranks of one pipeline, at one cost for all or one for each.
 
     Args:
         issue: time in which a rank does not compute, for each transfer that it starts.
+        overlap: share by which a computation takes longer while a collective runs.
 
     Raises:
         RuntimeError: they deadlock; it says where every rank waits.
     """
-    ranks = [_Rank(ops, issue) for ops in programs]
+    ranks = [_Rank(ops, issue, overlap) for ops in programs]
     costs = [cost] * len(ranks) if callable(cost) else cost
     posted: dict[Transfer, float] = {}
     while any(rank.at < len(rank.ops) for rank in ranks):
@@ -161,7 +169,7 @@ def plain_pipeline(ranks: int, chunks: int = 1, layers: int = 1, v_shaped: bool 
     for rank in range(ranks):
         names = [[f"{c}.{n}" for n in range(layers)] for c in range(chunks)]
         made = [
-            tuple(Layer(name, (name,), Use.LAYER, True, rank + c > 0 or n > 0) for n, name in enumerate(chunk))
+            tuple(Layer(name, (name,), Use.LAYER, True, rank + c > 0 or n > 0, name) for n, name in enumerate(chunk))
             for c, chunk in enumerate(names)
         ]
         units = {name: Unit(64, True) for chunk in names for name in chunk}

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from megazero.config.schema import Config
 from megazero.memory.tracker import MemoryTracker
+from megazero.model.stage import declare
 from megazero.plan.operations import Backward, Forward, Op, Recompute, Start, Wait
 from megazero.plan.rank_spec import rank_spec
 from megazero.plan.topology import Layout
@@ -47,7 +48,8 @@ class _Watch:
     """Adds what autograd keeps to what the engine allocates."""
 
     def __init__(self, config: Config, layout: Layout, pp: int, device_type: str) -> None:
-        self.spec, self.costs = rank_spec(config, layout, pp), trace_layers(config, layout, pp, device_type)
+        self.spec = rank_spec(config, layout, pp, declare)
+        self.costs = trace_layers(config, layout, pp, device_type)
         self.kept: dict[tuple[str, int], int] = {}
         self.live = self.most = 0
         self.moments: list[Moment] = []
@@ -85,7 +87,7 @@ def stage_bytes(config: Config, layout: Layout, pp: int, device_type: str) -> St
         fewer = dataclasses.replace(config, training=dataclasses.replace(config.training, global_batch_size=samples))
         watch = _Watch(config, layout, pp, device_type)
         staging = device_type == "cpu"
-        found.append((estimate(fewer, layout, pp * layout.dp * layout.tp, staging, watch), watch))
+        found.append((estimate(fewer, layout, layout.stage_ranks(pp)[0], staging, watch), watch))
     estimates, watches = [e for e, _ in found], [w for _, w in found]
     peaks = [w.peak() for w in watches]
 

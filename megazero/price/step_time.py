@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megazero.config.schema import Config
+from megazero.model.stage import declare
 from megazero.plan.operations import COMPUTE, Backward, BackwardWeights, Forward, Ops, Recompute
 from megazero.plan.program import Program, program
 from megazero.plan.rank_spec import RankSpec, rank_spec
@@ -74,7 +75,7 @@ class StepPrograms:
         self.config, self.layout = config, layout
         schedule = config.parallel.pipeline_schedule
         self.few = Few.of(schedule, layout, config.micro_batches(layout.dp))
-        self.specs: list[RankSpec] = [rank_spec(config, layout, pp) for pp in range(layout.pp)]
+        self.specs: list[RankSpec] = [rank_spec(config, layout, pp, declare) for pp in range(layout.pp)]
         self.programs: list[list[Program]] = [[program(s, schedule, m) for s in self.specs] for m in self.few.played]
 
 
@@ -94,7 +95,8 @@ def step_parts(steps: StepPrograms, device: Device) -> Parts:
 
 
 def _play(programs: list[Ops], costs: list[StepCosts]) -> Parts:
-    timing = simulate(programs, costs, costs[0].device.collective_overhead)
+    device = costs[0].device
+    timing = simulate(programs, costs, device.collective_overhead, device.overlap)
     compute = [sum((spent[op.__name__] for op in COMPUTE), 0.0) for spent in timing.spent]
     rank = max(range(len(programs)), key=lambda r: compute[r])
     spent = timing.spent[rank]

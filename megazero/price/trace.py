@@ -28,12 +28,12 @@ from megazero.model.context import Context, DeviceBatch, MicroBatchInfo, Residua
 from megazero.model.documents import Documents
 from megazero.model.kernels.table import kernels_named
 from megazero.model.matmul import Products
-from megazero.model.stage import Stage
+from megazero.model.stage import Stage, declare
 from megazero.model.weight import GradWriter, Owner, Weight
-from megazero.plan.parameters import FIRST_BLOCK, HEAD, TOKEN_EMBEDDING, ParamSpec, stage_units
+from megazero.plan.layers import Use, stage_units
+from megazero.plan.parameters import ParamSpec
 from megazero.plan.rank_spec import Layer, rank_spec
 from megazero.plan.topology import Layout
-from megazero.plan.zero_policy import Use
 
 SMALL = 1 << 24  # elements of a tensor, or of a layer's weights: tens of milliseconds
 
@@ -56,14 +56,16 @@ class LayerCost(NamedTuple):
 
 def trace_layers(config: Config, layout: Layout, pp: int, device_type: str = "cpu") -> dict[str, LayerCost]:
     """Trace every layer of pipeline rank `pp`, each kind once; `config` is resolved."""
-    spec = rank_spec(config, layout, pp)
-    specs = stage_units(config.model, layout, pp, config.training.freeze_parameters)
+    layers = declare(config.model, layout.tp)
+    spec = rank_spec(config, layout, pp, declare)
+    specs = stage_units(layers, layout, pp, config.training.freeze_parameters)
     return {name: _trace(Kind.of(config, layout, layer, specs, device_type)) for name, layer in spec.layers.items()}
 
 
 def trace_block(config: Config, layout: Layout, device_type: str) -> LayerCost:
     """Trace a block whose weights all train."""
-    layer = Layer(FIRST_BLOCK, (), Use.LAYER, trains=True, passes_gradient=True)
+    name = declare(config.model, layout.tp).first_block.name
+    layer = Layer(name, (), Use.LAYER, trains=True, passes_gradient=True, kind=name)
     return _trace(Kind.of(config, layout, layer, {}, device_type))
 
 
@@ -77,7 +79,8 @@ class Kind(NamedTuple):
     sequence_parallel: bool
     tp: int
     device_type: str
-    layer: str  # of all layers of this kind, the name of a block is that of the model's first
+    layer: str  # the name of the first layer of this kind
+    use: Use
     passes_gradient: bool
     frozen: tuple[str, ...]  # names of parameters in it that do not train
     reset_attention_mask: bool = False
@@ -110,8 +113,9 @@ class Kind(NamedTuple):
     def of(
         cls, config: Config, layout: Layout, layer: Layer, specs: dict[str, list[ParamSpec]], device_type: str
     ) -> Kind:
-        kind = FIRST_BLOCK if layer.name.startswith("blocks.") else layer.name
-        frozen = (s.name.replace(layer.name, kind, 1) for unit in layer.units for s in specs[unit] if not s.trains)
+        frozen = (
+            s.name.replace(layer.name, layer.kind, 1) for unit in layer.units for s in specs[unit] if not s.trains
+        )
         return cls(
             dataclasses.replace(config.model, num_layers=1),
             config.training.precision,
@@ -120,7 +124,8 @@ class Kind(NamedTuple):
             config.parallel.sequence_parallel,
             layout.tp,
             device_type,
-            kind,
+            layer.kind,
+            layer.use,
             layer.passes_gradient,
             tuple(frozen),
             config.data.reset_attention_mask,
@@ -166,15 +171,13 @@ class Traced:
             kernels=kernels_named(kind.kernels),
             products=Products(in_place=kind.device_type == "cuda"),
         )
-        names = {FIRST_BLOCK: [0]}.get(kind.layer, [])
-        ends = kind.layer != FIRST_BLOCK
-        self.stage = Stage(model, names, self.context, first=ends, last=kind.layer == HEAD, frozen=kind.frozen)
+        self.stage = Stage(model, [kind.layer], self.context, kind.frozen)
         for weight in [weight for unit in self.stage.units.values() for weight in unit]:
             shape = weight.block.stored if padded else weight.block.shape
             # not one NaN expanded, which CPU products are slow on
             weight.data = torch.zeros(shape, dtype=self.context.dtype, device=device)
             weight.owner = owner or self.queue
-        self.compute = self.stage.compute(kind.layer)
+        self.compute = self.stage.layer(kind.layer).compute
         ids = torch.zeros(kind.micro_batch_size, model.seq_length, dtype=torch.int64, device=device)
         self.documents = Documents.whole(
             kind.micro_batch_size, model.seq_length, device
@@ -235,7 +238,7 @@ def _trace(kind: Kind) -> LayerCost:
             torch.autograd.backward(y, torch.empty_like(y))
         backward, queued = traced.sent - forward, kept_bytes(traced.queue)
         recompute = 0
-        if kind.recompute == "full" and kind.layer == FIRST_BLOCK:
+        if kind.recompute == "full" and kind.use is Use.LAYER:
             traced.compute(traced.input(), traced.batch, False)
             recompute = traced.sent - forward - backward
         input_bytes = 0 if saved_input is None else saved_input.untyped_storage().nbytes()
@@ -247,14 +250,14 @@ def model_flops(model: ModelConfig, samples: int) -> int:
 
     Attention counts as if it were not causal, and the lookup of tokens not at all (Narayanan 2021).
     """
-    blocks = model.num_layers
+    counts = Counter((kind.name, kind.use) for kind in declare(model).kinds.values())
     one = dataclasses.replace(model, num_layers=1)
-    return 3 * samples * sum(count * (blocks if name == FIRST_BLOCK else 1) for name, count in _flops(one).items())
+    return 3 * samples * sum(count * _flops(one, *kind) for kind, count in counts.items())
 
 
 @functools.lru_cache(maxsize=64)
-def _flops(model: ModelConfig) -> Counter[str]:
-    """FLOPs of every layer's forward of one sample, on one rank, without padding."""
+def _flops(model: ModelConfig, layer: str, use: Use) -> int:
+    """FLOPs of a layer's forward of one sample, on one rank, without padding."""
     from torch.utils.flop_counter import FlopCounterMode
 
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -262,12 +265,9 @@ def _flops(model: ModelConfig) -> Counter[str]:
     def of_attention(q: torch.Size, k: torch.Size, *_: Any, **__: Any) -> int:
         return 4 * q.numel() * k[2]
 
-    found = Counter[str]()
-    for layer in (TOKEN_EMBEDDING, FIRST_BLOCK, HEAD):
-        kind = Kind(model, "fp32", 1, "none", False, 1, "cpu", layer, False, ())
-        with kind.stand_in() as device, torch.no_grad():
-            traced = Traced(kind, device, padded=False)
-            with FlopCounterMode(display=False, custom_mapping={attention: of_attention}) as counter:
-                traced.compute(traced.input(), traced.batch, True)
-            found[layer] = counter.get_total_flops()
-    return found
+    kind = Kind(model, "fp32", 1, "none", False, 1, "cpu", layer, use, False, ())
+    with kind.stand_in() as device, torch.no_grad():
+        traced = Traced(kind, device, padded=False)
+        with FlopCounterMode(display=False, custom_mapping={attention: of_attention}) as counter:
+            traced.compute(traced.input(), traced.batch, True)
+    return int(counter.get_total_flops())

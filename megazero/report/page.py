@@ -212,8 +212,8 @@ def _layout(start: Record) -> str:
         held = _ranges(layout.layers(layers, pp))
         cells = []
         for dp in range(layout.dp):
-            ranks = [(pp * layout.dp + dp) * layout.tp + tp for tp in range(layout.tp)]
-            cells.append("<td>" + "".join(f"<i>{rank}</i>" for rank in ranks) + "</td>")
+            boxes = "".join(f"<i>{rank}</i>" for rank in layout.tensor_ranks(pp, dp))
+            cells.append(f"<td>{boxes}</td>")
         rows.append(f"<tr><th>stage {pp}<small>layers {held}</small></th>{''.join(cells)}</tr>")
     note = "A box is a rank; those in one cell share every layer by tensor parallelism." if layout.tp > 1 else ""
     table = f'<div class="wide"><table class="ranks"><tr><th></th>{head}</tr>{"".join(rows)}</table></div>'

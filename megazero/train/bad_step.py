@@ -10,11 +10,11 @@ import torch
 
 from megazero.comm.collectives import MIN
 from megazero.comm.mesh import Mesh
+from megazero.plan.layers import End, Layers
 from megazero.plan.operations import Backward, Forward, Op
-from megazero.plan.parameters import HEAD
 from megazero.train.interpreter import Interpreter
 
-MOST_LAYERS, MOST_MICRO_BATCHES = 1 << 14, 1 << 24
+MOST = 1 << 30  # above all orders of layers and numbers of micro-batches
 
 
 class Place(NamedTuple):
@@ -25,33 +25,23 @@ class Place(NamedTuple):
     micro_batch: int
 
     @classmethod
-    def of(cls, op: Forward | Backward) -> Place:
-        backward = isinstance(op, Backward)
-        name = op.layer
-        block = int(name.split(".")[1]) + 1 if name.startswith("blocks.") else 0
-        at = MOST_LAYERS - 1 if name == HEAD else block
-        return cls(backward, MOST_LAYERS - 1 - at if backward else at, op.micro_batch)
+    def of(cls, op: Forward | Backward, layers: Layers) -> Place:
+        backward, names = isinstance(op, Backward), list(layers.kinds)
+        return cls(backward, (names[::-1] if backward else names).index(op.layer), op.micro_batch)
 
-    @property
-    def number(self) -> int:
-        return (self.backward * MOST_LAYERS + self.order) * MOST_MICRO_BATCHES + self.micro_batch
-
-    @classmethod
-    def from_number(cls, number: int) -> Place:
-        rest, micro_batch = divmod(number, MOST_MICRO_BATCHES)
-        return cls(*divmod(rest, MOST_LAYERS), micro_batch)
-
-    def __str__(self) -> str:
-        at = MOST_LAYERS - 1 - self.order if self.backward else self.order
-        layer = {0: "the embedding", MOST_LAYERS - 1: "the head"}.get(at, f"block {at - 1}")
+    def text(self, layers: Layers) -> str:
+        name = list(layers.kinds)[-1 - self.order if self.backward else self.order]
+        ends = {End.FIRST: "the embedding", End.LAST: "the head", None: "block "}
+        number = layers.blocks.index(name) if name in layers.blocks else ""
+        layer = f"{ends[layers.kinds[name].end]}{number}"
         return f"the gradient of the input of {layer}" if self.backward else f"the output of {layer}"
 
 
 class Inspector:
     """An observer of the interpreter that keeps the first result which is not finite."""
 
-    def __init__(self, interpreter: Interpreter) -> None:
-        self.interpreter, self.first = interpreter, None
+    def __init__(self, interpreter: Interpreter, layers: Layers) -> None:
+        self.interpreter, self.layers, self.first = interpreter, layers, None
 
     @contextlib.contextmanager
     def __call__(self, op: Op) -> Iterator[None]:
@@ -62,7 +52,7 @@ class Inspector:
             if result is None and not backward:
                 result = run.losses.get(op.micro_batch)
             if result is not None and not result.isfinite().all():
-                place = Place.of(op)
+                place = Place.of(op, self.layers)
                 self.first = place if self.first is None else min(self.first, place)
 
 
@@ -75,17 +65,19 @@ def first_bad_result(mesh: Mesh, inspector: Inspector, samples: Sequence[tuple[i
     Returns:
         A phrase, the same on all ranks; None if all results were finite.
     """
-    nowhere = Place(True, MOST_LAYERS, 0).number
-    mine = inspector.first.number if inspector.first is not None else nowhere
-    first = mesh.agree(mine, MIN)
-    if first == nowhere:
+    mine = (MOST, MOST, MOST) if inspector.first is None else tuple(map(int, inspector.first))
+    first: tuple[int, ...] = ()
+    for n, number in enumerate(mine):  # the smallest of all, part by part
+        first += (mesh.agree(number if mine[:n] == first else MOST, MIN),)
+    if first[0] == MOST:
         return None
     rank = mesh.agree(mesh.rank if mine == first else mesh.world.size, MIN)
-    place = Place.from_number(first)
+    place = Place(bool(first[0]), *first[1:])
     of_rank = samples[place.micro_batch] if mesh.rank == rank else [0] * len(samples[0])
     numbers = mesh.host.all_reduce_(torch.tensor(of_rank), kind="control").tolist()
     host = f" ({mesh.world.hosts[rank]})" if mesh.world.hosts else ""
-    return f"{place} is the first that is not finite, on rank {rank}{host}, for {samples_text(numbers)}"
+    result = place.text(inspector.layers)
+    return f"{result} is the first that is not finite, on rank {rank}{host}, for {samples_text(numbers)}"
 
 
 def samples_text(numbers: Sequence[int]) -> str:

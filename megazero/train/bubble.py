@@ -14,6 +14,7 @@ import torch
 
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import Config
+from megazero.model.stage import declare
 from megazero.plan.operations import COMPUTE, Op, Transfer, inner
 from megazero.plan.program import program
 from megazero.plan.rank_spec import rank_spec
@@ -65,7 +66,7 @@ class BubbleMeter:
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
         self.config, self.pp, self.device = config, mesh.pp, mesh.device
-        self.stages = [rank_spec(config, mesh.layout, pp) for pp in range(mesh.layout.pp)]
+        self.stages = [rank_spec(config, mesh.layout, pp, declare) for pp in range(mesh.layout.pp)]
         # A layer is on one stage, so that a sum over pp of every stage's means has each of them.
         self.keys = [(op.__name__, layer) for stage in self.stages for layer in stage.layers for op in COMPUTE]
         self._simulated_at, self._simulation_took = 0.0, 0.0

@@ -21,12 +21,10 @@ from megazero.model.context import DTYPES, Context, DeviceBatch, ResidualStream
 from megazero.model.fused_ops import PLAIN, compiled
 from megazero.model.kernels.table import kernels_named
 from megazero.model.matmul import Products, writes_wide
-from megazero.model.stage import Stage
-from megazero.plan.parameters import TOKEN_EMBEDDING, stage_units
+from megazero.model.stage import Stage, declare
 from megazero.plan.program import Program, program
 from megazero.plan.rank_spec import rank_spec
 from megazero.plan.schedules import EVALUATION
-from megazero.plan.topology import Layout
 from megazero.plan.zero_policy import persistent_gradients
 from megazero.train.bad_step import Inspector, first_bad_result
 from megazero.train.batch import Batch, Uploaded, sum_by_corpus, upload_step
@@ -71,8 +69,8 @@ class Engine:
         self.config, self.mesh, self.tracker = config, mesh, MemoryTracker()
         self.updates = 0  # made so far: for Adam's bias correction
         self.scale = LossScale.of(config.training)
-        self.tied = None if config.model.untie_embeddings else TOKEN_EMBEDDING  # the unit of the embedding group
-        self.spec = rank_spec(config, mesh.layout, mesh.pp.rank)
+        self.layers = declare(config.model, mesh.layout.tp)
+        self.spec = rank_spec(config, mesh.layout, mesh.pp.rank, declare)
         self.programs: dict[tuple[str, int], Program] = {}
         stream = ResidualStream(mesh.tp, sharded=config.parallel.sequence_parallel)
         fused_ops = compiled(mesh.device) if config.training.compile else PLAIN
@@ -90,16 +88,14 @@ class Engine:
             ),
             kernels_named(config.training.kernels_on(mesh.device.type)),
         )
-        model, pp = config.model, mesh.pp
-        blocks, frozen = mesh.layout.layers(model.num_layers, pp.rank), config.training.freeze_parameters
-        last = pp.rank == mesh.layout.last_pp
-        self.model = Stage(model, blocks, context, first=pp.is_first, last=last, frozen=frozen)
+        model = config.model
+        self.model = Stage(model, list(self.spec.layers), context, config.training.freeze_parameters)
         self.zero = Zero(self._zero_options(), self.model.units)
         step = self.program(config.schedule, config.micro_batches(mesh.layout.dp))
         self.zero.reserve(step.arena_numel)
         tokens = len(stream.tokens(config.training.micro_batch_size * model.seq_length))
         activation = ActivationSpec((tokens, model.hidden_size), context.dtype, mesh.device)
-        computes = {name: self.model.compute(name) for name in self.spec.layers}
+        computes = {name: self.model.layer(name).compute for name in self.spec.layers}
         graphs = None
         if config.captures_blocks:
             graphs = BlockGraphs(self.spec, computes, activation, self.zero, self.tracker)
@@ -111,7 +107,7 @@ class Engine:
             self.spec.route,
             activation,
             self.tracker,
-            self.tied,
+            self.layers.tied,
             graphs,
         )
 
@@ -238,7 +234,7 @@ class Engine:
         Agreed over the world.
         """
         mesh, mine = self.mesh, self.zero.first_nonfinite()
-        names = [s.name for specs in stage_units(self.config.model, Layout(), 0).values() for s in specs]
+        names = [spec.name for spec in self.layers.params()]
         at = names.index(mine) if mine is not None else len(names)
         at, rank = divmod(mesh.agree(at * mesh.world.size + mesh.rank, MIN), mesh.world.size)
         return f"the gradient of {names[at]} is not finite on rank {rank}" if at < len(names) else "a sum of gradients"
@@ -247,7 +243,7 @@ class Engine:
         self, step: Program, batches: Sequence[Batch], uploaded: Uploaded, seed_gradient: torch.Tensor
     ) -> str:
         """Compute the step's gradients again, and name the first result that is not finite. All ranks call this."""
-        inspector, observe = Inspector(self.interpreter), self.interpreter.observe
+        inspector, observe = Inspector(self.interpreter, self.layers), self.interpreter.observe
         self.interpreter.observe = inspector
         try:
             self._run(step, uploaded, seed_gradient)

@@ -24,7 +24,8 @@ from megazero.comm import scheduler
 from megazero.comm.mesh import Mesh
 from megazero.config.cli import Command
 from megazero.config.schema import Config
-from megazero.plan.parameters import num_parameters
+from megazero.model.stage import declare
+from megazero.plan.layers import num_parameters
 from megazero.report.runs import EVENTS
 from megazero.train.loggers import warn
 from megazero.train.progress_line import Record, tell
@@ -53,7 +54,7 @@ class RunEvents:
         given = changed(self.config)
         if self.command is not None:
             given = [name.replace("-", "_") for name in sorted(self.command.given)]
-        size = {"parameters": num_parameters(self.config.model)}
+        size = {"parameters": num_parameters(declare(self.config.model))}
         return {"given": given, "layout": asdict(self.mesh.layout), **size, "environment": environment(self.mesh)}
 
     def start(self, iteration: int) -> None:

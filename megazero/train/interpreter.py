@@ -20,6 +20,7 @@ from megazero.comm.collectives import Axis, Pending
 from megazero.memory.tracker import Allocation, MemoryTracker
 from megazero.model.context import kept_bytes
 from megazero.model.weight import GradWriter, Weight
+from megazero.plan.layers import Use
 from megazero.plan.operations import (
     Backward,
     BackwardWeights,
@@ -48,7 +49,6 @@ from megazero.plan.operations import (
     Wait,
     name_of,
 )
-from megazero.plan.parameters import HEAD
 from megazero.plan.program import Program
 from megazero.plan.rank_spec import Layer
 from megazero.plan.topology import Route
@@ -259,8 +259,10 @@ class Interpreter:
         if op.graph:
             y = self._compute(op.layer, x, i)
         else:
-            instead = self.head if op.layer == HEAD else None
-            y = (instead or self.layers[op.layer][1])(x, self.micro_batches[i], True)
+            layer, compute = self.layers[op.layer]
+            if layer.use is Use.HEAD and self.head is not None:
+                compute = self.head
+            y = compute(x, self.micro_batches[i], True)
         if y.dim() == 1:
             self.losses[i] = y.detach()
         else:

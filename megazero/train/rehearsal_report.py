@@ -13,6 +13,7 @@ from megazero.comm.world import World
 from megazero.config.schema import Config
 from megazero.config.validate import check_device
 from megazero.files import write_atomically
+from megazero.model.stage import declare
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
 from megazero.train.rehearsal import Place, Rehearsal, rehearse
@@ -39,7 +40,7 @@ def pretended_world(config: Config, world: World) -> int:
     if not found or int(found[1]) == 0:
         raise ValueError(f"--rehearse {text}: not a number of ranks; {FORM}")
     size, parallel = int(found[1]), config.parallel
-    model_parallel = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    model_parallel = Layout(parallel.pipeline_model_parallel_size, tp=parallel.tensor_model_parallel_size).world_size
     if size % model_parallel:
         fits = size // model_parallel * model_parallel
         either = f"{fits} or {fits + model_parallel}" if fits else f"{model_parallel}"
@@ -59,7 +60,7 @@ def rehearsed_ranks(text: str, layout: Layout) -> list[int]:
     """
     _, _, ranks = text.partition(":")
     if ranks == "stages":
-        return [stage * layout.dp * layout.tp for stage in range(layout.pp)]
+        return [layout.stage_ranks(stage)[0] for stage in range(layout.pp)]
     found = [int(rank) for rank in ranks.split(",")] if ranks else [0]
     beyond = [rank for rank in found if rank >= layout.world_size]
     if beyond:
@@ -77,7 +78,7 @@ def run_rehearsal(config: Config, world: World, vocab_size: int) -> list[Rehears
         vocab_size: of the tokenizer; 0 without one.
     """
     text, place = config.plan.rehearse, Place.of(config.plan.rehearse_on)
-    config, layout = resolve(config, pretended_world(config, world), vocab_size)
+    config, layout = resolve(config, pretended_world(config, world), vocab_size, declare)
     check_device(config, place.device.type)
     ranks, start, found = rehearsed_ranks(text, layout), time.perf_counter(), []
     asked = config.plan.rehearse_on

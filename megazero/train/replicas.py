@@ -40,8 +40,8 @@ def copies(engine: Engine) -> Iterator[tuple[Axis, str, torch.Tensor]]:
         for part in unit.flat.owned_parts():
             axes = [mesh.replica]
             axes += [mesh.shard] * (not policy.optimizer)
-            axes += [mesh.tp] * (part.spec.tp_dim is None)
-            axes += [mesh.embedding] * (unit.name == engine.tied)
+            axes += [mesh.tp] * ("tp" not in part.spec.axes)
+            axes += [mesh.embedding] * (unit.name == engine.layers.tied)
             for state, data in unit.optimizer.state(part).items():
                 kind = "the master weights" if state == "master" else state
                 yield from ((axis, f"{kind} of {part.spec.name}", data) for axis in axes)

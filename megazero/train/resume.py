@@ -14,7 +14,7 @@ from megazero.config.cli import as_flag, ranges
 from megazero.config.schema import CheckpointConfig, Config, ModelConfig
 from megazero.data import fingerprint
 from megazero.data.corpora import parse_data_path, read_data_args
-from megazero.plan.parameters import declared
+from megazero.model.stage import declare
 from megazero.train.run_state import RunState, is_hugging_face, other_folder
 
 
@@ -102,7 +102,7 @@ def _changes_shapes(model: ModelConfig, option: str, value: Any) -> bool:
 
 
 def _shapes(model: ModelConfig) -> tuple[int, list[tuple[str, tuple[int, ...]]]]:
-    return model.num_layers, [(spec.name, spec.shape) for specs in declared(model, 1).values() for spec in specs]
+    return model.num_layers, [(spec.name, spec.shape) for spec in declare(model).params()]
 
 
 def check_data(

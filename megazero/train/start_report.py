@@ -16,7 +16,8 @@ from megazero.config.cli import as_flag, preset_values, to_toml
 from megazero.config.schema import Config
 from megazero.files import explain, replace_file
 from megazero.memory.host import Machine
-from megazero.plan.parameters import num_parameters
+from megazero.model.stage import declare
+from megazero.plan.layers import num_parameters
 from megazero.plan.topology import Layout
 from megazero.price.report import queue_line, table
 from megazero.price.stage_bytes import KINDS, StageBytes, stage_bytes
@@ -66,9 +67,10 @@ def screen(
     """
     model, training, ranks = config.model, config.training, layout.world_size
     tokens = config.batch_sizes.total(training.train_iters) * model.seq_length
+    parameters = count(num_parameters(declare(model)))
     parts = f"{config.micro_batches(layout.dp)} x micro-batch {training.micro_batch_size}"
     told = {
-        "model": f"{model.architecture}, {count(num_parameters(model))} parameters: {model.num_layers} layers, hidden "
+        "model": f"{model.architecture}, {parameters} parameters: {model.num_layers} layers, hidden "
         f"size {model.hidden_size}, {model.num_attention_heads} heads, vocabulary {model.vocab_size}; "
         f"{training.precision} on {ranks} x {device_words(config, device_name, processor)}",
         "layout": "\n".join(drawing(config, layout)),
@@ -129,17 +131,18 @@ def drawing(config: Config, layout: Layout) -> list[str]:
 
 def _groups(layout: Layout, pp: int) -> str:
     """Name the ranks of a stage: "0 1 2 3" where each holds a copy, "[0-3] [4-7]" where four share one."""
-    first = pp * layout.dp * layout.tp
-    if layout.tp == 1 and layout.dp > 2 * MOST_GROUPS:
-        return _span(first, first + layout.dp - 1)
+    stage = layout.stage_ranks(pp)
+    if layout.tp == 1 and len(stage) > 2 * MOST_GROUPS:
+        return _span(stage[0], stage[-1])
     texts = []
     for dp in _ends(layout.dp, 2 * MOST_GROUPS if layout.tp == 1 else MOST_GROUPS):
         if dp is None:
             texts.append("...")
         elif layout.tp == 1:
-            texts.append(str(first + dp))
+            texts.append(str(stage[dp]))
         else:
-            texts.append(f"[{_span(first + dp * layout.tp, first + (dp + 1) * layout.tp - 1)}]")
+            peers = layout.tensor_ranks(pp, dp)
+            texts.append(f"[{_span(peers[0], peers[-1])}]")
     return " ".join(texts)
 
 

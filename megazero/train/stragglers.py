@@ -45,7 +45,7 @@ def report(mesh: Mesh, iteration: int, spans: list[Span]) -> dict[str, object]:
     every[mesh.rank] = computing_seconds(spans)
     seconds = mesh.host.all_reduce_(every, kind="control").tolist()
     record: dict[str, object] = {"compute_seconds": [min(seconds), statistics.median(seconds), max(seconds)]}
-    slow = slow_ranks(seconds, mesh.layout.dp * mesh.layout.tp)
+    slow = slow_ranks(seconds, mesh.layout.stride("pp"))
     if slow:
         hosts = world.hosts or [""] * world.size
         named = [{"rank": rank, "host": hosts[rank], "times": round(times, 2)} for rank, times in slow[:MOST_NAMED]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -81,7 +81,7 @@ class FlatUnit:
     def __init__(self, name: str, weights: list[Weight], options: ZeroOptions) -> None:
         mesh = options.mesh
         self.name = name
-        self.layout = unit_layout([weight.spec for weight in weights], mesh.tp.size, mesh.shard.size)
+        self.layout = unit_layout([weight.spec for weight in weights], mesh.layout.sizes, mesh.shard.size)
         self.members = [Member(weight, self.layout.windows[weight.spec.name]) for weight in weights]
         whole = Range(0, self.numel)
         self.owned = self.layout.owned(mesh.shard.rank, mesh.shard.size) if options.policy.optimizer else whole
@@ -99,6 +99,10 @@ class FlatUnit:
     def num_decayed(self) -> int:
         """Elements at the start of the owned range that weight decay applies to."""
         return self.layout.decayed.within(self.owned).numel
+
+    def owned_in(self, ranges: Iterable[Range]) -> list[Range]:
+        """Return the parts of `ranges` that this rank owns, counted from its start; empty ones are left out."""
+        return [part for part in (r.within(self.owned) for r in ranges) if part.numel]
 
     def owned_parts(self) -> Iterator[OwnedPart]:
         """Yield every weight's part of the owned range, possibly empty. Gaps and padding are left out."""

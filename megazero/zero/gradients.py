@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megazero.comm.collectives import Pending
+from megazero.comm.collectives import Pending, together
 from megazero.model.weight import GradWriter, Weight
 from megazero.plan.flat_layout import ALIGN, Range
 from megazero.zero.flat_unit import FlatUnit, ZeroOptions
@@ -129,9 +129,9 @@ class UnitGradients:
 
     def start_sum_replicated(self) -> Pending:
         """Sum over tp the gradients of tp-replicated parameters (with sequence parallelism)."""
-        summed = self.unit.layout.summed_over_tp(self.options.sequence_parallel)
-        part = summed.within(self.unit.owned)
-        return self.mesh.tp.start_all_reduce(self.sharded_grad[part.slice()]) if part.numel else Pending()
+        summed = self.unit.layout.summed("tp", self.options.sequence_parallel)
+        parts = [self.sharded_grad[part.slice()] for part in self.unit.owned_in(summed)]
+        return together([self.mesh.tp.start_all_reduce(part) for part in parts])
 
     def start_sum_tied(self) -> Pending:
         """Sum over the first and the last pipeline stage, which both hold this unit."""
@@ -144,10 +144,8 @@ class UnitGradients:
 
         They are the tp-sharded parameters', and the tp-replicated ones' if `replicated`.
         """
-        shared, whole = self.unit.layout.replicated, Range(0, self.unit.numel)
-        ranges = [whole] if replicated else [Range(0, shared.start), Range(shared.stop, whole.stop)]
-        parts = [part.within(self.unit.owned) for part in ranges]
-        return [self.sharded_grad[part.slice()] for part in parts if part.numel]
+        ranges = [Range(0, self.unit.numel)] if replicated else self.unit.layout.sharded("tp")
+        return [self.sharded_grad[part.slice()] for part in self.unit.owned_in(ranges)]
 
     def first_nonfinite(self) -> str | None:
         """Return the name of the first parameter whose reduced gradient, in the owned range, is not finite."""

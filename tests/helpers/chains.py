@@ -26,6 +26,7 @@ from megazero.config.schema import (
 )
 from megazero.data.remembered import data_tokenizer
 from megazero.data.writer import IndexedWriter
+from megazero.model.stage import declare
 from megazero.plan.resolve import resolve
 from megazero.train.inputs import open_data
 from megazero.train.resume import find_checkpoint
@@ -90,7 +91,7 @@ def train(
         save_every: iterations between saves before the last; 0: none.
         see: called with the iteration and its loss.
     """
-    config, layout = resolve(config, world, 257)
+    config, layout = resolve(config, world, 257, declare)
     mesh = Mesh.build(layout, rank, torch.device("cpu"), config.parallel.distributed_timeout_minutes)
     run = Trainer(config, mesh, open_data(config, data_tokenizer(config)), None)
     found = []

@@ -60,10 +60,11 @@ def launch_all() -> None:
         x, weight = torch.zeros(2, columns, dtype=dtype), torch.zeros(columns, dtype=dtype)
         numbers = torch.zeros(2, 1)
         TRITON.rms_norm(x, weight, 1e-5)
-        TRITON.rms_norm_grad(x, x, weight, numbers)
-        TRITON.layer_norm_grad(x, x, weight, weight, numbers, numbers)
+        for residual in (None, x):
+            TRITON.rms_norm_grad(x, x, weight, numbers, residual)
+            TRITON.layer_norm_grad(x, x, weight, weight, numbers, numbers, residual)
         operators.swiglu(torch.zeros(2, 2 * columns, dtype=dtype))
-        operators.swiglu_grad(x, torch.zeros(2, 2 * columns, dtype=dtype))
+        operators.swiglu_grad_(x, torch.zeros(2, 2 * columns, dtype=dtype))
 
 
 def resources(kernel: Any) -> tuple[int, int]:

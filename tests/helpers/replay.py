@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megazero.config.schema import ActivationConfig, Config, ModelConfig, ZeroConfig
+from megazero.model.stage import HEAD, POSITION_EMBEDDING, TOKEN_EMBEDDING, declare
 from megazero.plan.operations import (
     Backward,
     Drop,
@@ -26,7 +27,6 @@ from megazero.plan.operations import (
     Wait,
     inner,
 )
-from megazero.plan.parameters import HEAD, POSITION_EMBEDDING, TOKEN_EMBEDDING
 from megazero.plan.program import program
 from megazero.plan.rank_spec import rank_spec
 from megazero.plan.schedules import EVALUATION
@@ -81,7 +81,7 @@ class Rank:
         self.shape, self.in_arena = shape, in_arena
         model = ModelConfig(shape.layers * in_flight, shape.h, 0, shape.n, shape.s, shape.v)
         config = Config(model=model, zero=ZeroConfig(2), activations=ActivationConfig("full"))
-        self.spec = rank_spec(config, Layout(pp=in_flight, dp=shape.dp), 0)
+        self.spec = rank_spec(config, Layout(pp=in_flight, dp=shape.dp), 0, declare)
         block, table = 2 * 12 * shape.h**2, 2 * shape.v * shape.h
         self.units = {
             n: table if n == TOKEN_EMBEDDING else block for n in self.spec.units if n not in (POSITION_EMBEDDING, HEAD)

@@ -19,6 +19,7 @@ from megazero.config.schema import (
     TrainingConfig,
     ZeroConfig,
 )
+from megazero.model.stage import declare
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
 from megazero.train.engine import Engine
@@ -135,7 +136,7 @@ class Case(NamedTuple):
             zero_bubble_backlog=self.backlog,
             sequence_parallel=self.sp,
         )
-        return resolve(replace(config, parallel=parallel), self.world, 0)
+        return resolve(replace(config, parallel=parallel), self.world, 0, declare)
 
 
 class MicroBatch(NamedTuple):

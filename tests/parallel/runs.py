@@ -23,6 +23,7 @@ from megazero.config.schema import (
 )
 from megazero.data.tokenizer import load_tokenizer
 from megazero.data.writer import IndexedWriter
+from megazero.model.stage import declare
 from megazero.plan.resolve import resolve
 from megazero.train.inputs import open_data
 from megazero.train.resume import find_checkpoint
@@ -54,7 +55,7 @@ def configured(corpus: str, save: Path | str, iterations: int, eod: bool = False
 
 
 def trainer(rank: int, world: int, config: Config) -> Trainer:
-    config, layout = resolve(config, world, 257)
+    config, layout = resolve(config, world, 257, declare)
     mesh = Mesh.build(layout, rank, torch.device("cpu"))
     return Trainer(config, mesh, open_data(config, load_tokenizer("byte")), 256 if config.data.eod_mask_loss else None)
 

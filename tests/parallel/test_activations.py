@@ -13,6 +13,7 @@ from megazero.activations.store import KeptInputs
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
 from megazero.memory.tracker import MemoryTracker
+from megazero.model.stage import declare
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
 from megazero.price.saved_activations import block_saves
@@ -142,7 +143,7 @@ def paper(tp: int, sequence: bool, recompute: str) -> tuple[Config, Layout]:
         parallel=ParallelConfig(tp, sequence_parallel=sequence),
         activations=ActivationConfig(recompute),  # type: ignore[arg-type]
     )
-    return resolve(config, tp, 0)
+    return resolve(config, tp, 0, declare)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 8])

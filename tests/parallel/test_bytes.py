@@ -13,7 +13,9 @@ from megazero.comm.mesh import Mesh
 from megazero.config.schema import CheckpointConfig, Config, EvaluationConfig
 from megazero.memory.allocated import Allocated
 from megazero.model import initial_values
-from megazero.plan.parameters import num_parameters, stage_units, unit_layout
+from megazero.model.stage import declare
+from megazero.plan.layers import num_parameters, stage_units
+from megazero.plan.parameters import unit_layout
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
 from megazero.price.estimate import estimate
@@ -122,7 +124,7 @@ def evaluates_only(case: Case) -> Config:
     once = replace(
         case.config(), evaluation=EvaluationConfig(eval_only=True), checkpoint=CheckpointConfig(load="there")
     )
-    return resolve(once, case.world, 0)[0]
+    return resolve(once, case.world, 0, declare)[0]
 
 
 def evaluated(rank: int, case: Case) -> tuple[dict[str, int], dict[str, int], int]:
@@ -165,8 +167,8 @@ def dp_formula(case: Case) -> int:
     n, m = case.dp, case.micro_batches
     w, g = {"fp32": 4, "bf16": 2}[case.precision], {"fp32": 4, "bf16": 2}[case.grad_dtype]
     total = 0
-    for name, specs in stage_units(case.model, Layout(), 0).items():
-        psi = unit_layout(specs, case.tp, n).numel
+    for name, specs in stage_units(declare(case.model), Layout(), 0).items():
+        psi = unit_layout(specs, {"tp": case.tp}, n).numel
         gathers = m if name in ("position_embedding", "head") else 2 * m
         total += psi * {0: 2 * g, 1: g + w, 2: m * g + w, 3: gathers * w + m * g}[case.zero]
     return total * (n - 1) // n
@@ -180,7 +182,7 @@ def test_estimate_follows_the_formulas(zero: int, dp: int, m: int, precision: st
     """The walk comes to what the paper says: K = 12 (8 in fp32, whose weights are their own master)."""
     case = Case(dp=dp, zero=zero, micro_batches=m, precision=precision, grad_dtype=precision, batch=dp * m)
     memory, traffic = estimate(case.config(), Layout(1, dp, 1))
-    psi = sum(unit_layout(s, 1, dp).numel for s in stage_units(MODEL, Layout(), 0).values())
+    psi = sum(unit_layout(s, {"tp": 1}, dp).numel for s in stage_units(declare(MODEL), Layout(), 0).values())
     w, k = (4, 8) if precision == "fp32" else (2, 12)
     assert traffic["dp"] == dp_formula(case)
     assert memory["parameters"] == w * psi // (dp if zero == 3 else 1)
@@ -214,7 +216,7 @@ def test_start_up_has_no_spike(case: Case, ranks) -> None:
     for peak, at_rest, unit in ranks(4).run(start_up, case):
         drawing = 2 * 16 * initial_values.BLOCK * 4
         assert at_rest <= peak <= at_rest + unit + drawing, (peak, at_rest, unit)
-        assert unit + drawing < 4 * num_parameters(LARGE) / 2
+        assert unit + drawing < 4 * num_parameters(declare(LARGE)) / 2
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])

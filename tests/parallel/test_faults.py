@@ -15,6 +15,7 @@ import torch
 from megazero.comm.errors import PeerLost
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import Config, ModelConfig, TrainingConfig
+from megazero.model.stage import declare
 from megazero.plan.operations import Backward, Forward, Op, Reduce, Start
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
@@ -153,10 +154,12 @@ def test_a_fault_that_does_not_come_again_is_said_to_be_one(ranks) -> None:
 def test_forwards_come_before_backwards_and_each_in_its_direction() -> None:
     forwards = [Forward(layer, 0, True) for layer in ("token_embedding", "blocks.0", "blocks.11", "head")]
     backwards = [Backward(layer, 0, True) for layer in ("head", "blocks.11", "blocks.0")]
-    places = [Place.of(op) for op in [*forwards, *backwards]]
-    assert sorted(places) == places and sorted(place.number for place in places) == [p.number for p in places]
-    assert [Place.from_number(place.number) for place in places] == places
-    assert str(places[4]) == "the gradient of the input of the head" and str(places[5]).endswith("block 11")
+    layers = declare(ModelConfig(vocab_size=64))
+    places = [Place.of(op, layers) for op in [*forwards, *backwards]]
+    assert sorted(places) == places
+    assert places[0].text(layers) == "the output of the embedding"
+    assert places[4].text(layers) == "the gradient of the input of the head"
+    assert places[5].text(layers).endswith("block 11")
 
 
 @pytest.mark.parametrize(
@@ -250,7 +253,7 @@ def test_a_masked_micro_batch_counts_by_its_targets() -> None:
     """The loss is over all unmasked targets of the global batch, not a mean of means."""
     model = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=4, vocab_size=11)
     config, layout = resolve(
-        replace(Config(), model=model, training=TrainingConfig(global_batch_size=2, precision="fp64")), 1, 0
+        replace(Config(), model=model, training=TrainingConfig(global_batch_size=2, precision="fp64")), 1, 0, declare
     )
     engine = Engine(config, Mesh.build(layout, 0, torch.device("cpu")))
     ids = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(0))

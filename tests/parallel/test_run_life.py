@@ -24,6 +24,7 @@ from megazero.config.schema import (
     LogConfig,
 )
 from megazero.data.writer import IndexedWriter
+from megazero.model.stage import declare
 from megazero.plan.operations import Forward
 from megazero.plan.owned import rank_parts
 from megazero.train import stragglers
@@ -50,7 +51,7 @@ def held_and_planned(rank: int, world: int, config: Config) -> tuple[dict[str, A
     layout = run.mesh.layout
     planned = {
         f"{state}.{p.spec.name}": (p.spec.shape, p.block.offset, p.block.shape, p.start, p.stop)
-        for p in rank_parts(run.config, layout, rank)
+        for p in rank_parts(run.config, layout, rank, declare)
         for state in ("model", "exp_avg", "exp_avg_sq")
     }
     return held, planned, len(RankPlan.of(run.engine.shards()).holdings)

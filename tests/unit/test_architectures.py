@@ -11,7 +11,9 @@ import pytest
 from megazero.config.architectures import ARCHITECTURES
 from megazero.config.cli import flags, parse, to_toml
 from megazero.config.schema import ActivationConfig, ModelConfig
-from megazero.plan.parameters import GradientGroup, declared, non_block_costs, unit_layout
+from megazero.model.stage import declare
+from megazero.plan.layers import non_block_costs
+from megazero.plan.parameters import unit_layout
 from megazero.plan.resolve import resolve
 from megazero.price.trace import model_flops
 from tests.unit.test_config import make
@@ -55,7 +57,7 @@ def test_an_architecture_brings_its_defaults(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
     config = make(vocab_size=50257, **options)
     with pytest.raises(ValueError, match=f"^{message}"):
-        resolve(config, config.parallel.tensor_model_parallel_size, 0)
+        resolve(config, config.parallel.tensor_model_parallel_size, 0, declare)
 
 
 def test_options_of_architectures_are_flags_of_the_model() -> None:
@@ -70,15 +72,16 @@ def test_flops_of_a_llama_are_those_of_its_products(groups: int) -> None:
     h, f, s, v, d = 64, 96, 32, 1000, 8
     block = 2 * h * (h + 2 * groups * d) + 2 * h * h + 4 * s * h + 6 * h * f
     assert model_flops(model, 5) == 3 * 5 * s * (3 * block + 2 * v * h)
-    costs = non_block_costs(model, ActivationConfig())
+    costs = non_block_costs(declare(model), model, ActivationConfig())
     assert (costs.head, costs.embedding) == pytest.approx((2 * v * h / block, 2 * h / block))
 
 
 def test_fewer_groups_than_ranks_are_replicated_and_their_gradients_summed() -> None:
     for tp, sharded in ((1, True), (2, True), (4, False), (8, False)):
-        kv = {spec.name: spec for spec in declared(LLAMA, tp)["blocks.0"]}["blocks.0.attention.kv.weight"]
+        specs = declare(LLAMA, tp).first_block.params
+        kv = {spec.name: spec for spec in specs}["blocks.0.attention.kv.weight"]
         assert kv.shape == (2, 2, 8, 64)
-        assert (kv.tp_dim, kv.group) == ((0, GradientGroup.DP) if sharded else (None, GradientGroup.DP_TP))
-        flat = unit_layout(list(declared(LLAMA, tp)["blocks.0"]), tp, 1)
-        assert flat.summed_over_tp(False).numel == (0 if sharded else kv.local(tp, 0).numel)
-        assert flat.summed_over_tp(True) == flat.replicated
+        assert (kv.sharded, kv.summed) == ((((0, "tp"),), set()) if sharded else ((), {"tp"}))
+        flat = unit_layout(specs, {"tp": tp}, 1)
+        assert sum(r.numel for r in flat.summed("tp", False)) == (0 if sharded else kv.local({}, {}).numel)
+        assert flat.summed("tp", True) == flat.replicated("tp")

@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 
 from megazero.config.schema import Config, ModelConfig, ParallelConfig, TrainingConfig, ZeroConfig
+from megazero.model.stage import TOKEN_EMBEDDING, declare
 from megazero.plan.arena import Life, extent, fit, most_alive, place_weights
 from megazero.plan.operations import Forward, Gather, Ops, Release, Start, Wait
-from megazero.plan.parameters import TOKEN_EMBEDDING
-from megazero.plan.program import RankSpec, program, rank_spec
+from megazero.plan.program import program
+from megazero.plan.rank_spec import RankSpec, rank_spec
 from megazero.plan.schedules import EVALUATION
 from megazero.plan.topology import Layout
 
@@ -90,7 +91,7 @@ def spec(model: ModelConfig = MODEL, pp: int = 1, rank: int = 0, chunks: int = 1
         parallel=replace(ParallelConfig(), pipeline_model_parallel_size=pp),
         zero=ZeroConfig(3, **zero),  # type: ignore[arg-type]
     )
-    return rank_spec(config, Layout(pp, 2, chunks=chunks), rank)
+    return rank_spec(config, Layout(pp, 2, chunks=chunks), rank, declare)
 
 
 def arena(made: RankSpec, micro_batches: int = 4, schedule: str = "1f1b") -> int:

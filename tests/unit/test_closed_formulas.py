@@ -23,6 +23,7 @@ from megazero.config.schema import (
     TrainingConfig,
     ZeroConfig,
 )
+from megazero.model.stage import declare
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
 from megazero.price.estimate import estimate
@@ -286,7 +287,7 @@ def draw(seed: int) -> tuple[Config, Layout]:
     if zero >= 2 and r.random() < 0.3:
         once = {"zero_reduce_every": "step"} | ({"zero_gather_every": "step"} if zero == 3 else {})
         config = replace(config, zero=replace(config.zero, **once))
-    return resolve(config, pp * dp * tp, 0)
+    return resolve(config, pp * dp * tp, 0, declare)
 
 
 @pytest.mark.long
@@ -333,7 +334,7 @@ def test_buffers_at_stage_3(staged: bool) -> None:
             parallel=ParallelConfig(tensor_model_parallel_size=r.choice([1, 2])),
             activations=ActivationConfig(recompute=r.choice(["none", "full"])),
         )
-        config, layout = resolve(config, dp * config.parallel.tensor_model_parallel_size, 0)
+        config, layout = resolve(config, dp * config.parallel.tensor_model_parallel_size, 0, declare)
         found = estimate(config, layout, 0, staged).memory["buffers"]
         assert found == Closed(config, layout, 0).stage_3_buffers(staged), (seed, config)
 
@@ -372,7 +373,7 @@ def test_the_peak_of_a_single_process() -> None:
     """The states, and the logits: with two micro-batches all gradients are there when the second one's logits are."""
     model = ModelConfig(num_layers=3, hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=300)
     config = Config(model=model, training=TrainingConfig(micro_batch_size=2, global_batch_size=4))
-    config, layout = resolve(config, 1, 0)
+    config, layout = resolve(config, 1, 0, declare)
     closed, memory = Closed(config, layout, 0), estimate(config, layout).memory
     assert memory["buffers"] == 0
     assert memory["peak"] == 16 * closed.psi + 4 * 2 * 32 * 320

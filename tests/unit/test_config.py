@@ -15,6 +15,7 @@ from megazero.config import cli as config_module
 from megazero.config.cli import flags, parse, preset_args, read, to_toml
 from megazero.config.help import NORMAL
 from megazero.config.schema import Config, DataConfig
+from megazero.model.stage import declare
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
 from megazero.train.optimization import learning_rate
@@ -310,16 +311,18 @@ def test_to_toml_is_a_preset_of_the_same_run(tmp_path: Path) -> None:
     for config in (Config(), odd):
         path.write_text(to_toml(config), encoding="utf-8")
         assert dataclasses.replace(parse(["--preset", str(path)]), preset="") == config
-    resolved = resolve(make(num_layers=4, micro_batch_size=2), 3, 50257)[0]
+    resolved = resolve(make(num_layers=4, micro_batch_size=2), 3, 50257, declare)[0]
     path.write_text(to_toml(resolved))
-    assert resolve(parse(["--preset", str(path)]), 3, 50257)[0] == dataclasses.replace(resolved, preset=str(path))
+    assert resolve(parse(["--preset", str(path)]), 3, 50257, declare)[0] == dataclasses.replace(
+        resolved, preset=str(path)
+    )
 
 
 def test_config_toml_holds_what_was_given(tmp_path: Path) -> None:
     """Derived values follow the flags of the next run: the ffn size, the end of the decay, the batch."""
     argv = "--hidden-size 96 --tp 2 --train-iters 10 --lr-decay-style cosine --no-overlap-comm --lr 1 --data-path 1 a"
     command = read(argv.split())
-    text = command.to_toml(resolve(command.config, 4, 257)[0])
+    text = command.to_toml(resolve(command.config, 4, 257, declare)[0])
     given = "hidden-size tensor-model-parallel-size train-iters lr-decay-style overlap-comm lr data-path"
     assert set(tomllib.loads(text)) == set(given.split())
     assert "# ffn-hidden-size = 384\n" in text and "# lr-decay-iters = 10\n" in text and "# vocab-size = 257\n" in text
@@ -327,7 +330,7 @@ def test_config_toml_holds_what_was_given(tmp_path: Path) -> None:
     path.write_text(text)
     again = parse(["--preset", str(path)])
     assert dataclasses.replace(again, preset="") == command.config
-    longer, _ = resolve(parse(["--preset", str(path), "--hidden-size", "48", "--train-iters", "20"]), 8, 257)
+    longer, _ = resolve(parse(["--preset", str(path), "--hidden-size", "48", "--train-iters", "20"]), 8, 257, declare)
     assert longer.model.ffn_hidden_size == 4 * 48
     assert longer.training.global_batch_size == 4
     assert learning_rate(longer.optimizer, 10) == 0.5 and learning_rate(longer.optimizer, 20) == 0
@@ -341,24 +344,30 @@ def test_config_toml_holds_what_was_given(tmp_path: Path) -> None:
 
 def test_resolve_fills_in_what_is_derived() -> None:
     config, layout = resolve(
-        make(micro_batch_size=2, tensor_model_parallel_size=4, pipeline_model_parallel_size=2, train_iters=77), 24, 257
+        make(micro_batch_size=2, tensor_model_parallel_size=4, pipeline_model_parallel_size=2, train_iters=77),
+        24,
+        257,
+        declare,
     )
     assert layout == Layout(pp=2, dp=3, tp=4)
     assert (config.model.vocab_size, config.model.ffn_hidden_size) == (257, 4 * 768)
     assert (config.training.global_batch_size, config.micro_batches(layout.dp)) == (6, 1)
     assert config.optimizer.lr_decay_iters == 77
     assert config.training.grad_dtype == "fp32"
-    assert resolve(config, 24, 257) == (config, layout)
+    assert resolve(config, 24, 257, declare) == (config, layout)
 
 
 @pytest.mark.parametrize("asked", ["fp32", "fp64"])
 def test_an_fp64_run_has_fp64_gradients(asked: str) -> None:
-    assert resolve(make(precision="fp64", grad_dtype=asked), 1, 257)[0].training.grad_dtype == "fp64"
+    assert resolve(make(precision="fp64", grad_dtype=asked), 1, 257, declare)[0].training.grad_dtype == "fp64"
 
 
 def test_resolve_keeps_what_is_asked_for() -> None:
     config, layout = resolve(
-        make(vocab_size=300, ffn_hidden_size=100, global_batch_size=24, lr_decay_iters=5, micro_batch_size=2), 3, 257
+        make(vocab_size=300, ffn_hidden_size=100, global_batch_size=24, lr_decay_iters=5, micro_batch_size=2),
+        3,
+        257,
+        declare,
     )
     assert (config.model.vocab_size, config.model.ffn_hidden_size) == (300, 100)
     assert (config.training.global_batch_size, config.micro_batches(layout.dp)) == (24, 4)
@@ -569,7 +578,7 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
 @pytest.mark.parametrize(("options", "ranks", "vocab_size", "said"), REFUSALS, ids=str)
 def test_resolve_refuses(options: dict[str, Any], ranks: int, vocab_size: int, said: str) -> None:
     with pytest.raises(ValueError, match=f"^{said}" if said.startswith("--") else said):
-        resolve(make(**options), ranks, vocab_size)
+        resolve(make(**options), ranks, vocab_size, declare)
 
 
 def test_resolve_accepts_what_is_just_inside() -> None:
@@ -586,7 +595,7 @@ def test_resolve_accepts_what_is_just_inside() -> None:
         ({"eod_mask_loss": True, "tokenizer": "byte"}, 1),
         ({"vocab_size": 9}, 1),
     ]:
-        config, layout = resolve(make(**options), ranks, 9)
+        config, layout = resolve(make(**options), ranks, 9, declare)
         assert layout.world_size == ranks and config.model.vocab_size == 9
 
 

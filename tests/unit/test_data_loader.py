@@ -16,6 +16,7 @@ from megazero.config.schema import Config, DataConfig, ModelConfig
 from megazero.data.corpora import Datasets
 from megazero.data.loader import Assignment, Batches
 from megazero.data.samples import GPTDataset, WholeSplit
+from megazero.model.stage import declare
 from megazero.plan.resolve import resolve
 from megazero.train.trainer import Trainer
 from tests.unit.data_helpers import numbered_documents, write_corpus
@@ -179,7 +180,7 @@ def test_a_run_trains_on_what_its_workers_read(num_workers: int) -> None:
     """--num-workers reaches the loader of the training split; evaluation reads in this process."""
     model = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=2, vocab_size=5)
     config = replace(Config(), model=model, data=DataConfig(num_workers=num_workers))
-    config, layout = resolve(config, 1, 0)
+    config, layout = resolve(config, 1, 0, declare)
     mesh = Mesh.build(layout, 0, torch.device("cpu"))
     trainer = Trainer(config, mesh, Datasets(WhoReads(), WhoReads(), WhoReads()), None)
     readers = {int(trainer.train_batches.batch(step)[0].ids[0, 0]) for step in range(4)}

@@ -15,6 +15,7 @@ from megazero.config.schema import Config, DataConfig, ModelConfig, TrainingConf
 from megazero.generation.generate import packed_prompts
 from megazero.model.context import MicroBatchInfo
 from megazero.model.documents import Documents, Span
+from megazero.model.stage import declare
 from megazero.plan.resolve import resolve
 from megazero.price.trace import trace_block
 from tests import reference
@@ -115,7 +116,7 @@ def test_a_gpus_block_is_traced_with_documents(precision: str, more: int | None)
     costs = []
     for data in (DataConfig(), BOTH):
         for made in (model, replace(model, architecture="llama", num_query_groups=2)):
-            config, layout = resolve(Config(model=made, training=training, data=data), 1, 0)
+            config, layout = resolve(Config(model=made, training=training, data=data), 1, 0, declare)
             costs.append(sum(trace_block(config, layout, "cuda").saved))
     scores = 2 * 4 * 64 * 64 * 4
     for plain, bounded in zip(costs[:2], costs[2:], strict=True):

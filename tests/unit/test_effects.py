@@ -10,7 +10,7 @@ import pytest
 
 from megazero.config.cli import flags, parse
 from megazero.config.schema import Config
-from megazero.plan.parameters import declared
+from megazero.model.stage import declare
 from megazero.price.plan import make_plan, plan_config
 from megazero.train.optimization import LossScale, clip_factor, learning_rate
 
@@ -155,7 +155,7 @@ def seen(line: str) -> str:
             [learning_rate(optimizer, i) for i in range(1, 21)],
             clip_factor(3.0, optimizer.clip_grad),
             LossScale.of(config.training),
-            [(spec.name, spec.shape) for specs in declared(config.model, 1).values() for spec in specs],
+            [(spec.name, spec.shape) for spec in declare(config.model).params()],
         )
     )
 

@@ -8,8 +8,15 @@ import pytest
 
 from megazero.plan.flat_layout import ALIGN, FlatLayout, FlatParam, Range, flat_layout, round_up
 
-PLACES = ((False, False), (True, False), (False, True))  # sharded, partial
+NONE, TP, EP, BOTH = frozenset[str](), frozenset({"tp"}), frozenset({"ep"}), frozenset({"ep", "tp"})
+PLACES = ((NONE, NONE), (TP, NONE), (NONE, TP))  # sharded, summed
 KINDS = [(decays, *place) for decays in (False, True) for place in PLACES]
+# of a unit with experts: (decays, sharded, summed), two axes
+MIXED = [
+    (d, *place)
+    for d in (True, False)
+    for place in ((NONE, NONE), (BOTH, NONE), (EP, NONE), (TP, NONE), (EP, TP), (NONE, BOTH))
+]
 NUMELS = (1, 63, 64, 65, 200)
 SIZES = (1, 2, 3, 8)
 
@@ -22,6 +29,7 @@ def mixes() -> list[list[FlatParam]]:
         for kinds in itertools.product(KINDS, repeat=n):
             found += [[FlatParam(f"p{i}", next(turn), *kind) for i, kind in enumerate(kinds)] for _ in NUMELS]
     found.append([FlatParam(f"p{i}", 17 * i + 1, *KINDS[i * 7 % 6]) for i in range(23)])
+    found.append([FlatParam(f"p{i}", 17 * i + 1, *MIXED[i * 7 % 12]) for i in range(30)])
     return found
 
 
@@ -46,18 +54,49 @@ def test_everything_is_aligned() -> None:
         assert all(window.start % ALIGN == 0 for window in flat.windows.values())
         assert flat.numel % (ALIGN * size) == 0
         assert flat.numel < sum(round_up(p.numel, ALIGN) for p in params) + ALIGN * size
-        assert all(edge % ALIGN == 0 for r in (flat.decayed, flat.replicated, flat.partial) for edge in r)
+        ranges = [flat.decayed, *(section.range for section in flat.sections)]
+        assert all(edge % ALIGN == 0 for r in ranges for edge in r)
 
 
-@pytest.mark.parametrize("which", ["decayed", "replicated", "partial"])
-def test_ranges_hold_exactly_the_right_parameters(which: str) -> None:
+@pytest.mark.parametrize("axis", ["tp", "ep"])
+@pytest.mark.parametrize("which", ["decayed", "replicated", "sharded", "summed", "summed with sequence parallelism"])
+def test_ranges_hold_exactly_the_right_parameters(which: str, axis: str) -> None:
     for params, size, flat in CASES:
-        chosen = getattr(flat, which)
+        chosen = {
+            "decayed": [flat.decayed],
+            "replicated": flat.replicated(axis),
+            "sharded": flat.sharded(axis),
+            "summed": flat.summed(axis, False),
+            "summed with sequence parallelism": flat.summed(axis, True),
+        }[which]
+        held = [e for r in chosen for e in elements(r)]
+        assert held == sorted(set(held))
         for p in params:
-            belongs = {"decayed": p.decays, "replicated": not p.sharded, "partial": p.kind == "partial"}[which]
-            window = flat.windows[p.name]
-            inside = set(elements(window)) & set(elements(chosen))
-            assert inside == (set(elements(window)) if belongs else set()), (params, size, p, flat)
+            belongs = {
+                "decayed": p.decays,
+                "sharded": axis in p.sharded,
+                "summed": axis in p.summed,
+            }.get(which, axis not in p.sharded)
+            window = set(elements(flat.windows[p.name]))
+            assert window & set(held) == (window if belongs else set()), (params, size, p, flat)
+
+
+def test_ranges_along_one_axis_are_one_range() -> None:
+    """One all-reduce sums over tp, and two pieces of a unit are counted in its norm, whatever its parameters are."""
+    for params, _, flat in CASES:
+        if all(p.sharded | p.summed <= TP for p in params):
+            assert max(len(flat.replicated("tp")), len(flat.summed("tp", False))) <= 1
+            assert len(flat.sharded("tp")) <= 2
+
+
+def test_the_order_of_bytes_is_that_of_the_first_checkpoints() -> None:
+    """Six groups, written out: gradient norms and the cuts of ZeRO's ranges depend on it."""
+    for params, _, flat in CASES:
+        if all(p.sharded | p.summed <= TP for p in params):
+            six = [(True, TP, NONE), (True, NONE, NONE), (True, NONE, TP)]
+            six += [(False, sharded, summed) for _, sharded, summed in reversed(six)]
+            wanted = [p.name for kind in six for p in params if p[2:] == kind]
+            assert [name for name, _ in sorted(flat.windows.items(), key=lambda item: item[1])] == wanted
 
 
 def test_decayed_comes_first() -> None:
@@ -77,7 +116,7 @@ def test_only_the_tail_depends_on_the_ranks() -> None:
     for params in mixes():
         layouts = [flat_layout(params, size) for size in SIZES]
         assert len({tuple(flat.windows.items()) for flat in layouts}) == 1
-        assert len({(flat.decayed, flat.replicated, flat.partial) for flat in layouts}) == 1
+        assert len({(flat.decayed, *flat.sections) for flat in layouts}) == 1
 
 
 def test_within_is_the_intersection_from_the_start_of_the_outer_range() -> None:
@@ -92,7 +131,7 @@ def test_within_is_the_intersection_from_the_start_of_the_outer_range() -> None:
 
 def test_owned_asserts_an_even_cut() -> None:
     with pytest.raises(AssertionError):
-        FlatLayout({}, [], Range(0, 0), Range(0, 0), Range(0, 0), 64).owned(0, 3)
+        FlatLayout({}, [], [], Range(0, 0), 64).owned(0, 3)
 
 
 def test_round_up() -> None:

@@ -90,7 +90,58 @@ def only_comm_compares_sizes(sources: Sources) -> Iterator[str]:
                     yield f"{module}:{node.lineno} {ast.unparse(node)}"
 
 
-RULES: list[Callable[[Sources], Iterator[str]]] = [no_module_level_state, only_comm_compares_sizes]
+# Numbers of ranks along an axis, and of a rank along one.
+AXIS_SIZES = {"pp", "dp", "tp", "shard", "shards", "replica", "replicas", "world", "world_size"}
+AXIS_SIZES |= {f"{axis}_{of}" for axis in ("pp", "dp", "tp") for of in ("size", "rank")}
+AXIS_SIZES |= {f"{axis}_model_parallel_size" for axis in ("tensor", "pipeline")} | {"zero_shard_size"}
+RANKS = {"rank", "ranks", "stage", "coord"}
+
+
+def only_layout_multiplies_axes(sources: Sources) -> Iterator[str]:
+    """A product, quotient or remainder of two sizes of axes, or of a rank and one, counts ranks: Layout's work."""
+    for module, tree in sources.items():
+        for node in ast.walk(tree):
+            if module != "plan.topology" and isinstance(node, (ast.BinOp, ast.Call)):
+                factors = list(_factors(node))
+                sizes = [name for name in factors if name in AXIS_SIZES]
+                if sizes and len(sizes) + sum(name in RANKS for name in factors) > 1:
+                    yield f"{module}:{node.lineno} {ast.unparse(node)}"
+
+
+def _factors(node: ast.AST) -> Iterator[str]:
+    """Yield the last names of what a product, a quotient or a remainder is made of: `a.dp * b` has dp and b."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mult, ast.Div, ast.FloorDiv, ast.Mod)):
+        yield from (name for side in (node.left, node.right) for name in _factors(side))
+    elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("divmod", "math.prod"):
+        yield from (name for argument in node.args for name in _factors(argument))
+    elif isinstance(node, (ast.List, ast.Tuple)):
+        yield from (name for each in node.elts for name in _factors(each))
+    elif isinstance(node, ast.UnaryOp):
+        yield from _factors(node.operand)
+    elif isinstance(node, (ast.Attribute, ast.Name)):
+        last = node.attr if isinstance(node, ast.Attribute) else node.id
+        yield ast.unparse(node).split(".")[-2] if last == "size" and isinstance(node, ast.Attribute) else last
+
+
+def only_the_stage_names_layers(sources: Sources) -> Iterator[str]:
+    """No other module compares names of layers: plans read what a layer declares."""
+    for module, tree in sources.items():
+        for node in ast.walk(tree) if module != "model.stage" else ():
+            if isinstance(node, ast.Constant) and node.value in LAYER_NAMES:
+                yield f"{module}:{node.lineno} {node.value!r}"
+            elif isinstance(node, ast.ImportFrom) and node.module == "megazero.model.stage":
+                for alias in node.names:
+                    if alias.name.isupper():
+                        yield f"{module}:{node.lineno} {alias.name}"
+
+
+LAYER_NAMES = {"token_embedding", "position_embedding", "blocks.", "blocks.0", "head"}
+RULES: list[Callable[[Sources], Iterator[str]]] = [
+    no_module_level_state,
+    only_comm_compares_sizes,
+    only_layout_multiplies_axes,
+    only_the_stage_names_layers,
+]
 
 # (rule, module, a line that breaks the rule there)
 FAULTS = [
@@ -105,6 +156,14 @@ FAULTS = [
     (no_module_level_state, "zero.zero", "import torch\ndef f():\n    torch.Tensor.__add__ = None"),
     (only_comm_compares_sizes, "zero.zero", "def f(axis):\n    return axis.size > 1"),
     (only_comm_compares_sizes, "zero.zero", "def f(mesh):\n    return 1 == mesh.dp.size"),
+    (only_layout_multiplies_axes, "zero.zero", "def f(layout, stage):\n    return stage * (layout.dp * layout.tp)"),
+    (only_layout_multiplies_axes, "zero.zero", "def f(layout, rank):\n    return rank // layout.tp"),
+    (only_layout_multiplies_axes, "zero.zero", "def f(coord, layout):\n    return coord.dp % layout.shard"),
+    (only_layout_multiplies_axes, "zero.zero", "def f(mesh):\n    return 3 + mesh.dp.size * mesh.tp.size"),
+    (only_layout_multiplies_axes, "zero.zero", "def f(world, tp):\n    return divmod(world.size, tp)"),
+    (only_layout_multiplies_axes, "zero.zero", "def f(pp, dp, tp):\n    return math.prod([pp, dp, tp])"),
+    (only_the_stage_names_layers, "zero.zero", "def f(name):\n    return name.startswith('blocks.')"),
+    (only_the_stage_names_layers, "zero.zero", "from megazero.model.stage import HEAD"),
 ]
 
 

@@ -15,7 +15,8 @@ from megazero.config.schema import Config, ModelConfig, TrainingConfig
 from megazero.config.validate import check_device
 from megazero.model.dropout import Dropout, Rows
 from megazero.model.kernels.table import EAGER, TRITON
-from megazero.plan.parameters import stage_units
+from megazero.model.stage import declare
+from megazero.plan.layers import stage_units
 from megazero.plan.rank_spec import rank_spec
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
@@ -105,8 +106,11 @@ def test_a_trace_sees_what_a_launch_moves() -> None:
     model = ModelConfig(1, 64, 192, 4, 32, 448, architecture="llama", hidden_dropout=0.1)
     for kernels in ("triton", "eager"):
         training = TrainingConfig(micro_batch_size=4, precision="bf16", fused_kernels=kernels)  # type: ignore[arg-type]
-        config, layout = resolve(Config(model=model, training=training), 1, 0)
-        layers, specs = rank_spec(config, layout, 0).layers, stage_units(model, layout, 0, ())
+        config, layout = resolve(Config(model=model, training=training), 1, 0, declare)
+        layers, specs = (
+            rank_spec(config, layout, 0, declare).layers,
+            stage_units(declare(model, layout.tp), layout, 0, ()),
+        )
         kept.append({name: cost.saved for name, cost in trace_layers(config, layout, 0, "cuda").items()})
         for name in ("blocks.0", "head"):
             events = layer_events(config, layout, layers[name], specs, "cuda")
@@ -117,8 +121,10 @@ def test_a_trace_sees_what_a_launch_moves() -> None:
     row, weight = 4 * 128, 2 * 64  # a number per token in fp32; a norm's weight
     assert moved["dropout"] == {3 * x, 2 * x}
     assert moved["loss_sums"] == {logits + 2 * row + 3 * row} and moved["loss_grad_"] == {2 * logits + 4 * row}
-    assert moved["rms_norm"] == {2 * x + row + weight} and moved["rms_norm_grad"] == {3 * x + row + 3 * weight}
-    assert moved["swiglu"] == {3 * inner} and moved["swiglu_grad"] == {5 * inner}
+    assert moved["rms_norm"] == {2 * x + row + weight}
+    # the head's, and a block's, which adds the residual's gradient
+    assert moved["rms_norm_grad"] == {passes * x + row + 3 * weight for passes in (3, 4)}
+    assert moved["swiglu"] == {3 * inner} and moved["swiglu_grad_"] == {5 * inner}
     assert kept[0] == kept[1]
 
 

@@ -14,6 +14,7 @@ from megazero.config.cli import parse
 from megazero.config.schema import Config
 from megazero.data.corpora import mock_datasets
 from megazero.memory.host import Available, Machine
+from megazero.model.stage import declare
 from megazero.plan.operations import Norm
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
@@ -42,7 +43,7 @@ STAGES = f"--num-layers 12 {MODEL} --pipeline-model-parallel-size 12 --pipeline-
 
 @functools.cache
 def resolved(flags: str, world: int) -> tuple[Config, Layout]:
-    return resolve(parse(flags.split()), world, 0)
+    return resolve(parse(flags.split()), world, 0, declare)
 
 
 # -- more than eight stages

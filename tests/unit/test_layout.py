@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from megazero.plan.topology import AXES, Coord, Layout, ring_bytes
+from megazero.plan.topology import AXES, SUB_AXES, Coord, Layout, data_parallel_size, ring_bytes
 
 LAYOUTS = [Layout(*sizes) for sizes in itertools.product((1, 2, 3, 4), repeat=3)]
 
@@ -38,6 +38,21 @@ def test_groups_partition_the_world(axis: str) -> None:
             coords = [layout.coord(rank) for rank in group]
             assert [getattr(c, axis) for c in coords] == list(range(getattr(layout, axis)))
             assert len({c._replace(**{axis: 0}) for c in coords}) == 1
+
+
+def test_strides_and_ranges_are_those_of_the_groups() -> None:
+    sharded = [Layout(pp, 6, tp, shards) for pp, tp, shards in itertools.product((1, 2, 3), (1, 2), (2, 3))]
+    for layout in [*LAYOUTS, *sharded]:
+        for axis in (*AXES, *SUB_AXES):
+            for group in layout.groups(axis):
+                assert {b - a for a, b in itertools.pairwise(group)} <= {layout.stride(axis)}
+        for rank, coord in ((rank, layout.coord(rank)) for rank in range(layout.world_size)):
+            assert rank in layout.stage_ranks(coord.pp) and rank in layout.tensor_ranks(coord.pp, coord.dp)
+            [group] = [group for group in layout.groups("shard") if rank in group]
+            assert group.index(rank) == layout.shard_rank(coord)
+        stages = [layout.stage_ranks(pp) for pp in range(layout.pp)]
+        assert list(itertools.chain(*stages)) == list(range(layout.world_size))
+        assert data_parallel_size(layout.world_size, layout.pp, layout.tp) == layout.dp
 
 
 def test_ends_join_the_first_and_the_last_stage() -> None:

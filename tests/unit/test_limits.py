@@ -21,6 +21,7 @@ from megazero.config.cli import flags, parse, ranges
 from megazero.config.limits import MAX_NAME, MAX_TEXT, divisors
 from megazero.config.schema import Config
 from megazero.memory.host import Available, Machine
+from megazero.model.stage import declare
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
 from megazero.price.capacity import check_memory
@@ -89,7 +90,7 @@ def start(argv: list[str], world_size: int, vocab_size: int = 257) -> tuple[Conf
         return str(error)
     with limited_work():
         try:
-            config, layout = resolve(config, world_size, vocab_size)
+            config, layout = resolve(config, world_size, vocab_size, declare)
             check_memory(config, layout, 0, HOST)
         except ValueError as error:
             return str(error)

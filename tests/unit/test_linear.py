@@ -8,7 +8,7 @@ import torch
 from megazero.comm.pretend import pretend_mesh
 from megazero.memory.tracker import MemoryTracker
 from megazero.model.context import Context, ResidualStream
-from megazero.model.linear import ColumnLinear, RowLinear
+from megazero.model.linear import Call, ColumnLinear, ResidualRows, RowLinear
 from megazero.model.weight import GradWriter, Weight
 from megazero.plan.topology import Layout
 
@@ -36,5 +36,10 @@ def test_a_bias_gradient_is_not_rounded_to_the_precision(kind: type, dtype: str,
         weight.owner = owner
     dy = torch.ones(3, 5, dtype=context.dtype)
     dy[1] += step
-    layer(torch.ones(3, 4, dtype=context.dtype, requires_grad=True)).backward(dy)
+    x = torch.ones(3, 4, dtype=context.dtype)
+    if isinstance(layer, ColumnLinear):
+        layer.add_gradients(x, dy)
+    else:
+        rows = ResidualRows((layer,), (None,), context.dropout(0.0, 0, "mlp"))
+        rows.backward(dy, Call(mask=None, output=True), (True,), (x,))
     assert owner[layer.bias].tolist() == [3 + step] * 5

@@ -13,6 +13,7 @@ from megazero.comm.mesh import Mesh
 from megazero.config.schema import Config, ModelConfig, TrainingConfig
 from megazero.model.context import MicroBatchInfo
 from megazero.model.rotary import Rotary
+from megazero.model.stage import declare
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
 from megazero.train.engine import Engine
@@ -104,7 +105,7 @@ def test_logits_and_gradients_are_those_of_transformers(
         for p in theirs.parameters():
             p.add_(torch.randn_like(p) * 0.1)
     training = TrainingConfig(micro_batch_size=3, precision=precision)  # type: ignore[arg-type]
-    config, _ = resolve(replace(Config(), model=model, training=training), 1, 0)
+    config, _ = resolve(replace(Config(), model=model, training=training), 1, 0, declare)
     ours = Engine(config, Mesh.build(Layout(), 0, torch.device("cpu")))
     weights = {weight.spec.name: weight for unit in ours.model.units.values() for weight in unit}
     for name, value in to_megazero(dict(theirs.named_parameters()), model).items():
@@ -141,7 +142,7 @@ def test_logits_and_gradients_are_those_of_transformers(
 
 def test_layers_share_one_pair_of_tables() -> None:
     """Made with the model, and a buffer: for d = 8, a cosine for every dim and a sine for every second, in bf16."""
-    config, _ = resolve(replace(Config(), model=MODEL, training=TrainingConfig(3, precision="bf16")), 1, 0)
+    config, _ = resolve(replace(Config(), model=MODEL, training=TrainingConfig(3, precision="bf16")), 1, 0, declare)
     engine = Engine(config, Mesh.build(Layout(), 0, torch.device("cpu")))
     first, second = (block.attention.tables for block in engine.model.blocks.values())
     assert first is second

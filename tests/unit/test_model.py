@@ -14,6 +14,7 @@ from megazero.model.attention import CoreAttention
 from megazero.model.context import MicroBatchInfo
 from megazero.model.dropout import Dropout
 from megazero.model.fused_ops import PLAIN
+from megazero.model.stage import declare
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
 from megazero.train.engine import Engine
@@ -57,7 +58,7 @@ def pair():
         for p in theirs.parameters():
             p.add_(torch.randn_like(p) * 0.1)
     config, _ = resolve(
-        replace(Config(), model=MODEL, training=TrainingConfig(micro_batch_size=3, precision="fp64")), 1, 0
+        replace(Config(), model=MODEL, training=TrainingConfig(micro_batch_size=3, precision="fp64")), 1, 0, declare
     )
     ours = Engine(config, Mesh.build(Layout(), 0, torch.device("cpu")))
     parameters = {w.spec.name: w.data for weights in ours.model.units.values() for w in weights}
@@ -115,7 +116,7 @@ def test_loss_and_gradients(pair) -> None:
 
 def test_large_scores_do_not_overflow_fp16() -> None:
     """q k^T is more than fp16 holds; divided by the root of d it is not."""
-    core = CoreAttention(1, Dropout(0.0, 0, 0, "scores"), PLAIN, recompute=False)
+    core = CoreAttention(Dropout(0.0, 0, 0, "scores"), PLAIN, recompute=False)
     q = torch.full((1, 1, 3, 128), 24.0, dtype=torch.float16)
     assert float((q.float() @ q.float().transpose(-1, -2)).max()) > torch.finfo(torch.float16).max
     weights = core.weights(q, q).float()

@@ -89,10 +89,10 @@ def test_clip_factor() -> None:
 
 # Decayed and not, cut and not, with gaps between.
 PARAMS = [
-    FlatParam("matrix", 200, True, True),
-    FlatParam("positions", 70, True, False),
-    FlatParam("norm", 33, False, False),
-    FlatParam("bias", 5, False, True),
+    FlatParam("matrix", 200, True, frozenset({"tp"})),
+    FlatParam("positions", 70, True),
+    FlatParam("norm", 33, False),
+    FlatParam("bias", 5, False, frozenset({"tp"})),
 ]
 STEPS = 6
 OPTIMIZER = OptimizerConfig(weight_decay=0.3, adam_beta1=0.8, adam_beta2=0.95, adam_eps=1e-6)

@@ -19,7 +19,8 @@ from benchmarks.reports.zero_theory import (
     table_2_cell,
     truncated,
 )
-from megazero.plan.parameters import num_parameters
+from megazero.model.stage import declare
+from megazero.plan.layers import num_parameters
 
 # cells that the paper printed cut off instead of rounded
 CUT = {("128B", 1024, 1), ("128B", 1024, 2)} | {("1T", nd, stage) for nd in (64, 256, 1024) for stage in (1, 2)}
@@ -56,7 +57,7 @@ def test_a_rehearsed_ranks_states_and_traffic_are_the_formulas() -> None:
     """At 1,024 ranks, within 0.1 %: the fourth witness, which knows nothing of programs."""
     asked = Asked(1024, flags_of(1, 8192, 64, seq_length=64, zero_stage=3), rank=1023)
     found = rehearse_one(asked)
-    psi = num_parameters(resolved(asked)[0].model)
+    psi = num_parameters(declare(resolved(asked)[0].model))
     assert states(found.memory) == pytest.approx(psi * bytes_per_parameter(3, 1024), rel=1e-3)
     # the block and the tied table are gathered twice and reduced; positions and the last norm are gathered once
     assert 2.99 < found.traffic["dp"] / 2 / psi * 1024 / 1023 < 3.003

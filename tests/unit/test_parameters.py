@@ -8,15 +8,9 @@ from dataclasses import replace
 import pytest
 
 from megazero.config.schema import ModelConfig
-from megazero.plan.parameters import (
-    HEAD,
-    POSITION_EMBEDDING,
-    TOKEN_EMBEDDING,
-    ParamSpec,
-    num_parameters,
-    stage_units,
-    unit_layout,
-)
+from megazero.model.stage import HEAD, POSITION_EMBEDDING, TOKEN_EMBEDDING, declare
+from megazero.plan.layers import num_parameters, stage_units
+from megazero.plan.parameters import ParamSpec, unit_layout
 from megazero.plan.regions import Region, coverage_fault
 from megazero.plan.topology import Layout
 
@@ -26,7 +20,7 @@ PRIMES = (2, 61, 257, 8191, 50257)
 
 
 def every_spec(model: ModelConfig) -> dict[str, ParamSpec]:
-    return {spec.name: spec for specs in stage_units(model, Layout(), 0).values() for spec in specs}
+    return {spec.name: spec for specs in stage_units(declare(model), Layout(), 0).values() for spec in specs}
 
 
 @pytest.mark.parametrize("tp", range(1, 9))
@@ -34,8 +28,8 @@ def every_spec(model: ModelConfig) -> dict[str, ParamSpec]:
 def test_local_blocks_tile_the_global_tensor(tp: int, vocab_size: int) -> None:
     model = replace(MODEL, vocab_size=vocab_size, untie_embeddings=True)
     for spec in every_spec(model).values():
-        blocks = [spec.local(tp, rank) for rank in range(tp)]
-        if spec.tp_dim is None:
+        blocks = [spec.local({"tp": rank}, {"tp": tp}) for rank in range(tp)]
+        if not spec.sharded:
             assert all(block.shape == block.stored == spec.shape and not any(block.offset) for block in blocks)
             continue
         assert coverage_fault(spec.shape, [Region(b.offset, b.shape) for b in blocks]) is None, spec.name
@@ -55,7 +49,7 @@ def test_local_blocks_tile_the_global_tensor(tp: int, vocab_size: int) -> None:
 
 def test_a_cut_that_does_not_divide_is_an_error() -> None:
     with pytest.raises(AssertionError):
-        ParamSpec("w", (10, 3), 0, True).local(3, 0)
+        ParamSpec("w", (10, 3), ((0, "tp"),), True).local({"tp": 0}, {"tp": 3})
 
 
 @pytest.mark.parametrize(
@@ -69,18 +63,18 @@ def test_a_cut_that_does_not_divide_is_an_error() -> None:
 )
 def test_counts_are_gpt2s(layers: int, hidden: int, heads: int, count: int) -> None:
     model = ModelConfig(num_layers=layers, hidden_size=hidden, num_attention_heads=heads, vocab_size=50257)
-    assert num_parameters(model) == count
-    assert num_parameters(replace(model, untie_embeddings=True)) == count + 50257 * hidden
+    assert num_parameters(declare(model)) == count
+    assert num_parameters(declare(replace(model, untie_embeddings=True))) == count + 50257 * hidden
     h, f = hidden, 3 * hidden
     narrower = replace(model, ffn_hidden_size=f)
-    assert num_parameters(narrower) == count - layers * (4 * h - f) * (2 * h + 1)
+    assert num_parameters(declare(narrower)) == count - layers * (4 * h - f) * (2 * h + 1)
 
 
 @pytest.mark.parametrize("untied", [False, True])
 def test_stages_partition_the_units(untied: bool) -> None:
     """But for a tied token table, which both ends hold."""
     model = replace(MODEL, untie_embeddings=untied)
-    whole = stage_units(model, Layout(), 0)
+    whole = stage_units(declare(model), Layout(), 0)
     assert list(whole) == [
         TOKEN_EMBEDDING,
         POSITION_EMBEDDING,
@@ -88,7 +82,7 @@ def test_stages_partition_the_units(untied: bool) -> None:
         HEAD,
     ]
     for pp in range(1, model.num_layers + 1):
-        stages = [stage_units(model, Layout(pp=pp), stage) for stage in range(pp)]
+        stages = [stage_units(declare(model), Layout(pp=pp), stage) for stage in range(pp)]
         held = [name for units in stages for name in units]
         second = [TOKEN_EMBEDDING] if pp > 1 and not untied else []
         assert sorted(held) == sorted([*whole, *second])
@@ -101,7 +95,7 @@ def test_stages_partition_the_units(untied: bool) -> None:
 
 def test_names_are_unique_and_say_the_unit() -> None:
     for untied in (False, True):
-        units = stage_units(replace(MODEL, untie_embeddings=untied), Layout(), 0)
+        units = stage_units(declare(replace(MODEL, untie_embeddings=untied)), Layout(), 0)
         names = [spec.name for specs in units.values() for spec in specs]
         assert len(set(names)) == len(names)
         assert all(spec.name.startswith(f"{unit}.") for unit, specs in units.items() for spec in specs)
@@ -113,15 +107,15 @@ def test_what_decays_is_matrices_and_tables() -> None:
 
 
 def test_what_is_cut_is_what_megatron_cuts() -> None:
-    cuts = {spec.name.removeprefix("blocks.0."): spec.tp_dim for spec in every_spec(MODEL).values()}
-    assert {name: dim for name, dim in cuts.items() if dim is not None and "blocks" not in name} == {
-        f"{TOKEN_EMBEDDING}.weight": 0,
-        "attention.qkv.weight": 0,
-        "attention.qkv.bias": 0,
-        "attention.proj.weight": 1,
-        "mlp.up.weight": 0,
-        "mlp.up.bias": 0,
-        "mlp.down.weight": 1,
+    cuts = {spec.name.removeprefix("blocks.0."): dict(spec.sharded) for spec in every_spec(MODEL).values()}
+    assert {name: dims for name, dims in cuts.items() if dims and "blocks" not in name} == {
+        f"{TOKEN_EMBEDDING}.weight": {0: "tp"},
+        "attention.qkv.weight": {0: "tp"},
+        "attention.qkv.bias": {0: "tp"},
+        "attention.proj.weight": {1: "tp"},
+        "mlp.up.weight": {0: "tp"},
+        "mlp.up.bias": {0: "tp"},
+        "mlp.down.weight": {1: "tp"},
     }
 
 
@@ -139,14 +133,15 @@ def test_initial_distributions_are_gpt2s() -> None:
 
 def test_a_units_layout_is_the_same_on_every_tensor_parallel_rank() -> None:
     for tp, dp in ((1, 1), (2, 3), (7, 4)):
-        for specs in stage_units(replace(MODEL, vocab_size=257), Layout(), 0).values():
-            flat = unit_layout(specs, tp, dp)
+        for specs in stage_units(declare(replace(MODEL, vocab_size=257)), Layout(), 0).values():
+            sizes = {"tp": tp}
+            flat = unit_layout(specs, sizes, dp)
             assert set(flat.windows) == {spec.name for spec in specs}
             for rank in range(tp):
-                assert {s.name: s.local(tp, rank).stored_numel for s in specs} == {
+                assert {s.name: s.local({"tp": rank}, sizes).stored_numel for s in specs} == {
                     name: window.numel for name, window in flat.windows.items()
                 }
             for spec in specs:
                 start = flat.windows[spec.name].start
                 assert (start in range(*flat.decayed)) == spec.decays
-                assert (start in range(*flat.replicated)) == (spec.tp_dim is None)
+                assert any(start in range(*r) for r in flat.replicated("tp")) == (not spec.sharded)

@@ -12,8 +12,9 @@ from rich.console import Console
 
 import pretrain_gpt
 from megazero.config.cli import parse
-from megazero.plan.operations import Forward, Gather, Start, Update, Wait
-from megazero.plan.parameters import stage_units
+from megazero.model.stage import declare
+from megazero.plan.layers import stage_units
+from megazero.plan.operations import Fetch, Forward, Gather, Start, Update, Wait
 from megazero.plan.program import program
 from megazero.plan.rank_spec import rank_spec
 from megazero.plan.resolve import resolve
@@ -29,7 +30,7 @@ from megazero.price.search import candidates
 from megazero.price.search_report import command, run_search
 from megazero.price.simulate import simulate
 from megazero.price.stage_bytes import stage_bytes
-from megazero.price.step_time import Few, StepPrograms, step_parts
+from megazero.price.step_time import Few, StepPrograms, step_parts, step_time
 from megazero.price.trace import model_flops
 
 SMALL = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 128 --precision fp32"
@@ -94,8 +95,11 @@ def test_a_traced_block_has_narayanans_flops_and_six_sums(flags: str) -> None:
     A recompute leaves out the MLP's second product, 8 b s h^2, and its sum. Documents may be as long as a sample.
     """
     flags = f"{SMALL} --tensor-model-parallel-size 2 --recompute full --micro-batch-size 3 {flags}"
-    config, layout = resolve(parse(flags.split()), 2, 0)
-    spec, specs = rank_spec(config, layout, 0), stage_units(config.model, layout, 0)
+    config, layout = resolve(parse(flags.split()), 2, 0, declare)
+    spec, specs = (
+        rank_spec(config, layout, 0, declare),
+        stage_units(declare(config.model, layout.tp), layout, 0),
+    )
     events = layer_events(config, layout, spec.layers["blocks.1"], specs, "cuda")
     tokens, hidden, length = 3 * 32, 64, 32
 
@@ -125,6 +129,29 @@ def test_waits_are_told_apart() -> None:
     assert timing.seconds == 5.0 and dict(timing.spent[0]) == {"Update": 1.0, "dp": 4.0}
 
 
+@pytest.mark.parametrize("seconds, slowed", [(1.2, 4.4), (9.0, 6.0), (0.0, 4.0)])
+def test_a_layer_computes_more_slowly_while_a_collective_runs(seconds: float, slowed: float) -> None:
+    """A forward of 4, half as slow again: 1.2 next to a collective do the work of 0.8; a copy from the host is free."""
+    forward, gather, fetch = Forward("blocks.0", 0, graph=True), Gather("blocks.1"), Fetch("blocks.0", 0)
+    cost = {forward: 4.0, gather: seconds, fetch: 7.0}
+    timing = simulate([[Start(fetch), Start(gather), forward]], lambda op: cost[op], overlap=0.5)
+    assert timing.seconds == pytest.approx(slowed) and timing.spent[0]["Forward"] == pytest.approx(slowed)
+
+
+def test_a_plan_slows_layers_next_to_collectives() -> None:
+    """ZeRO 3 over two ranks computes longer, and the longer the higher the constant; one device does not."""
+    device = load_device("h100-80gb")
+    known = device.constants["overhead.overlap"]
+    slower = replace(device, constants=device.constants | {"overhead.overlap": known._replace(value=0.9)})
+    parts = {}
+    for world in (1, 2):
+        flags = "--num-layers 2 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 --vocab-size 512"
+        config, layout = resolve(parse(f"{flags} --precision bf16 --zero-stage {3 * (world - 1)}".split()), world, 0)
+        parts[world] = [step_time(config, layout, each, with_range=False).expected.parts for each in (device, slower)]
+    assert parts[1][0] == parts[1][1]
+    assert parts[2][1]["compute"] > parts[2][0]["compute"] > parts[1][0]["compute"]
+
+
 def test_starting_a_transfer_takes_time_of_the_computation() -> None:
     """A time of 0.5 for each transfer; an axis of one rank starts none."""
     gather, update = Gather("blocks.0"), Update("head")
@@ -152,12 +179,12 @@ def test_attention_is_as_fast_as_its_heads_are_wide() -> None:
 @pytest.mark.parametrize("flags", ["", "--precision bf16 --reset-attention-mask --tokenizer byte"])
 def test_a_block_takes_what_the_host_needs_to_issue_it(flags: str) -> None:
     """Forward: norm, product, attention, product, sum; norm, product, GELU, product, sum. All heads are 16 wide."""
-    config, layout = resolve(parse([*SMALL.split(), *flags.split()]), 1, 0)
-    spec = rank_spec(config, layout, 0)
+    config, layout = resolve(parse([*SMALL.split(), *flags.split()]), 1, 0, declare)
+    spec = rank_spec(config, layout, 0, declare)
     costs = StepCosts(config, layout, spec, simple(overhead_call=2e-3, overhead_operation=3e-3))
     forward = costs.of_layer(Forward("blocks.1", 0, graph=True))
     assert forward.seconds == pytest.approx(10 * 2e-3 + 3e-3)
-    events = costs.events["blocks", True]
+    events = costs.events["blocks.0", True]
     found = [e.head_dim for e in (*events.forward, *events.backward) if isinstance(e, Operator) and e.attention_flops]
     assert found == [16, 16]
 
@@ -182,7 +209,7 @@ def test_a_step_of_zero_1_by_hand() -> None:
     """Over a slow link a step is (g + w) Psi (N-1)/N / bandwidth: gradients before the norm, weights after it. The
     optimizer moves 36 bytes per owned element in fp32: 32 in AdamW and clipping, 4 for the norm.
     """
-    config, layout = resolve(parse([*SMALL.split(), "--zero-stage=1"]), 4, 0)
+    config, layout = resolve(parse([*SMALL.split(), "--zero-stage=1"]), 4, 0, declare)
     steps = StepPrograms(config, layout)
     psi = sum(unit.numel for unit in steps.specs[0].units.values())
     found = step_parts(steps, simple(node_bandwidth=1e6))
@@ -199,7 +226,7 @@ def test_the_bubble_is_the_schedules(schedule: str, chunks: int, bubble: float) 
     """(p - 1) / (m v) of the busiest rank's time, where embedding and head are next to nothing; all parts add up."""
     model = "--num-layers 8 --hidden-size 512 --num-attention-heads 4 --seq-length 512 --vocab-size 16"
     stages = f"--pipeline-model-parallel-size 4 --pipeline-schedule {schedule} --virtual-pipeline-stages {chunks}"
-    config, layout = resolve(parse([*model.split(), *stages.split(), "--global-batch-size=8"]), 4, 0)
+    config, layout = resolve(parse([*model.split(), *stages.split(), "--global-batch-size=8"]), 4, 0, declare)
     steps = StepPrograms(config, layout)
     found = step_parts(steps, simple(cluster_bandwidth=1e15, node_bandwidth=1e15))
     assert sum(found.parts.values()) == pytest.approx(found.seconds)
@@ -212,7 +239,7 @@ def test_a_long_step_is_extended_from_two_short_ones() -> None:
     """
     for extra in ("--pipeline-schedule 1f1b", "--pipeline-schedule interleaved --virtual-pipeline-stages 2"):
         flags = f"{SMALL} --pipeline-model-parallel-size 3 --zero-stage 2 --global-batch-size 80 {extra}"
-        config, layout = resolve(parse(flags.split()), 6, 0)
+        config, layout = resolve(parse(flags.split()), 6, 0, declare)
         steps = StepPrograms(config, layout)
         assert len(steps.few.played) == 2 and steps.few.wanted == 40
         device = load_device("a100-80gb")
@@ -227,7 +254,7 @@ def test_a_long_step_is_extended_from_two_short_ones() -> None:
             found, wanted = stage_bytes(config, layout, pp, "cuda"), estimate(config, layout, pp * 2, False)
             assert (found.memory, found.traffic) == (wanted.memory, wanted.traffic)
     for stage in range(4):  # without a pipeline, gradients of several micro-batches add up
-        config, layout = resolve(parse(f"{SMALL} --zero-stage {stage} --global-batch-size 80".split()), 4, 0)
+        config, layout = resolve(parse(f"{SMALL} --zero-stage {stage} --global-batch-size 80".split()), 4, 0, declare)
         found, wanted = stage_bytes(config, layout, 0, "cuda"), estimate(config, layout, 0, False)
         assert (found.memory, found.traffic) == (wanted.memory, wanted.traffic)
 
@@ -242,7 +269,7 @@ def test_plan_json_has_the_bytes_of_the_estimate(tmp_path: Path, capsys: pytest.
     pretrain_gpt.main(f"{flags} {elsewhere} {asked}".split())
     printed = capsys.readouterr().out
     plan = json.loads((tmp_path / "log/plan.json").read_text())
-    config, layout = resolve(parse(flags.split()), 8, 0)
+    config, layout = resolve(parse(flags.split()), 8, 0, declare)
     # of an h100-80gb: its capacity without that of libraries, and of communicators: all ranks, dp, tp, pp, two of links
     usable = 85_000_000_000 - 700_000_000 - 6 * 400_000_000
     for pp, stage in enumerate(plan["stages"]):
@@ -340,7 +367,7 @@ def test_a_device_file_is_read_by_a_schema(tmp_path: Path) -> None:
 
 def test_every_device_is_sound() -> None:
     """Its constants are faster at their fast end: a step takes less, its memory is no smaller."""
-    config, layout = resolve(parse([*SMALL.split(), "--tensor-model-parallel-size=2"]), 64, 0)
+    config, layout = resolve(parse([*SMALL.split(), "--tensor-model-parallel-size=2"]), 64, 0, declare)
     steps = StepPrograms(config, layout)
     assert len(known_devices()) >= 7
     for name in known_devices():
@@ -403,7 +430,7 @@ def test_a_search_finds_what_no_other_layout_beats(capsys: pytest.CaptureFixture
     assert again.seconds == plans[0].seconds and again.stages[0].peak == plans[0].stages[0].peak
     device, everything = load_device("a100-80gb"), list[float]()
     for candidate in candidates(config, 2, device):
-        changed, layout = resolve(candidate.apply(config), 2, 0)
+        changed, layout = resolve(candidate.apply(config), 2, 0, declare)
         everything.append(step_parts(StepPrograms(changed, layout), device).seconds)
     assert len(everything) > 50 and plans[0].seconds <= 1.02 * min(everything)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from megazero.config.schema import ModelConfig, ZeroConfig
-from megazero.plan.parameters import HEAD, POSITION_EMBEDDING, TOKEN_EMBEDDING, stage_units
+from megazero.config.schema import Config, ModelConfig, ZeroConfig
+from megazero.model.stage import HEAD, POSITION_EMBEDDING, TOKEN_EMBEDDING, declare
+from megazero.plan.layers import Use
+from megazero.plan.rank_spec import rank_spec
 from megazero.plan.topology import Layout
-from megazero.plan.zero_policy import Buckets, Use, ZeroPolicy, layer_uses, plan_buckets
+from megazero.plan.zero_policy import Buckets, ZeroPolicy, plan_buckets
 
 CUT = ZeroPolicy(True, True, True)
 
@@ -34,25 +38,20 @@ def test_uses(untied: bool) -> None:
     model = ModelConfig(num_layers=4, hidden_size=8, num_attention_heads=2, vocab_size=9, untie_embeddings=untied)
     for pp in (1, 2, 4):
         for stage in range(pp):
-            units = stage_units(model, Layout(pp=pp), stage)
-            uses = layer_uses(units, stage == 0, not untied)
+            spec = rank_spec(replace(Config(), model=model), Layout(pp=pp), stage, declare)
+            uses = {name: (layer.use, layer.units) for name, layer in spec.layers.items()}
             expected = {}
             if stage == 0:
                 expected |= {
-                    TOKEN_EMBEDDING: (Use.LOOKUP, [TOKEN_EMBEDDING]),
-                    POSITION_EMBEDDING: (Use.LOOKUP, [POSITION_EMBEDDING]),
+                    TOKEN_EMBEDDING: (Use.LOOKUP, (TOKEN_EMBEDDING,)),
+                    POSITION_EMBEDDING: (Use.LOOKUP, (POSITION_EMBEDDING,)),
                 }
             for layer in Layout(pp=pp).layers(4, stage):
-                expected[f"blocks.{layer}"] = (Use.LAYER, [f"blocks.{layer}"])
+                expected[f"blocks.{layer}"] = (Use.LAYER, (f"blocks.{layer}",))
             if stage == pp - 1:
-                expected[HEAD] = (Use.HEAD, [HEAD] if untied else [HEAD, TOKEN_EMBEDDING])
+                expected[HEAD] = (Use.HEAD, (HEAD,) if untied else (HEAD, TOKEN_EMBEDDING))
             assert list(uses.items()) == list(expected.items())
-            assert {name for _, names in uses.values() for name in names} == set(units), "an unused unit"
-
-
-def test_an_unknown_unit_is_an_error() -> None:
-    with pytest.raises(AssertionError):
-        layer_uses(["surprise"], True, True)
+            assert {name for _, names in uses.values() for name in names} == set(spec.units), "an unused unit"
 
 
 def test_what_a_use_keeps() -> None:

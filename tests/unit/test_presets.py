@@ -8,7 +8,8 @@ import pytest
 
 from megazero.config.cli import PRESETS, parse
 from megazero.config.schema import Config
-from megazero.plan.parameters import num_parameters
+from megazero.model.stage import declare
+from megazero.plan.layers import num_parameters
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
 from megazero.price.capacity import estimated
@@ -66,7 +67,7 @@ PAPER = [name for name in SHAPES if name.startswith("zero-")]
 
 
 def load(name: str) -> tuple[Config, Layout]:
-    return resolve(parse(["--preset", name, "--save", "runs/a"]), SHAPES[name][0], 257 if name in SMALL else 0)
+    return resolve(parse(["--preset", name, "--save", "runs/a"]), SHAPES[name][0], 257 if name in SMALL else 0, declare)
 
 
 def test_every_preset_is_listed_here() -> None:
@@ -97,7 +98,7 @@ def test_llamas_have_published_shapes_and_fit(name: str) -> None:
     assert (model.architecture, model.norm_epsilon) == ("llama", 1e-5 if name in ("llama-7b", "llama-70b") else 1e-6)
     assert (model.ffn_size, model.query_groups, model.vocab_size, model.seq_length) == (ffn, groups, vocabulary, length)
     assert model.add_qkv_bias != model.untie_embeddings == name.startswith("llama")
-    assert weights is None or num_parameters(model) == weights
+    assert weights is None or num_parameters(declare(model)) == weights
     assert max(estimated(config, layout, stage * 128, "cuda").total for stage in range(layout.pp)) < 80e9
 
 
@@ -106,7 +107,7 @@ def test_the_name_says_the_size(name: str) -> None:
     said = re.fullmatch(r"\w+-([\d.]+)([mb])(-\w+)?", name)
     assert said
     size = float(said[1]) * {"m": 1e6, "b": 1e9}[said[2]]
-    assert num_parameters(load(name)[0].model) == pytest.approx(size, rel=0.05)
+    assert num_parameters(declare(load(name)[0].model)) == pytest.approx(size, rel=0.05)
 
 
 # The ZeRO paper's Table 3; all with CB and MD: ZeRO stage, Pa, Pa+cpu
@@ -125,7 +126,7 @@ def test_the_configurations_of_table_3(name: str) -> None:
     zero, kept = config.zero, config.activations
     assert (zero.zero_stage, kept.partition_activations, kept.checkpoint_in_cpu) == TABLE_3[name]
     assert kept.recompute == "full" and kept.contiguous_checkpointing
-    assert 0 < zero.reduce_bucket_size < num_parameters(config.model)
+    assert 0 < zero.reduce_bucket_size < num_parameters(declare(config.model))
 
 
 @pytest.mark.parametrize("name", PAPER)

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 from megazero.config.schema import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig, ZeroConfig
+from megazero.model.stage import declare
 from megazero.plan.flat_layout import ALIGN
 from megazero.plan.operations import (
     COMPUTE,
@@ -64,7 +65,7 @@ def programs() -> Iterator[tuple[str, RankSpec, Program]]:
             activations=ActivationConfig(recompute, checkpoint_in_cpu=bool(host)),  # type: ignore[arg-type]
         )
         for rank in range(pp):
-            spec = rank_spec(made, Layout(pp, 2, chunks=chunks), rank)
+            spec = rank_spec(made, Layout(pp, 2, chunks=chunks), rank, declare)
             yield schedule, spec, program(spec, schedule, 4)
 
 
@@ -133,7 +134,7 @@ def test_updated_weights_are_waited_for_before_their_first_use() -> None:
 
 def test_gathers_and_receives_start_one_layer_ahead() -> None:
     """A layer's weights are gathered, with overlap, while the layer before it computes, and no earlier."""
-    spec = rank_spec(config(zero=ZeroConfig(3)), Layout(dp=2), 0)
+    spec = rank_spec(config(zero=ZeroConfig(3)), Layout(dp=2), 0, declare)
     ops = program(spec, "1f1b", 1).gradients
     for at, op in enumerate(ops):
         if isinstance(op, Start) and isinstance(op.op, Gather):
@@ -149,7 +150,7 @@ def test_gathers_and_receives_start_one_layer_ahead() -> None:
 
 def test_reductions_run_behind_the_backward() -> None:
     """A unit's reduction is waited for, with overlap, only when the next starts or its own gradients are opened."""
-    spec = rank_spec(config(zero=ZeroConfig(2)), Layout(dp=2), 0)
+    spec = rank_spec(config(zero=ZeroConfig(2)), Layout(dp=2), 0, declare)
     ops = program(spec, "1f1b", 2).gradients
     starts = [at for at, op in enumerate(ops) if isinstance(op, Start) and isinstance(op.op, Reduce)]
     for at in starts[:-1]:
@@ -167,7 +168,7 @@ def test_reductions_run_behind_the_backward() -> None:
 def test_reductions_per_step(stage: int, every: str, wanted: int) -> None:
     """Stages 2 and 3 reduce at every micro-batch, unless asked for once per step."""
     zero = ZeroConfig(stage, 0, every)  # type: ignore[arg-type]
-    spec = rank_spec(config(zero=zero), Layout(dp=2), 0)
+    spec = rank_spec(config(zero=zero), Layout(dp=2), 0, declare)
     ops = program(spec, "1f1b", 4).gradients
     reduced = [op for op in ops if isinstance(inner(op), Reduce) and not isinstance(op, Wait)]
     assert len(reduced) == wanted * len(spec.units)
@@ -176,7 +177,10 @@ def test_reductions_per_step(stage: int, every: str, wanted: int) -> None:
 def test_a_release_right_before_a_gather_is_dropped() -> None:
     """At the last layer of a stage that is not the last, forward and backward follow each other in 1F1B."""
     spec = rank_spec(
-        config(zero=ZeroConfig(3), parallel=replace(ParallelConfig(), pipeline_model_parallel_size=2)), Layout(2, 2), 0
+        config(zero=ZeroConfig(3), parallel=replace(ParallelConfig(), pipeline_model_parallel_size=2)),
+        Layout(2, 2),
+        0,
+        declare,
     )
     ops = program(spec, "1f1b", 4).gradients
     last = spec.chunks[0][-1].units[0]
@@ -191,7 +195,7 @@ def test_a_release_right_before_a_gather_is_dropped() -> None:
 
 
 def test_the_end_of_a_step_has_one_order() -> None:
-    spec = rank_spec(config(zero=ZeroConfig(2)), Layout(dp=2), 0)
+    spec = rank_spec(config(zero=ZeroConfig(2)), Layout(dp=2), 0, declare)
     units = {name: unit._replace(sums_over_tp=True) for name, unit in spec.units.items()}
     spec = replace(spec, replicas=True, units=units, tied="token_embedding")
     order = [type(inner(op)) for op in tail(spec)]
@@ -203,7 +207,15 @@ def test_the_end_of_a_step_has_one_order() -> None:
 def test_replicas_are_summed_behind_the_backward(stage: int, schedule: str, pp: int) -> None:
     """Each unit is summed once, when its last reduction is done; all but the last two while another layer computes."""
     parallel = replace(ParallelConfig(), pipeline_model_parallel_size=pp)
-    spec = replace(rank_spec(config(zero=ZeroConfig(stage), parallel=parallel), Layout(pp, 4), pp - 1), replicas=True)
+    spec = replace(
+        rank_spec(
+            config(zero=ZeroConfig(stage), parallel=parallel),
+            Layout(pp, 4),
+            pp - 1,
+            declare,
+        ),
+        replicas=True,
+    )
     ops = program(spec, schedule, 2).gradients
     last = max(at for at, op in enumerate(ops) if isinstance(op, COMPUTE))
     started = {op.op.unit: at for at, op in enumerate(ops) if isinstance(op, Start) and type(op.op) is ReduceReplicas}
@@ -227,7 +239,7 @@ def test_replicas_are_summed_behind_the_backward(stage: int, schedule: str, pp: 
 
 def test_a_frozen_unit_is_neither_opened_nor_updated() -> None:
     frozen = replace(config(), training=replace(config().training, freeze_parameters=("blocks.1.*",)))
-    spec = rank_spec(frozen, Layout(dp=2), 0)
+    spec = rank_spec(frozen, Layout(dp=2), 0, declare)
     step = program(spec, "1f1b", 2)
     every = map(inner, [*step.gradients, *step.update])
     touched = {op.unit for op in every if isinstance(op, (Open, Reduce, Update))}
@@ -240,13 +252,13 @@ def test_operations_of_different_types_differ() -> None:
 
 @pytest.mark.long
 def test_a_program_is_printed_one_operation_per_line() -> None:
-    spec = rank_spec(config(zero=ZeroConfig(3)), Layout(dp=2), 0)
+    spec = rank_spec(config(zero=ZeroConfig(3)), Layout(dp=2), 0, declare)
     step = program(spec, "1f1b", 1)
     lines = list(text(step.gradients))
     assert len(lines) == len(step.gradients) and "Forward blocks.0 mb 0" in lines
     command = "--zero-stage 3 --num-layers 5 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --vocab-size 128"
     done = subprocess.run(
-        [sys.executable, "-m", "megazero.plan.program", *command.split(), "--world-size", "2"],
+        [sys.executable, "scripts/print_program.py", *command.split(), "--world-size", "2"],
         capture_output=True,
         text=True,
         check=True,

@@ -14,6 +14,7 @@ from megazero.comm.collectives import Pending
 from megazero.comm.pretend import PretendAxis
 from megazero.config.schema import ActivationConfig, Config, ModelConfig, ZeroConfig
 from megazero.memory.tracker import MemoryTracker
+from megazero.model.stage import declare
 from megazero.plan.operations import Backward, Fetch, Forward, Gather, Op, Recompute, Reduce, Sync
 from megazero.plan.program import program
 from megazero.plan.rank_spec import rank_spec
@@ -134,7 +135,7 @@ def test_overlap_leaves_only_the_ends_of_a_step_exposed(stage: int, exposed: int
             zero=ZeroConfig(stage, overlap_comm=overlap),
             activations=ActivationConfig(recompute, checkpoint_in_cpu=recompute == "full"),
         )
-        step = program(rank_spec(config, Layout(dp=2), 0), "1f1b", 1)
+        step = program(rank_spec(config, Layout(dp=2), 0, declare), "1f1b", 1)
         timing = simulate([[*step.update, *step.gradients]], lambda op: SECONDS.get(type(op), 0.0))
         assert (timing.spent[0]["dp"], timing.spent[0]["host"]) == (wanted, copies * (recompute == "full"))
         assert timing.seconds == sum(timing.spent[0].values())

@@ -13,7 +13,8 @@ import pytest
 from megazero.config.cli import parse
 from megazero.config.schema import Config
 from megazero.memory.host import Available, Machine, has_accelerator
-from megazero.plan.parameters import num_parameters
+from megazero.model.stage import declare
+from megazero.plan.layers import num_parameters
 from megazero.plan.resolve import resolve
 from megazero.price.capacity import check_memory, estimated
 from megazero.price.quick import SHARDED, SHORT, ceiling, check_at_once, counts, floor, parameter_bounds
@@ -26,7 +27,7 @@ def test_the_bounds_of_a_models_parameters_are_close() -> None:
     for name in ("tiny", "gpt2-124m", "zero-100b", "llama-125m", "llama-70b", "qwen2-0.5b", "parallel-6b"):
         model = parse(["--preset", name, "--vocab-size", "50257"]).model
         least, most = parameter_bounds(model)
-        assert least <= num_parameters(model) <= most < 1.1 * least, name
+        assert least <= num_parameters(declare(model)) <= most < 1.1 * least, name
 
 
 # a shape of each architecture, and shapes at which something else is largest
@@ -40,7 +41,7 @@ SHAPES += ["--num-layers 40 --hidden-size 512 --num-attention-heads 16 --seq-len
 def test_the_bounds_hold_the_estimate(shape: str) -> None:
     for ranks, precision, way_out in ((1, "fp32", SHORT), (2, "fp32", SHARDED), (8, "bf16", SHARDED)):
         flags = f"{shape} --precision {precision} --global-batch-size 512 {way_out}"
-        config, layout = resolve(parse(flags.split()), ranks, 0)
+        config, layout = resolve(parse(flags.split()), ranks, 0, declare)
         found = estimated(config, layout, 0, "cpu").total
         assert counts(config) and sum(floor(config, ranks)) <= ranks * found
         assert found <= ceiling(config, ranks) < 2 * found + 2 * GB
@@ -49,12 +50,12 @@ def test_the_bounds_hold_the_estimate(shape: str) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_floor_knows_the_stages(stage: int) -> None:
     config, layout = resolve(
-        parse(f"--preset gpt2-124m --zero-stage {stage} --zero-shard-size {2 * bool(stage)}".split()), 4, 0
+        parse(f"--preset gpt2-124m --zero-stage {stage} --zero-shard-size {2 * bool(stage)}".split()), 4, 0, declare
     )
     found = sum(floor(config, 4))
     whole = sum(estimated(config, layout, rank, "cpu").total for rank in range(4))
     states = {0: 4 * (2 + 12 + 4), 1: 4 * 2 + 2 * 16, 2: 4 * 2 + 2 * 16, 3: 2 * 18}[stage]
-    assert found <= whole and 0.99 < found / (states * num_parameters(config.model)) <= 1
+    assert found <= whole and 0.99 < found / (states * num_parameters(declare(config.model))) <= 1
 
 
 @pytest.mark.long
@@ -80,7 +81,7 @@ def test_every_way_out_fits(flags: str, ranks: int, available: int) -> None:
         machines = re.search(r"on (\d+) machines", way)
         world, here = (int(machines[1]), 1) if machines else (ranks, ranks)
         node = Machine(range(here), "cpu", None, Available(available, "of host memory"))
-        check_memory(*resolve(parse(changed), world, 0), 0, node)
+        check_memory(*resolve(parse(changed), world, 0, declare), 0, node)
 
 
 def test_what_fits_or_cannot_be_told_is_let_through() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -13,6 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from megazero.activations.offload import Copies, Fetch, HostCopy
 from megazero.activations.store import KeptInputs
 from megazero.memory.tracker import MemoryTracker
+from megazero.model.fused_ops import PLAIN
+from megazero.model.norm import LayerNorm
 from megazero.plan.operations import Backward, Forward, Op, Recompute
 from megazero.train.engine import Engine
 from tests.parallel.cases import STEPS, Case, micro_batches, new_engine, train
@@ -106,7 +109,7 @@ def test_an_exception_leaves_the_arena_whole(where: str, host: bool, plain: list
             raise MemoryError("out of memory")
 
     for block in engine.model.blocks.values():
-        block.norm2.register_forward_pre_hook(fail)
+        block.mlp.register_forward_pre_hook(fail)
     with pytest.raises(MemoryError) as held:
         step(engine, 1)
     peak = engine.tracker.peak["host" if host else "activation_checkpoints"]
@@ -211,15 +214,16 @@ def test_host_memory_is_used_again() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
-def test_selective_recompute_computes_the_cheap_parts_twice(recompute: str) -> None:
+def test_selective_recompute_computes_the_cheap_parts_twice(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = new_engine(0, ARENA._replace(recompute=recompute, md=False))
-    calls: list[bool] = []
+    calls, normalise, gelu = [], LayerNorm.normalise, PLAIN.gelu
+    monkeypatch.setattr(LayerNorm, "normalise", lambda *given: calls.append("norm") or normalise(*given))
+    counted = gelu._replace(forward=lambda x: calls.append("gelu") or gelu.forward(x))
     for block in engine.model.blocks.values():
-        for norm in (block.norm1, block.norm2):
-            norm.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+        block.mlp.activation = counted
     step(engine, 0)
-    assert calls.count(True) == 2 * ARENA.model.num_layers
-    assert calls.count(False) == (2 * ARENA.model.num_layers if recompute == "selective" else 0)
+    layers, times = ARENA.model.num_layers, 2 if recompute == "selective" else 1
+    assert Counter(calls) == {"gelu": times * layers, "norm": times * 2 * layers + 1}  # the head's is kept
 
 
 # -- full

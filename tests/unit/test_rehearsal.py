@@ -15,6 +15,7 @@ import torch
 from megazero.comm.world import World
 from megazero.config.cli import parse
 from megazero.memory.allocated import Allocated
+from megazero.model.stage import declare
 from megazero.plan.resolve import resolve
 from megazero.train.rehearsal_report import run_rehearsal
 
@@ -42,7 +43,7 @@ def test_a_gpus_rank_is_rehearsed_without_one(tmp_path, capsys) -> None:
         assert sent == found.traffic
     assert last.coord == (0, 31, 1)
     # fp32: 12 bytes of master weights and moments a parameter, each written by one of its ranks
-    _, layout = resolve(config, 64, 0)
+    _, layout = resolve(config, 64, 0, declare)
     assert layout.dp == 32
     assert first.save.checkpoint_bytes == last.save.checkpoint_bytes > 20 * first.save.written_bytes > 0
     printed = capsys.readouterr().out

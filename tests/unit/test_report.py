@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megazero.config.schema import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig, ZeroConfig
+from megazero.model.stage import declare
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
 from megazero.price.report import partition_line, psi, queue_line, report_rows, table
@@ -24,7 +25,7 @@ def resolved(activations: ActivationConfig, **parallel: object) -> tuple[Config,
         parallel=ParallelConfig(2, **parallel),  # type: ignore[arg-type]
         activations=activations,
     )
-    return resolve(config, 2, 0)
+    return resolve(config, 2, 0, declare)
 
 
 def rows(activations: ActivationConfig, **parallel: object) -> dict[str, int]:
@@ -94,7 +95,7 @@ def test_formulas_come_to_the_bytes_beside_them(zero: int, shards: int, once: bo
         zero=ZeroConfig(zero, zero_shard_size=shards, **every if once else {}),  # type: ignore[arg-type]
         activations=FULL,
     )
-    config, layout = resolve(config, 8, 0)
+    config, layout = resolve(config, 8, 0, declare)
     names = {"Psi": psi(config, layout), "N": shards or 4, "b": 5, "s": 16, "h": 64, "v": 128, "tp": 2}
     found = {row.kind: row for row in report_rows(config, layout)}
     for kind in ("parameters", "optimizer", "gradients", "logits"):
@@ -124,10 +125,10 @@ def test_a_queue_of_weight_gradients_is_reported_and_with_full_recompute_warned_
     parallel = ParallelConfig(1, 4, "zero-bubble", zero_bubble_backlog=backlog)
     for recompute in ("none", "full"):
         config = Config(model, TrainingConfig(2, 16), parallel=parallel, activations=ActivationConfig(recompute))
-        line = queue_line(*resolve(config, 4, 0))
+        line = queue_line(*resolve(config, 4, 0, declare))
         block = 4 * ((1 + 3 + 1 + 1 + 1 + 4 + 4 + 1) * 32 * 64 + (3 + 1 + 4 + 1 + 4) * 64)
         assert f"up to {3 * (4 if backlog == 0 else 2) * block:,} bytes" in line
         assert line.startswith("warning: ") == (recompute == "full")
         assert ("--zero-bubble-backlog 1" in line) == (recompute == "full")
     plain = replace(config, parallel=replace(parallel, pipeline_schedule="1f1b", zero_bubble_backlog=0))
-    assert queue_line(*resolve(plain, 4, 0)) == ""
+    assert queue_line(*resolve(plain, 4, 0, declare)) == ""

@@ -13,7 +13,9 @@ import torch
 from megazero.config.schema import ModelConfig
 from megazero.model.dropout import CORE_ELEMENTS, Dropout, Rows
 from megazero.model.initial_values import BLOCK, draw, seed_of, standard_normal
-from megazero.plan.parameters import ParamSpec, stage_units
+from megazero.model.stage import declare
+from megazero.plan.layers import stage_units
+from megazero.plan.parameters import ParamSpec
 from megazero.plan.topology import Layout
 
 SEED = 1234
@@ -21,21 +23,21 @@ SEED = 1234
 MODEL = ModelConfig(
     num_layers=1, hidden_size=96, num_attention_heads=24, seq_length=7, vocab_size=1009, untie_embeddings=True
 )
-SPECS = [spec for specs in stage_units(MODEL, Layout(), 0).values() for spec in specs]
+SPECS = [spec for specs in stage_units(declare(MODEL), Layout(), 0).values() for spec in specs]
 # Cut on columns, and large enough that its rows are drawn in several pieces.
-TALL = ParamSpec("tall", (3001, 384), 1, True, std=0.5, mean=2.0)
+TALL = ParamSpec("tall", (3001, 384), ((1, "tp"),), True, std=0.5, mean=2.0)
 
 
 def drawn(spec: ParamSpec, tp: int = 1, rank: int = 0, seed: int = SEED) -> torch.Tensor:
-    block = spec.local(tp, rank)
+    block = spec.local({"tp": rank}, {"tp": tp})
     return draw(seed, spec, block, 0, block.numel).view(block.shape)
 
 
 def test_any_range_of_a_block_is_part_of_the_whole() -> None:
     """Cut over rows, over columns, not at all; ranges within a row, over several, empty."""
     matrix = next(spec for spec in SPECS if spec.name == "blocks.0.mlp.down.weight")
-    for spec in (replace(matrix, tp_dim=cut) for cut in (None, 0, 1)):
-        block = spec.local(3, 1) if spec.tp_dim is not None else spec.local(1, 0)
+    for spec in (replace(matrix, sharded=cut) for cut in ((), ((0, "tp"),), ((1, "tp"),))):
+        block = spec.local({"tp": 1}, {"tp": 3})
         whole = draw(SEED, spec, block, 0, block.numel)
         for start, stop in ((0, 1), (5, 5), (7, 300), (1, block.numel), (block.numel - 3, block.numel)):
             assert torch.equal(draw(SEED, spec, block, start, stop), whole[start:stop]), (spec, start, stop)
@@ -49,14 +51,28 @@ def test_any_range_of_a_block_is_part_of_the_whole() -> None:
 def test_a_rank_draws_its_part_of_the_global_tensor(spec: ParamSpec, tp: int) -> None:
     whole = drawn(spec)
     parts = [drawn(spec, tp, rank) for rank in range(tp)]
-    if spec.tp_dim is None:
+    if not spec.sharded:
         assert all(torch.equal(part, whole) for part in parts)
     else:
-        assert torch.equal(torch.cat(parts, spec.tp_dim), whole)
+        assert torch.equal(torch.cat(parts, spec.sharded[0][0]), whole)
+
+
+@pytest.mark.parametrize("shape", [(6, 10, 48), (6, 5, 3 * BLOCK)])
+def test_a_rank_draws_its_part_of_what_two_axes_shard(shape: tuple[int, ...]) -> None:
+    """Experts over ep, and their columns over tp: rows of the last dim, narrow and wide."""
+    spec = ParamSpec("experts", shape, ((0, "ep"), (2, "tp")), True, std=0.5, mean=2.0)
+    sizes = {"ep": 2, "tp": 3}
+    parts = [
+        [draw(SEED, spec, b, 0, b.numel).view(b.shape) for b in blocks]
+        for blocks in ([spec.local({"ep": e, "tp": t}, sizes) for t in range(3)] for e in range(2))
+    ]
+    assert torch.equal(torch.cat([torch.cat(part, 2) for part in parts]), drawn(replace(spec, sharded=())))
+    block = spec.local({"ep": 1, "tp": 2}, sizes)
+    assert torch.equal(draw(SEED, spec, block, 37, block.numel - 5), parts[1][2].flatten()[37:-5])
 
 
 def test_elements_are_numbered_in_the_order_of_the_global_tensor() -> None:
-    for spec in (TALL, replace(TALL, tp_dim=0), replace(TALL, tp_dim=None)):
+    for spec in (TALL, replace(TALL, sharded=((0, "tp"),)), replace(TALL, sharded=())):
         expected = standard_normal(SEED, TALL.name, 0, math.prod(TALL.shape)).view(TALL.shape) * TALL.std + TALL.mean
         assert torch.equal(drawn(spec), expected)
 
@@ -76,7 +92,7 @@ def test_seed_name_and_block_matter() -> None:
         correlation = float((base[:BLOCK] * other).mean())
         assert abs(correlation) < 5 / math.sqrt(BLOCK)
     model = replace(MODEL, num_layers=2)
-    first, second = (stage_units(model, Layout(), 0)[f"blocks.{layer}"][2] for layer in (0, 1))
+    first, second = (stage_units(declare(model), Layout(), 0)[f"blocks.{layer}"][2] for layer in (0, 1))
     assert not torch.equal(drawn(first), drawn(second))
     assert not torch.equal(drawn(first), drawn(first, seed=SEED + 1))
 

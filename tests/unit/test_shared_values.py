@@ -22,9 +22,11 @@ from megazero.config.schema import (
     ZeroConfig,
 )
 from megazero.model.context import kept_bytes
+from megazero.model.stage import declare
 from megazero.model.weight import GradWriter
 from megazero.plan.flat_layout import FlatParam, Range, flat_layout, partition_numel
-from megazero.plan.parameters import GradientGroup, declared, non_block_costs, pass_costs, unit_layout
+from megazero.plan.layers import non_block_costs, pass_costs
+from megazero.plan.parameters import unit_layout
 from megazero.plan.program import Program, program
 from megazero.plan.rank_spec import rank_spec
 from megazero.plan.topology import Layout, ring_bytes
@@ -91,7 +93,7 @@ def model_of(architecture: str) -> ModelConfig:
 def test_initial_values_are_those_of_the_papers(architecture: str) -> None:
     """Means and standard deviations as declared, and those of the weights of an engine of one rank."""
     model = model_of(architecture)
-    specs = [spec for specs in declared(model, 1).values() for spec in specs]
+    specs = [spec for kind in declare(model).kinds.values() for spec in kind.params]
     named = {spec.name.removeprefix("blocks.0."): spec for spec in specs}
     wanted = {name: (std, 0.0) for name, std in DRAWN[architecture].items()}
     wanted |= {name: (0.0, mean) for name, mean in CONSTANT[architecture].items()}
@@ -116,8 +118,12 @@ def test_initial_values_are_those_of_the_papers(architecture: str) -> None:
 @pytest.mark.parametrize("tp", [2, 4])
 def test_initial_values_do_not_depend_on_tensor_parallelism(tp: int) -> None:
     for architecture in DRAWN:
-        for specs, alone in zip(*(declared(model_of(architecture), n).values() for n in (tp, 1)), strict=True):
-            assert [(s.std, s.mean, s.decays) for s in specs] == [(s.std, s.mean, s.decays) for s in alone]
+        for specs, alone in zip(
+            *(declare(model_of(architecture), n).kinds.values() for n in (tp, 1)),
+            strict=True,
+        ):
+            drawn = [[(s.std, s.mean, s.decays) for s in kind.params] for kind in (specs, alone)]
+            assert drawn[0] == drawn[1]
 
 
 # -- the plan of memory
@@ -174,18 +180,19 @@ def test_buckets_by_hand(bucket: int, sizes: list[int], shards: int, overlap: bo
 def test_rows_of_a_table_are_padded_to_64_a_rank() -> None:
     """GPT-2's 50,257 rows: 50,304 on one rank, as in Megatron-LM's example of 786 x 64; 12,608 on each of four."""
     for vocab_size, tp, rows in ((50257, 1, 50304), (50257, 4, 12608), (128, 2, 64), (129, 2, 128), (101, 4, 64)):
-        table = declared(replace(model_of("gpt2"), vocab_size=vocab_size), tp)["token_embedding"][0]
-        assert table.local(tp, 0).stored == (rows, 64), (vocab_size, tp)
+        table = declare(replace(model_of("gpt2"), vocab_size=vocab_size), tp).kinds["token_embedding"].params[0]
+        assert table.local({"tp": 0}, {"tp": tp}).stored == (rows, 64), (vocab_size, tp)
 
 
 def test_a_flat_buffer_by_hand() -> None:
     """Every parameter begins at a multiple of 64; decayed first, replicated in the middle; the end divides by ranks."""
+    tp = frozenset({"tp"})
     params = [
-        FlatParam("norm", 10, False, False),
-        FlatParam("matrix", 100, True, True),
-        FlatParam("bias", 64, False, True),
-        FlatParam("positions", 65, True, False),
-        FlatParam("shared kv", 30, True, False, partial=True),
+        FlatParam("norm", 10, False),
+        FlatParam("matrix", 100, True, tp),
+        FlatParam("bias", 64, False, tp),
+        FlatParam("positions", 65, True),
+        FlatParam("shared kv", 30, True, summed=tp),
     ]
     layout = flat_layout(params, 3)
     assert layout.windows == {
@@ -195,10 +202,11 @@ def test_a_flat_buffer_by_hand() -> None:
         "norm": Range(320, 330),
         "bias": Range(384, 448),
     }
-    assert (layout.decayed, layout.replicated, layout.partial) == (Range(0, 320), Range(128, 384), Range(256, 320))
+    assert (layout.decayed, layout.replicated("tp")) == (Range(0, 320), [Range(128, 384)])
+    assert layout.sharded("tp") == [Range(0, 128), Range(384, 576)]
     assert layout.numel == 576  # 448, and then 3 x 64 divides it
     assert [layout.owned(rank, 3) for rank in range(3)] == [(0, 192), (192, 384), (384, 576)]
-    assert (layout.summed_over_tp(False), layout.summed_over_tp(True)) == (Range(256, 320), Range(128, 384))
+    assert (layout.summed("tp", False), layout.summed("tp", True)) == ([Range(256, 320)], [Range(128, 384)])
 
 
 def test_numbers_that_bytes_are_made_of() -> None:
@@ -240,7 +248,7 @@ def test_micro_batches_of_a_step() -> None:
 )
 def test_costs_of_a_blocks_passes(recompute: str, input_gradient: float) -> None:
     model = ModelConfig(2, 8, 0, 2, 12, 100)
-    costs = pass_costs(model, ActivationConfig(recompute))  # type: ignore[arg-type]
+    costs = pass_costs(declare(model), model, ActivationConfig(recompute))  # type: ignore[arg-type]
     assert costs == pytest.approx((1.0, input_gradient, 0.8))  # weights: 1536 / 1920
     # llama, 4 groups of 16 heads: 2 h^2 + 2 h 2 (h / 4) + 2 h^2 and 6 h f
     wide = ModelConfig(2, 64, 96, 16, 32, 1000, architecture="llama", num_query_groups=4)
@@ -248,24 +256,29 @@ def test_costs_of_a_blocks_passes(recompute: str, input_gradient: float) -> None
     again = {"none": 0, "selective": attention / 2, "full": matrices + attention}[recompute]
     whole = matrices + attention
     wanted = 1.0, (matrices + 2 * attention + again) / whole, matrices / whole
-    assert pass_costs(wide, ActivationConfig(recompute)) == pytest.approx(wanted)  # type: ignore[arg-type]
+    assert pass_costs(declare(wide), wide, ActivationConfig(recompute)) == pytest.approx(wanted)  # type: ignore[arg-type]
     least = {"none": 1.0, "selective": 1.0, "full": 0.75}[recompute]  # a recomputed block takes 4 passes instead of 3
-    ends = non_block_costs(wide, ActivationConfig(recompute))  # type: ignore[arg-type]
+    ends = non_block_costs(declare(wide), wide, ActivationConfig(recompute))  # type: ignore[arg-type]
     assert ends == pytest.approx((2 * 64 / whole * least, 2 * 1000 * 64 / whole * least))
 
 
 @pytest.mark.parametrize(("tp", "summed"), [(1, 0), (2, 0), (4, 2 * 2 * 8 * 64 + 2 * 2 * 8)])
 def test_gradients_that_are_summed_over_tp(tp: int, summed: int) -> None:
     """Two groups of keys and values on four ranks: a summand of their weight and bias on each."""
-    specs = declared(model_of("llama"), tp)["blocks.0"]
-    partial = [spec for spec in specs if spec.group is GradientGroup.DP_TP]
+    specs = declare(model_of("llama"), tp).kinds["blocks.0"].params
+    partial = [spec for spec in specs if spec.summed == {"tp"}]
     assert sum(math.prod(spec.shape) for spec in partial) == summed
-    assert unit_layout(list(specs), tp, 1).summed_over_tp(False).numel == -(-summed // 64) * 64
+    ranges = unit_layout(specs, {"tp": tp}, 1).summed("tp", False)
+    assert sum(r.numel for r in ranges) == -(-summed // 64) * 64
 
 
 def step_of(micro_batches: int = 2, layout: Layout | None = None, **groups: object) -> Program:
     config = replace(Config(model=ModelConfig(3, 64, 0, 4, 16, 128)), **groups)  # type: ignore[arg-type]
-    return program(rank_spec(config, layout or Layout(dp=2), 0), "1f1b", micro_batches)
+    return program(
+        rank_spec(config, layout or Layout(dp=2), 0, declare),
+        "1f1b",
+        micro_batches,
+    )
 
 
 def test_slots_and_arenas_by_hand() -> None:
@@ -303,17 +316,21 @@ def test_a_rank_as_its_programs_see_it() -> None:
         activations=ActivationConfig("full", True, True, True),
     )
     layout = Layout(pp=4, dp=4, tp=2, shards=2, chunks=2, split=(1, 1, 1, 1, 1, 1, 1, 1))
-    spec = rank_spec(config, layout, 3)
+    spec = rank_spec(config, layout, 3, declare)
     assert (spec.rank, spec.ranks, spec.overlap, spec.recompute) == (3, 4, False, True)
     assert (spec.partitioned, spec.on_host, spec.arena, spec.replicas) == (True, True, True, True)
     assert (spec.tied, spec.backlog, spec.v_shaped) == ("token_embedding", 3, False)
     assert spec.policy == ZeroPolicy(True, True, True, gathers_once=True)
-    assert spec.costs == pass_costs(config.model, config.activations) != pass_costs(config.model, ActivationConfig())
+    assert (
+        spec.costs
+        == pass_costs(declare(config.model), config.model, config.activations)
+        != pass_costs(declare(config.model), config.model, ActivationConfig())
+    )
     assert (spec.placement, spec.stages) == ((0, 1, 2, 3, 0, 1, 2, 3), [3, 7])
     # nothing before block 4 trains but blocks 0 to 2, so that a gradient passes through block 3
     layers = {layer.name: (layer.trains, layer.passes_gradient) for layer in spec.layers.values()}
     assert layers == {"blocks.3": (False, True), "blocks.7": (True, True), "head": (True, True)}
-    first = rank_spec(config, layout, 0)
+    first = rank_spec(config, layout, 0, declare)
     layers = {layer.name: (layer.trains, layer.passes_gradient) for layer in first.layers.values()}
     assert layers == {
         "token_embedding": (False, False),
@@ -321,9 +338,19 @@ def test_a_rank_as_its_programs_see_it() -> None:
         "blocks.0": (True, False),  # nothing before it trains
         "blocks.4": (True, True),
     }
-    middle = rank_spec(replace(config, model=replace(config.model, untie_embeddings=True)), layout, 1)
-    assert middle.tied is None and rank_spec(config, layout, 1).tied is None
-    assert not rank_spec(config, replace(layout, shards=4), 3).replicas
-    plain = rank_spec(replace(Config(), model=config.model), Layout(), 0)
+    middle = rank_spec(
+        replace(config, model=replace(config.model, untie_embeddings=True)),
+        layout,
+        1,
+        declare,
+    )
+    assert middle.tied is None and rank_spec(config, layout, 1, declare).tied is None
+    assert not rank_spec(config, replace(layout, shards=4), 3, declare).replicas
+    plain = rank_spec(
+        replace(Config(), model=config.model),
+        Layout(),
+        0,
+        declare,
+    )
     assert (plain.overlap, plain.recompute, plain.partitioned, plain.on_host, plain.arena) == (True, *[False] * 4)
     assert (plain.replicas, plain.tied, plain.backlog) == (False, None, None)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from megazero.config.schema import ActivationConfig, Config, ModelConfig, ParallelConfig
-from megazero.plan.parameters import non_block_costs
+from megazero.model.stage import declare
+from megazero.plan.layers import non_block_costs
 from megazero.plan.resolve import resolve
 from megazero.plan.schedules import placement
 from megazero.plan.split import NonBlockCosts, even_split, rank_costs, split_by_cost
@@ -43,9 +44,11 @@ def test_no_split_has_a_faster_busiest_rank(pp: int, chunks: int, v_shaped: bool
 
 def test_the_head_is_counted_in_blocks_by_its_flops() -> None:
     """GPT-2 small: 2 v h = 77.2 M FLOPs per token against 24 h^2 + 4 s h = 17.3 M; 3/4 of it if blocks recompute."""
-    cost = non_block_costs(SMALL, ActivationConfig())
+    cost = non_block_costs(declare(SMALL), SMALL, ActivationConfig())
     assert cost.head == pytest.approx(77.19 / 17.30, rel=1e-3) and cost.embedding < 1e-3
-    assert non_block_costs(SMALL, ActivationConfig(recompute="full")).head == pytest.approx(0.75 * cost.head)
+    assert non_block_costs(declare(SMALL), SMALL, ActivationConfig(recompute="full")).head == pytest.approx(
+        0.75 * cost.head
+    )
     assert split_by_cost(12, placement(4, 1, False), cost) == (4, 4, 4, 0)
     # in turn, rank 0: 8 blocks; rank 1: 4, and 4.5 for the head. As a V, rank 0: 4, and the head; rank 1: 8
     assert split_by_cost(12, placement(2, 2, False), cost) == (4, 4, 4, 0)
@@ -58,7 +61,7 @@ def resolved(split: str = "", vocabulary: int = 50257, **parallel: int | str) ->
         model=replace(SMALL, vocab_size=vocabulary),
         parallel=replace(ParallelConfig(), pipeline_split=split, **parallel),  # type: ignore[arg-type]
     )
-    return resolve(config, 4, 0)
+    return resolve(config, 4, 0, declare)
 
 
 def made(*args: Any, **options: Any) -> Layout:

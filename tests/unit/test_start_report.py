@@ -10,6 +10,7 @@ import pytest
 from megazero.config.cli import parse
 from megazero.config.schema import Config
 from megazero.memory.host import Available, Machine
+from megazero.model.stage import declare
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
 from megazero.price.stage_bytes import stage_bytes
@@ -34,7 +35,9 @@ def shown(flags: str, world: int, device_type: str = "cpu", corpus: int = 0) -> 
     asked = parse(flags.split())
     name = "CPU" if device_type == "cpu" else "NVIDIA H100 80GB HBM3"
     processor = Processor(4) if device_type == "cpu" else None
-    return screen(asked, *resolve(asked, world, 257), machine(world, device_type), name, "", processor, corpus=corpus)
+    return screen(
+        asked, *resolve(asked, world, 257, declare), machine(world, device_type), name, "", processor, corpus=corpus
+    )
 
 
 def test_the_documented_screens_are_what_is_shown() -> None:
@@ -70,7 +73,7 @@ def test_the_plan_says_how_many_epochs() -> None:
 
 def test_memory_is_that_of_the_fullest_rank_beside_what_there_is() -> None:
     flags = "--preset tiny --pipeline-model-parallel-size 2 --pipeline-schedule gpipe"
-    config, layout = resolve(parse(flags.split()), 2, 257)
+    config, layout = resolve(parse(flags.split()), 2, 257, declare)
     peaks = [stage_bytes(config, layout, pp, "cpu").peak for pp in (0, 1)]
     most = max(peaks)
     words = (
@@ -130,7 +133,7 @@ def test_only_options_that_differ_are_listed() -> None:
 
 def test_plan_txt_has_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--preset", "tiny", "--log-dir", str(tmp_path / "log")]
-    config, layout = resolve(parse(flags), 4, 257)
+    config, layout = resolve(parse(flags), 4, 257, declare)
     text = details(config, layout, machine(4, "cpu"), ["a", "a", "b", "b"], {"OMP_NUM_THREADS": "3"}, "a note")
     hand_out(config, ["the screen"], text)
     said = capsys.readouterr().out
@@ -140,13 +143,13 @@ def test_plan_txt_has_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str
     for words in ("a note", "OMP_NUM_THREADS=3", "a: ranks 0 1", "b: ranks 2 3", "\nadam-beta2 = 0.95\n", "torch 2"):
         assert words in written
     assert re.search(r"global-batch-size = 16\b", written)
-    verbose, _ = resolve(parse([*flags[:2], "--verbose"]), 4, 257)
+    verbose, _ = resolve(parse([*flags[:2], "--verbose"]), 4, 257, declare)
     hand_out(verbose, ["the screen"], text)
     assert capsys.readouterr().out == text + "\n"
 
 
 def test_a_log_folder_that_cannot_be_made_is_a_sentence(tmp_path: Path) -> None:
-    config, _ = resolve(parse(["--preset", "tiny", "--log-dir", str(tmp_path / "file" / "log")]), 1, 257)
+    config, _ = resolve(parse(["--preset", "tiny", "--log-dir", str(tmp_path / "file" / "log")]), 1, 257, declare)
     (tmp_path / "file").write_text("")  # only now: what is there at the start is refused before
     with pytest.raises(ValueError, match=r"--log-dir .*file/log: "):
         hand_out(config, [], "")

@@ -9,7 +9,7 @@ from fractions import Fraction
 import pytest
 
 from megazero.config.schema import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
-from megazero.plan.parameters import FIRST_BLOCK
+from megazero.model.stage import declare
 from megazero.plan.rank_spec import rank_spec
 from megazero.plan.resolve import resolve
 from megazero.price.saved_activations import block_saves
@@ -34,7 +34,7 @@ def test_a_blocks_collectives(tp: int, sp: bool, model: ModelConfig) -> None:
         parallel=ParallelConfig(tensor_model_parallel_size=tp, sequence_parallel=sp),
         activations=ActivationConfig("full"),
     )
-    config, layout = resolve(config, tp, 0)
+    config, layout = resolve(config, tp, 0, declare)
     cost = trace_layers(config, layout, 0)["blocks.1"]
     one_pass = 4 * 32 * 64 * 4 * (tp - 1) // tp  # b s h in fp32 round a ring
     assert cost.forward == 4 * one_pass
@@ -45,7 +45,7 @@ def test_a_blocks_collectives(tp: int, sp: bool, model: ModelConfig) -> None:
 
 def test_logits_are_this_ranks_part_of_the_padded_vocabulary() -> None:
     config = Config(model=MODEL, parallel=ParallelConfig(tensor_model_parallel_size=2))
-    config, layout = resolve(config, 2, 0)
+    config, layout = resolve(config, 2, 0, declare)
     assert trace_layers(config, layout, 0)["head"].logits == 4 * 32 * 128  # 65 rows, padded to a multiple of 64
 
 
@@ -53,7 +53,7 @@ def test_a_frozen_layer_sends_no_gradients() -> None:
     """A layer that is frozen, and all before it, passes no gradient, and has no backward."""
     frozen = TrainingConfig(freeze_parameters=("*_embedding.*", "blocks.0.*"))
     config = Config(model=MODEL, training=frozen, parallel=ParallelConfig(tensor_model_parallel_size=2))
-    config, layout = resolve(config, 2, 0)
+    config, layout = resolve(config, 2, 0, declare)
     costs = trace_layers(config, layout, 0)
     assert costs["blocks.0"].backward == costs["token_embedding"].backward == 0
     assert costs["blocks.0"].forward == costs["blocks.1"].forward > 0
@@ -76,7 +76,7 @@ def test_a_block_saves_what_the_formula_lists(
             parallel=ParallelConfig(tensor_model_parallel_size=tp, sequence_parallel=sp),
             activations=ActivationConfig(recompute),  # type: ignore[arg-type]
         )
-        config, layout = resolve(config, tp, 0)
+        config, layout = resolve(config, tp, 0, declare)
         for device_type in ("cpu", "cuda"):
             wanted = [saved.num_bytes for saved in saved_formulas.block_saves(config, layout, device_type)]
             if device_type == "cuda" and not dropout:
@@ -96,10 +96,10 @@ def test_model_flops_are_narayanans() -> None:
 
 def test_a_wide_layer_is_no_small_one() -> None:
     """Few tokens do not make it one: its weights would be made. A narrow layer runs on real tensors: faster."""
-    narrow, layout = resolve(Config(model=ModelConfig(1, 64, 0, 4, 16, 512)), 1, 0)
+    narrow, layout = resolve(Config(model=ModelConfig(1, 64, 0, 4, 16, 512)), 1, 0, declare)
     wide = replace(narrow, model=replace(narrow.model, hidden_size=16384))
-    layer = rank_spec(narrow, layout, 0).layers[FIRST_BLOCK]
-    assert [Kind.of(config, layout, layer, {FIRST_BLOCK: []}, "cpu").small for config in (narrow, wide)] == [
+    layer = rank_spec(narrow, layout, 0, declare).layers["blocks.0"]
+    assert [Kind.of(config, layout, layer, {"blocks.0": []}, "cpu").small for config in (narrow, wide)] == [
         True,
         False,
     ]
@@ -115,7 +115,7 @@ def test_100b_is_traced_without_its_memory(device_type: str) -> None:
         parallel=ParallelConfig(tensor_model_parallel_size=16),
         activations=ActivationConfig("full"),
     )
-    config, layout = resolve(config, 16, 0)
+    config, layout = resolve(config, 16, 0, declare)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     costs = trace_layers(config, layout, 0, device_type)
     assert len(costs) == 128 and sum(costs["blocks.7"].saved) > 1 << 30

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from megazero.config.cli import parse
+from megazero.model.stage import declare
 from megazero.plan.resolve import resolve
 
 BASE = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --vocab-size 1000"
@@ -57,7 +58,7 @@ def test_every_value_that_a_refusal_names_resolves(line: str, ranks: int, end: s
     def resolved(words: list[str]) -> None:
         config = parse(words)
         each = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
-        resolve(config, ranks if ranks and ranks % each == 0 else each, 0)
+        resolve(config, ranks if ranks and ranks % each == 0 else each, 0, declare)
 
     with pytest.raises(ValueError, match=r"^--[a-z-]+ ") as refused:
         resolved(words)

@@ -23,6 +23,7 @@ from megazero.comm.world import World
 from megazero.data import loader
 from megazero.model.kernels.table import EAGER
 from megazero.model.matmul import TORCH
+from megazero.model.stage import declare
 from megazero.train.memory_report import device_in_use
 from tests.helpers.notes import As, Call, Kind, Notes, calls_of, differences
 from tests.unit.data_helpers import write_corpus
@@ -120,6 +121,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
 STREAM, TRACKER = As("Checkpoints.engine.model.stream"), As("Checkpoints.engine.tracker")
 CPU, WORLD, HOSTS = torch.device("cpu"), World(0, 1, 0, "single"), As("_build.hosts")
 CONFIG, MESH, ENGINE = As("Trainer.config"), As("Trainer.mesh"), As("Checkpoints.engine")
+LAYERS = ["token_embedding", "position_embedding", "blocks.0", "blocks.1", "blocks.2", "head"]
 FIRST: dict[str, Call] = {  # part -> its arguments at its first call
     "machine": {"world": WORLD, "device": CPU},
     "check_memory": {"config": CONFIG, "layout": As("Trainer.mesh.layout"), "rank": 0, "machine": Kind("Machine")},
@@ -154,7 +156,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "save_minutes": 45.0,
     },
     "check_device": {"config": CONFIG, "device_type": "cpu"},
-    "resolve": {"config": As("screen.asked"), "world_size": 1, "vocab_size": 257},
+    "resolve": {"config": As("screen.asked"), "world_size": 1, "vocab_size": 257, "declare": declare},
     "start": {"world": WORLD, "device": CPU, "timeout_minutes": 7.0},
     "limit": {"world": WORLD, "seconds": 60 * (10.0 + 7.0), "action": "making the groups of ranks"},
     "stop": {"world": WORLD, "timeout_minutes": 7.0},
@@ -282,7 +284,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "num_corpora": 2,
     },
     "learning_rate": {"config": As("Trainer.config.optimizer"), "iteration": 1},
-    "rank_spec": {"config": CONFIG, "layout": As("Trainer.mesh.layout"), "pp": 0},
+    "rank_spec": {"config": CONFIG, "layout": As("Trainer.mesh.layout"), "pp": 0, "declare": declare},
 }
 
 LATER: list[tuple[str, int, Call]] = [  # part, number of a further call, what differs there
@@ -320,7 +322,7 @@ GENERATED: dict[str, Call] = {
         "check_buffers": False,
         "hosts": Kind("tuple"),
     },
-    "resolve": {"config": Kind("Config"), "world_size": 1, "vocab_size": 0},
+    "resolve": {"config": Kind("Config"), "world_size": 1, "vocab_size": 0, "declare": declare},
     "tokenizer_for": {"spec": "", "path": As("InferenceModel.path"), "state": Kind("RunState"), "vocab_size": 260},
     "InferenceModel": {
         "path": As("tokenizer_for.path"),
@@ -339,10 +341,8 @@ GENERATED: dict[str, Call] = {
     },
     "Stage": {
         "model": As("InferenceModel.model"),
-        "blocks": [0, 1, 2],
+        "names": LAYERS,
         "context": Kind("Context"),
-        "first": True,
-        "last": True,
         "frozen": (),
     },
     "Context": {
@@ -405,10 +405,8 @@ def test_layers_are_built_with_the_runs_own_context(runs: Runs) -> None:
     (stage,) = [call for call in calls_of(runs.training, "Stage") if call["context"].tracker is engine.tracker]
     assert stage == {
         "model": engine.config.model,
-        "blocks": [0, 1, 2],
+        "names": LAYERS,
         "context": Kind("Context"),
-        "first": True,
-        "last": True,
         "frozen": ("head.norm.*",),
     }
 

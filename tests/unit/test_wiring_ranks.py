@@ -14,6 +14,7 @@ from megazero.comm.pretend import pretend_mesh
 from megazero.comm.world import World
 from megazero.config.cli import parse
 from megazero.memory.tracker import MemoryTracker
+from megazero.model.stage import declare
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
 from megazero.train.profiling import Profiler
@@ -104,7 +105,7 @@ def test_iterations_are_observed_as_told(pp: int, bubbles: list[int]) -> None:
     flags = (
         "--num-layers 12 --vocab-size 64 --log-interval 3 --straggler-interval 4 --profile-iterations 2:5 --log-dir x"
     )
-    config, layout = resolve(parse([*flags.split(), f"--pipeline-model-parallel-size={pp}"]), 2 * pp, 0)
+    config, layout = resolve(parse([*flags.split(), f"--pipeline-model-parallel-size={pp}"]), 2 * pp, 0, declare)
     mesh = pretend_mesh(layout, 1, CPU, True)
     profiler = Profiler(config, SimpleNamespace(mesh=mesh, interpreter=SimpleNamespace(), tracker=MemoryTracker()))
     seen: dict[str, list[int]] = {"traces": [], "measures": [], "compares": []}

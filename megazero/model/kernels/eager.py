@@ -68,19 +68,37 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.T
 
 
 def rms_norm_grad(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of x [T, h] and of the weight."""
+    """Return the gradients of x [T, h], plus `residual`, and of the weight."""
     normed, dy = x.to(rstd.dtype) * rstd, dy.to(rstd.dtype)
     dweight = (dy * normed).sum(0)
     dnormed = dy * weight.to(rstd.dtype)
     mean = (dnormed * normed).mean(-1, keepdim=True)
     dx = dnormed.sub_(normed.mul_(mean)).mul_(rstd)
-    return dx.to(x.dtype), dweight
+    return _plus(dx.to(x.dtype), residual), dweight
+
+
+def _plus(made: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    return made if residual is None else made.add_(residual)
 
 
 def layer_norm_grad(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    residual: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of x [T, h], of the weight and of the bias; mean and rstd are `native_layer_norm`'s."""
-    return torch.ops.aten.native_layer_norm_backward(dy, x, x.shape[-1:], mean, rstd, weight, bias, [True, True, True])
+    """Return the gradients of x [T, h], plus `residual`, of the weight and of the bias.
+
+    Mean and rstd are `native_layer_norm`'s.
+    """
+    dx, dweight, dbias = _LAYER_NORM_BACKWARD(dy, x, x.shape[-1:], mean, rstd, weight, bias, _ALL)
+    return _plus(dx, residual), dweight, dbias
+
+
+_LAYER_NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
+_ALL = (True, True, True)  # gradients of x, weight and bias

@@ -94,11 +94,11 @@ def _rms_norm_stand_in(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Te
 
 
 def _launch_rms_norm_grad(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from megazero.model.kernels import triton_norm
 
-    return triton_norm.norm_grad(dy, x, weight, None, rstd)[:2]
+    return triton_norm.norm_grad(dy, x, weight, None, rstd, residual)[:2]
 
 
 def _rms_norm_grad_stand_in(
@@ -108,11 +108,16 @@ def _rms_norm_grad_stand_in(
 
 
 def _launch_layer_norm_grad(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    residual: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from megazero.model.kernels import triton_norm
 
-    dx, dweight, dbias = triton_norm.norm_grad(dy, x, weight, mean, rstd)
+    dx, dweight, dbias = triton_norm.norm_grad(dy, x, weight, mean, rstd, residual)
     assert dbias is not None
     return dx, dweight, dbias
 
@@ -134,31 +139,34 @@ def _swiglu_stand_in(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
 
 
-def _launch_swiglu_grad(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _launch_swiglu_grad_(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     from megazero.model.kernels import triton_swiglu
 
-    return triton_swiglu.swiglu_grad(dy, x)
+    return triton_swiglu.swiglu_grad_(dy, x)
 
 
 def _swiglu_grad_stand_in(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
+    return x
 
 
 _RMS_NORM = _operator(
     "rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)", _launch_rms_norm, _rms_norm_stand_in
 )
 _RMS_NORM_GRAD = _operator(
-    "rms_norm_grad(Tensor dy, Tensor x, Tensor weight, Tensor rstd) -> (Tensor, Tensor)",
+    "rms_norm_grad(Tensor dy, Tensor x, Tensor weight, Tensor rstd, Tensor? residual) -> (Tensor, Tensor)",
     _launch_rms_norm_grad,
     _rms_norm_grad_stand_in,
 )
 _LAYER_NORM_GRAD = _operator(
-    "layer_norm_grad(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd) -> (Tensor, Tensor, Tensor)",
+    "layer_norm_grad(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd, Tensor? residual)"
+    " -> (Tensor, Tensor, Tensor)",
     _launch_layer_norm_grad,
     _layer_norm_grad_stand_in,
 )
 swiglu = _operator("swiglu(Tensor x) -> Tensor", _launch_swiglu, _swiglu_stand_in)
-swiglu_grad = _operator("swiglu_grad(Tensor dy, Tensor x) -> Tensor", _launch_swiglu_grad, _swiglu_grad_stand_in)
+swiglu_grad_ = _operator(
+    "swiglu_grad_(Tensor dy, Tensor(a!) x) -> Tensor(a!)", _launch_swiglu_grad_, _swiglu_grad_stand_in
+)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -167,20 +175,26 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.T
 
 
 def rms_norm_grad(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `eager.rms_norm_grad`; the weight's gradient is fp32."""
     make = eager.rms_norm_grad if x.shape[-1] > WIDEST else _RMS_NORM_GRAD
-    return make(dy, x, weight, rstd)
+    return make(dy, x, weight, rstd, residual)
 
 
 def layer_norm_grad(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    residual: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `eager.layer_norm_grad`; the gradients of weight and bias are fp32."""
     if x.shape[-1] > WIDEST:
-        return eager.layer_norm_grad(dy, x, weight, bias, mean, rstd)
-    return _LAYER_NORM_GRAD(dy, x, weight, mean, rstd)
+        return eager.layer_norm_grad(dy, x, weight, bias, mean, rstd, residual)
+    return _LAYER_NORM_GRAD(dy, x, weight, mean, rstd, residual)
 
 
 def loss_kept(factor: torch.Tensor, total: torch.Tensor, log_sum: torch.Tensor) -> torch.Tensor:

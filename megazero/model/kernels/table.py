@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from megazero.model import dropout
-from megazero.model.fused_ops import activation
+from megazero.model.fused_ops import Activation
 from megazero.model.kernels import eager, operators
 
 
@@ -35,10 +35,11 @@ class Kernels(NamedTuple):
     loss: LossKernels
     # (x [.., h], weight, eps) -> y, 1 / rms(x) [.., 1] in fp32, or fp64 of fp64
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
-    rms_norm_grad: Callable[..., tuple[torch.Tensor, torch.Tensor]]  # (dy, x, weight, 1 / rms) -> dx, dweight
-    # (dy, x, weight, bias, mean, 1 / deviation) -> dx, dweight, dbias
+    # (dy, x, weight, 1 / rms, None or another gradient of x, which is added) -> dx, dweight
+    rms_norm_grad: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    # (dy, x, weight, bias, mean, 1 / deviation, None or another gradient of x) -> dx, dweight, dbias
     layer_norm_grad: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-    swiglu: Callable[[torch.Tensor], torch.Tensor] | None  # None: that of `FusedOps`, which may be compiled
+    swiglu: Activation | None  # None: that of `FusedOps`, which may be compiled
 
 
 EAGER = Kernels(
@@ -55,7 +56,7 @@ TRITON = Kernels(
     operators.rms_norm,
     operators.rms_norm_grad,
     operators.layer_norm_grad,
-    activation(operators.swiglu, operators.swiglu_grad),
+    Activation(operators.swiglu, operators.swiglu_grad_),
 )
 
 

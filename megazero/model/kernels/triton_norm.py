@@ -1,8 +1,8 @@
 """Norms: RMSNorm's forward, and the backward of RMSNorm and LayerNorm, in one pass over their tensors each.
 
-Bytes per element of w bytes: 2 w forward; 3 w backward (x and dy read, dx written). Weight gradients are summed by each
-program over every PROGRAMS-th row, in registers, and then over the programs by torch: always in the same order, without
-atomics. PROGRAMS does not depend on the GPU. Sums are in fp32.
+Bytes per element of w bytes: 2 w forward; 3 w backward (x and dy read, dx written), 4 w if a residual's gradient is
+added. Weight gradients are summed by each program over every PROGRAMS-th row, in registers, and then over the programs
+by torch: always in the same order, without atomics. PROGRAMS does not depend on the GPU. Sums are in fp32.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ def _rms_norm(x, weight, y, rstds, columns, eps, BLOCK: tl.constexpr):
 
 @triton.jit
 def _norm_grad(
-    dy, x, weight, means, rstds, dx, dweights, dbiases, rows, columns, CENTERED: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Rows p, p + programs, ... by program p. CENTERED: LayerNorm, with a mean and a bias."""
+    dy, x, weight, means, rstds, residual, dx, dweights, dbiases, rows, columns,
+    CENTERED: tl.constexpr, ADDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows p, p + programs, ... by program p. CENTERED: LayerNorm, with a mean and a bias. ADDS: a residual."""
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < columns
@@ -56,7 +57,10 @@ def _norm_grad(
         if CENTERED:
             dbias += upper
             lower -= tl.sum(dnormed, 0) / columns
-        tl.store(dx + start + column, (lower * rstd).to(given.dtype), mask=inside)
+        lower *= rstd
+        if ADDS:
+            lower += tl.load(residual + start + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx + start + column, lower.to(given.dtype), mask=inside)
     at = program.to(tl.int64) * columns
     tl.store(dweights + at + column, dweight, mask=inside)
     if CENTERED:
@@ -82,22 +86,33 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.T
 
 
 def norm_grad(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor | None, rstd: torch.Tensor
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+    residual: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return the gradients of x, of the weight and of the bias (None without a mean), the last two in fp32."""
+    """Return the gradients of x, of the weight and of the bias (None without a mean), the last two in fp32.
+
+    `residual`, another gradient of x, is added to its gradient before that is rounded.
+    """
     columns = x.shape[-1]
     x, dy = x.contiguous(), dy.contiguous()
     assert weight.is_contiguous() and rstd.is_contiguous(), (weight.stride(), rstd.stride())
     assert mean is None or mean.is_contiguous(), mean
     assert dy.shape == x.shape and dy.dtype == x.dtype and rstd.numel() * columns == x.numel(), (dy.shape, x.shape)
+    if residual is not None:
+        assert residual.shape == x.shape and residual.dtype == x.dtype, (residual.shape, x.shape)
+        residual = residual.contiguous()
     dx = torch.empty_like(x)
     rows = rstd.numel()
     programs = min(rows, PROGRAMS)
     parts = torch.empty(1 if mean is None else 2, programs, columns, dtype=torch.float32, device=x.device)
     if rows:
         _norm_grad[(programs,)](
-            dy, x, weight, mean, rstd, dx, parts[0], parts[-1], rows, columns,
-            CENTERED=mean is not None, **_sizes(columns),
+            dy, x, weight, mean, rstd, residual, dx, parts[0], parts[-1], rows, columns,
+            CENTERED=mean is not None, ADDS=residual is not None, **_sizes(columns),
         )  # fmt: skip
     sums = parts.sum(1)
     return dx, sums[0], None if mean is None else sums[1]

@@ -28,9 +28,10 @@ def _swiglu(x, y, columns, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _swiglu_grad(dy, x, dx, columns, BLOCK: tl.constexpr):
+def _swiglu_grad(dy, x, columns, BLOCK: tl.constexpr):
+    """In place of x: what a program reads, it alone writes."""
     row = tl.program_id(0).to(tl.int64)
-    gates, dgates = x + row * 2 * columns, dx + row * 2 * columns
+    gates = x + row * 2 * columns
     for first in range(0, columns, BLOCK):
         column = first + tl.arange(0, BLOCK)
         inside = column < columns
@@ -41,8 +42,8 @@ def _swiglu_grad(dy, x, dx, columns, BLOCK: tl.constexpr):
         sigmoid = 1.0 / (1.0 + tl.exp(-gate))
         dvalue = upper * gate * sigmoid
         dgate = upper * value * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-        tl.store(dgates + column, dgate.to(given.dtype), mask=inside)
-        tl.store(dgates + columns + column, dvalue.to(given.dtype), mask=inside)
+        tl.store(gates + column, dgate.to(given.dtype), mask=inside)
+        tl.store(gates + columns + column, dvalue.to(given.dtype), mask=inside)
 
 
 def _sizes(columns: int) -> dict[str, int]:
@@ -61,12 +62,11 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def swiglu_grad(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """The gradient of x [.., 2 f], of that of the result, [.., f]."""
+def swiglu_grad_(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The gradient of x [.., 2 f] in place of x, of that of the result, [.., f]."""
     columns = x.shape[-1] // 2
     assert dy.shape == (*x.shape[:-1], columns) and dy.dtype == x.dtype, (dy.shape, x.shape)
-    x, dy = x.contiguous(), dy.contiguous()
-    dx = torch.empty_like(x)
+    assert x.is_contiguous(), x.stride()
     if dy.numel():
-        _swiglu_grad[(dy.numel() // columns,)](dy, x, dx, columns, **_sizes(columns))
-    return dx
+        _swiglu_grad[(dy.numel() // columns,)](dy.contiguous(), x, columns, **_sizes(columns))
+    return x

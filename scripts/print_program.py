@@ -1,0 +1,44 @@
+#!/usr/bin/env python3
+"""Print the program of one rank: its training step, an operation a line.
+
+    python scripts/print_program.py --zero-stage 3 --num-layers 2 --vocab-size 50257 --world-size 2
+
+The flags are those of pretrain_gpt.py, and --world-size N and --rank R.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megazero.config import cli
+from megazero.model.stage import declare
+from megazero.plan.program import program, text
+from megazero.plan.rank_spec import rank_spec
+from megazero.plan.resolve import resolve
+
+
+def main(argv: list[str]) -> None:
+    """Print the step of the rank that the flags name.
+
+    Raises:
+        ValueError: naming the flag that is wrong.
+    """
+    (world_size, rank), rest = cli.whole_numbers(argv, {"world-size": 1, "rank": 0})
+    config, layout = resolve(cli.parse(rest), world_size, 0, declare)
+    if not 0 <= rank < world_size:
+        raise ValueError(f"--rank {rank}: there are ranks 0 to {world_size - 1}; name one, or raise --world-size")
+    spec = rank_spec(config, layout, layout.coord(rank).pp, declare)
+    step = program(spec, config.schedule, config.micro_batches(layout.dp))
+    print("\n".join(text([*step.gradients, *step.update])))
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except ValueError as error:
+        sys.exit(f"ValueError: {error}")
+    except BrokenPipeError:  # a reader such as head has seen enough
+        sys.stderr.close()
