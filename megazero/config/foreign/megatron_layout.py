@@ -136,5 +136,8 @@ LAYOUT: Entries = (
     *refused(MEGATRON, "recompute-modules", "--recompute selective recomputes norms, GELU and attention weights"),
     *switch(MEGATRON, "checkpoint-activations", "--recompute full"),
     *switch(MEGATRON, "distribute-saved-activations distribute-checkpointed-activations", "--partition-activations"),
-    *refused(MEGATRON, "enable-cuda-graph external-cuda-graph cuda-graph-*", "no CUDA graphs are captured; drop it"),
+    *switch(MEGATRON, "enable-cuda-graph", "--cuda-graph-impl local"),
+    *fixed(MEGATRON, "cuda-graph-scope", "full", "--cuda-graph-impl local captures whole blocks"),
+    *unneeded(MEGATRON, "cuda-graph-warmup-steps cuda-graph-num-warmup", "--cuda-graph-impl local warms up by itself"),
+    *refused(MEGATRON, "external-cuda-graph cuda-graph-*", "--cuda-graph-impl local is what there is"),
 )
