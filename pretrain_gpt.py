@@ -7,8 +7,10 @@ megazero/train/stopping.py.
 """
 
 import contextlib
+import gc
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -92,7 +94,7 @@ def predict(command: Command) -> None:
     config = command.config
     device = load_device(config.plan.device_type)
     if device.kind == "cuda":
-        config, chosen = gpu_defaults(config, command.given, device.has_bf16)
+        config, chosen = gpu_defaults(config, command.given, device.fastest_precision)
         if chosen:
             print(chosen, flush=True)
     if config.plan.plan_search:
@@ -118,7 +120,7 @@ def pretrain(command: Command, world: World, signals: Signals) -> Stop | None:
     from megazero import checkpoint
     from megazero.comm import failures, launch, scheduler
     from megazero.comm.agreement import agree
-    from megazero.comm.machine import device_name, environment, machine
+    from megazero.comm.machine import bind_to_near_cpus, device_name, environment, machine
     from megazero.comm.mesh import Mesh
     from megazero.data.remembered import data_tokenizer
     from megazero.model.stage import declare
@@ -134,10 +136,13 @@ def pretrain(command: Command, world: World, signals: Signals) -> Stop | None:
 
     config = command.config
     device = launch.pick_device(world)
+    if device.type == "cuda":
+        bind_to_near_cpus(device)
     asked, chosen = config, ""
     imitated = config.plan.rehearse_on if config.plan.rehearse else "here"  # whose kernels run
     if imitated == "gpu" or (imitated == "here" and device.type == "cuda"):
-        config, chosen = gpu_defaults(config, command.given, imitated == "gpu" or launch.has_bf16(device))
+        fastest = "bf16" if imitated == "gpu" else launch.fastest_precision(device)
+        config, chosen = gpu_defaults(config, command.given, fastest)
     if config.plan.rehearse:
         return rehearse(config, world, chosen)
     require_data(config)  # before a tokenizer is asked for, which a corpus may name
@@ -183,12 +188,23 @@ def pretrain(command: Command, world: World, signals: Signals) -> Stop | None:
         start_report.hand_out(config, screen, details)
     silent = world.size > 1 and device.type == "cuda"  # NCCL does not say that a peer has failed
     peers = failures.ending_with_peers(world) if silent else contextlib.nullcontext()
-    with peers, watchdog.over(trainer.engine.interpreter):
+    with peers, watchdog.over(trainer.engine.interpreter), frozen_objects():
         stop = trainer.evaluate_only(path) if config.evaluation.eval_only else trainer.run(path)
     if lock is not None:
         lock.release()
     launch.stop(world, timeout)
     return stop
+
+
+@contextlib.contextmanager
+def frozen_objects() -> Iterator[None]:
+    """Let garbage collections, which come at different times on each rank, skip the modules and the engine."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()  # else Triton's bindings report leaks when the process exits
 
 
 def rehearse(config: Config, world: World, chosen: str) -> None:

@@ -1,8 +1,8 @@
-"""All that a machine with GPUs can tell in ten minutes, the most telling first, as a Markdown file.
+"""Check and measure the GPUs of a machine in half an hour, the most telling first, into a Markdown file.
 
-Each part is a command of its own: one that fails, hangs or runs out of memory is named, and the next one begins. The
-file is written anew after every part. Without a GPU every part runs at a tiny size, or says why it is skipped.
-`bash scripts/gpu_check.sh` installs what is needed and runs this.
+Each part is a command of its own: one that fails, hangs or runs out of memory is named, and the next one begins. A part
+that cannot run is skipped, with the reason. The file is written anew after every part. Without a GPU some parts
+run, at a tiny size. `bash scripts/gpu_check.sh` installs what is needed and runs this; `--help` lists the parts.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -26,44 +28,154 @@ from megazero.files import write_atomically
 
 ROOT = Path(__file__).resolve().parent.parent
 LINES = 60  # of a part's output that are kept: its end
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 class Part(NamedTuple):
     """A command of the check.
 
     Attributes:
-        arguments: of python.
+        asks: the question that it answers.
+        program: a Python program, or -m and a module, and its flags.
         seconds: after which it is ended.
         gpus: that it needs; with fewer it is skipped. 0: it runs on a CPU too.
-    rehearsed: without any GPU it runs all the same, on a CPU.
+        ranks: processes under torchrun; 1: the program alone.
+        rehearsed: without any GPU it runs all the same, on a CPU.
+        env: environment variables.
+        tiny: flags behind the others that make it small enough for a CPU.
     """
 
     title: str
-    arguments: tuple[str, ...]
+    asks: str
+    program: tuple[str, ...]
     seconds: float
     gpus: int = 0
+    ranks: int = 1
     rehearsed: bool = False
+    env: tuple[tuple[str, str], ...] = ()
+    tiny: tuple[str, ...] = ()
+
+    def command(self, prefix: Sequence[str] = (), tiny: bool = False) -> list[str]:
+        """Return the arguments of python; `prefix` comes before the program."""
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
+        return [*(torchrun if self.ranks > 1 else []), *prefix, *self.program, *(self.tiny if tiny else ())]
 
 
-def _benchmark(*flags: str) -> tuple[str, ...]:
-    return ("-m", "benchmarks.gpu", *flags)
+ONE_LAYER = "--layers 1 --hidden 32 --heads 2 --seq-length 8 --vocabulary 61 --steps 1".split()
+TESTS = ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/gpu", "-k")
 
 
-GPT2_1_5B = ("--layers", "48", "--hidden", "1600", "--heads", "25")
-GPT2_345M = ("--layers", "24", "--hidden", "1024", "--heads", "16", "--batch", "8")
-GPT_7B = ("--layers", "32", "--hidden", "4096", "--heads", "32", "--batch", "2")
-TESTS = ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider")
-PARTS = (
-    Part("One GPU is the same model as the CPU", (*TESTS, "tests/gpu", "-k", "one_gpu and fp32"), 120, 1),
-    Part("GPT-2 with 124 M parameters", _benchmark(), 120),
-    Part("Triton's kernels beside torch's operators", ("-m", "benchmarks.kernels"), 60),
-    Part("GPT-2 with 1.5 B parameters", _benchmark(*GPT2_1_5B, "--batch", "8"), 180),
-    Part("Several GPUs are the same model as one", (*TESTS, "tests/gpu", "-k", "several_gpus"), 180, 2),
-    Part("Communication behind computation (345 M parameters)", ("-m", "benchmarks.overlap"), 150, 2, True),
-    Part("Kept inputs on the host (345 M parameters)", _benchmark(*GPT2_345M, "--offload"), 60),
-    Part("The other tests", (*TESTS, "tests/gpu", "-k", "not several_gpus"), 180, 1),
-    Part("7 B parameters", _benchmark(*GPT_7B, "--recompute", "full", "--systems", "megazero"), 120),
+def _benchmark(flags: str, asks: str, title: str, seconds: float) -> Part:
+    words = ("-m", "benchmarks.gpu", *flags.split())
+    return Part(title, asks, words, seconds, tiny=(*ONE_LAYER, "--batch", "1", "--systems", "megazero"))
+
+
+def _kernels(flags: str, title: str) -> Part:
+    words = ("-m", "benchmarks.kernels", *flags.split())
+    tiny = "--tokens 4 --hidden 32 --ffn 48 --vocabulary 67 --precision fp32 --rounds 1".split()
+    return Part(title, "Is each kernel worth its place, and near the memory's rate?", words, 60, tiny=tuple(tiny))
+
+
+def _training(flags: str, asks: str, title: str, seconds: float, gpus: int, env: tuple[str, str]) -> Part:
+    """Make a part that runs pretrain_gpt.py on `gpus` ranks."""
+    usual = "--mock-data --log-interval 100 --lr-warmup-iters 0 --hang-timeout 60 --log-dir= "
+    tiny = "--hidden-size 32 --num-attention-heads 2 --seq-length 8 --vocab-size 61 --train-iters 2 --log-interval 1"
+    words = ("pretrain_gpt.py", *(usual + flags).split())
+    return Part(title, asks, words, seconds, gpus, gpus, env=(env,), tiny=(*tiny.split(), "--fused-kernels", "eager"))
+
+
+PIPELINE = (
+    "--pipeline-model-parallel-size 4 --pipeline-schedule zero-bubble-v --virtual-pipeline-stages 2 --num-layers 8 "
+    "--hidden-size 512 --num-attention-heads 8 --seq-length 512 --vocab-size 8000 --micro-batch-size 2 "
+    "--global-batch-size 32 --train-iters 1000"
 )
+SMALL = (
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --vocab-size 8000 --micro-batch-size 2 "
+    "--global-batch-size 8 --train-iters 3"
+)
+PA_CPU = f"{SMALL} --tensor-model-parallel-size 2 --recompute full --partition-activations --checkpoint-in-cpu"
+QUEUES = "Do streams that share a hardware queue stop each other? A hang is reported with its operation"
+SANITIZER = "Does torch's model of streams find two accesses that nothing orders, as the pretended GPU would?"
+SANITIZED = ("TORCH_CUDA_SANITIZER", "1")
+GPT2_1_5B = "--layers 48 --hidden 1600 --heads 25 --batch 8"
+GPT2_345M = "--layers 24 --hidden 1024 --heads 16 --batch 8 --offload"
+GPT_7B = "--layers 32 --hidden 4096 --heads 32 --batch 2 --recompute full --systems megazero"
+PARTS = (
+    Part(
+        "One GPU is the same model as the CPU",
+        "Are losses and norms those of plain PyTorch, in fp32?",
+        (*TESTS, "one_gpu and fp32"),
+        180,
+        gpus=1,
+        tiny=("-k", "(same_model and gpipe and fp32) or copies_to"),
+    ),
+    _kernels("--hidden 768 --ffn 2048", "Triton's kernels at hidden 768"),
+    _kernels("", "Triton's kernels at hidden 4096"),
+    Part(
+        "Traces of GPT-2 with 124 M parameters",
+        "Is the step flat below micro-batch 8, so that the host is the limit? How long is the end of the step?",
+        ("-m", "benchmarks.step_trace", "--batches", "4", "8", "32"),
+        180,
+        tiny=(*ONE_LAYER, "--batches", "1", "2"),
+    ),
+    _benchmark("", "Is it as fast as compiled PyTorch and FSDP2?", "GPT-2 with 124 M parameters", 120),
+    Part(
+        "Several GPUs are the same model as one",
+        "Are losses of tp, pp, dp and ZeRO those of plain PyTorch?",
+        (*TESTS, "several_gpus"),
+        180,
+        gpus=2,
+    ),
+    Part(
+        "Communication behind computation (345 M parameters)",
+        "Which share of communication is hidden?",
+        ("-m", "benchmarks.overlap"),
+        150,
+        gpus=2,
+        rehearsed=True,
+    ),
+    *(
+        _training(PIPELINE, QUEUES, f"1,000 steps of a V, {queues} hardware queues", 240, 4, (CONNECTIONS, queues))
+        for queues in ("8", "32")
+    ),
+    _training(
+        f"{SMALL} --zero-stage 3 --recompute full --checkpoint-in-cpu",
+        SANITIZER,
+        "torch's stream sanitizer: ZeRO 3, kept inputs on the host",
+        90,
+        1,
+        SANITIZED,
+    ),
+    _training(f"{SMALL} --zero-stage 3", SANITIZER, "torch's stream sanitizer: ZeRO 3 on two GPUs", 90, 2, SANITIZED),
+    _training(PA_CPU, SANITIZER, "torch's stream sanitizer: Pa+cpu on two GPUs", 90, 2, SANITIZED),
+    _benchmark(GPT2_345M, "Are copies hidden, as planned?", "Kept inputs on the host (345 M parameters)", 90),
+    _benchmark(GPT2_1_5B, "As for 124 M, near the memory's end", "GPT-2 with 1.5 B parameters", 180),
+    Part(
+        "The other tests of one GPU",
+        "Is the rest right: 16 bit, --compile, one wait a step, the allocator?",
+        (*TESTS, "not several_gpus and not (one_gpu and fp32)"),
+        240,
+        gpus=1,
+        tiny=("-k", "added_where"),
+    ),
+    _benchmark(GPT_7B, "Does 7 B fit, as planned?", "7 B parameters", 120),
+)
+
+
+class Machine(NamedTuple):
+    """The machine that is checked.
+
+    Attributes:
+        prefix: comes before each part's program.
+        tiny: each part is made small, and its time is not limited.
+        cannot: title of a part -> the reason why it cannot run.
+    """
+
+    gpus: int
+    name: str
+    prefix: tuple[str, ...] = ()
+    tiny: bool = False
+    cannot: Mapping[str, str] = MappingProxyType({})
 
 
 class Result(NamedTuple):
@@ -75,14 +187,17 @@ class Result(NamedTuple):
     seconds: float
 
 
-def run(part: Part, gpus: int, seconds: float) -> Result:
+def run(part: Part, machine: Machine, seconds: float) -> Result:
     """Run a part as a process group of its own, which is ended after `seconds`."""
-    if gpus < part.gpus and not (part.rehearsed and gpus == 0):
-        return Result(part, f"skipped: it needs {part.gpus} GPUs, and there are {gpus}", "", 0.0)
+    if part.title in machine.cannot:
+        return Result(part, f"skipped: {machine.cannot[part.title]}", "", 0.0)
+    if machine.gpus < part.gpus and not (part.rehearsed and machine.gpus == 0):
+        return Result(part, f"skipped: it needs {part.gpus} GPUs, and there are {machine.gpus}", "", 0.0)
     start = time.monotonic()
     process = subprocess.Popen(
-        [sys.executable, *part.arguments],
+        [sys.executable, *part.command(machine.prefix, machine.tiny)],
         cwd=ROOT,
+        env={"OMP_NUM_THREADS": "1", **os.environ, **dict(part.env)} if part.ranks > 1 else os.environ | dict(part.env),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -98,21 +213,21 @@ def run(part: Part, gpus: int, seconds: float) -> Result:
     return Result(part, outcome, output, time.monotonic() - start)
 
 
-def report(results: list[Result], device: str, began: datetime.datetime) -> str:
-    """The Markdown file."""
-    lines = [f"# {device}", ""]
-    lines += [
-        f"`bash scripts/gpu_check.sh`, {began:%Y-%m-%d}; Python {platform.python_version()}, torch {torch.__version__}."
-    ]
+def report(results: list[Result], machine: Machine, began: datetime.datetime) -> str:
+    """Return the Markdown file."""
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+    lines = [f"# {machine.name}", "", f"`bash scripts/gpu_check.sh`, {began:%Y-%m-%d}; {versions}."]
     lines += ["Times are of this machine in one run; a ratio above 1 is in our favour.", ""]
     lines += ["| part | outcome | seconds |", "|---|---|---|"]
     lines += [f"| {r.part.title} | {r.outcome} | {r.seconds:.0f} |" for r in results]
     for r in results:
         if not r.outcome.startswith("skipped"):
-            command = shlex.join(("python", *r.part.arguments))
+            words = [f"{name}={value}" for name, value in r.part.env]
+            command = shlex.join([*words, "python", *r.part.command(machine.prefix, machine.tiny)])
             kept = "\n".join(r.output.rstrip().splitlines()[-LINES:])
             table = "|---|" in kept and r.outcome == "ok"  # a table is Markdown already
-            lines += ["", f"## {r.part.title}", f"`{command}`", ""] + ([kept] if table else ["```", kept, "```"])
+            lines += ["", f"## {r.part.title}", f"{r.part.asks} `{command}`", ""]
+            lines += [kept] if table else ["```", kept, "```"]
     return "\n".join(lines) + "\n"
 
 
@@ -122,19 +237,16 @@ class Options:
 
     output: str = ""
     """File to write. Empty: docs/results/gpu-NAME.md of the GPU; without one, standard output."""
-    minutes: float = 10.0
+    minutes: float = 40.0
     """Time for all parts; those that do not fit are skipped."""
     parts: str = ""
     """Regular expression: only parts whose titles match it. Empty: all."""
 
 
-def main(o: Options) -> int:
-    gpus, began = torch.cuda.device_count(), datetime.datetime.now()
-    device = f"{gpus} x {torch.cuda.get_device_name(0)}" if gpus else "No GPU: a dry run on a CPU"
-    name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(0).lower()).strip("-") if gpus else ""
-    path = Path(o.output or (ROOT / "docs/results" / f"gpu-{name}.md" if name else ""))
+def check(o: Options, machine: Machine, path: Path | None) -> int:
+    """Run the parts, and write the report to `path` after each, or to standard output; return 1 if one failed."""
+    began, deadline = datetime.datetime.now(), time.monotonic() + 60 * o.minutes
     results: list[Result] = []
-    deadline = time.monotonic() + 60 * o.minutes
     for part in PARTS:
         if o.parts and not re.search(o.parts, part.title):
             continue
@@ -143,19 +255,34 @@ def main(o: Options) -> int:
         if left < 5:
             results.append(Result(part, f"skipped: {o.minutes:g} minutes are over", "", 0.0))
         else:
-            results.append(run(part, gpus, min(part.seconds, left)))
+            results.append(run(part, machine, left if machine.tiny else min(part.seconds, left)))
         print(f"  {results[-1].outcome}, {results[-1].seconds:.0f} s", flush=True)
-        if path != Path():
+        if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, report(results, device, began).encode())
-    if path == Path():
-        print(report(results, device, began))
+            write_atomically(path, report(results, machine, began).encode())
+    if path is None:
+        print(report(results, machine, began))
     failed = [r.part.title for r in results if r.outcome.startswith("failed")]
     print(f"failed: {', '.join(failed)}" if failed else "no part failed", flush=True)
     return 1 if failed else 0
 
 
+def description() -> str:
+    """Return the text of --help: how it works, and the parts in order."""
+    lines = [f"- {part.title}{f' ({part.gpus} GPUs)' * (part.gpus > 1)}: {part.asks}" for part in PARTS]
+    return f"{__doc__}\nParts, in order:\n\n" + "\n".join(lines)
+
+
+def main(o: Options) -> int:
+    gpus = torch.cuda.device_count()
+    if not gpus:
+        return check(o, Machine(0, "No GPU: a dry run on a CPU"), Path(o.output) if o.output else None)
+    card = torch.cuda.get_device_name(0)
+    name = re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-")
+    return check(o, Machine(gpus, f"{gpus} x {card}"), Path(o.output or ROOT / f"docs/results/gpu-{name}.md"))
+
+
 if __name__ == "__main__":
     import tyro
 
-    sys.exit(main(tyro.cli(Options)))
+    sys.exit(main(tyro.cli(Options, description=description())))

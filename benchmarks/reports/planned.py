@@ -16,6 +16,7 @@ from benchmarks.reports.published import TRAINED, TrainedRun
 from benchmarks.reports.searches import NARAYANAN_CASES, Case
 from megazero.config.cli import parse
 from megazero.config.schema import Config
+from megazero.model.stage import declare
 from megazero.plan.operations import Forward, Gather, Recompute
 from megazero.plan.rank_spec import rank_spec
 from megazero.plan.topology import Layout
@@ -116,17 +117,17 @@ def price(run: TrainedRun) -> tuple[Plan, Times]:
 
 def late_gathers(plan: Plan) -> float:
     """Seconds of a step in which others wait for the weights of blocks in the backward, less what overlap costs."""
-    costs = StepCosts(plan.config, plan.layout, rank_spec(plan.config, plan.layout, 0), plan.device)
+    costs = StepCosts(plan.config, plan.layout, rank_spec(plan.config, plan.layout, 0, declare), plan.device)
     each = [costs(Gather(unit)) for unit in costs.spec.units if unit.startswith("blocks.")]
     return sum(each) * plan.config.micro_batches(plan.layout.dp) / (1 + plan.device.overlap)
 
 
 def left_out(config: Config, layout: Layout, device: Device) -> float:
-    """Seconds of a step in which others recompute the end of each block: its last product, and its sum over tp.
+    """Seconds of a step in which others recompute the end of each block: last product, sum over tp, residual.
 
     The first stage of a pipeline recomputes it for each micro-batch, and waits for the other stages' as long as 1F1B.
     """
-    costs = StepCosts(config, layout, rank_spec(config, layout, 0), device)
+    costs = StepCosts(config, layout, rank_spec(config, layout, 0, declare), device)
     block = next(name for name in costs.spec.layers if name.startswith("blocks."))
     forward, again = (costs.of_layer(op) for op in (Forward(block, 0, graph=True), Recompute(block, 0)))
     turns = config.micro_batches(layout.dp) + layout.pp - 1

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from megazero.comm.errors import PeerLost, peer_errors
 from megazero.comm.world import World, local_size, number
+from megazero.config.model_options import Precision
 from megazero.environment import check_allocator_settings
 from megazero.memory.host import has_nvidia
 
@@ -28,6 +29,7 @@ ANSWER_SECONDS = 30.0  # for a store that listens to answer; a torchrun that is 
 LAZY_RANKS = 64  # from as many on, gloo connects two ranks when they first talk
 OUTSIDE = "192.0.2.1"  # an address kept for documentation (RFC 5737): never in the own network
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+TENSOR_CORES = (7, 0)  # the first compute capability with them
 HOST_BYTES = 64  # of a host's name, in the table of hosts
 
 T = TypeVar("T")
@@ -107,9 +109,11 @@ def _why_no_cuda() -> str:
     return f"it is built for CUDA {torch.version.cuda}, and finds no device"
 
 
-def has_bf16(device: torch.device) -> bool:
-    """Return whether a GPU multiplies in bf16 by itself, not by imitating it in fp32."""
-    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+def fastest_precision(device: torch.device) -> Precision:
+    """Return the precision that a GPU multiplies fastest in; before compute capability 8.0, GPUs imitate bf16."""
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return "bf16"
+    return "fp16" if torch.cuda.get_device_capability(device) >= TENSOR_CORES else "fp32"
 
 
 # -- limits

@@ -1,13 +1,14 @@
-"""The memory that a rank's device and its node have for the run."""
+"""The memory that a rank's device and its node have for the run, and the CPUs near the device."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import torch
 
 from megazero.comm.world import World, local_size
-from megazero.memory.host import Available, Machine, host_memory
+from megazero.memory.host import Available, Machine, host_memory, near_cpus
 
 # Beginnings of the names of such variables. None of them is a secret.
 TOLD = ("CUBLAS_", "CUDA_VISIBLE", "GLOO_", "MASTER_", "MKL_", "NCCL_", "OMP_", "PYTORCH_", "TORCH_", "TORCHINDUCTOR_")
@@ -22,6 +23,21 @@ def machine(world: World, device: torch.device) -> Machine:
     first = world.rank - world.local_rank  # launchers number the ranks of a node in one row
     ranks = range(max(0, first), min(first + local_size(world), world.size))
     return Machine(ranks, device.type, free, host_memory())
+
+
+def bind_to_near_cpus(device: torch.device, root: Path = Path("/")) -> None:
+    """Restrict this process to the CPUs of its GPU's NUMA node, as far as it may use them; without any, change nothing.
+
+    Page-locked memory is then taken from that node, and copies do not cross sockets. Threads that exist already keep
+    their CPUs: call this before torch computes.
+
+    Args:
+        root: the folder that holds sys/.
+    """
+    gpu = torch.cuda.get_device_properties(device)
+    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    if near := near_cpus(address, root) & os.sched_getaffinity(0):
+        os.sched_setaffinity(0, near)
 
 
 def environment() -> dict[str, str]:

@@ -8,26 +8,29 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
+from megazero.config.model_options import Precision
 from megazero.config.schema import Config
 
 WARMUP_SHARE, MOST_WARMUP = 100, 2000  # one iteration of so many warms up, and at most so many do
 
 
-def gpu_defaults(config: Config, given: Collection[str], has_bf16: bool) -> tuple[Config, str]:
-    """Choose --precision bf16 and a warm-up of 1 % of the iterations, at most 2,000, where they are not given.
+def gpu_defaults(config: Config, given: Collection[str], precision: Precision) -> tuple[Config, str]:
+    """Choose a precision and a warm-up of 1 % of the iterations, at most 2,000, where they are not given.
 
     Args:
         config: not resolved yet.
         given: names of the flags, without dashes, that the command line or its preset set.
-        has_bf16: whether the GPU multiplies in bf16 by itself.
+        precision: the one that the GPU multiplies fastest in: bf16; fp16 on a GPU that imitates bf16, such as a V100;
+            fp32 on one without tensor cores.
 
     Returns:
         The configuration, and what was chosen, for the start of the run; empty where nothing was.
     """
     said, instead = [], []
-    if has_bf16 and "precision" not in given and config.training.grad_dtype in ("fp32", "bf16"):
-        config = replace(config, training=replace(config.training, precision="bf16"))
-        said.append("--precision bf16")
+    if precision != "fp32" and "precision" not in given and config.training.grad_dtype in ("fp32", precision):
+        config = replace(config, training=replace(config.training, precision=precision))
+        reason = " with loss scaling (this GPU has no bf16)" if precision == "fp16" else ""
+        said.append(f"--precision {precision}{reason}")
         instead.append("--precision fp32")
     decay = config.optimizer.lr_decay_iters or config.training.train_iters
     warmup = min(MOST_WARMUP, decay // WARMUP_SHARE)

@@ -20,6 +20,7 @@ from megazero.config.limits import (
 )
 from megazero.plan.schedules import SCHEDULES
 
+Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}  # of a number, by --precision or --grad-dtype
 
 if TYPE_CHECKING:
@@ -97,11 +98,11 @@ class TrainingConfig:
     """Iterations to train, counted from the first run."""
     seed: Annotated[int, Range(-(2**63), 2**63 - 1, "seeds are 64-bit")] = 1234
     """Seed of initial weights, data order and dropout. The same seed gives the same run in every layout."""
-    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
-    """Precision of weights and activations; master weights and moments are fp32. On GPUs that have bf16 it is bf16
-    unless it is given. fp16 scales the loss. fp64 is for tests and debugging: all of a run, gradients, moments and
-    checkpoints included, is fp64; it starts from the same weights as fp32."""
-    grad_dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    precision: Precision = "fp32"
+    """Precision of weights and activations; master weights and moments are fp32. Unless it is given, it is bf16 on GPUs
+    that have it, and fp16 on older ones with tensor cores. fp16 scales the loss. fp64 is for tests and debugging: all
+    of a run, gradients, moments and checkpoints included, is fp64; it starts from the same weights as fp32."""
+    grad_dtype: Precision = "fp32"
     """Precision in which gradients are accumulated and reduced. With --precision fp64, and only there, it is fp64."""
     freeze_parameters: tuple[str, ...] = ()
     """Do not train parameters whose names match these patterns, such as token_embedding.* or blocks.[01].*"""

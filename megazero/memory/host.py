@@ -1,4 +1,4 @@
-"""Memory of this machine that a process can still allocate: by the kernel, and by the limits of control groups."""
+"""Memory of this machine that a process can still allocate, by the kernel and by control groups; its NUMA nodes."""
 
 from __future__ import annotations
 
@@ -36,6 +36,22 @@ def has_accelerator(root: Path = Path("/")) -> bool:
 def has_nvidia(root: Path = Path("/")) -> bool:
     """Return whether the system has an NVIDIA GPU with a driver."""
     return any((root / "dev").glob("nvidia[0-9]*"))
+
+
+def near_cpus(address: str, root: Path = Path("/")) -> set[int]:
+    """Return the CPUs of the NUMA node that a PCI device is attached to; empty where the system does not name one.
+
+    Args:
+        address: such as 0000:1b:00.0.
+        root: the folder that holds sys/.
+    """
+    try:
+        node = int((root / "sys/bus/pci/devices" / address / "numa_node").read_text())  # -1: it has none
+        listed = (root / f"sys/devices/system/node/node{node}/cpulist").read_text().strip()  # such as 0-31,64-95
+    except OSError:
+        return set()
+    ends = (part.split("-") for part in listed.split(",") if part)
+    return {cpu for each in ends for cpu in range(int(each[0]), int(each[-1]) + 1)}
 
 
 def host_memory(root: Path = Path("/")) -> Available | None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megazero.config.model_options import Precision
 from megazero.config.schema import TrainingConfig
 from megazero.plan.topology import Layout
 
@@ -93,9 +94,10 @@ class Device:
         return replace(self, constants=self.constants | {"compute.fp32": self.constants["compute.tf32"]})
 
     @property
-    def has_bf16(self) -> bool:
-        """True if products in bf16 are faster than those in fp32: older GPUs imitate bf16."""
-        return self["compute.bf16"] > self["compute.fp32"]
+    def fastest_precision(self) -> Precision:
+        """The first of bf16 and fp16 whose products are faster than those in fp32; older GPUs imitate bf16."""
+        found: tuple[Precision, ...] = ("bf16", "fp16")
+        return next((name for name in found if self[f"compute.{name}"] > self["compute.fp32"]), "fp32")
 
     @property
     def collective_overhead(self) -> float:

@@ -43,7 +43,14 @@ def main() -> int:
         dist.destroy_process_group()  # a gloo that is still up at exit may abort, whatever the exit code
     report = {"rank": rank, "world_size": world_size, "local_rank": local_rank, "total": total.item()}
     report |= {"host": socket.gethostname(), "argv": sys.argv[1:], "tty": sys.stdout.isatty()}
-    for name in ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "TORCH_FR_DUMP_TEMP_FILE"):
+    for name in (
+        "SLURM_CPU_BIND_TYPE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "OMP_NUM_THREADS",
+        "CUDA_VISIBLE_DEVICES",
+        "TORCH_FR_DUMP_TEMP_FILE",
+    ):
         report[name] = os.environ.get(name)
     print(json.dumps(report), flush=True)
 

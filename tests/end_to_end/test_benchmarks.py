@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -112,10 +113,10 @@ def test_speed_of_checkpoints_runs() -> None:
 def test_the_check_of_gpus_goes_on_after_a_failing_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part that fails and one that hangs are named, what they printed is kept, and the others run."""
     parts = (
-        gpu_check.Part("breaks", ("-c", "print('before'); raise SystemExit(3)"), 60),
-        gpu_check.Part("hangs", ("-c", "import time; print('begun', flush=True); time.sleep(1000)"), 5),
-        gpu_check.Part("needs more", ("-c", "print('never')"), 60, gpus=1000),
-        gpu_check.Part("works", ("-c", "print('| a |\\n|---|\\n| 1 |')"), 60),
+        gpu_check.Part("breaks", "Does it?", ("-c", "print('before'); raise SystemExit(3)"), 60),
+        gpu_check.Part("hangs", "Does it?", ("-c", "import time; print('begun', flush=True); time.sleep(1000)"), 5),
+        gpu_check.Part("needs more", "Does it?", ("-c", "print('never')"), 60, gpus=1000),
+        gpu_check.Part("works", "Does it?", ("-c", "print('| a |\\n|---|\\n| 1 |')"), 60),
     )
     monkeypatch.setattr(gpu_check, "PARTS", parts)
     output = tmp_path / "results" / "gpu.md"
@@ -132,8 +133,28 @@ def test_the_check_of_gpus_runs_dry_on_a_cpu() -> None:
     done = run(sys.executable, "-m", "benchmarks.gpu_check")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no part failed" in done.stdout and done.stdout.count("| megazero") >= 3
-    assert "An iteration takes" in done.stdout
     assert "skipped: it needs 1 GPUs, and there are 0" in done.stdout or torch.cuda.is_available()
+    assert "An iteration takes" in done.stdout and "for 0.50 of its tokens" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_check_of_gpus_runs_dry_on_pretended_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On four of them, at tiny sizes: every part runs, and finds no fault of order, or is skipped with its reason."""
+    findings = tmp_path / "findings"
+    prefix = "-m", "tests.end_to_end.on_pretended_gpu", str(findings)
+    cannot = {"Several GPUs are the same model as one": "the tests start processes, which the pretended GPU is not in"}
+    machine = gpu_check.Machine(4, "four pretended GPUs", prefix, True, cannot)
+    output = tmp_path / "gpu.md"
+    code = gpu_check.check(gpu_check.Options(), machine, output)
+    text = output.read_text()
+    assert code == 0, text
+    for part in gpu_check.PARTS:
+        reason = f"skipped: {cannot[part.title]}" if part.title in cannot else "ok"
+        assert f"| {part.title} | {reason} |" in text
+    ranks = sum(part.ranks for part in gpu_check.PARTS if part.title not in cannot)
+    lines = [json.loads(line) for line in findings.read_text().splitlines()]
+    assert [line["findings"] for line in lines] == [[]] * ranks
+    assert "failed:" not in text and "No GPU here" not in text and " passed" in text
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ def test_ranks_meet(cluster, tmp_path, num_nodes, tasks_per_node):
         assert report["local_rank"] == rank % tasks_per_node
         assert report["MASTER_ADDR"] == "node0" and report["MASTER_PORT"] == str(10000 + job.id % 20000)
         assert report["argv"] == flags
-        assert report["OMP_NUM_THREADS"] == "3"
+        assert report["OMP_NUM_THREADS"] == "3" and report["SLURM_CPU_BIND_TYPE"] == "none"
         assert report["TORCH_FR_DUMP_TEMP_FILE"] == f"my run/ranks/{job.id}/nccl_trace_rank_"
         # Every GPU of the node, not the rank's alone.
         assert report["CUDA_VISIBLE_DEVICES"] == ",".join(str(gpu) for gpu in range(tasks_per_node))

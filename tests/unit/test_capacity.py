@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from megazero.comm import launch
-from megazero.comm.machine import machine
+from megazero.comm.machine import bind_to_near_cpus, machine
 from megazero.comm.world import tasks_of_node
 from megazero.config.schema import Config
 from megazero.memory.host import Available, Machine, host_memory
@@ -62,6 +64,26 @@ def test_host_memory_in_a_version_1_control_group(tmp_path: Path) -> None:
     files(root, **{f"{folder}limit_in_bytes": "70000", f"{folder}usage_in_bytes": "30000"})
     files(root, **{f"{folder}stat": "total_inactive_file 5000\ninactive_file 1\n"})
     assert host_memory(root) == Available(45_000, "of the control group's memory limit")
+
+
+def test_cpus_near_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process is bound to those that it may use; not where the system names no node, or none is left."""
+    allowed, bound = {2, 3, 4, 9}, list[set[int]]()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: allowed)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cpus: bound.append(cpus))
+    properties = SimpleNamespace(pci_domain_id=1, pci_bus_id=0x1B, pci_device_id=0xA)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    node = tmp_path / "sys/bus/pci/devices/0001:1b:0a.0/numa_node"
+    bind_to_near_cpus(torch.device("cuda", 0), tmp_path)  # no such file
+    node.parent.mkdir(parents=True)
+    for number, listed in ((0, "0-1,5-7"), (1, "3-4,9,12-15")):
+        cpus = tmp_path / f"sys/devices/system/node/node{number}/cpulist"
+        cpus.parent.mkdir(parents=True)
+        cpus.write_text(f"{listed}\n")
+    for number in ("-1", "0", "1"):
+        node.write_text(f"{number}\n")
+        bind_to_near_cpus(torch.device("cuda", 0), tmp_path)
+    assert bound == [{3, 4, 9}]
 
 
 def test_host_memory_here() -> None:

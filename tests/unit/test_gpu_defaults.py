@@ -8,33 +8,41 @@ from contextlib import redirect_stdout
 import pytest
 
 import pretrain_gpt
+from megazero.comm import launch
 from megazero.config.cli import read
 from megazero.config.gpu_defaults import gpu_defaults
+from megazero.config.model_options import Precision
 from megazero.price.devices import known_devices, load_device
 from megazero.price.plan import plan_config
+from tests.helpers.pretended_gpu import GPU, pretended_gpu
 
 
 @pytest.mark.parametrize(
-    ("flags", "has_bf16", "precision", "warmup"),
+    ("flags", "fastest", "precision", "warmup"),
     [
-        ("", True, "bf16", 10),
-        ("", False, "fp32", 10),
-        ("--precision fp32", True, "fp32", 10),
-        ("--fp16", True, "fp16", 10),
-        ("--grad-dtype bf16", True, "bf16", 10),
-        ("--grad-dtype fp16", True, "fp32", 10),  # no product of bf16 has such a gradient
-        ("--lr-warmup-iters 0", True, "bf16", 0),
-        ("--lr-warmup-fraction 0.5", True, "bf16", 500),
-        ("--train-iters 1000000", True, "bf16", 2000),
-        ("--train-iters 1000000 --lr-decay-iters 1000", True, "bf16", 10),
-        ("--train-iters 50", True, "bf16", 0),
-        ("--preset tiny", True, "bf16", 30),  # its own warm-up; it names no precision
-        ("--eval-only --load x", True, "bf16", 0),
+        ("", "bf16", "bf16", 10),
+        ("", "fp16", "fp16", 10),
+        ("--precision fp32", "fp16", "fp32", 10),
+        ("--bf16", "fp16", "bf16", 10),
+        ("--grad-dtype fp16", "fp16", "fp16", 10),
+        ("--grad-dtype bf16", "fp16", "fp32", 10),  # no product of fp16 has such a gradient
+        ("", "fp32", "fp32", 10),
+        ("--precision fp32", "bf16", "fp32", 10),
+        ("--fp16", "bf16", "fp16", 10),
+        ("--grad-dtype bf16", "bf16", "bf16", 10),
+        ("--grad-dtype fp16", "bf16", "fp32", 10),  # no product of bf16 has such a gradient
+        ("--lr-warmup-iters 0", "bf16", "bf16", 0),
+        ("--lr-warmup-fraction 0.5", "bf16", "bf16", 500),
+        ("--train-iters 1000000", "bf16", "bf16", 2000),
+        ("--train-iters 1000000 --lr-decay-iters 1000", "bf16", "bf16", 10),
+        ("--train-iters 50", "bf16", "bf16", 0),
+        ("--preset tiny", "bf16", "bf16", 30),  # its own warm-up; it names no precision
+        ("--eval-only --load x", "bf16", "bf16", 0),
     ],
 )
-def test_what_is_given_is_kept(flags: str, has_bf16: bool, precision: str, warmup: int) -> None:
+def test_what_is_given_is_kept(flags: str, fastest: Precision, precision: str, warmup: int) -> None:
     command = read(flags.split())
-    config, said = gpu_defaults(command.config, command.given, has_bf16)
+    config, said = gpu_defaults(command.config, command.given, fastest)
     assert (config.training.precision, config.optimizer.lr_warmup_iters) == (precision, warmup)
     for name, differs in (
         (f"--precision {precision}", config.training != command.config.training),
@@ -43,8 +51,18 @@ def test_what_is_given_is_kept(flags: str, has_bf16: bool, precision: str, warmu
         assert (name in said) == differs
 
 
-def test_which_devices_have_bf16() -> None:
-    assert [name for name in known_devices() if not load_device(name).has_bf16] == ["v100-32gb"]
+def test_the_fastest_precision_of_devices() -> None:
+    found = {name: load_device(name).fastest_precision for name in known_devices()}
+    assert found.pop("v100-32gb") == "fp16" and set(found.values()) == {"bf16"}
+
+
+@pytest.mark.parametrize(
+    ("capability", "fastest"),
+    [((9, 0), "bf16"), ((8, 0), "bf16"), ((7, 5), "fp16"), ((7, 0), "fp16"), ((6, 1), "fp32")],
+)
+def test_the_fastest_precision_of_a_gpu(capability: tuple[int, int], fastest: str) -> None:
+    with pretended_gpu(capability):
+        assert launch.fastest_precision(GPU) == fastest
 
 
 MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 32 --vocab-size 97"
@@ -52,20 +70,21 @@ MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 32
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("asked", "is_chosen"),
+    ("asked", "precision"),
     [
-        ("--plan --world-size 8 --device-type h100-80gb", True),
-        ("--plan --world-size 8 --device-type h100-80gb --precision fp32 --lr-warmup-iters 0", False),
-        ("--plan --world-size 8 --device-type v100-32gb --lr-warmup-iters 0", False),
-        ("--mock-data --rehearse 2", True),
-        ("--mock-data --rehearse 2 --rehearse-on cpu", False),
+        ("--plan --world-size 8 --device-type h100-80gb", "bf16"),
+        ("--plan --world-size 8 --device-type h100-80gb --precision fp32 --lr-warmup-iters 0", None),
+        ("--plan --world-size 8 --device-type v100-32gb --lr-warmup-iters 0", "fp16"),
+        ("--mock-data --rehearse 2", "bf16"),
+        ("--mock-data --rehearse 2 --rehearse-on cpu", None),
     ],
 )
-def test_plans_and_rehearsals_have_the_defaults_of_their_device(asked: str, is_chosen: bool) -> None:
+def test_plans_and_rehearsals_have_the_defaults_of_their_device(asked: str, precision: str | None) -> None:
     said = io.StringIO()
     with redirect_stdout(said):
         pretrain_gpt.main([*MODEL.split(), *asked.split()])
-    assert ("--precision bf16" in said.getvalue()) == is_chosen, said.getvalue()
+    for name in ("bf16", "fp16"):
+        assert (f"--precision {name}" in said.getvalue()) == (name == precision), said.getvalue()
 
 
 def test_a_plan_refuses_what_its_device_cannot_do() -> None:

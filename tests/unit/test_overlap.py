@@ -1,4 +1,4 @@
-"""benchmarks.overlap: what a trace says of communication that computation waits for."""
+"""benchmarks.overlap and benchmarks.step_trace: waits for communication, and the end of a step, in traces."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 
 from benchmarks.overlap import Waiting, table, waiting
+from benchmarks.step_trace import comparison, covered, tail_of
+from megazero.plan.operations import Backward, BackwardWeights, Forward, Norm, Reduce, Start, Update, Wait
+from megazero.train.timeline import Span
 
 
 def trace(device: bool) -> dict[str, Any]:
@@ -45,3 +48,31 @@ def test_what_overlap_hides_is_what_is_not_waited_for_any_more() -> None:
 def test_another_file_is_refused() -> None:
     with pytest.raises(ValueError, match="--profile-iterations"):
         waiting({"traceEvents": []})
+
+
+def test_the_end_of_a_step() -> None:
+    """It begins when the last backward ends; a wait that began before counts from there."""
+    spans = [
+        Span(Forward("head", 0, True), 0, 5_000_000),
+        Span(Backward("head", 0), 5_000_000, 10_000_000),
+        Span(Wait(Reduce("head")), 11_000_000, 14_000_000),
+        Span(Start(Reduce("blocks.0")), 12_000_000, 12_500_000),
+        Span(BackwardWeights("blocks.0", 0), 10_000_000, 13_000_000),
+        Span(Norm(), 14_000_000, 16_000_000),
+        Span(Update("head"), 16_000_000, 17_000_000),
+        Span(Update("blocks.0"), 17_500_000, 20_000_000),
+    ]
+    seconds, parts = tail_of(spans)
+    assert seconds == pytest.approx(7e-3)
+    assert parts == pytest.approx({"Reduce": 1e-3, "Norm": 2e-3, "Update": 3.5e-3})
+
+
+def test_time_in_which_any_kernel_runs() -> None:
+    assert covered([(4.0, 5.0), (0.0, 2.0), (1.0, 3.0), (1.5, 2.5)]) == 4.0
+    assert covered([]) == 0.0
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(0.97, "flat, the host"), (0.85, "not flat"), (0.5, "not flat")])
+def test_a_step_is_flat_where_its_tokens_do_not_matter(seconds: float, words: str) -> None:
+    text = comparison((4, seconds), (8, 1.0))
+    assert f"takes {seconds:.2f} of the time of 8 for 0.50 of its tokens: {words}" in text

@@ -146,7 +146,9 @@ def test_a_plan_slows_layers_next_to_collectives() -> None:
     parts = {}
     for world in (1, 2):
         flags = "--num-layers 2 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 --vocab-size 512"
-        config, layout = resolve(parse(f"{flags} --precision bf16 --zero-stage {3 * (world - 1)}".split()), world, 0)
+        config, layout = resolve(
+            parse(f"{flags} --precision bf16 --zero-stage {3 * (world - 1)}".split()), world, 0, declare
+        )
         parts[world] = [step_time(config, layout, each, with_range=False).expected.parts for each in (device, slower)]
     assert parts[1][0] == parts[1][1]
     assert parts[2][1]["compute"] > parts[2][0]["compute"] > parts[1][0]["compute"]

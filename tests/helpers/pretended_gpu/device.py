@@ -80,9 +80,13 @@ def _init_process_group(backend: str, device_id: torch.device | None = None, **o
 def _cuda(session: Session, capability: tuple[int, int]) -> dict[str, Callable[..., Any]]:
     """Return functions of `torch.cuda` as a machine with an idle GPU per rank has them."""
     memory, streams = session.memory, session.streams
-    properties = SimpleNamespace(
-        total_memory=CAPACITY, major=capability[0], minor=capability[1], multi_processor_count=132
-    )
+    properties = SimpleNamespace(total_memory=CAPACITY, major=capability[0], minor=capability[1])
+    properties.multi_processor_count = 132
+    properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id = (
+        0xFFFF,
+        0,
+        0,
+    )  # no device of this machine
 
     def set_device(device: int | torch.device) -> None:
         session.device = torch.device("cuda", device) if isinstance(device, int) else device
@@ -106,6 +110,7 @@ def _cuda(session: Session, capability: tuple[int, int]) -> dict[str, Callable[.
         "max_memory_allocated": lambda device=None: memory.peak,
         "max_memory_reserved": lambda device=None: memory.peak,
         "memory_snapshot": list,
+        "_sleep": lambda cycles: None,
         "reset_peak_memory_stats": reset_peak,
         "Stream": streams.new_stream,
         "Event": streams.new_event,
