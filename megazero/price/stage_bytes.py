@@ -57,7 +57,7 @@ class _Watch:
     def __call__(self, op: Op, tracker: MemoryTracker) -> None:
         if isinstance(op, (Start, Wait)):
             return
-        if isinstance(op, Forward) and op.graph:
+        if isinstance(op, Forward) and op.graph and not self.spec.captures(self.spec.layers[op.layer]):
             self._keep(op, recomputed=False)
         elif isinstance(op, Recompute):
             self._keep(op, recomputed=True)
