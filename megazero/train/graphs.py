@@ -74,7 +74,7 @@ class CudaCapturer:
 
 
 class NoCapturer:
-    """For devices whose tensors have no values, such as the meta device: a replay does nothing."""
+    """Stands in where tensors have no values, such as on the meta device: a replay does nothing."""
 
     def warm_up(self, call: Call) -> None:
         pass

@@ -21,6 +21,8 @@ from megazero.model.stage import declare
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
 from megazero.price.capacity import check_memory, estimated, lower_bound
+from megazero.price.estimate import estimate
+from megazero.price.stage_bytes import stage_bytes
 from tests.unit.test_config import make
 from tests.unit.test_limits import limited_work
 
@@ -199,3 +201,17 @@ def test_the_machine_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.ranks, found.device_type, found.device) == (range(4, 8), "cpu", None)
     assert found.host is not None
     assert machine(launch.World(0, 1, 0, "single"), torch.device("cpu")).ranks == range(1)
+
+
+def test_activations_of_graphs_are_counted_once() -> None:
+    """They are buffers of the engine, and no longer what autograd keeps between forward and backward."""
+    found = {}
+    for graphs in ("none", "local"):
+        options = SMALL | {"micro_batch_size": 4, "precision": "bf16", "cuda_graph_impl": graphs}
+        config, layout = resolve(make(**options), 1, 0, declare)
+        held = estimate(config, layout, 0, needs_staging_buffer=False).memory["peak"]
+        found[graphs] = held, estimated(config, layout, 0, "cuda").total, stage_bytes(config, layout, 0, "cuda")
+    held, needed, stage = found["local"]
+    assert needed == held > found["none"][0]
+    assert stage.activations < found["none"][2].activations / 4
+    assert found["none"][2].peak < stage.peak < 1.5 * found["none"][2].peak

@@ -56,7 +56,7 @@ class Session:
         findings: the result.
         interpreter: of the program that runs, whose current operation findings name.
         paused: nothing is watched; the machinery itself computes.
-        capture: of a CUDA graph, under way.
+        capture: the capture of a CUDA graph that has begun and not ended.
     """
 
     def __init__(self) -> None:
