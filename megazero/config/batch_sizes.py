@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megazero.config.limits import divisors
+
+PADDING = -1  # instead of a sample's number: tokens that fill up a micro-batch, and count as no target
+
+
+def micro_batches(samples: int, micro_batch_size: int, dp: int) -> int:
+    """Return the micro-batches of every data-parallel rank that hold so many samples; the last may hold padding."""
+    return -(-samples // (micro_batch_size * dp))
+
 
 @dataclass(frozen=True)
 class BatchSizes:
@@ -41,8 +50,10 @@ class BatchSizes:
         if self.start >= self.full:
             return f"START must be less than --global-batch-size {self.full}; lower it, or drop the flag"
         if (self.full - self.start) % self.increment:
+            between = self.full - self.start
+            fits = sorted(divisors(between), key=lambda n: abs(n - self.increment))[:2]
             return (
-                f"INCREMENT must divide the {self.full - self.start} samples between START and --global-batch-size "
-                f"{self.full}; use another"
+                f"INCREMENT must divide the {between} samples between START and --global-batch-size {self.full}; use "
+                f"{' or '.join(map(str, sorted(fits)))}"
             )
         return ""

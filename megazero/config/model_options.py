@@ -90,10 +90,12 @@ class TrainingConfig:
     micro_batch_size: Annotated[int, Range(1, 2**20, "a rank computes all of its samples at once")] = 1
     """Samples per forward pass of a rank."""
     global_batch_size: Annotated[int, Range(0, 2**30, "published batches are thousands of samples")] = 0
-    """Samples per iteration, over all ranks. 0: --micro-batch-size x data-parallel ranks."""
+    """Samples per iteration, over all ranks. Any number: where the ranks cannot share it equally, the first have a
+    micro-batch more, and the others compute padding that counts nowhere. 0: --micro-batch-size x data-parallel
+    ranks."""
     rampup_batch_size: tuple[int, ...] = ()
     """START INCREMENT SAMPLES: begin with a global batch of START, and raise it by INCREMENT in equal stretches of the
-    first SAMPLES samples, to --global-batch-size. All are multiples of --micro-batch-size x data-parallel ranks."""
+    first SAMPLES samples, to --global-batch-size."""
     train_iters: Positive = 1000
     """Iterations to train, counted from the first run."""
     seed: Annotated[int, Range(-(2**63), 2**63 - 1, "seeds are 64-bit")] = 1234

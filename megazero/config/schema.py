@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megazero.config.batch_sizes import BatchSizes
+from megazero.config.batch_sizes import BatchSizes, micro_batches
 from megazero.config.model_options import (
     BYTES,
     ActivationConfig,
@@ -90,4 +90,8 @@ class Config:
 
     def micro_batches(self, dp: int) -> int:
         """Micro-batches of an iteration of the full global batch on each rank."""
-        return self.training.global_batch_size // (self.training.micro_batch_size * dp)
+        return micro_batches(self.training.global_batch_size, self.training.micro_batch_size, dp)
+
+    def padding(self, dp: int) -> int:
+        """Samples of padding that `dp` replicas compute besides the full global batch."""
+        return self.micro_batches(dp) * self.training.micro_batch_size * dp - self.training.global_batch_size

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from megazero.config.batch_sizes import BatchSizes
+from megazero.config.batch_sizes import PADDING, BatchSizes, micro_batches
 from megazero.config.run_options import MAX_NAMED_CORPORA
 from megazero.data.blending import BlendedDataset
 from megazero.data.samples import NO_TOKEN, Samples
@@ -29,6 +29,8 @@ LAST_SECONDS = 30
 
 class MicroBatch(NamedTuple):
     """`ids`, `labels` int64 [b, s]; `loss_mask` fp32 [b, s], 1 where a target counts; `samples` [b].
+
+    A sample whose number is `PADDING` is of token 0 alone, and no target of it counts.
 
     `document_starts` int64 [b, s]: the place in its sample at which each token's document begins; None: not asked for.
     `corpora` [b]: of a blend whose corpora the metrics tell apart, the number of the one that each sample is of; else
@@ -47,59 +49,51 @@ class MicroBatch(NamedTuple):
 class Assignment:
     """A rank's samples of a step: micro-batch m of rank r takes consumed + (m N + r) b + j, for j < b.
 
-    With a `ramp`, the number of micro-batches follows it; else it is `num_micro_batches`.
+    Numbers behind the global batch are `PADDING`: so every rank has as many micro-batches as the first. See
+    docs/decisions/0019-replicas-with-unequal-shares.md.
     """
 
     micro_batch_size: int
-    num_micro_batches: int
+    sizes: BatchSizes
     dp_rank: int
     dp_size: int
-    ramp: BatchSizes | None = None
 
     def __post_init__(self) -> None:
-        assert min(self.micro_batch_size, self.num_micro_batches) > 0, self
+        assert self.micro_batch_size > 0, self
         assert 0 <= self.dp_rank < self.dp_size, self
-
-    def samples_per_step(self, consumed: int) -> int:
-        """M N b: the global batch of the step that begins after `consumed`."""
-        if self.ramp is not None:
-            return self.ramp.at(consumed)
-        return self.micro_batch_size * self.num_micro_batches * self.dp_size
 
     def samples(self, consumed: int) -> list[tuple[int, ...]]:
         """Sample numbers of this rank's step, M tuples of b."""
-        size = self.micro_batch_size
-        count, left = divmod(self.samples_per_step(consumed), size * self.dp_size)
-        assert not left, "resolve() lets only whole micro-batches through"
-        firsts = (consumed + (m * self.dp_size + self.dp_rank) * size for m in range(count))
-        return [tuple(range(first, first + size)) for first in firsts]
+        b, batch = self.micro_batch_size, self.sizes.at(consumed)
+        firsts = [(m * self.dp_size + self.dp_rank) * b for m in range(micro_batches(batch, b, self.dp_size))]
+        return [tuple(consumed + i if i < batch else PADDING for i in range(first, first + b)) for first in firsts]
 
 
 class Batches:
     """The batches of one rank, at any number of consumed samples.
 
-    `eod`: the end-of-document id, given with --eod-mask-loss: where it is the input, the target (the first
-    token of an unrelated document) does not count, as in Megatron. None: every target counts. `document_end`: the
-    same id, given with --reset-attention-mask or --reset-position-ids: it ends a document. `num_workers`
-    processes read ahead, as long as batches are asked for in order; 0: read when asked. ValueErrors of the dataset
-    come through from the workers. `ramp`: global batches that grow.
+    `seq_length`: tokens of a sample. `sizes`: of the global batches. `eod`: the end-of-document id, given with
+    --eod-mask-loss: where it is the input, the target (the first token of an unrelated document) does not count, as in
+    Megatron. None: every target counts. `document_end`: the same id, given with --reset-attention-mask or
+    --reset-position-ids: it ends a document. `num_workers` processes read ahead, as long as batches are asked for in
+    order; 0: read when asked. ValueErrors of the dataset come through from the workers.
     """
 
     def __init__(
         self,
         dataset: Samples,
+        seq_length: int,
+        sizes: BatchSizes,
         micro_batch_size: int,
-        num_micro_batches: int,
         dp_rank: int = 0,
         dp_size: int = 1,
         *,
         eod: int | None = None,
         document_end: int | None = None,
         num_workers: int = 0,
-        ramp: BatchSizes | None = None,
     ) -> None:
-        self.assignment = Assignment(micro_batch_size, num_micro_batches, dp_rank, dp_size, ramp)
-        self._steps = _Steps(dataset, self.assignment, eod, document_end)
+        self.assignment = Assignment(micro_batch_size, sizes, dp_rank, dp_size)
+        self._steps = _Steps(dataset, seq_length, self.assignment, eod, document_end)
         blended = isinstance(dataset, BlendedDataset) and len(dataset.datasets) <= MAX_NAMED_CORPORA
         self._blend = dataset if blended else None
         self._num_workers = num_workers
@@ -117,7 +111,10 @@ class Batches:
         found = [MicroBatch(*each) for each in zip(ids, labels, loss_mask, numbers, *starts, strict=True)]
         if (blend := self._blend) is None:
             return found
-        return [each._replace(corpora=tuple(blend.locate(i)[0] for i in each.samples)) for each in found]
+        return [
+            each._replace(corpora=tuple(0 if i == PADDING else blend.locate(i)[0] for i in each.samples))
+            for each in found
+        ]
 
     def close(self) -> None:
         """End the worker processes; a later `batch` starts new ones."""
@@ -143,7 +140,7 @@ class Batches:
         except BaseException:
             self.close()  # the step after a failed one is not the next of the workers
             raise
-        self._next = consumed + self.assignment.samples_per_step(consumed)
+        self._next = consumed + self.assignment.sizes.at(consumed)
         return tuple(step)
 
 
@@ -153,9 +150,11 @@ class _Steps(Dataset[Any]):
     That is ids, labels, loss mask and, where `document_end` is given, the starts of documents.
     """
 
-    def __init__(self, dataset: Samples, assignment: Assignment, masked: int | None, document_end: int | None) -> None:
+    def __init__(
+        self, dataset: Samples, seq_length: int, assignment: Assignment, masked: int | None, document_end: int | None
+    ) -> None:
         self._dataset, self._assignment, self._masked = dataset, assignment, masked
-        self._document_end = document_end
+        self._document_end, self._padding = document_end, np.full(seq_length + 1, NO_TOKEN)
 
     def __getitem__(self, consumed: int) -> tuple[torch.Tensor, ...] | str:
         """Call `read`; return the message of a ValueError, around which torch would put the worker's traceback."""
@@ -166,7 +165,8 @@ class _Steps(Dataset[Any]):
 
     def read(self, consumed: int) -> tuple[torch.Tensor, ...]:
         rows = self._assignment.samples(consumed)
-        tokens = torch.from_numpy(np.stack([[self._dataset[i] for i in row] for row in rows]))  # [M, b, s + 1]
+        read = [[self._padding if i == PADDING else self._dataset[i] for i in row] for row in rows]
+        tokens = torch.from_numpy(np.stack(read))  # [M, b, s + 1]
         starts = () if self._document_end is None else (document_starts(tokens[..., :-1], self._document_end),)
         loss_mask = (tokens[..., 1:] != NO_TOKEN).to(torch.float32)
         tokens.clamp_(min=0)  # any id does where none counts
@@ -207,4 +207,4 @@ class _Progress(Sampler[int]):
         consumed = self._consumed
         while True:
             yield consumed
-            consumed += self._assignment.samples_per_step(consumed)
+            consumed += self._assignment.sizes.at(consumed)

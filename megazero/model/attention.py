@@ -13,6 +13,7 @@ Shapes: b micro-batch, s sequence, T = b s tokens, n heads, d head dim; /tp = th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -320,7 +321,7 @@ class GroupedAttention(_Attention):
         if tokens.cache is not None:
             return None
         positions = None if tokens.position_documents is None else tokens.position_documents.positions
-        return Groups(len(tokens.samples), self.num_heads, self.tables, positions)
+        return Groups(len(tokens.samples), self.num_heads, self.context.kernels.rotary, self.tables, positions)
 
     def new_heads(self, outputs: list[torch.Tensor], tokens: MicroBatchInfo) -> tuple[torch.Tensor, ...]:
         query, kv = outputs
@@ -339,6 +340,7 @@ class Groups(NamedTuple):
 
     batch: int
     num_heads: int  # n/tp
+    rotary: Callable[..., None]  # see `Kernels`
     tables: RotaryTables
     positions: torch.Tensor | None  # [b, s]; None: 0 to s - 1 in every sample
 
@@ -347,16 +349,13 @@ class Groups(NamedTuple):
         d = query.shape[-1] // self.num_heads
         q = query.view(self.batch, -1, self.num_heads, d)
         k, v = kv.view(self.batch, q.shape[1], -1, 2, d).unbind(3)
-        tables = self.tables.at(self.positions, q.shape[1])
-        heads = rotate(q, tables), rotate(k, tables), v.contiguous()
+        heads = tuple([torch.empty_like(part, memory_format=torch.contiguous_format) for part in (q, k, v)])
+        self.rotary((q, k, v), heads, self.tables, self.positions, False)
         return *[part.transpose(1, 2) for part in heads], *others
 
     def backward(self, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
         dq, dk, dv = (part.transpose(1, 2) for part in grads[:3])  # [b, s, heads, d]
         b, s, g, d = dk.shape
-        tables = self.tables.at(self.positions, s)
-        dkv = dk.new_empty(b, s, g, 2, d)
-        dkeys, dvalues = dkv.unbind(3)
-        rotate(dk, tables, back=True, out=dkeys)
-        dvalues.copy_(dv)
-        return rotate(dq, tables, back=True).view(b * s, -1), dkv.view(b * s, -1), *grads[3:]
+        dquery, dkv = torch.empty_like(dq, memory_format=torch.contiguous_format), dk.new_empty(b, s, g, 2, d)
+        self.rotary((dq, dk, dv), (dquery, *dkv.unbind(3)), self.tables, self.positions, True)
+        return dquery.view(b * s, -1), dkv.view(b * s, -1), *grads[3:]

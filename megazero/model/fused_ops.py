@@ -30,7 +30,8 @@ class Activation(NamedTuple):
     """A function of x alone, and its gradient, below autograd."""
 
     forward: Callable[[torch.Tensor], torch.Tensor]
-    grad: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (dy, x) -> dx; both may be overwritten
+    # (dy, x) -> dx, and its sum over tokens in fp32 if that costs no pass of its own; dy and x may be overwritten
+    grad: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
 
 
 class FusedOps(NamedTuple):
@@ -48,8 +49,8 @@ def _gelu(x: torch.Tensor) -> torch.Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-def _gelu_grad(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return torch.ops.aten.gelu_backward.grad_input(dy, x, approximate="tanh", grad_input=dy)
+def _gelu_grad(dy: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return torch.ops.aten.gelu_backward.grad_input(dy, x, approximate="tanh", grad_input=dy), None
 
 
 def _swiglu(x: torch.Tensor) -> torch.Tensor:
@@ -57,12 +58,12 @@ def _swiglu(x: torch.Tensor) -> torch.Tensor:
     return F.silu(gate).mul_(value)
 
 
-def _swiglu_grad(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _swiglu_grad(dy: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, None]:
     gate, value = x.chunk(2, dim=-1)
     dsilu = dy * value
     torch.mul(dy, F.silu(gate), out=value)
     torch.ops.aten.silu_backward.grad_input(dsilu, gate, grad_input=gate)
-    return x
+    return x, None
 
 
 def _unseen(scores: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
@@ -126,9 +127,13 @@ def compiled(device: torch.device) -> FusedOps:
     def compile_(fn: Callable[..., torch.Tensor]) -> Any:
         return torch.compile(fn, dynamic=False)
 
+    def pair(forward: Callable[..., torch.Tensor], grad: Callable[..., torch.Tensor]) -> Activation:
+        made = compile_(grad)
+        return Activation(compile_(forward), lambda dy, x: (made(dy, x), None))
+
     ops = FusedOps(
-        gelu=Activation(compile_(_sigmoid_gelu), compile_(_sigmoid_gelu_grad)),
-        swiglu=Activation(compile_(_sigmoid_swiglu), compile_(_sigmoid_swiglu_grad)),
+        gelu=pair(_sigmoid_gelu, _sigmoid_gelu_grad),
+        swiglu=pair(_sigmoid_swiglu, _sigmoid_swiglu_grad),
         causal_softmax=compile_(_softmax_in_one),
         scores_grad=compile_(_scores_grad),
     )

@@ -17,7 +17,7 @@ part.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -69,12 +69,13 @@ class ColumnLinear(nn.Module):
             bias = (bias if self.rows is None else bias[self.rows]).flatten()
         return self.context.products.output(x, self.matrix, bias)
 
-    def add_gradients(self, x: torch.Tensor, dy: torch.Tensor) -> None:
-        """x [T, in], dy [T, out/tp]"""
+    def add_gradients(self, x: torch.Tensor, dy: torch.Tensor, summed: torch.Tensor | None = None) -> None:
+        """x [T, in], dy [T, out/tp]; `summed`: the sum of dy over tokens, where it is known."""
         weight_grad = self.context.products.weight_grad
         self.weight.accumulate_grad(GradWriter(_to_rows(weight_grad, self.rows), (x, dy)))
         if self.bias is not None:
-            self.bias.accumulate_grad(GradWriter(_to_rows(write_or_add, self.rows), (dy.sum(0, dtype=wide(dy)),)))
+            summed = dy.sum(0, dtype=wide(dy)) if summed is None else summed
+            self.bias.accumulate_grad(GradWriter(_to_rows(write_or_add, self.rows), (summed,)))
 
 
 def _to_rows(write: Callable[..., None], rows: slice | None) -> Callable[..., None]:
@@ -108,6 +109,8 @@ class RowLinear(nn.Module):
 
 
 Tensors = tuple[torch.Tensor, ...]
+# gradients of column-linear layers' outputs, each with its sum over tokens, where it is known
+Grads = Sequence[tuple[torch.Tensor, torch.Tensor | None]]
 
 
 class NormedColumns(NamedTuple):
@@ -129,7 +132,7 @@ class NormedColumns(NamedTuple):
         return tuple([layer.output(whole) for layer in self.layers]), kept
 
     def backward(
-        self, dys: Tensors, residual: torch.Tensor | None, wanted: bool, x: torch.Tensor, *kept: torch.Tensor
+        self, dys: Grads, residual: torch.Tensor | None, wanted: bool, x: torch.Tensor, *kept: torch.Tensor
     ) -> torch.Tensor | None:
         """Return the gradient of x, if it is wanted, plus `residual`, another gradient of x."""
         norm, layers, context = self.norm, self.layers, self.layers[0].context
@@ -141,13 +144,13 @@ class NormedColumns(NamedTuple):
         reducing = None
         if wanted or any(weight.trains for weight in norm.weights):
             dy = None
-            for layer, upper in zip(layers, dys, strict=True):
+            for layer, (upper, _) in zip(layers, dys, strict=True):
                 part = context.products.input_grad(upper, layer.matrix)
                 dy = part if dy is None else dy.add_(part)
             reducing = context.stream.start_reduce(dy)
         whole = x if unsharding is None else unsharding.wait()
         for layer, upper in zip(layers, dys, strict=True):
-            layer.add_gradients(whole, upper)
+            layer.add_gradients(whole, *upper)
         if reducing is None:
             return None
         return norm.input_grad(reducing.wait(), residual, x, *(kept if context.selective else kept[:-1]))
@@ -191,9 +194,9 @@ class ResidualRows(NamedTuple):
 
     def backward(
         self, dy: torch.Tensor, call: Call, wanted: tuple[bool, ...], kept: Tensors
-    ) -> list[torch.Tensor | None]:
-        """dy [T', out] -> gradients of the inputs, those that are wanted. The residual's is dy. A bias' gradient is of
-        this rank's tokens.
+    ) -> list[tuple[torch.Tensor | None, torch.Tensor | None]]:
+        """dy [T', out] -> gradients of the inputs, those that are wanted, each with its sum over tokens, where an
+        activation makes it. The residual's is dy. A bias' gradient is of this rank's tokens.
         """
         context, saved, dxs = self.layers[0].context, iter(kept), []
         dy = self.dropout.grad(dy, call.mask)
@@ -210,7 +213,7 @@ class ResidualRows(NamedTuple):
                 inner = activation.forward(x)
             dx = context.products.input_grad(dy, layer.weight.data) if needed else None
             layer.weight.accumulate_grad(GradWriter(context.products.weight_grad, (inner, dy)))
-            dxs.append(dx if activation is None or dx is None else activation.grad(dx, x))
+            dxs.append((dx, None) if activation is None or dx is None else activation.grad(dx, x))
         return dxs
 
 
@@ -235,7 +238,8 @@ class _Columns(torch.autograd.Function):
         *dys, residual = grads
         if ctx.split is not None:
             dys = ctx.split.backward(*dys)
-        return ctx.part.backward(dys, residual, ctx.needs_input_grad[0], *ctx.saved_tensors), None, None, None
+        uppers = [(dy, None) for dy in dys]
+        return ctx.part.backward(uppers, residual, ctx.needs_input_grad[0], *ctx.saved_tensors), None, None, None
 
 
 class _Rows(torch.autograd.Function):
@@ -249,7 +253,7 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         dxs = ctx.part.backward(dy, ctx.call, ctx.needs_input_grad[4:], ctx.saved_tensors)
-        return None, None, None, dy, *dxs
+        return None, None, None, dy, *[dx for dx, _ in dxs]
 
 
 class _ColumnsAndRows(torch.autograd.Function):

@@ -34,7 +34,7 @@ class GeluMLP(_MLP):
         h, f = model.hidden_size, model.ffn_size
         self.up = ColumnLinear(context, h, f, std=model.init_method_std, bias=True)
         self.down = RowLinear(context, f, h, std=model.residual_std, bias=True)
-        self.activation = context.fused_ops.gelu
+        self.activation = context.kernels.gelu or context.fused_ops.gelu
 
 
 class SwigluMLP(_MLP):

@@ -34,9 +34,8 @@ class VocabularyTable(nn.Module):
 
     def look_up(self, ids: torch.Tensor) -> torch.Tensor:
         """ids [b, s] -> [T', h]"""
-        c = self.context
         rows, mine = self.localise(ids.flatten())
-        return _Lookup.apply(rows, mine, self.weight, c.stream, self.weight.handle)
+        return _Lookup.apply(rows, mine, self.weight, self.context, self.weight.handle)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """x [.., h] -> this rank's logits [.., v/tp], without padding. For generation and tests; has no gradient."""
@@ -55,11 +54,11 @@ class _Lookup(torch.autograd.Function):
     """The sum over tp of rows of the local parts of the table, zero for foreign ids. Backward needs no weights."""
 
     @staticmethod
-    def forward(ctx, rows, mine, weight, stream, handle):
+    def forward(ctx, rows, mine, weight, context, handle):
         ctx.save_for_backward(rows, mine)
-        ctx.weight, ctx.stream = weight, stream
+        ctx.weight, ctx.stream, ctx.add_rows = weight, context.stream, context.kernels.add_rows
         part = F.embedding(rows, weight.data).masked_fill_(~mine[..., None], 0)
-        return stream.start_reduce(part).wait()
+        return ctx.stream.start_reduce(part).wait()
 
     @staticmethod
     def backward(ctx, dy):
@@ -68,24 +67,11 @@ class _Lookup(torch.autograd.Function):
         def write(dy: torch.Tensor, rows: torch.Tensor, mine: torch.Tensor, out: torch.Tensor, add: bool) -> None:
             if not add:
                 out.zero_()
-            ours = dy.masked_fill(~mine[..., None], 0).flatten(0, -2)  # selecting rows would wait for the GPU
-            add_rows(out, rows.flatten(), ours.to(out.dtype))
+            ctx.add_rows(out, rows, mine, dy)
 
         whole = ctx.stream.start_unshard(dy).wait()
         ctx.weight.accumulate_grad(GradWriter(write, (whole, rows, mine)))
         return None, None, None, None, None
-
-
-def add_rows(out: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
-    """out [v, h] += values [T, h] at `rows` [T], which may repeat; the same bits every time.
-
-    On a GPU `index_add_` adds with atomics, in any order; an accumulating `index_put_` sorts the rows first, which on a
-    CPU, where both add in order, only takes longer.
-    """
-    if out.device.type == "cpu":
-        out.index_add_(0, rows, values)
-    else:
-        out.index_put_((rows,), values, accumulate=True)
 
 
 class _VocabularyLoss(torch.autograd.Function):

@@ -65,7 +65,7 @@ def resolve(config: Config, world_size: int, vocab_size: int, declare: Declare) 
     )
     if not config.trains:  # it saves nothing and keeps nothing: such flags may come from the preset of the run
         config = replace(config, checkpoint=replace(config.checkpoint, save=""), activations=ActivationConfig())
-    _check_ramp(config, layout)
+    _check_ramp(config)
     model, activations = config.model, config.activations
     layout = replace(layout, split=layer_split(config, lambda: non_block_costs(declare(model), model, activations)))
     check_block_runs(config, layout)
@@ -75,24 +75,11 @@ def resolve(config: Config, world_size: int, vocab_size: int, declare: Declare) 
     return config, layout
 
 
-def _check_ramp(config: Config, layout: Layout) -> None:
-    """Every batch of --rampup-batch-size must be whole micro-batches of every data-parallel rank."""
-    ramp, once = config.training.rampup_batch_size, config.training.micro_batch_size * layout.dp
-    if not ramp:
-        return
-    given = f"--rampup-batch-size {' '.join(map(str, ramp))}"
-    if complaint := config.batch_sizes.complaint():
-        raise ValueError(f"{given}: {complaint}")
-    for name, size in zip(("START", "INCREMENT"), ramp, strict=False):
-        if size % once:
-            fits = [max(once, size // once * once), size // once * once + once]
-            if name == "INCREMENT":  # it divides what is between START and the whole batch, too
-                known = [n for n in divisors(config.training.global_batch_size - ramp[0]) if n % once == 0]
-                fits = sorted(known, key=lambda n: abs(n - size))[:2]
-            raise ValueError(
-                f"{given}: {name} {size} is not divisible by --micro-batch-size {config.training.micro_batch_size} x "
-                f"{layout.dp} data-parallel ranks = {once}; use {' or '.join(map(str, dict.fromkeys(fits)))}"
-            )
+def _check_ramp(config: Config) -> None:
+    """INCREMENT of --rampup-batch-size must lead from START to --global-batch-size."""
+    ramp = config.training.rampup_batch_size
+    if ramp and (complaint := config.batch_sizes.complaint()):
+        raise ValueError(f"--rampup-batch-size {' '.join(map(str, ramp))}: {complaint}")
 
 
 def check_block_runs(config: Config, layout: Layout) -> None:
@@ -226,13 +213,5 @@ def _grad_dtype(config: Config) -> str:
 
 
 def _global_batch(config: Config, layout: Layout) -> int:
-    micro = config.training.micro_batch_size
-    once = micro * layout.dp
-    asked = config.training.global_batch_size or once
-    if asked % once:
-        fits = max(once, asked // once * once)
-        raise ValueError(
-            f"--global-batch-size {asked} is not divisible by --micro-batch-size {micro} x {layout.dp} "
-            f"data-parallel ranks = {once}; use {fits} or {fits + once}"
-        )
-    return asked
+    """Return it as asked; else a micro-batch on every data-parallel rank."""
+    return config.training.global_batch_size or config.training.micro_batch_size * layout.dp

@@ -30,7 +30,7 @@ NO_WORK = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "_unsa
 RESULTS = ("out", "grad_input")  # names of arguments that are written, not read
 OVERWRITES = ("copy_", "zero_", "fill_")  # do not read what they write
 ATTENTION = ("attention", "varlen_attn")  # parts of the names of fused kernels: torch's own, and that of documents
-LOOKUPS = ("embedding", "index_select", "gather", "index_add_", "scatter_add_")
+LOOKUPS = ("embedding", "index_select", "gather", "index_add_", "scatter_add_", "add_rows_")
 
 
 class Product(NamedTuple):

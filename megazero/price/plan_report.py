@@ -11,6 +11,7 @@ from megazero.model.stage import declare
 from megazero.plan.layers import num_parameters
 from megazero.plan.operations import Backward, BackwardWeights, Forward, Recompute
 from megazero.price.plan import SECONDS_PER_DAY, Plan, advice, as_json
+from megazero.price.report import padding_warning, padding_words
 from megazero.price.stage_bytes import KINDS
 
 if TYPE_CHECKING:
@@ -39,7 +40,10 @@ def show(plan: Plan, console: Console) -> None:
     console.print(
         f"{parameters / 1e9:.2f} B parameters on {plan.layout.world_size} x {plan.device.name}: "
         f"{plan.layout}, {config.micro_batches(plan.layout.dp)} micro-batches of {config.training.micro_batch_size}"
+        f"{padding_words(config, plan.layout)}"
     )
+    if warning := padding_warning(config, plan.layout):
+        console.print(f"warning: {warning}", highlight=False)
     for table in _bytes_tables(plan):
         console.print(table)
     if len(plan.stages) > MOST_ROWS:

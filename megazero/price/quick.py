@@ -124,7 +124,7 @@ def way_out(config: Config, world_size: int, available: int) -> Iterator[str]:
         yield f"this model on these ranks with {SHARDED}"
         return
     ranks = next((n for n in _powers(MOST_RANKS) if n > 1 and ceiling(flat, n) <= usable), 0)
-    if ranks and (flat.training.global_batch_size or ranks) % ranks == 0:
+    if ranks and (flat.training.global_batch_size or ranks) >= ranks:
         each = size(ceiling(flat, ranks))
         yield f"this model on {ranks} machines like this one, a rank on each, with {SHARDED} (at most {each} per rank)"
     lower = SHARDED if world_size > 1 else SHORT

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from megazero.config.batch_sizes import micro_batches
 from megazero.config.schema import BYTES, Config
 from megazero.model.stage import declare
 from megazero.plan.layers import non_block_costs, stage_units
@@ -132,6 +133,24 @@ def most_queued(config: Config, layout: Layout) -> int:
             elif isinstance(op, BackwardWeights):
                 now -= costs[op.layer].queued
     return most
+
+
+def padding_words(config: Config, layout: Layout) -> str:
+    """Name the samples of an iteration that are padding; empty where none is."""
+    padding = config.padding(layout.dp)
+    return f", {padding} of {config.training.global_batch_size + padding} samples padding" if padding else ""
+
+
+def padding_warning(config: Config, layout: Layout) -> str:
+    """Name the data-parallel ranks that compute padding alone; empty where there are none."""
+    training = config.training
+    real = micro_batches(training.global_batch_size, training.micro_batch_size, 1)
+    if real >= layout.dp:
+        return ""
+    return (
+        f"{layout.dp - real} of {layout.dp} data-parallel ranks compute padding alone: --global-batch-size "
+        f"{training.global_batch_size} is {real} x --micro-batch-size {training.micro_batch_size}"
+    )
 
 
 def queue_line(config: Config, layout: Layout) -> str:

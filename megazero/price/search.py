@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from megazero.config.batch_sizes import micro_batches
 from megazero.config.limits import divisors
 from megazero.config.schema import BYTES, Config
 from megazero.config.validate import check_values
@@ -90,24 +91,24 @@ def candidates(config: Config, world: int, device: Device) -> Iterator[Candidate
             continue
         for pp in divisors(data_parallel_size(world, tp=tp)):
             dp = data_parallel_size(world, pp, tp)
-            if pp > min(model.num_layers, MOST_STAGES) or batch % dp:
+            if pp > min(model.num_layers, MOST_STAGES) or batch < dp:
                 continue
+            share = micro_batches(batch, 1, dp)  # samples of the first replica, which has most
             node = max(1, device.devices_per_node // tp)
             zeros = [(0, 0), (1, 0), (2, 0), (3, 0)] if dp > 1 else [(0, 0)]
             if 1 < node < dp and dp % node == 0:
                 zeros += [(1, node), (2, node), (3, node)]
-            micro_batches = [n for n in MICRO_BATCHES if batch // dp % n == 0]
+            sizes = [n for n in MICRO_BATCHES if share % n == 0]
             schedules = [s for s in SCHEDULES if pp > 1 and pp * s[1] <= model.num_layers] or [SCHEDULES[0]]
             keeps = [("none", False), ("selective", False), ("full", False)] + [("full", True)] * (tp > 1)
             if config.activations.checkpoint_in_cpu:
                 keeps = keeps[2:]
             for (schedule, chunks), (stage, shard), (recompute, partition), sequence, micro in itertools.product(
-                schedules, zeros, keeps, (False, True) if tp > 1 else (False,), micro_batches
+                schedules, zeros, keeps, (False, True) if tp > 1 else (False,), sizes
             ):
                 if sequence and (partition or micro * model.seq_length % tp):
                     continue
-                each = batch // dp // micro
-                if schedule == "zero-bubble-v" and pp * each > MOST_OF_A_V:
+                if schedule == "zero-bubble-v" and pp * (share // micro) > MOST_OF_A_V:
                     continue
                 yield Candidate(tp, pp, schedule, chunks, stage, shard, recompute, partition, sequence, micro)
 
@@ -180,7 +181,8 @@ class Terms:
         return self.device.usable_bytes(layout)
 
     def micro_batches(self, c: Candidate) -> int:
-        return self.config.training.global_batch_size // c.micro_batch // data_parallel_size(self.world, c.pp, c.tp)
+        dp = data_parallel_size(self.world, c.pp, c.tp)
+        return micro_batches(self.config.training.global_batch_size, c.micro_batch, dp)
 
     def memory(self, c: Candidate) -> float:
         """The least bytes of a device of the first stage."""
@@ -259,8 +261,8 @@ class Search:
             # no layout, or no vocabulary: what training would say
             resolve(config, self.world, vocabulary, declare)
             raise ValueError(
-                f"--global-batch-size {batch} on --world-size {self.world}: no layout gives every data-parallel rank "
-                f"the same number of samples; use {max(1, batch // self.world) * self.world}"
+                f"--global-batch-size {batch} on --world-size {self.world}: no layout gives every data-parallel rank a "
+                f"sample; use {self.world}"
             )
         self.played = 0
         self.total = len(self.found) + TRIED * COST_OF_PLAYING

@@ -10,6 +10,7 @@ import torch
 
 from megazero.comm.collectives import MIN
 from megazero.comm.mesh import Mesh
+from megazero.config.batch_sizes import PADDING
 from megazero.plan.layers import End, Layers
 from megazero.plan.operations import Backward, Forward, Op
 from megazero.train.interpreter import Interpreter
@@ -81,7 +82,10 @@ def first_bad_result(mesh: Mesh, inspector: Inspector, samples: Sequence[tuple[i
 
 
 def samples_text(numbers: Sequence[int]) -> str:
-    """Name samples: "sample 7", "samples 4 to 7", "samples 1, 5"."""
+    """Name samples: "sample 7", "samples 4 to 7", "samples 1, 5"; "padding" where there is none."""
+    numbers = [number for number in numbers if number != PADDING]
+    if not numbers:
+        return "padding"
     if len(numbers) == 1:
         return f"sample {numbers[0]}"
     if list(numbers) == list(range(numbers[0], numbers[0] + len(numbers))):

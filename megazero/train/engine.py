@@ -15,6 +15,7 @@ from megazero.activations.store import KeptInputs
 from megazero.checkpoint import LocalShard
 from megazero.comm.collectives import MIN
 from megazero.comm.mesh import Mesh
+from megazero.config.batch_sizes import micro_batches
 from megazero.config.schema import Config
 from megazero.memory.tracker import MemoryTracker
 from megazero.model.context import DTYPES, Context, DeviceBatch, ResidualStream
@@ -168,8 +169,11 @@ class Engine:
 
     # -- a step
 
-    def train_step(self, iteration: int, batches: Sequence[Batch]) -> StepResult:
+    def train_step(self, iteration: int, batches: Sequence[Batch], samples: int = 0) -> StepResult:
         """Run one iteration, counted from 1, over this rank's micro-batches.
+
+        Args:
+            samples: of the global batch, without padding; 0: no rank has any.
 
         Note [one wait]: this process runs ahead of a GPU, but for one place: between gradients and update it reads the
         number of targets, the loss and the norm, all at once. Then it knows whether the step is skipped and why, before
@@ -178,8 +182,9 @@ class Engine:
         optimizer, interpreter = self.config.optimizer, self.interpreter
         scale = self.scale.value if self.scale else 1.0
         # Note [the divisor in fp16]: divided by the targets of a global batch of millions, the first gradients of fp16
-        # are below its range. So they are divided by the targets of a mean micro-batch, and their sum by `parts`.
-        parts = len(batches) * self.mesh.dp.size if self.scale else 1
+        # are below its range. So they are divided by the targets of a mean micro-batch, and their sum by `parts`: the
+        # number of micro-batches, the same in every layout, since those of padding do not count.
+        parts = self._parts(batches, samples) if self.scale else 1
         self.begin()
         step = self.program(self.config.parallel.pipeline_schedule, len(batches))
         uploaded = self._upload(batches, training=True)
@@ -215,6 +220,11 @@ class Engine:
         means = tuple(loss / n if n else None for loss, n in zip(sums, targets_by_corpus, strict=True))
         by_corpus = means if self.num_corpora > 1 else ()
         return StepResult(mean, norm, lr, scale, skipped, skip_reason, gradient_bytes, by_corpus)
+
+    def _parts(self, batches: Sequence[Batch], samples: int) -> int:
+        """Count the micro-batches of all replicas that are not padding."""
+        each = len(batches[0].samples)
+        return micro_batches(samples or len(batches) * each * self.mesh.dp.size, each, 1)
 
     def _step_params(self, lr: float, divisor: float) -> StepParams:
         number = torch.full((), self.updates + 1.0, dtype=torch.float32, device=self.mesh.device)

@@ -19,7 +19,7 @@ from megazero.memory.host import Machine
 from megazero.model.stage import declare
 from megazero.plan.layers import num_parameters
 from megazero.plan.topology import Layout
-from megazero.price.report import queue_line, table
+from megazero.price.report import padding_warning, padding_words, queue_line, table
 from megazero.price.stage_bytes import KINDS, StageBytes, stage_bytes
 from megazero.train.progress_line import tell
 from megazero.train.start_notes import Processor, device_words, kept, large_vocabulary
@@ -77,13 +77,13 @@ def screen(
         "memory": _memory(config, layout, machine),
         "plan": f"{training.train_iters:,} iterations of {training.global_batch_size:,} samples ("
         + (f"{layout.dp} ranks x " if layout.dp > 1 else "")
-        + f"{parts}) of {model.seq_length:,} tokens: {count(tokens)} tokens"
+        + f"{parts}{padding_words(config, layout)}) of {model.seq_length:,} tokens: {count(tokens)} tokens"
         + (f", {tokens / corpus:{'.2g' if tokens < corpus else ',.1f'}} epochs" if corpus else ""),
         "options": " ".join(options(asked)),
         "defaults": chosen,
         "kept": kept(config),
         "note": large_vocabulary(config, num_ids),
-        "warning": _queue_warning(config, layout),
+        "warning": "\n".join(filter(None, (padding_warning(config, layout), _queue_warning(config, layout)))),
     }
     return [line for name, text in told.items() if text for line in _paragraph(name, text)]
 

@@ -79,17 +79,17 @@ class Trainer:
         card = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else ""
         self.peak_flops = peak_flops(card, config.training)
 
-        def batches(dataset: Any, num_workers: int, ramp: BatchSizes | None = None) -> Batches:
+        def batches(dataset: Any, num_workers: int, sizes: BatchSizes) -> Batches:
             return Batches(
                 dataset,
+                config.model.seq_length,
+                sizes,
                 config.training.micro_batch_size,
-                config.micro_batches(mesh.layout.dp),
                 mesh.dp.rank,
                 mesh.dp.size,
                 eod=eod if config.data.eod_mask_loss else None,
                 document_end=eod if config.data.reset_attention_mask or config.data.reset_position_ids else None,
                 num_workers=num_workers,
-                ramp=ramp,
             )
 
         self.datasets = datasets
@@ -98,7 +98,10 @@ class Trainer:
         self.train_batches = batches(datasets.train, config.data.num_workers, config.batch_sizes)
         workers = config.data.num_workers if config.evaluation.eval_only else 0
         split = config.evaluation.eval_split
-        self.evaluator = Evaluator(config, self.engine, datasets, split, lambda samples: batches(samples, workers))
+        full = BatchSizes(config.training.global_batch_size)
+        self.evaluator = Evaluator(
+            config, self.engine, datasets, split, lambda samples: batches(samples, workers, full)
+        )
 
     def say(self, text: str) -> None:
         if self.leads:
@@ -204,7 +207,7 @@ class Trainer:
         self.watchdog.doing = f"reading the batch of iteration {progress.iteration + 1}"
         batches = self.train_batches.batch(progress.consumed_samples)
         self.watchdog.doing = f"iteration {progress.iteration + 1}"
-        result = self.engine.train_step(progress.iteration + 1, batches)
+        result = self.engine.train_step(progress.iteration + 1, batches, size)
         seconds = time.perf_counter() - start
         progress.iteration += 1
         progress.consumed_samples += size

@@ -36,6 +36,9 @@ def test_kernels_on_one_gpu_are_torchs_operators(dtype: torch.dtype) -> None:
         kernel_checks.check_norms(700, columns, dtype, "cuda")
     for columns in (5, 11008):
         kernel_checks.check_swiglu(100, columns, dtype, "cuda")
+        kernel_checks.check_gelu(700, columns, dtype, "cuda")
+    kernel_checks.check_rotary(dtype, "cuda", 32, 8, 128)
+    kernel_checks.check_add_rows(dtype, "cuda", 1100, 1600)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

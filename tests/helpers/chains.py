@@ -55,6 +55,7 @@ LAYOUTS: dict[str, Layout] = {
     "pp2 dp2 zero-bubble": (4, {PP: 2, "pipeline_schedule": "zero-bubble"}, {"zero_stage": 2}),
     "pp2 tp2": (4, {PP: 2, TP: 2}, {}),
     "pp4 by hand": (4, {PP: 4, "pipeline_split": "2,1,1,1"}, {}),
+    "dp3 zero3": (3, {}, {"zero_stage": 3}),  # which cannot share a batch of 8 equally
 }
 
 

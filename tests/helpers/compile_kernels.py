@@ -26,6 +26,7 @@ from triton.runtime.driver import driver
 from megazero.model.dropout import Dropout, Rows
 from megazero.model.kernels import operators
 from megazero.model.kernels.table import TRITON
+from megazero.model.rotary import Rotary
 
 
 class Driver:
@@ -51,7 +52,7 @@ def launch_all() -> None:
         x = torch.zeros(2, columns, dtype=dtype)
         dropout = Dropout(0.1, 0, 0, "mlp", TRITON.dropout)
         dropout(x, rows)
-        dropout(x, rows, x)
+        dropout.onto(x, x, rows)
         labels, numbers = torch.zeros(2, dtype=torch.int64), torch.zeros(2)
         TRITON.loss.sums(x, labels, columns - 3)
         TRITON.loss.grad_(x, labels, columns - 3, numbers, numbers)
@@ -64,7 +65,15 @@ def launch_all() -> None:
             TRITON.rms_norm_grad(x, x, weight, numbers, residual)
             TRITON.layer_norm_grad(x, x, weight, weight, numbers, numbers, residual)
         operators.swiglu(torch.zeros(2, 2 * columns, dtype=dtype))
-        operators.swiglu_grad_(x, torch.zeros(2, 2 * columns, dtype=dtype))
+        operators.swiglu_grad(x, torch.zeros(2, 2 * columns, dtype=dtype))
+        operators.gelu_grad_(x, x.clone())
+        many = torch.zeros(40, dtype=torch.int64)
+        operators.add_rows(x.float(), many, many == 0, torch.zeros(40, columns, dtype=dtype))
+    for dim, dtype in ((64, torch.bfloat16), (128, torch.bfloat16), (128, torch.float32)):
+        tables = Rotary(dim, 10000.0).tables(2, dtype, torch.device("cpu"))
+        heads = tuple(torch.zeros(1, 2, n, dim, dtype=dtype) for n in (32, 8, 8))
+        for positions in (None, torch.zeros(1, 2, dtype=torch.int64)):
+            operators.rotary(heads, heads, tables, positions, positions is None)
 
 
 def resources(kernel: Any) -> tuple[int, int]:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from megazero.model.dropout import Dropout, Rows
 from megazero.model.fused_ops import PLAIN
 from megazero.model.kernels.table import EAGER, TRITON, LossKernels
+from megazero.model.rotary import Rotary
 
 
 def randn(*shape: int, dtype: torch.dtype, device: str, seed: int = 0) -> torch.Tensor:
@@ -168,4 +169,59 @@ def check_swiglu(rows: int, columns: int, dtype: torch.dtype, device: str) -> No
     assert TRITON.swiglu is not None
     for swiglu, roundings in ((TRITON.swiglu, 1), (PLAIN.swiglu, 4)):  # torch's operators round in between, too
         assert_near(swiglu.forward(x), wanted.detach(), dtype, roundings)
-        assert_near(swiglu.grad(dy.clone(), x.clone()), dx, dtype, roundings)
+        assert_near(swiglu.grad(dy.clone(), x.clone())[0], dx, dtype, roundings)
+
+
+def check_gelu(rows: int, columns: int, dtype: torch.dtype, device: str) -> None:
+    """Compare with plain PyTorch in fp64, the sum over tokens too; from where exp overflows to where it is 0."""
+    x, dy = (randn(rows, columns, dtype=dtype, device=device, seed=i) for i in range(2))
+    x[0, :4] = torch.tensor([-200.0, 200.0, 0.0, -0.0])
+    exact = x.double().requires_grad_()
+    wanted = F.gelu(exact, approximate="tanh")
+    (dx,) = torch.autograd.grad(wanted, exact, dy.double())
+    assert TRITON.gelu is not None
+    for gelu in (TRITON.gelu, PLAIN.gelu):
+        assert_near(gelu.forward(x), wanted.detach(), dtype)
+        found, summed = gelu.grad(dy.clone(), x.clone())
+        assert_near(found, dx, dtype)
+        assert (summed is None) == (gelu is PLAIN.gelu)
+        if summed is not None:
+            assert_near(summed, dx.sum(0), torch.float32)
+
+
+def check_rotary(dtype: torch.dtype, device: str, heads: int = 3, groups: int = 1, dim: int = 12) -> None:
+    """Compare with products of complex numbers in fp64: forward and back, of strided tensors, at given positions."""
+    b, s = 2, 3
+    rotary = Rotary(dim, 100.0)
+    tables = rotary.tables(s + 4, dtype, torch.device(device))
+    angles = torch.arange(s + 4.0)[:, None, None].double() * rotary.frequencies(torch.device("cpu")).double()
+    pair = [randn(b, s, heads if i == 0 else groups, dim, dtype=dtype, device=device, seed=i) for i in range(3)]
+    strided = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in pair]
+    for positions in (None, torch.tensor([[0, 1, 0], [4, 5, 6]], device=device)):
+        at = torch.arange(s).expand(b, s) if positions is None else positions.cpu()
+        for given, back in ((pair, False), (strided, True)):
+            turn = torch.polar(torch.ones_like(angles[at]), -angles[at] if back else angles[at])
+            for kernels in (EAGER, TRITON):
+                joined = torch.full((b, s, groups, 2, dim), torch.nan, dtype=dtype, device=device)
+                results = (torch.empty_like(pair[0]), *joined.unbind(3))
+                kernels.rotary(tuple(given), results, tables, positions, back)
+                for x, found in zip(given[:2], results[:2], strict=True):
+                    halves = x.cpu().double().unflatten(-1, (2, -1))
+                    turned = torch.complex(halves[..., 0, :], halves[..., 1, :]) * turn
+                    # the tables are rounded, to fp32 at the least, where the angles too are
+                    assert_near(found.cpu(), torch.cat([turned.real, turned.imag], -1), dtype, 4)
+                assert torch.equal(results[2], given[2])
+
+
+def check_add_rows(dtype: torch.dtype, device: str, total: int = 11, columns: int = 20) -> None:
+    """Compare with sums in fp64: places that repeat within a piece and over several, and places of other ranks."""
+    rows = torch.tensor([3, 0, 3, 3, 1, 3, 3, 3, 5, 3, 5], device=device).repeat(-(-total // 11))[:total]
+    mine = torch.arange(total, device=device) % 5 != 3
+    values, table = (randn(n, columns, dtype=d, device=device) for n, d in ((total, dtype), (6, torch.float32)))
+    wanted = table.double().index_add(0, rows[mine], values[mine].double())
+    for kernels in (EAGER, TRITON):
+        found = [table.clone() for _ in range(2)]
+        for into in found:
+            kernels.add_rows(into, torch.where(mine, rows, 0), mine, values)
+        assert_near(found[0], wanted, torch.float32)
+        assert torch.equal(*found)

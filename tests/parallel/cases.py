@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from megazero.comm.mesh import Mesh
+from megazero.config.batch_sizes import PADDING
 from megazero.config.schema import (
     ActivationConfig,
     Config,
@@ -69,6 +70,12 @@ class Case(NamedTuple):
     corpora: int = 1
     device: str = "cpu"
     graphs: bool = False
+    micro_batch_size: int = 0  # 0: the batch is whole micro-batches, equally many on each replica
+
+    @property
+    def samples(self) -> int:
+        """Samples of a micro-batch."""
+        return self.micro_batch_size or self.batch // self.dp // self.micro_batches
 
     @property
     def layout(self) -> Layout:
@@ -100,6 +107,7 @@ class Case(NamedTuple):
         words += [self.device.replace(" ", "-")] * (self.device != "cpu")
         words += [f"corpora{self.corpora}"] * (self.corpora > 1)
         words += [f"batch{self.batch}"] * (self.batch != 12)
+        words += [f"by{self.micro_batch_size}"] * bool(self.micro_batch_size)
         words += [f"{n}={getattr(self.model, n)}" for n in names if getattr(self.model, n) != getattr(MODEL, n)]
         return "-".join(words)
 
@@ -110,7 +118,7 @@ class Case(NamedTuple):
         config = Config(
             model=self.model,
             training=TrainingConfig(
-                micro_batch_size=self.batch // self.dp // self.micro_batches,
+                micro_batch_size=self.samples,
                 global_batch_size=self.batch,
                 train_iters=STEPS,
                 precision=self.precision,
@@ -174,16 +182,18 @@ def reference_batches(case: Case) -> list[tuple[torch.Tensor, torch.Tensor, torc
 
 
 def micro_batches(case: Case, mesh: Mesh, step: int) -> list[MicroBatch]:
-    """This rank's: micro-batch m of rank r has samples (m dp + r) b ..."""
-    ids, labels, mask = global_batch(case, step)
-    starts = document_starts(case, ids)
-    b = case.batch // case.dp // case.micro_batches
-    found = []
+    """This rank's: micro-batch m of rank r has samples (m dp + r) b ...; behind the batch's last, padding."""
+    batch = global_batch(case, step)
+    starts, b, found = document_starts(case, batch[0]), case.samples, []
+    missing = case.micro_batches * case.dp * b - case.batch
+    assert 0 <= missing < case.dp * b, case
+    ids, labels, mask = (torch.cat([each, each.new_zeros(missing, each.shape[1])]) for each in batch)
+    if starts is not None:
+        starts = torch.cat([starts, starts.new_zeros(missing, starts.shape[1])])
     for m in range(case.micro_batches):
         start = (m * case.dp + mesh.dp.rank) * b
         part = slice(start, start + b)
-        first = step * case.batch + start
-        numbers = tuple(range(first, first + b))
+        numbers = tuple(step * case.batch + i if i < case.batch else PADDING for i in range(start, start + b))
         document = None if starts is None else starts[part]
         corpora = corpora_of(case, numbers) if case.corpora > 1 else ()
         found.append(MicroBatch(ids[part], labels[part], mask[part], numbers, document, corpora))
@@ -232,7 +242,7 @@ def train_on(
     for step in range(steps):
         batches = micro_batches(case, mesh, step)
         with around_step():
-            result = engine.train_step(step + 1, batches)
+            result = engine.train_step(step + 1, batches, case.batch)
         after = mesh.sent()
         outcome.losses.append(result.loss)
         outcome.norms.append(result.grad_norm)

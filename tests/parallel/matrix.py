@@ -51,6 +51,7 @@ FACTORS: Factors = {
     ),  # of heads that share keys and values
     "seq_length": (11, 12),  # under sp, 12 cuts in the middle of a sample
     "reset": tuple(RESETS),  # what restarts with a document
+    "short": (0, 1, 3),  # samples that the batch lacks: of half a micro-batch, or of one and a half
 }
 # The precisions that users train in, with what each may change: a smaller matrix.
 NUMBERS: Factors = {
@@ -62,13 +63,17 @@ NUMBERS: Factors = {
     "reduce_bucket_size": (40_000_000, 1000),
     "architecture": ("gpt2", "llama, 2 groups"),
     "reset": ("", "documents"),
+    "short": (0, 2),  # less of a batch would have more rounding
 }
 # The paths of a GPU, on the pretended one (tests/helpers/pretended_gpu): a matrix whose twin on a CPU is `FACTORS`.
 ON_GPU: Factors = {
     **dict.fromkeys(LAYOUT, (1, 2)),
     "device": ("pretended gpu",),
     "precision": ("fp64", "fp32", "bf16", "fp16"),
-    **{name: NUMBERS[name] for name in ("grad_dtype", "micro_batches", "reduce_bucket_size", "architecture", "reset")},
+    **{
+        name: NUMBERS[name]
+        for name in ("grad_dtype", "micro_batches", "reduce_bucket_size", "architecture", "reset", "short")
+    },
     **{name: FACTORS[name] for name in ("schedule", "zero", "zero_reduce_every", "zero_gather_every", "overlap_comm")},
     **{name: FACTORS[name] for name in ("recompute", "pa", "host", "md", "sp", "dropout", "untied", "frozen")},
     "graphs": (False, True),
@@ -131,6 +136,7 @@ RULES = [
         lambda graphs, dropout: not graphs or not dropout,
         lambda graphs, reset: not graphs or not reset,
     )),
+    Rule("a replica has one padded micro-batch at most", False, lambda short, dp: short < dp * SAMPLES),
     Rule("no third type", False, lambda grad_dtype, precision: grad_dtype in ("fp32", precision)),
 ]  # fmt: skip
 # What many rules name: at most one other factor is in a rule beside these.
@@ -164,7 +170,8 @@ def case_of(choice: Choice) -> Case:
             num_query_groups=int(groups.split()[0]) if groups else 0,
             **dropout,
         ),
-        batch=choice["dp"] * choice["micro_batches"] * SAMPLES,
+        batch=choice["dp"] * choice["micro_batches"] * SAMPLES - choice["short"],
+        micro_batch_size=SAMPLES if choice["short"] else 0,
         kernels="eager" if on_gpu else "auto",  # a GPU's are Triton's, interpreted: seconds a step
     )
 

@@ -95,6 +95,30 @@ def test_every_layout_is_the_same_model(case: Case, ranks) -> None:
 @pytest.mark.parametrize(
     "case",
     [
+        *(fp64(Case(dp=3, zero=z, micro_batches=3, batch=8, micro_batch_size=1)) for z in range(4)),
+        fp64(Case(dp=3, zero=3, micro_batches=1, batch=1, micro_batch_size=1)),  # one replica computes for three
+        fp64(Case(dp=3, zero=2, micro_batches=2, batch=4, micro_batch_size=1, corpora=4)),
+        *(
+            pytest.param(fp64(Case(pp=2, dp=3, zero=z, micro_batches=3, batch=8, micro_batch_size=1, schedule=s)),
+                         marks=pytest.mark.slow)
+            for z, s in enumerate(("1f1b", "gpipe", "zero-bubble", "1f1b"))
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_replicas_with_unequal_numbers_of_micro_batches_are_the_same_model(case: Case, ranks) -> None:
+    """A batch that three replicas cannot share equally: the first take one more."""
+    losses, norms = expected(case.model, case.frozen, case.batch, case.reset)
+    outcomes = ranks(case.world).run(train, case)
+    for outcome in outcomes:
+        assert relative_error(outcome.losses, losses) < TOLERANCE
+        assert relative_error(outcome.norms, norms) < TOLERANCE
+    check_bytes(case, outcomes)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
         fp64(Case(corpora=4)),
         fp64(Case(pp=2, dp=2, zero=2, micro_batches=3, recompute="full", corpora=4)),
         fp64(Case(dp=2, tp=2, zero=3, sp=True, micro_batches=1, corpora=4)),
@@ -190,7 +214,12 @@ def test_every_place_of_hidden_dropout_is_used(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(
     "case",
-    [Case(dp=2, zero=3, precision="fp64"), Case(pp=2, dp=2, zero=1, precision="fp64"), Case(tp=2, precision="bf16")],
+    [
+        Case(dp=2, zero=3, precision="fp64"),
+        Case(pp=2, dp=2, zero=1, precision="fp64"),
+        Case(tp=2, precision="bf16"),
+        Case(dp=2, zero=3, precision="fp64", batch=9, micro_batches=3, micro_batch_size=2),
+    ],
     ids=str,
 )
 def test_evaluation_is_the_same_in_every_layout(case: Case, ranks) -> None:

@@ -19,6 +19,7 @@ LLAMA = replace(UNTIED, architecture="llama", num_query_groups=2, add_qkv_bias=T
 CASES = [
     Case(dp=2, tp=2, zero=2, recompute="full", pa=True, host=True, md=True, precision="bf16", grad_dtype="bf16"),
     Case(pp=2, dp=2, zero=3, recompute="selective", model=LLAMA, micro_batches=3),
+    Case(dp=3, zero=2, micro_batches=3, batch=8, micro_batch_size=1),
 ]
 SLOW = [
     Case(pp=2, tp=2, zero=1, recompute="full", md=True, sp=True, schedule="gpipe", micro_batches=3),

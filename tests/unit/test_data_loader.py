@@ -5,14 +5,16 @@ from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from megazero.comm.mesh import Mesh
-from megazero.config.batch_sizes import BatchSizes
+from megazero.config.batch_sizes import PADDING, BatchSizes, micro_batches
 from megazero.config.schema import Config, DataConfig, ModelConfig
+from megazero.data.blending import BlendedDataset
 from megazero.data.corpora import Datasets
 from megazero.data.loader import Assignment, Batches
 from megazero.data.samples import GPTDataset, WholeSplit
@@ -30,16 +32,76 @@ def dataset(tmp_path: Path) -> GPTDataset:
     return GPTDataset(write_corpus(tmp_path / "c", documents), "1", "train", seq_length=8, seed=1)
 
 
+def loader(dataset: Any, size: int, count: int, rank: int = 0, ranks: int = 1, **options: Any) -> Batches:
+    """Batches of `count` micro-batches of `size` samples on each rank."""
+    return Batches(dataset, 8, BatchSizes(size * count * ranks), size, rank, ranks, **options)
+
+
 @pytest.mark.parametrize(("size", "count", "ranks"), [(1, 1, 1), (2, 3, 4), (3, 2, 1), (1, 4, 3)])
 def test_ranks_share_a_step_without_gap_or_overlap(size: int, count: int, ranks: int) -> None:
-    steps = [Assignment(size, count, rank, ranks).samples(1000) for rank in range(ranks)]
+    sizes = BatchSizes(size * count * ranks)
+    steps = [Assignment(size, sizes, rank, ranks).samples(1000) for rank in range(ranks)]
     for m in range(count):
         for rank in range(ranks):
             first = 1000 + (m * ranks + rank) * size
             assert steps[rank][m] == tuple(range(first, first + size))
     numbers = sorted(i for step in steps for row in step for i in row)
     assert numbers == list(range(1000, 1000 + size * count * ranks))
-    assert Assignment(size, count, 0, ranks).samples_per_step(1000) == size * count * ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("batch", range(1, 12))
+def test_the_first_ranks_take_what_is_left(batch: int, size: int, ranks: int) -> None:
+    """A batch of any size: every sample once, all ranks the same number of micro-batches, the first ranks' real."""
+    steps = [Assignment(size, BatchSizes(batch), rank, ranks).samples(1000) for rank in range(ranks)]
+    served = [i for step in steps for row in step for i in row]
+    assert sorted(i for i in served if i != PADDING) == list(range(1000, 1000 + batch))
+    assert {len(step) for step in steps} == {micro_batches(batch, size, ranks)}
+    assert all(len(row) == size for step in steps for row in step)
+    real = [sum(row[0] != PADDING for row in step) for step in steps]
+    assert real == sorted(real, reverse=True) and real[0] - real[-1] <= 1
+    assert real[0] == len(steps[0])  # no round is padding alone
+    partly = [row for step in steps for row in step if row[0] != PADDING == row[-1]]
+    assert len(partly) == (batch % size > 0)
+
+
+class Counted:
+    """Samples that note which of them were read."""
+
+    def __init__(self, samples: GPTDataset) -> None:
+        self.samples, self.read = samples, list[int]()
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        self.read.append(index)
+        return self.samples[index]
+
+
+def test_padding_is_not_read_and_does_not_count(dataset: GPTDataset) -> None:
+    """Two micro-batches of 2 on each of 3 ranks, of a batch of 7: a half one, and two of padding alone."""
+    data, found = Counted(dataset), []
+    for rank in range(3):
+        found.append(Batches(data, 8, BatchSizes(7), 2, rank, 3, eod=EOD, document_end=EOD).batch(7))
+    assert sorted(data.read) == list(range(7, 14))
+    assert [[micro.samples for micro in rank] for rank in found] == [
+        [(7, 8), (13, PADDING)],
+        [(9, 10), (PADDING, PADDING)],
+        [(11, 12), (PADDING, PADDING)],
+    ]
+    for micro in (micro for rank in found for micro in rank):
+        padding = [number == PADDING for number in micro.samples]
+        assert micro.ids[padding].eq(0).all() and micro.labels[padding].eq(0).all()
+        assert micro.loss_mask[padding].eq(0).all() and micro.document_starts[padding].eq(0).all()
+        assert micro.loss_mask[[not each for each in padding]].sum(-1).gt(0).all()
+        assert micro.ids.shape == micro.labels.shape == micro.loss_mask.shape == (2, 8)
+
+
+def test_padding_is_of_no_corpus(dataset: GPTDataset) -> None:
+    """A blend is not asked which of its corpora serves a padded sample."""
+    blend = BlendedDataset([dataset, dataset], [1, 3])
+    first, last = (Batches(blend, 8, BatchSizes(3), 2, rank, 2).batch(0) for rank in range(2))
+    assert [micro.corpora for micro in first] == [tuple(blend.locate(i)[0] for i in (0, 1))]
+    assert [micro.corpora for micro in last] == [(blend.locate(2)[0], 0)]
 
 
 def megatron_batch(consumed: int, full: int, start: int, increment: int, samples: int) -> int:
@@ -63,7 +125,7 @@ def test_a_growing_batch_is_megatrons_and_leaves_no_sample_out(dataset: GPTDatas
     assert BatchSizes(8).at(0) == BatchSizes(8).at(10**9) == 8
     ramp = BatchSizes(12, 4, 4, 20)
     for workers in (0, 1):
-        ranks = [Batches(dataset, 2, 3, rank, 2, num_workers=workers, ramp=ramp) for rank in range(2)]
+        ranks = [Batches(dataset, 8, ramp, 2, rank, 2, num_workers=workers) for rank in range(2)]
         consumed, served = 0, list[int]()
         for size in (4, 4, 4, 8, 12, 12):
             steps = [rank.batch(consumed) for rank in ranks]
@@ -75,8 +137,23 @@ def test_a_growing_batch_is_megatrons_and_leaves_no_sample_out(dataset: GPTDatas
             rank.close()
 
 
+def test_a_batch_grows_by_any_number(dataset: GPTDataset) -> None:
+    """Here by 3 samples, which two ranks with micro-batches of 2 cannot share."""
+    ramp = BatchSizes(11, 2, 3, 20)
+    ranks = [Batches(dataset, 8, ramp, 2, rank, 2, num_workers=1) for rank in range(2)]
+    consumed, served = 0, list[int]()
+    for size in (2, 2, 2, 2, 5, 5, 8, 11, 11):
+        steps = [rank.batch(consumed) for rank in ranks]
+        assert [len(step) for step in steps] == [-(-size // 4)] * 2 and ramp.at(consumed) == size
+        served += sorted(i for step in steps for micro in step for i in micro.samples if i != PADDING)
+        consumed += size
+    assert served == list(range(consumed))
+    for rank in ranks:
+        rank.close()
+
+
 def test_micro_batches_hold_the_samples_they_name(dataset: GPTDataset) -> None:
-    batch = Batches(dataset, 2, 3, dp_rank=1, dp_size=2).batch(24)
+    batch = loader(dataset, 2, 3, 1, 2).batch(24)
     assert [micro.samples for micro in batch] == [(26, 27), (30, 31), (34, 35)]
     for micro in batch:
         for j, index in enumerate(micro.samples):
@@ -89,8 +166,8 @@ def test_micro_batches_hold_the_samples_they_name(dataset: GPTDataset) -> None:
 
 
 def test_eod_mask_loss_masks_targets_whose_input_is_eod(dataset: GPTDataset) -> None:
-    masked = Batches(dataset, 4, 2, eod=EOD).batch(0)
-    plain = Batches(dataset, 4, 2).batch(0)
+    masked = loader(dataset, 4, 2, eod=EOD).batch(0)
+    plain = loader(dataset, 4, 2).batch(0)
     for micro, unmasked in zip(masked, plain, strict=True):
         assert torch.equal(micro.loss_mask, (micro.ids != EOD).float())
         assert 0 < micro.loss_mask.sum() < micro.loss_mask.numel()
@@ -100,7 +177,7 @@ def test_eod_mask_loss_masks_targets_whose_input_is_eod(dataset: GPTDataset) -> 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_documents_begin_where_megatron_has_them_begin(dataset: GPTDataset, workers: int) -> None:
     """Behind every end of document; a sample begins one."""
-    batches = Batches(dataset, 4, 2, document_end=EOD, num_workers=workers)
+    batches = loader(dataset, 4, 2, document_end=EOD, num_workers=workers)
     for micro in batches.batch(0) + batches.batch(8):
         wanted = torch.zeros_like(micro.ids)
         for row, place in (micro.ids == EOD).nonzero().tolist():
@@ -108,7 +185,7 @@ def test_documents_begin_where_megatron_has_them_begin(dataset: GPTDataset, work
         assert micro.document_starts is not None and torch.equal(micro.document_starts, wanted)
         assert wanted.any() and micro.loss_mask.eq(1).all()
     batches.close()
-    assert Batches(dataset, 4, 2, eod=EOD).batch(0)[0].document_starts is None
+    assert loader(dataset, 4, 2, eod=EOD).batch(0)[0].document_starts is None
 
 
 @pytest.mark.parametrize("count", [9, 10, 17, 480])
@@ -118,7 +195,7 @@ def test_a_whole_split_has_every_target_once(count: int, tmp_path: Path) -> None
     data = GPTDataset(write_corpus(tmp_path / "c", [ids]), "1", "train", seq_length=8, seed=1)
     whole = WholeSplit(data)
     steps = -(-len(whole) // 6)
-    micros = [micro for step in range(steps) for micro in Batches(whole, 3, 2).batch(6 * step)]
+    micros = [micro for step in range(steps) for micro in loader(whole, 3, 2).batch(6 * step)]
     counted = []
     for micro in micros:
         counts = micro.loss_mask.bool()
@@ -132,9 +209,7 @@ def flat(batch: list) -> list:
 
 
 def test_workers_change_nothing(dataset: GPTDataset) -> None:
-    arguments = {"micro_batch_size": 2, "num_micro_batches": 2, "dp_rank": 1, "dp_size": 2, "eod": EOD}
-    here = Batches(dataset, **arguments)
-    there = Batches(dataset, **arguments, num_workers=2)
+    here, there = (loader(dataset, 2, 2, 1, 2, eod=EOD, num_workers=workers) for workers in (0, 2))
     for consumed in [0, 8, 16, 24, 32, 400, 408, 8, 16]:  # in order, a jump ahead, and back
         assert flat(there.batch(consumed)) == flat(here.batch(consumed))
     there.close()
@@ -148,7 +223,7 @@ def test_errors_come_through(tmp_path: Path, num_workers: int) -> None:
     dataset = GPTDataset(prefix, "1", "train", 3, seed=1, vocab_size=256)
     (bad,) = [i for i in range(4) if 300 in GPTDataset(prefix, "1", "train", 3, seed=1)[i]]
     assert bad > 0  # so that the workers have started
-    batches = Batches(dataset, 1, 1, num_workers=num_workers)
+    batches = loader(dataset, 1, 1, num_workers=num_workers)
     for _ in range(2):  # the second time too, not the step after it
         with pytest.raises(ValueError, match=r"--data-path .*token id 300"):
             for consumed in range(bad + 1):
@@ -168,7 +243,7 @@ class WhoReads:
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
 def test_workers_read_and_nobody_else(num_workers: int) -> None:
     """Batches come from as many processes as were asked for, and without any from this one."""
-    batches = Batches(WhoReads(), 1, 1, num_workers=num_workers)
+    batches = loader(WhoReads(), 1, 1, num_workers=num_workers)
     readers = {int(batches.batch(step)[0].ids[0, 0]) for step in range(6)}
     batches.close()
     assert len(readers) == max(1, num_workers)

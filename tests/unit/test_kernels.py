@@ -73,8 +73,14 @@ def test_a_loss_that_is_not_finite_shows() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_norms_and_swiglu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs with several rows, one of them with fewer; columns that end within a block."""
+    """Programs with several turns, one of them with fewer; turns of one, two and four rows; columns that end within a
+    block.
+    """
     monkeypatch.setattr("megazero.model.kernels.triton_norm.PROGRAMS", 2)
+    kernel_checks.check_norms(11, 50, dtype, DEVICE)
+    monkeypatch.setattr("megazero.model.kernels.triton_norm.TURN", (128, 4))
+    kernel_checks.check_norms(5, 50, dtype, DEVICE)
+    monkeypatch.setattr("megazero.model.kernels.triton_norm.TURN", (64, 4))
     kernel_checks.check_norms(5, 50, dtype, DEVICE)
     kernel_checks.check_swiglu(2, 2100 if dtype == torch.float32 else 5, dtype, DEVICE)
 
@@ -82,11 +88,33 @@ def test_norms_and_swiglu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -
 def test_weight_gradients_do_not_depend_on_chance(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are added in a fixed order: row p, p + programs, ... by each program, then the programs."""
     monkeypatch.setattr("megazero.model.kernels.triton_norm.PROGRAMS", 2)
+    monkeypatch.setattr("megazero.model.kernels.triton_norm.TURN", (4096, 1))
     rstd = torch.ones(5, 1, device=DEVICE)
     x = torch.tensor([1e8, 1.0, 1.0, 2.0, -1e8], device=DEVICE)[:, None].expand(5, 16).contiguous()
     ones = torch.ones(5, 16, device=DEVICE)
     _, dweight = TRITON.rms_norm_grad(ones, x, ones[0], rstd)
     assert dweight.tolist() == [3.0] * 16  # (1e8 + 1 - 1e8) + (1 + 2), the first 1 lost in fp32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gelus_gradient_and_its_sum(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs with several rows, one of them with fewer; two blocks of columns, one of which ends within."""
+    monkeypatch.setattr("megazero.model.kernels.triton_gelu.BLOCK", 32)
+    monkeypatch.setattr("megazero.model.kernels.triton_gelu.PROGRAMS", 4)
+    kernel_checks.check_gelu(5, 50, dtype, DEVICE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rotary_positions(dtype: torch.dtype) -> None:
+    kernel_checks.check_rotary(dtype, DEVICE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_are_added_to_a_table(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of two places, of which runs cover several; a last piece that is not full."""
+    for size in (2, 3, 32):
+        monkeypatch.setattr("megazero.model.kernels.triton_rows.SIZE", size)
+        kernel_checks.check_add_rows(dtype, DEVICE)
 
 
 def test_wide_norms_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +153,8 @@ def test_a_trace_sees_what_a_launch_moves() -> None:
     # the head's, and a block's, which adds the residual's gradient
     assert moved["rms_norm_grad"] == {passes * x + row + 3 * weight for passes in (3, 4)}
     assert moved["swiglu"] == {3 * inner} and moved["swiglu_grad_"] == {5 * inner}
+    cosines, sines = 2 * 32 * 16, 2 * 32 * 8
+    assert moved["rotary_"] == {2 * 3 * x + cosines + sines}
     assert kept[0] == kept[1]
 
 
@@ -196,7 +226,8 @@ def test_every_kernel_compiles_for_gpus_that_are_not_there(capability: int) -> N
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
     assert {line.split()[0] for line in lines} == {
-        *("_dropout", "_sums", "_grad", "_rms_norm", "_norm_grad", "_swiglu", "_swiglu_grad")
+        *("_dropout", "_sums", "_grad", "_rms_norm", "_norm_grad", "_swiglu", "_swiglu_grad", "_gelu_grad"),
+        *("_rotary", "_pieces", "_runs"),
     }
     assert all(line.endswith(" 0 atomics, 0 spilled") for line in lines), done.stdout
     assert {line.split()[0] for line in lines if "16-byte loads" in line} == {line.split()[0] for line in lines}

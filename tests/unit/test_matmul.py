@@ -14,8 +14,8 @@ from megazero.comm.mesh import Mesh
 from megazero.comm.pretend import pretend_mesh
 from megazero.config.schema import Config, TrainingConfig
 from megazero.config.validate import check_device
+from megazero.model.kernels.table import EAGER
 from megazero.model.matmul import FASTER, Products, fastest_ratio, has_onednn, onednn_gain, writes_wide
-from megazero.model.vocabulary import add_rows
 from megazero.plan.topology import Layout
 from megazero.train.engine import Engine
 from megazero.train.matmul_backend import choose_matmul_backend
@@ -140,8 +140,10 @@ def test_rows_are_added_alike_on_every_device() -> None:
     wanted = torch.stack([values[rows == row].sum(0) for row in range(7)])
     for device in ("cpu", "cuda"):
         out = torch.zeros(7, 3, dtype=torch.float64)
-        there = SimpleNamespace(device=torch.device(device, 0), index_add_=out.index_add_, index_put_=out.index_put_)
-        add_rows(there, rows, values)
+        there = SimpleNamespace(
+            device=torch.device(device, 0), dtype=out.dtype, index_add_=out.index_add_, index_put_=out.index_put_
+        )
+        EAGER.add_rows(there, rows, torch.ones(50, dtype=torch.bool), values)
         assert torch.allclose(out, wanted, rtol=1e-14)
 
 

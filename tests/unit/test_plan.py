@@ -26,7 +26,7 @@ from megazero.price.kernels import Issue, Operator, Product, layer_events
 from megazero.price.network import Network, group_of
 from megazero.price.plan import Plan, advice, make_plan, plan_config
 from megazero.price.plan_report import summary
-from megazero.price.search import candidates
+from megazero.price.search import Search, candidates
 from megazero.price.search_report import command, run_search
 from megazero.price.simulate import simulate
 from megazero.price.stage_bytes import stage_bytes
@@ -233,6 +233,32 @@ def test_the_bubble_is_the_schedules(schedule: str, chunks: int, bubble: float) 
     found = step_parts(steps, simple(cluster_bandwidth=1e15, node_bandwidth=1e15))
     assert sum(found.parts.values()) == pytest.approx(found.seconds)
     assert found.parts["bubble"] / found.parts["compute"] == pytest.approx(bubble, rel=0.05)
+
+
+@pytest.mark.parametrize("stages", ["", "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble"])
+def test_a_step_of_unequal_shares_takes_as_long_as_the_longest(stages: str) -> None:
+    """8 samples on three replicas: bytes and seconds are those of 9, tokens and FLOPs those of 8."""
+    world, found = 6 if stages else 3, []
+    for batch in (8, 9):
+        asked = f"{SMALL} {stages} --zero-stage 2 --global-batch-size {batch} --world-size {world}"
+        found.append(make_plan(*plan_config(parse(f"{asked} --plan --device-type h100-80gb".split()))))
+    ours, whole = found
+    assert ours.layout.dp == 3 and ours.seconds == whole.seconds
+    assert [(stage.memory, stage.traffic) for stage in ours.stages] == [(s.memory, s.traffic) for s in whole.stages]
+    assert (ours.tokens, whole.tokens) == (8 * 32, 9 * 32)
+    assert ours.tflops == pytest.approx(whole.tflops * 8 / 9)
+
+
+def test_a_plan_names_padding(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = f"{SMALL} --plan --world-size 3 --device-type h100-80gb --micro-batch-size 2 --global-batch-size".split()
+    pretrain_gpt.main([*asked, "15"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "3 micro-batches of 2, 3 of 18 samples padding" in printed and "warning" not in printed
+    pretrain_gpt.main([*asked, "3"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "1 of 3 data-parallel ranks compute padding alone: --global-batch-size 3 is 2 x --micro-batch" in printed
+    pretrain_gpt.main([*asked, "18"])
+    assert "padding" not in capsys.readouterr().out
 
 
 def test_a_long_step_is_extended_from_two_short_ones() -> None:
@@ -470,6 +496,16 @@ def test_the_command_of_a_search_starts_the_ranks_that_were_planned(world: int, 
     plan = make_plan(*plan_config(config))
     assert plan.layout.world_size == world
     assert command(plan, config, argv) == f"{starts} {SMALL} --global-batch-size 120"
+
+
+def test_a_search_finds_layouts_for_a_batch_that_replicas_cannot_share_equally() -> None:
+    config = parse(f"{SEARCH} --plan-search --world-size 7 --device-type a100-80gb --global-batch-size 9".split())
+    found = list(candidates(config, 7, load_device("a100-80gb")))
+    assert {(c.tp, c.pp, c.micro_batch) for c in found} == {(1, 1, 1), (1, 1, 2)}
+    for c in found:
+        assert resolve(c.apply(config), 7, 0, declare)[0].micro_batches(7) == 2 // c.micro_batch
+    with pytest.raises(ValueError, match="no layout gives every data-parallel rank a sample; use 7"):
+        Search(replace(config, training=replace(config.training, global_batch_size=6)), load_device("a100-80gb"), 0)
 
 
 def test_a_search_needs_a_batch() -> None:

@@ -60,6 +60,20 @@ def test_a_screen_is_short_and_says_the_essentials() -> None:
     assert len(huge) <= 15 and all(len(line) <= 120 for line in huge)
 
 
+@pytest.mark.parametrize(
+    ("batch", "world", "said"),
+    [
+        (8, 3, "8 samples (3 ranks x 3 x micro-batch 1, 1 of 9 samples padding) of"),
+        (9, 3, "9 samples (3 ranks x 3 x micro-batch 1) of"),
+        (3, 8, "5 of 8 data-parallel ranks compute padding alone: --global-batch-size 3 is 3 x --micro-batch-size 1"),
+    ],
+)
+def test_padding_is_named(batch: int, world: int, said: str) -> None:
+    flags = f"--preset tiny --micro-batch-size 1 --global-batch-size {batch}"
+    words = " ".join(" ".join(shown(flags, world)).split())
+    assert said in words and ("padding" in said) == ("padding" in words)
+
+
 def test_the_plan_says_how_many_epochs() -> None:
     """1.23 M tokens, of a training split of which so many are known."""
     for corpus, said in (

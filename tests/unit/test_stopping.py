@@ -81,12 +81,13 @@ def test_the_stop_file(tmp_path: Path) -> None:
 WORKER = """
 import os, signal
 import numpy as np
+from megazero.config.batch_sizes import BatchSizes
 from megazero.data.loader import Batches
 class Slow:
     def __getitem__(self, i):
         return np.full(5, i)
 if __name__ == "__main__":
-    batches = Batches(Slow(), 1, 2, num_workers=1)
+    batches = Batches(Slow(), 4, BatchSizes(2), 1, num_workers=1)
     for step in range(6):
         os.killpg(0, signal.SIGTERM), os.killpg(0, signal.SIGUSR1), os.killpg(0, signal.SIGINT)
         print([batch.ids[0, 0].item() for batch in batches.batch(2 * step)], flush=True)

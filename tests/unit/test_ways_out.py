@@ -29,8 +29,6 @@ CASES = [
     ("--num-layers 7 --pipeline-model-parallel-size 4 --virtual-pipeline-stages 2 " + V, 4,
      "use at most * stages", "pipeline-model-parallel-size"),
     ("--pipeline-model-parallel-size 2 --virtual-pipeline-stages 3 " + V, 2, "use *, or", "virtual-pipeline-stages"),
-    ("--global-batch-size 7 --micro-batch-size 2", 3, "use *", "global-batch-size"),
-    ("--global-batch-size 100 --micro-batch-size 3", 4, "use *", "global-batch-size"),
     ("--global-batch-size 40000", 1, "use at most *, a larger", "global-batch-size"),
     ("--zero-shard-size 4", 6, "use *, or 0 for all", "zero-shard-size"),
     ("--zero-shard-size 4", 7, "use *, or 0 for all", "zero-shard-size"),
@@ -45,8 +43,8 @@ CASES = [
      "--tensor-model-parallel-size 4", 0, "use a --tensor-model-parallel-size of *, or", "tensor-model-parallel-size"),
     ("--architecture llama --num-query-groups 4 --tensor-model-parallel-size 5", 0,
      "use a --tensor-model-parallel-size of *, or", "tensor-model-parallel-size"),
-    ("--global-batch-size 64 --rampup-batch-size 4 6 1000", 4, "use *", "rampup-batch-size 4 {} 1000"),
-    ("--global-batch-size 56 --rampup-batch-size 8 3 1000", 4, "use *", "rampup-batch-size 8 {} 1000"),
+    ("--global-batch-size 64 --rampup-batch-size 4 7 1000", 4, "use *", "rampup-batch-size 4 {} 1000"),
+    ("--global-batch-size 56 --rampup-batch-size 8 49 1000", 4, "use *", "rampup-batch-size 8 {} 1000"),
 ]  # fmt: skip
 
 

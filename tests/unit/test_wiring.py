@@ -20,6 +20,7 @@ import torch
 
 import pretrain_gpt
 from megazero.comm.world import World
+from megazero.config.batch_sizes import BatchSizes
 from megazero.data import loader
 from megazero.model.kernels.table import EAGER
 from megazero.model.matmul import TORCH
@@ -215,14 +216,14 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
     },
     "Batches": {
         "dataset": As("Trainer.datasets.train"),
+        "seq_length": 8,
+        "sizes": As("Trainer.config.batch_sizes"),
         "micro_batch_size": 2,
-        "num_micro_batches": 2,
         "dp_rank": 0,
         "dp_size": 1,
         "eod": 256,
         "document_end": 256,
         "num_workers": 2,
-        "ramp": As("Trainer.config.batch_sizes"),
     },
     "Evaluator": {
         "config": CONFIG,
@@ -289,7 +290,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
 }
 
 LATER: list[tuple[str, int, Call]] = [  # part, number of a further call, what differs there
-    ("Batches", 1, {"dataset": As("Trainer.datasets.validation"), "num_workers": 0, "ramp": None}),
+    ("Batches", 1, {"dataset": As("Trainer.datasets.validation"), "num_workers": 0, "sizes": BatchSizes(4)}),
     ("upload_step", 2, {"batches": Kind("list"), "training": False}),
     ("learning_rate", 1, {"iteration": 2}),
     ("GPTDataset", 4, {"split_name": "test"}),
@@ -424,7 +425,7 @@ def test_processes_read_ahead_as_told(runs: Runs) -> None:
 
 def test_an_evaluation_reads_its_split_ahead(runs: Runs) -> None:
     _, call = calls_of(runs.evaluation, "Batches")
-    assert (call["num_workers"], call["ramp"], call["eod"], call["document_end"]) == (2, None, None, None)
+    assert (call["num_workers"], call["sizes"], call["eod"], call["document_end"]) == (2, BatchSizes(4), None, None)
     assert call["dataset"] is As("Trainer.datasets.test").found(runs.evaluation)
     found = runs.evaluated
     assert found["targets"] == 3 * 4 * 8  # --eval-iters x batch x sequence

@@ -1,4 +1,4 @@
-"""The loss over the vocabulary and norms by torch's operators, as functions below autograd.
+"""The loss over the vocabulary, norms, rotary positions and sums of rows by torch's operators, below autograd.
 
 Shapes: T tokens, h hidden, v vocabulary; /tp = this rank's part.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from megazero.model.fused_ops import is_stand_in, wide
+from megazero.model.rotary import RotaryTables, rotate
 
 LOGIT_CHUNK_BYTES = 1 << 20  # rows of logits that are worked on together: what stays in a core's cache
 
@@ -102,3 +103,31 @@ def layer_norm_grad(
 
 _LAYER_NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
 _ALL = (True, True, True)  # gradients of x, weight and bias
+
+
+def rotary(
+    given: tuple[torch.Tensor, ...],
+    results: tuple[torch.Tensor, ...],
+    tables: RotaryTables,
+    positions: torch.Tensor | None,
+    back: bool,
+) -> None:
+    """Rotate queries and keys into `results`, and copy values: three tensors [b, s, heads, d] each."""
+    q, k, v = given
+    tables = tables.at(positions, q.shape[1])
+    rotate(q, tables, back, results[0])
+    rotate(k, tables, back, results[1])
+    results[2].copy_(v)
+
+
+def add_rows(table: torch.Tensor, rows: torch.Tensor, mine: torch.Tensor, values: torch.Tensor) -> None:
+    """table [v, h] += values [T, h] at `rows` [T], which may repeat, where `mine`; the same bits every time.
+
+    On a GPU `index_add_` adds with atomics, in any order; an accumulating `index_put_` sorts the rows first, which on a
+    CPU, where both add in order, only takes longer.
+    """
+    values = values.masked_fill(~mine[:, None], 0).to(table.dtype)  # selecting rows would wait for the GPU
+    if table.device.type == "cpu":
+        table.index_add_(0, rows, values)
+    else:
+        table.index_put_((rows,), values, accumulate=True)

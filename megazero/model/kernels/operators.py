@@ -14,9 +14,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from megazero.model.dropout import Segment, scale_of, threshold_of
+from megazero.model.fused_ops import GELU_A, GELU_B
 from megazero.model.kernels import eager
+from megazero.model.rotary import RotaryTables
 
 DEVICES = ("CUDA", "CPU")
 WIDEST = 8192  # a norm's row, which a program has in registers; of a wider one torch's operators take care
@@ -149,6 +152,52 @@ def _swiglu_grad_stand_in(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def _launch_gelu_grad_(dy: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    from megazero.model.kernels import triton_gelu
+
+    return triton_gelu.gelu_grad_(dy, x, GELU_A, GELU_B)
+
+
+def _gelu_grad_stand_in(dy: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return dy, x.new_empty(x.shape[-1], dtype=torch.float32)
+
+
+def _launch_rotary_(*given: Any) -> None:
+    from megazero.model.kernels import triton_rotary
+
+    triton_rotary.launch(given[:3], given[3:6], *given[6:])
+
+
+def _rotary_stand_in(*_: Any) -> None:
+    return None
+
+
+def _launch_add_rows_(
+    table: torch.Tensor, rows: torch.Tensor, mine: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
+    from megazero.model.kernels import triton_rows
+
+    return triton_rows.add_rows_(table, rows.masked_fill(~mine, len(table)), values)
+
+
+def _add_rows_stand_in(table: torch.Tensor, *_: Any) -> torch.Tensor:
+    return table
+
+
+gelu_grad_ = _operator(
+    "gelu_grad_(Tensor(a!) dy, Tensor x) -> (Tensor(a!), Tensor)", _launch_gelu_grad_, _gelu_grad_stand_in
+)
+_ROTARY = _operator(
+    "rotary_(Tensor q, Tensor k, Tensor v, Tensor(a!) rotated_q, Tensor(b!) rotated_k, Tensor(c!) copied_v,"
+    " Tensor cos, Tensor sin, Tensor? positions, bool back) -> ()",
+    _launch_rotary_,
+    _rotary_stand_in,
+)
+add_rows = _operator(
+    "add_rows_(Tensor(a!) table, Tensor rows, Tensor mine, Tensor values) -> Tensor(a!)",
+    _launch_add_rows_,
+    _add_rows_stand_in,
+)
 _RMS_NORM = _operator(
     "rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)", _launch_rms_norm, _rms_norm_stand_in
 )
@@ -164,9 +213,14 @@ _LAYER_NORM_GRAD = _operator(
     _layer_norm_grad_stand_in,
 )
 swiglu = _operator("swiglu(Tensor x) -> Tensor", _launch_swiglu, _swiglu_stand_in)
-swiglu_grad_ = _operator(
+_SWIGLU_GRAD = _operator(
     "swiglu_grad_(Tensor dy, Tensor(a!) x) -> Tensor(a!)", _launch_swiglu_grad_, _swiglu_grad_stand_in
 )
+
+
+def swiglu_grad(dy: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+    """See `FusedOps`."""
+    return _SWIGLU_GRAD(dy, x), None
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -208,3 +262,19 @@ def dropout(
     """See `model.dropout.eager`, whose bits these are. Not for fp64."""
     flat = [number for segment in segments for number in segment]
     return _DROPOUT(x, residual, flat, threshold_of(probability), scale_of(probability))
+
+
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    """Return torch's, which is one kernel."""
+    return F.gelu(x, approximate="tanh")
+
+
+def rotary(
+    given: tuple[torch.Tensor, ...],
+    results: tuple[torch.Tensor, ...],
+    tables: RotaryTables,
+    positions: torch.Tensor | None,
+    back: bool,
+) -> None:
+    """See `eager.rotary`."""
+    _ROTARY(*given, *results, tables.cos, tables.sin, positions, back)

@@ -39,7 +39,14 @@ class Kernels(NamedTuple):
     rms_norm_grad: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     # (dy, x, weight, bias, mean, 1 / deviation, None or another gradient of x) -> dx, dweight, dbias
     layer_norm_grad: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-    swiglu: Activation | None  # None: that of `FusedOps`, which may be compiled
+    gelu: Activation | None  # None: that of `FusedOps`, which may be compiled; swiglu too
+    swiglu: Activation | None
+    # (q, k, v; as many results; tables; positions [b, s], None: 0 to s - 1; back): rotates q and k, copies v. All are
+    # [b, s, heads, d]; back: by the negative angle
+    rotary: Callable[..., None]
+    # (table [v, h], rows [T], which of them are this rank's, values [T, h]): adds values to rows, which may repeat; the
+    # same bits every time
+    add_rows: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], object]
 
 
 EAGER = Kernels(
@@ -49,6 +56,9 @@ EAGER = Kernels(
     eager.rms_norm_grad,
     eager.layer_norm_grad,
     None,
+    None,
+    eager.rotary,
+    eager.add_rows,
 )
 TRITON = Kernels(
     operators.dropout,
@@ -56,7 +66,10 @@ TRITON = Kernels(
     operators.rms_norm,
     operators.rms_norm_grad,
     operators.layer_norm_grad,
-    Activation(operators.swiglu, operators.swiglu_grad_),
+    Activation(operators.gelu, operators.gelu_grad_),
+    Activation(operators.swiglu, operators.swiglu_grad),
+    operators.rotary,
+    operators.add_rows,
 )
 
 

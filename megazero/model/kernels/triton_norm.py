@@ -1,8 +1,9 @@
 """Norms: RMSNorm's forward, and the backward of RMSNorm and LayerNorm, in one pass over their tensors each.
 
 Bytes per element of w bytes: 2 w forward; 3 w backward (x and dy read, dx written), 4 w if a residual's gradient is
-added. Weight gradients are summed by each program over every PROGRAMS-th row, in registers, and then over the programs
-by torch: always in the same order, without atomics. PROGRAMS does not depend on the GPU. Sums are in fp32.
+added. Weight gradients are summed by each program over every PROGRAMS-th group of rows, in registers, and then over the
+programs by torch: always in the same order, without atomics. Neither PROGRAMS nor TURN depends on the GPU. Sums are in
+fp32.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import triton
 import triton.language as tl
 
 PROGRAMS = 256  # several per multiprocessor of today's GPUs; their sums are 1/8 of x's bytes at 4096 tokens of 16 bit
+TURN = 4096, 4  # most elements, and rows, of a turn: narrow rows alone would leave most of the memory's rate unused
 
 
 @triton.jit
@@ -33,44 +35,48 @@ def _rms_norm(x, weight, y, rstds, columns, eps, BLOCK: tl.constexpr):
 @triton.jit
 def _norm_grad(
     dy, x, weight, means, rstds, residual, dx, dweights, dbiases, rows, columns,
-    CENTERED: tl.constexpr, ADDS: tl.constexpr, BLOCK: tl.constexpr,
+    CENTERED: tl.constexpr, ADDS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows p, p + programs, ... by program p. CENTERED: LayerNorm, with a mean and a bias. ADDS: a residual."""
+    """Groups of ROWS rows p, p + programs, ... by program p. CENTERED: LayerNorm, with a mean and a bias. ADDS: a
+    residual.
+    """
     program = tl.program_id(0)
-    column = tl.arange(0, BLOCK)
-    inside = column < columns
-    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    dweight = tl.zeros((BLOCK,), tl.float32)
-    dbias = tl.zeros((BLOCK,), tl.float32)
-    for row in range(program, rows, tl.num_programs(0)):
-        start = tl.cast(row, tl.int64) * columns
-        given = tl.load(x + start + column, mask=inside, other=0.0)
-        upper = tl.load(dy + start + column, mask=inside, other=0.0).to(tl.float32)
+    column = tl.arange(0, BLOCK)[None, :]
+    scale = tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32)
+    dweight = tl.zeros((ROWS, BLOCK), tl.float32)
+    dbias = tl.zeros((ROWS, BLOCK), tl.float32)
+    for first in range(program * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = first + tl.arange(0, ROWS)[:, None]
+        inside = (row < rows) & (column < columns)
+        at = row.to(tl.int64) * columns + column
+        given = tl.load(x + at, mask=inside, other=0.0)
+        upper = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
         value = given.to(tl.float32)
-        rstd = tl.load(rstds + row).to(tl.float32)
+        rstd = tl.load(rstds + row, mask=row < rows, other=0.0).to(tl.float32)
         if CENTERED:
-            value = tl.where(inside, value - tl.load(means + row).to(tl.float32), 0.0)
+            value = tl.where(inside, value - tl.load(means + row, mask=row < rows, other=0.0).to(tl.float32), 0.0)
         normed = value * rstd
         dweight += upper * normed
         dnormed = upper * scale
-        lower = dnormed - normed * (tl.sum(dnormed * normed, 0) / columns)
+        lower = dnormed - normed * (tl.sum(dnormed * normed, 1) / columns)[:, None]
         if CENTERED:
             dbias += upper
-            lower -= tl.sum(dnormed, 0) / columns
+            lower -= (tl.sum(dnormed, 1) / columns)[:, None]
         lower *= rstd
         if ADDS:
-            lower += tl.load(residual + start + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(dx + start + column, lower.to(given.dtype), mask=inside)
-    at = program.to(tl.int64) * columns
-    tl.store(dweights + at + column, dweight, mask=inside)
+            lower += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx + at, lower.to(given.dtype), mask=inside)
+    to = program.to(tl.int64) * columns + tl.arange(0, BLOCK)
+    inside = tl.arange(0, BLOCK) < columns
+    tl.store(dweights + to, tl.sum(dweight, 0), mask=inside)
     if CENTERED:
-        tl.store(dbiases + at + column, dbias, mask=inside)
+        tl.store(dbiases + to, tl.sum(dbias, 0), mask=inside)
 
 
-def _sizes(columns: int) -> dict[str, int]:
-    """Options of a launch with a whole row per program, 8 elements of it per thread, or 16 of the widest."""
+def _sizes(columns: int, rows: int = 1) -> dict[str, int]:
+    """Options of a launch with whole rows per program, 8 elements of them per thread, or 16 of the widest."""
     block = triton.next_power_of_2(columns)
-    return {"BLOCK": block, "num_warps": max(1, min(16, block // 256)), "enable_fp_fusion": False}
+    return {"BLOCK": block, "num_warps": max(1, min(16, rows * block // 256)), "enable_fp_fusion": False}
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,12 +113,14 @@ def norm_grad(
         residual = residual.contiguous()
     dx = torch.empty_like(x)
     rows = rstd.numel()
-    programs = min(rows, PROGRAMS)
+    most, together = TURN
+    together = max(1, min(together, most // triton.next_power_of_2(columns)))
+    programs = min(triton.cdiv(rows, together), PROGRAMS)
     parts = torch.empty(1 if mean is None else 2, programs, columns, dtype=torch.float32, device=x.device)
     if rows:
         _norm_grad[(programs,)](
             dy, x, weight, mean, rstd, residual, dx, parts[0], parts[-1], rows, columns,
-            CENTERED=mean is not None, ADDS=residual is not None, **_sizes(columns),
+            CENTERED=mean is not None, ADDS=residual is not None, ROWS=together, **_sizes(columns, together),
         )  # fmt: skip
     sums = parts.sum(1)
     return dx, sums[0], None if mean is None else sums[1]

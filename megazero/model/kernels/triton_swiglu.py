@@ -29,7 +29,7 @@ def _swiglu(x, y, columns, BLOCK: tl.constexpr):
 
 @triton.jit
 def _swiglu_grad(dy, x, columns, BLOCK: tl.constexpr):
-    """In place of x: what a program reads, it alone writes."""
+    """A row per program, in place of x."""
     row = tl.program_id(0).to(tl.int64)
     gates = x + row * 2 * columns
     for first in range(0, columns, BLOCK):

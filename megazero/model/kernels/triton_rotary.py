@@ -1,0 +1,94 @@
+"""Rotary positions of queries and keys, and the copy of values, in one launch each way.
+
+Bytes per element of w bytes: 2 w, and the tables' once. Torch's operators take eight launches and 11 w. Computed in
+fp32 and rounded once. Every tensor is seen as [b, s, heads, d], with any strides but for the last dim's, which is 1:
+gradients come as attention's backward makes them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _rotate(source, result, heads, half, head_in, head_out, cos, sin, HEADS: tl.constexpr, HALF: tl.constexpr):
+    """Rotate the heads of one token; the dims i and i + half of a head are rotated together."""
+    dim = tl.arange(0, HALF)[None, :]
+    for first in range(0, heads, HEADS):
+        head = first + tl.arange(0, HEADS)[:, None]
+        inside = (head < heads) & (dim < half)
+        given = tl.load(source + head * head_in + dim, mask=inside, other=0.0)
+        a, b = (
+            given.to(tl.float32),
+            tl.load(source + head * head_in + half + dim, mask=inside, other=0.0).to(tl.float32),
+        )
+        tl.store(result + head * head_out + dim, (a * cos - b * sin).to(given.dtype), mask=inside)
+        tl.store(result + head * head_out + half + dim, (b * cos + a * sin).to(given.dtype), mask=inside)
+
+
+@triton.jit
+def _copy(source, result, heads, dims, head_in, head_out, HEADS: tl.constexpr, DIMS: tl.constexpr):
+    dim = tl.arange(0, DIMS)[None, :]
+    for first in range(0, heads, HEADS):
+        head = first + tl.arange(0, HEADS)[:, None]
+        inside = (head < heads) & (dim < dims)
+        tl.store(result + head * head_out + dim, tl.load(source + head * head_in + dim, mask=inside), mask=inside)
+
+
+@triton.jit
+def _rotary(
+    q_in, k_in, v_in, q_out, k_out, v_out, cosines, sines, positions, heads, groups, length, half,
+    q_in_b, q_in_s, q_in_n, k_in_b, k_in_s, k_in_n, v_in_b, v_in_s, v_in_n,
+    q_out_b, q_out_s, q_out_n, k_out_b, k_out_s, k_out_n, v_out_b, v_out_s, v_out_n,
+    BACK: tl.constexpr, PLACED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """All heads of one token per program. BACK: by the negative angle. PLACED: positions are read."""
+    token = tl.program_id(0)
+    b, s = (token // length).to(tl.int64), (token % length).to(tl.int64)
+    place = s
+    if PLACED:
+        place = tl.load(positions + token)
+    dim = tl.arange(0, HALF)[None, :]
+    cos = tl.load(cosines + place * 2 * half + dim, mask=dim < half, other=0.0).to(tl.float32)  # rows of d, twice half
+    sin = tl.load(sines + place * half + dim, mask=dim < half, other=0.0).to(tl.float32)
+    if BACK:
+        sin = -sin
+    q, to = q_in + b * q_in_b + s * q_in_s, q_out + b * q_out_b + s * q_out_s
+    _rotate(q, to, heads, half, q_in_n, q_out_n, cos, sin, HEADS, HALF)
+    k, to = k_in + b * k_in_b + s * k_in_s, k_out + b * k_out_b + s * k_out_s
+    _rotate(k, to, groups, half, k_in_n, k_out_n, cos, sin, HEADS, HALF)
+    v, to = v_in + b * v_in_b + s * v_in_s, v_out + b * v_out_b + s * v_out_s
+    _copy(v, to, groups, 2 * half, v_in_n, v_out_n, HEADS, 2 * HALF)
+
+
+def launch(
+    given: tuple[torch.Tensor, ...],
+    result: tuple[torch.Tensor, ...],
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor | None,
+    back: bool,
+) -> None:
+    """Write queries [b, s, n, d] and keys [b, s, g, d], rotated, and values to `result`, which are as `given`.
+
+    Args:
+        cos, sin: tables (`model.rotary.RotaryTables`), [.., 1, d] and [.., 1, d/2].
+        positions: [b, s] int64, of each token; None: 0 to s - 1 in every sample.
+        back: undo the rotation.
+    """
+    q, k, _ = given
+    b, s, heads, d = q.shape
+    assert all(t.stride(-1) == 1 and t.dtype == q.dtype for t in (*given, *result)), [t.stride() for t in given]
+    assert cos.is_contiguous() and sin.is_contiguous() and cos.shape[-1] == d == 2 * sin.shape[-1], (cos.shape, d)
+    assert positions is None or (positions.is_contiguous() and positions.shape == (b, s)), positions
+    half = triton.next_power_of_2(d // 2)
+    together = max(1, min(triton.next_power_of_2(heads), 1024 // half))
+    if q.numel():
+        _rotary[(b * s,)](
+            *given, *result, cos, sin, positions, heads, k.shape[2], s, d // 2,
+            *[stride for t in (*given, *result) for stride in t.stride()[:3]],
+            BACK=back, PLACED=positions is not None, HEADS=together, HALF=half,
+            num_warps=max(1, min(8, together * half // 256)), enable_fp_fusion=False,
+        )  # fmt: skip
