@@ -9,11 +9,16 @@ one of ours that Triton makes counts as one. Ours is the interpreter's Forward a
 weights; transformers' has torch's fused attention, and gradients that it adds to. `norm`: the gradients' norm of a step
 of --layers blocks, with the tables of tokens and positions and the head.
 
+With graphs (--cuda-graph-impl local), time and launches are those around the replays: on these devices a replay does
+nothing. On a GPU the two of a block are two more launches, of some 10 to 20 us each; measuring them needs a driver.
+The block is the first, which alone copies its input in, and its gradient out.
+
     python -m benchmarks.host_time
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 import warnings
@@ -68,9 +73,9 @@ def model_of(o: Options, architecture: str) -> ModelConfig:
     return replace(model, architecture="llama", num_query_groups=o.heads, untie_embeddings=True)
 
 
-def own(o: Options, architecture: str, device: torch.device) -> list[Part]:
+def own(o: Options, architecture: str, device: torch.device, graphs: str = "none") -> list[Part]:
     precision = "fp32" if device.type == "cpu" else "bf16"
-    training = TrainingConfig(micro_batch_size=1, precision=precision, matmul_backend="torch")
+    training = TrainingConfig(micro_batch_size=1, precision=precision, matmul_backend="torch", cuda_graph_impl=graphs)
     config, layout = resolve(Config(model=model_of(o, architecture), training=training), 1, 0, declare)
     engine = Engine(config, pretend_mesh(layout, 0, device, needs_staging_buffer=False))
     run = engine.interpreter
@@ -78,6 +83,10 @@ def own(o: Options, architecture: str, device: torch.device) -> list[Part]:
     tokens = MicroBatchInfo.of(ids, (0,), engine.model.stream, training=True)
     run.micro_batches = [DeviceBatch(ids, ids, ids.float(), tokens)]
     x = torch.randn(run.activation.shape, device=device).to(run.activation.dtype)
+    dx = x
+    if run.block_graphs is not None:
+        run.block_graphs.capture(engine.program("1f1b", 1), run.micro_batches[0])
+        dx = run.block_graphs.shared.dx
 
     def execute(*ops: Any) -> None:
         with torch.no_grad():
@@ -88,7 +97,7 @@ def own(o: Options, architecture: str, device: torch.device) -> list[Part]:
         execute(Forward("blocks.0", 0, graph=True))
 
     def backward() -> None:
-        run.dx[0] = x
+        run.dx[0] = dx
         execute(Backward("blocks.0", 0))
 
     def of_a_step() -> None:
@@ -135,7 +144,11 @@ def theirs(o: Options, architecture: str, device: torch.device) -> list[Part]:
     return [("forward", forward), ("backward", lambda: kept.pop().backward(x)), ("norm", of_a_step)]
 
 
-SYSTEMS = [System("megazero", own), System("transformers", theirs)]
+SYSTEMS = [
+    System("megazero", own),
+    System("megazero, graphs", functools.partial(own, graphs="local")),
+    System("transformers", theirs),
+]
 
 
 class Launches(TorchDispatchMode):
@@ -201,7 +214,7 @@ def main(o: Options) -> None:
                 cells[-1] += f" [{1e6 * low:.0f}, {1e6 * high:.0f}]"
                 ratios = [each[name][part] / each["transformers"][part] for each in turns]
                 low, high = interval(ratios)
-                ratio = f"{statistics.median(ratios):.2f} [{low:.2f}, {high:.2f}]" if name == "megazero" else ""
+                ratio = f"{statistics.median(ratios):.2f} [{low:.2f}, {high:.2f}]" if name != "transformers" else ""
                 print(f"| {' | '.join([*cells, str(number), ratio])} |", flush=True)
 
 

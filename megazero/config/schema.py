@@ -79,6 +79,11 @@ class Config:
         return self.parallel.pipeline_schedule if self.trains else EVALUATION
 
     @property
+    def captures_blocks(self) -> bool:
+        """True if blocks are replayed as CUDA graphs. An evaluation issues its operations one by one."""
+        return self.training.cuda_graph_impl == "local" and self.trains
+
+    @property
     def batch_sizes(self) -> BatchSizes:
         """Global batch of each iteration."""
         return BatchSizes(self.training.global_batch_size, *self.training.rampup_batch_size)

@@ -233,13 +233,16 @@ def check_device(config: Config, device_type: str) -> None:
     """Refuse what the device cannot do.
 
     Raises:
-        ValueError: gradients of a type that a GPU's matrix products do not return; Triton's kernels on a CPU.
+        ValueError: gradients of a type that a GPU's matrix products do not return; Triton's kernels or CUDA graphs on
+            a CPU.
     """
     precision, grad_dtype = config.training.precision, config.training.grad_dtype
     if device_type == "cpu" and config.training.fused_kernels == "triton":
         raise ValueError(
             "--fused-kernels triton: Triton's kernels need a GPU, and the device is cpu; use auto or eager"
         )
+    if device_type == "cpu" and config.training.cuda_graph_impl == "local":
+        raise ValueError("--cuda-graph-impl local: CUDA graphs need a GPU, and the device is cpu; use none")
     if device_type == "cuda" and grad_dtype not in ("fp32", precision) and precision != "fp64":
         raise ValueError(
             f"--grad-dtype {grad_dtype} with --precision {precision}: a GPU's matrix products return the type of their "

@@ -27,7 +27,7 @@ from megazero.plan.arena import delay, place_weights
 from megazero.plan.operations import COMPUTE, Keep, Op, Ops, Start, Wait, name_of
 from megazero.plan.passes import ahead, gradients, layers, merge, places, replicas, tail, update, weights
 from megazero.plan.rank_spec import RankSpec
-from megazero.plan.schedules import EVALUATION, order_of, peak_live
+from megazero.plan.schedules import EVALUATION, live_by_chunk, order_of, peak_live
 
 
 class Program(NamedTuple):
@@ -39,6 +39,7 @@ class Program(NamedTuple):
     num_slots: int  # for kept inputs
     arena_numel: int  # elements of the arena for gathered weights
     peak_live: int  # the most (chunk, micro-batch) pairs between their forward and their backward
+    live_by_chunk: tuple[int, ...] = ()  # the same, chunk by chunk
 
 
 def program(spec: RankSpec, schedule: str, micro_batches: int, arena_limit: int | None = None) -> Program:
@@ -57,7 +58,8 @@ def program(spec: RankSpec, schedule: str, micro_batches: int, arena_limit: int 
     ops, numel = place_weights(ops if arena_limit is None else delay(ops, sizes, arena_limit), sizes)
     if not trains:
         return Program(ops, [], trains, slots, numel, 0)
-    return Program(ops + tail(spec), update(spec), trains, slots, numel, peak_live(order))
+    live = live_by_chunk(order, len(spec.chunks))
+    return Program(ops + tail(spec), update(spec), trains, slots, numel, peak_live(order), live)
 
 
 # -- printing

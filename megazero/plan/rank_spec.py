@@ -63,6 +63,7 @@ class RankSpec:
     ranks: int = 1
     overlap: bool = True
     recompute: bool = False  # of blocks
+    graphs: bool = False  # blocks are replayed as CUDA graphs
     partitioned: bool = False  # kept inputs, over tp
     on_host: bool = False  # kept inputs
     arena: bool = False  # kept inputs
@@ -113,6 +114,9 @@ class RankSpec:
     def recomputes(self, layer: Layer) -> bool:
         return self.recompute and layer.use is Use.LAYER and layer.has_backward
 
+    def captures(self, layer: Layer) -> bool:
+        return self.graphs and layer.use is Use.LAYER and layer.has_backward
+
     def pipeline(self, micro_batches: int) -> Pipeline:
         return Pipeline(self.rank, self.ranks, micro_batches, len(self.chunks), self.backlog, self.v_shaped, self.costs)
 
@@ -147,6 +151,7 @@ def rank_spec(config: Config, layout: Layout, pp: int, declare: Declare) -> Rank
         ranks=layout.pp,
         overlap=config.zero.overlap_comm,
         recompute=activations.recompute == "full",
+        graphs=config.captures_blocks,
         partitioned=activations.partition_activations,
         on_host=activations.checkpoint_in_cpu,
         arena=activations.contiguous_checkpointing,

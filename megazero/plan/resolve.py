@@ -31,6 +31,8 @@ def resolve(config: Config, world_size: int, vocab_size: int, declare: Declare) 
     """
     check_values(config)
     _check_schedule(config)
+    if config.training.cuda_graph_impl == "local":
+        _check_graphs(config)
     layout = make_layout(config, world_size)
     vocabulary = config.model.vocab_size or vocab_size
     if not vocabulary and config.data.mock_data:
@@ -179,6 +181,30 @@ def _check_schedule(config: Config) -> None:
             f"--zero-bubble-backlog {parallel.zero_bubble_backlog} is about --pipeline-schedule "
             f"{', '.join(known for known in SCHEDULES if SCHEDULES[known].backlog)}, not {name}; add that, or drop it"
         )
+
+
+def _check_graphs(config: Config) -> None:
+    """Refuse with CUDA graphs whatever changes a block's kernels, addresses or numbers from one replay to the next."""
+    model, data, name = config.model, config.data, config.parallel.pipeline_schedule
+    tp, masks = config.parallel.tensor_model_parallel_size, "a graph would repeat the masks of its capture; use 0"
+    documents = "attention depends on where documents begin; drop it"
+    refused = {
+        "--zero-stage 3": (config.zero.zero_stage == 3, "weights are gathered to other addresses; use 2"),
+        f"--tensor-model-parallel-size {tp}": (tp > 1, "collectives are not captured; use 1"),
+        f"--hidden-dropout {model.hidden_dropout:g}": (model.hidden_dropout > 0, masks),
+        f"--attention-dropout {model.attention_dropout:g}": (model.attention_dropout > 0, masks),
+        "--recompute full": (
+            config.activations.recompute == "full",
+            "a graph holds what would be freed; use selective or none",
+        ),
+        f"--pipeline-schedule {name}": (SCHEDULES[name].backlog, "weight gradients are made with the others; use 1f1b"),
+        "--reset-attention-mask": (data.reset_attention_mask, documents),
+        "--reset-position-ids": (data.reset_position_ids, documents),
+        "--compile": (config.training.compile, "captures of compiled kernels are not tested; drop it"),
+    }
+    for flag, (given, reason) in refused.items():
+        if given:
+            raise ValueError(f"--cuda-graph-impl local with {flag}: {reason}, or use --cuda-graph-impl none")
 
 
 def _grad_dtype(config: Config) -> str:

@@ -289,3 +289,8 @@ def peak_live(order: Order) -> int:
         live += (kind is F) - (kind in (B, IN))
         peak = max(peak, live)
     return peak
+
+
+def live_by_chunk(order: Order, chunks: int) -> tuple[int, ...]:
+    """The most micro-batches of each of a rank's chunks at once, between their forward and their backward."""
+    return tuple(peak_live([step for step in order if step[2] == chunk]) for chunk in range(chunks))

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from megazero.config.schema import BYTES, Config
@@ -293,6 +293,21 @@ class StepSizes:
             scratch = columns * (shards - 1 if needs_staging_buffer else shards > 1)
             buckets += slots * (scratch + columns * shards * packs) * self.rates.gradients
         return arena_numel * self.rates.weights + buckets + tables
+
+    def graphs_at_rest(self, live_by_chunk: Sequence[int]) -> int:
+        """Bytes of captured blocks: inputs, saved tensors and last output of every slot; a gradient of a unit for all.
+
+        Args:
+            live_by_chunk: the most micro-batches of each chunk between forward and backward, each in its slot.
+        """
+        if not self.spec.graphs:
+            return 0
+        captured = [[layer for layer in chunk if self.spec.captures(layer)] for chunk in self.spec.chunks]
+        total = self.hidden
+        for layers, live in zip(captured, live_by_chunk, strict=True):
+            saved = sum(sum(self.layers[layer.name].saved) for layer in layers)
+            total += live * (saved + (len(layers) + 1) * self.hidden) if layers else 0
+        return total + max((self.gradients(layer.units[0]) for layers in captured for layer in layers), default=0)
 
     def copies_at_rest(self) -> int:
         """Bytes of a GPU's buffers for kept inputs on their way to and from host memory."""

@@ -29,7 +29,8 @@ from megazero.plan.rank_spec import rank_spec
 from megazero.plan.schedules import EVALUATION
 from megazero.train.bad_step import Inspector, first_bad_result
 from megazero.train.batch import Batch, Uploaded, sum_by_corpus, upload_step
-from megazero.train.interpreter import ActivationSpec, Compute, Interpreter
+from megazero.train.graphs import ActivationSpec, BlockGraphs
+from megazero.train.interpreter import Compute, Interpreter
 from megazero.train.memory_report import is_out_of_memory, memory_report
 from megazero.train.optimization import LossScale, clip_factor, learning_rate
 from megazero.zero.flat_unit import ZeroOptions
@@ -94,8 +95,12 @@ class Engine:
         self.zero.reserve(step.arena_numel)
         tokens = stream.num_tokens(config.training.micro_batch_size * model.seq_length)
         activation = ActivationSpec((tokens, model.hidden_size), context.dtype, mesh.device)
+        computes = {name: self.model.layer(name).compute for name in self.spec.layers}
+        graphs = None
+        if config.captures_blocks:
+            graphs = BlockGraphs(self.spec, computes, activation, self.zero, self.tracker)
         self.interpreter = Interpreter(
-            {name: (layer, self.model.layer(name).compute) for name, layer in self.spec.layers.items()},
+            {name: (layer, computes[name]) for name, layer in self.spec.layers.items()},
             self.zero,
             self._kept_inputs(activation),
             mesh.pp,
@@ -103,6 +108,7 @@ class Engine:
             activation,
             self.tracker,
             self.layers.tied,
+            graphs,
         )
 
     def _zero_options(self) -> ZeroOptions:

@@ -53,6 +53,7 @@ from megazero.plan.operations import (
 from megazero.plan.program import Program
 from megazero.plan.rank_spec import Layer
 from megazero.plan.topology import Route
+from megazero.train.graphs import ActivationSpec, BlockGraphs
 from megazero.zero.zero import Zero
 
 Observer = Callable[[Op], contextlib.AbstractContextManager[object]]
@@ -65,14 +66,6 @@ class Compute(Protocol):
     """
 
     def __call__(self, x: torch.Tensor | None, micro_batch: Any, output: bool) -> torch.Tensor: ...
-
-
-class ActivationSpec(NamedTuple):
-    """Shape of the tensors between layers and between pipeline stages: [T', h]."""
-
-    shape: tuple[int, int]
-    dtype: torch.dtype
-    device: torch.device
 
 
 class Graph(NamedTuple):
@@ -95,6 +88,7 @@ class Interpreter:
     Attributes:
         x, dx: micro-batch -> what the next operation on it reads.
         graphs: (layer, micro-batch) -> what its Backward needs.
+        captured: layer -> what replays it, instead of a graph of autograd.
         losses: micro-batch -> the loss of each of its samples, [b] fp64; on the last stage only.
         queued: (layer, micro-batch) -> weight gradients that wait for BackwardWeights, and the bytes that they keep.
         pending: asynchronous operations in flight.
@@ -114,7 +108,9 @@ class Interpreter:
         activation: ActivationSpec,
         tracker: MemoryTracker,
         tied: str | None,
+        graphs: BlockGraphs | None = None,
     ) -> None:
+        self.block_graphs, self.captured = graphs, {} if graphs is None else graphs.blocks
         self.layers, self.zero, self.units, self._kept = layers, zero, zero.units, kept
         self.pp, self.route, self.activation, self.tracker, self.tied = pp, route, activation, tracker, tied
         self.pending: dict[Op, Pending] = {}
@@ -176,6 +172,8 @@ class Interpreter:
         self.graphs: dict[tuple[str, int], Graph] = {}
         self.losses: dict[int, torch.Tensor] = {}
         self.queued: dict[tuple[str, int], Queued] = {}
+        if self.block_graphs is not None:
+            self.block_graphs.reset()
         self.zero.discard_gradients()
 
     def run(
@@ -200,6 +198,9 @@ class Interpreter:
             self._kept.begin(program.num_slots)
         self.micro_batches, self.seed_gradient, self.head = micro_batches, seed_gradient, head
         with torch.no_grad():
+            if self.block_graphs is not None and program.trains and self.block_graphs.lacks(program):
+                self.wait_all()
+                self.block_graphs.capture(program, micro_batches[0])
             self.execute(program.gradients)
         losses, self.losses = self.losses, {}
         return losses
@@ -252,6 +253,9 @@ class Interpreter:
     def _forward(self, op: Forward) -> None:
         i = op.micro_batch
         x = self.x.pop(i, None)  # no register holds it while the layer computes: a Keep or the graph does
+        if op.graph and op.layer in self.captured:
+            self.x[i] = self.captured[op.layer].forward(i, x)
+            return
         if op.graph:
             y = self._compute(op.layer, x, i)
         else:
@@ -275,6 +279,11 @@ class Interpreter:
         return y
 
     def _backward(self, op: Backward) -> None:
+        if op.layer in self.captured:
+            dx = self.captured[op.layer].backward(op.micro_batch, self.dx.pop(op.micro_batch))
+            if dx is not None:
+                self.dx[op.micro_batch] = dx
+            return
         x, y = self.graphs.pop(op.key)
         dy = self.dx.pop(op.micro_batch, None)
         if dy is None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from megazero.comm.world import World
 from megazero.config.schema import Config
+from megazero.config.validate import check_device
 from megazero.files import write_atomically
 from megazero.model.stage import declare
 from megazero.plan.resolve import resolve
@@ -78,6 +79,7 @@ def run_rehearsal(config: Config, world: World, vocab_size: int) -> list[Rehears
     """
     text, place = config.plan.rehearse, Place.of(config.plan.rehearse_on)
     config, layout = resolve(config, pretended_world(config, world), vocab_size, declare)
+    check_device(config, place.device.type)
     ranks, start, found = rehearsed_ranks(text, layout), time.perf_counter(), []
     asked = config.plan.rehearse_on
     tensors = f"real tensors on {place.device}" if place.real else f"stand-ins for tensors of a {asked.upper()}"

@@ -27,6 +27,7 @@ class UnitGradients:
         self._persistent: tuple[torch.Tensor | None, torch.Tensor | None] = None, None  # see bind_persistent
         self._ranges = {member.weight: member.window.slice() for member in unit.members}
         self._windows: dict[Weight, torch.Tensor] = {}  # of `unsharded`: those that have a contribution already
+        self._complete = False  # all have one, made by `accumulate_all`
 
     # -- memory
 
@@ -82,6 +83,16 @@ class UnitGradients:
             self._windows[weight] = window
         write(window, add)
 
+    def accumulate_all(self, gradients: torch.Tensor) -> None:
+        """Write or add a contribution to every weight at once, [numel], laid out as the unit is."""
+        assert self.unsharded is not None, f"the gradients of {self.unit.name} are not open"
+        assert not self._windows, "some weights have a contribution of their own"
+        if self._complete:
+            self.unsharded.data.add_(gradients)
+        else:
+            self.unsharded.data.copy_(gradients)
+        self._complete = True
+
     # -- reduction
 
     def start_reduce(self, reducer: Reducer) -> Pending:
@@ -92,12 +103,12 @@ class UnitGradients:
         """
         members = self.unit.members
         missing = [member.spec.name for member in members if member.trains and member.weight not in self._windows]
-        if missing:
+        if missing and not self._complete:
             raise RuntimeError(
                 f"no gradient came for {', '.join(missing)}; --freeze-parameters what the loss does not use"
             )
         assert self.unsharded is not None, self.unit.name
-        unsharded, self.unsharded, self._windows = self.unsharded, None, {}
+        unsharded, self.unsharded, self._windows, self._complete = self.unsharded, None, {}, False
         if not self.unit.policy.optimizer:
             self.sharded = unsharded
             return self.unit.shard.start_all_reduce(unsharded.data)
@@ -155,7 +166,7 @@ class UnitGradients:
         for buffer in (self.unsharded, self.sharded):
             if buffer is not None:
                 buffer.allocation.end()
-        self.unsharded, self.sharded, self._windows = None, None, {}
+        self.unsharded, self.sharded, self._windows, self._complete = None, None, {}, False
 
 
 def square_sum(pieces: list[torch.Tensor], device: torch.device) -> torch.Tensor:

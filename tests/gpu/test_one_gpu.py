@@ -36,6 +36,8 @@ pytestmark = [
         {"recompute": "full", "md": True},
         {"recompute": "full", "host": True},
         {"recompute": "full", "host": True, "md": True, "schedule": "gpipe"},
+        {"graphs": True},
+        {"graphs": True, "schedule": "gpipe", "model": replace(MODEL, architecture="llama", num_query_groups=2)},
         {"reset": "documents"},
         {"reset": "documents", "model": replace(MODEL, architecture="llama", num_query_groups=2)},
     ],

@@ -69,6 +69,7 @@ class Case(NamedTuple):
     kernels: str = "auto"
     corpora: int = 1
     device: str = "cpu"
+    graphs: bool = False
     micro_batch_size: int = 0  # 0: the batch is whole micro-batches, equally many on each replica
 
     @property
@@ -89,7 +90,7 @@ class Case(NamedTuple):
         words += [self.schedule] * (self.pp > 1 or self.schedule != "1f1b") + [f"v{self.chunks}"] * (self.chunks > 1)
         words += [f"split{self.split}"] * bool(self.split) + [f"backlog{self.backlog}"] * bool(self.backlog)
         words += {"none": [], "full": ["recompute"], "selective": ["selective"]}[self.recompute]
-        words += [name for name in ("pa", "host", "md", "sp", "compile") if getattr(self, name)]
+        words += [name for name in ("pa", "host", "md", "sp", "compile", "graphs") if getattr(self, name)]
         words += [self.precision] * (self.precision not in ("fp32", "fp64")) + ["grad16"] * (self.grad_dtype != "fp32")
         words += [f"{name}={value}" for name, value in self.options] + ["frozen"] * bool(self.frozen)
         names = (
@@ -125,6 +126,7 @@ class Case(NamedTuple):
                 freeze_parameters=self.frozen,
                 compile=self.compile,
                 fused_kernels=self.kernels,
+                cuda_graph_impl="local" if self.graphs else "none",
                 initial_loss_scale=2.0**12,  # these models' gradients are large: none overflows
             ),
             optimizer=OPTIMIZER,

@@ -76,6 +76,7 @@ ON_GPU: Factors = {
     },
     **{name: FACTORS[name] for name in ("schedule", "zero", "zero_reduce_every", "zero_gather_every", "overlap_comm")},
     **{name: FACTORS[name] for name in ("recompute", "pa", "host", "md", "sp", "dropout", "untied", "frozen")},
+    "graphs": (False, True),
 }
 FROZEN = ("token_embedding.*", "position*", "blocks.0.*", "blocks.2.mlp.*", "blocks.3.*.bias")
 FROZEN_ROTARY = ("token_embedding.*", "blocks.0.*", "blocks.1.attention.kv.*", "blocks.2.mlp.*", "blocks.3.norm*")
@@ -127,11 +128,19 @@ RULES = [
     Rule("sequence parallelism needs tp", True, lambda sp, tp: not sp or tp > 1),
     Rule("tp divides the tokens", True, lambda sp, tp, seq_length: not sp or SAMPLES * seq_length % tp == 0),
     Rule("2 groups on 3 ranks", True, lambda architecture, tp: not (tp == 3 and architecture.endswith("2 groups"))),
+    *(Rule("a CUDA graph repeats its capture", True, holds) for holds in (
+        lambda graphs, zero: not graphs or zero < 3,
+        lambda graphs, tp: not graphs or tp == 1,
+        lambda graphs, recompute: not graphs or recompute != "full",
+        lambda graphs, schedule: not graphs or not SCHEDULES[schedule].backlog,
+        lambda graphs, dropout: not graphs or not dropout,
+        lambda graphs, reset: not graphs or not reset,
+    )),
     Rule("a replica has one padded micro-batch at most", False, lambda short, dp: short < dp * SAMPLES),
     Rule("no third type", False, lambda grad_dtype, precision: grad_dtype in ("fp32", precision)),
 ]  # fmt: skip
 # What many rules name: at most one other factor is in a rule beside these.
-SHARED = ("pp", "dp", "tp", "zero", "recompute", "sp", "schedule", "precision")
+SHARED = ("pp", "dp", "tp", "zero", "recompute", "sp", "schedule", "precision", "graphs")
 
 
 def case_of(choice: Choice) -> Case:
@@ -319,6 +328,8 @@ def on_gpu() -> tuple[list[Choice], list[Choice]]:
     matrix, (small, large) = Matrix(ON_GPU), ON_GPU_BY_DEFAULT
     plain = {name: levels[0] for name, levels in ON_GPU.items()}
     alone = [plain, plain | {"precision": "bf16", "recompute": "full", "host": True, "micro_batches": 3}]
+    graphs = plain | {"graphs": True, "micro_batches": 3}
+    alone += [graphs | {"pp": 2, "precision": "bf16", "architecture": "llama, 2 groups"}, graphs | {"dp": 2, "zero": 2}]
     for choice in alone:
         matrix.meet(choice)
     pairs, fours = list(matrix.cover(max_world=2)), list(matrix.cover(max_world=4))

@@ -22,6 +22,7 @@ from tests.parallel import matrix
 from tests.parallel.cases import MODEL, Case, Outcome, train_on
 from tests.parallel.test_parity import check_near, parameters
 
+IN_CAPTURES = "torch.cuda.synchronize"  # torch waits before each capture, in the first step
 STEPS = 2  # the second finds buffers, streams and moments of the first
 
 
@@ -52,7 +53,8 @@ def test_every_path_of_a_gpu_is_in_order(case: Case, ranks) -> None:
     watched = ranks(case.world).run(train_watched, case)
     for rank, (outcome, found, waits) in enumerate(watched):
         assert found == {}
-        assert waits == [["tolist"]] * STEPS
+        assert [[wait for wait in step if wait != IN_CAPTURES] for step in waits] == [["tolist"]] * STEPS
+        assert IN_CAPTURES not in waits[-1]
         memory, traffic = estimate(case.config(), case.layout, rank, needs_staging_buffer=False)
         assert outcome.sent == [traffic] * STEPS
         for measured in outcome.memory:  # the peak is the allocator's, with everything that is not planned

@@ -15,6 +15,7 @@ from megazero.config import cli as config_module
 from megazero.config.cli import flags, parse, preset_args, read, to_toml
 from megazero.config.help import NORMAL
 from megazero.config.schema import Config, DataConfig
+from megazero.config.validate import check_device
 from megazero.model.stage import declare
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
@@ -71,7 +72,7 @@ COMING: set[str] = set()
 # run that may begin where --load is not there (--load-or-start), which otherwise is a typing error.
 # 113: --sample-prompts and --sample-interval: what a loss means is seen in texts.
 # 114: on GPUs, whether a resume repeats every bit, which takes time (--deterministic-mode, Megatron's).
-NUM_OPTIONS = 114
+NUM_OPTIONS = 115
 
 DEFAULTS = {
     "precision": "fp32",
@@ -377,6 +378,23 @@ def test_resolve_keeps_what_is_asked_for() -> None:
 # (options, ranks, vocabulary of the tokenizer, what is said)
 REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
     ({"precision": "fp64", "fused_kernels": "triton"}, 1, 9, "--fused-kernels triton with --precision fp64: there are"),
+    *(
+        ({"cuda_graph_impl": "local", **options}, 2, 9, f"--cuda-graph-impl local with {said}.*--cuda-graph-impl none")
+        for options, said in [
+            ({"zero_stage": 3}, "--zero-stage 3: weights are gathered to other addresses; use 2"),
+            ({"tensor_model_parallel_size": 2}, "--tensor-model-parallel-size 2: collectives are not captured; use 1"),
+            ({"hidden_dropout": 0.1}, "--hidden-dropout 0.1: a graph would repeat the masks"),
+            ({"attention_dropout": 0.2}, "--attention-dropout 0.2: a graph would repeat the masks"),
+            ({"recompute": "full"}, "--recompute full: a graph holds what would be freed; use selective or none"),
+            (
+                {"pipeline_schedule": "zero-bubble", "pipeline_model_parallel_size": 2},
+                "--pipeline-schedule zero-bubble: weight gradients are made with the others; use 1f1b",
+            ),
+            ({"reset_attention_mask": True, "tokenizer": "byte"}, "--reset-attention-mask: attention depends"),
+            ({"reset_position_ids": True, "tokenizer": "byte"}, "--reset-position-ids: .* drop it"),
+            ({"compile": True}, "--compile: captures of compiled kernels are not tested; drop it"),
+        ]
+    ),
     (
         {"plan": True, "world_size": 4, "device_type": "h100-80gb", "rehearse": "4"},
         1,
@@ -589,6 +607,7 @@ def test_resolve_accepts_what_is_just_inside() -> None:
         ({"sequence_parallel": True, "tensor_model_parallel_size": 2, "seq_length": 7, "micro_batch_size": 2}, 2),
         ({"checkpoint_in_cpu": True, "contiguous_checkpointing": True, "recompute": "full"}, 1),
         ({"eod_mask_loss": True, "tokenizer": "byte"}, 1),
+        ({"cuda_graph_impl": "local", "zero_stage": 2, "recompute": "selective"}, 2),
         ({"vocab_size": 9}, 1),
     ]:
         config, layout = resolve(make(**options), ranks, 9, declare)
@@ -599,3 +618,10 @@ def test_corpora_that_the_metrics_tell_apart() -> None:
     """Named with weights or without; a blend of many has no numbers per corpus."""
     for words, count in (((), 1), (("a",), 1), (("a", "b", "c"), 3), (("1", "a", ".5", "b"), 2), (("a",) * 101, 1)):
         assert DataConfig(data_path=words).named_corpora == count, words
+
+
+def test_graphs_need_a_gpu() -> None:
+    config = make(cuda_graph_impl="local")
+    check_device(config, "cuda")
+    with pytest.raises(ValueError, match=r"--cuda-graph-impl local: .* the device is cpu; use none"):
+        check_device(config, "cpu")

@@ -83,6 +83,7 @@ SEEN = {
     "matmul-backend": "unit/test_matmul.py",
     "compile": "end_to_end/test_pretrain.py",
     "fused-kernels": "unit/test_kernels.py",
+    "cuda-graph-impl": "parallel/test_graphs.py",
     "weight-decay": "unit/test_optim.py",
     "tf32": "unit/test_matmul.py",
     "deterministic-mode": "end_to_end/test_pretended_gpu.py",

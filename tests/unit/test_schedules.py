@@ -10,7 +10,18 @@ import pytest
 
 from megazero.plan.operations import Backward, BackwardWeights, Forward, Op, Ops, Recv, Send, Start, Transfer, Wait
 from megazero.plan.program import program
-from megazero.plan.schedules import EVALUATION, SCHEDULES, Costs, Order, Pass, Pipeline, order_of, peak_live, placement
+from megazero.plan.schedules import (
+    EVALUATION,
+    SCHEDULES,
+    Costs,
+    Order,
+    Pass,
+    Pipeline,
+    live_by_chunk,
+    order_of,
+    peak_live,
+    placement,
+)
 from megazero.price.simulate import Timing, plain_pipeline, simulate, thirds
 
 F, B, IN, W = Pass
@@ -121,6 +132,15 @@ def test_peak_of_held_micro_batches() -> None:
     for p, m, _ in pipelines("1f1b"):
         assert [peak_live(order) for order in orders("1f1b", p, m, 1)] == [min(p - r, m) for r in range(p)]
         assert [peak_live(order) for order in orders("gpipe", p, m, 1)] == [m] * p
+
+
+def test_chunks_hold_what_their_rank_holds() -> None:
+    """Chunks may peak at different times: together they hold at least as many as their rank ever does."""
+    for p, m, v in pipelines("interleaved"):
+        for order in orders("interleaved", p, m, v):
+            held = live_by_chunk(order, v)
+            assert len(held) == v and max(held) <= min(m, peak_live(order)) and sum(held) >= peak_live(order)
+    assert [live_by_chunk(order, 1) for order in orders("1f1b", 4, 8, 1)] == [(4,), (3,), (2,), (1,)]
 
 
 def test_a_v_holds_as_much_on_every_rank_as_1f1b_on_the_first() -> None:

@@ -272,6 +272,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "activation": ((16, 16), torch.float64, CPU),
         "tracker": As("Checkpoints.engine.tracker"),
         "tied": "token_embedding",
+        "graphs": None,  # they need a GPU, or the pretended one: parallel/test_graphs.py
     },
     "KeptInputs": {
         "numel": 256,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,7 +18,9 @@ from torch.nn.attention import varlen
 from megazero.comm import groups
 from megazero.comm.collectives import Axis
 from megazero.train.interpreter import Interpreter
+from tests.helpers.pretended_gpu.attention import attention, varlen_attention
 from tests.helpers.pretended_gpu.findings import Findings
+from tests.helpers.pretended_gpu.graphs import Capture, Graph, Pool
 from tests.helpers.pretended_gpu.modes import Placing, Session, Watching
 
 INIT_PROCESS_GROUP = dist.init_process_group
@@ -59,7 +61,8 @@ def pretended_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[Findings]:
             (dist, "init_process_group", _init_process_group),
             (dist, "split_group", session.communicators.split_group),
             (groups, "_urgent_options", lambda: None),
-            (varlen, "varlen_attn", _varlen_attention(session, capability)),
+            (varlen, "varlen_attn", varlen_attention(session, capability)),
+            (F, "scaled_dot_product_attention", attention(F.scaled_dot_product_attention)),
         ):
             stack.enter_context(patch.object(owner, name, stand_in))
         stack.enter_context(placing)
@@ -114,34 +117,7 @@ def _cuda(session: Session, capability: tuple[int, int]) -> dict[str, Callable[.
         "stream": streams.on,
         "current_stream": streams.current_stream,
         "synchronize": streams.synchronize,
+        "CUDAGraph": functools.partial(Graph, session),
+        "graph": functools.partial(Capture, session),
+        "graph_pool_handle": Pool,
     }
-
-
-def _varlen_attention(session: Session, capability: tuple[int, int]) -> Callable[..., torch.Tensor]:
-    """Return FlashAttention's kernel for documents of any length: a call of the CPU's kernel for each."""
-
-    def attend(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        q_bounds: torch.Tensor,
-        k_bounds: torch.Tensor,
-        longest_q: int,
-        longest_k: int,
-        *,
-        window_size: tuple[int, int],
-        enable_gqa: bool,
-    ) -> torch.Tensor:
-        if capability < (8, 0) or q.dtype not in (torch.float16, torch.bfloat16):
-            raise RuntimeError("FlashAttention needs 16-bit tensors on an Ampere GPU or a newer one")
-        assert window_size == (-1, 0), "not causal"
-        with session.pausing():
-            bounds = q_bounds.tolist()
-        found = []
-        for first, stop in itertools.pairwise(bounds):
-            part = (x[first:stop].transpose(0, 1)[None] for x in (q, k, v))
-            y = F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=enable_gqa)
-            found.append(y[0].transpose(0, 1))
-        return torch.cat(found)
-
-    return attend

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -74,6 +75,7 @@ class Memory:
         self.allocated = self.peak = 0
         self.closed = False
         self._blocks: dict[int, Block] = {}  # address of torch's StorageImpl -> block
+        self._shared: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def place(self, x: torch.Tensor) -> Place:
         block = self._blocks.get(x.untyped_storage()._cdata)
@@ -93,6 +95,23 @@ class Memory:
         if place is Place.DEVICE:
             self.allocated += block.num_bytes
             self.peak = max(self.peak, self.allocated)
+
+    def share(self, storage: torch.UntypedStorage, with_: torch.Tensor, freed: Callable[[], None]) -> None:
+        """Note that a new storage is in the memory of a tensor that is known; call `freed` when it is gone."""
+        key = storage._cdata
+        self._blocks[key] = self._blocks[with_.untyped_storage()._cdata]
+
+        def forget(_: Any) -> None:
+            del self._blocks[key], self._shared[key]
+            freed()
+
+        self._shared[key] = weakref.ref(storage, forget)
+
+    def reference(self, x: torch.Tensor) -> weakref.ref[torch.UntypedStorage]:
+        """Return a reference to the storage that the memory of x was first known by."""
+        reference = self._blocks[x.untyped_storage()._cdata].reference
+        assert reference is not None
+        return reference
 
     def _freed(self, key: int) -> None:
         """Note that a storage is gone.

@@ -21,6 +21,7 @@ from megazero.plan.operations import Op
 from tests.helpers.pretended_gpu.clocks import HOST, Clocks, Line
 from tests.helpers.pretended_gpu.communicators import Communicators
 from tests.helpers.pretended_gpu.findings import MIXED_DEVICES, Findings
+from tests.helpers.pretended_gpu.graphs import Capture
 from tests.helpers.pretended_gpu.memory import Memory, Operator, Place, tensors_in
 from tests.helpers.pretended_gpu.streams import Streams
 
@@ -30,11 +31,21 @@ NO_ACCESS = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_str
 COPIES = ("copy_", "_to_copy")
 # Operators whose result's shape or value the host must know.
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "bincount"}
-WRITTEN_WIDE = {  # products of 16-bit matrices in fp32, which a build for CPUs lacks
+INSTEAD = {  # what a build for CPUs computes in another way
+    # products of 16-bit matrices in fp32
     aten.mm.dtype: lambda a, b, dtype: a.to(dtype) @ b.to(dtype),
     aten.mm.dtype_out: lambda a, b, dtype, out: out.copy_(a.to(dtype) @ b.to(dtype)),
     aten.addmm.dtype_out: lambda c, a, b, dtype, out: out.copy_(c + a.to(dtype) @ b.to(dtype)),
+    # means and deviations of 16-bit numbers are fp32
+    aten.native_layer_norm.default: lambda *args: _widened(*aten.native_layer_norm(*args)),
+    aten.native_layer_norm_backward.default: lambda dy, x, shape, mean, rstd, *args: aten.native_layer_norm_backward(
+        dy, x, shape, mean.to(x.dtype), rstd.to(x.dtype), *args
+    ),
 }
+
+
+def _widened(y: torch.Tensor, *statistics: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return y, *(x.to(torch.promote_types(x.dtype, torch.float32)) for x in statistics)
 
 
 class Session:
@@ -45,6 +56,7 @@ class Session:
         findings: the result.
         interpreter: of the program that runs, whose current operation findings name.
         paused: nothing is watched; the machinery itself computes.
+        capture: the capture of a CUDA graph that has begun and not ended.
     """
 
     def __init__(self) -> None:
@@ -55,6 +67,7 @@ class Session:
         self.communicators = Communicators(self.streams, self.memory, self.findings, self.pausing)
         self.interpreter: Any = None
         self.paused = False
+        self.capture: Capture | None = None
 
     @contextlib.contextmanager
     def pausing(self) -> Iterator[None]:
@@ -78,6 +91,8 @@ class Session:
 
     def host_waits(self, name: str) -> None:
         """Note that the host waits for the current stream."""
+        if self.capture is not None:
+            self.capture.refuse(f"a wait of the host for {name}")
         self.findings.waits.append(str(self.operator(name)))
         self.clocks.host_waits_for_line(self.streams.current.line)
 
@@ -96,6 +111,8 @@ class Watching(TorchDispatchMode):
         with session.pausing():
             if func.namespace == "c10d":
                 given = dict(zip(_schema(func).arguments, args, strict=False)) | kwargs
+                if session.capture is not None:
+                    session.capture.refuse(func.overloadpacket.__name__)
                 session.communicators.issue(func, args, given.get("async_op", True), session.operator)
                 return func(*args, **kwargs)
             return self._carry_out(func, args, kwargs)
@@ -111,7 +128,15 @@ class Watching(TorchDispatchMode):
             (writes if argument in schema.written else reads).extend(tensors_in(value))
         inputs = reads + writes
         places = [memory.place(x) for x in inputs]
-        out = WRITTEN_WIDE.get(func, func)(*args, **kwargs)
+        run = INSTEAD.get(func, func)
+        if session.capture is not None and Place.DEVICE in places:
+            if name not in COPIES:
+                self._refuse_mixed(name, inputs, places)
+            if reason := _host_waits(schema, name, args, kwargs, inputs, places):
+                session.host_waits(reason)
+            computes = not schema.is_view and name not in NO_ACCESS
+            return session.capture.write_down(name, run, args, kwargs, writes, computes)
+        out = run(*args, **kwargs)
         if all(place is Place.HOST for place in places):
             return out
         on_device, current = Place.DEVICE in places, session.streams.current.line
@@ -227,6 +252,11 @@ class Placing(TorchFunctionMode):
     def _make(self, func: Any, args: Any, kwargs: Any, place: Place) -> torch.Tensor:
         """Make a tensor at a place that was asked for."""
         session, name = self.session, func.__name__
+        if session.capture is not None and place is Place.DEVICE:
+            if func in (torch.tensor, torch.as_tensor):
+                session.capture.refuse(f"{name} of numbers of the host")
+            with session.pausing():
+                return session.capture.write_down(name, func, args, kwargs, [], name not in NO_ACCESS)
         with session.pausing():
             out = func(*args, **kwargs)
         line = session.streams.current.line if place is Place.DEVICE else HOST

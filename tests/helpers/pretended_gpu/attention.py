@@ -1,0 +1,82 @@
+"""Attention kernels of a GPU, by the CPU's. They save what a GPU's save for backward, to the byte."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from tests.helpers.pretended_gpu.modes import Session
+
+aten = torch.ops.aten
+
+
+class _Attention(torch.autograd.Function):
+    """q [b, n, s, d], k and v [b, g, s, d] -> [b, n, s, d], causal."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        y, log_sums = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+        metas = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in (q, k, v)]
+        if q.dtype == torch.float32:
+            made = aten._scaled_dot_product_efficient_attention(*metas, None, True, 0.0, True)
+        else:
+            made = aten._scaled_dot_product_flash_attention(*metas, 0.0, True)
+        _, sums, *others = (x for x in made if isinstance(x, torch.Tensor))
+        padded = q.new_zeros(sums.shape, dtype=sums.dtype)
+        padded[..., : q.shape[2]] = log_sums
+        others = [q.new_empty(x.shape, dtype=x.dtype) for x in others]  # the state of a random generator
+        ctx.save_for_backward(q, k, v, y, padded, *others)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        q, k, v, y, padded, *_ = ctx.saved_tensors
+        log_sums = padded[..., : q.shape[2]].contiguous()
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(dy, q, k, v, y, log_sums, 0.0, True)
+
+
+def attention(otherwise: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a stand-in for `F.scaled_dot_product_attention`, which calls torch's own where there is no backward."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        causal = not args and kwargs.get("is_causal") and kwargs.get("attn_mask") is None
+        if causal and q.device.type == "cuda" and torch.is_grad_enabled() and q.dtype != torch.float64:
+            return _Attention.apply(q, k, v)
+        return otherwise(q, k, v, *args, **kwargs)
+
+    return attend
+
+
+def varlen_attention(session: Session, capability: tuple[int, int]) -> Callable[..., torch.Tensor]:
+    """Return FlashAttention's kernel for documents of any length: a call of the CPU's kernel for each."""
+
+    def attend(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        q_bounds: torch.Tensor,
+        k_bounds: torch.Tensor,
+        longest_q: int,
+        longest_k: int,
+        *,
+        window_size: tuple[int, int],
+        enable_gqa: bool,
+    ) -> torch.Tensor:
+        if capability < (8, 0) or q.dtype not in (torch.float16, torch.bfloat16):
+            raise RuntimeError("FlashAttention needs 16-bit tensors on an Ampere GPU or a newer one")
+        assert window_size == (-1, 0), "not causal"
+        with session.pausing():
+            bounds = q_bounds.tolist()
+        found = []
+        for first, stop in itertools.pairwise(bounds):
+            part = (x[first:stop].transpose(0, 1)[None] for x in (q, k, v))
+            y = F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=enable_gqa)
+            found.append(y[0].transpose(0, 1))
+        return torch.cat(found)
+
+    return attend
