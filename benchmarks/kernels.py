@@ -102,7 +102,7 @@ def passes(o: Options, device: torch.device) -> list[Pass]:
         return kernels.swiglu or PLAIN.swiglu
 
     def gelu_grad(kernels: Kernels) -> torch.Tensor:
-        """With the gradient of the bias before it."""
+        """Return the gradient of the bias before GELU, which is made of GELU's."""
         dx, summed = (kernels.gelu or PLAIN.gelu).grad(dgelu, into_gelu)
         return dx.sum(0, dtype=torch.float32) if summed is None else summed
 
