@@ -3,7 +3,7 @@
 
 Exit codes: 0 done, or stopped as planned; 75 stopped early by a signal or the job's time limit, after saving; 1 an
 error; 124 no progress (--hang-timeout); 130 interrupted twice, unsaved. See Note [Exit codes] in
-megazero/train/stopping.py.
+megazero/run/stopping.py.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 # What needs torch is imported where it is used: a run that is refused at once does not wait seconds for it.
-from megazero.comm.world import World, local_size, read_world, tell_launcher
+from megazero.comm.launch.world import World, local_size, read_world, tell_launcher
 from megazero.config.cli import Command, read
 from megazero.config.gpu_defaults import gpu_defaults
 from megazero.config.schema import Config
@@ -23,9 +23,9 @@ from megazero.config.validate import check_device, check_values, plans
 from megazero.files import explain
 from megazero.memory.host import has_accelerator, host_memory
 from megazero.optional import missing_package
-from megazero.plan.resolve import resolve
-from megazero.price.early import check_at_once
-from megazero.train.stopping import Clock, DeadRun, Signals, Stop
+from megazero.plan.layout.resolve import resolve
+from megazero.price.bytes.early import check_at_once
+from megazero.run.stopping import Clock, DeadRun, Signals, Stop
 
 HANG_PATIENCE_SECONDS = 10.0  # in which the watchdogs of the other ranks see the hang too
 
@@ -51,9 +51,9 @@ def main(argv: list[str]) -> None:
 
 def run(command: Command, world: World) -> None:
     """Do what the command line asks for. What goes wrong is said, here and to the other ranks, before this one ends."""
-    from megazero.comm import failures, launch
-    from megazero.comm.errors import PeerLost
-    from megazero.train.engine import LossScaleExhausted
+    from megazero.comm.launch import failures, launch
+    from megazero.comm.launch.errors import PeerLost
+    from megazero.step.engine import LossScaleExhausted
 
     try:
         if plans(command.config.plan):
@@ -86,9 +86,10 @@ def predict(command: Command) -> None:
     """Print what --plan or --plan-search asks for: no rank is started, no data is opened."""
     from rich.console import Console
 
-    from megazero.price import plan_report, search_report
-    from megazero.price.devices import load_device
+    from megazero.price import plan_report
     from megazero.price.plan import make_plan, plan_config
+    from megazero.price.search import search_report
+    from megazero.price.time.devices import load_device
 
     console = Console(width=None if sys.stdout.isatty() else 160)
     config = command.config
@@ -118,21 +119,21 @@ def pretrain(command: Command, world: World, signals: Signals) -> Stop | None:
     met, because the others would wait for it.
     """
     from megazero import checkpoint
-    from megazero.comm import failures, launch, scheduler
-    from megazero.comm.agreement import agree
-    from megazero.comm.machine import bind_to_near_cpus, device_name, environment, machine
-    from megazero.comm.mesh import Mesh
+    from megazero.comm.launch import failures, launch, scheduler
+    from megazero.comm.launch.agreement import agree
+    from megazero.comm.launch.machine import bind_to_near_cpus, device_name, environment, machine
+    from megazero.comm.mesh.mesh import Mesh
     from megazero.data.remembered import data_tokenizer
     from megazero.model.stage import declare
-    from megazero.price.capacity import check_memory
-    from megazero.train import start_report
-    from megazero.train.inputs import open_data, require_data
-    from megazero.train.progress_line import tell
-    from megazero.train.resume import find_checkpoint
-    from megazero.train.same_run import run_values
-    from megazero.train.start_notes import this_processor
-    from megazero.train.trainer import Trainer
-    from megazero.train.watchdog import Watchdog
+    from megazero.observe import start_report
+    from megazero.observe.progress_line import tell
+    from megazero.observe.start_notes import this_processor
+    from megazero.observe.watchdog import Watchdog
+    from megazero.price.bytes.capacity import check_memory
+    from megazero.run.inputs import open_data, require_data
+    from megazero.run.resume import find_checkpoint
+    from megazero.run.same_run import run_values
+    from megazero.run.trainer import Trainer
 
     config = command.config
     device = launch.pick_device(world)
@@ -210,7 +211,7 @@ def frozen_objects() -> Iterator[None]:
 def rehearse(config: Config, world: World, chosen: str) -> None:
     """Do what --rehearse asks for."""
     from megazero.price.plan import vocabulary
-    from megazero.train.rehearsal_report import run_rehearsal
+    from megazero.rehearse.rehearsal_report import run_rehearsal
 
     if chosen:
         print(chosen, flush=True)
@@ -223,7 +224,7 @@ def say(world: World, message: str) -> None:
 
 def fail(world: World, message: str, report: bool = True) -> NoReturn:
     """Say it, tell the other ranks, and leave at once: what waits for this rank then fails too, promptly."""
-    from megazero.comm import failures, launch
+    from megazero.comm.launch import failures, launch
 
     say(world, message)
     if report:

@@ -81,8 +81,8 @@ def checked_out(revision: str) -> Iterator[Path]:
         git = ["git", "-C", str(ROOT), "worktree"]
         subprocess.run([*git, "add", "--quiet", "--detach", str(tree), revision], check=True)
         try:
-            for name in ("own_steps.py", "launcher.py", "commands.py"):
-                shutil.copy(ROOT / "benchmarks" / name, tree / "benchmarks")
+            for name in ("benchmarks/own_steps.py", "benchmarks/commands.py", "tests/helpers/ranks.py"):
+                shutil.copy(ROOT / name, tree / name)
             yield tree
         finally:
             subprocess.run([*git, "remove", "--force", str(tree)], check=True)

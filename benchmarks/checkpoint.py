@@ -36,7 +36,7 @@ from megazero.checkpoint import LocalShard, manifest, planning
 from megazero.checkpoint.pretend import pretended_shards
 from megazero.config.cli import parse
 from megazero.model.stage import declare
-from megazero.plan.resolve import resolve
+from megazero.plan.layout.resolve import resolve
 
 COMPARED = (
     *(("write ours", "write plain"), ("write DCP", "write plain"), ("read ours", "read plain")),

@@ -14,20 +14,20 @@ import torch
 import torch.nn.functional as F
 from torch.optim.adamw import adamw
 
-from benchmarks.launcher import Program, Ranks
-from megazero.comm.mesh import Mesh
+from megazero.comm.mesh.mesh import Mesh
 from megazero.config.schema import Config, ModelConfig, TrainingConfig
 from megazero.data.loader import MicroBatch
 from megazero.memory.host import Available, host_memory
 from megazero.model.stage import declare
-from megazero.plan.operations import COMPUTE
-from megazero.plan.program import program
-from megazero.plan.rank_spec import rank_spec
-from megazero.plan.resolve import resolve
-from megazero.plan.topology import Layout
-from megazero.price.costs import StepCosts
-from megazero.price.devices import SECTIONS, Constant, Device
-from megazero.train.engine import Engine
+from megazero.plan.layout.resolve import resolve
+from megazero.plan.layout.topology import Layout
+from megazero.plan.program.operations import COMPUTE
+from megazero.plan.program.program import program
+from megazero.plan.program.rank_spec import rank_spec
+from megazero.price.time.costs import StepCosts
+from megazero.price.time.devices import SECTIONS, Constant, Device
+from megazero.step.engine import Engine
+from tests.helpers.ranks import Program, Ranks
 
 SIDES = (32, 64, 128, 256, 512, 1024)  # of square products
 ELEMENTS = tuple(4**n for n in range(5, 13))  # of element-wise operators: 4 KB to 64 MB a tensor
@@ -53,7 +53,7 @@ def seconds_of(function: Callable[[], Any], least: float = 0.01) -> float:
 
 
 def operators(n: int) -> dict[str, Callable[[], Any]]:
-    """Operators of a training step on n elements, as rows of 256; with `price.kernels`' names."""
+    """Operators of a training step on n elements, as rows of 256; with `price.trace.kernels`' names."""
     x = torch.randn(n // 256 or 1, min(n, 256))
     dy, out, w = torch.randn_like(x), torch.empty_like(x), torch.ones(x.shape[1])
     _, mean, rstd = torch.native_layer_norm(x, x.shape[1:], w, w, 1e-5)
@@ -82,7 +82,7 @@ def operators(n: int) -> dict[str, Callable[[], Any]]:
     }  # fmt: skip
 
 
-# tensors of n elements that an operator moves, as `price.kernels` counts
+# tensors of n elements that an operator moves, as `price.trace.kernels` counts
 MOVED = {"add": 3, "mul_": 2, "sub_": 2, "exp_": 5, "amax": 1, "sum": 1, "gelu_backward": 3, "adamw": 7}
 MOVED |= {"native_layer_norm_backward": 3}
 

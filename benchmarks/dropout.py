@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.measure import interval
-from megazero.model.dropout import Dropout, Rows
 from megazero.model.initial_values import seed_of
+from megazero.model.kernels.dropout import Dropout, Rows
 
 SEED, PROBABILITY = 1234, 0.1
 Times = dict[str, list[float]]  # seconds of each round
@@ -104,12 +104,12 @@ def passes(shape: tuple[int, ...], rounds: int, device: torch.device) -> Times:
 
 def training_steps(rounds: int, device: torch.device) -> Times:
     """4 layers, hidden 512, 8 heads, sequence 256, two samples."""
-    from megazero.comm.mesh import Mesh
+    from megazero.comm.mesh.mesh import Mesh
     from megazero.config.schema import Config, ModelConfig, TrainingConfig
     from megazero.data.loader import MicroBatch
     from megazero.model.stage import declare
-    from megazero.plan.resolve import resolve
-    from megazero.train.engine import Engine
+    from megazero.plan.layout.resolve import resolve
+    from megazero.step.engine import Engine
 
     layers, h, n, s, v, b = 4, 512, 8, 256, 8192, 2
     ids = torch.randint(0, v, (b, s + 1), generator=torch.Generator().manual_seed(0))

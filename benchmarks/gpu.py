@@ -23,16 +23,16 @@ import torch.distributed as dist
 
 from benchmarks import peers
 from benchmarks.peers import Work
-from megazero.comm.mesh import Mesh
+from megazero.comm.mesh.mesh import Mesh
 from megazero.config.schema import Config, TrainingConfig
 from megazero.data.loader import MicroBatch
+from megazero.model.kernels.matmul_backend import choose_matmul_backend
 from megazero.model.stage import declare
-from megazero.plan.resolve import resolve
-from megazero.price.devices import known_devices, load_device
-from megazero.price.estimate import stage_bytes
-from megazero.price.trace import model_flops
-from megazero.train.engine import Engine
-from megazero.train.matmul_backend import choose_matmul_backend
+from megazero.plan.layout.resolve import resolve
+from megazero.price.bytes.estimate import stage_bytes
+from megazero.price.time.devices import known_devices, load_device
+from megazero.price.trace.trace import model_flops
+from megazero.step.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Own:
         return result.loss
 
     def predicted_peak(self, device: torch.device) -> int:
-        """Bytes at the peak by `price.estimate.stage_bytes`, what autograd keeps included."""
+        """Bytes at the peak by `price.bytes.estimate.stage_bytes`, what autograd keeps included."""
         return stage_bytes(self.config, self.layout, 0, device.type).peak
 
 

@@ -32,13 +32,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.measure import interval
-from megazero.comm.pretend import pretend_mesh
+from megazero.comm.mesh.pretend import pretend_mesh
 from megazero.config.schema import Config, ModelConfig, TrainingConfig
-from megazero.model.context import DeviceBatch, MicroBatchInfo
+from megazero.model.layers.context import DeviceBatch, MicroBatchInfo
 from megazero.model.stage import declare
-from megazero.plan.operations import Backward, Forward, Norm, Open
-from megazero.plan.resolve import resolve
-from megazero.train.engine import Engine
+from megazero.plan.layout.resolve import resolve
+from megazero.plan.program.operations import Backward, Forward, Norm, Open
+from megazero.step.engine import Engine
 
 
 @dataclass(frozen=True)

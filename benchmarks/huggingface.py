@@ -23,8 +23,8 @@ from megazero.config.cli import parse
 from megazero.config.schema import ModelConfig
 from megazero.huggingface.export import shapes_of
 from megazero.model.stage import declare
-from megazero.plan.layers import num_parameters
-from megazero.train.run_state import RunState
+from megazero.plan.layout.layers import num_parameters
+from megazero.run.run_state import RunState
 
 ROOT = Path(__file__).resolve().parent.parent
 # In a process of its own, whose memory is that of imports before each step.

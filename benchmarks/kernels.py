@@ -19,12 +19,12 @@ from typing import NamedTuple
 
 import torch
 
-from megazero.model.context import DTYPES
-from megazero.model.dropout import Dropout, Rows
-from megazero.model.fused_ops import PLAIN, Activation
+from megazero.model.kernels.dropout import Dropout, Rows
+from megazero.model.kernels.fused_ops import PLAIN, Activation
+from megazero.model.kernels.rotary import Rotary
 from megazero.model.kernels.table import EAGER, TRITON, Kernels
-from megazero.model.rotary import Rotary
-from megazero.price.devices import find_card
+from megazero.model.layers.context import DTYPES
+from megazero.price.time.devices import find_card
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ import torch
 
 from megazero.config.schema import BYTES, Config
 from megazero.memory.allocated import Allocated
-from megazero.model.context import DeviceBatch, MicroBatchInfo
-from megazero.plan.layers import Use
-from megazero.plan.operations import Forward, Keep
+from megazero.model.layers.context import DeviceBatch, MicroBatchInfo
+from megazero.plan.layout.layers import Use
+from megazero.plan.layout.topology import Layout
+from megazero.plan.program.operations import Forward, Keep
 from megazero.plan.sizes import kept_bytes
-from megazero.plan.topology import Layout
-from megazero.price.trace import trace_block
-from megazero.train.engine import Engine
+from megazero.price.trace.trace import trace_block
+from megazero.step.engine import Engine
 
 
 def interval(values: list[float], draws: int = 2000) -> tuple[float, float]:

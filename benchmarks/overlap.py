@@ -27,8 +27,8 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 import torch
 
-from benchmarks.launcher import ROOT
-from megazero.plan.operations import Asynchronous, Update, axis_of
+from megazero.plan.program.operations import Asynchronous, Update, axis_of
+from tests.helpers.ranks import ROOT
 
 # name of an operation that communicates -> its axis
 AXIS = {kind.__name__: axis_of(kind(*[0] * len(fields(kind)))) for kind in get_args(Asynchronous) if kind is not Update}

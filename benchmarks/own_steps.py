@@ -6,8 +6,6 @@ modules of `benchmarks` that it imports are the tree's own.
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,31 +18,19 @@ import megazero
 from benchmarks.peers import Training, Work
 
 try:
-    from megazero.comm.mesh import Mesh
+    from megazero.comm.mesh.mesh import Mesh
     from megazero.model.stage import declare
+    from megazero.plan.layout.resolve import resolve
+    from megazero.step.engine import Engine
+except ModuleNotFoundError:  # before the folders `step` and `run`
     from megazero.plan.resolve import resolve
     from megazero.train.engine import Engine
-except ModuleNotFoundError:  # before folders by subject
-    from megazero.checks import resolve
-    from megazero.engine import Engine
-    from megazero.mesh import Mesh
+
+    from megazero.comm.mesh import Mesh
+
+    declare = None
 from megazero.data.loader import MicroBatch
-
-try:
-    from megazero.memory.allocated import Allocated
-except ModuleNotFoundError:  # old revisions count in their benchmarks
-    from benchmarks.measure import Alive
-
-    def Allocated(_: torch.device) -> Any:
-        return Alive()
-
-
-# Old revisions choose the library of fp32 products by the CPU: here all trees have torch's own.
-for _name in ("megazero.tensor_parallel", "megazero.model.matmul"):
-    with contextlib.suppress(ModuleNotFoundError):
-        _module = importlib.import_module(_name)
-        if hasattr(_module, "PREFERS_ONEDNN"):
-            _module.PREFERS_ONEDNN = False
+from megazero.memory.allocated import Allocated
 
 MICRO_BATCHES = 2  # per step; the work's batch is that of the step
 assert Path(megazero.__file__).parents[1] == Path(__file__).parents[1], "another tree's megazero was imported"
@@ -65,7 +51,7 @@ def own(work: Work, device: torch.device, stage: int, recompute: str) -> Trainin
         training=replace(config.training, micro_batch_size=part, global_batch_size=work.micro_batch_size * work.ranks),
         activations=replace(config.activations, recompute=recompute),
     )
-    config, layout = resolve(config, work.ranks, 0, declare)
+    config, layout = resolve(config, work.ranks, 0, *filter(None, (declare,)))
     engine: Any = Engine(config, Mesh.build(layout, dist.get_rank(), device))
     tracker = engine.tracker if hasattr(engine, "tracker") else engine.ledger  # its name in old revisions
     mask = torch.ones(part, work.seq_length, device=device)

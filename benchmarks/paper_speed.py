@@ -23,12 +23,12 @@ from benchmarks.reports.published import FIGURE_2_BASELINE, FIGURE_2_ZERO, FIGUR
 from megazero.config.cli import parse
 from megazero.config.schema import Config
 from megazero.model.stage import declare
-from megazero.plan.layers import num_parameters
-from megazero.plan.resolve import resolve
-from megazero.plan.topology import Layout
-from megazero.price.devices import Device, load_device
-from megazero.price.estimate import stage_bytes
-from megazero.price.step_time import Parts, StepPrograms, step_parts
+from megazero.plan.layout.layers import num_parameters
+from megazero.plan.layout.resolve import resolve
+from megazero.plan.layout.topology import Layout
+from megazero.price.bytes.estimate import stage_bytes
+from megazero.price.time.devices import Device, load_device
+from megazero.price.time.step_time import Parts, StepPrograms, step_parts
 
 # The paper says neither sequence length nor vocabulary of its evaluation: our assumption.
 ASSUMED = "--seq-length 1024 --vocab-size 50257 --precision fp16 --grad-dtype fp16 --recompute full"

@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from megazero.config.schema import Config, ModelConfig, OptimizerConfig, TrainingConfig, ZeroConfig
 from megazero.model import initial_values
 from megazero.model.stage import declare
-from megazero.plan.layers import stage_units
-from megazero.plan.parameters import LocalBlock
-from megazero.plan.topology import Layout
+from megazero.plan.layout.layers import stage_units
+from megazero.plan.layout.parameters import LocalBlock
+from megazero.plan.layout.topology import Layout
 
 
 @dataclass(frozen=True)
@@ -349,11 +349,11 @@ def megazero(work: Work, device: torch.device, stage: int) -> Training:
     """Its own engine; the loss is the mean over all ranks."""
     import torch.distributed as dist
 
-    from megazero.comm.mesh import Mesh
+    from megazero.comm.mesh.mesh import Mesh
     from megazero.data.loader import MicroBatch
-    from megazero.plan.resolve import resolve
-    from megazero.train.engine import Engine
-    from megazero.train.matmul_backend import choose_matmul_backend
+    from megazero.model.kernels.matmul_backend import choose_matmul_backend
+    from megazero.plan.layout.resolve import resolve
+    from megazero.step.engine import Engine
 
     config, layout = resolve(work.config(stage), work.ranks, 0, declare)
     mesh = Mesh.build(layout, dist.get_rank(), device)

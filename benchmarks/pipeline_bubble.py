@@ -26,16 +26,16 @@ import torch
 from benchmarks.peers import Training
 from benchmarks.processes import Job, alive, isolate
 from megazero.config.schema import Config, ModelConfig, ParallelConfig, TrainingConfig
+from megazero.model.layers.weight import GradWriter, Weight
 from megazero.model.stage import declare
-from megazero.model.weight import GradWriter, Weight
-from megazero.plan.layers import Use
-from megazero.plan.operations import COMPUTE, Op, name_of
-from megazero.plan.program import program
-from megazero.plan.rank_spec import Layer, rank_spec
-from megazero.plan.resolve import resolve
-from megazero.plan.schedules import SCHEDULES
-from megazero.plan.topology import Layout
-from megazero.price.simulate import Timing, simulate, thirds
+from megazero.plan.layout.layers import Use
+from megazero.plan.layout.resolve import resolve
+from megazero.plan.layout.topology import Layout
+from megazero.plan.program.operations import COMPUTE, Op, name_of
+from megazero.plan.program.program import program
+from megazero.plan.program.rank_spec import Layer, rank_spec
+from megazero.plan.schedule.schedules import SCHEDULES
+from megazero.price.time.simulate import Timing, simulate, thirds
 
 
 @dataclass(frozen=True)
@@ -113,9 +113,9 @@ def asleep(work: Work, device: torch.device) -> Training:
     """Its check: (operation, begin, end) of every computation of blocks in the last step; one clock for all ranks."""
     import torch.distributed as dist
 
-    from megazero.comm.mesh import Mesh
+    from megazero.comm.mesh.mesh import Mesh
     from megazero.data.loader import MicroBatch
-    from megazero.train.engine import Engine
+    from megazero.step.engine import Engine
 
     config, layout = work.resolved()
     engine = Engine(config, Mesh.build(layout, dist.get_rank(), device))

@@ -29,9 +29,9 @@ from benchmarks.peers import PlainBlock, Training, draw_weights
 from benchmarks.processes import Job, alive, isolate, quotients, shown, take_turns
 from megazero.config.schema import Config, ModelConfig
 from megazero.model.stage import declare
-from megazero.plan.resolve import resolve
-from megazero.plan.schedules import SCHEDULES
-from megazero.plan.topology import Layout
+from megazero.plan.layout.resolve import resolve
+from megazero.plan.layout.topology import Layout
+from megazero.plan.schedule.schedules import SCHEDULES
 
 LOSS_GAP = 1e-5  # relative: fp32, other kernels for the loss
 # our schedule -> theirs, and the virtual stages per rank there
@@ -147,9 +147,9 @@ def megazero(work: Work, device: torch.device) -> Training:
     """Its own engine, under the same schedule."""
     import torch.distributed as dist
 
-    from megazero.comm.mesh import Mesh
+    from megazero.comm.mesh.mesh import Mesh
     from megazero.data.loader import MicroBatch
-    from megazero.train.engine import Engine
+    from megazero.step.engine import Engine
 
     config, layout = work.resolved()
     engine = Engine(config, Mesh.build(layout, dist.get_rank(), device))

@@ -23,15 +23,15 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import device
-from benchmarks.launcher import Program, Ranks
-from megazero.comm.mesh import Mesh
+from megazero.comm.mesh.mesh import Mesh
 from megazero.config.cli import parse
 from megazero.config.schema import Config
 from megazero.data.loader import MicroBatch
 from megazero.model.stage import declare
-from megazero.plan.resolve import resolve
-from megazero.price.step_time import step_time
-from megazero.train.engine import Engine
+from megazero.plan.layout.resolve import resolve
+from megazero.price.time.step_time import step_time
+from megazero.step.engine import Engine
+from tests.helpers.ranks import Program, Ranks
 
 MODEL = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 2048 --micro-batch-size 4"

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.commands import obey
-from benchmarks.launcher import ROOT, Program, RankError, Ranks
 from benchmarks.measure import interval
 from benchmarks.peers import Work
+from tests.helpers.ranks import ROOT, Program, RankError, Ranks
 
 CLONE_NEWNET = 0x40000000
 

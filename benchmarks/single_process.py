@@ -22,15 +22,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks.measure import interval
-from megazero.comm import launch
-from megazero.comm.mesh import Mesh
+from megazero.comm.launch import launch
+from megazero.comm.mesh.mesh import Mesh
 from megazero.config.schema import Config, ModelConfig, TrainingConfig
 from megazero.data.loader import MicroBatch
-from megazero.model.context import DTYPES
+from megazero.model.kernels.matmul_backend import choose_matmul_backend
+from megazero.model.layers.context import DTYPES
 from megazero.model.stage import declare
-from megazero.plan.resolve import resolve
-from megazero.train.engine import Engine
-from megazero.train.matmul_backend import choose_matmul_backend
+from megazero.plan.layout.resolve import resolve
+from megazero.step.engine import Engine
 
 
 @dataclass(frozen=True)

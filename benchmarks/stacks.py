@@ -27,19 +27,19 @@ import torch.nn as nn
 
 from benchmarks.peers import PlainBlock, Training, draw_weights
 from benchmarks.peers import Work as GPTWork
-from megazero.comm.collectives import Axis
-from megazero.comm.mesh import Mesh
+from megazero.comm.mesh.collectives import Axis
+from megazero.comm.mesh.mesh import Mesh
 from megazero.config.schema import Config, ModelConfig
-from megazero.model.context import DeviceBatch, MicroBatchInfo
+from megazero.model.kernels.matmul_backend import choose_matmul_backend
+from megazero.model.layers.context import DeviceBatch, MicroBatchInfo
 from megazero.model.stage import declare
 from megazero.optim.step import StepParams
-from megazero.plan.layers import Use
-from megazero.plan.operations import Norm, Open, Update
-from megazero.plan.program import Program, program
-from megazero.plan.rank_spec import RankSpec
-from megazero.plan.resolve import resolve
-from megazero.train.engine import Engine
-from megazero.train.matmul_backend import choose_matmul_backend
+from megazero.plan.layout.layers import Use
+from megazero.plan.layout.resolve import resolve
+from megazero.plan.program.operations import Norm, Open, Update
+from megazero.plan.program.program import Program, program
+from megazero.plan.program.rank_spec import RankSpec
+from megazero.step.engine import Engine
 
 NOT_BLOCKS = ("*_embedding.weight", "head.*")
 LR = 1e-6  # so small that hundreds of steps from one fixed gradient do not move the numbers to where they are slow

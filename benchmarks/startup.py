@@ -18,12 +18,12 @@ import torch.distributed as dist
 import tyro
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megazero.comm.mesh import Mesh
+from megazero.comm.mesh.mesh import Mesh
 from megazero.config.cli import parse
 from megazero.data.loader import MicroBatch
 from megazero.model.stage import declare
-from megazero.plan.resolve import resolve
-from megazero.train.engine import Engine
+from megazero.plan.layout.resolve import resolve
+from megazero.step.engine import Engine
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ import torch
 from torch.autograd import DeviceType
 
 from benchmarks import gpu
-from megazero.plan.operations import Backward, BackwardWeights, inner
-from megazero.train.timeline import Span, timeline
+from megazero.observe.timeline import Span, timeline
+from megazero.plan.program.operations import Backward, BackwardWeights, inner
 
 FLAT = 0.8  # of the time of twice the tokens: from there on the time hardly depends on the tokens
 

@@ -23,9 +23,9 @@ from rich.table import Table
 from benchmarks.reports.published import CONFIGURATIONS, FIGURE_6
 from megazero.config.cli import parse
 from megazero.model.stage import declare
-from megazero.plan.layers import num_parameters
-from megazero.plan.resolve import resolve
-from megazero.price.estimate import estimate, stage_bytes
+from megazero.plan.layout.layers import num_parameters
+from megazero.plan.layout.resolve import resolve
+from megazero.price.bytes.estimate import estimate, stage_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 RANKS, ITERATIONS = 4, 3  # tensor parallelism of 2, data parallelism of 2

@@ -36,7 +36,7 @@ from rich.table import Table
 from benchmarks.peers import SYSTEMS, Work
 from benchmarks.processes import Job, alive, isolate, quotients, shown, take_turns
 from megazero.model.stage import declare
-from megazero.plan.layers import num_parameters
+from megazero.plan.layout.layers import num_parameters
 
 LOSS_GAP = 1e-3  # relative to megazero's stage 0, in fp32
 # Freed memory leaves the process, so that its resident peak shows what is partitioned; slow, hence a pass of its own.

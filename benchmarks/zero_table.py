@@ -18,15 +18,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megazero.comm.mesh import Mesh
+from megazero.comm.mesh.mesh import Mesh
 from megazero.config.schema import Config, ModelConfig, TrainingConfig, ZeroConfig
 from megazero.data.loader import MicroBatch
 from megazero.model.stage import declare
-from megazero.plan.resolve import resolve
-from megazero.plan.topology import Layout
-from megazero.price.estimate import estimate
-from megazero.price.report import psi
-from megazero.train.engine import Engine
+from megazero.plan.layout.resolve import resolve
+from megazero.plan.layout.topology import Layout
+from megazero.price.bytes.estimate import estimate
+from megazero.price.bytes.report import psi
+from megazero.step.engine import Engine
 
 MODEL = ModelConfig(num_layers=4, hidden_size=256, num_attention_heads=4, seq_length=64, vocab_size=1024)
 K = 12  # bytes of fp32 master weights and moments, mixed precision (the paper's)

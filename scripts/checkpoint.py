@@ -35,7 +35,7 @@ from megazero.config.schema import BYTES
 from megazero.data.tokenizer import Tokenizer
 from megazero.files import explain
 from megazero.optional import missing_package
-from megazero.train.run_state import RunState, other_folder, tokenizer_for
+from megazero.run.run_state import RunState, other_folder, tokenizer_for
 from megazero.units import size
 
 

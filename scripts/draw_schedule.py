@@ -20,9 +20,9 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megazero.optional import missing_package
-from megazero.plan.operations import Backward, BackwardWeights, Forward
-from megazero.plan.schedules import EVALUATION, SCHEDULES
-from megazero.price.simulate import Span, Timing, play
+from megazero.plan.program.operations import Backward, BackwardWeights, Forward
+from megazero.plan.schedule.schedules import EVALUATION, SCHEDULES
+from megazero.price.time.simulate import Span, Timing, play
 
 COLORS = {"F": "#7fb2e5", "B": "#f2b56b", "I": "#f8dca8", "W": "#9fd39b"}
 CELL = 4  # characters of a unit of time

@@ -19,19 +19,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import tyro
 
 from megazero import checkpoint
-from megazero.comm import launch
-from megazero.comm.mesh import Mesh
-from megazero.comm.world import read_world
+from megazero.comm.launch import launch
+from megazero.comm.launch.world import read_world
+from megazero.comm.mesh.mesh import Mesh
 from megazero.config.schema import Config, ModelConfig, ParallelConfig
 from megazero.data.tokenizer import Tokenizer, end_of_document
 from megazero.files import explain, read_regular
 from megazero.generation.generate import Generator, Text, packed_prompts
 from megazero.generation.model import InferenceModel
-from megazero.model.sampling import Sampling
+from megazero.generation.sampling import Sampling
 from megazero.model.stage import declare
-from megazero.plan.resolve import resolve
-from megazero.plan.topology import Layout
-from megazero.train.run_state import RunState, other_folder, tokenizer_for
+from megazero.plan.layout.resolve import resolve
+from megazero.plan.layout.topology import Layout
+from megazero.run.run_state import RunState, other_folder, tokenizer_for
 
 TIMEOUT_MINUTES = 10.0
 

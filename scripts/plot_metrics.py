@@ -19,9 +19,9 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megazero.observe.report.page import MEMORY
+from megazero.observe.report.runs import AXIS_LABELS, Run, XAxis, curve, dashes, read_run, short, smooth, thin, twins
 from megazero.optional import missing_package
-from megazero.report.page import MEMORY
-from megazero.report.runs import AXIS_LABELS, Run, XAxis, curve, dashes, read_run, short, smooth, thin, twins
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

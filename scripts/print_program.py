@@ -15,9 +15,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megazero.config import cli
 from megazero.model.stage import declare
-from megazero.plan.program import program, text
-from megazero.plan.rank_spec import rank_spec
-from megazero.plan.resolve import resolve
+from megazero.plan.layout.resolve import resolve
+from megazero.plan.program.program import program, text
+from megazero.plan.program.rank_spec import rank_spec
 
 
 def main(argv: list[str]) -> None:

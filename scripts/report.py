@@ -17,8 +17,8 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megazero.observe.report.page import write_report
 from megazero.optional import missing_package
-from megazero.report.page import write_report
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ class Attempts:
         parallel = replace(config.parallel, distributed_timeout_minutes=TIMEOUT_SECONDS / 60)
         self.config = replace(config, parallel=parallel)
         self.context = mp.get_context("forkserver")
-        self.context.set_forkserver_preload(["torch", "torch.distributed", "megazero.train.trainer"])
+        self.context.set_forkserver_preload(["torch", "torch.distributed", "megazero.run.trainer"])
 
     def once(self, kill: tuple[float, list[int]] | None = None, file_limit: tuple[int, int] | None = None) -> list[int]:
         """Run once; kill: (seconds after the start, ranks); file_limit: (rank, bytes). The exit codes."""

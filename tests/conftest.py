@@ -14,8 +14,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # triton reads it when it is imported: its kernels run on the CPU
 
-from benchmarks.launcher import Forked, Ranks
 from tests.helpers.programs import PRELOADED
+from tests.helpers.ranks import Forked, Ranks
 
 torch.set_num_threads(int(os.environ.get("TEST_THREADS", "1")))  # tests/machines.py sets it
 

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 
 from megazero.config.schema import Config, ModelConfig
 from megazero.model import initial_values
-from megazero.model.dropout import Dropout, Rows
+from megazero.model.kernels.dropout import Dropout, Rows
 from megazero.model.stage import declare
-from megazero.plan.layers import stage_units
-from megazero.plan.parameters import LocalBlock
-from megazero.plan.topology import Layout
+from megazero.plan.layout.layers import stage_units
+from megazero.plan.layout.parameters import LocalBlock
+from megazero.plan.layout.topology import Layout
 
 
 def initial_weights(config: Config) -> dict[str, torch.Tensor]:

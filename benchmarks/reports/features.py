@@ -16,9 +16,9 @@ from benchmarks.reports.rehearsals import Asked, flags_of, rehearse_all, resolve
 from benchmarks.reports.zero_theory import bytes_per_parameter
 from megazero.config.cli import PRESETS, preset_args
 from megazero.model.stage import declare
-from megazero.plan.layers import num_parameters
-from megazero.price.devices import load_device
-from megazero.price.estimate import stage_bytes
+from megazero.plan.layout.layers import num_parameters
+from megazero.price.bytes.estimate import stage_bytes
+from megazero.price.time.devices import load_device
 
 GPUS, MP, LIMIT = 400, 16, 32e9
 # Terms of a system of 2020 that ours has not, or has smaller.

@@ -18,7 +18,7 @@ from megazero.config.foreign.table import FLAGS, Foreign, read_table
 from megazero.config.foreign.translate import Answer, Translated, split_items, translate
 from megazero.config.schema import CheckpointConfig, DataConfig, LogConfig
 from megazero.model.stage import declare
-from megazero.plan.resolve import resolve
+from megazero.plan.layout.resolve import resolve
 
 PAGE = Path(__file__).parents[2] / "docs" / "megatron.md"
 SCRIPTS = Path(__file__).with_name("foreign_scripts.toml")

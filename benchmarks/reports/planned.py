@@ -17,12 +17,12 @@ from benchmarks.reports.searches import NARAYANAN_CASES, Case
 from megazero.config.cli import parse
 from megazero.config.schema import Config
 from megazero.model.stage import declare
-from megazero.plan.operations import Forward, Gather, Recompute
-from megazero.plan.rank_spec import rank_spec
-from megazero.plan.topology import Layout
-from megazero.price.costs import StepCosts
-from megazero.price.devices import Constant, Device, load_device
+from megazero.plan.layout.topology import Layout
+from megazero.plan.program.operations import Forward, Gather, Recompute
+from megazero.plan.program.rank_spec import rank_spec
 from megazero.price.plan import Plan, make_plan, plan_config
+from megazero.price.time.costs import StepCosts
+from megazero.price.time.devices import Constant, Device, load_device
 
 
 class Variant(NamedTuple):

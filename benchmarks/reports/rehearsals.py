@@ -33,7 +33,7 @@ def resolved(asked: Asked) -> tuple[Any, Any]:
     """Return the configuration and the layout of a rehearsal."""
     from megazero.config.cli import parse
     from megazero.model.stage import declare
-    from megazero.plan.resolve import resolve
+    from megazero.plan.layout.resolve import resolve
 
     return resolve(parse(asked.flags.split()), asked.world, 0, declare)
 
@@ -42,7 +42,7 @@ def rehearse_one(asked: Asked) -> Any:
     """Rehearse a step of a GPU's rank."""
     import torch
 
-    from megazero.train.rehearsal import Place, rehearse
+    from megazero.rehearse.rehearsal import Place, rehearse
 
     torch.set_num_threads(1)
     return rehearse(*resolved(asked), asked.rank, Place.of("gpu"), steps=1, saves=False)

@@ -13,8 +13,8 @@ from benchmarks.reports.blocks import markdown, write_blocks
 from benchmarks.reports.goodput import best_interval, goodput, mean_time_between_failures
 from benchmarks.reports.pictures import lines
 from benchmarks.reports.rehearsals import Asked, rehearse_all, resolved
-from megazero.plan.topology import AXES, SUB_AXES, Layout
-from megazero.price.estimate import estimate
+from megazero.plan.layout.topology import AXES, SUB_AXES, Layout
+from megazero.price.bytes.estimate import estimate
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "scale.md"
 DEVICES = (1_024, 4_096, 10_240, 16_384)

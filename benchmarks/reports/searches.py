@@ -17,11 +17,11 @@ from benchmarks.reports.published import FIGURE_2_ZERO, FIGURE_4, NARAYANAN, Meg
 from benchmarks.reports.rehearsals import PROCESSES, flags_of
 from megazero.config.cli import parse
 from megazero.model.stage import declare
-from megazero.plan.resolve import resolve
-from megazero.price.devices import load_device
+from megazero.plan.layout.resolve import resolve
 from megazero.price.plan import Plan, make_plan
-from megazero.price.search import Candidate, Search
-from megazero.price.search_report import command
+from megazero.price.search.search import Candidate, Search
+from megazero.price.search.search_report import command
+from megazero.price.time.devices import load_device
 
 
 def of_zero(c: Candidate) -> bool:

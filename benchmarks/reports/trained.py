@@ -10,8 +10,8 @@ from benchmarks.reports.published import CONFIGURATIONS
 from benchmarks.table3 import RANKS, make_corpus, measure
 from megazero.config.cli import parse
 from megazero.model.stage import declare
-from megazero.plan.resolve import resolve
-from megazero.train.rehearsal import Place, rehearse
+from megazero.plan.layout.resolve import resolve
+from megazero.rehearse.rehearsal import Place, rehearse
 
 KINDS = ("parameters", "optimizer", "gradients", "activation_checkpoints", "buffers", "logits", "peak", "host")
 SENT = ("tp", "dp", "pp")

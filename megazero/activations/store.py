@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from megazero.comm.collectives import Axis, Pending
+from megazero.comm.mesh.collectives import Axis, Pending
 from megazero.memory.copies import Copies, Fetch, HostCopy, StreamCopies
 from megazero.memory.pool import BufferPool
 from megazero.memory.tracker import Allocation, MemoryTracker
-from megazero.plan.flat_layout import partition_numel
+from megazero.plan.layout.flat_layout import partition_numel
 
 Key = tuple[str, int]  # layer, micro-batch
 

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megazero.files import OutputFile, crc32, read_regular, sync_folder
-from megazero.plan.regions import Region
+from megazero.plan.layout.regions import Region
 
 MANIFEST = "manifest.json"
 STATE = "state.json"

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.planner import (
 
 from megazero.checkpoint.manifest import Entry, Manifest, Tiling, dtype_name, torch_dtype
 from megazero.checkpoint.shards import LocalShard
-from megazero.plan.regions import Region, Shape, coverage_fault, intersection
+from megazero.plan.layout.regions import Region, Shape, coverage_fault, intersection
 
 # What a rank says of a tensor, whether or not it owns any of it: its global shape, and its dtype by name.
 Declared = tuple[Shape, str]

@@ -14,8 +14,8 @@ from megazero.checkpoint.planning import CoveredSavePlanner, RankPlan, SaveLayou
 from megazero.checkpoint.shards import LocalShard
 from megazero.config.schema import Config
 from megazero.model.stage import declare
-from megazero.plan.owned import rank_parts
-from megazero.plan.topology import Layout
+from megazero.plan.layout.owned import rank_parts
+from megazero.plan.layout.topology import Layout
 
 
 class PlannedSave(NamedTuple):

@@ -6,7 +6,7 @@ from math import prod
 
 import torch
 
-from megazero.plan.regions import Region, regions, split
+from megazero.plan.layout.regions import Region, regions, split
 
 # A chunk is the unit of writing, of checksums and of reading, so this bounds the host memory of a save and
 # the bytes that a load reads in vain; small enough for that, large enough that 1e12 parameters are some 1e5

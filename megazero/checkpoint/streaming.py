@@ -32,7 +32,7 @@ from megazero.checkpoint.shards import CHUNK_BYTES
 from megazero.checkpoint.storage import ManifestReader
 from megazero.checkpoint.tensor_file import TensorFile
 from megazero.files import crc32, sync_folder
-from megazero.plan.regions import Region, coverage_fault, intersection, split
+from megazero.plan.layout.regions import Region, coverage_fault, intersection, split
 
 FILE_BYTES = 4 << 30  # of a file, unless a single tensor is larger
 BAND_BYTES = 256 << 20  # of a band in fp32: of a large table that is in memory at once

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 
 from megazero.checkpoint.manifest import Chunk, Damaged, missing_part, read_manifest, read_state
 from megazero.checkpoint.storage import ManifestReader
-from megazero.plan.regions import coverage_fault
+from megazero.plan.layout.regions import coverage_fault
 
 
 def faults(path: Path) -> Iterator[str]:

@@ -1,5 +1,4 @@
-"""Communication: launch and stop (`launch`), collectives along one mesh axis (`collectives`), all axes (`mesh`), failed
-peers (`errors`, `failures`), ranks that are not alike (`agreement`), buffers in flight (`in_flight`).
+"""Communication: ranks that start and end (`launch`), the mesh with its axes and collectives (`mesh`).
 
-The only folder, besides `checkpoint`, that imports torch.distributed. Imports `plan`. Begin with `collectives.Axis`.
+The only folder, besides `checkpoint`, that imports torch.distributed. Imports `plan`. Begin with `mesh.collectives`.
 """

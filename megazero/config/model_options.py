@@ -19,7 +19,7 @@ from megazero.config.limits import (
     Ranks,
 )
 from megazero.config.optimizers import BYTES, OPTIMIZERS, UpdateRule
-from megazero.plan.schedules import SCHEDULES
+from megazero.plan.schedule.schedules import SCHEDULES
 
 __all__ = ["BYTES"]
 

@@ -26,7 +26,7 @@ from megazero.config.run_options import (
     MonitorConfig,
     PlanConfig,
 )
-from megazero.plan.schedules import EVALUATION
+from megazero.plan.schedule.schedules import EVALUATION
 
 __all__ = [
     "BYTES",

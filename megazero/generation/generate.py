@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from megazero.generation.model import InferenceModel, NewTokens
-from megazero.model.kv_cache import KVCache
-from megazero.model.sampling import Sampling
+from megazero.generation.sampling import Sampling
+from megazero.model.layers.kv_cache import KVCache
 
 
 @dataclass

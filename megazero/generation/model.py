@@ -10,14 +10,14 @@ import torch
 
 from megazero import checkpoint
 from megazero.checkpoint import LocalShard
-from megazero.comm.mesh import Mesh
+from megazero.comm.mesh.mesh import Mesh
 from megazero.config.schema import ModelConfig
 from megazero.memory.tracker import MemoryTracker
-from megazero.model.context import DTYPES, Context, MicroBatchInfo, ResidualStream
-from megazero.model.dropout import Rows
-from megazero.model.kv_cache import KVCache
+from megazero.model.kernels.dropout import Rows
+from megazero.model.layers.context import DTYPES, Context, MicroBatchInfo, ResidualStream
+from megazero.model.layers.kv_cache import KVCache
+from megazero.model.layers.weight import Weight
 from megazero.model.stage import Stage, declare
-from megazero.model.weight import Weight
 
 
 class NewTokens(NamedTuple):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megazero.config.schema import ModelConfig
-from megazero.model.rotary import HIGH_FREQUENCY, LOW_FREQUENCY, TRAINED_LENGTH
+from megazero.model.kernels.rotary import HIGH_FREQUENCY, LOW_FREQUENCY, TRAINED_LENGTH
 
 # Llama 3.1's scaling of rotary positions, but for its factor.
 LLAMA_3 = {

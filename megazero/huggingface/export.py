@@ -17,9 +17,9 @@ from megazero.data.tokenizer import Tokenizer, end_of_document
 from megazero.files import new_folder, write_atomically
 from megazero.huggingface.architectures import SAME, Row, architecture_of
 from megazero.huggingface.tokenizer import write_tokenizer
-from megazero.model.context import DTYPES
+from megazero.model.layers.context import DTYPES
 from megazero.model.stage import declare
-from megazero.train.run_state import RunState
+from megazero.run.run_state import RunState
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 

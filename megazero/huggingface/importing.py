@@ -22,8 +22,8 @@ from megazero.files import new_folder, open_regular, read_json_object, write_ato
 from megazero.huggingface.architectures import ARCHITECTURES, SAME, Architecture, Row
 from megazero.huggingface.export import INDEX, WEIGHTS, shapes_of
 from megazero.huggingface.tokenizer import read_tokenizer
-from megazero.plan.topology import Layout
-from megazero.train.run_state import TOKENIZER, RunState, attached_tokenizer
+from megazero.plan.layout.topology import Layout
+from megazero.run.run_state import TOKENIZER, RunState, attached_tokenizer
 
 WHOLE = slice(None)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -1,4 +1,4 @@
-"""Layers of the model, each on one rank's part of its weights.
+"""Models: parts (`layers`), operators (`kernels`), families (`architectures`); a rank's layers (`stage`).
 
-Imports `comm`, `plan`, `config`, `memory`. Begin with `gpt2`.
+Imports `comm`, `plan`, `config`, `memory`. Begin with `architectures.gpt2`.
 """

@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from megazero.plan.parameters import LocalBlock, ParamSpec
+from megazero.plan.layout.parameters import LocalBlock, ParamSpec
 
 BLOCK = 1 << 16  # elements of the global tensor that share a seed
 

@@ -8,16 +8,16 @@ from collections.abc import Hashable, Iterable
 import torch
 import torch.nn as nn
 
-from megazero.comm.pretend import pretend_mesh
+from megazero.comm.mesh.pretend import pretend_mesh
 from megazero.config.schema import ModelConfig
 from megazero.memory.tracker import MemoryTracker
-from megazero.model.architectures import ARCHITECTURES
-from megazero.model.block import Architecture, Layer
-from megazero.model.context import Context, DeviceBatch, MicroBatchInfo, ResidualStream
-from megazero.model.vocabulary import VocabularyTable, vocabulary_loss
-from megazero.model.weight import Weight, named_weights
-from megazero.plan.layers import End, LayerKind, Layers, Use
-from megazero.plan.topology import Layout
+from megazero.model.architectures.table import ARCHITECTURES
+from megazero.model.layers.block import Architecture, Layer
+from megazero.model.layers.context import Context, DeviceBatch, MicroBatchInfo, ResidualStream
+from megazero.model.layers.vocabulary import VocabularyTable, vocabulary_loss
+from megazero.model.layers.weight import Weight, named_weights
+from megazero.plan.layout.layers import End, LayerKind, Layers, Use
+from megazero.plan.layout.topology import Layout
 
 TOKEN_EMBEDDING, POSITION_EMBEDDING, BLOCKS, HEAD = "token_embedding", "position_embedding", "blocks.", "head"
 

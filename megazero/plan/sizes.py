@@ -1,8 +1,8 @@
 """The account of a step, once and in integers: bytes that a rank holds, and that each of its operations moves. Pure.
 
-`price.estimate` adds them up over a step, `price.costs` divides them by speeds, `price.capacity`, `price.early` and
-`price.search` bound memory with them, `price.report` prints them. Sizes inside a layer come from its trace
-(`price.trace`), as `LayerSizes`; everything else is derived here.
+`price.bytes.estimate` adds them up over a step, `price.time.costs` divides them by speeds, `price.bytes` and
+`price.search` bound memory with them and print them. Sizes inside a layer come from its trace
+(`price.trace.trace`), as `LayerSizes`; everything else is derived here.
 """
 
 from __future__ import annotations
@@ -13,8 +13,17 @@ from typing import NamedTuple
 
 from megazero.config.schema import BYTES, Config
 from megazero.memory import COPY_DEPTH
-from megazero.plan.flat_layout import Range, partition_numel
-from megazero.plan.operations import (
+from megazero.plan.layout.flat_layout import Range, partition_numel
+from megazero.plan.layout.topology import TRAFFIC, Layout, ring_bytes
+from megazero.plan.layout.zero_policy import (
+    DENSE,
+    Buckets,
+    ShardingGroup,
+    persistent_gradients,
+    plan_buckets,
+    sharding_groups,
+)
+from megazero.plan.program.operations import (
     Backward,
     Forward,
     Gather,
@@ -31,9 +40,7 @@ from megazero.plan.operations import (
     Sync,
     UnitOp,
 )
-from megazero.plan.rank_spec import RankSpec
-from megazero.plan.topology import TRAFFIC, Layout, ring_bytes
-from megazero.plan.zero_policy import DENSE, Buckets, ShardingGroup, persistent_gradients, plan_buckets, sharding_groups
+from megazero.plan.program.rank_spec import RankSpec
 
 NUMBER = 8  # bytes of a number that ranks agree on: fp64
 Sent = tuple[tuple[str, int], ...]  # kinds of traffic, with bytes

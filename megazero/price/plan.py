@@ -10,15 +10,15 @@ from megazero.config.schema import Config
 from megazero.config.validate import check_device, check_values
 from megazero.data.remembered import data_tokenizer
 from megazero.model.stage import declare
-from megazero.plan.layers import num_parameters
-from megazero.plan.resolve import check_block_runs, resolve
-from megazero.plan.topology import Layout
-from megazero.price.capacity import alternatives, least
-from megazero.price.devices import Device, load_device
-from megazero.price.early import SHORT, presets
-from megazero.price.estimate import StageBytes, stage_bytes
-from megazero.price.step_time import StepTime, step_time
-from megazero.price.trace import model_flops
+from megazero.plan.layout.layers import num_parameters
+from megazero.plan.layout.resolve import check_block_runs, resolve
+from megazero.plan.layout.topology import Layout
+from megazero.price.bytes.capacity import alternatives, least
+from megazero.price.bytes.early import SHORT, presets
+from megazero.price.bytes.estimate import StageBytes, stage_bytes
+from megazero.price.time.devices import Device, load_device
+from megazero.price.time.step_time import StepTime, step_time
+from megazero.price.trace.trace import model_flops
 
 SECONDS_PER_DAY = 86_400
 

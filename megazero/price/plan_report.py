@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from megazero.files import replace_file
 from megazero.model.stage import declare
-from megazero.plan.layers import num_parameters
-from megazero.plan.operations import Backward, BackwardWeights, Forward, Recompute
-from megazero.price.estimate import KINDS, stage_moments
+from megazero.plan.layout.layers import num_parameters
+from megazero.plan.program.operations import Backward, BackwardWeights, Forward, Recompute
+from megazero.price.bytes.estimate import KINDS, stage_moments
+from megazero.price.bytes.report import padding_warning, padding_words
 from megazero.price.plan import SECONDS_PER_DAY, Plan, advice, as_json
-from megazero.price.report import padding_warning, padding_words
 
 if TYPE_CHECKING:
     from rich.console import Console

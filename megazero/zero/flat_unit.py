@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 import torch
 
-from megazero.comm.mesh import Mesh
+from megazero.comm.mesh.mesh import Mesh
 from megazero.config.optimizers import OPTIMIZERS, UpdateRule
 from megazero.memory.tracker import MemoryTracker
-from megazero.model.weight import Weight
-from megazero.plan.flat_layout import Range
-from megazero.plan.owned import overlap
-from megazero.plan.parameters import LocalBlock, ParamSpec, unit_layout
-from megazero.plan.zero_policy import ShardingGroup
+from megazero.model.layers.weight import Weight
+from megazero.plan.layout.flat_layout import Range
+from megazero.plan.layout.owned import overlap
+from megazero.plan.layout.parameters import LocalBlock, ParamSpec, unit_layout
+from megazero.plan.layout.zero_policy import ShardingGroup
 
 
 @dataclass(frozen=True)

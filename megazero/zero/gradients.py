@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from megazero.comm.collectives import Pending, together
-from megazero.model.weight import GradWriter, Weight
-from megazero.plan.flat_layout import ALIGN, Range
-from megazero.plan.zero_policy import persistent_gradients
+from megazero.comm.mesh.collectives import Pending, together
+from megazero.model.layers.weight import GradWriter, Weight
+from megazero.plan.layout.flat_layout import ALIGN, Range
+from megazero.plan.layout.zero_policy import persistent_gradients
 from megazero.zero.flat_unit import FlatUnit, ZeroOptions
 from megazero.zero.reduce_scatter import Buffer, Reducer
 

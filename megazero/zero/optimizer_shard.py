@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megazero.comm.collectives import Pending
-from megazero.model.context import DTYPES
+from megazero.comm.mesh.collectives import Pending
+from megazero.model.layers.context import DTYPES
 from megazero.optim.step import StepParams
 from megazero.optim.updates import UPDATES
 from megazero.zero.flat_unit import FlatUnit, OwnedPart, ZeroOptions

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from megazero.comm.collectives import Axis, Pending
+from megazero.comm.mesh.collectives import Axis, Pending
 from megazero.memory.pool import BufferPool
 from megazero.memory.tracker import Allocation, MemoryTracker
-from megazero.plan.zero_policy import Buckets
+from megazero.plan.layout.zero_policy import Buckets
 
 
 class Buffer(NamedTuple):

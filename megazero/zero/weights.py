@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from megazero.comm.collectives import Pending
+from megazero.comm.mesh.collectives import Pending
 from megazero.zero.flat_unit import FlatUnit, ZeroOptions
 
 
 class UnshardedArena:
-    """Memory for gathered weights, one allocation. The program says which unit lies where in it (`plan.arena`)."""
+    """Memory for gathered weights, one allocation. The program has the place of every unit (`plan.program.arena`)."""
 
     def __init__(self, options: ZeroOptions) -> None:
         self.options = options

@@ -19,10 +19,10 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from megazero.comm.collectives import Pending
-from megazero.model.weight import GradWriter, Weight
-from megazero.plan.rank_spec import RankSpec
-from megazero.plan.zero_policy import ShardingGroup, plan_buckets
+from megazero.comm.mesh.collectives import Pending
+from megazero.model.layers.weight import GradWriter, Weight
+from megazero.plan.layout.zero_policy import ShardingGroup, plan_buckets
+from megazero.plan.program.rank_spec import RankSpec
 from megazero.zero.flat_unit import FlatUnit, OwnedPart, ZeroOptions
 from megazero.zero.gradients import UnitGradients, square_sum
 from megazero.zero.optimizer_shard import OptimizerShard

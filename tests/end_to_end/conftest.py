@@ -12,7 +12,7 @@ from typing import NoReturn
 import pytest
 
 import pretrain_gpt
-from megazero.comm import launch
+from megazero.comm.launch import launch
 from tests.end_to_end.cli import ROOT, run
 
 

@@ -6,8 +6,8 @@ import threading
 import torch
 import torch.distributed as dist
 
-from megazero.comm import failures, launch
-from megazero.comm.world import read_world
+from megazero.comm.launch import failures, launch
+from megazero.comm.launch.world import read_world
 
 world = read_world()
 launch.start(world, torch.device("cpu"), 1.0)

@@ -5,7 +5,7 @@ import signal
 import sys
 
 import pretrain_gpt
-from megazero.train.engine import Engine
+from megazero.step.engine import Engine
 
 evaluate = Engine.evaluate_by_corpus
 

@@ -5,8 +5,8 @@ import sys
 import threading
 
 import pretrain_gpt
-from megazero.plan.operations import Forward
-from megazero.train.engine import Engine
+from megazero.plan.program.operations import Forward
+from megazero.step.engine import Engine
 
 step = Engine.train_step
 

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.launcher import Ranks
-from megazero.comm.mesh import Mesh
+from megazero.comm.mesh.mesh import Mesh
 from megazero.generation.generate import Generator
 from megazero.generation.model import InferenceModel
-from megazero.model.sampling import Sampling
-from megazero.plan.topology import Layout
-from megazero.train.run_state import RunState
+from megazero.generation.sampling import Sampling
+from megazero.plan.layout.topology import Layout
+from megazero.run.run_state import RunState
 from scripts.generate import Options
 from scripts.generate import main as generate
 from tests.end_to_end.cli import pretrain
+from tests.helpers.ranks import Ranks
 from tests.reference_run import read_checkpoint, write_corpus
 
 LAYERS, HIDDEN, HEADS, LENGTH, WORDS = 2, 30, 3, 11, 61

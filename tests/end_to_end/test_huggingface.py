@@ -17,14 +17,14 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.huggingface import measure
 from megazero.checkpoint import find, streaming
-from megazero.comm.mesh import Mesh
+from megazero.comm.mesh.mesh import Mesh
 from megazero.config.schema import ModelConfig
 from megazero.data.tokenizer import PROBE, load_tokenizer
 from megazero.generation.model import InferenceModel
 from megazero.huggingface.architectures import architecture_of
-from megazero.model.context import MicroBatchInfo
-from megazero.plan.topology import Layout
-from megazero.train.run_state import RunState, run_tokenizer
+from megazero.model.layers.context import MicroBatchInfo
+from megazero.plan.layout.topology import Layout
+from megazero.run.run_state import RunState, run_tokenizer
 from scripts.checkpoint import Export, Import, export_checkpoint, import_checkpoint
 from tests.end_to_end.cli import metrics, pretrain
 from tests.end_to_end.test_generate import write_tokenizer

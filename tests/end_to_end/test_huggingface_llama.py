@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.launcher import Ranks
 from megazero.config.schema import ModelConfig
-from megazero.plan.topology import Layout
+from megazero.plan.layout.topology import Layout
 from tests.end_to_end.cli import metrics, pretrain
 from tests.end_to_end.test_generate import on_a_rank, write_tokenizer
 from tests.end_to_end.test_huggingface import assert_same_logits, export, import_, theirs
+from tests.helpers.ranks import Ranks
 from tests.helpers.rounding import model_tolerance
 from tests.reference_run import read_checkpoint, write_corpus
 

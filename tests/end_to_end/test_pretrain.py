@@ -15,7 +15,7 @@ import pytest
 
 from megazero import checkpoint
 from megazero.checkpoint.locking import SaveLock
-from megazero.comm import launch
+from megazero.comm.launch import launch
 from tests.end_to_end.cli import ROOT, metrics, pretrain, pretrain_cold, run
 from tests.helpers.programs import rank_environment, warm
 
@@ -363,7 +363,7 @@ PLANTED = """
 import sys
 sys.path.insert(0, sys.argv.pop(1))
 import os, pretrain_gpt, torch
-from megazero.train.engine import Engine
+from megazero.step.engine import Engine
 
 build = Engine.__init__
 

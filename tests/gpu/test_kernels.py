@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from megazero.comm.mesh import Mesh
-from megazero.model.dropout import Rows
-from megazero.train.engine import Engine
+from megazero.comm.mesh.mesh import Mesh
+from megazero.model.kernels.dropout import Rows
+from megazero.step.engine import Engine
 from tests.helpers import kernel_checks
 from tests.parallel.cases import MODEL, STEPS, Case, micro_batches
 from tests.parallel.test_parity import relative_error

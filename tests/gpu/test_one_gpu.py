@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from megazero.comm.mesh import Mesh
+from megazero.comm.mesh.mesh import Mesh
 from megazero.memory.copies import StreamCopies
 from megazero.memory.fragmentation import device_fragmentation
 from megazero.memory.tracker import MemoryTracker
-from megazero.model.matmul import Products, writes_wide
-from megazero.train.engine import Engine
+from megazero.model.kernels.matmul import Products, writes_wide
+from megazero.step.engine import Engine
 from tests import reference
 from tests.parallel.cases import MODEL, STEPS, Case, micro_batches, reference_batches
 from tests.parallel.test_parity import relative_error

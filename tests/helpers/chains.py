@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megazero.comm.mesh import Mesh
+from megazero.comm.mesh.mesh import Mesh
 from megazero.config.schema import (
     CheckpointConfig,
     Config,
@@ -27,10 +27,10 @@ from megazero.config.schema import (
 from megazero.data.remembered import data_tokenizer
 from megazero.data.writer import IndexedWriter
 from megazero.model.stage import declare
-from megazero.plan.resolve import resolve
-from megazero.train.inputs import open_data
-from megazero.train.resume import find_checkpoint
-from megazero.train.trainer import Trainer
+from megazero.plan.layout.resolve import resolve
+from megazero.run.inputs import open_data
+from megazero.run.resume import find_checkpoint
+from megazero.run.trainer import Trainer
 
 MODEL = ModelConfig(
     num_layers=5, hidden_size=16, num_attention_heads=4, seq_length=8, vocab_size=257, init_method_std=0.05

@@ -23,10 +23,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction
 from triton.runtime.driver import driver
 
-from megazero.model.dropout import Dropout, Rows
 from megazero.model.kernels import operators
+from megazero.model.kernels.dropout import Dropout, Rows
+from megazero.model.kernels.rotary import Rotary
 from megazero.model.kernels.table import TRITON
-from megazero.model.rotary import Rotary
 
 
 class Driver:

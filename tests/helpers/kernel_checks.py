@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from megazero.model.dropout import Dropout, Rows
-from megazero.model.fused_ops import PLAIN
+from megazero.model.kernels.dropout import Dropout, Rows
+from megazero.model.kernels.fused_ops import PLAIN
+from megazero.model.kernels.rotary import Rotary
 from megazero.model.kernels.table import EAGER, TRITON, LossKernels
-from megazero.model.rotary import Rotary
 
 
 def randn(*shape: int, dtype: torch.dtype, device: str, seed: int = 0) -> torch.Tensor:

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from megazero.config.schema import ActivationConfig, Config, ModelConfig, ZeroConfig
 from megazero.model.stage import HEAD, POSITION_EMBEDDING, TOKEN_EMBEDDING, declare
-from megazero.plan.operations import (
+from megazero.plan.layout.topology import Layout
+from megazero.plan.program.operations import (
     Backward,
     Drop,
     Forward,
@@ -27,10 +28,9 @@ from megazero.plan.operations import (
     Wait,
     inner,
 )
-from megazero.plan.program import program
-from megazero.plan.rank_spec import rank_spec
-from megazero.plan.schedules import EVALUATION
-from megazero.plan.topology import Layout
+from megazero.plan.program.program import program
+from megazero.plan.program.rank_spec import rank_spec
+from megazero.plan.schedule.schedules import EVALUATION
 from tests.caching_allocator import Block, CachingAllocator
 
 

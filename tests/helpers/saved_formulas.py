@@ -1,6 +1,6 @@
 """Activations that a block of GPT-2 saves from its forward for its backward: one row per tensor, in closed form.
 
-A witness beside `price.trace`, which runs the block instead.
+A witness beside `price.trace.trace`, which runs the block instead.
 
 Shapes: b micro-batch, s sequence, T = b s tokens, T' those of the residual stream on this rank (T / tp with sequence
 parallelism, else T), h hidden, n heads, f ffn; /tp = this rank's part.
@@ -12,9 +12,9 @@ import math
 from typing import NamedTuple
 
 from megazero.config.schema import BYTES, Config
-from megazero.model.attention import Backend, attention_backend
-from megazero.plan.flat_layout import partition_numel
-from megazero.plan.topology import Layout
+from megazero.model.layers.attention import Backend, attention_backend
+from megazero.plan.layout.flat_layout import partition_numel
+from megazero.plan.layout.topology import Layout
 
 
 class Saved(NamedTuple):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from megazero.comm.mesh import Mesh
+from megazero.comm.mesh.mesh import Mesh
 from megazero.config.batch_sizes import PADDING
 from megazero.config.schema import (
     ActivationConfig,
@@ -21,9 +21,9 @@ from megazero.config.schema import (
     ZeroConfig,
 )
 from megazero.model.stage import declare
-from megazero.plan.resolve import resolve
-from megazero.plan.topology import Layout
-from megazero.train.engine import Engine
+from megazero.plan.layout.resolve import resolve
+from megazero.plan.layout.topology import Layout
+from megazero.step.engine import Engine
 
 # Odd on purpose: 5 layers, 6 heads, a prime vocabulary, a sequence that no axis divides. Weights of 0.05: with 0.02 in
 # so narrow a model, gradients of queries and keys come near fp32's rounding, and Adam makes a full step of their noise.

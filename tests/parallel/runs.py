@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from megazero import checkpoint
-from megazero.comm.mesh import Mesh
+from megazero.comm.mesh.mesh import Mesh
 from megazero.config.schema import (
     CheckpointConfig,
     Config,
@@ -24,11 +24,11 @@ from megazero.config.schema import (
 from megazero.data.tokenizer import load_tokenizer
 from megazero.data.writer import IndexedWriter
 from megazero.model.stage import declare
-from megazero.plan.resolve import resolve
-from megazero.train.inputs import open_data
-from megazero.train.resume import find_checkpoint
-from megazero.train.stopping import DeadRun, Stop
-from megazero.train.trainer import Trainer
+from megazero.plan.layout.resolve import resolve
+from megazero.run.inputs import open_data
+from megazero.run.resume import find_checkpoint
+from megazero.run.stopping import DeadRun, Stop
+from megazero.run.trainer import Trainer
 
 MODEL = ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=8, vocab_size=257)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from megazero.plan.operations import Backward, BackwardWeights, Forward, Norm, Op, Recompute, Recv, Wait
-from megazero.plan.program import program
-from megazero.plan.schedules import SCHEDULES
-from megazero.price.simulate import Timing, play, simulate
-from megazero.train.bubble import BubbleMeter, StageTimes, bubble, stage_times
-from megazero.train.timeline import Span
+from megazero.observe.bubble import BubbleMeter, StageTimes, bubble, stage_times
+from megazero.observe.timeline import Span
+from megazero.plan.program.operations import Backward, BackwardWeights, Forward, Norm, Op, Recompute, Recv, Wait
+from megazero.plan.program.program import program
+from megazero.plan.schedule.schedules import SCHEDULES
+from megazero.price.time.simulate import Timing, play, simulate
 from tests.parallel.cases import Case, new_engine
 
 SECOND = 10**9  # ns

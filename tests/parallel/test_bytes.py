@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from megazero.comm.mesh import Mesh
+from megazero.comm.mesh.mesh import Mesh
 from megazero.config.schema import CheckpointConfig, Config, EvaluationConfig
 from megazero.memory.allocated import Allocated
 from megazero.model import initial_values
 from megazero.model.stage import declare
-from megazero.plan.layers import num_parameters, stage_units
-from megazero.plan.parameters import unit_layout
-from megazero.plan.resolve import resolve
-from megazero.plan.topology import Layout
-from megazero.price.estimate import estimate
-from megazero.train.engine import Engine, StepResult
+from megazero.plan.layout.layers import num_parameters, stage_units
+from megazero.plan.layout.parameters import unit_layout
+from megazero.plan.layout.resolve import resolve
+from megazero.plan.layout.topology import Layout
+from megazero.price.bytes.estimate import estimate
+from megazero.step.engine import Engine, StepResult
 from tests.parallel.cases import MODEL, Case, micro_batches, new_engine, train
 
 UNTIED = replace(MODEL, untie_embeddings=True)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks.rank import forget_peak, resident
-from megazero.comm.mesh import Mesh
-from megazero.plan.topology import Layout
+from megazero.comm.mesh.mesh import Mesh
+from megazero.plan.layout.topology import Layout
 
 CPU = torch.device("cpu")
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks.pipeline_bubble import Work, asleep
-from megazero.plan.operations import name_of
-from megazero.plan.schedules import SCHEDULES
+from megazero.plan.program.operations import name_of
+from megazero.plan.schedule.schedules import SCHEDULES
 
 
 def computed(rank: int, work: Work) -> list[tuple[str, float, float]]:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from megazero.comm.errors import PeerLost
-from megazero.train.engine import Engine
-from megazero.train.watchdog import Place
+from megazero.comm.launch.errors import PeerLost
+from megazero.observe.watchdog import Place
+from megazero.step.engine import Engine
 from pretrain_gpt import place_of
 from tests.parallel.cases import Case, micro_batches, new_engine
 

@@ -12,15 +12,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megazero.comm.errors import PeerLost
-from megazero.comm.mesh import Mesh
+from megazero.comm.launch.errors import PeerLost
+from megazero.comm.mesh.mesh import Mesh
 from megazero.config.schema import Config, ModelConfig, TrainingConfig
 from megazero.model.stage import declare
-from megazero.plan.operations import Backward, Forward, Op, Reduce, Start
-from megazero.plan.resolve import resolve
-from megazero.plan.topology import Layout
-from megazero.train.bad_step import Place, samples_text
-from megazero.train.engine import Engine, LossScaleExhausted
+from megazero.plan.layout.resolve import resolve
+from megazero.plan.layout.topology import Layout
+from megazero.plan.program.operations import Backward, Forward, Op, Reduce, Start
+from megazero.step.bad_step import Place, samples_text
+from megazero.step.engine import Engine, LossScaleExhausted
 from tests.parallel.cases import Case, MicroBatch, micro_batches, new_engine, train
 
 

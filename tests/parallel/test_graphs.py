@@ -20,8 +20,8 @@ EAGER = Case(
     model=replace(MODEL, num_layers=2), kernels="eager", schedule="gpipe", micro_batches=3, batch=6, precision="fp64"
 )
 GRAPHS = EAGER._replace(graphs=True)
-BLOCK, BLOCKS = ("megazero.train.graphs", "CapturedBlock"), ("megazero.train.graphs", "BlockGraphs")
-NORM = "megazero.model.norm", "LayerNorm", "normalise"
+BLOCK, BLOCKS = ("megazero.step.graphs", "CapturedBlock"), ("megazero.step.graphs", "BlockGraphs")
+NORM = "megazero.model.layers.norm", "LayerNorm", "normalise"
 
 
 def run(ranks, case: Case, fault: Fault | None = None) -> Watched:
@@ -66,7 +66,9 @@ def test_a_fault_of_a_replay_changes_the_norm(fault: Fault, ranks) -> None:
 
 def test_a_number_of_the_host_is_frozen(ranks) -> None:
     """A block that multiplies by the number of its first sample learns something else in graphs than without."""
-    fault = Fault("megazero.model.block", "PreNormBlock", "forward", "x = self", "x = (1 + tokens.samples[0]) * self")
+    fault = Fault(
+        "megazero.model.layers.block", "PreNormBlock", "forward", "x = self", "x = (1 + tokens.samples[0]) * self"
+    )
     assert difference(run(ranks, GRAPHS).outcome, run(ranks, EAGER).outcome) < 1e-10
     assert not difference(run(ranks, GRAPHS, fault).outcome, run(ranks, EAGER, fault).outcome) < 1e-4
 

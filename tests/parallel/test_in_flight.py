@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from megazero.comm.in_flight import OverlapError
-from megazero.comm.mesh import Mesh
+from megazero.comm.mesh.in_flight import OverlapError
+from megazero.comm.mesh.mesh import Mesh
 from megazero.config.schema import CheckpointConfig
 from megazero.data.corpora import open_datasets
-from megazero.plan.topology import Layout
-from megazero.train.trainer import Trainer
+from megazero.plan.layout.topology import Layout
+from megazero.run.trainer import Trainer
 from tests.helpers.late import late_collectives
 from tests.parallel.cases import Case
 from tests.unit.data_helpers import write_corpus

@@ -17,18 +17,18 @@ import torch
 from megazero.config.architectures import ARCHITECTURES as OPTIONS
 from megazero.config.cli import parse
 from megazero.config.schema import ModelConfig
-from megazero.model.architectures import ARCHITECTURES
-from megazero.model.attention import GroupedAttention
-from megazero.model.block import Architecture, PreNormBlock
-from megazero.model.context import Context, MicroBatchInfo
-from megazero.model.mlp import GeluMLP, SwigluMLP
-from megazero.model.norm import LayerNorm, RMSNorm
+from megazero.model.architectures.table import ARCHITECTURES
+from megazero.model.layers.attention import GroupedAttention
+from megazero.model.layers.block import Architecture, PreNormBlock
+from megazero.model.layers.context import Context, MicroBatchInfo
+from megazero.model.layers.mlp import GeluMLP, SwigluMLP
+from megazero.model.layers.norm import LayerNorm, RMSNorm
 from megazero.model.stage import declare
-from megazero.plan.layers import layer_costs
-from megazero.plan.split import rank_costs
-from megazero.price.devices import load_device
-from megazero.price.search import Terms
-from megazero.price.trace import model_flops, trace_layers
+from megazero.plan.layout.layers import layer_costs
+from megazero.plan.schedule.split import rank_costs
+from megazero.price.search.search import Terms
+from megazero.price.time.devices import load_device
+from megazero.price.trace.trace import model_flops, trace_layers
 from tests.parallel.cases import Case, Outcome, train
 from tests.parallel.test_parity import TOLERANCE, check_bytes, fp64, relative_error
 

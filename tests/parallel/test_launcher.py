@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import predict
-from benchmarks.launcher import Forked, Group, Program, RankError, Ranks
+from tests.helpers.ranks import Forked, Group, Program, RankError, Ranks
 
 
 def total(rank: int, number: int) -> tuple[int, int]:

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from megazero.config.schema import ModelConfig
-from megazero.model.dropout import Dropout
-from megazero.price.estimate import estimate
+from megazero.model.kernels.dropout import Dropout
+from megazero.price.bytes.estimate import estimate
 from tests import reference
 from tests.helpers.late import late_collectives
 from tests.parallel import matrix

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import pytest
 
-from benchmarks.launcher import RankError
-from megazero.comm.mesh import Mesh
-from megazero.price.estimate import estimate
+from megazero.comm.mesh.mesh import Mesh
+from megazero.price.bytes.estimate import estimate
 from tests.helpers.planted import Fault, planted
 from tests.helpers.pretended_gpu import EARLY_FREE, GPU, MIXED_DEVICES, RACE, Finding, pretended_gpu
+from tests.helpers.ranks import RankError
 from tests.parallel import matrix
 from tests.parallel.cases import MODEL, Case, Outcome, train_on
 from tests.parallel.test_parity import check_near, parameters
@@ -79,7 +79,7 @@ SHARDED = Case(dp=2, zero=3, model=SMALL, kernels="eager")
 STAGES = Case(pp=2, model=SMALL, kernels="eager", micro_batches=3)
 STORE = "megazero.memory.copies", "StreamCopies", "start_store"
 FETCH = "megazero.memory.copies", "StreamCopies", "start_fetch"
-START = "megazero.comm.collectives", "Axis", "_start"
+START = "megazero.comm.mesh.collectives", "Axis", "_start"
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ START = "megazero.comm.collectives", "Axis", "_start"
         ),
         pytest.param(
             ROTARY,
-            Fault("megazero.model.rotary", "Rotary", "tables", "angles.sin()", "angles.sin().cpu()"),
+            Fault("megazero.model.kernels.rotary", "Rotary", "tables", "angles.sin()", "angles.sin().cpu()"),
             {MIXED_DEVICES},
             "addcmul_ [Forward blocks.0 mb 0] on the compute stream has a tensor [11, 1, 4] in host memory",
             id="a table is on the host",
@@ -166,7 +166,7 @@ def test_a_planted_fault_is_found(case: Case, fault: Fault, kinds: set[str], wor
 
 def test_an_early_read_is_found(ranks) -> None:
     fault = Fault(
-        "megazero.train.interpreter", "Interpreter", "_norm", "self.zero", "float(self.seed_gradient) and self.zero"
+        "megazero.step.interpreter", "Interpreter", "_norm", "self.zero", "float(self.seed_gradient) and self.zero"
     )
     (watched,) = ranks(1).run(train_watched, ROTARY, fault)
     assert watched.waits == [["__float__ [Norm]", "tolist"]] * STEPS
@@ -189,7 +189,7 @@ def test_an_early_read_is_found(ranks) -> None:
         (
             STAGES,
             Fault(
-                "megazero.train.interpreter",
+                "megazero.step.interpreter",
                 "Interpreter",
                 "_tag",
                 "op.micro_batch",

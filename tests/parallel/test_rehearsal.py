@@ -1,4 +1,4 @@
-"""Three witnesses of a rank's bytes: real gloo ranks, `--rehearse`, and `price.estimate`. They agree to the byte.
+"""Three witnesses of a rank's bytes: real gloo ranks, `--rehearse`, and `price.bytes.estimate`. They agree to the byte.
 
 The fourth, formulas written down from papers, is in tests/unit/test_closed_formulas.py and tests/unit/test_paper.py.
 """
@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from megazero.train.rehearsal import Place, rehearse
+from megazero.rehearse.rehearsal import Place, rehearse
 from tests.parallel.cases import MODEL, Case, train
 
 UNTIED = replace(MODEL, untie_embeddings=True)

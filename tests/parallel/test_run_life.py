@@ -25,14 +25,14 @@ from megazero.config.schema import (
 )
 from megazero.data.writer import IndexedWriter
 from megazero.model.stage import declare
-from megazero.plan.operations import Forward
-from megazero.plan.owned import rank_parts
-from megazero.train import stragglers
-from megazero.train.replicas import check_replicas
-from megazero.train.resume import find_checkpoint
-from megazero.train.stopping import SAVED_EARLY, STOPS, Clock, DeadRun, Signals, Stop
-from megazero.train.timeline import Span
-from megazero.train.trainer import Trainer
+from megazero.observe import stragglers
+from megazero.observe.timeline import Span
+from megazero.plan.layout.owned import rank_parts
+from megazero.plan.program.operations import Forward
+from megazero.run.replicas import check_replicas
+from megazero.run.resume import find_checkpoint
+from megazero.run.stopping import SAVED_EARLY, STOPS, Clock, DeadRun, Signals, Stop
+from megazero.run.trainer import Trainer
 from tests.parallel.runs import MODEL, configured, names, quietly, train, trainer, weights, write_corpus
 
 

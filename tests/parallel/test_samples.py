@@ -10,8 +10,8 @@ import torch
 
 from megazero.config.schema import LogConfig
 from megazero.data.tokenizer import load_tokenizer
-from megazero.model.sampling import Sampling
-from megazero.train.samples import TextSampler, read_prompts
+from megazero.generation.sampling import Sampling
+from megazero.run.samples import TextSampler, read_prompts
 from tests import reference
 from tests.parallel.cases import MODEL, Case, new_engine
 

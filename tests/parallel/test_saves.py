@@ -20,9 +20,9 @@ import torch
 from megazero import checkpoint
 from megazero.checkpoint import tensor_file
 from megazero.config.schema import Config, EvaluationConfig
-from megazero.train.run_state import Progress
-from megazero.train.stopping import SAVED_EARLY, Clock, DeadRun, Signals, Stop
-from megazero.train.trainer import Trainer
+from megazero.run.run_state import Progress
+from megazero.run.stopping import SAVED_EARLY, Clock, DeadRun, Signals, Stop
+from megazero.run.trainer import Trainer
 from tests.parallel.runs import configured, names, quietly, trainer, weights, write_corpus
 
 

@@ -16,13 +16,14 @@ import torch
 from megazero.checkpoint.pretend import plan_save, pretended_shards
 from megazero.config.schema import Config
 from megazero.model.stage import declare
-from megazero.plan import owned, rank_spec
-from megazero.plan.flat_layout import ALIGN
-from megazero.plan.operations import Gather, Ops, Reduce, ReduceReplicas, Release, Start, Sync, Wait, inner
-from megazero.plan.program import program
-from megazero.plan.topology import Layout
-from megazero.plan.zero_policy import ShardingGroup, ZeroPolicy
-from megazero.price.estimate import estimate
+from megazero.plan.layout import owned
+from megazero.plan.layout.flat_layout import ALIGN
+from megazero.plan.layout.topology import Layout
+from megazero.plan.layout.zero_policy import ShardingGroup, ZeroPolicy
+from megazero.plan.program import rank_spec
+from megazero.plan.program.operations import Gather, Ops, Reduce, ReduceReplicas, Release, Start, Sync, Wait, inner
+from megazero.plan.program.program import program
+from megazero.price.bytes.estimate import estimate
 from tests.parallel.cases import Case, Outcome, train
 from tests.parallel.test_parity import TOLERANCE, check_bytes, expected, relative_error
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from megazero.config.schema import LogConfig
-from megazero.plan.operations import Start, Wait, axis_of, name_of
-from megazero.train.engine import Engine
-from megazero.train.profiling import Profiler
+from megazero.observe.profiling import Profiler
+from megazero.plan.program.operations import Start, Wait, axis_of, name_of
+from megazero.step.engine import Engine
 from tests.parallel.cases import Case, micro_batches, new_engine
 
 CASES = [

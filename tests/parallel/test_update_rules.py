@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from megazero.checkpoint.pretend import pretended_shards
-from megazero.comm.mesh import Mesh
+from megazero.comm.mesh.mesh import Mesh
 from megazero.config.optimizers import OPTIMIZERS, UpdateRule
 from megazero.model.stage import declare
 from megazero.optim.updates import UPDATES
-from megazero.plan.flat_layout import whole_windows
-from megazero.plan.operations import Start, Update, Wait, name_of
-from megazero.plan.program import program
-from megazero.plan.rank_spec import rank_spec
+from megazero.plan.layout.flat_layout import whole_windows
+from megazero.plan.program.operations import Start, Update, Wait, name_of
+from megazero.plan.program.program import program
+from megazero.plan.program.rank_spec import rank_spec
 from megazero.plan.sizes import Rates
-from megazero.price.estimate import estimate
-from megazero.train.engine import Engine
+from megazero.price.bytes.estimate import estimate
+from megazero.step.engine import Engine
 from tests.helpers import lion
 from tests.parallel.cases import Case, Outcome, train, train_on
 from tests.parallel.test_parity import check_bytes

@@ -12,10 +12,10 @@ from megazero.config.architectures import ARCHITECTURES
 from megazero.config.cli import flags, parse, to_toml
 from megazero.config.schema import ActivationConfig, ModelConfig
 from megazero.model.stage import declare
-from megazero.plan.layers import layer_costs
-from megazero.plan.parameters import unit_layout
-from megazero.plan.resolve import resolve
-from megazero.price.trace import model_flops
+from megazero.plan.layout.layers import layer_costs
+from megazero.plan.layout.parameters import unit_layout
+from megazero.plan.layout.resolve import resolve
+from megazero.price.trace.trace import model_flops
 from tests.unit.test_config import make
 
 LLAMA = ModelConfig(3, 64, 96, 8, 32, 1000, untie_embeddings=True, architecture="llama", num_query_groups=2)

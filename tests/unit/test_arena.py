@@ -10,12 +10,12 @@ import pytest
 
 from megazero.config.schema import Config, ModelConfig, ParallelConfig, TrainingConfig, ZeroConfig
 from megazero.model.stage import TOKEN_EMBEDDING, declare
-from megazero.plan.arena import Life, extent, fit, most_alive, place_weights
-from megazero.plan.operations import Forward, Gather, Ops, Release, Start, Wait
-from megazero.plan.program import program
-from megazero.plan.rank_spec import RankSpec, rank_spec
-from megazero.plan.schedules import EVALUATION
-from megazero.plan.topology import Layout
+from megazero.plan.layout.topology import Layout
+from megazero.plan.program.arena import Life, extent, fit, most_alive, place_weights
+from megazero.plan.program.operations import Forward, Gather, Ops, Release, Start, Wait
+from megazero.plan.program.program import program
+from megazero.plan.program.rank_spec import RankSpec, rank_spec
+from megazero.plan.schedule.schedules import EVALUATION
 
 
 def test_lives_that_overlap_in_time_do_not_in_memory() -> None:

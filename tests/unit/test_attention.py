@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from megazero.model.attention import CoreAttention, Heads, attention_backend
-from megazero.model.dropout import Dropout, Rows
-from megazero.model.fused_ops import PLAIN, compiled
+from megazero.model.kernels.dropout import Dropout, Rows
+from megazero.model.kernels.fused_ops import PLAIN, compiled
+from megazero.model.layers.attention import CoreAttention, Heads, attention_backend
 from tests.reference_run import dropout_mask
 
 B, S, D, SEED, LAYER = 2, 9, 8, 5, 3

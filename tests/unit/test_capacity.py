@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from megazero.comm import launch
-from megazero.comm.machine import bind_to_near_cpus, machine
-from megazero.comm.world import tasks_of_node
+from megazero.comm.launch import launch
+from megazero.comm.launch.machine import bind_to_near_cpus, machine
+from megazero.comm.launch.world import tasks_of_node
 from megazero.config.schema import Config
 from megazero.memory.host import Available, Machine, host_memory
 from megazero.model.stage import declare
-from megazero.plan.resolve import resolve
-from megazero.plan.topology import Layout
-from megazero.price.capacity import check_memory, estimated, least
-from megazero.price.estimate import stage_bytes
+from megazero.plan.layout.resolve import resolve
+from megazero.plan.layout.topology import Layout
+from megazero.price.bytes.capacity import check_memory, estimated, least
+from megazero.price.bytes.estimate import stage_bytes
 from tests.unit.test_config import make
 from tests.unit.test_limits import limited_work
 

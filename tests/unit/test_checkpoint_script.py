@@ -12,7 +12,7 @@ import torch
 from megazero import checkpoint
 from megazero.checkpoint import LocalShard, verify
 from megazero.config.schema import ModelConfig
-from megazero.train.run_state import RunState
+from megazero.run.run_state import RunState
 from tests.helpers.programs import warm
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from megazero import checkpoint, files
 from megazero.checkpoint import LocalShard, folders, manifest, shards, storage
-from megazero.plan.regions import Region
+from megazero.plan.layout.regions import Region
 
 SHAPES = {"w": (5, 7), "b": (7,), "qkv": (2, 3, 2, 5), "scale": ()}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8]

@@ -24,9 +24,9 @@ from megazero.config.schema import (
     ZeroConfig,
 )
 from megazero.model.stage import declare
-from megazero.plan.resolve import resolve
-from megazero.plan.topology import Layout
-from megazero.price.estimate import estimate
+from megazero.plan.layout.resolve import resolve
+from megazero.plan.layout.topology import Layout
+from megazero.price.bytes.estimate import estimate
 
 
 def up(number: int, multiple: int) -> int:

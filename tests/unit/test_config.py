@@ -17,9 +17,9 @@ from megazero.config.help import NORMAL
 from megazero.config.schema import Config, DataConfig
 from megazero.config.validate import check_device
 from megazero.model.stage import declare
-from megazero.plan.resolve import resolve
-from megazero.plan.topology import Layout
-from megazero.train.optimization import learning_rate
+from megazero.plan.layout.resolve import resolve
+from megazero.plan.layout.topology import Layout
+from megazero.step.optimization import learning_rate
 
 # What scripts, users and checks outside this repository rely on.
 SURFACE = set(

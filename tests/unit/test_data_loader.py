@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megazero.comm.mesh import Mesh
+from megazero.comm.mesh.mesh import Mesh
 from megazero.config.batch_sizes import PADDING, BatchSizes, micro_batches
 from megazero.config.schema import Config, DataConfig, ModelConfig
 from megazero.data.blending import BlendedDataset
@@ -19,8 +19,8 @@ from megazero.data.corpora import Datasets
 from megazero.data.loader import Assignment, Batches
 from megazero.data.samples import GPTDataset, WholeSplit
 from megazero.model.stage import declare
-from megazero.plan.resolve import resolve
-from megazero.train.trainer import Trainer
+from megazero.plan.layout.resolve import resolve
+from megazero.run.trainer import Trainer
 from tests.unit.data_helpers import numbered_documents, write_corpus
 
 EOD = 0

@@ -11,7 +11,7 @@ import pytest
 
 from data_tools import train_tokenizer
 from megazero.data.tokenizer import PROBE, Tokenizer, beside, load_tokenizer, pack
-from megazero.train.run_state import RunState, attached_tokenizer
+from megazero.run.run_state import RunState, attached_tokenizer
 from tests.unit.data_helpers import download_gpt2
 
 TEXT = "The quick brown fox, don't jump over 13 lazy dogs.\n\tNaïve café 日本語 🙂  end"

@@ -13,11 +13,11 @@ import torch
 
 from megazero.config.schema import Config, DataConfig, ModelConfig, TrainingConfig
 from megazero.generation.generate import packed_prompts
-from megazero.model.context import MicroBatchInfo
-from megazero.model.documents import Documents, Span
+from megazero.model.layers.context import MicroBatchInfo
+from megazero.model.layers.documents import Documents, Span
 from megazero.model.stage import declare
-from megazero.plan.resolve import resolve
-from megazero.price.trace import trace_block
+from megazero.plan.layout.resolve import resolve
+from megazero.price.trace.trace import trace_block
 from tests import reference
 from tests.parallel.cases import MODEL, Case, new_engine
 

@@ -14,10 +14,10 @@ from megazero.config.cli import parse
 from megazero.config.schema import Config
 from megazero.memory.host import Available, Machine, has_accelerator
 from megazero.model.stage import declare
-from megazero.plan.layers import num_parameters
-from megazero.plan.resolve import resolve
-from megazero.price.capacity import check_memory, estimated
-from megazero.price.early import SHARDED, SHORT, ceiling, check_at_once, counts, floor, parameter_bounds
+from megazero.plan.layout.layers import num_parameters
+from megazero.plan.layout.resolve import resolve
+from megazero.price.bytes.capacity import check_memory, estimated
+from megazero.price.bytes.early import SHARDED, SHORT, ceiling, check_at_once, counts, floor, parameter_bounds
 
 ROOT = Path(__file__).resolve().parents[2]
 GB = 10**9

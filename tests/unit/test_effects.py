@@ -12,7 +12,7 @@ from megazero.config.cli import flags, parse
 from megazero.config.schema import Config
 from megazero.model.stage import declare
 from megazero.price.plan import make_plan, plan_config
-from megazero.train.optimization import LossScale, clip_factor, learning_rate
+from megazero.step.optimization import LossScale, clip_factor, learning_rate
 
 TESTS = Path(__file__).resolve().parents[1]
 BASE = (

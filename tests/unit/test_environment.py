@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-from megazero.comm import launch
-from megazero.comm.world import World
+from megazero.comm.launch import launch
+from megazero.comm.launch.world import World
 from megazero.environment import set_defaults
 from tests.end_to_end.cli import ROOT
 

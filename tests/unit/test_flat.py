@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from megazero.plan.flat_layout import (
+from megazero.plan.layout.flat_layout import (
     ALIGN,
     FlatLayout,
     FlatParam,

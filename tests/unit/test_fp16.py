@@ -7,9 +7,9 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from megazero.comm.mesh import Mesh
-from megazero.comm.pretend import pretend_mesh
-from megazero.train.engine import Engine
+from megazero.comm.mesh.mesh import Mesh
+from megazero.comm.mesh.pretend import pretend_mesh
+from megazero.step.engine import Engine
 from tests.parallel.cases import Case, micro_batches
 
 CPU = torch.device("cpu")

@@ -15,10 +15,10 @@ import torch
 
 from megazero.config.schema import Config, ModelConfig, MonitorConfig
 from megazero.memory.fragmentation import Fragmentation, device_fragmentation, fragmentation
-from megazero.plan.topology import Layout
-from megazero.train import trainer
-from megazero.train.engine import StepResult
-from megazero.train.run_state import Progress
+from megazero.plan.layout.topology import Layout
+from megazero.run import trainer
+from megazero.run.run_state import Progress
+from megazero.step.engine import StepResult
 from tests.caching_allocator import OutOfMemory
 from tests.helpers.replay import MicroBatch, Rank, Shape
 

@@ -8,12 +8,12 @@ from contextlib import redirect_stdout
 import pytest
 
 import pretrain_gpt
-from megazero.comm import launch
+from megazero.comm.launch import launch
 from megazero.config.cli import read
 from megazero.config.gpu_defaults import gpu_defaults
 from megazero.config.model_options import Precision
-from megazero.price.devices import known_devices, load_device
 from megazero.price.plan import plan_config
+from megazero.price.time.devices import known_devices, load_device
 from tests.helpers.pretended_gpu import GPU, pretended_gpu
 
 

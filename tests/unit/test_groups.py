@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megazero.comm.collectives import Axis
-from megazero.comm.groups import GroupMaker
-from megazero.comm.mesh import Mesh, make_links
-from megazero.plan.topology import AXES, SUB_AXES, Layout, disjoint
+from megazero.comm.mesh.collectives import Axis
+from megazero.comm.mesh.groups import GroupMaker
+from megazero.comm.mesh.mesh import Mesh, make_links
+from megazero.plan.layout.topology import AXES, SUB_AXES, Layout, disjoint
 
 MINUTE = datetime.timedelta(minutes=1)
 
@@ -73,7 +73,7 @@ def test_a_mesh_on_gpus_is_made_in_a_few_splits(layout: Layout, monkeypatch: pyt
         splits = Splits(rank)
         monkeypatch.setattr(dist, "split_group", splits)
         monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
-        monkeypatch.setattr("megazero.comm.groups._urgent_options", lambda: "urgent")
+        monkeypatch.setattr("megazero.comm.mesh.groups._urgent_options", lambda: "urgent")
         maker = GroupMaker(torch.device("cuda", 0), MINUTE)
         for name in (*AXES, *SUB_AXES):
             mine = next((ranks for ranks in layout.groups(name) if rank in ranks), [rank])
@@ -102,7 +102,7 @@ def test_gloos_group_is_made_before_the_splits(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(dist, "split_group", lambda **flags: made.append(flags["group_desc"]))
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
-    monkeypatch.setattr("megazero.comm.groups._urgent_options", lambda: None)
+    monkeypatch.setattr("megazero.comm.mesh.groups._urgent_options", lambda: None)
     monkeypatch.setattr(Mesh, "connect", lambda mesh: None)
     Mesh.build(Layout(dp=2, tp=2), 0, torch.device("cuda", 0))
     assert made == ["gloo", "tp", "shard"]

@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megazero.comm.pretend import PretendMesh, pretend_mesh
-from megazero.train.engine import Engine
+from megazero.comm.mesh.pretend import PretendMesh, pretend_mesh
+from megazero.step.engine import Engine
 from tests.parallel.cases import MODEL, Case, micro_batches
 
 GPU = torch.device("meta")

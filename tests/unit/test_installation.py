@@ -11,7 +11,7 @@ import pytest
 from megazero.config.cli import PRESETS
 from megazero.config.foreign.table import FOLDER
 from megazero.optional import EXTRAS, load_optional
-from megazero.price.devices import DEVICES
+from megazero.price.time.devices import DEVICES
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from megazero.comm.pretend import pretend_mesh
+from megazero.comm.mesh.pretend import pretend_mesh
 from megazero.config.schema import Config, ModelConfig, TrainingConfig
 from megazero.config.validate import check_device
-from megazero.model.dropout import Dropout, Rows
+from megazero.model.kernels.dropout import Dropout, Rows
+from megazero.model.kernels.kernel_choice import choose_kernels, triton_complaint
 from megazero.model.kernels.table import EAGER, TRITON
 from megazero.model.stage import declare
-from megazero.plan.layers import stage_units
-from megazero.plan.rank_spec import rank_spec
-from megazero.plan.resolve import resolve
-from megazero.plan.topology import Layout
-from megazero.price.kernels import Operator
-from megazero.price.trace import trace, trace_layers
-from megazero.train.kernel_choice import choose_kernels, triton_complaint
+from megazero.plan.layout.layers import stage_units
+from megazero.plan.layout.resolve import resolve
+from megazero.plan.layout.topology import Layout
+from megazero.plan.program.rank_spec import rank_spec
+from megazero.price.trace.kernels import Operator
+from megazero.price.trace.trace import trace, trace_layers
 from tests.helpers import kernel_checks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -211,9 +211,9 @@ def test_the_trial_tells_a_wrong_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> torch.Tensor:
         raise RuntimeError("Failed to find C compiler.\nSet CC")
 
-    monkeypatch.setattr("megazero.train.kernel_choice.TRITON", TRITON._replace(dropout=fails))
+    monkeypatch.setattr("megazero.model.kernels.kernel_choice.TRITON", TRITON._replace(dropout=fails))
     assert triton_complaint(device) == "RuntimeError: Failed to find C compiler."
-    monkeypatch.setattr("megazero.train.kernel_choice.TRITON", TRITON._replace(dropout=lambda x, *_: x))
+    monkeypatch.setattr("megazero.model.kernels.kernel_choice.TRITON", TRITON._replace(dropout=lambda x, *_: x))
     assert triton_complaint(device) == "its mask is not torch's"
 
 

@@ -9,30 +9,30 @@ import pytest
 import torch
 from rich.console import Console
 
-from megazero.comm.pretend import pretend_mesh
+from megazero.comm.mesh.pretend import pretend_mesh
 from megazero.config.cli import parse
 from megazero.config.schema import Config
 from megazero.data.corpora import mock_datasets
 from megazero.memory.host import Available, Machine
 from megazero.model.stage import declare
-from megazero.plan.resolve import resolve
-from megazero.plan.topology import Layout
-from megazero.price.capacity import check_memory, estimated, least
-from megazero.price.devices import load_device
-from megazero.price.estimate import KINDS, StageBytes, estimate, stage_bytes
-from megazero.price.network import Group, Network, group_of
+from megazero.observe.bubble import StageTimes, bubble
+from megazero.observe.events import environment
+from megazero.observe.start_report import _memory, details, drawing
+from megazero.observe.stragglers import slow_ranks
+from megazero.plan.layout.resolve import resolve
+from megazero.plan.layout.topology import Layout
+from megazero.price.bytes.capacity import check_memory, estimated, least
+from megazero.price.bytes.estimate import KINDS, StageBytes, estimate, stage_bytes
 from megazero.price.plan import Plan
 from megazero.price.plan_report import show, summary
-from megazero.price.search_report import command
-from megazero.price.simulate import plain_pipeline
-from megazero.price.step_time import PARTS, Parts, StepTime
-from megazero.price.trace import model_flops
-from megazero.train.bubble import StageTimes, bubble
-from megazero.train.events import environment
-from megazero.train.rehearsal_report import rehearsed_ranks
-from megazero.train.start_report import _memory, details, drawing
-from megazero.train.stragglers import slow_ranks
-from megazero.train.trainer import Trainer
+from megazero.price.search.search_report import command
+from megazero.price.time.devices import load_device
+from megazero.price.time.network import Group, Network, group_of
+from megazero.price.time.simulate import plain_pipeline
+from megazero.price.time.step_time import PARTS, Parts, StepTime
+from megazero.price.trace.trace import model_flops
+from megazero.rehearse.rehearsal_report import rehearsed_ranks
+from megazero.run.trainer import Trainer
 from megazero.units import size
 
 MODEL = "--hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 100"

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.launcher import Program, Ranks
-from megazero.comm import launch
-from megazero.comm.agreement import difference
-from megazero.comm.errors import PeerLost, peer_errors, ranks_text
-from megazero.comm.mesh import Mesh
-from megazero.comm.world import World, read_world
-from megazero.plan.topology import Layout
+from megazero.comm.launch import launch
+from megazero.comm.launch.agreement import difference
+from megazero.comm.launch.errors import PeerLost, peer_errors, ranks_text
+from megazero.comm.launch.world import World, read_world
+from megazero.comm.mesh.mesh import Mesh
+from megazero.plan.layout.topology import Layout
+from tests.helpers.ranks import Program, Ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
@@ -174,13 +174,13 @@ def test_a_wait_has_a_limit() -> None:
 
 LIMITED = """
 import threading
-from megazero.comm.launch import World, limit
+from megazero.comm.launch.launch import World, limit
 with limit(World(3, 4, 0, "torchrun"), 0.2, "joining"):
     threading.Event().wait()
 """
 ORPHAN = """
 import os, sys, threading
-from megazero.comm.launch import World, end_with_launcher
+from megazero.comm.launch.launch import World, end_with_launcher
 first = os.getppid()
 print(first, flush=True)
 sys.stdin.read()  # until the parent is gone

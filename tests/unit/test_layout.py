@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from megazero.plan.topology import AXES, SUB_AXES, Coord, Layout, data_parallel_size, ring_bytes
+from megazero.plan.layout.topology import AXES, SUB_AXES, Coord, Layout, data_parallel_size, ring_bytes
 
 LAYOUTS = [Layout(*sizes) for sizes in itertools.product((1, 2, 3, 4), repeat=3)]
 

@@ -22,9 +22,9 @@ from megazero.config.limits import MAX_NAME, MAX_TEXT, divisors
 from megazero.config.schema import Config
 from megazero.memory.host import Available, Machine
 from megazero.model.stage import declare
-from megazero.plan.resolve import resolve
-from megazero.plan.topology import Layout
-from megazero.price.capacity import check_memory
+from megazero.plan.layout.resolve import resolve
+from megazero.plan.layout.topology import Layout
+from megazero.price.bytes.capacity import check_memory
 from tests.helpers.programs import warm
 
 MAX_LINES = 4_000_000  # an estimate takes up to some 1,000,000; a loop over a billion candidates never ends

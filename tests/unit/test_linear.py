@@ -7,16 +7,16 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from megazero.comm.pretend import pretend_mesh
+from megazero.comm.mesh.pretend import pretend_mesh
 from megazero.config.schema import ModelConfig
 from megazero.memory.tracker import MemoryTracker
-from megazero.model.context import Context, ResidualStream
-from megazero.model.fused_ops import wide
-from megazero.model.linear import Call, ColumnLinear, ResidualRows, RowLinear
-from megazero.model.mlp import GeluMLP, SwigluMLP
-from megazero.model.norm import LayerNorm
-from megazero.model.weight import GradWriter, Weight, named_weights
-from megazero.plan.topology import Layout
+from megazero.model.kernels.fused_ops import wide
+from megazero.model.layers.context import Context, ResidualStream
+from megazero.model.layers.linear import Call, ColumnLinear, ResidualRows, RowLinear
+from megazero.model.layers.mlp import GeluMLP, SwigluMLP
+from megazero.model.layers.norm import LayerNorm
+from megazero.model.layers.weight import GradWriter, Weight, named_weights
+from megazero.plan.layout.topology import Layout
 
 CPU = torch.device("cpu")
 H = 6

@@ -17,20 +17,20 @@ import torch.distributed as dist
 from megazero import checkpoint
 from megazero.checkpoint import Damaged, LocalShard, verify
 from megazero.checkpoint.manifest import Entry, Manifest, read_manifest, write_manifest
-from megazero.comm.agreement import agree
-from megazero.comm.world import World
+from megazero.comm.launch.agreement import agree
+from megazero.comm.launch.world import World
 from megazero.config.cli import flags, parse
 from megazero.config.schema import Config, DataConfig, ModelConfig
 from megazero.data.corpora import Datasets, mock_datasets
 from megazero.data.fingerprint import same
-from megazero.price.search import Candidate
-from megazero.price.search_report import CHOSEN
-from megazero.train.rehearsal import Place, rehearsed
-from megazero.train.resume import changed_options, check_data, check_model
-from megazero.train.run_state import RunState
-from megazero.train.same_run import LOCAL_FLAGS, run_values
-from megazero.train.start_report import TOLD
-from megazero.train.start_report import options as told_options
+from megazero.observe.start_report import TOLD
+from megazero.observe.start_report import options as told_options
+from megazero.price.search.search import Candidate
+from megazero.price.search.search_report import CHOSEN
+from megazero.rehearse.rehearsal import Place, rehearsed
+from megazero.run.resume import changed_options, check_data, check_model
+from megazero.run.run_state import RunState
+from megazero.run.same_run import LOCAL_FLAGS, run_values
 
 GROUPS = {field.name for field in fields(Config) if field.name != "preset"}
 
@@ -100,7 +100,7 @@ def test_what_ranks_compare_besides_flags(tmp_path: Path, monkeypatch: pytest.Mo
     values = run_values(listed, Corpora(mock.train, mock.validation, mock.test), None)
     assert [values[f"the weight of --data-path's corpus {number}"] for number in (1, 2)] == ["by tokens"] * 2
     assert values["the content of --data-path's corpus 2"] == "second:-"
-    monkeypatch.setattr("megazero.train.same_run.code_digest", lambda folder: f"code of {Path(folder).name}")
+    monkeypatch.setattr("megazero.run.same_run.code_digest", lambda folder: f"code of {Path(folder).name}")
     assert run_values(config, Corpora(mock.train, mock.validation, mock.test), None)["megazero's code"] == (
         "code of megazero"
     )

@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megazero.comm.mesh import Mesh
+from megazero.comm.mesh.mesh import Mesh
 from megazero.config.schema import Config, ModelConfig, TrainingConfig
-from megazero.model.context import MicroBatchInfo
-from megazero.model.rotary import Rotary
+from megazero.model.kernels.rotary import Rotary
+from megazero.model.layers.context import MicroBatchInfo
 from megazero.model.stage import declare
-from megazero.plan.resolve import resolve
-from megazero.plan.topology import Layout
-from megazero.train.engine import Engine
+from megazero.plan.layout.resolve import resolve
+from megazero.plan.layout.topology import Layout
+from megazero.step.engine import Engine
 from tests.helpers.rounding import model_tolerance
 from tests.parallel.cases import MicroBatch
 

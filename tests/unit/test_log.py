@@ -18,8 +18,7 @@ from megazero.config.cli import parse, to_toml
 from megazero.config.cli import read as read_command
 from megazero.config.schema import Config, LogConfig, ModelConfig
 from megazero.files import replace_file
-from megazero.price.trace import model_flops
-from megazero.train.loggers import (
+from megazero.observe.loggers import (
     MetricsFile,
     TensorBoard,
     WeightsAndBiases,
@@ -29,7 +28,8 @@ from megazero.train.loggers import (
     open_writers,
     run_id,
 )
-from megazero.train.progress_line import ProgressLine, Record
+from megazero.observe.progress_line import ProgressLine, Record
+from megazero.price.trace.trace import model_flops
 
 
 def record(iteration: int, **changes: Any) -> Record:

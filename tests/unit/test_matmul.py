@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megazero.comm.mesh import Mesh
-from megazero.comm.pretend import pretend_mesh
+from megazero.comm.mesh.mesh import Mesh
+from megazero.comm.mesh.pretend import pretend_mesh
 from megazero.config.schema import Config, TrainingConfig
 from megazero.config.validate import check_device
+from megazero.model.kernels.matmul import FASTER, Products, fastest_ratio, has_onednn, onednn_gain, writes_wide
+from megazero.model.kernels.matmul_backend import choose_matmul_backend
 from megazero.model.kernels.table import EAGER
-from megazero.model.matmul import FASTER, Products, fastest_ratio, has_onednn, onednn_gain, writes_wide
-from megazero.plan.topology import Layout
-from megazero.train.engine import Engine
-from megazero.train.matmul_backend import choose_matmul_backend
+from megazero.plan.layout.topology import Layout
+from megazero.step.engine import Engine
 from tests.helpers.rounding import assert_sum
 from tests.parallel.cases import MODEL, Case, micro_batches
 

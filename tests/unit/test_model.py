@@ -8,16 +8,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megazero.comm.mesh import Mesh
+from megazero.comm.mesh.mesh import Mesh
 from megazero.config.schema import Config, ModelConfig, TrainingConfig
-from megazero.model.attention import CoreAttention
-from megazero.model.context import MicroBatchInfo
-from megazero.model.dropout import Dropout
-from megazero.model.fused_ops import PLAIN
+from megazero.model.kernels.dropout import Dropout
+from megazero.model.kernels.fused_ops import PLAIN
+from megazero.model.layers.attention import CoreAttention
+from megazero.model.layers.context import MicroBatchInfo
 from megazero.model.stage import declare
-from megazero.plan.resolve import resolve
-from megazero.plan.topology import Layout
-from megazero.train.engine import Engine
+from megazero.plan.layout.resolve import resolve
+from megazero.plan.layout.topology import Layout
+from megazero.step.engine import Engine
 from tests.parallel.cases import MicroBatch
 
 TOLERANCE = 1e-10  # in fp64

@@ -13,8 +13,8 @@ import torch
 from megazero.config.schema import OptimizerConfig, TrainingConfig
 from megazero.optim.adamw import OPERATOR, update
 from megazero.optim.step import StepParams
-from megazero.plan.flat_layout import FlatParam, equal_ranges, flat_layout
-from megazero.train.optimization import LossScale, clip_factor, learning_rate
+from megazero.plan.layout.flat_layout import FlatParam, equal_ranges, flat_layout
+from megazero.step.optimization import LossScale, clip_factor, learning_rate
 from tests.helpers.rounding import error_bound
 
 CONFIG = OptimizerConfig(lr=2.0, min_lr=0.5, lr_warmup_iters=10, lr_decay_iters=110)

@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.overlap import Waiting, table, waiting
 from benchmarks.step_trace import comparison, covered, tail_of
-from megazero.plan.operations import Backward, BackwardWeights, Forward, Norm, Reduce, Start, Update, Wait
-from megazero.train.timeline import Span
+from megazero.observe.timeline import Span
+from megazero.plan.program.operations import Backward, BackwardWeights, Forward, Norm, Reduce, Start, Update, Wait
 
 
 def trace(device: bool) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from benchmarks.reports.zero_theory import (
     truncated,
 )
 from megazero.model.stage import declare
-from megazero.plan.layers import num_parameters
+from megazero.plan.layout.layers import num_parameters
 
 # cells that the paper printed cut off instead of rounded
 CUT = {("128B", 1024, 1), ("128B", 1024, 2)} | {("1T", nd, stage) for nd in (64, 256, 1024) for stage in (1, 2)}

@@ -9,10 +9,10 @@ import pytest
 
 from megazero.config.schema import ModelConfig
 from megazero.model.stage import HEAD, POSITION_EMBEDDING, TOKEN_EMBEDDING, declare
-from megazero.plan.layers import num_parameters, stage_units
-from megazero.plan.parameters import ParamSpec, unit_layout
-from megazero.plan.regions import Region, coverage_fault
-from megazero.plan.topology import Layout
+from megazero.plan.layout.layers import num_parameters, stage_units
+from megazero.plan.layout.parameters import ParamSpec, unit_layout
+from megazero.plan.layout.regions import Region, coverage_fault
+from megazero.plan.layout.topology import Layout
 
 # 840 heads of one dim: every tp from 1 to 8 divides them.
 MODEL = ModelConfig(num_layers=7, hidden_size=840, num_attention_heads=840, seq_length=13, vocab_size=50257)

@@ -13,24 +13,24 @@ from rich.console import Console
 import pretrain_gpt
 from megazero.config.cli import parse
 from megazero.model.stage import declare
-from megazero.plan.layers import stage_units
-from megazero.plan.operations import Fetch, Forward, Gather, Start, Update, Wait
-from megazero.plan.program import program
-from megazero.plan.rank_spec import rank_spec
-from megazero.plan.resolve import resolve
-from megazero.plan.topology import Layout
-from megazero.price.costs import Roofline, StepCosts
-from megazero.price.devices import Constant, Device, interpolate, known_devices, load_device
-from megazero.price.estimate import Few, estimate, stage_bytes
-from megazero.price.kernels import Issue, Operator, Product
-from megazero.price.network import Network, group_of
+from megazero.plan.layout.layers import stage_units
+from megazero.plan.layout.resolve import resolve
+from megazero.plan.layout.topology import Layout
+from megazero.plan.program.operations import Fetch, Forward, Gather, Start, Update, Wait
+from megazero.plan.program.program import program
+from megazero.plan.program.rank_spec import rank_spec
+from megazero.price.bytes.estimate import Few, estimate, stage_bytes
 from megazero.price.plan import Plan, advice, make_plan, plan_config
 from megazero.price.plan_report import summary
-from megazero.price.search import Search, candidates
-from megazero.price.search_report import command, run_search
-from megazero.price.simulate import simulate
-from megazero.price.step_time import StepPrograms, step_parts, step_time
-from megazero.price.trace import model_flops, trace
+from megazero.price.search.search import Search, candidates
+from megazero.price.search.search_report import command, run_search
+from megazero.price.time.costs import Roofline, StepCosts
+from megazero.price.time.devices import Constant, Device, interpolate, known_devices, load_device
+from megazero.price.time.network import Network, group_of
+from megazero.price.time.simulate import simulate
+from megazero.price.time.step_time import StepPrograms, step_parts, step_time
+from megazero.price.trace.kernels import Issue, Operator, Product
+from megazero.price.trace.trace import model_flops, trace
 
 SMALL = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 128 --precision fp32"
 

@@ -10,11 +10,11 @@ from benchmarks.reports.planned import Times, compare, device_of, left_out, plan
 from benchmarks.reports.published import TRAINED, TrainedRun
 from megazero.config.cli import parse
 from megazero.model.stage import declare
-from megazero.plan.layers import num_parameters
-from megazero.plan.resolve import resolve
-from megazero.price.costs import Roofline
-from megazero.price.devices import Constant, load_device
-from megazero.price.kernels import Operator, Product
+from megazero.plan.layout.layers import num_parameters
+from megazero.plan.layout.resolve import resolve
+from megazero.price.time.costs import Roofline
+from megazero.price.time.devices import Constant, load_device
+from megazero.price.trace.kernels import Operator, Product
 
 FLAGS = "--num-layers 2 --hidden-size 512 --num-attention-heads 4 --seq-length 256 --vocab-size 512 --precision bf16"
 

@@ -8,10 +8,10 @@ import pytest
 
 from megazero.config.schema import Config, ModelConfig, ZeroConfig
 from megazero.model.stage import HEAD, POSITION_EMBEDDING, TOKEN_EMBEDDING, declare
-from megazero.plan.layers import Use
-from megazero.plan.rank_spec import rank_spec
-from megazero.plan.topology import Layout
-from megazero.plan.zero_policy import Buckets, ZeroPolicy, plan_buckets
+from megazero.plan.layout.layers import Use
+from megazero.plan.layout.topology import Layout
+from megazero.plan.layout.zero_policy import Buckets, ZeroPolicy, plan_buckets
+from megazero.plan.program.rank_spec import rank_spec
 
 CUT = ZeroPolicy(True, True, True)
 

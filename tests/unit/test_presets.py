@@ -9,11 +9,11 @@ import pytest
 from megazero.config.cli import PRESETS, parse
 from megazero.config.schema import Config
 from megazero.model.stage import declare
-from megazero.plan.layers import num_parameters
-from megazero.plan.resolve import resolve
-from megazero.plan.topology import Layout
-from megazero.price.capacity import estimated
-from megazero.price.estimate import estimate
+from megazero.plan.layout.layers import num_parameters
+from megazero.plan.layout.resolve import resolve
+from megazero.plan.layout.topology import Layout
+from megazero.price.bytes.capacity import estimated
+from megazero.price.bytes.estimate import estimate
 
 # preset -> (ranks, layers, hidden, heads, tensor parallelism, samples a model replica, global batch): the ZeRO paper,
 # figure 2, and GPT-2's shapes.

@@ -12,8 +12,10 @@ import pytest
 
 from megazero.config.schema import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig, ZeroConfig
 from megazero.model.stage import declare
-from megazero.plan.flat_layout import ALIGN
-from megazero.plan.operations import (
+from megazero.plan.layout.flat_layout import ALIGN
+from megazero.plan.layout.topology import Layout
+from megazero.plan.layout.zero_policy import ShardingGroup
+from megazero.plan.program.operations import (
     COMPUTE,
     Backward,
     BackwardWeights,
@@ -38,13 +40,11 @@ from megazero.plan.operations import (
     inner,
     name_of,
 )
-from megazero.plan.passes import merge, tail
-from megazero.plan.program import Program, program, text
-from megazero.plan.rank_spec import RankSpec, rank_spec
-from megazero.plan.schedules import EVALUATION
-from megazero.plan.topology import Layout
-from megazero.plan.zero_policy import ShardingGroup
-from megazero.price.simulate import simulate
+from megazero.plan.program.passes import merge, tail
+from megazero.plan.program.program import Program, program, text
+from megazero.plan.program.rank_spec import RankSpec, rank_spec
+from megazero.plan.schedule.schedules import EVALUATION
+from megazero.price.time.simulate import simulate
 
 KINDS = [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zero-bubble", 1), (EVALUATION, 1), (EVALUATION, 2)]
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from megazero.config.schema import Config, LogConfig, ModelConfig, TrainingConfig
-from megazero.price.devices import find_card, known_devices, load_device, peak_flops
-from megazero.train.progress_line import ProgressLine, line
+from megazero.observe.progress_line import ProgressLine, line
+from megazero.price.time.devices import find_card, known_devices, load_device, peak_flops
 from megazero.units import count, duration, size
 from tests.helpers.programs import read_terminal
 from tests.unit.test_log import record

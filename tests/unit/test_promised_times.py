@@ -1,6 +1,6 @@
 """Durations as equalities: what a schedule waits, what overlap leaves exposed, how buckets follow each other.
 
-A pass of a chunk takes 1 here: a forward, an input gradient, a weight gradient (`price.simulate.thirds`).
+A pass of a chunk takes 1 here: a forward, an input gradient, a weight gradient (`price.time.simulate.thirds`).
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megazero.comm.collectives import Pending
-from megazero.comm.pretend import PretendAxis
+from megazero.comm.mesh.collectives import Pending
+from megazero.comm.mesh.pretend import PretendAxis
 from megazero.config.schema import ActivationConfig, Config, ModelConfig, ZeroConfig
 from megazero.memory.tracker import MemoryTracker
 from megazero.model.stage import declare
-from megazero.plan.operations import Backward, Fetch, Forward, Gather, Op, Recompute, Reduce, Sync
-from megazero.plan.program import program
-from megazero.plan.rank_spec import rank_spec
-from megazero.plan.schedules import Pipeline, order_of, peak_live, placement
-from megazero.plan.split import LayerCosts, split_by_cost
-from megazero.plan.topology import Layout
-from megazero.plan.zero_policy import Buckets
-from megazero.price.estimate import Few
-from megazero.price.simulate import plain_pipeline, play, simulate, thirds
+from megazero.plan.layout.topology import Layout
+from megazero.plan.layout.zero_policy import Buckets
+from megazero.plan.program.operations import Backward, Fetch, Forward, Gather, Op, Recompute, Reduce, Sync
+from megazero.plan.program.program import program
+from megazero.plan.program.rank_spec import rank_spec
+from megazero.plan.schedule.schedules import Pipeline, order_of, peak_live, placement
+from megazero.plan.schedule.split import LayerCosts, split_by_cost
+from megazero.price.bytes.estimate import Few
+from megazero.price.time.simulate import plain_pipeline, play, simulate, thirds
 from megazero.zero.reduce_scatter import Buffer, Reducer
 
 # (ranks p, micro-batches m, chunks v) -> idle time of a step. 1F1B and GPipe: 3 (p - 1), of chunks as long as v parts.

@@ -14,10 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from megazero.activations.store import KeptInputs
 from megazero.memory.copies import Copies, Fetch, HostCopy
 from megazero.memory.tracker import MemoryTracker
-from megazero.model.fused_ops import PLAIN
-from megazero.model.norm import LayerNorm
-from megazero.plan.operations import Backward, Forward, Op, Recompute
-from megazero.train.engine import Engine
+from megazero.model.kernels.fused_ops import PLAIN
+from megazero.model.layers.norm import LayerNorm
+from megazero.plan.program.operations import Backward, Forward, Op, Recompute
+from megazero.step.engine import Engine
 from tests.parallel.cases import STEPS, Case, micro_batches, new_engine, train
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from math import prod
 import numpy as np
 import pytest
 
-from megazero.plan.regions import Region, coverage_fault, regions, split
+from megazero.plan.layout.regions import Region, coverage_fault, regions, split
 
 SHAPES = [shape for num_dims in range(4) for shape in itertools.product((1, 2, 3, 4), repeat=num_dims)] + [
     (2, 3, 2, 3),

@@ -12,12 +12,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megazero.comm.world import World
+from megazero.comm.launch.world import World
 from megazero.config.cli import parse
 from megazero.memory.allocated import Allocated
 from megazero.model.stage import declare
-from megazero.plan.resolve import resolve
-from megazero.train.rehearsal_report import run_rehearsal
+from megazero.plan.layout.resolve import resolve
+from megazero.rehearse.rehearsal_report import run_rehearsal
 
 SINGLE = World(0, 1, 0, "single")
 SMALL = "--preset c5 --num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 16 --vocab-size 101".split()

@@ -9,10 +9,10 @@ import pytest
 
 from megazero.config.schema import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig, ZeroConfig
 from megazero.model.stage import declare
-from megazero.plan.resolve import resolve
-from megazero.plan.topology import Layout
-from megazero.price.report import partition_line, psi, queue_line, report_rows, table
-from megazero.price.trace import trace_layers
+from megazero.plan.layout.resolve import resolve
+from megazero.plan.layout.topology import Layout
+from megazero.price.bytes.report import partition_line, psi, queue_line, report_rows, table
+from megazero.price.trace.trace import trace_layers
 
 FULL = ActivationConfig("full")
 PA = replace(FULL, partition_activations=True)

@@ -23,8 +23,8 @@ from megazero.config.validate import check_values
 from megazero.data.corpora import parse_data_path
 from megazero.data.fingerprint import fingerprint
 from megazero.data.writer import IndexedWriter
-from megazero.train.resume import changed_options, check_data, find_checkpoint
-from megazero.train.run_state import RunState
+from megazero.run.resume import changed_options, check_data, find_checkpoint
+from megazero.run.run_state import RunState
 
 STATE = RunState(1, 8, 1, None, asdict(ModelConfig()), {}, {}, run="ours")
 

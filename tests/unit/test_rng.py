@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from megazero.config.schema import ModelConfig
-from megazero.model.dropout import CORE_ELEMENTS, Dropout, Rows
 from megazero.model.initial_values import BLOCK, draw, seed_of, standard_normal
+from megazero.model.kernels.dropout import CORE_ELEMENTS, Dropout, Rows
 from megazero.model.stage import declare
-from megazero.plan.layers import stage_units
-from megazero.plan.parameters import ParamSpec
-from megazero.plan.topology import Layout
+from megazero.plan.layout.layers import stage_units
+from megazero.plan.layout.parameters import ParamSpec
+from megazero.plan.layout.topology import Layout
 
 SEED = 1234
 # The table is longer than a block, and 1009 rows are prime: no cut falls on one.
@@ -186,7 +186,7 @@ def test_chunks_do_not_show(columns: int, monkeypatch: pytest.MonkeyPatch) -> No
     rows = (Rows(0, 3, 2 + CORE_ELEMENTS // columns), Rows(1, 0, 2 + CORE_ELEMENTS // columns))
     found = mask(DROPOUT, rows, columns)
     assert torch.equal(found, torch.cat([mask(DROPOUT, (r,), columns) for r in rows]))
-    monkeypatch.setattr("megazero.model.dropout.CORE_ELEMENTS", found.numel())
+    monkeypatch.setattr("megazero.model.kernels.dropout.CORE_ELEMENTS", found.numel())
     assert torch.equal(mask(DROPOUT, rows, columns), found)
 
 

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megazero.report import runs as reading
-from megazero.report.chart import HEIGHT, WIDTH, Line, line_chart, log_ticks, ticks
-from megazero.report.page import write_report
-from megazero.report.runs import Curve, axis_values, curve, dashes, read_run, short, smooth, thin, twins
+from megazero.observe.report import runs as reading
+from megazero.observe.report.chart import HEIGHT, WIDTH, Line, line_chart, log_ticks, ticks
+from megazero.observe.report.page import write_report
+from megazero.observe.report.runs import Curve, axis_values, curve, dashes, read_run, short, smooth, thin, twins
 
 ROOT = Path(__file__).parents[2]
 VOID = {"meta", "br", "hr", "link", "img"}
@@ -284,14 +284,16 @@ def test_bad_arguments_are_a_sentence(tmp_path: Path) -> None:
             f"{tmp_path / 'no'} does not exist; give the --log-dir",
         ),
         ("plot_metrics.py", [empty], "has no iteration yet"),
-        ("report.py", [tmp_path / "no"], "no such folder; give the --log-dir folder of a run"),
-        ("report.py", [empty], "has no iteration yet"),
+        ("observe/report/__init__.py", [tmp_path / "no"], "no such folder; give the --log-dir folder of a run"),
+        ("observe/report/__init__.py", [empty], "has no iteration yet"),
     ):
         done = script(name, *words)
         assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
 def test_the_report_needs_no_heavy_library() -> None:
-    code = "import sys, megazero.report.page; print(sorted({'torch', 'matplotlib', 'scipy'} & set(sys.modules)))"
+    code = (
+        "import sys, megazero.observe.report.page; print(sorted({'torch', 'matplotlib', 'scipy'} & set(sys.modules)))"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stderr

@@ -8,9 +8,20 @@ from dataclasses import replace
 
 import pytest
 
-from megazero.plan.operations import Backward, BackwardWeights, Forward, Op, Ops, Recv, Send, Start, Transfer, Wait
-from megazero.plan.program import program
-from megazero.plan.schedules import (
+from megazero.plan.program.operations import (
+    Backward,
+    BackwardWeights,
+    Forward,
+    Op,
+    Ops,
+    Recv,
+    Send,
+    Start,
+    Transfer,
+    Wait,
+)
+from megazero.plan.program.program import program
+from megazero.plan.schedule.schedules import (
     EVALUATION,
     SCHEDULES,
     Costs,
@@ -22,7 +33,7 @@ from megazero.plan.schedules import (
     peak_live,
     placement,
 )
-from megazero.price.simulate import Timing, plain_pipeline, simulate, thirds
+from megazero.price.time.simulate import Timing, plain_pipeline, simulate, thirds
 
 F, B, IN, W = Pass
 KINDS = [*SCHEDULES, EVALUATION]

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megazero.comm.mesh import Mesh
+from megazero.comm.mesh.mesh import Mesh
 from megazero.config.schema import (
     BYTES,
     ActivationConfig,
@@ -24,19 +24,19 @@ from megazero.config.schema import (
     ZeroConfig,
 )
 from megazero.memory import COPY_DEPTH
-from megazero.model.context import kept_bytes
+from megazero.model.layers.context import kept_bytes
+from megazero.model.layers.weight import GradWriter
 from megazero.model.stage import declare
-from megazero.model.weight import GradWriter
-from megazero.plan.flat_layout import FlatParam, Range, equal_ranges, flat_layout, partition_numel
-from megazero.plan.layers import layer_costs, pass_costs
-from megazero.plan.parameters import unit_layout
-from megazero.plan.program import Program, program
-from megazero.plan.rank_spec import rank_spec
+from megazero.plan.layout.flat_layout import FlatParam, Range, equal_ranges, flat_layout, partition_numel
+from megazero.plan.layout.layers import layer_costs, pass_costs
+from megazero.plan.layout.parameters import unit_layout
+from megazero.plan.layout.topology import TRAFFIC, Layout, ring_bytes
+from megazero.plan.layout.zero_policy import Buckets, ShardingGroup, ZeroPolicy, persistent_gradients, plan_buckets
+from megazero.plan.program.program import Program, program
+from megazero.plan.program.rank_spec import rank_spec
 from megazero.plan.sizes import NUMBER, Rates
-from megazero.plan.topology import TRAFFIC, Layout, ring_bytes
-from megazero.plan.zero_policy import Buckets, ShardingGroup, ZeroPolicy, persistent_gradients, plan_buckets
-from megazero.price.trace import trace_block
-from megazero.train.engine import Engine
+from megazero.price.trace.trace import trace_block
+from megazero.step.engine import Engine
 from tests.parallel.cases import Case
 
 # -- initial values, by the papers. GPT-2: std 0.02; on the residual path over sqrt(2 layers), "a modified

@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.comm.pretend import pretend_mesh
+from megazero.comm.mesh.pretend import pretend_mesh
 from megazero.config.cli import parse
-from megazero.model.context import MicroBatchInfo, ResidualStream
-from megazero.model.documents import Documents
+from megazero.model.layers.context import MicroBatchInfo, ResidualStream
+from megazero.model.layers.documents import Documents
 from megazero.model.stage import declare
-from megazero.plan.operations import (
+from megazero.plan.layout.resolve import resolve
+from megazero.plan.layout.topology import Layout
+from megazero.plan.program.operations import (
     Backward,
     Forward,
     Gather,
@@ -31,11 +33,9 @@ from megazero.plan.operations import (
     Sync,
     Update,
 )
-from megazero.plan.rank_spec import rank_spec
-from megazero.plan.resolve import resolve
+from megazero.plan.program.rank_spec import rank_spec
 from megazero.plan.sizes import LayerSizes, Moved, Share, States, StepSizes, least_held
-from megazero.plan.topology import Layout
-from megazero.price.estimate import STEADY, Few, estimate, stage_bytes, stage_moments
+from megazero.price.bytes.estimate import STEADY, Few, estimate, stage_bytes, stage_moments
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = (

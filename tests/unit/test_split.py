@@ -11,12 +11,12 @@ import pytest
 
 from megazero.config.schema import ActivationConfig, Config, ModelConfig, ParallelConfig
 from megazero.model.stage import declare
-from megazero.plan.layers import layer_costs
-from megazero.plan.resolve import resolve
-from megazero.plan.schedules import placement
-from megazero.plan.split import LayerCosts, even_split, rank_costs, split_by_cost
-from megazero.plan.topology import Layout
-from megazero.price.report import split_line, table
+from megazero.plan.layout.layers import layer_costs
+from megazero.plan.layout.resolve import resolve
+from megazero.plan.layout.topology import Layout
+from megazero.plan.schedule.schedules import placement
+from megazero.plan.schedule.split import LayerCosts, even_split, rank_costs, split_by_cost
+from megazero.price.bytes.report import split_line, table
 
 SMALL = ModelConfig(num_layers=12, hidden_size=768, num_attention_heads=12, seq_length=1024, vocab_size=50257)
 

@@ -11,11 +11,11 @@ from megazero.config.cli import parse
 from megazero.config.schema import Config
 from megazero.memory.host import Available, Machine
 from megazero.model.stage import declare
-from megazero.plan.resolve import resolve
-from megazero.plan.topology import Layout
-from megazero.price.estimate import stage_bytes
-from megazero.train.start_notes import Processor, device_words, kept, large_vocabulary
-from megazero.train.start_report import details, drawing, hand_out, options, screen
+from megazero.observe.start_notes import Processor, device_words, kept, large_vocabulary
+from megazero.observe.start_report import details, drawing, hand_out, options, screen
+from megazero.plan.layout.resolve import resolve
+from megazero.plan.layout.topology import Layout
+from megazero.price.bytes.estimate import stage_bytes
 from megazero.units import size
 
 ROOT = Path(__file__).resolve().parents[2]

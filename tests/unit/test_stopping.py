@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megazero.comm import scheduler
+from megazero.comm.launch import scheduler
 from megazero.config.schema import CheckpointConfig
-from megazero.train.stopping import SIGNALS, STOPS, Clock, Signals, asked_to_stop, stopped_words
+from megazero.run.stopping import SIGNALS, STOPS, Clock, Signals, asked_to_stop, stopped_words
 
 
 def test_the_order_of_stops() -> None:

@@ -12,9 +12,9 @@ import pytest
 from benchmarks.measure import block_saves
 from megazero.config.schema import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
 from megazero.model.stage import declare
-from megazero.plan.rank_spec import rank_spec
-from megazero.plan.resolve import resolve
-from megazero.price.trace import Kind, model_flops, trace_layers
+from megazero.plan.layout.resolve import resolve
+from megazero.plan.program.rank_spec import rank_spec
+from megazero.price.trace.trace import Kind, model_flops, trace_layers
 from tests.helpers import saved_formulas
 
 MODEL = ModelConfig(3, 64, 0, 8, 32, 130)

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import torch
 
-from megazero.comm.failures import hang_text
-from megazero.plan.operations import Forward
-from megazero.train.replicas import checksum, differences
-from megazero.train.stragglers import slow_ranks
-from megazero.train.watchdog import Watchdog
+from megazero.comm.launch.failures import hang_text
+from megazero.observe.stragglers import slow_ranks
+from megazero.observe.watchdog import Watchdog
+from megazero.plan.program.operations import Forward
+from megazero.run.replicas import checksum, differences
 
 MINUTES = 0.002  # 0.12 s without progress
 

@@ -8,7 +8,7 @@ import pytest
 
 from megazero.config.cli import parse
 from megazero.model.stage import declare
-from megazero.plan.resolve import resolve
+from megazero.plan.layout.resolve import resolve
 
 BASE = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --vocab-size 1000"
 V, TURNS = "--pipeline-schedule zero-bubble-v", "--pipeline-schedule interleaved"

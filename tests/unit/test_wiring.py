@@ -19,14 +19,14 @@ import pytest
 import torch
 
 import pretrain_gpt
-from megazero.comm.world import World
+from megazero.comm.launch.world import World
 from megazero.config.batch_sizes import BatchSizes
 from megazero.config.optimizers import OPTIMIZERS
 from megazero.data import loader
+from megazero.model.kernels.matmul import TORCH
 from megazero.model.kernels.table import EAGER
-from megazero.model.matmul import TORCH
 from megazero.model.stage import declare
-from megazero.train.memory_report import device_in_use
+from megazero.step.memory_report import device_in_use
 from tests.helpers.notes import As, Call, Kind, Notes, calls_of, differences
 from tests.unit.data_helpers import write_corpus
 
@@ -44,24 +44,25 @@ TRAINING = (
     "--sample-interval 2 --log-interval 2"
 )
 PARTS = """
-    megazero.comm.machine:machine megazero.price.capacity:check_memory
-    megazero.train.inputs:open_data megazero.train.inputs:open_datasets megazero.data.corpora:GPTDataset
-    megazero.train.resume:find_checkpoint pretrain_gpt:Clock pretrain_gpt:check_device
-    pretrain_gpt:resolve megazero.comm.launch:start megazero.comm.launch:limit megazero.comm.launch:stop
-    megazero.comm.agreement:agree megazero.comm.mesh:Mesh._build megazero.train.start_report:screen
-    megazero.train.start_report:details megazero.train.start_report:hand_out megazero.train.trainer:Trainer
-    megazero.train.trainer:choose_matmul_backend megazero.train.trainer:choose_kernels megazero.train.trainer:Engine
-    megazero.train.trainer:Profiler megazero.train.trainer:Checkpoints megazero.train.trainer:Batches
-    megazero.train.trainer:Evaluator megazero.train.trainer:TextSampler megazero.train.trainer:RunEvents
-    megazero.train.trainer:open_writers megazero.train.trainer:check_replicas megazero.train.trainer:peak_flops
-    megazero.train.engine:Context megazero.train.engine:Stage megazero.train.engine:ZeroOptions
-    megazero.train.engine:Zero megazero.train.engine:Interpreter megazero.train.engine:KeptInputs
-    megazero.train.engine:upload_step megazero.train.engine:learning_rate megazero.train.engine:rank_spec
+    megazero.comm.launch.machine:machine megazero.price.bytes.capacity:check_memory
+    megazero.run.inputs:open_data megazero.run.inputs:open_datasets megazero.data.corpora:GPTDataset
+    megazero.run.resume:find_checkpoint pretrain_gpt:Clock pretrain_gpt:check_device
+    pretrain_gpt:resolve megazero.comm.launch.launch:start megazero.comm.launch.launch:limit
+    megazero.comm.launch.launch:stop
+    megazero.comm.launch.agreement:agree megazero.comm.mesh.mesh:Mesh._build megazero.observe.start_report:screen
+    megazero.observe.start_report:details megazero.observe.start_report:hand_out megazero.run.trainer:Trainer
+    megazero.run.trainer:choose_matmul_backend megazero.run.trainer:choose_kernels megazero.run.trainer:Engine
+    megazero.run.trainer:Profiler megazero.run.trainer:Checkpoints megazero.run.trainer:Batches
+    megazero.run.trainer:Evaluator megazero.run.trainer:TextSampler megazero.run.trainer:RunEvents
+    megazero.run.trainer:open_writers megazero.run.trainer:check_replicas megazero.run.trainer:peak_flops
+    megazero.step.engine:Context megazero.step.engine:Stage megazero.step.engine:ZeroOptions
+    megazero.step.engine:Zero megazero.step.engine:Interpreter megazero.step.engine:KeptInputs
+    megazero.step.engine:upload_step megazero.step.engine:learning_rate megazero.step.engine:rank_spec
     megazero.data.loader:DataLoader megazero.data.corpora:BlendedDataset
 """.split()
 GENERATION = """
     generate:Sampling generate:Generator generate:InferenceModel generate:tokenizer_for generate:packed_prompts
-    generate:Mesh._build generate:resolve megazero.comm.launch:start megazero.comm.launch:stop
+    generate:Mesh._build generate:resolve megazero.comm.launch.launch:start megazero.comm.launch.launch:stop
     megazero.generation.model:Stage megazero.generation.model:Context megazero.generation.generate:KVCache
 """.split()
 
@@ -96,7 +97,7 @@ class Runs:
             self.training = Notes(inner)
             for part in PARTS:
                 self.training.of(part)
-            self.training.of("megazero.train.trainer:choose_kernels", lambda config, mesh: (config, "of kernels"))
+            self.training.of("megazero.run.trainer:choose_kernels", lambda config, mesh: (config, "of kernels"))
             pretrain_gpt.main(self.argv)
         with pytest.MonkeyPatch.context() as inner:
             self.evaluation = Notes(inner)
@@ -447,7 +448,7 @@ def test_ranks_compare_the_tokenizer_and_the_corpora(runs: Runs) -> None:
 
 def test_functions_that_parts_are_given_do_what_the_flags_say(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     """A watchdog ends a hung run, and others have a tenth of --hang-timeout to see it; a line tells what is in use."""
-    hung = Notes(monkeypatch).of("megazero.comm.failures:end_hung", lambda *_: None)
+    hung = Notes(monkeypatch).of("megazero.comm.launch.failures:end_hung", lambda *_: None)
     As("Trainer.watchdog").found(runs.training)._end("has been in operation 'x' for 180 s")
     (call,) = hung
     patience = 0.1 * 60 * 3.0

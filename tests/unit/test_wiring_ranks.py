@@ -8,16 +8,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megazero.comm import launch
-from megazero.comm.mesh import Mesh
-from megazero.comm.pretend import pretend_mesh
-from megazero.comm.world import World
+from megazero.comm.launch import launch
+from megazero.comm.launch.world import World
+from megazero.comm.mesh.mesh import Mesh
+from megazero.comm.mesh.pretend import pretend_mesh
 from megazero.config.cli import parse
 from megazero.memory.tracker import MemoryTracker
 from megazero.model.stage import declare
-from megazero.plan.resolve import resolve
-from megazero.plan.topology import Layout
-from megazero.train.profiling import Profiler
+from megazero.observe.profiling import Profiler
+from megazero.plan.layout.resolve import resolve
+from megazero.plan.layout.topology import Layout
 from tests.helpers.notes import Call, Notes, calls_of
 
 CPU = torch.device("cpu")
@@ -36,11 +36,11 @@ def test_ranks_join_and_part_within_the_limits_given(
         notes = Notes(patch)
         patch.setenv("MASTER_ADDR", "127.0.0.1")
         for name, answer in (("_open_store", store), ("_take_seat", None), ("_wait_for_all", None), ("_hosts", ("a",))):
-            notes.of(f"megazero.comm.launch:{name}", lambda *_, answer=answer: answer)
+            notes.of(f"megazero.comm.launch.launch:{name}", lambda *_, answer=answer: answer)
         for name in ("init_process_group", "barrier", "destroy_process_group"):
             notes.of(f"torch.distributed:{name}", lambda *_, **__: None)
-        notes.of("megazero.comm.launch:limit")
-        notes.of("megazero.comm.launch:_connect_lazily", lambda _: None)
+        notes.of("megazero.comm.launch.launch:limit")
+        notes.of("megazero.comm.launch.launch:_connect_lazily", lambda _: None)
         assert launch.start(world, device, minutes) == ("a",)
         patch.setattr(torch.distributed, "is_initialized", lambda: True)
         launch.stop(world, minutes)
@@ -68,9 +68,9 @@ def test_a_mesh_makes_its_groups_with_the_time_out_given() -> None:
     layout, hosts = Layout(pp=2, dp=2, tp=2, shards=1), tuple("abcdefgh")
     with pytest.MonkeyPatch.context() as patch:
         notes = Notes(patch)
-        makers = notes.of("megazero.comm.mesh:GroupMaker")
-        named = notes.of("megazero.comm.groups:GroupMaker.of_axis", lambda self, groups, name, urgent=False: name)
-        axes = notes.of("megazero.comm.mesh:Axis")
+        makers = notes.of("megazero.comm.mesh.mesh:GroupMaker")
+        named = notes.of("megazero.comm.mesh.groups:GroupMaker.of_axis", lambda self, groups, name, urgent=False: name)
+        axes = notes.of("megazero.comm.mesh.mesh:Axis")
         patch.setattr(Mesh, "connect", lambda self: None)
         mesh = Mesh.build(layout, 5, CPU, 3.5, check_buffers=False, hosts=hosts)
     assert makers == [{"device": CPU, "timeout": datetime.timedelta(minutes=3.5)}]

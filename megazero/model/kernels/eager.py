@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from megazero.model.fused_ops import is_stand_in, wide
-from megazero.model.rotary import RotaryTables, rotate
+from megazero.model.kernels.fused_ops import is_stand_in, wide
+from megazero.model.kernels.rotary import RotaryTables, rotate
 
 LOGIT_CHUNK_BYTES = 1 << 20  # rows of logits that are worked on together: what stays in a core's cache
 

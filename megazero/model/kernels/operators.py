@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megazero.model.dropout import Segment, scale_of, threshold_of
-from megazero.model.fused_ops import GELU_A, GELU_B
 from megazero.model.kernels import eager
-from megazero.model.rotary import RotaryTables
+from megazero.model.kernels.dropout import Segment, scale_of, threshold_of
+from megazero.model.kernels.fused_ops import GELU_A, GELU_B
+from megazero.model.kernels.rotary import RotaryTables
 
 DEVICES = ("CUDA", "CPU")
 WIDEST = 8192  # a norm's row, which a program has in registers; of a wider one torch's operators take care
@@ -259,7 +259,7 @@ def loss_kept(factor: torch.Tensor, total: torch.Tensor, log_sum: torch.Tensor) 
 def dropout(
     x: torch.Tensor, residual: torch.Tensor | None, segments: Sequence[Segment], probability: float
 ) -> torch.Tensor:
-    """See `model.dropout.eager`, whose bits these are. Not for fp64."""
+    """See `model.kernels.dropout.eager`, whose bits these are. Not for fp64."""
     flat = [number for segment in segments for number in segment]
     return _DROPOUT(x, residual, flat, threshold_of(probability), scale_of(probability))
 

@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from megazero.model import dropout
-from megazero.model.fused_ops import Activation
-from megazero.model.kernels import eager, operators
+from megazero.model.kernels import dropout, eager, operators
+from megazero.model.kernels.fused_ops import Activation
 
 
 class LossKernels(NamedTuple):

@@ -1,4 +1,4 @@
-"""Dropout in one pass: the hash of Note [masks by coordinate] (`model.dropout`), with the same bits.
+"""Dropout in one pass: the hash of Note [masks by coordinate] (`model.kernels.dropout`), with the same bits.
 
 Bytes per element of w bytes: x read and y written, 2 w; 3 w with a residual that is added. Nothing else is kept or
 moved: the keys of samples are arguments of the launch, so that no copy to the device is waited for.
@@ -84,7 +84,7 @@ def launch(
 
     Args:
         x: any shape, seen as [R, C]; fp32, bf16 or fp16.
-        segments: low, high, first, count of each (`model.dropout.Segment`), one behind the other.
+        segments: low, high, first, count of each (`model.kernels.dropout.Segment`), one behind the other.
         last: the last of the int32, in their order, that is kept.
         factor: of kept elements.
     """

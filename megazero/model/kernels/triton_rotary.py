@@ -74,7 +74,7 @@ def launch(
     """Write queries [b, s, n, d] and keys [b, s, g, d], rotated, and values to `result`, which are as `given`.
 
     Args:
-        cos, sin: tables (`model.rotary.RotaryTables`), [.., 1, d] and [.., 1, d/2].
+        cos, sin: tables (`model.kernels.rotary.RotaryTables`), [.., 1, d] and [.., 1, d/2].
         positions: [b, s] int64, of each token; None: 0 to s - 1 in every sample.
         back: undo the rotation.
     """

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megazero.comm.collectives import Axis
+from megazero.comm.mesh.collectives import Axis
 from tests.helpers.pretended_gpu.clocks import Line
 from tests.helpers.pretended_gpu.findings import UNMATCHED_ORDER, Findings
 from tests.helpers.pretended_gpu.memory import Memory, Operator, tensors_in

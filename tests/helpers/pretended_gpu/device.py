@@ -15,9 +15,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.attention import varlen
 
-from megazero.comm import groups
-from megazero.comm.collectives import Axis
-from megazero.train.interpreter import Interpreter
+from megazero.comm.mesh import groups
+from megazero.comm.mesh.collectives import Axis
+from megazero.step.interpreter import Interpreter
 from tests.helpers.pretended_gpu.attention import attention, varlen_attention
 from tests.helpers.pretended_gpu.findings import Findings
 from tests.helpers.pretended_gpu.graphs import Capture, Graph, Pool

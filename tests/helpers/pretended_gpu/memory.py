@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves
 
-from megazero.plan.operations import Op, name_of
+from megazero.plan.program.operations import Op, name_of
 from tests.helpers.pretended_gpu.clocks import HOST, Clocks, Line, Tick
 from tests.helpers.pretended_gpu.findings import EARLY_FREE, RACE, Findings
 

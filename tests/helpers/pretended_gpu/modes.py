@@ -17,7 +17,7 @@ from torch.cuda._sanitizer import FACTORY_FUNCTION_REGEX
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megazero.plan.operations import Op
+from megazero.plan.program.operations import Op
 from tests.helpers.pretended_gpu.clocks import HOST, Clocks, Line
 from tests.helpers.pretended_gpu.communicators import Communicators
 from tests.helpers.pretended_gpu.findings import MIXED_DEVICES, Findings

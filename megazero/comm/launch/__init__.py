@@ -1,0 +1,1 @@
+"""Launch and end of ranks: rendezvous, limits, failures, agreement."""

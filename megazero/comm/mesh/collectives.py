@@ -1,0 +1,331 @@
+"""`Axis`: the collectives along one axis of the mesh, and `Pending`: one that is in flight.
+
+Every collective is the identity on an axis of size 1, asserts that its tensors are contiguous (gloo's all_reduce is
+wrong without an error on others), and counts the bytes that this rank sends under a ring algorithm when it is issued.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megazero.comm.launch.errors import peer_errors
+from megazero.comm.mesh.in_flight import InFlight
+from megazero.plan.layout.topology import ring_bytes
+
+SUM, MAX, MIN = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN
+
+# torch 2.13 deprecates the old names, 2.11 does not have the new ones.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+# -- axes
+
+
+class Axis:
+    """One mesh axis, seen from this rank.
+
+    Attributes:
+        sent: kind of traffic -> bytes that this rank has sent; the kind is the axis' name unless said otherwise.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        ranks: list[int],
+        rank: int,
+        group: dist.ProcessGroup | None = None,
+        in_flight: InFlight | None = None,
+        hosts: Sequence[str] = (),
+    ) -> None:
+        """`rank` and `ranks` are the world's; `hosts`: of all the world's ranks, for messages."""
+        self.name, self.ranks, self.size = name, ranks, len(ranks)
+        self.rank = ranks.index(rank)  # within the axis
+        self.peers = [other for other in ranks if other != rank]
+        self._others = [i for i in range(self.size) if i != self.rank]  # the same, within the axis
+        self._num_exchanges = 0  # the same on all ranks: a tag
+        self.group = group
+        self.in_flight = in_flight or InFlight()
+        self.hosts = hosts
+        # (position of the link's first rank, direction, lane) -> communicator; see Note [links]
+        self.links: dict[tuple[int, int, int], dist.ProcessGroup] = {}
+        self.sent: Counter[str] = Counter()
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.rank == self.size - 1
+
+    @property
+    def needs_staging_buffer(self) -> bool:
+        """Return true if a reduce-scatter needs scratch for what every other rank sends; see `_exchange`."""
+        return self.size > 1 and dist.get_backend(self.group) == "gloo"
+
+    def _count(self, operation: str, x: torch.Tensor, passes: int, kind: str | None) -> None:
+        assert x.is_contiguous(), f"{self.name}: {operation} on shape {tuple(x.shape)}, stride {x.stride()}"
+        num_bytes = x.numel() * x.element_size()
+        self._issued(operation, kind or self.name, ring_bytes(num_bytes, self.size, passes) if passes else num_bytes)
+
+    def _issued(self, operation: str, kind: str, num_bytes: int) -> None:
+        """Count what this rank sends for a collective or a message."""
+        self.sent[kind] += num_bytes
+
+    def _launch(
+        self, collective: Callable[[], _Work], reads: tuple[torch.Tensor, ...], writes: tuple[torch.Tensor, ...]
+    ) -> _Work:
+        """Issue an asynchronous collective. Tests put a slower backend here."""
+        return collective()
+
+    def _start(
+        self,
+        name: str,
+        collective: Callable[[], _Work],
+        *,
+        reads: tuple[torch.Tensor, ...] = (),
+        writes: tuple[torch.Tensor, ...] = (),
+        result: torch.Tensor | None = None,
+        then: Callable[[], None] | None = None,
+        peer: int | None = None,
+    ) -> Pending:
+        """Start a collective that reads and writes these tensors; `then` writes `result` when it is waited for.
+
+        `peer`: the only rank, of the world's, that it communicates with.
+        """
+        claimed = writes if result is None else (*writes, result)
+        name = f"{name} over {self.name}"
+        number = self.in_flight.add(name, reads, claimed)
+        errors = self.peer_errors(name, peer)
+        with errors:
+            work = self._launch(collective, reads, writes)
+
+        def wait() -> None:
+            with errors:
+                work.wait()
+            self.in_flight.remove(number)
+
+        return Pending(wait, held=(*reads, *writes), then=then)
+
+    def peer_errors(self, action: str, peer: int | None = None) -> peer_errors:
+        """Around communication with this axis' ranks: raises PeerLost, naming them, where a peer failed."""
+        return peer_errors(action, self.peers if peer is None else (peer,), self.hosts)
+
+    def start_all_reduce(self, x: torch.Tensor, op: dist.ReduceOp = SUM, kind: str | None = None) -> Pending:
+        """All-reduce `x` in place; it must not be read or written before the result has been waited for."""
+        if self.size == 1:
+            return Pending()
+        self._count("all-reduce", x, 2, kind)
+        return self._start(
+            "all-reduce", lambda: dist.all_reduce(x, op=op, group=self.group, async_op=True), reads=(x,), writes=(x,)
+        )
+
+    def all_reduce_(self, x: torch.Tensor, op: dist.ReduceOp = SUM, kind: str | None = None) -> torch.Tensor:
+        self.start_all_reduce(x, op, kind).wait()
+        return x
+
+    def start_all_gather(self, part: torch.Tensor, out: torch.Tensor) -> Pending:
+        """Everyone's `part`, in order of rank, into `out`. `part` may be this rank's own window of `out`."""
+        assert part.is_contiguous() and part.numel() * self.size == out.numel(), (part.shape, out.shape)
+        if self.size == 1:
+            if not _same_place(out, part):
+                out.copy_(part.view_as(out))
+            return Pending()
+        self._count("all-gather", out, 1, None)
+        if not self.needs_staging_buffer:
+            return self._start(
+                "all-gather",
+                lambda: _all_gather(out, part, group=self.group, async_op=True),
+                reads=(part,),
+                writes=(out,),
+            )
+        parts = out.view(self.size, -1)
+
+        def exchange() -> _Work:
+            if not _same_place(parts[self.rank], part):
+                parts[self.rank].copy_(part.view(-1))
+            return self._exchange(dict.fromkeys(self._others, part), {i: parts[i] for i in self._others})
+
+        return self._start("all-gather", exchange, reads=(part,), writes=(out,))
+
+    def all_gather(self, part: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        self.start_all_gather(part, out).wait()
+        return out
+
+    def scratch_numel(self, numel: int) -> int:
+        """Elements of scratch that reduce-scattering `numel` x size elements takes; see the Note there."""
+        if self.size == 1:
+            return 0
+        return numel * (self.size - 1) if self.needs_staging_buffer else numel
+
+    def start_reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, add: bool, scratch: torch.Tensor) -> Pending:
+        """Sum of everyone's `full`, this rank's 1/size of it, written or added to `out` when it is waited for.
+
+        Shapes: full [size * n], out [n], scratch at least [scratch_numel(n)], which is not read where
+        `needs_staging_buffer` and `add` are both False.
+        """
+        assert full.dim() == 1 and full.numel() == out.numel() * self.size, (full.shape, out.shape)
+        if self.size == 1:
+            _write(out, full, add)
+            return Pending()
+        self._count("reduce-scatter", full, 1, None)
+        scratch = scratch[: self.scratch_numel(out.numel())]
+        name, group = "reduce-scatter", self.group
+        if self.needs_staging_buffer:
+            rows = dict(enumerate(full.view(self.size, -1)))
+            arriving = dict(zip(self._others, scratch.view(self.size - 1, -1), strict=True))
+            return self._start(
+                name,
+                lambda: self._exchange({i: rows[i] for i in self._others}, arriving),
+                reads=(full,),
+                writes=(scratch,),
+                result=out,
+                then=lambda: _sum_rows([(rows | arriving)[i] for i in rows], out, add),
+            )
+        if not add:
+            return self._start(
+                name,
+                lambda: _reduce_scatter(out, full, group=group, async_op=True),
+                reads=(full,),
+                writes=(out,),
+            )
+        return self._start(
+            name,
+            lambda: _reduce_scatter(scratch, full, group=group, async_op=True),
+            reads=(full,),
+            writes=(scratch,),
+            result=out,
+            then=lambda: _write(out, scratch, add),
+        )
+
+    def _exchange(self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> _Work:
+        """Send to and receive from other ranks of the axis, all at once; keys are ranks within the axis.
+
+        Note [gloo's collectives]: its all-gather fills a buffer of its own, as large as the output, and copies that.
+        Its reduce-scatter is an all-reduce and a copy, which sends twice the bytes. Messages from every rank to every
+        other send what a ring does, (size - 1) / size of the whole, and arrive where they are wanted; what arrives for
+        a reduce-scatter lies in scratch until it is added up.
+        """
+        self._num_exchanges = (self._num_exchanges + 1) % (1 << 31)
+        tag, group = self._num_exchanges, self.group
+        works = [dist.irecv(x, self.ranks[i], group, tag) for i, x in receives.items()]
+        works += [dist.isend(x, self.ranks[i], group, tag) for i, x in sends.items()]
+        return _Works(works)
+
+    def start_send(self, x: torch.Tensor, step: int, lane: int, tag: int) -> Pending:
+        """Send `x` to the next (step +1) or the previous (-1) rank of the axis, which is a ring.
+
+        `x` must not be written before the send has been waited for. `tag`: matches a send with its receive.
+        """
+        self._count("send", x, 0, None)
+        peer, link = self._neighbour(step), self._link(step, step, lane)
+        return self._start("send", lambda: dist.isend(x, peer, link, tag), reads=(x,), peer=peer)
+
+    def start_recv(self, x: torch.Tensor, step: int, lane: int, tag: int) -> Pending:
+        """Receive into `x` from the next (step +1) or the previous (-1) rank of the axis."""
+        peer, link = self._neighbour(step), self._link(step, -step, lane)
+        return self._start("receive", lambda: dist.irecv(x, peer, link, tag), writes=(x,), peer=peer)
+
+    def _neighbour(self, step: int) -> int:
+        return self.ranks[(self.rank + step) % self.size]
+
+    def _link(self, step: int, direction: int, lane: int) -> dist.ProcessGroup | None:
+        """The communicator of the link to a neighbour, for messages that travel in `direction`.
+
+        Note [links]: NCCL runs the operations of one communicator one after the other, so that a send which waits for
+        its receiver would hold up the receive behind it. Hence a communicator per link, direction and
+        lane (`plan.layout.topology.Route`). gloo matches messages by tag and needs none.
+        """
+        first = self.rank if step > 0 else (self.rank - 1) % self.size
+        return self.links.get((first, direction, lane), self.group)
+
+
+class _Work(Protocol):
+    """Handle that a backend returns for an asynchronous collective."""
+
+    def wait(self) -> object: ...
+
+
+class _Works:
+    """Several handles as one."""
+
+    def __init__(self, works: Sequence[_Work | None]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            assert work is not None, "this rank is outside the group"
+            work.wait()
+
+
+class Pending:
+    """A collective in flight, and what is done with its result. It keeps its tensors alive until it is waited for.
+
+    On a GPU `wait` makes the compute stream wait, not this process: the backend runs collectives on a stream of its
+    own, which has waited for the compute stream when they were issued.
+    """
+
+    def __init__(
+        self,
+        wait: Callable[[], None] | None = None,
+        held: tuple[torch.Tensor, ...] = (),
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        """`wait` returns when the backend is done; `then` uses the result."""
+        self._wait, self._held, self._then = wait, held, then
+
+    def wait(self) -> None:
+        """Once; a second call does nothing."""
+        if self._wait is not None:
+            self._wait()
+        if self._then is not None:
+            self._then()
+        self._wait, self._held, self._then = None, (), None
+
+
+def together(pending: Sequence[Pending]) -> Pending:
+    """Several collectives in flight as one."""
+
+    def wait() -> None:
+        for each in pending:
+            each.wait()
+
+    return Pending(then=wait)
+
+
+def _same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return true if two tensors begin at the same element of the same storage. Stand-ins have no address to ask."""
+    return StorageWeakRef(a.untyped_storage()) == StorageWeakRef(b.untyped_storage()) and (
+        a.storage_offset() == b.storage_offset()
+    )
+
+
+def _write(out: torch.Tensor, values: torch.Tensor, add: bool) -> None:
+    if add:
+        out.add_(values)
+    else:
+        out.copy_(values)
+
+
+def _sum_rows(rows: Sequence[torch.Tensor], out: torch.Tensor, add: bool) -> None:
+    """out (+)= the sum of `rows`, [n] each, in their order. 16-bit rows are summed in fp32, a piece at a time."""
+    if out.element_size() > 2:
+        if not add:
+            out.copy_(rows[0])
+        for row in rows if add else rows[1:]:
+            out.add_(row)
+        return
+    piece = 1 << 20
+    for at in range(0, out.numel(), piece):
+        target = out[at : at + piece]
+        total = rows[0][at : at + piece].float()
+        for row in rows[1:]:
+            total += row[at : at + piece]
+        target.copy_(total.add_(target) if add else total)

@@ -1,0 +1,197 @@
+"""`Mesh`: the axes of this rank."""
+
+from __future__ import annotations
+
+import datetime
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megazero.comm.launch.errors import peer_errors
+from megazero.comm.mesh.collectives import Axis
+from megazero.comm.mesh.groups import GroupMaker
+from megazero.comm.mesh.in_flight import InFlight
+from megazero.plan.layout.topology import AXES, SUB_AXES, TRAFFIC, Coord, Layout
+
+URGENT = ("tp", "shard")  # computation waits for these axes within a layer
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's place, and its axes.
+
+    `embedding` joins the first and the last stage, which both hold a tied token table; `world` joins all ranks.
+    `shard` and `replica` divide dp: ZeRO partitions within `shard`, and ranks along `replica` own the same range.
+    """
+
+    layout: Layout
+    rank: int
+    device: torch.device
+    pp: Axis
+    dp: Axis
+    shard: Axis
+    replica: Axis
+    tp: Axis
+    embedding: Axis
+    world: Axis
+    host: Axis  # all ranks, for what lies in host memory: `world`, or on a GPU an axis of its own, over gloo
+    in_flight: InFlight  # of all axes
+
+    @property
+    def coord(self) -> Coord:
+        return self.layout.coord(self.rank)
+
+    @classmethod
+    def build(
+        cls,
+        layout: Layout,
+        rank: int,
+        device: torch.device,
+        timeout_minutes: float = 10.0,
+        check_buffers: bool = True,
+        hosts: Sequence[str] = (),
+    ) -> Mesh:
+        """Make every axis' groups; all ranks call this, after `start`.
+
+        Args:
+            check_buffers: refuse what overlaps the buffers of a collective in flight; see `InFlight`.
+            hosts: of all ranks, as `start` returned them, for messages.
+        """
+        with peer_errors(
+            "making the groups of ranks", [other for other in range(layout.world_size) if other != rank], hosts
+        ):
+            return cls._build(layout, rank, device, datetime.timedelta(minutes=timeout_minutes), check_buffers, hosts)
+
+    @classmethod
+    def _build(
+        cls,
+        layout: Layout,
+        rank: int,
+        device: torch.device,
+        timeout: datetime.timedelta,
+        check_buffers: bool,
+        hosts: Sequence[str],
+    ) -> Mesh:
+        in_flight = InFlight(check_buffers)
+        maker = GroupMaker(device, timeout)
+        everyone = list(range(layout.world_size))
+        # Before the splits: some versions of torch count those on members alone, and then hang here.
+        gloo = dist.new_group(backend="gloo", timeout=timeout) if len(everyone) > 1 and device.type != "cpu" else None
+        axes = {"embedding": Axis("embedding", [rank], rank)}  # of a middle stage: itself
+        for name in URGENT + tuple(name for name in (*AXES, *SUB_AXES) if name not in URGENT):
+            group = maker.of_axis(layout.groups(name), name, urgent=name in URGENT)
+            for ranks in layout.groups(name):
+                if rank in ranks:
+                    axes[name] = Axis(name, ranks, rank, group, in_flight, hosts)
+        if device.type != "cpu":
+            make_links(layout, axes["pp"], maker)
+        axes["world"] = Axis("world", everyone, rank, dist.group.WORLD if len(everyone) > 1 else None, in_flight, hosts)
+        axes["host"] = axes["world"]
+        if gloo is not None:
+            axes["host"] = Axis("host", everyone, rank, gloo, in_flight, hosts)
+        mesh = cls(layout, rank, device, in_flight=in_flight, **axes)
+        mesh.connect()
+        return mesh
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """All axes, in the same order on every rank."""
+        found = self.pp, self.dp, self.shard, self.replica, self.tp, self.embedding, self.world
+        return found if self.host is self.world else (*found, self.host)
+
+    def axis(self, name: str) -> Axis:
+        """Return the axis of this name."""
+        return next(axis for axis in self.axes if axis.name == name)
+
+    @property
+    def host_group(self) -> dist.ProcessGroup | None:
+        """The group of `host`. None: a single process."""
+        return self.host.group
+
+    def connect(self) -> None:
+        """Exchange an element along every axis and every link, uncounted.
+
+        Note [connections]: NCCL connects two ranks when they first communicate, inside the call, and both must then
+        have issued the same operations; a pipeline's first calls differ between its stages. So all ranks connect here,
+        in one order, and who cannot be reached is found before the first step.
+        """
+        for axis in self.axes:
+            axis.all_reduce_(torch.zeros(1, device="cpu" if axis is self.host else self.device))
+        for first, direction, lane in self.layout.links():
+            sender, receiver = (first, first + 1) if direction > 0 else (first + 1, first)
+            x = torch.zeros(1, device=self.device)
+            if self.pp.rank == sender % self.pp.size:
+                self.pp.start_send(x, direction, lane, tag=0).wait()
+            elif self.pp.rank == receiver % self.pp.size:
+                self.pp.start_recv(x, -direction, lane, tag=0).wait()
+        for axis in self.axes:
+            axis.sent.clear()
+
+    def sent(self) -> dict[str, int]:
+        """Bytes sent so far, by kind."""
+        total: Counter[str] = Counter({"dp": 0, "tp": 0, "pp": 0, "control": 0})
+        for axis in self.axes:
+            for kind, num_bytes in axis.sent.items():
+                total[TRAFFIC.get(kind, kind)] += num_bytes
+        return dict(total)
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.host_group is not None:
+            with self.world.peer_errors("barrier over all ranks"):
+                dist.barrier(self.host_group)
+
+    def gather_bytes(self, data: bytes) -> Iterator[bytes]:
+        """Yield every rank's `data` on rank 0, in order of rank, one at a time; nothing on the others.
+
+        All ranks call this, and iterate to the end. Not counted as traffic.
+        """
+        if self.host_group is None:
+            yield data
+            return
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world.size)]
+        with self.world.peer_errors("gathering bytes on rank 0"):
+            dist.all_gather(sizes, torch.tensor([len(data)]), group=self.host_group)
+            if self.rank > 0:
+                dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), dst=0, group=self.host_group)
+                return
+        yield data
+        for rank in range(1, self.world.size):
+            arriving = torch.empty(int(sizes[rank]), dtype=torch.uint8)
+            with self.world.peer_errors("gathering bytes on rank 0", rank):
+                dist.recv(arriving, src=rank, group=self.host_group)
+            yield arriving.numpy().tobytes()
+
+    def control_sum(self, x: torch.Tensor, *axes: Axis) -> torch.Tensor:
+        """Sum a few numbers, x [n], over `axes`, in place, counted as control traffic; return them."""
+        for axis in axes:
+            axis.all_reduce_(x, kind="control")
+        return x
+
+    def read(self, x: torch.Tensor) -> list[float]:
+        """Return the values of x [n]. The process waits until the device has computed them."""
+        return x.tolist()
+
+    def agree(self, value: int, op: dist.ReduceOp) -> int:
+        """Reduce a number of every rank over the world. It goes from host to host, so no device is waited for."""
+        return int(self.host.all_reduce_(torch.tensor(value), op=op, kind="control"))
+
+
+def make_links(layout: Layout, pp: Axis, maker: GroupMaker) -> None:
+    """Give every link of every pipeline its communicators; see Note [links]. All ranks call this."""
+    links = layout.links()
+    for direction, lane in sorted({(direction, lane) for _, direction, lane in links}):
+        pairs = {
+            (ranks[first], ranks[(first + 1) % len(ranks)]): first
+            for ranks in layout.groups("pp")
+            for first, *way in links
+            if way == [direction, lane]
+        }
+        found = maker.make([tuple(sorted(pair)) for pair in pairs], f"pp{direction:+d} lane {lane}")
+        for pair, first in pairs.items():
+            group = found.get(tuple(sorted(pair)))
+            if group is not None:
+                pp.links[first, direction, lane] = group

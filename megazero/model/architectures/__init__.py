@@ -1,0 +1,1 @@
+"""Architectures: which layers a model has."""

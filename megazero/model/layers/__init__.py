@@ -1,0 +1,1 @@
+"""Parts of a model: what they are built with, attention, MLP, norms, positions, the vocabulary."""

@@ -1,0 +1,301 @@
+"""Linear layers, sharded over tp, and what a Function of autograd joins them to: a norm, an activation, a residual.
+
+Activations are [T, h], the T = b s tokens of a micro-batch one below the other. The residual stream holds all of them
+on every tensor-parallel rank, or with sequence parallelism 1/tp of them: see `ResidualStream`.
+
+Weights never collect a `.grad`. Every Function that uses one hands its gradient to `Weight.accumulate_grad(write)`,
+which calls `write(out, add)` with `out` the weight's window of a flat gradient buffer: to be written (add False: the
+first contribution) or added to. A bias' gradient is summed in fp32 or wider, and rounded to the buffer's type alone.
+
+Note [few Functions]: a Function in Python costs the host 7 us before it does anything, and an H100 waits for its host
+at small micro-batches. So all that is between two points at which autograd is needed is one Function: `NormedColumns`
+and `ResidualRows` are pairs of forward and backward below autograd, which the Functions at the end of this file call.
+
+Shapes: b micro-batch, s sequence, T tokens, T' those of the residual stream on this rank, h hidden; /tp = this rank's
+part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn as nn
+
+from megazero.model.kernels.dropout import Dropout, Rows
+from megazero.model.kernels.fused_ops import Activation, wide
+from megazero.model.kernels.matmul import as_matrix, write_or_add
+from megazero.model.layers.context import Context
+from megazero.model.layers.norm import Norm
+from megazero.model.layers.weight import GradWriter, handle_of
+
+
+class ColumnLinear(nn.Module):
+    """y [T, out/tp] = x [T', in] of all tokens @ weight[out/tp, in].T + bias[out/tp]
+
+    Args:
+        out: the weight's shape but for its last dim, such as (heads, 3, d).
+        tp_dim: which of these dims is sharded.
+        rows: of dim 0, which this rank computes with, where too few for tp are replicated (tp_dim None).
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        inner: int,
+        *out: int,
+        std: float,
+        bias: bool,
+        tp_dim: int | None = 0,
+        rows: slice | None = None,
+    ) -> None:
+        super().__init__()
+        self.context, self.rows = context, rows
+        sharded, summed = {} if tp_dim is None else {tp_dim: "tp"}, () if rows is None else ("tp",)
+        self.weight = context.weight(*out, inner, sharded=sharded, std=std, decays=True, summed=summed)
+        self.bias = context.weight(*out, sharded=sharded, summed=summed) if bias else None
+        self.weights = (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    @property
+    def matrix(self) -> torch.Tensor:
+        """The weight that this rank computes with, [out/tp, in]."""
+        return as_matrix(self.weight.data if self.rows is None else self.weight.data[self.rows])
+
+    def output(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, in] -> [T, out/tp], without a graph."""
+        bias = None if self.bias is None else self.bias.data
+        if bias is not None:
+            bias = (bias if self.rows is None else bias[self.rows]).flatten()
+        return self.context.products.output(x, self.matrix, bias)
+
+    def add_gradients(self, x: torch.Tensor, dy: torch.Tensor, summed: torch.Tensor | None = None) -> None:
+        """x [T, in], dy [T, out/tp]; `summed`: the sum of dy over tokens, where it is known."""
+        weight_grad = self.context.products.weight_grad
+        self.weight.accumulate_grad(GradWriter(_to_rows(weight_grad, self.rows), (x, dy)))
+        if self.bias is not None:
+            summed = dy.sum(0, dtype=wide(dy)) if summed is None else summed
+            self.bias.accumulate_grad(GradWriter(_to_rows(write_or_add, self.rows), (summed,)))
+
+
+def _to_rows(write: Callable[..., None], rows: slice | None) -> Callable[..., None]:
+    """`write` for the rows that are computed with; the gradient of the others is zero."""
+    if rows is None:
+        return write
+
+    def write_rows(*args: Any) -> None:
+        *tensors, out, add = args
+        if not add:
+            out.zero_()
+        write(*tensors, out[rows], add)
+
+    return write_rows
+
+
+class RowLinear(nn.Module):
+    """y [T', out] = sum over tp of x [T, in/tp] @ weight[out, in/tp].T, + bias[out], which the first rank adds."""
+
+    def __init__(self, context: Context, inner: int, out: int, *, std: float, bias: bool) -> None:
+        super().__init__()
+        self.context = context
+        self.weight = context.weight(out, inner, sharded={1: "tp"}, std=std, decays=True)
+        self.bias = context.weight(out) if bias else None
+        self.weights = (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's summand, [T, out], without a graph."""
+        bias = self.bias.data if self.bias is not None and self.context.tp.is_first else None
+        return self.context.products.output(x, self.weight.data, bias)
+
+
+Tensors = tuple[torch.Tensor, ...]
+# gradients of column-linear layers' outputs, each with its sum over tokens, where it is known
+Grads = Sequence[tuple[torch.Tensor, torch.Tensor | None]]
+
+
+class NormedColumns(NamedTuple):
+    """Column-linear layers of one input norm(x) [T', in], which is gathered, and its gradient summed, once.
+
+    Of a sharded stream this rank's tokens alone are kept, and gathered again in backward. Nothing waits: the tokens
+    arrive while the input gradient is computed, and that is summed while the weight gradients are.
+    """
+
+    norm: Norm
+    layers: tuple[ColumnLinear, ...]
+
+    def forward(self, x: torch.Tensor) -> tuple[Tensors, Tensors]:
+        """x [T', in] -> outputs [T, out/tp], and the tensors to keep for `backward`."""
+        y, *numbers = self.norm.normalise(x)
+        context = self.layers[0].context
+        whole = context.stream.start_unshard(y).wait()
+        kept = (x, *numbers) if context.selective else (x, *numbers, y)
+        return tuple([layer.output(whole) for layer in self.layers]), kept
+
+    def backward(
+        self, dys: Grads, residual: torch.Tensor | None, wanted: bool, x: torch.Tensor, *kept: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return the gradient of x, if it is wanted, plus `residual`, another gradient of x."""
+        norm, layers, context = self.norm, self.layers, self.layers[0].context
+        trains = any(layer.weight.trains for layer in layers)
+        unsharding = None
+        if trains:
+            y = norm.normalise(x)[0] if context.selective else kept[-1]
+            unsharding = context.stream.start_unshard(y)
+        reducing = None
+        if wanted or any(weight.trains for weight in norm.weights):
+            dy = None
+            for layer, (upper, _) in zip(layers, dys, strict=True):
+                part = context.products.input_grad(upper, layer.matrix)
+                dy = part if dy is None else dy.add_(part)
+            reducing = context.stream.start_reduce(dy)
+        whole = x if unsharding is None else unsharding.wait()
+        for layer, upper in zip(layers, dys, strict=True):
+            layer.add_gradients(whole, *upper)
+        if reducing is None:
+            return None
+        return norm.input_grad(reducing.wait(), residual, x, *(kept if context.selective else kept[:-1]))
+
+
+class Call(NamedTuple):
+    """A call of `ResidualRows`, but for its tensors."""
+
+    mask: tuple[Rows, ...] | None  # rows of the dropout's mask; None: no dropout
+    output: bool  # False: only the graph is needed; what is returned has the right shape, and no values
+
+
+class ResidualRows(NamedTuple):
+    """residual + dropout(sum of row-linear layers), each of an activation of its own input; summed over tp once.
+
+    Attributes:
+        activations: one per layer; None: the input itself.
+    """
+
+    layers: tuple[RowLinear, ...]
+    activations: tuple[Activation | None, ...]
+    dropout: Dropout
+
+    def forward(self, xs: Tensors, residual: torch.Tensor, call: Call) -> tuple[torch.Tensor, Tensors]:
+        """xs [T, in/tp], residual [T', out] -> [T', out], and the tensors to keep for `backward`."""
+        context, total, kept = self.layers[0].context, None, []
+        for layer, activation, x in zip(self.layers, self.activations, xs, strict=True):
+            inner = x
+            kept.append(x)
+            if activation is not None:
+                inner = activation.forward(x)
+                if not context.selective:
+                    kept.append(inner)
+            if call.output:
+                part = layer.part(inner)
+                total = part if total is None else total.add_(part)
+        if total is None:
+            return torch.empty_like(residual), tuple(kept)
+        y = context.stream.start_reduce(total).wait()
+        return self.dropout.onto(residual, y, call.mask), tuple(kept)
+
+    def backward(
+        self, dy: torch.Tensor, call: Call, wanted: tuple[bool, ...], kept: Tensors
+    ) -> list[tuple[torch.Tensor | None, torch.Tensor | None]]:
+        """dy [T', out] -> gradients of the inputs, those that are wanted, each with its sum over tokens, where an
+        activation makes it. The residual's is dy. A bias' gradient is of this rank's tokens.
+        """
+        context, saved, dxs = self.layers[0].context, iter(kept), []
+        dy = self.dropout.grad(dy, call.mask)
+        unsharding = context.stream.start_unshard(dy)
+        for layer in self.layers:
+            if layer.bias is not None:
+                layer.bias.add_grad(dy.sum(0, dtype=wide(dy)))
+        dy = unsharding.wait()
+        for layer, activation, needed in zip(self.layers, self.activations, wanted, strict=True):
+            x = inner = next(saved)
+            if activation is not None and not context.selective:
+                inner = next(saved)
+            elif activation is not None and layer.weight.trains:
+                inner = activation.forward(x)
+            dx = context.products.input_grad(dy, layer.weight.data) if needed else None
+            layer.weight.accumulate_grad(GradWriter(context.products.weight_grad, (inner, dy)))
+            dxs.append((dx, None) if activation is None or dx is None else activation.grad(dx, x))
+        return dxs
+
+
+class Split(Protocol):
+    """Cuts the outputs of column-linear layers, and rearranges them, below autograd."""
+
+    def forward(self, *ys: torch.Tensor) -> Tensors: ...
+
+    def backward(self, *grads: torch.Tensor) -> Tensors: ...
+
+
+class _Columns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, part, split, handle):
+        outputs, kept = part.forward(x)
+        ctx.save_for_backward(*kept)
+        ctx.part, ctx.split = part, split
+        return *(outputs if split is None else split.forward(*outputs)), x
+
+    @staticmethod
+    def backward(ctx, *grads):
+        *dys, residual = grads
+        if ctx.split is not None:
+            dys = ctx.split.backward(*dys)
+        uppers = [(dy, None) for dy in dys]
+        return ctx.part.backward(uppers, residual, ctx.needs_input_grad[0], *ctx.saved_tensors), None, None, None
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, part, call, handle, residual, *xs):
+        y, kept = part.forward(xs, residual, call)
+        ctx.save_for_backward(*kept)
+        ctx.part, ctx.call = part, call
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        dxs = ctx.part.backward(dy, ctx.call, ctx.needs_input_grad[4:], ctx.saved_tensors)
+        return None, None, None, dy, *[dx for dx, _ in dxs]
+
+
+class _ColumnsAndRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, columns, rows, call, handle):
+        inner, kept = columns.forward(x)
+        y, more = rows.forward(inner, x, call)
+        ctx.save_for_backward(*kept, *more)
+        ctx.columns, ctx.rows, ctx.call, ctx.num_kept = columns, rows, call, len(kept)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        kept, columns, wanted = ctx.saved_tensors, ctx.columns, ctx.needs_input_grad[0]
+        below = wanted or any(weight.trains for part in (columns.norm, *columns.layers) for weight in part.weights)
+        dys = ctx.rows.backward(dy, ctx.call, (below,), kept[ctx.num_kept :])
+        dx = columns.backward(dys, dy, wanted, *kept[: ctx.num_kept]) if below else None
+        return dx, None, None, None, None
+
+
+def normed_columns(
+    x: torch.Tensor, norm: Norm, layers: tuple[ColumnLinear, ...], split: Split | None = None
+) -> Tensors:
+    """x [T', in] -> the outputs of `layers` of norm(x), [T, out/tp], cut by `split`; and x, for the residual's sum.
+
+    The x that is returned carries the residual's gradient to the norm's backward, which adds the two in one pass.
+    """
+    return _Columns.apply(x, NormedColumns(norm, layers), split, handle_of(norm, *layers))
+
+
+def rows_onto(
+    residual: torch.Tensor,
+    xs: Tensors,
+    layers: tuple[RowLinear, ...],
+    activations: tuple[Activation | None, ...],
+    dropout: Dropout,
+    call: Call,
+) -> torch.Tensor:
+    """Return residual [T', out] + dropout(sum of `layers`, each of an activation of its own of xs [T, in/tp])."""
+    return _Rows.apply(ResidualRows(layers, activations, dropout), call, handle_of(*layers), residual, *xs)
+
+
+def columns_and_rows(x: torch.Tensor, columns: NormedColumns, rows: ResidualRows, call: Call) -> torch.Tensor:
+    """x [T', h] -> x + dropout(rows(activation(columns(norm(x))))), in one Function."""
+    return _ColumnsAndRows.apply(x, columns, rows, call, handle_of(columns.norm, *columns.layers, *rows.layers))

@@ -1,0 +1,121 @@
+"""The token table and the loss over the vocabulary, both sharded over tp."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from megazero.comm.mesh.collectives import MAX, Pending
+from megazero.config.schema import ModelConfig
+from megazero.model.layers.context import AsyncTensor, Context
+from megazero.model.layers.weight import GradWriter
+
+
+class VocabularyTable(nn.Module):
+    """A [v, h] table whose rows are sharded over tp. Rows that only pad this rank's part stand for no token.
+
+    As the token table it is looked up; as the output matrix it gives logits; a tied one does both.
+    """
+
+    def __init__(self, model: ModelConfig, context: Context) -> None:
+        super().__init__()
+        self.context = context
+        v, h, std = model.vocab_size, model.hidden_size, model.init_method_std
+        self.vocab_size = v
+        self.weight = context.weight(v, h, sharded={0: "tp"}, std=std, decays=True, pads=True)
+        self.first_row, self.num_rows = self.weight.block.offset[0], self.weight.block.shape[0]
+
+    def localise(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids -> local row numbers (0 where foreign), and which are this rank's. Shapes as ids."""
+        rows = ids - self.first_row
+        mine = (rows >= 0) & (rows < self.num_rows)
+        return rows.masked_fill(~mine, 0), mine
+
+    def look_up(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids [b, s] -> [T', h]"""
+        rows, mine = self.localise(ids.flatten())
+        return _Lookup.apply(rows, mine, self.weight, self.context, self.weight.handle)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """x [.., h] -> this rank's logits [.., v/tp], without padding. For generation and tests; has no gradient."""
+        return self.context.products.output(x, self.weight.data[: self.num_rows])
+
+    def whole_logits(self, x: torch.Tensor) -> torch.Tensor:
+        """x [n, h] -> [n, v], the same on all of tp. For generation; has no gradient."""
+        part, tp, rows = self.logits(x), self.context.tp, self.weight.block.stored[0]
+        padded = part.new_zeros(len(part), rows)
+        padded[:, : part.shape[1]] = part
+        whole = tp.all_gather(padded, part.new_empty(tp.size * len(part), rows)).view(tp.size, len(part), rows)
+        return whole.transpose(0, 1).reshape(len(part), -1)[:, : self.vocab_size]
+
+
+class _Lookup(torch.autograd.Function):
+    """The sum over tp of rows of the local parts of the table, zero for foreign ids. Backward needs no weights."""
+
+    @staticmethod
+    def forward(ctx, rows, mine, weight, context, handle):
+        ctx.save_for_backward(rows, mine)
+        ctx.weight, ctx.stream, ctx.add_rows = weight, context.stream, context.kernels.add_rows
+        part = F.embedding(rows, weight.data).masked_fill_(~mine[..., None], 0)
+        return ctx.stream.start_reduce(part).wait()
+
+    @staticmethod
+    def backward(ctx, dy):
+        rows, mine = ctx.saved_tensors
+
+        def write(dy: torch.Tensor, rows: torch.Tensor, mine: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+            if not add:
+                out.zero_()
+            ctx.add_rows(out, rows, mine, dy)
+
+        whole = ctx.stream.start_unshard(dy).wait()
+        ctx.weight.accumulate_grad(GradWriter(write, (whole, rows, mine)))
+        return None, None, None, None, None
+
+
+class _VocabularyLoss(torch.autograd.Function):
+    """Logits, softmax and cross-entropy, with one tensor of the logits' size, which at last holds their gradient. Two
+    all-reduces of [T] (the maxima; sums and picked logits), never the logits. See `LossKernels`.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, labels, weights, table, context, handle):
+        tp, kernels = context.tp, context.kernels.loss
+        logits = context.products.output(context.stream.start_unshard(x).wait(), weight.data)  # [T, v/tp]
+        allocation = context.tracker.allocate("logits", logits.numel() * logits.element_size())
+        columns = labels.flatten() - table.first_row  # [T]
+        peak, sums = kernels.sums(logits, columns, table.num_rows)  # [T], [2, T]
+        highest = tp.all_reduce_(peak.clone(), op=MAX)
+        factor = (peak - highest).exp_()
+        sums[0] *= factor
+        tp.all_reduce_(sums)
+        log_sum = sums[0].log() + highest
+        loss = log_sum - sums[1]
+        ctx.save_for_backward(x, logits, kernels.kept(factor, sums[0], log_sum), columns, weights)
+        ctx.weight, ctx.context, ctx.allocation, ctx.num_columns = weight, context, allocation, table.num_rows
+        return (loss.view_as(weights) * weights).sum(-1, dtype=torch.float64)
+
+    @staticmethod
+    def backward(ctx, dloss):
+        x, logits, kept, columns, weights = ctx.saved_tensors
+        trains = ctx.weight.trains
+        unsharding = ctx.context.stream.start_unshard(x) if trains else AsyncTensor(x, Pending())
+        scale = (weights.to(kept.dtype) * dloss.to(kept.dtype)[:, None]).flatten()  # [T]
+        dlogits = ctx.context.kernels.loss.grad_(logits, columns, ctx.num_columns, kept, scale)
+        products = ctx.context.products
+        reducing = ctx.context.stream.start_reduce(products.input_grad(dlogits, ctx.weight.data))
+        whole = unsharding.wait()
+        ctx.weight.accumulate_grad(GradWriter(products.weight_grad, (whole, dlogits)))
+        ctx.allocation.end()
+        return reducing.wait(), None, None, None, None, None, None
+
+
+def vocabulary_loss(
+    x: torch.Tensor, table: VocabularyTable, labels: torch.Tensor, weights: torch.Tensor, context: Context
+) -> torch.Tensor:
+    """Sum over each sample of weights x cross-entropy in nats, [b] in fp64, the same on all of tp.
+
+    Shapes: x [T', h], labels [b, s] of token ids, weights [b, s] in fp32.
+    """
+    return _VocabularyLoss.apply(x, table.weight, labels, weights, table, context, table.weight.handle)

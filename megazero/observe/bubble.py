@@ -1,0 +1,104 @@
+"""The pipeline's idle time: measured in an iteration, and simulated from the same iteration's costs.
+
+Both are idle time / compute time of the stage that computes longest, as `simulate.Timing.bubble`: (p - 1) / m
+for 1F1B with equal stages. docs/metrics.md has the definition.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import NamedTuple
+
+import torch
+
+from megazero.comm.mesh.mesh import Mesh
+from megazero.config.schema import Config
+from megazero.model.stage import declare
+from megazero.observe.timeline import Span
+from megazero.plan.program.operations import COMPUTE, Op, Transfer, inner
+from megazero.plan.program.program import program
+from megazero.plan.program.rank_spec import rank_spec
+from megazero.price.time.simulate import simulate
+
+Key = tuple[str, str]  # operation, layer
+PATIENCE = 100  # a simulation may take 1 / this of the time since the last one
+
+
+class StageTimes(NamedTuple):
+    """One stage's iteration, in seconds."""
+
+    computing: float
+    waiting: float  # for messages, up to its last computation
+    until: float  # from the iteration's first operation to the end of its last computation
+
+
+def stage_times(spans: list[Span]) -> StageTimes:
+    """Sum up the spans of one iteration of one rank."""
+    last = max((n for n, span in enumerate(spans) if isinstance(span.op, COMPUTE)), default=-1)
+    computing = waiting = 0
+    for op, begin, end in spans[: last + 1]:
+        if isinstance(op, COMPUTE):
+            computing += end - begin
+        elif isinstance(inner(op), Transfer):
+            waiting += end - begin
+    until = spans[last].end - spans[0].begin if last >= 0 else 0
+    return StageTimes(computing / 1e9, waiting / 1e9, until / 1e9)
+
+
+def bubble(stages: list[StageTimes]) -> float:
+    """Idle time / compute time of the stage that computes longest.
+
+    Idle is the time in which it waits for messages, and that from its last computation to the last of any stage.
+    """
+    end = max(stage.until for stage in stages)
+    busiest = max(stages, key=lambda stage: stage.computing)
+    return (busiest.waiting + end - busiest.until) / busiest.computing if busiest.computing else 0.0
+
+
+def key_of(op: Op) -> Key:
+    """A computation's kind, of which the mean cost is taken over the micro-batches."""
+    return type(op).__name__, op.layer if isinstance(op, COMPUTE) else ""
+
+
+class BubbleMeter:
+    """Measures and simulates the bubble of this rank's pipeline."""
+
+    def __init__(self, config: Config, mesh: Mesh) -> None:
+        self.config, self.pp, self.device = config, mesh.pp, mesh.device
+        self.stages = [rank_spec(config, mesh.layout, pp, declare) for pp in range(mesh.layout.pp)]
+        # A layer is on one stage, so that a sum over pp of every stage's means has each of them.
+        self.keys = [(op.__name__, layer) for stage in self.stages for layer in stage.layers for op in COMPUTE]
+        self._simulated_at, self._simulation_took = 0.0, 0.0
+
+    def measure(self, spans: list[Span], simulates: bool) -> dict[str, float]:
+        """Return `bubble`, the same on all ranks of the pipeline, and, where `simulates`, `bubble_simulated`.
+
+        All ranks of the pipeline call this. A simulation takes a while in long pipelines; it is left out where it would
+        take more than a hundredth of the time since the last one.
+        """
+        total, count = Counter[Key](), Counter[Key]()
+        for op, begin, end in spans:
+            if isinstance(op, COMPUTE):
+                total[key_of(op)] += end - begin
+                count[key_of(op)] += 1
+        micro_batches = 1 + max(op.micro_batch for op, _, _ in spans if isinstance(op, COMPUTE))
+        own = stage_times(spans)
+        stages = torch.zeros(self.pp.size, len(own), dtype=torch.float64)
+        stages[self.pp.rank] = torch.tensor(own, dtype=torch.float64)
+        means = torch.tensor([total[key] / max(1, count[key]) for key in self.keys], dtype=torch.float64)
+        numbers = torch.cat([stages.view(-1), means]).to(self.device)
+        numbers = self.pp.all_reduce_(numbers, kind="control").cpu()
+        stages, means = numbers[: stages.numel()].view_as(stages), numbers[stages.numel() :]
+        found = {"bubble": bubble([StageTimes(*stage) for stage in stages.tolist()])}
+        now = time.perf_counter()
+        if simulates and now - self._simulated_at >= PATIENCE * self._simulation_took:
+            found["bubble_simulated"] = self._simulate(dict(zip(self.keys, means.tolist(), strict=True)), micro_batches)
+            self._simulated_at = time.perf_counter()
+            self._simulation_took = self._simulated_at - now
+        return found
+
+    def _simulate(self, costs: dict[Key, float], micro_batches: int) -> float:
+        schedule = self.config.parallel.pipeline_schedule
+        programs = [program(stage, schedule, micro_batches).gradients for stage in self.stages]
+        return simulate(programs, lambda op: costs.get(key_of(op), 0.0)).bubble

@@ -1,0 +1,72 @@
+"""`Profiler`: observes iterations of a run, for a trace (--profile-iterations) or to measure the bubble."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megazero.config.schema import Config
+from megazero.config.validate import iteration_range
+from megazero.observe import stragglers
+from megazero.observe.bubble import BubbleMeter
+from megazero.observe.loggers import warn
+from megazero.observe.progress_line import tell
+from megazero.observe.timeline import Timeline, timeline
+from megazero.observe.trace import Trace
+from megazero.step.engine import Engine
+
+
+class Profiler:
+    """Observes an engine's iterations where it is asked to; all ranks call every method at the same iterations."""
+
+    def __init__(self, config: Config, engine: Engine) -> None:
+        self.config, self.engine, self.mesh = config, engine, engine.mesh
+        self.traced = iteration_range(config.log.profile_iterations) if config.log.profile_iterations else (0, -1)
+        self.meter = BubbleMeter(config, self.mesh) if self.mesh.layout.pp > 1 else None
+        self.timeline: Timeline | None = None
+        self.trace: Trace | None = None
+
+    def begin(self, iteration: int) -> None:
+        """Before an iteration."""
+        first, last = self.traced
+        self.traces = first <= iteration <= last
+        self.measures = self.meter is not None and iteration % self.config.log.log_interval == 0
+        every = self.config.monitor.straggler_interval
+        self.compares = every > 0 and iteration % every == 0
+        if self.traces and self.trace is None:
+            self.trace = Trace(self.mesh, self.engine.tracker)
+        self.iteration = iteration
+        self.timeline = (
+            timeline(self.mesh.device, self.traces) if self.traces or self.measures or self.compares else None
+        )
+        self.engine.interpreter.observe = self.timeline
+
+    def end(self) -> dict[str, object]:
+        """After the iteration: what it adds to the record. Writes the trace after the last iteration of its range."""
+        recorded, self.engine.interpreter.observe = self.timeline, None
+        if recorded is None:
+            return {}
+        recorded.close()
+        if self.trace is not None and self.traces:
+            self.trace.iteration(self.iteration, recorded)
+            if self.iteration == self.traced[1]:
+                self.close()
+        found: dict[str, object] = {}
+        if self.compares:
+            found |= stragglers.report(self.mesh, self.iteration, recorded.computed())
+        if self.meter is not None and self.measures:
+            found |= self.meter.measure(recorded.computed(), simulates=self.mesh.rank == 0)
+        return found
+
+    def close(self) -> None:
+        """Write the trace, if one is being made: at the end of its range, or of a run that ends within it."""
+        trace, self.trace = self.trace, None
+        if trace is None:
+            return
+        path = Path(self.config.log.log_dir) / "trace-{}-{}.json".format(*self.traced)
+        try:
+            trace.write(path)
+        except OSError as error:  # not worth the run
+            warn(f"--profile-iterations: {path} cannot be written: {error}")
+        else:
+            if self.mesh.rank == 0:
+                tell(f"wrote {path}; open it in chrome://tracing or ui.perfetto.dev")

@@ -1,0 +1,184 @@
+"""Layers of a model as plain values: their kinds, weights and uses, and their places in the pipeline. Pure.
+
+The layers declare them (`model.stage.declare`); callers above `plan` hand them in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from megazero.config.schema import ActivationConfig, ModelConfig
+from megazero.plan.layout.parameters import ParamSpec
+from megazero.plan.layout.topology import Layout
+from megazero.plan.schedule.schedules import Costs
+from megazero.plan.schedule.split import LayerCosts
+
+
+class Use(Enum):
+    """A layer's use of its weights: (kept from forward to backward, needed in backward)."""
+
+    LOOKUP = (False, False)  # embeddings: backward needs no weights
+    LAYER = (False, True)  # gathered for forward, again for backward
+    HEAD = (True, True)  # nothing runs between its forward and its backward: gathered once for both
+
+    @property
+    def keeps_weights(self) -> bool:
+        return self.value[0]
+
+    @property
+    def needs_weights_in_backward(self) -> bool:
+        return self.value[1]
+
+
+class Declare(Protocol):
+    """Lists the layers of a model, as they are declared on `tp` tensor-parallel ranks."""
+
+    def __call__(self, model: ModelConfig, tp: int = 1) -> Layers: ...
+
+
+class End(Enum):
+    """The end of the model that a layer is at. The layers between the ends, the blocks, are split over the stages."""
+
+    FIRST = "first"
+    LAST = "last"
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Layers that differ in their number alone. They are declared, traced and priced once.
+
+    Attributes:
+        name: of the first layer of this kind.
+        end: of the model; None: a block.
+        params: weights of the first layer. They are a unit, which bears the layer's name.
+        reads: units of other layers that it reads too: the token table, where the output matrix is tied to it.
+        score_flops: FLOPs per token of the forward's products of activations with each other: attention.
+    """
+
+    name: str
+    use: Use
+    end: End | None
+    params: tuple[ParamSpec, ...]
+    reads: tuple[str, ...] = ()
+    score_flops: int = 0
+
+    @property
+    def matrix_flops(self) -> int:
+        """FLOPs per token of the forward's products with its own weights: 2 per element."""
+        return 2 * sum(math.prod(spec.shape) for spec in self.params if spec.decays)
+
+    def params_of(self, layer: str, frozen: tuple[str, ...] = ()) -> list[ParamSpec]:
+        """Return the weights of layer `layer` of this kind; those whose names match one of `frozen` do not train."""
+        named = [dataclasses.replace(s, name=layer + s.name.removeprefix(self.name)) for s in self.params]
+        return [
+            dataclasses.replace(s, trains=False, decays=False)
+            if any(fnmatch.fnmatchcase(s.name, pattern) for pattern in frozen)
+            else s
+            for s in named
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class Layers:
+    """All layers of a model, as declared on `tp` tensor-parallel ranks.
+
+    Attributes:
+        kinds: layer -> its kind, in the order of the forward pass.
+    """
+
+    tp: int
+    kinds: dict[str, LayerKind]
+
+    @functools.cached_property
+    def blocks(self) -> tuple[str, ...]:
+        return tuple(name for name, kind in self.kinds.items() if kind.end is None)
+
+    @functools.cached_property
+    def first_block(self) -> LayerKind:
+        return self.kinds[self.blocks[0]]
+
+    @functools.cached_property
+    def block_flops(self) -> dict[str, tuple[int, int]]:
+        """Block -> FLOPs per token of its forward: of its matrices, and of its attention."""
+        kinds = {kind.name: kind for kind in self.kinds.values()}
+        flops = {name: (kind.matrix_flops, kind.score_flops) for name, kind in kinds.items()}
+        return {name: flops[self.kinds[name].name] for name in self.blocks}
+
+    @functools.cached_property
+    def tied(self) -> str | None:
+        """The unit that a layer of the other end reads too."""
+        found = {unit for kind in self.kinds.values() for unit in kind.reads}
+        assert len(found) <= 1, found
+        return next(iter(found), None)
+
+    def params(self) -> Iterator[ParamSpec]:
+        """Yield the weights of the whole model, each once."""
+        for name, kind in self.kinds.items():
+            yield from kind.params_of(name)
+
+    def chunk(self, layout: Layout, pp: int, chunk: int) -> list[str]:
+        """Return the layers of one chunk of pipeline rank `pp`, in the order of the forward pass."""
+        stage, last = layout.stages(pp)[chunk], len(layout.placement) - 1
+        blocks = [self.blocks[number] for number in layout.chunk_layers(len(self.blocks), pp, chunk)]
+        first = self._at(End.FIRST) if stage == 0 else []
+        return [*first, *blocks, *(self._at(End.LAST) if stage == last else [])]
+
+    def _at(self, end: End) -> list[str]:
+        return [name for name, kind in self.kinds.items() if kind.end is end]
+
+    def of_rank(self, layout: Layout, pp: int) -> list[str]:
+        """Return all layers of pipeline rank `pp`."""
+        return [name for chunk in range(layout.chunks) for name in self.chunk(layout, pp, chunk)]
+
+    def units(self, layout: Layout, pp: int) -> list[str]:
+        """Return the units that pipeline rank `pp` holds: those of its layers, after others that these read.
+
+        A tied token table is held by the first and by the last stage; with one stage they are the same.
+        """
+        own = self.of_rank(layout, pp)
+        return [*(unit for name in own for unit in self.kinds[name].reads if unit not in own), *own]
+
+
+def stage_units(layers: Layers, layout: Layout, pp: int, frozen: tuple[str, ...] = ()) -> dict[str, list[ParamSpec]]:
+    """unit name -> parameters of the units that pipeline rank `pp` holds, in the order of the forward pass.
+
+    Args:
+        frozen: patterns of the names of parameters that do not train.
+    """
+    return {name: layers.kinds[name].params_of(name, frozen) for name in layers.units(layout, pp)}
+
+
+def num_parameters(layers: Layers) -> int:
+    """Count the elements of the whole model, each parameter once, padding excluded."""
+    return sum(math.prod(s.shape) for kind in layers.kinds.values() for s in kind.params)
+
+
+def layer_costs(layers: Layers, model: ModelConfig, activations: ActivationConfig) -> LayerCosts:
+    """Cost of each block, of the embedding (2 h FLOPs per token) and of the head (2 v h), in blocks of the mean cost.
+
+    A backward takes twice as much as a forward. A block that is recomputed takes one more forward; embedding and head
+    are not recomputed.
+    """
+    flops = [sum(each) for each in layers.block_flops.values()]
+    h, mean = model.hidden_size, sum(flops) / len(flops)
+    cost = mean * (4 if activations.recompute == "full" else 3) / 3
+    return LayerCosts(2 * h / cost, tuple(each / mean for each in flops), 2 * model.vocab_size * h / cost)
+
+
+def pass_costs(layers: Layers, activations: ActivationConfig) -> Costs:
+    """Cost of a mean block's passes, in forwards.
+
+    Attention's whole backward, and all recompute, are in the input gradient. Selective recompute computes the scores
+    again, half of attention's products.
+    """
+    matrices, attention = (sum(each) for each in zip(*layers.block_flops.values(), strict=True))
+    again = {"none": 0.0, "selective": attention / 2, "full": float(matrices + attention)}[activations.recompute]
+    forward = matrices + attention
+    return Costs(1.0, (matrices + 2 * attention + again) / forward, matrices / forward)

@@ -1,0 +1,63 @@
+"""The part of each parameter that a rank owns: the master weights and moments that it updates and saves. Pure."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from megazero.config.schema import Config
+from megazero.plan.layout.flat_layout import FlatLayout, Range
+from megazero.plan.layout.layers import Declare, Layers, stage_units
+from megazero.plan.layout.parameters import LocalBlock, ParamSpec, unit_layout
+from megazero.plan.layout.topology import Layout
+from megazero.plan.layout.zero_policy import ShardingGroup, group_of, sharding_groups
+
+
+class Overlap(NamedTuple):
+    """The part of a parameter within a range of its unit's flat buffer."""
+
+    start: int  # in the parameter's local block, flat
+    stop: int
+    within: Range  # the same part, counted from the start of the range
+
+
+def overlap(window: Range, block: LocalBlock, owned: Range) -> Overlap:
+    """Return the part of a parameter in `owned`, possibly empty. Padding, the end of its window, is left out."""
+    true = Range(window.start, window.start + block.numel)
+    mine = true.within(owned)
+    first = mine.start + owned.start - true.start if mine.numel else 0
+    return Overlap(first, first + mine.numel, mine)
+
+
+class RankPart(NamedTuple):
+    """The part of a parameter that a rank owns: the flat range [start, stop) of its local block."""
+
+    spec: ParamSpec
+    block: LocalBlock
+    start: int
+    stop: int
+
+
+def rank_parts(config: Config, layout: Layout, rank: int, declare: Declare) -> Iterator[RankPart]:
+    """Yield the parts that a rank of a layout owns, unit by unit, empty ones too. `config` is resolved."""
+    coord, sizes = layout.coord(rank), layout.sizes
+    places = layout.places(coord)
+    for specs, flat, group in _units(declare(config.model, layout.tp), config, layout, coord.pp):
+        owned = group.owned(flat, places[group.axis])
+        for spec in specs:
+            block = spec.local(places, sizes)
+            part = overlap(flat.windows[spec.name], block, owned)
+            yield RankPart(spec, block, part.start, part.stop)
+
+
+@functools.lru_cache(maxsize=4)
+def _units(
+    layers: Layers, config: Config, layout: Layout, pp: int
+) -> list[tuple[list[ParamSpec], FlatLayout, ShardingGroup]]:
+    """Return each unit of a pipeline stage: parameters, flat buffer and group, the same on all of its ranks."""
+    groups, found = sharding_groups(config, layout), []
+    for name, specs in stage_units(layers, layout, pp, config.training.freeze_parameters).items():
+        group = groups[group_of(name)]
+        found.append((specs, unit_layout(specs, layout.sizes, group.shards), group))
+    return found

@@ -1,0 +1,83 @@
+"""Parameters of the model as plain values: global name, global shape, sharded dim, decay, initial values, unit. Pure.
+
+The layers declare them (`model.layers.weight`); the initial weights, the checkpoints and `estimate` read them here.
+
+A *unit* is what is gathered, reduced and updated together: a block, the token table, the position table, the head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from megazero.plan.layout.flat_layout import FlatLayout, FlatParam, flat_layout, round_up
+
+VOCABULARY_ALIGN = 64  # rows of a rank's part of the token table: keeps the logits' matrix product aligned
+
+
+@dataclass(frozen=True)
+class LocalBlock:
+    """The part of a parameter that one tensor-parallel rank holds."""
+
+    offset: tuple[int, ...]  # in the global tensor
+    shape: tuple[int, ...]  # its true part: what is initialised, saved and loaded
+    stored: tuple[int, ...]  # in memory: with the vocabulary's padding rows behind the true ones
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def stored_numel(self) -> int:
+        return math.prod(self.stored)
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """A parameter of the global model."""
+
+    name: str  # "blocks.3.mlp.up.weight"
+    shape: tuple[int, ...]  # of the global tensor, padding excluded
+    sharded: tuple[tuple[int, str], ...]  # (dim, the axis that shards it); over all other axes it is replicated
+    decays: bool
+    std: float = 0.0  # of the initial normal distribution
+    mean: float = 0.0
+    pads: bool = False  # rows are padded: the vocabulary
+    summed: frozenset[str] = frozenset()  # axes besides the data-parallel ones over which its gradient is a sum
+    trains: bool = True  # False: frozen; it has no gradient and does not decay
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """Axes that shard it."""
+        return frozenset(axis for _, axis in self.sharded)
+
+    def local(self, ranks: Mapping[str, int], sizes: Mapping[str, int]) -> LocalBlock:
+        """Return the block of a rank. Without padding, the sizes divide: `config` has checked that.
+
+        Args:
+            ranks, sizes: axis -> the rank along it, and its size; at least of the axes that shard the parameter.
+        """
+        offset, shape, stored = [0] * len(self.shape), list(self.shape), list(self.shape)
+        for dim, axis in self.sharded:
+            whole = self.shape[dim]
+            each = -(-whole // sizes[axis])
+            if self.pads:
+                each = round_up(each, VOCABULARY_ALIGN)
+            assert self.pads or each * sizes[axis] == whole, (self.name, self.shape, axis, sizes)
+            offset[dim] = min(whole, ranks[axis] * each)
+            shape[dim] = min(whole, offset[dim] + each) - offset[dim]
+            stored[dim] = each
+        return LocalBlock(tuple(offset), tuple(shape), tuple(stored))
+
+
+def unit_layout(specs: Iterable[ParamSpec], sizes: Mapping[str, int], shards: int) -> FlatLayout:
+    """The flat buffer of a unit, laid out for `shards` data-parallel ranks. The same on all ranks of other axes.
+
+    Args:
+        sizes: axis -> its size; at least of the axes that shard a parameter.
+    """
+    first = dict.fromkeys(sizes, 0)
+    return flat_layout(
+        [FlatParam(s.name, s.local(first, sizes).stored_numel, s.decays, s.axes, s.summed) for s in specs], shards
+    )

@@ -1,0 +1,217 @@
+"""From flags to the final configuration and the layout of its ranks. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import fnmatch
+
+from megazero.config.limits import divisors, shorten
+from megazero.config.schema import ActivationConfig, Config
+from megazero.config.validate import check_values
+from megazero.plan.layout.layers import Declare, layer_costs
+from megazero.plan.layout.topology import Layout, data_parallel_size
+from megazero.plan.schedule.schedules import SCHEDULES
+from megazero.plan.schedule.split import layer_split
+
+# Blocks x micro-batches of a rank in an iteration: its program is a list with operations for each of them.
+MAX_BLOCK_RUNS = 2**17
+
+
+def resolve(config: Config, world_size: int, vocab_size: int, declare: Declare) -> tuple[Config, Layout]:
+    """The final config, every 0 that stands for a derived value replaced, and the layout of the ranks.
+
+    Args:
+        world_size: ranks that were started.
+        vocab_size: of the tokenizer; 0 when there is none.
+        declare: lists the layers of a model. It is called only where a pipeline or frozen weights need them.
+
+    Raises:
+        ValueError: naming the flag, its value and the way out.
+    """
+    check_values(config)
+    _check_schedule(config)
+    if config.training.cuda_graph_impl == "local":
+        _check_graphs(config)
+    layout = make_layout(config, world_size)
+    vocabulary = config.model.vocab_size or vocab_size
+    if not vocabulary and config.data.mock_data:
+        raise ValueError(
+            "--mock-data needs --vocab-size, the number of tokens to draw from, such as --vocab-size 50257"
+        )
+    if not vocabulary:
+        raise ValueError(
+            "--tokenizer is missing, and so is --vocab-size, and no PREFIX.json of --data-path says which tokenizer "
+            "made it; give --tokenizer PATH: a tokenizer.json, vocab.json with merges.txt, a SentencePiece .model, a "
+            "tiktoken file, or a folder with one of them; or --tokenizer byte"
+        )
+    if vocabulary < vocab_size:
+        raise ValueError(
+            f"--vocab-size {vocabulary} is smaller than the {vocab_size} tokens of --tokenizer "
+            f"{config.data.tokenizer}; use at least {vocab_size}, or leave it out"
+        )
+    replace = dataclasses.replace
+    model = replace(config.model, vocab_size=vocabulary, ffn_hidden_size=config.model.ffn_size)
+    config = replace(
+        config,
+        model=model,
+        training=replace(
+            config.training, global_batch_size=_global_batch(config, layout), grad_dtype=_grad_dtype(config)
+        ),
+        optimizer=replace(
+            config.optimizer,
+            lr_decay_iters=config.optimizer.lr_decay_iters or config.training.train_iters,
+        ),
+    )
+    if not config.trains:  # it saves nothing and keeps nothing: such flags may come from the preset of the run
+        config = replace(config, checkpoint=replace(config.checkpoint, save=""), activations=ActivationConfig())
+    _check_ramp(config)
+    model, activations = config.model, config.activations
+    layout = replace(layout, split=layer_split(config, lambda: layer_costs(declare(model), model, activations)))
+    check_block_runs(config, layout)
+    if config.training.freeze_parameters:
+        names = [spec.name for spec in declare(config.model).params()]
+        _check_frozen(names, config.training.freeze_parameters)
+    return config, layout
+
+
+def _check_ramp(config: Config) -> None:
+    """INCREMENT of --rampup-batch-size must lead from START to --global-batch-size."""
+    ramp = config.training.rampup_batch_size
+    if ramp and (complaint := config.batch_sizes.complaint()):
+        raise ValueError(f"--rampup-batch-size {' '.join(map(str, ramp))}: {complaint}")
+
+
+def check_block_runs(config: Config, layout: Layout) -> None:
+    """Raise if an iteration has more micro-batches than a rank's schedule can list in reasonable time."""
+    micro_batches, blocks = config.micro_batches(layout.dp), -(-config.model.num_layers // layout.pp)
+    if micro_batches * blocks > MAX_BLOCK_RUNS:
+        most = max(1, MAX_BLOCK_RUNS // blocks)
+        fits = most * config.training.micro_batch_size * layout.dp
+        raise ValueError(
+            f"--global-batch-size {config.training.global_batch_size} is {micro_batches} micro-batches of "
+            f"{config.training.micro_batch_size} samples per rank, through {blocks} layers each: more than "
+            f"{MAX_BLOCK_RUNS} in all; use at most {fits}, a larger --micro-batch-size, or more ranks"
+        )
+
+
+def _check_frozen(names: list[str], patterns: tuple[str, ...]) -> None:
+    """Every pattern of --freeze-parameters must match a parameter, and some parameter must match none."""
+    trained = set(names)
+    for pattern in patterns:
+        matched = fnmatch.filter(names, pattern)
+        if not matched:
+            close = difflib.get_close_matches(pattern, names[:14] + names[-4:], n=1, cutoff=0.0)[0]
+            raise ValueError(
+                f"--freeze-parameters {shorten(pattern)}: matches no parameter; names look like {close}; "
+                "correct it, or leave it out"
+            )
+        trained -= set(matched)
+    if not trained:
+        raise ValueError(
+            f"--freeze-parameters {shorten(' '.join(patterns))}: matches all {len(names)} parameters, so that nothing "
+            "is left to train; match fewer"
+        )
+
+
+def make_layout(config: Config, world_size: int) -> Layout:
+    """pp and tp as asked, dp whatever is left; layers split evenly."""
+    tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+    once = Layout(pp, 1, tp).world_size
+    if world_size % once:
+        fits = max(1, world_size // once) * once
+        raise ValueError(
+            f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} = {once} does not "
+            f"divide the {world_size} ranks that were started; start {fits} or {fits + once} "
+            f"(bash scripts/launch.sh --nproc {fits} ...), or change either"
+        )
+    dp, shards = data_parallel_size(world_size, pp, tp), config.zero.zero_shard_size
+    if shards and shards not in divisors(dp):
+        sizes = ", ".join(str(n) for n in divisors(dp) if n > 1)
+        raise ValueError(
+            f"--zero-shard-size {shards} does not divide the {dp} data-parallel ranks; "
+            f"use {sizes}{', or ' * bool(sizes)}0 for all"
+        )
+    parallel = config.parallel
+    v_shaped = SCHEDULES[parallel.pipeline_schedule].v_shaped
+    return Layout(pp, dp, tp, shards, parallel.virtual_pipeline_stages, v_shaped=v_shaped)
+
+
+def _check_schedule(config: Config) -> None:
+    """Refuse an unknown schedule, and options that the schedule does not know."""
+    parallel, layers = config.parallel, config.model.num_layers
+    pp, chunks, name = (
+        parallel.pipeline_model_parallel_size,
+        parallel.virtual_pipeline_stages,
+        parallel.pipeline_schedule,
+    )
+    schedule = SCHEDULES.get(name)
+    if schedule is None:
+        close = difflib.get_close_matches(name, SCHEDULES, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ValueError(f"--pipeline-schedule {name}: there is none of that name, but {', '.join(SCHEDULES)}{hint}")
+    if schedule.virtual_stages != (chunks > 1):
+        virtual = [known for known in SCHEDULES if SCHEDULES[known].virtual_stages]
+        raise ValueError(
+            f"--virtual-pipeline-stages {chunks} with --pipeline-schedule {name}: {', '.join(virtual)} needs at least "
+            "2 virtual stages per rank, and the other schedules know none; give both, or neither"
+        )
+    if schedule.v_shaped and chunks != 2:
+        raise ValueError(
+            f"--virtual-pipeline-stages {chunks} with --pipeline-schedule {name}: a V has 2 virtual stages per rank; "
+            "use 2, or interleaved"
+        )
+    if schedule.virtual_stages and pp == 1:
+        raise ValueError(
+            f"--pipeline-schedule {name} needs a pipeline, and --pipeline-model-parallel-size is 1; raise it, or use "
+            "1f1b"
+        )
+    if layers < pp * chunks:
+        fits = "a --pipeline-schedule without virtual stages"
+        if layers // pp > 1:
+            fits = f"at most {layers // pp} virtual stages"
+        elif layers // chunks > 1:
+            fits = f"at most {layers // chunks} stages"
+        raise ValueError(
+            f"--virtual-pipeline-stages {chunks} x --pipeline-model-parallel-size {pp} = {pp * chunks} is more than "
+            f"--num-layers {layers}: a virtual stage would hold no layer; use {fits}"
+        )
+    if parallel.zero_bubble_backlog and not schedule.backlog:
+        raise ValueError(
+            f"--zero-bubble-backlog {parallel.zero_bubble_backlog} is about --pipeline-schedule "
+            f"{', '.join(known for known in SCHEDULES if SCHEDULES[known].backlog)}, not {name}; add that, or drop it"
+        )
+
+
+def _check_graphs(config: Config) -> None:
+    """Refuse with CUDA graphs whatever changes a block's kernels, addresses or numbers from one replay to the next."""
+    model, data, name = config.model, config.data, config.parallel.pipeline_schedule
+    tp, masks = config.parallel.tensor_model_parallel_size, "a graph would repeat the masks of its capture; use 0"
+    documents = "attention depends on where documents begin; drop it"
+    refused = {
+        "--zero-stage 3": (config.zero.zero_stage == 3, "weights are gathered to other addresses; use 2"),
+        f"--tensor-model-parallel-size {tp}": (tp > 1, "collectives are not captured; use 1"),
+        f"--hidden-dropout {model.hidden_dropout:g}": (model.hidden_dropout > 0, masks),
+        f"--attention-dropout {model.attention_dropout:g}": (model.attention_dropout > 0, masks),
+        "--recompute full": (
+            config.activations.recompute == "full",
+            "a graph holds what would be freed; use selective or none",
+        ),
+        f"--pipeline-schedule {name}": (SCHEDULES[name].backlog, "weight gradients are made with the others; use 1f1b"),
+        "--reset-attention-mask": (data.reset_attention_mask, documents),
+        "--reset-position-ids": (data.reset_position_ids, documents),
+        "--compile": (config.training.compile, "captures of compiled kernels are not tested; drop it"),
+    }
+    for flag, (given, reason) in refused.items():
+        if given:
+            raise ValueError(f"--cuda-graph-impl local with {flag}: {reason}, or use --cuda-graph-impl none")
+
+
+def _grad_dtype(config: Config) -> str:
+    """fp64 gradients in an fp64 run, which `check_values` allows no narrower ones; else as asked."""
+    return "fp64" if config.training.precision == "fp64" else config.training.grad_dtype
+
+
+def _global_batch(config: Config, layout: Layout) -> int:
+    """Return it as asked; else a micro-batch on every data-parallel rank."""
+    return config.training.global_batch_size or config.training.micro_batch_size * layout.dp

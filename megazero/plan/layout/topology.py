@@ -1,0 +1,222 @@
+"""The pipeline, data and tensor axes of a world of ranks. Pure: integers only, no process group.
+
+Ranks are numbered pp-major, tp-minor: tensor-parallel neighbours share a node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from megazero.plan.schedule.schedules import placement
+from megazero.plan.schedule.split import even_split
+
+AXES = ("pp", "dp", "tp")
+SUB_AXES = ("shard", "replica", "embedding")  # parts of dp and of pp
+# axis -> the kind of traffic that its collectives are counted as, where that is not its name
+TRAFFIC = {"shard": "dp", "replica": "dp", "embedding": "pp", "world": "control", "host": "control"}
+Ranks = tuple[int, ...]  # of the world, ascending
+
+
+class Coord(NamedTuple):
+    """A rank's place along each axis."""
+
+    pp: int
+    dp: int
+    tp: int
+
+
+class Route(NamedTuple):
+    """The way of a message between pipeline neighbours.
+
+    Attributes:
+        step: 1 to the next rank of the ring, -1 to the one before.
+        lane: communicator of that link and direction. Lane 1 is for a V's way back, and for the way back from the
+            second of two ranks: so no communicator carries both x and dx, which ranks may send in another order.
+    """
+
+    step: int
+    lane: int
+
+
+def route(place: tuple[int, ...], what: str, to: int) -> Route:
+    """Return the way of `what` ("x" or "dx") to virtual stage `to`, where `place` has the ranks of the stages."""
+    before = to - 1 if what == "x" else to  # the message is between this stage and the next
+    down = place[before + 1] - place[before] == -1
+    step, lane = (-1, 1) if down else (1, 0)
+    return Route(step if what == "x" else -step, lane)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the axes: pipeline stages, data-parallel ranks, tensor-parallel parts.
+
+    ZeRO partitions within `shards` neighbouring data-parallel ranks, and replicates what they hold over dp / shards
+    such groups. 0: over all of dp. Each pipeline rank holds `chunks` virtual stages, placed in turn or as a V: see
+    `placement`. `split`: the layers of every virtual stage; () splits evenly.
+    """
+
+    pp: int = 1
+    dp: int = 1
+    tp: int = 1
+    shards: int = 0
+    chunks: int = 1
+    split: tuple[int, ...] = ()
+    v_shaped: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.dp % (self.shards or self.dp) == 0, self
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """The pipeline rank of every virtual stage."""
+        return placement(self.pp, self.chunks, self.v_shaped)
+
+    @property
+    def last_pp(self) -> int:
+        """The pipeline rank that holds the last virtual stage; the first is held by rank 0."""
+        return self.placement[-1]
+
+    def stages(self, rank: int) -> list[int]:
+        """Return the virtual stages of pipeline rank `rank`, chunk by chunk."""
+        return [stage for stage, holder in enumerate(self.placement) if holder == rank]
+
+    def links(self) -> list[tuple[int, int, int]]:
+        """Return (the first of its two ranks, direction, lane) of every link of a pipeline that messages take."""
+        found: set[tuple[int, int, int]] = set()
+        for stage, (here, there) in enumerate(pairwise(self.placement)):
+            for sender, what, to in ((here, "x", stage + 1), (there, "dx", stage)):
+                if here != there:
+                    step, lane = route(self.placement, what, to)
+                    found.add((sender if step > 0 else (sender - 1) % self.pp, step, lane))
+        return sorted(found)
+
+    @property
+    def shard(self) -> int:
+        """Ranks that share one copy of what is partitioned."""
+        return self.shards or self.dp
+
+    @property
+    def replica(self) -> int:
+        """Copies of what is partitioned."""
+        return self.dp // self.shard
+
+    def communicators(self) -> int:
+        """Count the NCCL communicators of a rank: that of all ranks, and one of every split of `GroupMaker`.
+
+        Axes of the same ranks share one. A rank that no link of a split touches has one by itself.
+        """
+        if self.world_size == 1:
+            return 0
+        data = 3 if 1 < self.shard < self.dp else int(self.dp > 1)  # dp, shard and replica, or dp alone
+        tied = self.pp > 2 and self.last_pp > 0
+        pairs: dict[tuple[int, int], list[Ranks]] = {}
+        for first, *way in self.links():
+            pairs.setdefault((way[0], way[1]), []).append((first, (first + 1) % self.pp))
+        return 1 + (self.tp > 1) + data + (self.pp > 1) + tied + sum(map(len, map(disjoint, pairs.values())))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Return the size of every axis, and of the two that divide dp."""
+        return {"pp": self.pp, "dp": self.dp, "tp": self.tp, "shard": self.shard, "replica": self.replica}
+
+    def places(self, coord: Coord) -> dict[str, int]:
+        """Return a rank's place along each of `sizes`."""
+        return coord._asdict() | {"shard": self.shard_rank(coord), "replica": coord.dp // self.shard}
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp * self.tp
+
+    def coord(self, rank: int) -> Coord:
+        return Coord(rank // (self.dp * self.tp), rank // self.tp % self.dp, rank % self.tp)
+
+    def rank(self, coord: Coord) -> int:
+        return (coord.pp * self.dp + coord.dp) * self.tp + coord.tp
+
+    def shard_rank(self, coord: Coord) -> int:
+        """Return a rank's place among those that share one copy of what is partitioned."""
+        return coord.dp % self.shard
+
+    def stride(self, axis: str) -> int:
+        """Return the distance between the numbers of two neighbours along an axis or a sub-axis."""
+        shard = self.tp * self.shard
+        strides = {"tp": 1, "dp": self.tp, "shard": self.tp, "replica": shard, "pp": self.dp * self.tp}
+        return strides[axis] if axis != "embedding" else self.last_pp * strides["pp"]
+
+    def stage_ranks(self, pp: int) -> range:
+        """Return the ranks of a pipeline stage."""
+        size = self.stride("pp")
+        return range(pp * size, (pp + 1) * size)
+
+    def tensor_ranks(self, pp: int, dp: int) -> range:
+        """Return the ranks that share the layers of a stage by tensor parallelism, of one of its replicas."""
+        first = self.rank(Coord(pp, dp, 0))
+        return range(first, first + self.tp)
+
+    def groups(self, axis: str) -> list[list[int]]:
+        """Every group of ranks along an axis or a sub-axis; "embedding" joins the first and the last pipeline stage."""
+        found: dict[Coord, list[int]] = {}
+        for rank in range(self.world_size):
+            coord = self.coord(rank)
+            if axis == "embedding":
+                if coord.pp in (0, self.last_pp):
+                    found.setdefault(coord._replace(pp=0), []).append(rank)
+            elif axis == "shard":
+                found.setdefault(coord._replace(dp=coord.dp // self.shard), []).append(rank)
+            elif axis == "replica":
+                found.setdefault(coord._replace(dp=self.shard_rank(coord)), []).append(rank)
+            else:
+                found.setdefault(coord._replace(**{axis: 0}), []).append(rank)
+        return list(found.values())
+
+    def chunk_layers(self, num_layers: int, rank: int, chunk: int) -> range:
+        """The layers of one chunk of pipeline rank `rank`."""
+        split = self.split or even_split(num_layers, self.pp * self.chunks)
+        assert sum(split) == num_layers, (split, num_layers)
+        at = self.stages(rank)[chunk]
+        start = sum(split[:at])
+        return range(start, start + split[at])
+
+    def layers(self, num_layers: int, rank: int) -> list[int]:
+        """All layers of pipeline rank `rank`, chunk by chunk."""
+        return [n for chunk in range(self.chunks) for n in self.chunk_layers(num_layers, rank, chunk)]
+
+    def __str__(self) -> str:
+        shape = ", as a V" * self.v_shaped
+        chunks = f" ({self.chunks} virtual stages each{shape})" if self.chunks > 1 else ""
+        parts = f" ({self.replica} x {self.shard})" if self.replica > 1 else ""
+        split = f" (layers {','.join(map(str, self.split))})" if self.split else ""
+        return f"pp {self.pp}{chunks}{split} x dp {self.dp}{parts} x tp {self.tp}"
+
+
+def data_parallel_size(world_size: int, pp: int = 1, tp: int = 1) -> int:
+    """Return the data-parallel ranks of a world whose size the other axes divide."""
+    return world_size // (pp * tp)
+
+
+def disjoint(groups: Iterable[Ranks]) -> list[list[Ranks]]:
+    """Divide groups into lists whose groups share no rank, each as early as it fits.
+
+    Two lists are enough for the links of an even ring, three for those of an odd one.
+    """
+    found: list[list[Ranks]] = []
+    taken: list[set[int]] = []
+    for group in groups:
+        at = next((i for i, ranks in enumerate(taken) if ranks.isdisjoint(group)), len(found))
+        if at == len(found):
+            found.append([])
+            taken.append(set())
+        found[at].append(group)
+        taken[at].update(group)
+    return found
+
+
+def ring_bytes(num_bytes: int, size: int, passes: int = 1) -> int:
+    """Bytes that each of `size` ranks sends when a buffer of `num_bytes` goes round a ring.
+
+    One pass is a reduce-scatter or an all-gather of the whole buffer, two are an all-reduce.
+    """
+    return passes * num_bytes * (size - 1) // size

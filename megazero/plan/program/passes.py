@@ -1,0 +1,289 @@
+"""Passes of `plan.program`: each a function from a list of operations to a list of operations. Pure: no torch."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megazero.plan.layout.topology import Route
+from megazero.plan.program.operations import (
+    COMPUTE,
+    Backward,
+    BackwardWeights,
+    Drop,
+    Fetch,
+    Forward,
+    Gather,
+    Keep,
+    Norm,
+    Op,
+    Open,
+    Ops,
+    Rebuild,
+    Recompute,
+    Recv,
+    Reduce,
+    ReduceReplicas,
+    Release,
+    Send,
+    Start,
+    SumReplicated,
+    SumTied,
+    Sync,
+    Update,
+    Wait,
+)
+from megazero.plan.program.rank_spec import Layer, RankSpec
+from megazero.plan.schedule.schedules import Order, Pass
+
+
+def layers(spec: RankSpec, order: Order, trains: bool = True) -> Ops:
+    """Expand every step of a chunk into its layers, with transfers and kept inputs."""
+    ops: Ops = []
+    for kind, i, c in order:
+        stage, chunk = spec.stages[c], spec.chunks[c]
+        if kind is Pass.FORWARD:
+            ops += [Recv("x", stage, i)] * spec.is_remote(stage - 1)
+            for layer in chunk:
+                again = trains and spec.recomputes(layer)
+                ops += [Keep(layer.name, i)] * again
+                ops.append(Forward(layer.name, i, graph=trains and layer.has_backward and not again))
+            ops += [Send("x", stage + 1, i)] * spec.is_remote(stage + 1)
+        elif kind is Pass.BACKWARD_WEIGHTS:
+            ops += [BackwardWeights(layer.name, i) for layer in reversed(chunk) if layer.queues_weights]
+        else:
+            ops += [Recv("dx", stage, i)] * spec.is_remote(stage + 1)
+            for layer in reversed(chunk):
+                if layer.has_backward:
+                    ops += _backward(spec, layer, i, whole=kind is Pass.BACKWARD)
+            ops += [Send("dx", stage - 1, i)] * spec.is_remote(stage - 1)
+    return ops
+
+
+def _backward(spec: RankSpec, layer: Layer, i: int, whole: bool) -> Ops:
+    """One layer's backward; `whole`: with its weight gradients."""
+    backward = Backward(layer.name, i, weights=whole or not layer.queues_weights)
+    if not spec.recomputes(layer):
+        return [backward]
+    fetch: Ops = [Fetch(layer.name, i)] * spec.on_host
+    rebuild: Ops = [Rebuild(layer.name, i)] * spec.partitioned
+    return [*fetch, *rebuild, Recompute(layer.name, i), backward, Drop(layer.name, i)]
+
+
+def places(spec: RankSpec, ops: Ops) -> Ops:
+    """Assign slots to kept inputs that lie in host memory or in an arena."""
+    if not (spec.on_host or spec.arena):
+        return ops
+    free: list[int] = []
+    num_slots, slot_of, placed = 0, {}, []
+    for op in ops:
+        if isinstance(op, Keep):
+            if not free:
+                free.append(num_slots)
+                num_slots += 1
+            slot = slot_of[op.key] = free.pop()
+            op = replace(op, slot=slot)
+        elif isinstance(op, Drop):
+            slot = slot_of.pop(op.key)
+            free.append(slot)
+            op = replace(op, slot=slot)
+        placed.append(op)
+    return placed
+
+
+def _uses(spec: RankSpec, ops: Ops) -> dict[str, list[int]]:
+    """Return, per unit, the operations that compute with its weights."""
+    found: dict[str, list[int]] = {unit: [] for unit in spec.units}
+    for at, op in enumerate(ops):
+        if isinstance(op, (Forward, Recompute, Backward)):
+            for unit in spec.layers[op.layer].units:
+                found[unit].append(at)
+    return found
+
+
+def _spans(spec: RankSpec, ops: Ops, uses: list[int], whole_step: bool) -> Iterator[tuple[int, int]]:
+    """Yield (first, last) operation of each span in which a unit's weights are needed, given those that use them."""
+    forward_at: dict[tuple[str, int], int] = {}
+    recompute_at: int | None = None
+    needs: list[tuple[int, int]] = []
+    for at in uses:
+        op = ops[at]
+        assert isinstance(op, (Forward, Recompute, Backward))
+        use = spec.layers[op.layer].use
+        if isinstance(op, Forward):
+            needs.append((at, at))
+            forward_at[op.key] = at
+        elif isinstance(op, Recompute):
+            recompute_at = at
+        elif use.needs_weights_in_backward:
+            begin = at if recompute_at is None else recompute_at
+            needs.append((forward_at[op.key] if use.keeps_weights else begin, at))
+            recompute_at = None
+    first, last = None, -1
+    for begin, end in sorted(needs):
+        if first is not None and begin > last and not whole_step:
+            yield first, last
+            first = None
+        first, last = begin if first is None else first, max(last, end)
+    if first is not None:
+        yield first, last
+
+
+def weights(spec: RankSpec, ops: Ops) -> Ops:
+    """Make weights present where they are used.
+
+    Stage 3 gathers before a use and releases after it. Stages 1 and 2 wait, before the first use, for the all-gather
+    that followed the last update.
+    """
+    before: dict[int, Ops] = {}
+    after: dict[int, Ops] = {}
+    trains = any(isinstance(op, Backward) for op in ops)
+    for unit, uses in _uses(spec, ops).items():
+        policy = spec.policy(unit)
+        for first, last in _spans(spec, ops, uses, policy.gathers_once and trains):
+            if policy.parameters:
+                before.setdefault(first, []).append(Gather(unit))
+                after.setdefault(last, []).append(Release(unit))
+            elif policy.syncs:
+                before.setdefault(first, []).append(Wait(Sync(unit)))
+                break
+    return _weave(ops, before, after)
+
+
+def merge(ops: Ops) -> Ops:
+    """Drop a Release and the Gather that follows it where nothing is computed between the two."""
+    dropped: set[int] = set()
+    released: dict[str, int] = {}
+    for at, op in enumerate(ops):
+        if isinstance(op, COMPUTE):
+            released.clear()
+        elif isinstance(op, Release):
+            released[op.unit] = at
+        elif isinstance(op, Gather) and op.unit in released:
+            dropped |= {released.pop(op.unit), at}
+    return [op for at, op in enumerate(ops) if at not in dropped]
+
+
+def gradients(spec: RankSpec, ops: Ops) -> Ops:
+    """Open a unit's gradient buffer before its first contribution; reduce it after the last one that is due.
+
+    Due are the contributions of one micro-batch where gradients are sharded (stages 2 and 3), else of the whole step.
+    """
+    due: dict[str, dict[int, list[int]]] = {unit: {} for unit in spec.trained_units}  # unit -> micro-batch -> where
+    for at, op in enumerate(ops):
+        if isinstance(op, BackwardWeights) or (isinstance(op, Backward) and op.weights):
+            for unit in spec.layers[op.layer].units:
+                if unit in due:
+                    part = op.micro_batch if spec.policy(unit).gradients else -1
+                    due[unit].setdefault(part, []).append(at)
+    before: dict[int, Ops] = {}
+    after: dict[int, Ops] = {}
+    for unit, parts in due.items():
+        contributions = sorted(at for made in parts.values() for at in made)
+        reduced_at = -1
+        for made in sorted(parts.values(), key=lambda made: made[-1]):
+            # With queued weight gradients, those of two micro-batches may alternate: they share one buffer then.
+            first = contributions[bisect.bisect_right(contributions, reduced_at)]
+            before.setdefault(first, []).append(Open(unit))
+            after.setdefault(made[-1], []).insert(0, Reduce(unit))
+            reduced_at = made[-1]
+    return _weave(ops, before, after)
+
+
+def _weave(ops: Ops, before: dict[int, Ops], after: dict[int, Ops]) -> Ops:
+    return [op for at, own in enumerate(ops) for op in (*before.get(at, ()), own, *after.get(at, ()))]
+
+
+def _layer_before(ops: Ops) -> list[int]:
+    """Return, per operation, the index where the computation of the layer before its own begins.
+
+    A Recompute and its Backward are one computation.
+    """
+    found, begin, then, key = [], 0, 0, None
+    for at, op in enumerate(ops):
+        if isinstance(op, COMPUTE) and key != (op.key, isinstance(op, Forward)):
+            key = op.key, isinstance(op, Forward)
+            begin, then = then, at
+        found.append(begin if isinstance(op, COMPUTE) else then)
+    return found
+
+
+def ahead(spec: RankSpec, ops: Ops) -> Ops:
+    """Split asynchronous operations: start one layer ahead, wait where the result is needed.
+
+    Transfers are always split: sends that wait for their receiver can wait for each other.
+    """
+    early, overlap = _layer_before(ops), spec.overlap
+    released: dict[str, int] = {}  # unit -> first index at which it may be gathered again
+    started: dict[int, Ops] = {}  # index -> what starts before it
+    reducing: dict[str, list[str]] = {}  # sharding group -> units whose reduction is in flight
+    sending: dict[Route, Send] = {}
+    split: list[Ops] = [[op] for op in ops]
+    for at, op in enumerate(ops):
+        if isinstance(op, Gather):
+            start = max(released.get(op.unit, 0), early[at]) if overlap else at
+            started.setdefault(start, []).append(Start(op))
+            split[at] = [Wait(op)]
+        elif isinstance(op, Release):
+            released[op.unit] = at + 1
+        elif isinstance(op, (Fetch, Recv)):
+            started.setdefault(early[at] if overlap else at, []).append(Start(op))
+            split[at] = [Wait(op)]
+        elif isinstance(op, Send):
+            way = spec.route(op)
+            split[at] = [Wait(sending[way]), Start(op)] if way in sending else [Start(op)]
+            sending[way] = op
+        elif isinstance(op, (Open, Reduce)) and overlap:
+            busy = reducing.setdefault(spec.units[op.unit].group, [])
+            # A group's buckets serve one reduction at a time; a unit has the gradients of one micro-batch at a time.
+            if spec.policy(op.unit).optimizer and (busy if isinstance(op, Reduce) else op.unit in busy):
+                split[at].insert(0, Wait(Reduce(busy.pop())))
+            if isinstance(op, Reduce):
+                split[at][-1] = Start(op)
+                busy.append(op.unit)
+    found: Ops = [op for at in range(len(ops)) for op in (*started.get(at, ()), *split[at])]
+    found += [Wait(op) for op in sending.values()]
+    in_flight = {unit for busy in reducing.values() for unit in busy}
+    return found + [Wait(Reduce(unit)) for unit in spec.trained_units if unit in in_flight]
+
+
+def replicas(spec: RankSpec, ops: Ops) -> Ops:
+    """Start the sum over replicas of a unit's gradients as soon as their sum over its shards is complete.
+
+    So it is in flight behind the backward of the layers before it; `tail` waits.
+    """
+    if not spec.overlap:
+        return ops
+    complete = {op.op.unit: at for at, op in enumerate(ops) if isinstance(op, Wait) and isinstance(op.op, Reduce)}
+    replicated = {unit: at for unit, at in complete.items() if spec.group(unit).replicas > 1}
+    return _weave(ops, {}, {at: [Start(ReduceReplicas(unit))] for unit, at in replicated.items()})
+
+
+def tail(spec: RankSpec) -> Ops:
+    """Finish the sum of gradients, once per step, in the one order that is right."""
+    trained, ops = spec.trained_units, list[Op]()
+    replicated = [u for u in trained if spec.group(u).replicas > 1]
+    if not spec.overlap:
+        ops += [Start(ReduceReplicas(u)) for u in replicated]
+    ops += [Wait(ReduceReplicas(u)) for u in replicated]
+    summed = [u for u in trained if spec.units[u].sums_over_tp]
+    ops += [Start(SumReplicated(u)) for u in summed] + [Wait(SumReplicated(u)) for u in summed]
+    ops += [SumTied(u) for u in trained if u == spec.tied]
+    return [*ops, Norm()]
+
+
+def update(spec: RankSpec) -> Ops:
+    """Step the optimizer unit by unit. The first layer that uses updated weights waits for their all-gather.
+
+    An update on the host starts one unit ahead: its copies are behind the update before it.
+    """
+    ops: Ops = []
+    trained, ahead = spec.trained_units, spec.updates_on_host and spec.overlap
+    for at, unit in enumerate(trained):
+        if ahead:
+            ops += [Start(Update(u)) for u in trained[at + 1 if at else 0 : at + 2]]
+        ops.append(Wait(Update(unit)) if ahead else Update(unit))
+        if spec.policy(unit).syncs:
+            ops.append(Start(Sync(unit)) if spec.overlap else Sync(unit))
+    return ops

@@ -1,0 +1,171 @@
+"""`RankSpec`: the layers, units and policies of one pipeline rank, as the passes of `plan.program` see them. Pure."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megazero.config.schema import Config
+from megazero.plan.layout.flat_layout import Range
+from megazero.plan.layout.layers import Declare, Use, pass_costs, stage_units
+from megazero.plan.layout.parameters import ParamSpec, unit_layout
+from megazero.plan.layout.topology import Layout, Route, route
+from megazero.plan.layout.zero_policy import DENSE, ShardingGroup, ZeroPolicy, group_of, sharding_groups
+from megazero.plan.program.operations import Transfer
+from megazero.plan.schedule.schedules import EQUAL, Costs, Pipeline, placement
+
+
+class Layer(NamedTuple):
+    """A layer as the passes see it."""
+
+    name: str
+    units: tuple[str, ...]
+    use: Use
+    trains: bool  # some of its parameters do
+    passes_gradient: bool  # its input needs a gradient
+    kind: str  # the name of the first layer of its kind
+
+    @property
+    def has_backward(self) -> bool:
+        return self.trains or self.passes_gradient
+
+    @property
+    def queues_weights(self) -> bool:
+        """True if its weight gradients can wait.
+
+        Only a block's: the head's queue would keep the logits, and no rank waits for the embeddings.
+        """
+        return self.trains and self.use is Use.LAYER
+
+
+class Unit(NamedTuple):
+    """A unit as the passes see it."""
+
+    numel: int
+    trains: bool
+    sums_over_tp: bool = False  # some gradients
+    summed: tuple[Range, ...] = ()  # of its elements, whose gradients it sums over tp
+    group: str = DENSE  # its sharding group
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """A rank as the passes see it. It depends on the pipeline position alone.
+
+    So all ranks along another axis have the same program, and issue their collectives in the same order.
+    """
+
+    chunks: tuple[tuple[Layer, ...], ...]
+    units: dict[str, Unit]
+    groups: dict[str, ShardingGroup]
+    rank: int = 0  # along the pipeline
+    ranks: int = 1
+    overlap: bool = True
+    recompute: bool = False  # of blocks
+    graphs: bool = False  # blocks are replayed as CUDA graphs
+    partitioned: bool = False  # kept inputs, over tp
+    on_host: bool = False  # kept inputs
+    arena: bool = False  # kept inputs
+    updates_on_host: bool = False
+    tied: str | None = None  # the unit of the embedding group
+    backlog: int | None = None  # micro-batches whose weight gradients may wait
+    v_shaped: bool = False  # placement of virtual stages
+    costs: Costs = EQUAL  # of a block's passes
+
+    @functools.cached_property
+    def placement(self) -> tuple[int, ...]:
+        """The pipeline rank of every virtual stage."""
+        return placement(self.ranks, len(self.chunks), self.v_shaped)
+
+    @functools.cached_property
+    def stages(self) -> list[int]:
+        """This rank's virtual stages, chunk by chunk."""
+        return [stage for stage, holder in enumerate(self.placement) if holder == self.rank]
+
+    def is_remote(self, stage: int) -> bool:
+        """Return whether there is a virtual stage `stage`, on another rank."""
+        return 0 <= stage < len(self.placement) and self.placement[stage] != self.rank
+
+    def route(self, op: Transfer) -> Route:
+        """Return the way of a message."""
+        return route(self.placement, op.what, op.to)
+
+    @functools.cached_property
+    def layers(self) -> dict[str, Layer]:
+        return {layer.name: layer for chunk in self.chunks for layer in chunk}
+
+    def group(self, unit: str) -> ShardingGroup:
+        """Return the sharding group of a unit."""
+        return self.groups[self.units[unit].group]
+
+    def policy(self, unit: str) -> ZeroPolicy:
+        """Return what is sharded of a unit."""
+        return self.group(unit).policy
+
+    def owned(self, unit: str) -> int:
+        """Return the elements of a unit that each rank of its group owns."""
+        return self.units[unit].numel // self.group(unit).parts
+
+    @property
+    def trained_units(self) -> list[str]:
+        return [name for name, unit in self.units.items() if unit.trains]
+
+    def recomputes(self, layer: Layer) -> bool:
+        return self.recompute and layer.use is Use.LAYER and layer.has_backward
+
+    def captures(self, layer: Layer) -> bool:
+        return self.graphs and layer.use is Use.LAYER and layer.has_backward
+
+    def pipeline(self, micro_batches: int) -> Pipeline:
+        return Pipeline(self.rank, self.ranks, micro_batches, len(self.chunks), self.backlog, self.v_shaped, self.costs)
+
+
+def rank_spec(config: Config, layout: Layout, pp: int, declare: Declare) -> RankSpec:
+    """Describe the ranks at pipeline position `pp`; `config` is resolved."""
+    layers = declare(config.model, layout.tp)
+    specs = stage_units(layers, layout, pp, config.training.freeze_parameters)
+    groups = sharding_groups(config, layout)
+    units: dict[str, Unit] = {}
+    known: dict[tuple[str, str, tuple[bool, ...]], Unit] = {}  # units that differ in their layer's number alone
+    for name, params in specs.items():
+        key = layers.kinds[name].name, group_of(name), tuple(spec.trains for spec in params)
+        units[name] = known[key] = known.get(key) or _unit(name, params, config, layout, groups)
+    chunks: list[tuple[Layer, ...]] = []
+    for chunk, stage in enumerate(layout.stages(pp)):
+        found: list[Layer] = []
+        passes = stage > 0
+        for name in layers.chunk(layout, pp, chunk):
+            kind = layers.kinds[name]
+            names = (name, *kind.reads)
+            trains = any(units[n].trains for n in names)
+            found.append(Layer(name, names, kind.use, trains, passes, kind.name))
+            passes = passes or trains
+        chunks.append(tuple(found))
+    activations = config.activations
+    return RankSpec(
+        chunks=tuple(chunks),
+        units=units,
+        groups=groups,
+        rank=pp,
+        ranks=layout.pp,
+        overlap=config.zero.overlap_comm,
+        recompute=activations.recompute == "full",
+        graphs=config.captures_blocks,
+        partitioned=activations.partition_activations,
+        on_host=activations.checkpoint_in_cpu,
+        arena=activations.contiguous_checkpointing,
+        updates_on_host=config.optimizer.rule.place == "host",
+        tied=layers.tied if layout.last_pp > 0 and pp in (0, layout.last_pp) else None,
+        backlog=config.parallel.zero_bubble_backlog or None,
+        v_shaped=layout.v_shaped,
+        costs=pass_costs(layers, activations),
+    )
+
+
+def _unit(name: str, specs: list[ParamSpec], config: Config, layout: Layout, groups: dict[str, ShardingGroup]) -> Unit:
+    group, sequence_parallel = group_of(name), config.parallel.sequence_parallel
+    flat = unit_layout(specs, layout.sizes, groups[group].shards)
+    summed = tuple(flat.summed("tp", sequence_parallel))
+    trains = any(spec.trains for spec in specs)
+    return Unit(flat.numel, trains, sequence_parallel or bool(summed), summed, group)

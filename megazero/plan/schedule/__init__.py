@@ -1,0 +1,1 @@
+"""Pipeline schedules, and the layers of each virtual stage. Pure: no torch."""

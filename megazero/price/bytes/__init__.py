@@ -1,0 +1,1 @@
+"""Bytes of memory and traffic of a rank over a step."""

@@ -1,0 +1,326 @@
+"""`--plan-search`: the fastest layouts of a model on a cluster. Closed terms rank them; the best of them are played.
+
+The closed terms take the seconds of a block from its trace, and leave out what the order of events decides: they are
+for ranking alone. What is printed was played, and its memory estimated, as by --plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from megazero.config.batch_sizes import micro_batches
+from megazero.config.limits import divisors
+from megazero.config.schema import Config
+from megazero.config.validate import check_values
+from megazero.model.stage import declare
+from megazero.plan.layout.layers import End, Use
+from megazero.plan.layout.parameters import unit_layout
+from megazero.plan.layout.resolve import resolve
+from megazero.plan.layout.topology import Layout, data_parallel_size
+from megazero.plan.program.operations import Backward, Forward
+from megazero.plan.program.rank_spec import rank_spec
+from megazero.plan.sizes import Rates, States
+from megazero.price.plan import Plan, plan_if_it_fits
+from megazero.price.time.costs import StepCosts
+from megazero.price.time.devices import Device
+from megazero.price.time.network import Network
+from megazero.price.trace.trace import shallow, trace_block
+
+TRIED = 48  # layouts whose memory is estimated, of those that seem fastest
+PLAYED = 12  # of them, those that fit and are played
+COST_OF_PLAYING = 400  # one of them takes as long as so many by closed terms, about
+ALIKE = 4  # of them with the same tensor and pipeline parallelism
+MOST_STAGES = 64
+MOST_OF_A_V = 512  # stages x micro-batches: finding the order of a longer V takes many seconds
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+SCHEDULES = (("1f1b", 1), ("zero-bubble", 1), ("zero-bubble-v", 2), *(("interleaved", v) for v in (2, 3, 4, 6, 8)))
+BUBBLE = {"1f1b": 1.0, "interleaved": 1.0, "zero-bubble": 1 / 3, "zero-bubble-v": 1 / 6}  # of (p - 1) / v passes
+
+
+class Candidate(NamedTuple):
+    """A layout, by its flags."""
+
+    tp: int
+    pp: int
+    schedule: str
+    chunks: int
+    zero_stage: int
+    shard: int  # --zero-shard-size
+    recompute: str
+    partition: bool
+    sequence: bool
+    micro_batch: int
+
+    def apply(self, config: Config) -> Config:
+        """Put these flags in the place of those of `config`."""
+        replace = dataclasses.replace
+        return replace(
+            config,
+            training=replace(config.training, micro_batch_size=self.micro_batch),
+            parallel=replace(
+                config.parallel,
+                tensor_model_parallel_size=self.tp,
+                pipeline_model_parallel_size=self.pp,
+                pipeline_schedule=self.schedule,
+                virtual_pipeline_stages=self.chunks,
+                sequence_parallel=self.sequence,
+                pipeline_split="",
+            ),
+            zero=replace(config.zero, zero_stage=self.zero_stage, zero_shard_size=self.shard),
+            activations=replace(
+                config.activations,
+                recompute=self.recompute,
+                partition_activations=self.partition,
+                checkpoint_in_cpu=config.activations.checkpoint_in_cpu and self.recompute == "full",
+                contiguous_checkpointing=config.activations.contiguous_checkpointing and self.recompute == "full",
+            ),
+        )
+
+
+def candidates(config: Config, world: int, device: Device) -> Iterator[Candidate]:
+    """Yield every layout that the flags and the number of devices allow."""
+    model, batch = config.model, config.training.global_batch_size
+    for tp in divisors(math.gcd(world, model.num_attention_heads, model.ffn_size)):
+        if tp > device.devices_per_node or (model.query_groups % tp and tp % model.query_groups):
+            continue
+        for pp in divisors(data_parallel_size(world, tp=tp)):
+            dp = data_parallel_size(world, pp, tp)
+            if pp > min(model.num_layers, MOST_STAGES) or batch < dp:
+                continue
+            share = micro_batches(batch, 1, dp)  # samples of the first replica, which has most
+            node = max(1, device.devices_per_node // tp)
+            zeros = [(0, 0), (1, 0), (2, 0), (3, 0)] if dp > 1 else [(0, 0)]
+            if 1 < node < dp and dp % node == 0:
+                zeros += [(1, node), (2, node), (3, node)]
+            sizes = [n for n in MICRO_BATCHES if share % n == 0]
+            schedules = [s for s in SCHEDULES if pp > 1 and pp * s[1] <= model.num_layers] or [SCHEDULES[0]]
+            keeps = [("none", False), ("selective", False), ("full", False)] + [("full", True)] * (tp > 1)
+            if config.activations.checkpoint_in_cpu:
+                keeps = keeps[2:]
+            for (schedule, chunks), (stage, shard), (recompute, partition), sequence, micro in itertools.product(
+                schedules, zeros, keeps, (False, True) if tp > 1 else (False,), sizes
+            ):
+                if sequence and (partition or micro * model.seq_length % tp):
+                    continue
+                if schedule == "zero-bubble-v" and pp * (share // micro) > MOST_OF_A_V:
+                    continue
+                yield Candidate(tp, pp, schedule, chunks, stage, shard, recompute, partition, sequence, micro)
+
+
+class _Block(NamedTuple):
+    """Seconds and bytes of a block, for one micro-batch on one rank."""
+
+    forward: float
+    backward: float
+    saved: int
+    hidden: int  # its input
+
+
+class Terms:
+    """Closed terms of a step. What many layouts share is computed once."""
+
+    def __init__(self, config: Config, world: int, device: Device) -> None:
+        """`config`: the vocabulary is known, the layout's flags do not matter."""
+        self.config, self.world, self.device = config, world, device
+        self.rates = Rates.of(config)
+        self.block = functools.cache(self._block)
+        self.ends = functools.cache(self._ends)
+        self.numel = functools.cache(self._numel)
+        self.network = functools.cache(self._network)
+        self.states = functools.cache(self._states)
+
+    def of(self, c: Candidate) -> _Block:
+        return self.block(c.tp, c.micro_batch, c.sequence, c.recompute == "selective")
+
+    def _costs(self, tp: int, micro: int, sequence: bool, selective: bool) -> StepCosts:
+        """The costs of a model of few blocks, see `shallow`, without a pipeline and without recompute."""
+        kept = "selective" if selective else "none"
+        c = Candidate(tp, 1, "1f1b", 1, 0, 0, kept, False, sequence, micro)
+        config = c.apply(self.config)
+        config = dataclasses.replace(config, model=shallow(config.model))
+        layout = Layout(dp=data_parallel_size(self.world, tp=tp), tp=tp)
+        return StepCosts(config, layout, rank_spec(config, layout, 0, declare), self.device)
+
+    def _block(self, tp: int, micro: int, sequence: bool, selective: bool) -> _Block:
+        """Return the mean of the blocks; each kind is traced once."""
+        costs = self._costs(tp, micro, sequence, selective)
+        layers = declare(costs.config.model, tp)
+        blocks = Counter(layers.kinds[name].name for name in layers.blocks)
+
+        def mean(of: Callable[[str], float]) -> float:
+            return sum(count * of(name) for name, count in blocks.items()) / len(layers.blocks)
+
+        forward = mean(lambda name: costs.of_layer(Forward(name, 0, True)).seconds)
+        backward = mean(lambda name: costs.of_layer(Backward(name, 0)).seconds)
+        saved = mean(lambda name: trace_block(costs.config, costs.layout, self.device.kind, name).kept(own_input=True))
+        return _Block(forward, backward, math.ceil(saved), costs.sizes.hidden)
+
+    def _ends(self, tp: int, micro: int) -> float:
+        """Seconds of embedding and head, forward and backward."""
+        costs = self._costs(tp, micro, False, False)
+        names = [name for name, layer in costs.spec.layers.items() if layer.use is not Use.LAYER]
+        forward = sum(costs.of_layer(Forward(name, 0, True)).seconds for name in names)
+        return forward + sum(costs.of_layer(Backward(name, 0)).seconds for name in names)
+
+    def _numel(self, tp: int) -> tuple[int, int]:
+        """Elements of a mean block and of the tables, on one rank."""
+        layers = declare(shallow(self.config.model), tp)
+        numel = {
+            name: unit_layout(layers.kinds[name].params, {"tp": tp}, 1).numel
+            for name in dict.fromkeys(k.name for k in layers.kinds.values())
+        }
+        found = [(kind.end, numel[kind.name]) for kind in layers.kinds.values()]
+        blocks, table = (sum(n for end, n in found if end is wanted) for wanted in (None, End.FIRST))
+        return blocks // len(layers.blocks), table
+
+    def _network(self, tp: int, pp: int, shard: int) -> Network:
+        return Network(self.device, Layout(pp, data_parallel_size(self.world, pp, tp), tp, shard))
+
+    @functools.cache  # noqa: B019
+    def usable(self, tp: int, pp: int, shard: int, schedule: str, chunks: int) -> int:
+        """Return the bytes of a device that libraries leave."""
+        layout = Layout(
+            pp, data_parallel_size(self.world, pp, tp), tp, shard, chunks, v_shaped=schedule == "zero-bubble-v"
+        )
+        return self.device.usable_bytes(layout)
+
+    def micro_batches(self, c: Candidate) -> int:
+        dp = data_parallel_size(self.world, c.pp, c.tp)
+        return micro_batches(self.config.training.global_batch_size, c.micro_batch, dp)
+
+    def _states(self, tp: int, pp: int, zero_stage: int, shard: int) -> int:
+        """Bytes of states of the first stage while gradients are accumulated."""
+        zero = dataclasses.replace(self.config.zero, zero_stage=zero_stage)  # type: ignore[arg-type]
+        layout = Layout(pp, data_parallel_size(self.world, pp, tp), tp, shard)
+        states = States.of(dataclasses.replace(self.config, zero=zero), layout)
+        each, table = self.numel(tp)
+        numel = self.config.model.num_layers // pp * each + table
+        return sum(states.at_rest(numel).values()) + states.accumulated.of(numel)
+
+    def memory(self, c: Candidate) -> float:
+        """The least bytes of a device of the first stage."""
+        block, blocks = self.of(c), self.config.model.num_layers // c.pp
+        held = self.states(c.tp, c.pp, c.zero_stage, c.shard)
+        in_flight = c.pp * (1 + 1 / c.chunks) if c.schedule == "interleaved" else c.pp
+        live = min(self.micro_batches(c), in_flight)
+        if c.recompute == "full":
+            kept = 0.0 if self.config.activations.checkpoint_in_cpu else block.hidden / (c.tp if c.partition else 1)
+            return held + live * blocks * kept + block.saved
+        return held + live * blocks * block.saved
+
+    def seconds(self, c: Candidate) -> float:
+        """Seconds of a step, about."""
+        block, layers, m = self.of(c), self.config.model.num_layers, self.micro_batches(c)
+        again = block.forward if c.recompute == "full" else 0.0
+        passes = block.forward + block.backward + again
+        blocks = math.ceil(layers / (c.pp * c.chunks)) * c.chunks
+        stage = max(blocks * passes, (layers * passes + self.ends(c.tp, c.micro_batch)) / c.pp)
+        rounds = 1 if c.schedule == "zero-bubble-v" else c.chunks
+        bubble = (c.pp - 1) / rounds * BUBBLE[c.schedule] * stage
+        network = self.network(c.tp, c.pp, c.shard)
+        rebuild = m * layers / c.pp * network.one_pass("tp", block.hidden) * c.partition
+        message = network.message(block.hidden, 0, 1) if c.pp > 1 else 0.0
+        forward, backward = layers / c.pp * block.forward, layers / c.pp * (block.backward + again)
+        return m * stage + bubble + rebuild + self._units(c, m, forward, backward) + message * 2 * (c.pp - 1 + c.chunks)
+
+    def _units(self, c: Candidate, m: int, forward: float, backward: float) -> float:
+        """Seconds of updates, and of communication over dp that passes of these durations do not hide."""
+        rates, network = self.rates, self.network(c.tp, c.pp, c.shard)
+        each, table = self.numel(c.tp)
+        numel = self.config.model.num_layers / c.pp * each + table
+        owned = numel / (network.groups["shard"].ranks if c.zero_stage else 1)
+        gather, reduce = (
+            network.one_pass("shard", numel * rates.weights),
+            network.one_pass("shard", numel * rates.gradients),
+        )
+        exposed = {
+            0: max(0.0, 2 * reduce - backward),
+            1: max(0.0, reduce - backward) + max(0.0, gather - forward),
+            2: m * max(0.0, reduce - backward) + max(0.0, gather - forward),
+            3: m * (max(0.0, gather - forward) + max(0.0, gather + reduce - backward)),
+        }[c.zero_stage]
+        bandwidth = self.device["memory.bandwidth"] * self.device["memory.fraction"]
+        updated = owned * (rates.gradients + rates.updated(clips=bool(self.config.optimizer.clip_grad)))
+        return exposed + network.all_reduce("replica", owned * rates.gradients) + updated / bandwidth
+
+
+class Search:
+    """A search in steps, so that its progress can be shown.
+
+    Attributes:
+        total: steps that it takes at most.
+    """
+
+    def __init__(self, config: Config, device: Device, vocabulary: int) -> None:
+        """Prepare it.
+
+        Args:
+            config: checked, not resolved.
+            vocabulary: of the tokenizer; 0 when there is none.
+
+        Raises:
+            ValueError: no layout is possible.
+        """
+        self.world, self.device, self.vocabulary = config.plan.world_size, device, vocabulary
+        batch = config.training.global_batch_size
+        if not batch:
+            raise ValueError("--plan-search needs --global-batch-size: layouts are compared by the time of a step")
+        model = dataclasses.replace(config.model, vocab_size=config.model.vocab_size or vocabulary)
+        self.config = dataclasses.replace(config, model=model)
+        self.found = list(candidates(self.config, self.world, device))
+        if not self.found or not model.vocab_size:
+            # no layout, or no vocabulary: what training would say
+            resolve(config, self.world, vocabulary, declare)
+            raise ValueError(
+                f"--global-batch-size {batch} on --world-size {self.world}: no layout gives every data-parallel rank a "
+                f"sample; use {self.world}"
+            )
+        self.played = 0
+        self.total = len(self.found) + TRIED * COST_OF_PLAYING
+
+    def run(self, wanted: int = 10) -> Iterator[int | list[Plan]]:
+        """Yield the number of steps that are done, and at last the fastest plans that fit, fastest first."""
+        terms, ranked = Terms(self.config, self.world, self.device), list[tuple[float, Candidate]]()
+        for n, c in enumerate(self.found):
+            if terms.memory(c) <= terms.usable(c.tp, c.pp, c.shard, c.schedule, c.chunks):
+                ranked.append((terms.seconds(c), c))
+            if n % 64 == 0:
+                yield n
+        plans: list[Plan] = []
+        for n, c in enumerate(_varied(sorted(ranked))):
+            yield len(self.found) + n * COST_OF_PLAYING
+            plan = self._play(c)
+            if plan is not None:
+                plans.append(plan)
+            if len(plans) == PLAYED:
+                break
+        self.played = len(plans)
+        yield self.total
+        yield sorted(plans, key=lambda plan: plan.seconds)[:wanted]
+
+    def _play(self, c: Candidate) -> Plan | None:
+        """Plan a layout; None if it does not fit, or the flags refuse it."""
+        try:
+            changed = c.apply(self.config)
+            check_values(changed)
+            config, layout = resolve(changed, self.world, self.vocabulary, declare)
+        except ValueError:
+            return None
+        return plan_if_it_fits(config, layout, self.device)
+
+
+def _varied(ranked: list[tuple[float, Candidate]]) -> Iterator[Candidate]:
+    """Yield the first TRIED, at most ALIKE of them with the same tensor and pipeline parallelism."""
+    alike: dict[tuple[int, int], int] = {}
+    left = TRIED
+    for _, c in ranked:
+        count = alike[c.tp, c.pp] = alike.get((c.tp, c.pp), 0) + 1
+        if left and count <= ALIKE:
+            left -= 1
+            yield c

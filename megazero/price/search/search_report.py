@@ -1,0 +1,130 @@
+"""The layouts that --plan-search finds, as a table and as command lines."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING
+
+from megazero.config.cli import flags
+from megazero.config.schema import Config
+from megazero.plan.layout.topology import Layout
+from megazero.price.plan import Plan, vocabulary
+from megazero.price.search.search import Search
+from megazero.price.time.devices import Device, load_device
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PRINTED = 5  # command lines
+
+# flags that a search chooses, in the order of a command line
+CHOSEN = (
+    "tensor-model-parallel-size",
+    "pipeline-model-parallel-size",
+    "pipeline-schedule",
+    "virtual-pipeline-stages",
+    "pipeline-split",
+    "sequence-parallel",
+    "zero-stage",
+    "zero-shard-size",
+    "recompute",
+    "partition-activations",
+    "checkpoint-in-cpu",
+    "contiguous-checkpointing",
+    "micro-batch-size",
+)
+
+
+def run_search(config: Config, argv: list[str], console: Console) -> list[Plan]:
+    """Search, with a progress bar, and print what is found; `config` is what `argv` says, checked."""
+    from rich.progress import Progress
+
+    device = load_device(config.plan.device_type).multiplying(config.training)
+    search = Search(config, device, vocabulary(config))
+    plans: list[Plan] = []
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task(f"{len(search.found):,} layouts", total=search.total)
+        for done in search.run():
+            if isinstance(done, int):
+                progress.update(task, completed=done)
+            else:
+                plans = done
+    console.print(
+        f"{len(search.found):,} layouts on {search.world} x {device.name}, {search.played} of them played: "
+        f"the {len(plans)} fastest that fit"
+        if plans
+        else f"none of {len(search.found):,} layouts fits on {search.world} x {device.name}; use more devices, "
+        "--checkpoint-in-cpu, or a smaller model"
+    )
+    if plans:
+        _show(plans, console)
+        for plan in plans[:PRINTED]:
+            console.print(command(plan, config, argv), soft_wrap=True, highlight=False, markup=False)
+    return plans
+
+
+def _show(plans: list[Plan], console: Console) -> None:
+    from rich.table import Table
+
+    table = Table()
+    headings = (
+        "step s, TFLOP/s, GB, tp, pp, stages, schedule, dp, ZeRO, shard, recompute, SP, Pa, batch, bubble, dp wait"
+    )
+    for heading in headings.split(", "):
+        table.add_column(heading, justify="right")
+    for plan in plans:
+        config, layout, parts = plan.config, plan.layout, plan.time.expected.parts
+        table.add_row(
+            f"{plan.seconds:.4g}",
+            f"{plan.tflops:.1f}",
+            f"{plan.stages[plan.fullest].peak / 1e9:.1f}",
+            *map(str, (layout.tp, layout.pp, layout.chunks, config.parallel.pipeline_schedule, layout.dp)),
+            str(config.zero.zero_stage),
+            str(layout.shard),
+            config.activations.recompute,
+            *(
+                "yes" if on else ""
+                for on in (config.parallel.sequence_parallel, config.activations.partition_activations)
+            ),
+            str(config.training.micro_batch_size),
+            f"{parts['bubble'] / plan.seconds:.1%}",
+            f"{parts['dp'] / plan.seconds:.1%}",
+        )
+    console.print(table)
+
+
+def command(plan: Plan, given: Config, argv: list[str]) -> str:
+    """Return a command line that runs a plan: `argv`, less what asks for a plan, and the flags that differ."""
+    args = [shlex.quote(arg) for arg in _without_plan(argv)]
+    for name in CHOSEN:
+        group, kind = flags()[name]
+        ours, theirs = (getattr(getattr(c, group), name.replace("-", "_")) for c in (plan.config, given))
+        if ours == theirs:
+            continue
+        if kind is bool:
+            args.append(f"--{name}" if ours else f"--no-{name}")
+        else:
+            args += [f"--{name}", shlex.quote(str(ours))]
+    return f"{_launcher(plan.layout, plan.device)} {' '.join(args)}"
+
+
+def _launcher(layout: Layout, device: Device) -> str:
+    world, each = layout.world_size, device.devices_per_node
+    if world == 1:
+        return "python pretrain_gpt.py"
+    if world <= each:
+        return f"bash scripts/launch.sh --nproc {world}"
+    nodes = next(n for n in range(-(-world // each), world + 1) if world % n == 0)  # every node starts as many ranks
+    each = world // nodes
+    return f"sbatch --nodes={nodes} --ntasks-per-node={each} --gpus-per-node={each} scripts/slurm/pretrain.sbatch"
+
+
+def _without_plan(argv: list[str]) -> list[str]:
+    left, rest = list[str](), iter(argv)
+    for arg in rest:
+        name = arg.removeprefix("--").partition("=")[0].replace("_", "-")
+        if not arg.startswith("--") or name not in ("plan", "plan-search", "world-size", "device-type"):
+            left.append(arg)
+        elif name in ("world-size", "device-type") and "=" not in arg:
+            next(rest, None)
+    return left

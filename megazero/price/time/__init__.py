@@ -1,0 +1,1 @@
+"""Seconds of a step: devices, networks, operations, programs played together."""

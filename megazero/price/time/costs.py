@@ -1,0 +1,193 @@
+"""Seconds of the operations of a step on a device: rooflines of traced layers, collectives, the optimizer.
+
+An operator of a layer takes the longer of its FLOPs and its bytes, and what starting it costs. On a GPU the host runs
+ahead: a layer takes at least what the host needs to issue it. docs/plan.md has the formulas.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from megazero.config.schema import Config
+from megazero.model.stage import declare
+from megazero.plan.layout.layers import stage_units
+from megazero.plan.layout.topology import Layout, route
+from megazero.plan.program.operations import (
+    COMPUTE,
+    Backward,
+    BackwardWeights,
+    Fetch,
+    Forward,
+    Keep,
+    LayerOp,
+    Norm,
+    Op,
+    Recompute,
+    Reduce,
+    Send,
+    Transfer,
+    UnitOp,
+    Update,
+)
+from megazero.plan.program.rank_spec import RankSpec
+from megazero.plan.sizes import Moved, StepSizes
+from megazero.price.time.devices import Device, interpolate
+from megazero.price.time.network import Network
+from megazero.price.trace.kernels import Arrive, Events, Issue, LayerEvents, Operator, Product
+from megazero.price.trace.trace import trace
+
+
+class Roofline:
+    """Seconds of single operators on a device, beside `computing` ranks in all on its node."""
+
+    def __init__(self, device: Device, computing: int = 1) -> None:
+        self.device = device
+        self.slower = interpolate(device.contention, computing) if device.contention else 1.0
+        self.bandwidth = device["memory.bandwidth"] * device["memory.fraction"]
+
+    def product(self, product: Product, dtype: str) -> float:
+        """Seconds of a matrix product: whole tiles, in whole waves over the device's units."""
+        d = self.device
+        if d.products:
+            return product.flops / (interpolate(d.products, product.flops) * d["compute.fraction"])
+        rows, columns, units = (int(d[f"compute.{name}"]) for name in ("tile_rows", "tile_columns", "units"))
+        tiles = product.batch * min(
+            math.ceil(product.m / a) * math.ceil(product.n / b) for a, b in ((rows, columns), (columns, rows))
+        )
+        waves = math.ceil(tiles / units)
+        used = product.batch * product.m * product.n / (rows * columns) / (waves * units)
+        # a product of less than a wave takes smaller tiles, or is split along k
+        return product.flops / (d[f"compute.{dtype}"] * d["compute.fraction"] * max(min(1.0, used), 0.5))
+
+    def memory(self, name: str, num_bytes: float) -> float:
+        """Seconds of reading and writing `num_bytes` by operator `name`: as fast as memory lets it, or as itself is."""
+        d = self.device
+        bandwidth = interpolate(d.elementwise, num_bytes) * d["memory.fraction"] if d.elementwise else self.bandwidth
+        return num_bytes / min(bandwidth, d.operators.get(name, math.inf) * d["memory.fraction"])
+
+    def seconds(self, op: Operator) -> float:
+        """Seconds of an operator on the device, without what the host takes to issue it."""
+        moving = self.memory(op.name, op.num_bytes)
+        if op.product is not None:
+            moving = self.product(op.product, op.dtype) if self.device.products else moving
+            moving = max(moving, self.product(op.product, op.dtype))
+        elif op.attention_flops:
+            peak = self.device[f"compute.{op.dtype}"] * self.device.attention(op.head_dim)
+            moving = max(0.0 if self.device.products else moving, op.attention_flops / peak)
+        return moving * self.slower + self.device["overhead.kernel"]
+
+
+class Cost(NamedTuple):
+    """Seconds of an operation on the stream that computes; `exposed`: those of them in which it waits for tp."""
+
+    seconds: float
+    exposed: float = 0.0
+
+
+class StepCosts:
+    """Seconds of every operation of one pipeline rank's program. Call it with an operation."""
+
+    def __init__(
+        self, config: Config, layout: Layout, spec: RankSpec, device: Device, network: Network | None = None
+    ) -> None:
+        """`config` is resolved; `spec` is of the pipeline rank."""
+        self.config, self.layout, self.spec, self.device = config, layout, spec, device
+        self.network = network or Network(device, layout)
+        self.roofline = Roofline(device, min(layout.world_size, device.devices_per_node))
+        self.sizes = StepSizes(config, layout, spec)
+        frozen = config.training.freeze_parameters
+        self.specs = stage_units(declare(config.model, layout.tp), layout, spec.rank, frozen)
+        self.events: dict[tuple[str, bool], LayerEvents] = {}
+        self.known: dict[tuple[type, str, bool], Cost] = {}
+        self.seconds: dict[tuple[object, ...], float] = {}
+
+    def __call__(self, op: Op) -> float:
+        """Return the seconds of an operation; those of the same kind, layer and unit are computed once."""
+        if isinstance(op, LayerOp):
+            key: tuple[object, ...] = (type(op), op.layer, isinstance(op, Backward) and op.weights)
+        elif isinstance(op, Transfer):
+            key = type(op), op.what, op.to
+        else:
+            key = type(op), op.unit if isinstance(op, UnitOp) else ""
+        found = self.seconds.get(key)
+        if found is None:
+            found = self.seconds[key] = self._price(op)
+        return found
+
+    def _price(self, op: Op) -> float:
+        if isinstance(op, COMPUTE):
+            return self.of_layer(op).seconds
+        if isinstance(op, Transfer):
+            step = route(self.spec.placement, op.what, op.to).step * (1 if isinstance(op, Send) else -1)
+            there = (self.spec.rank + step) % self.spec.ranks
+            return self.network.message(self.sizes.hidden, self.spec.rank, there)
+        if isinstance(op, (Keep, Fetch)):
+            return self._copy(op)
+        return self._moving(self.sizes.moves(op)) + self._of_unit(op)
+
+    def _moving(self, moves: tuple[Moved, ...]) -> float:
+        return sum(self.network.collective(move.axis, move.collective, move.num_bytes) for move in moves)
+
+    # -- layers
+
+    def of_layer(self, op: Forward | Recompute | Backward | BackwardWeights) -> Cost:
+        """Return the cost of a computation; layers of a kind that all train share theirs."""
+        at_once = not isinstance(op, BackwardWeights) and (not isinstance(op, Backward) or op.weights)
+        layer = self.spec.layers[op.layer]
+        kind = layer.name if self.config.training.freeze_parameters else layer.kind
+        key = type(op), kind, at_once
+        if key not in self.known:
+            found = self.events.get((kind, at_once))
+            if found is None:
+                found = trace(self.config, self.layout, layer, self.specs, self.device.kind, at_once).events
+                self.events[kind, at_once] = found
+            passes = {Forward: found.forward, Recompute: found.recompute, Backward: found.backward}
+            self.known[key] = self._play(passes.get(type(op), found.weight_gradients))
+        return self.known[key]
+
+    def _play(self, events: Events) -> Cost:
+        """Play a layer's events: a stream that computes, one for each axis, and the host that issues operators."""
+        now = exposed = 0.0
+        free: dict[str, float] = {}  # axis -> when its stream has nothing left to do
+        done: dict[int, float] = {}
+        calls = 0
+        for event in events:
+            if isinstance(event, Operator):
+                now += self.roofline.seconds(event)
+                calls += 1
+            elif isinstance(event, Issue):
+                now += self.device.collective_overhead
+                seconds = self.network.collective(event.axis, event.collective, event.num_bytes)
+                free[event.axis] = done[event.number] = max(now, free.get(event.axis, 0.0)) + seconds
+            elif isinstance(event, Arrive) and done[event.number] > now:
+                exposed += done[event.number] - now
+                now = done[event.number]
+        host = calls * self.device["overhead.call"] + self.device["overhead.operation"]
+        return Cost(now + host if self.device.kind == "cpu" else max(now, host), exposed)
+
+    def _copy(self, op: Keep | Fetch) -> float:
+        kept, activations = self.sizes.kept, self.config.activations
+        if isinstance(op, Fetch):
+            return kept / self.device["host.bandwidth"]
+        copies = op.slot is not None or activations.partition_activations or activations.checkpoint_in_cpu
+        # on its way to the host, a kept input is copied behind the computation
+        return self.roofline.memory("copy_", 2 * kept) if copies else 0.0
+
+    def _of_unit(self, op: Op) -> float:
+        """Seconds of reading and writing memory."""
+        sizes, roofline = self.sizes, self.roofline
+        if isinstance(op, Reduce) and self.spec.policy(op.unit).optimizer:
+            return roofline.memory("add_", 3 * sizes.owned(op.unit))
+        if isinstance(op, Norm):
+            read = sum(map(sizes.owned_gradients, self.spec.trained_units))
+            return roofline.memory("norm", read) * roofline.slower + self._moving(sizes.agreed())
+        return self._update(op.unit) if isinstance(op, Update) else 0.0
+
+    def _update(self, unit: str) -> float:
+        """Seconds of a fused update; the host issues its slices, decayed and not decayed, and the casts."""
+        rates = self.sizes.rates
+        calls = 2 + (rates.gradients != rates.state) + (rates.weights != rates.state)
+        host = calls * self.device["overhead.call"]
+        device = self.roofline.memory("adamw", self.sizes.updated(unit)) * self.roofline.slower
+        return device + host if self.device.kind == "cpu" else max(device, host)

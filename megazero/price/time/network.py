@@ -1,0 +1,101 @@
+"""Seconds of collectives and messages: latency and bandwidth inside a node and between nodes (alpha-beta). Pure.
+
+Ranks are numbered pp-major, tp-minor, and fill one node after the other. A ring goes through all ranks of a node before
+it leaves it. All groups of an axis communicate at the same time: those that leave a node share its network cards.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megazero.plan.layout.topology import Layout
+from megazero.price.time.devices import Device, interpolate
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks of one group of an axis: `ranks` of them, the n-th being first + n x stride.
+
+    Attributes:
+        nodes: that its ranks are in.
+        per_node: its ranks in a node; the larger number where nodes differ.
+        sharing: groups of the axis that leave one node.
+    """
+
+    ranks: int
+    nodes: int
+    per_node: int
+    sharing: int
+
+
+def group_of(size: int, stride: int, world: int, devices_per_node: int) -> Group:
+    """Place the groups of an axis whose neighbours are `stride` ranks apart."""
+    count: dict[int, int] = {}
+    for n in range(size):
+        node = n * stride // devices_per_node
+        count[node] = count.get(node, 0) + 1
+    per_node = max(count.values())
+    return Group(size, len(count), per_node, max(1, min(world, devices_per_node) // per_node))
+
+
+class Network:
+    """Times of communication of one layout on one kind of device."""
+
+    def __init__(self, device: Device, layout: Layout) -> None:
+        ranks = min(layout.world_size, device.devices_per_node)
+        inside = interpolate(device.links, ranks) if device.links else device["node.bandwidth"]
+        self.inside = inside * device["node.fraction"], device["node.latency"]
+        self.between = device["cluster.bandwidth"] * device["cluster.fraction"], device["cluster.latency"]
+        self.exchanges = device.kind == "cpu"  # gloo: a message from every rank to every other, all at once
+        world, each = layout.world_size, device.devices_per_node
+        self.sharing = min(world, each)  # devices whose messages may leave a node at once
+        sizes = {axis: getattr(layout, axis) for axis in ("tp", "shard", "replica", "dp", "pp")}
+        sizes["embedding"] = 2 if layout.last_pp else 1
+        self.groups = {axis: group_of(size, layout.stride(axis), world, each) for axis, size in sizes.items()}
+        self.layout, self.each = layout, each
+
+    def bandwidth(self, group: Group) -> float:
+        """Bytes per second that every rank of a ring sends: as its slowest hop lets through."""
+        inside, _ = self.inside
+        if group.nodes == 1:
+            return inside
+        return min(inside, self.between[0] / group.sharing)
+
+    def _hops(self, group: Group) -> float:
+        """Latency of the way round a ring, from the first rank to the last."""
+        leaving = group.nodes - 1
+        return (group.ranks - 1 - leaving) * self.inside[1] + leaving * self.between[1]
+
+    def _tree(self, group: Group) -> float:
+        """Latency of the way to the root of a tree, over the ranks of a node and over nodes."""
+        return math.log2(group.per_node) * self.inside[1] + math.log2(group.nodes) * self.between[1]
+
+    def one_pass(self, axis: str, num_bytes: float) -> float:
+        """Seconds of a reduce-scatter or an all-gather of a buffer of `num_bytes`: (n-1)/n of it through a ring."""
+        group = self.groups[axis]
+        if group.ranks == 1:
+            return 0.0
+        latency = self._tree(group) if self.exchanges else self._hops(group)
+        return latency + num_bytes * (group.ranks - 1) / group.ranks / self.bandwidth(group)
+
+    def all_reduce(self, axis: str, num_bytes: float) -> float:
+        """Seconds of an all-reduce, by a ring or by trees, whichever is faster."""
+        group = self.groups[axis]
+        if group.ranks == 1:
+            return 0.0
+        passes = 2 * num_bytes * (group.ranks - 1) / group.ranks / self.bandwidth(group)
+        return 2 * min(self._hops(group), self._tree(group)) + passes
+
+    def collective(self, axis: str, name: str, num_bytes: float) -> float:
+        """Seconds of an all-reduce, all-gather or reduce-scatter of a whole buffer of `num_bytes`."""
+        return self.all_reduce(axis, num_bytes) if name == "all-reduce" else self.one_pass(axis, num_bytes)
+
+    def message(self, num_bytes: float, sender: int, receiver: int) -> float:
+        """Seconds of a message between pipeline ranks, while all ranks of a stage send theirs."""
+        nodes = [self.layout.stage_ranks(pp)[0] // self.each for pp in (sender, receiver)]
+        bandwidth, latency = self.inside
+        if nodes[0] != nodes[1]:
+            between, latency = self.between
+            bandwidth = min(bandwidth, between / min(self.sharing, self.layout.stride("pp")))
+        return latency + num_bytes / bandwidth

@@ -1,0 +1,1 @@
+"""Costs of layers, found by running them on stand-in tensors."""

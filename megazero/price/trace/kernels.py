@@ -1,0 +1,172 @@
+"""Operators and collectives of a layer's passes, in order, recorded while `price.trace.trace` runs it on stand-ins.
+
+An operator's bytes are those of the tensors that it reads and writes: nothing is fused that torch does not fuse. What
+only makes a view, or takes memory without writing to it, is no operator here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megazero.comm.mesh.collectives import Pending
+from megazero.comm.mesh.pretend import PretendAxis
+from megazero.model.layers.context import DTYPES
+
+PRODUCTS = ("mm", "addmm", "addmm_", "bmm")
+NO_WORK = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "_unsafe_view", "promote_types", "resize_")
+RESULTS = ("out", "grad_input")  # names of arguments that are written, not read
+OVERWRITES = ("copy_", "zero_", "fill_")  # do not read what they write
+ATTENTION = ("attention", "varlen_attn")  # parts of the names of fused kernels: torch's own, and that of documents
+LOOKUPS = ("embedding", "index_select", "gather", "index_add_", "scatter_add_", "add_rows_")
+
+
+class Product(NamedTuple):
+    """`batch` products of an [m, k] with a [k, n] matrix."""
+
+    batch: int
+    m: int
+    n: int
+    k: int
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.batch * self.m * self.n * self.k
+
+
+class Operator(NamedTuple):
+    """One operator: a kernel of the device, or a few."""
+
+    name: str
+    num_bytes: int  # read and written
+    dtype: str  # of its products: fp16, bf16, fp32, fp64
+    product: Product | None = None
+    attention_flops: int = 0  # of a fused attention kernel: causal, half of all scores
+    head_dim: int = 0  # of it
+
+    @property
+    def flops(self) -> int:
+        """FLOPs, with attention's counted as if it were not causal."""
+        return self.product.flops if self.product is not None else 2 * self.attention_flops
+
+
+class Issue(NamedTuple):
+    """A collective is started."""
+
+    number: int
+    axis: str
+    collective: str  # all-reduce, all-gather, reduce-scatter
+    num_bytes: int  # of the whole buffer
+
+
+class Arrive(NamedTuple):
+    """The computation waits for a collective."""
+
+    number: int
+
+
+Event = Operator | Issue | Arrive
+Events = tuple[Event, ...]
+
+
+class LayerEvents(NamedTuple):
+    """Events of a layer's passes, for one micro-batch on one rank."""
+
+    forward: Events
+    recompute: Events
+    backward: Events
+    weight_gradients: Events  # those of a backward that puts them off
+
+
+class _Recording:
+    """A dispatch mode's method, not in the mode's own class: there torch wraps it in what imports its compiler."""
+
+    events: list[Event]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.__name__.split(".")[0]
+        if not func.is_view and name not in NO_WORK:
+            self.events.append(_operator(name, args, kwargs or {}, out))
+        return out
+
+
+class Recorder(_Recording, TorchDispatchMode):
+    """Records every operator that runs while it is entered, and every collective of its axes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.events: list[Event] = []
+        self.issued = 0
+
+    def take(self) -> Events:
+        events, self.events = tuple(self.events), []
+        return events
+
+    def axis(self, name: str, ranks: list[int], rank: int, needs_staging_buffer: bool) -> PretendAxis:
+        """Make a pretended axis whose collectives are recorded."""
+        return _RecordedAxis(self, name, ranks, rank, needs_staging_buffer)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _size(x: torch.Tensor) -> int:
+    """Bytes of a tensor in memory; of an expanded one, those that are there."""
+    return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
+
+
+def _operator(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Operator:
+    read = list(_tensors((*args, *(value for key, value in kwargs.items() if key not in RESULTS))))
+    written = list(_tensors([out]))
+    dtype = next((key for key, value in DTYPES.items() if read and read[0].dtype == value), "fp32")
+    if name in LOOKUPS:  # as many rows as are looked up, not the table: indices, read, written
+        rows = read[-1] if name.endswith("_") else written[0]
+        return Operator(name, 3 * _size(rows), dtype)
+    num_bytes = sum(map(_size, [*read[name in OVERWRITES :], *written]))
+    if name in PRODUCTS:
+        a, b = read[-2:]
+        dtype = next(key for key, value in DTYPES.items() if a.dtype == value)  # what it is added to may be wider
+        return Operator(name, num_bytes, dtype, Product(math.prod(a.shape[:-2]), a.shape[-2], b.shape[-1], a.shape[-1]))
+    if any(word in name for word in ATTENTION):
+        backward = "backward" in name  # whose first argument is the gradient of the output
+        q, k = read[backward], read[backward + 1]
+        # documents that are attended to alone come as [T, heads, d], with the length of the longest beside them
+        length = k.shape[2] if k.dim() == 4 else max((a for a in args if type(a) is int), default=k.shape[0])
+        flops = 2 * q.numel() * length  # causal: half of the scores
+        return Operator(name, num_bytes, dtype, None, flops * 5 // 2 if backward else flops, q.shape[-1])
+    return Operator(name, num_bytes, dtype)
+
+
+class _RecordedAxis(PretendAxis):
+    """An axis of a layer that is traced: its collectives become events."""
+
+    def __init__(self, recorder: Recorder, name: str, ranks: list[int], rank: int, needs_staging_buffer: bool) -> None:
+        super().__init__(name, ranks, rank, needs_staging_buffer)
+        self.recorder = recorder
+
+    def _start(self, name: str, collective: Any, **options: Any) -> Pending:
+        touched = (*options.get("reads", ()), *options.get("writes", ()))
+        if options.get("result") is not None:
+            touched = (*touched, options["result"])
+        recorder = self.recorder
+        number = recorder.issued
+        recorder.issued += 1
+        recorder.events.append(Issue(number, self.name, name, max(x.numel() * x.element_size() for x in touched)))
+        then = options.get("then")
+
+        def arrive() -> None:
+            recorder.events.append(Arrive(number))
+            if then is not None:
+                then()
+
+        return super()._start(name, collective, **(options | {"then": arrive}))

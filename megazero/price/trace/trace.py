@@ -1,0 +1,325 @@
+"""Sizes and operators of a layer, found by running it once on stand-in tensors along pretended axes.
+
+So nothing about a layer's bytes, collectives or products is written down a second time: what the layer does is counted.
+Stand-ins have a shape and a dtype but no data: for a GPU meta tensors, whose operators have its kernels' shapes and
+types, for a CPU fake tensors. A small layer of a CPU runs on real tensors instead: what imitates torch's operators
+takes longer to import than the layer takes to run.
+
+Not seen: scratch that a kernel takes and frees, and what a value decides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megazero.comm.mesh.pretend import pretend_mesh
+from megazero.config.schema import Config, ModelConfig
+from megazero.memory.tracker import MemoryTracker
+from megazero.model.kernels.matmul import Products
+from megazero.model.kernels.table import kernels_named
+from megazero.model.layers.context import DTYPES, Context, DeviceBatch, MicroBatchInfo, ResidualStream, kept_bytes
+from megazero.model.layers.documents import Documents
+from megazero.model.layers.weight import GradWriter, Owner, Weight
+from megazero.model.stage import Stage, declare
+from megazero.plan.layout.layers import Use, stage_units
+from megazero.plan.layout.parameters import ParamSpec
+from megazero.plan.layout.topology import Layout
+from megazero.plan.program.rank_spec import Layer, RankSpec, rank_spec
+from megazero.plan.sizes import LayerSizes
+from megazero.price.trace.kernels import Events, LayerEvents, Operator, Recorder
+
+SMALL = 1 << 24  # elements of a tensor, or of a layer's weights: tens of milliseconds
+
+
+class LayerTrace(NamedTuple):
+    """A layer's passes for one micro-batch on one rank."""
+
+    sizes: LayerSizes
+    events: LayerEvents
+
+
+def trace_layers(config: Config, layout: Layout, pp: int, device_type: str = "cpu") -> dict[str, LayerSizes]:
+    """Trace every layer of pipeline rank `pp`, each kind once; `config` is resolved."""
+    return layer_sizes(config, layout, rank_spec(config, layout, pp, declare), device_type)
+
+
+def layer_sizes(config: Config, layout: Layout, spec: RankSpec, device_type: str) -> dict[str, LayerSizes]:
+    """Trace every layer of a pipeline rank, each kind once."""
+    specs = stage_units(declare(config.model, layout.tp), layout, spec.rank, config.training.freeze_parameters)
+    return {name: trace(config, layout, layer, specs, device_type).sizes for name, layer in spec.layers.items()}
+
+
+def trace_block(config: Config, layout: Layout, device_type: str, name: str = "") -> LayerSizes:
+    """Trace a block whose weights all train: the first of a kind, by its name, or of the model."""
+    name = name or declare(config.model, layout.tp).first_block.name
+    layer = Layer(name, (), Use.LAYER, trains=True, passes_gradient=True, kind=name)
+    return trace(config, layout, layer, {}, device_type).sizes
+
+
+def trace(
+    config: Config,
+    layout: Layout,
+    layer: Layer,
+    specs: dict[str, list[ParamSpec]],
+    device_type: str,
+    at_once: bool = True,
+) -> LayerTrace:
+    """Trace a layer of `plan.program.rank_spec`.
+
+    Args:
+        config: resolved.
+        specs: of its pipeline rank.
+        at_once: the backward makes the weight gradients, else it puts them off.
+    """
+    training = config.training
+    kind = Kind.of(config, layout, layer, specs, device_type)
+    return _trace(kind, training.grad_dtype, config.micro_batches(layout.dp) > 1, at_once)
+
+
+class Kind(NamedTuple):
+    """All that a layer's costs depend on. Layers of one kind differ in their number alone."""
+
+    model: ModelConfig  # see `shallow`
+    precision: str
+    micro_batch_size: int
+    recompute: str
+    sequence_parallel: bool
+    tp: int
+    device_type: str
+    layer: str  # the name of the first layer of this kind
+    use: Use
+    passes_gradient: bool
+    frozen: tuple[str, ...]  # names of parameters in it that do not train
+    reset_attention_mask: bool = False
+    reset_position_ids: bool = False
+    kernels: str = "eager"
+
+    @property
+    def small(self) -> bool:
+        """True if activations and weights are few: for a CPU, the layer then runs on real tensors."""
+        model, tokens = self.model, self.micro_batch_size * self.model.seq_length
+        scores = tokens * model.seq_length * model.num_attention_heads
+        activations = tokens * (model.vocab_size + 4 * model.hidden_size + model.ffn_size)
+        weights = model.hidden_size * (model.vocab_size + 4 * model.hidden_size + 3 * model.ffn_size)
+        return max(scores, activations, weights) // self.tp <= SMALL
+
+    @contextlib.contextmanager
+    def stand_in(self) -> Iterator[torch.device]:
+        """Yield the device whose new tensors stand for those of this kind's device."""
+        if self.device_type != "cpu":
+            yield torch.device("meta")
+        elif self.small:
+            yield torch.device("cpu")
+        else:
+            from torch._subclasses.fake_tensor import FakeTensorMode
+
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                yield torch.device("cpu")
+
+    @classmethod
+    def of(
+        cls, config: Config, layout: Layout, layer: Layer, specs: dict[str, list[ParamSpec]], device_type: str
+    ) -> Kind:
+        frozen = (
+            s.name.replace(layer.name, layer.kind, 1) for unit in layer.units for s in specs[unit] if not s.trains
+        )
+        return cls(
+            shallow(config.model),
+            config.training.precision,
+            config.training.micro_batch_size,
+            config.activations.recompute,
+            config.parallel.sequence_parallel,
+            layout.tp,
+            device_type,
+            layer.kind,
+            layer.use,
+            layer.passes_gradient,
+            tuple(frozen),
+            config.data.reset_attention_mask,
+            config.data.reset_position_ids,
+            config.training.kernels_on(device_type),
+        )
+
+
+class _Gradients:
+    """Takes contributions to gradients, and makes them at once or when it is asked.
+
+    Attributes:
+        taken: all contributions, so that what they keep can be counted.
+    """
+
+    def __init__(self, grad_dtype: str, add: bool, at_once: bool) -> None:
+        self.dtype, self.add, self.at_once = DTYPES[grad_dtype], add, at_once
+        self.taken: list[tuple[Weight, GradWriter]] = []
+
+    def accumulate_grad(self, weight: Weight, write: GradWriter) -> None:
+        self.taken.append((weight, write))
+        if self.at_once:
+            self._make(weight, write)
+
+    def make(self) -> None:
+        """Make the gradients that are put off."""
+        if not self.at_once:
+            for weight, write in self.taken:
+                self._make(weight, write)
+
+    def _make(self, weight: Weight, write: GradWriter) -> None:
+        write(torch.empty(weight.block.stored, dtype=self.dtype, device=weight.data.device), self.add)
+
+
+class Traced:
+    """A model of one layer of a kind, on stand-ins, and a micro-batch for it."""
+
+    def __init__(
+        self, kind: Kind, device: torch.device, recorder: Recorder, owner: Owner | None = None, padded: bool = True
+    ) -> None:
+        """Build the layer.
+
+        Args:
+            recorder: of its collectives.
+            owner: takes its gradients.
+            padded: with the rows of the vocabulary that only pad a rank's shard.
+        """
+        self.kind, model = kind, kind.model
+        staging = kind.device_type == "cpu"
+        self.mesh = pretend_mesh(Layout(tp=kind.tp), 0, device, staging, recorder.axis)
+        self.tracker = MemoryTracker()
+        self.context = Context(
+            ResidualStream(self.mesh.tp, sharded=kind.sequence_parallel),
+            self.tracker,
+            kind.precision,
+            device,
+            selective=kind.recompute == "selective",
+            kernels=kernels_named(kind.kernels),
+            products=Products(in_place=kind.device_type == "cuda"),
+        )
+        self.stage = Stage(model, [kind.layer], self.context, kind.frozen)
+        for weight in [weight for unit in self.stage.units.values() for weight in unit]:
+            shape = weight.block.stored if padded else weight.block.shape
+            # not one NaN expanded, which CPU products are slow on
+            weight.data = torch.zeros(shape, dtype=self.context.dtype, device=device)
+            weight.owner = owner
+        self.compute = self.stage.layer(kind.layer).compute
+        ids = torch.zeros(kind.micro_batch_size, model.seq_length, dtype=torch.int64, device=device)
+        self.documents = Documents.whole(
+            kind.micro_batch_size, model.seq_length, device
+        )  # where they begin changes no bytes
+        tokens = MicroBatchInfo.of(
+            ids,
+            tuple(range(len(ids))),
+            self.context.stream,
+            training=True,
+            attention_documents=self.documents if kind.reset_attention_mask else None,
+            position_documents=self.documents if kind.reset_position_ids else None,
+        )
+        self.batch = DeviceBatch(ids, ids, ids.float(), tokens)
+
+    def take_sent(self) -> Counter[str]:
+        """Return axis -> bytes sent since the last call."""
+        found: Counter[str] = Counter()
+        for axis in self.mesh.axes:
+            found.update(axis.sent)
+            axis.sent.clear()
+        return found
+
+    def input(self) -> torch.Tensor:
+        rows = self.context.stream.num_tokens(self.batch.ids.numel())
+        x = torch.zeros(rows, self.kind.model.hidden_size, dtype=self.context.dtype, device=self.mesh.device)
+        return x.requires_grad_(self.kind.passes_gradient)
+
+    def constants(self) -> set[int]:
+        """The storages that are there whether or not the layer runs."""
+        found = [weight.data for unit in self.stage.units.values() for weight in unit]
+        found += [t for t in self.batch if isinstance(t, torch.Tensor)]
+        found += [self.documents.starts, self.documents.positions, self.documents.bounds]
+        return {_storage(t) for t in found}
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(StorageWeakRef(tensor.untyped_storage()).cdata)  # type: ignore[no-untyped-call]
+
+
+@functools.lru_cache(maxsize=1024)
+def _trace(kind: Kind, grad_dtype: str, add: bool, at_once: bool) -> LayerTrace:
+    """Run a layer of this kind forward, backward and, if asked for, forward again."""
+    with kind.stand_in() as device, torch.enable_grad():
+        gradients, recorder = _Gradients(grad_dtype, add, at_once), Recorder()
+        traced = Traced(kind, device, recorder, gradients)
+        tables = dict(traced.context.table_bytes)
+        saved: dict[int, torch.Tensor] = {}  # a tensor each, so that no storage is freed and its number used again
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            saved.setdefault(_storage(tensor), tensor.detach())
+            return tensor
+
+        x = traced.input()
+        with recorder:
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                y = traced.compute(x, traced.batch, True)
+            forward, sent_forward = recorder.take(), traced.take_sent()
+            logits = traced.tracker.now["logits"]
+            dy = torch.empty_like(y)
+            if y.requires_grad and kind.passes_gradient:
+                torch.autograd.grad(y, x, dy)
+            elif y.requires_grad:
+                torch.autograd.backward(y, dy)
+            backward, sent_backward = recorder.take(), traced.take_sent()
+            with torch.no_grad():
+                gradients.make()
+            put_off = recorder.take()
+            recompute: Events = ()
+            if kind.recompute == "full" and kind.use is Use.LAYER:
+                again = traced.input()
+                recorder.take()
+                traced.compute(again, traced.batch, False)
+                recompute = recorder.take()
+        saved_input = saved.pop(_storage(x), None)
+        constants = traced.constants()
+        kept = [t.untyped_storage().nbytes() for number, t in saved.items() if number not in constants]
+        sizes = LayerSizes(
+            forward=sent_forward,
+            recompute=traced.take_sent(),
+            backward=sent_backward,
+            logits=logits,
+            queued=kept_bytes(write for _, write in gradients.taken),
+            saved=tuple(sorted(kept)),
+            saved_input=0 if saved_input is None else saved_input.untyped_storage().nbytes(),
+            tables=tables,
+        )
+    return LayerTrace(sizes, LayerEvents(forward, recompute, backward, put_off))
+
+
+def model_flops(model: ModelConfig, samples: int) -> int:
+    """FLOPs of an iteration over `samples`: the products of a forward, times 3 for the backward; recompute not counted.
+
+    Attention counts as if it were not causal, and the lookup of tokens not at all (Narayanan 2021).
+    """
+    counts = Counter((kind.name, kind.use) for kind in declare(model).kinds.values())
+    traced = shallow(model)
+    return 3 * samples * sum(count * _flops(traced, *kind) for kind, count in counts.items())
+
+
+def shallow(model: ModelConfig) -> ModelConfig:
+    """Return the model one block deep, so that all depths share a trace; unchanged if its blocks are of many kinds."""
+    kinds = {kind.name for kind in declare(model).kinds.values() if kind.end is None}
+    return dataclasses.replace(model, num_layers=1) if len(kinds) == 1 else model
+
+
+@functools.lru_cache(maxsize=64)
+def _flops(model: ModelConfig, layer: str, use: Use) -> int:
+    """FLOPs of a layer's forward of one sample, on one rank, without padding."""
+    kind = Kind(model, "fp32", 1, "none", False, 1, "cpu", layer, use, False, ())
+    with kind.stand_in() as device, torch.no_grad():
+        recorder = Recorder()
+        traced = Traced(kind, device, recorder, padded=False)
+        with recorder:
+            traced.compute(traced.input(), traced.batch, True)
+    return sum(event.flops for event in recorder.take() if isinstance(event, Operator))

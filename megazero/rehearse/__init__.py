@@ -1,0 +1,1 @@
+"""Rehearsals: ranks of a world that does not exist run real steps on stand-in tensors."""

@@ -1,0 +1,206 @@
+"""`Checkpoints`: a run's checkpoints, saved (in the background too), pruned, and loaded from the newest sound one."""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from collections.abc import Callable, Collection
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from megazero import checkpoint
+from megazero.checkpoint import LocalShard
+from megazero.comm.mesh.collectives import MAX, MIN
+from megazero.config.schema import Config
+from megazero.data.corpora import Datasets
+from megazero.data.tokenizer import Tokenizer
+from megazero.observe.watchdog import Watchdog
+from megazero.run.resume import changed_options, check_data, find_checkpoint
+from megazero.run.run_state import Progress, RunState, attached_tokenizer
+from megazero.run.stopping import DeadRun
+from megazero.step.engine import Engine
+
+
+class Checkpoints:
+    """One rank's part in the checkpoints of a run; all ranks call each method together."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        datasets: Datasets,
+        tokenizer: Tokenizer | None,
+        watchdog: Watchdog,
+        say: Callable[[str], None],
+        given: Collection[str] | None = None,
+    ) -> None:
+        """Prepare to save into --save, if it is given.
+
+        Args:
+            config: resolved.
+            engine: what is saved and loaded.
+            datasets: the run's; a checkpoint keeps the fingerprints of its corpora.
+            tokenizer: the run's, which rank 0 puts into every checkpoint.
+            watchdog: it does not watch while a checkpoint is written: waits in a save have limits of their own.
+            say: prints a line, on rank 0.
+            given: names of the flags that were given, without dashes; None: all were.
+        """
+        self.config, self.engine, self.mesh = config, engine, engine.mesh
+        self.fingerprints, self.split_by_tokens = tuple(datasets.fingerprints()), datasets.split_by_tokens
+        self.watchdog, self.say, self.given = watchdog, say, given
+        self.saved_at: int | None = None  # iteration of the newest checkpoint in --save
+        self.run_id = uuid.uuid4().hex  # a resume in the same folder keeps the run's
+        minutes = config.parallel.distributed_timeout_minutes
+        self.saver = checkpoint.BackgroundSaver(minutes) if config.checkpoint.async_save else None
+        self.saving_since = 0.0
+        packed = tokenizer if self.mesh.rank == 0 and config.checkpoint.save else None
+        self.saved_tokenizer, self.attached = attached_tokenizer(packed)
+
+    def save(self, progress: Progress, last: bool = False) -> None:
+        """Save into --save, once per iteration; with --async-save in the background, unless it is the last save.
+
+        A save that fails is said, and training goes on to the next, unless it is the last or --on-save-error says stop.
+
+        Raises:
+            AgreedFailure: a rank could not write, and the save was the last or --on-save-error is stop.
+            DeadRun: weights are not finite: nothing is saved.
+        """
+        options, iteration = self.config.checkpoint, progress.iteration
+        if not options.save:
+            return
+        if not last and options.on_save_busy == "skip" and self._any_busy():
+            self.say(f"--on-save-busy skip: iteration {iteration} is not saved, for iteration {self.saved_at} still is")
+            return
+        self.finish_save(last and self.saved_at == iteration)
+        if self.saved_at == iteration:
+            return
+        self.saving_since = time.perf_counter()
+        self.engine.wait()
+        shards = self.engine.shards()
+        self._refuse_nonfinite(shards, iteration)
+        state = RunState(
+            **asdict(progress),
+            **self.engine.state_dict(),
+            model=asdict(self.config.model),
+            layout=asdict(self.mesh.layout),
+            config=asdict(self.config),
+            run=self.run_id,
+            sound=progress.skipped_in_a_row == 0,
+            fingerprints=self.fingerprints,
+            saved_tokenizer=self.saved_tokenizer,
+        ).to_json()
+        root, group = Path(options.save), self.mesh.host_group
+        self.saved_at = iteration
+        if self.saver is not None:
+            self.saver.start(root, iteration, shards, state, self.attached)
+            self.say(f"saving in the background; training stopped for {time.perf_counter() - self.saving_since:.1f} s")
+            if last:
+                self.finish_save(last)
+        else:
+            self._outcome(lambda: checkpoint.save(root, iteration, shards, state, group, self.attached), last)
+
+    def _any_busy(self) -> bool:
+        """Return true if any rank is still writing; agreed over the world."""
+        return bool(self.mesh.agree(int(self.saver is not None and self.saver.busy), MAX))
+
+    def finish_save(self, last: bool = False) -> None:
+        """Wait for a save in the background, if there is one."""
+        if self.saver is not None:
+            self._outcome(self.saver.finish, last)
+
+    def _outcome(self, save: Callable[[], Path | None], last: bool) -> None:
+        """Report how a save went, and delete old checkpoints."""
+        options = self.config.checkpoint
+        doing, self.watchdog.doing = self.watchdog.doing, ""  # waits in a save have limits of their own
+        try:
+            with self.mesh.world.peer_errors(f"saving iteration {self.saved_at}"):
+                path = save()
+        except checkpoint.AgreedFailure as error:  # no other error: the other ranks would not know of it
+            self.saved_at = None
+            if last or options.on_save_error == "stop":
+                raise
+            self.say(f"WARNING: {error}. Training goes on; the next save is tried as if this had not been")
+            return
+        finally:
+            self.watchdog.doing = doing
+        if path is not None:
+            self.say(f"saved {path} in {time.perf_counter() - self.saving_since:.1f} s")
+            if self.mesh.rank == 0:
+                self._prune()
+
+    def _prune(self) -> None:
+        options = self.config.checkpoint
+        try:
+            checkpoint.prune(Path(options.save), options.keep_last, options.keep_every, self.run_id)
+        except (OSError, checkpoint.Damaged) as error:  # the folder cannot be read now; the next save prunes it
+            self.say(f"WARNING: no old checkpoint in --save {options.save} is deleted: {error}")
+
+    def _refuse_nonfinite(self, shards: dict[str, LocalShard], iteration: int) -> None:
+        """Raise DeadRun if weights are not finite, so that the last checkpoint before them stays the newest."""
+        mesh, mine = self.mesh, next((n for n, s in shards.items() if n.startswith("model.") and not _finite(s)), None)
+        rank = mesh.agree(mesh.rank if mine is not None else mesh.world.size, MIN)
+        if rank < mesh.world.size:
+            where = f"{mine.removeprefix('model.')} is" if mine is not None else f"weights of rank {rank} are"
+            raise DeadRun(
+                f"iteration {iteration}: {where} not finite; nothing is saved, and the last checkpoint "
+                "is left as it is; lower --lr, or go on from an earlier checkpoint"
+            )
+
+    def resume(self, load: Path | None) -> tuple[Path | None, Progress]:
+        """Load checkpoint `load`, or, where it turns out to be damaged, the newest sound one before it.
+
+        Returns:
+            The folder that was loaded (None: none, start fresh), and the progress to go on from.
+
+        Raises:
+            ValueError: the checkpoint cannot be what this run goes on from.
+            Damaged: it is damaged, and --load-exact is given, or --load names it alone.
+        """
+        passed: dict[str, str] = {}
+        while load is not None:
+            try:
+                return load, self._load(load)
+            except checkpoint.Damaged as error:
+                if self.config.checkpoint.load_exact or load == Path(self.config.checkpoint.load):
+                    raise
+                passed[load.name] = str(error)
+                load = find_checkpoint(self.config, self.mesh.host_group, passed)
+        return None, Progress()
+
+    def _load(self, path: Path) -> Progress:
+        start = time.perf_counter()
+        state = RunState.read(path, self.mesh.host_group)
+        if self.config.checkpoint.finetune or self.config.evaluation.eval_only or state.weights_only:
+            self._load_weights(path)
+            self.say(f"loaded the weights of {path} in {time.perf_counter() - start:.1f} s")
+            return Progress(state.iteration, state.consumed_samples) if self.config.evaluation.eval_only else Progress()
+        check_data(path, state, self.config, self.fingerprints, self.split_by_tokens)
+        self.engine.wait()  # the initial weights, all-gathered late, must not overwrite what is loaded
+        shards = self.engine.shards()
+        self.mesh.in_flight.check("loading a checkpoint", writes=[shard.data for shard in shards.values()])
+        with self.mesh.world.peer_errors(f"loading {path}"):
+            checkpoint.load(path, shards, self.mesh.host_group)
+        self.engine.load_state_dict({"updates": state.updates, "loss_scale": state.loss_scale})
+        for difference in changed_options(state.config, self.config, self.given):
+            self.say(difference)
+        if path.parent.resolve() == Path(self.config.checkpoint.save or ".").resolve():
+            self.saved_at = state.iteration
+            self.run_id = state.run
+        self.say(f"loaded {path} in {time.perf_counter() - start:.1f} s")
+        return Progress(state.iteration, state.consumed_samples, state.skipped_in_a_row)
+
+    def _load_weights(self, path: Path) -> None:
+        """Start from another run's last weights, with everything else as at the beginning of this one."""
+        self.engine.wait()
+        shards = {name: shard for name, shard in self.engine.shards().items() if name.startswith("model.")}
+        self.mesh.in_flight.check("loading a checkpoint", writes=[shard.data for shard in shards.values()])
+        checkpoint.load(path, shards, self.mesh.host_group, partial=True)
+        self.engine.load_state_dict({"updates": 0, "loss_scale": None})
+
+
+def _finite(shard: LocalShard) -> bool:
+    """Return true if all of a shard is finite, without a temporary of its size."""
+    return not shard.data.numel() or all(math.isfinite(float(x)) for x in torch.aminmax(shard.data))

@@ -1,0 +1,97 @@
+"""Copies of a weight or a moment that should be equal bit for bit: are they?
+
+Copies lie on data-parallel ranks (ZeRO stage 0, --zero-shard-size, and the weights in the compute dtype), on
+tensor-parallel ranks (norms and biases), and on both ends of the pipeline (a tied table).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from megazero.comm.launch.errors import ranks_text
+from megazero.comm.mesh.collectives import MAX, Axis
+from megazero.run.stopping import DeadRun
+from megazero.step.engine import Engine
+
+PIECE = 1 << 22  # elements that are hashed at once: bounds the scratch, 8 bytes per element
+MOST_NAMED = 4
+_MULTIPLIER, _OFFSET = 0x9E3779B97F4A7C15 - (1 << 64), 0x632BE59BD9B4E019
+
+
+def checksum(x: torch.Tensor) -> torch.Tensor:
+    """A hash of the bits of `x` [n] and their order: an int64 scalar on its device."""
+    words = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[x.element_size()]
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for start in range(0, x.numel(), PIECE):
+        mixed = (x[start : start + PIECE].view(words).long() + _OFFSET) * _MULTIPLIER
+        mixed ^= mixed >> 32  # one to one, as is the product: different words stay different
+        place = torch.arange(start, start + len(mixed), device=x.device) * 2 + 1  # odd: a changed word changes the sum
+        total += (mixed * place).sum()
+    return total
+
+
+def copies(engine: Engine) -> Iterator[tuple[Axis, str, torch.Tensor]]:
+    """Yield (axis along which all ranks hold the same, name, tensor [n]), in the same order on the ranks of an axis."""
+    mesh = engine.mesh
+    for unit in engine.zero.units.values():
+        for part in unit.flat.owned_parts():
+            axes = [unit.flat.replica]
+            axes += [unit.flat.shard] * (not unit.flat.policy.optimizer)
+            axes += [mesh.tp] * ("tp" not in part.spec.axes)
+            axes += [mesh.embedding] * (unit.name == engine.layers.tied)
+            for state, data in unit.optimizer.state(part).items():
+                kind = "the master weights" if state == "master" else state
+                yield from ((axis, f"{kind} of {part.spec.name}", data) for axis in axes)
+        if unit.flat.policy.syncs and unit.weights.unsharded is not None:
+            for member in unit.flat.members:
+                window = unit.weights.unsharded[member.window.slice()]
+                yield mesh.dp, f"the weights of {member.spec.name}", window
+
+
+def check_replicas(engine: Engine, iteration: int) -> None:
+    """Compare all copies. All ranks call this, between steps.
+
+    Raises:
+        DeadRun: on every rank; where copies differ, naming the tensor and the ranks.
+    """
+    engine.wait()
+    mesh = engine.mesh
+    found: dict[str, list[tuple[str, torch.Tensor]]] = defaultdict(list)
+    axes: dict[str, Axis] = {}
+    for axis, name, data in copies(engine):
+        if axis.peers:
+            axes[axis.name] = axis
+            found[axis.name].append((name, checksum(data)))
+    faults: list[str] = []
+    for axis_name, named in found.items():
+        axis = axes[axis_name]
+        table = torch.zeros(axis.size, len(named), dtype=torch.int64, device=mesh.device)
+        table[axis.rank] = torch.stack([value for _, value in named])
+        faults += differences(
+            axis.all_reduce_(table, kind="control").cpu(), [n for n, _ in named], axis.ranks, axis.hosts
+        )
+    if mesh.agree(len(faults), MAX):
+        rest = f"; and {len(faults) - MOST_NAMED} more" if len(faults) > MOST_NAMED else ""
+        fault = "; ".join(faults[:MOST_NAMED]) + rest if faults else "those of other ranks, which say which"
+        raise DeadRun(
+            f"iteration {iteration}: copies that must be equal differ (--check-replicas-interval): {fault}. A device "
+            "or a link computes wrongly: look at the hosts named, and go on from a checkpoint of a good check"
+        )
+
+
+def differences(table: torch.Tensor, names: Sequence[str], ranks: Sequence[int], hosts: Sequence[str]) -> list[str]:
+    """A sentence for each name whose column of `table` [ranks, names] is not one value."""
+    faults = []
+    for at in (table != table[0]).any(0).nonzero().flatten().tolist():
+        ranks_with: dict[int, list[int]] = {}
+        for rank, value in zip(ranks, table[:, at].tolist(), strict=True):
+            ranks_with.setdefault(value, []).append(rank)
+        groups = sorted(ranks_with.values(), key=len, reverse=True)
+        faults.append(
+            f"{names[at]}: {', '.join(ranks_text(group, hosts) for group in groups[1:])} not as "
+            f"{ranks_text(groups[0], hosts)}"
+        )
+    return faults

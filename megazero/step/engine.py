@@ -1,0 +1,380 @@
+"""One rank's training engine: model, ZeRO, recompute and pipeline put together; a training step; an evaluation."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from megazero.activations.store import KeptInputs
+from megazero.checkpoint import LocalShard
+from megazero.comm.mesh.collectives import MIN
+from megazero.comm.mesh.mesh import Mesh
+from megazero.config.batch_sizes import micro_batches
+from megazero.config.schema import Config
+from megazero.memory.tracker import MemoryTracker
+from megazero.model.kernels.fused_ops import PLAIN, compiled
+from megazero.model.kernels.matmul import Products, writes_wide
+from megazero.model.kernels.table import kernels_named
+from megazero.model.layers.context import DTYPES, Context, DeviceBatch, ResidualStream
+from megazero.model.stage import Stage, declare
+from megazero.optim.step import StepParams
+from megazero.plan.program.program import Program, program
+from megazero.plan.program.rank_spec import rank_spec
+from megazero.plan.schedule.schedules import EVALUATION
+from megazero.step.bad_step import Inspector, first_bad_result
+from megazero.step.batch import Batch, Uploaded, sum_by_corpus, upload_step
+from megazero.step.graphs import ActivationSpec, BlockGraphs
+from megazero.step.interpreter import Compute, Interpreter
+from megazero.step.memory_report import is_out_of_memory, memory_report
+from megazero.step.optimization import LossScale, clip_factor, learning_rate
+from megazero.zero.flat_unit import ZeroOptions
+from megazero.zero.zero import Zero
+
+
+class LossScaleExhausted(Exception):
+    """fp16 gradients overflow, and the loss scale cannot be lowered. No update was made."""
+
+
+class StepResult(NamedTuple):
+    """Result of one iteration, the same on all ranks except for the bytes."""
+
+    loss: float  # nats per target, before the update
+    grad_norm: float
+    lr: float
+    loss_scale: float  # that the gradients were made with
+    skipped: bool  # no update: the gradients are not finite
+    skip_reason: str | None  # if skipped: the tensor that is not finite and its rank, or that no target counts
+    gradient_bytes: int  # accumulated, just before the update
+    loss_by_corpus: tuple[float | None, ...] = ()  # None: no target of the corpus counted; empty: not told apart
+
+
+class Engine:
+    """One rank's part of the model, and how it learns."""
+
+    def __init__(self, config: Config, mesh: Mesh, num_corpora: int = 1) -> None:
+        """Build the model with its initial weights on this rank's device; `config` is resolved.
+
+        --matmul-backend auto is torch here: see `choose_matmul_backend`.
+
+        Args:
+            num_corpora: that the batches are of, as far as losses tell them apart.
+        """
+        self.num_corpora = num_corpora
+        self.config, self.mesh, self.tracker = config, mesh, MemoryTracker()
+        self.updates = 0  # made so far: for Adam's bias correction
+        self.scale = LossScale.of(config.training)
+        self.layers = declare(config.model, mesh.layout.tp)
+        self.spec = rank_spec(config, mesh.layout, mesh.pp.rank, declare)
+        self.programs: dict[tuple[str, int], Program] = {}
+        stream = ResidualStream(mesh.tp, sharded=config.parallel.sequence_parallel)
+        fused_ops = compiled(mesh.device) if config.training.compile else PLAIN
+        context = Context(
+            stream,
+            self.tracker,
+            config.training.precision,
+            mesh.device,
+            config.training.seed,
+            config.activations.recompute == "selective",
+            fused_ops,
+            Products(
+                onednn=config.training.matmul_backend == "onednn",
+                in_place=writes_wide(mesh.device, DTYPES[config.training.precision]),
+            ),
+            kernels_named(config.training.kernels_on(mesh.device.type)),
+        )
+        model = config.model
+        self.model = Stage(model, list(self.spec.layers), context, config.training.freeze_parameters)
+        self.zero = Zero(self._zero_options(), self.model.units, self.spec)
+        step = self.program(config.schedule, config.micro_batches(mesh.layout.dp))
+        self.zero.reserve(step.arena_numel)
+        tokens = stream.num_tokens(config.training.micro_batch_size * model.seq_length)
+        activation = ActivationSpec((tokens, model.hidden_size), context.dtype, mesh.device)
+        computes = {name: self.model.layer(name).compute for name in self.spec.layers}
+        graphs = None
+        if config.captures_blocks:
+            graphs = BlockGraphs(self.spec, computes, activation, self.zero, self.tracker)
+        self.interpreter = Interpreter(
+            {name: (layer, computes[name]) for name, layer in self.spec.layers.items()},
+            self.zero,
+            self._kept_inputs(activation),
+            mesh.pp,
+            self.spec.route,
+            activation,
+            self.tracker,
+            self.layers.tied,
+            graphs,
+        )
+
+    def _zero_options(self) -> ZeroOptions:
+        config, mesh = self.config, self.mesh
+        return ZeroOptions(
+            mesh,
+            self.tracker,
+            DTYPES[config.training.precision],
+            DTYPES[config.training.grad_dtype],
+            config.zero.reduce_bucket_size,
+            config.zero.overlap_comm,
+            config.activations.contiguous_checkpointing,
+            config.micro_batches(mesh.layout.dp),
+            config.parallel.sequence_parallel,
+            config.trains,
+            config.optimizer.rule,
+            config.zero.poison_buffers,
+        )
+
+    def _kept_inputs(self, activation: ActivationSpec) -> KeptInputs | None:
+        activations = self.config.activations
+        if activations.recompute != "full":
+            return None
+        return KeptInputs(
+            math.prod(activation.shape),
+            activation.dtype,
+            activation.device,
+            self.tracker,
+            tp=self.mesh.tp if activations.partition_activations else None,
+            on_host=activations.checkpoint_in_cpu,
+            contiguous=activations.contiguous_checkpointing,
+        )
+
+    def program(self, schedule: str, micro_batches: int) -> Program:
+        """Return this rank's program, made once per schedule and number of micro-batches.
+
+        All gather weights into the arena of the configured step, so that an evaluation takes no more memory.
+        """
+        config, key = self.config, (schedule, micro_batches)
+        if key not in self.programs:
+            step = config.schedule, config.micro_batches(self.mesh.layout.dp)
+            limit = None if key == step else self.program(*step).arena_numel
+            self.programs[key] = program(self.spec, *key, limit)
+        return self.programs[key]
+
+    # -- reports
+
+    @contextlib.contextmanager
+    def _reporting_memory(self, step: Program) -> Iterator[None]:
+        """Around a program: an exception that says that memory ran out is noted with a memory report."""
+        try:
+            yield
+        except Exception as error:
+            if is_out_of_memory(error):
+                error.add_note(memory_report(self.config, self.mesh, self.tracker, step, self.interpreter.current))
+            raise
+
+    # -- a step
+
+    def train_step(self, iteration: int, batches: Sequence[Batch], samples: int = 0) -> StepResult:
+        """Run one iteration, counted from 1, over this rank's micro-batches.
+
+        Args:
+            samples: of the global batch, without padding; 0: no rank has any.
+
+        Note [one wait]: this process runs ahead of a GPU, but for one place: between gradients and update it reads the
+        number of targets, the loss and the norm, all at once. Then it knows whether the step is skipped and why, before
+        any weight has changed, and the GPU has an update to do while the next step's first layers are issued.
+        """
+        optimizer, interpreter = self.config.optimizer, self.interpreter
+        scale = self.scale.value if self.scale else 1.0
+        # Note [the divisor in fp16]: divided by the targets of a global batch of millions, the first gradients of fp16
+        # are below its range. So they are divided by the targets of a mean micro-batch, and their sum by `parts`: the
+        # number of micro-batches, the same in every layout, since those of padding do not count.
+        parts = self._parts(batches, samples) if self.scale else 1
+        self.begin()
+        step = self.program(self.config.parallel.pipeline_schedule, len(batches))
+        uploaded = self._upload(batches, training=True)
+        counted = self._count_targets(uploaded.targets)
+        # not `scale * parts / ..`, which torch makes of the reciprocal
+        seed_gradient = torch.full_like(counted[0], scale * parts).div_(counted.sum().clamp(min=1))
+        losses = self._run(step, uploaded, seed_gradient)
+        targets_by_corpus, sums, [square_sum] = self._read(
+            counted, self._global_losses(losses, uploaded), interpreter.square_sum[None]
+        )
+        targets = sum(targets_by_corpus)
+        norm = math.sqrt(square_sum) / (scale * parts)
+        gradient_bytes = self.tracker.now["gradients"]
+        lr, skip_reason = learning_rate(optimizer, iteration), None
+        skipped = targets == 0 or not math.isfinite(norm)
+        if skipped:
+            skip_reason = self._first_nonfinite() if targets else "no target counts in this batch"
+            self.zero.discard_gradients()
+        else:
+            with self._reporting_memory(step):
+                divisor = scale * parts / clip_factor(norm, optimizer.clip_grad)
+                interpreter.update(step, self._step_params(lr, divisor))
+            self.updates += 1
+        mean = sum(sums) / targets if targets else math.nan
+        if skipped and targets and (self.scale is None or not math.isfinite(mean)):  # else an overflow, which fp16 has
+            skip_reason = f"{self._first_bad_result(step, batches, uploaded, seed_gradient)}; {skip_reason}"
+        if self.scale and skipped and targets and self.scale.exhausted:
+            raise LossScaleExhausted(
+                f"iteration {iteration}: gradients overflow at the smallest loss scale (--min-loss-scale {scale:g}), "
+                f"first: {skip_reason}; the loss is {mean:g}. Lower --lr, or train in bf16"
+            )
+        self.scale = self.scale and self.scale.after(skipped and targets > 0)
+        means = tuple(loss / n if n else None for loss, n in zip(sums, targets_by_corpus, strict=True))
+        by_corpus = means if self.num_corpora > 1 else ()
+        return StepResult(mean, norm, lr, scale, skipped, skip_reason, gradient_bytes, by_corpus)
+
+    def _parts(self, batches: Sequence[Batch], samples: int) -> int:
+        """Count the micro-batches of all replicas that are not padding."""
+        each = len(batches[0].samples)
+        return micro_batches(samples or len(batches) * each * self.mesh.dp.size, each, 1)
+
+    def _step_params(self, lr: float, divisor: float) -> StepParams:
+        number = torch.full((), self.updates + 1.0, dtype=torch.float32, device=self.zero.options.state_device)
+        by = None if divisor == 1.0 else torch.full_like(number, divisor, dtype=self.zero.options.master_dtype)
+        return StepParams(self.config.optimizer, lr, number, by)
+
+    def begin(self) -> None:
+        """Reset per-iteration peaks and discard state left by a failed step."""
+        self.interpreter.reset()
+        self.tracker.begin_iteration()
+        if self.mesh.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.mesh.device)
+
+    def _first_nonfinite(self) -> str:
+        """Name the model's first parameter whose gradient is not finite, and the lowest rank that sees it.
+
+        Agreed over the world.
+        """
+        mesh, mine = self.mesh, self.zero.first_nonfinite()
+        names = [spec.name for spec in self.layers.params()]
+        at = names.index(mine) if mine is not None else len(names)
+        at, rank = divmod(mesh.agree(at * mesh.world.size + mesh.rank, MIN), mesh.world.size)
+        return f"the gradient of {names[at]} is not finite on rank {rank}" if at < len(names) else "a sum of gradients"
+
+    def _first_bad_result(
+        self, step: Program, batches: Sequence[Batch], uploaded: Uploaded, seed_gradient: torch.Tensor
+    ) -> str:
+        """Compute the step's gradients again, and name the first result that is not finite. All ranks call this."""
+        inspector, observe = Inspector(self.interpreter, self.layers), self.interpreter.observe
+        self.interpreter.observe = inspector
+        try:
+            self._run(step, uploaded, seed_gradient)
+        finally:
+            self.interpreter.observe = observe
+            self.zero.discard_gradients()
+        found = first_bad_result(self.mesh, inspector, [batch.samples for batch in batches])
+        return found or "every layer's result was finite when the step was computed again"
+
+    def evaluate(self, batches: Sequence[Batch]) -> tuple[float, int]:
+        """Return (sum of the cross-entropies, number of targets) of a global batch, on all ranks."""
+        sums, targets = self.evaluate_by_corpus(batches)
+        return sum(sums), sum(targets)
+
+    @torch.no_grad()
+    def evaluate_by_corpus(self, batches: Sequence[Batch]) -> tuple[list[float], list[int]]:
+        """Return the sums of the cross-entropies and the numbers of targets, per corpus of a global batch."""
+        uploaded = self._upload(batches, training=False)
+        losses = self._run(self.program(EVALUATION, len(batches)), uploaded)
+        sums, targets = self._read(self._global_losses(losses, uploaded), self._count_targets(uploaded.targets))
+        return sums, [int(count) for count in targets]
+
+    @torch.no_grad()
+    def next_tokens(
+        self, batch: Batch, places: Sequence[int], draw: Callable[[torch.Tensor], torch.Tensor]
+    ) -> list[int]:
+        """Draw the token behind a place in each sample of a micro-batch; on all ranks of the pipeline.
+
+        Args:
+            places: [b], in the sample.
+            draw: logits [b, v] -> tokens [b] in fp64. Tensor-parallel ranks must draw alike.
+        """
+        uploaded, length = self._upload([batch], training=False), batch.ids.shape[1]
+        rows = torch.tensor([row * length + place for row, place in enumerate(places)], device=self.mesh.device)
+
+        def head(x: torch.Tensor | None, micro_batch: DeviceBatch, output: bool) -> torch.Tensor:
+            assert x is not None and self.model.head is not None
+            return draw(self.model.head.whole_logits(self.model.stream.start_unshard(x).wait()[rows]))
+
+        found = self._run(self.program(EVALUATION, 1), uploaded, head=head)
+        none = torch.zeros(len(places), dtype=torch.float64, device=self.mesh.device)
+        return [int(token) for token in self.mesh.read(self.mesh.control_sum(found.get(0, none), self.mesh.pp))]
+
+    def _upload(self, batches: Sequence[Batch], training: bool) -> Uploaded:
+        data, device = self.config.data, self.mesh.device
+        return upload_step(batches, self.model.stream, data, device, training=training, num_corpora=self.num_corpora)
+
+    def _read(self, *tensors: torch.Tensor) -> list[list[float]]:
+        """Return the values of tensors [n], all at once: see Note [one wait]."""
+        values = iter(self.mesh.read(torch.cat(tensors)))
+        return [list(itertools.islice(values, len(x))) for x in tensors]
+
+    def _run(
+        self,
+        step: Program,
+        uploaded: Uploaded,
+        seed_gradient: torch.Tensor | None = None,
+        head: Compute | None = None,
+    ) -> dict[int, torch.Tensor]:
+        with self._reporting_memory(step):
+            return self.interpreter.run(step, uploaded.micro_batches, seed_gradient, head)
+
+    def wait(self) -> None:
+        """Wait for all outstanding collectives; call before shutdown."""
+        self.interpreter.wait_all()
+
+    def _count_targets(self, own: torch.Tensor) -> torch.Tensor:
+        """Sum the ranks' unmasked targets per corpus, [num_corpora]: of all, the divisor of loss and gradients."""
+        return self.mesh.control_sum(own, self.mesh.dp)
+
+    def _global_losses(self, losses: Mapping[int, torch.Tensor], uploaded: Uploaded) -> torch.Tensor:
+        """Sum losses per corpus over data-parallel ranks, and from the last stage to all: [num_corpora].
+
+        Args:
+            losses: micro-batch -> its samples' [b]; empty on all stages but the last.
+        """
+        sums = torch.zeros(self.num_corpora, dtype=torch.float64, device=self.mesh.device)
+        if losses:
+            each = torch.cat([losses[i] for i in range(len(uploaded.micro_batches))])
+            sums = sum_by_corpus(each, uploaded.corpora, self.num_corpora)
+        return self.mesh.control_sum(sums, self.mesh.dp, self.mesh.pp)
+
+    # -- state
+
+    def shards(self) -> dict[str, LocalShard]:
+        """Return what this rank owns, under global names. The master weights are the model.
+
+        The tensors are the engine's own: a checkpoint reads them, or fills them before `load_state_dict`.
+        """
+        found = {}
+        for part, states in self.zero.owned_states():
+            for state, data in states.items():
+                prefix = "model" if state == "master" else state
+                found[f"{prefix}.{part.spec.name}"] = LocalShard(
+                    part.spec.shape, part.block.offset, part.block.shape, part.start, part.stop, data
+                )
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds besides `shards`, the same on all ranks."""
+        return {"updates": self.updates, "loss_scale": asdict(self.scale) if self.scale else None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint whose tensors have been read into `shards`. All ranks call this."""
+        self.wait()
+        self.zero.sync_params()
+        self.updates = state["updates"]
+        if self.scale and state["loss_scale"]:
+            known = state["loss_scale"]
+            self.scale = replace(self.scale, **{key: known[key] for key in ("value", "left", "good")})
+
+    def memory_bytes(self, result: StepResult) -> dict[str, int]:
+        """This rank's memory in the iteration that gave `result`, by kind, as docs/metrics.md defines them."""
+        now, peak = self.tracker.now, self.tracker.peak
+        on_gpu = self.mesh.device.type == "cuda"
+        return {
+            "parameters": now["parameters"],
+            "optimizer": now["optimizer"],
+            "gradients": result.gradient_bytes,
+            "activation_checkpoints": peak["activation_checkpoints"],
+            "buffers": peak["buffers"],
+            "logits": peak["logits"],
+            "peak": torch.cuda.max_memory_allocated(self.mesh.device) if on_gpu else self.tracker.total_peak,
+            "host": peak["host"],
+        }

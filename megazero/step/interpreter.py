@@ -1,0 +1,364 @@
+"""The interpreter: carries out a program, one short method per operation.
+
+Between its Forward (or Recompute) and its Backward, a layer of a micro-batch is an autograd graph of its own: its input
+is a leaf, and its output is held by autograd's edge alone, so that the output's data is free. Autograd decides nothing
+about the order of events; the program has it written down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from megazero.activations.store import KeptInputs
+from megazero.comm.mesh.collectives import Axis, Pending
+from megazero.memory.tracker import Allocation, MemoryTracker
+from megazero.model.layers.context import kept_bytes
+from megazero.model.layers.weight import GradWriter, Weight
+from megazero.optim.step import StepParams
+from megazero.plan.layout.layers import Use
+from megazero.plan.layout.topology import Route
+from megazero.plan.program.operations import (
+    Backward,
+    BackwardWeights,
+    Drop,
+    Fetch,
+    Forward,
+    Gather,
+    Keep,
+    Norm,
+    Op,
+    Open,
+    Ops,
+    Rebuild,
+    Recompute,
+    Recv,
+    Reduce,
+    ReduceReplicas,
+    Release,
+    Send,
+    Start,
+    SumReplicated,
+    SumTied,
+    Sync,
+    Transfer,
+    Update,
+    Wait,
+    name_of,
+)
+from megazero.plan.program.program import Program
+from megazero.plan.program.rank_spec import Layer
+from megazero.step.graphs import ActivationSpec, BlockGraphs
+from megazero.zero.zero import Zero
+
+Observer = Callable[[Op], contextlib.AbstractContextManager[object]]
+
+
+class Compute(Protocol):
+    """A layer as the interpreter calls it.
+
+    `output` False: only the graph is needed; the output is never read, and may be wrong.
+    """
+
+    def __call__(self, x: torch.Tensor | None, micro_batch: Any, output: bool) -> torch.Tensor: ...
+
+
+class Graph(NamedTuple):
+    """A layer of a micro-batch, between its Forward and its Backward."""
+
+    x: torch.Tensor | None  # the leaf, where a gradient passes through
+    y: GradientEdge
+
+
+class Queued(NamedTuple):
+    """Weight gradients of a layer and a micro-batch that wait, with the tensors that they are made of."""
+
+    writes: list[tuple[Weight, GradWriter]]
+    allocation: Allocation
+
+
+class Interpreter:
+    """The registers of one rank, and what each operation does with them.
+
+    Attributes:
+        x, dx: micro-batch -> what the next operation on it reads.
+        graphs: (layer, micro-batch) -> what its Backward needs.
+        captured: layer -> what replays it, instead of a graph of autograd.
+        losses: micro-batch -> the loss of each of its samples, [b] fp64; on the last stage only.
+        queued: (layer, micro-batch) -> weight gradients that wait for BackwardWeights, and the bytes that they keep.
+        pending: asynchronous operations in flight.
+        current: the operation being carried out, for reports of hangs and errors. None between steps.
+        since: when it began, by time.monotonic.
+        square_sum: of all gradients, a scalar in fp64 on the device: set by Norm.
+        observe: wraps every operation, if set: profilers, traces and tests.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[str, tuple[Layer, Compute]],
+        zero: Zero,
+        kept: KeptInputs | None,
+        pp: Axis,
+        route: Callable[[Transfer], Route],
+        activation: ActivationSpec,
+        tracker: MemoryTracker,
+        tied: str | None,
+        graphs: BlockGraphs | None = None,
+    ) -> None:
+        self.block_graphs, self.captured = graphs, {} if graphs is None else graphs.blocks
+        self.layers, self.zero, self.units, self._kept = layers, zero, zero.units, kept
+        self.pp, self.route, self.activation, self.tracker, self.tied = pp, route, activation, tracker, tied
+        self.pending: dict[Op, Pending] = {}
+        self.gathered: set[str] = set()
+        self.current: Op | None = None
+        self.since = 0.0
+        self.observe: Observer | None = None
+        self.square_sum: torch.Tensor | None = None
+        self._step_params: StepParams | None = None
+        self.reset()
+        self._start: dict[type, Callable[[Any], Pending]] = {
+            Gather: self._gather,
+            Sync: lambda op: self.units[op.unit].weights.start_sync(),
+            Reduce: lambda op: self.zero.start_reduce(op.unit),
+            ReduceReplicas: lambda op: self.units[op.unit].gradients.start_reduce_replicas(),
+            SumReplicated: lambda op: self.units[op.unit].gradients.start_sum_replicated(),
+            SumTied: lambda op: self.units[op.unit].gradients.start_sum_tied(),
+            Fetch: lambda op: self.kept.start_fetch(op.key),
+            Update: self._update,
+            Recv: self._recv,
+            Send: self._send,
+        }
+        self._do: dict[type, Callable[[Any], None]] = {
+            Forward: self._forward,
+            Recompute: lambda op: self._compute(op.layer, self.kept.take(op.key), op.micro_batch, output=False),
+            Backward: self._backward,
+            BackwardWeights: self._backward_weights,
+            Keep: lambda op: self.kept.keep(op.key, self.x[op.micro_batch], op.slot),
+            Rebuild: lambda op: self.kept.rebuild(op.key),
+            Drop: lambda op: self.kept.drop(op.key, op.slot),
+            Release: self._release,
+            Open: lambda op: self.units[op.unit].gradients.open(),
+            Norm: self._norm,
+            Start: self._begin,
+            Wait: self._wait,
+            **dict.fromkeys(self._start, self._at_once),
+        }
+
+    @property
+    def has_kept(self) -> bool:
+        """True if inputs are kept for recompute."""
+        return self._kept is not None
+
+    @property
+    def kept(self) -> KeptInputs:
+        assert self._kept is not None, "the program recomputes, but nothing is kept"
+        return self._kept
+
+    def reset(self) -> None:
+        """Forget every micro-batch: at the start of a step, whatever became of the one before."""
+        for op in [op for op in self.pending if not isinstance(op, Sync)]:
+            self.pending.pop(op).wait()
+        for name in list(self.gathered):
+            self.units[name].weights.release()
+        self.gathered.clear()
+        self.current = None
+        self.x: dict[int, torch.Tensor] = {}
+        self.dx: dict[int, torch.Tensor] = {}
+        self.graphs: dict[tuple[str, int], Graph] = {}
+        self.losses: dict[int, torch.Tensor] = {}
+        self.queued: dict[tuple[str, int], Queued] = {}
+        if self.block_graphs is not None:
+            self.block_graphs.reset()
+        self.zero.discard_gradients()
+
+    def run(
+        self,
+        program: Program,
+        micro_batches: Sequence[Any],
+        seed_gradient: torch.Tensor | None,
+        head: Compute | None = None,
+    ) -> dict[int, torch.Tensor]:
+        """Carry out the first part of a program: all but the update.
+
+        Args:
+            seed_gradient: d objective / d loss, of every sample: a scalar in fp64. None: an evaluation.
+            head: computes, in an evaluation, another [b] in fp64 instead of the losses; None: the model's head.
+
+        Returns:
+            Micro-batch -> the loss of each of its samples, [b] in fp64; empty on all stages but the last.
+        """
+        self.reset()
+        self.zero.reserve(program.arena_numel)
+        if self._kept is not None:
+            self._kept.begin(program.num_slots)
+        self.micro_batches, self.seed_gradient, self.head = micro_batches, seed_gradient, head
+        with torch.no_grad():
+            if self.block_graphs is not None and program.trains and self.block_graphs.lacks(program):
+                self.wait_all()
+                self.block_graphs.capture(program, micro_batches[0])
+            self.execute(program.gradients)
+        losses, self.losses = self.losses, {}
+        return losses
+
+    def update(self, program: Program, params: StepParams) -> None:
+        """Carry out the second part of a program."""
+        self._step_params = params
+        with torch.no_grad():
+            self.execute(program.update)
+
+    def execute(self, ops: Ops) -> None:
+        """Carry out operations in order; an exception is noted with the operation that raised it."""
+        do, observe, now = self._do, self.observe, time.monotonic
+        try:
+            for op in ops:
+                self.current, self.since = op, now()
+                if observe is None:
+                    do[type(op)](op)
+                else:
+                    with observe(op):
+                        do[type(op)](op)
+        except Exception as error:
+            error.add_note(f"in operation {name_of(self.current)!r} of the step" if self.current else "in a step")
+            raise
+        self.current = None
+
+    # -- asynchronous operations
+
+    def _begin(self, op: Start) -> None:
+        assert op.op not in self.pending, f"{name_of(op)}: in flight already"
+        self.pending[op.op] = self._start[type(op.op)](op.op)
+
+    def _wait(self, op: Wait) -> None:
+        pending = self.pending.pop(op.op, None)
+        if pending is not None:
+            pending.wait()
+        else:  # an evaluation, or the first step, may have waited for it, or nothing was updated yet
+            assert isinstance(op.op, Sync), f"{name_of(op)}: was never started"
+
+    def _at_once(self, op: Op) -> None:
+        self._start[type(op)](op).wait()
+
+    def wait_all(self) -> None:
+        """Wait for every operation in flight: before ranks part, and before weights are replaced."""
+        while self.pending:
+            self.pending.popitem()[1].wait()
+
+    # -- layers
+
+    def _forward(self, op: Forward) -> None:
+        i = op.micro_batch
+        x = self.x.pop(i, None)  # no register holds it while the layer computes: a Keep or the graph does
+        if op.graph and op.layer in self.captured:
+            self.x[i] = self.captured[op.layer].forward(i, x)
+            return
+        if op.graph:
+            y = self._compute(op.layer, x, i)
+        else:
+            layer, compute = self.layers[op.layer]
+            if layer.use is Use.HEAD and self.head is not None:
+                compute = self.head
+            y = compute(x, self.micro_batches[i], True)
+        if y.dim() == 1:
+            self.losses[i] = y.detach()
+        else:
+            self.x[i] = y.detach()
+
+    def _compute(self, name: str, x: torch.Tensor | None, i: int, output: bool = True) -> torch.Tensor:
+        """Compute a layer with a graph."""
+        layer, compute = self.layers[name]
+        with torch.enable_grad():
+            if x is not None:
+                x = x.detach().requires_grad_(layer.passes_gradient)
+            y = compute(x, self.micro_batches[i], output)
+        self.graphs[name, i] = Graph(x if layer.passes_gradient else None, get_gradient_edge(y))
+        return y
+
+    def _backward(self, op: Backward) -> None:
+        if op.layer in self.captured:
+            dx = self.captured[op.layer].backward(op.micro_batch, self.dx.pop(op.micro_batch))
+            if dx is not None:
+                self.dx[op.micro_batch] = dx
+            return
+        x, y = self.graphs.pop(op.key)
+        dy = self.dx.pop(op.micro_batch, None)
+        if dy is None:
+            dy = self.seed_gradient.expand_as(self.losses[op.micro_batch]).contiguous()
+        if not op.weights:
+            self.zero.queue = []
+        # Only nodes on paths from y to x run, and those of every parameter are: their Functions hand gradients over.
+        if x is None:
+            torch.autograd.backward(y, dy)
+        else:
+            (self.dx[op.micro_batch],) = torch.autograd.grad(y, x, dy)
+        if self.zero.queue is not None:
+            num_bytes = kept_bytes(write for _, write in self.zero.queue)
+            self.queued[op.key] = Queued(self.zero.queue, self.tracker.allocate("buffers", num_bytes))
+        self.zero.queue = None
+
+    def _backward_weights(self, op: BackwardWeights) -> None:
+        queued = self.queued.pop(op.key)
+        for weight, write in queued.writes:
+            self.zero.accumulate_grad(weight, write)
+        queued.allocation.end()
+
+    # -- weights
+
+    def _gather(self, op: Gather) -> Pending:
+        unit = self.units[op.unit]
+        self.gathered.add(op.unit)
+        gather = unit.weights.start_all_gather(self.zero.arena.data, op.offset)
+
+        def received() -> None:
+            gather.wait()
+            unit.weights.gathered()
+
+        return Pending(then=received)
+
+    def _release(self, op: Release) -> None:
+        self.gathered.discard(op.unit)
+        self.units[op.unit].weights.release()
+
+    # -- between stages
+
+    def _tag(self, op: Recv | Send) -> int:
+        return (op.to * len(self.micro_batches) + op.micro_batch) * 2 + (op.what == "dx")
+
+    def _recv(self, op: Recv) -> Pending:
+        shape, dtype, device = self.activation
+        x = torch.empty(shape, dtype=dtype, device=device)
+        allocation = self.tracker.allocate("buffers", x.nbytes)
+        step, lane = self.route(op)
+        receive = self.pp.start_recv(x, -step, lane, self._tag(op))
+
+        def received() -> None:
+            receive.wait()
+            allocation.end()
+            (self.x if op.what == "x" else self.dx)[op.micro_batch] = x
+
+        return Pending(then=received)
+
+    def _send(self, op: Send) -> Pending:
+        x = (self.x if op.what == "x" else self.dx).pop(op.micro_batch).contiguous()
+        allocation = self.tracker.allocate("buffers", x.nbytes)
+        send = self.pp.start_send(x, *self.route(op), self._tag(op))
+
+        def sent() -> None:
+            send.wait()
+            allocation.end()
+
+        return Pending(then=sent)
+
+    # -- the end of a step
+
+    def _norm(self, op: Norm) -> None:
+        self.square_sum = self.zero.gradient_square_sum(self.tied)
+
+    def _update(self, op: Update) -> Pending:
+        assert self._step_params is not None
+        unit = self.units[op.unit]
+        return unit.optimizer.start_step(self._step_params, unit.gradients.take())
