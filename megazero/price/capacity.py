@@ -98,9 +98,7 @@ def estimated(config: Config, layout: Layout, rank: int, device_type: str) -> Ne
     config = replace(config, training=replace(training, global_batch_size=samples))
     memory = estimate(config, layout, rank, needs_staging_buffer=device_type == "cpu").memory
     at_rest = {kind: memory[kind] for kind in ("parameters", "optimizer")}
-    activations = 0
-    if not (training.freeze_parameters or config.captures_blocks):  # graphs' are in the estimate's buffers
-        activations = stage_activations(config, layout, rank, device_type)
+    activations = 0 if training.freeze_parameters else stage_activations(config, layout, rank, device_type)
     # Held together with the activations: the logits, but under full recompute, which starts when they are gone.
     logits = 0 if config.activations.recompute == "full" else memory["logits"]
     others = memory["peak"] - sum(at_rest.values())
