@@ -24,7 +24,7 @@ from megazero.files import explain
 from megazero.memory.host import has_accelerator, host_memory
 from megazero.optional import missing_package
 from megazero.plan.resolve import resolve
-from megazero.price.quick import check_at_once
+from megazero.price.early import check_at_once
 from megazero.train.stopping import Clock, DeadRun, Signals, Stop
 
 HANG_PATIENCE_SECONDS = 10.0  # in which the watchdogs of the other ranks see the hang too

@@ -3,7 +3,7 @@
 
 For each tensor-parallel size the modes live side by side on the same ranks and take a step in turn, forwards and
 backwards; a ratio is to the turn of "none" in the same round. Bytes are of one block and micro-batch, by
-`price.saved_activations` and as counted (storages alive after the forward); on a CPU the two are asserted to be
+`price.trace` and as counted (storages alive after the forward); on a CPU the two are asserted to be
 equal, and kept inputs on the host to be what the tracker has there. Korthikanti: what Megatron would keep, by his
 formula. On GPUs in bf16, one a rank; there also the price of copies to the host shows.
 
@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.measure import interval, kept_by_a_block, korthikanti
+from benchmarks.measure import block_saves, interval, kept_by_a_block, korthikanti
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
 from megazero.data.loader import MicroBatch
@@ -38,7 +38,6 @@ from megazero.model.stage import declare
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
 from megazero.price.estimate import estimate
-from megazero.price.saved_activations import block_saves
 from megazero.train.engine import Engine
 
 

@@ -29,7 +29,7 @@ from megazero.data.loader import MicroBatch
 from megazero.model.stage import declare
 from megazero.plan.resolve import resolve
 from megazero.price.devices import known_devices, load_device
-from megazero.price.stage_bytes import stage_bytes
+from megazero.price.estimate import stage_bytes
 from megazero.price.trace import model_flops
 from megazero.train.engine import Engine
 from megazero.train.matmul_backend import choose_matmul_backend
@@ -86,7 +86,7 @@ class Own:
         return result.loss
 
     def predicted_peak(self, device: torch.device) -> int:
-        """Bytes at the peak by `price.stage_bytes`, what autograd keeps included."""
+        """Bytes at the peak by `price.estimate.stage_bytes`, what autograd keeps included."""
         return stage_bytes(self.config, self.layout, 0, device.type).peak
 
 

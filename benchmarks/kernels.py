@@ -23,6 +23,7 @@ from megazero.model.context import DTYPES
 from megazero.model.dropout import Dropout, Rows
 from megazero.model.fused_ops import PLAIN, Activation
 from megazero.model.kernels.table import EAGER, TRITON, Kernels
+from megazero.model.rotary import Rotary
 from megazero.price.devices import find_card
 
 
@@ -56,23 +57,43 @@ class Pass(NamedTuple):
     run: Callable[[Kernels], object]
 
 
+def randn(o: Options, device: torch.device, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float32, device=device).to(DTYPES[o.precision])
+
+
+def of_tokens(o: Options, device: torch.device) -> list[Pass]:
+    """Passes that depend on the tokens' positions or numbers."""
+    dim = min(o.hidden // 2, 128)
+    heads = tuple(randn(o, device, 1, o.tokens, n, dim) for n in (o.hidden // dim, 2, 2))
+    turned = tuple(torch.empty_like(part) for part in heads)
+    tables = Rotary(dim, 1e4).tables(o.tokens, DTYPES[o.precision], device)
+    places = torch.arange(o.tokens, device=device) % o.vocabulary
+    places[::20] = 1  # a twentieth of a text is one token
+    table, mine = torch.zeros(o.vocabulary, o.hidden, device=device), places >= 0
+    values = randn(o, device, o.tokens, o.hidden)
+    moved = 2 * sum(part.nbytes for part in heads)
+    return [
+        Pass("rotary positions", moved, lambda k: k.rotary(heads, turned, tables, None, False)),
+        Pass("rotary positions, backward", moved, lambda k: k.rotary(heads, turned, tables, None, True)),
+        Pass(
+            "token table's gradient",
+            values.nbytes + 8 * values.numel(),
+            lambda k: k.add_rows(table, places, mine, values),
+        ),
+    ]
+
+
 def passes(o: Options, device: torch.device) -> list[Pass]:
-    dtype = DTYPES[o.precision]
-    w = torch.empty((), dtype=dtype).element_size()
-
-    def randn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, dtype=torch.float32, device=device).to(dtype)
-
-    x, dy, residual = (randn(o.tokens, o.hidden) for _ in range(3))
-    weight, bias = randn(o.hidden), randn(o.hidden)
+    x, dy, residual = (randn(o, device, o.tokens, o.hidden) for _ in range(3))
+    weight, bias = (randn(o, device, o.hidden) for _ in range(2))
     rows = tuple(Rows(i, 0, o.tokens // 4) for i in range(4))
     width = -(-o.vocabulary // 64) * 64
-    logits = randn(o.tokens, width)
+    logits = randn(o, device, o.tokens, width)
     labels = torch.arange(o.tokens, device=device) % o.vocabulary
-    inner, dinner = randn(o.tokens, 2 * o.ffn), randn(o.tokens, o.ffn)
+    inner, dinner = randn(o, device, o.tokens, 2 * o.ffn), randn(o, device, o.tokens, o.ffn)
     _, mean, rstd = torch.native_layer_norm(x, (o.hidden,), weight, bias, 1e-5)
     numbers = torch.full((o.tokens,), 10.0, device=device)
-    each, result = o.tokens * o.hidden * w, o.tokens * o.ffn * w
+    each, result = x.nbytes, dinner.nbytes
 
     def dropout(kernels: Kernels) -> Dropout:
         return Dropout(0.1, 1234, 0, "benchmark", kernels.dropout)
@@ -80,13 +101,19 @@ def passes(o: Options, device: torch.device) -> list[Pass]:
     def swiglu(kernels: Kernels) -> Activation:
         return kernels.swiglu or PLAIN.swiglu
 
+    def gelu_grad(kernels: Kernels) -> torch.Tensor:
+        """Return the gradient of the bias before GELU, which is made of GELU's."""
+        dx, summed = (kernels.gelu or PLAIN.gelu).grad(dgelu, into_gelu)
+        return dx.sum(0, dtype=torch.float32) if summed is None else summed
+
+    into_gelu, dgelu = (randn(o, device, o.tokens, 4 * o.hidden) for _ in range(2))
     return [
         Pass("dropout + residual", 3 * each, lambda k: dropout(k).times(x, rows, dy)),
         Pass("dropout, backward", 2 * each, lambda k: dropout(k).times(dy, rows)),
-        Pass("loss: sums", o.tokens * width * w, lambda k: k.loss.sums(logits, labels, o.vocabulary)),
+        Pass("loss: sums", logits.nbytes, lambda k: k.loss.sums(logits, labels, o.vocabulary)),
         Pass(
             "loss: gradient",
-            2 * o.tokens * width * w,
+            2 * logits.nbytes,
             lambda k: k.loss.grad_(logits, labels, o.vocabulary, numbers, numbers),
         ),
         Pass("RMSNorm", 2 * each, lambda k: k.rms_norm(x, weight, 1e-5)),
@@ -100,6 +127,8 @@ def passes(o: Options, device: torch.device) -> list[Pass]:
         ),
         Pass("SwiGLU", 3 * result, lambda k: swiglu(k).forward(inner)),
         Pass("SwiGLU, backward", 5 * result, lambda k: swiglu(k).grad(dinner, inner)),  # in place: other numbers later
+        Pass("GELU, backward + bias", 12 * each, gelu_grad),  # in place too
+        *of_tokens(o, device),
     ]
 
 

@@ -13,7 +13,9 @@ from megazero.memory.allocated import Allocated
 from megazero.model.context import DeviceBatch, MicroBatchInfo
 from megazero.plan.layers import Use
 from megazero.plan.operations import Forward, Keep
+from megazero.plan.sizes import kept_bytes
 from megazero.plan.topology import Layout
+from megazero.price.trace import trace_block
 from megazero.train.engine import Engine
 
 
@@ -53,6 +55,15 @@ def kept_by_a_block(engine: Engine) -> list[int]:
         sizes = allocated.sizes(but=but)
         sizes += [run.kept.slots.slot_bytes for op in ops if isinstance(op, Keep) and op.slot is not None]
     return sorted(sizes)
+
+
+def block_saves(config: Config, layout: Layout, device_type: str) -> list[int]:
+    """Predict the same from a trace, on the device alone: kept inputs may be on the host."""
+    activations = config.activations
+    if activations.recompute == "full":
+        return [] if activations.checkpoint_in_cpu else [kept_bytes(config, layout)]
+    traced = trace_block(config, layout, device_type)
+    return sorted([traced.saved_input, *traced.saved])
 
 
 def korthikanti(config: Config, layout: Layout) -> float:

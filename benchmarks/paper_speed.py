@@ -27,7 +27,7 @@ from megazero.plan.layers import num_parameters
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
 from megazero.price.devices import Device, load_device
-from megazero.price.stage_bytes import stage_bytes
+from megazero.price.estimate import stage_bytes
 from megazero.price.step_time import Parts, StepPrograms, step_parts
 
 # The paper says neither sequence length nor vocabulary of its evaluation: our assumption.

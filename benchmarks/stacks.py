@@ -32,6 +32,7 @@ from megazero.comm.mesh import Mesh
 from megazero.config.schema import Config, ModelConfig
 from megazero.model.context import DeviceBatch, MicroBatchInfo
 from megazero.model.stage import declare
+from megazero.optim.step import StepParams
 from megazero.plan.layers import Use
 from megazero.plan.operations import Norm, Open, Update
 from megazero.plan.program import Program, program
@@ -39,7 +40,6 @@ from megazero.plan.rank_spec import RankSpec
 from megazero.plan.resolve import resolve
 from megazero.train.engine import Engine
 from megazero.train.matmul_backend import choose_matmul_backend
-from megazero.zero.adamw import StepParams
 
 NOT_BLOCKS = ("*_embedding.weight", "head.*")
 LR = 1e-6  # so small that hundreds of steps from one fixed gradient do not move the numbers to where they are slow

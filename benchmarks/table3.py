@@ -25,8 +25,7 @@ from megazero.config.cli import parse
 from megazero.model.stage import declare
 from megazero.plan.layers import num_parameters
 from megazero.plan.resolve import resolve
-from megazero.price.estimate import estimate
-from megazero.price.saved_activations import stage_activations
+from megazero.price.estimate import estimate, stage_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 RANKS, ITERATIONS = 4, 3  # tensor parallelism of 2, data parallelism of 2
@@ -94,7 +93,7 @@ def large(console: Console) -> None:
             shape += ["--reduce-bucket-size", 40_000_000]
             config, layout = resolve(parse(["--preset", f"c{number}", *map(str, shape)]), 400, 0, declare)
             memory = estimate(config, layout, needs_staging_buffer=False).memory
-            block = stage_activations(config, layout, 0, "cuda")
+            block = stage_bytes(config, layout, 0, "cuda").activations
             states = sum(memory[kind] for kind in ("parameters", "optimizer", "gradients"))
             parts = [memory[kind] for kind in ("activation_checkpoints", "logits")]
             cells = [states, *parts, block, memory["peak"] + block, memory["host"]]

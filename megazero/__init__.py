@@ -3,10 +3,11 @@
 | folder | what lives there |
 |---|---|
 | `config` | the dataclass tree, flags and presets, validation of flags |
-| `memory` | the memory tracker, buffer pools, fragmentation |
+| `memory` | the memory tracker, buffer pools, copies to the host, fragmentation |
 | `plan` | pure, without torch: topology, schedules, flat buffers, ZeRO policy, regions of tensors |
 | `comm` | launch and stop, `Axis` with all collectives, `Mesh` |
 | `model` | layers, initial values, dropout, matrix products |
+| `optim` | updates of optimizers |
 | `zero` | sharded parameters, gradients and optimizer states |
 | `activations` | inputs kept for recompute |
 | `price` | predicted memory and traffic |

@@ -18,7 +18,7 @@ from megazero.config.cli import PRESETS, preset_args
 from megazero.model.stage import declare
 from megazero.plan.layers import num_parameters
 from megazero.price.devices import load_device
-from megazero.price.saved_activations import stage_activations
+from megazero.price.estimate import stage_bytes
 
 GPUS, MP, LIMIT = 400, 16, 32e9
 # Terms of a system of 2020 that ours has not, or has smaller.
@@ -138,7 +138,7 @@ def our_terms_to_the_papers(number: int) -> dict[str, Callable[[int], float]]:
     """Return the bytes that a system of 2020 holds besides ours, by name, as functions of the number of layers."""
     run = FIGURE_6[number]
     config, layout = resolved(asked(number, run.layers, run.hidden, run.heads))
-    ours = stage_activations(config, layout, 0, "cuda")
+    ours = stage_bytes(config, layout, 0, "cuda").activations
     libraries = load_device("v100-32gb").reserved_bytes(layout)
     *_, block, logits, buckets = paper_terms(number, run.layers)
     nd = GPUS // MP

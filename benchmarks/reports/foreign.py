@@ -1,4 +1,4 @@
-"""Make the tables of docs/megatron.md: the flags of other systems, and what becomes of public example scripts.
+"""Generate the lists of docs/megatron.md: the flags of other systems, and how many of public scripts are accepted.
 
 python -m benchmarks.reports.foreign
 """
@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from benchmarks.reports.blocks import markdown, write_blocks
 from megazero.config.cli import flags, options, parse
-from megazero.config.foreign.table import ANY, DEEPSPEED, HUGGING_FACE, MEGATRON
-from megazero.config.foreign.translate import ENTRIES, Answer, Translated, refusals, split_items, translate
+from megazero.config.foreign.table import FLAGS, Foreign, read_table
+from megazero.config.foreign.translate import Answer, Translated, split_items, translate
 from megazero.config.schema import CheckpointConfig, DataConfig, LogConfig
 from megazero.model.stage import declare
 from megazero.plan.resolve import resolve
@@ -70,37 +70,28 @@ def script_table() -> str:
     rows = []
     for script in read_scripts():
         same, found = answers(script)
-        done = [a for a in found if not a.refusal]
-        counts = same, sum(bool(a.words) for a in done), sum(not a.words for a in done), len(found) - len(done)
-        reasons = "\n".join(filter(None, (refusals(found), complaint(script))))
-        rows.append((f"[{script.name}]({script.source})", *counts, _cell(reasons)))
-    return markdown(("script", "accepted as is", "translated", "nothing to do", "refused", "reasons"), rows)
+        done = [answer for answer in found if not answer.refusal]
+        translations = sum(bool(answer.words) for answer in done)
+        counts = same, translations, len(done) - translations, len(found) - len(done)
+        rows.append((f"[{script.name}]({script.source})", *counts))
+    return markdown(("script", "accepted as is", "translated", "nothing to do", "refused"), rows)
 
 
-def flag_table(system: str) -> str:
-    """Format the entries of a system, those with one answer in one row. A flag that is ours by now is left out."""
-    rows: dict[tuple[str, str], list[str]] = {}
-    for entry in ENTRIES:
-        if entry.system == system and entry.name not in flags():
-            rows.setdefault((entry.kind, entry.here), []).append(f"`{entry.spelled}`")
-    cells = ((", ".join(names), kind, _cell(here)) for (kind, here), names in rows.items())
-    return markdown(("flag", "what becomes of it", "here"), list(cells))
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", "<br>")
+def flag_list(entries: list[Foreign]) -> str:
+    """Format entries, those with one answer in one line. A flag that is ours by now is left out."""
+    lines: dict[str, list[str]] = {}
+    for entry in entries:
+        if entry.name not in flags():
+            lines.setdefault(entry.here, []).append(f"`{entry.spelled}`")
+    return "\n".join(f"- {', '.join(names)}: {here}" for here, names in lines.items())
 
 
 def blocks() -> Iterator[tuple[str, str]]:
     """Yield the names of the page's blocks, and their texts."""
     yield "scripts", script_table()
-    for name, system in (
-        ("megatron", MEGATRON),
-        ("deepspeed", DEEPSPEED),
-        ("hugging face", HUGGING_FACE),
-        ("any", ANY),
-    ):
-        yield name, flag_table(system)
+    entries = [entry for table in FLAGS for entry in read_table(table)]
+    for kind in ("translated", "nothing to do", "refused"):
+        yield kind, flag_list([entry for entry in entries if entry.kind == kind])
 
 
 if __name__ == "__main__":

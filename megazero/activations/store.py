@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megazero.activations.offload import Copies, Fetch, HostCopy, StreamCopies
 from megazero.comm.collectives import Axis, Pending
+from megazero.memory.copies import Copies, Fetch, HostCopy, StreamCopies
 from megazero.memory.pool import BufferPool
 from megazero.memory.tracker import Allocation, MemoryTracker
 from megazero.plan.flat_layout import partition_numel

@@ -17,8 +17,6 @@ from megazero.model.stage import declare
 from megazero.plan.owned import rank_parts
 from megazero.plan.topology import Layout
 
-STATES = ("model", "exp_avg", "exp_avg_sq")  # of every parameter, in the order of `Engine.shards`
-
 
 class PlannedSave(NamedTuple):
     """The plan of one rank's part of a save, and of the whole."""
@@ -33,11 +31,12 @@ class PlannedSave(NamedTuple):
 
 def pretended_shards(config: Config, layout: Layout, rank: int, dtype: torch.dtype) -> dict[str, LocalShard]:
     """Return the shards that a rank saves, on stand-in tensors. `config` is resolved."""
+    states = ("model", *(state.name for state in config.optimizer.rule.states))  # in the order of `Engine.shards`
     found = {}
     for part in rank_parts(config, layout, rank, declare):
         data = torch.empty(part.stop - part.start, device="meta", dtype=dtype)
         shard = LocalShard(part.spec.shape, part.block.offset, part.block.shape, part.start, part.stop, data)
-        found |= {f"{state}.{part.spec.name}": shard for state in STATES}
+        found |= {f"{state}.{part.spec.name}": shard for state in states}
     return found
 
 

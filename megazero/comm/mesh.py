@@ -14,10 +14,8 @@ from megazero.comm.collectives import Axis
 from megazero.comm.errors import peer_errors
 from megazero.comm.groups import GroupMaker
 from megazero.comm.in_flight import InFlight
-from megazero.plan.topology import AXES, SUB_AXES, Coord, Layout
+from megazero.plan.topology import AXES, SUB_AXES, TRAFFIC, Coord, Layout
 
-# axis -> the kind of traffic that its collectives are counted as, where that is not its name
-TRAFFIC = {"shard": "dp", "replica": "dp", "embedding": "pp", "world": "control", "host": "control"}
 URGENT = ("tp", "shard")  # computation waits for these axes within a layer
 
 
@@ -103,6 +101,10 @@ class Mesh:
         """All axes, in the same order on every rank."""
         found = self.pp, self.dp, self.shard, self.replica, self.tp, self.embedding, self.world
         return found if self.host is self.world else (*found, self.host)
+
+    def axis(self, name: str) -> Axis:
+        """Return the axis of this name."""
+        return next(axis for axis in self.axes if axis.name == name)
 
     @property
     def host_group(self) -> dist.ProcessGroup | None:

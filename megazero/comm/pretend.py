@@ -9,8 +9,8 @@ import torch
 
 from megazero.comm.collectives import Axis
 from megazero.comm.in_flight import InFlight
-from megazero.comm.mesh import TRAFFIC, Mesh
-from megazero.plan.topology import AXES, SUB_AXES, Layout
+from megazero.comm.mesh import Mesh
+from megazero.plan.topology import AXES, SUB_AXES, TRAFFIC, Layout
 
 
 class _Done:
@@ -65,12 +65,18 @@ class PretendMesh(Mesh):
         }
 
 
-def pretend_mesh(layout: Layout, rank: int, device: torch.device, needs_staging_buffer: bool) -> PretendMesh:
-    """Make the mesh of one rank of `layout`, without any other."""
-    axes: dict[str, Axis] = {"embedding": PretendAxis("embedding", [rank], rank, needs_staging_buffer)}
+def pretend_mesh(
+    layout: Layout,
+    rank: int,
+    device: torch.device,
+    needs_staging_buffer: bool,
+    make: Callable[[str, list[int], int, bool], PretendAxis] = PretendAxis,
+) -> PretendMesh:
+    """Make the mesh of one rank of `layout`, without any other; `make` makes its axes."""
+    axes: dict[str, Axis] = {"embedding": make("embedding", [rank], rank, needs_staging_buffer)}
     for name in (*AXES, *SUB_AXES):
         for ranks in layout.groups(name):
             if rank in ranks:
-                axes[name] = PretendAxis(name, ranks, rank, needs_staging_buffer)
-    axes["world"] = PretendAxis("world", list(range(layout.world_size)), rank, needs_staging_buffer)
+                axes[name] = make(name, ranks, rank, needs_staging_buffer)
+    axes["world"] = make("world", list(range(layout.world_size)), rank, needs_staging_buffer)
     return PretendMesh(layout, rank, device, host=axes["world"], in_flight=InFlight(checks=False), **axes)

@@ -18,10 +18,12 @@ from megazero.config.limits import (
     Range,
     Ranks,
 )
+from megazero.config.optimizers import BYTES, OPTIMIZERS, UpdateRule
 from megazero.plan.schedules import SCHEDULES
 
+__all__ = ["BYTES"]
+
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}  # of a number, by --precision or --grad-dtype
 
 if TYPE_CHECKING:
     ScheduleName = str
@@ -72,6 +74,11 @@ class ModelConfig:
     @property
     def ffn_size(self) -> int:
         return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def head_dim(self) -> int:
+        """Width of an attention head."""
+        return self.hidden_size // self.num_attention_heads
 
     @property
     def query_groups(self) -> int:
@@ -178,6 +185,10 @@ class OptimizerConfig:
     """Added to the root of the second moment."""
     clip_grad: Annotated[float, Range(0, 1e9, "no gradient norm is as large; 0 turns clipping off")] = 1.0
     """Clip gradients to this global L2 norm. 0: never."""
+
+    @property
+    def rule(self) -> UpdateRule:
+        return OPTIMIZERS["adamw"]
 
 
 @dataclass(frozen=True)

@@ -56,9 +56,9 @@ def _check_architecture(model: ModelConfig) -> None:
         raise ValueError(
             f"--num-query-groups {groups} does not divide --num-attention-heads {heads}; use one of {sizes}"
         )
-    if "rotary-base" in known and model.hidden_size // heads % 2:
+    if "rotary-base" in known and model.head_dim % 2:
         raise ValueError(
-            f"--hidden-size {model.hidden_size} / --num-attention-heads {heads} = {model.hidden_size // heads}: rotary "
+            f"--hidden-size {model.hidden_size} / --num-attention-heads {heads} = {model.head_dim}: rotary "
             "positions need heads of an even size; change one of them"
         )
 

@@ -38,16 +38,15 @@ class Form:
 
 def _qkv_columns(x: torch.Tensor, model: ModelConfig) -> Tensors:
     """[n, 3, d, ...] -> [..., 3 n d], queries of all heads first."""
-    rows = x.transpose(0, 1).reshape(3 * model.hidden_size, *x.shape[3:])
+    rows = x.transpose(0, 1).reshape(-1, *x.shape[3:])
     return (rows.t() if rows.dim() == 2 else rows,)
 
 
 def _qkv_heads(columns: Tensors, model: ModelConfig) -> torch.Tensor:
     """[..., 3 n d] -> [n, 3, d, ...]"""
     (x,) = columns
-    n = model.num_attention_heads
     rows = x.t() if x.dim() == 2 else x
-    return rows.reshape(3, n, model.hidden_size // n, *rows.shape[1:]).transpose(0, 1)
+    return rows.reshape(3, model.num_attention_heads, model.head_dim, *rows.shape[1:]).transpose(0, 1)
 
 
 SAME = Form(lambda x, _: (x,), lambda xs, _: xs[0])

@@ -1,4 +1,6 @@
-"""Memory: the tracker that counts it by kind, pools of equal buffers, fragmentation of an allocator.
+"""Memory: the tracker that counts it by kind, pools of equal buffers, copies to host memory, fragmentation.
 
 Imports nothing else of megazero. Begin with `tracker`.
 """
+
+COPY_DEPTH = 2  # device buffers each way between a GPU and host memory: one in use, one in flight

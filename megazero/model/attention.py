@@ -236,14 +236,20 @@ def attention_backend(device_type: str, precision: str, dropout: bool, documents
 
 
 class _Attention(nn.Module):
-    """Causal self-attention; heads are sharded over tp."""
+    """Causal self-attention; heads are sharded over tp.
+
+    Attributes:
+        head_dim: d, the model's unless another is given.
+        score_flops: FLOPs per token of scores and of sums over values, of all heads.
+    """
 
     columns: tuple[ColumnLinear, ...]
     proj: RowLinear
 
-    def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
+    def __init__(self, model: ModelConfig, number: int, context: Context, head_dim: int | None = None) -> None:
         super().__init__()
-        self.context, self.number = context, number
+        self.context, self.number, self.head_dim = context, number, head_dim or model.head_dim
+        self.score_flops = 4 * model.seq_length * model.num_attention_heads * self.head_dim
         self.num_heads = model.num_attention_heads // context.tp.size
         self.first_head = context.tp.rank * self.num_heads
         dropout = context.dropout(model.attention_dropout, number, "scores")
@@ -252,7 +258,7 @@ class _Attention(nn.Module):
     def forward(self, x: torch.Tensor, norm: Norm, dropout: Dropout, tokens: MicroBatchInfo) -> torch.Tensor:
         """x [T', h] -> x + dropout(attention(norm(x))) [T', h]"""
         *heads, x = normed_columns(x, norm, self.columns, self.split(tokens))
-        y = self.attend(heads, tokens)  # [T, h/tp]
+        y = self.attend(heads, tokens)  # [T, n/tp * d]
         return rows_onto(x, (y,), (self.proj,), (None,), dropout, Call(tokens.dropout_rows, output=True))
 
     def split(self, tokens: MicroBatchInfo) -> Split | None:
@@ -264,7 +270,7 @@ class _Attention(nn.Module):
         raise NotImplementedError
 
     def attend(self, heads: list[torch.Tensor], tokens: MicroBatchInfo) -> torch.Tensor:
-        """Queries, keys and values -> [T, h/tp]"""
+        """Queries, keys and values -> [T, n/tp * d]"""
         if tokens.cache is not None:
             return tokens.cache.attend(self.number, *self.new_heads(heads, tokens), tokens.rows)
         documents = tokens.attention_documents
@@ -282,11 +288,11 @@ class _Attention(nn.Module):
 class Attention(_Attention):
     """One weight has queries, keys and values of every head; with biases. Positions are learned elsewhere."""
 
-    def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
-        super().__init__(model, number, context)
-        h, n = model.hidden_size, model.num_attention_heads
-        self.qkv = ColumnLinear(context, h, n, 3, h // n, std=model.init_method_std, bias=True)
-        self.proj = RowLinear(context, h, h, std=model.residual_std, bias=True)
+    def __init__(self, model: ModelConfig, number: int, context: Context, head_dim: int | None = None) -> None:
+        super().__init__(model, number, context, head_dim)
+        h, n, d = model.hidden_size, model.num_attention_heads, self.head_dim
+        self.qkv = ColumnLinear(context, h, n, 3, d, std=model.init_method_std, bias=True)
+        self.proj = RowLinear(context, n * d, h, std=model.residual_std, bias=True)
         self.columns = (self.qkv,)
 
     def split(self, tokens: MicroBatchInfo) -> Split | None:
@@ -304,17 +310,17 @@ class GroupedAttention(_Attention):
     fewer groups than ranks, it is replicated, and each rank computes with the group of its queries.
     """
 
-    def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
-        super().__init__(model, number, context)
+    def __init__(self, model: ModelConfig, number: int, context: Context, head_dim: int | None = None) -> None:
+        super().__init__(model, number, context, head_dim)
         h, n, g, tp = model.hidden_size, model.num_attention_heads, model.query_groups, context.tp.size
-        d, std, bias = h // n, model.init_method_std, model.add_qkv_bias
+        d, std, bias = self.head_dim, model.init_method_std, model.add_qkv_bias
         rotary = Rotary(d, model.rotary_base, model.rope_scaling_factor)
         self.tables = context.rotary_tables(rotary, model.seq_length)
         group = self.first_head * g // n
         rows = slice(group, group + 1) if g < tp else None
         self.query = ColumnLinear(context, h, n, d, std=std, bias=bias)
         self.kv = ColumnLinear(context, h, g, 2, d, std=std, bias=bias, tp_dim=None if g < tp else 0, rows=rows)
-        self.proj = RowLinear(context, h, h, std=model.residual_std, bias=False)
+        self.proj = RowLinear(context, n * d, h, std=model.residual_std, bias=False)
         self.columns = (self.query, self.kv)
 
     def split(self, tokens: MicroBatchInfo) -> Split | None:

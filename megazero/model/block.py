@@ -5,14 +5,15 @@ A layer is a `Layer` that
 - declares its weights in its constructor, by `Context.weight`, where it uses them. A weight's global name is its path;
 - computes x [T', h] -> [T', h]: weights are read as `weight.data` inside autograd Functions, which hand gradients to
   `weight.accumulate_grad`; collectives go through the context's axes, dropout through `Context.dropout`;
-- says nothing else. Its bytes, collectives and FLOPs are found by running it (`price.trace`).
+- says nothing else, but that a part with products of activations with each other has `score_flops`, their FLOPs per
+  token. Its bytes, collectives and FLOPs are found by running it (`price.trace`).
 
 The residual stream is [T', h]: this rank's T' of the micro-batch's T = b s tokens (see `model.context.ResidualStream`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from megazero.plan.layers import End, Use
 
 
 class Layer(nn.Module):
-    """A layer, and what plans need to know of it. As it is here, it is a block.
+    """A layer, and its declarations for plans. The defaults are those of a block.
 
     Attributes:
         use: of its weights.
@@ -47,11 +48,15 @@ class Layer(nn.Module):
 
 
 class Architecture(NamedTuple):
-    """The layers that a model of this architecture is made of, besides the token table."""
+    """The layers that a model of this architecture is made of, besides the token table.
+
+    Blocks of equal `kind` are declared, traced and priced once.
+    """
 
     block: Callable[[ModelConfig, int, Context], Layer]  # called as block(x, tokens, output); the number: its place
     norm: Callable[[ModelConfig, Context], nn.Module]  # before the output matrix
     positions: Callable[[ModelConfig, Context], Layer] | None  # a layer behind the token table, or none
+    kind: Callable[[ModelConfig, int], Hashable] = lambda model, number: None  # equal: they differ in number alone
 
 
 class PreNormBlock(Layer):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -67,13 +67,17 @@ class ResidualStream:
         scratch = part.new_empty(self.tp.scratch_numel(out.numel()) if self.tp.needs_staging_buffer else 0)
         return AsyncTensor(out, self.tp.start_reduce_scatter(part.view(-1), out.view(-1), False, scratch))
 
-    def tokens(self, total: int) -> range:
-        """Return the range of a micro-batch's T tokens that this rank holds."""
+    def tokens(self, total: int) -> tuple[range, ...]:
+        """Return the ranges of a micro-batch's T tokens that this rank holds, in the order of its rows."""
         if not self.sharded:
-            return range(total)
+            return (range(total),)
         assert total % self.tp.size == 0, (total, self.tp.size)
         each = total // self.tp.size
-        return range(self.tp.rank * each, (self.tp.rank + 1) * each)
+        return (range(self.tp.rank * each, (self.tp.rank + 1) * each),)
+
+    def num_tokens(self, total: int) -> int:
+        """Return T', the number of those tokens."""
+        return sum(map(len, self.tokens(total)))
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,11 @@ class Context:
             made = rotary.tables(length, self.dtype, self.device)
             self._tables[key] = made, self.tracker.allocate("buffers", made.cos.nbytes + made.sin.nbytes)
         return self._tables[key][0]
+
+    @property
+    def table_bytes(self) -> dict[Hashable, int]:
+        """Bytes of each table that was asked for; layers that ask for the same share one."""
+        return {key: allocation.num_bytes for key, (_, allocation) in self._tables.items()}
 
     def weight(
         self,
@@ -178,16 +187,17 @@ class MicroBatchInfo(NamedTuple):
     ) -> MicroBatchInfo:
         """ids [b, s]"""
         assert len(samples) == len(ids), (samples, ids.shape)
-        held, length, rows = stream.tokens(ids.numel()), ids.shape[1], []
-        at = held.start
-        while at < held.stop:
-            sample, first = divmod(at, length)
-            stop = min(held.stop, at - first + length)
-            rows.append(Rows(samples[sample], first, stop - at))
-            at = stop
+        ranges, length, rows = stream.tokens(ids.numel()), ids.shape[1], []
+        for held in ranges:
+            at = held.start
+            while at < held.stop:
+                sample, first = divmod(at, length)
+                stop = min(held.stop, at - first + length)
+                rows.append(Rows(samples[sample], first, stop - at))
+                at = stop
         runs = tuple(range(row.first, row.first + row.count) for row in rows)
         if position_documents is not None:
-            runs = position_documents.runs(held)
+            runs = tuple(run for held in ranges for run in position_documents.runs(held))
         return cls(length, samples, training, tuple(rows), runs, None, attention_documents, position_documents)
 
     def positions(self, device: torch.device) -> torch.Tensor:

@@ -1,6 +1,8 @@
-"""LayerNorm and RMSNorm, over h, replicated over tp."""
+"""LayerNorm and RMSNorm over the last dim, h unless another width is given; their weights are replicated over tp."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 import torch.nn as nn
@@ -17,10 +19,10 @@ class Norm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [.., h] -> [.., h], by itself."""
-        return _Norm.apply(x, self, handle_of(self))
+        return _Norm.apply(x.flatten(0, -2), self, handle_of(self)).view(x.shape)
 
     def normalise(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """x [.., h] -> y [.., h], and the numbers per token that `input_grad` needs besides x."""
+        """x [T, h] -> y [T, h], and the numbers per token that `input_grad` needs besides x."""
         raise NotImplementedError
 
     def input_grad(
@@ -48,10 +50,14 @@ class _Norm(torch.autograd.Function):
 class LayerNorm(Norm):
     """(x - mean) / sqrt(variance + eps) * weight + bias"""
 
-    def __init__(self, model: ModelConfig, context: Context) -> None:
+    def __init__(
+        self, model: ModelConfig, context: Context, width: int | None = None, summed: Iterable[str] = ()
+    ) -> None:
+        """`summed`: axes over which ranks norm parts of one token, such as its heads; see `Context.weight`."""
         super().__init__()
-        self.eps, self.kernels = model.norm_epsilon, context.kernels
-        self.weight, self.bias = context.weight(model.hidden_size, mean=1.0), context.weight(model.hidden_size)
+        self.eps, self.kernels, width = model.norm_epsilon, context.kernels, width or model.hidden_size
+        self.weight = context.weight(width, mean=1.0, summed=summed)
+        self.bias = context.weight(width, summed=summed)
         self.weights = self.weight, self.bias
 
     def normalise(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -69,10 +75,13 @@ class LayerNorm(Norm):
 class RMSNorm(Norm):
     """x / sqrt(mean(x^2) + eps) * weight"""
 
-    def __init__(self, model: ModelConfig, context: Context) -> None:
+    def __init__(
+        self, model: ModelConfig, context: Context, width: int | None = None, summed: Iterable[str] = ()
+    ) -> None:
+        """`summed`: axes over which ranks norm parts of one token, such as its heads; see `Context.weight`."""
         super().__init__()
         self.eps, self.kernels = model.norm_epsilon, context.kernels
-        self.weight = context.weight(model.hidden_size, mean=1.0)
+        self.weight = context.weight(width or model.hidden_size, mean=1.0, summed=summed)
         self.weights = (self.weight,)
 
     def normalise(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:

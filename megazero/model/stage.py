@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 
 import torch
 import torch.nn as nn
@@ -127,12 +127,20 @@ def declare(model: ModelConfig, tp: int = 1) -> Layers:
     """List the layers of a model, and what they declare on `tp` tensor-parallel ranks: each kind is made once."""
     mesh = pretend_mesh(Layout(tp=tp), 0, torch.device("meta"), needs_staging_buffer=False)
     context = Context(ResidualStream(mesh.tp, sharded=False), MemoryTracker(), "fp32", mesh.device)
-    positions = [POSITION_EMBEDDING] if ARCHITECTURES[model.architecture].positions is not None else []
-    first, blocks = f"{BLOCKS}0", [f"{BLOCKS}{number}" for number in range(model.num_layers)]
-    kind_of = {name: name for name in [TOKEN_EMBEDDING, *positions, *blocks, HEAD]} | dict.fromkeys(blocks, first)
+    made, first = ARCHITECTURES[model.architecture], dict[Hashable, str]()
+    kind_of = {TOKEN_EMBEDDING: TOKEN_EMBEDDING}
+    if made.positions is not None:
+        kind_of[POSITION_EMBEDDING] = POSITION_EMBEDDING
+    for number in range(model.num_layers):
+        name = f"{BLOCKS}{number}"
+        kind_of[name] = first.setdefault(made.kind(model, number), name)
+    kind_of[HEAD] = HEAD
     stage = Stage(model, dict.fromkeys(kind_of.values()), context)
-    kinds = {}
-    for name, weights in stage.units.items():
-        layer = stage.layer(name)
-        kinds[name] = LayerKind(name, layer.use, layer.end, tuple(weight.spec for weight in weights), layer.reads)
+    kinds = {name: _declared(name, stage) for name in stage.units}
     return Layers(tp, {name: kinds[kind] for name, kind in kind_of.items()})
+
+
+def _declared(name: str, stage: Stage) -> LayerKind:
+    layer, params = stage.layer(name), tuple(weight.spec for weight in stage.units[name])
+    score_flops = sum(getattr(part, "score_flops", 0) for part in layer.modules())
+    return LayerKind(name, layer.use, layer.end, params, layer.reads, score_flops)

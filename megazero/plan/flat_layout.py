@@ -12,7 +12,7 @@ aligned; gaps are kept zero; the total is a multiple of ALIGN x the ranks that s
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -91,11 +91,25 @@ class FlatLayout:
             return self.replicated(axis)
         return _joined(section.range for section in self.sections if axis in section.summed)
 
-    def owned(self, rank: int, size: int) -> Range:
-        """The range that rank `rank` of `size` owns, where the buffer is sharded."""
-        assert self.numel % size == 0, (self.numel, size)
-        each = self.numel // size
-        return Range(rank * each, (rank + 1) * each)
+
+Cut = Callable[[FlatLayout, int, int], Range]
+
+
+def equal_ranges(flat: FlatLayout, rank: int, size: int) -> Range:
+    """Cut a buffer into ranges of one size, through weights; return that of rank `rank` of `size`."""
+    assert flat.numel % size == 0, (flat.numel, size)
+    each = flat.numel // size
+    return Range(rank * each, (rank + 1) * each)
+
+
+def whole_windows(flat: FlatLayout, rank: int, size: int) -> Range:
+    """Cut a buffer between weights, where they begin nearest to the ends of equal ranges.
+
+    A range is larger than an equal one by one weight at most.
+    """
+    starts = sorted([*(window.start for window in flat.windows.values()), flat.numel])
+    edges = [min(starts, key=lambda at: abs(at * size - k * flat.numel)) for k in range(1, size)]
+    return Range(*[0, *edges, flat.numel][rank : rank + 2])
 
 
 def _joined(ranges: Iterable[Range]) -> list[Range]:

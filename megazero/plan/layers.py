@@ -17,7 +17,7 @@ from typing import Protocol
 from megazero.config.schema import ActivationConfig, ModelConfig
 from megazero.plan.parameters import ParamSpec
 from megazero.plan.schedules import Costs
-from megazero.plan.split import NonBlockCosts
+from megazero.plan.split import LayerCosts
 from megazero.plan.topology import Layout
 
 
@@ -59,6 +59,7 @@ class LayerKind:
         end: of the model; None: a block.
         params: weights of the first layer. They are a unit, which bears the layer's name.
         reads: units of other layers that it reads too: the token table, where the output matrix is tied to it.
+        score_flops: FLOPs per token of the forward's products of activations with each other: attention.
     """
 
     name: str
@@ -66,6 +67,12 @@ class LayerKind:
     end: End | None
     params: tuple[ParamSpec, ...]
     reads: tuple[str, ...] = ()
+    score_flops: int = 0
+
+    @property
+    def matrix_flops(self) -> int:
+        """FLOPs per token of the forward's products with its own weights: 2 per element."""
+        return 2 * sum(math.prod(spec.shape) for spec in self.params if spec.decays)
 
     def params_of(self, layer: str, frozen: tuple[str, ...] = ()) -> list[ParamSpec]:
         """Return the weights of layer `layer` of this kind; those whose names match one of `frozen` do not train."""
@@ -96,6 +103,13 @@ class Layers:
     @functools.cached_property
     def first_block(self) -> LayerKind:
         return self.kinds[self.blocks[0]]
+
+    @functools.cached_property
+    def block_flops(self) -> dict[str, tuple[int, int]]:
+        """Block -> FLOPs per token of its forward: of its matrices, and of its attention."""
+        kinds = {kind.name: kind for kind in self.kinds.values()}
+        flops = {name: (kind.matrix_flops, kind.score_flops) for name, kind in kinds.items()}
+        return {name: flops[self.kinds[name].name] for name in self.blocks}
 
     @functools.cached_property
     def tied(self) -> str | None:
@@ -146,29 +160,25 @@ def num_parameters(layers: Layers) -> int:
     return sum(math.prod(s.shape) for kind in layers.kinds.values() for s in kind.params)
 
 
-def _block_flops(layers: Layers, model: ModelConfig) -> tuple[int, int]:
-    """Return FLOPs per token of a block's forward: of its matrices, 2 per element, and of its attention, 4 s h."""
-    matrices = 2 * sum(math.prod(spec.shape) for spec in layers.first_block.params if spec.decays)
-    return matrices, 4 * model.seq_length * model.hidden_size
-
-
-def non_block_costs(layers: Layers, model: ModelConfig, activations: ActivationConfig) -> NonBlockCosts:
-    """Cost of the embedding (2 h FLOPs per token) and of the head (2 v h), in blocks.
+def layer_costs(layers: Layers, model: ModelConfig, activations: ActivationConfig) -> LayerCosts:
+    """Cost of each block, of the embedding (2 h FLOPs per token) and of the head (2 v h), in blocks of the mean cost.
 
     A backward takes twice as much as a forward. A block that is recomputed takes one more forward; embedding and head
     are not recomputed.
     """
-    h = model.hidden_size
-    cost = sum(_block_flops(layers, model)) * (4 if activations.recompute == "full" else 3) / 3
-    return NonBlockCosts(2 * h / cost, 2 * model.vocab_size * h / cost)
+    flops = [sum(each) for each in layers.block_flops.values()]
+    h, mean = model.hidden_size, sum(flops) / len(flops)
+    cost = mean * (4 if activations.recompute == "full" else 3) / 3
+    return LayerCosts(2 * h / cost, tuple(each / mean for each in flops), 2 * model.vocab_size * h / cost)
 
 
-def pass_costs(layers: Layers, model: ModelConfig, activations: ActivationConfig) -> Costs:
-    """Cost of a block's passes, in forwards: attention's whole backward, and all recompute, are in the input gradient.
+def pass_costs(layers: Layers, activations: ActivationConfig) -> Costs:
+    """Cost of a mean block's passes, in forwards.
 
-    Selective recompute computes the scores again, half of attention's products.
+    Attention's whole backward, and all recompute, are in the input gradient. Selective recompute computes the scores
+    again, half of attention's products.
     """
-    matrices, attention = _block_flops(layers, model)
+    matrices, attention = (sum(each) for each in zip(*layers.block_flops.values(), strict=True))
     again = {"none": 0.0, "selective": attention / 2, "full": float(matrices + attention)}[activations.recompute]
     forward = matrices + attention
     return Costs(1.0, (matrices + 2 * attention + again) / forward, matrices / forward)

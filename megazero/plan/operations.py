@@ -167,7 +167,7 @@ class Update(UnitOp):
 
 # -- asynchronous operations. One that stands alone is started and waited for at once.
 
-Asynchronous = Gather | Fetch | Reduce | Recv | Send | Sync | ReduceReplicas | SumReplicated | SumTied
+Asynchronous = Gather | Fetch | Reduce | Recv | Send | Sync | ReduceReplicas | SumReplicated | SumTied | Update
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +187,7 @@ class Wait:
 Op = (
     Asynchronous
     | (Forward | Recompute | Backward | BackwardWeights | Keep | Rebuild | Drop | Release)
-    | (Open | Norm | Update | Start | Wait)
+    | (Open | Norm | Start | Wait)
 )
 Ops = list[Op]
 COMPUTE = (Forward, Recompute, Backward, BackwardWeights)
@@ -199,8 +199,8 @@ def inner(op: Op) -> Op:
 
 
 def axis_of(op: Op) -> str:
-    """Return the stream of an operation that may be in flight: dp, tp, pp, or the host's copies."""
-    if isinstance(op, Fetch):
+    """Return the stream of an operation that may be in flight: dp, tp, pp, or the host's copies and updates."""
+    if isinstance(op, (Fetch, Update)):
         return "host"
     if isinstance(op, (Transfer, SumTied)):
         return "pp"

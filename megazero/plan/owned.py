@@ -11,7 +11,7 @@ from megazero.plan.flat_layout import FlatLayout, Range
 from megazero.plan.layers import Declare, Layers, stage_units
 from megazero.plan.parameters import LocalBlock, ParamSpec, unit_layout
 from megazero.plan.topology import Layout
-from megazero.plan.zero_policy import ZeroPolicy
+from megazero.plan.zero_policy import ShardingGroup, group_of, sharding_groups
 
 
 class Overlap(NamedTuple):
@@ -41,21 +41,23 @@ class RankPart(NamedTuple):
 
 def rank_parts(config: Config, layout: Layout, rank: int, declare: Declare) -> Iterator[RankPart]:
     """Yield the parts that a rank of a layout owns, unit by unit, empty ones too. `config` is resolved."""
-    coord, shards = layout.coord(rank), layout.shard
-    ranks = coord._asdict()
-    policy = ZeroPolicy.for_stage(config.zero, shards)
-    for specs, flat in _units(declare(config.model, layout.tp), layout, coord.pp, config.training.freeze_parameters):
-        owned = flat.owned(layout.shard_rank(coord), shards) if policy.optimizer else Range(0, flat.numel)
+    coord, sizes = layout.coord(rank), layout.sizes
+    places = layout.places(coord)
+    for specs, flat, group in _units(declare(config.model, layout.tp), config, layout, coord.pp):
+        owned = group.owned(flat, places[group.axis])
         for spec in specs:
-            block = spec.local(ranks, layout.sizes)
+            block = spec.local(places, sizes)
             part = overlap(flat.windows[spec.name], block, owned)
             yield RankPart(spec, block, part.start, part.stop)
 
 
 @functools.lru_cache(maxsize=4)
 def _units(
-    layers: Layers, layout: Layout, pp: int, frozen: tuple[str, ...]
-) -> tuple[tuple[list[ParamSpec], FlatLayout], ...]:
-    """Return each unit of a pipeline stage: its parameters and their flat buffer, the same on all of its ranks."""
-    units = stage_units(layers, layout, pp, frozen).values()
-    return tuple((specs, unit_layout(specs, layout.sizes, layout.shard)) for specs in units)
+    layers: Layers, config: Config, layout: Layout, pp: int
+) -> list[tuple[list[ParamSpec], FlatLayout, ShardingGroup]]:
+    """Return each unit of a pipeline stage: parameters, flat buffer and group, the same on all of its ranks."""
+    groups, found = sharding_groups(config, layout), []
+    for name, specs in stage_units(layers, layout, pp, config.training.freeze_parameters).items():
+        group = groups[group_of(name)]
+        found.append((specs, unit_layout(specs, layout.sizes, group.shards), group))
+    return found

@@ -138,16 +138,16 @@ def weights(spec: RankSpec, ops: Ops) -> Ops:
     """
     before: dict[int, Ops] = {}
     after: dict[int, Ops] = {}
-    if spec.policy.optimizer:
-        uses = _uses(spec, ops)
-        whole_step = spec.policy.gathers_once and any(isinstance(op, Backward) for op in ops)
-        for unit in spec.units:
-            for first, last in _spans(spec, ops, uses[unit], whole_step):
-                if spec.policy.syncs:
-                    before.setdefault(first, []).append(Wait(Sync(unit)))
-                    break
+    trains = any(isinstance(op, Backward) for op in ops)
+    for unit, uses in _uses(spec, ops).items():
+        policy = spec.policy(unit)
+        for first, last in _spans(spec, ops, uses, policy.gathers_once and trains):
+            if policy.parameters:
                 before.setdefault(first, []).append(Gather(unit))
                 after.setdefault(last, []).append(Release(unit))
+            elif policy.syncs:
+                before.setdefault(first, []).append(Wait(Sync(unit)))
+                break
     return _weave(ops, before, after)
 
 
@@ -175,14 +175,14 @@ def gradients(spec: RankSpec, ops: Ops) -> Ops:
         if isinstance(op, BackwardWeights) or (isinstance(op, Backward) and op.weights):
             for unit in spec.layers[op.layer].units:
                 if unit in due:
-                    group = op.micro_batch if spec.policy.gradients else -1
-                    due[unit].setdefault(group, []).append(at)
+                    part = op.micro_batch if spec.policy(unit).gradients else -1
+                    due[unit].setdefault(part, []).append(at)
     before: dict[int, Ops] = {}
     after: dict[int, Ops] = {}
-    for unit, groups in due.items():
-        contributions = sorted(at for made in groups.values() for at in made)
+    for unit, parts in due.items():
+        contributions = sorted(at for made in parts.values() for at in made)
         reduced_at = -1
-        for made in sorted(groups.values(), key=lambda made: made[-1]):
+        for made in sorted(parts.values(), key=lambda made: made[-1]):
             # With queued weight gradients, those of two micro-batches may alternate: they share one buffer then.
             first = contributions[bisect.bisect_right(contributions, reduced_at)]
             before.setdefault(first, []).append(Open(unit))
@@ -217,7 +217,7 @@ def ahead(spec: RankSpec, ops: Ops) -> Ops:
     early, overlap = _layer_before(ops), spec.overlap
     released: dict[str, int] = {}  # unit -> first index at which it may be gathered again
     started: dict[int, Ops] = {}  # index -> what starts before it
-    reducing: Reduce | None = None
+    reducing: dict[str, list[str]] = {}  # sharding group -> units whose reduction is in flight
     sending: dict[Route, Send] = {}
     split: list[Ops] = [[op] for op in ops]
     for at, op in enumerate(ops):
@@ -234,18 +234,18 @@ def ahead(spec: RankSpec, ops: Ops) -> Ops:
             way = spec.route(op)
             split[at] = [Wait(sending[way]), Start(op)] if way in sending else [Start(op)]
             sending[way] = op
-        elif isinstance(op, Open) and reducing == Reduce(op.unit) and spec.policy.optimizer:
-            split[at] = [Wait(reducing), op]  # else its gradients of two micro-batches would be there at once
-            reducing = None
-        elif isinstance(op, Reduce) and overlap:
-            waits: Ops = [Wait(reducing)] if reducing is not None and spec.policy.optimizer else []
-            split[at] = [*waits, Start(op)]
-            reducing = op
+        elif isinstance(op, (Open, Reduce)) and overlap:
+            busy = reducing.setdefault(spec.units[op.unit].group, [])
+            # A group's buckets serve one reduction at a time; a unit has the gradients of one micro-batch at a time.
+            if spec.policy(op.unit).optimizer and (busy if isinstance(op, Reduce) else op.unit in busy):
+                split[at].insert(0, Wait(Reduce(busy.pop())))
+            if isinstance(op, Reduce):
+                split[at][-1] = Start(op)
+                busy.append(op.unit)
     found: Ops = [op for at in range(len(ops)) for op in (*started.get(at, ()), *split[at])]
     found += [Wait(op) for op in sending.values()]
-    if reducing is not None:
-        found += [Wait(reducing)] if spec.policy.optimizer else [Wait(Reduce(unit)) for unit in spec.trained_units]
-    return found
+    in_flight = {unit for busy in reducing.values() for unit in busy}
+    return found + [Wait(Reduce(unit)) for unit in spec.trained_units if unit in in_flight]
 
 
 def replicas(spec: RankSpec, ops: Ops) -> Ops:
@@ -253,18 +253,20 @@ def replicas(spec: RankSpec, ops: Ops) -> Ops:
 
     So it is in flight behind the backward of the layers before it; `tail` waits.
     """
-    if not (spec.replicas and spec.overlap):
+    if not spec.overlap:
         return ops
     complete = {op.op.unit: at for at, op in enumerate(ops) if isinstance(op, Wait) and isinstance(op.op, Reduce)}
-    return _weave(ops, {}, {at: [Start(ReduceReplicas(unit))] for unit, at in complete.items()})
+    replicated = {unit: at for unit, at in complete.items() if spec.group(unit).replicas > 1}
+    return _weave(ops, {}, {at: [Start(ReduceReplicas(unit))] for unit, at in replicated.items()})
 
 
 def tail(spec: RankSpec) -> Ops:
     """Finish the sum of gradients, once per step, in the one order that is right."""
     trained, ops = spec.trained_units, list[Op]()
-    if spec.replicas:
-        ops += [Start(ReduceReplicas(u)) for u in trained if not spec.overlap]
-        ops += [Wait(ReduceReplicas(u)) for u in trained]
+    replicated = [u for u in trained if spec.group(u).replicas > 1]
+    if not spec.overlap:
+        ops += [Start(ReduceReplicas(u)) for u in replicated]
+    ops += [Wait(ReduceReplicas(u)) for u in replicated]
     summed = [u for u in trained if spec.units[u].sums_over_tp]
     ops += [Start(SumReplicated(u)) for u in summed] + [Wait(SumReplicated(u)) for u in summed]
     ops += [SumTied(u) for u in trained if u == spec.tied]
@@ -272,10 +274,16 @@ def tail(spec: RankSpec) -> Ops:
 
 
 def update(spec: RankSpec) -> Ops:
-    """Step the optimizer unit by unit. The first layer that uses updated weights waits for their all-gather."""
+    """Step the optimizer unit by unit. The first layer that uses updated weights waits for their all-gather.
+
+    An update on the host starts one unit ahead: its copies are behind the update before it.
+    """
     ops: Ops = []
-    for unit in spec.trained_units:
-        ops.append(Update(unit))
-        if spec.policy.syncs:
+    trained, ahead = spec.trained_units, spec.updates_on_host and spec.overlap
+    for at, unit in enumerate(trained):
+        if ahead:
+            ops += [Start(Update(u)) for u in trained[at + 1 if at else 0 : at + 2]]
+        ops.append(Wait(Update(unit)) if ahead else Update(unit))
+        if spec.policy(unit).syncs:
             ops.append(Start(Sync(unit)) if spec.overlap else Sync(unit))
     return ops

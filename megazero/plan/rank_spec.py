@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megazero.config.schema import Config
+from megazero.plan.flat_layout import Range
 from megazero.plan.layers import Declare, Use, pass_costs, stage_units
 from megazero.plan.operations import Transfer
 from megazero.plan.parameters import ParamSpec, unit_layout
 from megazero.plan.schedules import EQUAL, Costs, Pipeline, placement
 from megazero.plan.topology import Layout, Route, route
-from megazero.plan.zero_policy import ZeroPolicy
+from megazero.plan.zero_policy import DENSE, ShardingGroup, ZeroPolicy, group_of, sharding_groups
 
 
 class Layer(NamedTuple):
@@ -44,6 +45,8 @@ class Unit(NamedTuple):
     numel: int
     trains: bool
     sums_over_tp: bool = False  # some gradients
+    summed: tuple[Range, ...] = ()  # of its elements, whose gradients it sums over tp
+    group: str = DENSE  # its sharding group
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class RankSpec:
 
     chunks: tuple[tuple[Layer, ...], ...]
     units: dict[str, Unit]
-    policy: ZeroPolicy
+    groups: dict[str, ShardingGroup]
     rank: int = 0  # along the pipeline
     ranks: int = 1
     overlap: bool = True
@@ -64,7 +67,7 @@ class RankSpec:
     partitioned: bool = False  # kept inputs, over tp
     on_host: bool = False  # kept inputs
     arena: bool = False  # kept inputs
-    replicas: bool = False
+    updates_on_host: bool = False
     tied: str | None = None  # the unit of the embedding group
     backlog: int | None = None  # micro-batches whose weight gradients may wait
     v_shaped: bool = False  # placement of virtual stages
@@ -92,6 +95,18 @@ class RankSpec:
     def layers(self) -> dict[str, Layer]:
         return {layer.name: layer for chunk in self.chunks for layer in chunk}
 
+    def group(self, unit: str) -> ShardingGroup:
+        """Return the sharding group of a unit."""
+        return self.groups[self.units[unit].group]
+
+    def policy(self, unit: str) -> ZeroPolicy:
+        """Return what is sharded of a unit."""
+        return self.group(unit).policy
+
+    def owned(self, unit: str) -> int:
+        """Return the elements of a unit that each rank of its group owns."""
+        return self.units[unit].numel // self.group(unit).parts
+
     @property
     def trained_units(self) -> list[str]:
         return [name for name, unit in self.units.items() if unit.trains]
@@ -110,7 +125,12 @@ def rank_spec(config: Config, layout: Layout, pp: int, declare: Declare) -> Rank
     """Describe the ranks at pipeline position `pp`; `config` is resolved."""
     layers = declare(config.model, layout.tp)
     specs = stage_units(layers, layout, pp, config.training.freeze_parameters)
-    units = {name: _unit(s, config, layout) for name, s in specs.items()}
+    groups = sharding_groups(config, layout)
+    units: dict[str, Unit] = {}
+    known: dict[tuple[str, str, tuple[bool, ...]], Unit] = {}  # units that differ in their layer's number alone
+    for name, params in specs.items():
+        key = layers.kinds[name].name, group_of(name), tuple(spec.trains for spec in params)
+        units[name] = known[key] = known.get(key) or _unit(name, params, config, layout, groups)
     chunks: list[tuple[Layer, ...]] = []
     for chunk, stage in enumerate(layout.stages(pp)):
         found: list[Layer] = []
@@ -126,7 +146,7 @@ def rank_spec(config: Config, layout: Layout, pp: int, declare: Declare) -> Rank
     return RankSpec(
         chunks=tuple(chunks),
         units=units,
-        policy=ZeroPolicy.for_stage(config.zero, layout.shard),
+        groups=groups,
         rank=pp,
         ranks=layout.pp,
         overlap=config.zero.overlap_comm,
@@ -135,16 +155,17 @@ def rank_spec(config: Config, layout: Layout, pp: int, declare: Declare) -> Rank
         partitioned=activations.partition_activations,
         on_host=activations.checkpoint_in_cpu,
         arena=activations.contiguous_checkpointing,
-        replicas=layout.replica > 1,
+        updates_on_host=config.optimizer.rule.place == "host",
         tied=layers.tied if layout.last_pp > 0 and pp in (0, layout.last_pp) else None,
         backlog=config.parallel.zero_bubble_backlog or None,
         v_shaped=layout.v_shaped,
-        costs=pass_costs(layers, config.model, activations),
+        costs=pass_costs(layers, activations),
     )
 
 
-def _unit(specs: list[ParamSpec], config: Config, layout: Layout) -> Unit:
-    flat = unit_layout(specs, layout.sizes, layout.shard)
-    sequence_parallel = config.parallel.sequence_parallel
-    summed = sequence_parallel or bool(flat.summed("tp", sequence_parallel))
-    return Unit(flat.numel, any(spec.trains for spec in specs), summed)
+def _unit(name: str, specs: list[ParamSpec], config: Config, layout: Layout, groups: dict[str, ShardingGroup]) -> Unit:
+    group, sequence_parallel = group_of(name), config.parallel.sequence_parallel
+    flat = unit_layout(specs, layout.sizes, groups[group].shards)
+    summed = tuple(flat.summed("tp", sequence_parallel))
+    trains = any(spec.trains for spec in specs)
+    return Unit(flat.numel, trains, sequence_parallel or bool(summed), summed, group)

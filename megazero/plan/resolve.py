@@ -9,7 +9,7 @@ import fnmatch
 from megazero.config.limits import divisors, shorten
 from megazero.config.schema import ActivationConfig, Config
 from megazero.config.validate import check_values
-from megazero.plan.layers import Declare, non_block_costs
+from megazero.plan.layers import Declare, layer_costs
 from megazero.plan.schedules import SCHEDULES
 from megazero.plan.split import layer_split
 from megazero.plan.topology import Layout, data_parallel_size
@@ -67,7 +67,7 @@ def resolve(config: Config, world_size: int, vocab_size: int, declare: Declare) 
         config = replace(config, checkpoint=replace(config.checkpoint, save=""), activations=ActivationConfig())
     _check_ramp(config)
     model, activations = config.model, config.activations
-    layout = replace(layout, split=layer_split(config, lambda: non_block_costs(declare(model), model, activations)))
+    layout = replace(layout, split=layer_split(config, lambda: layer_costs(declare(model), model, activations)))
     check_block_runs(config, layout)
     if config.training.freeze_parameters:
         names = [spec.name for spec in declare(config.model).params()]

@@ -1,11 +1,12 @@
 """Layers of each virtual pipeline stage: as given, or by cost. Pure.
 
-Costs are in blocks: a block costs 1, the embedding and the head what their FLOPs are against a block's. All virtual
+Costs are in blocks: a mean block costs 1, each layer what its FLOPs are against that. All virtual
 stages are named in the order of the forward pass; `placement` has the rank of each.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,10 +17,11 @@ from megazero.plan.schedules import SCHEDULES, placement
 WORTH_IT = 0.01  # an uneven split must make the busiest rank this much faster: what divides evenly is easier to read
 
 
-class NonBlockCosts(NamedTuple):
-    """Cost of the embedding (first virtual stage) and of the head (last virtual stage), in blocks."""
+class LayerCosts(NamedTuple):
+    """Cost of the embedding (first virtual stage), of each block and of the head (last virtual stage), in blocks."""
 
     embedding: float
+    blocks: tuple[float, ...]
     head: float
 
 
@@ -29,38 +31,48 @@ def even_split(num_layers: int, stages: int) -> tuple[int, ...]:
     return tuple(each + (stage < rest) for stage in range(stages))
 
 
-def rank_costs(split: tuple[int, ...], place: tuple[int, ...], outer: NonBlockCosts) -> list[float]:
+def rank_costs(split: tuple[int, ...], place: tuple[int, ...], costs: LayerCosts) -> list[float]:
     """Return the cost of what every pipeline rank computes for a micro-batch, in blocks; `place`: the stages' ranks."""
-    costs = [0.0] * (max(place) + 1)
+    found, blocks = [0.0] * (max(place) + 1), iter(costs.blocks)
     for layers, rank in zip(split, place, strict=True):
-        costs[rank] += layers
-    costs[place[0]] += outer.embedding
-    costs[place[-1]] += outer.head
-    return costs
+        found[rank] += sum(itertools.islice(blocks, layers))
+    found[place[0]] += costs.embedding
+    found[place[-1]] += costs.head
+    return found
 
 
-def split_by_cost(num_layers: int, place: tuple[int, ...], outer: NonBlockCosts) -> tuple[int, ...]:
+def split_by_cost(place: tuple[int, ...], costs: LayerCosts) -> tuple[int, ...]:
     """Split layers so that the busiest rank computes least; evenly, unless that is slower by WORTH_IT.
 
-    Every virtual stage has a layer, but for the last, whose head may be work enough.
+    Every virtual stage has a layer, but for the last, whose head may be work enough. Where blocks differ, the split is
+    that of as many mean blocks, moved to the nearest sums of costs.
     """
+    num_layers = len(costs.blocks)
     even, last = even_split(num_layers, len(place)), len(place) - 1
     ranks = range(max(place) + 1)
     if len(ranks) == 1:
         return even
-    of_rank = _fill(
-        rank_costs((0,) * len(place), place, outer), [place.count(r) - (r == place[-1]) for r in ranks], num_layers
-    )
+    ends = rank_costs((0,) * len(place), place, costs)
+    of_rank = _fill(ends, [place.count(r) - (r == place[-1]) for r in ranks], num_layers)
     found = [0] * len(place)
     for rank, layers in zip(ranks, of_rank, strict=True):
         stages = [stage for stage, holder in enumerate(place) if holder == rank]
-        base = [outer.embedding * (stage == 0) + outer.head * (stage == last) for stage in stages]
+        base = [costs.embedding * (stage == 0) + costs.head * (stage == last) for stage in stages]
         counts = _fill(base, [int(stage != last) for stage in stages], layers)
         for stage, count in zip(stages, counts, strict=True):
             found[stage] = count
-    uneven = tuple(found)
-    gain = 1 - max(rank_costs(uneven, place, outer)) / max(rank_costs(even, place, outer))
+    uneven = _cut(costs.blocks, found)
+    gain = 1 - max(rank_costs(uneven, place, costs)) / max(rank_costs(even, place, costs))
     return uneven if gain >= WORTH_IT else even
+
+
+def _cut(blocks: tuple[float, ...], wanted: list[int]) -> tuple[int, ...]:
+    """Cut blocks so that each stage costs about as many as `wanted` mean blocks; all but the last stage have one."""
+    sums, cuts, last = [0.0, *itertools.accumulate(blocks)], [0], len(wanted) - 1
+    for stage, goal in enumerate(itertools.accumulate(wanted[:-1]), 1):
+        possible = range(cuts[-1] + 1, len(blocks) - (last - stage) + 1)
+        cuts.append(min(possible, key=[abs(cost - goal) for cost in sums].__getitem__))
+    return tuple(b - a for a, b in itertools.pairwise([*cuts, len(blocks)]))
 
 
 def _fill(base: list[float], least: list[int], num_layers: int) -> list[int]:
@@ -104,13 +116,15 @@ def given_split(config: Config) -> tuple[int, ...]:
     return split
 
 
-def layer_split(config: Config, costs: Callable[[], NonBlockCosts]) -> tuple[int, ...]:
+def layer_split(config: Config, costs: Callable[[], LayerCosts]) -> tuple[int, ...]:
     """Layers per virtual stage; () stands for `even_split`. `costs` is asked where several stages need it."""
     parallel, layers = config.parallel, config.model.num_layers
     pp, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_stages
+    even = even_split(layers, pp * chunks)
     if parallel.pipeline_split:
         found = given_split(config)
+    elif pp > 1:
+        found = split_by_cost(placement(pp, chunks, SCHEDULES[parallel.pipeline_schedule].v_shaped), costs())
     else:
-        place = placement(pp, chunks, SCHEDULES[parallel.pipeline_schedule].v_shaped)
-        found = split_by_cost(layers, place, costs() if pp > 1 else NonBlockCosts(0, 0))
-    return () if found == even_split(layers, pp * chunks) else found
+        found = even
+    return () if found == even else found

@@ -15,6 +15,8 @@ from megazero.plan.split import even_split
 
 AXES = ("pp", "dp", "tp")
 SUB_AXES = ("shard", "replica", "embedding")  # parts of dp and of pp
+# axis -> the kind of traffic that its collectives are counted as, where that is not its name
+TRAFFIC = {"shard": "dp", "replica": "dp", "embedding": "pp", "world": "control", "host": "control"}
 Ranks = tuple[int, ...]  # of the world, ascending
 
 
@@ -117,8 +119,12 @@ class Layout:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Axis -> its size."""
-        return dict(zip(AXES, (self.pp, self.dp, self.tp), strict=True))
+        """Return the size of every axis, and of the two that divide dp."""
+        return {"pp": self.pp, "dp": self.dp, "tp": self.tp, "shard": self.shard, "replica": self.replica}
+
+    def places(self, coord: Coord) -> dict[str, int]:
+        """Return a rank's place along each of `sizes`."""
+        return coord._asdict() | {"shard": self.shard_rank(coord), "replica": coord.dp // self.shard}
 
     @property
     def world_size(self) -> int:

@@ -8,13 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megazero.config.schema import ZeroConfig
-from megazero.plan.flat_layout import ALIGN
+from megazero.config.schema import Config, ZeroConfig
+from megazero.plan.flat_layout import ALIGN, Cut, FlatLayout, Range, equal_ranges, whole_windows
+from megazero.plan.topology import Layout
 
 
 @dataclass(frozen=True)
 class ZeroPolicy:
-    """States that are sharded over the shard axis."""
+    """States that are sharded over the ranks that share a copy."""
 
     optimizer: bool
     gradients: bool  # reduced at every micro-batch: unsharded ones never outlive a unit's backward
@@ -38,14 +39,64 @@ class ZeroPolicy:
         )
 
 
+@dataclass(frozen=True)
+class ShardingGroup:
+    """Ranks that share one copy of some units, and what is sharded over them.
+
+    Attributes:
+        axis, shards: of the ranks that share a copy, and their number.
+        replica_axis, replicas: of the ranks that own the same range, each of another copy.
+        cut: the ranges that the ranks own, where a unit is sharded.
+    """
+
+    policy: ZeroPolicy
+    axis: str
+    shards: int
+    replica_axis: str
+    replicas: int
+    cut: Cut = equal_ranges
+
+    @classmethod
+    def of(cls, config: Config, layout: Layout, axis: str, replica_axis: str) -> ShardingGroup:
+        """Make the group along `axis`; of one rank, it is that of stage 0."""
+        shards, whole = layout.sizes[axis], config.optimizer.rule.whole_matrices
+        return cls(
+            ZeroPolicy.for_stage(config.zero, shards),
+            axis,
+            shards,
+            replica_axis,
+            layout.sizes[replica_axis],
+            whole_windows if whole else equal_ranges,
+        )
+
+    @property
+    def parts(self) -> int:
+        """Parts of a unit, each of which one rank of the group owns."""
+        return self.shards if self.policy.optimizer else 1
+
+    def owned(self, flat: FlatLayout, place: int) -> Range:
+        """Return the range that the group's rank `place` owns: updates and saves."""
+        return self.cut(flat, place, self.shards) if self.policy.optimizer else Range(0, flat.numel)
+
+
+DENSE = "dense"
+
+
+def sharding_groups(config: Config, layout: Layout) -> dict[str, ShardingGroup]:
+    """Name -> sharding group of a run; the same on every rank, in the same order."""
+    return {DENSE: ShardingGroup.of(config, layout, "shard", "replica")}
+
+
+def group_of(unit: str) -> str:
+    """Return the name of a unit's sharding group."""
+    return DENSE
+
+
 class PersistentGradients(NamedTuple):
     """Gradient buffers that are slices of one persistent arena: see `persistent_gradients`."""
 
     unsharded: bool
     sharded: bool
-
-
-NOTHING_PERSISTENT = PersistentGradients(False, False)
 
 
 def persistent_gradients(policy: ZeroPolicy, arena: bool, micro_batches: int) -> PersistentGradients:
@@ -55,9 +106,6 @@ def persistent_gradients(policy: ZeroPolicy, arena: bool, micro_batches: int) ->
     """
     accumulates = not policy.optimizer or (not policy.gradients and micro_batches > 1)
     return PersistentGradients(unsharded=arena and accumulates, sharded=arena and policy.optimizer)
-
-
-COPY_DEPTH = 2  # device buffers each way between a GPU and host memory: one in use, one in flight
 
 
 class Buckets(NamedTuple):

@@ -1,28 +1,26 @@
-"""Refuse a run that cannot fit, before anything is allocated. Pure: what there is comes as arguments.
+"""Refuse a run that cannot fit, before anything is allocated. Pure: the memory that is available comes as arguments.
 
-Two steps: a lower bound in closed form, which counts layers by kind, so that absurd sizes are
-refused at once; then the estimate, which walks the whole iteration. Both count less than a process takes (no kernel
-scratch, no libraries), so what they refuse would fail.
+Two steps: a lower bound (`plan.sizes.least_held`), which counts layers by kind, so that absurd sizes are refused at
+once; then the account of the step (`price.estimate.stage_bytes`), which walks an iteration. Both count less than a
+process takes (no kernel scratch, no libraries), so a run that they refuse would fail.
 """
 
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from megazero.config.schema import BYTES, Config
+from megazero.config.schema import Config
 from megazero.config.validate import check_values
 from megazero.memory.host import Available, Machine
 from megazero.model.stage import declare
 from megazero.plan.parameters import unit_layout
 from megazero.plan.resolve import check_block_runs
+from megazero.plan.sizes import hidden_bytes, least_held
 from megazero.plan.topology import Layout
-from megazero.plan.zero_policy import ZeroPolicy
-from megazero.price.estimate import estimate, state_bytes
-from megazero.price.saved_activations import block_input, block_saves, stage_activations
+from megazero.price.estimate import Few, stage_bytes
 from megazero.units import size
 
 MOST_TRACED = 1 << 40  # bytes: a block whose input alone is larger fits nowhere, and is not traced
@@ -45,68 +43,42 @@ def check_memory(config: Config, layout: Layout, rank: int, machine: Machine) ->
     Raises:
         ValueError: with the bytes needed, the bytes available, and flags that make it fit.
     """
-    for count in (lower_bound, estimated):
+    for count in (least, estimated):
         problem = _problem(config, layout, rank, machine, count)
         if problem is not None:
             raise ValueError(f"{problem}; {_way_out(config, layout, rank, machine)}")
 
 
-def lower_bound(config: Config, layout: Layout, rank: int, device_type: str) -> Needs:
-    """Return what a rank needs at least, at a cost that does not depend on the number of micro-batches.
+def least(config: Config, layout: Layout, stage: int, device_type: str) -> Needs:
+    """Bound the bytes of a rank of pipeline stage `stage` from below, counting layers by kind."""
+    layers = declare(config.model, layout.tp)
+    kinds = [layers.kinds[name] for name in layers.units(layout, stage)]
+    different = {kind.name: kind for kind in kinds}.values()
+    numel = {kind.name: unit_layout(kind.params, layout.sizes, layout.shard).numel for kind in different}
+    blocks = sum(kind.end is None for kind in kinds)
+    total = sum(numel[kind.name] for kind in kinds)
+    return Needs(least_held(config, layout, total, blocks, stage == layout.last_pp), 0)
 
-    Parameters and optimizer states, and the larger of the gradients (held at the end of an iteration) and of the
-    activations and logits of one micro-batch (held at the end of its forward pass; gpipe holds all micro-batches).
+
+def estimated(config: Config, layout: Layout, stage: int, device_type: str) -> Needs:
+    """Return the account of a rank of pipeline stage `stage`: the bytes at its fullest instant."""
+    if hidden_bytes(config, layout) > MOST_TRACED:
+        return Needs({"activations": hidden_bytes(config, layout)}, 0)
+    found = stage_bytes(config, layout, stage, device_type, _rounds(config, layout))
+    return Needs(found.at_peak, found.memory["host"])
+
+
+def _rounds(config: Config, layout: Layout) -> Few:
+    """Choose a few rounds of the pipeline: only gpipe holds more with more micro-batches.
+
+    Its bytes are the largest of some that grow linearly, so that the line through two smaller numbers of micro-batches
+    is a lower bound.
     """
-    training, model, stage = config.training, config.model, layout.coord(rank).pp
-    w, g = BYTES[training.precision], BYTES[training.grad_dtype]
-    layers = declare(model, layout.tp)
-    held = Counter(layers.kinds[name].name for name in layers.units(layout, stage))
-    total = sum(
-        count * unit_layout(layers.kinds[name].params, layout.sizes, layout.shard).numel for name, count in held.items()
-    )
-    blocks = sum(count for name, count in held.items() if layers.kinds[name].end is None)
-    policy = ZeroPolicy.for_stage(config.zero, layout.shard)
-    owned = total // layout.shard if policy.optimizer else total
-    needs = {
-        "parameters": (owned if policy.parameters else total) * w,
-        "optimizer": owned * state_bytes(training.precision, config.trains)[1],
-    }
-    trains = config.trains and not training.freeze_parameters  # layers before the first trained one keep nothing
-    live = config.micro_batches(layout.dp) if config.parallel.pipeline_schedule == "gpipe" else 1
-    gradients = owned * g * trains
-    saved = block_input(config, layout)
-    if saved < MOST_TRACED:
-        saved = sum(block_saves(config, layout, device_type))
-    kept = live * blocks * saved * trains
-    logits = 0
-    if stage == layout.last_pp:
-        logits = training.micro_batch_size * model.seq_length * model.vocab_size * w // layout.tp
-    if gradients >= kept + logits:
-        needs["gradients"] = gradients
-    else:
-        needs |= {"activations": kept, "logits": logits}
-    return Needs(needs, 0)
-
-
-def estimated(config: Config, layout: Layout, rank: int, device_type: str) -> Needs:
-    """Return the estimate of what a rank needs: the peak of the engine, or what it holds after a forward pass."""
-    training = config.training
-    # A few rounds of the pipeline are enough: only gpipe holds more for more micro-batches, which `lower_bound` counts.
-    samples = (
-        min(config.micro_batches(layout.dp), 4 * layout.pp * layout.chunks) * training.micro_batch_size * layout.dp
-    )
-    config = replace(config, training=replace(training, global_batch_size=samples))
-    memory = estimate(config, layout, rank, needs_staging_buffer=device_type == "cpu").memory
-    at_rest = {kind: memory[kind] for kind in ("parameters", "optimizer")}
-    activations = 0 if training.freeze_parameters else stage_activations(config, layout, rank, device_type)
-    # Held together with the activations: the logits, but under full recompute, which starts when they are gone.
-    logits = 0 if config.activations.recompute == "full" else memory["logits"]
-    others = memory["peak"] - sum(at_rest.values())
-    if activations + logits > others:
-        return Needs(at_rest | {"activations": activations, "logits": logits}, memory["host"])
-    kinds = {kind: memory[kind] for kind in ("gradients", "activation_checkpoints", "logits", "buffers")}
-    largest = max(kinds, key=lambda kind: kinds[kind])
-    return Needs(at_rest | {f"{largest} and others": others}, memory["host"])
+    wanted, most = config.micro_batches(layout.dp), 4 * layout.pp * layout.chunks
+    few = Few.of(config.parallel.pipeline_schedule, layout, wanted)
+    if len(few.played) > 1 or wanted <= most:
+        return few
+    return Few(wanted, (most - 1, most)) if config.parallel.pipeline_schedule == "gpipe" else Few(most, (most,))
 
 
 Count = Callable[[Config, Layout, int, str], Needs]
@@ -115,7 +87,7 @@ Count = Callable[[Config, Layout, int, str], Needs]
 def _problem(config: Config, layout: Layout, rank: int, machine: Machine, count: Count) -> str | None:
     @functools.cache
     def of_stage(stage: int) -> Needs:  # all ranks of a stage need the same
-        return count(config, layout, layout.stage_ranks(stage)[0], machine.device_type)
+        return count(config, layout, stage, machine.device_type)
 
     mine = of_stage(layout.coord(rank).pp)
     if machine.device is not None and mine.total > machine.device.num_bytes:
@@ -155,7 +127,7 @@ def _amount(available: Available) -> str:
 
 def _way_out(config: Config, layout: Layout, rank: int, machine: Machine) -> str:
     def fits(changed: Config, layout: Layout) -> bool:
-        return all(_problem(changed, layout, rank, machine, count) is None for count in (lower_bound, estimated))
+        return all(_problem(changed, layout, rank, machine, count) is None for count in (least, estimated))
 
     for flags, changed in alternatives(config, layout, machine.device_type):
         if fits(changed, layout):
@@ -172,16 +144,16 @@ def _way_out(config: Config, layout: Layout, rank: int, machine: Machine) -> str
 
 def _fewer_layers(config: Config, layout: Layout, rank: int, machine: Machine) -> int:
     """Return the most layers whose lower bound fits; 0 if not even one per stage does."""
-    least, most, even = 0, config.model.num_layers, replace(layout, split=())
-    while least < most:
-        middle = (least + most + 1) // 2
+    low, high, even = 0, config.model.num_layers, replace(layout, split=())
+    while low < high:
+        middle = (low + high + 1) // 2
         layers = max(middle, layout.pp * layout.chunks)
         changed = replace(config, model=replace(config.model, num_layers=layers))
-        if _problem(changed, even, rank, machine, lower_bound) is None:
-            least = middle
+        if _problem(changed, even, rank, machine, least) is None:
+            low = middle
         else:
-            most = middle - 1
-    return least
+            high = middle - 1
+    return low
 
 
 def alternatives(config: Config, layout: Layout, device_type: str) -> Iterator[tuple[str, Config]]:

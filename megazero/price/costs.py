@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from megazero.config.schema import BYTES, Config
+from megazero.config.schema import Config
 from megazero.model.stage import declare
-from megazero.plan.flat_layout import partition_numel
 from megazero.plan.layers import stage_units
 from megazero.plan.operations import (
     COMPUTE,
@@ -19,30 +18,24 @@ from megazero.plan.operations import (
     BackwardWeights,
     Fetch,
     Forward,
-    Gather,
     Keep,
     LayerOp,
     Norm,
     Op,
-    Rebuild,
     Recompute,
     Reduce,
-    ReduceReplicas,
     Send,
-    SumReplicated,
-    SumTied,
-    Sync,
     Transfer,
     UnitOp,
     Update,
 )
-from megazero.plan.parameters import unit_layout
 from megazero.plan.rank_spec import RankSpec
+from megazero.plan.sizes import Moved, StepSizes
 from megazero.plan.topology import Layout, route
 from megazero.price.devices import Device, interpolate
-from megazero.price.estimate import NUMBER, state_bytes
-from megazero.price.kernels import Arrive, Events, Issue, LayerEvents, Operator, Product, layer_events
+from megazero.price.kernels import Arrive, Events, Issue, LayerEvents, Operator, Product
 from megazero.price.network import Network
+from megazero.price.trace import trace
 
 
 class Roofline:
@@ -102,13 +95,9 @@ class StepCosts:
         self.config, self.layout, self.spec, self.device = config, layout, spec, device
         self.network = network or Network(device, layout)
         self.roofline = Roofline(device, min(layout.world_size, device.devices_per_node))
-        training, model = config.training, config.model
-        self.w, self.g = BYTES[training.precision], BYTES[training.grad_dtype]
-        self.specs = stage_units(declare(model, layout.tp), layout, spec.rank, training.freeze_parameters)
-        parts = layout.tp if config.parallel.sequence_parallel else 1
-        self.hidden_bytes = training.micro_batch_size * model.seq_length // parts * model.hidden_size * self.w
-        parts = layout.tp if config.activations.partition_activations else 1
-        self.kept_bytes = partition_numel(self.hidden_bytes // self.w, parts) * self.w
+        self.sizes = StepSizes(config, layout, spec)
+        frozen = config.training.freeze_parameters
+        self.specs = stage_units(declare(config.model, layout.tp), layout, spec.rank, frozen)
         self.events: dict[tuple[str, bool], LayerEvents] = {}
         self.known: dict[tuple[type, str, bool], Cost] = {}
         self.seconds: dict[tuple[object, ...], float] = {}
@@ -132,10 +121,13 @@ class StepCosts:
         if isinstance(op, Transfer):
             step = route(self.spec.placement, op.what, op.to).step * (1 if isinstance(op, Send) else -1)
             there = (self.spec.rank + step) % self.spec.ranks
-            return self.network.message(self.hidden_bytes, self.spec.rank, there)
-        if isinstance(op, (Keep, Fetch, Rebuild)):
-            return self._kept(op)
-        return self._of_unit(op)
+            return self.network.message(self.sizes.hidden, self.spec.rank, there)
+        if isinstance(op, (Keep, Fetch)):
+            return self._copy(op)
+        return self._moving(self.sizes.moves(op)) + self._of_unit(op)
+
+    def _moving(self, moves: tuple[Moved, ...]) -> float:
+        return sum(self.network.collective(move.axis, move.collective, move.num_bytes) for move in moves)
 
     # -- layers
 
@@ -148,15 +140,16 @@ class StepCosts:
         if key not in self.known:
             found = self.events.get((kind, at_once))
             if found is None:
-                found = layer_events(self.config, self.layout, layer, self.specs, self.device.kind, at_once)
+                found = trace(self.config, self.layout, layer, self.specs, self.device.kind, at_once).events
                 self.events[kind, at_once] = found
             passes = {Forward: found.forward, Recompute: found.recompute, Backward: found.backward}
             self.known[key] = self._play(passes.get(type(op), found.weight_gradients))
         return self.known[key]
 
     def _play(self, events: Events) -> Cost:
-        """Play a layer's events: a stream that computes, one for tp, and the host that issues operators."""
-        now = tp_free = exposed = 0.0
+        """Play a layer's events: a stream that computes, one for each axis, and the host that issues operators."""
+        now = exposed = 0.0
+        free: dict[str, float] = {}  # axis -> when its stream has nothing left to do
         done: dict[int, float] = {}
         calls = 0
         for event in events:
@@ -165,61 +158,36 @@ class StepCosts:
                 calls += 1
             elif isinstance(event, Issue):
                 now += self.device.collective_overhead
-                seconds = self.network.collective("tp", event.collective, event.num_bytes)
-                tp_free = done[event.number] = max(now, tp_free) + seconds
+                seconds = self.network.collective(event.axis, event.collective, event.num_bytes)
+                free[event.axis] = done[event.number] = max(now, free.get(event.axis, 0.0)) + seconds
             elif isinstance(event, Arrive) and done[event.number] > now:
                 exposed += done[event.number] - now
                 now = done[event.number]
         host = calls * self.device["overhead.call"] + self.device["overhead.operation"]
         return Cost(now + host if self.device.kind == "cpu" else max(now, host), exposed)
 
-    def _kept(self, op: Op) -> float:
-        on_host = self.config.activations.checkpoint_in_cpu
+    def _copy(self, op: Keep | Fetch) -> float:
+        kept, activations = self.sizes.kept, self.config.activations
         if isinstance(op, Fetch):
-            return self.kept_bytes / self.device["host.bandwidth"]
-        if isinstance(op, Rebuild):
-            return self.network.one_pass("tp", self.kept_bytes * self.layout.tp)
-        copies = op.slot is not None or self.config.activations.partition_activations  # type: ignore[union-attr]
+            return kept / self.device["host.bandwidth"]
+        copies = op.slot is not None or activations.partition_activations or activations.checkpoint_in_cpu
         # on its way to the host, a kept input is copied behind the computation
-        return self.roofline.memory("copy_", 2 * self.kept_bytes) if copies or on_host else 0.0
-
-    # -- units
-
-    def _owned(self, unit: str) -> int:
-        return self.spec.units[unit].numel // (self.layout.shard if self.spec.policy.optimizer else 1)
+        return self.roofline.memory("copy_", 2 * kept) if copies else 0.0
 
     def _of_unit(self, op: Op) -> float:
-        network = self.network
-        if isinstance(op, (Gather, Sync)):
-            return network.one_pass("shard", self.spec.units[op.unit].numel * self.w)
-        if isinstance(op, Reduce):
-            num_bytes = self.spec.units[op.unit].numel * self.g
-            if not self.spec.policy.optimizer:
-                return network.all_reduce("shard", num_bytes)
-            return network.one_pass("shard", num_bytes) + self.roofline.memory("add_", 3 * self._owned(op.unit))
-        if isinstance(op, ReduceReplicas):
-            return network.all_reduce("replica", self._owned(op.unit) * self.g)
-        if isinstance(op, SumReplicated):
-            flat = unit_layout(self.specs[op.unit], self.layout.sizes, self.layout.shard)
-            summed = sum(r.numel for r in flat.summed("tp", self.config.parallel.sequence_parallel))
-            return network.all_reduce("tp", summed * self.g * self._owned(op.unit) / self.spec.units[op.unit].numel)
-        if isinstance(op, SumTied):
-            return network.all_reduce("embedding", self._owned(op.unit) * self.g)
-        if isinstance(op, Update):
-            return self._update(op.unit)
-        return self._norm() if isinstance(op, Norm) else 0.0
+        """Seconds of reading and writing memory."""
+        sizes, roofline = self.sizes, self.roofline
+        if isinstance(op, Reduce) and self.spec.policy(op.unit).optimizer:
+            return roofline.memory("add_", 3 * sizes.owned(op.unit))
+        if isinstance(op, Norm):
+            read = sum(map(sizes.owned_gradients, self.spec.trained_units))
+            return roofline.memory("norm", read) * roofline.slower + self._moving(sizes.agreed())
+        return self._update(op.unit) if isinstance(op, Update) else 0.0
 
     def _update(self, unit: str) -> float:
-        """Fused AdamW: reads master, gradient and two moments, writes three, and a divided gradient."""
-        state, _ = state_bytes(self.config.training.precision)
-        owned = self._owned(unit)
-        moved = 7 * state + (state if self.config.optimizer.clip_grad else 0)
-        moved += (self.g + state if self.g != state else 0) + (state + self.w if self.w != state else 0)
-        host = (2 + (self.g != state) + (self.w != state)) * self.device["overhead.call"]  # decayed, not decayed, casts
-        device = self.roofline.memory("adamw", moved * owned) * self.roofline.slower
+        """Seconds of a fused update; the host issues its slices, decayed and not decayed, and the casts."""
+        rates = self.sizes.rates
+        calls = 2 + (rates.gradients != rates.state) + (rates.weights != rates.state)
+        host = calls * self.device["overhead.call"]
+        device = self.roofline.memory("adamw", self.sizes.updated(unit)) * self.roofline.slower
         return device + host if self.device.kind == "cpu" else max(device, host)
-
-    def _norm(self) -> float:
-        read = sum(self._owned(u) * self.g for u in self.spec.trained_units)
-        agreed = sum(self.network.all_reduce(axis, NUMBER) for axis in ("tp", "pp", "shard", "dp", "dp", "pp"))
-        return self.roofline.memory("norm", read) * self.roofline.slower + agreed

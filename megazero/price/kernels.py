@@ -1,4 +1,4 @@
-"""Operators and collectives of a layer's passes, in order, found by running it on stand-ins (`price.trace`).
+"""Operators and collectives of a layer's passes, in order, recorded while `price.trace` runs it on stand-ins.
 
 An operator's bytes are those of the tensors that it reads and writes: nothing is fused that torch does not fuse. What
 only makes a view, or takes memory without writing to it, is no operator here.
@@ -6,7 +6,6 @@ only makes a view, or takes memory without writing to it, is no operator here.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -16,14 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megazero.comm.collectives import Pending
 from megazero.comm.pretend import PretendAxis
-from megazero.config.schema import Config
 from megazero.model.context import DTYPES
-from megazero.model.weight import GradWriter, Weight
-from megazero.plan.layers import Use
-from megazero.plan.parameters import ParamSpec
-from megazero.plan.rank_spec import Layer
-from megazero.plan.topology import Layout
-from megazero.price.trace import Kind, Traced
 
 PRODUCTS = ("mm", "addmm", "addmm_", "bmm")
 NO_WORK = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "_unsafe_view", "promote_types", "resize_")
@@ -53,14 +45,20 @@ class Operator(NamedTuple):
     num_bytes: int  # read and written
     dtype: str  # of its products: fp16, bf16, fp32, fp64
     product: Product | None = None
-    attention_flops: int = 0  # of a fused attention kernel
+    attention_flops: int = 0  # of a fused attention kernel: causal, half of all scores
     head_dim: int = 0  # of it
+
+    @property
+    def flops(self) -> int:
+        """FLOPs, with attention's counted as if it were not causal."""
+        return self.product.flops if self.product is not None else 2 * self.attention_flops
 
 
 class Issue(NamedTuple):
-    """A collective along tp is started."""
+    """A collective is started."""
 
     number: int
+    axis: str
     collective: str  # all-reduce, all-gather, reduce-scatter
     num_bytes: int  # of the whole buffer
 
@@ -84,13 +82,10 @@ class LayerEvents(NamedTuple):
     weight_gradients: Events  # those of a backward that puts them off
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes every operator that runs, and every collective of a `_RecordedAxis`."""
+class _Recording:
+    """A dispatch mode's method, not in the mode's own class: there torch wraps it in what imports its compiler."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.events: list[Event] = []
-        self.issued = 0
+    events: list[Event]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -99,9 +94,22 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.events.append(_operator(name, args, kwargs or {}, out))
         return out
 
+
+class Recorder(_Recording, TorchDispatchMode):
+    """Records every operator that runs while it is entered, and every collective of its axes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.events: list[Event] = []
+        self.issued = 0
+
     def take(self) -> Events:
         events, self.events = tuple(self.events), []
         return events
+
+    def axis(self, name: str, ranks: list[int], rank: int, needs_staging_buffer: bool) -> PretendAxis:
+        """Make a pretended axis whose collectives are recorded."""
+        return _RecordedAxis(self, name, ranks, rank, needs_staging_buffer)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -140,10 +148,10 @@ def _operator(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
 
 
 class _RecordedAxis(PretendAxis):
-    """The tensor-parallel axis of a layer that is traced: its collectives become events."""
+    """An axis of a layer that is traced: its collectives become events."""
 
-    def __init__(self, recorder: _Recorder, size: int, needs_staging_buffer: bool) -> None:
-        super().__init__("tp", list(range(size)), 0, needs_staging_buffer)
+    def __init__(self, recorder: Recorder, name: str, ranks: list[int], rank: int, needs_staging_buffer: bool) -> None:
+        super().__init__(name, ranks, rank, needs_staging_buffer)
         self.recorder = recorder
 
     def _start(self, name: str, collective: Any, **options: Any) -> Pending:
@@ -153,7 +161,7 @@ class _RecordedAxis(PretendAxis):
         recorder = self.recorder
         number = recorder.issued
         recorder.issued += 1
-        recorder.events.append(Issue(number, name, max(x.numel() * x.element_size() for x in touched)))
+        recorder.events.append(Issue(number, self.name, name, max(x.numel() * x.element_size() for x in touched)))
         then = options.get("then")
 
         def arrive() -> None:
@@ -162,73 +170,3 @@ class _RecordedAxis(PretendAxis):
                 then()
 
         return super()._start(name, collective, **(options | {"then": arrive}))
-
-
-class _Gradients:
-    """Takes contributions to gradients, and makes them at once or when it is asked."""
-
-    def __init__(self, dtype: torch.dtype, add: bool, at_once: bool) -> None:
-        self.dtype, self.add, self.at_once = dtype, add, at_once
-        self.waiting: list[tuple[Weight, GradWriter]] = []
-
-    def accumulate_grad(self, weight: Weight, write: GradWriter) -> None:
-        if self.at_once:
-            self._make(weight, write)
-        else:
-            self.waiting.append((weight, write))
-
-    def make(self) -> None:
-        for weight, write in self.waiting:
-            self._make(weight, write)
-
-    def _make(self, weight: Weight, write: GradWriter) -> None:
-        shape = weight.block.stored
-        write(torch.empty(shape, dtype=self.dtype, device=weight.data.device), self.add)
-
-
-def layer_events(
-    config: Config,
-    layout: Layout,
-    layer: Layer,
-    specs: dict[str, list[ParamSpec]],
-    device_type: str,
-    at_once: bool = True,
-) -> LayerEvents:
-    """Trace a layer of `plan.rank_spec`.
-
-    Args:
-        config: resolved.
-        specs: of its pipeline rank.
-        at_once: the backward makes the weight gradients, else it puts them off.
-    """
-    training = config.training
-    kind = Kind.of(config, layout, layer, specs, device_type)
-    return _events(kind, training.grad_dtype, config.micro_batches(layout.dp) > 1, at_once)
-
-
-@functools.lru_cache(maxsize=1024)
-def _events(kind: Kind, grad_dtype: str, add: bool, at_once: bool) -> LayerEvents:
-    with kind.stand_in() as device, torch.enable_grad():
-        gradients, recorder = _Gradients(DTYPES[grad_dtype], add, at_once), _Recorder()
-        axis = _RecordedAxis(recorder, kind.tp, needs_staging_buffer=kind.device_type == "cpu")
-        traced = Traced(kind, device, tp=axis, owner=gradients)
-        x = traced.input()
-        with recorder:
-            y = traced.compute(x, traced.batch, True)
-            forward = recorder.take()
-            dy = torch.empty_like(y)
-            if y.requires_grad and kind.passes_gradient:
-                torch.autograd.grad(y, x, dy)
-            elif y.requires_grad:
-                torch.autograd.backward(y, dy)
-            backward = recorder.take()
-            with torch.no_grad():
-                gradients.make()
-            put_off = recorder.take()
-            recompute: Events = ()
-            if kind.recompute == "full" and kind.use is Use.LAYER:
-                again = traced.input()
-                recorder.take()
-                traced.compute(again, traced.batch, False)
-                recompute = recorder.take()
-    return LayerEvents(forward, recompute, backward, put_off)

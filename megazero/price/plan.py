@@ -6,17 +6,17 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from megazero.config.schema import BYTES, Config
+from megazero.config.schema import Config
 from megazero.config.validate import check_device, check_values
 from megazero.data.remembered import data_tokenizer
 from megazero.model.stage import declare
 from megazero.plan.layers import num_parameters
 from megazero.plan.resolve import check_block_runs, resolve
 from megazero.plan.topology import Layout
-from megazero.price import quick
-from megazero.price.capacity import alternatives
+from megazero.price.capacity import alternatives, least
 from megazero.price.devices import Device, load_device
-from megazero.price.stage_bytes import StageBytes, stage_bytes
+from megazero.price.early import SHORT, presets
+from megazero.price.estimate import StageBytes, stage_bytes
 from megazero.price.step_time import StepTime, step_time
 from megazero.price.trace import model_flops
 
@@ -148,7 +148,7 @@ def advice(plan: Plan) -> Iterator[str]:
         yield room
     precision = config.training.precision
     others = [name for name in ("fp16", "bf16") if device[f"compute.{name}"] > 2 * device[f"compute.{precision}"]]
-    if BYTES[precision] == 2 and others:
+    if precision in ("fp16", "bf16") and others:
         ratio = device[f"compute.{others[0]}"] / device[f"compute.{precision}"]
         yield f"--precision {others[0]} multiplies {ratio:.0f} times as fast as {precision} on {device.name}"
 
@@ -169,7 +169,7 @@ def _what_fits(plan: Plan) -> str:
 
 def _largest_preset(plan: Plan) -> str:
     """Return the flags of the largest preset of this architecture that fits on one such device; "" if none does."""
-    for name, smaller in quick.presets(plan.config):
+    for name, smaller in presets(plan.config):
         precision, grad_dtype = plan.config.training.precision, plan.config.training.grad_dtype
         training = dataclasses.replace(
             smaller.training, precision=precision, grad_dtype=grad_dtype, micro_batch_size=1, global_batch_size=1
@@ -178,10 +178,10 @@ def _largest_preset(plan: Plan) -> str:
         smaller = dataclasses.replace(smaller, training=training, activations=activations)
         changed, layout = resolve(smaller, 1, 0, declare)
         usable = plan.device.usable_bytes(layout)
-        if sum(quick.floor(changed, 1)) > usable:
+        if least(changed, layout, 0, plan.device.kind).total > usable:
             continue  # no need to trace it
         if stage_bytes(changed, layout, 0, plan.device.kind).peak <= usable:
-            return f"--preset {name} {quick.SHORT}"
+            return f"--preset {name} {SHORT}"
     return ""
 
 

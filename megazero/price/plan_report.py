@@ -10,9 +10,9 @@ from megazero.files import replace_file
 from megazero.model.stage import declare
 from megazero.plan.layers import num_parameters
 from megazero.plan.operations import Backward, BackwardWeights, Forward, Recompute
+from megazero.price.estimate import KINDS, stage_moments
 from megazero.price.plan import SECONDS_PER_DAY, Plan, advice, as_json
 from megazero.price.report import padding_warning, padding_words
-from megazero.price.stage_bytes import KINDS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -147,7 +147,7 @@ def draw(plan: Plan, path: Path) -> None:
     bars.axhline(plan.usable / 1e9, color="red", linestyle="--", label=f"usable of {plan.device.name}")
     bars.set(xlabel="pipeline stage", ylabel="GB of a device", title=f"when most is held: {plan.layout}")
     bars.legend(ncol=4, fontsize="small")
-    moments = plan.stages[plan.fullest].moments
+    moments = stage_moments(plan.config, plan.layout, plan.fullest, plan.device.kind)
     over.stackplot(
         range(len(moments)), *([m.held[n] / 1e9 for m in moments] for n in range(len(KINDS))), step="post", labels=KINDS
     )

@@ -6,20 +6,14 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megazero.config.batch_sizes import micro_batches
-from megazero.config.schema import BYTES, Config
+from megazero.config.schema import Config
 from megazero.model.stage import declare
-from megazero.plan.layers import non_block_costs, stage_units
-from megazero.plan.operations import Backward, BackwardWeights
-from megazero.plan.parameters import unit_layout
-from megazero.plan.program import program
-from megazero.plan.rank_spec import rank_spec
+from megazero.plan.layers import layer_costs
 from megazero.plan.schedules import SCHEDULES
+from megazero.plan.sizes import Rates, States
 from megazero.plan.split import rank_costs
 from megazero.plan.topology import Layout
-from megazero.plan.zero_policy import ZeroPolicy
-from megazero.price.estimate import estimate, state_bytes
-from megazero.price.saved_activations import stage_activations
-from megazero.price.trace import trace_layers
+from megazero.price.estimate import StageBytes, stage_bytes
 
 
 class Row(NamedTuple):
@@ -30,37 +24,32 @@ class Row(NamedTuple):
     formula: str  # Psi: elements of the rank's units, padding included; N: the ranks that share a copy of them
 
 
-def report_rows(config: Config, layout: Layout, rank: int = 0, needs_staging_buffer: bool = True) -> list[Row]:
-    """List every kind of memory, then of traffic of an iteration; `needs_staging_buffer` as in `estimate`."""
-    memory, traffic = estimate(config, layout, rank, needs_staging_buffer)
-    formulas = _memory_formulas(config, layout) | _traffic_formulas(config, layout)
-    computed = stage_activations(config, layout, rank, "cpu" if needs_staging_buffer else "cuda")
-    memory = {"activations": computed} | memory
-    rows = [Row(kind, num_bytes, formulas[kind]) for kind, num_bytes in memory.items()]
-    return rows + [
-        Row(f"{kind} traffic", num_bytes, formulas[f"{kind} traffic"]) for kind, num_bytes in traffic.items()
-    ]
+def report_rows(config: Config, layout: Layout, device_type: str = "cpu") -> list[Row]:
+    """List every kind of memory, then of traffic of an iteration, of rank 0."""
+    found = stage_bytes(config, layout, 0, device_type)
+    formulas = _memory_formulas(config, layout) | _traffic_formulas(config, layout, found)
+    numbers = {"activations": found.activations} | found.memory
+    numbers |= {f"{kind} traffic": num_bytes for kind, num_bytes in found.traffic.items()}
+    return [Row(kind, num_bytes, formulas[kind]) for kind, num_bytes in numbers.items()]
 
 
-def psi(config: Config, layout: Layout, rank: int = 0) -> int:
-    """Elements of the units that a rank's pipeline stage holds, padding included, on its tensor-parallel part."""
-    units = stage_units(declare(config.model, layout.tp), layout, layout.coord(rank).pp)
-    return sum(unit_layout(specs, layout.sizes, layout.shard).numel for specs in units.values())
+def psi(config: Config, layout: Layout, device_type: str = "cpu") -> int:
+    """Elements of the units that rank 0 computes with, padding included, on its tensor-parallel part."""
+    return stage_bytes(config, layout, 0, device_type).numel
 
 
 def _memory_formulas(config: Config, layout: Layout) -> dict[str, str]:
-    training, policy = config.training, ZeroPolicy.for_stage(config.zero, layout.shard)
-    w, g, n = BYTES[training.precision], BYTES[training.grad_dtype], f" / {layout.shard}"
-    _, states = state_bytes(training.precision, config.trains)
+    states, w = States.of(config, layout), Rates.of(config).weights
     activations, full = config.activations, config.activations.recompute == "full"
-    parts = f" / {layout.tp}" * (activations.partition_activations or config.parallel.sequence_parallel)
-    kept = f"{w} b s h{parts} for each block and micro-batch in flight" * full
-    arenas = ", arenas" * activations.contiguous_checkpointing
+    parts = f" / {layout.tp}" if activations.partition_activations or config.parallel.sequence_parallel else ""
+    kept = f"{w} b s h{parts} for each block and micro-batch in flight" if full else ""
+    arenas = ", arenas" if activations.contiguous_checkpointing else ""
+    again = "the one block that is computed again, and the ends" if full else "all layers in flight"
     return {
-        "activations": "kept by the one block that is computed again" if full else "kept by all blocks in flight",
-        "parameters": f"{w} Psi{n * policy.parameters}",
-        "optimizer": f"{states} Psi{n * policy.optimizer}" if states else "",
-        "gradients": f"{g} Psi{n * policy.optimizer}" * config.trains,
+        "activations": f"kept by autograd for {again}",
+        "parameters": str(states.parameters),
+        "optimizer": str(states.optimizer) if states.optimizer.each else "",
+        "gradients": str(states.gradients) if states.gradients.each else "",
         "activation_checkpoints": "" if activations.checkpoint_in_cpu else kept,
         "buffers": f"arena of gathered weights, buckets, gradients being made, messages, rotary tables{arenas}",
         "logits": f"{w} b s v / tp",
@@ -69,34 +58,39 @@ def _memory_formulas(config: Config, layout: Layout) -> dict[str, str]:
     }
 
 
-def _traffic_formulas(config: Config, layout: Layout) -> dict[str, str]:
-    training, policy = config.training, ZeroPolicy.for_stage(config.zero, layout.shard)
-    w, g, m = BYTES[training.precision], BYTES[training.grad_dtype], config.micro_batches(layout.dp)
-    reduced = f"{m} x {g}" if policy.gradients else f"{g}"
-    if not policy.optimizer:
-        dp = f"2 x {g} Psi"
-    elif not policy.parameters:
-        dp = f"({reduced} + {w}) Psi"
-    else:
-        gathers = "1" if policy.gathers_once else f"up to 2 x {m}"
-        dp = f"({gathers} x {w} + {reduced}) Psi"
-    replicas = f" + 2 x {g} Psi / {layout.shard} x ({layout.replica}-1)/{layout.replica}" if layout.replica > 1 else ""
+def _traffic_formulas(config: Config, layout: Layout, found: StageBytes) -> dict[str, str]:
+    """Write traffic along dp as the number of times that a step gathers and reduces each element, and its bytes."""
+    rates, states, (least, most) = Rates.of(config), States.of(config, layout), found.gathers
+    terms = []
+    if most:
+        terms.append(f"{'up to ' if least < most else ''}{_times(most, rates.weights)}")
+    if found.reductions:
+        terms.append(_times(found.reductions, rates.gradients))
+    replicas = ""
+    if layout.replica > 1 and found.reductions:
+        replicas = f" + 2 x {states.gradients} x ({layout.replica}-1)/{layout.replica}"
+    each = f"({' + '.join(terms)})" if len(terms) > 1 else "".join(terms)
+    dp = f"{each} Psi x (N-1)/N, N = {layout.shard}{replicas}" if terms else ""
     return {
-        "dp traffic": f"{dp} x (N-1)/N, N = {layout.shard}{replicas}",
+        "dp traffic": dp,
         "tp traffic": "activations and losses",
         "pp traffic": "messages, tied table",
         "control traffic": "norms, losses, counts",
     }
 
 
-def partition_line(config: Config, layout: Layout, rank: int = 0) -> str:
+def _times(number: int, num_bytes: int) -> str:
+    return f"{number} x {num_bytes}" if number > 1 else f"{num_bytes}"
+
+
+def partition_line(config: Config, layout: Layout, device_type: str = "cpu") -> str:
     """Describe the memory that --partition-activations saves and the traffic it costs; empty without it."""
     activations = config.activations
     if not activations.partition_activations:
         return ""
     plain = replace(config, activations=replace(activations, partition_activations=False))
     kept = "host" if activations.checkpoint_in_cpu else "activation_checkpoints"
-    ours, whole = (estimate(c, layout, rank) for c in (config, plain))
+    ours, whole = (stage_bytes(c, layout, 0, device_type) for c in (config, plain))
     saved, sent = whole.memory[kept] - ours.memory[kept], whole.traffic["tp"]
     extra = ours.traffic["tp"] - sent
     place = "host memory" if activations.checkpoint_in_cpu else "memory"
@@ -111,28 +105,13 @@ def split_line(config: Config, layout: Layout) -> str:
     """The layers of every virtual stage where they are uneven, and why; empty where they are even."""
     if not layout.split:
         return ""
-    outer = non_block_costs(declare(config.model, layout.tp), config.model, config.activations)
-    costs = rank_costs(layout.split, layout.placement, outer)
+    known = layer_costs(declare(config.model, layout.tp), config.model, config.activations)
+    costs = rank_costs(layout.split, layout.placement, known)
     return (
         f"layers per virtual stage: {','.join(map(str, layout.split))}; the head computes as much as "
-        f"{outer.head:.1f} blocks, so that pipeline ranks compute "
+        f"{known.head:.1f} blocks, so that pipeline ranks compute "
         f"{', '.join(f'{cost:.1f}' for cost in costs)} (--pipeline-split has other layers)"
     )
-
-
-def most_queued(config: Config, layout: Layout) -> int:
-    """The most bytes that weight gradients which wait keep at one instant, on the pipeline rank that keeps most."""
-    most = 0
-    for stage in range(layout.pp):
-        spec, costs = rank_spec(config, layout, stage, declare), trace_layers(config, layout, stage)
-        now = 0
-        for op in program(spec, config.schedule, config.micro_batches(layout.dp)).gradients:
-            if isinstance(op, Backward) and not op.weights:
-                now += costs[op.layer].queued
-                most = max(most, now)
-            elif isinstance(op, BackwardWeights):
-                now -= costs[op.layer].queued
-    return most
 
 
 def padding_words(config: Config, layout: Layout) -> str:
@@ -153,10 +132,12 @@ def padding_warning(config: Config, layout: Layout) -> str:
     )
 
 
-def queue_line(config: Config, layout: Layout) -> str:
+def queue_line(config: Config, layout: Layout, device_type: str = "cpu") -> str:
     """Describe bytes that queued weight gradients keep and full recompute does not free; empty without a queue."""
     parallel = config.parallel
-    queued = most_queued(config, layout) if SCHEDULES[parallel.pipeline_schedule].backlog else 0
+    queued = 0
+    if SCHEDULES[parallel.pipeline_schedule].backlog:
+        queued = max(stage_bytes(config, layout, stage, device_type).queued for stage in range(layout.pp))
     if not queued:
         return ""
     line = (
@@ -171,12 +152,13 @@ def queue_line(config: Config, layout: Layout) -> str:
     )
 
 
-def table(config: Config, layout: Layout, rank: int = 0, needs_staging_buffer: bool = True) -> str:
+def table(config: Config, layout: Layout, device_type: str = "cpu") -> str:
     """Format `report_rows` as text."""
-    head = f"bytes of rank {rank} by estimate; Psi = {psi(config, layout, rank):,} elements"
+    head = f"bytes of rank 0 by estimate; Psi = {psi(config, layout, device_type):,} elements"
     rows = [
         f"  {row.kind:<24}{row.num_bytes:>20,}   {row.formula}".rstrip()
-        for row in report_rows(config, layout, rank, needs_staging_buffer)
+        for row in report_rows(config, layout, device_type)
     ]
-    notes = [split_line(config, layout), queue_line(config, layout), partition_line(config, layout, rank)]
+    lines = (split_line(config, layout), queue_line(config, layout, device_type))
+    notes = [*lines, partition_line(config, layout, device_type)]
     return "\n".join([head, *rows, *filter(None, notes)])

@@ -10,12 +10,13 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from megazero.config.batch_sizes import micro_batches
 from megazero.config.limits import divisors
-from megazero.config.schema import BYTES, Config
+from megazero.config.schema import Config
 from megazero.config.validate import check_values
 from megazero.model.stage import declare
 from megazero.plan.layers import End, Use
@@ -23,14 +24,13 @@ from megazero.plan.operations import Backward, Forward
 from megazero.plan.parameters import unit_layout
 from megazero.plan.rank_spec import rank_spec
 from megazero.plan.resolve import resolve
+from megazero.plan.sizes import Rates, States
 from megazero.plan.topology import Layout, data_parallel_size
 from megazero.price.costs import StepCosts
 from megazero.price.devices import Device
-from megazero.price.estimate import state_bytes
 from megazero.price.network import Network
 from megazero.price.plan import Plan, plan_if_it_fits
-from megazero.price.saved_activations import block_input
-from megazero.price.trace import trace_block
+from megazero.price.trace import shallow, trace_block
 
 TRIED = 48  # layouts whose memory is estimated, of those that seem fastest
 PLAYED = 12  # of them, those that fit and are played
@@ -119,7 +119,7 @@ class _Block(NamedTuple):
     forward: float
     backward: float
     saved: int
-    kept: int  # its input
+    hidden: int  # its input
 
 
 class Terms:
@@ -128,32 +128,38 @@ class Terms:
     def __init__(self, config: Config, world: int, device: Device) -> None:
         """`config`: the vocabulary is known, the layout's flags do not matter."""
         self.config, self.world, self.device = config, world, device
+        self.rates = Rates.of(config)
         self.block = functools.cache(self._block)
         self.ends = functools.cache(self._ends)
         self.numel = functools.cache(self._numel)
         self.network = functools.cache(self._network)
+        self.states = functools.cache(self._states)
 
     def of(self, c: Candidate) -> _Block:
         return self.block(c.tp, c.micro_batch, c.sequence, c.recompute == "selective")
 
     def _costs(self, tp: int, micro: int, sequence: bool, selective: bool) -> StepCosts:
-        """The costs of a model of one block, without a pipeline and without recompute."""
+        """The costs of a model of few blocks, see `shallow`, without a pipeline and without recompute."""
         kept = "selective" if selective else "none"
         c = Candidate(tp, 1, "1f1b", 1, 0, 0, kept, False, sequence, micro)
         config = c.apply(self.config)
-        model = dataclasses.replace(config.model, num_layers=1)
-        config = dataclasses.replace(config, model=model, training=dataclasses.replace(config.training))
+        config = dataclasses.replace(config, model=shallow(config.model))
         layout = Layout(dp=data_parallel_size(self.world, tp=tp), tp=tp)
         return StepCosts(config, layout, rank_spec(config, layout, 0, declare), self.device)
 
     def _block(self, tp: int, micro: int, sequence: bool, selective: bool) -> _Block:
+        """Return the mean of the blocks; each kind is traced once."""
         costs = self._costs(tp, micro, sequence, selective)
-        name = declare(costs.config.model, tp).first_block.name
-        forward = costs.of_layer(Forward(name, 0, True)).seconds
-        backward = costs.of_layer(Backward(name, 0)).seconds
-        traced = trace_block(costs.config, costs.layout, self.device.kind)
-        kept = block_input(costs.config, costs.layout)
-        return _Block(forward, backward, sum(traced.saved) + traced.saved_input, kept)
+        layers = declare(costs.config.model, tp)
+        blocks = Counter(layers.kinds[name].name for name in layers.blocks)
+
+        def mean(of: Callable[[str], float]) -> float:
+            return sum(count * of(name) for name, count in blocks.items()) / len(layers.blocks)
+
+        forward = mean(lambda name: costs.of_layer(Forward(name, 0, True)).seconds)
+        backward = mean(lambda name: costs.of_layer(Backward(name, 0)).seconds)
+        saved = mean(lambda name: trace_block(costs.config, costs.layout, self.device.kind, name).kept(own_input=True))
+        return _Block(forward, backward, math.ceil(saved), costs.sizes.hidden)
 
     def _ends(self, tp: int, micro: int) -> float:
         """Seconds of embedding and head, forward and backward."""
@@ -163,11 +169,15 @@ class Terms:
         return forward + sum(costs.of_layer(Backward(name, 0)).seconds for name in names)
 
     def _numel(self, tp: int) -> tuple[int, int]:
-        """Elements of a block and of the tables, on one rank."""
-        kinds = declare(dataclasses.replace(self.config.model, num_layers=1), tp).kinds.values()
-        found = [(kind.end, unit_layout(kind.params, {"tp": tp}, 1).numel) for kind in kinds]
-        block, table = (sum(n for end, n in found if end is wanted) for wanted in (None, End.FIRST))
-        return block, table
+        """Elements of a mean block and of the tables, on one rank."""
+        layers = declare(shallow(self.config.model), tp)
+        numel = {
+            name: unit_layout(layers.kinds[name].params, {"tp": tp}, 1).numel
+            for name in dict.fromkeys(k.name for k in layers.kinds.values())
+        }
+        found = [(kind.end, numel[kind.name]) for kind in layers.kinds.values()]
+        blocks, table = (sum(n for end, n in found if end is wanted) for wanted in (None, End.FIRST))
+        return blocks // len(layers.blocks), table
 
     def _network(self, tp: int, pp: int, shard: int) -> Network:
         return Network(self.device, Layout(pp, data_parallel_size(self.world, pp, tp), tp, shard))
@@ -184,19 +194,23 @@ class Terms:
         dp = data_parallel_size(self.world, c.pp, c.tp)
         return micro_batches(self.config.training.global_batch_size, c.micro_batch, dp)
 
+    def _states(self, tp: int, pp: int, zero_stage: int, shard: int) -> int:
+        """Bytes of states of the first stage while gradients are accumulated."""
+        zero = dataclasses.replace(self.config.zero, zero_stage=zero_stage)  # type: ignore[arg-type]
+        layout = Layout(pp, data_parallel_size(self.world, pp, tp), tp, shard)
+        states = States.of(dataclasses.replace(self.config, zero=zero), layout)
+        each, table = self.numel(tp)
+        numel = self.config.model.num_layers // pp * each + table
+        return sum(states.at_rest(numel).values()) + states.accumulated.of(numel)
+
     def memory(self, c: Candidate) -> float:
         """The least bytes of a device of the first stage."""
-        training, block = self.config.training, self.of(c)
-        w, g, states = BYTES[training.precision], BYTES[training.grad_dtype], state_bytes(training.precision)[1]
-        each, table = self.numel(c.tp)
-        blocks = self.config.model.num_layers // c.pp
-        numel, shard = blocks * each + table, c.shard or data_parallel_size(self.world, c.pp, c.tp)
-        held = numel * (w / (shard if c.zero_stage == 3 else 1) + states / (shard if c.zero_stage else 1))
-        held += numel * g / (1 if c.zero_stage < 2 else shard)
+        block, blocks = self.of(c), self.config.model.num_layers // c.pp
+        held = self.states(c.tp, c.pp, c.zero_stage, c.shard)
         in_flight = c.pp * (1 + 1 / c.chunks) if c.schedule == "interleaved" else c.pp
         live = min(self.micro_batches(c), in_flight)
         if c.recompute == "full":
-            kept = block.kept / (c.tp if c.partition else 1) * (not self.config.activations.checkpoint_in_cpu)
+            kept = 0.0 if self.config.activations.checkpoint_in_cpu else block.hidden / (c.tp if c.partition else 1)
             return held + live * blocks * kept + block.saved
         return held + live * blocks * block.saved
 
@@ -210,19 +224,21 @@ class Terms:
         rounds = 1 if c.schedule == "zero-bubble-v" else c.chunks
         bubble = (c.pp - 1) / rounds * BUBBLE[c.schedule] * stage
         network = self.network(c.tp, c.pp, c.shard)
-        rebuild = m * layers / c.pp * network.one_pass("tp", block.kept) * c.partition
-        message = network.message(block.kept, 0, 1) if c.pp > 1 else 0.0
+        rebuild = m * layers / c.pp * network.one_pass("tp", block.hidden) * c.partition
+        message = network.message(block.hidden, 0, 1) if c.pp > 1 else 0.0
         forward, backward = layers / c.pp * block.forward, layers / c.pp * (block.backward + again)
         return m * stage + bubble + rebuild + self._units(c, m, forward, backward) + message * 2 * (c.pp - 1 + c.chunks)
 
     def _units(self, c: Candidate, m: int, forward: float, backward: float) -> float:
         """Seconds of updates, and of communication over dp that passes of these durations do not hide."""
-        training, network = self.config.training, self.network(c.tp, c.pp, c.shard)
-        w, g = BYTES[training.precision], BYTES[training.grad_dtype]
+        rates, network = self.rates, self.network(c.tp, c.pp, c.shard)
         each, table = self.numel(c.tp)
         numel = self.config.model.num_layers / c.pp * each + table
         owned = numel / (network.groups["shard"].ranks if c.zero_stage else 1)
-        gather, reduce = network.one_pass("shard", numel * w), network.one_pass("shard", numel * g)
+        gather, reduce = (
+            network.one_pass("shard", numel * rates.weights),
+            network.one_pass("shard", numel * rates.gradients),
+        )
         exposed = {
             0: max(0.0, 2 * reduce - backward),
             1: max(0.0, reduce - backward) + max(0.0, gather - forward),
@@ -230,7 +246,8 @@ class Terms:
             3: m * (max(0.0, gather - forward) + max(0.0, gather + reduce - backward)),
         }[c.zero_stage]
         bandwidth = self.device["memory.bandwidth"] * self.device["memory.fraction"]
-        return exposed + network.all_reduce("replica", owned * g) + 40 * owned / bandwidth
+        updated = owned * (rates.gradients + rates.updated(clips=bool(self.config.optimizer.clip_grad)))
+        return exposed + network.all_reduce("replica", owned * rates.gradients) + updated / bandwidth
 
 
 class Search:

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from megazero.config.schema import Config
 from megazero.plan.layers import Use
 from megazero.plan.operations import (
     COMPUTE,
@@ -24,6 +25,7 @@ from megazero.plan.operations import (
     Send,
     Start,
     Transfer,
+    Update,
     Wait,
     axis_of,
     inner,
@@ -32,7 +34,8 @@ from megazero.plan.operations import (
 from megazero.plan.program import program
 from megazero.plan.rank_spec import Layer, RankSpec, Unit
 from megazero.plan.schedules import SCHEDULES
-from megazero.plan.zero_policy import ZeroPolicy
+from megazero.plan.topology import Layout
+from megazero.plan.zero_policy import sharding_groups
 
 Cost = Callable[[Op], float]
 
@@ -125,7 +128,7 @@ class _Rank:
             begin = self.now
             self.run(op, self.slowed(cost(op)))
             self.spans.append(Span(op, begin, self.now))
-        elif isinstance(about, Asynchronous):
+        elif isinstance(about, Asynchronous) and not isinstance(op, Update):  # one that stands alone computes
             axis, seconds = axis_of(about), cost(about)
             if seconds:  # an axis of one rank has nothing to start
                 self.begin_transfer()
@@ -165,7 +168,7 @@ def simulate(programs: list[Ops], cost: Cost | Sequence[Cost], issue: float = 0.
 
 def plain_pipeline(ranks: int, chunks: int = 1, layers: int = 1, v_shaped: bool = False) -> list[RankSpec]:
     """A pipeline of equal layers, `layers` per chunk, without embedding, head or ZeRO."""
-    found = []
+    found, alone = [], sharding_groups(Config(), Layout())
     for rank in range(ranks):
         names = [[f"{c}.{n}" for n in range(layers)] for c in range(chunks)]
         made = [
@@ -173,7 +176,7 @@ def plain_pipeline(ranks: int, chunks: int = 1, layers: int = 1, v_shaped: bool 
             for c, chunk in enumerate(names)
         ]
         units = {name: Unit(64, True) for chunk in names for name in chunk}
-        found.append(RankSpec(tuple(made), units, ZeroPolicy(False, False, False), rank, ranks, v_shaped=v_shaped))
+        found.append(RankSpec(tuple(made), units, alone, rank, ranks, v_shaped=v_shaped))
     return found
 
 

@@ -6,7 +6,6 @@ begins there, and the all-gathers of updated weights run behind the forward that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from megazero.config.schema import Config
@@ -17,11 +16,11 @@ from megazero.plan.rank_spec import RankSpec, rank_spec
 from megazero.plan.topology import Layout
 from megazero.price.costs import StepCosts
 from megazero.price.devices import Device
+from megazero.price.estimate import Few
 from megazero.price.network import Network
 from megazero.price.simulate import simulate
 
 COMPUTATIONS = (Forward, Backward, BackwardWeights)
-STEADY = ("1f1b", "interleaved")  # schedules that repeat themselves after the first round of the pipeline
 PARTS = ("compute", "recompute", "optimizer", "tp", "dp", "pp", "host", "bubble", "copies")
 
 
@@ -39,33 +38,6 @@ class Parts(NamedTuple):
     parts: dict[str, float]
     compute: list[float]
     rank: int
-
-
-class Few(NamedTuple):
-    """Numbers of micro-batches whose steps tell what `wanted` of them take.
-
-    From a certain number on, every further micro-batch sends as much as the one before, adds no memory and takes as
-    long, to less than half a percent of a step. So two of such numbers are enough, and one where `wanted` is small or
-    the schedule not one of STEADY.
-    """
-
-    wanted: int
-    played: tuple[int, ...]
-
-    @classmethod
-    def of(cls, schedule: str, layout: Layout, wanted: int) -> Few:
-        # at least two: gradients of one micro-batch are not accumulated, and are reduced unit by unit
-        least = max(2, (1 if layout.chunks == 1 else 2) * layout.pp + wanted % layout.pp)
-        if schedule not in STEADY or least + least + layout.pp >= wanted:
-            return cls(wanted, (wanted,))
-        return cls(wanted, (least, least + layout.pp))
-
-    def extend(self, found: Sequence[float]) -> float:
-        """Return the value at `wanted`, given those at `played`: on the line through them."""
-        if len(found) == 1:
-            return found[0]
-        first, second = self.played
-        return found[0] + (found[1] - found[0]) * (self.wanted - first) / (second - first)
 
 
 class StepPrograms:

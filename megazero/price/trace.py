@@ -1,4 +1,4 @@
-"""Costs of a layer, found by running it once on stand-in tensors along a pretended axis.
+"""Sizes and operators of a layer, found by running it once on stand-in tensors along pretended axes.
 
 So nothing about a layer's bytes, collectives or products is written down a second time: what the layer does is counted.
 Stand-ins have a shape and a dtype but no data: for a GPU meta tensors, whose operators have its kernels' shapes and
@@ -15,16 +15,15 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megazero.comm.collectives import Axis
 from megazero.comm.pretend import pretend_mesh
 from megazero.config.schema import Config, ModelConfig
 from megazero.memory.tracker import MemoryTracker
-from megazero.model.context import Context, DeviceBatch, MicroBatchInfo, ResidualStream, kept_bytes
+from megazero.model.context import DTYPES, Context, DeviceBatch, MicroBatchInfo, ResidualStream, kept_bytes
 from megazero.model.documents import Documents
 from megazero.model.kernels.table import kernels_named
 from megazero.model.matmul import Products
@@ -32,47 +31,63 @@ from megazero.model.stage import Stage, declare
 from megazero.model.weight import GradWriter, Owner, Weight
 from megazero.plan.layers import Use, stage_units
 from megazero.plan.parameters import ParamSpec
-from megazero.plan.rank_spec import Layer, rank_spec
+from megazero.plan.rank_spec import Layer, RankSpec, rank_spec
+from megazero.plan.sizes import LayerSizes
 from megazero.plan.topology import Layout
+from megazero.price.kernels import Events, LayerEvents, Operator, Recorder
 
 SMALL = 1 << 24  # elements of a tensor, or of a layer's weights: tens of milliseconds
 
 
-class LayerCost(NamedTuple):
-    """Costs of one layer and micro-batch on one rank.
+class LayerTrace(NamedTuple):
+    """A layer's passes for one micro-batch on one rank."""
 
-    Traffic is along tp, in bytes that this rank sends under a ring algorithm.
-    """
-
-    forward: int
-    recompute: int
-    backward: int
-    logits: int  # bytes held from its forward to its backward
-    queued: int  # bytes that its weight gradients keep while they wait
-    saved: tuple[int, ...]  # bytes of every tensor that its forward keeps for its backward, its input left out
-    saved_input: int  # bytes of its input, if that is kept too
-    tables: int  # bytes of tables, which all layers of a rank share, in a run's buffers from its start on
+    sizes: LayerSizes
+    events: LayerEvents
 
 
-def trace_layers(config: Config, layout: Layout, pp: int, device_type: str = "cpu") -> dict[str, LayerCost]:
+def trace_layers(config: Config, layout: Layout, pp: int, device_type: str = "cpu") -> dict[str, LayerSizes]:
     """Trace every layer of pipeline rank `pp`, each kind once; `config` is resolved."""
-    layers = declare(config.model, layout.tp)
-    spec = rank_spec(config, layout, pp, declare)
-    specs = stage_units(layers, layout, pp, config.training.freeze_parameters)
-    return {name: _trace(Kind.of(config, layout, layer, specs, device_type)) for name, layer in spec.layers.items()}
+    return layer_sizes(config, layout, rank_spec(config, layout, pp, declare), device_type)
 
 
-def trace_block(config: Config, layout: Layout, device_type: str) -> LayerCost:
-    """Trace a block whose weights all train."""
-    name = declare(config.model, layout.tp).first_block.name
+def layer_sizes(config: Config, layout: Layout, spec: RankSpec, device_type: str) -> dict[str, LayerSizes]:
+    """Trace every layer of a pipeline rank, each kind once."""
+    specs = stage_units(declare(config.model, layout.tp), layout, spec.rank, config.training.freeze_parameters)
+    return {name: trace(config, layout, layer, specs, device_type).sizes for name, layer in spec.layers.items()}
+
+
+def trace_block(config: Config, layout: Layout, device_type: str, name: str = "") -> LayerSizes:
+    """Trace a block whose weights all train: the first of a kind, by its name, or of the model."""
+    name = name or declare(config.model, layout.tp).first_block.name
     layer = Layer(name, (), Use.LAYER, trains=True, passes_gradient=True, kind=name)
-    return _trace(Kind.of(config, layout, layer, {}, device_type))
+    return trace(config, layout, layer, {}, device_type).sizes
+
+
+def trace(
+    config: Config,
+    layout: Layout,
+    layer: Layer,
+    specs: dict[str, list[ParamSpec]],
+    device_type: str,
+    at_once: bool = True,
+) -> LayerTrace:
+    """Trace a layer of `plan.rank_spec`.
+
+    Args:
+        config: resolved.
+        specs: of its pipeline rank.
+        at_once: the backward makes the weight gradients, else it puts them off.
+    """
+    training = config.training
+    kind = Kind.of(config, layout, layer, specs, device_type)
+    return _trace(kind, training.grad_dtype, config.micro_batches(layout.dp) > 1, at_once)
 
 
 class Kind(NamedTuple):
     """All that a layer's costs depend on. Layers of one kind differ in their number alone."""
 
-    model: ModelConfig  # one block deep
+    model: ModelConfig  # see `shallow`
     precision: str
     micro_batch_size: int
     recompute: str
@@ -117,7 +132,7 @@ class Kind(NamedTuple):
             s.name.replace(layer.name, layer.kind, 1) for unit in layer.units for s in specs[unit] if not s.trains
         )
         return cls(
-            dataclasses.replace(config.model, num_layers=1),
+            shallow(config.model),
             config.training.precision,
             config.training.micro_batch_size,
             config.activations.recompute,
@@ -134,36 +149,51 @@ class Kind(NamedTuple):
         )
 
 
-class _Queue(list[GradWriter]):
-    """Contributions to gradients, none of which is made."""
+class _Gradients:
+    """Takes contributions to gradients, and makes them at once or when it is asked.
+
+    Attributes:
+        taken: all contributions, so that what they keep can be counted.
+    """
+
+    def __init__(self, grad_dtype: str, add: bool, at_once: bool) -> None:
+        self.dtype, self.add, self.at_once = DTYPES[grad_dtype], add, at_once
+        self.taken: list[tuple[Weight, GradWriter]] = []
 
     def accumulate_grad(self, weight: Weight, write: GradWriter) -> None:
-        self.append(write)
+        self.taken.append((weight, write))
+        if self.at_once:
+            self._make(weight, write)
+
+    def make(self) -> None:
+        """Make the gradients that are put off."""
+        if not self.at_once:
+            for weight, write in self.taken:
+                self._make(weight, write)
+
+    def _make(self, weight: Weight, write: GradWriter) -> None:
+        write(torch.empty(weight.block.stored, dtype=self.dtype, device=weight.data.device), self.add)
 
 
 class Traced:
     """A model of one layer of a kind, on stand-ins, and a micro-batch for it."""
 
     def __init__(
-        self,
-        kind: Kind,
-        device: torch.device,
-        padded: bool = True,
-        tp: Axis | None = None,
-        owner: Owner | None = None,
+        self, kind: Kind, device: torch.device, recorder: Recorder, owner: Owner | None = None, padded: bool = True
     ) -> None:
         """Build the layer.
 
         Args:
+            recorder: of its collectives.
+            owner: takes its gradients.
             padded: with the rows of the vocabulary that only pad a rank's shard.
-            tp: the axis of its collectives; None: one that is pretended.
-            owner: takes its gradients; None: `queue`.
         """
         self.kind, model = kind, kind.model
-        self.mesh = pretend_mesh(Layout(tp=kind.tp), 0, device, needs_staging_buffer=False)
-        self.tracker, self.queue = MemoryTracker(), _Queue()
+        staging = kind.device_type == "cpu"
+        self.mesh = pretend_mesh(Layout(tp=kind.tp), 0, device, staging, recorder.axis)
+        self.tracker = MemoryTracker()
         self.context = Context(
-            ResidualStream(tp or self.mesh.tp, sharded=kind.sequence_parallel),
+            ResidualStream(self.mesh.tp, sharded=kind.sequence_parallel),
             self.tracker,
             kind.precision,
             device,
@@ -176,7 +206,7 @@ class Traced:
             shape = weight.block.stored if padded else weight.block.shape
             # not one NaN expanded, which CPU products are slow on
             weight.data = torch.zeros(shape, dtype=self.context.dtype, device=device)
-            weight.owner = owner or self.queue
+            weight.owner = owner
         self.compute = self.stage.layer(kind.layer).compute
         ids = torch.zeros(kind.micro_batch_size, model.seq_length, dtype=torch.int64, device=device)
         self.documents = Documents.whole(
@@ -192,12 +222,16 @@ class Traced:
         )
         self.batch = DeviceBatch(ids, ids, ids.float(), tokens)
 
-    @property
-    def sent(self) -> int:
-        return self.mesh.tp.sent["tp"]
+    def take_sent(self) -> Counter[str]:
+        """Return axis -> bytes sent since the last call."""
+        found: Counter[str] = Counter()
+        for axis in self.mesh.axes:
+            found.update(axis.sent)
+            axis.sent.clear()
+        return found
 
     def input(self) -> torch.Tensor:
-        rows = len(self.context.stream.tokens(self.batch.ids.numel()))
+        rows = self.context.stream.num_tokens(self.batch.ids.numel())
         x = torch.zeros(rows, self.kind.model.hidden_size, dtype=self.context.dtype, device=self.mesh.device)
         return x.requires_grad_(self.kind.passes_gradient)
 
@@ -213,12 +247,13 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(StorageWeakRef(tensor.untyped_storage()).cdata)  # type: ignore[no-untyped-call]
 
 
-@functools.lru_cache(maxsize=256)
-def _trace(kind: Kind) -> LayerCost:
+@functools.lru_cache(maxsize=1024)
+def _trace(kind: Kind, grad_dtype: str, add: bool, at_once: bool) -> LayerTrace:
     """Run a layer of this kind forward, backward and, if asked for, forward again."""
     with kind.stand_in() as device, torch.enable_grad():
-        traced = Traced(kind, device)
-        tables = traced.tracker.now["buffers"]
+        gradients, recorder = _Gradients(grad_dtype, add, at_once), Recorder()
+        traced = Traced(kind, device, recorder, gradients)
+        tables = dict(traced.context.table_bytes)
         saved: dict[int, torch.Tensor] = {}  # a tensor each, so that no storage is freed and its number used again
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -226,23 +261,40 @@ def _trace(kind: Kind) -> LayerCost:
             return tensor
 
         x = traced.input()
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            y = traced.compute(x, traced.batch, True)
-        forward, logits = traced.sent, traced.tracker.now["logits"]
+        with recorder:
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                y = traced.compute(x, traced.batch, True)
+            forward, sent_forward = recorder.take(), traced.take_sent()
+            logits = traced.tracker.now["logits"]
+            dy = torch.empty_like(y)
+            if y.requires_grad and kind.passes_gradient:
+                torch.autograd.grad(y, x, dy)
+            elif y.requires_grad:
+                torch.autograd.backward(y, dy)
+            backward, sent_backward = recorder.take(), traced.take_sent()
+            with torch.no_grad():
+                gradients.make()
+            put_off = recorder.take()
+            recompute: Events = ()
+            if kind.recompute == "full" and kind.use is Use.LAYER:
+                again = traced.input()
+                recorder.take()
+                traced.compute(again, traced.batch, False)
+                recompute = recorder.take()
         saved_input = saved.pop(_storage(x), None)
         constants = traced.constants()
         kept = [t.untyped_storage().nbytes() for number, t in saved.items() if number not in constants]
-        if y.requires_grad and kind.passes_gradient:
-            torch.autograd.grad(y, x, torch.empty_like(y))
-        elif y.requires_grad:
-            torch.autograd.backward(y, torch.empty_like(y))
-        backward, queued = traced.sent - forward, kept_bytes(traced.queue)
-        recompute = 0
-        if kind.recompute == "full" and kind.use is Use.LAYER:
-            traced.compute(traced.input(), traced.batch, False)
-            recompute = traced.sent - forward - backward
-        input_bytes = 0 if saved_input is None else saved_input.untyped_storage().nbytes()
-    return LayerCost(forward, recompute, backward, logits, queued, tuple(sorted(kept)), input_bytes, tables)
+        sizes = LayerSizes(
+            forward=sent_forward,
+            recompute=traced.take_sent(),
+            backward=sent_backward,
+            logits=logits,
+            queued=kept_bytes(write for _, write in gradients.taken),
+            saved=tuple(sorted(kept)),
+            saved_input=0 if saved_input is None else saved_input.untyped_storage().nbytes(),
+            tables=tables,
+        )
+    return LayerTrace(sizes, LayerEvents(forward, recompute, backward, put_off))
 
 
 def model_flops(model: ModelConfig, samples: int) -> int:
@@ -251,23 +303,23 @@ def model_flops(model: ModelConfig, samples: int) -> int:
     Attention counts as if it were not causal, and the lookup of tokens not at all (Narayanan 2021).
     """
     counts = Counter((kind.name, kind.use) for kind in declare(model).kinds.values())
-    one = dataclasses.replace(model, num_layers=1)
-    return 3 * samples * sum(count * _flops(one, *kind) for kind, count in counts.items())
+    traced = shallow(model)
+    return 3 * samples * sum(count * _flops(traced, *kind) for kind, count in counts.items())
+
+
+def shallow(model: ModelConfig) -> ModelConfig:
+    """Return the model one block deep, so that all depths share a trace; unchanged if its blocks are of many kinds."""
+    kinds = {kind.name for kind in declare(model).kinds.values() if kind.end is None}
+    return dataclasses.replace(model, num_layers=1) if len(kinds) == 1 else model
 
 
 @functools.lru_cache(maxsize=64)
 def _flops(model: ModelConfig, layer: str, use: Use) -> int:
     """FLOPs of a layer's forward of one sample, on one rank, without padding."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-
-    def of_attention(q: torch.Size, k: torch.Size, *_: Any, **__: Any) -> int:
-        return 4 * q.numel() * k[2]
-
     kind = Kind(model, "fp32", 1, "none", False, 1, "cpu", layer, use, False, ())
     with kind.stand_in() as device, torch.no_grad():
-        traced = Traced(kind, device, padded=False)
-        with FlopCounterMode(display=False, custom_mapping={attention: of_attention}) as counter:
+        recorder = Recorder()
+        traced = Traced(kind, device, recorder, padded=False)
+        with recorder:
             traced.compute(traced.input(), traced.batch, True)
-    return int(counter.get_total_flops())
+    return sum(event.flops for event in recorder.take() if isinstance(event, Operator))

@@ -23,17 +23,16 @@ from megazero.model.fused_ops import PLAIN, compiled
 from megazero.model.kernels.table import kernels_named
 from megazero.model.matmul import Products, writes_wide
 from megazero.model.stage import Stage, declare
+from megazero.optim.step import StepParams
 from megazero.plan.program import Program, program
 from megazero.plan.rank_spec import rank_spec
 from megazero.plan.schedules import EVALUATION
-from megazero.plan.zero_policy import persistent_gradients
 from megazero.train.bad_step import Inspector, first_bad_result
 from megazero.train.batch import Batch, Uploaded, sum_by_corpus, upload_step
 from megazero.train.graphs import ActivationSpec, BlockGraphs
 from megazero.train.interpreter import Compute, Interpreter
 from megazero.train.memory_report import is_out_of_memory, memory_report
 from megazero.train.optimization import LossScale, clip_factor, learning_rate
-from megazero.zero.adamw import StepParams
 from megazero.zero.flat_unit import ZeroOptions
 from megazero.zero.zero import Zero
 
@@ -91,10 +90,10 @@ class Engine:
         )
         model = config.model
         self.model = Stage(model, list(self.spec.layers), context, config.training.freeze_parameters)
-        self.zero = Zero(self._zero_options(), self.model.units)
+        self.zero = Zero(self._zero_options(), self.model.units, self.spec)
         step = self.program(config.schedule, config.micro_batches(mesh.layout.dp))
         self.zero.reserve(step.arena_numel)
-        tokens = len(stream.tokens(config.training.micro_batch_size * model.seq_length))
+        tokens = stream.num_tokens(config.training.micro_batch_size * model.seq_length)
         activation = ActivationSpec((tokens, model.hidden_size), context.dtype, mesh.device)
         computes = {name: self.model.layer(name).compute for name in self.spec.layers}
         graphs = None
@@ -114,18 +113,18 @@ class Engine:
 
     def _zero_options(self) -> ZeroOptions:
         config, mesh = self.config, self.mesh
-        policy, arena = self.spec.policy, config.activations.contiguous_checkpointing
         return ZeroOptions(
-            policy,
             mesh,
             self.tracker,
             DTYPES[config.training.precision],
             DTYPES[config.training.grad_dtype],
             config.zero.reduce_bucket_size,
             config.zero.overlap_comm,
-            persistent_gradients(policy, arena, config.micro_batches(mesh.layout.dp)),
+            config.activations.contiguous_checkpointing,
+            config.micro_batches(mesh.layout.dp),
             config.parallel.sequence_parallel,
             config.trains,
+            config.optimizer.rule,
             config.zero.poison_buffers,
         )
 
@@ -227,7 +226,7 @@ class Engine:
         return micro_batches(samples or len(batches) * each * self.mesh.dp.size, each, 1)
 
     def _step_params(self, lr: float, divisor: float) -> StepParams:
-        number = torch.full((), self.updates + 1.0, dtype=torch.float32, device=self.mesh.device)
+        number = torch.full((), self.updates + 1.0, dtype=torch.float32, device=self.zero.options.state_device)
         by = None if divisor == 1.0 else torch.full_like(number, divisor, dtype=self.zero.options.master_dtype)
         return StepParams(self.config.optimizer, lr, number, by)
 

@@ -20,6 +20,7 @@ from megazero.comm.collectives import Axis, Pending
 from megazero.memory.tracker import Allocation, MemoryTracker
 from megazero.model.context import kept_bytes
 from megazero.model.weight import GradWriter, Weight
+from megazero.optim.step import StepParams
 from megazero.plan.layers import Use
 from megazero.plan.operations import (
     Backward,
@@ -53,7 +54,6 @@ from megazero.plan.program import Program
 from megazero.plan.rank_spec import Layer
 from megazero.plan.topology import Route
 from megazero.train.graphs import ActivationSpec, BlockGraphs
-from megazero.zero.adamw import StepParams
 from megazero.zero.zero import Zero
 
 Observer = Callable[[Op], contextlib.AbstractContextManager[object]]
@@ -124,11 +124,12 @@ class Interpreter:
         self._start: dict[type, Callable[[Any], Pending]] = {
             Gather: self._gather,
             Sync: lambda op: self.units[op.unit].weights.start_sync(),
-            Reduce: lambda op: self.units[op.unit].gradients.start_reduce(self.zero.reducer),
+            Reduce: lambda op: self.zero.start_reduce(op.unit),
             ReduceReplicas: lambda op: self.units[op.unit].gradients.start_reduce_replicas(),
             SumReplicated: lambda op: self.units[op.unit].gradients.start_sum_replicated(),
             SumTied: lambda op: self.units[op.unit].gradients.start_sum_tied(),
             Fetch: lambda op: self.kept.start_fetch(op.key),
+            Update: self._update,
             Recv: self._recv,
             Send: self._send,
         }
@@ -143,7 +144,6 @@ class Interpreter:
             Release: self._release,
             Open: lambda op: self.units[op.unit].gradients.open(),
             Norm: self._norm,
-            Update: self._update,
             Start: self._begin,
             Wait: self._wait,
             **dict.fromkeys(self._start, self._at_once),
@@ -358,7 +358,7 @@ class Interpreter:
     def _norm(self, op: Norm) -> None:
         self.square_sum = self.zero.gradient_square_sum(self.tied)
 
-    def _update(self, op: Update) -> None:
+    def _update(self, op: Update) -> Pending:
         assert self._step_params is not None
         unit = self.units[op.unit]
-        unit.optimizer.step(self._step_params, unit.gradients.take())
+        return unit.optimizer.start_step(self._step_params, unit.gradients.take())

@@ -35,17 +35,17 @@ def checksum(x: torch.Tensor) -> torch.Tensor:
 
 def copies(engine: Engine) -> Iterator[tuple[Axis, str, torch.Tensor]]:
     """Yield (axis along which all ranks hold the same, name, tensor [n]), in the same order on the ranks of an axis."""
-    mesh, policy = engine.mesh, engine.zero.policy
+    mesh = engine.mesh
     for unit in engine.zero.units.values():
         for part in unit.flat.owned_parts():
-            axes = [mesh.replica]
-            axes += [mesh.shard] * (not policy.optimizer)
+            axes = [unit.flat.replica]
+            axes += [unit.flat.shard] * (not unit.flat.policy.optimizer)
             axes += [mesh.tp] * ("tp" not in part.spec.axes)
             axes += [mesh.embedding] * (unit.name == engine.layers.tied)
             for state, data in unit.optimizer.state(part).items():
                 kind = "the master weights" if state == "master" else state
                 yield from ((axis, f"{kind} of {part.spec.name}", data) for axis in axes)
-        if policy.syncs and unit.weights.unsharded is not None:
+        if unit.flat.policy.syncs and unit.weights.unsharded is not None:
             for member in unit.flat.members:
                 window = unit.weights.unsharded[member.window.slice()]
                 yield mesh.dp, f"the weights of {member.spec.name}", window

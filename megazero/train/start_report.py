@@ -19,8 +19,8 @@ from megazero.memory.host import Machine
 from megazero.model.stage import declare
 from megazero.plan.layers import num_parameters
 from megazero.plan.topology import Layout
+from megazero.price.estimate import KINDS, StageBytes, stage_bytes
 from megazero.price.report import padding_warning, padding_words, queue_line, table
-from megazero.price.stage_bytes import KINDS, StageBytes, stage_bytes
 from megazero.train.progress_line import tell
 from megazero.train.start_notes import Processor, device_words, kept, large_vocabulary
 from megazero.units import count, size
@@ -83,7 +83,9 @@ def screen(
         "defaults": chosen,
         "kept": kept(config),
         "note": large_vocabulary(config, num_ids),
-        "warning": "\n".join(filter(None, (padding_warning(config, layout), _queue_warning(config, layout)))),
+        "warning": "\n".join(
+            filter(None, (padding_warning(config, layout), _queue_warning(config, layout, machine.device_type)))
+        ),
     }
     return [line for name, text in told.items() if text for line in _paragraph(name, text)]
 
@@ -94,8 +96,8 @@ def _paragraph(name: str, text: str) -> list[str]:
     return [name.ljust(MARGIN) + lines[0], *(indent + line for line in lines[1:])]
 
 
-def _queue_warning(config: Config, layout: Layout) -> str:
-    _, warns, text = queue_line(config, layout).rpartition("warning: ")
+def _queue_warning(config: Config, layout: Layout, device_type: str) -> str:
+    _, warns, text = queue_line(config, layout, device_type).rpartition("warning: ")
     return text if warns else ""
 
 
@@ -214,7 +216,7 @@ def details(
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, numpy {numpy.__version__}"
     variables = [f"{name}={value}" for name, value in environment.items()]
     parts = [
-        table(config, layout, needs_staging_buffer=machine.device_type == "cpu"),
+        table(config, layout, machine.device_type),
         notes,
         "\n  ".join(["environment", f"{versions}, {platform.platform()}", *variables]),
         "hosts\n" + "\n".join(per_host),

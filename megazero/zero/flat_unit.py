@@ -9,34 +9,41 @@ from typing import NamedTuple
 import torch
 
 from megazero.comm.mesh import Mesh
+from megazero.config.optimizers import OPTIMIZERS, UpdateRule
 from megazero.memory.tracker import MemoryTracker
 from megazero.model.weight import Weight
 from megazero.plan.flat_layout import Range
 from megazero.plan.owned import overlap
 from megazero.plan.parameters import LocalBlock, ParamSpec, unit_layout
-from megazero.plan.zero_policy import NOTHING_PERSISTENT, PersistentGradients, ZeroPolicy
+from megazero.plan.zero_policy import ShardingGroup
 
 
 @dataclass(frozen=True)
 class ZeroOptions:
     """Options that all units of a rank share."""
 
-    policy: ZeroPolicy
     mesh: Mesh
     tracker: MemoryTracker
     dtype: torch.dtype = torch.float32
     grad_dtype: torch.dtype = torch.float32
     bucket_size: int = 40_000_000  # elements
     overlap: bool = True
-    persistent: PersistentGradients = NOTHING_PERSISTENT
+    contiguous: bool = False  # gradients that outlive their unit's backward: in one allocation
+    micro_batches: int = 1  # of a step
     sequence_parallel: bool = False
-    trains: bool = True  # else there are no gradients and no moments
+    trains: bool = True  # else there are no gradients and no optimizer states
+    rule: UpdateRule = OPTIMIZERS["adamw"]
     poison: bool = False  # fill memory that must not be read with NaN
 
     @property
     def master_dtype(self) -> torch.dtype:
-        """The dtype of master weights, moments and norms."""
+        """The dtype of master weights and norms."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    @property
+    def state_device(self) -> torch.device:
+        """The device of master weights and optimizer states."""
+        return self.mesh.device if self.rule.place == "device" else torch.device("cpu")
 
 
 class Member(NamedTuple):
@@ -76,15 +83,18 @@ class OwnedPart(NamedTuple):
 
 
 class FlatUnit:
-    """Layout of a unit: where each parameter lies in the flat buffer [numel], and which range this rank owns."""
+    """Layout of a unit: where each parameter is in the flat buffer [numel], and which range this rank owns.
 
-    def __init__(self, name: str, weights: list[Weight], options: ZeroOptions) -> None:
-        mesh = options.mesh
-        self.name = name
-        self.layout = unit_layout([weight.spec for weight in weights], mesh.layout.sizes, mesh.shard.size)
+    Attributes:
+        shard, replica: axes of the ranks that share a copy of it, and of those that own the same range.
+    """
+
+    def __init__(self, name: str, weights: list[Weight], mesh: Mesh, group: ShardingGroup) -> None:
+        self.name, self.group, self.policy = name, group, group.policy
+        self.shard, self.replica = mesh.axis(group.axis), mesh.axis(group.replica_axis)
+        self.layout = unit_layout([weight.spec for weight in weights], mesh.layout.sizes, group.shards)
         self.members = [Member(weight, self.layout.windows[weight.spec.name]) for weight in weights]
-        whole = Range(0, self.numel)
-        self.owned = self.layout.owned(mesh.shard.rank, mesh.shard.size) if options.policy.optimizer else whole
+        self.owned = group.owned(self.layout, self.shard.rank)
 
     @property
     def numel(self) -> int:

@@ -7,6 +7,7 @@ import torch
 from megazero.comm.collectives import Pending, together
 from megazero.model.weight import GradWriter, Weight
 from megazero.plan.flat_layout import ALIGN, Range
+from megazero.plan.zero_policy import persistent_gradients
 from megazero.zero.flat_unit import FlatUnit, ZeroOptions
 from megazero.zero.reduce_scatter import Buffer, Reducer
 
@@ -22,6 +23,7 @@ class UnitGradients:
         self.unit, self.options, self.mesh = unit, options, options.mesh
         self.unsharded: Buffer | None = None
         self.sharded: Buffer | None = None
+        self.kept = persistent_gradients(unit.policy, options.contiguous, options.micro_batches)
         self._persistent: tuple[torch.Tensor | None, torch.Tensor | None] = None, None  # see bind_persistent
         self._ranges = {member.weight: member.window.slice() for member in unit.members}
         self._windows: dict[Weight, torch.Tensor] = {}  # of `unsharded`: those that have a contribution already
@@ -34,8 +36,7 @@ class UnitGradients:
         """Elements of `unsharded` and of `sharded` that lie in an arena (--contiguous-checkpointing)."""
         if not self.unit.trains:
             return 0, 0
-        persistent = self.options.persistent
-        return self.unit.numel * persistent.unsharded, self.unit.owned.numel * persistent.sharded
+        return self.unit.numel * self.kept.unsharded, self.unit.owned.numel * self.kept.sharded
 
     def bind_persistent(self, unsharded: torch.Tensor, sharded: torch.Tensor) -> None:
         """Bind the buffers to slices of the persistent arena, `persistent_numel` elements each."""
@@ -48,7 +49,7 @@ class UnitGradients:
 
     @property
     def _unsharded_kind(self) -> str:
-        return "buffers" if self.options.policy.optimizer else "gradients"
+        return "buffers" if self.unit.policy.optimizer else "gradients"
 
     def _buffer(self, kind: str, numel: int, persistent: torch.Tensor | None) -> Buffer:
         if persistent is not None:
@@ -108,9 +109,9 @@ class UnitGradients:
             )
         assert self.unsharded is not None, self.unit.name
         unsharded, self.unsharded, self._windows, self._complete = self.unsharded, None, {}, False
-        if not self.options.policy.optimizer:
+        if not self.unit.policy.optimizer:
             self.sharded = unsharded
-            return self.mesh.shard.start_all_reduce(unsharded.data)
+            return self.unit.shard.start_all_reduce(unsharded.data)
         add = self.sharded is not None
         if self.sharded is None:
             self.sharded = self._buffer("gradients", self.unit.owned.numel, self._persistent[1])
@@ -125,7 +126,7 @@ class UnitGradients:
 
     def start_reduce_replicas(self) -> Pending:
         """Sum over the groups that each hold a whole copy."""
-        return self.mesh.replica.start_all_reduce(self.sharded_grad)
+        return self.unit.replica.start_all_reduce(self.sharded_grad)
 
     def start_sum_replicated(self) -> Pending:
         """Sum over tp the gradients of tp-replicated parameters (with sequence parallelism)."""

@@ -1,43 +1,58 @@
-"""Optimizer states of a unit, for the owned range alone: master weights and AdamW's moments."""
+"""Optimizer states of a unit, for the owned range alone: master weights, and the states of the update rule."""
 
 from __future__ import annotations
 
 import torch
 
-from megazero.zero.adamw import StepParams, adamw_
+from megazero.comm.collectives import Pending
+from megazero.model.context import DTYPES
+from megazero.optim.step import StepParams
+from megazero.optim.updates import UPDATES
 from megazero.zero.flat_unit import FlatUnit, OwnedPart, ZeroOptions
 from megazero.zero.reduce_scatter import Buffer
 
 
 class OptimizerShard:
-    """Master weights and moments of one unit, in fp32 (fp64 with --precision fp64).
+    """Master weights and states of one unit, in fp32 (fp64 with --precision fp64), where the rule places them.
 
-    master   [owned]  what the optimizer steps. Where the compute dtype is as wide, it *is* the sharded weights.
-    moments  2 x [owned]; [0] in a run that does not train
+    master  [owned]  updated by the optimizer; the sharded weights themselves unless the rule `copies_master`
+    states  name -> [owned]; [0] in a run that does not train
     """
 
     def __init__(self, unit: FlatUnit, weights: torch.Tensor, options: ZeroOptions) -> None:
         """Draw the initial values of the owned range. `weights` [owned]: the sharded weights."""
-        self.unit, self.options, self.weights = unit, options, weights
-        dtype = options.master_dtype
-        in_place = weights.dtype == dtype
-        self.master = weights if in_place else torch.zeros(unit.owned.numel, dtype=dtype, device=weights.device)
+        self.unit, self.options, self.weights, rule = unit, options, weights, options.rule
+        self.update = UPDATES[rule.name]
+        dtype, device = options.master_dtype, options.state_device
+        copies = rule.copies_master(weights.dtype.itemsize, dtype.itemsize)
+        self.master = torch.zeros(unit.owned.numel, dtype=dtype, device=device) if copies else weights
         numel = unit.owned.numel if options.trains else 0
-        self.moments = tuple(torch.zeros(numel, dtype=dtype, device=weights.device) for _ in range(2))
-        held = (0 if in_place else self.master.nbytes) + sum(moment.nbytes for moment in self.moments)
-        self.allocation = options.tracker.allocate("optimizer", held)
+        self.states = {
+            state.name: torch.zeros(numel, dtype=DTYPES[state.precision] if state.precision else dtype, device=device)
+            for state in rule.states
+        }
+        held = self.master.nbytes * copies + sum(state.nbytes for state in self.states.values())
+        self.allocation = options.tracker.allocate("optimizer" if rule.place == "device" else "host", held)
         for part in unit.owned_parts():
-            self.master[part.owned.slice()] = part.weight.initial(part.start, part.stop).to(weights.device)
+            self.master[part.owned.slice()] = part.weight.initial(part.start, part.stop).to(device)
         self.cast()
 
-    def step(self, params: StepParams, gradient: Buffer) -> None:
-        """Step the master weights with the reduced gradient, free that, and cast the weights."""
+    def start_step(self, params: StepParams, gradient: Buffer) -> Pending:
+        """Step the master weights with the reduced gradient, free that, and cast the weights.
+
+        On the device all of it is issued at once. On the host it is done when it is waited for.
+        """
+        if self.options.rule.place == "device":
+            self._step(params, gradient)
+            return Pending()
+        return Pending(then=lambda: self._step(params, gradient))
+
+    def _step(self, params: StepParams, gradient: Buffer) -> None:
         self.options.mesh.in_flight.check(f"the update of {self.unit.name}", writes=[self.weights])
         values, wide = gradient.data, gradient.data.dtype == self.master.dtype
         widened = self.options.tracker.allocate("buffers", 0 if wide else self.master.nbytes)
-        if not wide:
-            values = values.to(self.master.dtype)
-        adamw_(params, self.master, values, self.moments, self.unit.num_decayed)
+        values = values.to(self.master.device, self.master.dtype)
+        self.update(params, self.master, values, tuple(self.states.values()), self.unit.num_decayed)
         widened.end()
         gradient.allocation.end()
         self.cast()
@@ -48,8 +63,6 @@ class OptimizerShard:
             self.weights.copy_(self.master)
 
     def state(self, part: OwnedPart) -> dict[str, torch.Tensor]:
-        """Return what a checkpoint holds of a part: [stop - start] each; no moments in a run that does not train."""
-        tensors = {"master": self.master}
-        if self.options.trains:
-            tensors |= {"exp_avg": self.moments[0], "exp_avg_sq": self.moments[1]}
+        """Return the tensors of a part in a checkpoint, [stop - start] each; no states if the run does not train."""
+        tensors = {"master": self.master} | (self.states if self.options.trains else {})
         return {name: tensor[part.owned.slice()] for name, tensor in tensors.items()}

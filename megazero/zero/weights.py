@@ -35,10 +35,10 @@ class UnitWeights:
     """
 
     def __init__(self, unit: FlatUnit, options: ZeroOptions) -> None:
-        self.unit, self.options, self.axis = unit, options, options.mesh.shard
+        self.unit, self.options = unit, options
         dtype, device = options.dtype, options.mesh.device
         self.unsharded: torch.Tensor | None = None
-        if options.policy.parameters:
+        if unit.policy.parameters:
             self.sharded = torch.zeros(unit.owned.numel, dtype=dtype, device=device)
             kept = self.sharded
         else:
@@ -68,10 +68,12 @@ class UnitWeights:
         """Stage 3: all-gather the weights into `arena`, from element `offset` on. They may be used after `gathered`."""
         assert self.unsharded is None, f"{self.unit.name} is gathered already"
         self.unsharded = arena[offset : offset + self.unit.numel]
-        return self.axis.start_all_gather(self.sharded, self.unsharded)
+        return self.unit.shard.start_all_gather(self.sharded, self.unsharded)
 
     def forget_arena(self) -> None:
         """Hold nothing of the arena any longer: it is about to be made anew."""
+        if not self.unit.policy.parameters:
+            return
         assert self.unsharded is None, f"{self.unit.name} is gathered"
         self._views = {}
         self._point()
@@ -90,7 +92,7 @@ class UnitWeights:
 
     def start_sync(self) -> Pending:
         """Stages 1 and 2: all-gather the updated shards into the whole weights of all ranks."""
-        if not self.options.policy.syncs:
+        if not self.unit.policy.syncs:
             return Pending()
         assert self.unsharded is not None
-        return self.axis.start_all_gather(self.sharded, self.unsharded)
+        return self.unit.shard.start_all_gather(self.sharded, self.unsharded)

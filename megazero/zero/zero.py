@@ -1,5 +1,7 @@
 """ZeRO-DP: one mechanism; the stage only chooses which of three things are sharded over the ranks that share a copy.
 
+Units may differ in these ranks: each *sharding group* of units has a policy, an axis and a reducer of its own.
+
 | where                                | 0               | 1               | 2                | 3                |
 |--------------------------------------|-----------------|-----------------|------------------|------------------|
 | owned range of a unit's flat buffer  | all             | 1/N             | 1/N              | 1/N              |
@@ -17,8 +19,10 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from megazero.comm.collectives import Pending
 from megazero.model.weight import GradWriter, Weight
-from megazero.plan.zero_policy import plan_buckets
+from megazero.plan.rank_spec import RankSpec
+from megazero.plan.zero_policy import ShardingGroup, plan_buckets
 from megazero.zero.flat_unit import FlatUnit, OwnedPart, ZeroOptions
 from megazero.zero.gradients import UnitGradients, square_sum
 from megazero.zero.optimizer_shard import OptimizerShard
@@ -29,9 +33,9 @@ from megazero.zero.weights import UnitWeights, UnshardedArena
 class ParamUnit:
     """Weights, gradients and optimizer states of one unit, on one rank."""
 
-    def __init__(self, name: str, weights: list[Weight], options: ZeroOptions) -> None:
+    def __init__(self, name: str, weights: list[Weight], options: ZeroOptions, group: ShardingGroup) -> None:
         self.name = name
-        self.flat = FlatUnit(name, weights, options)
+        self.flat = FlatUnit(name, weights, options.mesh, group)
         self.weights = UnitWeights(self.flat, options)
         self.gradients = UnitGradients(self.flat, options)
         self.optimizer = OptimizerShard(self.flat, self.weights.sharded, options)
@@ -40,29 +44,37 @@ class ParamUnit:
 class Zero:
     """All units of a pipeline rank. It owns the memory of the layers' weights, and takes their gradients."""
 
-    def __init__(self, options: ZeroOptions, units: Mapping[str, list[Weight]]) -> None:
+    def __init__(self, options: ZeroOptions, units: Mapping[str, list[Weight]], spec: RankSpec) -> None:
         """Give all weights memory and their initial values. All ranks call this.
 
         Args:
             units: unit name -> its weights.
+            spec: the rank, with the sharding group of each unit.
         """
-        self.options, self.policy, self.mesh = options, options.policy, options.mesh
+        self.options, self.mesh, self.groups = options, options.mesh, spec.groups.values()
         # zero-bubble: where contributions are queued while a Backward without weight gradients runs
         self.queue: list[tuple[Weight, GradWriter]] | None = None
         self.arena = UnshardedArena(options)
-        o = options
-        self.units = {name: ParamUnit(name, weights, o) for name, weights in units.items()}
+        self.units = {name: ParamUnit(name, weights, options, spec.group(name)) for name, weights in units.items()}
         self._bind_persistent_gradients()
         self._gradients: dict[Weight, UnitGradients] = {}
         for unit in self.units.values():
             for weight, _ in unit.flat.members:
                 self._gradients[weight], weight.owner = unit.gradients, self
-        sizes = [unit.flat.numel for unit in self.units.values()]
-        buckets = plan_buckets(
-            o.bucket_size, sizes if o.policy.optimizer and o.trains else [], self.mesh.shard.size, o.overlap
-        )
-        self.reducer = Reducer(self.mesh.shard, buckets, o.grad_dtype, self.mesh.device, o.tracker, o.overlap)
+        self.reducers = {group: self._reducer(group) for group in self.groups}
         self.sync_params()
+
+    def _reducer(self, group: ShardingGroup) -> Reducer:
+        o, reduces = self.options, group.policy.optimizer and self.options.trains
+        sizes = [unit.flat.numel for unit in self.units.values() if reduces and unit.flat.group == group]
+        buckets = plan_buckets(o.bucket_size, sizes, group.shards, o.overlap)
+        axis = self.mesh.axis(group.axis)
+        return Reducer(axis, buckets, o.grad_dtype, self.mesh.device, o.tracker, o.overlap)
+
+    def start_reduce(self, unit: str) -> Pending:
+        """Sum a unit's gradients over the ranks that share a copy of it."""
+        found = self.units[unit]
+        return found.gradients.start_reduce(self.reducers[found.flat.group])
 
     def _bind_persistent_gradients(self) -> None:
         """MD: place gradients that outlive their unit's backward side by side in one allocation."""
@@ -104,10 +116,16 @@ class Zero:
         """
         mesh = self.mesh
         units = [unit for unit in self.trained_units if unit.name != tied or mesh.pp.is_first]
-        pieces = [piece for unit in units for piece in unit.gradients.counted(replicated=mesh.tp.is_first)]
-        total = square_sum(pieces, mesh.device)
-        axes = [mesh.tp, mesh.pp] + [mesh.shard] * self.policy.optimizer
-        return mesh.control_sum(total, *axes)
+        sums = []
+        for group in self.groups:
+            own = [unit.gradients for unit in units if unit.flat.group == group]
+            pieces = [piece for gradients in own for piece in gradients.counted(replicated=mesh.tp.is_first)]
+            sums.append(square_sum(pieces, mesh.device))
+        total = mesh.control_sum(torch.stack(sums), mesh.tp, mesh.pp)
+        for group, part in zip(self.groups, total.split(1), strict=True):
+            if group.policy.optimizer:
+                mesh.control_sum(part, mesh.axis(group.axis))
+        return total.sum()
 
     def discard_gradients(self) -> None:
         """Free all gradients: of a skipped step, or what an exception has left."""

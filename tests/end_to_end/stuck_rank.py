@@ -11,10 +11,10 @@ from megazero.train.engine import Engine
 step = Engine.train_step
 
 
-def stuck(engine, iteration, batches):
+def stuck(engine, iteration, batches, samples):
     if iteration == 3:
         engine.interpreter._do[Forward] = lambda op: threading.Event().wait()
-    return step(engine, iteration, batches)
+    return step(engine, iteration, batches, samples)
 
 
 if os.environ["RANK"] == sys.argv[1]:

@@ -199,7 +199,6 @@ def test_tensorboard_and_wandb(model, tmp_path: Path) -> None:
 
 BAD = {
     "sizes that do not divide": (["--num-attention-heads", 7], ["--hidden-size 48", "--num-attention-heads 7"]),
-    "a batch that does not divide": (["--global-batch-size", 13], ["--global-batch-size 13", "use 12 or 14"]),
     "a layout that does not fit": (["--tensor-model-parallel-size", 2], ["--tensor-model-parallel-size 2", "1 ranks"]),
     "an unknown preset": (["--preset", "gpt2-124n"], ["--preset gpt2-124n", "gpt2-124m"]),
     "no data": (["--data-path", "/nowhere/corpus"], ["--data-path", "/nowhere/corpus"]),

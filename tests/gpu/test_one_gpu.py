@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megazero.activations.offload import StreamCopies
 from megazero.comm.mesh import Mesh
+from megazero.memory.copies import StreamCopies
 from megazero.memory.fragmentation import device_fragmentation
 from megazero.memory.tracker import MemoryTracker
 from megazero.model.matmul import Products, writes_wide

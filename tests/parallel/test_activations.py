@@ -1,4 +1,4 @@
-"""Activations that a block saves for its backward, against `saved_activations`: tensor by tensor, to the byte."""
+"""Activations that a block saves for its backward, against `price.trace`: tensor by tensor, to the byte."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.measure import kept_by_a_block, korthikanti
+from benchmarks.measure import block_saves, kept_by_a_block, korthikanti
 from megazero.activations.store import KeptInputs
 from megazero.comm.mesh import Mesh
 from megazero.config.schema import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
@@ -16,7 +16,6 @@ from megazero.memory.tracker import MemoryTracker
 from megazero.model.stage import declare
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
-from megazero.price.saved_activations import block_saves
 from tests.parallel.cases import MODEL, Case, new_engine, train
 
 LLAMA = replace(MODEL, architecture="llama", num_query_groups=2)

@@ -77,8 +77,8 @@ OFFLOADED = Case(model=SMALL, kernels="eager", recompute="full", host=True, micr
 ROTARY = Case(model=replace(SMALL, architecture="llama"), kernels="eager")
 SHARDED = Case(dp=2, zero=3, model=SMALL, kernels="eager")
 STAGES = Case(pp=2, model=SMALL, kernels="eager", micro_batches=3)
-STORE = "megazero.activations.offload", "StreamCopies", "start_store"
-FETCH = "megazero.activations.offload", "StreamCopies", "start_fetch"
+STORE = "megazero.memory.copies", "StreamCopies", "start_store"
+FETCH = "megazero.memory.copies", "StreamCopies", "start_fetch"
 START = "megazero.comm.collectives", "Axis", "_start"
 
 
@@ -87,7 +87,7 @@ START = "megazero.comm.collectives", "Axis", "_start"
     [
         pytest.param(
             OFFLOADED,
-            Fault("megazero.activations.offload", "Fetch", "wait", "self.done is not None", "False"),
+            Fault("megazero.memory.copies", "Fetch", "wait", "self.done is not None", "False"),
             {RACE},
             "native_layer_norm [Recompute blocks.2 mb 0] on the compute stream reads bytes of a tensor in device "
             "memory that copy_ [start Fetch blocks.2 mb 0] on stream 2 writes",

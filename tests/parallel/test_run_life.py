@@ -159,9 +159,9 @@ def samples_read(rank: int, config: Config) -> list[int]:
     run, seen = trainer(rank, 2, config), []
     step = run.engine.train_step
 
-    def spied(iteration: int, batches: Any) -> Any:
+    def spied(iteration: int, batches: Any, samples: int) -> Any:
         seen.extend(number for batch in batches for number in batch.samples)
-        return step(iteration, batches)
+        return step(iteration, batches, samples)
 
     run.engine.train_step = spied
     quietly(run)
@@ -215,11 +215,11 @@ def signalled(rank: int, config: Config, numbers: list[int], at: int) -> tuple[i
         run.signals = signals
         step = run.engine.train_step
 
-        def interrupted(iteration: int, batches: Any) -> Any:
+        def interrupted(iteration: int, batches: Any, samples: int) -> Any:
             if iteration == at and rank == 1:
                 for number in numbers:
                     os.kill(os.getpid(), number)
-            return step(iteration, batches)
+            return step(iteration, batches, samples)
 
         run.engine.train_step = interrupted
         stop = quietly(run)
@@ -323,10 +323,10 @@ def slow_disk(rank: int, config: Config) -> None:
     run, may_write = trainer(rank, 2, config), threading.Event()
     step, host_bytes = run.engine.train_step, tensor_file.host_bytes
 
-    def stepped(iteration: int, batches: Any) -> Any:
+    def stepped(iteration: int, batches: Any, samples: int) -> Any:
         if iteration == 4:
             may_write.set()
-        return step(iteration, batches)
+        return step(iteration, batches, samples)
 
     def slow(tensor: torch.Tensor) -> memoryview:
         may_write.wait()

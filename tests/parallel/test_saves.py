@@ -57,11 +57,11 @@ def test_what_cannot_be_deleted_does_not_end_the_run(
     run = trainer(0, 1, configured(corpus, root, 3, save_interval=1, keep_last=1))
     step = run.engine.train_step
 
-    def moved(iteration: int, batches: Any) -> Any:
+    def moved(iteration: int, batches: Any, samples: int) -> Any:
         if iteration == 2:
             (root / "iter_0000001").rename(tmp_path / "elsewhere")
             (root / "iter_0000001").symlink_to(tmp_path / "elsewhere")
-        return step(iteration, batches)
+        return step(iteration, batches, samples)
 
     run.engine.train_step = moved
     run.run(None)
@@ -140,8 +140,8 @@ def skipping(run: Trainer, first: int) -> None:
     """Make no update from iteration `first` on."""
     step = run.engine.train_step
 
-    def skipped(iteration: int, batches: Any) -> Any:
-        result = step(iteration, batches)
+    def skipped(iteration: int, batches: Any, samples: int) -> Any:
+        result = step(iteration, batches, samples)
         return result._replace(skipped=True, skip_reason="planted") if iteration >= first else result
 
     run.engine.train_step = skipped
@@ -183,10 +183,10 @@ def test_a_save_by_time_begins_the_time_anew(corpus: str, tmp_path: Path) -> Non
     run = trainer(0, 1, configured(corpus, tmp_path, 5))
     step = run.engine.train_step
 
-    def long(iteration: int, batches: Any) -> Any:
+    def long(iteration: int, batches: Any, samples: int) -> Any:
         if iteration == 2:
             run.clock = Clock(0.0, 0.0, lambda: None, now=time.time() - 61, save_minutes=1.0)
-        return step(iteration, batches)
+        return step(iteration, batches, samples)
 
     run.engine.train_step = long
     quietly(run)

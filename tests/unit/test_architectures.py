@@ -12,7 +12,7 @@ from megazero.config.architectures import ARCHITECTURES
 from megazero.config.cli import flags, parse, to_toml
 from megazero.config.schema import ActivationConfig, ModelConfig
 from megazero.model.stage import declare
-from megazero.plan.layers import non_block_costs
+from megazero.plan.layers import layer_costs
 from megazero.plan.parameters import unit_layout
 from megazero.plan.resolve import resolve
 from megazero.price.trace import model_flops
@@ -72,7 +72,7 @@ def test_flops_of_a_llama_are_those_of_its_products(groups: int) -> None:
     h, f, s, v, d = 64, 96, 32, 1000, 8
     block = 2 * h * (h + 2 * groups * d) + 2 * h * h + 4 * s * h + 6 * h * f
     assert model_flops(model, 5) == 3 * 5 * s * (3 * block + 2 * v * h)
-    costs = non_block_costs(declare(model), model, ActivationConfig())
+    costs = layer_costs(declare(model), model, ActivationConfig())
     assert (costs.head, costs.embedding) == pytest.approx((2 * v * h / block, 2 * h / block))
 
 

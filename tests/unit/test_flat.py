@@ -6,7 +6,16 @@ import itertools
 
 import pytest
 
-from megazero.plan.flat_layout import ALIGN, FlatLayout, FlatParam, Range, flat_layout, round_up
+from megazero.plan.flat_layout import (
+    ALIGN,
+    FlatLayout,
+    FlatParam,
+    Range,
+    equal_ranges,
+    flat_layout,
+    round_up,
+    whole_windows,
+)
 
 NONE, TP, EP, BOTH = frozenset[str](), frozenset({"tp"}), frozenset({"ep"}), frozenset({"ep", "tp"})
 PLACES = ((NONE, NONE), (TP, NONE), (NONE, TP))  # sharded, summed
@@ -106,7 +115,7 @@ def test_decayed_comes_first() -> None:
 def test_owned_ranges_tile_the_buffer_evenly() -> None:
     for _, size, flat in CASES:
         for parts in (n for n in range(1, size + 1) if size % n == 0):
-            owned = [flat.owned(rank, parts) for rank in range(parts)]
+            owned = [equal_ranges(flat, rank, parts) for rank in range(parts)]
             assert [e for r in owned for e in elements(r)] == list(range(flat.numel))
             assert {r.numel for r in owned} == {flat.numel // parts}
 
@@ -131,7 +140,20 @@ def test_within_is_the_intersection_from_the_start_of_the_outer_range() -> None:
 
 def test_owned_asserts_an_even_cut() -> None:
     with pytest.raises(AssertionError):
-        FlatLayout({}, [], [], Range(0, 0), 64).owned(0, 3)
+        equal_ranges(FlatLayout({}, [], [], Range(0, 0), 64), 0, 3)
+
+
+def test_whole_windows_cut_between_weights_near_equal_ranges() -> None:
+    """No weight has two owners; ranges tile the buffer; each end is within a weight of an equal range's."""
+    for _, size, flat in CASES:
+        owned = [whole_windows(flat, rank, size) for rank in range(size)]
+        assert [e for r in owned for e in elements(r)] == list(range(flat.numel))
+        largest = max((round_up(window.numel, ALIGN) for window in flat.windows.values()), default=0)
+        for rank, mine in enumerate(owned):
+            assert all(window.within(mine).numel in (0, window.numel) for window in flat.windows.values())
+            assert 2 * abs(mine.stop * size - (rank + 1) * flat.numel) <= (largest + ALIGN * size) * size
+    flat = flat_layout([FlatParam(f"p{n}", 64 * n, True) for n in (5, 1, 2, 8)], 4)
+    assert [whole_windows(flat, rank, 4) for rank in range(4)] == [(0, 320), (320, 512), (512, 512), (512, 1024)]
 
 
 def test_round_up() -> None:

@@ -11,18 +11,12 @@ import pytest
 
 from benchmarks.reports import foreign as report
 from megazero.config.cli import flags, options, parse, preset_args, read
-from megazero.config.foreign import deepspeed
-from megazero.config.foreign.translate import (
-    ENTRIES,
-    UnknownFlags,
-    find_entry,
-    is_ours,
-    refusals,
-    split_items,
-    translate,
-)
+from megazero.config.foreign.conversions import CONVERSIONS
+from megazero.config.foreign.table import DEEPSPEED_FILE, FLAGS, FOLDER, find_entry, read_table, read_tables
+from megazero.config.foreign.translate import LAST, UnknownFlags, is_ours, refusals, split_items, translate
 
 ROOT = Path(__file__).resolve().parents[2]
+ENTRIES = [entry for table in FLAGS for entry in read_table(table)]
 LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"
 
 
@@ -139,7 +133,7 @@ REFUSED = [
     ("--bf16 maybe", "maybe is neither true nor false"),
     ("--train-samples many", "many is not a number"),
     ("--model_name_or_path gpt2", "scripts/checkpoint.py import"),
-    ("--do_eval --max_steps 70", "--eval-only --load DIR evaluates a checkpoint alone, --eval-interval 70 what"),
+    ("--do_eval --max_steps 70", "--eval-only --load DIR evaluates a checkpoint alone, --eval-interval 70 the"),
     ("--do_train --do_eval --eval_strategy steps --max_steps 70", "--eval-interval N, such as 7"),
     ("--validation_split_percentage 100", "100 is no percentage"),
     ("--num_train_epochs 3", "--train-iters: epochs x tokens"),
@@ -179,7 +173,7 @@ def test_a_deepspeed_file_is_flags(tmp_path: Path) -> None:
         "activation_checkpointing": {"cpu_checkpointing": True},
     }
     path.write_text(json.dumps(values))
-    config = read(["--deepspeed", str(path), "--lr", "3e-4"], lambda: 8).config
+    config = read(["--lr", "3e-4", "--deepspeed", str(path)], lambda: 8).config
     assert config == parse(
         "--micro-batch-size 2 --global-batch-size 64 --clip-grad 0.5 --zero-stage 2 --reduce-bucket-size 500000000 "
         "--no-overlap-comm --precision fp16 --initial-loss-scale 4096 --hysteresis 1 --lr 3e-4 --adam-beta1 0.8 "
@@ -234,13 +228,10 @@ def test_a_number_that_is_not_finite_is_refused_under_the_name_that_was_given(fl
 
 def test_a_deepspeed_file_with_absurd_values_is_refused_by_its_keys(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
-    computed = (
-        "zero_optimization.overlap_comm",
-        "fp16.initial_scale_power",
-        "optimizer.params.betas",
-        "scheduler.type",
-    )
-    for key in (*deepspeed.FLAGS, *deepspeed.SWITCHES, *deepspeed.ONLY, *computed, "gradient_accumulation_steps"):
+    for entry in read_tables(*DEEPSPEED_FILE).values():
+        key = entry.name
+        if entry.by == "nothing":
+            continue
         for value in (*NEVER, *PERHAPS):
             text = value
             for part in reversed(key.split(".")):
@@ -258,7 +249,7 @@ def test_a_deepspeed_file_with_absurd_values_is_refused_by_its_keys(tmp_path: Pa
         ('{"optimizer": {"params": {"lr": true}}}', "optimizer.params.lr = true: --lr true: must be a number"),
         ('{"gradient_accumulation_steps": 0}', "gradient_accumulation_steps = 0: it must be at least 1"),
         ('{"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": "x"}',
-         "gradient_accumulation_steps = 2: train_micro_batch_size_per_gpu x is not a number"),
+         'train_micro_batch_size_per_gpu = "x": --micro-batch-size x: must be a whole number'),
         ("[" * 100_000, "ds.json is no JSON: nested too deeply"),
         ('{"a":' * 1000 + "1" + "}" * 1000, "ds.json"),
     ],
@@ -294,8 +285,35 @@ def test_the_given_flags_are_known(tmp_path: Path) -> None:
     assert given == {"lr", "untie-embeddings", "compile", "precision", "data-path"}
 
 
+def test_the_tables_are_read_whole() -> None:
+    """Every file is read, every function of `conversions` is in a table, and every table's is there."""
+    assert {path.stem for path in FOLDER.glob("*.toml")} == {*FLAGS, *DEEPSPEED_FILE}
+    entries = [*ENTRIES, *read_table(*DEEPSPEED_FILE)]
+    assert {entry.by for entry in entries} == set(CONVERSIONS)
+    assert {entry.order for entry in entries} == set(range(LAST + 1))
+
+
+def test_the_tables_are_read_for_foreign_flags_alone() -> None:
+    """A command line of ours starts without them."""
+    read_tables.cache_clear()
+    read("--num_layers 3 --lr=1e-3 --no-compile".split())
+    assert read_tables.cache_info().misses == 0
+    read("--encoder-num-layers 3".split())
+    assert read_tables.cache_info().misses == 1
+
+
+def test_a_flag_without_an_equal_is_answered_with_the_nearest() -> None:
+    with pytest.raises(
+        ValueError, match=r"^--logits-save-interval 3 \(Megatron-LM's\): it has no equal .* --save-interval"
+    ):
+        parse("--logits-save-interval 3".split())
+    assert parse(["--use_peft", "False"]) == parse([])
+
+
 def test_entries_have_one_home_each_and_name_flags_that_exist() -> None:
-    assert not [name for name, count in Counter(entry.name for entry in ENTRIES).items() if count > 1]
+    for tables in (FLAGS, DEEPSPEED_FILE):
+        names = [entry.name for table in tables for entry in read_table(table)]
+        assert not [name for name, count in Counter(names).items() if count > 1]
     for entry in ENTRIES:
         found = re.findall(r"(?<![-\w])--([a-z0-9-]+[a-z0-9])", entry.here)
         programs = {"append-eod", "input", "output-prefix", "nproc"}  # of other programs of ours

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megazero.config.cli import PRESETS
+from megazero.config.foreign.table import FOLDER
 from megazero.optional import EXTRAS, load_optional
 from megazero.price.devices import DEVICES
 
@@ -35,7 +36,8 @@ def test_console_commands_and_their_files_are_in_the_package() -> None:
     targets = [target.split(":") for target in PROJECT["project"]["scripts"].values()]
     code = "".join(f"import {module}; assert callable({module}.{function})\n" for module, function in targets)
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
-    for folder, package in ((PRESETS, "megazero.config"), (DEVICES, "megazero.price")):
+    data = ((PRESETS, "megazero.config"), (FOLDER, "megazero.config.foreign"), (DEVICES, "megazero.price"))
+    for folder, package in data:
         (pattern,) = PROJECT["tool"]["setuptools"]["package-data"][package]
         packaged = {path.name for path in (ROOT / package.replace(".", "/")).glob(pattern)}
         assert packaged == {path.name for path in folder.glob("*.toml")} != set()

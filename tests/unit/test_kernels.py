@@ -20,8 +20,8 @@ from megazero.plan.layers import stage_units
 from megazero.plan.rank_spec import rank_spec
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
-from megazero.price.kernels import Operator, layer_events
-from megazero.price.trace import trace_layers
+from megazero.price.kernels import Operator
+from megazero.price.trace import trace, trace_layers
 from megazero.train.kernel_choice import choose_kernels, triton_complaint
 from tests.helpers import kernel_checks
 
@@ -141,7 +141,7 @@ def test_a_trace_sees_what_a_launch_moves() -> None:
         )
         kept.append({name: cost.saved for name, cost in trace_layers(config, layout, 0, "cuda").items()})
         for name in ("blocks.0", "head"):
-            events = layer_events(config, layout, layers[name], specs, "cuda")
+            events = trace(config, layout, layers[name], specs, "cuda").events
             for operator in (*events.forward, *events.backward):
                 if isinstance(operator, Operator) and kernels == "triton":
                     moved.setdefault(operator.name, set()).add(operator.num_bytes)

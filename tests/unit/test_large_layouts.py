@@ -15,18 +15,16 @@ from megazero.config.schema import Config
 from megazero.data.corpora import mock_datasets
 from megazero.memory.host import Available, Machine
 from megazero.model.stage import declare
-from megazero.plan.operations import Norm
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
-from megazero.price.capacity import check_memory, estimated, lower_bound
+from megazero.price.capacity import check_memory, estimated, least
 from megazero.price.devices import load_device
-from megazero.price.estimate import estimate
+from megazero.price.estimate import KINDS, StageBytes, estimate, stage_bytes
 from megazero.price.network import Group, Network, group_of
 from megazero.price.plan import Plan
 from megazero.price.plan_report import show, summary
 from megazero.price.search_report import command
 from megazero.price.simulate import plain_pipeline
-from megazero.price.stage_bytes import KINDS, Moment, StageBytes, stage_bytes
 from megazero.price.step_time import PARTS, Parts, StepTime
 from megazero.price.trace import model_flops
 from megazero.train.bubble import StageTimes, bubble
@@ -57,9 +55,12 @@ def made_plan(peaks: list[int], world: int, host: int = 0) -> Plan:
             {"host": host * 10**9},
             {"dp": 10**9 * stage, "pp": 10**9},
             0,
+            0,
             10**9 * peak,
             dict.fromkeys(KINDS, 0) | {"parameters": 10**9 * peak},
-            [Moment(Norm(), (0,) * len(KINDS))],
+            0,
+            (0, 0),
+            0,
         )
         for stage, peak in enumerate(peaks)
     ]
@@ -122,8 +123,8 @@ def test_logits_are_held_where_the_last_stage_is() -> None:
     v = "--pipeline-schedule zero-bubble-v --virtual-pipeline-stages 2"
     for extra, wanted in (("", [0, 0, 0, 1]), (v, [1, 0, 0, 0])):
         config, layout = resolved(f"{flags} {extra}", 4)
-        least = [lower_bound(config, layout, pp, "cpu").device["logits"] for pp in range(4)]
-        assert least == [64 * 8 * 100 * 4 * here for here in wanted]
+        found = [least(config, layout, pp, "cpu").device["logits"] for pp in range(4)]
+        assert found == [64 * 8 * 100 * 4 * here for here in wanted]
 
 
 def test_a_pipeline_of_twelve_stages() -> None:
@@ -161,9 +162,9 @@ def test_hosts_of_several_nodes_are_named_with_their_ranks() -> None:
 def test_a_node_needs_what_its_own_ranks_need(ranks: range, stages: list[int]) -> None:
     """Two stages of four ranks, on nodes of four: the second stage has the head, and other weights."""
     config, layout = resolved(f"--num-layers 3 --pipeline-split 2,1 {MODEL} --pipeline-model-parallel-size 2", 8)
-    of_stage = [estimated(config, layout, 4 * stage, "cpu").total for stage in (0, 1)]
-    least = [lower_bound(config, layout, 4 * stage, "cpu").total for stage in (0, 1)]
-    assert of_stage[0] != of_stage[1] and least[0] != least[1]
+    of_stage = [estimated(config, layout, stage, "cpu").total for stage in (0, 1)]
+    bounds = [least(config, layout, stage, "cpu").total for stage in (0, 1)]
+    assert of_stage[0] != of_stage[1] and bounds[0] != bounds[1]
     need = sum(of_stage[stage] for stage in stages)
     check_memory(config, layout, ranks[0], Machine(ranks, "cpu", None, Available(need, "of host memory")))
     with pytest.raises(ValueError, match=rf"the {len(ranks)} ranks of this node {size(need)}, and "):
@@ -266,7 +267,7 @@ def test_bytes_of_a_stage_are_those_of_its_ranks(flags: str) -> None:
         for dp in (0, 3):
             wanted = estimate(config, layout, 4 * pp + dp, needs_staging_buffer=False)
             assert (found.memory, found.traffic) == (wanted.memory, wanted.traffic)
-        need = estimated(config, layout, 4 * pp + 3, "cuda").total
+        need = estimated(config, layout, pp, "cuda").total
         host = Available(10**12, "of host memory")
         check_memory(config, layout, 4 * pp + 3, Machine(range(40, 48), "cuda", Available(need, "free"), host))
         with pytest.raises(ValueError, match="available to it"):

@@ -168,7 +168,7 @@ EXPLICIT = [
         "--global-batch-size 1000000000 is 1000000000 micro-batches .*; use at most 10922",
     ),
     ("--micro-batch-size 1000000", 1, "--micro-batch-size 1000000 --seq-length 1024 .* needs at least [0-9.]+ TB"),
-    ("--seq-length 16777216", 1, "--micro-batch-size 1 --seq-length 16777216 .* needs at least [0-9.]+ TB"),
+    ("--seq-length 16777216", 1, "--micro-batch-size 1 --seq-length 16777216 .* needs at least [0-9.]+ [GT]B"),
     ("--vocab-size 2147483647", 1, ".* --vocab-size 2147483647 .* needs at least [0-9.]+ TB"),
     (
         "--zero-shard-size 7",

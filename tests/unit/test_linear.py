@@ -1,25 +1,32 @@
-"""Linear layers by themselves: what their gradients are rounded to."""
+"""Linear layers by themselves: what their gradients are rounded to; an MLP with its norm, as one Function."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn as nn
+import torch.nn.functional as F
 
 from megazero.comm.pretend import pretend_mesh
+from megazero.config.schema import ModelConfig
 from megazero.memory.tracker import MemoryTracker
 from megazero.model.context import Context, ResidualStream
+from megazero.model.fused_ops import wide
 from megazero.model.linear import Call, ColumnLinear, ResidualRows, RowLinear
-from megazero.model.weight import GradWriter, Weight
+from megazero.model.mlp import GeluMLP, SwigluMLP
+from megazero.model.norm import LayerNorm
+from megazero.model.weight import GradWriter, Weight, named_weights
 from megazero.plan.topology import Layout
 
 CPU = torch.device("cpu")
+H = 6
 
 
 class Collected(dict[Weight, torch.Tensor]):
-    """Gradients in fp32."""
+    """Gradients in fp32, or fp64 of fp64."""
 
     def accumulate_grad(self, weight: Weight, write: GradWriter) -> None:
-        self[weight] = torch.full(weight.block.stored, torch.nan)
+        self[weight] = torch.full(weight.block.stored, torch.nan, dtype=wide(weight.data))
         write(self[weight], False)
 
 
@@ -43,3 +50,46 @@ def test_a_bias_gradient_is_not_rounded_to_the_precision(kind: type, dtype: str,
         rows = ResidualRows((layer,), (None,), context.dropout(0.0, 0, "mlp"))
         rows.backward(dy, Call(mask=None, output=True), (True,), (x,))
     assert owner[layer.bias].tolist() == [3 + step] * 5
+
+
+def plain_mlp(kind: type, x: torch.Tensor, w: dict[str, torch.Tensor]) -> torch.Tensor:
+    y = F.layer_norm(x, (H,), w["norm.weight"], w["norm.bias"], 1e-5)
+    if kind is GeluMLP:
+        inner = F.gelu(F.linear(y, w["mlp.up.weight"], w["mlp.up.bias"]), approximate="tanh")
+        return x + F.linear(inner, w["mlp.down.weight"], w["mlp.down.bias"])
+    gate, value = (y @ part.t() for part in w["mlp.up.weight"])
+    return x + F.linear(F.silu(gate) * value, w["mlp.down.weight"])
+
+
+@pytest.mark.parametrize("frozen", [(), ("norm.*", "mlp.up.*"), ("norm.*",), ("mlp.down.*",)], ids=str)
+@pytest.mark.parametrize("needs_dx", [True, False])
+@pytest.mark.parametrize("selective", [True, False])
+@pytest.mark.parametrize("kind", [GeluMLP, SwigluMLP])
+def test_an_mlp_and_its_norm_are_one_function(
+    kind: type, selective: bool, needs_dx: bool, frozen: tuple[str, ...]
+) -> None:
+    """Output and every gradient against plain PyTorch, whatever trains before it and in it; dropout is left out."""
+    stream = ResidualStream(pretend_mesh(Layout(), 0, CPU, needs_staging_buffer=False).tp, sharded=False)
+    context = Context(stream, MemoryTracker(), "fp64", CPU, selective=selective)
+    model = ModelConfig(1, H, 9, 2, 5, 11)
+    layers = nn.ModuleDict({"norm": LayerNorm(model, context), "mlp": kind(model, context)})
+    owner, generator = Collected(), torch.Generator().manual_seed(0)
+    weights = {weight.spec.name[2:]: weight for weight in named_weights(layers, "l", tuple(f"l.{f}" for f in frozen))}
+    for weight in weights.values():
+        weight.data = torch.randn(weight.block.stored, generator=generator, dtype=torch.float64)
+        weight.owner = owner
+    x, dy = (torch.randn(7, H, generator=generator, dtype=torch.float64) for _ in range(2))
+    x.requires_grad_(needs_dx)
+    y = layers["mlp"](x, layers["norm"], context.dropout(0.0, 0, "mlp"), Call(mask=None, output=True))
+    y.backward(dy)
+
+    theirs = {name: weight.data.clone().requires_grad_() for name, weight in weights.items()}
+    leaf = x.detach().clone().requires_grad_()
+    wanted = plain_mlp(kind, leaf, theirs)
+    wanted.backward(dy)
+    assert torch.allclose(y.detach(), wanted.detach(), rtol=1e-12, atol=1e-12)
+    assert (x.grad is not None) == needs_dx
+    assert not needs_dx or torch.allclose(x.grad, leaf.grad, rtol=1e-12, atol=1e-12)
+    assert set(owner) == {weight for weight in weights.values() if weight.trains}
+    for name, weight in weights.items():
+        assert not weight.trains or torch.allclose(owner[weight], theirs[name].grad, rtol=1e-12, atol=1e-12), name

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from megazero.config.schema import OptimizerConfig, TrainingConfig
-from megazero.plan.flat_layout import FlatParam, flat_layout
+from megazero.optim.adamw import OPERATOR, update
+from megazero.optim.step import StepParams
+from megazero.plan.flat_layout import FlatParam, equal_ranges, flat_layout
 from megazero.train.optimization import LossScale, clip_factor, learning_rate
-from megazero.zero.adamw import OPERATOR, StepParams, adamw_
 from tests.helpers.rounding import error_bound
 
 CONFIG = OptimizerConfig(lr=2.0, min_lr=0.5, lr_warmup_iters=10, lr_decay_iters=110)
@@ -126,10 +127,10 @@ def test_slices_learn_as_torchs_adamw_does(ranks: int, dtype: torch.dtype) -> No
             group["lr"] = rate
         optimizer.step()
         for rank in range(ranks):
-            owned = flat.owned(rank, ranks)
+            owned = equal_ranges(flat, rank, ranks)
             own = owned.slice()
             decayed = flat.decayed.within(owned).numel
-            adamw_(
+            update(
                 StepParams(OPTIMIZER, rate, torch.tensor(float(step))),
                 master[own],
                 gradient[own],
@@ -156,7 +157,7 @@ def test_slices_learn_as_torchs_adamw_does(ranks: int, dtype: torch.dtype) -> No
 def test_decay_ends_where_it_is_said(decayed: int) -> None:
     """Decay is all that happens without a gradient; the gradient is read only."""
     master, gradient = torch.ones(128), torch.zeros(128)
-    adamw_(
+    update(
         StepParams(OPTIMIZER, 0.5, torch.ones(())),
         master,
         gradient,
@@ -174,8 +175,8 @@ def test_the_bias_correction_follows_the_step() -> None:
     gradient = torch.tensor([3.0, -0.2] * 32)
     for step in (1, 2, 50):
         master = torch.zeros(64)
-        update = StepParams(replace(OPTIMIZER, adam_eps=1e-12), 0.1, torch.tensor(float(step)))
-        adamw_(update, master, gradient, (torch.zeros(64), torch.zeros(64)), 0)
+        params = StepParams(replace(OPTIMIZER, adam_eps=1e-12), 0.1, torch.tensor(float(step)))
+        update(params, master, gradient, (torch.zeros(64), torch.zeros(64)), 0)
         size = 0.1 * (1 - beta1) / (1 - beta1**step) / math.sqrt((1 - beta2) / (1 - beta2**step))
         assert step > 1 or size == pytest.approx(0.1)
         torch.testing.assert_close(master, -size * gradient.sign())
@@ -193,7 +194,7 @@ def test_torchs_private_operator_is_its_public_function(dtype: torch.dtype, divi
         master, gradient, *moments = (x.clone() for x in start)
         if given is None and divisor is not None:
             gradient /= divisor
-        adamw_(StepParams(OPTIMIZER, 0.1, torch.tensor(3.0), given), master, gradient, tuple(moments), 64, operator)
+        update(StepParams(OPTIMIZER, 0.1, torch.tensor(3.0), given), master, gradient, tuple(moments), 64, operator)
         found.append([master, gradient, *moments])
     assert OPERATOR is not None
     for other in found[1:]:
@@ -205,7 +206,7 @@ def test_an_empty_range_is_no_trouble(numel: int) -> None:
     """A rank may own nothing of a unit, or nothing that decays, or nothing else: each slice is stepped or left out."""
     for decayed in (0, numel):
         master, moments = torch.ones(numel), (torch.zeros(numel), torch.zeros(numel))
-        adamw_(StepParams(OPTIMIZER, 0.1, torch.ones(())), master, torch.ones(numel), moments, decayed)
+        update(StepParams(OPTIMIZER, 0.1, torch.ones(())), master, torch.ones(numel), moments, decayed)
         kept = 1 - 0.1 * OPTIMIZER.weight_decay if decayed else 1.0
         torch.testing.assert_close(master, torch.full((numel,), kept - 0.1))
 

@@ -21,17 +21,16 @@ from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
 from megazero.price.costs import Roofline, StepCosts
 from megazero.price.devices import Constant, Device, interpolate, known_devices, load_device
-from megazero.price.estimate import estimate
-from megazero.price.kernels import Issue, Operator, Product, layer_events
+from megazero.price.estimate import Few, estimate, stage_bytes
+from megazero.price.kernels import Issue, Operator, Product
 from megazero.price.network import Network, group_of
 from megazero.price.plan import Plan, advice, make_plan, plan_config
 from megazero.price.plan_report import summary
 from megazero.price.search import Search, candidates
 from megazero.price.search_report import command, run_search
 from megazero.price.simulate import simulate
-from megazero.price.stage_bytes import stage_bytes
-from megazero.price.step_time import Few, StepPrograms, step_parts, step_time
-from megazero.price.trace import model_flops
+from megazero.price.step_time import StepPrograms, step_parts, step_time
+from megazero.price.trace import model_flops, trace
 
 SMALL = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 128 --precision fp32"
 
@@ -100,7 +99,7 @@ def test_a_traced_block_has_narayanans_flops_and_six_sums(flags: str) -> None:
         rank_spec(config, layout, 0, declare),
         stage_units(declare(config.model, layout.tp), layout, 0),
     )
-    events = layer_events(config, layout, spec.layers["blocks.1"], specs, "cuda")
+    events = trace(config, layout, spec.layers["blocks.1"], specs, "cuda").events
     tokens, hidden, length = 3 * 32, 64, 32
 
     def products(found: tuple[object, ...]) -> tuple[int, int]:
@@ -111,7 +110,7 @@ def test_a_traced_block_has_narayanans_flops_and_six_sums(flags: str) -> None:
     assert products(events.forward) == (matrices, attention)
     assert products(events.recompute) == (matrices * 2 // 3, attention)
     assert products(events.backward) == (2 * matrices, attention * 5 // 2)
-    apart = layer_events(config, layout, spec.layers["blocks.1"], specs, "cuda", at_once=False)
+    apart = trace(config, layout, spec.layers["blocks.1"], specs, "cuda", at_once=False).events
     assert [products(found) for found in (apart.backward, apart.weight_gradients)] == [
         (matrices, attention * 5 // 2),
         (matrices, 0),

@@ -43,6 +43,7 @@ from megazero.plan.program import Program, program, text
 from megazero.plan.rank_spec import RankSpec, rank_spec
 from megazero.plan.schedules import EVALUATION
 from megazero.plan.topology import Layout
+from megazero.plan.zero_policy import ShardingGroup
 from megazero.price.simulate import simulate
 
 KINDS = [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zero-bubble", 1), (EVALUATION, 1), (EVALUATION, 2)]
@@ -67,6 +68,11 @@ def programs() -> Iterator[tuple[str, RankSpec, Program]]:
         for rank in range(pp):
             spec = rank_spec(made, Layout(pp, 2, chunks=chunks), rank, declare)
             yield schedule, spec, program(spec, schedule, 4)
+
+
+def replicated(spec: RankSpec) -> dict[str, ShardingGroup]:
+    """The groups of a rank, of two copies each."""
+    return {name: replace(group, replicas=2) for name, group in spec.groups.items()}
 
 
 def test_everything_used_is_present() -> None:
@@ -98,7 +104,7 @@ def test_everything_used_is_present() -> None:
             elif isinstance(op, Open):
                 assert op.unit not in opened
                 # A gradient that is sharded once it is reduced has one whole buffer, also over two micro-batches.
-                assert Reduce(op.unit) not in in_flight or not spec.policy.optimizer
+                assert Reduce(op.unit) not in in_flight or not spec.policy(op.unit).optimizer
                 opened.add(op.unit)
             elif isinstance(about, Reduce) and not isinstance(op, Wait):
                 opened.remove(about.unit)
@@ -111,8 +117,8 @@ def test_everything_used_is_present() -> None:
                 needs = isinstance(op, (Forward, Recompute)) or (
                     isinstance(op, Backward) and layer.use.needs_weights_in_backward
                 )
-                if spec.policy.parameters and needs:
-                    assert set(layer.units) <= present
+                if needs:
+                    assert {unit for unit in layer.units if spec.policy(unit).parameters} <= present
                 if isinstance(op, BackwardWeights) or (isinstance(op, Backward) and op.weights):
                     assert {u for u in layer.units if spec.units[u].trains} <= opened
                 if isinstance(op, Recompute):
@@ -122,14 +128,12 @@ def test_everything_used_is_present() -> None:
 
 def test_updated_weights_are_waited_for_before_their_first_use() -> None:
     for _, spec, made in programs():
-        if not spec.policy.syncs:
-            continue
         waited = set()
         for op in made.gradients:
             if isinstance(op, Wait) and isinstance(op.op, Sync):
                 waited.add(op.op.unit)
             if isinstance(op, Forward):
-                assert set(spec.layers[op.layer].units) <= waited
+                assert {unit for unit in spec.layers[op.layer].units if spec.policy(unit).syncs} <= waited
 
 
 def test_gathers_and_receives_start_one_layer_ahead() -> None:
@@ -197,7 +201,7 @@ def test_a_release_right_before_a_gather_is_dropped() -> None:
 def test_the_end_of_a_step_has_one_order() -> None:
     spec = rank_spec(config(zero=ZeroConfig(2)), Layout(dp=2), 0, declare)
     units = {name: unit._replace(sums_over_tp=True) for name, unit in spec.units.items()}
-    spec = replace(spec, replicas=True, units=units, tied="token_embedding")
+    spec = replace(spec, groups=replicated(spec), units=units, tied="token_embedding")
     order = [type(inner(op)) for op in tail(spec)]
     assert [kind for kind, _ in itertools.groupby(order)] == [ReduceReplicas, SumReplicated, SumTied, Norm]
 
@@ -207,15 +211,8 @@ def test_the_end_of_a_step_has_one_order() -> None:
 def test_replicas_are_summed_behind_the_backward(stage: int, schedule: str, pp: int) -> None:
     """Each unit is summed once, when its last reduction is done; all but the last two while another layer computes."""
     parallel = replace(ParallelConfig(), pipeline_model_parallel_size=pp)
-    spec = replace(
-        rank_spec(
-            config(zero=ZeroConfig(stage), parallel=parallel),
-            Layout(pp, 4),
-            pp - 1,
-            declare,
-        ),
-        replicas=True,
-    )
+    spec = rank_spec(config(zero=ZeroConfig(stage), parallel=parallel), Layout(pp, 4), pp - 1, declare)
+    spec = replace(spec, groups=replicated(spec))
     ops = program(spec, schedule, 2).gradients
     last = max(at for at, op in enumerate(ops) if isinstance(op, COMPUTE))
     started = {op.op.unit: at for at, op in enumerate(ops) if isinstance(op, Start) and type(op.op) is ReduceReplicas}

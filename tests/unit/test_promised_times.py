@@ -19,11 +19,11 @@ from megazero.plan.operations import Backward, Fetch, Forward, Gather, Op, Recom
 from megazero.plan.program import program
 from megazero.plan.rank_spec import rank_spec
 from megazero.plan.schedules import Pipeline, order_of, peak_live, placement
-from megazero.plan.split import NonBlockCosts, split_by_cost
+from megazero.plan.split import LayerCosts, split_by_cost
 from megazero.plan.topology import Layout
 from megazero.plan.zero_policy import Buckets
+from megazero.price.estimate import Few
 from megazero.price.simulate import plain_pipeline, play, simulate, thirds
-from megazero.price.step_time import Few
 from megazero.zero.reduce_scatter import Buffer, Reducer
 
 # (ranks p, micro-batches m, chunks v) -> idle time of a step. 1F1B and GPipe: 3 (p - 1), of chunks as long as v parts.
@@ -189,7 +189,7 @@ def test_buckets_of_a_unit_follow_each_other(overlap: bool, slots: int, wanted: 
 def test_layers_leave_the_last_stage_for_the_sake_of_the_head(
     layers: int, pp: int, head: float, wanted: tuple[int, ...]
 ) -> None:
-    assert split_by_cost(layers, placement(pp, 1, False), NonBlockCosts(0.0, head)) == wanted
+    assert split_by_cost(placement(pp, 1, False), LayerCosts(0.0, (1.0,) * layers, head)) == wanted
 
 
 @pytest.mark.parametrize(

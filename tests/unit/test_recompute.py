@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megazero.activations.offload import Copies, Fetch, HostCopy
 from megazero.activations.store import KeptInputs
+from megazero.memory.copies import Copies, Fetch, HostCopy
 from megazero.memory.tracker import MemoryTracker
 from megazero.model.fused_ops import PLAIN
 from megazero.model.norm import LayerNorm

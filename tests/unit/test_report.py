@@ -12,7 +12,7 @@ from megazero.model.stage import declare
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
 from megazero.price.report import partition_line, psi, queue_line, report_rows, table
-from megazero.price.saved_activations import block_saves, recomputed_bytes
+from megazero.price.trace import trace_layers
 
 FULL = ActivationConfig("full")
 PA = replace(FULL, partition_activations=True)
@@ -57,17 +57,23 @@ def test_where_checkpoints_lie() -> None:
 
 
 def test_activations_are_those_of_what_is_in_flight() -> None:
-    """Without recompute, of every block and micro-batch held; with it, of the one block that is computed again."""
-    none, full = resolved(ActivationConfig()), resolved(FULL)
-    saved = sum(block_saves(*none, "cpu"))
-    assert rows(ActivationConfig())["activations"] == 5 * saved
-    block = 3 * 16 * 64 * 2  # its input is the kept one, unless Pa has gathered it
-    assert rows(FULL)["activations"] == recomputed_bytes(*full, "cpu") == saved - block
-    assert rows(PA)["activations"] == saved
+    """Without recompute, of every layer and micro-batch held; with it, of the one block that is computed again.
+
+    And of the ends: the embeddings keep as much in any case; the head's input and statistics are kept besides logits.
+    """
+    none = resolved(ActivationConfig())
+    traced = trace_layers(*none, 0)
+    block, head = traced["blocks.0"], traced["head"]
+    saved = sum(block.saved) + block.saved_input
+    ends = sum(traced[name].kept(True) for name in ("token_embedding", "position_embedding", "head"))
+    assert head.kept(True) == sum(head.saved) + head.saved_input - head.logits > 0
+    assert rows(ActivationConfig())["activations"] == 5 * saved + ends
+    hidden = 3 * 16 * 64 * 2  # its input is the kept one, unless Pa has gathered it
+    assert rows(FULL)["activations"] == saved - hidden + ends - head.kept(True)
+    assert rows(PA)["activations"] == saved + ends - head.kept(True)
     config = replace(none[0], parallel=replace(none[0].parallel, pipeline_schedule="gpipe"))
-    assert {r.kind: r.num_bytes for r in report_rows(config, none[1])}["activations"] == 2 * rows(ActivationConfig())[
-        "activations"
-    ]
+    found = {row.kind: row.num_bytes for row in report_rows(config, none[1])}
+    assert found["activations"] == 2 * rows(ActivationConfig())["activations"]
 
 
 def value(formula: str, names: dict[str, int]) -> float:

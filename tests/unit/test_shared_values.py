@@ -5,33 +5,36 @@ A fault in such a function makes both wrong alike, so that no comparison of the 
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
 import pytest
 import torch
 
-from megazero.comm.mesh import TRAFFIC, Mesh
+from megazero.comm.mesh import Mesh
 from megazero.config.schema import (
     BYTES,
     ActivationConfig,
     Config,
+    EvaluationConfig,
     ModelConfig,
     ParallelConfig,
     TrainingConfig,
     ZeroConfig,
 )
+from megazero.memory import COPY_DEPTH
 from megazero.model.context import kept_bytes
 from megazero.model.stage import declare
 from megazero.model.weight import GradWriter
-from megazero.plan.flat_layout import FlatParam, Range, flat_layout, partition_numel
-from megazero.plan.layers import non_block_costs, pass_costs
+from megazero.plan.flat_layout import FlatParam, Range, equal_ranges, flat_layout, partition_numel
+from megazero.plan.layers import layer_costs, pass_costs
 from megazero.plan.parameters import unit_layout
 from megazero.plan.program import Program, program
 from megazero.plan.rank_spec import rank_spec
-from megazero.plan.topology import Layout, ring_bytes
-from megazero.plan.zero_policy import COPY_DEPTH, Buckets, ZeroPolicy, persistent_gradients, plan_buckets
-from megazero.price.estimate import NUMBER, state_bytes
+from megazero.plan.sizes import NUMBER, Rates
+from megazero.plan.topology import TRAFFIC, Layout, ring_bytes
+from megazero.plan.zero_policy import Buckets, ShardingGroup, ZeroPolicy, persistent_gradients, plan_buckets
 from megazero.price.trace import trace_block
 from megazero.train.engine import Engine
 from tests.parallel.cases import Case
@@ -205,7 +208,7 @@ def test_a_flat_buffer_by_hand() -> None:
     assert (layout.decayed, layout.replicated("tp")) == (Range(0, 320), [Range(128, 384)])
     assert layout.sharded("tp") == [Range(0, 128), Range(384, 576)]
     assert layout.numel == 576  # 448, and then 3 x 64 divides it
-    assert [layout.owned(rank, 3) for rank in range(3)] == [(0, 192), (192, 384), (384, 576)]
+    assert [equal_ranges(layout, rank, 3) for rank in range(3)] == [(0, 192), (192, 384), (384, 576)]
     assert (layout.summed("tp", False), layout.summed("tp", True)) == ([Range(256, 320)], [Range(128, 384)])
 
 
@@ -215,7 +218,11 @@ def test_numbers_that_bytes_are_made_of() -> None:
     assert [partition_numel(n, 4) for n in (1, 4, 5, 8)] == [1, 1, 2, 2]
     assert [ring_bytes(1000, n, passes) for n, passes in ((1, 2), (4, 1), (4, 2), (3, 1))] == [0, 750, 1500, 666]
     # master copy and two moments of 4 bytes; fp32 weights are their own master copy: 12 and 8 bytes an element
-    found = {(p, t): state_bytes(p, t) for p in BYTES for t in (True, False)}
+    found = {}
+    for precision, trains in itertools.product(BYTES, (True, False)):
+        run = Config(training=TrainingConfig(precision=precision), evaluation=EvaluationConfig(eval_only=not trains))
+        rates = Rates.of(run)
+        found[precision, trains] = rates.state, rates.optimizer
     assert found == {
         ("fp32", True): (4, 8),
         ("bf16", True): (4, 12),
@@ -248,7 +255,7 @@ def test_micro_batches_of_a_step() -> None:
 )
 def test_costs_of_a_blocks_passes(recompute: str, input_gradient: float) -> None:
     model = ModelConfig(2, 8, 0, 2, 12, 100)
-    costs = pass_costs(declare(model), model, ActivationConfig(recompute))  # type: ignore[arg-type]
+    costs = pass_costs(declare(model), ActivationConfig(recompute))  # type: ignore[arg-type]
     assert costs == pytest.approx((1.0, input_gradient, 0.8))  # weights: 1536 / 1920
     # llama, 4 groups of 16 heads: 2 h^2 + 2 h 2 (h / 4) + 2 h^2 and 6 h f
     wide = ModelConfig(2, 64, 96, 16, 32, 1000, architecture="llama", num_query_groups=4)
@@ -256,10 +263,11 @@ def test_costs_of_a_blocks_passes(recompute: str, input_gradient: float) -> None
     again = {"none": 0, "selective": attention / 2, "full": matrices + attention}[recompute]
     whole = matrices + attention
     wanted = 1.0, (matrices + 2 * attention + again) / whole, matrices / whole
-    assert pass_costs(declare(wide), wide, ActivationConfig(recompute)) == pytest.approx(wanted)  # type: ignore[arg-type]
+    assert pass_costs(declare(wide), ActivationConfig(recompute)) == pytest.approx(wanted)  # type: ignore[arg-type]
     least = {"none": 1.0, "selective": 1.0, "full": 0.75}[recompute]  # a recomputed block takes 4 passes instead of 3
-    ends = non_block_costs(declare(wide), wide, ActivationConfig(recompute))  # type: ignore[arg-type]
-    assert ends == pytest.approx((2 * 64 / whole * least, 2 * 1000 * 64 / whole * least))
+    ends = layer_costs(declare(wide), wide, ActivationConfig(recompute))  # type: ignore[arg-type]
+    assert (ends.embedding, ends.head) == pytest.approx((2 * 64 / whole * least, 2 * 1000 * 64 / whole * least))
+    assert set(ends.blocks) == {1.0}
 
 
 @pytest.mark.parametrize(("tp", "summed"), [(1, 0), (2, 0), (4, 2 * 2 * 8 * 64 + 2 * 2 * 8)])
@@ -318,13 +326,14 @@ def test_a_rank_as_its_programs_see_it() -> None:
     layout = Layout(pp=4, dp=4, tp=2, shards=2, chunks=2, split=(1, 1, 1, 1, 1, 1, 1, 1))
     spec = rank_spec(config, layout, 3, declare)
     assert (spec.rank, spec.ranks, spec.overlap, spec.recompute) == (3, 4, False, True)
-    assert (spec.partitioned, spec.on_host, spec.arena, spec.replicas) == (True, True, True, True)
+    assert (spec.partitioned, spec.on_host, spec.arena) == (True, True, True)
     assert (spec.tied, spec.backlog, spec.v_shaped) == ("token_embedding", 3, False)
-    assert spec.policy == ZeroPolicy(True, True, True, gathers_once=True)
+    policy = ZeroPolicy(True, True, True, gathers_once=True)
+    assert spec.groups == {"dense": ShardingGroup(policy, "shard", 2, "replica", 2)}
     assert (
         spec.costs
-        == pass_costs(declare(config.model), config.model, config.activations)
-        != pass_costs(declare(config.model), config.model, ActivationConfig())
+        == pass_costs(declare(config.model), config.activations)
+        != pass_costs(declare(config.model), ActivationConfig())
     )
     assert (spec.placement, spec.stages) == ((0, 1, 2, 3, 0, 1, 2, 3), [3, 7])
     # nothing before block 4 trains but blocks 0 to 2, so that a gradient passes through block 3
@@ -345,7 +354,7 @@ def test_a_rank_as_its_programs_see_it() -> None:
         declare,
     )
     assert middle.tied is None and rank_spec(config, layout, 1, declare).tied is None
-    assert not rank_spec(config, replace(layout, shards=4), 3, declare).replicas
+    assert rank_spec(config, replace(layout, shards=4), 3, declare).groups["dense"].replicas == 1
     plain = rank_spec(
         replace(Config(), model=config.model),
         Layout(),
@@ -353,4 +362,4 @@ def test_a_rank_as_its_programs_see_it() -> None:
         declare,
     )
     assert (plain.overlap, plain.recompute, plain.partitioned, plain.on_host, plain.arena) == (True, *[False] * 4)
-    assert (plain.replicas, plain.tied, plain.backlog) == (False, None, None)
+    assert (plain.tied, plain.backlog) == (None, None)

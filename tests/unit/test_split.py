@@ -11,10 +11,10 @@ import pytest
 
 from megazero.config.schema import ActivationConfig, Config, ModelConfig, ParallelConfig
 from megazero.model.stage import declare
-from megazero.plan.layers import non_block_costs
+from megazero.plan.layers import layer_costs
 from megazero.plan.resolve import resolve
 from megazero.plan.schedules import placement
-from megazero.plan.split import NonBlockCosts, even_split, rank_costs, split_by_cost
+from megazero.plan.split import LayerCosts, even_split, rank_costs, split_by_cost
 from megazero.plan.topology import Layout
 from megazero.price.report import split_line, table
 
@@ -32,27 +32,40 @@ def splits(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
 @pytest.mark.parametrize(("pp", "chunks"), [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (3, 2)])
 def test_no_split_has_a_faster_busiest_rank(pp: int, chunks: int, v_shaped: bool, head: float) -> None:
     """All splits are tried; the even one may be 1 % slower."""
-    cost, place = NonBlockCosts(0.01, head), placement(pp, chunks, v_shaped)
+    place = placement(pp, chunks, v_shaped)
     for layers in range(pp * chunks, 10):
+        cost = LayerCosts(0.01, (1.0,) * layers, head)
         best = min(max(rank_costs(s, place, cost)) for s in splits(layers, pp * chunks))
-        found = split_by_cost(layers, place, cost)
+        found = split_by_cost(place, cost)
         assert sum(found) == layers and 0 not in found[:-1]
         assert max(rank_costs(found, place, cost)) <= best / 0.99 + 1e-9
         if head == 0.0:
             assert found == even_split(layers, pp * chunks)
 
 
+@pytest.mark.parametrize("costs", [(0.5, 1.5) * 8, (1.75,) * 4 + (0.75,) * 12, (0.5,) * 12 + (2.5,) * 4])
+@pytest.mark.parametrize(("pp", "chunks"), [(2, 1), (4, 1), (3, 1), (2, 2)])
+def test_blocks_that_differ_are_split_by_their_sums(pp: int, chunks: int, costs: tuple[float, ...]) -> None:
+    """The busiest rank is at most a block of the costliest kind slower than by the best of all splits."""
+    cost, place = LayerCosts(0.01, costs, 0.9), placement(pp, chunks, False)
+    found = split_by_cost(place, cost)
+    best = min(max(rank_costs(s, place, cost)) for s in splits(16, pp * chunks))
+    assert sum(found) == 16 and 0 not in found[:-1]
+    assert best <= max(rank_costs(found, place, cost)) < best + max(costs)
+    assert max(rank_costs(found, place, cost)) <= max(rank_costs(even_split(16, pp * chunks), place, cost))
+
+
 def test_the_head_is_counted_in_blocks_by_its_flops() -> None:
     """GPT-2 small: 2 v h = 77.2 M FLOPs per token against 24 h^2 + 4 s h = 17.3 M; 3/4 of it if blocks recompute."""
-    cost = non_block_costs(declare(SMALL), SMALL, ActivationConfig())
+    cost = layer_costs(declare(SMALL), SMALL, ActivationConfig())
     assert cost.head == pytest.approx(77.19 / 17.30, rel=1e-3) and cost.embedding < 1e-3
-    assert non_block_costs(declare(SMALL), SMALL, ActivationConfig(recompute="full")).head == pytest.approx(
+    assert layer_costs(declare(SMALL), SMALL, ActivationConfig(recompute="full")).head == pytest.approx(
         0.75 * cost.head
     )
-    assert split_by_cost(12, placement(4, 1, False), cost) == (4, 4, 4, 0)
+    assert split_by_cost(placement(4, 1, False), cost) == (4, 4, 4, 0)
     # in turn, rank 0: 8 blocks; rank 1: 4, and 4.5 for the head. As a V, rank 0: 4, and the head; rank 1: 8
-    assert split_by_cost(12, placement(2, 2, False), cost) == (4, 4, 4, 0)
-    assert split_by_cost(12, placement(2, 2, True), cost) == (4, 4, 4, 0)
+    assert split_by_cost(placement(2, 2, False), cost) == (4, 4, 4, 0)
+    assert split_by_cost(placement(2, 2, True), cost) == (4, 4, 4, 0)
 
 
 def resolved(split: str = "", vocabulary: int = 50257, **parallel: int | str) -> tuple[Config, Layout]:

@@ -13,7 +13,7 @@ from megazero.memory.host import Available, Machine
 from megazero.model.stage import declare
 from megazero.plan.resolve import resolve
 from megazero.plan.topology import Layout
-from megazero.price.stage_bytes import stage_bytes
+from megazero.price.estimate import stage_bytes
 from megazero.train.start_notes import Processor, device_words, kept, large_vocabulary
 from megazero.train.start_report import details, drawing, hand_out, options, screen
 from megazero.units import size

@@ -21,6 +21,7 @@ import torch
 import pretrain_gpt
 from megazero.comm.world import World
 from megazero.config.batch_sizes import BatchSizes
+from megazero.config.optimizers import OPTIMIZERS
 from megazero.data import loader
 from megazero.model.kernels.table import EAGER
 from megazero.model.matmul import TORCH
@@ -244,19 +245,24 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
     "check_replicas": {"engine": ENGINE, "iteration": 2},
     "peak_flops": {"card": "", "training": As("Trainer.config.training")},
     "ZeroOptions": {
-        "policy": As("Checkpoints.engine.spec.policy"),
         "mesh": MESH,
         "tracker": As("Checkpoints.engine.tracker"),
         "dtype": torch.float64,
         "grad_dtype": torch.float64,
         "bucket_size": 1000,
         "overlap": False,
-        "persistent": (True, False),
+        "contiguous": True,
+        "micro_batches": 2,
         "sequence_parallel": False,
         "trains": True,
+        "rule": OPTIMIZERS["adamw"],
         "poison": True,
     },
-    "Zero": {"options": As("Checkpoints.engine.zero.options"), "units": As("Checkpoints.engine.model.units")},
+    "Zero": {
+        "options": As("Checkpoints.engine.zero.options"),
+        "units": As("Checkpoints.engine.model.units"),
+        "spec": As("Checkpoints.engine.spec"),
+    },
     "Interpreter": {
         "layers": Kind("dict"),
         "zero": As("Checkpoints.engine.zero"),
@@ -305,7 +311,7 @@ EVALUATED: dict[str, Call] = {
     "ZeroOptions": {
         "bucket_size": 40_000_000,
         "overlap": True,
-        "persistent": (False, False),
+        "contiguous": False,
         "trains": False,
         "poison": False,
     },

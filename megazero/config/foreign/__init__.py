@@ -1,5 +1,5 @@
-"""Command lines of Megatron-LM, DeepSpeed and Hugging Face's Trainer, in this program's words.
+"""Command lines of Megatron-LM, DeepSpeed and Hugging Face's Trainer, translated into flags of this program.
 
-`table` says what an entry is. `megatron_...`, `deepspeed` and `huggingface` hold the entries, and docs/megatron.md is
-made from them. `translate` rewrites a command line. Pure; imports nothing but `config.limits`. Begin with `table`.
+The `.toml` files hold the flags, and docs/megatron.md is generated from them. `table` reads them, `conversions`
+computes values, `translate` rewrites a command line. Pure. Begin with `table`.
 """

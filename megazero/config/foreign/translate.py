@@ -1,9 +1,7 @@
-"""Rewrite a command line that has words of other systems into ours, and say what was done."""
+"""Rewrite a command line that has flags of other systems into ours, and report the translations."""
 
 from __future__ import annotations
 
-import difflib
-import fnmatch
 import functools
 import re
 import typing
@@ -11,28 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megazero.config.foreign import (
-    deepspeed,
-    huggingface,
-    megatron_data,
-    megatron_layout,
-    megatron_model,
-    megatron_rest,
-    megatron_training,
-)
-from megazero.config.foreign.table import FALSE, LAST, TRUE, TYPES, Entries, Foreign, Refused, Use
+from megazero.config.foreign.conversions import CONVERSIONS, nearest
+from megazero.config.foreign.table import FLAGS, Foreign, find_entry, read_tables
+from megazero.config.foreign.use import FALSE, TRUE, Refused, Use
 from megazero.config.limits import Range, shorten
 
-ENTRIES: Entries = (
-    *megatron_model.MODEL,
-    *megatron_training.TRAINING,
-    *megatron_layout.LAYOUT,
-    *megatron_data.DATA,
-    *megatron_rest.REST,
-    *megatron_rest.EXPERTS,
-    *deepspeed.ENTRIES,
-    *huggingface.ENTRIES,
-)
+TYPES = {
+    **dict.fromkeys(("bfloat16", "bf16", "bf16-mixed", "torch.bfloat16"), "bf16"),
+    **dict.fromkeys(("float16", "half", "fp16", "16-mixed", "torch.float16"), "fp16"),
+    **dict.fromkeys(("float32", "float", "fp32", "no", "torch.float32"), "fp32"),
+    **dict.fromkeys(("float64", "double", "fp64", "torch.float64"), "fp64"),
+}  # spellings of number types -> ours
+LAST = 5  # the order of entries whose words go to the end of the command line
 POWER = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?[eE]\+?[0-9]{1,3}")
 OWN_WORDS = ("preset", "help")  # flags of the parser, not of the configuration
 
@@ -86,7 +74,7 @@ class Item:
     def words(self) -> list[str]:
         if self.joined:
             return [f"--{self.name}={self.values[0]}", *self.values[1:]]
-        return [f"--{self.name}" if self.spelled else "", *self.values][0 if self.spelled else 1 :]
+        return [f"--{self.name}", *self.values] if self.spelled else list(self.values)
 
     def __str__(self) -> str:
         return " ".join([self.spelled, *self.values])
@@ -121,12 +109,12 @@ class Translated(NamedTuple):
 
     @property
     def notes(self) -> list[str]:
-        """Say what was translated, and what needs nothing: at most one line each."""
+        """Format the translations and the flags that need nothing: at most one line each."""
         done = [f"{answer.item} is {' '.join(answer.words)}" for answer in self.answers if answer.words]
         needless: dict[str, list[str]] = {}
         for answer in self.answers:
             if not (answer.words or answer.refusal):
-                why = answer.entry.here if answer.entry.kind == "nothing to do" else "other flags say it"
+                why = answer.entry.here if answer.entry.kind == "nothing to do" else "other flags decide it"
                 needless.setdefault(why, []).append(answer.item.spelled)
         lines = [f"translated: {'; '.join(done)}"] if done else []
         left = "; ".join(f"{', '.join(names)} ({why})" for why, names in needless.items())
@@ -135,19 +123,6 @@ class Translated(NamedTuple):
 
 class UnknownFlags(Exception):
     """Words that are neither ours nor in the table."""
-
-
-@functools.cache
-def _exact() -> dict[str, Foreign]:
-    return {entry.name: entry for entry in ENTRIES if "*" not in entry.name}
-
-
-def find_entry(name: str) -> Foreign | None:
-    """Return the line of the table for a name in kebab-case; a whole name goes before a pattern."""
-    name = name.lower()
-    if name in _exact():
-        return _exact()[name]
-    return next((e for e in ENTRIES if "*" in e.name and fnmatch.fnmatchcase(name, e.name)), None)
 
 
 def split_items(argv: list[str]) -> list[Item]:
@@ -192,10 +167,10 @@ def translate(
         UnknownFlags: with a sentence for each word that is neither ours nor in the table.
     """
     items = [_spell(item, known) for item in split_items(argv)]
-    unknown = [item for item in items if item.name and not is_ours(item.name, known) and find_entry(item.name) is None]
-    if unknown:
+    theirs = [at for at, item in enumerate(items) if item.name and not is_ours(item.name, known)]
+    found = {at: find_entry(items[at].name) for at in theirs}
+    if unknown := [items[at] for at in theirs if found[at] is None]:
         raise UnknownFlags("\n".join(_unknown(item, known) for item in unknown))
-    found = {at: find_entry(item.name) for at, item in enumerate(items) if item.name and not is_ours(item.name, known)}
     entries = {at: entry for at, entry in found.items() if entry is not None}
     foreign = {items[at].name.lower(): items[at].values for at in entries}
     defaults = {name: option.default for name, option in known.items()}
@@ -203,18 +178,18 @@ def translate(
     answers: dict[int, Answer] = {}
     beneath = split_items(under or [])
     checked = functools.partial(_checked, known)
-    for at in sorted(entries, key=lambda at: (entries[at].stage, at)):
+    for at in sorted(entries, key=lambda at: (entries[at].order, at)):
         entry, item = entries[at], items[at]
         so_far = beneath + [ours for place in sorted(became) for ours in became[place]]
         ours = {_positive(own.name, known): own.values for own in so_far}
-        use = Use(item.name.lower(), item.values, foreign, ours, defaults, count_ranks, checked)
+        use = Use(item.name.lower(), item.values, entry.argument, foreign, ours, defaults, count_ranks, checked)
         try:
-            words = tuple(checked(entry.translate(use)))
+            words = tuple(checked(CONVERSIONS[entry.by](use)))
         except Refused as reason:
             answers[at] = Answer(item, entry, (), str(reason))
             continue
         answers[at] = Answer(item, entry, words)
-        place = at + len(items) * (entry.stage == LAST)
+        place = at + len(items) * (entry.order == LAST)
         became[place] = [_spell(own, known) for own in split_items(list(words))]
     args = [word for at in sorted(became) for own in became[at] for word in own.words()]
     return Translated(args, tuple(answers[at] for at in sorted(answers)))
@@ -242,24 +217,20 @@ def _spell(item: Item, known: Mapping[str, Option]) -> Item:
         return Item(item.spelled, item.name, ())
     if kind is bool and word.lower() in FALSE:
         return Item(item.spelled, f"no-{item.name}", ())
-    if kind is int and POWER.fullmatch(word):
-        digits, _, exponent = word.lower().partition("e")
-        whole, _, fraction = digits.partition(".")
-        if len(fraction.rstrip("0")) <= int(exponent):
-            number = int(whole + fraction) * 10 ** max(0, int(exponent) - len(fraction))
-            value = str(number if len(fraction) <= int(exponent) else number // 10 ** (len(fraction) - int(exponent)))
-            return Item(item.spelled, item.name, (value,), item.joined)
+    if kind is int and POWER.fullmatch(word) and float(word).is_integer():
+        word = str(int(float(word)))
     if typing.get_origin(kind) is typing.Literal and word.lower() in typing.get_args(kind):
-        return Item(item.spelled, item.name, (word.lower(),), item.joined)
-    if item.name in ("precision", "grad-dtype") and word.lower() in TYPES:
-        return Item(item.spelled, item.name, (TYPES[word.lower()],), item.joined)
-    return item
+        word = word.lower()
+    if item.name in ("precision", "grad-dtype"):
+        word = TYPES.get(word.lower(), word)
+    return Item(item.spelled, item.name, (word,), item.joined)
 
 
 def _unknown(item: Item, known: Mapping[str, Option]) -> str:
-    names = {name: f"--{name}" for name in known} | {name: entry.spelled for name, entry in _exact().items()}
-    close = [names[name] for name in difflib.get_close_matches(item.name, names, n=3, cutoff=0.6)]
-    hint = f"Perhaps you meant: {', '.join(close)}" if close else "--help-all lists ours, docs/megatron.md others"
+    names = {name: f"--{name}" for name in known}
+    names |= {entry.name: entry.spelled for entry in read_tables(*FLAGS).values() if "*" not in entry.name}
+    close = nearest(item.name, names)
+    hint = f"Perhaps you meant: {close}" if close else "--help-all lists ours, docs/megatron.md others"
     return f"{shorten(item.spelled)}: no such flag. {hint}"
 
 

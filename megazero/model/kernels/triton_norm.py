@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 PROGRAMS = 256  # several per multiprocessor of today's GPUs; their sums are 1/8 of x's bytes at 4096 tokens of 16 bit
-TURN = 4096, 4  # most elements, and rows, of a turn: narrow rows alone would leave most of the memory's rate unused
+TURN = 2048, 4  # most elements, and rows, of a turn: narrow rows alone would leave most of the memory's rate unused
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Copies of kept inputs to host memory and back, behind the computation."""
+"""Copies to host memory and back, behind the computation."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megazero.memory import COPY_DEPTH
 from megazero.memory.pool import BufferPool
 from megazero.memory.tracker import MemoryTracker
-from megazero.plan.zero_policy import COPY_DEPTH
 
 
 class HostCopy(NamedTuple):

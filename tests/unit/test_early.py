@@ -17,7 +17,7 @@ from megazero.model.stage import declare
 from megazero.plan.layers import num_parameters
 from megazero.plan.resolve import resolve
 from megazero.price.capacity import check_memory, estimated
-from megazero.price.quick import SHARDED, SHORT, ceiling, check_at_once, counts, floor, parameter_bounds
+from megazero.price.early import SHARDED, SHORT, ceiling, check_at_once, counts, floor, parameter_bounds
 
 ROOT = Path(__file__).resolve().parents[2]
 GB = 10**9
@@ -43,7 +43,7 @@ def test_the_bounds_hold_the_estimate(shape: str) -> None:
         flags = f"{shape} --precision {precision} --global-batch-size 512 {way_out}"
         config, layout = resolve(parse(flags.split()), ranks, 0, declare)
         found = estimated(config, layout, 0, "cpu").total
-        assert counts(config) and sum(floor(config, ranks)) <= ranks * found
+        assert counts(config) and sum(floor(config, ranks).values()) <= found
         assert found <= ceiling(config, ranks) < 2 * found + 2 * GB
 
 
@@ -52,8 +52,8 @@ def test_the_floor_knows_the_stages(stage: int) -> None:
     config, layout = resolve(
         parse(f"--preset gpt2-124m --zero-stage {stage} --zero-shard-size {2 * bool(stage)}".split()), 4, 0, declare
     )
-    found = sum(floor(config, 4))
-    whole = sum(estimated(config, layout, rank, "cpu").total for rank in range(4))
+    found = 4 * sum(floor(config, 4).values())
+    whole = 4 * estimated(config, layout, 0, "cpu").total
     states = {0: 4 * (2 + 12 + 4), 1: 4 * 2 + 2 * 16, 2: 4 * 2 + 2 * 16, 3: 2 * 18}[stage]
     assert found <= whole and 0.99 < found / (states * num_parameters(declare(config.model))) <= 1
 

@@ -1,80 +1,69 @@
-"""Refuse, before torch is imported, a model that no setting of its flags fits here; and name what does fit.
+"""Refuse, before torch is imported, a model that no setting of its flags fits here; and name settings that fit.
 
-Closed forms from below and from above, since the exact counts need the layers, and so torch, which takes seconds to
-import. What lies between them is left to `price.capacity`. The tests hold them on either side of the estimate.
+The account's own states (`plan.sizes.States`) of element counts in closed form, because the exact counts need the
+layers, and so torch, which takes seconds to import. The settings that are named fit by an upper bound, which adds to
+the account's states and kept inputs as much as one block and the logits can take. `price.capacity` decides the rest.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from megazero.config.architectures import ARCHITECTURES
 from megazero.config.cli import flags, preset_names, preset_values
-from megazero.config.schema import BYTES, Config, ModelConfig
+from megazero.config.schema import Config, ModelConfig
 from megazero.memory.host import Available
+from megazero.plan.flat_layout import ALIGN, round_up
 from megazero.plan.resolve import make_layout
+from megazero.plan.sizes import Rates, States, kept_bytes
+from megazero.plan.topology import Layout
 from megazero.units import size
 
-ALIGN = 64  # rows of the vocabulary
-USABLE = 0.85  # of the memory that is there: the rest is for libraries and for what allocators leave between tensors
+USABLE = 0.85  # of the memory that is available: the rest is for libraries and for gaps between tensors
 MOST_RANKS = 4096
-FEWEST_LAYERS = 2
 SHORT = "--micro-batch-size 1 --recompute full"  # the flags that lower activations most
 SHARDED = f"--zero-stage 3 {SHORT}"
 
 
-class States(NamedTuple):
-    """Bytes of the whole model's states."""
-
-    weights: int
-    optimizer: int
-    gradients: int
-
-
 def parameter_bounds(model: ModelConfig) -> tuple[int, int]:
-    """Return at most and at least as many elements as the model has: its matrices; with vectors and padding."""
+    """Return a lower and an upper bound of the model's elements: its matrices; with vectors and padding."""
     h, f, groups = model.hidden_size, model.ffn_size, model.num_query_groups or model.num_attention_heads
-    kv = h // model.num_attention_heads * groups
-    matrices = h * (h + 2 * kv) + h * h + ARCHITECTURES[model.architecture].mlp_matrices * h * f
-    vectors = 7 * h + 2 * kv + 2 * f
-    tables = 1 + model.untie_embeddings
-    rows = -(-model.vocab_size // ALIGN) * ALIGN
+    q, kv = model.head_dim * model.num_attention_heads, model.head_dim * groups
+    matrices = h * (q + 2 * kv) + q * h + ARCHITECTURES[model.architecture].mlp_matrices * h * f
+    vectors = 6 * h + q + 2 * kv + 2 * f
+    tables, rows = 1 + model.untie_embeddings, round_up(model.vocab_size, ALIGN)
     least = model.num_layers * matrices + tables * model.vocab_size * h
     return least, model.num_layers * (matrices + vectors) + tables * rows * h + (model.seq_length + 2) * h
 
 
-def states(config: Config, elements: int) -> States:
-    """Bytes of all copies' states, once each: weights, moments and a master of 16-bit weights, gradients."""
-    training = config.training
-    w, g = BYTES[training.precision], BYTES[training.grad_dtype]
-    each = max(4, w)
-    return States(elements * w, elements * each * (2 + (w != each)), elements * g)
-
-
-def floor(config: Config, world_size: int) -> States:
-    """Return a lower bound of the states that all ranks together hold at the end of an iteration."""
-    layout = make_layout(config, world_size)
-    whole, stage = states(config, parameter_bounds(config.model)[0]), config.zero.zero_stage
-    copies, owned = layout.dp, layout.replica if stage else layout.dp
-    return States(whole.weights * (owned if stage == 3 else copies), whole.optimizer * owned, whole.gradients * owned)
+def floor(config: Config, world_size: int) -> dict[str, int]:
+    """Return a lower bound of a rank's states at the end of an iteration, by kind, without model parallelism."""
+    states, elements = States.of(config, make_layout(config, world_size)), parameter_bounds(config.model)[0]
+    return states.at_rest(elements) | {"gradients": states.gradients.of(elements)}
 
 
 def ceiling(config: Config, ranks: int) -> int:
     """Return an upper bound of a rank's bytes under SHARDED over `ranks` data-parallel ranks; of one under SHORT."""
-    model, w, g = config.model, BYTES[config.training.precision], BYTES[config.training.grad_dtype]
-    elements = parameter_bounds(model)[1]
-    rows = -(-model.vocab_size // ALIGN) * ALIGN
-    unit = max(rows, model.seq_length) * model.hidden_size
-    unit = max(unit, elements // max(1, model.num_layers)) + 4 * 64 * ranks  # the largest that is gathered at once
-    sharded = sum(states(config, elements + 4 * 64 * ranks * (model.num_layers + 4))) // ranks
-    gathered = 3 * unit * (w + 2 * g) if ranks > 1 else unit * g
-    tokens, each = model.seq_length, max(4, w)
-    scores = 2 * model.num_attention_heads * tokens * tokens * each
-    block = tokens * (16 * model.hidden_size + 8 * model.ffn_size) * each + scores
-    logits = 2 * tokens * rows * w
-    return sharded + gathered + model.num_layers * tokens * model.hidden_size * w + max(block, logits)
+    replace = dataclasses.replace
+    config = replace(
+        config,
+        training=replace(config.training, micro_batch_size=1),
+        zero=replace(config.zero, zero_stage=3, zero_shard_size=0),
+        activations=replace(config.activations, recompute="full", partition_activations=False),
+    )
+    model, layout, rates = config.model, Layout(dp=ranks), Rates.of(config)
+    padding, elements = 4 * ALIGN * ranks, parameter_bounds(model)[1]
+    whole = round_up(elements + padding * (model.num_layers + 4), ranks)
+    states = sum(share.of(whole) for share in States.of(config, layout)[:3])
+    rows, tokens = round_up(model.vocab_size, ALIGN), model.seq_length
+    unit = max(max(rows, tokens) * model.hidden_size, elements // model.num_layers) + padding  # the largest
+    gathered = 3 * unit * (rates.weights + 2 * rates.gradients) if ranks > 1 else unit * rates.gradients
+    scores = 2 * model.num_attention_heads * tokens * tokens
+    block = (tokens * (16 * model.hidden_size + 8 * model.ffn_size) + scores) * rates.state
+    logits = 2 * tokens * rows * rates.weights
+    return states + gathered + model.num_layers * kept_bytes(config, layout) + max(block, logits)
 
 
 def check_at_once(config: Config, world_size: int, local_ranks: int, host: Available | None) -> None:
@@ -82,23 +71,25 @@ def check_at_once(config: Config, world_size: int, local_ranks: int, host: Avail
 
     Args:
         config: not resolved. What `counts` refuses is left to `price.capacity`, as are ranks on several machines.
-        host: what the ranks of this machine have together.
+        host: the memory of all ranks of this machine together.
 
     Raises:
         ValueError: with the bytes needed, the bytes available, and flags that make it fit.
     """
     if host is None or local_ranks < world_size or not counts(config):
         return
-    needed = floor(config, world_size)
-    if sum(needed) <= host.num_bytes:
+    needed = {kind: world_size * num_bytes for kind, num_bytes in floor(config, world_size).items()}
+    total = sum(needed.values())
+    if total <= host.num_bytes:
         return
     model = config.model
     several = f"{world_size} ranks need" if world_size > 1 else "a rank needs"
+    names = {"parameters": "weights", "optimizer": "optimizer states"}
+    kinds = ", ".join(f"{names.get(kind, kind)} {size(num_bytes)}" for kind, num_bytes in needed.items() if num_bytes)
     fits = "; or ".join(way_out(config, world_size, host.num_bytes)) or "a smaller --hidden-size or --vocab-size"
     raise ValueError(
         f"--num-layers {model.num_layers} --ffn-hidden-size {model.ffn_size} --vocab-size {model.vocab_size} "
-        f"--hidden-size {model.hidden_size}: {several} at least {size(sum(needed))} (weights {size(needed.weights)}, "
-        f"optimizer states {size(needed.optimizer)}, gradients {size(needed.gradients)}), and {size(host.num_bytes)} "
+        f"--hidden-size {model.hidden_size}: {several} at least {size(total)} ({kinds}), and {size(host.num_bytes)} "
         f"{host.source} are available; what fits: {fits}"
     )
 
@@ -119,42 +110,27 @@ def counts(config: Config) -> bool:
 
 def way_out(config: Config, world_size: int, available: int) -> Iterator[str]:
     """Yield changes to the command line with which a run fits, by `ceiling`, largest model first."""
-    usable, flat = int(USABLE * available), config
-    if world_size > 1 and world_size * ceiling(flat, world_size) <= usable:
+    usable, most = int(USABLE * available), world_size * ceiling(config, world_size)
+    if world_size > 1 and most <= usable:
         yield f"this model on these ranks with {SHARDED}"
         return
-    ranks = next((n for n in _powers(MOST_RANKS) if n > 1 and ceiling(flat, n) <= usable), 0)
-    if ranks and (flat.training.global_batch_size or ranks) >= ranks:
-        each = size(ceiling(flat, ranks))
+    powers = (2**n for n in range(1, MOST_RANKS.bit_length()))
+    ranks = next((n for n in powers if ceiling(config, n) <= usable), 0)
+    if ranks and (config.training.global_batch_size or ranks) >= ranks:
+        each = size(ceiling(config, ranks))
         yield f"this model on {ranks} machines like this one, a rank on each, with {SHARDED} (at most {each} per rank)"
     lower = SHARDED if world_size > 1 else SHORT
     for name, smaller in presets(config):
         if world_size * ceiling(smaller, world_size) <= usable:
             yield f"here --preset {name} {lower} (at most {size(ceiling(smaller, world_size))} per rank)"
             break
-    layers = next(
-        (n for n in _fewer(config.model.num_layers) if world_size * ceiling(_layers(flat, n), world_size) <= usable), 0
-    )
-    if layers:
-        yield f"here --num-layers {layers} {lower}"
-
-
-def _layers(config: Config, number: int) -> Config:
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=number))
-
-
-def _powers(most: int) -> Iterator[int]:
-    n = 1
-    while n <= most:
-        yield n
-        n *= 2
-
-
-def _fewer(layers: int) -> Iterator[int]:
-    """Yield fewer and fewer layers, a tenth less each time."""
-    while layers > FEWEST_LAYERS:
+    layers = config.model.num_layers
+    while layers > 2:
         layers = min(layers - 1, int(0.9 * layers))
-        yield layers
+        fewer = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=layers))
+        if world_size * ceiling(fewer, world_size) <= usable:
+            yield f"here --num-layers {layers} {lower}"
+            break
 
 
 def presets(config: Config) -> list[tuple[str, Config]]:

@@ -1,0 +1,370 @@
+"""The account of a step, once and in integers: bytes that a rank holds, and that each of its operations moves. Pure.
+
+`price.estimate` adds them up over a step, `price.costs` divides them by speeds, `price.capacity`, `price.early` and
+`price.search` bound memory with them, `price.report` prints them. Sizes inside a layer come from its trace
+(`price.trace`), as `LayerSizes`; everything else is derived here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from megazero.config.schema import BYTES, Config
+from megazero.memory import COPY_DEPTH
+from megazero.plan.flat_layout import Range, partition_numel
+from megazero.plan.operations import (
+    Backward,
+    Forward,
+    Gather,
+    LayerOp,
+    Norm,
+    Op,
+    Rebuild,
+    Recompute,
+    Reduce,
+    ReduceReplicas,
+    Send,
+    SumReplicated,
+    SumTied,
+    Sync,
+    UnitOp,
+)
+from megazero.plan.rank_spec import RankSpec
+from megazero.plan.topology import TRAFFIC, Layout, ring_bytes
+from megazero.plan.zero_policy import DENSE, Buckets, ShardingGroup, persistent_gradients, plan_buckets, sharding_groups
+
+NUMBER = 8  # bytes of a number that ranks agree on: fp64
+Sent = tuple[tuple[str, int], ...]  # kinds of traffic, with bytes
+PASSES = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}  # of a buffer round a ring
+
+
+class Rates(NamedTuple):
+    """Bytes per element.
+
+    Attributes:
+        state: of a master weight.
+        optimizer: of master weights that are a copy and, in a run that trains, of the optimizer's states.
+        update: that the optimizer's update reads and writes.
+    """
+
+    weights: int
+    gradients: int
+    state: int
+    optimizer: int
+    update: int
+
+    @classmethod
+    def of(cls, config: Config) -> Rates:
+        rule, w, g = config.optimizer.rule, BYTES[config.training.precision], BYTES[config.training.grad_dtype]
+        state = max(4, w)
+        held = state * rule.copies_master(w, state) + rule.state_bytes(state) * config.trains
+        return cls(w, g, state, held, rule.update_bytes(state))
+
+    def updated(self, clips: bool) -> int:
+        """Return the bytes that a fused update moves: a clipped gradient is written too, narrower numbers are cast."""
+        moved = self.update + clips * self.state
+        for each in (self.gradients, self.weights):
+            moved += each + self.state if each != self.state else 0
+        return moved
+
+
+class Share(NamedTuple):
+    """Bytes that a rank holds of a state: `each` per element of its units, divided over `ranks` ranks."""
+
+    each: int
+    ranks: int = 1
+
+    def of(self, numel: int) -> int:
+        """Return the bytes of units of `numel` elements, padding included."""
+        return self.each * (numel // self.ranks)
+
+    def __str__(self) -> str:
+        return f"{self.each} Psi / {self.ranks}" if self.ranks > 1 else f"{self.each} Psi"
+
+
+class States(NamedTuple):
+    """States of a rank: at rest, and gradients.
+
+    Attributes:
+        gradients: when all micro-batches of an iteration have been reduced.
+        accumulated: gradients while micro-batches are added up.
+    """
+
+    parameters: Share
+    optimizer: Share
+    gradients: Share
+    accumulated: Share
+
+    @classmethod
+    def of(cls, config: Config, layout: Layout) -> States:
+        """Take those of the dense units."""
+        return cls.of_group(config, sharding_groups(config, layout)[DENSE])
+
+    @classmethod
+    def of_group(cls, config: Config, group: ShardingGroup) -> States:
+        rates, policy = Rates.of(config), group.policy
+        gradients = rates.gradients if config.trains else 0
+        return cls(
+            Share(rates.weights, group.shards if policy.parameters else 1),
+            Share(rates.optimizer, group.parts),
+            Share(gradients, group.parts),
+            Share(gradients, group.shards if policy.gradients else 1),
+        )
+
+    def at_rest(self, numel: int) -> dict[str, int]:
+        """Return the bytes held between steps, by kind, of units of `numel` elements."""
+        return {"parameters": self.parameters.of(numel), "optimizer": self.optimizer.of(numel)}
+
+
+class Moved(NamedTuple):
+    """A collective or a message of an operation.
+
+    Attributes:
+        axis: one of `Layout`'s, sub-axes included.
+        collective: all-gather, reduce-scatter, all-reduce; or message.
+        num_bytes: of the whole buffer.
+        control: it is counted as control traffic: numbers that ranks agree on.
+    """
+
+    axis: str
+    collective: str
+    num_bytes: int
+    control: bool = False
+
+    @property
+    def kind(self) -> str:
+        """The kind of traffic that it is counted as."""
+        return "control" if self.control else TRAFFIC.get(self.axis, self.axis)
+
+    def sent(self, ranks: int) -> int:
+        """Return the bytes that each of `ranks` ranks of the axis sends."""
+        return (
+            ring_bytes(self.num_bytes, ranks, PASSES[self.collective]) if self.collective in PASSES else self.num_bytes
+        )
+
+
+def agreement(*axes: str, numbers: int = 1) -> tuple[Moved, ...]:
+    """Return the all-reduces of numbers that ranks agree on."""
+    return tuple(Moved(axis, "all-reduce", numbers * NUMBER, control=True) for axis in axes)
+
+
+class LayerSizes(NamedTuple):
+    """Bytes of one layer and micro-batch on one rank, as traced.
+
+    Traffic is axis -> bytes that this rank sends under a ring algorithm.
+    """
+
+    forward: Counter[str]
+    recompute: Counter[str]
+    backward: Counter[str]
+    logits: int  # held from its forward to its backward
+    queued: int  # that its weight gradients keep while they wait
+    saved: tuple[int, ...]  # of every tensor that its forward keeps for its backward, its input left out
+    saved_input: int  # of its input, if that is kept too
+    tables: dict[Hashable, int]  # of each table in a run's buffers from its start on; layers share equal ones
+
+    def kept(self, own_input: bool) -> int:
+        """Return the bytes that autograd keeps from a forward on, logits excluded, which are a kind of their own."""
+        return max(0, sum(self.saved) + self.saved_input * own_input - self.logits)
+
+
+def hidden_bytes(config: Config, layout: Layout) -> int:
+    """Bytes of a block's input, and of a message between stages: a rank's part of the residual stream."""
+    training, model = config.training, config.model
+    tokens = training.micro_batch_size * model.seq_length
+    rows = tokens // layout.tp if config.parallel.sequence_parallel else tokens
+    return rows * model.hidden_size * BYTES[training.precision]
+
+
+def kept_bytes(config: Config, layout: Layout) -> int:
+    """Bytes of a block's input that is kept for recompute: with Pa, a rank's part of it."""
+    each = BYTES[config.training.precision]
+    parts = layout.tp if config.activations.partition_activations else 1
+    return partition_numel(hidden_bytes(config, layout) // each, parts) * each
+
+
+def logits_bytes(config: Config, layout: Layout) -> int:
+    """Bytes of a micro-batch's logits on a rank of the last stage, without the vocabulary's padding."""
+    training, model = config.training, config.model
+    rows = training.micro_batch_size * model.seq_length
+    return rows * model.vocab_size * BYTES[training.precision] // layout.tp
+
+
+def least_held(config: Config, layout: Layout, numel: int, blocks: int, last: bool) -> dict[str, int]:
+    """Bound the bytes of a rank from below, without a trace and at a cost that does not depend on the layers.
+
+    The states, and the larger of the gradients (at the end of an iteration) and of the inputs that blocks keep with the
+    logits (at the end of a forward pass, of all micro-batches under gpipe): whatever is recomputed, a block keeps its
+    input or a part of it.
+
+    Args:
+        numel: elements of the rank's units, at least.
+        blocks: that the rank holds.
+        last: it is a rank of the last virtual stage, which has the logits.
+    """
+    states, training = States.of(config, layout), config.training
+    held = states.at_rest(numel)
+    if training.freeze_parameters or not config.trains:  # layers before the first trained one keep nothing
+        return held
+    live = config.micro_batches(layout.dp) if config.parallel.pipeline_schedule == "gpipe" else 1
+    kept = 0 if config.activations.checkpoint_in_cpu else live * blocks * kept_bytes(config, layout)
+    gradients, logits = states.gradients.of(numel), logits_bytes(config, layout) if last else 0
+    if gradients > kept + logits:
+        return held | {"gradients": gradients}
+    return held | {"activations": kept, "logits": logits}
+
+
+class StepSizes:
+    """Sizes of a step of one rank, or of the ranks of a pipeline stage."""
+
+    def __init__(
+        self,
+        config: Config,
+        layout: Layout,
+        spec: RankSpec,
+        layers: Mapping[str, LayerSizes] | None = None,
+        places: Mapping[str, int] | None = None,
+    ) -> None:
+        """Take sizes of a resolved configuration.
+
+        Args:
+            spec: of the pipeline rank.
+            layers: traced sizes of its layers; None: traffic inside layers is not asked for.
+            places: axis -> the rank's place along it; None: a mean over them, where ranks differ.
+        """
+        self.config, self.layout, self.spec = config, layout, spec
+        self.layers, self.places, self.rates = layers or {}, places, Rates.of(config)
+        self.hidden, self.kept = hidden_bytes(config, layout), kept_bytes(config, layout)
+        self.numel = {name: unit.numel for name, unit in spec.units.items()}
+        arena, micro_batches = config.activations.contiguous_checkpointing, config.micro_batches(layout.dp)
+        self.persistent = {u: persistent_gradients(spec.policy(u), arena, micro_batches) for u in spec.units}
+        self.buckets = {name: self._buckets(name, group) for name, group in spec.groups.items()}
+        self._traffic: dict[tuple[type, str], Sent] = {}
+        self.ranks = layout.sizes | {"embedding": 2 if layout.last_pp else 1}
+
+    def _buckets(self, name: str, group: ShardingGroup) -> Buckets:
+        zero, reduces = self.config.zero, group.policy.optimizer and self.config.trains
+        sizes = [unit.numel for unit in self.spec.units.values() if reduces and unit.group == name]
+        return plan_buckets(zero.reduce_bucket_size, sizes, group.shards, zero.overlap_comm)
+
+    # -- held
+
+    def owned(self, unit: str) -> int:
+        """Elements of a unit whose optimizer states and reduced gradients are this rank's."""
+        return self.spec.owned(unit)
+
+    def weights(self, unit: str) -> int:
+        """Bytes of a unit's whole weights."""
+        return self.numel[unit] * self.rates.weights
+
+    def gradients(self, unit: str) -> int:
+        """Bytes of a unit's whole gradients."""
+        return self.numel[unit] * self.rates.gradients
+
+    def owned_gradients(self, unit: str) -> int:
+        return self.owned(unit) * self.rates.gradients
+
+    def cast_gradients(self, unit: str) -> int:
+        """Bytes of the copy of a unit's gradients that its update makes in the optimizer's precision."""
+        return self.rates.state * self.owned(unit) if self.rates.gradients < self.rates.state else 0
+
+    def updated(self, unit: str) -> int:
+        """Bytes that the optimizer reads and writes to update a unit."""
+        return self.rates.updated(clips=bool(self.config.optimizer.clip_grad)) * self.owned(unit)
+
+    def at_rest(self) -> dict[str, int]:
+        """Return the bytes held between steps, by kind."""
+        found: Counter[str] = Counter()
+        for name, group in self.spec.groups.items():
+            numel = sum(unit.numel for unit in self.spec.units.values() if unit.group == name)
+            found.update(States.of_group(self.config, group).at_rest(numel))
+        if self.config.optimizer.rule.place != "device":
+            found["host"] = found.pop("optimizer")
+        return found
+
+    def buffers_at_rest(self, arena_numel: int, needs_staging_buffer: bool) -> int:
+        """Bytes of the arena of gathered weights, of the reduce buckets with their scratch, and of layers' tables."""
+        tables = sum({key: size for layer in self.layers.values() for key, size in layer.tables.items()}.values())
+        buckets = 0
+        for name, (columns, slots, packs) in self.buckets.items():
+            shards = self.spec.groups[name].shards
+            scratch = columns * (shards - 1 if needs_staging_buffer else shards > 1)
+            buckets += slots * (scratch + columns * shards * packs) * self.rates.gradients
+        return arena_numel * self.rates.weights + buckets + tables
+
+    def graphs_at_rest(self, live_by_chunk: Sequence[int]) -> int:
+        """Bytes of captured blocks: inputs, saved tensors and last output of every slot; a gradient of a unit for all.
+
+        Args:
+            live_by_chunk: the most micro-batches of each chunk between forward and backward, each in its slot.
+        """
+        if not self.spec.graphs:
+            return 0
+        captured = [[layer for layer in chunk if self.spec.captures(layer)] for chunk in self.spec.chunks]
+        total = self.hidden
+        for layers, live in zip(captured, live_by_chunk, strict=True):
+            saved = sum(sum(self.layers[layer.name].saved) for layer in layers)
+            total += live * (saved + (len(layers) + 1) * self.hidden) if layers else 0
+        return total + max((self.gradients(layer.units[0]) for layers in captured for layer in layers), default=0)
+
+    def copies_at_rest(self) -> int:
+        """Bytes of a GPU's buffers for kept inputs on their way to and from host memory."""
+        return 2 * COPY_DEPTH * self.kept
+
+    # -- moved
+
+    def moves(self, op: Op) -> tuple[Moved, ...]:
+        """Return the collectives and messages of an operation; those inside layers are in `traffic` alone."""
+        spec = self.spec
+        if isinstance(op, (Gather, Sync)):
+            return (Moved(spec.group(op.unit).axis, "all-gather", self.weights(op.unit)),)
+        if isinstance(op, Reduce):
+            collective = "reduce-scatter" if spec.policy(op.unit).optimizer else "all-reduce"
+            return (Moved(spec.group(op.unit).axis, collective, self.gradients(op.unit)),)
+        if isinstance(op, ReduceReplicas):
+            return (Moved(spec.group(op.unit).replica_axis, "all-reduce", self.owned_gradients(op.unit)),)
+        if isinstance(op, SumReplicated):
+            return tuple(Moved("tp", "all-reduce", n * self.rates.gradients) for n in self._summed(op.unit))
+        if isinstance(op, SumTied):
+            return (Moved("embedding", "all-reduce", self.owned_gradients(op.unit)),)
+        if isinstance(op, Norm):
+            sharded = [group.axis for group in spec.groups.values() if group.policy.optimizer]
+            return agreement("tp", "pp", numbers=len(spec.groups)) + agreement(*sharded)
+        if isinstance(op, Rebuild):
+            return (Moved("tp", "all-gather", self.kept * self.layout.tp),)
+        return (Moved("pp", "message", self.hidden),) if isinstance(op, Send) else ()
+
+    def agreed(self) -> tuple[Moved, ...]:
+        """Return what a step's ranks agree on outside its program: counts of targets, and losses."""
+        return agreement("dp", "dp", "pp", numbers=self.config.data.named_corpora)
+
+    def traffic(self, op: Op) -> Sent:
+        """Return the kinds of traffic of an operation, with the bytes that this rank sends."""
+        key = type(op), op.layer if isinstance(op, LayerOp) else op.unit if isinstance(op, UnitOp) else ""
+        found = self._traffic.get(key)
+        if found is None:
+            found = self._traffic[key] = self._sent_in_layer(op) or self.sent(self.moves(op))
+        return found
+
+    def _sent_in_layer(self, op: Op) -> Sent:
+        if not isinstance(op, (Forward, Recompute, Backward)):
+            return ()
+        layer = self.layers[op.layer]
+        by_axis = {Forward: layer.forward, Recompute: layer.recompute, Backward: layer.backward}[type(op)]
+        return tuple((TRAFFIC.get(axis, axis), num_bytes) for axis, num_bytes in by_axis.items())
+
+    def sent(self, moves: tuple[Moved, ...]) -> Sent:
+        """Return kinds of traffic, with the bytes that this rank sends for `moves`."""
+        return tuple((move.kind, move.sent(self.ranks[move.axis])) for move in moves)
+
+    def _summed(self, unit: str) -> Iterator[int]:
+        """Yield elements of the owned range whose gradients tensor-parallel ranks add up: of each piece of it."""
+        numel, owned = self.numel[unit], self.owned(unit)
+        place = Range(0, numel)
+        if owned < numel and self.places is not None:
+            at = self.places[self.spec.group(unit).axis]
+            place = Range(at * owned, (at + 1) * owned)
+        for summed in self.spec.units[unit].summed:
+            yield summed.within(place).numel * owned // place.numel

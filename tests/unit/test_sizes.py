@@ -1,0 +1,178 @@
+"""The account: sizes of a step by hand, one place that derives them, and tokens of a rank as ranges."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from megazero.comm.pretend import pretend_mesh
+from megazero.config.cli import parse
+from megazero.model.context import MicroBatchInfo, ResidualStream
+from megazero.model.documents import Documents
+from megazero.model.stage import declare
+from megazero.plan.operations import (
+    Backward,
+    Forward,
+    Gather,
+    Norm,
+    Op,
+    Rebuild,
+    Reduce,
+    ReduceReplicas,
+    Send,
+    SumReplicated,
+    SumTied,
+    Sync,
+    Update,
+)
+from megazero.plan.rank_spec import rank_spec
+from megazero.plan.resolve import resolve
+from megazero.plan.sizes import LayerSizes, Moved, Share, States, StepSizes, least_held
+from megazero.plan.topology import Layout
+from megazero.price.estimate import STEADY, Few, estimate, stage_bytes, stage_moments
+
+ROOT = Path(__file__).resolve().parents[2]
+FLAGS = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 24 --vocab-size 500 --micro-batch-size 4 "
+    "--precision bf16 --grad-dtype fp32 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+    "--global-batch-size 96"
+)
+
+
+def sizes_of(flags: str, shard_rank: int | None = None, layers: dict[str, LayerSizes] | None = None) -> StepSizes:
+    config, layout = resolve(parse(f"{FLAGS} {flags}".split()), 16, 0, declare)
+    places = None if shard_rank is None else {"shard": shard_rank}
+    return StepSizes(config, layout, rank_spec(config, layout, 0, declare), layers, places)
+
+
+def test_every_operation_moves_its_buffer_along_its_axis() -> None:
+    """tp 2, pp 2, dp 4 as two copies of two shards; w 2 and g 4 bytes; b s h = 4 x 24 x 64."""
+    sizes = sizes_of("--zero-stage 1 --zero-shard-size 2 --recompute full --partition-activations")
+    unit = sizes.numel["blocks.0"]
+    wanted: list[tuple[Op, list[Moved]]] = [
+        (Gather("blocks.0"), [Moved("shard", "all-gather", 2 * unit)]),
+        (Sync("blocks.0"), [Moved("shard", "all-gather", 2 * unit)]),
+        (Reduce("blocks.0"), [Moved("shard", "reduce-scatter", 4 * unit)]),
+        (ReduceReplicas("blocks.0"), [Moved("replica", "all-reduce", 4 * unit // 2)]),
+        (SumTied("token_embedding"), [Moved("embedding", "all-reduce", 2 * sizes.numel["token_embedding"])]),
+        (Send("x", 1, 0), [Moved("pp", "message", 2 * 4 * 24 * 64)]),
+        (Rebuild("blocks.0", 0), [Moved("tp", "all-gather", 2 * 4 * 24 * 64)]),
+        (Norm(), [Moved(axis, "all-reduce", 8, control=True) for axis in ("tp", "pp", "shard")]),
+        (Update("blocks.0"), []),
+    ]
+    for op, moves in wanted:
+        assert sizes.moves(op) == tuple(moves), op
+    assert sizes.moves(Norm())[0].kind == "control" and sizes.traffic(Norm()) == (("control", 8),) * 3
+    assert sizes.traffic(SumTied("token_embedding")) == (("pp", 2 * sizes.numel["token_embedding"]),)
+    assert sizes.traffic(Reduce("blocks.0")) == (("dp", 2 * unit),)
+    whole = sizes_of("--zero-stage 0")
+    assert whole.moves(Reduce("blocks.0")) == (Moved("shard", "all-reduce", 4 * whole.numel["blocks.0"]),)
+    assert [move.axis for move in whole.moves(Norm())] == ["tp", "pp"]
+    assert [move.axis for move in whole.agreed()] == ["dp", "dp", "pp"]
+
+
+def test_ranks_of_a_shard_sum_the_replicated_part_that_they_own() -> None:
+    """Norms and biases behind a sum, with sequence parallelism: the parts add up; without a rank, their mean counts."""
+    flags = "--zero-stage 2 --sequence-parallel"
+    each = [sum(m.num_bytes for m in sizes_of(flags, rank).moves(SumReplicated("blocks.1"))) for rank in range(4)]
+    whole = sum(m.num_bytes for m in sizes_of("--zero-stage 0 --sequence-parallel").moves(SumReplicated("blocks.1")))
+    assert sum(each) == whole == 4 * 6 * 64 and len(set(each)) > 1
+    assert sum(m.num_bytes for m in sizes_of(flags).moves(SumReplicated("blocks.1"))) == whole // 4
+
+
+def test_traffic_inside_a_layer_is_counted_by_axis() -> None:
+    layer = LayerSizes(Counter(tp=5, shard=3), Counter(), Counter(), 0, 0, (), 0, 0)
+    sizes = sizes_of("", layers={"blocks.0": layer})
+    assert sizes.traffic(Forward("blocks.0", 0, True)) == (("tp", 5), ("dp", 3))
+    assert sizes.traffic(Backward("blocks.0", 0)) == ()
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_states_are_shares_of_the_elements(stage: int) -> None:
+    """Parameters 2, optimizer 12, gradients 4 bytes an element; over four ranks from stages 3, 1, 1 on."""
+    config, layout = resolve(parse(f"{FLAGS} --zero-stage {stage}".split()), 16, 0, declare)
+    states = States.of(config, layout)
+    ranks = [4 if stage >= first else 1 for first in (3, 1, 1, 2)]
+    assert list(states) == [Share(each, n) for each, n in zip((2, 12, 4, 4), ranks, strict=True)]
+    assert str(states.optimizer) == ("12 Psi / 4" if stage else "12 Psi")
+    assert states.at_rest(64) == {"parameters": 2 * 64 // ranks[0], "optimizer": 12 * 64 // ranks[1]}
+
+
+def test_the_least_that_is_held() -> None:
+    """The gradients, or the inputs of two blocks and the logits: of one micro-batch, under gpipe of all six inputs."""
+    for flags, inputs in (("", 2), ("--pipeline-schedule gpipe", 2 * 6)):
+        config, layout = resolve(parse(f"{FLAGS} {flags}".split()), 16, 0, declare)
+        hidden, logits = 2 * 4 * 24 * 64, 2 * 4 * 24 * 500 // 2
+        rest = {"parameters": 2 * 64, "optimizer": 3 * 64}
+        assert least_held(config, layout, 64, 2, last=True) == rest | {"activations": inputs * hidden, "logits": logits}
+        many = 4 * inputs * hidden
+        held = least_held(config, layout, many, 2, last=False)
+        assert held["gradients"] == many and "activations" not in held
+
+
+def test_a_stages_peak_is_of_one_instant() -> None:
+    """It is no less than at any moment after an operation, and than the engine's own; its kinds add up to it.
+
+    In 16 bit, an update takes a copy of the gradients, which no moment after an operation has.
+    """
+    base = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 8 --vocab-size 64"
+    narrow, evaluates = "--precision bf16 --grad-dtype bf16 --recompute full", "--zero-stage 3 --eval-only --load x"
+    for flags in ("--zero-stage 2 --global-batch-size 6", narrow, evaluates):
+        config, layout = resolve(parse(f"{base} {flags}".split()), 2, 0, declare)
+        found = stage_bytes(config, layout, 0, "cpu")
+        most = max(sum(moment.held) for moment in stage_moments(config, layout, 0, "cpu"))
+        assert found.peak == sum(found.at_peak.values()) >= max(most, found.memory["peak"])
+        assert (found.memory, found.traffic) == estimate(config, layout, 0)
+
+
+def test_gpipes_bytes_are_bounded_by_a_line() -> None:
+    """The line through two numbers of micro-batches is a lower bound of more of them, and close."""
+    flags = FLAGS.replace("--global-batch-size 96", "--global-batch-size 480 --pipeline-schedule gpipe --zero-stage 2")
+    config, layout = resolve(parse(flags.split()), 16, 0, declare)
+    assert config.schedule not in STEADY
+    whole, line = (stage_bytes(config, layout, 0, "cuda", few) for few in (None, Few(30, (7, 8))))
+    assert 0.99 * whole.peak < line.peak <= whole.peak
+    assert line.traffic["pp"] == whole.traffic["pp"]
+
+
+def test_bytes_are_derived_in_one_place() -> None:
+    """No module of price/ asks for the bytes of a type, of a ring or for what ZeRO shards: it asks `plan.sizes`."""
+    for path in sorted((ROOT / "megazero/price").glob("*.py")):
+        imports = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        names = {alias.name for node in imports for alias in node.names}
+        assert not names & {"BYTES", "ring_bytes", "partition_numel"} and ".for_stage(" not in path.read_text(), path
+
+
+@dataclass(frozen=True)
+class TwoPieces(ResidualStream):
+    """A rank that holds the first and the last quarter of the tokens."""
+
+    def tokens(self, total: int) -> tuple[range, ...]:
+        return range(total // 4), range(3 * total // 4, total)
+
+
+def test_a_rank_may_hold_several_ranges_of_tokens() -> None:
+    """Three samples of eight tokens, of which it holds 0 to 5 and 18 to 23; documents of three and five tokens."""
+    mesh = pretend_mesh(Layout(), 0, torch.device("cpu"), needs_staging_buffer=False)
+    stream = TwoPieces(mesh.tp, sharded=True)
+    ids = torch.zeros(3, 8, dtype=torch.int64)
+    info = MicroBatchInfo.of(ids, (5, 6, 7), stream, training=True)
+    assert stream.num_tokens(24) == 12
+    assert [tuple(row) for row in info.rows] == [(5, 0, 6), (7, 2, 6)]
+    assert info.positions(torch.device("cpu")).tolist() == [*range(6), *range(2, 8)]
+    starts = torch.tensor([[0, 0, 0, 3, 3, 3, 3, 3]]).repeat(3, 1)
+    bounded = MicroBatchInfo.of(ids, (5, 6, 7), stream, training=True, position_documents=Documents.of(starts))
+    assert list(itertools.chain(*bounded.runs)) == [0, 1, 2, 0, 1, 2, 2, 0, 1, 2, 3, 4]
+
+
+def test_a_micro_batch_that_is_one_range_is_as_before() -> None:
+    mesh = pretend_mesh(Layout(tp=2), 1, torch.device("cpu"), needs_staging_buffer=False)
+    assert ResidualStream(mesh.tp, sharded=True).tokens(24) == (range(12, 24),)
+    assert ResidualStream(mesh.tp, sharded=False).tokens(24) == (range(24),)
+    assert [ResidualStream(mesh.tp, sharded).num_tokens(24) for sharded in (False, True)] == [24, 12]
