@@ -12,7 +12,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "modules.md"
 HEAD = """# Modules
-Made by `python -m benchmarks.reports.modules` from docstrings. [architecture.md](architecture.md) says how they work together.
+Made by `python -m benchmarks.reports.modules` from docstrings.
+[architecture.md](architecture.md) says how they work together.
 """
 
 
