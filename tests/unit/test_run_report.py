@@ -284,8 +284,8 @@ def test_bad_arguments_are_a_sentence(tmp_path: Path) -> None:
             f"{tmp_path / 'no'} does not exist; give the --log-dir",
         ),
         ("plot_metrics.py", [empty], "has no iteration yet"),
-        ("observe/report/__init__.py", [tmp_path / "no"], "no such folder; give the --log-dir folder of a run"),
-        ("observe/report/__init__.py", [empty], "has no iteration yet"),
+        ("report.py", [tmp_path / "no"], "no such folder; give the --log-dir folder of a run"),
+        ("report.py", [empty], "has no iteration yet"),
     ):
         done = script(name, *words)
         assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
