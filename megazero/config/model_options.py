@@ -147,8 +147,7 @@ class TrainingConfig:
     fused_kernels: Literal["auto", "triton", "eager"] = "auto"
     """GPU: triton has norms, GELU, SwiGLU, rotary positions, dropout with its residual sum, and the loss over the
     vocabulary in kernels of its own, compiled at their first use; eager takes torch's operators, several passes over
-    memory each. auto: triton where it works, and not
-    in fp64. Masks are the same bit for bit."""
+    memory each. auto: triton where it works, and not in fp64. Masks are the same bit for bit."""
 
     def kernels_on(self, device_type: str) -> str:
         """Return the kernels of a device, triton or eager. Any device but a CPU is, or stands for, a GPU."""
