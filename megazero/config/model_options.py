@@ -136,16 +136,18 @@ class TrainingConfig:
     the same bits, also after a resume; attention's backward is slower. Not yet run on a GPU. A CPU always repeats its
     bits, given the same --matmul-backend."""
     compile: bool = False
-    """torch.compile the element-wise parts of a block (GELU, softmax). Starting takes longer."""
+    """torch.compile the element-wise parts of a block that no fused kernel computes: GELU and SwiGLU, except in Triton
+    (--fused-kernels), and attention's softmax where it has dropout or a precision without a kernel of torch (bf16 on a
+    CPU, fp64 on a GPU). Starting takes longer."""
     cuda_graph_impl: Literal["none", "local"] = "none"
     """GPU: local captures the forward and the backward of each block as CUDA graphs, once for every micro-batch in
     flight, and replays each by one call: for steps that the host holds up (small micro-batches). All activations are
     allocated from the first step on. Not with --zero-stage 3, tensor parallelism, dropout, --recompute full,
     zero-bubble schedules, documents, or --compile. Not yet run on a GPU."""
     fused_kernels: Literal["auto", "triton", "eager"] = "auto"
-    """GPU: triton has dropout with its residual sum, and the loss over the vocabulary, in kernels of its own, compiled
-    at their first use; eager takes torch's operators, one pass over memory each. auto: triton where it works, and not
-    in fp64. Masks are the same bit for bit."""
+    """GPU: triton has norms, GELU, SwiGLU, rotary positions, dropout with its residual sum, and the loss over the
+    vocabulary in kernels of its own, compiled at their first use; eager takes torch's operators, several passes over
+    memory each. auto: triton where it works, and not in fp64. Masks are the same bit for bit."""
 
     def kernels_on(self, device_type: str) -> str:
         """Return the kernels of a device, triton or eager. Any device but a CPU is, or stands for, a GPU."""

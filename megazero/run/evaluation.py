@@ -91,9 +91,9 @@ class Evaluator:
                         return Stopped(why, done / last)
                     sums, targets = self.engine.evaluate_by_corpus(batches.batch(i * self.batch_size))
                     # Of one corpus, the first is all.
-                    for prefix, loss, count in zip(names, sums, targets, strict=False):
+                    for prefix, loss, counted in zip(names, sums, targets, strict=False):
                         losses[prefix] += loss
-                        counts[prefix] += count
+                        counts[prefix] += counted
                     done += 1
                     if (now := time.monotonic()) - reported > REPORT_SECONDS:
                         left = duration((now - start) / done * (last - done))

@@ -243,6 +243,13 @@ def test_the_page_of_modules_is_that_of_their_docstrings() -> None:
     assert any("| `flat_layout` | Arithmetic of a unit's flat buffer. Pure: integers only. |" in line for line in page)
 
 
+def test_links_of_pages_lead_to_files() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)#\s:]+)(?:#[^)]*)?\)", page.read_text())]
+    assert len(links) > 50
+    assert not [f"{page.relative_to(ROOT)}: {link}" for page, link in links if not (page.parent / link).exists()]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("command", [["ruff", "check", "."], ["lint-imports"]], ids=lambda command: command[0])
 def test_the_linter_has_no_complaint(command: list[str]) -> None:
