@@ -137,8 +137,6 @@ def pretrain(command: Command, world: World, signals: Signals) -> Stop | None:
 
     config = command.config
     device = launch.pick_device(world)
-    if device.type == "cuda":
-        bind_to_near_cpus(device)
     asked, chosen = config, ""
     imitated = config.plan.rehearse_on if config.plan.rehearse else "here"  # whose kernels run
     if imitated == "gpu" or (imitated == "here" and device.type == "cuda"):
@@ -146,6 +144,8 @@ def pretrain(command: Command, world: World, signals: Signals) -> Stop | None:
         config, chosen = gpu_defaults(config, command.given, fastest)
     if config.plan.rehearse:
         return rehearse(config, world, chosen)
+    if device.type == "cuda":
+        bind_to_near_cpus(device)
     require_data(config)  # before a tokenizer is asked for, which a corpus may name
     tokenizer = data_tokenizer(config)
     config, layout = resolve(config, world.size, tokenizer.vocab_size if tokenizer else 0, declare)

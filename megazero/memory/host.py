@@ -48,10 +48,10 @@ def near_cpus(address: str, root: Path = Path("/")) -> set[int]:
     try:
         node = int((root / "sys/bus/pci/devices" / address / "numa_node").read_text())  # -1: it has none
         listed = (root / f"sys/devices/system/node/node{node}/cpulist").read_text().strip()  # such as 0-31,64-95
-    except OSError:
+        ends = [part.split("-") for part in listed.split(",") if part]
+        return {cpu for each in ends for cpu in range(int(each[0]), int(each[-1]) + 1)}
+    except (OSError, ValueError):  # a system without NUMA nodes, or one that lists them in another way
         return set()
-    ends = (part.split("-") for part in listed.split(",") if part)
-    return {cpu for each in ends for cpu in range(int(each[0]), int(each[-1]) + 1)}
 
 
 def host_memory(root: Path = Path("/")) -> Available | None:

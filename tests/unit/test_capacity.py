@@ -81,7 +81,7 @@ def test_cpus_near_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         cpus = tmp_path / f"sys/devices/system/node/node{number}/cpulist"
         cpus.parent.mkdir(parents=True)
         cpus.write_text(f"{listed}\n")
-    for number in ("-1", "0", "1"):
+    for number in ("-1", "0", "1", "none"):
         node.write_text(f"{number}\n")
         bind_to_near_cpus(torch.device("cuda", 0), tmp_path)
     assert bound == [{3, 4, 9}]
