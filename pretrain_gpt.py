@@ -137,11 +137,8 @@ def pretrain(command: Command, world: World, signals: Signals) -> Stop | None:
 
     config = command.config
     device = launch.pick_device(world)
-    asked, chosen = config, ""
-    imitated = config.plan.rehearse_on if config.plan.rehearse else "here"  # whose kernels run
-    if imitated == "gpu" or (imitated == "here" and device.type == "cuda"):
-        fastest = "bf16" if imitated == "gpu" else launch.fastest_precision(device)
-        config, chosen = gpu_defaults(config, command.given, fastest)
+    fastest = launch.fastest_precision(device) if device.type == "cuda" else ""
+    asked, (config, chosen) = config, with_gpu_defaults(command, fastest)
     if config.plan.rehearse:
         return rehearse(config, world, chosen)
     if device.type == "cuda":
@@ -195,6 +192,18 @@ def pretrain(command: Command, world: World, signals: Signals) -> Stop | None:
         lock.release()
     launch.stop(world, timeout)
     return stop
+
+
+def with_gpu_defaults(command: Command, fastest: str) -> tuple[Config, str]:
+    """Return the configuration with the defaults of a GPU that runs, or that a rehearsal imitates; and a line on them.
+
+    Args:
+        fastest: the precision in which the GPU here is fastest; empty: there is none.
+    """
+    plan = command.config.plan
+    if plan.rehearse and plan.rehearse_on != "here":
+        fastest = "bf16" if plan.rehearse_on == "gpu" else ""
+    return gpu_defaults(command.config, command.given, fastest) if fastest else (command.config, "")
 
 
 @contextlib.contextmanager

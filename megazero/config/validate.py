@@ -94,7 +94,24 @@ def _check_model(config: Config) -> None:
 
 
 def _check_combinations(config: Config) -> None:
-    optimizer, zero = config.optimizer, config.zero
+    _check_precision_and_zero(config)
+    _check_schedule(config)
+    _check_activations(config)
+    _check_saving(config)
+    check_project(config.log.wandb_project)
+    _check_profile(config)
+    _check_evaluation(config)
+    _check_plan(config.plan)
+    _check_mock_data(config)
+    skipped_samples(config)
+    _check_log(config)
+    for flag in config.data.document_flags:
+        if not (config.data.tokenizer or config.data.data_path or config.data.data_args_path):
+            raise ValueError(f"{flag} needs --tokenizer, to know the end-of-document token")
+
+
+def _check_precision_and_zero(config: Config) -> None:
+    zero = config.zero
     precision, grad_dtype = config.training.precision, config.training.grad_dtype
     if precision == "fp64" and grad_dtype not in ("fp32", "fp64"):  # fp32 is the default, which stands for fp64 here
         raise ValueError(f"--grad-dtype {grad_dtype}: with --precision fp64, gradients are fp64 too; drop it")
@@ -115,6 +132,10 @@ def _check_combinations(config: Config) -> None:
         raise ValueError(
             f"--zero-gather-every step: --zero-stage {zero.zero_stage} gathers no weights; drop it, or use stage 3"
         )
+
+
+def _check_schedule(config: Config) -> None:
+    optimizer = config.optimizer
     ramp = config.training.rampup_batch_size
     if ramp and (len(ramp) != 3 or min(ramp) < 1):
         raise ValueError(
@@ -149,7 +170,9 @@ def _check_combinations(config: Config) -> None:
             f"--lr-warmup-iters {optimizer.lr_warmup_iters} and --lr-wsd-decay-iters {decay} are more than the "
             f"--lr-decay-iters {last} (--train-iters, unless it is given) that hold both; lower one of them"
         )
-    _check_activations(config)
+
+
+def _check_saving(config: Config) -> None:
     checkpoint = config.checkpoint
     for flag, interval in (("save-interval", checkpoint.save_interval), ("keep-last", checkpoint.keep_last)):
         if interval and not checkpoint.save:
@@ -169,14 +192,11 @@ def _check_combinations(config: Config) -> None:
         # a plan or a rehearsal may be made on another machine than that of the run, and writes to --log-dir alone
         if path and (flag == "log-dir" or not (plans(config.plan) or config.plan.rehearse)):
             check_writable(flag, path)
-    check_project(config.log.wandb_project)
-    _check_profile(config)
     if checkpoint.finetune and not checkpoint.load:
         raise ValueError("--finetune needs --load DIR, to know whose weights to begin with")
-    _check_evaluation(config)
-    _check_plan(config.plan)
-    _check_mock_data(config)
-    skipped_samples(config)
+
+
+def _check_log(config: Config) -> None:
     if config.log.wandb_project and not config.log.log_dir:
         raise ValueError(f"--wandb-project {shorten(config.log.wandb_project)} needs --log-dir DIR for its files")
     prompts, interval = config.log.sample_prompts, config.log.sample_interval
@@ -187,9 +207,6 @@ def _check_combinations(config: Config) -> None:
         raise ValueError(f"{there} needs {missing}, to say {'when' if prompts else 'what'} to sample")
     if config.log.wandb_name and not config.log.wandb_project:
         raise ValueError(f"--wandb-name {shorten(config.log.wandb_name)} needs --wandb-project PROJECT")
-    for flag in config.data.document_flags:
-        if not (config.data.tokenizer or config.data.data_path or config.data.data_args_path):
-            raise ValueError(f"{flag} needs --tokenizer, to know the end-of-document token")
 
 
 def _check_mock_data(config: Config) -> None:

@@ -325,7 +325,9 @@ def test_every_entry_answers() -> None:
     """No entry raises anything else than a refusal, with no value, a word, a number or several words."""
     for entry in ENTRIES:
         for values in ("", "x", "1", "2.5", "-1", "a b", "0"):
-            translate([f"--{entry.name.replace('*', 'any')}", *values.split()], options())
+            flag = f"--{entry.name.replace('*', 'any')}"
+            found = translate([flag, *values.split()], options())
+            assert found.answers, (flag, values)
 
 
 def test_an_unknown_word_is_answered_with_the_nearest() -> None:
