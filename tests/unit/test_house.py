@@ -186,56 +186,6 @@ def test_every_rule_has_a_fault() -> None:
     assert {rule for rule, _, _ in FAULTS} == set(RULES)
 
 
-# A docstring begins with a verb, or with the noun that it defines: docs/glossary.md.
-VAGUE_OPENING = re.compile(
-    r"(Of|What|For|Through|Where|Whether|By|In which|As|How|Which|Who|When|With|That|Those|To)\b"
-)
-# Words for mechanisms that the field names otherwise.
-METAPHORS = re.compile(
-    r"\b(settles?|settled|adopts?|adopted|lest|afresh|laden|doomed|somebody|nobody|under way|in its stead)\b",
-    re.IGNORECASE,
-)
-PROSE_FOLDERS = ("megazero", "scripts", "data_tools", "benchmarks", "tests")
-
-
-def python_files() -> list[Path]:
-    return [path for folder in PROSE_FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
-
-
-def vague_docstrings(source: str) -> Iterator[str]:
-    """Yield docstrings that begin with a word that defines nothing; a field's docstring is its --help."""
-    for node in ast.walk(ast.parse(source)):
-        for statement in () if isinstance(node, (ast.Lambda, ast.IfExp)) else getattr(node, "body", ()):
-            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-                text = statement.value.value
-                if isinstance(text, str) and VAGUE_OPENING.match(text.strip()):
-                    yield f"line {statement.lineno}: {text.strip().splitlines()[0]}"
-
-
-def test_docstrings_define_something() -> None:
-    found = [(str(p.relative_to(ROOT)), vague) for p in python_files() for vague in vague_docstrings(p.read_text())]
-    assert found == []
-
-
-def test_prose_has_no_house_metaphors() -> None:
-    documents = [*python_files(), ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    found = [
-        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
-        for path in documents
-        if path.name not in ("log.md", "test_house.py") and path.parent.name != "decisions"
-        for number, line in enumerate(path.read_text().splitlines(), 1)
-        if METAPHORS.search(line)
-    ]
-    assert found == []
-
-
-def test_the_prose_rules_see_a_fault() -> None:
-    assert list(vague_docstrings('def f():\n    """Of the gradient."""'))
-    assert list(vague_docstrings('class A:\n    x: int = 0\n    """Where samples come from."""'))
-    assert not list(vague_docstrings('def f():\n    """Wherever it is, find it."""'))
-    assert METAPHORS.search("The step under way ends.") and not METAPHORS.search("underway")
-
-
 def test_the_page_of_modules_is_that_of_their_docstrings() -> None:
     """Made again by `python -m benchmarks.reports.modules`."""
     page = list(modules.page())
