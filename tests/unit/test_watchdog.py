@@ -50,7 +50,7 @@ def test_progress_and_what_has_a_limit_of_its_own_are_left_alone() -> None:
 def test_a_hang_names_the_odd_rank_first_and_the_silent_ones_last() -> None:
     places = {0: "waits", 1: "computes", 3: "waits"}
     assert hang_text(places, 5, ()) == (
-        "rank 1 computes; ranks 0, 3 waits; no word from ranks 2, 4, which is frozen, gone, or saw progress"
+        "rank 1 computes; ranks 0, 3 waits; ranks 2, 4 do not respond: frozen, gone, or making progress"
     )
 
 
