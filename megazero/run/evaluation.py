@@ -1,4 +1,4 @@
-"""Loss of a split: its first global batches, always the same ones, or each of its tokens once."""
+"""Loss of a split: over its first global batches, always the same ones, or over each of its tokens once."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megazero.data.corpora import Datasets
 from megazero.data.loader import Batches
 from megazero.data.samples import Samples
 from megazero.observe.progress_line import Record
-from megazero.run.stopping import Stop
+from megazero.run.stopping import Wish
 from megazero.step.engine import Engine
 from megazero.units import duration
 
-REPORT_SECONDS = 30.0  # between two lines that say how far an evaluation is
+REPORT_SECONDS = 30.0  # between two lines of progress
 
 
 class Evaluation(NamedTuple):
@@ -26,7 +26,7 @@ class Evaluation(NamedTuple):
 
     loss_sum: float  # nats, over all targets
     targets: int
-    loss_by_corpus: dict[str, float]  # nats a target, by prefix, of those with targets; empty if not told apart
+    loss_by_corpus: dict[str, float]  # nats a target, by prefix, of those with targets; empty if there is one alone
 
     @property
     def loss(self) -> float:
@@ -44,7 +44,7 @@ class Evaluation(NamedTuple):
 class Stopped(NamedTuple):
     """An evaluation that was asked to stop before its end; it has no result."""
 
-    stop: Stop
+    stop: Wish
     done: float  # share of the global batches
 
 
@@ -72,25 +72,25 @@ class Evaluator:
             self.named = ()
 
     def run(
-        self, stop: Callable[[], Stop | None] = lambda: None, say: Callable[[str], None] = lambda _: None
+        self, stop: Callable[[], Wish | None] = lambda: None, report: Callable[[str], None] = lambda _: None
     ) -> Evaluation | Stopped:
         """Evaluate.
 
         Args:
-            stop: asked before every global batch; a reason ends the evaluation.
-            say: told now and then how far it is.
+            stop: called before every global batch; a request ends the evaluation.
+            report: called every REPORT_SECONDS with the progress.
         """
         losses, counts = defaultdict[str, float](float), defaultdict[str, int](int)
         done, last = 0, sum(count for _, _, count in self.parts)
         start = reported = time.monotonic()
         for name, batches, count in self.parts:
             names = self.named or (name,)
-            with contextlib.closing(batches):  # a worker that is left lives on for half a minute
+            with contextlib.closing(batches):  # or workers would live on for half a minute
                 for i in range(count):
                     if (why := stop()) is not None:
                         return Stopped(why, done / last)
                     sums, targets = self.engine.evaluate_by_corpus(batches.batch(i * self.batch_size))
-                    # Of one corpus, the first is all.
+                    # A single corpus has one loss.
                     for prefix, loss, counted in zip(names, sums, targets, strict=False):
                         losses[prefix] += loss
                         counts[prefix] += counted
@@ -98,13 +98,13 @@ class Evaluator:
                     if (now := time.monotonic()) - reported > REPORT_SECONDS:
                         left = duration((now - start) / done * (last - done))
                         loss = sum(losses.values()) / max(1, sum(counts.values()))
-                        say(f"evaluated {done} of {last} global batches, loss {loss:.4f}, {left} left")
+                        report(f"evaluated {done} of {last} global batches, loss {loss:.4f}, {left} left")
                         reported = now
         by_corpus = {name: losses[name] / count for name, count in counts.items() if count}
         return Evaluation(sum(losses.values()), sum(counts.values()), by_corpus if len(counts) > 1 else {})
 
     def record(self, found: Evaluation, iteration: int, consumed_samples: int, seconds: float) -> Record:
-        """Return the line of metrics.jsonl of an evaluation alone."""
+        """Return the line of metrics.jsonl for --eval-only."""
         record: Record = {
             "iteration": iteration,
             "consumed_samples": consumed_samples,
@@ -121,7 +121,7 @@ class Evaluator:
 
 
 def line(record: Record) -> str:
-    """Sum up an evaluation for a reader."""
+    """Format the result of --eval-only for the console."""
     split = record["eval_split"]
     parts = [f"iteration {record['iteration']}: {split} loss {record[f'{split}_loss']:.4f}"]
     parts += [f"perplexity {record['perplexity']:.4g}", f"{record['targets']:,} targets"]

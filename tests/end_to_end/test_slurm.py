@@ -216,7 +216,7 @@ def test_jobs_of_a_chain_follow_each_other(cluster, tmp_path, model):
     job = cluster.wait(second)
     assert (job.state, job.exit_code) == ("COMPLETED", "0:0"), batch_log(tmp_path, job)
     assert [m["iteration"] for m in metrics(run)] == list(range(1, 61))
-    assert "going on after iteration" in rank_logs(run, job)[0].read_text()
+    assert "resuming after iteration" in rank_logs(run, job)[0].read_text()
 
 
 @pytest.mark.slow

@@ -210,7 +210,7 @@ def test_options_that_make_another_model() -> None:
         refused = set()
         for name, value in changes.items():
             try:
-                check_model(Path("iter"), asdict(model) | {name: value}, model)
+                check_model(Path("iter"), replace(model, **{name: value}), model)
             except ValueError as error:
                 assert f"it has --{name.replace('_', '-')} {value}, not {getattr(model, name)}" in str(error)
                 refused.add(name)

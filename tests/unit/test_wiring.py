@@ -52,9 +52,10 @@ PARTS = """
     megazero.comm.launch.agreement:agree megazero.comm.mesh.mesh:Mesh._build megazero.observe.start_report:screen
     megazero.observe.start_report:details megazero.observe.start_report:hand_out megazero.run.trainer:Trainer
     megazero.run.trainer:choose_matmul_backend megazero.run.trainer:choose_kernels megazero.run.trainer:Engine
-    megazero.run.trainer:Profiler megazero.run.trainer:Checkpoints megazero.run.trainer:Batches
-    megazero.run.trainer:Evaluator megazero.run.trainer:TextSampler megazero.run.trainer:RunEvents
-    megazero.run.trainer:open_writers megazero.run.trainer:check_replicas megazero.run.trainer:peak_flops
+    megazero.run.trainer:Profiler megazero.run.checkpoints:Checkpoints megazero.run.trainer:Batches
+    megazero.run.trainer:Evaluator megazero.run.trainer:TextSampler megazero.run.run:RunEvents
+    megazero.run.run:open_writers megazero.run.run:check_replicas megazero.run.trainer:peak_flops
+    pretrain_gpt:Wishes megazero.run.run:Run
     megazero.step.engine:Context megazero.step.engine:Stage megazero.step.engine:ZeroOptions
     megazero.step.engine:Zero megazero.step.engine:Interpreter megazero.step.engine:KeptInputs
     megazero.step.engine:upload_step megazero.step.engine:learning_rate megazero.step.engine:rank_spec
@@ -197,10 +198,14 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "mesh": Kind("Mesh"),
         "datasets": As("Checkpoints.datasets"),
         "eod": 256,
-        "signals": Kind("Signals"),
-        "clock": Kind("Clock"),
         "watchdog": Kind("Watchdog"),
         "tokenizer": As("open_data.tokenizer"),
+    },
+    "Wishes": {"signals": Kind("Signals"), "clock": Kind("Clock"), "stop_file": As("Run.wishes.stop_file")},
+    "Run": {
+        "trainer": Kind("Trainer"),
+        "checkpoints": Kind("Checkpoints"),
+        "wishes": Kind("Wishes"),
         "command": Kind("Command"),
     },
     "choose_matmul_backend": {"config": CONFIG, "mesh": MESH, "measure": Kind("function")},
@@ -213,8 +218,8 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "datasets": As("Trainer.datasets"),
         "tokenizer": As("Trainer.tokenizer"),
         "watchdog": As("Trainer.watchdog"),
-        "say": Kind("method"),
-        "given": As("Trainer.command.given"),
+        "report": Kind("method"),
+        "given": As("Run.command.given"),
     },
     "Batches": {
         "dataset": As("Trainer.datasets.train"),
@@ -235,12 +240,12 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "open_batches": Kind("function"),
     },
     "TextSampler": {"config": CONFIG, "engine": ENGINE, "tokenizer": As("Trainer.tokenizer"), "num_tokens": 64},
-    "RunEvents": {"command": As("Trainer.command"), "config": CONFIG, "mesh": MESH},
+    "RunEvents": {"command": As("Run.command"), "config": CONFIG, "mesh": MESH},
     "open_writers": {
         "config": CONFIG,
         "start_iteration": 0,
         "in_use": Kind("function"),
-        "command": As("Trainer.command"),
+        "command": As("Run.command"),
         "about": Kind("dict"),
     },
     "check_replicas": {"engine": ENGINE, "iteration": 2},

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megazero.units import ranges
 
-# gloo reports a lost peer as a plain RuntimeError; only its text tells it from other errors.
+# gloo reports a lost peer as a plain RuntimeError; it is recognised by its text alone.
 LOST = ("closed by peer", "reset by peer", "broken pipe", "timed out", "timeout", "connection refused", "not connected")
 MOST_HOSTS = 4  # in a message
 
