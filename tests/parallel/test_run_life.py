@@ -158,7 +158,7 @@ def test_finetuning_takes_weights_and_nothing_else(ranks: Any, corpus: str, tmp_
         assert moment > 0 and progress == 3 + 12 + 3
         assert tuned_moment == 0 and tuned_progress == 0 and tuned_total == total
     for _, error in ranks(2).run(train, 2, configured(corpus, base, 3, load=base, finetune=True)):
-        assert "--finetune begins a new one; name another folder" in error
+        assert "--finetune starts a new one; name another folder" in error
 
 
 def samples_read(rank: int, config: Config) -> list[int]:
@@ -434,7 +434,7 @@ def test_a_copy_that_drifts_is_named(
     errors = ranks(world).run(drift, world, config, state, name)
     for error in (errors[-1], errors[world // 2 - 1]):
         assert f"iteration 1: copies that must be equal differ (--check-replicas-interval): {kind} of {name}: " in error
-        assert f"rank {world - 1} not as rank {world // 2 - 1}" in error and "; and " not in error
+        assert f"rank {world - 1} unlike rank {world // 2 - 1}" in error and "; and " not in error
     assert all("copies that must be equal differ" in error for error in errors)
 
 

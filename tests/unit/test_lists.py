@@ -27,7 +27,7 @@ from megazero.observe.start_report import TOLD
 from megazero.observe.start_report import options as told_options
 from megazero.price.search.search import Candidate
 from megazero.price.search.search_report import CHOSEN
-from megazero.rehearse.rehearsal import Place, rehearsed
+from megazero.rehearse.rehearsal import RehearsalDevice, rehearsed
 from megazero.run.resume import changed_options, check_data, check_model
 from megazero.run.run_state import RunState
 from megazero.run.same_run import LOCAL_FLAGS, run_values
@@ -376,7 +376,7 @@ def test_a_rehearsal_leaves_out_what_changes_no_byte() -> None:
         if group in GROUPS:
             config = with_other(config, flag)
     config = replace(config, training=replace(config.training, matmul_backend="onednn"))
-    found = rehearsed(config, Place(torch.device("cpu"), True))
+    found = rehearsed(config, RehearsalDevice(torch.device("cpu"), True))
     kept = {group for group in GROUPS if getattr(found, group) == getattr(config, group)}
     assert kept == {"optimizer", "parallel", "zero", "activations", "plan", "model"}
     training = {n for n, v in asdict(config.training).items() if v != asdict(found.training)[n]}

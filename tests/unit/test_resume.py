@@ -56,7 +56,7 @@ def test_saving_where_another_run_saved_is_refused(tmp_path: Path) -> None:
             ValueError, match=r"--save .*other holds iter_0000005 of an earlier run, and --load .* loads"
         ):
             find_checkpoint(config(load=load, save=other))
-    with pytest.raises(ValueError, match=r"--load .*typo holds no checkpoint; --load .*other goes on"):
+    with pytest.raises(ValueError, match=r"--load .*typo holds no checkpoint; --load .*other resumes it"):
         find_checkpoint(config(load=tmp_path / "typo", save=other))
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "config.json").write_text("{}")
@@ -64,7 +64,7 @@ def test_saving_where_another_run_saved_is_refused(tmp_path: Path) -> None:
         ValueError, match=r"theirs holds no checkpoint; it is a Hugging Face model, .* import --from hf"
     ):
         find_checkpoint(config(load=tmp_path / "theirs"))
-    with pytest.raises(ValueError, match=r"add --load .*other to go on with it"):
+    with pytest.raises(ValueError, match=r"add --load .*other to resume it"):
         find_checkpoint(config(save=other))
 
 
