@@ -374,7 +374,10 @@ FAULTS = {
     "low = 0.68": ("low = 0.99", r"low 0.99, value 0.82, high 0.86 must ascend - at `\$.compute.fraction`"),
     'source = "DGX and HGX nodes"': ('source = ""', r"length >= 1 - at `\$.node.devices.source`"),
     'kind = "cuda"': ('kind = "tpu"', r"Invalid enum value 'tpu' - at `\$.kind`"),
-    "description": ("curves = { products = [[2.0, 1.0], [1.0, 1.0]] }\ndescription", r"products: x must ascend - at `\$.curves`"),
+    "description": (
+        "curves = { products = [[2.0, 1.0], [1.0, 1.0]] }\ndescription",
+        r"products: x must ascend - at `\$.curves`",
+    ),
     "[memory]": ("[memory", "line"),
     "[cluster]": ("[operators]\ngelu = 0\n[cluster]", r"Expected `float` > 0.0 - at `\$.operators"),
 }

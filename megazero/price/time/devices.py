@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -114,7 +114,7 @@ class Device:
     kind: str
     constants: dict[str, Constant]
     operators: dict[str, float]
-    curves: Curves = Curves()
+    curves: Curves = field(default_factory=Curves)
     cards: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> float:
