@@ -28,12 +28,12 @@ from megazero.price.plan_report import show, summary
 from megazero.price.search.search_report import command
 from megazero.price.time.devices import load_device
 from megazero.price.time.network import Group, Network, group_of
-from megazero.price.time.simulate import plain_pipeline
 from megazero.price.time.step_time import PARTS, Parts, StepTime
 from megazero.price.trace.trace import model_flops
 from megazero.rehearse.rehearsal_report import rehearsed_ranks
 from megazero.run.trainer import Trainer
 from megazero.units import size
+from scripts.draw_schedule import plain_pipeline
 
 MODEL = "--hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 100"
 STAGES = f"--num-layers 12 {MODEL} --pipeline-model-parallel-size 12 --pipeline-split 1,1,1,1,1,1,1,1,1,1,1,1"
