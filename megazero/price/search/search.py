@@ -276,8 +276,8 @@ class Search:
                 f"sample; use {self.world}"
             )
 
-    def run(self, track: Track = lambda steps, name: steps, wanted: int = 10) -> list[Plan]:
-        """Return the fastest plans that fit, fastest first.
+    def run(self, track: Track = lambda steps, name: steps) -> list[Plan]:
+        """Return the best-ranked plans that fit, fastest first.
 
         Args:
             track: passes on the steps of a list, and shows their progress under a name.
@@ -289,7 +289,7 @@ class Search:
             plan = self._plan(c) if len(plans) < SIMULATED else None
             if plan is not None:
                 plans.append(plan)
-        return sorted(plans, key=lambda plan: plan.seconds)[:wanted]
+        return sorted(plans, key=lambda plan: plan.seconds)
 
     def _plan(self, c: Candidate) -> Plan | None:
         """Return the plan of a layout; None if it does not fit or its flags are refused."""

@@ -15,9 +15,8 @@ from megazero.price.time.devices import Device, load_device
 if TYPE_CHECKING:
     from rich.console import Console
 
-PRINTED = 5  # command lines
-HEADINGS = ("step s", "TFLOP/s", "GB", "tp", "pp", "virtual", "schedule", "dp", "ZeRO", "shard")
-HEADINGS += ("recompute", "SP", "Pa", "micro", "bubble", "dp wait")
+SHOWN, PRINTED = 10, 5  # rows of the table, command lines
+COLUMNS = "step s, TFLOP/s, GB, tp, pp, virtual, schedule, dp, ZeRO, shard, recompute, SP, Pa, micro, bubble, dp wait"
 
 # flags that a search sets, in the order of a command line
 CHOSEN = (
@@ -44,12 +43,13 @@ def run_search(config: Config, argv: list[str], console: Console) -> list[Plan]:
     device = load_device(config.plan.device_type).multiplying(config.training)
     search = Search(config, device, vocabulary(config))
     with Progress(console=console, transient=True) as progress:
-        plans = search.run(lambda steps, name: progress.track(steps, description=name))
+        simulated = search.run(lambda steps, name: progress.track(steps, description=name))
     layouts, cluster = f"{len(search.found):,} layouts", f"{search.world} x {device.name}"
-    if not plans:
+    if not simulated:
         console.print(f"none of {layouts} fits on {cluster}; use more devices, --checkpoint-in-cpu, or a smaller model")
         return []
-    console.print(f"{layouts} on {cluster}; the {len(plans)} fastest that fit, of those that were simulated:")
+    plans = simulated[:SHOWN]
+    console.print(f"{layouts} on {cluster}, {len(simulated)} of them simulated; the {len(plans)} fastest:")
     _show(plans, console)
     for plan in plans[:PRINTED]:
         console.print(command(plan, config, argv), soft_wrap=True, highlight=False, markup=False)
@@ -60,7 +60,7 @@ def _show(plans: list[Plan], console: Console) -> None:
     from rich.table import Table
 
     table = Table()
-    for heading in HEADINGS:
+    for heading in COLUMNS.split(", "):
         table.add_column(heading, justify="right")
     for plan in plans:
         config, layout, parts = plan.config, plan.layout, plan.time.expected.parts
