@@ -329,7 +329,7 @@ class Run:
         self.forgiven = flags["hysteresis"]  # overflows until the scale halves
 
     def step(self) -> dict[str, Any]:
-        """Return the next iteration's object in metrics.jsonl, without values that depend on the clock or the layout."""
+        """Return the next iteration's object in metrics.jsonl, without values that depend on clock or layout."""
         flags, iteration, batch = self.flags, len(self.metrics) + 1, self._batch_size()
         last = flags["lr-decay-iters"] if flags["lr-decay-style"] == "cosine" else iteration
         for group in self.optimizer.param_groups:
