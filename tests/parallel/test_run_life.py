@@ -372,7 +372,7 @@ def small_disk(rank: int, config: Config) -> tuple[int, str]:
 def test_a_save_that_fails(
     ranks: Any, corpus: str, tmp_path: Path, policy: str, background: bool, reached: int
 ) -> None:
-    """By policy, a failure is reported and the run continues to the last save, whose failure ends it; or it ends now,
+    """A failure is reported and the run continues to the last save, whose failure ends it; or it ends now,
     in the background when the next save asks."""
     options = {"save_interval": 2, "on_save_error": policy, "async_save": background}
     for iteration, error in ranks(2).run(small_disk, configured(corpus, tmp_path, 5, **options)):
