@@ -31,7 +31,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_corpus(tmp_path_factory.mktemp("corpus") / "small")
 
 
-# -- a save that fails, and what cannot be deleted
+# -- a save that fails, and folders that cannot be deleted
 
 
 def test_the_watchdog_does_not_watch_a_save_and_watches_again_after_one_that_fails(

@@ -385,7 +385,7 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
             ({"tensor_model_parallel_size": 2}, "--tensor-model-parallel-size 2: collectives are not captured; use 1"),
             ({"hidden_dropout": 0.1}, "--hidden-dropout 0.1: a graph would repeat the masks"),
             ({"attention_dropout": 0.2}, "--attention-dropout 0.2: a graph would repeat the masks"),
-            ({"recompute": "full"}, "--recompute full: a graph holds what would be freed; use selective or none"),
+            ({"recompute": "full"}, "--recompute full: a graph keeps the memory that recompute frees"),
             (
                 {"pipeline_schedule": "zero-bubble", "pipeline_model_parallel_size": 2},
                 "--pipeline-schedule zero-bubble: weight gradients are made with the others; use 1f1b",
@@ -428,7 +428,7 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         "--tensor-model-parallel-size 2 x --pipeline-model-parallel-size 2 = 4 .* 6 ranks .*; start 4 or 8 .*nproc 4",
     ),
     ({"tensor_model_parallel_size": 4}, 2, 9, "= 4 does not divide the 2 ranks that were started; start 4 or 8"),
-    ({}, 1, 0, "--tokenizer is missing, and so is --vocab-size, .*; give --tokenizer PATH"),
+    ({}, 1, 0, "--tokenizer and --vocab-size are missing, .*; give --tokenizer PATH"),
     ({"vocab_size": 256, "tokenizer": "byte"}, 1, 257, "--vocab-size 256 .* 257 .* --tokenizer byte; use at least 257"),
     ({"precision": "fp64", "grad_dtype": "bf16"}, 1, 9, "--grad-dtype bf16: with --precision fp64, .*; drop it"),
     ({"grad_dtype": "fp64"}, 1, 9, "--grad-dtype fp64 needs --precision fp64, and that is fp32; use fp32, or"),
@@ -520,7 +520,7 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         {"pipeline_schedule": "interleave"},
         1,
         9,
-        "--pipeline-schedule interleave: .* none of that name, but gpipe, .*; did you mean interleaved",
+        "--pipeline-schedule interleave is unknown; use one of gpipe, .*; did you mean interleaved",
     ),
     (
         {"pipeline_schedule": "zero-bubble-v", "virtual_pipeline_stages": 3},
@@ -532,7 +532,7 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         {"zero_bubble_backlog": 1},
         1,
         9,
-        "--zero-bubble-backlog 1 is about --pipeline-schedule zero-bubble, zero-bubble-v, not 1f1b",
+        "--zero-bubble-backlog 1 applies to --pipeline-schedule zero-bubble, zero-bubble-v, not 1f1b",
     ),
     ({"keep_last": 2}, 1, 9, "--keep-last 2 needs --save DIR"),
     (
