@@ -245,7 +245,7 @@ def test_a_file_system_that_fails_at_the_load_is_refused(
         for name, value in rank_environment(0, 2, 1).items():
             monkeypatch.setenv(name, value)
     done = refusal(*model, "--train-iters", 1, "--load", tmp_path)
-    reason, first = f"{tmp_path}: Input/output error", f"rank 0: {tmp_path}: Input/output error; it ends once"
+    reason, first = f"{tmp_path}: Input/output error", f"rank 0: {tmp_path}: Input/output error; this rank ends once"
     said = done.stderr.splitlines()
     assert done.returncode == 1 and "Traceback" not in done.stderr
     if ranks == 1:

@@ -74,7 +74,7 @@ def test_what_cannot_be_deleted_does_not_end_the_run(
     monkeypatch.setattr(checkpoint, "prune", stale)
     run.checkpoints.save(Progress(4, 16))
     assert names(root) == [1, 3, 4]
-    assert f"no old checkpoint in --save {root} is deleted: " in capfd.readouterr().out
+    assert f"no old checkpoint in --save {root} is deleted: " in capfd.readouterr().err
 
 
 def test_a_checkpoint_that_another_run_prunes_is_passed_over_at_the_load(corpus: str, tmp_path: Path) -> None:

@@ -175,17 +175,21 @@ def test_a_wait_has_a_limit() -> None:
 LIMITED = """
 import threading
 from megazero.comm.launch.launch import World, limit
+from megazero.log import log_as
+log_as(3, 4)
 with limit(World(3, 4, 0, "torchrun"), 0.2, "joining"):
     threading.Event().wait()
 """
 ORPHAN = """
 import os, sys, threading
 from megazero.comm.launch.launch import World, end_with_launcher
+from megazero.log import log_as
 first = os.getppid()
 print(first, flush=True)
 sys.stdin.read()  # until the parent is gone
 print(os.getppid(), flush=True)
 if os.getppid() == 1:
+    log_as(0, 2)
     end_with_launcher(World(0, 2, 0, "torchrun"))
     threading.Event().wait(60)
     print("still here")

@@ -213,7 +213,6 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "datasets": As("Trainer.datasets"),
         "tokenizer": As("Trainer.tokenizer"),
         "watchdog": As("Trainer.watchdog"),
-        "say": Kind("method"),
         "given": As("Trainer.command.given"),
     },
     "Batches": {
