@@ -329,7 +329,7 @@ def test_plan_json_has_the_bytes_of_the_estimate(tmp_path: Path, capsys: pytest.
         ("--plan --world-size 8 --device-type h10-80gb", "--device-type h10-80gb: .* did you mean h100-80gb"),
         ("--plan --device-type rtx3090", "give a TOML file: a copy of .*scripts/measure_device.py"),
         ("--plan --world-size 7 --device-type b200 --tensor-model-parallel-size 2", "does not divide the 7 ranks"),
-        ("--plan --world-size 8 --device-type b200 --vocab-size 0", "--tokenizer is missing"),
+        ("--plan --world-size 8 --device-type b200 --vocab-size 0", "--tokenizer and --vocab-size are missing"),
     ],
 )
 def test_a_plan_refuses(flags: str, said: str) -> None:
