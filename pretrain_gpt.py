@@ -17,16 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 # Modules that need torch are imported in functions, so that bad flags are refused without seconds of imports.
-from megazero.comm.launch.world import World, local_size, read_world, tell_launcher
+from megazero.comm.launch.world import World, read_world, report_to_launcher
 from megazero.config.cli import Command, read
 from megazero.config.gpu_defaults import gpu_defaults
 from megazero.config.schema import Config
 from megazero.config.validate import check_device, check_values, plans
 from megazero.files import explain
-from megazero.memory.host import has_accelerator, host_memory
+from megazero.log import log, log_as
 from megazero.optional import missing_package
 from megazero.plan.layout.resolve import resolve
-from megazero.price.bytes.early import check_at_once
 from megazero.run.stopping import Clock, DeadRun, Signals, Wish, Wishes
 
 if TYPE_CHECKING:
@@ -46,16 +45,15 @@ def main(argv: list[str]) -> None:
     try:
         command = read(argv, lambda: read_world().size)
         config = command.config
-        if command.notes and read_world().rank == 0:
-            print(*command.notes, sep="\n", flush=True)
         if not plans(config.plan):
             world = read_world()
+            log_as(world.rank, world.size)
+        for note in command.notes:
+            log.info(note)
         check_values(config)
-        if not (plans(config.plan) or has_accelerator()):
-            check_at_once(config, world.size, local_size(world), host_memory())
     except ValueError as error:
-        say(world, f"ValueError: {error}")
-        tell_launcher(f"ValueError: {error}")
+        log.error(f"ValueError: {error}")
+        report_to_launcher(f"ValueError: {error}")
         sys.exit(1)
     run(command, world)
 
@@ -84,12 +82,12 @@ def run(command: Command, world: World) -> None:
         fail(world, str(error))
     except PeerLost as error:
         # At once, because this rank may be ended before they answer.
-        say(world, f"{error}{place_of(error)}; asking the others why")
+        log.error(f"{error}{place_of(error)}; asking the others why")
         fail(world, failures.explain(world, error), report=False)
     except ModuleNotFoundError as error:
         fail(world, f"this run {missing_package(error)}")
     except KeyboardInterrupt:
-        print("interrupted; --load resumes from the last checkpoint in --save", file=sys.stderr, flush=True)
+        log.error("interrupted; --load resumes from the last checkpoint in --save")
         launch.abort(130)
     except Exception as error:
         traceback.print_exc()
@@ -111,7 +109,7 @@ def predict(command: Command) -> None:
     if device.kind == "cuda":
         config, chosen = gpu_defaults(config, command.given, device.fastest_precision)
         if chosen:
-            print(chosen, flush=True)
+            log.info(chosen)
     if config.plan.plan_search:
         search_report.run_search(config, command.args, console)
         return
@@ -179,7 +177,7 @@ def prepare(command: Command, world: World) -> Plan:
         except (OSError, ValueError) as error:
             refusal = explain(error) if isinstance(error, OSError) else str(error)
             if world.size > 1:  # at once, because the others may start late, or never
-                say(world, f"{refusal}; the run ends when all ranks have joined")
+                log.error(f"{refusal}; this rank ends once all ranks have joined")
     return Plan(command, world, config, chosen, layout, device, memory, tokenizer, datasets, clock, refusal)
 
 
@@ -197,7 +195,6 @@ def connect(plan: Plan) -> tuple[Mesh, list[str]]:
     from megazero.comm.launch.machine import device_name
     from megazero.comm.mesh.mesh import Mesh
     from megazero.observe import start_report
-    from megazero.observe.progress_line import tell
     from megazero.observe.start_notes import this_processor
     from megazero.run.same_run import run_values
 
@@ -217,7 +214,7 @@ def connect(plan: Plan) -> tuple[Mesh, list[str]]:
             tokenizer.vocab_size if tokenizer else 0,
             datasets.train_tokens,
         )
-        tell("\n".join(screen))
+        log.info("\n".join(screen))
     with launch.limit(world, 60 * (launch.JOIN_MINUTES + minutes), "making the groups of ranks"):
         checks = config.zero.poison_buffers
         return Mesh.build(plan.layout, world.rank, plan.device, minutes, check_buffers=checks, hosts=hosts), screen
@@ -245,7 +242,7 @@ def pretrain(command: Command, world: World, signals: Signals) -> Wish | None:
     watchdog = Watchdog(config.monitor.hang_timeout, lambda place: failures.end_hung(world, place, hosts, patience))
     eod = tokenizer.eod if tokenizer and config.data.document_flags else None
     trainer = Trainer(config, mesh, datasets, eod, watchdog, tokenizer)
-    saves = Checkpoints(trainer.config, trainer.engine, datasets, tokenizer, watchdog, trainer.report, command.given)
+    saves = Checkpoints(trainer.config, trainer.engine, datasets, tokenizer, watchdog, command.given)
     stop_file = Path(config.log.log_dir) / "stop" if world.rank == 0 and config.log.log_dir else None
     run = Run(trainer, saves, Wishes(signals, plan.clock, stop_file), command)
     if world.rank == 0:
@@ -293,19 +290,15 @@ def rehearse(command: Command, world: World) -> None:
     device = launch.pick_device(world)
     config, chosen = with_gpu_defaults(command, launch.fastest_precision(device) if device.type == "cuda" else "")
     if chosen:
-        print(chosen, flush=True)
+        log.info(chosen)
     run_rehearsal(config, world, vocabulary(config))
-
-
-def say(world: World, message: str) -> None:
-    print(f"rank {world.rank}: {message}" if world.size > 1 else message, file=sys.stderr, flush=True)
 
 
 def fail(world: World, message: str, report: bool = True) -> NoReturn:
     """Report an error here and to the other ranks, and end at once, so that waits for this rank fail promptly."""
     from megazero.comm.launch import failures, launch
 
-    say(world, message)
+    log.error(message)
     if report:
         failures.report_failure(world, message)
     launch.abort(1)

@@ -17,6 +17,7 @@ from megazero.comm.mesh.collectives import MAX, MIN
 from megazero.config.schema import Config
 from megazero.data.corpora import Datasets
 from megazero.data.tokenizer import Tokenizer
+from megazero.log import log
 from megazero.observe.watchdog import Watchdog
 from megazero.run.resume import changed_options, check_data, find_checkpoint
 from megazero.run.run_state import Progress, RunState, attached_tokenizer
@@ -34,7 +35,6 @@ class Checkpoints:
         datasets: Datasets,
         tokenizer: Tokenizer | None,
         watchdog: Watchdog,
-        report: Callable[[str], None],
         given: Collection[str] | None = None,
     ) -> None:
         """Prepare to save into --save, if it is given.
@@ -45,12 +45,11 @@ class Checkpoints:
             datasets: checkpoints keep the fingerprints of their corpora.
             tokenizer: rank 0 puts a copy into every checkpoint.
             watchdog: paused during a save, because waits in a save have limits of their own.
-            report: prints a line, on rank 0.
             given: names of the flags that were given, without dashes; None: all were.
         """
         self.config, self.engine, self.mesh = config, engine, engine.mesh
         self.fingerprints, self.split_by_tokens = tuple(datasets.fingerprints()), datasets.split_by_tokens
-        self.watchdog, self.report, self.given = watchdog, report, given
+        self.watchdog, self.given = watchdog, given
         self.saved_at: int | None = None  # iteration of the newest checkpoint in --save
         self.run_id = uuid.uuid4().hex  # a resume from the same folder replaces it by that of the run
         minutes = config.parallel.distributed_timeout_minutes
@@ -73,7 +72,7 @@ class Checkpoints:
             return
         if not last and options.on_save_busy == "skip" and self._any_busy():
             busy = f"iteration {self.saved_at} is still being written"
-            self.report(f"--on-save-busy skip: iteration {iteration} is not saved because {busy}")
+            log.info(f"--on-save-busy skip: iteration {iteration} is not saved because {busy}")
             return
         self.finish_save(last and self.saved_at == iteration)
         if self.saved_at == iteration:
@@ -97,9 +96,7 @@ class Checkpoints:
         self.saved_at = iteration
         if self.saver is not None:
             self.saver.start(root, iteration, shards, state, self.attached)
-            self.report(
-                f"saving in the background; training stopped for {time.perf_counter() - self.saving_since:.1f} s"
-            )
+            log.info(f"saving in the background; training stopped for {time.perf_counter() - self.saving_since:.1f} s")
             if last:
                 self.finish_save(last)
         else:
@@ -125,12 +122,12 @@ class Checkpoints:
             self.saved_at = None
             if last or options.on_save_error == "stop":
                 raise
-            self.report(f"WARNING: {error}. Training continues; the next save is attempted as scheduled")
+            log.warning(f"{error}. Training continues; the next save is attempted as scheduled")
             return
         finally:
             self.watchdog.doing = doing
         if path is not None:
-            self.report(f"saved {path} in {time.perf_counter() - self.saving_since:.1f} s")
+            log.info(f"saved {path} in {time.perf_counter() - self.saving_since:.1f} s")
             if self.mesh.rank == 0:
                 self._prune()
 
@@ -139,7 +136,7 @@ class Checkpoints:
         try:
             checkpoint.prune(Path(options.save), options.keep_last, options.keep_every, self.run_id)
         except (OSError, checkpoint.Damaged) as error:  # perhaps for a while only; the next save prunes
-            self.report(f"WARNING: cannot delete old checkpoints in --save {options.save}: {error}")
+            log.warning(f"cannot delete old checkpoints in --save {options.save}: {error}")
 
     def _refuse_nonfinite(self, shards: dict[str, LocalShard], iteration: int) -> None:
         """Raise DeadRun if weights are not finite, so that the newest checkpoint has finite weights."""
@@ -180,17 +177,17 @@ class Checkpoints:
             weights = {name: shard for name, shard in self.engine.shards().items() if name.startswith("model.")}
             self._load_shards(path, weights, partial=True)
             self.engine.load_state_dict({"updates": 0, "loss_scale": None})  # with fresh optimizer states
-            self.report(f"loaded the weights of {path} in {time.perf_counter() - start:.1f} s")
+            log.info(f"loaded the weights of {path} in {time.perf_counter() - start:.1f} s")
             return Progress(state.iteration, state.consumed_samples) if self.config.evaluation.eval_only else Progress()
         check_data(path, state, self.config, self.fingerprints, self.split_by_tokens)
         self._load_shards(path, self.engine.shards())
         self.engine.load_state_dict({"updates": state.updates, "loss_scale": state.loss_scale})
         for difference in changed_options(state.config, self.config, self.given):
-            self.report(difference)
+            log.info(difference)
         if path.parent.resolve() == Path(self.config.checkpoint.save or ".").resolve():
             self.saved_at = state.iteration
             self.run_id = state.run
-        self.report(f"loaded {path} in {time.perf_counter() - start:.1f} s")
+        log.info(f"loaded {path} in {time.perf_counter() - start:.1f} s")
         return Progress(state.iteration, state.consumed_samples, state.skipped_in_a_row)
 
     def _load_shards(self, path: Path, shards: dict[str, LocalShard], partial: bool = False) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megazero.comm.mesh.collectives import MAX
 from megazero.config.cli import Command
+from megazero.log import log
 from megazero.observe.events import RunEvents
 from megazero.observe.loggers import Writers, open_writers
 from megazero.run.checkpoints import Checkpoints
@@ -58,7 +59,7 @@ class Run:
                 if trainer.due(config.checkpoint.save_interval):
                     self.checkpoints.save(progress)
                 if trainer.due(config.checkpoint.exit_interval):
-                    trainer.report(f"--exit-interval {config.checkpoint.exit_interval}: stopping")
+                    log.info(f"--exit-interval {config.checkpoint.exit_interval}: stopping")
                     break
         except Exception as error:
             events.fail(progress.iteration, error)
@@ -73,7 +74,7 @@ class Run:
         trainer.engine.wait()
         if stop is not None:
             kept = self.checkpoints.saved_at == progress.iteration
-            trainer.report(stopped_words(progress.iteration, stop.why, config.checkpoint if kept else None))
+            log.info(stopped_words(progress.iteration, stop.why, config.checkpoint if kept else None))
         events.end(
             progress.iteration, stop.why if stop else "done" if progress.iteration >= last else "--exit-interval"
         )
@@ -87,7 +88,7 @@ class Run:
         writers = self._open_writers(RunEvents(self.command, self.config, self.mesh))
         start = time.perf_counter()
         try:
-            found = evaluator.run(self._stop, trainer.report)
+            found = evaluator.run(self._stop)
             if isinstance(found, Evaluation):
                 progress, seconds = trainer.progress, time.perf_counter() - start
                 record = evaluator.record(found, progress.iteration, progress.consumed_samples, seconds)
@@ -96,9 +97,9 @@ class Run:
             writers.close()
         trainer.engine.wait()
         if isinstance(found, Stopped):
-            trainer.report(f"stopped by {found.stop.why} after {found.done:.0%} of the evaluation: no result")
+            log.info(f"stopped by {found.stop.why} after {found.done:.0%} of the evaluation: no result")
             return found.stop
-        trainer.report(line(record))
+        log.info(line(record))
         return None
 
     def _open_writers(self, events: RunEvents) -> Writers:
@@ -138,14 +139,14 @@ class Run:
             size = config.training.global_batch_size
             notes.append(datasets.repeats(trainer.evaluator.split, evaluation.eval_iters, size))
         for note in filter(None, notes):
-            trainer.report(note)
+            log.info(note)
         if config.checkpoint.load and load is None:
-            trainer.report(f"--load {config.checkpoint.load} holds no checkpoint: starting fresh")
+            log.info(f"--load {config.checkpoint.load} holds no checkpoint: starting fresh")
         done, asked = trainer.progress.iteration, config.training.train_iters
         if evaluation.eval_only:
             part = f"the first {evaluation.eval_iters} global batches" if evaluation.eval_iters else "all"
-            trainer.report(f"evaluating {part} of the {evaluation.eval_split} split")
+            log.info(f"evaluating {part} of the {evaluation.eval_split} split")
         elif done >= asked:
-            trainer.report(f"iteration {done} is done, and --train-iters is {asked}: nothing to do")
+            log.info(f"iteration {done} is done, and --train-iters is {asked}: nothing to do")
         elif load is not None:
-            trainer.report(f"resuming after iteration {done}")
+            log.info(f"resuming after iteration {done}")

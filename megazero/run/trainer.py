@@ -14,11 +14,12 @@ from megazero.config.validate import skipped_samples
 from megazero.data.corpora import Datasets
 from megazero.data.loader import Batches
 from megazero.data.tokenizer import Tokenizer
+from megazero.log import log
 from megazero.memory.fragmentation import device_fragmentation
 from megazero.model.kernels.kernel_choice import choose_kernels
 from megazero.model.kernels.matmul_backend import choose_matmul_backend
 from megazero.observe.profiling import Profiler
-from megazero.observe.progress_line import Record, tell
+from megazero.observe.progress_line import Record
 from megazero.observe.watchdog import Watchdog
 from megazero.price.time.devices import peak_flops
 from megazero.price.trace.trace import model_flops
@@ -89,11 +90,6 @@ class Trainer:
             config, self.engine, datasets, split, lambda samples: batches(samples, workers, full)
         )
 
-    def report(self, text: str) -> None:
-        """Print a message, on rank 0."""
-        if self.leads:
-            tell(text)
-
     def due(self, interval: int) -> bool:
         """Return whether the iteration is a multiple of `interval`; 0: never."""
         return interval > 0 and self.progress.iteration % interval == 0
@@ -119,7 +115,7 @@ class Trainer:
         if result.skip_reason is not None:
             first = progress.consumed_samples - size
             batch = f"samples {first} to {progress.consumed_samples - 1}"
-            self.report(f"iteration {progress.iteration}, of {batch}, makes no update: {result.skip_reason}")
+            log.info(f"iteration {progress.iteration}, of {batch}, makes no update: {result.skip_reason}")
         if self.due(config.evaluation.eval_interval):
             found = self.evaluate()
             record["validation_loss"] = found.loss
@@ -134,7 +130,7 @@ class Trainer:
         """Continue after the samples of --skip-samples if the next batch would contain one of them."""
         left_out, next_one = self.left_out, self.progress.consumed_samples
         if left_out.start < next_one + self.config.batch_sizes.at(next_one) and next_one < left_out.stop:
-            self.report(f"--skip-samples: continuing from sample {left_out.stop} instead of {next_one}")
+            log.info(f"--skip-samples: continuing from sample {left_out.stop} instead of {next_one}")
             self.progress.consumed_samples = left_out.stop
 
     def _record(self, result: StepResult, samples: int, seconds: float, traffic: dict[str, int]) -> Record:

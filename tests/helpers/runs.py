@@ -19,6 +19,6 @@ def new_run(
 ) -> Run:
     """Return one rank's run. `config`: resolved."""
     trainer = Trainer(config, mesh, datasets, eod, tokenizer=tokenizer)
-    saves = Checkpoints(trainer.config, trainer.engine, datasets, tokenizer, trainer.watchdog, trainer.report)
+    saves = Checkpoints(trainer.config, trainer.engine, datasets, tokenizer, trainer.watchdog)
     stop_file = Path(config.log.log_dir) / "stop" if config.log.log_dir and mesh.rank == 0 else None
     return Run(trainer, saves, Wishes(stop_file=stop_file))

@@ -1,4 +1,4 @@
-"""The checkpoint engine over gloo: any layout loads what any other saved; a failure is everyone's at once."""
+"""The checkpoint engine over gloo: any layout loads any other's checkpoint; a failure reaches all ranks at once."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ TIME_LIMIT = 600.0  # seconds, for a group of ranks
 
 
 def on_ranks(world: int, function: Callable, tmp_path: Path, *args: Any) -> list[Any]:
-    """`function(rank, *args)` on `world` forked processes, a gloo group: what each returned, by rank.
+    """`function(rank, *args)` on `world` forked processes, a gloo group. Return the results by rank.
 
     RuntimeError with the tracebacks of the ranks that raised; TimeoutError if they do not end in time.
     """
@@ -82,7 +82,7 @@ MODEL = {
 
 
 def values(name: str) -> torch.Tensor:
-    """The global tensor: what a save wrote and a load must find."""
+    """Return the global tensor that a save writes and a load must find."""
     shape, dtype, _ = MODEL[name]
     source = torch.Generator().manual_seed(sum(name.encode()))
     return torch.randn(shape, generator=source).to(dtype)
@@ -171,7 +171,7 @@ def save_replicas(rank: int, root: Path) -> None:
 def test_replicas_are_written_once_and_by_turns(tmp_path: Path) -> None:
     on_ranks(2, save_replicas, tmp_path, tmp_path / "root")
     written = manifest.read_manifest(tmp_path / "root" / "iter_0000001")
-    chunks = [chunk for entry in written.tensors.values() for chunk in entry.chunks]
+    chunks = [chunk for name in written.tensors for chunk in written.chunks(name)]
     assert len(chunks) == 8
     assert sorted(chunk.file for chunk in chunks) == ["rank_00000.safetensors"] * 4 + ["rank_00001.safetensors"] * 4
     sizes = [file.stat().st_size for file in (tmp_path / "root" / "iter_0000001").glob("*.safetensors")]
@@ -179,7 +179,7 @@ def test_replicas_are_written_once_and_by_turns(tmp_path: Path) -> None:
 
 
 def save_spread(rank: int, root: Path) -> None:
-    """Rank 0 alone holds much; what both hold should go to rank 1."""
+    """Rank 0 alone holds much, so the tensors that both hold should go to rank 1."""
     mine = {"both": LocalShard((50,), (0,), (50,), 0, 50, torch.ones(50))}
     if rank == 0:
         mine["big"] = LocalShard((100,), (0,), (100,), 0, 100, torch.ones(100))
@@ -189,8 +189,8 @@ def save_spread(rank: int, root: Path) -> None:
 def test_replicas_go_to_the_least_laden_rank(tmp_path: Path) -> None:
     on_ranks(2, save_spread, tmp_path, tmp_path / "root")
     written = manifest.read_manifest(tmp_path / "root" / "iter_0000001")
-    assert written.tensors["both"].chunks[0].file == "rank_00001.safetensors"
-    assert written.tensors["big"].chunks[0].file == "rank_00000.safetensors"
+    assert written.chunks("both")[0].file == "rank_00001.safetensors"
+    assert written.chunks("big")[0].file == "rank_00000.safetensors"
 
 
 def refused(error: type[Exception], function: Callable[[], Any]) -> tuple[str, float]:
@@ -214,7 +214,7 @@ def test_a_hole_at_save_is_everyones_error(tmp_path: Path) -> None:
     message = "tensor 'row' of shape (9, 11) is not held exactly once by the ranks: "
     message += "elements [5:6, 9:11] are missing"
     assert [text for text, _ in outcomes] == [message] * 3
-    assert os.listdir(tmp_path / "root") == []
+    assert not (tmp_path / "root").exists()
 
 
 def save_with_overlap(rank: int, root: Path) -> tuple[str, float]:
@@ -227,7 +227,7 @@ def save_with_overlap(rank: int, root: Path) -> tuple[str, float]:
 def test_an_overlap_at_save_is_refused(tmp_path: Path) -> None:
     for text, _ in on_ranks(2, save_with_overlap, tmp_path, tmp_path / "root"):
         assert "tensor 'x'" in text and "elements [0:4] are given 2 times" in text
-    assert os.listdir(tmp_path / "root") == []
+    assert not (tmp_path / "root").exists()
 
 
 def save_unlike(rank: int, root: Path) -> tuple[str, float]:
@@ -299,7 +299,7 @@ def save_with_unsendable_error(rank: int, root: Path) -> tuple[str, float]:
 
 def test_an_error_that_cannot_be_sent_does_not_hang(tmp_path: Path) -> None:
     for text, seconds in on_ranks(2, save_with_unsendable_error, tmp_path, tmp_path / "root"):
-        assert "failed on rank 1: RuntimeError: Unsendable: out of luck" in text
+        assert "failed on rank 1: Unsendable: out of luck" in text
         assert seconds < 10
 
 
@@ -342,7 +342,7 @@ def test_pipeline_stages_with_names_of_their_own(tmp_path: Path) -> None:
         assert "is a checkpoint of another model: it lacks 'untied', and this model lacks no tensor" in text
     whole = manifest.read_manifest(tmp_path / "root" / "iter_0000001")
     assert sorted(whole.tensors) == ["layer0", "layer1", "table"]
-    assert len(whole.tensors["table"].chunks) == 1
+    assert len(whole.chunks("table")) == 1
 
 
 def save_until_killed(rank: int, root: Path) -> str:
@@ -386,7 +386,7 @@ def load_with_lagging_view(rank: int, path: Path, lagging: Path) -> list[str]:
 
 
 def test_rank_0_reads_the_manifest_for_all(tmp_path: Path) -> None:
-    """One read of a file that may be tens of megabytes, and one opinion of what the checkpoint holds."""
+    """One read of a file that may be tens of megabytes, so that all ranks agree on the contents."""
     on_ranks(1, save_layout, tmp_path, tmp_path / "root", 1, 1, 1)
     path, lagging = tmp_path / "root" / "iter_0000100", tmp_path / "lagging"
     shutil.copytree(path, lagging)
@@ -395,7 +395,7 @@ def test_rank_0_reads_the_manifest_for_all(tmp_path: Path) -> None:
 
 
 def save_beside_training(rank: int, root: Path) -> None:
-    """Save as `--async-save` does: from a thread, over a group of its own, beside the collectives of a step."""
+    """Save as `--async-save` does: from a thread, over a group of its own, during the collectives of a step."""
     group = dist.new_group(backend="gloo")
     with ThreadPoolExecutor(1) as pool:
         saving = pool.submit(checkpoint.save, root, 100, held(rank, 1, 2, True), {"rank": rank}, group)

@@ -1,4 +1,4 @@
-"""Start of a rank: what it reads from its launcher, how it joins, and how ranks are named in messages."""
+"""Start of a rank: the values that it reads from its launcher, how it joins, and the names of ranks in messages."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_senseless_launch_is_refused(env: str, words: list[str], monkeypatch: 
 
 @pytest.fixture
 def listener(monkeypatch: pytest.MonkeyPatch):
-    """A program that listens at MASTER_PORT and says nothing."""
+    """A program that listens at MASTER_PORT and sends nothing."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
@@ -177,6 +177,8 @@ def test_a_wait_has_a_limit() -> None:
 LIMITED = """
 import threading
 from megazero.comm.launch.launch import World, limit
+from megazero.log import log_as
+log_as(3, 4)
 with limit(World(3, 4, 0, "torchrun"), 0.2, "joining"):
     threading.Event().wait()
 """

@@ -6,7 +6,6 @@ import contextlib
 import datetime
 import faulthandler
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +15,8 @@ import torch.distributed as dist
 
 from megazero.comm.launch.errors import PeerLost, ranks_text
 from megazero.comm.launch.launch import abort, agent_store, within
-from megazero.comm.launch.world import World, tell_launcher
+from megazero.comm.launch.world import World, report_to_launcher
+from megazero.log import log
 
 CAUSE_KEY = "failure"  # message of the first rank that failed, hung or lost a peer
 FAILED_KEY = "ended"  # message of the first rank that failed by itself
@@ -29,12 +29,12 @@ HUNG = 124  # exit code, as that of timeout(1)
 
 def report_failure(world: World, message: str) -> None:
     """Leave this rank's message for the other ranks and for torchrun. Never raises."""
-    tell_launcher(message)
+    report_to_launcher(message)
     if dist.is_initialized():
         try:
             within(STORE_SECONDS, lambda: _leave(f"rank {world.rank}: {message}", CAUSE_KEY, FAILED_KEY))
         except Exception as error:  # the store ends with the rank that hosts it
-            print(f"rank {world.rank}: could not reach the other ranks: {error}", file=sys.stderr, flush=True)
+            log.error(f"cannot reach the other ranks: {error}")
 
 
 def explain(world: World, lost: PeerLost) -> str:
@@ -79,7 +79,7 @@ def ending_with_peers(
             except Exception:
                 cause = "torchrun is gone" if agent_store() else "rank 0 is gone, and its store with it"
         if not done.wait(patience):
-            print(f"rank {world.rank}: {_stopping(cause)}", file=sys.stderr, flush=True)
+            log.error(_stopping(cause))
             abort(1)
 
     threading.Thread(target=watch, name="failed peers", daemon=True).start()
@@ -98,16 +98,16 @@ def end_hung(world: World, place: str, hosts: Sequence[str], patience: float) ->
         place: such as "has been in operation 'forward blocks.0 0' for 60 s".
         patience: seconds to wait for the other ranks' watchdogs.
     """
-    print(f"rank {world.rank} on {socket.gethostname()} {place}; all its stacks:", file=sys.stderr, flush=True)
+    log.error(f"this process {place}, on {socket.gethostname()}; all its stacks:")
     faulthandler.dump_traceback(all_threads=True)
     places = {world.rank: place}
     if dist.is_initialized():
         try:
             places = within(patience + STORE_SECONDS, lambda: _places(world, place, patience))
         except Exception as error:  # the store is frozen or gone, with its host
-            print(f"rank {world.rank}: the other ranks cannot be asked: {error}", file=sys.stderr, flush=True)
+            log.error(f"the other ranks cannot be asked: {error}")
     if world.rank == min(places):
-        print(f"HANG (--hang-timeout): {hang_text(places, world.size, hosts)}", file=sys.stderr, flush=True)
+        log.error(f"HANG (--hang-timeout): {hang_text(places, world.size, hosts)}")
     abort(HUNG)
 
 

@@ -87,7 +87,7 @@ def tasks_of_node(tasks_per_node: str, node: int) -> int:
     return counts[node] if node < len(counts) else 1
 
 
-def tell_launcher(message: str) -> None:
+def report_to_launcher(message: str) -> None:
     """Leave the message of a failed rank in the file that torchrun reads. Never raises."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
