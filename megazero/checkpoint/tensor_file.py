@@ -6,7 +6,7 @@ taken on the way, and flushed to the disk. The library reads them, and its readi
 Note [The pace of a save]
 A write copies into the system's cache, and a flush waits for the disk: one after the other takes the sum of both. So a
 thread flushes what is written while the next tensors are. Checksums are taken by isal, at some 10 GB/s, in the thread
-that writes: zlib's 1 to 2 GB/s were slower than the disk (docs/benchmarks.md).
+that writes: zlib's 1 to 2 GB/s were slower than the disk (docs/results/benchmarks.md).
 """
 
 import json

@@ -2,7 +2,7 @@
 
 Note [torch's fused AdamW]: the kernel divides the gradient as it reads it, so that clipping and the loss scale need no
 pass of their own. `torch.optim.adamw.adamw` sorts its tensors by device and dtype before each call: 0.1 ms of the host
-for a kernel of 0.01 (docs/log.md). So the operator below it, which is private to torch, is called where there is one.
+for a kernel of 0.01 (docs/log). So the operator below it, which is private to torch, is called where there is one.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ import tyro
 from megazero.config.cli import flags, ranges, read
 from tests.helpers.programs import ROOT
 
-# The log and the decisions tell what was typed once.
+# The log and the decisions are records of old commands.
 DOCUMENTS = [ROOT / "README.md", ROOT / "data_tools" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-DOCUMENTS.remove(ROOT / "docs" / "log.md")
+DOCUMENTS += sorted((ROOT / "docs" / "results").glob("*.md"))
 PRETRAIN, LAUNCH = "pretrain_gpt.py", "scripts/launch.sh"
 SUBMITTED = {
     "scripts/slurm/pretrain.sbatch": PRETRAIN,

@@ -128,4 +128,4 @@ for words in (["--preset", "gpt2-1.5b"], ["--preset", "tiny", "--plan"]):
 def test_the_documented_refusal_is_what_is_said() -> None:
     with pytest.raises(ValueError) as refusal:
         check_at_once(parse(["--preset", "gpt2-1.5b"]), 1, 1, Available(4 * GB, "of host memory"))
-    assert f"```\nValueError: {refusal.value}\n```" in (ROOT / "docs" / "console.md").read_text()
+    assert f"```\nValueError: {refusal.value}\n```" in (ROOT / "docs" / "outputs.md").read_text()
