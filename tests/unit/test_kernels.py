@@ -99,8 +99,8 @@ def test_weight_gradients_do_not_depend_on_chance(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gelus_gradient_and_its_sum(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs with several rows, one of them with fewer; two blocks of columns, one of which ends within."""
-    monkeypatch.setattr("megazero.model.kernels.triton_gelu.BLOCK", 32)
-    monkeypatch.setattr("megazero.model.kernels.triton_gelu.PROGRAMS", 4)
+    monkeypatch.setattr("megazero.model.kernels.triton_activations.GELU_BLOCK", 32)
+    monkeypatch.setattr("megazero.model.kernels.triton_activations.PROGRAMS", 4)
     kernel_checks.check_gelu(5, 50, dtype, DEVICE)
 
 

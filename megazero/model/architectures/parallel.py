@@ -17,7 +17,7 @@ from megazero.model.layers.mlp import GeluMLP
 from megazero.model.layers.norm import LayerNorm
 
 
-class Block(Layer):
+class ParallelBlock(Layer):
     """x + attention(norm(x)) + mlp(norm(x))"""
 
     def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
@@ -36,4 +36,4 @@ class Block(Layer):
         return rows_onto(x, xs, (a.proj, mlp.down), activations, self.dropout, call)
 
 
-ARCHITECTURE = Architecture(Block, LayerNorm, positions=None)
+ARCHITECTURE = Architecture(ParallelBlock, LayerNorm, positions=None)

@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch
 
 from megazero.model.initial_values import seed_of
-from megazero.model.kernels.fused_ops import is_stand_in
+from megazero.model.kernels.eager import is_stand_in
 
 CORE_ELEMENTS = 1 << 18  # of a mask, made together by a core: less, and calling torch costs more than its work
 GPU_ELEMENTS = 1 << 26  # few, large kernels, and yet no more than half a GB of scratch

@@ -24,8 +24,9 @@ import torch
 import torch.nn as nn
 
 from megazero.model.kernels.dropout import Dropout, Rows
-from megazero.model.kernels.fused_ops import Activation, wide
+from megazero.model.kernels.eager import wide
 from megazero.model.kernels.matmul import as_matrix, write_or_add
+from megazero.model.kernels.table import Activation
 from megazero.model.layers.context import Context
 from megazero.model.layers.norm import Norm
 from megazero.model.layers.weight import GradWriter, handle_of
