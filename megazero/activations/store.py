@@ -1,7 +1,8 @@
-"""Inputs of blocks, kept from their forward to their recompute: three choices that go together in any way.
+"""Inputs of blocks, kept from forward to recompute.
 
-Whole, or partitioned over the tensor-parallel ranks (Pa); on the device, or in host memory (Pa+cpu); in memory of its
-own, or in an arena (MD). The program says when each is kept, fetched and dropped, and in which slot.
+Three independent choices: whole or partitioned over the tensor-parallel ranks (Pa); on the device or in host memory
+(Pa+cpu); separate allocations or one arena (MD). The program determines when an input is kept, fetched and dropped, and
+its slot.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ class KeptInputs:
 
     Args:
         numel: elements of an input, at most.
-        tp: Pa's ranks: each keeps 1/size of an input that is the same on all of them. None: each rank keeps its own.
-        on_host: in host memory.
-        contiguous: in an arena.
+        tp: Pa: each rank of this axis keeps 1/size of an input that is equal on all of them. None: whole inputs.
+        on_host: keep them in host memory.
+        contiguous: keep them in an arena.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class KeptInputs:
     ) -> None:
         self.tracker, self.tp = tracker, tp
         self.part_numel = numel if tp is None else partition_numel(numel, tp.size)
-        # kinds of memory: of an input that is kept, and of a slot that is free
+        # kinds of memory of a kept input and of a free slot
         self.kind, self.free_kind = ("host", "host") if on_host else ("activation_checkpoints", "buffers")
         on_gpu = device.type != "cpu"
         self.copies: Copies | None = None
@@ -72,7 +73,7 @@ class KeptInputs:
         self.kept: dict[Key, KeptInput] = {}
 
     def begin(self, num_slots: int) -> None:
-        """Prepare for a program that needs `num_slots` slots. Drop what an exception has left of the one before."""
+        """Prepare for a program with `num_slots` slots. Drop the inputs of a program that an exception ended."""
         if self.copies is not None:
             self.copies.finish()
         for key in list(self.kept):
@@ -112,7 +113,7 @@ class KeptInputs:
         kept.whole = self.tp.all_gather(part, part.new_empty(part.numel() * self.tp.size))
 
     def take(self, key: Key) -> torch.Tensor:
-        """Return the input, in its shape; a rebuilt one is no longer held here."""
+        """Return the input in its shape, and drop the reference to a rebuilt one."""
         kept = self.kept[key]
         whole, kept.whole = kept.whole, None
         if whole is None:
@@ -120,7 +121,7 @@ class KeptInputs:
         return whole.view(-1)[: kept.shape.numel()].view(kept.shape)
 
     def drop(self, key: Key, slot: int | None) -> None:
-        """Free a kept input, and its slot if it lies in one."""
+        """Free a kept input and its slot, if any."""
         self.kept.pop(key).allocation.end()
         if slot is not None:
             self.tracker.enter(self.free_kind, self.slots.slot_bytes)

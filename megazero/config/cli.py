@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 import functools
 import json
-import sys
 import tomllib
 import typing
 from collections.abc import Callable, Collection
@@ -18,6 +17,7 @@ from megazero.config.foreign.translate import OWN_WORDS, Option, UnknownFlags, r
 from megazero.config.help import show_normal
 from megazero.config.limits import Range, check_text
 from megazero.config.schema import Config
+from megazero.log import log
 
 PRESETS = Path(__file__).parent / "presets"  # a link to scripts/presets; files of the package where it is installed
 
@@ -114,7 +114,7 @@ def read(argv: list[str], count_ranks: Callable[[], int] = lambda: 1) -> Command
     try:
         translated = translate(argv, options(), under, count_ranks)
     except UnknownFlags as error:
-        print(error, file=sys.stderr)
+        log.error(error)
         raise SystemExit(2) from None
     refused = refusals(translated.answers)
     if refused:

@@ -1,1 +1,1 @@
-"""Updates of optimizers, a module each. `config.optimizers` has their table; begin with `updates`."""
+"""Updates of optimizers, one module each. `config.optimizers` has their table. Begin with `updates`."""

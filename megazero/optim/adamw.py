@@ -1,8 +1,8 @@
 """AdamW on flat slices.
 
 Note [torch's fused AdamW]: the kernel divides the gradient as it reads it, so that clipping and the loss scale need no
-pass of their own. `torch.optim.adamw.adamw` sorts its tensors by device and dtype before each call: 0.1 ms of the host
-for a kernel of 0.01 (docs/log.md). So the operator below it, which is private to torch, is called where there is one.
+extra pass. `torch.optim.adamw.adamw` sorts its tensors by device and dtype before each call, which takes the host 0.1
+ms for a kernel of 0.01 ms. So the private operator below it is called, if torch has it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def update(
     """Update `master` and the two moments `states` in place, all [n] in fp32 or fp64; see `optim.step.Update`.
 
     Args:
-        operator: torch's own, or None: the public function.
+        operator: torch's private operator; None: the public function.
     """
     c, divisor = params.config, params.divisor
     if divisor is not None and divisor.dtype != torch.float32:  # the kernel reads fp32
@@ -52,4 +52,4 @@ def update(
         if operator is not None:
             operator(*tensors, [params.step], **options)
         else:
-            adamw(*tensors, [params.step - 1], fused=True, **options)  # it counts this update itself
+            adamw(*tensors, [params.step - 1], fused=True, **options)  # the function adds 1

@@ -1,4 +1,4 @@
-"""The update of an optimizer: a plain function on flat slices, whose state belongs to the caller."""
+"""The interface of an optimizer's update: a function on flat slices, without state of its own."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ class StepParams(NamedTuple):
     """Inputs of one optimizer step, the same for every unit.
 
     Attributes:
-        step: number of this update, from 1: for the bias correction. An fp32 scalar where the states are.
-        divisor: of the gradients: the loss scale, over the factor of clipping. A scalar in the dtype of the master
-            weights; None: 1.
+        step: number of this update, from 1, for the bias correction. An fp32 scalar on the states' device.
+        divisor: divides the gradients: loss scale / clipping factor. A scalar in the master weights' dtype; None: 1.
     """
 
     config: OptimizerConfig
@@ -33,8 +32,8 @@ class Update(Protocol):
         states: tuple[torch.Tensor, ...],
         decayed: int,
     ) -> None:
-        """Update `master` and `states` in place, all [n]; the first `decayed` elements decay. `gradient` is used up.
+        """Update `master` and `states` in place, all [n]; the first `decayed` elements decay. Overwrites `gradient`.
 
         Args:
-            states: in the order of the rule's.
+            states: in the order of the rule's states.
         """

@@ -1,4 +1,4 @@
-"""Updates by the name of their rule in `config.optimizers`. To add one: its module, a line here and there."""
+"""Updates by the name of their rule in `config.optimizers`. A new one needs a module, a line here and a rule there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A unit on one rank: the parameters that are gathered, reduced and updated together, and their flat buffer."""
+"""A unit on one rank: parameters that are gathered, reduced and updated together in one flat buffer."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class ZeroOptions:
     grad_dtype: torch.dtype = torch.float32
     bucket_size: int = 40_000_000  # elements
     overlap: bool = True
-    contiguous: bool = False  # gradients that outlive their unit's backward: in one allocation
+    contiguous: bool = False  # one allocation for gradients that outlive a unit's backward
     micro_batches: int = 1  # of a step
     sequence_parallel: bool = False
-    trains: bool = True  # else there are no gradients and no optimizer states
+    trains: bool = True  # False: no gradients and no optimizer states
     rule: UpdateRule = OPTIMIZERS["adamw"]
-    poison: bool = False  # fill memory that must not be read with NaN
+    poison: bool = False  # fill memory that must not be read with NaN: --poison
 
     @property
     def master_dtype(self) -> torch.dtype:
@@ -83,10 +83,10 @@ class OwnedPart(NamedTuple):
 
 
 class FlatUnit:
-    """Layout of a unit: where each parameter is in the flat buffer [numel], and which range this rank owns.
+    """Offsets of a unit's parameters in its flat buffer [numel], and the range that this rank owns.
 
     Attributes:
-        shard, replica: axes of the ranks that share a copy of it, and of those that own the same range.
+        shard, replica: axes of the ranks that share a copy, and of the ranks that own the same range.
     """
 
     def __init__(self, name: str, weights: list[Weight], mesh: Mesh, group: ShardingGroup) -> None:
@@ -111,10 +111,10 @@ class FlatUnit:
         return self.layout.decayed.within(self.owned).numel
 
     def owned_in(self, ranges: Iterable[Range]) -> list[Range]:
-        """Return the parts of `ranges` that this rank owns, counted from its start; empty ones are left out."""
+        """Return the non-empty parts of `ranges` inside the owned range, counted from its start."""
         return [part for part in (r.within(self.owned) for r in ranges) if part.numel]
 
     def owned_parts(self) -> Iterator[OwnedPart]:
-        """Yield every weight's part of the owned range, possibly empty. Gaps and padding are left out."""
+        """Yield every weight's part of the owned range, possibly empty, without gaps and padding."""
         for weight, window in self.members:
             yield OwnedPart(weight, *overlap(window, weight.block, self.owned))

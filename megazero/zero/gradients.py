@@ -1,4 +1,4 @@
-"""Gradients of a unit: the unsharded sum of this rank's contributions, and the sharded one of the owned range."""
+"""Gradients of a unit: this rank's whole contribution, and the reduced gradient of its owned range."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class UnitGradients:
         self.kept = persistent_gradients(unit.policy, options.contiguous, options.micro_batches)
         self._persistent: tuple[torch.Tensor | None, torch.Tensor | None] = None, None  # see bind_persistent
         self._ranges = {member.weight: member.window.slice() for member in unit.members}
-        self._windows: dict[Weight, torch.Tensor] = {}  # of `unsharded`: those that have a contribution already
-        self._complete = False  # all have one, made by `accumulate_all`
+        self._windows: dict[Weight, torch.Tensor] = {}  # windows of `unsharded` that have a contribution
+        self._complete = False  # every window has one, by `accumulate_all`
 
     # -- memory
 
     @property
     def persistent_numel(self) -> tuple[int, int]:
-        """Elements of `unsharded` and of `sharded` that lie in an arena (--contiguous-checkpointing)."""
+        """Elements of `unsharded` and `sharded` in the arena (--contiguous-checkpointing)."""
         if not self.unit.trains:
             return 0, 0
         return self.unit.numel * self.kept.unsharded, self.unit.owned.numel * self.kept.sharded
@@ -53,19 +53,19 @@ class UnitGradients:
 
     def _buffer(self, kind: str, numel: int, persistent: torch.Tensor | None) -> Buffer:
         if persistent is not None:
-            return Buffer(persistent, self.options.tracker.allocate(kind, 0))  # counted when it was bound
+            return Buffer(persistent, self.options.tracker.allocate(kind, 0))  # tracked since `bind_persistent`
         data = torch.empty(numel, dtype=self.options.grad_dtype, device=self.mesh.device)
         return Buffer(data, self.options.tracker.allocate(kind, data.nbytes))
 
     # -- contributions
 
     def open(self) -> None:
-        """Take the unsharded buffer.
+        """Allocate the unsharded buffer.
 
-        It is not zeroed, since each parameter's first contribution writes. Gaps and frozen parameters are: norm and
-        update read them.
+        Each parameter's first contribution overwrites its window, so only gaps and frozen parameters are zeroed: norm
+        and update read them.
         """
-        assert self.unsharded is None, f"the gradients of {self.unit.name} are open already"
+        assert self.unsharded is None, f"the gradients of {self.unit.name} are already open"
         self.unsharded = self._buffer(self._unsharded_kind, self.unit.numel, self._persistent[0])
         if self.options.poison:
             self.unsharded.data.fill_(torch.nan)
@@ -74,7 +74,7 @@ class UnitGradients:
             self.unsharded.data[gap.slice()] = 0
 
     def accumulate(self, weight: Weight, write: GradWriter) -> None:
-        """Let `write` write or add to the weight's window of the unsharded buffer."""
+        """Call `write`(window, add) on the weight's window of the unsharded buffer; the first call overwrites."""
         window = self._windows.get(weight)
         add = window is not None
         if window is None:
@@ -84,7 +84,7 @@ class UnitGradients:
         write(window, add)
 
     def accumulate_all(self, gradients: torch.Tensor) -> None:
-        """Write or add a contribution to every weight at once, [numel], laid out as the unit is."""
+        """Write or add a contribution [numel] to all weights at once, in the unit's layout."""
         assert self.unsharded is not None, f"the gradients of {self.unit.name} are not open"
         assert not self._windows, "some weights have a contribution of their own"
         if self._complete:
@@ -96,16 +96,16 @@ class UnitGradients:
     # -- reduction
 
     def start_reduce(self, reducer: Reducer) -> Pending:
-        """Sum over the ranks that share a copy; the unsharded buffer is freed when that is done.
+        """Sum over the ranks that share a copy, then free the unsharded buffer.
 
         Raises:
-            RuntimeError: naming the trainable parameters that have no gradient.
+            RuntimeError: naming the trainable parameters without a gradient.
         """
         members = self.unit.members
         missing = [member.spec.name for member in members if member.trains and member.weight not in self._windows]
         if missing and not self._complete:
             raise RuntimeError(
-                f"no gradient came for {', '.join(missing)}; --freeze-parameters what the loss does not use"
+                f"{', '.join(missing)} received no gradient; if the loss does not use them, pass --freeze-parameters"
             )
         assert self.unsharded is not None, self.unit.name
         unsharded, self.unsharded, self._windows, self._complete = self.unsharded, None, {}, False
@@ -125,7 +125,7 @@ class UnitGradients:
         return self.sharded.data
 
     def start_reduce_replicas(self) -> Pending:
-        """Sum over the groups that each hold a whole copy."""
+        """Sum over the replicas of the sharding group."""
         return self.unit.replica.start_all_reduce(self.sharded_grad)
 
     def start_sum_replicated(self) -> Pending:
@@ -141,9 +141,9 @@ class UnitGradients:
     # -- after the reduction
 
     def counted(self, replicated: bool) -> list[torch.Tensor]:
-        """Return the pieces of the sharded gradient that the norm counts, as few as hold them: see `square_sum`.
+        """Return the pieces of the sharded gradient that this rank adds to the norm: see `square_sum`.
 
-        They are the tp-sharded parameters', and the tp-replicated ones' if `replicated`.
+        These are the gradients of tp-sharded parameters and, if `replicated`, of tp-replicated ones.
         """
         ranges = [Range(0, self.unit.numel)] if replicated else self.unit.layout.sharded("tp")
         return [self.sharded_grad[part.slice()] for part in self.unit.owned_in(ranges)]
@@ -156,7 +156,7 @@ class UnitGradients:
         return None
 
     def take(self) -> Buffer:
-        """Return the reduced gradient and forget it; the caller ends its allocation."""
+        """Hand over the reduced gradient; the caller ends its allocation."""
         assert self.sharded is not None, self.unit.name
         sharded, self.sharded = self.sharded, None
         return sharded
@@ -170,11 +170,11 @@ class UnitGradients:
 
 
 def square_sum(pieces: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the sum of squares of `pieces` [n] as a scalar in fp64. ALIGN divides n, as it does all flat ranges.
+    """Return the sum of squares of `pieces` [n] as a scalar in fp64. ALIGN divides every n.
 
-    Note [norms in fp32]: torch's vector_norm of 4 M fp32 numbers on a CPU is off by 1e-4, for it adds them up one by
-    one in fp32. Rows of ALIGN elements in fp32, and their sum in fp64, are off by 1e-10, cost the same, and give every
-    layout the same rows. torch's `_foreach_norm` has no rows.
+    Note [norms in fp32]: torch's vector_norm of 4 M fp32 numbers on a CPU has an error of 1e-4, because it
+    accumulates sequentially in fp32. Rows of ALIGN elements in fp32, and their sum in fp64, have an error of 1e-10 at
+    the same cost, and are the same rows in every layout. torch's `_foreach_norm` has no rows.
     """
     norms = torch.zeros(len(pieces), dtype=torch.float64, device=device)
     for values, norm in zip(pieces, norms.unbind(), strict=True):

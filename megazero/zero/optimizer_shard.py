@@ -1,4 +1,4 @@
-"""Optimizer states of a unit, for the owned range alone: master weights, and the states of the update rule."""
+"""Optimizer states of a unit's owned range: master weights, and the states of the update rule."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megazero.zero.reduce_scatter import Buffer
 
 
 class OptimizerShard:
-    """Master weights and states of one unit, in fp32 (fp64 with --precision fp64), where the rule places them.
+    """Master weights and states of one unit, in fp32 (fp64 with --precision fp64), on the device that the rule chooses.
 
-    master  [owned]  updated by the optimizer; the sharded weights themselves unless the rule `copies_master`
+    master  [owned]  updated by the optimizer; the same tensor as the sharded weights unless the rule `copies_master`
     states  name -> [owned]; [0] in a run that does not train
     """
 
@@ -38,9 +38,9 @@ class OptimizerShard:
         self.cast()
 
     def start_step(self, params: StepParams, gradient: Buffer) -> Pending:
-        """Step the master weights with the reduced gradient, free that, and cast the weights.
+        """Update the master weights, free the reduced gradient, and cast the weights.
 
-        On the device all of it is issued at once. On the host it is done when it is waited for.
+        A device's update is issued now. The host's runs when the caller waits.
         """
         if self.options.rule.place == "device":
             self._step(params, gradient)

@@ -1,4 +1,4 @@
-"""The sum of gradients over the ranks that share a copy, behind the backward, in buffers of a constant size (CB)."""
+"""Reduce-scatter of gradients, overlapped with the backward, in buffers of a constant size (CB)."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Buffer(NamedTuple):
 
 
 class Reducer:
-    """Reduce-scatters units' gradients, one unit after the other, bucket by bucket.
+    """Reduce-scatters the gradients of one unit after another, bucket by bucket.
 
-    Bucket k packs the k-th `columns` elements of every rank's range as [shards, columns], so that each rank receives
-    whole buckets of its own range. A unit that fits a bucket is not packed. Its reduction is in flight until the
-    next unit's starts, or until `drain`.
+    Bucket k [shards, columns] has the k-th `columns` elements of every rank's range, so that each rank receives whole
+    rows of its own range. A unit that fits one bucket is sent without packing. A reduction is in flight until the next
+    unit's starts, or until `drain`.
     """
 
     def __init__(
@@ -37,15 +37,15 @@ class Reducer:
         overlap: bool,
     ) -> None:
         self.axis, self.columns, self.overlap = axis, buckets.columns, overlap
-        # a bucket: [shards * columns] to pack into, where units are larger than a bucket, and scratch
+        # of a bucket: [shards * columns] to pack into, if units are larger than a bucket, then scratch
         self.packed = buckets.columns * axis.size if buckets.packs else 0
         numel = self.packed + axis.scratch_numel(buckets.columns)
         self.pool = BufferPool(numel, dtype, device, tracker, "buffers", count=buckets.slots)
         self.pending = [Pending() for _ in range(buckets.slots)]
-        self.sending: Buffer | None = None  # a unit's gradient that is sent unpacked
+        self.sending: Buffer | None = None  # a whole gradient buffer in flight, not packed
 
     def start(self, unsharded: Buffer, out: torch.Tensor, add: bool) -> None:
-        """Write or add the sum of everyone's `unsharded` [shards * n], this rank's part of it, to `out` [n]."""
+        """Write or add this rank's part of the sum of all ranks' `unsharded` [shards * n] to `out` [n]."""
         self.drain()
         n, packs = out.numel(), out.numel() > self.columns
         rows = unsharded.data.view(self.axis.size, n)

@@ -1,4 +1,4 @@
-"""Weights of a unit in the compute dtype: the owned shard, and the whole where it is needed."""
+"""Weights of a unit in the compute dtype: the owned shard, and the whole weights while they are in use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megazero.zero.flat_unit import FlatUnit, ZeroOptions
 
 
 class UnshardedArena:
-    """Memory for gathered weights, one allocation. The program has the place of every unit (`plan.program.arena`)."""
+    """One allocation for gathered weights. The program assigns the offset of every unit (`plan.program.arena`)."""
 
     def __init__(self, options: ZeroOptions) -> None:
         self.options = options
@@ -17,11 +17,11 @@ class UnshardedArena:
         self._allocation = options.tracker.allocate("buffers", 0)
 
     def grow(self, numel: int) -> None:
-        """Have at least `numel` elements. If there are fewer, all are made anew; nothing may lie there then."""
+        """Ensure at least `numel` elements. Growing reallocates the arena, which must be empty."""
         if self.data.numel() >= numel:
             return
         options = self.options
-        self.data = self.data.new_empty(0)  # the old one goes before the new one comes
+        self.data = self.data.new_empty(0)  # free the old buffer before allocating the larger one
         self._allocation.end()
         self.data = torch.full((numel,), torch.nan, dtype=options.dtype, device=options.mesh.device)
         self._allocation = options.tracker.allocate("buffers", self.data.nbytes)
@@ -30,8 +30,8 @@ class UnshardedArena:
 class UnitWeights:
     """Weights of one unit.
 
-    sharded    [owned]  this rank's range; with whole weights, a window of `unsharded`.
-    unsharded  [numel]  all weights: kept (stages 0 to 2), or a part of the arena while in use (stage 3), else None.
+    sharded    [owned]  this rank's range; a window of `unsharded` if all weights are kept.
+    unsharded  [numel]  all weights: always (stages 0 to 2), or in the arena while in use and else None (stage 3).
     """
 
     def __init__(self, unit: FlatUnit, options: ZeroOptions) -> None:
@@ -46,12 +46,12 @@ class UnitWeights:
             self.sharded = kept[unit.owned.slice()]
         self.allocation = options.tracker.allocate("parameters", kept.nbytes)
         self._released = torch.full((), torch.nan, dtype=dtype, device=device)
-        # offset of the whole weights in their storage, None: released -> every parameter there
+        # offset of the whole weights in the arena (None: released) -> a view per parameter
         self._views: dict[int | None, list[torch.Tensor]] = {}
         self._point()
 
     def _point(self) -> None:
-        """Point every parameter into `unsharded` or, where that is None, at one NaN expanded to its shape."""
+        """Point every parameter into `unsharded` or, if released, at one NaN expanded to its shape."""
         whole = self.unsharded
         at = None if whole is None else whole.storage_offset()
         if at not in self._views:
@@ -65,13 +65,13 @@ class UnitWeights:
             member.weight.data = view
 
     def start_all_gather(self, arena: torch.Tensor, offset: int) -> Pending:
-        """Stage 3: all-gather the weights into `arena`, from element `offset` on. They may be used after `gathered`."""
-        assert self.unsharded is None, f"{self.unit.name} is gathered already"
+        """Stage 3: all-gather the weights into `arena` at element `offset`. They are usable after `gathered`."""
+        assert self.unsharded is None, f"{self.unit.name} is already gathered"
         self.unsharded = arena[offset : offset + self.unit.numel]
         return self.unit.shard.start_all_gather(self.sharded, self.unsharded)
 
     def forget_arena(self) -> None:
-        """Hold nothing of the arena any longer: it is about to be made anew."""
+        """Drop all views of the arena before it is reallocated."""
         if not self.unit.policy.parameters:
             return
         assert self.unsharded is None, f"{self.unit.name} is gathered"
@@ -79,11 +79,11 @@ class UnitWeights:
         self._point()
 
     def gathered(self) -> None:
-        """Let the parameters use what `start_all_gather` has brought."""
+        """Point the parameters at the weights that `start_all_gather` has received."""
         self._point()
 
     def release(self) -> None:
-        """Stage 3: give the part of the arena back."""
+        """Stage 3: free the part of the arena."""
         assert self.unsharded is not None, f"{self.unit.name} is not gathered"
         if self.options.poison:
             self.unsharded.fill_(torch.nan)

@@ -1,6 +1,6 @@
-"""ZeRO-DP: one mechanism; the stage only chooses which of three things are sharded over the ranks that share a copy.
+"""ZeRO-DP as one mechanism: the stage chooses which of optimizer states, gradients and parameters are sharded.
 
-Units may differ in these ranks: each *sharding group* of units has a policy, an axis and a reducer of its own.
+Each *sharding group* of units has its own policy, axis and reducer.
 
 | where                                | 0               | 1               | 2                | 3                |
 |--------------------------------------|-----------------|-----------------|------------------|------------------|
@@ -8,9 +8,9 @@ Units may differ in these ranks: each *sharding group* of units has a policy, an
 | Reduce                               | all-reduce      | reduce-scatter  | same             | same             |
 | when                                 | once per step   | once per step   | each micro-batch | each micro-batch |
 | Gather and Release around a use      | -               | -               | -                | all-gather, free |
-| Sync after Update                 | -               | all-gather      | all-gather       | -                |
+| Sync after Update                    | -               | all-gather      | all-gather       | -                |
 
-The classes here own memory and start collectives; the program (`plan.program`) says when.
+The classes here own memory and start collectives; the program (`plan.program`) determines when.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ class ParamUnit:
 
 
 class Zero:
-    """All units of a pipeline rank. It owns the memory of the layers' weights, and takes their gradients."""
+    """All units of a pipeline rank. It owns the memory of the layers' weights and receives their gradients."""
 
     def __init__(self, options: ZeroOptions, units: Mapping[str, list[Weight]], spec: RankSpec) -> None:
-        """Give all weights memory and their initial values. All ranks call this.
+        """Allocate and initialise all weights. Collective: all ranks call this.
 
         Args:
             units: unit name -> its weights.
             spec: the rank, with the sharding group of each unit.
         """
         self.options, self.mesh, self.groups = options, options.mesh, spec.groups.values()
-        # zero-bubble: where contributions are queued while a Backward without weight gradients runs
+        # zero-bubble: contributions, while a Backward without weight gradients runs
         self.queue: list[tuple[Weight, GradWriter]] | None = None
         self.arena = UnshardedArena(options)
         self.units = {name: ParamUnit(name, weights, options, spec.group(name)) for name, weights in units.items()}
@@ -77,7 +77,7 @@ class Zero:
         return found.gradients.start_reduce(self.reducers[found.flat.group])
 
     def _bind_persistent_gradients(self) -> None:
-        """MD: place gradients that outlive their unit's backward side by side in one allocation."""
+        """MD: place gradients that outlive their unit's backward in one allocation."""
         sizes = [numel for unit in self.units.values() for numel in unit.gradients.persistent_numel]
         arena = torch.empty(sum(sizes), dtype=self.options.grad_dtype, device=self.mesh.device)
         parts = iter(arena.split(sizes))
@@ -85,20 +85,20 @@ class Zero:
             unit.gradients.bind_persistent(next(parts), next(parts))
 
     def reserve(self, numel: int) -> None:
-        """Make room for `numel` elements of gathered weights at once; none are gathered now."""
+        """Grow the arena to `numel` elements. No weights may be gathered."""
         if numel > self.arena.data.numel():
             for unit in self.units.values():
                 unit.weights.forget_arena()
             self.arena.grow(numel)
 
     def sync_params(self) -> None:
-        """Cast the master weights and all-gather them to the ranks that keep them whole; wait for that."""
+        """Cast the master weights, all-gather them to the ranks that keep whole weights, and wait."""
         for unit in self.units.values():
             unit.optimizer.cast()
             unit.weights.start_sync().wait()
 
     def accumulate_grad(self, weight: Weight, write: GradWriter) -> None:
-        """Take a contribution to a weight's gradient, now or from the queue."""
+        """Add a contribution to a weight's gradient, now or when the queue is processed."""
         if self.queue is not None:
             self.queue.append((weight, write))
         else:
@@ -106,13 +106,13 @@ class Zero:
 
     @property
     def trained_units(self) -> list[ParamUnit]:
-        """Units that are not frozen whole."""
+        """Units with at least one parameter that trains."""
         return [unit for unit in self.units.values() if unit.flat.trains]
 
     def gradient_square_sum(self, tied: str | None) -> torch.Tensor:
-        """Return the sum of squares over the whole model; sharded, replicated and tied parameters are counted once.
+        """Return the sum of squares of the whole model's gradients, a scalar in fp64 on the device.
 
-        A scalar in fp64, on the device.
+        Sharded, replicated and tied parameters are counted once.
         """
         mesh = self.mesh
         units = [unit for unit in self.trained_units if unit.name != tied or mesh.pp.is_first]
@@ -128,7 +128,7 @@ class Zero:
         return total.sum()
 
     def discard_gradients(self) -> None:
-        """Free all gradients: of a skipped step, or what an exception has left."""
+        """Free all gradients, after a skipped step or an exception."""
         self.queue = None
         for unit in self.units.values():
             unit.gradients.discard()
@@ -139,7 +139,7 @@ class Zero:
         return next((name for name in found if name is not None), None)
 
     def owned_states(self) -> Iterator[tuple[OwnedPart, dict[str, torch.Tensor]]]:
-        """Yield every part that this rank owns, with its master weights and moments: what a checkpoint holds."""
+        """Yield every part that this rank owns, with its tensors in a checkpoint: master weights and moments."""
         for unit in self.units.values():
             for part in unit.flat.owned_parts():
                 yield part, unit.optimizer.state(part)

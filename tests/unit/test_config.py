@@ -21,7 +21,7 @@ from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout
 from megazero.step.optimization import learning_rate
 
-# What scripts, users and checks outside this repository rely on.
+# Flags that scripts, users and checks outside this repository rely on.
 SURFACE = set(
     """
     num-layers hidden-size ffn-hidden-size num-attention-heads seq-length attention-dropout hidden-dropout
@@ -34,7 +34,7 @@ SURFACE = set(
     wandb-project plan world-size device-type rehearse architecture num-query-groups rotary-base norm-epsilon
     """.split()
 )
-# Of these, the ones that are not there yet: whoever adds one takes it from this list.
+# Flags of these that do not exist yet. Remove one from this list when you add it.
 COMING: set[str] = set()
 # A budget, not a count: every option is one more that a user has to understand, and one more factor of what has to
 # be tested together. An addition is argued for where this number is raised. --preset and --help come on top.
@@ -335,7 +335,7 @@ def test_config_toml_holds_what_was_given(tmp_path: Path) -> None:
     assert longer.model.ffn_hidden_size == 4 * 48
     assert longer.training.global_batch_size == 4
     assert learning_rate(longer.optimizer, 10) == 0.5 and learning_rate(longer.optimizer, 20) == 0
-    # a run of that preset gives the same preset, and the flags beside it
+    # a run of that preset gives the same preset and the other flags
     chain = read(["--preset", str(path), "--train-iters", "20"])
     assert tomllib.loads(chain.to_toml(longer)) == tomllib.loads(text) | {"train-iters": 20}
 
@@ -375,7 +375,7 @@ def test_resolve_keeps_what_is_asked_for() -> None:
     assert config.optimizer.lr_decay_iters == 5
 
 
-# (options, ranks, vocabulary of the tokenizer, what is said)
+# (options, ranks, vocabulary of the tokenizer, message)
 REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
     ({"precision": "fp64", "fused_kernels": "triton"}, 1, 9, "--fused-kernels triton with --precision fp64: there are"),
     *(
@@ -385,7 +385,7 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
             ({"tensor_model_parallel_size": 2}, "--tensor-model-parallel-size 2: collectives are not captured; use 1"),
             ({"hidden_dropout": 0.1}, "--hidden-dropout 0.1: a graph would repeat the masks"),
             ({"attention_dropout": 0.2}, "--attention-dropout 0.2: a graph would repeat the masks"),
-            ({"recompute": "full"}, "--recompute full: a graph holds what would be freed; use selective or none"),
+            ({"recompute": "full"}, "--recompute full: a graph keeps the memory that recompute frees"),
             (
                 {"pipeline_schedule": "zero-bubble", "pipeline_model_parallel_size": 2},
                 "--pipeline-schedule zero-bubble: weight gradients are made with the others; use 1f1b",
@@ -428,7 +428,7 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         "--tensor-model-parallel-size 2 x --pipeline-model-parallel-size 2 = 4 .* 6 ranks .*; start 4 or 8 .*nproc 4",
     ),
     ({"tensor_model_parallel_size": 4}, 2, 9, "= 4 does not divide the 2 ranks that were started; start 4 or 8"),
-    ({}, 1, 0, "--tokenizer is missing, and so is --vocab-size, .*; give --tokenizer PATH"),
+    ({}, 1, 0, "--tokenizer and --vocab-size are missing, .*; give --tokenizer PATH"),
     ({"vocab_size": 256, "tokenizer": "byte"}, 1, 257, "--vocab-size 256 .* 257 .* --tokenizer byte; use at least 257"),
     ({"precision": "fp64", "grad_dtype": "bf16"}, 1, 9, "--grad-dtype bf16: with --precision fp64, .*; drop it"),
     ({"grad_dtype": "fp64"}, 1, 9, "--grad-dtype fp64 needs --precision fp64, and that is fp32; use fp32, or"),
@@ -520,7 +520,7 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         {"pipeline_schedule": "interleave"},
         1,
         9,
-        "--pipeline-schedule interleave: .* none of that name, but gpipe, .*; did you mean interleaved",
+        "--pipeline-schedule interleave is unknown; use one of gpipe, .*; did you mean interleaved",
     ),
     (
         {"pipeline_schedule": "zero-bubble-v", "virtual_pipeline_stages": 3},
@@ -532,7 +532,7 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         {"zero_bubble_backlog": 1},
         1,
         9,
-        "--zero-bubble-backlog 1 is about --pipeline-schedule zero-bubble, zero-bubble-v, not 1f1b",
+        "--zero-bubble-backlog 1 applies to --pipeline-schedule zero-bubble, zero-bubble-v, not 1f1b",
     ),
     ({"keep_last": 2}, 1, 9, "--keep-last 2 needs --save DIR"),
     (

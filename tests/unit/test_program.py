@@ -40,7 +40,7 @@ from megazero.plan.program.operations import (
     inner,
     name_of,
 )
-from megazero.plan.program.passes import merge, tail
+from megazero.plan.program.passes import finish_gradients, merge_gathers
 from megazero.plan.program.program import Program, program, text
 from megazero.plan.program.rank_spec import RankSpec, rank_spec
 from megazero.plan.schedule.schedules import EVALUATION
@@ -77,7 +77,7 @@ def replicated(spec: RankSpec) -> dict[str, ShardingGroup]:
 
 def test_everything_used_is_present() -> None:
     """Weights between Wait(Gather) and Release, each in a part of the arena of its own; gradients between Open and
-    Reduce; kept inputs between Keep and Drop. What is started is waited for, once, and nothing is left at the end.
+    Reduce; kept inputs between Keep and Drop. Every started operation is waited for once.
     """
     for _, spec, made in programs():
         present, opened, kept, in_flight = set(), set(), set(), set()
@@ -191,7 +191,7 @@ def test_a_release_right_before_a_gather_is_dropped() -> None:
     gathers = [op for op in ops if isinstance(op, Start) and isinstance(op.op, Gather) and op.op.unit == last]
     # 4 forwards and 4 backwards; warm-up F0 | F1 B0 | F2 B1 | F3 B2 | B3 leaves 5 spans
     assert len(gathers) == 5
-    assert merge([Release("a"), Gather("a"), Release("b"), Forward("x", 0, True), Gather("b")]) == [
+    assert merge_gathers([Release("a"), Gather("a"), Release("b"), Forward("x", 0, True), Gather("b")]) == [
         Release("b"),
         Forward("x", 0, True),
         Gather("b"),
@@ -202,7 +202,7 @@ def test_the_end_of_a_step_has_one_order() -> None:
     spec = rank_spec(config(zero=ZeroConfig(2)), Layout(dp=2), 0, declare)
     units = {name: unit._replace(sums_over_tp=True) for name, unit in spec.units.items()}
     spec = replace(spec, groups=replicated(spec), units=units, tied="token_embedding")
-    order = [type(inner(op)) for op in tail(spec)]
+    order = [type(inner(op)) for op in finish_gradients(spec)]
     assert [kind for kind, _ in itertools.groupby(order)] == [ReduceReplicas, SumReplicated, SumTied, Norm]
 
 

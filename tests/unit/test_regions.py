@@ -91,7 +91,7 @@ def test_the_fault_named_is_a_real_one() -> None:
     assert coverage_fault((4, 6), [whole, Region((1, 2), (1, 1))]) == "elements [1:2, 2:3] are given 2 times"
     assert coverage_fault((), []) == "elements [] are missing"
     outside = coverage_fault((4, 6), [Region((0, 0), (4, 7))])
-    assert outside is not None and "[0:4, 0:7] lies outside the shape (4, 6)" in outside
+    assert outside is not None and "[0:4, 0:7] is outside the shape (4, 6)" in outside
     wrong_dims = coverage_fault((4, 6), [Region((0,), (24,))])
     assert wrong_dims is not None and "outside" in wrong_dims
 

@@ -1,1 +1,1 @@
-"""Layouts: axes of the mesh, the part of every parameter that a rank has, ZeRO's policy. Pure: no torch."""
+"""Layouts: axes of the mesh, each rank's part of every parameter, ZeRO's policy. Pure: no torch."""

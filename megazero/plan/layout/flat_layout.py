@@ -2,11 +2,12 @@
 
     decayed: sharded, replicated, partial | undecayed: partial, replicated, sharded | padding
 
-Each *section* holds the parameters that agree in decay, in the axes that shard them and in the axes that their gradient
-is summed over. Partial is replicated too, but each rank has a summand of the gradient. So over tp there is one range
-that decays (at most two optimizer slices for any owned range), one that is replicated (counted once in the gradient
-norm) and one that is partial (summed). Every parameter starts at a multiple of ALIGN elements, which keeps kernels
-aligned; gaps are kept zero; the total is a multiple of ALIGN x the ranks that share the buffer.
+A *section* holds the parameters with the same weight decay, sharding axes and gradient-sum axes. *Partial* parameters
+are replicated, and their gradient is summed over tp. The order gives one range that decays (so at most two optimizer
+slices for any owned range), one that is replicated (counted once in the gradient norm) and one that is partial.
+
+Every parameter starts at a multiple of ALIGN elements, so that kernels read aligned memory. Gaps are kept zero. The
+total is a multiple of ALIGN x the ranks that share the buffer.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ class Range(NamedTuple):
 
 
 class FlatParam(NamedTuple):
-    """A parameter as the arithmetic sees it."""
+    """The properties of a parameter that its place in the buffer depends on."""
 
     name: str
     numel: int  # of the local block, vocabulary padding included
     decays: bool  # weight decay applies
-    sharded: frozenset[str] = frozenset()  # axes; over all others it is replicated
-    summed: frozenset[str] = frozenset()  # axes over which it is replicated, and the gradient is a sum
+    sharded: frozenset[str] = frozenset()  # axes that shard it; it is replicated over all others
+    summed: frozenset[str] = frozenset()  # axes that replicate it and sum its gradient
 
     @property
     def section(self) -> tuple[bool, list[str], list[str]]:
@@ -76,7 +77,7 @@ class FlatLayout:
         return _joined(section.range for section in self.sections if axis not in section.sharded)
 
     def sharded(self, axis: str) -> list[Range]:
-        """Return the rest of the buffer, what decays and what does not; padding may be included, and is zero."""
+        """Return the ranges that `axis` shards. They may include padding, which is zero."""
         found = []
         for at, stop in (self.decayed, Range(self.decayed.stop, self.numel)):
             for shared in self.replicated(axis):
@@ -86,7 +87,7 @@ class FlatLayout:
         return [r for r in found if r.start < r.stop]
 
     def summed(self, axis: str, sequence_parallel: bool) -> list[Range]:
-        """Return the ranges whose gradient is a sum over `axis`: of everything replicated with sequence parallelism."""
+        """Return the ranges whose gradient is summed over `axis`; with sequence parallelism, all replicated ones."""
         if sequence_parallel:
             return self.replicated(axis)
         return _joined(section.range for section in self.sections if axis in section.summed)
@@ -96,16 +97,16 @@ Cut = Callable[[FlatLayout, int, int], Range]
 
 
 def equal_ranges(flat: FlatLayout, rank: int, size: int) -> Range:
-    """Cut a buffer into ranges of one size, through weights; return that of rank `rank` of `size`."""
+    """Cut a buffer into `size` equal ranges, possibly inside a weight; return range `rank`."""
     assert flat.numel % size == 0, (flat.numel, size)
     each = flat.numel // size
     return Range(rank * each, (rank + 1) * each)
 
 
 def whole_windows(flat: FlatLayout, rank: int, size: int) -> Range:
-    """Cut a buffer between weights, where they begin nearest to the ends of equal ranges.
+    """Cut a buffer into `size` ranges between weights, as near to equal ones as possible; return range `rank`.
 
-    A range is larger than an equal one by one weight at most.
+    A range exceeds an equal one by at most one weight.
     """
     starts = sorted([*(window.start for window in flat.windows.values()), flat.numel])
     edges = [min(starts, key=lambda at: abs(at * size - k * flat.numel)) for k in range(1, size)]
@@ -113,7 +114,7 @@ def whole_windows(flat: FlatLayout, rank: int, size: int) -> Range:
 
 
 def _joined(ranges: Iterable[Range]) -> list[Range]:
-    """Join neighbours."""
+    """Join ranges that touch."""
     found: list[Range] = []
     for r in ranges:
         touches = found and found[-1].stop == r.start
@@ -134,9 +135,9 @@ def flat_layout(params: Iterable[FlatParam], size: int) -> FlatLayout:
     at = decayed = 0
     for decays in (True, False):
         half = sorted((p for p in params if p.decays == decays), key=lambda p: p.section, reverse=not decays)
-        for (_, sharded, summed), alike in itertools.groupby(half, key=lambda p: p.section):
+        for (_, sharded, summed), equal in itertools.groupby(half, key=lambda p: p.section):
             start = at
-            for p in alike:
+            for p in equal:
                 windows[p.name] = Range(at, at + p.numel)
                 gaps.append(Range(at + p.numel, round_up(at + p.numel, ALIGN)))
                 at = gaps[-1].stop
@@ -148,5 +149,5 @@ def flat_layout(params: Iterable[FlatParam], size: int) -> FlatLayout:
 
 
 def partition_numel(numel: int, size: int) -> int:
-    """Elements that each of `size` ranks keeps of `numel`, rounded up: the last ones keep less, and gather as much."""
+    """Return numel / size, rounded up: the elements that each of `size` ranks stores. The last ranks pad theirs."""
     return -(-numel // size)

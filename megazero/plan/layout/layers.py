@@ -1,6 +1,6 @@
 """Layers of a model as plain values: their kinds, weights and uses, and their places in the pipeline. Pure.
 
-The layers declare them (`model.stage.declare`); callers above `plan` hand them in.
+The model declares its layers (`model.stage.declare`); callers above `plan` pass the declarations in.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from megazero.plan.schedule.split import LayerCosts
 
 
 class Use(Enum):
-    """A layer's use of its weights: (kept from forward to backward, needed in backward)."""
+    """Times at which a layer needs its weights: (kept from forward to backward, needed in backward)."""
 
     LOOKUP = (False, False)  # embeddings: backward needs no weights
-    LAYER = (False, True)  # gathered for forward, again for backward
-    HEAD = (True, True)  # nothing runs between its forward and its backward: gathered once for both
+    LAYER = (False, True)  # gathered for forward, and again for backward
+    HEAD = (True, True)  # its backward follows its forward at once: gathered once for both
 
     @property
     def keeps_weights(self) -> bool:
@@ -38,7 +38,7 @@ class Use(Enum):
 
 
 class Declare(Protocol):
-    """Lists the layers of a model, as they are declared on `tp` tensor-parallel ranks."""
+    """Return the layers of a model, declared for `tp` tensor-parallel ranks."""
 
     def __call__(self, model: ModelConfig, tp: int = 1) -> Layers: ...
 
@@ -52,13 +52,13 @@ class End(Enum):
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Layers that differ in their number alone. They are declared, traced and priced once.
+    """Layers that differ only in their number. They are declared, traced and priced once.
 
     Attributes:
         name: of the first layer of this kind.
         end: of the model; None: a block.
-        params: weights of the first layer. They are a unit, which bears the layer's name.
-        reads: units of other layers that it reads too: the token table, where the output matrix is tied to it.
+        params: weights of the first layer. They form a unit with the layer's name.
+        reads: units of other layers that it also reads, such as a tied token table.
         score_flops: FLOPs per token of the forward's products of activations with each other: attention.
     """
 
@@ -75,7 +75,7 @@ class LayerKind:
         return 2 * sum(math.prod(spec.shape) for spec in self.params if spec.decays)
 
     def params_of(self, layer: str, frozen: tuple[str, ...] = ()) -> list[ParamSpec]:
-        """Return the weights of layer `layer` of this kind; those whose names match one of `frozen` do not train."""
+        """Return the weights of layer `layer` of this kind; names that match a pattern of `frozen` do not train."""
         named = [dataclasses.replace(s, name=layer + s.name.removeprefix(self.name)) for s in self.params]
         return [
             dataclasses.replace(s, trains=False, decays=False)
@@ -113,7 +113,7 @@ class Layers:
 
     @functools.cached_property
     def tied(self) -> str | None:
-        """The unit that a layer of the other end reads too."""
+        """The unit that the layers at both ends of the model read: a tied token table."""
         found = {unit for kind in self.kinds.values() for unit in kind.reads}
         assert len(found) <= 1, found
         return next(iter(found), None)
@@ -138,9 +138,9 @@ class Layers:
         return [name for chunk in range(layout.chunks) for name in self.chunk(layout, pp, chunk)]
 
     def units(self, layout: Layout, pp: int) -> list[str]:
-        """Return the units that pipeline rank `pp` holds: those of its layers, after others that these read.
+        """Return the units that pipeline rank `pp` holds: its layers' own, after those of other layers that they read.
 
-        A tied token table is held by the first and by the last stage; with one stage they are the same.
+        The first and the last stage both hold a tied token table.
         """
         own = self.of_rank(layout, pp)
         return [*(unit for name in own for unit in self.kinds[name].reads if unit not in own), *own]
@@ -161,10 +161,9 @@ def num_parameters(layers: Layers) -> int:
 
 
 def layer_costs(layers: Layers, model: ModelConfig, activations: ActivationConfig) -> LayerCosts:
-    """Cost of each block, of the embedding (2 h FLOPs per token) and of the head (2 v h), in blocks of the mean cost.
+    """Return the costs of the embedding (2 h FLOPs per token), each block and the head (2 v h); 1 is the mean block.
 
-    A backward takes twice as much as a forward. A block that is recomputed takes one more forward; embedding and head
-    are not recomputed.
+    A backward costs twice a forward. A recomputed block costs one more forward; embedding and head are not recomputed.
     """
     flops = [sum(each) for each in layers.block_flops.values()]
     h, mean = model.hidden_size, sum(flops) / len(flops)
@@ -173,10 +172,10 @@ def layer_costs(layers: Layers, model: ModelConfig, activations: ActivationConfi
 
 
 def pass_costs(layers: Layers, activations: ActivationConfig) -> Costs:
-    """Cost of a mean block's passes, in forwards.
+    """Return the costs of a mean block's passes; 1 is its forward.
 
-    Attention's whole backward, and all recompute, are in the input gradient. Selective recompute computes the scores
-    again, half of attention's products.
+    The input gradient includes attention's whole backward and all recompute. Selective recompute repeats the scores,
+    which are half of attention's products.
     """
     matrices, attention = (sum(each) for each in zip(*layers.block_flops.values(), strict=True))
     again = {"none": 0.0, "selective": attention / 2, "full": float(matrices + attention)}[activations.recompute]

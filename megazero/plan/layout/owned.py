@@ -23,7 +23,7 @@ class Overlap(NamedTuple):
 
 
 def overlap(window: Range, block: LocalBlock, owned: Range) -> Overlap:
-    """Return the part of a parameter in `owned`, possibly empty. Padding, the end of its window, is left out."""
+    """Return the part of a parameter in `owned`, possibly empty. Padding at the end of its window is excluded."""
     true = Range(window.start, window.start + block.numel)
     mine = true.within(owned)
     first = mine.start + owned.start - true.start if mine.numel else 0
@@ -40,7 +40,7 @@ class RankPart(NamedTuple):
 
 
 def rank_parts(config: Config, layout: Layout, rank: int, declare: Declare) -> Iterator[RankPart]:
-    """Yield the parts that a rank of a layout owns, unit by unit, empty ones too. `config` is resolved."""
+    """Yield the part of every parameter that rank `rank` owns, possibly empty, unit by unit. `config` is resolved."""
     coord, sizes = layout.coord(rank), layout.sizes
     places = layout.places(coord)
     for specs, flat, group in _units(declare(config.model, layout.tp), config, layout, coord.pp):

@@ -1,8 +1,8 @@
 """Parameters of the model as plain values: global name, global shape, sharded dim, decay, initial values, unit. Pure.
 
-The layers declare them (`model.layers.weight`); the initial weights, the checkpoints and `estimate` read them here.
+Layers declare them (`model.layers.weight`). Initial values, checkpoints and `estimate` read them.
 
-A *unit* is what is gathered, reduced and updated together: a block, the token table, the position table, the head.
+A *unit* is gathered, reduced and updated as one buffer: a block, the token table, the position table or the head.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class LocalBlock:
     """The part of a parameter that one tensor-parallel rank holds."""
 
     offset: tuple[int, ...]  # in the global tensor
-    shape: tuple[int, ...]  # its true part: what is initialised, saved and loaded
-    stored: tuple[int, ...]  # in memory: with the vocabulary's padding rows behind the true ones
+    shape: tuple[int, ...]  # without padding rows: the part that is initialised, saved and loaded
+    stored: tuple[int, ...]  # in memory, with the vocabulary's padding rows at the end
 
     @property
     def numel(self) -> int:
@@ -44,7 +44,7 @@ class ParamSpec:
     std: float = 0.0  # of the initial normal distribution
     mean: float = 0.0
     pads: bool = False  # rows are padded: the vocabulary
-    summed: frozenset[str] = frozenset()  # axes besides the data-parallel ones over which its gradient is a sum
+    summed: frozenset[str] = frozenset()  # axes that sum its gradient, besides the data-parallel ones
     trains: bool = True  # False: frozen; it has no gradient and does not decay
 
     @property
@@ -53,10 +53,10 @@ class ParamSpec:
         return frozenset(axis for _, axis in self.sharded)
 
     def local(self, ranks: Mapping[str, int], sizes: Mapping[str, int]) -> LocalBlock:
-        """Return the block of a rank. Without padding, the sizes divide: `config` has checked that.
+        """Return the block of a rank. `config` has checked that sizes without padding divide evenly.
 
         Args:
-            ranks, sizes: axis -> the rank along it, and its size; at least of the axes that shard the parameter.
+            ranks, sizes: axis -> the rank along it, and its size; at least for the axes that shard the parameter.
         """
         offset, shape, stored = [0] * len(self.shape), list(self.shape), list(self.shape)
         for dim, axis in self.sharded:
@@ -72,10 +72,10 @@ class ParamSpec:
 
 
 def unit_layout(specs: Iterable[ParamSpec], sizes: Mapping[str, int], shards: int) -> FlatLayout:
-    """The flat buffer of a unit, laid out for `shards` data-parallel ranks. The same on all ranks of other axes.
+    """Return the flat buffer of a unit for `shards` data-parallel ranks. It is the same on all ranks of other axes.
 
     Args:
-        sizes: axis -> its size; at least of the axes that shard a parameter.
+        sizes: axis -> its size; at least for the axes that shard a parameter.
     """
     first = dict.fromkeys(sizes, 0)
     return flat_layout(

@@ -1,7 +1,7 @@
 """Regions (rectangular parts) of tensors: flat ranges as regions, and the proof that regions tile a tensor. Pure.
 
-Under ZeRO a rank owns a range of a tensor in flat order; file formats and resharding plans deal in regions. A flat
-range of an n-d tensor is at most 2n-1 regions: for a matrix, the rest of a row, whole rows, and the start of a row.
+Under ZeRO a rank owns a flat range of a tensor; file formats and resharding use regions. A flat range of an n-d tensor
+is at most 2n-1 regions. For a matrix they are the rest of a row, whole rows, and the start of a row.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Region:
-    """Elements `[offset[d], offset[d] + size[d])` in every dim d; one element where there are no dims."""
+    """Elements `[offset[d], offset[d] + size[d])` in every dim d; one element if there are no dims."""
 
     offset: Shape
     size: Shape
@@ -25,15 +25,14 @@ class Region:
         return prod(self.size)
 
     def moved(self, by: Sequence[int]) -> "Region":
-        """The same region, `by[d]` elements further in dim d."""
+        """Return this region moved by `by[d]` elements in dim d."""
         return Region(tuple(o + b for o, b in zip(self.offset, by, strict=True)), self.size)
 
 
 def regions(shape: Sequence[int], start: int, stop: int) -> list[Region]:
-    """The flat range `[start, stop)` of a row-major tensor of `shape`, in elements, as regions.
+    """Return the flat range `[start, stop)` of a row-major tensor of `shape`, in elements, as regions in flat order.
 
-    At most `2 * len(shape) - 1` of them (one for a tensor without dims, none for an empty range), in flat
-    order: laid end to end they are the range, so the k-th begins where the volumes before it end.
+    There are at most `2 * len(shape) - 1`: one for a tensor without dims, none for an empty range.
     """
     assert 0 <= start <= stop <= prod(shape), (shape, start, stop)
     if start == stop:
@@ -59,15 +58,14 @@ def regions(shape: Sequence[int], start: int, stop: int) -> list[Region]:
 
 
 def _in_row(row: int, pieces: Iterable[Region]) -> list[Region]:
-    """Regions of row `row`, given without dim 0, as regions of the tensor."""
+    """Return regions of row `row`, given without dim 0, as regions of the tensor."""
     return [Region((row, *piece.offset), (1, *piece.size)) for piece in pieces]
 
 
 def split(region: Region, limit: int) -> list[Region]:
     """Cut a region into pieces of at most `limit` elements, in the row-major order of its elements.
 
-    Only leading dims are cut, so each piece is contiguous in that order: where the region's elements lie
-    end to end in memory, so do those of each piece.
+    Only leading dims are cut. So a piece of a contiguous region is contiguous.
     """
     assert limit > 0, limit
     if region.volume <= limit:
@@ -84,7 +82,7 @@ def split(region: Region, limit: int) -> list[Region]:
 
 
 def intersection(a: Region, b: Region) -> Region | None:
-    """Return the elements that lie in both regions; None if there are none."""
+    """Return the elements in both regions, or None."""
     offset, size = [], []
     for first, count, other, others in zip(a.offset, a.size, b.offset, b.size, strict=True):
         start, stop = max(first, other), min(first + count, other + others)
@@ -96,26 +94,25 @@ def intersection(a: Region, b: Region) -> Region | None:
 
 
 def coverage_fault(global_shape: Sequence[int], pieces: Iterable[Region]) -> str | None:
-    """None if `pieces` hold every element of a tensor of `global_shape` exactly once; else a phrase that says
-    what is wrong, such as "elements [0:4, 8:16] are missing" (the first fault met).
+    """Return None if `pieces` hold every element of a tensor of `global_shape` exactly once.
 
-    A sweep: dim 0 is cut wherever a piece begins or ends, and between two cuts the pieces in force must cover
-    the remaining dims exactly once. So the time grows with cuts times pieces in force, not with elements:
-    thousands of pieces take some tens of milliseconds.
+    Else return the first fault, such as "elements [0:4, 8:16] are missing". The sweep cuts dim 0 at the edges of all
+    pieces; between two cuts, the active pieces must cover the remaining dims exactly once. The time grows with cuts x
+    active pieces, not with elements: thousands of pieces take tens of milliseconds.
     """
     shape = tuple(global_shape)
     solid = [piece for piece in pieces if piece.volume > 0]
     for piece in solid:
-        if not _lies_within(piece, shape):
-            return f"the piece {_brackets(_spans(piece))} lies outside the shape {shape}"
+        if not _is_within(piece, shape):
+            return f"the piece {_brackets(_intervals(piece))} is outside the shape {shape}"
     return _sweep(shape, solid, ())
 
 
-Span = tuple[int, int]
+Interval = tuple[int, int]
 
 
-def _sweep(shape: Shape, pieces: Sequence[Region], cut: tuple[Span, ...]) -> str | None:
-    """`coverage_fault` within the slab `cut` (a span per dim swept so far); every piece given crosses it."""
+def _sweep(shape: Shape, pieces: Sequence[Region], cut: tuple[Interval, ...]) -> str | None:
+    """`coverage_fault` within `cut`, an interval per dim swept so far, which every piece crosses."""
     dim = len(cut)
     if not pieces and prod(shape) > 0:
         rest = tuple((0, size) for size in shape[dim:])
@@ -123,27 +120,27 @@ def _sweep(shape: Shape, pieces: Sequence[Region], cut: tuple[Span, ...]) -> str
     if dim == len(shape):
         return None if len(pieces) <= 1 else f"elements {_brackets(cut)} are given {len(pieces)} times"
     waiting = sorted(pieces, key=lambda piece: piece.offset[dim], reverse=True)
-    edges = sorted({0, shape[dim], *(edge for piece in pieces for edge in _spans(piece)[dim])})
-    in_force: list[Region] = []
+    edges = sorted({0, shape[dim], *(edge for piece in pieces for edge in _intervals(piece)[dim])})
+    active: list[Region] = []
     for start, stop in pairwise(edges):
-        in_force = [piece for piece in in_force if _spans(piece)[dim][1] > start]
+        active = [piece for piece in active if _intervals(piece)[dim][1] > start]
         while waiting and waiting[-1].offset[dim] == start:
-            in_force.append(waiting.pop())
-        fault = _sweep(shape, in_force, (*cut, (start, stop)))
+            active.append(waiting.pop())
+        fault = _sweep(shape, active, (*cut, (start, stop)))
         if fault:
             return fault
     return None
 
 
-def _spans(piece: Region) -> tuple[Span, ...]:
+def _intervals(piece: Region) -> tuple[Interval, ...]:
     return tuple((offset, offset + size) for offset, size in zip(piece.offset, piece.size, strict=True))
 
 
-def _lies_within(piece: Region, shape: Shape) -> bool:
+def _is_within(piece: Region, shape: Shape) -> bool:
     return len(piece.offset) == len(shape) and all(
-        0 <= start and stop <= size for (start, stop), size in zip(_spans(piece), shape, strict=True)
+        0 <= start and stop <= size for (start, stop), size in zip(_intervals(piece), shape, strict=True)
     )
 
 
-def _brackets(spans: Iterable[Span]) -> str:
-    return "[" + ", ".join(f"{start}:{stop}" for start, stop in spans) + "]"
+def _brackets(intervals: Iterable[Interval]) -> str:
+    return "[" + ", ".join(f"{start}:{stop}" for start, stop in intervals) + "]"

@@ -1,4 +1,4 @@
-"""From flags to the final configuration and the layout of its ranks. Pure."""
+"""`resolve` makes the final configuration and the layout of its ranks from the flags. Pure."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ MAX_BLOCK_RUNS = 2**17
 
 
 def resolve(config: Config, world_size: int, vocab_size: int, declare: Declare) -> tuple[Config, Layout]:
-    """The final config, every 0 that stands for a derived value replaced, and the layout of the ranks.
+    """Return the final config, with every derived value filled in, and the layout of the ranks.
 
     Args:
-        world_size: ranks that were started.
+        world_size: number of ranks.
         vocab_size: of the tokenizer; 0 when there is none.
-        declare: lists the layers of a model. It is called only where a pipeline or frozen weights need them.
+        declare: lists the layers of a model. It is called only if a pipeline or frozen weights need them.
 
     Raises:
         ValueError: naming the flag, its value and the way out.
@@ -41,8 +41,8 @@ def resolve(config: Config, world_size: int, vocab_size: int, declare: Declare) 
         )
     if not vocabulary:
         raise ValueError(
-            "--tokenizer is missing, and so is --vocab-size, and no PREFIX.json of --data-path says which tokenizer "
-            "made it; give --tokenizer PATH: a tokenizer.json, vocab.json with merges.txt, a SentencePiece .model, a "
+            "--tokenizer and --vocab-size are missing, and no PREFIX.json of --data-path names a tokenizer; "
+            "give --tokenizer PATH: a tokenizer.json, vocab.json with merges.txt, a SentencePiece .model, a "
             "tiktoken file, or a folder with one of them; or --tokenizer byte"
         )
     if vocabulary < vocab_size:
@@ -63,7 +63,9 @@ def resolve(config: Config, world_size: int, vocab_size: int, declare: Declare) 
             lr_decay_iters=config.optimizer.lr_decay_iters or config.training.train_iters,
         ),
     )
-    if not config.trains:  # it saves nothing and keeps nothing: such flags may come from the preset of the run
+    if (
+        not config.trains
+    ):  # an evaluation saves and keeps nothing; the flags may come from the preset of the training run
         config = replace(config, checkpoint=replace(config.checkpoint, save=""), activations=ActivationConfig())
     _check_ramp(config)
     model, activations = config.model, config.activations
@@ -76,14 +78,14 @@ def resolve(config: Config, world_size: int, vocab_size: int, declare: Declare) 
 
 
 def _check_ramp(config: Config) -> None:
-    """INCREMENT of --rampup-batch-size must lead from START to --global-batch-size."""
+    """Check that INCREMENT of --rampup-batch-size leads from START to --global-batch-size."""
     ramp = config.training.rampup_batch_size
     if ramp and (complaint := config.batch_sizes.complaint()):
         raise ValueError(f"--rampup-batch-size {' '.join(map(str, ramp))}: {complaint}")
 
 
 def check_block_runs(config: Config, layout: Layout) -> None:
-    """Raise if an iteration has more micro-batches than a rank's schedule can list in reasonable time."""
+    """Check that a rank's program is short enough to be made in reasonable time."""
     micro_batches, blocks = config.micro_batches(layout.dp), -(-config.model.num_layers // layout.pp)
     if micro_batches * blocks > MAX_BLOCK_RUNS:
         most = max(1, MAX_BLOCK_RUNS // blocks)
@@ -96,7 +98,7 @@ def check_block_runs(config: Config, layout: Layout) -> None:
 
 
 def _check_frozen(names: list[str], patterns: tuple[str, ...]) -> None:
-    """Every pattern of --freeze-parameters must match a parameter, and some parameter must match none."""
+    """Check that every pattern of --freeze-parameters matches a parameter, and that some parameter matches none."""
     trained = set(names)
     for pattern in patterns:
         matched = fnmatch.filter(names, pattern)
@@ -115,7 +117,7 @@ def _check_frozen(names: list[str], patterns: tuple[str, ...]) -> None:
 
 
 def make_layout(config: Config, world_size: int) -> Layout:
-    """pp and tp as asked, dp whatever is left; layers split evenly."""
+    """Return the layout of `world_size` ranks: pp and tp are flags, dp is derived, layers are split evenly."""
     tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
     once = Layout(pp, 1, tp).world_size
     if world_size % once:
@@ -130,7 +132,7 @@ def make_layout(config: Config, world_size: int) -> Layout:
         sizes = ", ".join(str(n) for n in divisors(dp) if n > 1)
         raise ValueError(
             f"--zero-shard-size {shards} does not divide the {dp} data-parallel ranks; "
-            f"use {sizes}{', or ' * bool(sizes)}0 for all"
+            f"use {f'{sizes}, or ' if sizes else ''}0 for all"
         )
     parallel = config.parallel
     v_shaped = SCHEDULES[parallel.pipeline_schedule].v_shaped
@@ -138,7 +140,7 @@ def make_layout(config: Config, world_size: int) -> Layout:
 
 
 def _check_schedule(config: Config) -> None:
-    """Refuse an unknown schedule, and options that the schedule does not know."""
+    """Check the schedule's name, and the options that only some schedules have."""
     parallel, layers = config.parallel, config.model.num_layers
     pp, chunks, name = (
         parallel.pipeline_model_parallel_size,
@@ -149,12 +151,12 @@ def _check_schedule(config: Config) -> None:
     if schedule is None:
         close = difflib.get_close_matches(name, SCHEDULES, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
-        raise ValueError(f"--pipeline-schedule {name}: there is none of that name, but {', '.join(SCHEDULES)}{hint}")
+        raise ValueError(f"--pipeline-schedule {name} is unknown; use one of {', '.join(SCHEDULES)}{hint}")
     if schedule.virtual_stages != (chunks > 1):
         virtual = [known for known in SCHEDULES if SCHEDULES[known].virtual_stages]
         raise ValueError(
             f"--virtual-pipeline-stages {chunks} with --pipeline-schedule {name}: {', '.join(virtual)} needs at least "
-            "2 virtual stages per rank, and the other schedules know none; give both, or neither"
+            "2 virtual stages per rank, and the other schedules have none; give both, or neither"
         )
     if schedule.v_shaped and chunks != 2:
         raise ValueError(
@@ -178,16 +180,16 @@ def _check_schedule(config: Config) -> None:
         )
     if parallel.zero_bubble_backlog and not schedule.backlog:
         raise ValueError(
-            f"--zero-bubble-backlog {parallel.zero_bubble_backlog} is about --pipeline-schedule "
+            f"--zero-bubble-backlog {parallel.zero_bubble_backlog} applies to --pipeline-schedule "
             f"{', '.join(known for known in SCHEDULES if SCHEDULES[known].backlog)}, not {name}; add that, or drop it"
         )
 
 
 def _check_graphs(config: Config) -> None:
-    """Refuse with CUDA graphs whatever changes a block's kernels, addresses or numbers from one replay to the next."""
+    """Refuse flags that change a block's kernels, addresses or random numbers between replays of its graph."""
     model, data, name = config.model, config.data, config.parallel.pipeline_schedule
     tp, masks = config.parallel.tensor_model_parallel_size, "a graph would repeat the masks of its capture; use 0"
-    documents = "attention depends on where documents begin; drop it"
+    documents = "attention depends on the starts of documents; drop it"
     refused = {
         "--zero-stage 3": (config.zero.zero_stage == 3, "weights are gathered to other addresses; use 2"),
         f"--tensor-model-parallel-size {tp}": (tp > 1, "collectives are not captured; use 1"),
@@ -195,7 +197,7 @@ def _check_graphs(config: Config) -> None:
         f"--attention-dropout {model.attention_dropout:g}": (model.attention_dropout > 0, masks),
         "--recompute full": (
             config.activations.recompute == "full",
-            "a graph holds what would be freed; use selective or none",
+            "a graph keeps the memory that recompute frees; use selective or none",
         ),
         f"--pipeline-schedule {name}": (SCHEDULES[name].backlog, "weight gradients are made with the others; use 1f1b"),
         "--reset-attention-mask": (data.reset_attention_mask, documents),
@@ -208,10 +210,10 @@ def _check_graphs(config: Config) -> None:
 
 
 def _grad_dtype(config: Config) -> str:
-    """fp64 gradients in an fp64 run, which `check_values` allows no narrower ones; else as asked."""
+    """Return --grad-dtype; in an fp64 run, fp64, because `check_values` allows no other there."""
     return "fp64" if config.training.precision == "fp64" else config.training.grad_dtype
 
 
 def _global_batch(config: Config, layout: Layout) -> int:
-    """Return it as asked; else a micro-batch on every data-parallel rank."""
+    """Return --global-batch-size; unless given, one micro-batch per data-parallel rank."""
     return config.training.global_batch_size or config.training.micro_batch_size * layout.dp

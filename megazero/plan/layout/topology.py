@@ -15,13 +15,13 @@ from megazero.plan.schedule.split import even_split
 
 AXES = ("pp", "dp", "tp")
 SUB_AXES = ("shard", "replica", "embedding")  # parts of dp and of pp
-# axis -> the kind of traffic that its collectives are counted as, where that is not its name
+# axis -> kind of traffic of its collectives, if different from its name
 TRAFFIC = {"shard": "dp", "replica": "dp", "embedding": "pp", "world": "control", "host": "control"}
-Ranks = tuple[int, ...]  # of the world, ascending
+Ranks = tuple[int, ...]  # global ranks, ascending
 
 
 class Coord(NamedTuple):
-    """A rank's place along each axis."""
+    """A rank's coordinate along each axis."""
 
     pp: int
     dp: int
@@ -29,12 +29,12 @@ class Coord(NamedTuple):
 
 
 class Route(NamedTuple):
-    """The way of a message between pipeline neighbours.
+    """The route of a message between pipeline neighbours.
 
     Attributes:
-        step: 1 to the next rank of the ring, -1 to the one before.
-        lane: communicator of that link and direction. Lane 1 is for a V's way back, and for the way back from the
-            second of two ranks: so no communicator carries both x and dx, which ranks may send in another order.
+        step: 1 to the next rank of the ring, -1 to the previous one.
+        lane: communicator of that link and direction. Lane 1 is for the second arm of a V, and for the way back from
+            the second of two ranks. So no communicator carries both x and dx, whose order may differ between ranks.
     """
 
     step: int
@@ -42,8 +42,8 @@ class Route(NamedTuple):
 
 
 def route(place: tuple[int, ...], what: str, to: int) -> Route:
-    """Return the way of `what` ("x" or "dx") to virtual stage `to`, where `place` has the ranks of the stages."""
-    before = to - 1 if what == "x" else to  # the message is between this stage and the next
+    """Return the route of `what` ("x" or "dx") to virtual stage `to`; `place` is the pipeline rank of every stage."""
+    before = to - 1 if what == "x" else to  # the message connects this stage and the next
     down = place[before + 1] - place[before] == -1
     step, lane = (-1, 1) if down else (1, 0)
     return Route(step if what == "x" else -step, lane)
@@ -53,9 +53,10 @@ def route(place: tuple[int, ...], what: str, to: int) -> Route:
 class Layout:
     """Sizes of the axes: pipeline stages, data-parallel ranks, tensor-parallel parts.
 
-    ZeRO partitions within `shards` neighbouring data-parallel ranks, and replicates what they hold over dp / shards
-    such groups. 0: over all of dp. Each pipeline rank holds `chunks` virtual stages, placed in turn or as a V: see
-    `placement`. `split`: the layers of every virtual stage; () splits evenly.
+    Attributes:
+        shards: neighbouring data-parallel ranks that ZeRO shards over; the dp / shards groups are replicas. 0: all dp.
+        chunks: virtual stages of each pipeline rank, placed in turn or as a V: see `placement`.
+        split: number of layers of every virtual stage; (): even.
     """
 
     pp: int = 1
@@ -84,7 +85,7 @@ class Layout:
         return [stage for stage, holder in enumerate(self.placement) if holder == rank]
 
     def links(self) -> list[tuple[int, int, int]]:
-        """Return (the first of its two ranks, direction, lane) of every link of a pipeline that messages take."""
+        """Return (first of the two ranks, direction, lane) of every pipeline link in use."""
         found: set[tuple[int, int, int]] = set()
         for stage, (here, there) in enumerate(pairwise(self.placement)):
             for sender, what, to in ((here, "x", stage + 1), (there, "dx", stage)):
@@ -95,18 +96,18 @@ class Layout:
 
     @property
     def shard(self) -> int:
-        """Ranks that share one copy of what is partitioned."""
+        """Ranks that share one copy of the sharded states."""
         return self.shards or self.dp
 
     @property
     def replica(self) -> int:
-        """Copies of what is partitioned."""
+        """Copies of the sharded states."""
         return self.dp // self.shard
 
     def communicators(self) -> int:
-        """Count the NCCL communicators of a rank: that of all ranks, and one of every split of `GroupMaker`.
+        """Return the number of NCCL communicators of a rank: the world's, and one per split of `GroupMaker`.
 
-        Axes of the same ranks share one. A rank that no link of a split touches has one by itself.
+        Axes with the same ranks share one. A rank without a link in a split has one of its own.
         """
         if self.world_size == 1:
             return 0
@@ -137,11 +138,11 @@ class Layout:
         return (coord.pp * self.dp + coord.dp) * self.tp + coord.tp
 
     def shard_rank(self, coord: Coord) -> int:
-        """Return a rank's place among those that share one copy of what is partitioned."""
+        """Return a rank's place among those that share one copy of the sharded states."""
         return coord.dp % self.shard
 
     def stride(self, axis: str) -> int:
-        """Return the distance between the numbers of two neighbours along an axis or a sub-axis."""
+        """Return the difference of two neighbours' ranks along an axis or a sub-axis."""
         shard = self.tp * self.shard
         strides = {"tp": 1, "dp": self.tp, "shard": self.tp, "replica": shard, "pp": self.dp * self.tp}
         return strides[axis] if axis != "embedding" else self.last_pp * strides["pp"]
@@ -152,12 +153,12 @@ class Layout:
         return range(pp * size, (pp + 1) * size)
 
     def tensor_ranks(self, pp: int, dp: int) -> range:
-        """Return the ranks that share the layers of a stage by tensor parallelism, of one of its replicas."""
+        """Return the tensor-parallel ranks of one data-parallel replica of a stage."""
         first = self.rank(Coord(pp, dp, 0))
         return range(first, first + self.tp)
 
     def groups(self, axis: str) -> list[list[int]]:
-        """Every group of ranks along an axis or a sub-axis; "embedding" joins the first and the last pipeline stage."""
+        """Return all groups of ranks along an axis or a sub-axis; "embedding" joins the first and last stage."""
         found: dict[Coord, list[int]] = {}
         for rank in range(self.world_size):
             coord = self.coord(rank)
@@ -173,7 +174,7 @@ class Layout:
         return list(found.values())
 
     def chunk_layers(self, num_layers: int, rank: int, chunk: int) -> range:
-        """The layers of one chunk of pipeline rank `rank`."""
+        """Return the numbers of the layers of one chunk of pipeline rank `rank`."""
         split = self.split or even_split(num_layers, self.pp * self.chunks)
         assert sum(split) == num_layers, (split, num_layers)
         at = self.stages(rank)[chunk]
@@ -181,11 +182,11 @@ class Layout:
         return range(start, start + split[at])
 
     def layers(self, num_layers: int, rank: int) -> list[int]:
-        """All layers of pipeline rank `rank`, chunk by chunk."""
+        """Return the numbers of all layers of pipeline rank `rank`, chunk by chunk."""
         return [n for chunk in range(self.chunks) for n in self.chunk_layers(num_layers, rank, chunk)]
 
     def __str__(self) -> str:
-        shape = ", as a V" * self.v_shaped
+        shape = ", as a V" if self.v_shaped else ""
         chunks = f" ({self.chunks} virtual stages each{shape})" if self.chunks > 1 else ""
         parts = f" ({self.replica} x {self.shard})" if self.replica > 1 else ""
         split = f" (layers {','.join(map(str, self.split))})" if self.split else ""
@@ -193,14 +194,14 @@ class Layout:
 
 
 def data_parallel_size(world_size: int, pp: int = 1, tp: int = 1) -> int:
-    """Return the data-parallel ranks of a world whose size the other axes divide."""
+    """Return dp, given that pp x tp divides `world_size`."""
     return world_size // (pp * tp)
 
 
 def disjoint(groups: Iterable[Ranks]) -> list[list[Ranks]]:
-    """Divide groups into lists whose groups share no rank, each as early as it fits.
+    """Divide groups into lists of disjoint groups; each group goes into the first list that it fits.
 
-    Two lists are enough for the links of an even ring, three for those of an odd one.
+    The links of an even ring need two lists, those of an odd ring three.
     """
     found: list[list[Ranks]] = []
     taken: list[set[int]] = []
@@ -215,7 +216,7 @@ def disjoint(groups: Iterable[Ranks]) -> list[list[Ranks]]:
 
 
 def ring_bytes(num_bytes: int, size: int, passes: int = 1) -> int:
-    """Bytes that each of `size` ranks sends when a buffer of `num_bytes` goes round a ring.
+    """Return the bytes that each of `size` ranks sends when a buffer of `num_bytes` passes around a ring.
 
     One pass is a reduce-scatter or an all-gather of the whole buffer, two are an all-reduce.
     """

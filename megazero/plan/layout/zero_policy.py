@@ -1,7 +1,4 @@
-"""ZeRO policy: what is sharded, which buffers are persistent. Plain values. Pure.
-
-The engine and `price.bytes.estimate` read them.
-"""
+"""ZeRO policies: the sharded states and persistent buffers of a run, read by the engine and the estimate. Pure."""
 
 from __future__ import annotations
 
@@ -15,21 +12,21 @@ from megazero.plan.layout.topology import Layout
 
 @dataclass(frozen=True)
 class ZeroPolicy:
-    """States that are sharded over the ranks that share a copy."""
+    """The states that are sharded over the ranks of a sharding group."""
 
     optimizer: bool
-    gradients: bool  # reduced at every micro-batch: unsharded ones never outlive a unit's backward
+    gradients: bool  # reduced after every micro-batch: whole gradients do not outlive a unit's backward
     parameters: bool
-    gathers_once: bool = False  # gathered once per iteration, not at every use (reshard_after_forward=False of FSDP2)
+    gathers_once: bool = False  # once per iteration, not at every use: FSDP2's reshard_after_forward=False
 
     @property
     def syncs(self) -> bool:
-        """True if every rank keeps whole weights but updates a part of them."""
+        """True if every rank keeps whole weights and updates a part of them."""
         return self.optimizer and not self.parameters
 
     @classmethod
     def for_stage(cls, config: ZeroConfig, size: int) -> ZeroPolicy:
-        """Make the policy of --zero-stage over `size` ranks. One rank has nothing to shard: every stage is stage 0."""
+        """Return the policy of --zero-stage over `size` ranks. With one rank, every stage is stage 0."""
         stage = config.zero_stage if size > 1 else 0
         return cls(
             optimizer=stage >= 1,
@@ -41,12 +38,12 @@ class ZeroPolicy:
 
 @dataclass(frozen=True)
 class ShardingGroup:
-    """Ranks that share one copy of some units, and what is sharded over them.
+    """Ranks that share one copy of some units, and the ZeRO policy of these units.
 
     Attributes:
-        axis, shards: of the ranks that share a copy, and their number.
-        replica_axis, replicas: of the ranks that own the same range, each of another copy.
-        cut: the ranges that the ranks own, where a unit is sharded.
+        axis, shards: the axis of the ranks that share a copy, and its size.
+        replica_axis, replicas: the axis of the ranks that own the same range of different copies, and its size.
+        cut: the function that cuts a sharded unit into the ranks' ranges.
     """
 
     policy: ZeroPolicy
@@ -58,7 +55,7 @@ class ShardingGroup:
 
     @classmethod
     def of(cls, config: Config, layout: Layout, axis: str, replica_axis: str) -> ShardingGroup:
-        """Make the group along `axis`; of one rank, it is that of stage 0."""
+        """Return the group along `axis`. With one rank, its policy is stage 0."""
         shards, whole = layout.sizes[axis], config.optimizer.rule.whole_matrices
         return cls(
             ZeroPolicy.for_stage(config.zero, shards),
@@ -71,11 +68,11 @@ class ShardingGroup:
 
     @property
     def parts(self) -> int:
-        """Parts of a unit, each of which one rank of the group owns."""
+        """Number of parts that a unit is divided into, one per owning rank."""
         return self.shards if self.policy.optimizer else 1
 
     def owned(self, flat: FlatLayout, place: int) -> Range:
-        """Return the range that the group's rank `place` owns: updates and saves."""
+        """Return the range that the group's rank `place` owns, which it updates and saves."""
         return self.cut(flat, place, self.shards) if self.policy.optimizer else Range(0, flat.numel)
 
 
@@ -83,7 +80,7 @@ DENSE = "dense"
 
 
 def sharding_groups(config: Config, layout: Layout) -> dict[str, ShardingGroup]:
-    """Name -> sharding group of a run; the same on every rank, in the same order."""
+    """Return name -> sharding group of a run; equal and in the same order on every rank."""
     return {DENSE: ShardingGroup.of(config, layout, "shard", "replica")}
 
 
@@ -93,7 +90,7 @@ def group_of(unit: str) -> str:
 
 
 class PersistentGradients(NamedTuple):
-    """Gradient buffers that are slices of one persistent arena: see `persistent_gradients`."""
+    """Gradient buffers that are slices of one persistent arena."""
 
     unsharded: bool
     sharded: bool
@@ -102,7 +99,7 @@ class PersistentGradients(NamedTuple):
 def persistent_gradients(policy: ZeroPolicy, arena: bool, micro_batches: int) -> PersistentGradients:
     """Choose which gradient buffers are persistent under --contiguous-checkpointing (`arena`).
 
-    Those that outlive their unit's backward: the sharded ones, and unsharded ones that accumulate over micro-batches.
+    They are the buffers that outlive a unit's backward: sharded ones, and unsharded ones that accumulate.
     """
     accumulates = not policy.optimizer or (not policy.gradients and micro_batches > 1)
     return PersistentGradients(unsharded=arena and accumulates, sharded=arena and policy.optimizer)
@@ -111,16 +108,16 @@ def persistent_gradients(policy: ZeroPolicy, arena: bool, micro_batches: int) ->
 class Buckets(NamedTuple):
     """Shape and number of the reduce-scatter buckets, of [shards, columns] elements each."""
 
-    columns: int  # elements of every rank's range
+    columns: int  # elements of each rank's row
     slots: int  # buckets in flight at once
-    packs: bool  # some unit is larger than a bucket: its buckets are copied together
+    packs: bool  # some unit is larger than a bucket, so that its rows are copied into buckets
 
 
 def plan_buckets(bucket_size: int, sizes: list[int], shards: int, overlap: bool) -> Buckets:
-    """Plan buckets of at most `bucket_size` elements, or of ALIGN columns where that is more, for units of `sizes`.
+    """Plan buckets of at most `bucket_size` elements (at least ALIGN columns) for units of `sizes`.
 
-    A unit's reduction is waited for before the next one's begins. So a second bucket is of use only where a unit needs
-    several; and it is no larger than the largest unit.
+    A unit's reduction ends before the next one's starts. So a second bucket helps only units that need several, and no
+    bucket is larger than the largest unit.
     """
     largest = max(sizes, default=0) // shards
     columns = min(largest, max(ALIGN, bucket_size // shards // ALIGN * ALIGN))

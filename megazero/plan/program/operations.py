@@ -1,10 +1,10 @@
-"""Operations of a training step: frozen values, of which a program (`plan.program`) is a list. Pure: no torch.
+"""Operations of a training step, as frozen values. A program (`plan.program`) is a list of them. Pure: no torch.
 
-x (activations) and dx (their gradient) are registers, one each per micro-batch: an operation reads the register that
-the one before it wrote.
+x (activations) and dx (their gradient) are registers, one of each per micro-batch. An operation reads the register that
+its predecessor wrote.
 
-Not NamedTuples: those of different types compare equal, so that Sync("head") and Reduce("head") would be one key of
-the operations in flight.
+Operations are not NamedTuples, because those compare equal across types: Sync("head") and Reduce("head") would be one
+key among the operations in flight.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class LayerOp:
 
 @dataclass(frozen=True, slots=True)
 class UnitOp:
-    """An operation on a unit: the parameters that are gathered, reduced and updated together."""
+    """An operation on a unit: parameters that are gathered, reduced and updated together."""
 
     unit: str
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """`what` ("x" or "dx") between pipeline neighbours, to virtual stage `to`."""
+    """A message with `what` ("x" or "dx") from a pipeline neighbour to virtual stage `to`."""
 
     what: str
     to: int
@@ -45,19 +45,19 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Forward(LayerOp):
-    """x = layer(x). `graph`: keep the graph that its Backward needs. The last layer adds to the loss instead."""
+    """x = layer(x). If `graph`, keep the autograd graph for Backward. The last layer adds to the loss instead."""
 
     graph: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Recompute(LayerOp):
-    """Rebuild the layer's graph from its kept input. Its output is not made."""
+    """Rebuild the layer's autograd graph from its kept input, without its output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backward(LayerOp):
-    """dx = d layer(dx). Weight gradients go into their buffers or, with `weights` False, into a queue."""
+    """dx = d layer(dx). Weight gradients go into their buffers; if `weights` is False, into a queue."""
 
     weights: bool = True
 
@@ -72,7 +72,7 @@ class BackwardWeights(LayerOp):
 
 @dataclass(frozen=True, slots=True)
 class Keep(LayerOp):
-    """Keep x, the layer's input, until Drop: itself, this rank's part of it, or a copy in slot `slot`."""
+    """Keep the layer's input x until Drop: x itself, this rank's part of it, or a copy in slot `slot`."""
 
     slot: int | None = None
 
@@ -104,7 +104,7 @@ class Recv(Transfer):
 
 @dataclass(frozen=True, slots=True)
 class Send(Transfer):
-    """Send a register to the neighbour that holds virtual stage `to`. The register is empty then."""
+    """Send a register to the neighbour that holds virtual stage `to`, and empty the register."""
 
 
 # -- weights
@@ -112,19 +112,19 @@ class Send(Transfer):
 
 @dataclass(frozen=True, slots=True)
 class Gather(UnitOp):
-    """All-gather a unit's weights into the arena, from element `offset` on."""
+    """All-gather a unit's weights into the arena at element `offset`."""
 
     offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Release(UnitOp):
-    """Free the part of the arena that a unit's weights were gathered into."""
+    """Free a unit's part of the arena."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sync(UnitOp):
-    """All-gather a unit's updated weights to all ranks that hold them whole."""
+    """All-gather a unit's updated weights to all ranks that keep them whole."""
 
 
 # -- gradients
@@ -132,17 +132,17 @@ class Sync(UnitOp):
 
 @dataclass(frozen=True, slots=True)
 class Open(UnitOp):
-    """Take a buffer for the unit's gradients. The first contribution to it writes, later ones add."""
+    """Allocate a buffer for the unit's gradients. The first contribution overwrites it, later ones add."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reduce(UnitOp):
-    """Sum the unit's gradients over the ranks that share a copy of it, and free the buffer."""
+    """Sum the unit's gradients over its sharding group, and free the buffer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReduceReplicas(UnitOp):
-    """Sum the sharded gradients over the groups of ranks that each hold a whole copy (--zero-shard-size)."""
+    """Sum the sharded gradients over the replicas of the sharding group (--zero-shard-size)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class SumTied(UnitOp):
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """Compute the norm of all gradients over all ranks. After it the engine decides whether to update."""
+    """Compute the norm of all gradients over all ranks. The engine then decides whether to update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class Update(UnitOp):
     """Step the optimizer on the owned range of the unit, and free its gradient."""
 
 
-# -- asynchronous operations. One that stands alone is started and waited for at once.
+# -- asynchronous operations. Without Start and Wait, one is started and waited for at once.
 
 Asynchronous = Gather | Fetch | Reduce | Recv | Send | Sync | ReduceReplicas | SumReplicated | SumTied | Update
 
@@ -179,7 +179,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Wait for an operation that Start has started."""
+    """Wait for a started operation."""
 
     op: Asynchronous
 
@@ -194,12 +194,12 @@ COMPUTE = (Forward, Recompute, Backward, BackwardWeights)
 
 
 def inner(op: Op) -> Op:
-    """The operation that a Start or a Wait is about; any other operation itself."""
+    """Return the operation inside a Start or a Wait; any other operation itself."""
     return op.op if isinstance(op, (Start, Wait)) else op
 
 
 def axis_of(op: Op) -> str:
-    """Return the stream of an operation that may be in flight: dp, tp, pp, or the host's copies and updates."""
+    """Return the stream of an asynchronous operation: dp, tp, pp, or host for copies and updates on the host."""
     if isinstance(op, (Fetch, Update)):
         return "host"
     if isinstance(op, (Transfer, SumTied)):
@@ -208,7 +208,7 @@ def axis_of(op: Op) -> str:
 
 
 def name_of(op: Op) -> str:
-    """An operation in words: "Forward blocks.0 mb 1", "start Gather blocks.1 slot 0"."""
+    """Return an operation as text: "Forward blocks.0 mb 1", "start Gather blocks.1 offset 64"."""
     about = inner(op)
     words = [type(about).__name__]
     for field in fields(about):

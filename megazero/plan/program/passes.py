@@ -1,4 +1,4 @@
-"""Passes of `plan.program`: each a function from a list of operations to a list of operations. Pure: no torch."""
+"""Passes of `plan.program`. Each maps a list of operations to a new list. Pure: no torch."""
 
 from __future__ import annotations
 
@@ -38,41 +38,49 @@ from megazero.plan.program.rank_spec import Layer, RankSpec
 from megazero.plan.schedule.schedules import Order, Pass
 
 
-def layers(spec: RankSpec, order: Order, trains: bool = True) -> Ops:
-    """Expand every step of a chunk into its layers, with transfers and kept inputs."""
+def expand_layers(spec: RankSpec, order: Order, trains: bool = True) -> Ops:
+    """Expand each scheduled chunk into per-layer operations, transfers and kept inputs."""
     ops: Ops = []
     for kind, i, c in order:
         stage, chunk = spec.stages[c], spec.chunks[c]
         if kind is Pass.FORWARD:
-            ops += [Recv("x", stage, i)] * spec.is_remote(stage - 1)
+            if spec.is_remote(stage - 1):
+                ops.append(Recv("x", stage, i))
             for layer in chunk:
-                again = trains and spec.recomputes(layer)
-                ops += [Keep(layer.name, i)] * again
-                ops.append(Forward(layer.name, i, graph=trains and layer.has_backward and not again))
-            ops += [Send("x", stage + 1, i)] * spec.is_remote(stage + 1)
+                recomputes = trains and spec.recomputes(layer)
+                if recomputes:
+                    ops.append(Keep(layer.name, i))
+                ops.append(Forward(layer.name, i, graph=trains and layer.has_backward and not recomputes))
+            if spec.is_remote(stage + 1):
+                ops.append(Send("x", stage + 1, i))
         elif kind is Pass.BACKWARD_WEIGHTS:
             ops += [BackwardWeights(layer.name, i) for layer in reversed(chunk) if layer.queues_weights]
         else:
-            ops += [Recv("dx", stage, i)] * spec.is_remote(stage + 1)
+            if spec.is_remote(stage + 1):
+                ops.append(Recv("dx", stage, i))
             for layer in reversed(chunk):
                 if layer.has_backward:
                     ops += _backward(spec, layer, i, whole=kind is Pass.BACKWARD)
-            ops += [Send("dx", stage - 1, i)] * spec.is_remote(stage - 1)
+            if spec.is_remote(stage - 1):
+                ops.append(Send("dx", stage - 1, i))
     return ops
 
 
 def _backward(spec: RankSpec, layer: Layer, i: int, whole: bool) -> Ops:
-    """One layer's backward; `whole`: with its weight gradients."""
+    """Return one layer's backward. Unless `whole`, weight gradients that can wait are queued."""
     backward = Backward(layer.name, i, weights=whole or not layer.queues_weights)
     if not spec.recomputes(layer):
         return [backward]
-    fetch: Ops = [Fetch(layer.name, i)] * spec.on_host
-    rebuild: Ops = [Rebuild(layer.name, i)] * spec.partitioned
-    return [*fetch, *rebuild, Recompute(layer.name, i), backward, Drop(layer.name, i)]
+    ops: Ops = []
+    if spec.on_host:
+        ops.append(Fetch(layer.name, i))
+    if spec.partitioned:
+        ops.append(Rebuild(layer.name, i))
+    return [*ops, Recompute(layer.name, i), backward, Drop(layer.name, i)]
 
 
-def places(spec: RankSpec, ops: Ops) -> Ops:
-    """Assign slots to kept inputs that lie in host memory or in an arena."""
+def assign_slots(spec: RankSpec, ops: Ops) -> Ops:
+    """Assign a slot to each kept input in host memory or in an arena."""
     if not (spec.on_host or spec.arena):
         return ops
     free: list[int] = []
@@ -93,7 +101,7 @@ def places(spec: RankSpec, ops: Ops) -> Ops:
 
 
 def _uses(spec: RankSpec, ops: Ops) -> dict[str, list[int]]:
-    """Return, per unit, the operations that compute with its weights."""
+    """Return the indices of the operations that compute with each unit's weights."""
     found: dict[str, list[int]] = {unit: [] for unit in spec.units}
     for at, op in enumerate(ops):
         if isinstance(op, (Forward, Recompute, Backward)):
@@ -102,8 +110,13 @@ def _uses(spec: RankSpec, ops: Ops) -> dict[str, list[int]]:
     return found
 
 
-def _spans(spec: RankSpec, ops: Ops, uses: list[int], whole_step: bool) -> Iterator[tuple[int, int]]:
-    """Yield (first, last) operation of each span in which a unit's weights are needed, given those that use them."""
+def _intervals(spec: RankSpec, ops: Ops, uses: list[int], whole_step: bool) -> Iterator[tuple[int, int]]:
+    """Yield the first and last operation of each interval that needs a unit's weights.
+
+    Args:
+        uses: indices of the operations that compute with them.
+        whole_step: one interval for the whole step.
+    """
     forward_at: dict[tuple[str, int], int] = {}
     recompute_at: int | None = None
     needs: list[tuple[int, int]] = []
@@ -130,18 +143,18 @@ def _spans(spec: RankSpec, ops: Ops, uses: list[int], whole_step: bool) -> Itera
         yield first, last
 
 
-def weights(spec: RankSpec, ops: Ops) -> Ops:
-    """Make weights present where they are used.
+def insert_gathers(spec: RankSpec, ops: Ops) -> Ops:
+    """Insert the operations that make weights available.
 
-    Stage 3 gathers before a use and releases after it. Stages 1 and 2 wait, before the first use, for the all-gather
-    that followed the last update.
+    Stage 3 all-gathers before each use and releases after it. Stages 1 and 2 wait before the first use for the
+    all-gather that follows an update.
     """
     before: dict[int, Ops] = {}
     after: dict[int, Ops] = {}
     trains = any(isinstance(op, Backward) for op in ops)
     for unit, uses in _uses(spec, ops).items():
         policy = spec.policy(unit)
-        for first, last in _spans(spec, ops, uses, policy.gathers_once and trains):
+        for first, last in _intervals(spec, ops, uses, policy.gathers_once and trains):
             if policy.parameters:
                 before.setdefault(first, []).append(Gather(unit))
                 after.setdefault(last, []).append(Release(unit))
@@ -151,8 +164,8 @@ def weights(spec: RankSpec, ops: Ops) -> Ops:
     return _weave(ops, before, after)
 
 
-def merge(ops: Ops) -> Ops:
-    """Drop a Release and the Gather that follows it where nothing is computed between the two."""
+def merge_gathers(ops: Ops) -> Ops:
+    """Remove a Release and the next Gather of its unit if nothing is computed between them."""
     dropped: set[int] = set()
     released: dict[str, int] = {}
     for at, op in enumerate(ops):
@@ -165,12 +178,12 @@ def merge(ops: Ops) -> Ops:
     return [op for at, op in enumerate(ops) if at not in dropped]
 
 
-def gradients(spec: RankSpec, ops: Ops) -> Ops:
-    """Open a unit's gradient buffer before its first contribution; reduce it after the last one that is due.
+def insert_reductions(spec: RankSpec, ops: Ops) -> Ops:
+    """Open a unit's gradient buffer before its first contribution and reduce it after the last.
 
-    Due are the contributions of one micro-batch where gradients are sharded (stages 2 and 3), else of the whole step.
+    Sharded gradients (stages 2 and 3) are reduced once per micro-batch, others once per step.
     """
-    due: dict[str, dict[int, list[int]]] = {unit: {} for unit in spec.trained_units}  # unit -> micro-batch -> where
+    due: dict[str, dict[int, list[int]]] = {unit: {} for unit in spec.trained_units}  # unit -> micro-batch -> indices
     for at, op in enumerate(ops):
         if isinstance(op, BackwardWeights) or (isinstance(op, Backward) and op.weights):
             for unit in spec.layers[op.layer].units:
@@ -183,7 +196,7 @@ def gradients(spec: RankSpec, ops: Ops) -> Ops:
         contributions = sorted(at for made in parts.values() for at in made)
         reduced_at = -1
         for made in sorted(parts.values(), key=lambda made: made[-1]):
-            # With queued weight gradients, those of two micro-batches may alternate: they share one buffer then.
+            # Queued weight gradients of two micro-batches may interleave; they then share one buffer.
             first = contributions[bisect.bisect_right(contributions, reduced_at)]
             before.setdefault(first, []).append(Open(unit))
             after.setdefault(made[-1], []).insert(0, Reduce(unit))
@@ -196,7 +209,7 @@ def _weave(ops: Ops, before: dict[int, Ops], after: dict[int, Ops]) -> Ops:
 
 
 def _layer_before(ops: Ops) -> list[int]:
-    """Return, per operation, the index where the computation of the layer before its own begins.
+    """Return, for each operation, the index at which the previous layer's computation starts.
 
     A Recompute and its Backward are one computation.
     """
@@ -209,14 +222,14 @@ def _layer_before(ops: Ops) -> list[int]:
     return found
 
 
-def ahead(spec: RankSpec, ops: Ops) -> Ops:
-    """Split asynchronous operations: start one layer ahead, wait where the result is needed.
+def start_early(spec: RankSpec, ops: Ops) -> Ops:
+    """Split asynchronous operations: Start one layer ahead, Wait where the result is needed.
 
-    Transfers are always split: sends that wait for their receiver can wait for each other.
+    Transfers are always split, because two blocking sends can deadlock.
     """
     early, overlap = _layer_before(ops), spec.overlap
-    released: dict[str, int] = {}  # unit -> first index at which it may be gathered again
-    started: dict[int, Ops] = {}  # index -> what starts before it
+    released: dict[str, int] = {}  # unit -> earliest index of its next gather
+    started: dict[int, Ops] = {}  # index -> operations started before it
     reducing: dict[str, list[str]] = {}  # sharding group -> units whose reduction is in flight
     sending: dict[Route, Send] = {}
     split: list[Ops] = [[op] for op in ops]
@@ -236,7 +249,7 @@ def ahead(spec: RankSpec, ops: Ops) -> Ops:
             sending[way] = op
         elif isinstance(op, (Open, Reduce)) and overlap:
             busy = reducing.setdefault(spec.units[op.unit].group, [])
-            # A group's buckets serve one reduction at a time; a unit has the gradients of one micro-batch at a time.
+            # A group's buckets serve one reduction at a time, and a unit has one whole gradient buffer at a time.
             if spec.policy(op.unit).optimizer and (busy if isinstance(op, Reduce) else op.unit in busy):
                 split[at].insert(0, Wait(Reduce(busy.pop())))
             if isinstance(op, Reduce):
@@ -248,10 +261,10 @@ def ahead(spec: RankSpec, ops: Ops) -> Ops:
     return found + [Wait(Reduce(unit)) for unit in spec.trained_units if unit in in_flight]
 
 
-def replicas(spec: RankSpec, ops: Ops) -> Ops:
-    """Start the sum over replicas of a unit's gradients as soon as their sum over its shards is complete.
+def start_replica_sums(spec: RankSpec, ops: Ops) -> Ops:
+    """Start a unit's all-reduce over replicas once its gradients are summed over shards.
 
-    So it is in flight behind the backward of the layers before it; `tail` waits.
+    It overlaps with the backward of earlier layers; `finish_gradients` waits for it.
     """
     if not spec.overlap:
         return ops
@@ -260,8 +273,8 @@ def replicas(spec: RankSpec, ops: Ops) -> Ops:
     return _weave(ops, {}, {at: [Start(ReduceReplicas(unit))] for unit, at in replicated.items()})
 
 
-def tail(spec: RankSpec) -> Ops:
-    """Finish the sum of gradients, once per step, in the one order that is right."""
+def finish_gradients(spec: RankSpec) -> Ops:
+    """Complete the gradient sums once per step, in the only correct order: replicas, tp, tied, norm."""
     trained, ops = spec.trained_units, list[Op]()
     replicated = [u for u in trained if spec.group(u).replicas > 1]
     if not spec.overlap:
@@ -274,9 +287,9 @@ def tail(spec: RankSpec) -> Ops:
 
 
 def update(spec: RankSpec) -> Ops:
-    """Step the optimizer unit by unit. The first layer that uses updated weights waits for their all-gather.
+    """Step the optimizer unit by unit. The first layer to use updated weights waits for their all-gather.
 
-    An update on the host starts one unit ahead: its copies are behind the update before it.
+    An update on the host starts one unit ahead, so that its copies overlap with the previous update.
     """
     ops: Ops = []
     trained, ahead = spec.trained_units, spec.updates_on_host and spec.overlap

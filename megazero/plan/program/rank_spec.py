@@ -1,4 +1,4 @@
-"""`RankSpec`: the layers, units and policies of one pipeline rank, as the passes of `plan.program` see them. Pure."""
+"""`RankSpec`: layers, units and policies of a pipeline rank, the input of the passes of `plan.program`. Pure."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megazero.plan.schedule.schedules import EQUAL, Costs, Pipeline, placement
 
 
 class Layer(NamedTuple):
-    """A layer as the passes see it."""
+    """The properties of a layer that the passes read."""
 
     name: str
     units: tuple[str, ...]
     use: Use
-    trains: bool  # some of its parameters do
+    trains: bool  # at least one parameter
     passes_gradient: bool  # its input needs a gradient
     kind: str  # the name of the first layer of its kind
 
@@ -32,28 +32,28 @@ class Layer(NamedTuple):
 
     @property
     def queues_weights(self) -> bool:
-        """True if its weight gradients can wait.
+        """True if its weight gradients can wait: a block's.
 
-        Only a block's: the head's queue would keep the logits, and no rank waits for the embeddings.
+        The head's queue would keep the logits, and no rank waits for the embeddings' gradients.
         """
         return self.trains and self.use is Use.LAYER
 
 
 class Unit(NamedTuple):
-    """A unit as the passes see it."""
+    """The properties of a unit that the passes read."""
 
     numel: int
     trains: bool
-    sums_over_tp: bool = False  # some gradients
-    summed: tuple[Range, ...] = ()  # of its elements, whose gradients it sums over tp
+    sums_over_tp: bool = False  # at least one gradient
+    summed: tuple[Range, ...] = ()  # elements whose gradients are summed over tp
     group: str = DENSE  # its sharding group
 
 
 @dataclass(frozen=True)
 class RankSpec:
-    """A rank as the passes see it. It depends on the pipeline position alone.
+    """The properties of a rank that the passes read. They depend on its pipeline position alone.
 
-    So all ranks along another axis have the same program, and issue their collectives in the same order.
+    So all ranks along other axes have the same program, and issue their collectives in the same order.
     """
 
     chunks: tuple[tuple[Layer, ...], ...]
@@ -84,11 +84,11 @@ class RankSpec:
         return [stage for stage, holder in enumerate(self.placement) if holder == self.rank]
 
     def is_remote(self, stage: int) -> bool:
-        """Return whether there is a virtual stage `stage`, on another rank."""
+        """Return whether virtual stage `stage` exists and is on another rank."""
         return 0 <= stage < len(self.placement) and self.placement[stage] != self.rank
 
     def route(self, op: Transfer) -> Route:
-        """Return the way of a message."""
+        """Return the route of a message."""
         return route(self.placement, op.what, op.to)
 
     @functools.cached_property
@@ -100,7 +100,7 @@ class RankSpec:
         return self.groups[self.units[unit].group]
 
     def policy(self, unit: str) -> ZeroPolicy:
-        """Return what is sharded of a unit."""
+        """Return the ZeRO policy of a unit."""
         return self.group(unit).policy
 
     def owned(self, unit: str) -> int:
@@ -127,7 +127,9 @@ def rank_spec(config: Config, layout: Layout, pp: int, declare: Declare) -> Rank
     specs = stage_units(layers, layout, pp, config.training.freeze_parameters)
     groups = sharding_groups(config, layout)
     units: dict[str, Unit] = {}
-    known: dict[tuple[str, str, tuple[bool, ...]], Unit] = {}  # units that differ in their layer's number alone
+    known: dict[
+        tuple[str, str, tuple[bool, ...]], Unit
+    ] = {}  # one per kind of layer: units of a kind differ only in their name
     for name, params in specs.items():
         key = layers.kinds[name].name, group_of(name), tuple(spec.trains for spec in params)
         units[name] = known[key] = known.get(key) or _unit(name, params, config, layout, groups)
