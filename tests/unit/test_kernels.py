@@ -13,8 +13,8 @@ import torch
 from megazero.comm.mesh.pretend import pretend_mesh
 from megazero.config.schema import Config, ModelConfig, TrainingConfig
 from megazero.config.validate import check_device
+from megazero.model.kernels.choices import choose_kernels, triton_complaint
 from megazero.model.kernels.dropout import Dropout, Rows
-from megazero.model.kernels.kernel_choice import choose_kernels, triton_complaint
 from megazero.model.kernels.table import EAGER, TRITON
 from megazero.model.stage import declare
 from megazero.plan.layout.layers import stage_units
@@ -211,9 +211,9 @@ def test_the_trial_tells_a_wrong_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> torch.Tensor:
         raise RuntimeError("Failed to find C compiler.\nSet CC")
 
-    monkeypatch.setattr("megazero.model.kernels.kernel_choice.TRITON", TRITON._replace(dropout=fails))
+    monkeypatch.setattr("megazero.model.kernels.choices.TRITON", TRITON._replace(dropout=fails))
     assert triton_complaint(device) == "RuntimeError: Failed to find C compiler."
-    monkeypatch.setattr("megazero.model.kernels.kernel_choice.TRITON", TRITON._replace(dropout=lambda x, *_: x))
+    monkeypatch.setattr("megazero.model.kernels.choices.TRITON", TRITON._replace(dropout=lambda x, *_: x))
     assert triton_complaint(device) == "its mask is not torch's"
 
 
