@@ -61,7 +61,7 @@ def test_saving_where_another_run_saved_is_refused(tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "config.json").write_text("{}")
     with pytest.raises(
-        ValueError, match=r"theirs holds no checkpoint; it is a Hugging Face model, .* import --from hf"
+        ValueError, match=r"theirs holds no checkpoint; it is a Hugging Face model; .* import --from hf"
     ):
         find_checkpoint(config(load=tmp_path / "theirs"))
     with pytest.raises(ValueError, match=r"add --load .*other to resume it"):
