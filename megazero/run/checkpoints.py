@@ -70,10 +70,12 @@ class Checkpoints:
         options, iteration = self.config.checkpoint, progress.iteration
         if not options.save:
             return
-        if not last and options.on_save_busy == "skip" and self._any_busy():
-            busy = f"iteration {self.saved_at} is still being written"
-            log.info(f"--on-save-busy skip: iteration {iteration} is not saved because {busy}")
-            return
+        if not last and options.on_save_busy == "skip":
+            busy = self.saver is not None and self.saver.busy
+            if self.mesh.agree(int(busy), MAX):
+                because = f"because iteration {self.saved_at} is still being written"
+                log.info(f"--on-save-busy skip: iteration {iteration} is not saved {because}")
+                return
         self.finish_save(last and self.saved_at == iteration)
         if self.saved_at == iteration:
             return
@@ -101,10 +103,6 @@ class Checkpoints:
                 self.finish_save(last)
         else:
             self._outcome(lambda: checkpoint.save(root, iteration, shards, state, group, self.attached), last)
-
-    def _any_busy(self) -> bool:
-        """Return true if any rank is still writing a checkpoint."""
-        return bool(self.mesh.agree(int(self.saver is not None and self.saver.busy), MAX))
 
     def finish_save(self, last: bool = False) -> None:
         """Wait for the end of a save in the background."""

@@ -130,7 +130,7 @@ def test_a_rank_lost_in_a_save_is_named(how: str, model: list[Any], start: Start
     ("how", "code", "words"),
     [
         ("worker", 1, r"rank 1: RuntimeError: DataLoader worker \(pid \d+\) is killed by signal: Killed"),
-        ("interrupt", 130, r"^interrupted; --load resumes"),
+        ("interrupt", 130, r"^rank \d: interrupted; --load resumes"),
     ],
     ids=["worker", "interrupt"],
 )
@@ -261,7 +261,7 @@ def test_a_hang_says_who_is_where_and_ends_the_run(model: list[Any], start: Star
     ranks = start([["1", *flags]] * 2, program=("tests/end_to_end/stuck_rank.py",))
     said = [rank.end(exit_code=124) for rank in ranks]
     host = re.escape(socket.gethostname())
-    (line,) = [line for line in said[0].splitlines() if line.startswith("HANG (--hang-timeout): ")]
+    (line,) = [line for line in said[0].splitlines() if line.startswith("rank 0: HANG (--hang-timeout): ")]
     assert re.search(rf"rank 1 \({host}\) has been in operation 'Forward \S+ mb 0' of iteration 3 for \d+ s", line), (
         line
     )

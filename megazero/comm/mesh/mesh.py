@@ -61,39 +61,30 @@ class Mesh:
             hosts: each rank's host, from `start`, for messages.
         """
         peers = [other for other in range(layout.world_size) if other != rank]
+        timeout = datetime.timedelta(minutes=timeout_minutes)
         with peer_errors("making the groups of ranks", peers, hosts):
-            return cls._build(layout, rank, device, datetime.timedelta(minutes=timeout_minutes), check_buffers, hosts)
-
-    @classmethod
-    def _build(
-        cls,
-        layout: Layout,
-        rank: int,
-        device: torch.device,
-        timeout: datetime.timedelta,
-        check_buffers: bool,
-        hosts: Sequence[str],
-    ) -> Mesh:
-        in_flight = InFlight(check_buffers)
-        maker = GroupMaker(device, timeout)
-        everyone = list(range(layout.world_size))
-        # Before the splits, because some versions of torch count splits on members alone, and would hang here.
-        gloo = dist.new_group(backend="gloo", timeout=timeout) if len(everyone) > 1 and device.type != "cpu" else None
-        axes = {"embedding": Axis("embedding", [rank], rank)}  # in a middle stage: this rank alone
-        for name in URGENT + tuple(name for name in (*AXES, *SUB_AXES) if name not in URGENT):
-            group = maker.of_axis(layout.groups(name), name, urgent=name in URGENT)
-            for ranks in layout.groups(name):
-                if rank in ranks:
-                    axes[name] = Axis(name, ranks, rank, group, in_flight, hosts)
-        if device.type != "cpu":
-            make_links(layout, axes["pp"], maker)
-        world = dist.group.WORLD if len(everyone) > 1 else None
-        axes["host"] = axes["world"] = Axis("world", everyone, rank, world, in_flight, hosts)
-        if gloo is not None:
-            axes["host"] = Axis("host", everyone, rank, gloo, in_flight, hosts)
-        mesh = cls(layout, rank, device, in_flight=in_flight, **axes)
-        mesh.connect()
-        return mesh
+            in_flight = InFlight(check_buffers)
+            maker = GroupMaker(device, timeout)
+            everyone = list(range(layout.world_size))
+            # Before the splits, because some versions of torch count splits on members alone, and would hang here.
+            gloo = (
+                dist.new_group(backend="gloo", timeout=timeout) if len(everyone) > 1 and device.type != "cpu" else None
+            )
+            axes = {"embedding": Axis("embedding", [rank], rank)}  # in a middle stage: this rank alone
+            for name in URGENT + tuple(name for name in (*AXES, *SUB_AXES) if name not in URGENT):
+                group = maker.of_axis(layout.groups(name), name, urgent=name in URGENT)
+                for ranks in layout.groups(name):
+                    if rank in ranks:
+                        axes[name] = Axis(name, ranks, rank, group, in_flight, hosts)
+            if device.type != "cpu":
+                make_links(layout, axes["pp"], maker)
+            world = dist.group.WORLD if len(everyone) > 1 else None
+            axes["host"] = axes["world"] = Axis("world", everyone, rank, world, in_flight, hosts)
+            if gloo is not None:
+                axes["host"] = Axis("host", everyone, rank, gloo, in_flight, hosts)
+            mesh = cls(layout, rank, device, in_flight=in_flight, **axes)
+            mesh.connect()
+            return mesh
 
     @property
     def axes(self) -> tuple[Axis, ...]:
