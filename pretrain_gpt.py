@@ -229,7 +229,7 @@ def pretrain(command: Command, world: World, signals: Signals) -> Wish | None:
     from megazero.observe.watchdog import Watchdog
     from megazero.run.checkpoints import Checkpoints
     from megazero.run.resume import find_checkpoint
-    from megazero.run.run import Run
+    from megazero.run.run import TrainingRun
     from megazero.run.trainer import Trainer
 
     plan = prepare(command, world)
@@ -244,7 +244,7 @@ def pretrain(command: Command, world: World, signals: Signals) -> Wish | None:
     trainer = Trainer(config, mesh, datasets, eod, watchdog, tokenizer)
     saves = Checkpoints(trainer.config, trainer.engine, datasets, tokenizer, watchdog, command.given)
     stop_file = Path(config.log.log_dir) / "stop" if world.rank == 0 and config.log.log_dir else None
-    run = Run(trainer, saves, Wishes(signals, plan.clock, stop_file), command)
+    run = TrainingRun(trainer, saves, Wishes(signals, plan.clock, stop_file), command)
     if world.rank == 0:
         details = start_report.details(config, plan.layout, plan.machine, hosts, environment(), trainer.choices)
         start_report.hand_out(config, screen, details)

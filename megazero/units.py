@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-MOST_RANGES = 16
 SCALES = ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
 
 
@@ -29,25 +28,22 @@ def things(number: int, name: str) -> str:
     return f"{number:,} {name}{'s' * (number != 1)}"
 
 
+def ranges(numbers: Iterable[int]) -> list[str]:
+    """Format rising numbers: [0, 1, 2, 5] -> ["0-2", "5"]."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+
+
 def duration(seconds: float) -> str:
     """Format as "1:02:03", or "2:03" below an hour."""
     minutes, s = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{s:02}" if hours else f"{minutes}:{s:02}"
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """Format whole numbers as ranges: "0-2, 5"; after MOST_RANGES of them "..."."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    if len(texts) > MOST_RANGES:
-        texts[MOST_RANGES:] = ["..."]
-    return ", ".join(texts)
 
 
 def _three_digits(value: float) -> str:

@@ -1,4 +1,4 @@
-"""`Run`: a run around its trainer. It resumes, saves, logs, and stops when asked to."""
+"""`TrainingRun`: a run around its trainer. It resumes, saves, logs, and stops when asked to."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megazero.step.engine import LossScaleExhausted
 from megazero.step.memory_report import device_in_use
 
 
-class Run:
+class TrainingRun:
     """One rank's part in a run; all ranks call each method together."""
 
     def __init__(

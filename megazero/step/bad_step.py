@@ -88,4 +88,4 @@ def samples_text(numbers: Sequence[int]) -> str:
     real = [number for number in numbers if number != PADDING]
     if not real:
         return "padding"
-    return f"{'sample' if len(real) == 1 else 'samples'} {ranges(real)}"
+    return f"{'sample' if len(real) == 1 else 'samples'} {', '.join(ranges(real))}"

@@ -28,7 +28,7 @@ from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
 from megazero.run.inputs import open_data
 from megazero.run.resume import find_checkpoint
-from megazero.run.run import Run
+from megazero.run.run import TrainingRun
 from megazero.run.stopping import DeadRun, Wish
 from tests.helpers.runs import new_run
 
@@ -56,14 +56,14 @@ def configured(corpus: str, save: Path | str, iterations: int, eod: bool = False
     )
 
 
-def run_of(rank: int, world: int, config: Config) -> Run:
+def run_of(rank: int, world: int, config: Config) -> TrainingRun:
     log_as(rank, world)
     config, layout = resolve(config, world, 257, declare)
     mesh = Mesh.build(layout, rank, torch.device("cpu"))
     return new_run(config, mesh, open_data(config, load_tokenizer("byte")), 256 if config.data.eod_mask_loss else None)
 
 
-def quietly(run: Run) -> Wish | None:
+def quietly(run: TrainingRun) -> Wish | None:
     with contextlib.redirect_stdout(open(os.devnull, "w")):
         return run.train(find_checkpoint(run.config, run.mesh.host_group))
 

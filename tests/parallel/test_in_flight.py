@@ -15,7 +15,7 @@ from megazero.comm.mesh.mesh import Mesh
 from megazero.config.schema import CheckpointConfig
 from megazero.data.corpora import open_datasets
 from megazero.plan.layout.topology import Layout
-from megazero.run.run import Run
+from megazero.run.run import TrainingRun
 from tests.helpers.late import late_collectives
 from tests.helpers.runs import new_run
 from tests.parallel.cases import Case
@@ -83,7 +83,7 @@ def test_an_overlap_is_refused_and_named(ranks) -> None:
 # -- a run that resumes from a checkpoint
 
 
-def run_of(rank: int, case: Case, folder: Path, check_buffers: bool = True) -> Run:
+def run_of(rank: int, case: Case, folder: Path, check_buffers: bool = True) -> TrainingRun:
     config = replace(case.config(), checkpoint=CheckpointConfig(save=str(folder / "saved")))
     data = open_datasets([str(folder / "corpus")], "1,0,0", case.model.seq_length, 1, case.model.vocab_size)
     return new_run(config, Mesh.build(case.layout, rank, CPU, check_buffers=check_buffers), data)

@@ -31,7 +31,7 @@ from megazero.plan.layout.owned import rank_parts
 from megazero.plan.program.operations import Forward
 from megazero.run.replicas import check_replicas
 from megazero.run.resume import find_checkpoint
-from megazero.run.run import Run
+from megazero.run.run import TrainingRun
 from megazero.run.stopping import Clock, DeadRun, Signals, Wish
 from tests.parallel.runs import MODEL, configured, names, quietly, run_of, train, weights, write_corpus
 
@@ -481,7 +481,7 @@ def test_a_run_leaves_its_starts_its_ends_and_a_report(corpus: str, tmp_path: Pa
     """Done, with nothing to do, resumed and stopped by the stop file, ended by an error."""
     log = LogConfig(log_dir=str(tmp_path))
 
-    def run(iterations: int) -> Run:
+    def run(iterations: int) -> TrainingRun:
         return run_of(0, 1, replace(configured(corpus, tmp_path, iterations, load=str(tmp_path)), log=log))
 
     first = [("start", 0, ""), ("end", 2, "done")]

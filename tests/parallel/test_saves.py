@@ -20,7 +20,7 @@ import torch
 from megazero import checkpoint
 from megazero.checkpoint import tensor_file
 from megazero.config.schema import Config, EvaluationConfig
-from megazero.run.run import Run
+from megazero.run.run import TrainingRun
 from megazero.run.run_state import Progress
 from megazero.run.stopping import Clock, DeadRun, Signals, Wish
 from tests.parallel.runs import configured, names, quietly, run_of, weights, write_corpus
@@ -91,11 +91,11 @@ def test_a_checkpoint_that_another_run_prunes_is_passed_over_at_the_load(corpus:
 
 
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Run], None]]:
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[TrainingRun], None]]:
     """held(run) holds the writer of each save in the background until the run waits for that save."""
     gate, write = threading.Event(), tensor_file.host_bytes
 
-    def hold(run: Run) -> None:
+    def hold(run: TrainingRun) -> None:
         assert run.checkpoints.saver is not None
         finish = run.checkpoints.saver.finish
 
@@ -118,7 +118,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Run], None]]:
 
 
 def test_a_save_in_the_background_keeps_the_values_of_its_iteration(
-    corpus: str, tmp_path: Path, held: Callable[[Run], None]
+    corpus: str, tmp_path: Path, held: Callable[[TrainingRun], None]
 ) -> None:
     """Write each checkpoint when the next iteration has changed all values."""
     for name, background in (("now", False), ("later", True)):
@@ -136,7 +136,7 @@ def test_a_save_in_the_background_keeps_the_values_of_its_iteration(
             assert states[0][key] == states[1][key], key
 
 
-def skipping(run: Run, first: int) -> None:
+def skipping(run: TrainingRun, first: int) -> None:
     """Make no update from iteration `first` on."""
     step = run.trainer.engine.train_step
 
@@ -148,7 +148,7 @@ def skipping(run: Run, first: int) -> None:
 
 
 def test_a_run_that_dies_waits_for_its_save_in_the_background(
-    corpus: str, tmp_path: Path, held: Callable[[Run], None]
+    corpus: str, tmp_path: Path, held: Callable[[TrainingRun], None]
 ) -> None:
     options = {"save_interval": 1, "async_save": True, "max_skipped_iterations": 2}
     run = run_of(0, 1, configured(corpus, tmp_path, 9, **options))

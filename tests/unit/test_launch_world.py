@@ -160,7 +160,7 @@ def test_the_same_rank_twice_and_another_run_are_refused(monkeypatch: pytest.Mon
 def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     set_env(monkeypatch, f"MASTER_ADDR=127.0.0.1 MASTER_PORT={free_port()}")
     monkeypatch.setattr(launch, "JOIN_MINUTES", 0.01)
-    with pytest.raises(PeerLost, match=r"2 of 3 ranks did not start within 0.6 s: 1-2"):
+    with pytest.raises(PeerLost, match=r"2 of 3 ranks did not start within 0.6 s: ranks 1-2"):
         launch.start(World(0, 3, 0, "torchrun"), torch.device("cpu"), 0.01)
 
 

@@ -54,7 +54,7 @@ PARTS = """
     megazero.run.trainer:Profiler megazero.run.checkpoints:Checkpoints megazero.run.trainer:Batches
     megazero.run.trainer:Evaluator megazero.run.trainer:TextSampler megazero.run.run:RunEvents
     megazero.run.run:open_writers megazero.run.run:check_replicas megazero.run.trainer:peak_flops
-    pretrain_gpt:Wishes megazero.run.run:Run
+    pretrain_gpt:Wishes megazero.run.run:TrainingRun
     megazero.step.engine:Context megazero.step.engine:Stage megazero.step.engine:ZeroOptions
     megazero.step.engine:Zero megazero.step.engine:Interpreter megazero.step.engine:KeptInputs
     megazero.step.engine:upload_step megazero.step.engine:learning_rate megazero.step.engine:rank_spec
@@ -200,8 +200,8 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "watchdog": Kind("Watchdog"),
         "tokenizer": As("open_data.tokenizer"),
     },
-    "Wishes": {"signals": Kind("Signals"), "clock": Kind("Clock"), "stop_file": As("Run.wishes.stop_file")},
-    "Run": {
+    "Wishes": {"signals": Kind("Signals"), "clock": Kind("Clock"), "stop_file": As("TrainingRun.wishes.stop_file")},
+    "TrainingRun": {
         "trainer": Kind("Trainer"),
         "checkpoints": Kind("Checkpoints"),
         "wishes": Kind("Wishes"),
@@ -217,7 +217,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "datasets": As("Trainer.datasets"),
         "tokenizer": As("Trainer.tokenizer"),
         "watchdog": As("Trainer.watchdog"),
-        "given": As("Run.command.given"),
+        "given": As("TrainingRun.command.given"),
     },
     "Batches": {
         "dataset": As("Trainer.datasets.train"),
@@ -238,12 +238,12 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "open_batches": Kind("function"),
     },
     "TextSampler": {"config": CONFIG, "engine": ENGINE, "tokenizer": As("Trainer.tokenizer"), "num_tokens": 64},
-    "RunEvents": {"command": As("Run.command"), "config": CONFIG, "mesh": MESH},
+    "RunEvents": {"command": As("TrainingRun.command"), "config": CONFIG, "mesh": MESH},
     "open_writers": {
         "config": CONFIG,
         "start_iteration": 0,
         "in_use": Kind("function"),
-        "command": As("Run.command"),
+        "command": As("TrainingRun.command"),
         "about": Kind("dict"),
     },
     "check_replicas": {"engine": ENGINE, "iteration": 2},

@@ -11,7 +11,7 @@ from megazero.units import ranges
 
 # gloo reports a lost peer as a plain RuntimeError; it is recognised by its text alone.
 LOST = ("closed by peer", "reset by peer", "broken pipe", "timed out", "timeout", "connection refused", "not connected")
-MOST_HOSTS = 4  # in a message
+MOST_HOSTS, MOST_RANGES = 4, 16  # in a message; ranges per host
 
 
 class PeerLost(RuntimeError):
@@ -61,7 +61,11 @@ def _caused_by_peer(error: BaseException) -> bool:
 def ranks_text(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
     """Name ranks for a message: "rank 1 (node0)", "ranks 0-3 (node0), 4, 6 (node1)"."""
     by_host = groupby(sorted(ranks), lambda rank: hosts[rank] if hosts else "")
-    texts = [ranges(group) + (f" ({host})" if host else "") for host, group in by_host]
+    texts = [_few(ranges(group)) + (f" ({host})" if host else "") for host, group in by_host]
     if len(texts) > MOST_HOSTS:
         texts[MOST_HOSTS:] = [f"and {len(texts) - MOST_HOSTS} more hosts"]
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(texts)}"
+
+
+def _few(texts: list[str]) -> str:
+    return ", ".join(texts[:MOST_RANGES]) + (", ..." if len(texts) > MOST_RANGES else "")

@@ -17,13 +17,12 @@ from typing import NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from megazero.comm.launch.errors import PeerLost, peer_errors
+from megazero.comm.launch.errors import PeerLost, peer_errors, ranks_text
 from megazero.comm.launch.world import World, local_size, number
 from megazero.config.model_options import Precision
 from megazero.environment import check_allocator_settings
 from megazero.log import log
 from megazero.memory.host import has_nvidia
-from megazero.units import ranges
 
 JOIN_MINUTES = 10.0  # until all ranks have started; a collective's limit may be shorter
 ANSWER_SECONDS = 30.0  # until torchrun's store answers; the store of rank 0 may start later
@@ -269,7 +268,7 @@ def _wait_for_all(store: dist.Store, world: World, timeout: datetime.timedelta) 
         missing = [rank for rank in range(world.size) if not store.check([f"seat/{rank}"])]
         seconds = timeout.total_seconds()
         raise PeerLost(
-            f"{len(missing)} of {world.size} ranks did not start within {seconds:g} s: {ranges(missing)}"
+            f"{len(missing)} of {world.size} ranks did not start within {seconds:g} s: {ranks_text(missing)}"
         ) from None
 
 
