@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megazero.config.cli import flags
+from megazero.config.flags import flags
 from megazero.config.foreign.table import FLAGS, read_tables
 from tests.helpers.programs import ROOT
 

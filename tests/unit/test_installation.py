@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megazero.config.cli import PRESETS
 from megazero.config.foreign.table import FOLDER
+from megazero.config.presets import PRESETS
 from megazero.optional import EXTRAS, load_optional
 from megazero.price.time.devices import DEVICES
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 from megazero.config.architectures import ARCHITECTURES
-from megazero.config.cli import flags, preset_names, preset_values
+from megazero.config.flags import with_values
+from megazero.config.presets import preset_names, preset_values
 from megazero.config.schema import Config, ModelConfig
 from megazero.memory.host import Available
 from megazero.plan.layout.flat_layout import ALIGN, round_up
@@ -137,14 +137,8 @@ def presets(config: Config) -> list[tuple[str, Config]]:
     """Return the presets of the same architecture that name their vocabulary, largest first."""
     found = []
     for name in preset_names():
-        values = {key.replace("-", "_"): value for key, value in preset_values(name).items()}
-        if values.get("architecture", "gpt2") != config.model.architecture or "vocab_size" not in values:
-            continue
-        groups: dict[str, dict[str, Any]] = {group: {} for group, _ in flags().values()}
-        for key, value in values.items():
-            groups[flags()[key.replace("_", "-")][0]][key] = value
-        sections = {
-            group: dataclasses.replace(getattr(Config(), group), **groups[group]) for group in ("model", "training")
-        }
-        found.append((name, dataclasses.replace(Config(), **sections)))
+        values = preset_values(name)
+        if values.get("architecture", "gpt2") == config.model.architecture and "vocab-size" in values:
+            preset = with_values(Config(), values)
+            found.append((name, dataclasses.replace(Config(), model=preset.model, training=preset.training)))
     return sorted(found, key=lambda preset: -parameter_bounds(preset[1].model)[1])
