@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import NoReturn
 
 # What needs torch is imported where it is used: a run that is refused at once does not wait seconds for it.
-from megazero.comm.launch.world import World, local_size, read_world, tell_launcher
+from megazero.comm.launch.world import World, local_size, read_world, report_to_launcher
 from megazero.config.cli import Command, read
 from megazero.config.gpu_defaults import gpu_defaults
 from megazero.config.schema import Config
 from megazero.config.validate import check_device, check_values, plans
 from megazero.files import explain
+from megazero.log import log, log_as
 from megazero.memory.host import has_accelerator, host_memory
 from megazero.optional import missing_package
 from megazero.plan.layout.resolve import resolve
@@ -35,22 +36,23 @@ def main(argv: list[str]) -> None:
     try:
         command = read(argv, lambda: read_world().size)
         config = command.config
-        if command.notes and read_world().rank == 0:
-            print(*command.notes, sep="\n", flush=True)
         if not plans(config.plan):
             world = read_world()
+            log_as(world.rank, world.size)
+        for note in command.notes:
+            log.info(note)
         check_values(config)
         if not (plans(config.plan) or has_accelerator()):
             check_at_once(config, world.size, local_size(world), host_memory())
     except ValueError as error:
-        say(world, f"ValueError: {error}")
-        tell_launcher(f"ValueError: {error}")
+        log.error(f"ValueError: {error}")
+        report_to_launcher(f"ValueError: {error}")
         sys.exit(1)
     run(command, world)
 
 
 def run(command: Command, world: World) -> None:
-    """Do what the command line asks for. What goes wrong is said, here and to the other ranks, before this one ends."""
+    """Do what the command line asks for. Report a failure, to the other ranks too, before this rank ends."""
     from megazero.comm.launch import failures, launch
     from megazero.comm.launch.errors import PeerLost
     from megazero.step.engine import LossScaleExhausted
@@ -70,12 +72,12 @@ def run(command: Command, world: World) -> None:
         fail(world, str(error))
     except PeerLost as error:
         # At once: this rank may be ended before they answer.
-        say(world, f"{error}{place_of(error)}; asking the others why")
+        log.error(f"{error}{place_of(error)}; asking the others why")
         fail(world, failures.explain(world, error), report=False)
     except ModuleNotFoundError as error:
         fail(world, f"this run {missing_package(error)}")
     except KeyboardInterrupt:
-        print("interrupted; --load goes on from the last checkpoint in --save", file=sys.stderr, flush=True)
+        log.error("interrupted; --load resumes from the last checkpoint in --save")
         launch.abort(130)
     except Exception as error:
         traceback.print_exc()
@@ -97,7 +99,7 @@ def predict(command: Command) -> None:
     if device.kind == "cuda":
         config, chosen = gpu_defaults(config, command.given, device.fastest_precision)
         if chosen:
-            print(chosen, flush=True)
+            log.info(chosen)
     if config.plan.plan_search:
         search_report.run_search(config, command.args, console)
         return
@@ -126,7 +128,6 @@ def pretrain(command: Command, world: World, signals: Signals) -> Stop | None:
     from megazero.data.remembered import data_tokenizer
     from megazero.model.stage import declare
     from megazero.observe import start_report
-    from megazero.observe.progress_line import tell
     from megazero.observe.start_notes import this_processor
     from megazero.observe.watchdog import Watchdog
     from megazero.price.bytes.capacity import check_memory
@@ -163,7 +164,7 @@ def pretrain(command: Command, world: World, signals: Signals) -> Stop | None:
         except (OSError, ValueError) as error:
             refused = explain(error) if isinstance(error, OSError) else str(error)
             if world.size > 1:  # at once: the others may come late, or never
-                say(world, f"{refused}; it ends once all ranks have joined")
+                log.error(f"{refused}; this rank ends once all ranks have joined")
     timeout, checks = config.parallel.distributed_timeout_minutes, config.zero.poison_buffers
     hosts = launch.start(world, device, timeout)
     agree(lambda: run_values(config, datasets, tokenizer), world, device, hosts, refused)
@@ -171,7 +172,7 @@ def pretrain(command: Command, world: World, signals: Signals) -> Stop | None:
         processor = this_processor() if device.type == "cpu" else None
         shown = asked, config, layout, memory, device_name(device), chosen, processor
         screen = start_report.screen(*shown, tokenizer.vocab_size if tokenizer else 0, datasets.train_tokens)
-        tell("\n".join(screen))
+        log.info("\n".join(screen))
     eod = tokenizer.eod if tokenizer and config.data.document_flags else None
     with launch.limit(world, 60 * (launch.JOIN_MINUTES + timeout), "making the groups of ranks"):
         ranks = Mesh.build(layout, world.rank, device, timeout, check_buffers=checks, hosts=hosts)
@@ -223,19 +224,15 @@ def rehearse(config: Config, world: World, chosen: str) -> None:
     from megazero.rehearse.rehearsal_report import run_rehearsal
 
     if chosen:
-        print(chosen, flush=True)
+        log.info(chosen)
     run_rehearsal(config, world, vocabulary(config))
 
 
-def say(world: World, message: str) -> None:
-    print(f"rank {world.rank}: {message}" if world.size > 1 else message, file=sys.stderr, flush=True)
-
-
 def fail(world: World, message: str, report: bool = True) -> NoReturn:
-    """Say it, tell the other ranks, and leave at once: what waits for this rank then fails too, promptly."""
+    """Report the failure, to the other ranks too, and end this process at once, so that their waits for it fail."""
     from megazero.comm.launch import failures, launch
 
-    say(world, message)
+    log.error(message)
     if report:
         failures.report_failure(world, message)
     launch.abort(1)

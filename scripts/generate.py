@@ -28,6 +28,7 @@ from megazero.files import explain, read_regular
 from megazero.generation.generate import Generator, Text, packed_prompts
 from megazero.generation.model import InferenceModel
 from megazero.generation.sampling import Sampling
+from megazero.log import log, log_as
 from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout
@@ -138,8 +139,8 @@ def run(options: Options, world: launch.World) -> None:
     mesh = Mesh.build(layout, world.rank, device, TIMEOUT_MINUTES, check_buffers=False, hosts=hosts)
     inference = InferenceModel(path, model, mesh, state.master_precision)
     eod = end_of_document(tokenizer)
-    if world.rank == 0 and (note := packed_prompts(state.config.get("data", {}), prompts, eod)):
-        print(f"note: {note}", file=sys.stderr, flush=True)
+    if note := packed_prompts(state.config.get("data", {}), prompts, eod):
+        log.warning(note)
     generator = Generator(inference, sampling, options.max_new_tokens, options.batch_size, eod)
     start, tokens = time.perf_counter(), 0
     for texts in generator.run(prompts):
@@ -156,25 +157,25 @@ def main(options: Options) -> None:
     run(options, read_world())
 
 
-def fail(world: launch.World, message: str) -> NoReturn:
-    """Say it and leave at once: ranks that wait for this one fail too, promptly."""
-    print(f"rank {world.rank}: {message}" if world.size > 1 else message, file=sys.stderr, flush=True)
+def fail(message: str) -> NoReturn:
+    """Report the failure and end this process at once, so that other ranks' waits for it fail."""
+    log.error(message)
     launch.abort(1)
 
 
 if __name__ == "__main__":
     chosen = tyro.cli(Options)
-    ranks = launch.World(0, 1, 0, "single")
     try:
         ranks = read_world()
+        log_as(ranks.rank, ranks.size)
         launch.end_with_launcher(ranks)
         run(chosen, ranks)
     except ValueError as error:
-        fail(ranks, f"ValueError: {error}")
+        fail(f"ValueError: {error}")
     except KeyboardInterrupt:
         launch.abort(130)
     except Exception as error:
         import traceback
 
         traceback.print_exc()
-        fail(ranks, f"{type(error).__name__}: {error}")
+        fail(f"{type(error).__name__}: {error}")

@@ -8,7 +8,7 @@ of garbage. One stream, one device, no graphs: nothing waits for another stream.
 - Best fit: the smallest free block of the pool that holds it, the lowest address among equals.
 - No block: a new segment from the device, of 2 MiB for the small pool; of 20 MiB for requests below 10 MiB; else of the
   request, rounded up to 2 MiB.
-- What is left of the block is split off if it is at least 512 B in the small pool, more than 1 MiB in the large one.
+- The rest of the block is split off if it is at least 512 B in the small pool, more than 1 MiB in the large one.
   Else it goes with the block, and counts as allocated.
 - A freed block merges with free neighbours of its segment. A segment that is free as a whole stays reserved.
 - The device is full: all segments that are free as a whole are returned to it, and the request tried once more.

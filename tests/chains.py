@@ -1,8 +1,8 @@
 """Chains of resumes at random: layouts, lengths, saves in the background. `python -m tests.chains --chains 200`.
 
-Each chain is a run of 9 iterations that stops at random places and goes on in random layouts, every loss compared with
+Each chain is a run of 9 iterations that stops at random places and resumes in random layouts, every loss compared with
 the single process that never stopped. Prints the number of chains and the largest deviation; exit code 1 at the first
-that is too large. `--load N`: N processes that compute beside it, so that ranks run late.
+that is too large. `--load N`: N processes that compute at the same time, so that ranks run late.
 """
 
 from __future__ import annotations

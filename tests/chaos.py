@@ -32,7 +32,7 @@ from tests.helpers.chains import LAYOUTS, Curve, configured, make_corpus, train
 
 ITERATIONS = 8
 SECONDS = 120  # no attempt takes nearly as long
-TIMEOUT_SECONDS = 30  # of a rank that waits for one that was killed before they had met: no socket tells it
+TIMEOUT_SECONDS = 30  # of a rank that waits for one that was killed before they connected: no socket reports that
 SMALL = [name for name, (world, _, _) in LAYOUTS.items() if world <= 2]
 
 
@@ -159,7 +159,7 @@ def kills(number: int, seed: int, say: Any = print) -> Counter[str]:
 
 
 def full_disks(number: int, seed: int) -> Counter[str]:
-    """Saves that a rank cannot write: said, and after room is made the run ends with the same curve."""
+    """Saves that a rank cannot write are reported; after room is made, the run ends with the same curve."""
     draw, found = random.Random(seed), Counter[str]()
     with tempfile.TemporaryDirectory(prefix="megazero-chaos-") as folder:
         corpus = make_corpus(Path(folder))
@@ -180,7 +180,7 @@ def full_disks(number: int, seed: int) -> Counter[str]:
 
 
 def damages(number: int, seed: int) -> Counter[str]:
-    """Damage a checkpoint of two ranks at random; each damage is found by `verify`, and by what a resume reads."""
+    """Damage a checkpoint of two ranks at random; each damage is found by `verify`, and by a resume."""
     draw, found = random.Random(seed), Counter[str]()
     with tempfile.TemporaryDirectory(prefix="megazero-chaos-") as folder:
         run = Attempts("dp2 zero3", Path(folder, "run"), make_corpus(Path(folder)), False, ITERATIONS)

@@ -32,10 +32,10 @@ class Mutation:
     """A planted fault.
 
     Attributes:
-        fault: what it does, in words.
+        fault: its effect, in words.
         file: where, below the root of the repository.
         find: text of one line, which occurs exactly once in the file.
-        replace: what stands there instead.
+        replace: the replacement.
         tests: of the default suite, as pytest takes them; one of them at least must fail.
     """
 
@@ -120,7 +120,7 @@ def run_tests(root: Path, tests: tuple[str, ...]) -> int | None:
         except subprocess.TimeoutExpired:
             return None
         finally:
-            if process.poll() is None:  # out of time, or we are told to stop
+            if process.poll() is None:  # out of time, or interrupted
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
@@ -158,5 +158,5 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started ends too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that child processes end too
     sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""A whole pretraining run in plain PyTorch, from the rules in docs/run.md alone: what `metrics.jsonl` must say.
+"""A whole pretraining run in plain PyTorch, from the rules in docs/run.md alone: the expected `metrics.jsonl`.
 
 Nothing here imports megazero. Token files, order of samples, initial weights and dropout masks are made from their
 documented formulas; the rest is torch.optim.AdamW, torch.amp.GradScaler, clip_grad_norm_ and transformers' schedules,
@@ -319,7 +319,7 @@ class Run:
         self.optimizer = torch.optim.AdamW(groups, lr=flags["lr"], betas=betas, eps=flags["adam-eps"])
         self.schedule = schedule(flags, self.optimizer)
         scaled = flags["precision"] == "fp16"
-        # Grows and skips by itself; what an overflow does to the scale is Megatron's hysteresis, below.
+        # Grows and skips by itself; an overflow lowers the scale by Megatron's hysteresis, below.
         self.scaler = torch.amp.GradScaler(
             "cpu",
             init_scale=flags["initial-loss-scale"] if scaled else 1.0,
@@ -329,7 +329,7 @@ class Run:
         self.forgiven = flags["hysteresis"]  # overflows until the scale halves
 
     def step(self) -> dict[str, Any]:
-        """The object of the next iteration in metrics.jsonl, without what depends on the clock and the layout."""
+        """Return the next iteration's object in metrics.jsonl, without values that depend on clock or layout."""
         flags, iteration, batch = self.flags, len(self.metrics) + 1, self._batch_size()
         last = flags["lr-decay-iters"] if flags["lr-decay-style"] == "cosine" else iteration
         for group in self.optimizer.param_groups:
@@ -385,7 +385,7 @@ class Run:
             assert self.scaler.get_scale() == before / 2
             self.forgiven = max(0, self.forgiven - 1)
             if self.forgiven:
-                self.scaler._scale.fill_(before)  # update(new_scale) would forget to count anew
+                self.scaler._scale.fill_(before)  # update(new_scale) would not reset the count
         elif self.scaler.get_scale() > before:
             self.forgiven = self.flags["hysteresis"]
 

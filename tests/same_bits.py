@@ -5,7 +5,7 @@
     python -m tests.same_bits --before v1.2           # both: of another revision, in a git worktree, and of this tree
 
 Only the surface is used: the flags of pretrain_gpt.py, metrics.jsonl and the tensors of a checkpoint. So modules may
-move between the two trees. Bits depend on the CPU and on torch: compare what one machine computed.
+move between the two trees. Bits depend on the CPU and on torch: compare results of one machine.
 Exits with 1 if a number differs or a layout fails.
 """
 
@@ -157,7 +157,7 @@ def digest(value: Any) -> str:
 
 
 def read_numbers(folder: Path) -> Numbers:
-    """Return what a layout's run left in its folder."""
+    """Return the results in the folder of a layout's run."""
     lines = [json.loads(line) for line in (folder / "log" / "metrics.jsonl").read_text().splitlines()]
     found: Numbers = {
         key: [line.get(key) for line in lines]

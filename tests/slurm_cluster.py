@@ -65,7 +65,7 @@ BatchStartTimeout=20
 GresTypes=gpu
 """
 
-# The first process of a node: it names the node, reaps what job steps leave behind, and ends with slurmd.
+# The first process of a node: it names the node, reaps orphans of job steps, and ends with slurmd.
 NODE_INIT = """\
 hostname "$1" && mount --bind "$2/hosts" /etc/hosts || exit 1
 slurmd -D -f "$2/slurm.conf" -N "$1" &
@@ -103,7 +103,7 @@ class Job:
 
 
 class SlurmCluster:
-    """A running cluster; made by `slurm_cluster`. `env` is what its commands need in their environment."""
+    """A running cluster; made by `slurm_cluster`. `env` is the environment of its commands."""
 
     def __init__(self, folder: Path, num_nodes: int, cpus_per_node: int, gpus_per_node: int) -> None:
         self.folder = folder
@@ -168,7 +168,7 @@ class SlurmCluster:
         self._processes.remove(process)
 
     def stop(self) -> None:
-        """End what `start` began, and nothing else: the nodes with all their tasks, then the two daemons."""
+        """End only the processes of `start`: the nodes with all their tasks, then the two daemons."""
         for process in reversed(self._processes):
             # A node ends as by a power cut, since `unshare` ignores TERM; the daemons may tidy up.
             process.send_signal(signal.SIGKILL if process in self._nodes else signal.SIGTERM)
@@ -259,7 +259,7 @@ def _path() -> str:
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment, without what another SLURM or a torchrun left in it."""
+    """This process's environment, without the variables of another SLURM or a torchrun."""
     foreign = ("SLURM", "SBATCH", "SRUN", "MASTER_", "TORCHELASTIC", "OMP_NUM_THREADS")
     ranks = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
     kept = {k: v for k, v in os.environ.items() if not k.startswith(foreign) and k not in ranks}

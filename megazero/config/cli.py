@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from megazero.config.help import show_normal
 from megazero.config.limits import check_text
 from megazero.config.presets import Preset, read_preset
 from megazero.config.schema import Config
+from megazero.log import log
 
 PROGRAM = "pretrain_gpt.py"
 
@@ -72,7 +72,7 @@ def read(argv: list[str], count_ranks: Callable[[], int] = lambda: 1) -> Command
     translated = translate(argv, preset.values, count_ranks)
     refused = refusals(translated.answers)
     if any(answer.unknown for answer in translated.answers):
-        print(refused, file=sys.stderr)
+        log.error(refused)
         raise SystemExit(2)
     if refused:
         raise ValueError(refused)
@@ -82,7 +82,7 @@ def read(argv: list[str], count_ranks: Callable[[], int] = lambda: 1) -> Command
         config = tyro.cli(Config, default=defaults, args=args, prog=PROGRAM, config=(tyro.conf.OmitArgPrefixes,))
     except SystemExit as stop:
         if stop.code:  # the message names the translation of a foreign flag
-            print(*notes, sep="\n", file=sys.stderr)
+            log.error("\n".join(notes))
         raise
     return Command(config, args, frozenset(preset.values) | names_of(args), notes)
 

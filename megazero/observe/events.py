@@ -24,9 +24,9 @@ from megazero.comm.launch import scheduler
 from megazero.comm.mesh.mesh import Mesh
 from megazero.config.cli import Command
 from megazero.config.schema import Config
+from megazero.log import log
 from megazero.model.stage import declare
-from megazero.observe.loggers import warn
-from megazero.observe.progress_line import Record, tell
+from megazero.observe.progress_line import Record
 from megazero.observe.report.runs import EVENTS
 from megazero.plan.layout.layers import num_parameters
 
@@ -71,9 +71,9 @@ class RunEvents:
         from megazero.observe.report.page import write_report
 
         try:
-            tell(f"report    {write_report(self.folder)}")
+            log.info(f"report    {write_report(self.folder)}")
         except Exception as error:
-            warn(f"no report.html: {type(error).__name__}: {error}")
+            log.warning(f"no report.html: {type(error).__name__}: {error}")
 
     def fail(self, iteration: int, error: Exception) -> None:
         """Record an end by an error. No report: other ranks may be waiting to hear of it."""
@@ -93,7 +93,7 @@ class RunEvents:
             ) as file:
                 file.write(json.dumps(found) + "\n")
         except Exception as error:
-            warn(f"{self.folder / EVENTS} lacks an event: {type(error).__name__}: {error}")
+            log.warning(f"{self.folder / EVENTS} lacks an event: {type(error).__name__}: {error}")
 
 
 def now() -> str:

@@ -5,11 +5,9 @@ The heavy libraries are imported only when asked for.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
-import sys
 import uuid
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +17,7 @@ from megazero.config.cli import Command
 from megazero.config.flags import to_toml
 from megazero.config.schema import Config
 from megazero.files import OutputFile, explain, read_regular, replace_file
+from megazero.log import log
 from megazero.observe.progress_line import InUse, ProgressLine, Record
 
 
@@ -48,9 +47,9 @@ def open_writers(
     Raises:
         ValueError: a folder or file cannot be made; nothing has been trained yet.
     """
-    log, writers = config.log, []
-    if log.log_dir:
-        folder = Path(log.log_dir)
+    logs, writers = config.log, []
+    if logs.log_dir:
+        folder = Path(logs.log_dir)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             evaluates = config.evaluation.eval_only  # perhaps a run in whose folder its own files are
@@ -59,15 +58,15 @@ def open_writers(
                 replace_file(options, command.to_toml(config) if command is not None else to_toml(config))
             writers.append(MetricsFile(folder / "metrics.jsonl", None if evaluates else start_iteration))
         except OSError as error:
-            raise ValueError(f"--log-dir {log.log_dir}: {explain(error)}") from None
+            raise ValueError(f"--log-dir {logs.log_dir}: {explain(error)}") from None
         except ValueError as error:
-            raise ValueError(f"--log-dir {log.log_dir}: {error}; remove it, or name another folder") from None
-    if log.tensorboard_dir:
+            raise ValueError(f"--log-dir {logs.log_dir}: {error}; remove it, or name another folder") from None
+    if logs.tensorboard_dir:
         try:
-            writers.append(TensorBoard(log.tensorboard_dir, start_iteration))
+            writers.append(TensorBoard(logs.tensorboard_dir, start_iteration))
         except OSError as error:
-            raise ValueError(f"--tensorboard-dir {log.tensorboard_dir}: {explain(error)}") from None
-    if log.wandb_project:
+            raise ValueError(f"--tensorboard-dir {logs.tensorboard_dir}: {explain(error)}") from None
+    if logs.wandb_project:
         writers.append(WeightsAndBiases(config, start_iteration, about or {}))
     if not config.evaluation.eval_only:
         writers.append(ProgressLine(config, start_iteration, in_use))
@@ -86,19 +85,16 @@ class Writers:
                 writer.write(record)
             except Exception as error:
                 self.writers.remove(writer)
-                warn(f"{type(writer).__name__} failed, and is left out from here on: {type(error).__name__}: {error}")
+                log.warning(
+                    f"{type(writer).__name__} failed, and is left out from here on: {type(error).__name__}: {error}"
+                )
 
     def close(self) -> None:
         for writer in self.writers:
             try:
                 writer.close()
             except Exception as error:
-                warn(f"{type(writer).__name__} failed at its end: {type(error).__name__}: {error}")
-
-
-def warn(text: str) -> None:
-    with contextlib.suppress(OSError):
-        print(f"WARNING: {text}", file=sys.stderr, flush=True)
+                log.warning(f"{type(writer).__name__} failed at its end: {type(error).__name__}: {error}")
 
 
 MAX_PENDING_LINES = 100_000  # of about a kilobyte
@@ -131,14 +127,14 @@ class MetricsFile:
             self.file.write(b"".join(self.pending))  # over what an attempt that failed may have left
         except OSError as error:
             if len(self.pending) == 1 or len(self.pending) % 100 == 0:
-                warn(f"{explain(error)}. Training goes on; {len(self.pending)} lines of metrics wait for room")
+                log.warning(f"{explain(error)}. Training goes on; {len(self.pending)} lines of metrics wait for room")
             del self.pending[:-MAX_PENDING_LINES]
         else:
             self.pending.clear()
 
     def close(self) -> None:
         if self.pending:
-            warn(f"{self.path} lacks the last {len(self.pending)} iterations, which could not be written")
+            log.warning(f"{self.path} lacks the last {len(self.pending)} iterations, which could not be written")
         self.file.close()
 
 
@@ -206,14 +202,14 @@ class WeightsAndBiases:
         """
         import wandb
 
-        log, evaluates = config.log, config.evaluation.eval_only
+        logs, evaluates = config.log, config.evaluation.eval_only
         self.run = wandb.init(
-            project=log.wandb_project,
-            name=log.wandb_name or Path(log.log_dir).resolve().name,
-            id=new_id() if evaluates else run_id(Path(log.log_dir), start_iteration),
+            project=logs.wandb_project,
+            name=logs.wandb_name or Path(logs.log_dir).resolve().name,
+            id=new_id() if evaluates else run_id(Path(logs.log_dir), start_iteration),
             resume="allow",
             job_type="evaluation" if evaluates else "training",
-            dir=log.log_dir,
+            dir=logs.log_dir,
             mode=None if wandb.login(prompt=False) else "offline",
             settings=wandb.Settings(silent=True),
         )

@@ -6,10 +6,9 @@ from pathlib import Path
 
 from megazero.config.schema import Config
 from megazero.config.validate import iteration_range
+from megazero.log import log
 from megazero.observe import stragglers
 from megazero.observe.bubble import BubbleMeter
-from megazero.observe.loggers import warn
-from megazero.observe.progress_line import tell
 from megazero.observe.timeline import Timeline, timeline
 from megazero.observe.trace import Trace
 from megazero.step.engine import Engine
@@ -66,7 +65,6 @@ class Profiler:
         try:
             trace.write(path)
         except OSError as error:  # not worth the run
-            warn(f"--profile-iterations: {path} cannot be written: {error}")
+            log.warning(f"--profile-iterations: {path} cannot be written: {error}")
         else:
-            if self.mesh.rank == 0:
-                tell(f"wrote {path}; open it in chrome://tracing or ui.perfetto.dev")
+            log.info(f"wrote {path}; open it in chrome://tracing or ui.perfetto.dev")

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from megazero.config.schema import Config
+from megazero.log import log
 from megazero.units import count, duration, size
 
 RECENT = 50  # iterations whose mean time gives the time left
 
 Record = dict[str, Any]  # one iteration, as in metrics.jsonl
 InUse = Callable[[], tuple[int, int] | None]
-
-
-def tell(text: str) -> None:
-    """Print a line. A full disk under the log, or a reader that is gone, ends no run."""
-    with contextlib.suppress(OSError):
-        print(text, flush=True)
 
 
 class ProgressLine:
@@ -34,16 +28,16 @@ class ProgressLine:
         self.interval, self.last = config.log.log_interval, config.training.train_iters
         self.seq_length, self.in_use = config.model.seq_length, in_use
         self.start, self.recent = start_iteration, deque[float](maxlen=RECENT)
-        self.bar, self.show = self._open_bar() if sys.stdout.isatty() else (None, tell)
+        self.bar = self._open_bar() if sys.stdout.isatty() else None
 
-    def _open_bar(self) -> tuple[Any, Callable[[str], None]]:
+    def _open_bar(self) -> Any:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         columns = [BarColumn(None), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")]
-        bar = Progress(*columns, transient=True)
+        bar = Progress(*columns, transient=True)  # prints what the log writes above the bar
         bar.start()
         self.task = bar.add_task("", total=self.last, completed=self.start)
-        return bar, lambda text: bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        return bar
 
     def write(self, record: Record) -> None:
         self.recent.append(record["step_seconds"])
@@ -52,7 +46,7 @@ class ProgressLine:
         if self.bar is not None:
             self.bar.update(self.task, completed=i, description=left)
         if i % self.interval == 0 or i == self.last or "validation_loss" in record:
-            self.show(line(record, self.last, self.seq_length, self.in_use(), left))
+            log.info(line(record, self.last, self.seq_length, self.in_use(), left))
 
     def close(self) -> None:
         if self.bar is not None:

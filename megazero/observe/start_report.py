@@ -15,9 +15,9 @@ from megazero.config.flags import as_flag, flags, to_toml, value_of
 from megazero.config.presets import preset_values
 from megazero.config.schema import Config
 from megazero.files import explain, replace_file
+from megazero.log import log
 from megazero.memory.host import Machine
 from megazero.model.stage import declare
-from megazero.observe.progress_line import tell
 from megazero.observe.start_notes import Processor, device_words, kept, large_vocabulary
 from megazero.plan.layout.layers import num_parameters
 from megazero.plan.layout.topology import Layout
@@ -233,7 +233,7 @@ def hand_out(config: Config, screen: Sequence[str], details: str) -> None:
         ValueError: the folder or the file cannot be made.
     """
     if config.log.verbose:
-        tell(details)
+        log.info(details)
     if not config.log.log_dir or config.evaluation.eval_only:  # perhaps another run's folder
         return
     folder = Path(config.log.log_dir)
@@ -242,4 +242,4 @@ def hand_out(config: Config, screen: Sequence[str], details: str) -> None:
         replace_file(folder / "plan.txt", "\n".join([*screen, "", details, ""]))
     except OSError as error:
         raise ValueError(f"--log-dir {folder}: {explain(error)}") from None
-    tell(f"{'more':{MARGIN}}{folder / 'plan.txt'}: memory by kind, all options, environment")
+    log.info(f"{'more':{MARGIN}}{folder / 'plan.txt'}: memory by kind, all options, environment")

@@ -7,7 +7,7 @@ import statistics
 import torch
 
 from megazero.comm.mesh.mesh import Mesh
-from megazero.observe.progress_line import tell
+from megazero.log import log
 from megazero.observe.timeline import Span
 from megazero.plan.program.operations import COMPUTE
 
@@ -50,10 +50,6 @@ def report(mesh: Mesh, iteration: int, spans: list[Span]) -> dict[str, object]:
         hosts = world.hosts or [""] * world.size
         named = [{"rank": rank, "host": hosts[rank], "times": round(times, 2)} for rank, times in slow[:MOST_NAMED]]
         record["slow_ranks"] = named
-        if mesh.rank == 0:
-            texts = [
-                f"rank {rank}{f' ({hosts[rank]})' * bool(hosts[rank])} {times:.1f} x"
-                for rank, times in slow[:MOST_NAMED]
-            ]
-            tell(f"iteration {iteration}: SLOW: {', '.join(texts)} the median computing time of their stage")
+        texts = [f"rank {rank} ({hosts[rank] or 'this host'}) {times:.1f} x" for rank, times in slow[:MOST_NAMED]]
+        log.info(f"iteration {iteration}: SLOW: {', '.join(texts)} the median computing time of their stage")
     return record

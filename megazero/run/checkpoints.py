@@ -17,6 +17,7 @@ from megazero.comm.mesh.collectives import MIN
 from megazero.config.schema import Config
 from megazero.data.corpora import Datasets
 from megazero.data.tokenizer import Tokenizer
+from megazero.log import log
 from megazero.observe.watchdog import Watchdog
 from megazero.run.resume import changed_options, check_data, find_checkpoint
 from megazero.run.run_state import Progress, RunState, attached_tokenizer
@@ -34,7 +35,6 @@ class Checkpoints:
         datasets: Datasets,
         tokenizer: Tokenizer | None,
         watchdog: Watchdog,
-        say: Callable[[str], None],
         given: Collection[str] | None = None,
     ) -> None:
         """Prepare to save into --save, if it is given.
@@ -45,12 +45,11 @@ class Checkpoints:
             datasets: the run's; a checkpoint keeps the fingerprints of its corpora.
             tokenizer: the run's, which rank 0 puts into every checkpoint.
             watchdog: it does not watch while a checkpoint is written: waits in a save have limits of their own.
-            say: prints a line, on rank 0.
             given: names of the flags that were given, without dashes; None: all were.
         """
         self.config, self.engine, self.mesh = config, engine, engine.mesh
         self.fingerprints, self.split_by_tokens = tuple(datasets.fingerprints()), datasets.split_by_tokens
-        self.watchdog, self.say, self.given = watchdog, say, given
+        self.watchdog, self.given = watchdog, given
         self.saved_at: int | None = None  # iteration of the newest checkpoint in --save
         self.run_id = uuid.uuid4().hex  # a resume in the same folder keeps the run's
         minutes = config.parallel.distributed_timeout_minutes
@@ -93,7 +92,7 @@ class Checkpoints:
         self.saved_at = iteration
         if self.saver is not None:
             self.saver.start(root, iteration, shards, state, self.attached)
-            self.say(f"saving in the background; training stopped for {time.perf_counter() - self.saving_since:.1f} s")
+            log.info(f"saving in the background; training stopped for {time.perf_counter() - self.saving_since:.1f} s")
             if last:
                 self.finish_save(last)
         else:
@@ -114,12 +113,12 @@ class Checkpoints:
             self.saved_at = None
             if last:
                 raise
-            self.say(f"WARNING: {error}. Training goes on; the next save is tried as if this had not been")
+            log.warning(f"{error}. Training continues; the next save is attempted as scheduled")
             return
         finally:
             self.watchdog.doing = doing
         if path is not None:
-            self.say(f"saved {path} in {time.perf_counter() - self.saving_since:.1f} s")
+            log.info(f"saved {path} in {time.perf_counter() - self.saving_since:.1f} s")
             if self.mesh.rank == 0:
                 self._prune()
 
@@ -128,7 +127,7 @@ class Checkpoints:
         try:
             checkpoint.prune(Path(options.save), options.keep_last, options.keep_every, self.run_id)
         except (OSError, checkpoint.Damaged) as error:  # the folder cannot be read now; the next save prunes it
-            self.say(f"WARNING: no old checkpoint in --save {options.save} is deleted: {error}")
+            log.warning(f"no old checkpoint in --save {options.save} is deleted: {error}")
 
     def _refuse_nonfinite(self, shards: dict[str, LocalShard], iteration: int) -> None:
         """Raise DeadRun if weights are not finite, so that the last checkpoint before them stays the newest."""
@@ -167,7 +166,7 @@ class Checkpoints:
         state = RunState.read(path, self.mesh.host_group)
         if self.config.checkpoint.finetune or self.config.evaluation.eval_only or state.weights_only:
             self._load_weights(path)
-            self.say(f"loaded the weights of {path} in {time.perf_counter() - start:.1f} s")
+            log.info(f"loaded the weights of {path} in {time.perf_counter() - start:.1f} s")
             return Progress(state.iteration, state.consumed_samples) if self.config.evaluation.eval_only else Progress()
         check_data(path, state, self.config, self.fingerprints, self.split_by_tokens)
         self.engine.wait()  # the initial weights, all-gathered late, must not overwrite what is loaded
@@ -177,11 +176,11 @@ class Checkpoints:
             checkpoint.load(path, shards, self.mesh.host_group)
         self.engine.load_state_dict({"updates": state.updates, "loss_scale": state.loss_scale})
         for difference in changed_options(state.config, self.config, self.given):
-            self.say(difference)
+            log.info(difference)
         if path.parent.resolve() == Path(self.config.checkpoint.save or ".").resolve():
             self.saved_at = state.iteration
             self.run_id = state.run
-        self.say(f"loaded {path} in {time.perf_counter() - start:.1f} s")
+        log.info(f"loaded {path} in {time.perf_counter() - start:.1f} s")
         return Progress(state.iteration, state.consumed_samples, state.skipped_in_a_row)
 
     def _load_weights(self, path: Path) -> None:

@@ -13,12 +13,13 @@ from megazero.config.schema import Config
 from megazero.data.corpora import Datasets
 from megazero.data.loader import Batches
 from megazero.data.samples import Samples
+from megazero.log import log
 from megazero.observe.progress_line import Record
 from megazero.run.stopping import Stop
 from megazero.step.engine import Engine
 from megazero.units import duration
 
-REPORT_SECONDS = 30.0  # between two lines that say how far an evaluation is
+REPORT_SECONDS = 30.0  # between two reports of an evaluation's progress
 
 
 class Evaluation(NamedTuple):
@@ -71,15 +72,8 @@ class Evaluator:
             self.parts = [(name, open_batches(samples), -(-len(samples) // size)) for name, samples in whole.items()]
             self.named = ()
 
-    def run(
-        self, stop: Callable[[], Stop | None] = lambda: None, say: Callable[[str], None] = lambda _: None
-    ) -> Evaluation | Stopped:
-        """Evaluate.
-
-        Args:
-            stop: asked before every global batch; a reason ends the evaluation.
-            say: told now and then how far it is.
-        """
+    def run(self, stop: Callable[[], Stop | None] = lambda: None) -> Evaluation | Stopped:
+        """Evaluate. `stop` is called before every global batch; if it returns a reason, the evaluation ends."""
         losses, counts = defaultdict[str, float](float), defaultdict[str, int](int)
         done, last = 0, sum(count for _, _, count in self.parts)
         start = reported = time.monotonic()
@@ -98,7 +92,7 @@ class Evaluator:
                     if (now := time.monotonic()) - reported > REPORT_SECONDS:
                         left = duration((now - start) / done * (last - done))
                         loss = sum(losses.values()) / max(1, sum(counts.values()))
-                        say(f"evaluated {done} of {last} global batches, loss {loss:.4f}, {left} left")
+                        log.info(f"evaluated {done} of {last} global batches, loss {loss:.4f}, {left} left")
                         reported = now
         by_corpus = {name: losses[name] / count for name, count in counts.items() if count}
         return Evaluation(sum(losses.values()), sum(counts.values()), by_corpus if len(counts) > 1 else {})

@@ -17,13 +17,14 @@ from megazero.config.validate import skipped_samples
 from megazero.data.corpora import Datasets
 from megazero.data.loader import Batches
 from megazero.data.tokenizer import Tokenizer
+from megazero.log import log
 from megazero.memory.fragmentation import device_fragmentation
 from megazero.model.kernels.kernel_choice import choose_kernels
 from megazero.model.kernels.matmul_backend import choose_matmul_backend
 from megazero.observe.events import RunEvents
 from megazero.observe.loggers import Writers, open_writers
 from megazero.observe.profiling import Profiler
-from megazero.observe.progress_line import Record, tell
+from megazero.observe.progress_line import Record
 from megazero.observe.watchdog import Watchdog
 from megazero.price.time.devices import peak_flops
 from megazero.price.trace.trace import model_flops
@@ -74,7 +75,7 @@ class Trainer:
         self.profiler = Profiler(self.config, self.engine)
         self.progress = Progress()
         given = command.given if command is not None else None
-        self.checkpoints = Checkpoints(self.config, self.engine, datasets, tokenizer, self.watchdog, self.say, given)
+        self.checkpoints = Checkpoints(self.config, self.engine, datasets, tokenizer, self.watchdog, given)
         self.left_out = skipped_samples(config)
         card = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else ""
         self.peak_flops = peak_flops(card, config.training)
@@ -102,10 +103,6 @@ class Trainer:
         self.evaluator = Evaluator(
             config, self.engine, datasets, split, lambda samples: batches(samples, workers, full)
         )
-
-    def say(self, text: str) -> None:
-        if self.leads:
-            tell(text)
 
     def run(self, load: Path | None) -> Stop | None:
         """Train from `load`, or from the beginning, to --train-iters, or until asked to stop; returns by what.
@@ -136,7 +133,7 @@ class Trainer:
                 if self._due(config.checkpoint.save_interval):
                     self.checkpoints.save(self.progress)
                 if self._due(config.checkpoint.exit_interval):
-                    self.say(f"--exit-interval {config.checkpoint.exit_interval}: stopping")
+                    log.info(f"--exit-interval {config.checkpoint.exit_interval}: stopping")
                     break
         except Exception as error:
             events.fail(self.progress.iteration, error)
@@ -151,7 +148,7 @@ class Trainer:
         self.engine.wait()
         if stop is not None:
             kept = self.checkpoints.saved_at == self.progress.iteration
-            self.say(stopped_words(self.progress.iteration, stop.why, config.checkpoint if kept else None))
+            log.info(stopped_words(self.progress.iteration, stop.why, config.checkpoint if kept else None))
         done = self.progress.iteration >= config.training.train_iters
         events.end(self.progress.iteration, stop.why if stop else "done" if done else "--exit-interval")
         return stop
@@ -218,7 +215,7 @@ class Trainer:
         if result.skip_reason is not None:
             first = progress.consumed_samples - size
             batch = f"samples {first} to {progress.consumed_samples - 1}"
-            self.say(f"iteration {progress.iteration}, of {batch}, makes no update: {result.skip_reason}")
+            log.info(f"iteration {progress.iteration}, of {batch}, makes no update: {result.skip_reason}")
         if self._due(config.evaluation.eval_interval):
             found = self.evaluate()
             record["validation_loss"] = found.loss
@@ -233,7 +230,7 @@ class Trainer:
         """Go on behind the samples of --skip-samples where the next batch would hold one of them."""
         left_out, next_one = self.left_out, self.progress.consumed_samples
         if left_out.start < next_one + self.config.batch_sizes.at(next_one) and next_one < left_out.stop:
-            self.say(f"--skip-samples: going on from sample {left_out.stop} instead of {next_one}")
+            log.info(f"--skip-samples: going on from sample {left_out.stop} instead of {next_one}")
             self.progress.consumed_samples = left_out.stop
 
     def _record(self, result: StepResult, samples: int, seconds: float, traffic: dict[str, int]) -> Record:
@@ -278,7 +275,7 @@ class Trainer:
         writers = self._open_writers(RunEvents(self.command, self.config, self.mesh))
         start = time.perf_counter()
         try:
-            found = self.evaluator.run(self._stop, self.say)
+            found = self.evaluator.run(self._stop)
             if isinstance(found, Evaluation):
                 progress, seconds = self.progress, time.perf_counter() - start
                 record = self.evaluator.record(found, progress.iteration, progress.consumed_samples, seconds)
@@ -287,9 +284,9 @@ class Trainer:
             writers.close()
         self.engine.wait()
         if isinstance(found, Stopped):
-            self.say(f"stopped by {found.stop.why}, with {found.done:.0%} evaluated: no result")
+            log.info(f"stopped by {found.stop.why}, with {found.done:.0%} evaluated: no result")
             return found.stop
-        self.say(line(record))
+        log.info(line(record))
         return None
 
     def describe(self, load: Path | None) -> None:
@@ -301,15 +298,15 @@ class Trainer:
             iters, size = evaluation.eval_iters, config.training.global_batch_size
             repeats = self.datasets.repeats(self.evaluator.split, iters, size)
         for note in filter(None, [*self.datasets.notes(), repeats]):
-            self.say(note)
+            log.info(note)
         if config.checkpoint.load and load is None:
-            self.say(f"--load {config.checkpoint.load} holds no checkpoint: starting fresh")
+            log.info(f"--load {config.checkpoint.load} holds no checkpoint: starting fresh")
         if config.evaluation.eval_only:
             iters = config.evaluation.eval_iters
             part = f"the first {iters} global batches" if iters else "all"
-            self.say(f"evaluating {part} of the {config.evaluation.eval_split} split")
+            log.info(f"evaluating {part} of the {config.evaluation.eval_split} split")
         elif self.progress.iteration >= config.training.train_iters:
             done, asked = self.progress.iteration, config.training.train_iters
-            self.say(f"iteration {done} is done, and --train-iters is {asked}: nothing to do")
+            log.info(f"iteration {done} is done, and --train-iters is {asked}: nothing to do")
         elif load is not None:
-            self.say(f"going on after iteration {self.progress.iteration}")
+            log.info(f"going on after iteration {self.progress.iteration}")

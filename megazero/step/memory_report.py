@@ -9,6 +9,7 @@ import torch
 
 from megazero.comm.mesh.mesh import Mesh
 from megazero.config.schema import Config
+from megazero.log import log
 from megazero.memory.tracker import KINDS, MemoryTracker
 from megazero.plan.program.operations import Op, name_of
 from megazero.plan.program.program import Program
@@ -39,7 +40,7 @@ def memory_report(config: Config, mesh: Mesh, tracker: MemoryTracker, step: Prog
         try:
             expected = predicted_after(config, mesh.layout, mesh.rank, mesh.device.type == "cpu", at + 1)
         except Exception as error:  # the one that is being reported matters more
-            print(f"no prediction for the memory report: {type(error).__name__}: {error}", file=sys.stderr)
+            log.error(f"no prediction for the memory report: {type(error).__name__}: {error}")
     where = f" in {name_of(op)}" if op is not None else ""
     columns = ["now", "peak", *(["predicted", "its peak"] if expected is not None else [])]
     rows = [f"memory of rank {mesh.rank}{where}, MiB:", f"{'':24}" + "".join(f"{name:>12}" for name in columns)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -13,6 +13,7 @@ import pytest
 
 import pretrain_gpt
 from megazero.comm.launch import launch
+from megazero.log import log_as
 from tests.end_to_end.cli import ROOT, run
 
 
@@ -47,7 +48,7 @@ def model(corpus: Path) -> list[object]:
 @pytest.fixture
 def refusal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., subprocess.CompletedProcess[str]]:
+) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
     """refusal(*flags): pretrain_gpt.py with `flags`, which end it, in this process."""
 
     def abort(code: int) -> NoReturn:
@@ -62,4 +63,5 @@ def refusal(
         return subprocess.CompletedProcess(argv, end.value.code, *capsys.readouterr())
 
     monkeypatch.setattr(launch, "abort", abort)
-    return get
+    yield get
+    log_as(0, 1)

@@ -104,7 +104,7 @@ def test_a_step_waits_for_the_gpu_once(how: dict[str, Any]) -> None:
     mesh = OneRead(**vars(Mesh.build(case.layout, 0, torch.device("cuda", 0))))
     engine = Engine(case.config(), mesh)
     batches = micro_batches(case, mesh, 0)
-    engine.train_step(1, batches)  # what is made once: kernels' workspaces, page-locked buffers
+    engine.train_step(1, batches)  # makes everything that is made once: kernels' workspaces, page-locked buffers
     for work in (lambda: engine.train_step(2, batches), lambda: engine.evaluate(batches)):
         OneRead.reads = 0
         torch.cuda.set_sync_debug_mode("error")

@@ -70,7 +70,7 @@ def test_several_gpus_are_the_same_model(case: Case) -> None:
             rank, outcome = answers.get(timeout=1)
             found[rank] = outcome
         except queue.Empty:
-            ranks.join(timeout=0)  # raises what a rank raised
+            ranks.join(timeout=0)  # raises a rank's exception
     while not ranks.join():
         pass
     for outcome in found.values():

@@ -1,4 +1,4 @@
-"""Runs that stop and go on in other layouts: what the tests of resuming and `python -m tests.chains` share."""
+"""Runs that stop and resume in other layouts, shared by the tests of resuming and `python -m tests.chains`."""
 
 from __future__ import annotations
 

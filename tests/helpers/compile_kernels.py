@@ -1,4 +1,4 @@
-"""Compile every Triton kernel for a GPU that is not there: `python -m tests.helpers.compile_kernels 90`.
+"""Compile every Triton kernel for an absent GPU: `python -m tests.helpers.compile_kernels 90`.
 
 The launches of `model.kernels` are called on CPU tensors, with a driver that knows a target and nothing else; the
 kernels are compiled to machine code, and not run. Prints a line per kernel: name, warps, registers, loads, atomics,
@@ -77,7 +77,7 @@ def launch_all() -> None:
 
 
 def resources(kernel: Any) -> tuple[int, int]:
-    """Return (registers per thread, bytes that are spilled), which ptxas says."""
+    """Return (registers per thread, bytes that are spilled), as reported by ptxas."""
     folder = Path(triton.__file__).parent / "backends/nvidia/bin"
     ptxas = max(folder.glob("ptxas*"))  # of two, the newer one, which knows all of this triton's PTX
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:

@@ -1,4 +1,4 @@
-"""A backend that is as late as it may be: for tests of who waits for what.
+"""A backend that finishes as late as allowed, for tests of waits.
 
 A collective may read its inputs, and write its outputs, at any time between start and wait; a fast machine hides that
 a wait is missing. Here inputs are read at the start, outputs hold NaN until the wait, and results come newest
@@ -90,7 +90,7 @@ class LateBackend:
         return work
 
     def finish(self, wanted: LateWork) -> None:
-        """Issue everything, in order, as peers may wait for it. Finish what `wanted`'s group started up to it."""
+        """Issue everything, in order, as peers may wait for it. Finish the collectives of `wanted`'s group up to it."""
         if wanted not in self.waiting:
             return  # finished with a later one of its group
         for work in self.waiting:

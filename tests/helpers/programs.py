@@ -1,6 +1,6 @@
 """Starts Python programs in processes forked from one that has imported torch already.
 
-A rank started anew imports for four seconds before it does anything, and torchrun for three more; a test of what ranks
+A new rank imports for four seconds before it does anything, and torchrun for three more; a test of ranks
 do needs none of that. Each program is still a process of its own, with its own `__main__`, arguments, environment,
 working folder, output, signals and exit code.
 """

@@ -205,7 +205,7 @@ class Ranks:
 
 
 def serve(group: Group, connection: Connection) -> None:
-    """Be a rank: join the group, and call what comes over the connection until it is closed."""
+    """Be a rank: join the group, and make the calls that arrive over the connection until it is closed."""
     import torch
     import torch.distributed as dist
 
@@ -259,14 +259,14 @@ class _Message:
 
 
 class _Groups:
-    """Groups that functions made with `dist.new_group`, for those that come after them.
+    """Groups that functions made with `dist.new_group`, kept for later functions.
 
     Making groups takes a tenth of a small test's time. All ranks make the same calls in the same order, so all find the
     same groups here. Those of one function are distinct.
 
     Note [messages in flight]: an engine under ZeRO 1 and 2 ends a step with updated weights in flight. A message that
     is dropped before it arrived blocks its two ranks' connection for good: the next collective of the group hangs, or
-    the end of the group. So whatever a function leaves in flight is waited for.
+    the end of the group. So every operation that a function leaves in flight is waited for.
     """
 
     MOST = 40  # each has a thread that wakes up a hundred times a second
@@ -308,7 +308,7 @@ class _Groups:
             message.wait()
         self._used.clear()
         if sum(map(len, self._made.values())) > self.MOST:
-            self._dist.barrier()  # others may still read what this rank has sent
+            self._dist.barrier()  # others may still read this rank's messages
             for group in (group for made in self._made.values() for group in made):
                 self._dist.destroy_process_group(group)
             self._made.clear()
@@ -317,7 +317,7 @@ class _Groups:
 
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
-    from tests.helpers import ranks  # by its name, as what is sent over the connection refers to it
+    from tests.helpers import ranks  # by its name, because pickles refer to it
 
     rank, world, rendezvous, gpus, reuse, descriptor = sys.argv[1:]
     ranks.serve(ranks.Group(int(rank), int(world), rendezvous, gpus == "1", reuse == "1"), Connection(int(descriptor)))

@@ -1,6 +1,6 @@
 """A rank's allocations in a training step, replayed on a simulated allocator: its program, operation by operation.
 
-Shapes: b micro-batch, s sequence, h hidden, n heads, v vocabulary. Sizes are bytes, 16 bit unless said otherwise.
+Shapes: b micro-batch, s sequence, h hidden, n heads, v vocabulary. Sizes are bytes, 16 bit unless noted.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ class Rank:
 
     Per block, in forward: norm, qkv, attention, projection, sum; norm, up, gelu, down, sum. Each goes when its reader
     is done, but the sum: it is the next block's input, and kept for recompute. In backward the same again, kept until
-    their gradients are there; the unit's unsharded gradient, of which 1/dp stays until the update. Units are larger
+    their gradients exist; the unit's unsharded gradient, of which 1/dp stays until the update. Units are larger
     than a reduce bucket, so an unsharded gradient is packed and goes when its reduction starts.
 
-    Left out: what is below a few KiB, buckets, units of the position table and of the head.
+    Left out: tensors below a few KiB, buckets, units of the position table and of the head.
 
-    `in_arena`: which of what lives long ("checkpoints", "gradients") lies in slots of one allocation made at the start.
+    `in_arena`: the long-lived kinds ("checkpoints", "gradients") that are in slots of one allocation made at the start.
     """
 
     def __init__(self, shape: Shape, capacity: int, in_arena: Sequence[str] = (), in_flight: int = 1) -> None:

@@ -1,6 +1,6 @@
 """Activations that a block of GPT-2 saves from its forward for its backward: one row per tensor, in closed form.
 
-A witness beside `price.trace.trace`, which runs the block instead.
+An independent witness for `price.trace.trace`, which runs the block instead.
 
 Shapes: b micro-batch, s sequence, T = b s tokens, T' those of the residual stream on this rank (T / tp with sequence
 parallelism, else T), h hidden, n heads, f ffn; /tp = this rank's part.
@@ -30,7 +30,7 @@ class Saved(NamedTuple):
 
 
 def block_saves(config: Config, layout: Layout, device_type: str) -> list[Saved]:
-    """List what one block saves for one micro-batch on its device, between forward and backward.
+    """List the tensors that one block saves for one micro-batch on its device, between forward and backward.
 
     Under full recompute all that is kept is the block's input, or a part of it, or nothing here (Pa+cpu); while the
     block is computed again, it is `computed_saves`.

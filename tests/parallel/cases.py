@@ -1,4 +1,4 @@
-"""Small models and batches for the parity matrix, and what a rank does with them."""
+"""Small models and batches for the parity matrix, and the functions that ranks run on them."""
 
 from __future__ import annotations
 
@@ -33,16 +33,28 @@ MODEL = ModelConfig(
 STEPS = 3  # the first weights, an update with fresh moments, one with kept moments
 OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.5)
 ENDS = 20  # ids below end a document: two or three in a sample
-RESETS = {  # level -> what restarts with a document
+RESETS = {  # level -> the options that restart with a document
     "": DataConfig(),
     "attention": DataConfig(tokenizer="byte", reset_attention_mask=True),
     "positions": DataConfig(tokenizer="byte", reset_position_ids=True),
     "documents": DataConfig(tokenizer="byte", reset_attention_mask=True, reset_position_ids=True),
 }
 
+# options of the model that are in a case's name
+NAMED = {
+    "num_layers",
+    "seq_length",
+    "num_attention_heads",
+    "untie_embeddings",
+    "hidden_dropout",
+    "attention_dropout",
+    "architecture",
+    "num_query_groups",
+}
+
 
 class Case(NamedTuple):
-    """A layout and what goes with it."""
+    """A layout, with options of the model and the run."""
 
     pp: int = 1
     dp: int = 1
@@ -86,30 +98,28 @@ class Case(NamedTuple):
         return self.pp * self.dp * self.tp
 
     def __str__(self) -> str:
-        words = [f"pp{self.pp}", f"dp{self.dp}", f"tp{self.tp}", f"zero{self.zero}", f"M{self.micro_batches}"]
-        words += [self.schedule] * (self.pp > 1 or self.schedule != "1f1b") + [f"v{self.chunks}"] * (self.chunks > 1)
-        words += [f"split{self.split}"] * bool(self.split) + [f"backlog{self.backlog}"] * bool(self.backlog)
-        words += {"none": [], "full": ["recompute"], "selective": ["selective"]}[self.recompute]
-        words += [name for name in ("pa", "host", "md", "sp", "compile", "graphs") if getattr(self, name)]
-        words += [self.precision] * (self.precision not in ("fp32", "fp64")) + ["grad16"] * (self.grad_dtype != "fp32")
-        words += [f"{name}={value}" for name, value in self.options] + ["frozen"] * bool(self.frozen)
-        names = (
-            "num_layers",
-            "seq_length",
-            "num_attention_heads",
-            "untie_embeddings",
-            "hidden_dropout",
-            "attention_dropout",
-            "architecture",
-            "num_query_groups",
-        )
-        words += [f"reset-{self.reset}"] * bool(self.reset) + [self.kernels] * (self.kernels != "auto")
-        words += [self.device.replace(" ", "-")] * (self.device != "cpu")
-        words += [f"corpora{self.corpora}"] * (self.corpora > 1)
-        words += [f"batch{self.batch}"] * (self.batch != 12)
-        words += [f"by{self.micro_batch_size}"] * bool(self.micro_batch_size)
-        words += [f"{n}={getattr(self.model, n)}" for n in names if getattr(self.model, n) != getattr(MODEL, n)]
-        return "-".join(words)
+        recompute = {"none": "", "full": "recompute", "selective": "selective"}[self.recompute]
+        words = [
+            (True, f"pp{self.pp}-dp{self.dp}-tp{self.tp}-zero{self.zero}-M{self.micro_batches}"),
+            (self.pp > 1 or self.schedule != "1f1b", self.schedule),
+            (self.chunks > 1, f"v{self.chunks}"),
+            (self.split, f"split{self.split}"),
+            (self.backlog, f"backlog{self.backlog}"),
+            (recompute, recompute),
+            *((getattr(self, name), name) for name in ("pa", "host", "md", "sp", "compile", "graphs")),
+            (self.precision not in ("fp32", "fp64"), self.precision),
+            (self.grad_dtype != "fp32", "grad16"),
+            *((True, f"{name}={value}") for name, value in self.options),
+            (self.frozen, "frozen"),
+            (self.reset, f"reset-{self.reset}"),
+            (self.kernels != "auto", self.kernels),
+            (self.device != "cpu", self.device.replace(" ", "-")),
+            (self.corpora > 1, f"corpora{self.corpora}"),
+            (self.batch != 12, f"batch{self.batch}"),
+            (self.micro_batch_size, f"by{self.micro_batch_size}"),
+        ]
+        changed = {n: v for n, v in vars(self.model).items() if v != getattr(MODEL, n) and n in NAMED}
+        return "-".join([*(word for given, word in words if given), *(f"{n}={v}" for n, v in changed.items())])
 
     def config(self) -> Config:
         return self.resolved()[0]

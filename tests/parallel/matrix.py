@@ -50,10 +50,10 @@ FACTORS: Factors = {
         "parallel",
     ),  # of heads that share keys and values
     "seq_length": (11, 12),  # under sp, 12 cuts in the middle of a sample
-    "reset": tuple(RESETS),  # what restarts with a document
+    "reset": tuple(RESETS),  # attention and positions that restart with a document
     "short": (0, 1, 3),  # samples that the batch lacks: of half a micro-batch, or of one and a half
 }
-# The precisions that users train in, with what each may change: a smaller matrix.
+# A smaller matrix: the precisions that users train in, with the factors that each may change.
 NUMBERS: Factors = {
     **dict.fromkeys(LAYOUT, (1, 2)),
     "precision": ("fp32", "bf16", "fp16"),
@@ -139,7 +139,7 @@ RULES = [
     Rule("a replica has one padded micro-batch at most", False, lambda short, dp: short < dp * SAMPLES),
     Rule("no third type", False, lambda grad_dtype, precision: grad_dtype in ("fp32", precision)),
 ]  # fmt: skip
-# What many rules name: at most one other factor is in a rule beside these.
+# Factors of many rules; a rule has at most one factor besides these.
 SHARED = ("pp", "dp", "tp", "zero", "recompute", "sp", "schedule", "precision", "graphs")
 
 
@@ -278,11 +278,11 @@ class Matrix:
 
 
 def count(pairs: list[int]) -> int:
-    """Pairs of levels in `partners` or `missing`, each of which is there twice."""
+    """Pairs of levels in `partners` or `missing`, each of which occurs twice."""
     return sum(mask.bit_count() for mask in pairs) // 2
 
 
-# Beside what is generated: three kinds of parallelism at once, as users run them.
+# Besides the generated cases: three kinds of parallelism at once, as users run them.
 ANCHORS: list[Choice] = [
     {},
     {"pp": 2, "dp": 2, "tp": 2, "zero": 3, "recompute": "full", "pa": True, "micro_batches": 3},

@@ -23,6 +23,7 @@ from megazero.config.schema import (
 )
 from megazero.data.tokenizer import load_tokenizer
 from megazero.data.writer import IndexedWriter
+from megazero.log import log_as
 from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
 from megazero.run.inputs import open_data
@@ -55,6 +56,7 @@ def configured(corpus: str, save: Path | str, iterations: int, eod: bool = False
 
 
 def trainer(rank: int, world: int, config: Config) -> Trainer:
+    log_as(rank, world)
     config, layout = resolve(config, world, 257, declare)
     mesh = Mesh.build(layout, rank, torch.device("cpu"))
     return Trainer(config, mesh, open_data(config, load_tokenizer("byte")), 256 if config.data.eod_mask_loss else None)

@@ -106,7 +106,7 @@ EIGHT = replace(MODEL, num_attention_heads=8, num_layers=4)
     ("tp", "precision", "host"),
     [
         pytest.param(
-            tp, p, host, marks=[pytest.mark.slow] * ((tp, p, host) not in ((2, "bf16", False), (2, "fp32", True)))
+            tp, p, host, marks=() if (tp, p, host) in ((2, "bf16", False), (2, "fp32", True)) else (pytest.mark.slow,)
         )
         for tp in (1, 2, 4)
         for p in ("fp32", "bf16")
@@ -149,9 +149,9 @@ def paper(tp: int, sequence: bool, recompute: str) -> tuple[Config, Layout]:
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize("sequence", [False, True])
 def test_the_difference_from_korthikanti_is_named(tp: int, recompute: str, sequence: bool) -> None:
-    """We keep no dropout masks (2 s b h, a part of what is cut by sequence parallelism alone) and no attention weights
-    (5 a s / h), but a norm's statistics and a number a query and head. His selective recompute is of attention alone;
-    ours is of what the norms and GELU give."""
+    """Ours saves no dropout masks (2 s b h, which sequence parallelism alone divides) and no attention weights
+    (5 a s / h), but the statistics of norms and one number per query and head. Korthikanti's selective recompute covers
+    attention alone, ours the outputs of norms and GELU."""
     if sequence and tp == 1:
         pytest.skip("sequence parallelism needs tensor parallelism")
     config, layout = paper(tp, sequence, recompute)
@@ -161,5 +161,5 @@ def test_the_difference_from_korthikanti_is_named(tp: int, recompute: str, seque
     masks, statistics, queries = 2 * b * s * h / cut, 4 * 4 * b * s / cut, 4 * b * a * s / tp
     weights = 5 * a * s * s * b / tp if recompute == "none" else 0
     again = 0 if recompute == "none" else 2 * b * s * h * (2 / cut + 4 / tp)
-    random_state = 16 + 8  # the fused kernel's, for a dropout that there is not
+    random_state = 16 + 8  # the fused kernel saves its state even without dropout
     assert ours == theirs - masks - weights - again + statistics + queries + random_state

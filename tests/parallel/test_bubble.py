@@ -1,4 +1,4 @@
-"""The measured bubble is the simulated one where operations take what the simulation says; no clock is read here."""
+"""The measured bubble equals the simulated one if operations take the simulated times; no clock is read here."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def spans_of(timing: Timing, rank: int) -> list[Span]:
             found.append(Span(Wait(Recv("x", 0, len(found))), at, round(begin * SECOND)))
         at = round(end * SECOND)
         found.append(Span(op, round(begin * SECOND), at))
-    # what follows the last computation, such as the wait for the norm of all ranks, is idle time only up to the end of
-    # the last stage's computation
+    # time after the last computation, such as the wait for the norm of all ranks, is idle time only up to the end
+    # of the last stage's computation
     return [*found, Span(Norm(), at, round((timing.seconds + 7) * SECOND))]
 
 

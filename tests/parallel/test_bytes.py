@@ -95,7 +95,7 @@ def unknown_bytes(alive: Allocated, read: list[torch.Tensor], known: int) -> int
     """Bytes alive beyond `known`, once gloo's threads have let go of the last collectives' tensors.
 
     A worker thread wakes who waits for a collective first and drops its own reference to the tensors then; on a machine
-    with more to do, that is a while later. What is left over for good is still there at the deadline.
+    with more to do, that is a while later. A real leak remains until the deadline.
     """
     deadline = time.monotonic() + RELEASE_SECONDS
     while (more := sum(alive.sizes(read)) - known) >= FEW_NUMBERS and time.monotonic() < deadline:
@@ -111,7 +111,7 @@ def unknown_bytes(alive: Allocated, read: list[torch.Tensor], known: int) -> int
     ids=str,
 )
 def test_nothing_is_left_over(case: Case, ranks) -> None:
-    """After an iteration, and after an evaluation, the tracker holds what is at rest and nothing else; and no tensor
+    """After an iteration, and after an evaluation, the tracker holds the states at rest and nothing else; and no tensor
     is alive that the tracker does not know, but a few numbers: losses, norms, constants."""
     for (before, _), (trained, more), (evaluated, still) in ranks(case.world).run(left_over, case):
         assert before == trained == evaluated
@@ -148,7 +148,7 @@ def evaluated(rank: int, case: Case) -> tuple[dict[str, int], dict[str, int], in
     ids=str,
 )
 def test_an_evaluation_alone_has_no_moments(case: Case, ranks) -> None:
-    """Nor gradients, buckets and kept inputs: to the byte what the table of its start says."""
+    """Gradients, buckets and kept inputs neither: the bytes equal the table of the start."""
     for rank, (memory, traffic, unknown) in enumerate(ranks(case.world).run(evaluated, case)):
         wanted, training = (estimate(config, case.layout, rank) for config in (evaluates_only(case), case.config()))
         assert (memory, traffic) == (wanted.memory, wanted.traffic)
@@ -179,7 +179,7 @@ def dp_formula(case: Case) -> int:
 @pytest.mark.parametrize("zero", range(4))
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_estimate_follows_the_formulas(zero: int, dp: int, m: int, precision: str) -> None:
-    """The walk comes to what the paper says: K = 12 (8 in fp32, whose weights are their own master)."""
+    """The estimate equals the paper's formula: K = 12 (8 in fp32, whose weights are their own master)."""
     case = Case(dp=dp, zero=zero, micro_batches=m, precision=precision, grad_dtype=precision, batch=dp * m)
     memory, traffic = estimate(case.config(), Layout(1, dp, 1))
     psi = sum(unit_layout(s, {"tp": 1}, dp).numel for s in stage_units(declare(MODEL), Layout(), 0).values())
@@ -200,7 +200,7 @@ def start_up(rank: int, case: Case) -> tuple[int, int, int]:
     return alive.peak, engine.tracker.total, 4 * max(unit.flat.numel for unit in engine.zero.units.values())
 
 
-LARGE = replace(MODEL, num_layers=16, hidden_size=192)  # 7 M parameters: much more than what is drawn at once
+LARGE = replace(MODEL, num_layers=16, hidden_size=192)  # 7 M parameters: much more than are drawn at once
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ LARGE = replace(MODEL, num_layers=16, hidden_size=192)  # 7 M parameters: much m
     ids=str,
 )
 def test_start_up_has_no_spike(case: Case, ranks) -> None:
-    """A rank never holds more than what it keeps and one unit, from the first allocation on.
+    """From the first allocation on, a rank never holds more than its own part and one unit.
 
     Besides that, a few blocks of random numbers: of a constant size, and small against the model.
     """

@@ -1,4 +1,4 @@
-"""A handful of what `make chaos` does by the hundred."""
+"""A few of the kills and damages that `make chaos` repeats by the hundred."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checkpoint engine over gloo: any layout loads what any other saved; a failure is everyone's at once."""
+"""The checkpoint engine over gloo: any layout loads any other's checkpoint; a failure reaches all ranks at once."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ TIME_LIMIT = 600.0  # seconds, for a group of ranks
 
 
 def on_ranks(world: int, function: Callable, tmp_path: Path, *args: Any) -> list[Any]:
-    """`function(rank, *args)` on `world` forked processes, a gloo group: what each returned, by rank.
+    """`function(rank, *args)` on `world` forked processes, a gloo group. Return the results by rank.
 
     RuntimeError with the tracebacks of the ranks that raised; TimeoutError if they do not end in time.
     """
@@ -82,7 +82,7 @@ MODEL = {
 
 
 def values(name: str) -> torch.Tensor:
-    """The global tensor: what a save wrote and a load must find."""
+    """Return the global tensor that a save writes and a load must find."""
     shape, dtype, _ = MODEL[name]
     source = torch.Generator().manual_seed(sum(name.encode()))
     return torch.randn(shape, generator=source).to(dtype)
@@ -179,7 +179,7 @@ def test_replicas_are_written_once_and_by_turns(tmp_path: Path) -> None:
 
 
 def save_spread(rank: int, root: Path) -> None:
-    """Rank 0 alone holds much; what both hold should go to rank 1."""
+    """Rank 0 alone holds much, so the tensors that both hold should go to rank 1."""
     mine = {"both": LocalShard((50,), (0,), (50,), 0, 50, torch.ones(50))}
     if rank == 0:
         mine["big"] = LocalShard((100,), (0,), (100,), 0, 100, torch.ones(100))
@@ -386,7 +386,7 @@ def load_with_lagging_view(rank: int, path: Path, lagging: Path) -> list[str]:
 
 
 def test_rank_0_reads_the_manifest_for_all(tmp_path: Path) -> None:
-    """One read of a file that may be tens of megabytes, and one opinion of what the checkpoint holds."""
+    """One read of a file that may be tens of megabytes, so that all ranks agree on the contents."""
     on_ranks(1, save_layout, tmp_path, tmp_path / "root", 1, 1, 1)
     path, lagging = tmp_path / "root" / "iter_0000100", tmp_path / "lagging"
     shutil.copytree(path, lagging)
@@ -395,7 +395,7 @@ def test_rank_0_reads_the_manifest_for_all(tmp_path: Path) -> None:
 
 
 def save_beside_training(rank: int, root: Path) -> None:
-    """Save as `--async-save` does: from a thread, over a group of its own, beside the collectives of a step."""
+    """Save as `--async-save` does: from a thread, over a group of its own, during the collectives of a step."""
     group = dist.new_group(backend="gloo")
     with ThreadPoolExecutor(1) as pool:
         saving = pool.submit(checkpoint.save, root, 100, held(rank, 1, 2, True), {"rank": rank}, group)

@@ -140,7 +140,7 @@ def two_steps(rank: int, case: Case) -> list[Event]:
 
 
 def intervals(events: list[Event], what: str, axes: tuple[str, ...] = ("dp", "shard")) -> list[tuple[Event, Counter]]:
-    """Each collective of a kind, in the order of their starts, with what happened until it was waited for."""
+    """Each collective of a kind, in the order of their starts, with the events before its wait."""
     found = []
     for at, event in enumerate(events):
         if event.what == what and event.axis in axes:

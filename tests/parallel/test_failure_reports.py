@@ -1,4 +1,4 @@
-"""Reports of a rank whose step fails: the operation; when memory runs out, also what was held."""
+"""Reports of a rank whose step fails: the operation; when memory runs out, also the memory held."""
 
 from __future__ import annotations
 

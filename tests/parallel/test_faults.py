@@ -1,4 +1,4 @@
-"""Faults: what is skipped, what is refused, and what is left as it was."""
+"""Faults: skipped steps, refused losses and gradients, and states that stay unchanged."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def blamed(rank: int, case: Case) -> object:
 
 @pytest.mark.parametrize("case", [Case(pp=2), Case(pp=2, dp=2), Case(pp=2, tp=2), Case(pp=3)], ids=str)
 def test_the_rank_that_has_the_tensor_is_named(case: Case, ranks) -> None:
-    """The lowest of the last stage's; all ranks say the same."""
+    """The lowest of the last stage's; all ranks report the same."""
     guilty = next(rank for rank in range(case.world) if case.layout.coord(rank).pp == case.pp - 1)
     assert guilty > 0
     found = ranks(case.world).run(blamed, case)
@@ -167,7 +167,7 @@ def test_forwards_come_before_backwards_and_each_in_its_direction() -> None:
     "frozen", [("*embedding*", "blocks.[012].*"), ("head.*", "blocks.[34].*")], ids=["first", "last"]
 )
 def test_a_stage_may_learn_nothing(frozen: tuple[str, ...], ranks) -> None:
-    """All that a pipeline stage holds is frozen: it still passes on what its neighbours need."""
+    """All that a pipeline stage holds is frozen: it still passes activations and gradients on."""
     case = Case(pp=2, frozen=frozen, recompute="full", precision="fp64")
     wanted = train(0, case._replace(pp=1))
     for found in ranks(2).run(train, case):

@@ -1,4 +1,4 @@
-"""Nothing touches a buffer in flight: `InFlight` refuses it, and late collectives show what it would do."""
+"""Nothing touches a buffer in flight: `InFlight` refuses it, and late collectives show the wrong results without it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def refusal(start: Any) -> str:
 
 
 def overlaps(rank: int) -> dict[str, str]:
-    """Operations beside an all-gather of `own` into `whole`, of which it is a part, and beside a reduce-scatter."""
+    """Operations during an all-gather of `own` into `whole`, of which it is a part, and during a reduce-scatter."""
     mesh = Mesh.build(Layout(dp=2), rank, CPU)
     axis, found = mesh.dp, {}
     whole, other = torch.arange(8.0), torch.zeros(8)
@@ -79,7 +79,7 @@ def test_an_overlap_is_refused_and_named(ranks) -> None:
         assert "reduce-scatter over dp, in flight, writes" in found["its result"]
 
 
-# -- a run that goes on from a checkpoint
+# -- a run that resumes from a checkpoint
 
 
 def trainer(rank: int, case: Case, folder: Path, check_buffers: bool = True) -> Trainer:
@@ -118,7 +118,7 @@ RESUMED = [
 
 @pytest.mark.parametrize("case", RESUMED, ids=str)
 def test_a_resumed_run_begins_with_the_weights_that_it_loaded(case: Case, ranks, tmp_path: Path) -> None:
-    """Whatever the collectives of its construction do late, which would put the initial weights back."""
+    """Late collectives of its construction do not restore the initial weights."""
     tokens = torch.randint(0, 101, (2000,), generator=torch.Generator().manual_seed(0)).tolist()
     write_corpus(tmp_path / "corpus", [tokens[at : at + 50] for at in range(0, 2000, 50)])
     wanted = ranks(case.world).run(begin, case, tmp_path)

@@ -36,7 +36,7 @@ def train_over_links(rank: int, case: Case) -> Outcome:
     ids=str,
 )
 def test_links_of_their_own_change_nothing(case: Case, ranks) -> None:
-    """Each message finds its receiver over the communicator of its link, whatever the order of the others."""
+    """Each message finds its receiver over the communicator of its link, in any order of the others."""
     plain, linked = ranks(case.world).run(train, case), ranks(case.world).run(train_over_links, case)
     assert [(o.losses, o.norms, o.sent) for o in linked] == [(o.losses, o.norms, o.sent) for o in plain]
 
@@ -56,11 +56,11 @@ def connections(rank: int, case: Case) -> tuple[Counter[str], dict[str, int]]:
 
 
 def test_a_mesh_is_connected_before_the_first_step(ranks) -> None:
-    """Every axis with peers, and both directions of every link, on all ranks alike; not counted as traffic."""
+    """Every axis with peers, and both directions of every link, equal on all ranks; not counted as traffic."""
     case = Case(pp=3, tp=2)
     for rank, (started, sent) in enumerate(ranks(case.world).run(connections, case)):
         stage = case.layout.coord(rank).pp
-        both = ["embedding"] * (stage != 1)
+        both = ["embedding"] if stage != 1 else []
         assert {name for name in started if "all-reduce" in name} == {
             f"all-reduce over {axis}" for axis in ("pp", "tp", "world", *both)
         }

@@ -1,7 +1,7 @@
 """The specification: every layout, stage, schedule and recompute policy is the single process's model.
 
 Losses and gradient norms over AdamW steps against plain PyTorch in fp64, with NaN-poisoned buffers. In fp64 a
-difference is a mistake: rounding is some 1e-14. What the precisions that users train in add is asked of fewer cases.
+difference is a mistake: rounding is some 1e-14. Fewer cases test the precisions that users train in.
 The same runs show that memory and traffic, counted on every rank, are those of `estimate`, to the byte.
 """
 
@@ -66,7 +66,7 @@ def relative_error(found: list[float], wanted: list[float]) -> float:
 
 
 def check_bytes(case: Case, outcomes: list[Outcome]) -> None:
-    """On every rank, in every iteration: the first allocates what the others find."""
+    """On every rank, in every iteration: the first allocates the buffers that later ones reuse."""
     for rank, outcome in enumerate(outcomes):
         memory, traffic = estimate(case.config(), case.layout, rank)
         assert outcome.sent == [traffic] * STEPS

@@ -30,7 +30,7 @@ ORDERS = [
 ]
 
 
-STEPS = 2  # the first weights, and what the first update makes of them
+STEPS = 2  # one with the initial weights, one with updated ones
 
 
 def every_number_of_micro_batches(pp: int, chunks: int, case: Case) -> list[Case]:

@@ -63,7 +63,7 @@ def queues() -> list[Case]:
 
 def only(cases: list[Case], *names: str) -> list[Any]:
     """All cases, of which only the named ones are in the default suite: the parity matrix has many of two ranks."""
-    found = [pytest.param(case, marks=[pytest.mark.slow] * (str(case) not in names), id=str(case)) for case in cases]
+    found = [pytest.param(case, marks=() if str(case) in names else pytest.mark.slow, id=str(case)) for case in cases]
     assert sum(not param.marks for param in found) == len(names)
     return found
 
@@ -156,7 +156,7 @@ def test_any_split_loads_what_another_saved(tmp_path: Path, ranks) -> None:
 
 
 def losses_after_loading(cases: list[Case], folder: Path, ranks: Any) -> tuple[list[float], list[float]]:
-    """Return the losses of each case on each rank after it loaded what the case before it saved, and the saver's."""
+    """Return the losses of each case on each rank after it loaded the previous case's checkpoint, and the saver's."""
     found, wanted = [], []
     for number, (saved, case) in enumerate(zip(cases, cases[1:] + cases[:1], strict=True)):
         root = folder / str(number)

@@ -1,4 +1,4 @@
-"""A run that stops and goes on in another layout has the curve of the run that never stopped."""
+"""A run that stops and resumes in another layout has the curve of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.helpers.chains import LAYOUTS, TOLERANCE, configured, deviation, make
 
 STOP, END = 2, 4  # iterations
 NAMES = list(LAYOUTS)
-# Each layout goes on from three others, 1, 4 and 6 places before it, so from another number of ranks too: 42 pairs.
+# Each layout resumes from three others, 1, 4 and 6 places before it, hence also from other numbers of ranks: 42 pairs.
 PAIRS = [(NAMES[at - back], name) for at, name in enumerate(NAMES) for back in (1, 4, 6)]
 DEFAULT = [("dp4 zero2", "dp3 zero3"), ("dp2 zero1", "pp2 interleaved"), ("dp3 zero3", "dp2 zero3")]
 assert set(DEFAULT) <= set(PAIRS)
@@ -26,7 +26,7 @@ class Runs:
         self.made: dict[tuple[object, ...], list[tuple[int, float]]] = {}
 
     def __call__(self, precision: str, end: int, *names: str, ramp: tuple[int, ...] = ()) -> list[tuple[int, float]]:
-        """The last part of a run over these layouts, each going on where the one before it saved."""
+        """The last part of a run over these layouts, each resuming from the previous one's checkpoint."""
         key = precision, end, *names, *ramp
         if key not in self.made:
             save, load = self.at(precision, end, *names, *ramp), ""
@@ -51,7 +51,7 @@ def runs(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [pytest.param(*p, marks=[pytest.mark.slow] * (p not in DEFAULT)) for p in PAIRS]
+    ("first", "second"), [pytest.param(*p, marks=() if p in DEFAULT else pytest.mark.slow) for p in PAIRS]
 )
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
 def test_a_run_goes_on_in_another_layout(runs: Runs, precision: str, first: str, second: str) -> None:
@@ -62,7 +62,9 @@ def test_a_run_goes_on_in_another_layout(runs: Runs, precision: str, first: str,
     assert whole[-1][1] < whole[0][1] - 0.001  # something is learned: a resume that forgot it would show
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "tp2 dp2 zero3")) for n in NAMES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "tp2 dp2 zero3" else pytest.mark.slow) for n in NAMES]
+)
 def test_the_same_layout_goes_on_to_the_bit(runs: Runs, name: str) -> None:
     assert runs("fp32", END, name, name) == runs("fp32", END, name)[STOP:]
 
@@ -72,7 +74,7 @@ RAMPS = [("dp4 zero2", "dp3 zero3"), *((name, name) for name in NAMES)]
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [pytest.param(*p, marks=[pytest.mark.slow] * (p not in RAMPS[:1])) for p in [*RAMPS, *PAIRS]]
+    ("first", "second"), [pytest.param(*p, marks=() if p in RAMPS[:1] else pytest.mark.slow) for p in [*RAMPS, *PAIRS]]
 )
 def test_a_growing_batch_is_the_same_in_every_layout(runs: Runs, first: str, second: str) -> None:
     """--rampup-batch-size: against the single process that never stopped; in one layout, to the bit."""

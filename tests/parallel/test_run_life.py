@@ -39,7 +39,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_corpus(tmp_path_factory.mktemp("corpus") / "small")
 
 
-# -- what a rank holds
+# -- the plans that ranks compare
 
 
 def held_and_planned(rank: int, world: int, config: Config) -> tuple[dict[str, Any], dict[str, Any], int]:
@@ -64,7 +64,7 @@ def test_what_a_rank_holds_is_known_beforehand(ranks: Any, corpus: str, tmp_path
 
 
 def test_a_plan_does_not_grow_with_the_layers(ranks: Any, corpus: str, tmp_path: Path) -> None:
-    """At a thousand ranks rank 0 reads a plan of each: what is alike in it is said once."""
+    """At a thousand ranks rank 0 reads a plan of each, so common parts are sent once."""
     config = configured(corpus, tmp_path, 1)
     deep = replace(config, model=replace(MODEL, num_layers=8))
     few, many = ([size for *_, size in ranks(2).run(held_and_planned, 2, each)] for each in (config, deep))
@@ -75,7 +75,7 @@ def test_a_plan_does_not_grow_with_the_layers(ranks: Any, corpus: str, tmp_path:
 
 
 class Told(Clock):
-    """A clock that says at given calls, one before each iteration, that a save is due."""
+    """A clock by which a save is due at given calls; it is called before each iteration."""
 
     def __init__(self, *due: int) -> None:
         super().__init__(0.0, 0.0, lambda: None)
@@ -104,7 +104,7 @@ def test_a_save_by_time_is_every_ranks(ranks: Any, corpus: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("file", ["rank_00001.safetensors", "state.json"])
 def test_a_flipped_bit_costs_one_checkpoint_and_not_the_run(ranks: Any, corpus: str, tmp_path: Path, file: str) -> None:
-    """dp 2: only rank 1 reads what is damaged, and both go back; the weights are those of a run without the damage."""
+    """dp 2: only rank 1 reads the damaged file, and both ranks go back; the weights equal those of an undamaged run."""
     options = {"save_interval": 2, "load": str(tmp_path)}
     assert ranks(2).run(train, 2, configured(corpus, tmp_path, 4, **options)) == [(4, "")] * 2
     expected = weights(tmp_path / "iter_0000004")
@@ -114,7 +114,7 @@ def test_a_flipped_bit_costs_one_checkpoint_and_not_the_run(ranks: Any, corpus: 
     for _, error in ranks(2).run(train, 2, configured(corpus, tmp_path, 5, load_exact=True, **options)):
         assert error.startswith("Damaged: --load ") and file in error and "damaged" in error
     assert ranks(2).run(train, 2, configured(corpus, tmp_path, 4, **options)) == [(4, "")] * 2
-    assert torch.equal(weights(tmp_path / "iter_0000004"), expected)  # trained again from 2, and saved anew
+    assert torch.equal(weights(tmp_path / "iter_0000004"), expected)  # trained and saved again from 2
 
 
 def test_a_corpus_made_anew_ends_the_resume(ranks: Any, tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_corpus_made_anew_ends_the_resume(ranks: Any, tmp_path: Path) -> None:
     assert all("holds other tokens than when this was saved" in error for error in errors), errors
 
 
-# -- not simply going on
+# -- other starts than a plain resume
 
 
 def optimizer_after(rank: int, config: Config) -> tuple[float, float, int]:
@@ -228,7 +228,7 @@ def signalled(rank: int, config: Config, numbers: list[int], at: int) -> tuple[i
 def test_a_signal_to_one_rank_stops_all_after_the_step(
     ranks: Any, corpus: str, tmp_path: Path, numbers: list[int]
 ) -> None:
-    """Saved, with the exit code that says so; what goes on from there is the uninterrupted run to the bit."""
+    """The run saves and ends with its exit code; the resumed run equals the uninterrupted one bit for bit."""
     whole, parts = configured(corpus, tmp_path / "whole", 5), configured(corpus, tmp_path / "parts", 5)
     parts = replace(parts, checkpoint=replace(parts.checkpoint, load=parts.checkpoint.save))
     assert ranks(2).run(train, 2, whole) == [(5, "")] * 2
@@ -296,7 +296,7 @@ def test_a_run_without_targets_ends_with_an_error(ranks: Any, tmp_path: Path) ->
         assert reached == 3 and error.startswith("DeadRun: iteration 3: 3 iterations in a row made no update")
         assert "no target counts in this batch" in error
     again = replace(config, training=replace(config.training, max_skipped_iterations=4))
-    for reached, error in ranks(2).run(train, 2, again):  # the count goes on over a resume, from 2 at iteration 2
+    for reached, error in ranks(2).run(train, 2, again):  # the count continues over a resume, from 2 at iteration 2
         assert reached == 4 and "4 iterations in a row" in error
 
 
@@ -305,7 +305,7 @@ def test_a_run_without_targets_ends_with_an_error(ranks: Any, tmp_path: Path) ->
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_save_in_the_background_is_the_same_checkpoint(ranks: Any, corpus: str, tmp_path: Path, stage: int) -> None:
-    """Although training goes on while it is written; the last one is whole when the run ends."""
+    """Training continues while a checkpoint is written; the last one is whole when the run ends."""
     for name, background in (("now", False), ("later", True)):
         config = configured(corpus, tmp_path / name, 5, save_interval=1, keep_last=4, async_save=background)
         config = replace(config, zero=replace(config.zero, zero_stage=stage))
@@ -345,7 +345,7 @@ def test_a_save_that_fails(ranks: Any, corpus: str, tmp_path: Path, background: 
 
 
 def drift(rank: int, world: int, config: Config, state: str, name: str) -> str:
-    """Train a step; then flip a bit of the last rank's copy. What the check says before, and after."""
+    """Train a step, then flip a bit of the last rank's copy. Return the check's results before and after."""
     run = trainer(rank, world, config)
     run.iterate()
     check_replicas(run.engine, 1)

@@ -31,7 +31,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_corpus(tmp_path_factory.mktemp("corpus") / "small")
 
 
-# -- a save that fails, and what cannot be deleted
+# -- a save that fails, and folders that cannot be deleted
 
 
 def test_the_watchdog_does_not_watch_a_save_and_watches_again_after_one_that_fails(
@@ -74,7 +74,7 @@ def test_what_cannot_be_deleted_does_not_end_the_run(
     monkeypatch.setattr(checkpoint, "prune", stale)
     run.checkpoints.save(Progress(4, 16))
     assert names(root) == [1, 3, 4]
-    assert f"no old checkpoint in --save {root} is deleted: " in capfd.readouterr().out
+    assert f"no old checkpoint in --save {root} is deleted: " in capfd.readouterr().err
 
 
 def test_a_checkpoint_that_another_run_prunes_is_passed_over_at_the_load(corpus: str, tmp_path: Path) -> None:

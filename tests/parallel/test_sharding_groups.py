@@ -79,7 +79,7 @@ def operations(ops: Ops, *kinds: type) -> list[str]:
 
 
 def test_a_program_takes_the_policy_of_each_units_group() -> None:
-    """A group of one rank is at stage 0 whatever the others are; each group has one reduction in flight."""
+    """A group of one rank is at stage 0 independently of the others; each group has one reduction in flight."""
     case = case_of(3, dp=6, micro_batches=2)  # shard 2, replica 3
     with three_groups():
         spec = rank_spec.rank_spec(case.config(), case.layout, 0, declare)

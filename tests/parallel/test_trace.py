@@ -1,4 +1,4 @@
-"""Traces of real ranks: what the file holds, and that nothing is recorded unless asked for."""
+"""Traces of real ranks: the contents of the file, and no recording without the flag."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_every_operation_is_a_span_in_the_order_of_the_program(run) -> None:
 
 
 def test_spans_of_a_track_nest(run) -> None:
-    """The format demands that a span ends before the next begins, or lies within it."""
+    """The format demands that a span ends before the next begins, or is inside it."""
     _, _, events = run
     for rank in range(2):
         for track in spans_of(events, rank).values():

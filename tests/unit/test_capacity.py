@@ -1,4 +1,4 @@
-"""Refusing what cannot fit in memory: what there is, what is needed at least, and flags that make it fit."""
+"""Refusal of runs that cannot fit in memory: available bytes, a lower bound, and flags that make the run fit."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_host_memory_is_the_least_of_kernel_and_control_groups(tmp_path: Path) -
 
 
 def test_host_memory_in_a_version_1_control_group(tmp_path: Path) -> None:
-    """In a container the group's path is often that of the host: then the limit lies at the mount itself."""
+    """In a container the group's path is often that of the host: then the limit is at the mount itself."""
     root = files(
         tmp_path, proc__meminfo=MEMINFO, proc__self__cgroup="9:cpu:/docker/a\n4:blkio,memory:/docker/a\n0::/\n"
     )
@@ -151,7 +151,7 @@ def test_a_run_is_refused_where_a_byte_is_missing(world_size: int, options: dict
 
     fullest = max(range(world_size), key=lambda rank: needs[rank].total)
     check_memory(config, layout, fullest, with_memory())
-    shortages = [{"missing_host": 1}] * (host > 0) + [{"missing_device": 1}] * (device_type == "cuda")
+    shortages = ([{"missing_host": 1}] if host > 0 else []) + ([{"missing_device": 1}] if device_type == "cuda" else [])
     for shortage in shortages:
         with pytest.raises(ValueError, match=r"^--[a-z-]+ \d+ .*: a rank needs .* .* available.*; "):
             check_memory(config, layout, fullest, with_memory(**shortage))

@@ -274,7 +274,7 @@ def test_many_damages_at_random(sound: Path, tmp_path: Path) -> None:
     assert fuzz(sound, tmp_path, range(1000, 4000)) > 1500
 
 
-# -- which one to go on from
+# -- which checkpoint to resume from
 
 
 def saved(root: Path, *iterations: int) -> None:

@@ -1,4 +1,4 @@
-"""The checkpoint engine in one process: what is on the disk, what is refused, what a crash leaves."""
+"""The checkpoint engine in one process: files, refusals, and the state after a crash."""
 
 import errno
 import json
@@ -333,7 +333,7 @@ def test_a_save_that_fails_after_it_has_its_name_gives_it_back(tmp_path: Path, a
 def test_a_save_that_fails_after_latest_names_it_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, again: bool
 ) -> None:
-    """The wait for the disk fails, or is interrupted: what `latest` names is there and whole."""
+    """The wait for the disk fails, or is interrupted: `latest` still names a whole checkpoint."""
 
     def fail(folder: Path) -> None:
         raise error
@@ -345,7 +345,12 @@ def test_a_save_that_fails_after_latest_names_it_stays(
     assert checkpoint.find(tmp_path) == tmp_path / "iter_0000002"
     assert_holds(tmp_path / "iter_0000002", 2)
     checkpoint.save(tmp_path, 3, model(3), {})
-    assert sorted(os.listdir(tmp_path)) == [*(["iter_0000001"] * (not again)), "iter_0000002", "iter_0000003", "latest"]
+    assert sorted(os.listdir(tmp_path)) == [
+        *([] if again else ["iter_0000001"]),
+        "iter_0000002",
+        "iter_0000003",
+        "latest",
+    ]
 
 
 def test_a_save_that_is_interrupted_frees_its_disk_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -435,7 +440,7 @@ def test_folder_names() -> None:
 
 
 def test_a_save_in_the_background_is_of_its_own_copies(tmp_path: Path) -> None:
-    """The weights change while they are written; the copies' memory serves every save; attached files are there."""
+    """The weights change while they are written; the copies' memory serves every save; attached files are saved."""
     saver, live = checkpoint.BackgroundSaver(1.0), model(1)
     places = set()
     for iteration in (1, 2):

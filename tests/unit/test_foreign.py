@@ -1,4 +1,4 @@
-"""Flags of Megatron-LM, DeepSpeed and Hugging Face: what each becomes, and what public scripts become."""
+"""Flags of Megatron-LM, DeepSpeed and Hugging Face: the translation of each, and of public scripts."""
 
 from __future__ import annotations
 

@@ -137,12 +137,23 @@ def only_the_stage_names_layers(sources: Sources) -> Iterator[str]:
                         yield f"{module}:{node.lineno} {alias.name}"
 
 
+def only_the_log_prints(sources: Sources) -> Iterator[str]:
+    """Lines for the user go through `megazero.log`, except the results of commands."""
+    for module, tree in sources.items():
+        for node in ast.walk(tree) if module not in PRINTING else ():
+            if isinstance(node, (ast.Name, ast.Attribute)) and ast.unparse(node) in PRINTERS:
+                yield f"{module}:{node.lineno} {ast.unparse(node)}"
+
+
+PRINTERS = {"print", "sys.stdout.write", "sys.stderr.write"}
+PRINTING = {"log", "config.help", "rehearse.rehearsal_report"}
 LAYER_NAMES = {"token_embedding", "position_embedding", "blocks.", "blocks.0", "head"}
 RULES: list[Callable[[Sources], Iterator[str]]] = [
     no_module_level_state,
     only_comm_compares_sizes,
     only_layout_multiplies_axes,
     only_the_stage_names_layers,
+    only_the_log_prints,
 ]
 
 # (rule, module, a line that breaks the rule there)
@@ -166,6 +177,8 @@ FAULTS = [
     (only_layout_multiplies_axes, "zero.zero", "def f(pp, dp, tp):\n    return math.prod([pp, dp, tp])"),
     (only_the_stage_names_layers, "zero.zero", "def f(name):\n    return name.startswith('blocks.')"),
     (only_the_stage_names_layers, "zero.zero", "from megazero.model.stage import HEAD"),
+    (only_the_log_prints, "zero.zero", "def f():\n    print('slow')"),
+    (only_the_log_prints, "zero.zero", "import sys\nsys.stderr.write('slow')"),
 ]
 
 

@@ -48,7 +48,7 @@ def resolved(flags: str, world: int) -> tuple[Config, Layout]:
 
 
 def made_plan(peaks: list[int], world: int, host: int = 0) -> Plan:
-    """A plan whose stages hold so many GB at most."""
+    """A plan whose stages hold at most that many GB."""
     config, layout = resolved(f"{STAGES} --global-batch-size {world}", world)
     stages = [
         StageBytes(

@@ -1,4 +1,4 @@
-"""Lists of what is compared, refused, kept or told: item by item, against lists written here."""
+"""Lists of values that are compared, refused, kept or printed: item by item, against lists written here."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ GROUPS = {field.name for field in fields(Config) if field.name != "preset"}
 
 
 def other(value: Any, kind: Any) -> Any:
-    """Return a value that an option may also have, as far as its type tells."""
+    """Return a value that an option may also have, as far as its type is known."""
     choices = [choice for choice in get_args(kind) if choice != value and type(choice) is type(value)]
     if choices and not isinstance(value, tuple):
         return choices[0]
@@ -107,7 +107,7 @@ def test_what_ranks_compare_besides_flags(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("unlike", [None, 0, 1, 2, 3])
 def test_every_part_of_a_digest_is_compared(unlike: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The highest and the lowest of both halves: ranks that differ in one of them alone are not alike."""
+    """The highest and the lowest of both halves: ranks that differ in one of them alone are reported."""
     values, seen = {"--seed": "5"}, list[list[int]]()
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).digest()
     first, second = (int.from_bytes(part, "little") >> 2 for part in (digest[:8], digest[8:16]))
@@ -149,7 +149,7 @@ def test_both_parts_of_a_fingerprint_count(one: str, other: str, wanted: bool) -
     assert same(one, other) == wanted
 
 
-# -- a checkpoint and the run that goes on from it
+# -- a checkpoint and the run that resumes from it
 
 
 def test_an_option_that_differs_from_the_checkpoints_is_named() -> None:
@@ -264,7 +264,7 @@ def load(path: Path) -> None:
 
 
 def edited(path: Path, change: Callable[[Manifest], Manifest]) -> None:
-    """Write a manifest that says something else, its own checksum right."""
+    """Write a manifest with other contents and a correct checksum."""
     write_manifest(path, change(read_manifest(path)))
 
 
@@ -342,7 +342,7 @@ def test_what_a_load_refuses_is_a_fault_to_verify(damage: str, tmp_path: Path, m
 
 
 def test_every_option_is_on_the_screen() -> None:
-    """The first lines tell these; all others are listed where they differ from their defaults."""
+    """The first lines print these; all others are listed if they differ from their defaults."""
     assert TOLD == {
         *("architecture", "num-layers", "hidden-size", "num-attention-heads", "seq-length", "vocab-size", "precision"),
         *("micro-batch-size", "global-batch-size", "train-iters", "zero-stage"),

@@ -1,4 +1,4 @@
-"""`--plan`: the time model against formulas worked out by hand, its bytes against the estimate, and what it refuses."""
+"""`--plan`: the time model against formulas worked out by hand, its bytes against the estimate, and refusals."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_starting_a_transfer_takes_time_of_the_computation() -> None:
 
 
 def test_an_operator_is_as_slow_as_its_own_ceiling_or_memory() -> None:
-    """GELU at 1 GB/s whatever memory does; above that, what memory lets through."""
+    """GELU at 1 GB/s is independent of memory; above that, memory limits it."""
     slow = Roofline(replace(simple(memory_fraction=0.5), operators={"gelu": 1e9}))
     assert [slow.memory(name, 2e9) for name in ("gelu", "add")] == pytest.approx([4.0, 4e-3])
     fast = replace(simple(), operators={"gelu": 1e13}, elementwise=((1e3, 4e12), (1e9, 1e11)))
@@ -288,7 +288,7 @@ def test_a_long_step_is_extended_from_two_short_ones() -> None:
 
 @pytest.mark.long
 def test_plan_json_has_the_bytes_of_the_estimate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A plan needs no more than the command line of a run whose data, tokenizer and --save are not there."""
+    """A plan needs no more than the command line of a run whose data, tokenizer and --save do not exist."""
     flags = f"{SMALL} --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --global-batch-size 8"
     flags += " --train-iters 500"
     elsewhere = f"--data-path {tmp_path}/none --tokenizer {tmp_path}/none --save /proc/none --log-dir {tmp_path}/log"
@@ -350,7 +350,7 @@ def test_a_plan_refuses(flags: str, said: str) -> None:
     ],
 )
 def test_a_plan_for_one_card_names_what_fits(model: str, flags: str, said: str, offered: str) -> None:
-    """Without --world-size it is one device; what it names fits, and what does not fit trains for no number of days."""
+    """Without --world-size it is one device; the named layout fits, and one that does not has no training days."""
 
     def planned(model: str, more: str) -> tuple[Plan, str]:
         words = f"--preset {model} --global-batch-size 32 --plan --device-type rtx4090-24gb {flags} {more}"
@@ -445,7 +445,7 @@ SEARCH = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 
 
 @pytest.mark.long
 def test_a_search_finds_what_no_other_layout_beats(capsys: pytest.CaptureFixture[str]) -> None:
-    """The best layout that is printed is as fast as the best of all that are played. Its command line says the same."""
+    """The best layout that is printed is as fast as the best of all simulated ones. Its command line gives the same."""
     given = f"{SEARCH} --global-batch-size 4 --recompute full --lr 1e-3".split()
     asked = "--world-size 2 --device-type a100-80gb".split()
     config = parse([*given, "--plan-search", *asked])

@@ -1,4 +1,4 @@
-"""report.html and the comparison of runs: what is read of a log folder, and how it is drawn."""
+"""report.html and the comparison of runs: the values read from a log folder, and their drawing."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def script(name: str, *words: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_runs_are_compared(tmp_path: Path) -> None:
-    """Two equal runs and another; what is drawn is read back from the SVG's text."""
+    """Two equal runs and another; the values are read back from the SVG's text."""
     from scripts.plot_metrics import plot
 
     records = [record(i) for i in range(1, 400)]

@@ -142,7 +142,7 @@ def test_gpipes_bytes_are_bounded_by_a_line() -> None:
 
 
 def test_bytes_are_derived_in_one_place() -> None:
-    """No module of price/ asks for the bytes of a type, of a ring or for what ZeRO shards: it asks `plan.sizes`."""
+    """No module of price/ computes the bytes of a type or a ring, or the sharded states: `plan.sizes` does."""
     for path in sorted((ROOT / "megazero/price").glob("*.py")):
         imports = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
         names = {alias.name for node in imports for alias in node.names}

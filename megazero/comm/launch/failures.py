@@ -6,7 +6,6 @@ import contextlib
 import datetime
 import faulthandler
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +15,8 @@ import torch.distributed as dist
 
 from megazero.comm.launch.errors import PeerLost, ranks_text
 from megazero.comm.launch.launch import abort, agent_store, within
-from megazero.comm.launch.world import World, tell_launcher
+from megazero.comm.launch.world import World, report_to_launcher
+from megazero.log import log
 
 FAILURE_KEY = "failure"  # what the first rank to fail said, or to see a hang, or to lose a peer
 ENDED_KEY = "ended"  # what a rank said that failed by itself, and ends
@@ -29,12 +29,12 @@ HUNG = 124  # exit code, as that of timeout(1)
 
 def report_failure(world: World, message: str) -> None:
     """Leave this rank's message where the others find it, and where torchrun does. Never raises."""
-    tell_launcher(message)
+    report_to_launcher(message)
     if dist.is_initialized():
         try:
-            within(STORE_SECONDS, lambda: _tell(f"rank {world.rank}: {message}", ended=True))
+            within(STORE_SECONDS, lambda: _publish(f"rank {world.rank}: {message}", ended=True))
         except Exception as error:  # the store goes with the rank that hosts it: then no rank can be told
-            print(f"rank {world.rank}: could not tell the others: {error}", file=sys.stderr, flush=True)
+            log.error(f"cannot tell the other ranks: {error}")
 
 
 def explain(world: World, lost: PeerLost) -> str:
@@ -79,7 +79,7 @@ def ending_with_peers(
             except Exception:
                 cause = "torchrun is gone" if agent_store() else "rank 0 is gone, and its store with it"
         if not done.wait(patience):
-            print(f"rank {world.rank}: stopped, for another rank failed: {cause}", file=sys.stderr, flush=True)
+            log.error(f"stopped, for another rank failed: {cause}")
             abort(1)
 
     threading.Thread(target=watch, name="failed peers", daemon=True).start()
@@ -98,15 +98,15 @@ def end_hung(world: World, place: str, hosts: Sequence[str], patience: float) ->
         place: such as "has been in operation 'forward blocks.0 0' for 60 s".
         patience: seconds to wait for the other ranks' watchdogs.
     """
-    print(f"rank {world.rank} on {socket.gethostname()} {place}; all its stacks:", file=sys.stderr, flush=True)
+    log.error(f"this process {place}, on {socket.gethostname()}; all its stacks:")
     faulthandler.dump_traceback(all_threads=True)
     try:
         places = within(patience + STORE_SECONDS, lambda: _places(world, place, patience))
     except Exception as error:  # the store hangs with its host, or is gone
         places = {world.rank: place}
-        print(f"rank {world.rank}: the other ranks cannot be asked: {error}", file=sys.stderr, flush=True)
+        log.error(f"the other ranks cannot be asked: {error}")
     if world.rank == min(places):
-        print(f"HANG (--hang-timeout): {hang_text(places, world.size, hosts)}", file=sys.stderr, flush=True)
+        log.error(f"HANG (--hang-timeout): {hang_text(places, world.size, hosts)}")
     abort(HUNG)
 
 
@@ -130,7 +130,7 @@ def _places(world: World, place: str, patience: float) -> dict[int, str]:
         return {world.rank: place}
     store, places = _store(), {world.rank: place}
     store.set(f"hang/{world.rank}", place)
-    _tell(f"rank {world.rank}: {place}")
+    _publish(f"rank {world.rank}: {place}")
     deadline = time.monotonic() + patience
     while len(places) < world.size and time.monotonic() < deadline:
         for rank in range(world.size):
@@ -149,7 +149,7 @@ def _store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def _tell(message: str, ended: bool = False) -> None:
+def _publish(message: str, ended: bool = False) -> None:
     for key in (FAILURE_KEY, *[ENDED_KEY] * ended):
         _store().compare_set(key, "", message)  # the first one stays
 
@@ -167,7 +167,7 @@ def _ask(world: World, lost: PeerLost) -> str:
     finding = str(lost)
     if silent:
         finding += f"; no word from {ranks_text(silent, lost.hosts)}, which is frozen, gone or busy elsewhere"
-    _tell(f"rank {world.rank}: {finding}")
+    _publish(f"rank {world.rank}: {finding}")
     if world.rank == 0 and not agent_store():
         time.sleep(PATIENCE_SECONDS + 1)  # the store is gone when this process is: others may still ask
     return finding

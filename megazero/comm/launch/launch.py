@@ -22,6 +22,7 @@ from megazero.comm.launch.errors import PeerLost, peer_errors
 from megazero.comm.launch.world import World, local_size, number
 from megazero.config.model_options import Precision
 from megazero.environment import check_allocator_settings
+from megazero.log import log
 from megazero.memory.host import has_nvidia
 
 JOIN_MINUTES = 10.0  # for all ranks to start; a collective's limit may be shorter
@@ -128,7 +129,7 @@ def limit(world: World, seconds: float, action: str) -> Iterator[None]:
     """
 
     def expire() -> None:
-        print(f"rank {world.rank}: {action} took more than {seconds:g} s; giving up", file=sys.stderr, flush=True)
+        log.error(f"{action} took more than {seconds:g} s; giving up")
         abort(1)
 
     timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), expire)
@@ -374,8 +375,7 @@ def end_with_launcher(world: World) -> None:
     def watch() -> None:
         while os.getppid() == parent and not orphan:
             time.sleep(0.5)
-        with contextlib.suppress(OSError, ValueError):
-            print(f"rank {world.rank}: its launcher is gone; ending", file=sys.stderr, flush=True)
+        log.error("its launcher is gone; ending")
         abort(1)
 
     threading.Thread(target=watch, name="launcher's end", daemon=True).start()

@@ -89,7 +89,7 @@ def tasks_of_node(tasks_per_node: str, node: int) -> int:
     return counts[node] if node < len(counts) else 1
 
 
-def tell_launcher(message: str) -> None:
+def report_to_launcher(message: str) -> None:
     """Leave the message of a rank that fails where torchrun finds it for its last words. Never raises."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:

@@ -1,4 +1,4 @@
-"""Attention kernels of a GPU, by the CPU's. They save what a GPU's save for backward, to the byte."""
+"""Attention kernels of a GPU, computed by the CPU's. They save the same bytes for backward as a GPU's."""
 
 from __future__ import annotations
 

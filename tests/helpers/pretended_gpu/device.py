@@ -1,4 +1,4 @@
-"""Enter a pretended GPU: what of torch stands in, and for which calls."""
+"""Enter a pretended GPU: the functions of torch that are replaced, and by which."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ As on a GPU, an operator is written down with the addresses and the numbers that
 computed then: memory keeps its values, and memory that the capture itself takes is NaN. It comes from a pool that
 graphs share, in which a tensor that is freed gives its memory to the next one, also of a later capture. A replay reads
 and writes the same memory again, with the values of that moment. So a wrong address or a frozen number gives wrong
-results; an address whose tensor is gone is a finding, as is whatever CUDA forbids in a capture.
+results; an address whose tensor is gone is a finding, as is every operation that CUDA forbids in a capture.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Capture:
         self._session.capture = self
 
     def __exit__(self, *error: Any) -> None:
-        """Undo what the operators did: they were only to be seen."""
+        """Undo the operators' effects: a capture records them without running them."""
         self._session.capture = None
         self._on.__exit__(*error)
         with self._session.pausing():

@@ -31,7 +31,7 @@ NO_ACCESS = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_str
 COPIES = ("copy_", "_to_copy")
 # Operators whose result's shape or value the host must know.
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "bincount"}
-INSTEAD = {  # what a build for CPUs computes in another way
+INSTEAD = {  # operators that a build for CPUs computes in another way
     # products of 16-bit matrices in fp32
     aten.mm.dtype: lambda a, b, dtype: a.to(dtype) @ b.to(dtype),
     aten.mm.dtype_out: lambda a, b, dtype, out: out.copy_(a.to(dtype) @ b.to(dtype)),

@@ -1,4 +1,4 @@
-"""Streams and events: what `torch.cuda.Stream` and `torch.cuda.Event` are on the pretended GPU."""
+"""Streams and events: `torch.cuda.Stream` and `torch.cuda.Event` on the pretended GPU."""
 
 from __future__ import annotations
 
