@@ -13,7 +13,7 @@ import torch
 
 from megazero import checkpoint
 from megazero.checkpoint import LocalShard
-from megazero.comm.mesh.collectives import MAX, MIN
+from megazero.comm.mesh.collectives import MIN
 from megazero.config.schema import Config
 from megazero.data.corpora import Datasets
 from megazero.data.tokenizer import Tokenizer
@@ -61,21 +61,15 @@ class Checkpoints:
     def save(self, progress: Progress, last: bool = False) -> None:
         """Save into --save, once per iteration; with --async-save in the background, unless it is the last save.
 
-        If a save fails, it is reported and training continues to the next.
+        If a rank cannot write, a warning is printed and training continues, unless it is the last save.
 
         Raises:
-            AgreedFailure: a rank could not write, and the save was the last or --on-save-error is stop.
+            AgreedFailure: a rank cannot write the last save.
             DeadRun: weights are not finite; nothing is saved.
         """
         options, iteration = self.config.checkpoint, progress.iteration
         if not options.save:
             return
-        if not last and options.on_save_busy == "skip":
-            busy = self.saver is not None and self.saver.busy
-            if self.mesh.agree(int(busy), MAX):
-                because = f"because iteration {self.saved_at} is still being written"
-                log.info(f"--on-save-busy skip: iteration {iteration} is not saved {because}")
-                return
         self.finish_save(last and self.saved_at == iteration)
         if self.saved_at == iteration:
             return
@@ -111,14 +105,13 @@ class Checkpoints:
 
     def _outcome(self, save: Callable[[], Path | None], last: bool) -> None:
         """Finish a save: report its result, and delete old checkpoints."""
-        options = self.config.checkpoint
         doing, self.watchdog.doing = self.watchdog.doing, ""
         try:
             with self.mesh.world.peer_errors(f"saving iteration {self.saved_at}"):
                 path = save()
         except checkpoint.AgreedFailure as error:  # no other error, because other ranks might not have it
             self.saved_at = None
-            if last or options.on_save_error == "stop":
+            if last:
                 raise
             log.warning(f"{error}. Training continues; the next save is attempted as scheduled")
             return

@@ -10,7 +10,7 @@ from typing import Any
 
 from megazero import checkpoint
 from megazero.checkpoint import Damaged
-from megazero.config.cli import as_flag
+from megazero.config.flags import as_flag
 from megazero.config.schema import Config, ModelConfig
 from megazero.data import fingerprint
 from megazero.data.corpora import parse_data_path, read_data_args
@@ -52,14 +52,13 @@ def find_checkpoint(config: Config, group: Any = None, passing_over: Mapping[str
     if config.evaluation.eval_only and path is None:
         raise ValueError(f"--eval-only: --load {options.load} holds no checkpoint; give the --save folder of a run")
     _guard_save(options.load, options.save, path, options.finetune)
-    if path is None and options.load and not Path(options.load).exists():
-        is_save = bool(options.save) and Path(options.load).resolve() == Path(options.save).resolve()
-        if not (is_save or options.load_or_start):
-            parent = next(folder for folder in Path(options.load).absolute().parents if folder.is_dir())
-            raise ValueError(
-                f"--load {options.load}: there is no such folder, only {parent}; correct it, or add --load-or-start "
-                "to start a new run if there is none"
-            )
+    starts = bool(options.save) and Path(options.load).resolve() == Path(options.save).resolve()
+    if path is None and options.load and not Path(options.load).exists() and not starts:
+        there = next(str(folder) for folder in Path(options.load).absolute().parents if folder.is_dir())
+        raise ValueError(
+            f"--load {options.load}: there is no such folder, only {there}; correct it, or give the same folder as "
+            "--save to start a new run there"
+        )
     return path
 
 
