@@ -13,14 +13,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
+import numpy as np
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megazero.observe.report.page import MEMORY
-from megazero.observe.report.runs import AXIS_LABELS, Run, XAxis, curve, dashes, read_run, short, smooth, thin, twins
+from megazero.observe.report.runs import Curve, Run, XAxis, curve, read_run, short, smooth, thin
 from megazero.optional import missing_package
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 DASH = 5  # line widths of one dash
 LOG_ABOVE = 3  # a loss that falls to less than its third is drawn on a logarithmic axis
+ALIKE = 1e-4  # relative: curves that differ by less are equal, and the legend states the difference
+AXIS_LABELS: dict[XAxis, str] = {"iteration": "iteration", "tokens": "tokens", "hours": "hours of training steps"}
 
 
 @dataclass(frozen=True)
@@ -132,16 +135,48 @@ def draw_memory(axes: Axes, runs: Sequence[Run], names: list[str]) -> None:
     axes.legend(fontsize="x-small", ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.2))
 
 
+class Twin(NamedTuple):
+    """An earlier run with the same curve."""
+
+    of: int  # its number
+    difference: float  # the largest relative one; 0: identical
+
+    def label(self, names: Sequence[str]) -> str:
+        other = names[self.of]
+        return f"identical to {other}" if self.difference == 0 else f"as {other}, to {self.difference:.0e}"
+
+
+def twins(curves: Sequence[Curve]) -> list[Twin | None]:
+    """Find for each curve over iterations the first before it that has the same values where both have one."""
+    found: list[Twin | None] = []
+    for number, here in enumerate(curves):
+        near = (Twin(other, relative_difference(curves[other], here)) for other in range(number))
+        found.append(next((twin for twin in near if twin.difference < ALIKE), None))
+    return found
+
+
+def relative_difference(a: Curve, b: Curve) -> float:
+    """Return the largest relative difference of two curves at the places of both; infinity if they share none."""
+    _, at_a, at_b = np.intersect1d(a.x, b.x, return_indices=True)
+    if not len(at_a):
+        return float("inf")
+    ours, theirs = a.y[at_a], b.y[at_b]
+    scale = np.maximum(np.abs(ours), np.abs(theirs))
+    return float((np.abs(ours - theirs) / np.where(scale > 0, scale, 1.0)).max())
+
+
+def dashes(found: Sequence[Twin | None]) -> list[tuple[int, int]]:
+    """Return (phase, number) of each curve within its group of equal ones: as dashes in turn, each of them is seen."""
+    groups = [number if twin is None else twin.of for number, twin in enumerate(found)]
+    return [(groups[:number].count(group), groups.count(group)) for number, group in enumerate(groups)]
+
+
 def main(options: Options) -> None:
     if not options.runs:
         raise ValueError("no run is named; give the --log-dir folder of one or more")
     if options.smooth < 0:
         raise ValueError(f"--smooth {options.smooth}: must be a number of iterations; 0 chooses one, 1 smooths nothing")
     runs = [read_run(path) for path in options.runs]
-    for path, run in zip(options.runs, runs, strict=True):
-        if run.cut:
-            lines = ", ".join(map(str, run.cut))
-            print(f"{path / 'metrics.jsonl'}: left out what is no whole iteration: line {lines}", file=sys.stderr)
     try:
         plot(runs, options.output, options.x, options.smooth)
     except (OSError, ValueError) as error:

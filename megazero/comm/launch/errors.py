@@ -7,6 +7,8 @@ from itertools import groupby
 
 import torch.distributed as dist
 
+from megazero.units import ranges
+
 # What gloo says when another rank is gone or does not come: plain RuntimeErrors, told by their words alone.
 LOST = ("closed by peer", "reset by peer", "broken pipe", "timed out", "timeout", "connection refused", "not connected")
 MOST_HOSTS = 4  # in a message
@@ -66,12 +68,5 @@ def ranks_text(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
 
 
 def _ranges(ranks: list[int]) -> str:
-    """[0, 1, 2, 5] -> "0-2, 5"."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return ", ".join(texts[:16] + ["..."] * (len(texts) > 16))
+    texts = ranges(ranks)
+    return ", ".join(texts if len(texts) <= 16 else [*texts[:16], "..."])
