@@ -123,12 +123,11 @@ def pretrain(command: Command, world: World, signals: Signals) -> Stop | None:
     from megazero import checkpoint
     from megazero.comm.launch import failures, launch, scheduler
     from megazero.comm.launch.agreement import agree
-    from megazero.comm.launch.machine import bind_to_near_cpus, device_name, environment, machine
+    from megazero.comm.launch.machine import bind_to_near_cpus, environment, machine
     from megazero.comm.mesh.mesh import Mesh
     from megazero.data.remembered import data_tokenizer
     from megazero.model.stage import declare
     from megazero.observe import start_report
-    from megazero.observe.start_notes import this_processor
     from megazero.observe.watchdog import Watchdog
     from megazero.price.bytes.capacity import check_memory
     from megazero.run.inputs import open_data, require_data
@@ -169,9 +168,9 @@ def pretrain(command: Command, world: World, signals: Signals) -> Stop | None:
     hosts = launch.start(world, device, timeout)
     agree(lambda: run_values(config, datasets, tokenizer), world, device, hosts, refused)
     if leads:
-        processor = this_processor() if device.type == "cpu" else None
-        shown = asked, config, layout, memory, device_name(device), chosen, processor
-        screen = start_report.screen(*shown, tokenizer.vocab_size if tokenizer else 0, datasets.train_tokens)
+        name = start_report.device_text(device, config.training.precision)
+        num_ids = tokenizer.vocab_size if tokenizer else 0
+        screen = start_report.screen(asked, config, layout, memory, name, chosen, num_ids, datasets.train_tokens)
         log.info("\n".join(screen))
     eod = tokenizer.eod if tokenizer and config.data.document_flags else None
     with launch.limit(world, 60 * (launch.JOIN_MINUTES + timeout), "making the groups of ranks"):
