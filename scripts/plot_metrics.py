@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 DASH = 5  # line widths of one dash
 LOG_ABOVE = 3  # a loss that falls to less than its third is drawn on a logarithmic axis
-ALIKE = 1e-4  # relative: curves that differ by less are equal, and the legend states the difference
+ALIKE = 1e-4  # relative: the legend reports curves that differ by less as equal
 AXIS_LABELS: dict[XAxis, str] = {"iteration": "iteration", "tokens": "tokens", "hours": "hours of training steps"}
 
 

@@ -160,7 +160,7 @@ def _kinds(found: StageBytes) -> str:
 
 
 def options(asked: Config) -> list[str]:
-    """Return the flags that differ from their defaults, or from those of --preset, and are not elsewhere on the screen."""
+    """Return the other flags that differ from their defaults, or from the values of --preset."""
     known: Mapping[str, Any] = preset_values(asked.preset) if asked.preset else {}
     found = [f"--preset {asked.preset}"] if asked.preset else []
     for section in vars(asked).values():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,11 @@ MEMORY = {
     "peak": "peak of all at one instant",
     "host": "host memory",
 }
+MEDIANS = (
+    ("tokens/s", "tokens_per_second", ",.0f"),
+    ("TFLOP/s per device", "tflops_per_device", ".3g"),
+    ("MFU", "mfu", ".1%"),
+)
 TRAFFIC = {"dp": "data-parallel and ZeRO", "tp": "tensor-parallel", "pp": "pipeline", "control": "losses, norms, flags"}
 
 
@@ -76,16 +81,11 @@ def page(run: Run) -> str:
 def _cards(run: Run) -> list[tuple[str, str]]:
     """Return the numbers at the top of the page: names and values."""
 
-    def median(key: str) -> float | None:
-        found = curve(run, key).y
-        return float(np.median(found)) if len(found) else None
-
-    last, tokens, hours = run.records[-1], curve(run, "loss", "tokens").x, curve(run, "loss", "hours").x
+    tokens, hours = curve(run, "loss", "tokens").x, curve(run, "loss", "hours").x
     loss, validation, peak = curve(run, "loss"), curve(run, "validation_loss"), curve(run, "memory_bytes/peak").y
-    rate, flops, mfu = median("tokens_per_second"), median("tflops_per_device"), median("mfu")
-    cards = [("iterations", f"{last['iteration']:,}")]
-    if parameters := run.start.get("parameters"):
-        cards.append(("parameters", count(parameters)))
+    cards = [("iterations", f"{run.records[-1]['iteration']:,}")]
+    if "parameters" in run.start:
+        cards.append(("parameters", count(run.start["parameters"])))
     if len(loss.y):
         cards.append(("training loss, mean of the last hundredth", f"{smooth(loss, 0).y[-1]:.4f}"))
     if len(validation.y):
@@ -98,12 +98,9 @@ def _cards(run: Run) -> list[tuple[str, str]]:
     if len(tokens):
         cards.append(("tokens", count(round(float(tokens[-1])))))
         cards.append(("training time, without evaluation and saving", duration(float(hours[-1]) * 3600)))
-    if rate is not None:
-        cards.append(("tokens/s, median", f"{rate:,.0f}"))
-    if flops is not None:
-        cards.append(("TFLOP/s per device, median", f"{flops:.3g}"))
-    if mfu is not None:
-        cards.append(("MFU, median", f"{mfu:.1%}"))
+    for name, key, form in MEDIANS:
+        if len(values := curve(run, key).y):
+            cards.append((f"{name}, median", format(np.median(values), form)))
     if len(peak):
         cards.append(("peak memory of rank 0", size(round(float(peak.max())))))
     if skipped := sum(bool(record.get("skipped")) for record in run.records):
@@ -177,14 +174,10 @@ def _varies(found: Curve) -> bool:
     return len(np.unique(found.y)) > 1
 
 
-def _short_names(names: Sequence[str]) -> Sequence[str]:
-    """Return the last parts of paths, as many as distinguish them."""
-    parts = [name.split("/") for name in names]
-    for length in range(1, max(map(len, parts), default=0)):
-        short = ["/".join(part[-length:]) for part in parts]
-        if len(set(short)) == len(names):
-            return short
-    return names
+def _short_names(names: list[str]) -> list[str]:
+    """Return paths without the folders that all have in common."""
+    common = os.path.commonprefix(names).rpartition("/")[0]
+    return [name[len(common) :].lstrip("/") for name in names]
 
 
 # -- layout, memory, traffic, options
@@ -231,6 +224,6 @@ def _shown(value: Any) -> str:
         return "on" if value else "off"
     if isinstance(value, int):
         return f"{value:,}"
-    if isinstance(value, Iterable) and not isinstance(value, str):
+    if isinstance(value, (list, tuple)):
         return " ".join(map(str, value))
     return str(value) or "none"
