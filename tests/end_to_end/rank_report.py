@@ -40,7 +40,7 @@ def main() -> int:
         timeout = datetime.timedelta(seconds=600)
         dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timeout)
         dist.all_reduce(total)
-        dist.destroy_process_group()  # a gloo that is still up at exit may abort, whatever the exit code
+        dist.destroy_process_group()  # a gloo that is still up at exit may abort, with any exit code
     report = {"rank": rank, "world_size": world_size, "local_rank": local_rank, "total": total.item()}
     report |= {"host": socket.gethostname(), "argv": sys.argv[1:], "tty": sys.stdout.isatty()}
     for name in (

@@ -15,7 +15,7 @@ from tests.end_to_end.cli import run
 
 @pytest.mark.slow  # tests/unit/test_paper.py rehearses such ranks
 def test_the_table_of_bytes_on_real_and_pretended_ranks() -> None:
-    """The program itself asserts that what is measured is what `estimate` says; here, that it is the paper's."""
+    """The program asserts that measured bytes equal the estimate's; the test compares them with the paper's."""
     done = run(sys.executable, "-m", "benchmarks.zero_table", "--real", 2, "--pretended", 64)
     assert done.returncode == 0, done.stderr
     table = [
@@ -33,7 +33,7 @@ def test_the_table_of_bytes_on_real_and_pretended_ranks() -> None:
 
 @pytest.mark.slow
 def test_the_papers_configurations_run_by_flags_alone() -> None:
-    """The program itself asserts that what is measured is what `estimate` says; here, what the configurations are."""
+    """The program asserts that measured bytes equal the estimate's; the test checks the configurations."""
     done = run(sys.executable, "-m", "benchmarks.table3")
     assert done.returncode == 0, done.stderr
     rows = [[cell.strip(" │") for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines() if "│ " in line]
@@ -76,20 +76,10 @@ def test_zero_against_its_peers_runs() -> None:
 
 @pytest.mark.slow
 def test_tensor_parallelism_against_dtensor_runs() -> None:
-    """The program itself refuses to time what does not compute the same as whole plain blocks."""
+    """The program refuses to time a block whose results differ from the plain blocks'."""
     done = run(sys.executable, "benchmarks/tensor_parallel.py", "--quick")
     assert done.returncode == 0, done.stderr
     assert "DTensor" in done.stdout
-
-
-@pytest.mark.slow
-def test_before_and_after_runs_against_an_older_revision() -> None:
-    """The program itself asserts that both trees train the same model."""
-    small = "--layers 1 --hidden 32 --heads 2 --seq-length 16 --vocabulary 64 --rounds 2 --steps 1 --ranks 1 --stages 3"
-    small += " --recompute none"
-    done = run(sys.executable, "benchmarks/before_after.py", "--revision", "736be37", *small.split())
-    assert done.returncode == 0, done.stderr
-    assert "files with hooks or weak references: 1 before, 0 after" in done.stdout
 
 
 @pytest.mark.slow
@@ -111,7 +101,7 @@ def test_speed_of_checkpoints_runs() -> None:
 
 @pytest.mark.slow
 def test_the_check_of_gpus_goes_on_after_a_failing_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part that fails and one that hangs are named, what they printed is kept, and the others run."""
+    """A part that fails and one that hangs are named, their output is kept, and the others run."""
     parts = (
         gpu_check.Part("breaks", "Does it?", ("-c", "print('before'); raise SystemExit(3)"), 60),
         gpu_check.Part("hangs", "Does it?", ("-c", "import time; print('begun', flush=True); time.sleep(1000)"), 5),

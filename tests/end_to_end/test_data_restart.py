@@ -38,7 +38,7 @@ def write_text(path: Path, documents: int) -> Path:
 
 
 def changed_at(path: Path) -> int | None:
-    """The time of a file's last change; None where there is none, though one was there a moment ago."""
+    """The time of a file's last change; None if it has just disappeared."""
     try:
         return path.stat().st_mtime_ns
     except FileNotFoundError:
@@ -67,7 +67,7 @@ def test_killed_at_random_moments(tmp_path: Path, kills: int) -> None:
                 command(text, prefix, *workers), cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
             )  # fmt: skip
-            # A moment of its work: when the journal has changed so many times, or it ended.
+            # A moment of its work: when the journal has changed `changes` times, or it ended.
             journal, changes, last = Path(f"{prefix}.partial/journal.json"), draw.randrange(12), None
             while done < kills and changes and process.poll() is None:
                 now = changed_at(journal)

@@ -37,7 +37,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]
 
 
 def evaluate(folder: Path, *flags: object, ranks: int = 1) -> tuple[str, dict]:
-    """(what is printed, the line of metrics.jsonl)"""
+    """(the output, the line of metrics.jsonl)"""
     log_dir = folder / "evaluations" / str(random.random())
     common = [*SIZES, "--data-path", folder / "words", "--split", "8,1,1", "--load", folder / "run", "--eval-only"]
     done = pretrain(*common, "--log-dir", log_dir, *flags, ranks=ranks)

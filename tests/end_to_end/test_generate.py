@@ -30,7 +30,7 @@ PROMPT = [7, 3, 55, 12]
 
 
 def write_tokenizer(folder: Path, eod: int | None, words: int = WORDS) -> Path:
-    """A tokenizer whose text tells every token: id i is the word w<i>; `eod` ends a document."""
+    """A tokenizer whose text names every token: id i is the word w<i>; `eod` ends a document."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     ids = {f"w{i}" if i != eod else "<|endoftext|>": i for i in range(words)}
@@ -51,8 +51,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     draw = random.Random(0)
     write_corpus(folder / "words", "<u2", [[draw.choices(range(WORDS), k=50)] for _ in range(20)])
     sizes = ["--num-layers", LAYERS, "--hidden-size", HIDDEN, "--num-attention-heads", HEADS, "--seq-length", LENGTH]
-    # Weights so wide that what follows depends on all words before it, and on their places; a tied table would say the
-    # last word again and again.
+    # Weights so wide that the next word depends on all words before it, and on their places; a tied table would
+    # repeat the last word.
     wide = ["--init-method-std", 1.0, "--untie-embeddings"]
     training = ["--train-iters", 2, "--lr", 1e-4, "--global-batch-size", 4]
     tokenizer = write_tokenizer(folder / "tokenizer", None)
@@ -128,7 +128,7 @@ def test_beyond_a_window_the_last_words_count(run, capsys: pytest.CaptureFixture
             wanted.append(int(logits(theirs, wanted).argmax()))
         (found,) = ours(capsys, folder, prompt, max_new_tokens=3 * LENGTH, temperature=0)
         assert found == wanted[len(prompt) :]
-        assert len(set(found)) > 4  # not one word again and again, which every window would say
+        assert len(set(found)) > 4  # not one repeated word, which every window would give
 
 
 def test_the_end_of_a_document_ends_a_text(run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,7 +34,9 @@ NEAR = model_tolerance(ModelConfig(2, 48, 0, 6, LENGTH, WORDS), torch.float32)
 PROMPTS = [[7], [7, 3, 55, 12], [60] * 9, [1, 2, 3]]
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "groups")) for kind in KINDS])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind == "groups" else pytest.mark.slow) for kind in KINDS]
+)
 def test_there_and_back(kind: str, tmp_path: Path, ranks: Callable[[int], Ranks]) -> None:
     """The same logits and likeliest tokens in transformers; after an import the same bits and the next loss."""
     model_class, options = KINDS[kind]

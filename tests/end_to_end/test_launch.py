@@ -30,7 +30,7 @@ def environment(**env: str) -> dict[str, str]:
 
 
 def reports(folder: Path) -> list[dict]:
-    """Return what each rank wrote into its log, by rank."""
+    """Return the text of each rank's log, by rank."""
     logs = sorted(folder.glob("*/attempt_0/*/stdout.log"), key=lambda path: int(path.parent.name))
     return [json.loads(log.read_text().splitlines()[0]) for log in logs]
 
@@ -47,7 +47,7 @@ def test_ranks_meet_and_log_under_the_log_dir(tmp_path):
         assert int(rank["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 2)
         assert rank["TORCH_FR_DUMP_TEMP_FILE"] == "my run/nccl_trace_rank_"
     assert done.stdout.count('"total": 3') == 1 and done.stdout.startswith("{")  # rank 0 alone, without a prefix
-    assert done.stderr == ""  # torchrun says nothing
+    assert done.stderr == ""  # torchrun prints nothing
 
 
 def test_the_last_words_are_those_of_the_rank_that_failed_first(tmp_path):
@@ -62,7 +62,7 @@ def test_the_last_words_are_those_of_the_rank_that_failed_first(tmp_path):
 
 
 def test_a_refusal_is_the_last_line(tmp_path):
-    """Every rank refuses; it is said once more, at the end, by the launcher."""
+    """Every rank refuses; the launcher repeats the message at the end."""
     done = launch("--nproc", "2", "--lr", "1e30", cwd=tmp_path, PROGRAM=str(ROOT / "pretrain_gpt.py"))
     assert done.returncode == 1 and "Traceback" not in done.stderr
     last = done.stderr.splitlines()[-1]

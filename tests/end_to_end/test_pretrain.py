@@ -1,4 +1,4 @@
-"""pretrain_gpt.py as its users run it: layouts, resuming, what it writes, and what it says when it fails."""
+"""pretrain_gpt.py as its users run it: layouts, resuming, files, and messages of failures."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def close(found: list[dict], wanted: list[dict], key: str) -> bool:
 IN_DEFAULT = ("c5",)  # tests/parallel has them all
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in IN_DEFAULT)) for n in LAYOUTS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in IN_DEFAULT else pytest.mark.slow) for n in LAYOUTS])
 def test_every_layout_has_the_single_process_curve(name: str, model, alone: Path, tmp_path: Path) -> None:
     ranks, flags = LAYOUTS[name]
     done = pretrain(*model, *flags.split(), "--train-iters", 5, "--log-dir", tmp_path, ranks=ranks)
@@ -53,7 +53,7 @@ def test_every_layout_has_the_single_process_curve(name: str, model, alone: Path
     found, wanted = metrics(tmp_path), metrics(alone)[:5]
     assert close(found, wanted, "loss") and close(found, wanted, "grad_norm")
     measured = [m["iteration"] for m in found if m.get("bubble", -1) >= 0 and m.get("bubble_simulated", -1) >= 0]
-    assert measured == [5] * ("pp2" in name)  # --log-interval 5
+    assert measured == ([5] if "pp2" in name else [])  # --log-interval 5
     assert all("bubble" not in m for m in found[:4])
 
 
@@ -112,7 +112,7 @@ def test_config_is_saved_as_a_preset(alone: Path, tmp_path: Path) -> None:
     ],
 )
 def test_resumes_to_the_bit(ranks: int, flags: str, model, tmp_path: Path) -> None:
-    """6 iterations are 3, a stop, and 3 more; the decay and the evaluation go on too."""
+    """6 iterations are 3, a stop, and 3 more; the decay and the evaluation continue."""
     common = [*model, *flags.split(), "--train-iters", 6, "--lr-decay-style", "cosine", "--lr-warmup-iters", 2]
     common += ["--eval-interval", 3, "--eval-iters", 1]
     whole, halves = tmp_path / "whole", tmp_path / "halves"
@@ -148,7 +148,7 @@ def test_another_layout_resumes(model, tmp_path: Path) -> None:
     assert close(found, wanted, "loss") and close(found, wanted, "grad_norm")
 
 
-@pytest.mark.slow  # test_generate.py has what generation promises
+@pytest.mark.slow  # test_generate.py tests generation itself
 def test_generates_text(model, tmp_path: Path) -> None:
     flags = ["--train-iters", 3, "--save", tmp_path, "--tensor-model-parallel-size", 2]
     assert pretrain(*model, *flags, ranks=2).returncode == 0
@@ -194,7 +194,7 @@ def test_tensorboard_and_wandb(model, tmp_path: Path) -> None:
     assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
 
 
-# -- what bad input gets
+# -- bad input
 
 
 BAD = {
@@ -257,7 +257,7 @@ def test_a_file_system_that_fails_at_the_load_is_refused(
 @pytest.mark.slow
 def test_compile_without_a_compiler(model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/nowhere/g++")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))  # what was compiled before does not help
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))  # without kernels compiled before
     done = pretrain(*model, "--train-iters", 1, "--compile")
     assert done.returncode == 1
     assert "ValueError: --compile: torch cannot compile here" in done.stderr and "drop --compile" in done.stderr
@@ -339,7 +339,7 @@ def test_fp16_that_cannot_go_on_saves_and_says_where(model, tmp_path: Path) -> N
 
 
 def test_a_rank_that_raises_ends_the_run(model, corpus: Path, tmp_path: Path) -> None:
-    """One rank alone reads a token that is no token; it says so, and the others do not wait for a time-out."""
+    """One rank alone reads an invalid token; it reports that, and the others do not wait for a time-out."""
     for suffix in (".bin", ".idx", ".json"):
         (tmp_path / f"bad{suffix}").write_bytes(corpus.with_name(corpus.name + suffix).read_bytes())
     about = json.loads((tmp_path / "bad.json").read_text())
@@ -347,7 +347,7 @@ def test_a_rank_that_raises_ends_the_run(model, corpus: Path, tmp_path: Path) ->
     (tmp_path / "bad.json").write_text(json.dumps(about))
     with (tmp_path / "bad.bin").open("r+b") as file:
         file.seek(20000)
-        file.write(b"\xff\xff")  # PREFIX.json, which is believed at the start, says that there is none such
+        file.write(b"\xff\xff")  # PREFIX.json, which the start trusts, excludes such a token
     # Its sample comes after 120 iterations, and is rank 1's: rank 0 would take the store of all reports with it.
     small = ["--num-layers", 1, "--micro-batch-size", 6, "--split-by", "documents"]
     flags = [*small, "--data-path", tmp_path / "bad", "--train-iters", 500, "--distributed-timeout-minutes", 5]

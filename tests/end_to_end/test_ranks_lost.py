@@ -1,6 +1,6 @@
-"""Ranks that are stopped, killed, orphaned, started unlike each other or at a taken port: what the others say and do.
+"""Ranks that are stopped, killed, orphaned, started with other flags or at a taken port: reactions of the others.
 
-Real processes and signals. Time-outs are short, for they are what is waited for; no test measures time.
+Real processes and signals. Time-outs are short, because the tests wait for them; no test measures time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Rank:
         assert self.iterations >= number, self.said
 
     def end(self, exit_code: int = 1) -> str:
-        """All that it said, once it has ended by itself with an error."""
+        """Return its whole output once it has ended by itself with an error."""
         wait(lambda: self.process.poll() is not None, self)
         assert self.process.returncode == exit_code, self.said
         return self.said
@@ -201,7 +201,7 @@ UNLIKE: dict[str, tuple[list[list[Any]], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "the layout")) for n in UNLIKE])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "the layout" else pytest.mark.slow) for n in UNLIKE])
 def test_ranks_with_different_flags_are_refused(name: str, model: list[Any], start: Start, tmp_path: Path) -> None:
     flags, words = UNLIKE[name]
     for rank in start([[*model, *LASTING, "--log-dir", tmp_path / "run", *own] for own in flags]):

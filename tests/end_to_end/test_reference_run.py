@@ -16,7 +16,7 @@ from tests.reference_run import Flags, Run, read_checkpoint, write_corpus
 
 EOD = 256  # of the byte tokenizer
 
-# Everything that changes a number is on. Two corpora are read several times over; warm-up, decay and its end lie within
+# Everything that changes a number is on. Two corpora are read several times over; warm-up, decay and its end are within
 # the run; some norms are clipped, some are not; Adam's epsilon is as large as typical gradients, so that a gradient of
 # the wrong size is not forgiven. The stop is neither at an evaluation nor at the end of an epoch.
 COMMON: Flags = {
@@ -125,7 +125,7 @@ class Case(NamedTuple):
     state: float
 
 
-# Rounding alone: about ten times what is seen in fp32, and three times in 16 bit, whose rounding is 2^-11 or 2^-8.
+# Rounding alone: ten times the errors seen in fp32, three times those in 16 bit, whose rounding is 2^-11 or 2^-8.
 FP64, FP32, HALF, BRAIN = (1e-9, 1e-9, 1e-8), (1e-6, 3e-6, 1e-5), (2**-12, 2**-10, 2**-7), (2**-9, 2**-6, 2**-4)
 TWO_STAGES, TWO_PARTS = "--pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2"
 FULL = "--recompute full --checkpoint-in-cpu"
@@ -187,7 +187,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in ("fp32", "fp16"))) for n in CASES]
+    "name", [pytest.param(n, marks=() if n in ("fp32", "fp16") else pytest.mark.slow) for n in CASES]
 )
 def test_a_run_with_everything_on(name: str, blend: list[str], tmp_path: Path) -> None:
     case = CASES[name]

@@ -38,7 +38,7 @@ def rank_logs(log_dir: Path, job: Job) -> list[Path]:
 
 
 def reports(log_dir: Path, job: Job) -> list[dict]:
-    """Return what each rank said, by rank."""
+    """Return each rank's output, by rank."""
     return [json.loads(log.read_text().splitlines()[0]) for log in rank_logs(log_dir, job)]
 
 
@@ -179,7 +179,7 @@ def test_a_job_near_its_limit_saves_is_requeued_and_ends_with_the_same_curve(clu
 
 @pytest.mark.slow  # SLURM takes 10 s to see that a node is gone, and waits before it requeues
 def test_a_node_that_fails_costs_the_work_since_the_last_save(tmp_path, model):
-    """Two of three nodes train; one fails; SLURM requeues the job, which goes on with the third; the same curve."""
+    """Two of three nodes train; one fails; SLURM requeues the job, which resumes with the third; the same curve."""
     if reason := missing():
         pytest.skip(reason)
     saved, run = tmp_path / "saved", tmp_path / "run"
@@ -202,7 +202,7 @@ def test_a_node_that_fails_costs_the_work_since_the_last_save(tmp_path, model):
 
 @pytest.mark.slow
 def test_jobs_of_a_chain_follow_each_other(cluster, tmp_path, model):
-    """--dependency=singleton: the second begins when the first has ended, early, and goes on from its checkpoint."""
+    """--dependency=singleton: the second begins when the first has ended early, and resumes from its checkpoint."""
     saved, run = str(tmp_path / "saved"), tmp_path / "run"
     flags = [*map(str, model), "--train-iters", "60", "--save", saved, "--load", saved, "--log-dir", str(run)]
     options = ["--nodes=1", "--ntasks-per-node=1", "--job-name=chain", "--dependency=singleton"]
@@ -221,7 +221,7 @@ def test_jobs_of_a_chain_follow_each_other(cluster, tmp_path, model):
 
 @pytest.mark.slow
 def test_a_script_of_the_paper_starts_its_preset(cluster, tmp_path):
-    """The program is a stand-in, on fewer ranks; what follows the script comes last."""
+    """The program is a stand-in, on fewer ranks; flags after the script come last."""
     options = ["--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", f"--output={tmp_path}/slurm-%j.out"]
     script = ROOT / "scripts" / "slurm" / "pretrain_100b.sbatch"
     job_id = cluster.submit(*options, script, "--log-dir", str(tmp_path / "run"), cwd=ROOT, **PROGRAM)
@@ -292,7 +292,7 @@ def states(cluster: SlurmCluster, job_id: int) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_an_array_preprocesses_and_a_killed_task_goes_on(cluster, tmp_path):
-    """Three parts on two nodes; the task that is killed is submitted again, and goes on; joined, they are the whole."""
+    """Three parts on two nodes; the killed task is submitted again, and continues; joined, they are the whole."""
     python, text = tmp_path / "python", tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": f"{k} " + "word " * (k % 97)}) + "\n" for k in range(900)))
     python.write_text(KILLED_ONCE.format(python=sys.executable, marker=str(tmp_path / "killed")))

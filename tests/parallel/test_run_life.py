@@ -190,7 +190,7 @@ def test_another_global_batch_goes_on_behind_the_last_sample(ranks: Any, corpus:
 
 
 def test_back_to_a_checkpoint_by_name_and_on_without_some_samples(ranks: Any, corpus: str, tmp_path: Path) -> None:
-    """The recipe of docs/recovery.md: from 2, although 4 was saved, into the same folder; resumes stay there."""
+    """The recipe of docs/cluster.md: from 2, although 4 was saved, into the same folder; resumes stay there."""
     config = configured(corpus, tmp_path, 4, save_interval=1)
     assert ranks(2).run(train, 2, config) == [(4, "")] * 2
     spike = weights(tmp_path / "iter_0000003")
@@ -372,7 +372,7 @@ def small_disk(rank: int, config: Config) -> tuple[int, str]:
 def test_a_save_that_fails(
     ranks: Any, corpus: str, tmp_path: Path, policy: str, background: bool, reached: int
 ) -> None:
-    """By policy, a failure is reported and the run continues to the last save, whose failure ends it; or it ends now,
+    """A failure is reported and the run continues to the last save, whose failure ends it; or it ends now,
     in the background when the next save asks."""
     options = {"save_interval": 2, "on_save_error": policy, "async_save": background}
     for iteration, error in ranks(2).run(small_disk, configured(corpus, tmp_path, 5, **options)):

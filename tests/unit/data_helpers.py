@@ -45,7 +45,7 @@ def unpack_corpus(prefix: Path) -> tuple[int, list[list[int]], list[int]]:
 
 
 def write_corpus(prefix: Path, sequences: list[list[int]], documents: list[int] | None = None, code: int = 8) -> Path:
-    """A corpus of one document a sequence, unless `documents` says otherwise."""
+    """A corpus of one document a sequence, unless `documents` is given."""
     documents = list(range(len(sequences) + 1)) if documents is None else documents
     Path(f"{prefix}.bin").write_bytes(pack_tokens(code, sequences))
     Path(f"{prefix}.idx").write_bytes(pack_index(code, [len(s) for s in sequences], documents))

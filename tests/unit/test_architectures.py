@@ -1,4 +1,4 @@
-"""Architectures on the command line: defaults, refusals; what their layers declare."""
+"""Architectures on the command line: defaults, refusals, declarations of layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LLAMA = ModelConfig(3, 64, 96, 8, 32, 1000, untie_embeddings=True, architecture=
 
 
 def test_an_architecture_brings_its_defaults(tmp_path: Path) -> None:
-    """Under the preset's flags, which lie under the command line's."""
+    """Under the preset's flags, which the command line overrides."""
     assert parse([]).model == ModelConfig()
     model = parse(["--architecture", "llama"]).model
     assert (model.untie_embeddings, model.norm_epsilon) == (True, 1e-6)

@@ -1,4 +1,4 @@
-"""The arena of gathered weights: who lies where, and how large it is."""
+"""The arena of gathered weights: offsets and size."""
 
 from __future__ import annotations
 

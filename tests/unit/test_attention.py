@@ -62,16 +62,16 @@ def test_open_attention_is_plain_attention(
     theirs = qkv.detach().double().requires_grad_()
     wanted = plain(theirs, heads, mask)
     wanted.backward(dy.double())
-    # A result is a few rounded numbers' sum: so many units of the type's last place.
+    # A result is the sum of a few rounded numbers: the tolerance in units of the type's last place.
     tolerance = 4 * torch.finfo(dtype).eps
     assert relative(y.detach(), wanted.detach()) < tolerance
-    for part in range(3):  # queries, keys, values: none is small beside the others
+    for part in range(3):  # queries, keys, values: all are of similar size
         ours, other = (g.grad.view(B * S, heads, 3, D)[:, :, part] for g in (qkv, theirs))
         assert relative(ours, other) < tolerance, part
 
 
 def test_the_first_token_sees_itself_alone() -> None:
-    """Whatever its scores: its output is its value, and its query has no gradient."""
+    """Its output is its value and its query has no gradient, for any scores."""
     qkv = torch.randn(B * S, 3 * D, generator=torch.Generator().manual_seed(0)).requires_grad_()
     y = CoreAttention(Dropout(0.0, 0, 0, "scores"), PLAIN, False)(*Heads(B, 1).forward(qkv), MATH, None)
     values = qkv.detach().view(B, S, 3, D)[:, 0, 2]

@@ -42,7 +42,7 @@ class Closed:
     stage: int
 
     def __getattr__(self, name: str) -> Any:
-        """Short names of what the formulas are made of."""
+        """Short names of the quantities in the formulas."""
         c, lay = self.config, self.layout
         values = {
             "w": {"fp32": 4, "bf16": 2, "fp16": 2}[c.training.precision],
@@ -90,7 +90,7 @@ class Closed:
         if self.first:
             found["position"] = self.flat([self.s * h])
         if self.last:
-            found["head"] = self.flat([h, h] + [table] * (not self.tied))
+            found["head"] = self.flat([h, h] + ([] if self.tied else [table]))
         return found
 
     @property
@@ -136,9 +136,9 @@ class Closed:
 
         Gradients: those that are made and, with overlap, the layer's before, which are being reduced. A unit larger
         than a bucket is copied into buckets, and its gradients are freed at once. A tied table's are made by the head
-        and by the lookup, so that they are there throughout; those of two micro-batches are never there at once.
+        and by the lookup, so that they exist throughout; those of two micro-batches never exist at once.
 
-        Buckets: as many columns as the largest unit has per rank, or as --reduce-bucket-size says.
+        Buckets: as many columns as the largest unit has per rank, or as --reduce-bucket-size allows.
         """
         units = self.units()
         blocks = [[f"block {i}"] for i in range(self.blocks)]
@@ -206,8 +206,8 @@ class Closed:
         A block has two sums forward and two backward (Narayanan); with sequence parallelism a gather and a
         reduce-scatter for each, and two more gathers, of inputs that are not kept whole (Korthikanti). Full recompute
         runs all but the last sum again. The head has one sum backward, the token table one forward. The loss adds up
-        12 bytes a token: maxima, and exponentials beside picked logits. With sequence parallelism the gradients of what
-        is replicated (norms, biases behind a sum, positions) are summed once; on average, for owners differ.
+        12 bytes a token: maxima, exponentials and picked logits. With sequence parallelism the gradients of replicated
+        weights (norms, biases after a sum, positions) are summed once; the formula is a mean, because owners differ.
         """
         ring = (self.t - 1) / self.t
         block = 10 if self.sp else 8
@@ -347,15 +347,15 @@ def shares_copy(layout: Layout, rank: int, stage: int) -> bool:
 
 @pytest.mark.long
 def test_what_nccl_and_a_gpu_take_instead() -> None:
-    """On gloo a reduce-scatter needs scratch for what others send, on NCCL as large as its result. Copies to the host
-    go by way of two device buffers each way on a GPU, and of none on a CPU. Nothing else differs."""
+    """On gloo a reduce-scatter needs scratch for messages of the others, on NCCL as large as its result. Copies to the
+    host use two device buffers each way on a GPU, and none on a CPU. Nothing else differs."""
     seen = set()
     for seed in range(48):
         config, layout = draw(seed)
         closed = Closed(config, layout, 0)
         gloo, nccl = (estimate(config, layout, 0, needs_staging_buffer) for needs_staging_buffer in (True, False))
         assert gloo.traffic == nccl.traffic
-        # A bucket holds so many elements of every rank's range; there are two where one is packed while one is sent.
+        # The elements of every rank's range in a bucket; there are two buckets if one is packed while one is sent.
         largest = max(closed.units().values()) // closed.N
         columns = min(largest, max(64, config.zero.reduce_bucket_size // closed.N // 64 * 64))
         buckets = 2 if config.zero.overlap_comm and largest > columns else 1
@@ -370,7 +370,7 @@ def test_what_nccl_and_a_gpu_take_instead() -> None:
 
 
 def test_the_peak_of_a_single_process() -> None:
-    """The states, and the logits: with two micro-batches all gradients are there when the second one's logits are."""
+    """The states, and the logits: with two micro-batches, all gradients and the second one's logits exist at once."""
     model = ModelConfig(num_layers=3, hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=300)
     config = Config(model=model, training=TrainingConfig(micro_batch_size=2, global_batch_size=4))
     config, layout = resolve(config, 1, 0, declare)

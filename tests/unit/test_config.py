@@ -21,7 +21,7 @@ from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout
 from megazero.step.optimization import learning_rate
 
-# What scripts, users and checks outside this repository rely on.
+# Flags that scripts, users and checks outside this repository rely on.
 SURFACE = set(
     """
     num-layers hidden-size ffn-hidden-size num-attention-heads seq-length attention-dropout hidden-dropout
@@ -34,7 +34,7 @@ SURFACE = set(
     wandb-project plan world-size device-type rehearse architecture num-query-groups rotary-base norm-epsilon
     """.split()
 )
-# Of these, the ones that are not there yet: whoever adds one takes it from this list.
+# Flags of these that do not exist yet. Remove one from this list when you add it.
 COMING: set[str] = set()
 # A budget, not a count: every option is one more that a user has to understand, and one more factor of what has to
 # be tested together. An addition is argued for where this number is raised. --preset and --help come on top.
@@ -335,7 +335,7 @@ def test_config_toml_holds_what_was_given(tmp_path: Path) -> None:
     assert longer.model.ffn_hidden_size == 4 * 48
     assert longer.training.global_batch_size == 4
     assert learning_rate(longer.optimizer, 10) == 0.5 and learning_rate(longer.optimizer, 20) == 0
-    # a run of that preset gives the same preset, and the flags beside it
+    # a run of that preset gives the same preset and the other flags
     chain = read(["--preset", str(path), "--train-iters", "20"])
     assert tomllib.loads(chain.to_toml(longer)) == tomllib.loads(text) | {"train-iters": 20}
 
@@ -375,7 +375,7 @@ def test_resolve_keeps_what_is_asked_for() -> None:
     assert config.optimizer.lr_decay_iters == 5
 
 
-# (options, ranks, vocabulary of the tokenizer, what is said)
+# (options, ranks, vocabulary of the tokenizer, message)
 REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
     ({"precision": "fp64", "fused_kernels": "triton"}, 1, 9, "--fused-kernels triton with --precision fp64: there are"),
     *(

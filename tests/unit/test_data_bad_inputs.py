@@ -93,7 +93,7 @@ def damaged(name: str) -> Callable[[pytest.MonkeyPatch], list[str]]:
 
 
 def tokenizer_of(size: int, *more: str) -> Callable[[pytest.MonkeyPatch], list[str]]:
-    """A tokenizer of so many tokens, none of which ends a document."""
+    """A tokenizer of `size` tokens, none of which ends a document."""
 
     def make(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         Path("x.jsonl").write_bytes(GOOD)
@@ -171,7 +171,7 @@ def said_by(
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_row_of_the_table(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """One line on standard error, which the table has but for what it leaves out; no file under a final name."""
+    """The program prints one line, which contains the table's text; no file has a final name."""
     sentences = rows()[name]
     monkeypatch.setattr(preprocess_data, "COMMIT_SECONDS", float("inf"))
     for number, make in enumerate(ROWS[name]):

@@ -106,7 +106,7 @@ def test_open_datasets_blends(tmp_path: Path) -> None:
     train = open_datasets(("3", low, "1", high), "9,1", 4, 1, None).train
     served = [train[i] for i in range(400)]
     assert sum(ids[0] < 9000 for ids in served) == 300
-    # Without weights, corpora weigh as their tokens, all splits alike.
+    # Without weights, corpora are weighted by their tokens, equally in all splits.
     small = str(write_corpus(tmp_path / "small", [[8000] * 10] * 10))
     total = sum(map(len, numbered_documents(50)))
     blend = open_datasets((low, small), "9,1", 4, 1, None)

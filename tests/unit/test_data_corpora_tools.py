@@ -136,7 +136,7 @@ def test_peek_as_a_page(tmp_path: Path, lines: Path, bpe: Path, capsys) -> None:
     prefix = preprocess(tmp_path / "c", lines, bpe)
     peek.main([prefix, "--documents", "4", "--html", str(tmp_path / "c.html")])
     page = Page((tmp_path / "c.html").read_text())
-    assert page.open == [] and not page.tags & {"b", "script"}  # what looks like markup is text
+    assert page.open == [] and not page.tags & {"b", "script"}  # markup in a corpus is text
     for words in (str(lines), "200", "document <150> & [b]some[/b] words", "tokenizer_hash", "document 100"):
         assert words in page.text
     assert "document <150> & [b]some[/b] words" in capsys.readouterr().out
@@ -244,7 +244,7 @@ def test_trained_sentencepiece_knows_every_character(tmp_path: Path, lines: Path
 
 
 def test_a_corpus_remembers_its_tokenizer(lines: Path, bpe: Path, tmp_path: Path) -> None:
-    """--tokenizer can be left out: the copy beside a corpus is read, also where it was moved; else what was named."""
+    """--tokenizer can be left out: the copy next to a corpus is read, even after a move; else the named one."""
     theirs = shutil.copytree(bpe, tmp_path / "theirs")
     preprocess(tmp_path / "there" / "c", lines, theirs)
     shutil.move(tmp_path / "there", tmp_path / "here")
@@ -261,7 +261,7 @@ def test_a_corpus_remembers_its_tokenizer(lines: Path, bpe: Path, tmp_path: Path
     listed = Config(data=DataConfig(data_args_path=str(tmp_path / "list")))
     assert data_tokenizer(listed).identity == identity and data_tokenizer(Config()) is None
 
-    plain = str(tmp_path / "plain")  # a corpus of Megatron's has no PREFIX.json; the next one tells
+    plain = str(tmp_path / "plain")  # a corpus of Megatron's has no PREFIX.json, unlike the next
     write_corpus(tmp_path / "plain", [[1, 2]])
     assert found(plain) is None and found("1", plain, "2", prefix).identity == identity
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""The .bin/.idx format, byte for byte, and what a damaged corpus says."""
+"""The .bin/.idx format, byte for byte, and the messages of damaged corpora."""
 
 import json
 import os
@@ -94,7 +94,7 @@ def test_failed_writer_leaves_nothing_and_spares_the_old_corpus(tmp_path: Path) 
 
 
 def test_index_comes_last(tmp_path: Path, monkeypatch) -> None:
-    """A run that dies between two renames must not leave an old index beside new tokens."""
+    """A run that dies between two renames must not leave an old index next to new tokens."""
     write_corpus(tmp_path / "c", DOCUMENTS)
     names = []
 

@@ -1,4 +1,4 @@
-"""Kinds of --input, and the refusals of what is wrong with it."""
+"""Kinds of --input, and refusals of bad input."""
 
 import gzip
 import io
@@ -380,7 +380,7 @@ def test_gigatoken_is_not_trusted_unseen(tmp_path: Path, bpe: Path, capsys, monk
 
 
 def test_gigatokens_memory_is_bounded(bpe: Path, monkeypatch) -> None:
-    """It is made anew where the process has grown, by what it kept or by something else; the ids stay the same."""
+    """It is replaced when the process has grown, for any reason; the ids stay the same."""
     json, made, grown = encoding.cached_tokenizer(str(bpe)).json, [], [0]
     monkeypatch.setattr(encoding, "resident_bytes", lambda: grown[0])
 

@@ -1,4 +1,4 @@
-"""preprocess_data.py inside this process: bytes, order, what is left out, every refusal."""
+"""preprocess_data.py inside this process: bytes, order, omissions, every refusal."""
 
 import gzip
 import json
@@ -287,7 +287,7 @@ def test_trained_tokenizer_is_deterministic_and_checked(tmp_path: Path, capsys) 
 
 
 def next_command(said: str) -> list[str]:
-    """The last line of what a tool printed, as words behind `python PROGRAM`."""
+    """The last line of a tool's output, as words behind `python PROGRAM`."""
     python, _, *words = shlex.split(said.splitlines()[-1])
     assert python == "python"
     return words

@@ -21,10 +21,10 @@ class Killed(BaseException):
 
 
 class Machine:
-    """Ends the process, as far as the disk can tell, at the n-th call that changes a file.
+    """Ends the process, as far as the disk is concerned, at the n-th call that changes a file.
 
     From then on every such call fails, so that no clean-up reaches the disk. A write that is the n-th does
-    half of its work. `full`: the disk takes no more bytes from that call on, while all else goes on.
+    half of its work. `full`: the disk takes no more bytes from that call on, while everything else works.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, full: bool = False) -> None:
@@ -61,7 +61,7 @@ def command(tmp_path: Path, monkeypatch) -> Callable[[str], list[str]]:
     for k in range(120):
         document = {"q": "é" * draw.randrange(60), "a": f"{draw.randrange(90)} answer"}
         line = lines[k - 40] if k > 40 and k % 3 == 0 else json.dumps(document, ensure_ascii=False)
-        lines.append("bad" if k % 17 == 3 else line)  # what repeats an earlier line lies some commits behind it
+        lines.append("bad" if k % 17 == 3 else line)  # a repeated line is some commits after the original
     for name, part in (("a.jsonl", lines[:70]), ("b.jsonl", lines[70:])):
         (tmp_path / name).write_text("\n".join(part) + "\n")
 
@@ -88,7 +88,7 @@ def expected(tmp_path: Path, command: Callable[[str], list[str]]) -> dict[str, b
 
 
 def no_half_corpus(folder: Path) -> None:
-    """Files that bear a corpus's name are a corpus: its index is there last."""
+    """Files that bear a corpus's name are a corpus: its index appears last."""
     for idx in folder.glob("*.idx"):
         assert idx.with_suffix(".bin").exists() and idx.with_suffix(".json").exists()
 
@@ -171,7 +171,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, command, monkeypatch, capsys)
         if (folder / "p.partial").exists():
             assert "the same command goes on from there" in caught.value.__notes__[0]
             kept = sum(path.stat().st_size for path in (folder / "p.partial").iterdir() if path.is_file())
-            assert kept < 60_000  # what was not committed is given back
+            assert kept < 60_000  # uncommitted bytes are freed
         else:
             assert list(folder.iterdir()) == []
         machine.start(1 << 60)

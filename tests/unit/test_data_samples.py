@@ -287,7 +287,7 @@ def test_an_evaluation_that_repeats_samples_is_noted(tmp_path: Path) -> None:
 
 
 def test_few_documents_are_split_by_tokens(tmp_path: Path) -> None:
-    """Training, validation and test share all tokens in order, whatever the documents' borders; samples are stable."""
+    """Training, validation and test share all tokens in order, for any borders of documents; samples are stable."""
     one = str(write_corpus(tmp_path / "one", [list(range(1000))]))
     data = open_datasets((one,), "969,30,1", 8, 1, None, needed=("train", "validation"))
     assert [part.num_tokens for part in (data.train, data.validation, data.test)] == [969, 30, 1]
@@ -367,7 +367,7 @@ def test_ids_outside_the_vocabulary(tmp_path: Path, monkeypatch) -> None:
     negative = str(write_corpus(tmp_path / "n", [[1, 2, 3, 4, -5]], code=4))
     with pytest.raises(ValueError, match="token id -5"):
         open_datasets((negative,), ALL, 4, 1, 300)
-    # Only the ends of a large corpus are read; the note beside it knows the rest, if it is about these
+    # Only the ends of a large corpus are read; the note next to it has the rest, if it is about these
     # tokens.
     monkeypatch.setattr(corpora, "SCANNED_BYTES", 4)
     open_datasets((prefix,), ALL, 4, 1, 300)

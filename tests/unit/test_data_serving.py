@@ -1,4 +1,4 @@
-"""Corpora opened once, tables computed by one process, blends of thousands, tokenizers told apart."""
+"""Corpora opened once, tables computed by one process, blends of thousands, tokenizers distinguished."""
 
 import hashlib
 import itertools
@@ -55,7 +55,7 @@ def read_at_once(prefix: Path, built: Any, asked: Any, count: int, results: Any)
 
 
 def at_once(prefix: Path, count: int) -> tuple[int, list[Any]]:
-    """(How many processes computed the table, what each of them read.)"""
+    """(Number of processes that computed the table, the result that each read.)"""
     context = multiprocessing.get_context("fork")
     built, asked, results = context.Value("i", 0), context.Value("i", 0), context.Queue()
     arguments = (prefix, built, asked, count, results)
@@ -173,7 +173,7 @@ def test_a_corpus_made_anew_is_not_read_through_the_old_index(tmp_path: Path, ch
     one, other = (indexed.IndexedDataset(write_corpus(tmp_path / n, [[1, 2, 3], [4, 5]]), pool) for n in "cd")
     assert one.tokens(0, 2).tolist() == other.tokens(0, 2).tolist() == [1, 2]  # this closes the first
     assert one.tokens(0, 2).tolist() == [1, 2] and other.tokens(3, 5).tolist() == [4, 5]
-    anew = write_corpus(tmp_path / "e", [[1, 2], [3, 4, 5] + [6] * (change == "longer")])
+    anew = write_corpus(tmp_path / "e", [[1, 2], [3, 4, 5] + ([6] if change == "longer" else [])])
     handed = pickle.dumps(one)
     assert pickle.loads(handed).tokens(0, 2).tolist() == [1, 2]
     for end in (".bin", ".idx"):
@@ -244,7 +244,7 @@ def test_data_of_another_tokenizer_of_the_same_size_is_refused(tmp_path: Path) -
     with pytest.raises(ValueError, match=words):
         open_datasets((prefix,), "1", 4, 1, None, tokenizer=load_tokenizer(specs[1]))
     about = json.loads(Path(f"{prefix}.json").read_text())
-    del about["tokenizer_hash"]  # made by an earlier version: told by size
+    del about["tokenizer_hash"]  # made by an earlier version: recognised by its size
     Path(f"{prefix}.json").write_text(json.dumps(about))
     open_datasets((prefix,), "1", 4, 1, None, tokenizer=load_tokenizer(specs[1]))
     with pytest.raises(ValueError, match="of 3 tokens; --tokenizer byte has 257"):
@@ -252,7 +252,7 @@ def test_data_of_another_tokenizer_of_the_same_size_is_refused(tmp_path: Path) -
 
 
 def test_documents_without_an_end_cannot_be_told_apart(tmp_path: Path) -> None:
-    """A corpus made without --append-eod is refused where a flag would do nothing; one that says nothing is not."""
+    """A corpus made without --append-eod is refused if a flag would do nothing; one without that information is not."""
     flags = ("--eod-mask-loss", "--reset-attention-mask")
     for number, said in enumerate(({"eod": None}, {"eod": 256}, {})):
         prefix = tmp_path / f"c{number}"

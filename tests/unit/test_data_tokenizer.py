@@ -90,7 +90,7 @@ def test_gpt2_under_hugging_face_names_and_as_transformers_has_it(gpt2_files: Pa
 
 
 def test_a_path_alone_tells_the_kind(sentencepiece_model: Path, trained: Path, tmp_path: Path) -> None:
-    """A folder is recognised by its files' names, and a file by its content, also where its name says little."""
+    """A folder is recognised by its files' names, and a file by its content, even if its name is unusual."""
     model = load_tokenizer(f"sentencepiece:{sentencepiece_model}")
     llama2, llama3, gpt2 = (tmp_path / name for name in ("llama2", "llama3", "gpt2"))
     for folder in (llama2, llama3, gpt2):

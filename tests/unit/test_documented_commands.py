@@ -18,9 +18,9 @@ import tyro
 from megazero.config.cli import flags, ranges, read
 from tests.helpers.programs import ROOT
 
-# The log and the decisions tell what was typed once.
+# The log and the decisions quote commands of earlier versions.
 DOCUMENTS = [ROOT / "README.md", ROOT / "data_tools" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-DOCUMENTS.remove(ROOT / "docs" / "log.md")
+DOCUMENTS += sorted((ROOT / "docs" / "results").glob("*.md"))
 PRETRAIN, LAUNCH = "pretrain_gpt.py", "scripts/launch.sh"
 SUBMITTED = {
     "scripts/slurm/pretrain.sbatch": PRETRAIN,
@@ -54,7 +54,7 @@ def simple_commands(line: str) -> Iterator[list[str]]:
 
 
 def fault(line: str) -> str:
-    """Say what is wrong with a command line; "" if nothing is."""
+    """Return the fault of a command line, or ""."""
     return "; ".join(filter(None, map(_fault_of_command, simple_commands(line))))
 
 
@@ -138,7 +138,7 @@ def _parse(program: str, words: list[str]) -> bool:
 
 
 def _is_in(source: str, flag: str) -> bool:
-    """Tell whether a program's source has a flag: as an argument, as a field of its options, or among ours."""
+    """Return whether a program's source has a flag: as an argument, as a field of its options, or among ours."""
     name = flag.removeprefix("--").replace("-", "_")
     field = rf"^    {name.removeprefix('no_')}: "
     argument = rf"{flag}(?![\w-])"

@@ -53,7 +53,7 @@ def save(root: Path, iteration: int, value: float) -> Path:
 
 @pytest.mark.parametrize("at", [1, 2])
 def test_a_flush_that_fails_fails_the_save(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The flush beside the writing, and the last one; the system says of an error once."""
+    """Flushes during writing, and the last one; the system reports an error once."""
     monkeypatch.setattr("megazero.checkpoint.tensor_file.FLUSH_BYTES", 16)
     original, calls = os.fsync, []
 
@@ -102,7 +102,7 @@ def test_what_is_named_is_on_the_disk(again: bool, tmp_path: Path, events: list[
 
 
 def test_latest_is_replaced_and_never_written_to(tmp_path: Path) -> None:
-    """Whoever has it open, or linked, goes on reading the old name."""
+    """Readers of an open file or of a hard link still see the old contents."""
     save(tmp_path, 1, 0.0)
     os.link(tmp_path / "latest", tmp_path / "seen")
     save(tmp_path, 2, 0.0)

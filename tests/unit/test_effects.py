@@ -1,4 +1,4 @@
-"""Every flag has an effect: flipped, it changes what is planned or computed, or a test is named that sees it."""
+"""Every flag has an effect: flipped, it changes the plan or the results, or a test is named that sees it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BASE = (
     "--train-iters 20 --plan --world-size 8 --device-type h100-80gb"
 )
 TP, PP, FULL = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--recompute full"
-# Flags whose flip changes `seen`: the flip, and what it needs around it.
+# Flags whose flip changes `seen`: the flip, and the flags that it needs.
 FLIPPED = {
     "num-layers": ("--num-layers 8", ""),
     "hidden-size": ("--hidden-size 32", ""),
@@ -146,7 +146,7 @@ UNSEEN = {"wandb-name", "rehearse-on"}
 
 @functools.cache
 def seen(line: str) -> str:
-    """Describe what a command line plans and computes, as far as it can be told without training."""
+    """Describe the plan and the computation of a command line, as far as possible without training."""
     config, layout, device = plan_config(parse(line.split()))
     plan, optimizer = make_plan(config, layout, device), config.optimizer
     return repr(

@@ -91,7 +91,7 @@ def test_ranges_hold_exactly_the_right_parameters(which: str, axis: str) -> None
 
 
 def test_ranges_along_one_axis_are_one_range() -> None:
-    """One all-reduce sums over tp, and two pieces of a unit are counted in its norm, whatever its parameters are."""
+    """One all-reduce sums over tp, and two pieces of a unit are counted in its norm, for any parameters."""
     for params, _, flat in CASES:
         if all(p.sharded | p.summed <= TP for p in params):
             assert max(len(flat.replicated("tp")), len(flat.summed("tp", False))) <= 1
@@ -121,7 +121,7 @@ def test_owned_ranges_tile_the_buffer_evenly() -> None:
 
 
 def test_only_the_tail_depends_on_the_ranks() -> None:
-    """A parameter starts where it starts, whatever dp is: so gradient norms add the same rows."""
+    """A parameter has the same offset for every dp, so gradient norms add the same rows."""
     for params in mixes():
         layouts = [flat_layout(params, size) for size in SIZES]
         assert len({tuple(flat.windows.items()) for flat in layouts}) == 1

@@ -1,4 +1,4 @@
-"""Flags of Megatron-LM, DeepSpeed and Hugging Face: what each becomes, and what public scripts become."""
+"""Flags of Megatron-LM, DeepSpeed and Hugging Face: the translation of each, and of public scripts."""
 
 from __future__ import annotations
 
@@ -286,7 +286,7 @@ def test_the_given_flags_are_known(tmp_path: Path) -> None:
 
 
 def test_the_tables_are_read_whole() -> None:
-    """Every file is read, every function of `conversions` is in a table, and every table's is there."""
+    """Every file is read, every function of `conversions` is in a table, and every function in a table exists."""
     assert {path.stem for path in FOLDER.glob("*.toml")} == {*FLAGS, *DEEPSPEED_FILE}
     entries = [*ENTRIES, *read_table(*DEEPSPEED_FILE)]
     assert {entry.by for entry in entries} == set(CONVERSIONS)
@@ -338,7 +338,7 @@ def test_an_unknown_word_is_answered_with_the_nearest() -> None:
 
 
 def test_public_scripts_leave_no_word_unhelped() -> None:
-    """At least 12 scripts: every flag is ours, or is answered; what is left of a script makes a run."""
+    """At least 12 scripts: every flag is ours, or is answered; the rest of a script makes a run."""
     scripts, whole = report.read_scripts(), 0
     assert len(scripts) >= 12
     for script in scripts:

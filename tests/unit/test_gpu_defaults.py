@@ -1,4 +1,4 @@
-"""Defaults that differ on GPUs: what is chosen, what a given flag keeps, that plans and rehearsals choose it too."""
+"""Defaults that differ on GPUs: the choice, explicit flags, and the same choice in plans and rehearsals."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ GPU = torch.device("meta")
 
 
 class Counting(TorchDispatchMode):
-    """Counts the copies to the device, and whatever would make the process wait for it."""
+    """Counts the copies to the device, and the calls that would make the process wait for it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class CountingNumbers(TorchFunctionMode):
 
 
 class ReadingMesh(PretendMesh):
-    """Counts what is read of tensors."""
+    """Counts reads of tensors' values."""
 
     reads = 0
 

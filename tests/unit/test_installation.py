@@ -1,4 +1,4 @@
-"""Installations: the core, the extras, what the two commands install, and what is said of a missing package."""
+"""Installations: the core, the extras, the packages of the two commands, and the message of a missing package."""
 
 import re
 import subprocess
@@ -50,14 +50,14 @@ def test_a_missing_package_is_asked_for(monkeypatch: pytest.MonkeyPatch, module:
     package = module.partition(".")[0]
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, package, None)  # as if it were not there
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were missing
     with pytest.raises(
         ValueError, match=rf"^--flag x: needs the Python package {package}, .*pip install 'megazero\[{extra}\]'"
     ):
         load_optional(module, "--flag x")
 
 
-# A run of the core alone: no module of an extra is there to be imported.
+# A run of the core alone: no module of an extra can be imported.
 CORE = """
 import sys
 for package in {packages}:
@@ -75,7 +75,7 @@ def core(*argv: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_the_core_alone_trains(tmp_path: Path) -> None:
-    """Metrics, a report, a checkpoint and its resume need no extra; --wandb-project does, and says which."""
+    """Metrics, a report, a checkpoint and its resume need no extra; --wandb-project does, and names it."""
     model = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 50".split()
     common = [*model, "--mock-data", "--save", tmp_path, "--load", tmp_path, "--log-dir", tmp_path]
     done = core(*common, "--train-iters", 2)

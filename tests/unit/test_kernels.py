@@ -166,7 +166,7 @@ class OnGPU(TrainingConfig):
 
 
 def choose(asked: str, complaint: str = "", others_fail: bool = False) -> tuple[str, str]:
-    """Return the choice, and what is said."""
+    """Return the choice and the messages."""
 
     def all_reduce_(x: torch.Tensor, **_: Any) -> torch.Tensor:
         return torch.ones_like(x) if others_fail else x

@@ -1,4 +1,4 @@
-"""Start of a rank: what it reads from its launcher, how it joins, and how ranks are named in messages."""
+"""Start of a rank: the values that it reads from its launcher, how it joins, and the names of ranks in messages."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_senseless_launch_is_refused(env: str, words: list[str], monkeypatch: 
 
 @pytest.fixture
 def listener(monkeypatch: pytest.MonkeyPatch):
-    """A program that listens at MASTER_PORT and says nothing."""
+    """A program that listens at MASTER_PORT and sends nothing."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
@@ -272,7 +272,7 @@ def test_an_orphan_of_the_start_is_seen() -> None:
     assert int(parent.stdout.readline()) == parent.pid
     parent.kill()
     parent.wait()
-    parent.stdin.close()  # the rank goes on only now
+    parent.stdin.close()  # the rank continues only now
     now_of = int(parent.stdout.readline())
     said = parent.stdout.read()  # to the end of the rank
     if now_of != 1:

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any, Literal
 
 import pytest
+import torch._dynamo  # noqa: F401 - its import, of a million lines, is not counted
 
 from megazero.config.cli import flags, parse, ranges
 from megazero.config.limits import MAX_NAME, MAX_TEXT, divisors
@@ -51,7 +52,7 @@ WORDS = [
 ]
 
 
-PARSER = "parser: "  # before what the command-line parser itself printed
+PARSER = "parser: "  # before the output of the command-line parser itself
 
 
 class TooMuchWork(Exception):
@@ -60,7 +61,7 @@ class TooMuchWork(Exception):
 
 @contextlib.contextmanager
 def limited_work(max_lines: int = MAX_LINES) -> Iterator[list[int]]:
-    """Raise TooMuchWork in whatever runs more lines than that; yields the count."""
+    """Raise TooMuchWork if the block runs more lines than that; yields the count."""
     count = [0]
 
     def trace(frame: FrameType, event: str, arg: Any) -> Callable[..., Any]:
@@ -78,7 +79,7 @@ def limited_work(max_lines: int = MAX_LINES) -> Iterator[list[int]]:
 
 
 def start(argv: list[str], world_size: int, vocab_size: int = 257) -> tuple[Config, Layout] | str:
-    """Return what a run is started with, or what it is refused with, by the steps of pretrain_gpt.py."""
+    """Return the configuration that a run starts with, or its refusal, by the steps of pretrain_gpt.py."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
@@ -120,7 +121,7 @@ def senseless_value(rng: random.Random, flag: str) -> list[str]:
 
 @pytest.mark.long
 def test_senseless_command_lines_are_refused_or_run() -> None:
-    """No other exception than a refusal, no endless loop; what is let through is a config that is wholly in range."""
+    """No other exception than a refusal, no endless loop; an accepted config is wholly in range."""
     rng, refused = random.Random(8), 0
     for _ in range(40):
         argv = []

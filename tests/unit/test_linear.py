@@ -1,4 +1,4 @@
-"""Linear layers by themselves: what their gradients are rounded to; an MLP with its norm, as one Function."""
+"""Linear layers by themselves: rounding of their gradients; an MLP with its norm, as one Function."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def plain_mlp(kind: type, x: torch.Tensor, w: dict[str, torch.Tensor]) -> torch.
 def test_an_mlp_and_its_norm_are_one_function(
     kind: type, selective: bool, needs_dx: bool, frozen: tuple[str, ...]
 ) -> None:
-    """Output and every gradient against plain PyTorch, whatever trains before it and in it; dropout is left out."""
+    """Output and every gradient against plain PyTorch, for any combination of trained parts; without dropout."""
     stream = ResidualStream(pretend_mesh(Layout(), 0, CPU, needs_staging_buffer=False).tp, sharded=False)
     context = Context(stream, MemoryTracker(), "fp64", CPU, selective=selective)
     model = ModelConfig(1, H, 9, 2, 5, 11)

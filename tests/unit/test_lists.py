@@ -1,4 +1,4 @@
-"""Lists of what is compared, refused, kept or told: item by item, against lists written here."""
+"""Lists of values that are compared, refused, kept or printed: item by item, against lists written here."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from typing import Any, get_args
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace as changed
 
 from megazero import checkpoint
 from megazero.checkpoint import Damaged, LocalShard, verify
-from megazero.checkpoint.manifest import Entry, Manifest, read_manifest, write_manifest
+from megazero.checkpoint.manifest import Manifest, StoredTensor, Tiling, read_manifest, write_manifest
 from megazero.comm.launch.agreement import agree
 from megazero.comm.launch.world import World
 from megazero.config.cli import flags, parse
@@ -36,7 +37,7 @@ GROUPS = {field.name for field in fields(Config) if field.name != "preset"}
 
 
 def other(value: Any, kind: Any) -> Any:
-    """Return a value that an option may also have, as far as its type tells."""
+    """Return a value that an option may also have, as far as its type is known."""
     choices = [choice for choice in get_args(kind) if choice != value and type(choice) is type(value)]
     if choices and not isinstance(value, tuple):
         return choices[0]
@@ -108,7 +109,7 @@ def test_what_ranks_compare_besides_flags(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("unlike", [None, 0, 1, 2, 3])
 def test_every_part_of_a_digest_is_compared(unlike: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The highest and the lowest of both halves: ranks that differ in one of them alone are not alike."""
+    """The highest and the lowest of both halves: ranks that differ in one of them alone are reported."""
     values, seen = {"--seed": "5"}, list[list[int]]()
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).digest()
     first, second = (int.from_bytes(part, "little") >> 2 for part in (digest[:8], digest[8:16]))
@@ -150,7 +151,7 @@ def test_both_parts_of_a_fingerprint_count(one: str, other: str, wanted: bool) -
     assert same(one, other) == wanted
 
 
-# -- a checkpoint and the run that goes on from it
+# -- a checkpoint and the run that resumes from it
 
 
 def test_an_option_that_differs_from_the_checkpoints_is_named() -> None:
@@ -265,24 +266,22 @@ def load(path: Path) -> None:
 
 
 def edited(path: Path, change: Callable[[Manifest], Manifest]) -> None:
-    """Write a manifest that says something else, its own checksum right."""
+    """Write a manifest with other contents and a correct checksum."""
     write_manifest(path, change(read_manifest(path)))
 
 
 def without_a_chunk(manifest: Manifest) -> Manifest:
     """Leave out the last chunk of each tensor; the others are as they were."""
 
-    def shorter(entry: Entry) -> Entry:
-        tiling = replace(entry.tiling, regions=entry.tiling.regions[:-1], files=entry.tiling.files[:-1])
-        return replace(entry, tiling=tiling, crc32=entry.crc32[:-1])
-
-    assert all(len(entry.crc32) > 1 for entry in manifest.tensors.values())
-    return replace(manifest, tensors={name: shorter(entry) for name, entry in manifest.tensors.items()})
+    assert all(len(tensor.crc32) > 1 for tensor in manifest.tensors.values())
+    tilings = [Tiling(tiling.offset[:-1], tiling.size[:-1], tiling.file[:-1]) for tiling in manifest.tilings]
+    tensors = {name: changed(tensor, crc32=tensor.crc32[:-1]) for name, tensor in manifest.tensors.items()}
+    return changed(manifest, tilings=tilings, tensors=tensors)
 
 
-def with_entry(change: Callable[[Entry], Entry]) -> Callable[[Path], None]:
+def with_tensor(change: Callable[[StoredTensor], StoredTensor]) -> Callable[[Path], None]:
     def write(path: Path) -> None:
-        edited(path, lambda m: replace(m, tensors=m.tensors | {"exp_avg.w": change(m.tensors["exp_avg.w"])}))
+        edited(path, lambda m: changed(m, tensors=m.tensors | {"exp_avg.w": change(m.tensors["exp_avg.w"])}))
 
     return write
 
@@ -310,13 +309,13 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     **{f"a bit of {name}": flipped(name, -3) for name in FILES},
     "a bit of the header": flipped("rank_00000.safetensors", 20),
     "a hole": lambda path: edited(path, without_a_chunk),
-    "another checksum": with_entry(lambda entry: replace(entry, crc32=(entry.crc32[0] ^ 1, *entry.crc32[1:]))),
-    "another dtype": with_entry(lambda entry: replace(entry, dtype="float64")),
-    "another shape": with_entry(lambda entry: replace(entry, shape=(7, 2))),
-    "another checksum of the state": lambda path: edited(path, lambda m: replace(m, state_crc32=m.state_crc32 ^ 1)),
-    "no list of files": lambda path: edited(path, lambda m: replace(m, files={})),
+    "another checksum": with_tensor(lambda w: changed(w, crc32=(w.crc32[0] ^ 1, *w.crc32[1:]))),
+    "another dtype": with_tensor(lambda w: changed(w, dtype="float64")),
+    "another shape": with_tensor(lambda w: changed(w, shape=(7, 2))),
+    "another checksum of the state": lambda path: edited(path, lambda m: changed(m, state_crc32=m.state_crc32 ^ 1)),
+    "no list of files": lambda path: edited(path, lambda m: changed(m, files={})),
     "no such tensor in the file": lambda path: edited(
-        path, lambda m: replace(m, tensors={n.replace("exp", "new"): e for n, e in m.tensors.items()})
+        path, lambda m: changed(m, tensors={n.replace("exp", "new"): e for n, e in m.tensors.items()})
     ),
 }
 
@@ -343,7 +342,7 @@ def test_what_a_load_refuses_is_a_fault_to_verify(damage: str, tmp_path: Path, m
 
 
 def test_every_option_is_on_the_screen() -> None:
-    """The first lines tell these; all others are listed where they differ from their defaults."""
+    """The first lines print these; all others are listed if they differ from their defaults."""
     assert TOLD == {
         *("architecture", "num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "precision"),
         *("micro_batch_size", "global_batch_size", "train_iters", "zero_stage"),

@@ -241,7 +241,7 @@ def test_a_run_with_nothing_to_do_leaves_config_toml(tmp_path: Path) -> None:
         for writer in open_writers(command.config, done, command=command):
             writer.close()
         assert parse(["--preset", str(tmp_path / "config.toml")]).training.train_iters == kept
-    assert (tmp_path / "config.toml").read_text().count("\n") < 9  # what was given, and no more
+    assert (tmp_path / "config.toml").read_text().count("\n") < 9  # only the given flags
 
 
 def test_flatten() -> None:

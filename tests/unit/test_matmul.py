@@ -135,7 +135,7 @@ def test_gradients_that_a_gpus_products_cannot_return_are_refused(precision: str
 
 
 def test_rows_are_added_alike_on_every_device() -> None:
-    """The way of a GPU, tried on a CPU tensor whose device says otherwise."""
+    """The way of a GPU, tried on a CPU tensor that reports another device."""
     rows, values = torch.randint(0, 7, (50,)), torch.randn(50, 3, dtype=torch.float64)
     wanted = torch.stack([values[rows == row].sum(0) for row in range(7)])
     for device in ("cpu", "cuda"):

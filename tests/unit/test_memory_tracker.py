@@ -1,4 +1,4 @@
-"""The memory tracker: allocations, peaks, what counts as the device's."""
+"""The memory tracker: allocations, peaks, kinds that count as the device's."""
 
 from __future__ import annotations
 

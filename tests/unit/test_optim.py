@@ -170,7 +170,7 @@ def test_decay_ends_where_it_is_said(decayed: int) -> None:
 
 
 def test_the_bias_correction_follows_the_step() -> None:
-    """The first step is lr x the gradient's sign, whatever its size; fresh moments later on are corrected less."""
+    """The first step is lr x the gradient's sign, for any size; fresh moments later on are corrected less."""
     beta1, beta2 = OPTIMIZER.adam_beta1, OPTIMIZER.adam_beta2
     gradient = torch.tensor([3.0, -0.2] * 32)
     for step in (1, 2, 50):
@@ -235,7 +235,7 @@ def test_a_window_without_overflow_doubles_the_scale() -> None:
         s = s.after(False)
         assert s.value == 2**16
     assert s.after(False).value == 2**17 and s.after(False).left == 2
-    assert s.after(True).after(False).after(False).value == 2**15  # counted anew after an overflow
+    assert s.after(True).after(False).after(False).value == 2**15  # the count restarts after an overflow
 
 
 def test_the_scale_stays_above_its_least() -> None:

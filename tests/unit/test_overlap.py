@@ -34,7 +34,7 @@ def trace(device: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("device", [False, True])
 def test_waits_and_what_is_not_split_are_exposed(device: bool) -> None:
-    """A GPU's are on the device's track; what is in flight is not waited for."""
+    """A GPU's are on the device's track; operations in flight are not waited for."""
     assert waiting(trace(device)) == Waiting(10.0, {"dp": 1.5, "pp": 0.25})
 
 

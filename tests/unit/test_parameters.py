@@ -1,4 +1,4 @@
-"""The table of parameters: shapes, cuts, counts, and which stage holds what."""
+"""The table of parameters: shapes, cuts, counts, and the stage of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--plan`: the time model against formulas worked out by hand, its bytes against the estimate, and what it refuses."""
+"""`--plan`: the time model against formulas worked out by hand, its bytes against the estimate, and refusals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megazero.price.plan_report import summary
 from megazero.price.search.search import Search, candidates
 from megazero.price.search.search_report import command, run_search
 from megazero.price.time.costs import Roofline, StepCosts
-from megazero.price.time.devices import Constant, Device, interpolate, known_devices, load_device
+from megazero.price.time.devices import Constant, Curves, Device, interpolate, known_devices, load_device
 from megazero.price.time.network import Network, group_of
 from megazero.price.time.simulate import simulate
 from megazero.price.time.step_time import StepPrograms, step_parts, step_time
@@ -56,7 +56,7 @@ def simple(**constants: float) -> Device:
     round_numbers |= {"compute.attention": 1.0, "overhead.kernel": 0, "overhead.call": 0, "overhead.operation": 0}
     named = {name.replace("_", ".", 1): value for name, value in constants.items()}
     values = {name: Constant(value, value, value, "") for name, value in (round_numbers | named).items()}
-    return Device("simple", "cuda", "", values, {})
+    return Device("simple", "cuda", values, {})
 
 
 def test_a_product_takes_its_flops_or_its_bytes() -> None:
@@ -162,10 +162,10 @@ def test_starting_a_transfer_takes_time_of_the_computation() -> None:
 
 
 def test_an_operator_is_as_slow_as_its_own_ceiling_or_memory() -> None:
-    """GELU at 1 GB/s whatever memory does; above that, what memory lets through."""
+    """GELU at 1 GB/s is independent of memory; above that, memory limits it."""
     slow = Roofline(replace(simple(memory_fraction=0.5), operators={"gelu": 1e9}))
     assert [slow.memory(name, 2e9) for name in ("gelu", "add")] == pytest.approx([4.0, 4e-3])
-    fast = replace(simple(), operators={"gelu": 1e13}, elementwise=((1e3, 4e12), (1e9, 1e11)))
+    fast = replace(simple(), operators={"gelu": 1e13}, curves=Curves(elementwise=((1e3, 4e12), (1e9, 1e11))))
     assert Roofline(fast).memory("gelu", 1e9) == pytest.approx(1e-2)
 
 
@@ -288,7 +288,7 @@ def test_a_long_step_is_extended_from_two_short_ones() -> None:
 
 @pytest.mark.long
 def test_plan_json_has_the_bytes_of_the_estimate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A plan needs no more than the command line of a run whose data, tokenizer and --save are not there."""
+    """A plan needs no more than the command line of a run whose data, tokenizer and --save do not exist."""
     flags = f"{SMALL} --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --global-batch-size 8"
     flags += " --train-iters 500"
     elsewhere = f"--data-path {tmp_path}/none --tokenizer {tmp_path}/none --save /proc/none --log-dir {tmp_path}/log"
@@ -329,7 +329,7 @@ def test_plan_json_has_the_bytes_of_the_estimate(tmp_path: Path, capsys: pytest.
         ("--plan --world-size 8 --device-type h10-80gb", "--device-type h10-80gb: .* did you mean h100-80gb"),
         ("--plan --device-type rtx3090", "give a TOML file: a copy of .*scripts/measure_device.py"),
         ("--plan --world-size 7 --device-type b200 --tensor-model-parallel-size 2", "does not divide the 7 ranks"),
-        ("--plan --world-size 8 --device-type b200 --vocab-size 0", "--tokenizer is missing"),
+        ("--plan --world-size 8 --device-type b200 --vocab-size 0", "--tokenizer and --vocab-size are missing"),
     ],
 )
 def test_a_plan_refuses(flags: str, said: str) -> None:
@@ -350,7 +350,7 @@ def test_a_plan_refuses(flags: str, said: str) -> None:
     ],
 )
 def test_a_plan_for_one_card_names_what_fits(model: str, flags: str, said: str, offered: str) -> None:
-    """Without --world-size it is one device; what it names fits, and what does not fit trains for no number of days."""
+    """Without --world-size it is one device; the named layout fits, and one that does not has no training days."""
 
     def planned(model: str, more: str) -> tuple[Plan, str]:
         words = f"--preset {model} --global-batch-size 32 --plan --device-type rtx4090-24gb {flags} {more}"
@@ -368,15 +368,18 @@ def test_a_plan_for_one_card_names_what_fits(model: str, flags: str, said: str, 
 
 
 FAULTS = {
-    "[node]": ("[nodes]", r"unknown key 'nodes'; did you mean node"),
-    "fp16 = ": ("fp8 = ", r"\[compute\] has an unknown key 'fp8'"),
-    "devices = { value = 8": ("devices = { value = -8", "node.devices: value = -8 must be"),
-    "low = 0.68": ("low = 0.99", "compute.fraction: low 0.99, value 0.82, high 0.86 must ascend"),
-    'source = "DGX and HGX nodes"': ('source = ""', "node.devices: source must say"),
-    'kind = "cuda"': ('kind = "tpu"', "must be cuda or cpu"),
-    "description": ("curves = { products = [[2.0, 1.0], [1.0, 1.0]] }\ndescription", "x must ascend"),
-    "[memory]": ("[memory", "not a TOML file"),
-    "[cluster]": ("[operators]\ngelu = 0.03\n[cluster]", "operators.gelu = 0.03 must be bytes per second"),
+    "[node]": ("[nodes]", "unknown field `nodes`"),
+    "fp16 = ": ("fp8 = ", r"unknown field `fp8` - at `\$.compute`"),
+    "devices = { value = 8": ("devices = { value = -8", r"Expected `float` >= 0.0 - at `\$.node.devices.value`"),
+    "low = 0.68": ("low = 0.99", r"low 0.99, value 0.82, high 0.86 must ascend - at `\$.compute.fraction`"),
+    'source = "DGX and HGX nodes"': ('source = ""', r"length >= 1 - at `\$.node.devices.source`"),
+    'kind = "cuda"': ('kind = "tpu"', r"Invalid enum value 'tpu' - at `\$.kind`"),
+    "description": (
+        "curves = { products = [[2.0, 1.0], [1.0, 1.0]] }\ndescription",
+        r"products: x must ascend - at `\$.curves`",
+    ),
+    "[memory]": ("[memory", "line"),
+    "[cluster]": ("[operators]\ngelu = 0\n[cluster]", r"Expected `float` > 0.0 - at `\$.operators"),
 }
 
 
@@ -445,7 +448,7 @@ SEARCH = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 
 
 @pytest.mark.long
 def test_a_search_finds_what_no_other_layout_beats(capsys: pytest.CaptureFixture[str]) -> None:
-    """The best layout that is printed is as fast as the best of all that are played. Its command line says the same."""
+    """The best layout that is printed is as fast as the best of all simulated ones. Its command line gives the same."""
     given = f"{SEARCH} --global-batch-size 4 --recompute full --lr 1e-3".split()
     asked = "--world-size 2 --device-type a100-80gb".split()
     config = parse([*given, "--plan-search", *asked])

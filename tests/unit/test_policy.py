@@ -1,4 +1,4 @@
-"""ZeRO policy: what a stage shards, how layers use their units, how many buckets there are."""
+"""ZeRO policy: sharded states of a stage, uses of units, number of buckets."""
 
 from __future__ import annotations
 

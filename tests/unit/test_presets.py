@@ -1,4 +1,4 @@
-"""scripts/presets: each resolves at its world size, and is the model that its name says."""
+"""scripts/presets: each resolves at its world size, and is the model of its name."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ SMALL = (
     "c3",
     "c4",
     "c5",
-)  # these have the vocabulary of whatever --tokenizer is named
+)  # these have the vocabulary of --tokenizer
 # preset -> bytes of its GPU
 TODAY = {"gpt-100b-h100": 80e9, "gpt-100b-h200": 141e9, "gpt-100b-b200": 180e9, "gpt-1000b": 80e9}
 PAPER = [name for name in SHAPES if name.startswith("zero-")]

@@ -77,7 +77,7 @@ def replicated(spec: RankSpec) -> dict[str, ShardingGroup]:
 
 def test_everything_used_is_present() -> None:
     """Weights between Wait(Gather) and Release, each in a part of the arena of its own; gradients between Open and
-    Reduce; kept inputs between Keep and Drop. What is started is waited for, once, and nothing is left at the end.
+    Reduce; kept inputs between Keep and Drop. Every started operation is waited for once.
     """
     for _, spec, made in programs():
         present, opened, kept, in_flight = set(), set(), set(), set()

@@ -1,6 +1,6 @@
-"""Durations as equalities: what a schedule waits, what overlap leaves exposed, how buckets follow each other.
+"""Durations as equalities: idle time of schedules, exposed communication, sequences of buckets.
 
-A pass of a chunk takes 1 here: a forward, an input gradient, a weight gradient (`price.time.simulate.thirds`).
+A pass of a chunk takes 1 here: a forward, an input gradient, a weight gradient (`scripts.draw_schedule.thirds`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from megazero.plan.program.rank_spec import rank_spec
 from megazero.plan.schedule.schedules import Pipeline, order_of, peak_live, placement
 from megazero.plan.schedule.split import LayerCosts, split_by_cost
 from megazero.price.bytes.estimate import Few
-from megazero.price.time.simulate import plain_pipeline, play, simulate, thirds
+from megazero.price.time.simulate import simulate
 from megazero.zero.reduce_scatter import Buffer, Reducer
+from scripts.draw_schedule import plain_pipeline, play, thirds
 
 # (ranks p, micro-batches m, chunks v) -> idle time of a step. 1F1B and GPipe: 3 (p - 1), of chunks as long as v parts.
 IDLE = {
@@ -92,7 +93,7 @@ def test_a_rank_of_four_holds_so_many_chunks(schedule: str, m: int, v: int, want
     ],
 )
 def test_a_backlog_is_used_up(schedule: str, ranks: int, wanted: dict[int | None, int]) -> None:
-    """Idle time with 2 p micro-batches, where the weight gradients of so many may wait."""
+    """Idle time with 2 p micro-batches, if the weight gradients of `backlog` micro-batches may wait."""
     v = 1 + (schedule == "zero-bubble-v")
     found = {}
     for backlog in wanted:
@@ -163,7 +164,7 @@ class _Events(PretendAxis):
     ],
 )
 def test_buckets_of_a_unit_follow_each_other(overlap: bool, slots: int, wanted: str) -> None:
-    """A unit of 2 x 300 elements in buckets of 64 columns; behind the bar, what is in flight when it has started."""
+    """A unit of 2 x 300 elements in buckets of 64 columns; after the bar, operations in flight after its start."""
     axis, tracker = _Events(2), MemoryTracker()
     reducer = Reducer(axis, Buckets(64, slots, True), torch.float32, torch.device("cpu"), tracker, overlap)
     reducer.start(Buffer(torch.zeros(600), tracker.allocate("buffers", 2400)), torch.zeros(300), False)
@@ -178,7 +179,7 @@ def test_buckets_of_a_unit_follow_each_other(overlap: bool, slots: int, wanted: 
     ("layers", "pp", "head", "wanted"),
     [
         (12, 4, 0.2, (3, 3, 3, 3)),
-        (13, 4, 0.2, (4, 3, 3, 3)),  # even already: the first stages take what is left
+        (13, 4, 0.2, (4, 3, 3, 3)),  # already even: the first stages take the remainder
         (12, 4, 1.0, (3, 3, 3, 3)),  # 4,3,3,2 would be no faster
         (12, 4, 2.0, (4, 4, 3, 1)),  # the busiest computes 4 blocks, against 5
         (24, 4, 0.5, (6, 6, 6, 6)),  # 7 against 6.5

@@ -98,7 +98,7 @@ def test_evaluation_does_not_touch_the_arena(plain: list[float]) -> None:
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("host", [False, True])
 def test_an_exception_leaves_the_arena_whole(where: str, host: bool, plain: list[float]) -> None:
-    """Even while its traceback is held: what failed is simply done again, and counted once."""
+    """Even while its traceback is held: the failed call is repeated, and counted once."""
     engine = new_engine(0, ARENA._replace(host=host))
     found = [step(engine, 0)]
     calls = []
@@ -168,7 +168,7 @@ def test_gradients_and_checkpoints_stay_where_they_are() -> None:
 
 
 class Watched(Copies):
-    """Notes what is asked of it."""
+    """Records its calls."""
 
     def __init__(self, events: list[str]) -> None:
         self.events = events
@@ -194,7 +194,7 @@ def test_the_host_is_asked_one_block_ahead() -> None:
     step(engine, 0, ARENA._replace(micro_batches=2))
     order = ["fetch", "Backward head", "fetch"]
     for n in (4, 3, 2, 1, 0):
-        order += [f"Recompute blocks.{n}", f"Backward blocks.{n}", *["fetch"] * (n > 1)]
+        order += [f"Recompute blocks.{n}", f"Backward blocks.{n}", *(["fetch"] if n > 1 else [])]
     order += ["Backward position_embedding", "Backward token_embedding"]
     assert events == order * 2
 

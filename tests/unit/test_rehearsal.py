@@ -1,6 +1,6 @@
-"""--rehearse: what it prints, writes and refuses; and the bytes of GPUs, which only a rehearsal can count here.
+"""--rehearse: output, files and refusals; and the bytes of GPUs, which only a rehearsal can count here.
 
-That real ranks and rehearsed ones count alike is in tests/parallel/test_rehearsal.py.
+tests/parallel/test_rehearsal.py compares the counts of real and rehearsed ranks.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def test_all_tensors_are_counted_for_as_long_as_their_memory_lives() -> None:
         x = torch.zeros(100, requires_grad=True)
         view = x[:50]
         assert allocated.now == 400
-        y = (x * 2).exp()  # the product is freed, what exp returns is kept by autograd and by y
+        y = (x * 2).exp()  # the product is freed; autograd and y keep the result of exp
         assert (allocated.now, allocated.peak, allocated.peak_at) == (800, 1200, "here")
         edge = y.grad_fn
         del y

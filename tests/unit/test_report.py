@@ -81,7 +81,7 @@ def value(formula: str, names: dict[str, int]) -> float:
     words = re.findall(r"\d+|[A-Za-z]+|[()+\-/]", re.sub(r"\bx\b", " ", formula))
     text = ""
     for before, word in zip(["(", *words], words, strict=False):
-        text += "*" * (before not in "(+-/" and word not in ")+-/") + str(names.get(word, word))
+        text += ("" if before in "(+-/" or word in ")+-/" else "*") + str(names.get(word, word))
     return eval(text, {"__builtins__": {}})
 
 

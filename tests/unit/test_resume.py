@@ -1,4 +1,4 @@
-"""Loading and saving of a run: guard and lock of --save, pruning, corpora made anew, bad folders."""
+"""Loading and saving of a run: guard and lock of --save, pruning, replaced corpora, bad folders."""
 
 from __future__ import annotations
 
@@ -175,19 +175,7 @@ def test_a_forked_worker_neither_holds_nor_drops_the_lock(tmp_path: Path) -> Non
         os.waitpid(worker, 0)
 
 
-@pytest.mark.parametrize("link", [os.symlink, os.link])
-def test_a_lock_that_is_a_link_is_refused_and_the_other_file_stays(tmp_path: Path, link: Callable[..., None]) -> None:
-    (tmp_path / "thesis.tex").write_text("all of it")
-    (tmp_path / "saved").mkdir()
-    link(tmp_path / "thesis.tex", tmp_path / "saved" / ".lock")
-    with pytest.raises(
-        ValueError, match=r"--save .*saved: its \.lock is a link or no regular file; delete it, or name"
-    ):
-        SaveLock(tmp_path / "saved")
-    assert (tmp_path / "thesis.tex").read_text() == "all of it"
-
-
-# -- what is pruned
+# -- pruning
 
 
 def names(root: Path) -> list[int]:
@@ -257,7 +245,7 @@ def test_a_corpus_made_anew_under_the_same_name_is_refused(tmp_path: Path) -> No
     for given in ("documents", "tokens"):
         check_data(Path("iter"), older, replace(ours, data=replace(ours.data, split_by=given)), files, (prefix,))
     other = replace(Config(), data=DataConfig(data_path=(corpus(tmp_path / "other", 1),)))
-    check_data(Path("iter"), state, other, prints(other))  # the user's choice, and said:
+    check_data(Path("iter"), state, other, prints(other))  # the user's choice, and reported:
     assert any(text.startswith("--data-path is") for text in changed_options(state.config, other))
     reset = replace(ours, data=replace(ours.data, reset_attention_mask=True, reset_position_ids=True))
     said = changed_options(state.config, reset)
@@ -327,7 +315,7 @@ def test_a_state_of_another_form_is_refused(change: dict[str, Any], words: str) 
 
 
 def test_a_state_of_an_earlier_version_is_read() -> None:
-    """Without what was added since."""
+    """Without later additions."""
     content = {
         k: v for k, v in STATE.to_json().items() if k not in ("run", "sound", "skipped_in_a_row", "fingerprints")
     }

@@ -1,4 +1,4 @@
-"""Random numbers by coordinate: the same whatever the cut, the micro-batch and the pass."""
+"""Random numbers by coordinate: equal for every cut, micro-batch and pass."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def mask(dropout: Dropout, rows: tuple[Rows, ...], columns: int) -> torch.Tensor
 
 @functools.cache
 def kept(dropout: Dropout, sample: int = 0, count: int = 1024, columns: int = 1024) -> torch.Tensor:
-    """Return which elements are kept, [count, columns], of mean 0 and deviation 1 if the mask is what it should be."""
+    """Return which elements are kept, [count, columns], of mean 0 and deviation 1 if the mask is right."""
     p = dropout.probability
     keep = (mask(dropout, whole(count, sample), columns) != 0).float()
     return (keep - (1 - p)) / math.sqrt(p * (1 - p))
@@ -250,7 +250,7 @@ def test_it_keeps_as_many_as_it_says(probability: float) -> None:
         sums = x.sum(dim).double() / math.sqrt(x.shape[dim])  # of deviation 1 each
         skew = 0.5 / math.sqrt(min(probability, 1 - probability) * x.shape[dim])  # how far from normal their tail is
         assert float(sums.abs().max()) < 5 * (1 + skew)
-        spread = sums.square() - 1  # its variance: 2, and what a fourth moment adds where few are dropped
+        spread = sums.square() - 1  # its variance: 2, plus a fourth moment's part if few are dropped
         assert abs(float(spread.mean())) < 4 * math.sqrt((2 + 4 * skew**2) / len(sums))
     made = mask(Dropout(probability, SEED, 0, "mlp"), whole(512, 0, 1), 512)
     assert abs(float(made.double().mean()) - 1) < 4 * math.sqrt(probability / (1 - probability) / made.numel())

@@ -1,4 +1,4 @@
-"""report.html and the comparison of runs: reading a log folder, and drawing it."""
+"""report.html and the comparison of runs: the values read from a log folder, and their drawing."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def script(name: str, *words: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_runs_are_compared(tmp_path: Path) -> None:
-    """Two equal runs and another; what is drawn is read back from the SVG's text."""
+    """Two equal runs and another; the values are read back from the SVG's text."""
     records = [record(i) for i in range(1, 400)]
     names = "one", "two", "three"
     for name in names:

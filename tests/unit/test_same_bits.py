@@ -1,4 +1,4 @@
-"""tests/same_bits.py: what compares two trees."""
+"""tests/same_bits.py: the comparison of two trees."""
 
 from __future__ import annotations
 

@@ -33,7 +33,8 @@ from megazero.plan.schedule.schedules import (
     peak_live,
     placement,
 )
-from megazero.price.time.simulate import Timing, plain_pipeline, simulate, thirds
+from megazero.price.time.simulate import Timing, simulate
+from scripts.draw_schedule import plain_pipeline, thirds
 
 F, B, IN, W = Pass
 KINDS = [*SCHEDULES, EVALUATION]
@@ -104,7 +105,7 @@ def test_no_deadlock_bubbles_as_known_and_transfers_pair_up(kind: str, everythin
 
 
 def check_bubble(kind: str, p: int, m: int, v: int, timing: Timing) -> None:
-    """(p - 1) / m for 1F1B and GPipe; 1 / chunks of it interleaved; a third of it for ZB-H1; for no schedule more.
+    """(p - 1) / m for 1F1B and GPipe; 1 / chunks of it interleaved; a third of it for ZB-H1; no schedule has more.
 
     ZB-V: a sixth, or some passes of a chunk more; with 2 p micro-batches and 2, 4 or 8 ranks a sixth.
 
@@ -210,7 +211,7 @@ def test_an_evaluation_computes_forwards_alone() -> None:
 
 
 def test_the_simulator_sees_a_deadlock() -> None:
-    """Two ways: both wait for the other, and one does not send what the other awaits."""
+    """Two faults: both wait for the other, and one does not send a message that the other awaits."""
     first, last = (program(spec, "1f1b", 1).gradients for spec in plain_pipeline(2))
 
     def without(ops: Ops, op_type: type) -> Ops:

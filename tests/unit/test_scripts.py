@@ -1,4 +1,4 @@
-"""scripts/slurm/pretrain_*.sbatch and scripts/pretrain_*.sh: each starts the preset that its name says."""
+"""scripts/slurm/pretrain_*.sbatch and scripts/pretrain_*.sh: each starts the preset of its name."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_slurm_script_asks_for_the_ranks_of_its_preset(path: Path) -> None:
 
 @pytest.mark.parametrize("path", ONE_MACHINE, ids=lambda path: path.stem)
 def test_a_script_for_one_machine_prints_its_command_and_runs_it(path: Path, tmp_path: Path) -> None:
-    """The interpreter is a stand-in that prints what it was given, and its limit of open files."""
+    """The interpreter is a stand-in that prints its arguments and its limit of open files."""
     python = tmp_path / "python"
     python.write_text('#!/bin/bash\necho "files: $(ulimit -n) of $(ulimit -H -n)"; printf "%s\\n" "$@"\n')
     python.chmod(0o755)

@@ -1,6 +1,6 @@
 """Functions that the engine and its estimate both call, against tables worked out by hand.
 
-A fault in such a function makes both wrong alike, so that no comparison of the two sees it.
+A fault in such a function makes both wrong in the same way, so that no comparison of the two sees it.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def test_initial_values_are_those_of_the_papers(architecture: str) -> None:
     assert {name: (spec.std, spec.mean) for name, spec in named.items()} == {
         name: (pytest.approx(std), mean) for name, (std, mean) in wanted.items()
     }
-    # What is a matrix or a table decays.
+    # Matrices and tables decay.
     assert {name for name, spec in named.items() if spec.decays} == set(DRAWN[architecture])
     engine = Engine(Case(model=model).config(), Mesh.build(Layout(), 0, torch.device("cpu")))
     for name, shard in engine.shards().items():
@@ -170,7 +170,7 @@ def test_gradients_that_outlive_a_backward_are_persistent(
         # (columns, slots, packs): a bucket holds shards x columns elements, columns a multiple of 64
         (1024, [4096], 4, True, Buckets(256, 2, True)),  # of each rank's 1024 elements, 256 at a time
         (1024, [4096], 4, False, Buckets(256, 1, True)),
-        (4096, [4096], 4, True, Buckets(1024, 1, False)),  # the unit is sent as it lies
+        (4096, [4096], 4, True, Buckets(1024, 1, False)),  # the unit is sent without packing
         (4095, [4096], 4, True, Buckets(960, 2, True)),
         (100, [4096], 4, True, Buckets(64, 2, True)),  # at least 64 columns
         (10**9, [640, 1280], 2, True, Buckets(640, 1, False)),  # no larger than the largest unit

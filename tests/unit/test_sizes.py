@@ -35,7 +35,7 @@ from megazero.plan.program.operations import (
 )
 from megazero.plan.program.rank_spec import rank_spec
 from megazero.plan.sizes import LayerSizes, Moved, Share, States, StepSizes, least_held
-from megazero.price.bytes.estimate import STEADY, Few, estimate, stage_bytes, stage_moments
+from megazero.price.bytes.estimate import estimate, stage_bytes, stage_moments
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = (
@@ -131,18 +131,8 @@ def test_a_stages_peak_is_of_one_instant() -> None:
         assert (found.memory, found.traffic) == estimate(config, layout, 0)
 
 
-def test_gpipes_bytes_are_bounded_by_a_line() -> None:
-    """The line through two numbers of micro-batches is a lower bound of more of them, and close."""
-    flags = FLAGS.replace("--global-batch-size 96", "--global-batch-size 480 --pipeline-schedule gpipe --zero-stage 2")
-    config, layout = resolve(parse(flags.split()), 16, 0, declare)
-    assert config.schedule not in STEADY
-    whole, line = (stage_bytes(config, layout, 0, "cuda", few) for few in (None, Few(30, (7, 8))))
-    assert 0.99 * whole.peak < line.peak <= whole.peak
-    assert line.traffic["pp"] == whole.traffic["pp"]
-
-
 def test_bytes_are_derived_in_one_place() -> None:
-    """No module of price/ asks for the bytes of a type, of a ring or for what ZeRO shards: it asks `plan.sizes`."""
+    """No module of price/ computes the bytes of a type or a ring, or the sharded states: `plan.sizes` does."""
     for path in sorted((ROOT / "megazero/price").glob("*.py")):
         imports = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
         names = {alias.name for node in imports for alias in node.names}

@@ -83,7 +83,7 @@ def made(*args: Any, **options: Any) -> Layout:
 
 def test_a_layout_has_the_split_by_cost_or_as_given() -> None:
     assert made().split == (4, 4, 4, 0) and str(made()) == "pp 4 (layers 4,4,4,0) x dp 1 x tp 1"
-    assert made(vocabulary=101).split == ()  # even, which needs no saying
+    assert made(vocabulary=101).split == ()  # even, which is the default
     assert made("3,3,3,3").split == () and str(made("3,3,3,3")) == "pp 4 x dp 1 x tp 1"
     given = made("0, 5,6,1")
     assert [given.layers(12, rank) for rank in range(4)] == [[], [*range(5)], [*range(5, 11)], [11]]

@@ -37,13 +37,13 @@ def shown(flags: str, world: int, device_type: str = "cpu", corpus: int = 0) -> 
 
 
 def test_the_documented_screens_are_what_is_shown() -> None:
-    text = (ROOT / "docs" / "console.md").read_text()
+    text = (ROOT / "docs" / "outputs.md").read_text()
     for flags, world, device_type, corpus in (
         ("--preset tiny --data-path corpus/small_text_document", 1, "cpu", 10**7),
         (LARGE, 20, "cuda", 9 * 10**9),
     ):
         block = "\n".join(shown(flags, world, device_type, corpus))
-        assert f"```\n{block}\n" in text, f"docs/console.md should have\n{block}"
+        assert f"```\n{block}\n" in text, f"docs/outputs.md should have\n{block}"
 
 
 def test_a_screen_is_short_and_says_the_essentials() -> None:
@@ -71,7 +71,7 @@ def test_padding_is_named(batch: int, world: int, said: str) -> None:
 
 
 def test_the_plan_says_how_many_epochs() -> None:
-    """1.23 M tokens, of a training split of which so many are known."""
+    """1.23 M tokens, of a training split of `known` tokens."""
     for corpus, said in (
         (10**5, "tokens, 12.3 epochs"),
         (10**9, "tokens, 0.0012 epochs"),
@@ -129,7 +129,7 @@ def test_the_drawing_says_which_ranks_hold_what(layout: Layout, wanted: list[str
 
 
 def test_only_options_that_differ_are_listed() -> None:
-    """From the preset's where there is one; none that the lines above have told."""
+    """From the preset's where there is one; without those that the lines above have printed."""
     assert options(Config()) == []
     found = options(
         parse(["--preset", "tiny", "--lr", "1e-3", "--adam-beta2", "0.9", "--num-layers", "2", "--no-tf32"])
@@ -160,7 +160,7 @@ def test_plan_txt_has_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_a_log_folder_that_cannot_be_made_is_a_sentence(tmp_path: Path) -> None:
     config, _ = resolve(parse(["--preset", "tiny", "--log-dir", str(tmp_path / "file" / "log")]), 1, 257, declare)
-    (tmp_path / "file").write_text("")  # only now: what is there at the start is refused before
+    (tmp_path / "file").write_text("")  # only now, because the start refuses an existing file
     with pytest.raises(ValueError, match=r"--log-dir .*file/log: "):
         hand_out(config, [], "")
 

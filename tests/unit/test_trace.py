@@ -120,5 +120,7 @@ def test_100b_is_traced_without_its_memory(device_type: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     costs = trace_layers(config, layout, 0, device_type)
     assert len(costs) == 128 and sum(costs["blocks.7"].saved) > 1 << 30
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 19  # KiB: what imitates kernels is loaded
+    assert (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 19
+    )  # KiB: the imitations of kernels are loaded
     assert trace_layers(config, layout, 0, device_type)["blocks.7"] is costs["blocks.7"]

@@ -17,7 +17,7 @@ MINUTES = 0.002  # 0.12 s without progress
 
 
 def watched(seconds: float, progress: bool, doing: str = "iteration 7") -> list[str]:
-    """Return what a watchdog says of a rank within `seconds`, or until it speaks."""
+    """Return a watchdog's messages about a rank within `seconds`, or its first."""
     said, spoke = [], threading.Event()
 
     def end(place: str) -> None:

@@ -294,13 +294,13 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
     "rank_spec": {"config": CONFIG, "layout": As("Trainer.mesh.layout"), "pp": 0, "declare": declare},
 }
 
-LATER: list[tuple[str, int, Call]] = [  # part, number of a further call, what differs there
+LATER: list[tuple[str, int, Call]] = [  # part, number of a further call, its differences
     ("Batches", 1, {"dataset": As("Trainer.datasets.validation"), "num_workers": 0, "sizes": BatchSizes(4)}),
     ("upload_step", 2, {"batches": Kind("list"), "training": False}),
     ("learning_rate", 1, {"iteration": 2}),
     ("GPTDataset", 4, {"split_name": "test"}),
 ]
-# Parameters that another run has otherwise: --eval-only of the test split of the checkpoint.
+# Parameters that differ in another run: --eval-only of the test split of the checkpoint.
 EVALUATED: dict[str, Call] = {
     "open_datasets": {"needed": ("test",), "document_flags": (), "split_by": "auto"},
     "Clock": {"duration_minutes": 0.0, "save_minutes": 0.0},
@@ -445,7 +445,7 @@ def test_ranks_compare_the_tokenizer_and_the_corpora(runs: Runs) -> None:
 
 
 def test_functions_that_parts_are_given_do_what_the_flags_say(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A watchdog ends a hung run, and others have a tenth of --hang-timeout to see it; a line tells what is in use."""
+    """A watchdog ends a hung run; others have a tenth of --hang-timeout to see it; a line reports the memory in use."""
     hung = Notes(monkeypatch).of("megazero.comm.launch.failures:end_hung", lambda *_: None)
     As("Trainer.watchdog").found(runs.training)._end("has been in operation 'x' for 180 s")
     (call,) = hung

@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 def test_ranks_join_and_part_within_the_limits_given(
     device: torch.device, backend: str, minutes: float, joining: float
 ) -> None:
-    """Starting takes ten minutes at least; a collective as many as --distributed-timeout-minutes says."""
+    """Starting takes ten minutes at least; a collective has --distributed-timeout-minutes."""
     world, store, delta = World(2, 5, 1, "srun"), object(), datetime.timedelta(minutes=minutes)
     with pytest.MonkeyPatch.context() as patch:
         notes = Notes(patch)

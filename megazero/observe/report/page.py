@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -176,8 +176,10 @@ def _varies(found: Curve) -> bool:
 
 def _short_names(names: list[str]) -> list[str]:
     """Return paths without the folders that all have in common."""
-    common = os.path.commonprefix(names).rpartition("/")[0]
-    return [name[len(common) :].lstrip("/") for name in names]
+    parts = [name.split("/") for name in names]
+    folders = zip(*(part[:-1] for part in parts), strict=False)
+    common = sum(1 for _ in itertools.takewhile(lambda level: len(set(level)) == 1, folders))
+    return ["/".join(part[common:]) for part in parts]
 
 
 # -- layout, memory, traffic, options
