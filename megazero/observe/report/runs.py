@@ -10,7 +10,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-Record = dict[str, Any]  # one iteration, as in metrics.jsonl
+from megazero.observe.progress_line import Record
+
 Array = np.ndarray[Any, np.dtype[np.float64]]
 XAxis = Literal["iteration", "tokens", "hours"]
 
