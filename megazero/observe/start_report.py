@@ -122,10 +122,10 @@ def drawing(config: Config, layout: Layout) -> list[str]:
     stages = []
     for pp in range(layout.pp):
         chunks = [layout.chunk_layers(config.model.num_layers, pp, chunk) for chunk in range(layout.chunks)]
-        held = ["token table"] if pp == 0 else []
-        held.append(f"layers {', '.join(text for chunk in chunks for text in ranges(chunk))}")
-        held += ["head"] if pp == layout.last_pp else []
-        stages.append(f"stage {pp}: {', '.join(held)}: ranks {_groups(layout, pp)}")
+        held = f"layers {', '.join(text for chunk in chunks for text in ranges(chunk))}"
+        held = f"token table, {held}" if pp == 0 else held
+        held = f"{held}, head" if pp == layout.last_pp else held
+        stages.append(f"stage {pp}: {held}: ranks {_groups(layout, pp)}")
     return [head, *_shortened(stages)]
 
 

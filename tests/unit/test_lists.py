@@ -24,7 +24,7 @@ from megazero.config.cli import flags, parse
 from megazero.config.schema import Config, DataConfig, ModelConfig
 from megazero.data.corpora import Datasets, mock_datasets
 from megazero.data.fingerprint import same
-from megazero.observe.start_report import TOLD
+from megazero.observe.start_report import SHOWN_OPTIONS
 from megazero.observe.start_report import options as told_options
 from megazero.price.search.search import Candidate
 from megazero.price.search.search_report import CHOSEN
@@ -343,13 +343,13 @@ def test_what_a_load_refuses_is_a_fault_to_verify(damage: str, tmp_path: Path, m
 
 def test_every_option_is_on_the_screen() -> None:
     """The first lines print these; all others are listed if they differ from their defaults."""
-    assert TOLD == {
+    assert SHOWN_OPTIONS == {
         *("architecture", "num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "precision"),
         *("micro_batch_size", "global_batch_size", "train_iters", "zero_stage"),
         *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
     }
     for flag, (group, _) in flags().items():
-        if group in GROUPS and flag.replace("-", "_") not in TOLD:
+        if group in GROUPS and flag.replace("-", "_") not in SHOWN_OPTIONS:
             (said,) = told_options(with_other(Config(), flag))
             assert said.removeprefix("--no-").removeprefix("--").split()[0] == flag, said
 
