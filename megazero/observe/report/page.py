@@ -71,7 +71,7 @@ def page(run: Run) -> str:
         options=_options(start.get("config", {})),
         command=shlex.join(start.get("command", ())),
         environment=[(name, _shown(value)) for name, value in start.get("environment", {}).items()],
-        events=[(event.get("time", ""), _event_text(event)) for event in run.events] if len(run.events) > 1 else [],
+        events=run.events if len(run.events) > 1 else [],
     )
 
 
@@ -80,7 +80,6 @@ def page(run: Run) -> str:
 
 def _cards(run: Run) -> list[tuple[str, str]]:
     """Return the numbers at the top of the page: names and values."""
-
     tokens, hours = curve(run, "loss", "tokens").x, curve(run, "loss", "hours").x
     loss, validation, peak = curve(run, "loss"), curve(run, "validation_loss"), curve(run, "memory_bytes/peak").y
     cards = [("iterations", f"{run.records[-1]['iteration']:,}")]
@@ -122,11 +121,6 @@ def _state(run: Run) -> str:
     else:
         words.append("its end is not recorded: it runs, or was killed")
     return "; ".join(words) + "."
-
-
-def _event_text(event: Record) -> str:
-    why = f": {event['why']}" if "why" in event else ""
-    return f"{event.get('event')} after iteration {event.get('iteration')}{why}"
 
 
 # -- curves
