@@ -225,12 +225,12 @@ def import_checkpoint(options: Import) -> int:
     _, model = read_config(options.folder)
     total = BYTES["fp32"] * sum(prod(shape) for shape in shapes_of(model).values())
     with progress_bar("importing", total) as bar:
-        found = import_model(options.folder, options.output, lambda n: bar.advance(n, n))
+        has_tokenizer = import_model(options.folder, options.output, lambda n: bar.advance(n, n))
     print(f"wrote {options.output}: {size(total)} of fp32 weights, of {options.folder}. To train on from there:")
     print(
         f"  python pretrain_gpt.py --preset {options.output}/config.toml --load {options.output} --data-path PREFIX ..."
     )
-    if not found.has_tokenizer:
+    if not has_tokenizer:
         print(f"{options.folder} has no tokenizer; give --tokenizer to whatever needs one", file=sys.stderr)
     return 0
 
