@@ -51,7 +51,7 @@ class WrittenFile(NamedTuple):
 
 
 class Save:
-    """One rank's part of a save of `root/iter_NNNNNNN`. Rank 0 divides the work, and commits what all have written.
+    """One rank's part of a save of `root/iter_NNNNNNN`. Rank 0 divides the work, and commits the files of all ranks.
 
     Attributes:
         folder: the partial folder, which `commit` renames.
