@@ -41,7 +41,7 @@ from megazero.units import size
 
 @dataclass(frozen=True)
 class List:
-    """List the checkpoints of a folder: size, layout, and the one that a resume loads. Checks names and lengths only."""
+    """List the checkpoints of a folder: size, layout, and the one that a resume loads. Checks names and lengths."""
 
     folder: Annotated[Path, tyro.conf.Positional]
     """Folder of checkpoints: the --save of a run."""

@@ -51,8 +51,8 @@ class Options:
     """Tokenizer, as --tokenizer of pretrain_gpt.py, with as many tokens as the run's. Empty: the run's own, from the
     checkpoint."""
     max_new_tokens: int = 100
-    """Tokens to generate at most for each text; an end-of-document token ends it earlier. After --seq-length tokens, the
-    model attends to the last of them only, and each token takes the time of a whole window."""
+    """Tokens to generate at most for each text; an end-of-document token ends it earlier. After --seq-length tokens,
+    the model attends to the last of them only, and each token takes the time of a whole window."""
     temperature: float = 0.8
     """Divides the logits. 0: always the likeliest token."""
     top_k: int = 50

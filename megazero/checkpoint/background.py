@@ -1,7 +1,7 @@
 """A save in a thread: training stops only for the copy to host memory.
 
-The buffers of the copies are allocated once and reused by every save; for a GPU they are pinned. The thread then calls
-`save` with a group of its own, so that its collectives never mix with those of training.
+The buffers of the copies are allocated once and reused by every save. If the shards are on a GPU, they are pinned. The
+thread then calls `save` with a group of its own, so that its collectives never mix with those of training.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ host, gets its checksum, and is flushed to the disk.
 Note [The pace of a save]
 A write copies into the system's cache, and a flush waits for the disk: one after the other takes the sum of both. So a
 thread flushes the tensors written so far while the next ones are written. The writing thread computes checksums with
-isal, at about 10 GB/s, because zlib's 1 to 2 GB/s are slower than the disk (docs/benchmarks.md).
+isal, at about 10 GB/s, because zlib's 1 to 2 GB/s are slower than the disk (docs/results/benchmarks.md).
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class InferenceModel:
 
     @torch.no_grad()
     def logits(self, new: Sequence[NewTokens], cache: KVCache) -> torch.Tensor | None:
-        """Return [b, v] after the last new token of each sequence, on the last stage. Sequence i is row i of `cache`."""
+        """Return [b, v] after the last new token of each sequence, on the last stage. Cache row i is sequence i."""
         ids = torch.tensor([token for one in new for token in one.ids], device=self.mesh.device)
         x = self._hidden(ids[None], self._tokens(new, cache))
         if not self.mesh.pp.is_last:

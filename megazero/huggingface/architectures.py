@@ -285,7 +285,5 @@ def architecture_of(model: ModelConfig) -> HuggingFaceModel:
     """Return their architecture that computes the same as `model`. ValueError if there is none."""
     name = "qwen2" if model.architecture == "llama" and model.add_qkv_bias else model.architecture
     if name not in MODELS:
-        raise ValueError(
-            f"--architecture {name} has no table that converts it to Hugging Face; see docs/add-an-architecture.md"
-        )
+        raise ValueError(f"--architecture {name} has no table that converts it to Hugging Face; see docs/extending.md")
     return MODELS[name]

@@ -23,12 +23,6 @@ class Machine(NamedTuple):
     host: Available | None  # for all ranks of the node together
 
 
-def has_accelerator(root: Path = Path("/")) -> bool:
-    """Return whether torch may have a device besides the CPU, without importing torch. root: the folder of dev/."""
-    dev = root / "dev"
-    return has_nvidia(root) or (dev / "kfd").exists() or (dev / "dxg").exists()
-
-
 def has_nvidia(root: Path = Path("/")) -> bool:
     """Return whether the system has an NVIDIA GPU with a driver."""
     return any((root / "dev").glob("nvidia[0-9]*"))
