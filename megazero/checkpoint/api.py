@@ -66,7 +66,7 @@ def load(path: Path, shards: Mapping[str, LocalShard], group: Group = None, *, p
         Damaged: it is not whole or is damaged. The data of the shards is then undefined.
     """
     path = Path(path)
-    raw = from_rank_0(lambda: _checked_manifest(path), group)  # bytes, because objects would be slow to send
+    raw = from_rank_0(lambda: manifest.read_manifest_bytes(path), group)  # objects would be slow to send
     content = manifest.parse_manifest(path, raw)
 
     def check(tables: list[bytes]) -> list[None]:
@@ -97,10 +97,3 @@ def lock(root: Path, group: Group = None) -> SaveLock | None:
     taken: list[SaveLock] = []
     from_rank_0(lambda: taken.append(SaveLock(root)), group)
     return taken[0] if taken else None
-
-
-def _checked_manifest(path: Path) -> bytes:
-    """Return the manifest's bytes; raise as `read_manifest`."""
-    raw = manifest.read_manifest_bytes(path)
-    manifest.parse_manifest(path, raw)
-    return raw

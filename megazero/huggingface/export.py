@@ -101,7 +101,7 @@ def _write_weights(
         with TensorFile(folder / name, shard.announced, {"format": "pt"}) as file:
             for row in shard.rows:
                 for part in _parts(reader, row, model, dtype, advance):
-                    file.append_bands(part)
+                    file.append(part)
 
 
 def _parts(

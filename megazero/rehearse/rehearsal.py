@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from megazero.checkpoint.pretend import PlannedSave, plan_save
 from megazero.comm.mesh.pretend import PretendMesh, pretend_mesh
 from megazero.config.schema import CheckpointConfig, Config, DataConfig, EvaluationConfig, LogConfig, MonitorConfig
 from megazero.data.corpora import Datasets
@@ -30,6 +29,7 @@ from megazero.plan.layout.topology import Coord, Layout
 from megazero.plan.program.operations import name_of
 from megazero.price.bytes.estimate import estimate
 from megazero.price.trace.trace import model_flops
+from megazero.rehearse.saves import PlannedSave, plan_save
 from megazero.run.trainer import Trainer
 
 STEPS = 2  # unless told otherwise: a second step finds what the first has left
