@@ -208,7 +208,7 @@ class Run:
         for k, column in enumerate(encoded.columns):
             column = column if kept is None else column.select(kept)
             full = column.lengths[column.lengths > 0].astype(np.int32)
-            self.parts[k].add_batch(column.ids, full)
+            self.parts[k].add_documents(column.ids, full)
             self.counts.empty[k] += column.lengths.size - full.size
             of_argument = self.counts.arguments[k][chunk.source.argument]
             of_argument[0] += full.size
