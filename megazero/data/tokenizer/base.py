@@ -17,10 +17,11 @@ from megazero.files import explain
 # Names of the token that ends a document, unless a tokenizer configures one: GPT-2's, LLaMA's.
 END_OF_DOCUMENT = ("<|endoftext|>", "</s>")
 Ids = npt.NDArray[Any]
-# Texts on which tokenizers of one vocabulary part: white space, cases, contractions, digits, scripts, accents
+# Texts that tokenizers of one vocabulary encode differently: white space, cases, contractions, digits, scripts, accents
 # in both normal forms, joined emoji, code, markup, and names of special tokens.
 PROBE = (
-    "Hello world! I'll say it's 1,234.56 or 1e-9, WON'T I?  Two  spaces,\ttabs\n\n\nand lines \r\n of both kinds. ",
+    b"Hello world! I'll say it's 1,234.56 or 1e-9, WON'T I?  Two  spaces,\ttabs\n\n\nand lines \r\n "
+    b"of both kinds. ".decode(),
     "  leading and trailing  ",
     "def f(x):\n    return {'a': [x ** 2, \"b\\\\n\"]}  # comment\n\tif (a&&b||!c) {i++;}\n",
     "Straße naïve café cafe\u0301 Ångström \u212b ﬁ ½ ² Ⅳ İstanbul ǅ ＡＢＣ １２３",
@@ -42,9 +43,9 @@ class Tokenizer(ABC):
         """The end-of-document id. ValueError if there is none: raised only where one is needed."""
         if self._eod is None:
             raise ValueError(
-                f"--tokenizer {self.spec}: it has no end-of-document token ({', '.join(END_OF_DOCUMENT)}, or eos_token in "
-                f"tokenizer_config.json), which --append-eod, --eod-mask-loss and --reset-... need; add one to it, or "
-                f"leave these flags out"
+                f"--tokenizer {self.spec}: it has no end-of-document token ({', '.join(END_OF_DOCUMENT)}, or "
+                "eos_token in tokenizer_config.json), which --append-eod, --eod-mask-loss and --reset-... need; add "
+                "one to it, or leave these flags out"
             )
         return self._eod
 
