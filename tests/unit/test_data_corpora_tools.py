@@ -99,7 +99,7 @@ def test_check_dataset(tmp_path: Path, lines: Path, bpe: Path, capsys) -> None:
     about, raw = Path(f"{prefix}.json"), Path(f"{prefix}.bin").read_bytes()
     good = about.read_text()
     about.write_text(good.replace('"max_id": ', '"max_id": 1'))
-    with pytest.raises(ValueError, match="says max_id 1"):
+    with pytest.raises(ValueError, match="has max_id 1"):
         check_dataset.main(["--input", prefix])
     about.write_text(good)
     Path(f"{prefix}.bin").write_bytes(raw[:-1] + b"\xff")
