@@ -17,7 +17,7 @@ CALL_BYTES = 1 << 30
 
 
 def _fastest_crc32() -> Callable[..., int]:
-    """Return isal's CRC-32, ten times as fast as zlib's (docs/log.md), else zlib's. megazero[data] installs isal."""
+    """Return isal's CRC-32, ten times as fast as zlib's (docs/log), else zlib's. megazero[data] installs isal."""
     try:
         from isal import isal_zlib
     except ModuleNotFoundError:
