@@ -81,17 +81,19 @@ def test_a_table_of_many_stages_has_both_ends_the_middle_and_the_fullest() -> No
     usable = plan.usable / 1e9
     assert [float(row[-1]) for row in memory] == pytest.approx([usable - float(row[-2]) for row in memory], abs=0.006)
     assert [row[1] for row in traffic[1:]] == ["1.000", "2.000", "4.000", "6.000", "10.000", "11.000"]
-    assert any("(12 stages; the others lie between these)" in line for line in lines)
+    assert any("(12 stages; the others are between these)" in line for line in lines)
     assert any("seconds of a step, on stage 7" in line for line in lines)
 
 
 @pytest.mark.parametrize(("world", "devices"), [(12, 8), (24, 8)])
 def test_host_memory_of_a_node_is_that_of_its_devices(world: int, devices: int) -> None:
     """3 GB each, of eight devices on a node; a plan of four devices has four."""
-    assert f"host memory: {3 * devices}.0 GB a node for kept inputs" in summary(made_plan([9] * 12, world, host=3))
+    assert f"host memory: {3 * devices}.0 GB per node for inputs kept for recompute" in summary(
+        made_plan([9] * 12, world, host=3)
+    )
     few = made_plan([9] * 12, 12, host=3)
     few = few._replace(layout=Layout(dp=4), config=resolved(f"--num-layers 2 {MODEL}", 4)[0])
-    assert "host memory: 12.0 GB a node for kept inputs" in summary(few)
+    assert "host memory: 12.0 GB per node for inputs kept for recompute" in summary(few)
 
 
 def test_a_drawing_of_twelve_stages() -> None:

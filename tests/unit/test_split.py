@@ -115,8 +115,8 @@ def test_virtual_stages_count() -> None:
 def test_an_uneven_split_is_reported_with_its_reason() -> None:
     config, layout = resolved()
     assert split_line(config, layout) == (
-        "layers per virtual stage: 4,4,4,0; the head computes as much as 4.5 blocks, so that pipeline ranks compute "
-        "4.0, 4.0, 4.0, 4.5 (--pipeline-split has other layers)"
+        "layers per virtual stage: 4,4,4,0; the head costs 4.5 blocks, so that pipeline ranks cost 4.0, 4.0, 4.0, 4.5 "
+        "blocks (--pipeline-split changes the layers)"
     )
     assert split_line(config, layout) in table(config, layout)
     assert split_line(*resolved("3,3,3,3")) == ""
