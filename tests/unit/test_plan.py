@@ -268,7 +268,7 @@ def test_a_long_step_is_extended_from_two_short_ones() -> None:
         flags = f"{SMALL} --pipeline-model-parallel-size 3 --zero-stage 2 --global-batch-size 80 {extra}"
         config, layout = resolve(parse(flags.split()), 6, 0, declare)
         steps = StepPrograms(config, layout)
-        assert len(steps.few.played) == 2 and steps.few.wanted == 40
+        assert len(steps.few.counts) == 2 and steps.few.wanted == 40
         device = load_device("a100-80gb")
         whole = StepPrograms(config, layout)
         whole.few = Few(40, (40,))

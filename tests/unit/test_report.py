@@ -13,7 +13,7 @@ from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout
 from megazero.price.bytes.estimate import stage_bytes
 from megazero.price.bytes.report import queue_line, report_rows
-from megazero.price.trace.trace import trace_layers
+from tests.helpers.traces import trace_layers
 
 FULL = ActivationConfig("full")
 PA = replace(FULL, partition_activations=True)

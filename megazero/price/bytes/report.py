@@ -83,8 +83,9 @@ def split_line(config: Config, layout: Layout) -> str:
     known = layer_costs(declare(config.model, layout.tp), config.model, config.activations)
     costs = rank_costs(layout.split, layout.placement, known)
     return (
-        f"layers per virtual stage: {','.join(map(str, layout.split))}; the head costs {known.head:.1f} blocks, so that "
-        f"pipeline ranks cost {', '.join(f'{cost:.1f}' for cost in costs)} blocks (--pipeline-split changes the layers)"
+        f"layers per virtual stage: {','.join(map(str, layout.split))}; the head costs {known.head:.1f} blocks, so "
+        f"that pipeline ranks cost {', '.join(f'{cost:.1f}' for cost in costs)} blocks "
+        "(--pipeline-split changes the layers)"
     )
 
 

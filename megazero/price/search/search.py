@@ -270,7 +270,7 @@ class Search:
         self.config = dataclasses.replace(config, model=model)
         self.found = list(candidates(self.config, self.world, device))
         if not self.found or not model.vocab_size:
-            resolve(config, self.world, vocabulary, declare)  # raises what training would
+            resolve(config, self.world, vocabulary, declare)  # raises the error of a run
             raise ValueError(
                 f"--global-batch-size {batch} on --world-size {self.world}: no layout gives every data-parallel rank a "
                 f"sample; use {self.world}"
