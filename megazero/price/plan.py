@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from megazero.config.schema import Config
 from megazero.config.validate import check_device, check_values
@@ -20,7 +19,7 @@ from megazero.price.time.step_time import StepTime, step_time
 from megazero.price.trace.trace import model_flops
 
 SECONDS_PER_DAY = 86_400
-RECOMPUTE: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
+RECOMPUTE = ("none", "selective", "full")
 
 # part of a step -> ways to shorten it
 ADVICE = {
@@ -179,10 +178,7 @@ def _with_less_recompute(plan: Plan) -> str:
     if activations.checkpoint_in_cpu:
         return ""
     for kind in RECOMPUTE[: RECOMPUTE.index(activations.recompute)]:
-        fewer = dataclasses.replace(
-            activations, recompute=kind, partition_activations=False, contiguous_checkpointing=False
-        )
-        changed = dataclasses.replace(plan.config, activations=fewer)
+        changed = plan.config.with_options(recompute=kind, partition_activations=False, contiguous_checkpointing=False)
         try:
             check_block_runs(changed, plan.layout)
         except ValueError:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megazero.config.cli import flags, preset_names, preset_values
-from megazero.config.schema import Config, ModelConfig, TrainingConfig
+from megazero.config.schema import Config
 from megazero.config.validate import check_values
 from megazero.memory.host import Available, Machine
 from megazero.model.stage import declare
@@ -132,7 +132,7 @@ def _way_out(config: Config, layout: Layout, rank: int, machine: Machine) -> str
     layers, fewest = config.model.num_layers, layout.pp * layout.chunks
     while layers > fewest:
         layers = max(fewest, int(0.9 * layers))
-        if fits(replace(config, model=replace(config.model, num_layers=layers)), replace(layout, split=())):
+        if fits(config.with_options(num_layers=layers), replace(layout, split=())):
             return ", or ".join([*ways, f"at most --num-layers {layers}"])
     smaller = "a smaller --hidden-size, --ffn-hidden-size, --vocab-size, --seq-length or --micro-batch-size"
     return ", or ".join([*ways, smaller])
@@ -146,28 +146,23 @@ def flags_that_fit(config: Config, layout: Layout, device_type: str, fits: Fits)
 
 def alternatives(config: Config, layout: Layout, device_type: str) -> Iterator[tuple[str, Config]]:
     """Yield flags that lower memory: each alone, then more and more of them together."""
-    steps: list[tuple[str, str, Any]] = [
-        *(("zero", "zero_stage", stage) for stage in (1, 2, 3) if layout.shard > 1),
-        *(("activations", "recompute", kind) for kind in ("selective", "full")),
-        ("training", "micro_batch_size", 1),
-        ("activations", "partition_activations", True),
+    steps: list[tuple[str, Any]] = [
+        *(("zero_stage", stage) for stage in (1, 2, 3) if layout.shard > 1 and stage > config.zero.zero_stage),
+        ("recompute", "selective"),
+        ("recompute", "full"),
+        ("micro_batch_size", 1),
+        ("partition_activations", True),
     ]
     if device_type != "cpu":
-        steps.append(("activations", "checkpoint_in_cpu", True))
+        steps.append(("checkpoint_in_cpu", True))
     for together in (False, True):
         base, chosen = config, dict[str, str]()
-        for group, key, value in steps:
-            section = getattr(base, group)
-            if getattr(section, key) == value or (key == "zero_stage" and section.zero_stage > value):
-                continue
-            changed = replace(base, **{group: replace(section, **{key: value})})
-            try:
-                check_values(changed)
-                check_block_runs(changed, layout)
-            except ValueError:
+        for key, value in steps:
+            changed = base.with_options(**{key: value})
+            if changed == base or not _allowed(changed, layout):
                 continue
             flag = f"--{key.replace('_', '-')}"
-            chosen |= {key: flag if value is True else f"{flag} {value}"}
+            chosen[key] = flag if value is True else f"{flag} {value}"
             yield " ".join(chosen.values()), changed
             if together:
                 base = changed
@@ -175,15 +170,27 @@ def alternatives(config: Config, layout: Layout, device_type: str) -> Iterator[t
                 chosen = {}
 
 
+def _allowed(config: Config, layout: Layout) -> bool:
+    try:
+        check_values(config)
+        check_block_runs(config, layout)
+    except ValueError:
+        return False
+    return True
+
+
 def largest_preset(config: Config, fits: Fits) -> str:
     """Return the flags of the largest preset of this architecture that fits on one device; empty if none does."""
-    precision, grad_dtype = config.training.precision, config.training.grad_dtype
+    given = config.training
     for name, preset in _presets(config.model.architecture):
-        training = replace(
-            preset.training, precision=precision, grad_dtype=grad_dtype, micro_batch_size=1, global_batch_size=1
+        changed = preset.with_options(
+            precision=given.precision,
+            grad_dtype=given.grad_dtype,
+            micro_batch_size=1,
+            global_batch_size=1,
+            recompute="full",
         )
-        activations = replace(preset.activations, recompute="full")
-        if fits(*resolve(replace(preset, training=training, activations=activations), 1, 0, declare)):
+        if fits(*resolve(changed, 1, 0, declare)):
             return f"--preset {name} --micro-batch-size 1 --recompute full"
     return ""
 
@@ -192,10 +199,9 @@ def _presets(architecture: str) -> list[tuple[str, Config]]:
     """Return the models and batches of presets that name their vocabulary, largest first."""
     found = []
     for name in preset_names():
-        values = {group: dict[str, Any]() for group, _ in flags().values()}
-        for key, value in preset_values(name).items():
-            values[flags()[key][0]][key.replace("-", "_")] = value
-        model = ModelConfig(**values["model"])
-        if model.architecture == architecture and model.vocab_size:
-            found.append((name, Config(model=model, training=TrainingConfig(**values["training"]))))
+        values = preset_values(name)
+        sized = [key for key in values if flags()[key][0] in ("model", "training")]
+        preset = Config().with_options(**{key.replace("-", "_"): values[key] for key in sized})
+        if preset.model.architecture == architecture and preset.model.vocab_size:
+            found.append((name, preset))
     return sorted(found, key=lambda preset: -preset[1].model.num_layers * preset[1].model.hidden_size ** 2)

@@ -7,7 +7,6 @@ makes the same allocations in a memory tracker, and its traffic is counted. So t
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -160,8 +159,9 @@ def stage_moments(config: Config, layout: Layout, pp: int, device_type: str) -> 
 
 def _of_stage(config: Config, layout: Layout, pp: int, device_type: str, micro_batches: int) -> _Walk:
     samples = micro_batches * config.training.micro_batch_size * layout.dp
-    fewer = dataclasses.replace(config, training=dataclasses.replace(config.training, global_batch_size=samples))
-    return _Walk(fewer, layout, layout.stage_ranks(pp)[0], device_type == "cpu")
+    return _Walk(
+        config.with_options(global_batch_size=samples), layout, layout.stage_ranks(pp)[0], device_type == "cpu"
+    )
 
 
 class _Level:

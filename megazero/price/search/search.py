@@ -59,27 +59,21 @@ class Candidate(NamedTuple):
 
     def apply(self, config: Config) -> Config:
         """Return `config` with these flags."""
-        replace = dataclasses.replace
-        return replace(
-            config,
-            training=replace(config.training, micro_batch_size=self.micro_batch),
-            parallel=replace(
-                config.parallel,
-                tensor_model_parallel_size=self.tp,
-                pipeline_model_parallel_size=self.pp,
-                pipeline_schedule=self.schedule,
-                virtual_pipeline_stages=self.chunks,
-                sequence_parallel=self.sequence,
-                pipeline_split="",
-            ),
-            zero=replace(config.zero, zero_stage=self.zero_stage, zero_shard_size=self.shard),
-            activations=replace(
-                config.activations,
-                recompute=self.recompute,
-                partition_activations=self.partition,
-                checkpoint_in_cpu=config.activations.checkpoint_in_cpu and self.recompute == "full",
-                contiguous_checkpointing=config.activations.contiguous_checkpointing and self.recompute == "full",
-            ),
+        activations, full = config.activations, self.recompute == "full"
+        return config.with_options(
+            tensor_model_parallel_size=self.tp,
+            pipeline_model_parallel_size=self.pp,
+            pipeline_schedule=self.schedule,
+            pipeline_split="",
+            virtual_pipeline_stages=self.chunks,
+            sequence_parallel=self.sequence,
+            zero_stage=self.zero_stage,
+            zero_shard_size=self.shard,
+            recompute=self.recompute,
+            partition_activations=self.partition,
+            checkpoint_in_cpu=activations.checkpoint_in_cpu and full,
+            contiguous_checkpointing=activations.contiguous_checkpointing and full,
+            micro_batch_size=self.micro_batch,
         )
 
 
@@ -196,8 +190,7 @@ class ClosedTerms:
 
     def _states(self, tp: int, pp: int, zero_stage: int, shard: int) -> int:
         """Return the bytes of states of the first stage while gradients are accumulated."""
-        zero = dataclasses.replace(self.config.zero, zero_stage=zero_stage)  # type: ignore[arg-type]
-        states = States.of(dataclasses.replace(self.config, zero=zero), self._layout(tp, pp, shard))
+        states = States.of(self.config.with_options(zero_stage=zero_stage), self._layout(tp, pp, shard))
         each, table = self.numel(tp)
         numel = self.config.model.num_layers // pp * each + table
         return sum(states.at_rest(numel).values()) + states.accumulated.of(numel)
@@ -266,10 +259,9 @@ class Search:
             raise ValueError(
                 "--plan-search needs --global-batch-size, because it compares layouts by the time of a step"
             )
-        model = dataclasses.replace(config.model, vocab_size=config.model.vocab_size or vocabulary)
-        self.config = dataclasses.replace(config, model=model)
+        self.config = config.with_options(vocab_size=config.model.vocab_size or vocabulary)
         self.found = list(candidates(self.config, self.world, device))
-        if not self.found or not model.vocab_size:
+        if not self.found or not self.config.model.vocab_size:
             resolve(config, self.world, vocabulary, declare)  # raises the error of a run
             raise ValueError(
                 f"--global-batch-size {batch} on --world-size {self.world}: no layout gives every data-parallel rank a "
