@@ -6,8 +6,7 @@ Field docstrings are the help text. Nothing rewrites a config: `resolve` makes t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, is_dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 from megazero.config.batch_sizes import BatchSizes, micro_batches
 from megazero.config.model_options import (
@@ -68,15 +67,6 @@ class Config:
     plan: PlanConfig = field(default_factory=PlanConfig)
     preset: str = ""
     """TOML file of flags (without the dashes), or the name of one in scripts/presets. Flags override it."""
-
-    def with_options(self, **values: Any) -> Config:
-        """Return this configuration with other values of some options."""
-        changed = {}
-        for name, section in vars(self).items():
-            own = {key: value for key, value in values.items() if is_dataclass(section) and hasattr(section, key)}
-            if own:
-                changed[name] = replace(section, **own)
-        return replace(self, **changed)
 
     @property
     def trains(self) -> bool:

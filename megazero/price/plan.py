@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from megazero.config.flags import with_values
 from megazero.config.schema import Config
 from megazero.config.validate import check_device, check_values
 from megazero.data.remembered import data_tokenizer
@@ -178,7 +179,8 @@ def _with_less_recompute(plan: Plan) -> str:
     if activations.checkpoint_in_cpu:
         return ""
     for kind in RECOMPUTE[: RECOMPUTE.index(activations.recompute)]:
-        changed = plan.config.with_options(recompute=kind, partition_activations=False, contiguous_checkpointing=False)
+        values = {"recompute": kind, "partition-activations": False, "contiguous-checkpointing": False}
+        changed = with_values(plan.config, values)
         try:
             check_block_runs(changed, plan.layout)
         except ValueError:

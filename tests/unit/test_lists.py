@@ -13,13 +13,15 @@ from typing import Any, get_args
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace as changed
 
 from megazero import checkpoint
 from megazero.checkpoint import Damaged, LocalShard, verify
-from megazero.checkpoint.manifest import Entry, Manifest, read_manifest, write_manifest
+from megazero.checkpoint.manifest import Manifest, StoredTensor, Tiling, read_manifest, write_manifest
 from megazero.comm.launch.agreement import agree
 from megazero.comm.launch.world import World
-from megazero.config.cli import flags, parse
+from megazero.config.cli import parse
+from megazero.config.flags import flags, value_of, with_values
 from megazero.config.schema import Config, DataConfig, ModelConfig
 from megazero.data.corpora import Datasets, mock_datasets
 from megazero.data.fingerprint import same
@@ -49,9 +51,7 @@ def other(value: Any, kind: Any) -> Any:
 
 def with_other(config: Config, flag: str) -> Config:
     """Return a configuration in which one option is another."""
-    group, kind = flags()[flag]
-    section, name = getattr(config, group), flag.replace("-", "_")
-    return replace(config, **{group: replace(section, **{name: other(getattr(section, name), kind)})})
+    return with_values(config, {flag: other(value_of(config, flag), flags()[flag].kind)})
 
 
 # -- ranks of one run
@@ -158,18 +158,18 @@ def test_an_option_that_differs_from_the_checkpoints_is_named() -> None:
     config = Config()
     saved, silent = json.loads(json.dumps(asdict(config))), set()
     assert changed_options(saved, config) == []
-    for flag, (group, _) in flags().items():
+    for flag, (group, *_) in flags().items():
         if group in GROUPS:
             said = changed_options(saved, with_other(config, flag))
             if not said:
                 silent.add(group)
                 continue
-            now = getattr(getattr(with_other(config, flag), group), flag.replace("-", "_"))
+            now = value_of(with_other(config, flag), flag)
             then = saved[group][flag.replace("-", "_")]
             now = list(now) if isinstance(now, tuple) else now
             assert said == [f"--{flag} is {now}, and was {then} when this was saved"]
     assert silent == {"log", "checkpoint"}
-    shown = {group for flag, (group, _) in flags().items() if group in GROUPS} - silent
+    shown = {group for flag, (group, *_) in flags().items() if group in GROUPS} - silent
     assert shown == {
         *("model", "training", "optimizer", "parallel", "zero", "activations"),
         *("data", "evaluation", "monitor", "plan"),
@@ -272,17 +272,15 @@ def edited(path: Path, change: Callable[[Manifest], Manifest]) -> None:
 def without_a_chunk(manifest: Manifest) -> Manifest:
     """Leave out the last chunk of each tensor; the others are as they were."""
 
-    def shorter(entry: Entry) -> Entry:
-        tiling = replace(entry.tiling, regions=entry.tiling.regions[:-1], files=entry.tiling.files[:-1])
-        return replace(entry, tiling=tiling, crc32=entry.crc32[:-1])
-
-    assert all(len(entry.crc32) > 1 for entry in manifest.tensors.values())
-    return replace(manifest, tensors={name: shorter(entry) for name, entry in manifest.tensors.items()})
+    assert all(len(tensor.crc32) > 1 for tensor in manifest.tensors.values())
+    tilings = [Tiling(tiling.offset[:-1], tiling.size[:-1], tiling.file[:-1]) for tiling in manifest.tilings]
+    tensors = {name: changed(tensor, crc32=tensor.crc32[:-1]) for name, tensor in manifest.tensors.items()}
+    return changed(manifest, tilings=tilings, tensors=tensors)
 
 
-def with_entry(change: Callable[[Entry], Entry]) -> Callable[[Path], None]:
+def with_tensor(change: Callable[[StoredTensor], StoredTensor]) -> Callable[[Path], None]:
     def write(path: Path) -> None:
-        edited(path, lambda m: replace(m, tensors=m.tensors | {"exp_avg.w": change(m.tensors["exp_avg.w"])}))
+        edited(path, lambda m: changed(m, tensors=m.tensors | {"exp_avg.w": change(m.tensors["exp_avg.w"])}))
 
     return write
 
@@ -310,13 +308,13 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     **{f"a bit of {name}": flipped(name, -3) for name in FILES},
     "a bit of the header": flipped("rank_00000.safetensors", 20),
     "a hole": lambda path: edited(path, without_a_chunk),
-    "another checksum": with_entry(lambda entry: replace(entry, crc32=(entry.crc32[0] ^ 1, *entry.crc32[1:]))),
-    "another dtype": with_entry(lambda entry: replace(entry, dtype="float64")),
-    "another shape": with_entry(lambda entry: replace(entry, shape=(7, 2))),
-    "another checksum of the state": lambda path: edited(path, lambda m: replace(m, state_crc32=m.state_crc32 ^ 1)),
-    "no list of files": lambda path: edited(path, lambda m: replace(m, files={})),
+    "another checksum": with_tensor(lambda w: changed(w, crc32=(w.crc32[0] ^ 1, *w.crc32[1:]))),
+    "another dtype": with_tensor(lambda w: changed(w, dtype="float64")),
+    "another shape": with_tensor(lambda w: changed(w, shape=(7, 2))),
+    "another checksum of the state": lambda path: edited(path, lambda m: changed(m, state_crc32=m.state_crc32 ^ 1)),
+    "no list of files": lambda path: edited(path, lambda m: changed(m, files={})),
     "no such tensor in the file": lambda path: edited(
-        path, lambda m: replace(m, tensors={n.replace("exp", "new"): e for n, e in m.tensors.items()})
+        path, lambda m: changed(m, tensors={n.replace("exp", "new"): e for n, e in m.tensors.items()})
     ),
 }
 
@@ -345,12 +343,12 @@ def test_what_a_load_refuses_is_a_fault_to_verify(damage: str, tmp_path: Path, m
 def test_every_option_is_on_the_screen() -> None:
     """The first lines print these; all others are listed if they differ from their defaults."""
     assert TOLD == {
-        *("architecture", "num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "precision"),
-        *("micro_batch_size", "global_batch_size", "train_iters", "zero_stage"),
-        *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
+        *("architecture", "num-layers", "hidden-size", "num-attention-heads", "seq-length", "vocab-size", "precision"),
+        *("micro-batch-size", "global-batch-size", "train-iters", "zero-stage"),
+        *("tensor-model-parallel-size", "pipeline-model-parallel-size"),
     }
-    for flag, (group, _) in flags().items():
-        if group in GROUPS and flag.replace("-", "_") not in TOLD:
+    for flag, (group, *_) in flags().items():
+        if group in GROUPS and flag not in TOLD:
             (said,) = told_options(with_other(Config(), flag))
             assert said.removeprefix("--no-").removeprefix("--").split()[0] == flag, said
 
@@ -361,10 +359,8 @@ def test_a_search_prints_every_flag_that_it_chooses() -> None:
     after = Candidate(2, 4, "interleaved", 2, 3, 8, "selective", True, True, 4).apply(before)
     changed = {
         flag
-        for flag, (group, _) in flags().items()
-        if group in GROUPS
-        and getattr(getattr(before, group), flag.replace("-", "_"))
-        != getattr(getattr(after, group), flag.replace("-", "_"))
+        for flag, (group, *_) in flags().items()
+        if group in GROUPS and value_of(before, flag) != value_of(after, flag)
     }
     assert changed == set(CHOSEN)
 
@@ -372,7 +368,7 @@ def test_a_search_prints_every_flag_that_it_chooses() -> None:
 def test_a_rehearsal_leaves_out_what_changes_no_byte() -> None:
     """All options other than their defaults: those of these groups, and of these names, are as if not given."""
     config = Config()
-    for flag, (group, _) in flags().items():
+    for flag, (group, *_) in flags().items():
         if group in GROUPS:
             config = with_other(config, flag)
     config = replace(config, training=replace(config.training, matmul_backend="onednn"))

@@ -2,7 +2,7 @@
 
 A rank holds `chunks` virtual stages of the model, assigned by `placement`. A schedule is one function from a `Pipeline`
 to a list of steps, and a line in SCHEDULES. `plan.program.program` derives the training step from it, and
-`price.time.simulate` its duration. docs/add-a-schedule.md has an example.
+`price.time.simulate` its duration. docs/extending.md has an example.
 """
 
 from __future__ import annotations

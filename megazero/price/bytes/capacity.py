@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from megazero.config.cli import flags, preset_names, preset_values
+from megazero.config.flags import as_flag, with_values
+from megazero.config.presets import preset_names, preset_values
 from megazero.config.schema import Config
 from megazero.config.validate import check_values
 from megazero.memory.host import Available, Machine
@@ -132,7 +133,7 @@ def _way_out(config: Config, layout: Layout, rank: int, machine: Machine) -> str
     layers, fewest = config.model.num_layers, layout.pp * layout.chunks
     while layers > fewest:
         layers = max(fewest, int(0.9 * layers))
-        if fits(config.with_options(num_layers=layers), replace(layout, split=())):
+        if fits(with_values(config, {"num-layers": layers}), replace(layout, split=())):
             return ", or ".join([*ways, f"at most --num-layers {layers}"])
     smaller = "a smaller --hidden-size, --ffn-hidden-size, --vocab-size, --seq-length or --micro-batch-size"
     return ", or ".join([*ways, smaller])
@@ -147,22 +148,21 @@ def flags_that_fit(config: Config, layout: Layout, device_type: str, fits: Fits)
 def alternatives(config: Config, layout: Layout, device_type: str) -> Iterator[tuple[str, Config]]:
     """Yield flags that lower memory: each alone, then more and more of them together."""
     steps: list[tuple[str, Any]] = [
-        *(("zero_stage", stage) for stage in (1, 2, 3) if layout.shard > 1 and stage > config.zero.zero_stage),
+        *(("zero-stage", stage) for stage in (1, 2, 3) if layout.shard > 1 and stage > config.zero.zero_stage),
         ("recompute", "selective"),
         ("recompute", "full"),
-        ("micro_batch_size", 1),
-        ("partition_activations", True),
+        ("micro-batch-size", 1),
+        ("partition-activations", True),
     ]
     if device_type != "cpu":
-        steps.append(("checkpoint_in_cpu", True))
+        steps.append(("checkpoint-in-cpu", True))
     for together in (False, True):
         base, chosen = config, dict[str, str]()
-        for key, value in steps:
-            changed = base.with_options(**{key: value})
+        for flag, value in steps:
+            changed = with_values(base, {flag: value})
             if changed == base or not _allowed(changed, layout):
                 continue
-            flag = f"--{key.replace('_', '-')}"
-            chosen[key] = flag if value is True else f"{flag} {value}"
+            chosen[flag] = as_flag(flag, value)
             yield " ".join(chosen.values()), changed
             if together:
                 base = changed
@@ -183,12 +183,15 @@ def largest_preset(config: Config, fits: Fits) -> str:
     """Return the flags of the largest preset of this architecture that fits on one device; empty if none does."""
     given = config.training
     for name, preset in _presets(config.model.architecture):
-        changed = preset.with_options(
-            precision=given.precision,
-            grad_dtype=given.grad_dtype,
-            micro_batch_size=1,
-            global_batch_size=1,
-            recompute="full",
+        changed = with_values(
+            preset,
+            {
+                "precision": given.precision,
+                "grad-dtype": given.grad_dtype,
+                "micro-batch-size": 1,
+                "global-batch-size": 1,
+                "recompute": "full",
+            },
         )
         if fits(*resolve(changed, 1, 0, declare)):
             return f"--preset {name} --micro-batch-size 1 --recompute full"
@@ -199,9 +202,7 @@ def _presets(architecture: str) -> list[tuple[str, Config]]:
     """Return the models and batches of presets that name their vocabulary, largest first."""
     found = []
     for name in preset_names():
-        values = preset_values(name)
-        sized = [key for key in values if flags()[key][0] in ("model", "training")]
-        preset = Config().with_options(**{key.replace("-", "_"): values[key] for key in sized})
+        preset = with_values(Config(), preset_values(name))
         if preset.model.architecture == architecture and preset.model.vocab_size:
-            found.append((name, preset))
+            found.append((name, Config(model=preset.model, training=preset.training)))
     return sorted(found, key=lambda preset: -preset[1].model.num_layers * preset[1].model.hidden_size ** 2)

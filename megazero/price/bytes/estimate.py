@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from megazero.config.flags import with_values
 from megazero.config.schema import Config
 from megazero.memory.tracker import Allocation, MemoryTracker
 from megazero.model.stage import declare
@@ -160,7 +161,7 @@ def stage_moments(config: Config, layout: Layout, pp: int, device_type: str) -> 
 def _of_stage(config: Config, layout: Layout, pp: int, device_type: str, micro_batches: int) -> _Walk:
     samples = micro_batches * config.training.micro_batch_size * layout.dp
     return _Walk(
-        config.with_options(global_batch_size=samples), layout, layout.stage_ranks(pp)[0], device_type == "cpu"
+        with_values(config, {"global-batch-size": samples}), layout, layout.stage_ranks(pp)[0], device_type == "cpu"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
-from megazero.config.cli import flags
+from megazero.config.flags import as_flag, value_of
 from megazero.config.schema import Config
 from megazero.plan.layout.topology import Layout
 from megazero.price.plan import Plan, vocabulary
@@ -78,15 +78,8 @@ def _row(plan: Plan) -> list[str]:
 def command(plan: Plan, given: Config, argv: list[str]) -> str:
     """Return a command line that trains as planned: `argv` without the flags of plans, and the flags that differ."""
     args = [shlex.quote(arg) for arg in _without_plan(argv)]
-    for name in CHOSEN:
-        group, kind = flags()[name]
-        ours, theirs = (getattr(getattr(c, group), name.replace("-", "_")) for c in (plan.config, given))
-        if ours == theirs:
-            continue
-        if kind is bool:
-            args.append(f"--{name}" if ours else f"--no-{name}")
-        else:
-            args += [f"--{name}", shlex.quote(str(ours))]
+    values = [(name, value_of(plan.config, name)) for name in CHOSEN]
+    args += [as_flag(name, value) for name, value in values if value != value_of(given, name)]
     return f"{_launcher(plan.layout, plan.device)} {' '.join(args)}"
 
 
