@@ -113,7 +113,7 @@ def simulated(options: Options) -> Timing:
 
 
 def title(options: Options, timing: Timing) -> str:
-    virtual = f", {options.virtual} virtual stages each" * (options.virtual > 1)
+    virtual = f", {options.virtual} virtual stages each" if options.virtual > 1 else ""
     return (
         f"{options.schedule}: {options.stages} ranks{virtual}, {options.micro_batches} micro-batches; "
         f"bubble {timing.bubble:.1%} of the busiest rank's computing time"
@@ -121,12 +121,12 @@ def title(options: Options, timing: Timing) -> str:
 
 
 def text(options: Options, timing: Timing) -> str:
-    """A row per rank. Where ranks hold several chunks, a letter behind the micro-batch says which: a, b, ..."""
+    """Draw a row per rank. With several chunks per rank, a letter after the micro-batch names the chunk: a, b, ..."""
     lines = [title(options, timing)]
     for rank, spans in enumerate(timing.spans):
         row = ["."] * (CELL * round(timing.seconds))
         for box in map(box_of, spans):
-            label = f"{box.kind}{box.micro_batch}" + chr(ord("a") + box.chunk) * (options.virtual > 1)
+            label = f"{box.kind}{box.micro_batch}" + (chr(ord("a") + box.chunk) if options.virtual > 1 else "")
             width = CELL * (box.end - box.begin)
             row[CELL * box.begin : CELL * box.end] = f"{label:-<{width - 1}} "[:width]
         lines.append(f"{rank:>3} |{''.join(row)}|")

@@ -11,9 +11,9 @@ from megazero.config.validate import check_device, check_values
 from megazero.data.remembered import data_tokenizer
 from megazero.model.stage import declare
 from megazero.plan.layout.layers import num_parameters
-from megazero.plan.layout.resolve import check_block_runs, resolve
+from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout
-from megazero.price.bytes.capacity import flags_that_fit, largest_preset, least
+from megazero.price.bytes.capacity import allowed, flags_that_fit, largest_preset, least
 from megazero.price.bytes.estimate import StageBytes, stage_bytes
 from megazero.price.time.devices import Device, load_device
 from megazero.price.time.step_time import StepTime, step_time
@@ -181,12 +181,7 @@ def _with_less_recompute(plan: Plan) -> str:
     for kind in RECOMPUTE[: RECOMPUTE.index(activations.recompute)]:
         values = {"recompute": kind, "partition-activations": False, "contiguous-checkpointing": False}
         changed = with_values(plan.config, values)
-        try:
-            check_block_runs(changed, plan.layout)
-        except ValueError:
-            continue
-        peak = _peak(plan, changed)
-        if peak <= plan.usable:
+        if allowed(changed, plan.layout) and (peak := _peak(plan, changed)) <= plan.usable:
             saved = plan.time.expected.parts["recompute"]
             return f"--recompute {kind} fits too ({peak / 1e9:.1f} GB per device), and saves up to {saved:.2f} s a step"
     return ""

@@ -160,7 +160,7 @@ def alternatives(config: Config, layout: Layout, device_type: str) -> Iterator[t
         base, chosen = config, dict[str, str]()
         for flag, value in steps:
             changed = with_values(base, {flag: value})
-            if changed == base or not _allowed(changed, layout):
+            if changed == base or not allowed(changed, layout):
                 continue
             chosen[flag] = as_flag(flag, value)
             yield " ".join(chosen.values()), changed
@@ -170,7 +170,8 @@ def alternatives(config: Config, layout: Layout, device_type: str) -> Iterator[t
                 chosen = {}
 
 
-def _allowed(config: Config, layout: Layout) -> bool:
+def allowed(config: Config, layout: Layout) -> bool:
+    """Return whether the flags of a configuration can be combined in this layout."""
     try:
         check_values(config)
         check_block_runs(config, layout)
