@@ -23,7 +23,7 @@ from megazero.config.schema import Config
 from megazero.memory.tracker import MemoryTracker
 from megazero.model.kernels.compiled import compiled
 from megazero.model.kernels.matmul import Products, writes_wide
-from megazero.model.kernels.table import kernels_named
+from megazero.model.kernels.table import KERNELS
 from megazero.model.layers.context import DTYPES, Context, DeviceBatch, ResidualStream
 from megazero.model.stage import Stage, declare
 from megazero.optim.step import StepParams
@@ -75,7 +75,7 @@ class Engine:
         self.spec = rank_spec(config, mesh.layout, mesh.pp.rank, declare)
         self.programs: dict[tuple[str, int], Program] = {}
         stream = ResidualStream(mesh.tp, sharded=config.parallel.sequence_parallel)
-        kernels = kernels_named(config.training.kernels_on(mesh.device.type))
+        kernels = KERNELS[config.training.kernels_on(mesh.device.type)]
         if config.training.compile:
             kernels = compiled(kernels, mesh.device)
         context = Context(
