@@ -35,7 +35,7 @@ _KINDS = (
 
 
 def _fastest_crc32() -> Callable[..., int]:
-    """Return isal's CRC-32, at ten times the pace of zlib's (docs/log.md); else zlib's. megazero[data] brings isal."""
+    """Return isal's CRC-32, at ten times the pace of zlib's (docs/log); else zlib's. megazero[data] brings isal."""
     try:
         from isal import isal_zlib
     except ModuleNotFoundError:

@@ -6,7 +6,7 @@ Note [sections of a table]: names are in kebab-case, without dashes, separated b
     words, words_unless_given: words of ours = names of switches.
     choose.NAME: value = words of ours. Other values are refused.
     pairs.NAME: our flag = keys, of a flag with the value KEY=VALUE,KEY=VALUE.
-    convert: result, for docs/megatron.md = [names, function of `conversions`, order].
+    convert: result, for docs/results/flags.md = [names, function of `conversions`, order].
     only: reason or replacement = [names, value, ...]. These values need nothing; others are refused.
     unneeded: reason = names. They need nothing, whatever their values.
     refused: reason or replacement = names. They are refused unless they are switched off.

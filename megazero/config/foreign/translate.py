@@ -230,7 +230,7 @@ def _unknown(item: Item, known: Mapping[str, Option]) -> str:
     names = {name: f"--{name}" for name in known}
     names |= {entry.name: entry.spelled for entry in read_tables(*FLAGS).values() if "*" not in entry.name}
     close = nearest(item.name, names)
-    hint = f"Perhaps you meant: {close}" if close else "--help-all lists ours, docs/megatron.md others"
+    hint = f"Perhaps you meant: {close}" if close else "--help-all lists ours, docs/results/flags.md others"
     return f"{shorten(item.spelled)}: no such flag. {hint}"
 
 

@@ -1,7 +1,7 @@
 """Matrix products of a linear layer: output, input gradient, weight gradient; on a CPU by MKL or oneDNN.
 
 Note [oneDNN]: torch's own fp32 products are MKL's. On AMD's CPUs with AVX-512 they reach half the speed of oneDNN's; on
-Intel's, oneDNN takes twice as long for both gradients (docs/log.md). The operator is private to torch, which uses it in
+Intel's, oneDNN takes twice as long for both gradients (docs/log). The operator is private to torch, which uses it in
 compiled models, so it is used only where it is measured to be faster. The two differ in the last bits.
 """
 
