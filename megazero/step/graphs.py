@@ -285,11 +285,12 @@ class BlockGraphs:
         """Return whether a program needs slots that are not captured yet."""
         return any(chunk.blocks and chunk.num_slots < count for chunk, count in self._needed(program))
 
-    def capture(self, program: Program, micro_batch: Any) -> None:
+    def capture(self, program: Program, micro_batch: Any, progress: Call = lambda: None) -> None:
         """Capture the missing slots of a program, while nothing is in flight.
 
         Args:
             micro_batch: any one, because without dropout and documents a block reads only its sizes.
+            progress: called after each block, because the capture of a deep model may exceed --hang-timeout.
         """
         if self._capturer is None:
             on_gpu = self.activation.device.type == "cuda"
@@ -301,6 +302,7 @@ class BlockGraphs:
                 for block in chunk.blocks:
                     block.capture(x, micro_batch, self._capturer, pools, self.tracker)
                     x = block.slots[number].y
+                    progress()
             chunk.reset()
 
     def _needed(self, program: Program) -> Iterator[tuple[CapturedChunk, int]]:
