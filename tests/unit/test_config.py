@@ -461,8 +461,18 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         "--partition-activations needs --recompute full; add it, or drop",
     ),
     ({"checkpoint_in_cpu": True}, 1, 9, "--checkpoint-in-cpu needs --recompute full; add"),
-    ({"contiguous_checkpointing": True, "recompute": "selective"}, 1, 9, "--contiguous-checkpointing needs --recompute full"),
-    ({"sequence_parallel": True}, 1, 9, "--sequence-parallel needs a --tensor-model-parallel-size of at least 2; raise it"),
+    (
+        {"contiguous_checkpointing": True, "recompute": "selective"},
+        1,
+        9,
+        "--contiguous-checkpointing needs --recompute full",
+    ),
+    (
+        {"sequence_parallel": True},
+        1,
+        9,
+        "--sequence-parallel needs a --tensor-model-parallel-size of at least 2; raise it",
+    ),
     (
         {"sequence_parallel": True, "tensor_model_parallel_size": 4, "seq_length": 6, "micro_batch_size": 1},
         4,

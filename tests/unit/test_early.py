@@ -122,7 +122,9 @@ for words in (["--preset", "gpt2-1.5b"], ["--preset", "tiny", "--plan"]):
     assert done.stdout == "1 ['tyro']\n" * 2, done.stderr
     assert "what fits: this model on" in done.stderr and "here --preset gpt2-124m" in done.stderr
     fit, plan = done.stderr.splitlines()
-    assert fit.startswith("ValueError: --num-layers 48") and plan.startswith("ValueError: --plan needs --device-type NAME; ")
+    assert fit.startswith("ValueError: --num-layers 48") and plan.startswith(
+        "ValueError: --plan needs --device-type NAME; "
+    )
 
 
 def test_the_documented_refusal_is_what_is_said() -> None:
