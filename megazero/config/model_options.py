@@ -18,10 +18,8 @@ from megazero.config.limits import (
     Probability,
     Ranks,
 )
-from megazero.config.optimizers import BYTES, OPTIMIZERS, UpdateRule
+from megazero.config.optimizers import OPTIMIZERS, UpdateRule
 from megazero.plan.schedule.schedules import SCHEDULES
-
-__all__ = ["BYTES"]
 
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 
@@ -143,8 +141,8 @@ class TrainingConfig:
     cuda_graph_impl: Literal["none", "local"] = "none"
     """local: capture the forward and the backward of each block as CUDA graphs, and replay them. This helps if steps
     are limited by launch overhead (small micro-batches). It takes more memory. Not with --zero-stage 3, tensor
-    parallelism, dropout, --recompute full, zero-bubble schedules, --reset-attention-mask, --reset-position-ids or
-    --compile. Not yet run on a GPU."""
+    parallelism, dropout, --recompute full, zero-bubble schedules, attention or positions that restart with documents,
+    or --compile. Not yet run on a GPU."""
     fused_kernels: Literal["auto", "triton", "eager"] = "auto"
     """GPU: triton computes norms, GELU, SwiGLU, rotary positions, dropout with the residual sum, and the loss by fused
     kernels; eager computes them by torch's operators. auto: triton where it works, except in fp64. Dropout masks are
@@ -203,9 +201,9 @@ class ParallelConfig:
     """Pipeline stages, which share the layers."""
     pipeline_schedule: ScheduleName = "1f1b"
     """Order of forwards and backwards. gpipe keeps the activations of all micro-batches; 1f1b of as many as there are
-    stages. interleaved divides the idle time of 1f1b by --virtual-pipeline-stages, and sends more messages. zero-bubble
-    (ZB-H1) has a third of the idle time of 1f1b, because it computes weight gradients while 1f1b waits. zero-bubble-v
-    (ZB-V) has a sixth, with two virtual stages per rank."""
+    stages. interleaved divides the idle time of 1f1b by the virtual stages per rank, and sends more messages.
+    zero-bubble (ZB-H1) has a third of the idle time of 1f1b, because it computes weight gradients while 1f1b waits.
+    zero-bubble-v (ZB-V) has a sixth, with two virtual stages per rank."""
     virtual_pipeline_stages: Annotated[int, Bounds(1, 4096, "each holds at least one layer")] = 1
     """Chunks of layers per pipeline rank, for --pipeline-schedule interleaved, or zero-bubble-v, which needs 2."""
     pipeline_split: str = ""
@@ -213,7 +211,7 @@ class ParallelConfig:
     the computation, including that of the output head."""
     zero_bubble_backlog: Annotated[int, Bounds(0, 10**6, "no rank has as many micro-batches")] = 0
     """--pipeline-schedule zero-bubble or zero-bubble-v: most micro-batches whose weight gradients wait at once. Fewer
-    take less memory and more time. 0: no limit."""
+    take less memory and more time. 0: as many as the schedule can use."""
     sequence_parallel: bool = False
     """Shard the activations between tensor-parallel layers (norms, dropout, residual stream) over the tokens."""
     distributed_timeout_minutes: Annotated[float, Bounds(0, 10_080, "that is a week", least_open=True)] = 10.0

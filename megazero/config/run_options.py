@@ -23,8 +23,8 @@ class DataConfig:
     split: str = "969,30,1"
     """Shares of training, validation and test data."""
     split_by: Literal["auto", "documents", "tokens"] = "auto"
-    """How --split divides a corpus: between whole documents, as Megatron-LM does, or at tokens, inside documents. auto:
-    by documents, unless training, validation or test would get none."""
+    """Division of a corpus by --split: documents keeps documents whole, as Megatron-LM does; tokens may cut inside
+    them. auto: documents, unless training, validation or test would get none."""
     tokenizer: str = ""
     """File or folder of a tokenizer, whose kind is recognised: tokenizer.json, vocab.json with merges.txt, a
     SentencePiece .model, a tiktoken FILE with FILE.json. Or with its kind: gpt2:DIR, sentencepiece:FILE, tiktoken:FILE.
@@ -45,7 +45,7 @@ class DataConfig:
 
     @property
     def named_corpora(self) -> int:
-        """Corpora of --data-path that the metrics tell apart; 1: it names one, or more than they do."""
+        """Corpora of --data-path with an entry each in the metrics; 1 if it names one, or too many."""
         words = self.data_path
         num_corpora = len(words) // 2 if words and is_number(words[0]) else len(words)  # with weights, or without
         return num_corpora if 1 < num_corpora <= MAX_NAMED_CORPORA else 1
@@ -70,8 +70,8 @@ class EvaluationConfig:
     eval_iters: Annotated[int, Bounds(0, 10**6, "training would wait for days")] = 10
     """Global batches of an evaluation, always the same ones. 0: the whole split."""
     eval_only: bool = False
-    """Evaluate the weights of --load on --eval-split, print loss and perplexity, and end. With --log-dir, metrics.jsonl
-    gets a line."""
+    """Evaluate the weights of --load on a split of the data (--eval-split), print loss and perplexity, and end. With
+    --log-dir, metrics.jsonl gets a line."""
     eval_split: Literal["train", "validation", "test"] = "validation"
     """--eval-only: the split to evaluate."""
 
@@ -98,10 +98,10 @@ class CheckpointConfig:
     """Checkpoints of this run to keep; older ones are deleted after a save, except the newest one from before skipped
     iterations. 0: all. Checkpoints of other runs are never deleted."""
     keep_every: Iterations = 0
-    """With --keep-last: also keep checkpoints whose iteration is a multiple of this. 0: none."""
+    """Also keep checkpoints whose iteration is a multiple of this. 0: none. Needs --keep-last."""
     async_save: bool = False
     """Write checkpoints in the background. Training stops only for a copy to host memory, which needs as much memory as
-    a rank saves."""
+    a rank saves. A save that is due waits for the one before it."""
     exit_interval: Iterations = 0
     """Save and stop when the iteration is a multiple of this. 0: never."""
     exit_duration_minutes: Minutes = 0.0
