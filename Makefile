@@ -43,7 +43,7 @@ bench:  ## speed of one process against transformers, of two against DDP and FSD
 	$(BIN)/python benchmarks/single_process.py
 	$(BIN)/python benchmarks/zero.py
 
-paper:  ## the tables and pictures of docs/paper.md, plan.md, rehearsal.md and scale.md: a hundred rehearsals, half an hour
+paper:  ## the tables and pictures of docs/results: a hundred rehearsals, half an hour
 	$(BIN)/python -m benchmarks.reports.paper
 	$(BIN)/python benchmarks/paper_speed.py > docs/results/paper_speed.md
 	$(BIN)/python -m benchmarks.reports.scale

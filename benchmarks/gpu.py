@@ -11,7 +11,6 @@ without a GPU at a tiny size, which tries the code and says nothing of speed. Ex
 from __future__ import annotations
 
 import gc
-import random
 import statistics
 import time
 from collections.abc import Callable
@@ -22,11 +21,12 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import peers
+from benchmarks.measure import ratio_interval
 from benchmarks.peers import Work
 from megazero.comm.mesh.mesh import Mesh
 from megazero.config.schema import Config, TrainingConfig
 from megazero.data.loader import MicroBatch
-from megazero.model.kernels.matmul_backend import choose_matmul_backend
+from megazero.model.kernels.choices import choose_matmul_backend
 from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
 from megazero.price.bytes.estimate import stage_bytes
@@ -116,16 +116,6 @@ def peak_flops(precision: str, device: torch.device) -> float | None:
     found = torch.cuda.get_device_name(device).lower()
     name = next((name for name in known_devices() if name.split("-")[0] in found), None)
     return load_device(name).multiplying(TrainingConfig())[f"compute.{precision}"] if name else None
-
-
-def ratio_interval(ours: list[float], theirs: list[float], draws: int = 2000) -> tuple[float, float]:
-    """95 % bootstrap interval of the ratio of medians, theirs over ours."""
-    rng = random.Random(0)
-    found = sorted(
-        statistics.median(rng.choices(theirs, k=len(theirs))) / statistics.median(rng.choices(ours, k=len(ours)))
-        for _ in range(draws)
-    )
-    return found[round(0.025 * draws)], found[round(0.975 * draws) - 1]
 
 
 def systems_of(o: Options) -> list[str]:

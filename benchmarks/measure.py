@@ -26,6 +26,16 @@ def interval(values: list[float], draws: int = 2000) -> tuple[float, float]:
     return medians[round(0.025 * draws)], medians[round(0.975 * draws) - 1]
 
 
+def ratio_interval(ours: list[float], theirs: list[float], draws: int = 2000) -> tuple[float, float]:
+    """95 % bootstrap interval of the ratio of medians, theirs over ours."""
+    rng = random.Random(0)
+    found = sorted(
+        statistics.median(rng.choices(theirs, k=len(theirs))) / statistics.median(rng.choices(ours, k=len(ours)))
+        for _ in range(draws)
+    )
+    return found[round(0.025 * draws)], found[round(0.975 * draws) - 1]
+
+
 def kept_by_a_block(engine: Engine) -> list[int]:
     """Bytes of each tensor that the first block keeps between its forward and its backward, ascending.
 

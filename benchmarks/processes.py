@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.commands import obey
 from benchmarks.measure import interval
 from benchmarks.peers import Work
+from benchmarks.rank import obey
 from tests.helpers.ranks import ROOT, Program, RankError, Ranks
 
 CLONE_NEWNET = 0x40000000
@@ -30,7 +30,6 @@ class Job:
     Attributes:
         module: where the table SYSTEMS has it.
         env: beyond this process' own.
-        root: the tree whose `benchmarks` and megazero the ranks import.
     """
 
     system: str
@@ -38,13 +37,6 @@ class Job:
     module: str
     python: str = sys.executable
     env: dict[str, str] = field(default_factory=dict)
-    root: Path = ROOT
-
-
-def _fields(work: Work) -> dict[str, Any]:
-    """The fields of a work, without those at their default: an older tree may not know them."""
-    defaults = {known.name: known.default for known in dataclasses.fields(work)}
-    return {name: value for name, value in dataclasses.asdict(work).items() if value != defaults[name]}
 
 
 class Processes:
@@ -52,9 +44,9 @@ class Processes:
 
     def __init__(self, job: Job) -> None:
         self.system, self.num_ranks = job.system, job.work.ranks
-        self.made_of = job.module, job.system, json.dumps(_fields(job.work))
+        self.made_of = job.module, job.system, json.dumps(dataclasses.asdict(job.work))
         # A peer compiles for minutes at its first use.
-        self.ranks = Ranks(self.num_ranks, Program(job.python, job.root, job.env), seconds=1800, gpus=True)
+        self.ranks = Ranks(self.num_ranks, Program(job.python, ROOT, job.env), seconds=1800, gpus=True)
 
     def tell(self, *command: Any) -> None:
         self.ranks.tell(obey, self.made_of, *command)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import importlib
+import json
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -103,3 +107,16 @@ class Rank:
         self._steps(count)
         step = resident("VmHWM")
         return {"step": step - base, "ever": max(step, ever) - base, "process": max(step, ever)}
+
+
+@functools.cache
+def served(rank: int, module: str, system: str, work: str) -> Rank:
+    """Create this process's rank of a system, once."""
+    warnings.filterwarnings("ignore")
+    systems = importlib.import_module(module)
+    return Rank(systems.SYSTEMS[system].make, systems.Work(**json.loads(work)), rank)
+
+
+def obey(rank: int, made_of: tuple[str, str, str], name: str, *arguments: Any) -> dict[str, Any]:
+    """Execute a command on this process's rank. made_of: module, system, work."""
+    return getattr(served(rank, *made_of), name)(*arguments)

@@ -3,7 +3,7 @@
 Note [spinning threads]: at the end of each parallel loop GNU OpenMP's threads spin, by default for milliseconds,
 before they sleep. Where another process needs the core, the thread that is waited for does not get it: with four busy
 processes on two cores a step takes many times longer. Spinning for microseconds costs an idle machine nothing
-(docs/benchmarks.md has the measurements).
+(docs/results/benchmarks.md has the measurements).
 
 Note [pinned memory]: torch rounds pinned allocations up to a power of two, unless they are larger than
 pinned_max_round_threshold_mb. In torch 2.13 the cache of freed blocks, one list per power of two, hands out a block

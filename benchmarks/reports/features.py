@@ -65,7 +65,7 @@ def savings() -> dict[str, str]:
         (each.allocated - held) / 1e9 for each, held in zip(first, known, strict=True)
     ]
     stacks("paper-c1-c5.svg", [f"C{number}" for number in CONFIGURATIONS], parts, "GB on a GPU, 40B", LIMIT / 1e9)
-    return {"what each configuration saves": "\n\n".join(tables)}
+    return {"savings of each configuration": "\n\n".join(tables)}
 
 
 def sized(number: int, layers: int) -> Asked:

@@ -1,4 +1,4 @@
-"""Generate the lists of docs/megatron.md: the flags of other systems, and how many of public scripts are accepted.
+"""Generate the lists of docs/results/flags.md: the flags of other systems, and how many of public scripts are accepted.
 
 python -m benchmarks.reports.foreign
 """
@@ -22,7 +22,7 @@ from megazero.config.schema import CheckpointConfig, DataConfig, LogConfig
 from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
 
-PAGE = Path(__file__).parents[2] / "docs" / "megatron.md"
+PAGE = Path(__file__).parents[2] / "docs" / "results" / "flags.md"
 SCRIPTS = Path(__file__).with_name("foreign_scripts.toml")
 RANKS = 64  # of the runs in the table of scripts: data-parallel ranks decide what gradient accumulation means
 

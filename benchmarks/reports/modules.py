@@ -1,4 +1,4 @@
-"""Make docs/modules.md: every module of megazero with the first paragraph of its docstring, folder by folder.
+"""Make docs/results/modules.md: every module of megazero with the first paragraph of its docstring, folder by folder.
 
 python -m benchmarks.reports.modules
 """
@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "modules.md"
+PAGE = ROOT / "docs" / "results" / "modules.md"
 HEAD = """# Modules
 Made by `python -m benchmarks.reports.modules` from docstrings.
-[architecture.md](architecture.md) says how they work together.
+[Architecture](../architecture.md) explains how they work together.
 """
 
 

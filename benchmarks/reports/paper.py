@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Make the tables and pictures of docs/paper.md: the ZeRO paper's numbers beside formulas, rehearsals and real runs.
+"""Make the tables and pictures of docs/results/paper.md and plans.md.
 
 Example: python -m benchmarks.reports.paper table-1 figure-6
 """
@@ -17,10 +17,10 @@ import tyro
 
 from benchmarks.reports.blocks import write_blocks
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
-# section -> page, where that is another than paper.md
-PAGES = {"searches": "plan.md", "planned": "plan.md", "two-ranks": "rehearsal.md"}
-# section -> the function that makes its blocks; a picture lies in docs/pictures
+RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
+# section -> page, if it is not paper.md
+PAGES = {"searches": "plans.md", "planned": "plans.md"}
+# section -> the function that makes its blocks; pictures are in docs/pictures
 SECTIONS = {
     "table-1": "states.table_1",
     "table-2": "states.table_2",
@@ -41,7 +41,7 @@ SECTIONS = {
 
 @dataclass(frozen=True)
 class Options:
-    """Make sections of docs/paper.md, and the searches of docs/plan.md."""
+    """Make sections of docs/results/paper.md and plans.md."""
 
     sections: Annotated[tuple[str, ...], tyro.conf.Positional] = tuple(SECTIONS)
     """Sections to make again; all unless named."""
@@ -55,7 +55,7 @@ def main(options: Options) -> None:
         start = time.perf_counter()
         module, function = SECTIONS[name].split(".")
         write_blocks(
-            DOCS / PAGES.get(name, "paper.md"),
+            RESULTS / PAGES.get(name, "paper.md"),
             getattr(importlib.import_module(f"benchmarks.reports.{module}"), function)(),
         )
         print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)

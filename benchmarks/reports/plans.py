@@ -1,4 +1,4 @@
-"""Pictures by the product's own commands: a plan (docs/plan.md), pipeline schedules (docs/schedules.md)."""
+"""Pictures by the product's own commands: a plan (docs/plan.md), pipeline schedules (docs/extending.md)."""
 
 from __future__ import annotations
 

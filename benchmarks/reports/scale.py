@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Make the tables and the picture of docs/scale.md: groups, checkpoints, failures and goodput of large jobs.
+"""Make the tables and the picture of docs/results/scale.md: groups, checkpoints, failures and goodput of large jobs.
 
 Example: python -m benchmarks.reports.scale
 """
@@ -16,7 +16,7 @@ from benchmarks.reports.rehearsals import Asked, rehearse_all, resolved
 from megazero.plan.layout.topology import AXES, SUB_AXES, Layout
 from megazero.price.bytes.estimate import estimate
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "scale.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "scale.md"
 DEVICES = (1_024, 4_096, 10_240, 16_384)
 STATE_BYTES = 12  # of a checkpoint, for a parameter: fp32 weight and moments
 PARAMETERS = {"100B": 1e11, "1T": 1e12}

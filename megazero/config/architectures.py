@@ -1,4 +1,4 @@
-"""Architectures by name; `model.architectures.table` has their layers. To add one: see docs/add-an-architecture.md."""
+"""Architectures by name; `model.architectures.table` has their layers. To add one: see docs/extending.md."""
 
 from __future__ import annotations
 

@@ -281,7 +281,7 @@ def architecture_of(model: ModelConfig) -> Architecture:
     name = "qwen2" if model.architecture == "llama" and model.add_qkv_bias else model.architecture
     if name not in ARCHITECTURES:
         raise ValueError(
-            f"--architecture {name}: no table says how it is written for Hugging Face; see docs/add-an-architecture.md"
+            f"--architecture {name}: no table says how it is written for Hugging Face; see docs/extending.md"
         )
     return ARCHITECTURES[name]
 

@@ -83,16 +83,6 @@ def test_tensor_parallelism_against_dtensor_runs() -> None:
 
 
 @pytest.mark.slow
-def test_before_and_after_runs_against_an_older_revision() -> None:
-    """The program itself asserts that both trees train the same model."""
-    small = "--layers 1 --hidden 32 --heads 2 --seq-length 16 --vocabulary 64 --rounds 2 --steps 1 --ranks 1 --stages 3"
-    small += " --recompute none"
-    done = run(sys.executable, "benchmarks/before_after.py", "--revision", "736be37", *small.split())
-    assert done.returncode == 0, done.stderr
-    assert "files with hooks or weak references: 1 before, 0 after" in done.stdout
-
-
-@pytest.mark.slow
 def test_checkpoints_of_ranks_that_are_not_there() -> None:
     """400 ranks of the 100B preset take half a minute; here a model of 4 layers on 8."""
     small = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 257 --tensor-model-parallel-size 2"

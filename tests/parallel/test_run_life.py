@@ -188,7 +188,7 @@ def test_another_global_batch_goes_on_behind_the_last_sample(ranks: Any, corpus:
 
 
 def test_back_to_a_checkpoint_by_name_and_on_without_some_samples(ranks: Any, corpus: str, tmp_path: Path) -> None:
-    """The recipe of docs/recovery.md: from 2, although 4 was saved, into the same folder; resumes stay there."""
+    """The recipe of docs/cluster.md: from 2, although 4 was saved, into the same folder; resumes stay there."""
     config = configured(corpus, tmp_path, 4, save_interval=1)
     assert ranks(2).run(train, 2, config) == [(4, "")] * 2
     spike = weights(tmp_path / "iter_0000003")

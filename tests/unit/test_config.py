@@ -187,7 +187,7 @@ def test_help_names_every_group_flag_and_default(capsys: pytest.CaptureFixture[s
     for group in {group for group, *_ in flags().values()}:
         assert f"{group} options" in text
     for flag in flags():
-        entry = re.search(rf" --{flag}(,| INT| FLOAT| STR| \[STR| \[INT| \{{)(.*)", text)
+        entry = re.search(rf" --{flag}(, --no-{flag}| INT| FLOAT| STR| \[STR| \[INT| \{{)(.*)", text)
         assert entry, flag
         default = value_of(Config(), flag)
         shown = " ".join(default) if isinstance(default, tuple) else repr(default) if default == "" else str(default)

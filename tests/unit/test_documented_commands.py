@@ -21,7 +21,7 @@ from tests.helpers.programs import ROOT
 
 # The log and the decisions quote commands of earlier versions.
 DOCUMENTS = [ROOT / "README.md", ROOT / "data_tools" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-DOCUMENTS.remove(ROOT / "docs" / "log.md")
+DOCUMENTS += sorted((ROOT / "docs" / "results").glob("*.md"))
 PRETRAIN, LAUNCH = "pretrain_gpt.py", "scripts/launch.sh"
 SUBMITTED = {
     "scripts/slurm/pretrain.sbatch": PRETRAIN,

@@ -245,7 +245,7 @@ def test_a_deepspeed_file_with_absurd_values_is_refused_by_its_keys(tmp_path: Pa
         ('{"gradient_accumulation_steps": 0}', "gradient_accumulation_steps 0: it must be at least 1"),
         ('{"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": "x"}',
          "gradient_accumulation_steps 2: --micro-batch-size x is not a number"),
-        ("[" * 100_000, "ds.json is no JSON: nested too deeply"),
+        ("[" * 100_000, "ds.json is no JSON: maximum recursion depth"),
         ('{"a":' * 1000 + "1" + "}" * 1000, "ds.json"),
     ],
 )  # fmt: skip

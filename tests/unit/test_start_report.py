@@ -41,13 +41,13 @@ def shown(flags: str, world: int, device_type: str = "cpu", corpus: int = 0) -> 
 
 
 def test_the_documented_screens_are_what_is_shown() -> None:
-    text = (ROOT / "docs" / "console.md").read_text()
+    text = (ROOT / "docs" / "outputs.md").read_text()
     for flags, world, device_type, corpus in (
         ("--preset tiny --data-path corpus/small_text_document", 1, "cpu", 10**7),
         (LARGE, 20, "cuda", 9 * 10**9),
     ):
         block = "\n".join(shown(flags, world, device_type, corpus))
-        assert f"```\n{block}\n" in text, f"docs/console.md should have\n{block}"
+        assert f"```\n{block}\n" in text, f"docs/outputs.md should have\n{block}"
 
 
 def test_a_screen_is_short_and_says_the_essentials() -> None:

@@ -1,7 +1,7 @@
 """Functions that translate a foreign flag with its values into words of ours; the tables name them.
 
 Each takes a `ForeignFlag` and returns words of ours, or none if there is nothing to do. It raises `Refused` with the
-reason if it cannot translate. The first line of a docstring is the translation that docs/megatron.md lists.
+reason if it cannot translate. The first line of a docstring is the translation that docs/results/flags.md lists.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ def _unknown(item: Item) -> Answer:
     if item.name.startswith("file."):
         return Answer(item, (), "it has no equal here; drop it")
     close = hint(item.name, (entry.name for table in FLAGS for entry in read_table(table) if "*" not in entry.name))
-    found = f"Perhaps you meant: {close}" if close else "--help-all lists ours, docs/megatron.md others"
+    found = f"Perhaps you meant: {close}" if close else "--help-all lists ours, docs/results/flags.md others"
     return Answer(item, (), f"no such flag. {found}", unknown=True)
 
 

@@ -2,7 +2,7 @@
 
 A rank holds `chunks` parts of the model, virtual stages, which `placement` gives it. A schedule is one function from a
 `Pipeline` to a list of steps, and a line in SCHEDULES. Everything else of a training step follows from it
-(`plan.program.program`); `price.time.simulate` says how long it takes. docs/add-a-schedule.md has an example.
+(`plan.program.program`); `price.time.simulate` says how long it takes. docs/extending.md has an example.
 """
 
 from __future__ import annotations

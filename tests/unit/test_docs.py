@@ -1,0 +1,102 @@
+"""README and docs: what they name exists, what they show is printed, and they stay short."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megazero.config.flags import flags
+from tests.helpers.programs import ROOT
+
+README = ROOT / "README.md"
+DOCS = ROOT / "docs"
+MAX_WORDS = 20_000  # written by hand in docs/
+# Programs of `benchmarks/reports` write these pages whole; of other pages they write marked blocks.
+GENERATED = {"results/modules.md", "results/flags.md", "results/paper_speed.md"}
+# Dated records: nobody reads them from end to end.
+RECORDS = ("decisions/", "log/")
+
+
+def written_by_hand(page: Path) -> str:
+    """Return a page's text without generated blocks and, in docs/results, without tables of measurements."""
+    name = page.relative_to(DOCS).as_posix()
+    if name in GENERATED or name.startswith(RECORDS):
+        return ""
+    text = re.sub(r"<!-- (.*?) -->\n.*?<!-- end of \1 -->", "", page.read_text(), flags=re.DOTALL)
+    return re.sub(r"^\|.*$", "", text, flags=re.MULTILINE) if name.startswith("results/") else text
+
+
+def table(text: str, first_column: str) -> list[list[str]]:
+    """Return the cells of the table whose header begins with `first_column`."""
+    rows = text[text.index(f"| {first_column} |") :].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def test_every_feature_of_the_readme_has_a_flag_and_a_test() -> None:
+    rows = table(README.read_text(), "feature")
+    assert len(rows) > 15
+    for feature, flag, test in rows:
+        for name in re.findall(r"`([^`]+)`", flag):
+            assert name[2:] in flags() if name.startswith("--") else (ROOT / name).is_file(), f"{feature}: {name}"
+        (path,) = re.findall(r"`([^`]+)`", test)
+        assert (ROOT / "tests" / path).is_file(), f"{feature}: {path}"
+
+
+def test_the_printed_program_of_the_readme_is_printed() -> None:
+    command, shown = re.search(
+        r"```bash\npython (scripts/print_program.py [^\n]*)\n```\n.*?```\n(.*?)```", README.read_text(), re.DOTALL
+    ).groups()
+    done = subprocess.run([sys.executable, *shlex.split(command)], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert len(shown.splitlines()) == 12
+    assert shown in done.stdout
+
+
+def test_the_prediction_of_the_readme_is_printed() -> None:
+    command, shown = re.search(
+        r"```bash\npython (pretrain_gpt.py [^`]*--plan [^`]*)\n```\n\n```\n([^`]*)```", README.read_text()
+    ).groups()
+    words = shlex.split(command.replace("\\\n", " "))
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert shown in done.stdout
+
+
+def test_the_summary_of_the_readme_is_that_of_the_quickstart() -> None:
+    source = (ROOT / "scripts" / "quickstart.py").read_text()
+    block = README.read_text().split("```\nDone, ")[1].split("```")[0]
+    for line in block.splitlines()[2:]:
+        assert line.strip() in ("", "...") or re.sub(r" {2,}", "  ", line).split("  ")[-1] in source
+
+
+@pytest.mark.parametrize("page", [README, ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))], ids=lambda p: p.name)
+def test_lines_are_short(page: Path) -> None:
+    """Rows of tables cannot be wrapped; those of the README fit."""
+    long = [line for line in page.read_text().splitlines() if len(line) > 120]
+    if page != README:
+        shown = re.findall(r"^```.*?^```", page.read_text(), re.DOTALL | re.MULTILINE)
+        long = [
+            line for line in long if not line.startswith(("|", "- `")) and not any(line in block for block in shown)
+        ]
+    assert not long
+
+
+def test_few_words_are_written_by_hand() -> None:
+    counts = {page: len(written_by_hand(page).split()) for page in DOCS.rglob("*.md")}
+    assert sum(counts.values()) <= MAX_WORDS, {page.name: count for page, count in counts.items() if count}
+    assert {page for page in GENERATED if not (DOCS / page).is_file()} == set()
+
+
+def test_every_page_is_linked() -> None:
+    """From the README, CONTRIBUTING or another page; a page that nobody finds is not read."""
+    sources = [README, ROOT / "CONTRIBUTING.md", ROOT / "data_tools" / "README.md", *DOCS.rglob("*.md")]
+    found = set()
+    for source in sources:
+        for link in re.findall(r"\]\(([^)#:]+\.md)[^)]*\)", source.read_text()):
+            target = (source.parent / link).resolve()
+            found |= {target} - {source}
+    pages = {page for page in DOCS.rglob("*.md") if page.parent != DOCS / "decisions"}
+    assert pages - found == set()
