@@ -2,7 +2,7 @@
 """The ZeRO paper's Table 3, configurations C1 to C5: run at a small size, and at the paper's sizes by estimate.
 
 Each small run is `pretrain_gpt.py --preset cN` on real ranks, a few iterations of this repository's own documents;
-the table shows what rank 0 measured, in bytes, which is asserted to be what `estimate` says. The second table has the
+the table shows bytes measured on rank 0, asserted equal to `estimate`. The second table has the
 largest model that the paper trained with each configuration (400 GPUs of 32 GB, tensor parallelism of 16, batch 16 a
 replica) as rank 0 of the same engine would hold it, sequence 1024 and vocabulary 50257 assumed.
 
@@ -47,7 +47,7 @@ def make_corpus(folder: Path) -> Path:
 
 
 def measure(flags: list[object], ranks: int, corpus: Path, log: Path) -> list[dict[str, int]]:
-    """[memory, traffic] of rank 0 in the last iteration of a run, which must be what `estimate` says."""
+    """[memory, traffic] of rank 0 in the last iteration of a run, which must equal `estimate`."""
     flags = [*flags, "--data-path", corpus, "--tokenizer", "byte", "--train-iters", ITERATIONS, "--lr-warmup-iters", 1]
     run(["bash", ROOT / "scripts" / "launch.sh", "--nproc", ranks, *flags, "--log-dir", log])
     last = json.loads((log / "metrics.jsonl").read_text().splitlines()[-1])

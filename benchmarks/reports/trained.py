@@ -17,7 +17,7 @@ KINDS = ("parameters", "optimizer", "gradients", "activation_checkpoints", "buff
 SENT = ("tp", "dp", "pp")
 
 
-# runs of two ranks: flags beside TWO's
+# runs of two ranks: flags added to TWO
 TWO = "--preset tiny --micro-batch-size 4 --global-batch-size 16"
 TWO_RANKS = {
     "dp 2, ZeRO 0": "--zero-stage 0",
