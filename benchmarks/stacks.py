@@ -209,7 +209,7 @@ def megazero(work: Work, device: torch.device, sharded: bool, silent: bool, own_
         work,
         device,
         Stack(
-            part=lambda whole: whole.detach().flatten(0, 1)[held.start : held.stop].clone(),
+            part=lambda whole: torch.cat([whole.detach().flatten(0, 1)[span.start : span.stop] for span in held]),
             forward=forward,
             backward=backward,
             gradients=gradients,
