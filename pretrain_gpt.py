@@ -15,17 +15,15 @@ from pathlib import Path
 from typing import NoReturn
 
 # What needs torch is imported where it is used: a run that is refused at once does not wait seconds for it.
-from megazero.comm.launch.world import World, local_size, read_world, report_to_launcher
+from megazero.comm.launch.world import World, read_world, report_to_launcher
 from megazero.config.cli import Command, read
 from megazero.config.gpu_defaults import gpu_defaults
 from megazero.config.schema import Config
 from megazero.config.validate import check_device, check_values, plans
 from megazero.files import explain
 from megazero.log import log, log_as
-from megazero.memory.host import has_accelerator, host_memory
 from megazero.optional import missing_package
 from megazero.plan.layout.resolve import resolve
-from megazero.price.bytes.early import check_at_once
 from megazero.run.stopping import Clock, DeadRun, Signals, Stop
 
 HANG_PATIENCE_SECONDS = 10.0  # in which the watchdogs of the other ranks see the hang too
@@ -42,8 +40,6 @@ def main(argv: list[str]) -> None:
         for note in command.notes:
             log.info(note)
         check_values(config)
-        if not (plans(config.plan) or has_accelerator()):
-            check_at_once(config, world.size, local_size(world), host_memory())
     except ValueError as error:
         log.error(f"ValueError: {error}")
         report_to_launcher(f"ValueError: {error}")

@@ -32,7 +32,7 @@ import torch.multiprocessing
 
 from benchmarks.measure import interval
 from megazero import checkpoint
-from megazero.checkpoint import LocalShard, manifest, planning
+from megazero.checkpoint import LocalShard, manifest, planning, storage
 from megazero.checkpoint.pretend import pretended_shards
 from megazero.config.cli import parse
 from megazero.model.stage import declare
@@ -83,19 +83,22 @@ def pretend(world: int, flags: list[str]) -> None:
         held = sum(len(holding.names) * len(holding.chunks) for holding in plan.holdings)
         checksums.append([(1 << 32) - 1] * (held - len(skipped)))
     timed = Timed()
-    entries = timed("rank 0 puts the checksums of all in order", lambda: saved.entries(checksums))
-    whole = manifest.Manifest({planning.file_name(r): 1 << 33 for r in range(world)}, 0, entries)
+    tilings, tensors = timed("rank 0 puts the checksums of all in order", lambda: saved.stored(checksums))
+    sizes = {planning.file_name(r): 1 << 33 for r in range(world)}
+    whole = manifest.Manifest(files=sizes, state_crc32=0, tilings=tilings, tensors=tensors)
     text = timed("rank 0 makes the manifest's text", lambda: manifest.manifest_text(whole))
     print(f"  {timed.total:7.2f} s  MANIFEST of a save")
-    print(f"  {len(text) / 1e6:7.1f} MB manifest of {sum(map(len, checksums)):,} chunks of {len(entries):,} tensors")
+    print(f"  {len(text) / 1e6:7.1f} MB manifest of {sum(map(len, checksums)):,} chunks of {len(tensors):,} tensors")
     timed = Timed()
     found = timed("every rank parses the manifest", lambda: manifest.parse_manifest(Path("pretended"), text.encode()))
     mine = pretended_shards(config, layout, world - 1, torch.float32)
-    planner = planning.CoveredLoadPlanner(mine, Path("pretended"), found)
-    local = timed("a rank says what it wants", planner.create_local_plan)
-    timed("rank 0 compares what all want, and proves coverage", lambda: planner.create_global_plan([local] * world))
-    items = timed("a rank plans its reads", lambda: planner.finish_plan(local).items)
-    print(f"  {timed.total:7.2f} s  PLANNING of a load ({len(items):,} reads of the last rank)")
+    table = timed("a rank lists its tensors", lambda: planning.table_of(mine))
+    action = "rank 0 compares the lists of all with the manifest, and proves coverage"
+    timed(action, lambda: planning.check_request(Path("pretended"), found, [table] * world))
+    reader = storage.ChunkReader(Path("pretended"), found)
+    wanted = timed("a rank plans its reads", lambda: reader.plan(mine))
+    num_reads = sum(len(parts) for chunks in wanted.values() for parts in chunks.values())
+    print(f"  {timed.total:7.2f} s  PLANNING of a load ({num_reads:,} reads of the last rank)")
 
 
 # -- real ranks, real files

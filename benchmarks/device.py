@@ -25,7 +25,7 @@ from megazero.plan.program.operations import COMPUTE
 from megazero.plan.program.program import program
 from megazero.plan.program.rank_spec import rank_spec
 from megazero.price.time.costs import StepCosts
-from megazero.price.time.devices import SECTIONS, Constant, Device
+from megazero.price.time.devices import SECTIONS, Constant, Curves, Device
 from megazero.step.engine import Engine
 from tests.helpers.ranks import Program, Ranks
 
@@ -257,7 +257,7 @@ def device_of(m: Measured, ranks: int) -> tuple[Device, dict[str, list[list[floa
         "cluster.latency": Constant(5e-5, 5e-5, 5e-5, "assumed: TCP"),
     }
     curves = {"products": products, "elementwise": adds, "contention": contention, "links": links}
-    device = Device("cpu", "cpu", "", constants, speeds, *(tuple((x, y) for x, y in curves[c]) for c in curves))
+    device = Device("cpu", "cpu", constants, speeds, Curves(**{c: tuple((x, y) for x, y in curves[c]) for c in curves}))
     operation = constant(max(0.0, per_operation(device, m.median(1, "step"))), *m.spread(1, "step"))
     return replace(device, constants=constants | {"overhead.operation": operation}), curves
 

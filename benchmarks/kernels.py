@@ -20,7 +20,6 @@ from typing import NamedTuple
 import torch
 
 from megazero.model.kernels.dropout import Dropout, Rows
-from megazero.model.kernels.fused_ops import PLAIN, Activation
 from megazero.model.kernels.rotary import Rotary
 from megazero.model.kernels.table import EAGER, TRITON, Kernels
 from megazero.model.layers.context import DTYPES
@@ -98,12 +97,9 @@ def passes(o: Options, device: torch.device) -> list[Pass]:
     def dropout(kernels: Kernels) -> Dropout:
         return Dropout(0.1, 1234, 0, "benchmark", kernels.dropout)
 
-    def swiglu(kernels: Kernels) -> Activation:
-        return kernels.swiglu or PLAIN.swiglu
-
     def gelu_grad(kernels: Kernels) -> torch.Tensor:
         """Return the gradient of the bias before GELU, which is made of GELU's."""
-        dx, summed = (kernels.gelu or PLAIN.gelu).grad(dgelu, into_gelu)
+        dx, summed = kernels.gelu.grad(dgelu, into_gelu)
         return dx.sum(0, dtype=torch.float32) if summed is None else summed
 
     into_gelu, dgelu = (randn(o, device, o.tokens, 4 * o.hidden) for _ in range(2))
@@ -125,8 +121,8 @@ def passes(o: Options, device: torch.device) -> list[Pass]:
             4 * each,
             lambda k: k.layer_norm_grad(dy, x, weight, bias, mean, rstd, residual),
         ),
-        Pass("SwiGLU", 3 * result, lambda k: swiglu(k).forward(inner)),
-        Pass("SwiGLU, backward", 5 * result, lambda k: swiglu(k).grad(dinner, inner)),  # in place: other numbers later
+        Pass("SwiGLU", 3 * result, lambda k: k.swiglu.forward(inner)),
+        Pass("SwiGLU, backward", 5 * result, lambda k: k.swiglu.grad(dinner, inner)),  # in place: other numbers later
         Pass("GELU, backward + bias", 12 * each, gelu_grad),  # in place too
         *of_tokens(o, device),
     ]

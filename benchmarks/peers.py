@@ -351,7 +351,7 @@ def megazero(work: Work, device: torch.device, stage: int) -> Training:
 
     from megazero.comm.mesh.mesh import Mesh
     from megazero.data.loader import MicroBatch
-    from megazero.model.kernels.matmul_backend import choose_matmul_backend
+    from megazero.model.kernels.choices import choose_matmul_backend
     from megazero.plan.layout.resolve import resolve
     from megazero.step.engine import Engine
 

@@ -35,7 +35,8 @@ from megazero.plan.program.operations import COMPUTE, Op, name_of
 from megazero.plan.program.program import program
 from megazero.plan.program.rank_spec import Layer, rank_spec
 from megazero.plan.schedule.schedules import SCHEDULES
-from megazero.price.time.simulate import Timing, simulate, thirds
+from megazero.price.time.simulate import Timing, simulate
+from scripts.draw_schedule import thirds
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ What a chunk holds is decided by its position alone, so that reading on from one
 
 import gzip
 import io
-import os
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from data_tools.sources import Source
-from megazero.files import explain, open_regular
+from megazero.files import explain
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -86,7 +85,7 @@ def read_chunks(sources: Sequence[Source], keys: Sequence[str], start: Position 
 
 def _open(source: Source) -> tuple[BinaryIO, BinaryIO]:
     """The file as it lies on the disk, and decompressed."""
-    raw = os.fdopen(open_regular(source.name), "rb")
+    raw = open(source.name, "rb")
     if source.compression == ".gz":
         return raw, gzip.open(raw)  # type: ignore[return-value]
     if source.compression == ".zst":
@@ -179,7 +178,6 @@ def _read_parquet(source: Source, at: Position, keys: Sequence[str]) -> Iterator
     def damaged(error: Exception) -> ValueError:
         return ValueError(f"--input {source.name}: damaged parquet file: {_first_line(error)}; fetch it again")
 
-    os.close(open_regular(source.name))
     try:
         file = pq.ParquetFile(source.name, page_checksum_verification=True)
     except (pa.ArrowException, OSError) as error:
@@ -219,7 +217,7 @@ def _read_arrow(source: Source, at: Position, keys: Sequence[str]) -> Iterator[C
 
     if source.begin:
         return
-    with os.fdopen(open_regular(source.name), "rb") as raw:
+    with open(source.name, "rb") as raw:
         try:
             head = raw.read(6)
             raw.seek(0)

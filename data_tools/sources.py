@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megazero.files import explain, open_regular
+from megazero.files import explain
 
 Kind = Literal["jsonl", "text", "parquet", "arrow", "rows", "stream", "stdin", "stdin-text"]
 Format = Literal["auto", "jsonl", "text", "parquet", "arrow"]
@@ -121,16 +121,13 @@ def _kind_of(name: str) -> tuple[Kind | None, str]:
 
 
 def _file(name: str, number: int, input_format: Format) -> Source:
+    if os.path.exists(name) and not os.path.isfile(name):
+        raise ValueError(f"--input {name} is no regular file; name files, or - for standard input")
     try:
-        handle = open_regular(name)
-    except FileNotFoundError as error:
-        raise ValueError(f"--input {name}: no such file") from error
+        with open(name, "rb") as file:
+            status = os.fstat(file.fileno())
     except OSError as error:
         raise ValueError(f"--input {explain(error)}") from error
-    except ValueError as error:
-        raise ValueError(f"--input {error}; name files, or - for standard input") from error
-    status = os.fstat(handle)
-    os.close(handle)
     kind, compression = _kind_of(name)
     if input_format != "auto":
         kind = input_format

@@ -19,5 +19,5 @@ def decode(data: bytes, kind: type[T], path: Path) -> T:
     parse = msgspec.toml.decode if path.suffix == ".toml" else msgspec.json.decode
     try:
         return parse(data, type=kind)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # RecursionError: nested too deeply
         raise ValueError(f"{path}: {error}") from error

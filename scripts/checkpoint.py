@@ -174,10 +174,11 @@ def show_checkpoint(options: Show) -> int:
     print(f"model of {parameters:,} parameters: {model}\n")
     rows = [("tensor", "dtype", "shape", "chunks", "size")]
     for name, entry in manifest.tensors.items():
-        volume = sum(chunk.region.volume for chunk in entry.chunks)
+        chunks = manifest.chunks(name)
+        volume = sum(chunk.region.volume for chunk in chunks)
         width = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "uint8": 1}.get(entry.dtype, 2)
         shape = " x ".join(map(str, entry.shape)) or "scalar"
-        rows.append((name, entry.dtype, shape, str(len(entry.chunks)), size(volume * width)))
+        rows.append((name, entry.dtype, shape, str(len(chunks)), size(volume * width)))
     printed(rows)
     return 0
 

@@ -19,10 +19,16 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megazero.config.schema import Config
 from megazero.optional import missing_package
-from megazero.plan.program.operations import Backward, BackwardWeights, Forward
+from megazero.plan.layout.layers import Use
+from megazero.plan.layout.topology import Layout
+from megazero.plan.layout.zero_policy import sharding_groups
+from megazero.plan.program.operations import Backward, BackwardWeights, Forward, Op
+from megazero.plan.program.program import program
+from megazero.plan.program.rank_spec import Layer, RankSpec, Unit
 from megazero.plan.schedule.schedules import EVALUATION, SCHEDULES
-from megazero.price.time.simulate import Span, Timing, play
+from megazero.price.time.simulate import Computation, Timing, simulate
 
 COLORS = {"F": "#7fb2e5", "B": "#f2b56b", "I": "#f8dca8", "W": "#9fd39b"}
 CELL = 4  # characters of a unit of time
@@ -44,6 +50,33 @@ class Options:
     """FILE.png or FILE.svg. Without it, text in the terminal."""
 
 
+def plain_pipeline(ranks: int, chunks: int = 1, layers: int = 1, v_shaped: bool = False) -> list[RankSpec]:
+    """A pipeline of equal layers, `layers` per chunk, without embedding, head or ZeRO."""
+    found, alone = [], sharding_groups(Config(), Layout())
+    for rank in range(ranks):
+        names = [[f"{c}.{n}" for n in range(layers)] for c in range(chunks)]
+        made = [
+            tuple(Layer(name, (name,), Use.LAYER, True, rank + c > 0 or n > 0, name) for n, name in enumerate(chunk))
+            for c, chunk in enumerate(names)
+        ]
+        units = {name: Unit(64, True) for chunk in names for name in chunk}
+        found.append(RankSpec(tuple(made), units, alone, rank, ranks, v_shaped=v_shaped))
+    return found
+
+
+def thirds(op: Op) -> float:
+    """Cost where a forward, an input gradient and a weight gradient take 1 each, and nothing else takes time."""
+    if isinstance(op, Backward):
+        return 2.0 if op.weights else 1.0
+    return float(isinstance(op, (Forward, BackwardWeights)))
+
+
+def play(schedule: str, ranks: int, micro_batches: int, chunks: int = 1, layers: int = 1) -> Timing:
+    """Simulate a schedule on a plain pipeline with the costs of `thirds`."""
+    specs = plain_pipeline(ranks, chunks, layers, schedule in SCHEDULES and SCHEDULES[schedule].v_shaped)
+    return simulate([program(spec, schedule, micro_batches).gradients for spec in specs], thirds)
+
+
 class Box(NamedTuple):
     """One computation as it is drawn."""
 
@@ -54,7 +87,7 @@ class Box(NamedTuple):
     end: int
 
 
-def box_of(span: Span) -> Box:
+def box_of(span: Computation) -> Box:
     op = span.op
     assert isinstance(op, (Forward, Backward, BackwardWeights)), op
     kind = "F" if isinstance(op, Forward) else "W" if isinstance(op, BackwardWeights) else "B" if op.weights else "I"

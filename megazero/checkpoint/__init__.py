@@ -3,7 +3,8 @@
 The only package beside `mesh` that may import torch.distributed.
 """
 
-from megazero.checkpoint.api import AgreedFailure, find, load, lock, read_state, save
+from megazero.checkpoint.agreement import AgreedFailure
+from megazero.checkpoint.api import find, load, lock, read_state, save
 from megazero.checkpoint.background import BackgroundSaver
 from megazero.checkpoint.folders import checkpoints, prune
 from megazero.checkpoint.manifest import Damaged

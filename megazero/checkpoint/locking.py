@@ -1,7 +1,7 @@
 """The lock of a folder of checkpoints: one run at a time saves into it.
 
-A POSIX record lock on the file `.lock`: the system drops it with the process, however that ends, and data workers
-forked from the process do not share it. The file stays; what is in it says who holds the lock, or held it last.
+A POSIX record lock on the file `.lock`. The system releases it when the process ends, however it ends, and data workers
+forked from the process do not share it. The file stays; it names the process that holds the lock, or held it last.
 """
 
 import datetime
@@ -10,14 +10,11 @@ import fcntl
 import logging
 import os
 import socket
-import stat
 from pathlib import Path
 
 from megazero.files import explain
 
 LOCK = ".lock"
-_LINK = f"its {LOCK} is a link or no regular file; delete it, or name another folder"
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 _HELD = (errno.EACCES, errno.EAGAIN)
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
@@ -33,18 +30,18 @@ class SaveLock:
     def __init__(self, root: Path) -> None:
         """ValueError, naming --save and the holder, if another process holds it, or the folder cannot be written."""
         root = Path(root)
+        now = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
+        text = f"process {os.getpid()} on {socket.gethostname()}, since {now}\n"
         try:
             root.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(root / LOCK, _FLAGS, 0o644)
+            self._file = os.open(root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._lock(root)
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, text.encode(), 0)
         except OSError as error:
-            fault = _LINK if error.errno == errno.ELOOP else explain(error)
-            raise ValueError(f"--save {root}: {fault}") from None
-        about = os.fstat(self._file)
-        if (
-            not stat.S_ISREG(about.st_mode) or about.st_nlink > 1
-        ):  # its content is replaced, and must not be another file's
-            os.close(self._file)
-            raise ValueError(f"--save {root}: {_LINK}")
+            raise ValueError(f"--save {root}: {explain(error)}") from None
+
+    def _lock(self, root: Path) -> None:
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -55,15 +52,8 @@ class SaveLock:
                     f"--save {root} is in use by {holder}; wait for that run to end, end it, or name another folder"
                 ) from None
             if error.errno not in _UNSUPPORTED:
-                raise ValueError(f"--save {root}: {explain(error)}") from None
-            logger.warning("--save %s: this file system has no locks (%s); see that one run uses it", root, error)
-        now = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
-        text = f"process {os.getpid()} on {socket.gethostname()}, since {now}\n"
-        try:
-            os.ftruncate(self._file, 0)
-            os.pwrite(self._file, text.encode(), 0)
-        except OSError as error:
-            raise ValueError(f"--save {root}: {explain(error)}") from None
+                raise
+            logger.warning("--save %s: this file system has no locks (%s); make sure that one run uses it", root, error)
 
     def release(self) -> None:
         os.close(self._file)

@@ -1,19 +1,13 @@
-"""Planners for torch.distributed.checkpoint (DCP): they divide writing and reading over ranks, and prove coverage.
-
-Note [DCP and us]
-DCP carries what each rank has to say to rank 0, hands each an answer, and tells every rank of a failure of
-any. By itself it accepts holes at load, holes at save on one rank, and tensors of which no rank owns
-anything; it weighs replicas by the size of the whole tensor; and its own plans hold an object per chunk, which rank 0
-would unpickle for a minute where there are a million. So the planners are ours: a rank plans for itself, from its
-`LocalShard`s, and what it tells rank 0 is short. What crosses DCP's object collectives is pickled in memory; nothing
-that is pickled touches a disk.
+"""Plans of a save and of a load: they divide the work over ranks, and prove that every element is covered once.
 
 Note [short plans]
-The layers of a model are alike, and so are weights and moments. A rank's *holding* is what it owns alike of many
-tensors: one list of chunks and many names, given as numbers in the rank's table of tensors. Ranks of one pipeline stage
-have the same table, so rank 0 parses few. It proves coverage once per kind of tensor. 1.4 million chunks of 10^12
-parameters on 1,024 ranks are some dozens of kinds.
+Layers of a model have equal shapes, and so do weights and moments. A rank's *holding* is one list of chunks and the
+tensors of which the rank owns exactly these chunks, given as numbers in the rank's table of tensors. Ranks of one
+pipeline stage have the same table, so rank 0 parses few. It proves coverage once per kind of tensor: the 1.4 million
+chunks of 10^12 parameters on 1,024 ranks are a few dozen kinds.
 """
+
+from __future__ import annotations
 
 import json
 import zlib
@@ -21,26 +15,15 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-    WriteItemType,
-)
 
-from megazero.checkpoint.manifest import Entry, Manifest, Tiling, dtype_name, torch_dtype
+from megazero.checkpoint.manifest import Manifest, StoredTensor, Tiling, dtype_name, key, torch_dtype
 from megazero.checkpoint.shards import LocalShard
 from megazero.plan.layout.regions import Region, Shape, coverage_fault, intersection
 
-# What a rank says of a tensor, whether or not it owns any of it: its global shape, and its dtype by name.
+# Global shape and dtype, by name, of a tensor. A rank declares tensors of which it owns nothing, too.
 Declared = tuple[Shape, str]
 Chunks = tuple[Region, ...]
 
@@ -55,21 +38,21 @@ class Holding(NamedTuple):
 class RankPlan(NamedTuple):
     """A rank's message to rank 0 before it writes; see Note [short plans]."""
 
-    table: bytes  # see `_table`: the tensors that the rank names
+    table: bytes  # see `table_of`
     holdings: list[Holding]
 
     @classmethod
-    def of(cls, shards: Mapping[str, LocalShard]) -> "RankPlan":
+    def of(cls, shards: Mapping[str, LocalShard]) -> RankPlan:
         """Plan to write everything that a rank holds."""
         chunks_of: dict[tuple[object, ...], Chunks] = {}
         by_chunks: dict[Chunks, array] = {}
         for at, shard in enumerate(shards.values()):
-            kind = shard.global_shape, shard.offset, shard.local_shape, shard.start, shard.stop, shard.data.dtype
+            kind = *shard.geometry, shard.data.dtype
             if kind not in chunks_of:
                 chunks_of[kind] = tuple(shard.chunks())
             if chunks_of[kind]:
                 by_chunks.setdefault(chunks_of[kind], array("I")).append(at)
-        return cls(_table(shards), list(map(Holding, by_chunks, by_chunks.values())))
+        return cls(table_of(shards), list(map(Holding, by_chunks, by_chunks.values())))
 
 
 class SaveLayout:
@@ -82,177 +65,128 @@ class SaveLayout:
 
     def __init__(self, plans: Sequence[RankPlan]) -> None:
         """ValueError, naming the tensor, where ranks differ, or an element is held by none or in two pieces."""
-        tables = {table: _parse_table(table) for table in dict.fromkeys(plan.table for plan in plans)}
-        names_of = {table: list(declared) for table, declared in tables.items()}
-        self._names = [names_of[plan.table] for plan in plans]
         self._plans = plans
-        declared = _agreed_declarations([tables[plan.table] for plan in plans])
-        kinds: dict[Chunks, int] = {}
-        held: dict[str, list[tuple[int, int]]] = {name: [] for name in declared}  # (rank, number of its chunks)
-        for rank, plan in enumerate(plans):
-            names = self._names[rank]
-            for holding in plan.holdings:
-                kind = kinds.setdefault(holding.chunks, len(kinds))
-                for at in holding.names:
-                    held[names[at]].append((rank, kind))
-        chunks = list(kinds)
-        alike: dict[tuple[Shape, str, tuple[tuple[int, int], ...]], list[str]] = defaultdict(list)
-        for name, holders in held.items():
-            alike[(*declared[name], tuple(holders))].append(name)
+        tables = _parse_tables(plan.table for plan in plans)
+        self._names = [list(table) for table in tables]
+        declared = _agreed_declarations(tables)
         self.skipped: list[set[tuple[str, Shape]]] = [set() for _ in plans]
-        self.tensors: dict[str, tuple[str, Shape, Tiling]] = {}
+        self.tensors: dict[str, tuple[str, Shape, Tiling]] = dict.fromkeys(declared)  # in the order of the model
         replicated: list[tuple[int, str, Region, list[int]]] = []  # (bytes, name, chunk, holders)
-        load: Counter[int] = Counter()  # bytes that only one rank holds are counted first: they are not ours to place
-        writers: dict[str, dict[Region, int]] = {}
-        for (shape, dtype, holders), names in alike.items():
-            ranks_of: dict[Region, list[int]] = defaultdict(list)
-            for rank, kind in holders:
-                for chunk in chunks[kind]:
-                    ranks_of[chunk].append(rank)
-            fault = coverage_fault(shape, ranks_of)
+        load: Counter[int] = Counter()  # rank -> bytes; chunks with one holder first, because they cannot be moved
+        for (shape, dtype), holders_of, names in self._kinds(declared):
+            fault = coverage_fault(shape, holders_of)
             if fault:
                 raise ValueError(f"tensor {names[0]!r} of shape {shape} is not held exactly once by the ranks: {fault}")
-            itemsize = torch_dtype(dtype).itemsize
-            writer = {}
-            for chunk, ranks in sorted(ranks_of.items(), key=lambda item: item[0].offset):
-                writer[chunk] = ranks[0]
-                if len(ranks) == 1:
-                    load[ranks[0]] += len(names) * chunk.volume * itemsize
-                else:
-                    replicated += [(chunk.volume * itemsize, name, chunk, ranks) for name in names]
-            tiling = _tiling(writer)
-            alone = all(len(ranks) == 1 for ranks in ranks_of.values())
+            chunks = sorted(holders_of, key=lambda chunk: chunk.offset)
+            tiling = Tiling.of(chunks, [file_name(holders_of[chunk][0]) for chunk in chunks])
             for name in names:
                 self.tensors[name] = dtype, shape, tiling
-                if not alone:
-                    writers[name] = dict(writer)
-        self._place(replicated, load, writers)
-        self.tensors = {name: self.tensors[name] for name in declared}  # in the order of the model
+            for chunk in chunks:
+                holders, num_bytes = holders_of[chunk], chunk.volume * torch_dtype(dtype).itemsize
+                if len(holders) == 1:
+                    load[holders[0]] += len(names) * num_bytes
+                else:
+                    replicated += [(num_bytes, name, chunk, holders) for name in names]
+        self._place(replicated, load)
 
-    def _place(
-        self,
-        replicated: list[tuple[int, str, Region, list[int]]],
-        load: Counter[int],
-        writers: dict[str, dict[Region, int]],
-    ) -> None:
+    def _kinds(self, declared: Mapping[str, Declared]) -> Iterable[tuple[Declared, dict[Region, list[int]], list[str]]]:
+        """Yield (declaration, chunk -> ranks that hold it, names) of tensors that are declared and held equally."""
+        numbers: dict[Chunks, int] = {}
+        held: dict[str, list[tuple[int, int]]] = {name: [] for name in declared}  # (rank, number of its chunks)
+        for rank, (plan, names) in enumerate(zip(self._plans, self._names, strict=True)):
+            for holding in plan.holdings:
+                number = numbers.setdefault(holding.chunks, len(numbers))
+                for at in holding.names:
+                    held[names[at]].append((rank, number))
+        chunks = list(numbers)
+        equal: dict[tuple[Declared, tuple[tuple[int, int], ...]], list[str]] = defaultdict(list)
+        for name, holders in held.items():
+            equal[declared[name], tuple(holders)].append(name)
+        for (declaration, holders), names in equal.items():
+            holders_of: dict[Region, list[int]] = defaultdict(list)
+            for rank, number in holders:
+                for chunk in chunks[number]:
+                    holders_of[chunk].append(rank)
+            yield declaration, holders_of, names
+
+    def _place(self, replicated: list[tuple[int, str, Region, list[int]]], load: Counter[int]) -> None:
         """Give each replicated chunk to one holder: large ones first, each to the one with the least to write."""
-        for num_bytes, name, chunk, ranks in sorted(replicated, key=lambda item: -item[0]):
-            chosen = min(ranks, key=lambda rank: (load[rank], rank))
-            load[chosen] += num_bytes
-            writers[name][chunk] = chosen
-            for rank in ranks:
-                if rank != chosen:
+        placed: dict[str, dict[Shape, str]] = defaultdict(dict)  # name -> offset of a chunk -> its file
+        for num_bytes, name, chunk, holders in sorted(replicated, key=lambda item: -item[0]):
+            writer = min(holders, key=lambda rank: (load[rank], rank))
+            load[writer] += num_bytes
+            placed[name][chunk.offset] = file_name(writer)
+            for rank in holders:
+                if rank != writer:
                     self.skipped[rank].add((name, chunk.offset))
-        shared: dict[Tiling, Tiling] = {}
-        for name, writer in writers.items():
-            dtype, shape, _ = self.tensors[name]
-            tiling = _tiling(writer)
-            self.tensors[name] = dtype, shape, shared.setdefault(tiling, tiling)
+        for name, files in placed.items():
+            dtype, shape, tiling = self.tensors[name]
+            every = tuple(files.get(at, file) for at, file in zip(tiling.offset, tiling.file, strict=True))
+            self.tensors[name] = dtype, shape, Tiling(tiling.offset, tiling.size, every)
 
-    def entries(self, checksums: Sequence[Sequence[int]]) -> dict[str, Entry]:
-        """Return the manifest's entries from the checksums that each rank has written, in the order of `written`."""
-        found = {name: [0] * len(tiling.files) for name, (_, _, tiling) in self.tensors.items()}
-        numbers: dict[int, dict[Region, int]] = {}  # of a tiling's chunks
-        places: dict[tuple[int, int], list[int]] = {}  # of a holding's chunks in a tiling
-        for rank, plan in enumerate(self._plans):
-            crcs, names, skipped = checksums[rank], self._names[rank], self.skipped[rank]
-            skipping, at = {name for name, _ in skipped}, 0
+    def stored(self, checksums: Sequence[Sequence[int]]) -> tuple[list[Tiling], dict[str, StoredTensor]]:
+        """Return the manifest's tilings and tensors.
+
+        Args:
+            checksums: of each rank's chunks, in the order of `own_chunks`.
+        """
+        found: dict[str, dict[Shape, int]] = {name: {} for name in self.tensors}  # by offset of the chunk
+        for plan, names, skipped, written in zip(self._plans, self._names, self.skipped, checksums, strict=True):
+            left = iter(written)
             for holding in plan.holdings:
                 for name in map(names.__getitem__, holding.names):
-                    tiling, into = self.tensors[name][2], found[name]
-                    kind = id(tiling), id(holding)
-                    if kind not in places:
-                        if id(tiling) not in numbers:
-                            numbers[id(tiling)] = {chunk: place for place, chunk in enumerate(tiling.regions)}
-                        number = numbers[id(tiling)]
-                        places[kind] = [number[chunk] for chunk in holding.chunks]
-                    mine = places[kind]
-                    if name in skipping:
-                        both = zip(holding.chunks, mine, strict=True)
-                        mine = [place for chunk, place in both if (name, chunk.offset) not in skipped]
-                    for place in mine:
-                        into[place] = crcs[at]
-                        at += 1
-            assert at == len(crcs), f"rank {rank} wrote {len(crcs)} chunks, and {at} were planned"
-        return {name: Entry(*known, tuple(found[name])) for name, known in self.tensors.items()}
+                    for chunk in holding.chunks:
+                        if (name, chunk.offset) not in skipped:
+                            found[name][chunk.offset] = next(left)
+            assert next(left, None) is None, f"{len(written)} chunks were written, and fewer were planned"
+        numbers: dict[Tiling, int] = {}
+        by_identity: dict[int, int] = {}  # hashing a tiling takes long, and many tensors share the object
+        tensors = {}
+        for name, (dtype, shape, tiling) in self.tensors.items():
+            if id(tiling) not in by_identity:
+                by_identity[id(tiling)] = numbers.setdefault(tiling, len(numbers))
+            crc32 = tuple(map(found[name].__getitem__, tiling.offset))
+            tensors[name] = StoredTensor(dtype, shape, by_identity[id(tiling)], crc32)
+        return list(numbers), tensors
 
 
-def written(plan: RankPlan, names: Sequence[str], skipped: set[tuple[str, Shape]]) -> list[tuple[str, Region]]:
-    """The chunks that a rank writes, in the order of its file and of its checksums."""
+def own_chunks(
+    plan: RankPlan, shards: Mapping[str, LocalShard], skipped: set[tuple[str, Shape]]
+) -> list[tuple[str, torch.Tensor]]:
+    """Return (key, elements) of the chunks that a rank writes, in the order of its file."""
+    names = list(shards)
     return [
-        (names[at], chunk)
+        (key(names[at], chunk.offset), data)
         for holding in plan.holdings
         for at in holding.names
-        for chunk in holding.chunks
+        for chunk, data in zip(holding.chunks, shards[names[at]].views(holding.chunks), strict=True)
         if (names[at], chunk.offset) not in skipped
     ]
 
 
 def file_name(rank: int) -> str:
-    """The file that a rank writes."""
+    """Return the name of the file that a rank writes."""
     return f"rank_{rank:05d}.safetensors"
 
 
-def _tiling(writer: Mapping[Region, int]) -> Tiling:
-    return Tiling(tuple(writer), tuple(map(file_name, writer.values())))
-
-
-class CoveredSavePlanner(SavePlanner):
-    """Plans a save in which every element of every tensor that any rank names is written exactly once.
-
-    Attributes:
-        layout: on rank 0, where everything is written; see `SaveLayout`.
-    """
-
-    def __init__(self, shards: Mapping[str, LocalShard]) -> None:
-        self.shards = shards
-        self.data: dict[MetadataIndex, torch.Tensor] = {}
-        self.layout: SaveLayout | None = None
-
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        """Nothing: the shards came with the constructor."""
-
-    def create_local_plan(self) -> SavePlan:
-        """Everything this rank holds, as `planner_data`. The items come in `finish_plan`."""
-        self._plan = RankPlan.of(self.shards)
-        return SavePlan([], planner_data=self._plan)
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """On rank 0: drop replicas and prove coverage; ValueError, naming the tensor, where it fails."""
-        self.layout = SaveLayout([plan.planner_data for plan in all_plans])
-        return [SavePlan([], planner_data=skipped) for skipped in self.layout.skipped], Metadata({})
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """The chunks that this rank writes: all that it holds, without those that rank 0 gave to others."""
-        items = []
-        views: dict[str, dict[Region, torch.Tensor]] = {}
-        for name, chunk in written(self._plan, list(self.shards), new_plan.planner_data):
-            shard = self.shards[name]
-            if name not in views:
-                chunks = shard.chunks()
-                views[name] = {c: data for c, (_, data) in zip(chunks, shard.views(chunks), strict=True)}
-            index = MetadataIndex(name, chunk.offset)
-            self.data[index] = views[name][chunk]
-            items.append(WriteItem(index, WriteItemType.SHARD))
-        return SavePlan(items)
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        """The chunk's elements, shaped: a view of the shard's data."""
-        return self.data[write_item.index]
-
-
-def _table(shards: Mapping[str, LocalShard]) -> bytes:
-    """Return the tensors that a rank names, as bytes: equal on ranks that name the same."""
+def table_of(shards: Mapping[str, LocalShard]) -> bytes:
+    """Return the declarations of a rank's tensors, as bytes: equal on ranks that declare the same."""
     declared = [(name, (shard.global_shape, dtype_name(shard.data.dtype))) for name, shard in shards.items()]
     return zlib.compress(json.dumps(declared).encode(), 1)
 
 
-def _parse_table(table: bytes) -> dict[str, Declared]:
-    return {name: (tuple(shape), dtype) for name, (shape, dtype) in json.loads(zlib.decompress(table))}
+def _parse_tables(tables: Iterable[bytes]) -> list[dict[str, Declared]]:
+    """Parse the tables of all ranks; equal ones become one object."""
+    tables = list(tables)
+    parsed = {
+        table: {name: (tuple(shape), dtype) for name, (shape, dtype) in json.loads(zlib.decompress(table))}
+        for table in dict.fromkeys(tables)
+    }
+    return [parsed[table] for table in tables]
 
 
 def _agreed_declarations(tables: Sequence[dict[str, Declared]]) -> dict[str, Declared]:
-    """All ranks' declarations in one; ValueError if two ranks differ. Ranks may share an object."""
+    """Merge the declarations of all ranks; ValueError if two ranks differ."""
     agreed: dict[str, tuple[int, Declared]] = {}
     seen: set[int] = set()
     for rank, table in enumerate(tables):
@@ -268,124 +202,67 @@ def _agreed_declarations(tables: Sequence[dict[str, Declared]]) -> dict[str, Dec
     return {name: declared for name, (_, declared) in agreed.items()}
 
 
+def check_request(path: Path, manifest: Manifest, tables: Sequence[bytes], partial: bool = False) -> None:
+    """Compare the tensors that all ranks ask for with those of the checkpoint `path`, and prove their coverage.
+
+    Args:
+        tables: of each rank, see `table_of`.
+        partial: the checkpoint may hold tensors that no rank asks for.
+
+    Raises:
+        ValueError: a name, shape or dtype differs, or the checkpoint does not hold every element exactly once.
+    """
+    wanted = _agreed_declarations(_parse_tables(tables))
+    stored = {name: (tensor.shape, tensor.dtype) for name, tensor in manifest.tensors.items()}
+    missing = wanted.keys() - stored.keys()
+    unasked = set() if partial else stored.keys() - wanted.keys()
+    differences = [
+        f"tensor {name!r} is {_of_shape(stored[name])} there and {_of_shape(declared)} here"
+        for name, declared in wanted.items()
+        if name in stored and declared != stored[name]
+    ]
+    if missing or unasked:
+        differences.append(f"it lacks {_listed(missing)}, and this model lacks {_listed(unasked)}")
+    if differences:
+        raise ValueError(
+            f"--load {path} is a checkpoint of another model: {differences[0]}; "
+            "give the model the flags that it was saved with"
+        )
+    proven: set[tuple[object, ...]] = set()
+    for name, (shape, _) in wanted.items():
+        tiling = manifest.tiling(name)
+        kind = shape, tiling.offset, tiling.size
+        if kind not in proven:
+            fault = coverage_fault(shape, tiling.regions)
+            if fault:
+                raise ValueError(f"--load {path}: the checkpoint is broken: of tensor {name!r} {fault}")
+            proven.add(kind)
+
+
 class Read(NamedTuple):
-    """A part of a stored chunk, and where it goes."""
+    """A part of a stored chunk, and its place in a region of a shard."""
 
     chunk: int  # number in the tensor's tiling
+    part: tuple[slice, ...]  # of the chunk
     region: int  # number among the regions of the shard
-    from_chunk: Shape  # offset within the chunk
-    into: Shape  # offset within the region
-    size: Shape
+    place: tuple[slice, ...]  # in the region
 
 
 def reads(tiling: Tiling, wanted: Sequence[Region]) -> list[Read]:
-    """The parts of a tiling's chunks that together are the regions `wanted`."""
+    """Return the parts of a tiling's chunks that together are the regions `wanted`."""
     found = []
     for number, chunk in enumerate(tiling.regions):
         for at, region in enumerate(wanted):
             both = intersection(chunk, region)
             if both is not None:
-                begin, into = _minus(both.offset, chunk.offset), _minus(both.offset, region.offset)
-                found.append(Read(number, at, begin, into, both.size))
+                found.append(Read(number, _within(both, chunk), at, _within(both, region)))
     return found
 
 
-def _minus(a: Shape, b: Shape) -> Shape:
-    return tuple(x - y for x, y in zip(a, b, strict=True))
-
-
-class CoveredLoadPlanner(LoadPlanner):
-    """Plans a load in which every element that a rank asks for is provided exactly once, whoever saved it.
-
-    The checkpoint must hold the tensors that the ranks together name, of the same shapes and dtypes, and no
-    others; with `partial` it may hold others.
-    """
-
-    def __init__(self, shards: Mapping[str, LocalShard], path: Path, manifest: Manifest, partial: bool = False) -> None:
-        self.shards, self.partial = shards, partial
-        self.path = path
-        self.manifest = manifest
-        self.targets: dict[MetadataIndex, torch.Tensor] = {}
-
-    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """Nothing: shards and manifest came with the constructor."""
-
-    def create_local_plan(self) -> LoadPlan:
-        """Tell rank 0 the tensors that this rank names, as `planner_data`. The items come in `finish_plan`."""
-        return LoadPlan([], planner_data=_table(self.shards))
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """On rank 0: compare what the ranks ask for with what there is; ValueError where they differ."""
-        tables = {table: _parse_table(table) for table in dict.fromkeys(plan.planner_data for plan in global_plan)}
-        wanted = _agreed_declarations([tables[plan.planner_data] for plan in global_plan])
-        stored = {name: (entry.shape, entry.dtype) for name, entry in self.manifest.tensors.items()}
-        for name in wanted.keys() & stored.keys():
-            if wanted[name] != stored[name]:
-                self._refuse(f"tensor {name!r} is {_of_shape(stored[name])} there and {_of_shape(wanted[name])} here")
-        missing = wanted.keys() - stored.keys()
-        unasked = set() if self.partial else stored.keys() - wanted.keys()
-        if missing or unasked:
-            self._refuse(f"it lacks {_listed(missing)}, and this model lacks {_listed(unasked)}")
-        self._prove_coverage(wanted)
-        return [LoadPlan([]) for _ in global_plan]
-
-    def _prove_coverage(self, names: Iterable[str]) -> None:
-        proven: set[tuple[Shape, int]] = set()
-        for name in names:
-            entry = self.manifest.tensors[name]
-            if (entry.shape, id(entry.tiling.regions)) not in proven:
-                fault = coverage_fault(entry.shape, entry.tiling.regions)
-                if fault:
-                    raise ValueError(f"--load {self.path}: the checkpoint is broken: of tensor {name!r} {fault}")
-                proven.add((entry.shape, id(entry.tiling.regions)))
-
-    def _refuse(self, difference: str) -> None:
-        raise ValueError(
-            f"--load {self.path} is a checkpoint of another model: {difference}; "
-            "give the model the flags that it was saved with"
-        )
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """The reads of this rank."""
-        planned: dict[tuple[object, ...], tuple[list[Region], list[Read]]] = {}
-        items: list[ReadItem] = []
-        for name, shard in self.shards.items():
-            tiling = self.manifest.tensors[name].tiling
-            kind = id(tiling.regions), shard.offset, shard.local_shape, shard.start, shard.stop
-            if kind not in planned:
-                regions = shard.regions()
-                planned[kind] = regions, reads(tiling, regions)
-            regions, parts = planned[kind]
-            views = [data for _, data in shard.views(regions)]
-            for part in parts:
-                where = MetadataIndex(name, regions[part.region].offset, part.region)
-                source = MetadataIndex(name, tiling.regions[part.chunk].offset, part.chunk)
-                self.targets[where] = views[part.region]
-                items.append(
-                    ReadItem(
-                        LoadItemType.TENSOR,
-                        dest_index=where,
-                        dest_offsets=torch.Size(part.into),
-                        storage_index=source,
-                        storage_offsets=torch.Size(part.from_chunk),
-                        lengths=torch.Size(part.size),
-                    )
-                )
-        return LoadPlan(items)
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        """Never: a checkpoint holds tensors only, and bytes would be a pickle."""
-        raise AssertionError(read_item)
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """The part of the shard's data that the item fills: a view of it."""
-        target = self.targets[read_item.dest_index]
-        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            target = target.narrow(dim, offset, length)
-        return target
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Nothing: it was filled in place."""
+def _within(part: Region, whole: Region) -> tuple[slice, ...]:
+    """Return the index of a part of a region in the region's data."""
+    dims = zip(part.offset, whole.offset, part.size, strict=True)
+    return tuple(slice(offset - base, offset - base + size) for offset, base, size in dims)
 
 
 def _of_shape(declared: Declared) -> str:

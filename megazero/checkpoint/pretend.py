@@ -1,16 +1,16 @@
-"""Planning a save among ranks that are not there: what each would tell rank 0, and rank 0's part of the work."""
+"""Plans of a save for a world of ranks that one process simulates: every rank's own, and that of rank 0."""
 
 from __future__ import annotations
 
 import pickle
 import time
 from collections.abc import Mapping
+from math import prod
 from typing import NamedTuple
 
 import torch
-from torch.distributed.checkpoint.planner import SavePlan
 
-from megazero.checkpoint.planning import CoveredSavePlanner, RankPlan, SaveLayout
+from megazero.checkpoint.planning import RankPlan, SaveLayout, own_chunks
 from megazero.checkpoint.shards import LocalShard
 from megazero.config.schema import Config
 from megazero.model.stage import declare
@@ -19,11 +19,11 @@ from megazero.plan.layout.topology import Layout
 
 
 class PlannedSave(NamedTuple):
-    """The plan of one rank's part of a save, and of the whole."""
+    """Size of one rank's part of a save, and of the whole, with the time that planning them takes."""
 
-    rank_seconds: float  # that this rank plans
-    rank_plan_bytes: int  # that it sends to rank 0
-    coordinator_seconds: float  # that rank 0 reads the plans of all ranks, and proves that they cover every tensor
+    rank_seconds: float  # planning of this rank
+    rank_plan_bytes: int  # sent to rank 0
+    coordinator_seconds: float  # rank 0 reads the plans of all ranks, and proves that they cover every tensor
     written_bytes: int  # of tensors, by this rank
     written_chunks: int
     checkpoint_bytes: int  # of tensors, by all ranks
@@ -41,32 +41,31 @@ def pretended_shards(config: Config, layout: Layout, rank: int, dtype: torch.dty
 
 
 def plan_save(config: Config, layout: Layout, rank: int, shards: Mapping[str, LocalShard]) -> PlannedSave:
-    """Plan a save of `shards`, which `rank` holds, among the pretended ranks of `layout`; write nothing.
+    """Plan a save of `shards`, which `rank` holds, with the simulated ranks of `layout`; write nothing.
 
     Raises:
         ValueError: the ranks do not hold every element exactly once.
     """
-    planner, start = CoveredSavePlanner(shards), time.perf_counter()
-    sent = pickle.dumps(planner.create_local_plan().planner_data)
+    start = time.perf_counter()
+    mine = RankPlan.of(shards)
+    sent = pickle.dumps(mine)
     rank_seconds = time.perf_counter() - start
     dtype = next(iter(shards.values())).data.dtype
-    others = range(layout.world_size)
     plans = [
         sent if other == rank else pickle.dumps(RankPlan.of(pretended_shards(config, layout, other, dtype)))
-        for other in others
+        for other in range(layout.world_size)
     ]
     start = time.perf_counter()
     whole = SaveLayout([pickle.loads(plan) for plan in plans])
     coordinator_seconds = time.perf_counter() - start
     start = time.perf_counter()
-    items = planner.finish_plan(SavePlan([], planner_data=whole.skipped[rank])).items
+    chunks = own_chunks(mine, shards, whole.skipped[rank])
     rank_seconds += time.perf_counter() - start
-    itemsize = dtype.itemsize
     return PlannedSave(
         rank_seconds,
         len(sent),
         coordinator_seconds,
-        sum(planner.resolve_data(item).numel() for item in items) * itemsize,
-        len(items),
-        sum(torch.Size(shape).numel() for _, shape, _ in whole.tensors.values()) * itemsize,
+        sum(data.nbytes for _, data in chunks),
+        len(chunks),
+        sum(prod(shape) for _, shape, _ in whole.tensors.values()) * dtype.itemsize,
     )

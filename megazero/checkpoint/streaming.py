@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
@@ -15,9 +14,9 @@ from megazero.checkpoint.folders import commit, partial_folder
 from megazero.checkpoint.manifest import (
     MANIFEST,
     STATE,
-    Chunk,
-    Entry,
     Manifest,
+    StoredTensor,
+    Tiling,
     attach,
     damage,
     dtype_name,
@@ -28,14 +27,14 @@ from megazero.checkpoint.manifest import (
     write_manifest,
 )
 from megazero.checkpoint.planning import file_name
-from megazero.checkpoint.shards import CHUNK_BYTES
-from megazero.checkpoint.storage import ManifestReader
+from megazero.checkpoint.shards import CHUNK_BYTES, LocalShard
+from megazero.checkpoint.storage import ChunkReader
 from megazero.checkpoint.tensor_file import TensorFile
 from megazero.files import crc32, sync_folder
-from megazero.plan.layout.regions import Region, coverage_fault, intersection, split
+from megazero.plan.layout.regions import Region, coverage_fault, split
 
-FILE_BYTES = 4 << 30  # of a file, unless a single tensor is larger
-BAND_BYTES = 256 << 20  # of a band in fp32: of a large table that is in memory at once
+FILE_BYTES = 4 << 30  # limit of a file, unless a single tensor is larger
+BAND_BYTES = 256 << 20  # limit of a band, in fp32: the part of a large table that is in memory at once
 
 
 def bands(shape: tuple[int, ...]) -> list[slice]:
@@ -48,50 +47,27 @@ def bands(shape: tuple[int, ...]) -> list[slice]:
 
 
 class TensorReader:
-    """The tensors of a checkpoint folder, each put together from its chunks when it is asked for."""
+    """Reads whole tensors of a checkpoint folder, each from its chunks when it is asked for."""
 
     def __init__(self, path: Path) -> None:
         """Damaged if the manifest is not whole."""
         self.path = path
         self.manifest = read_manifest(path)
-        self._reader = ManifestReader(path, self.manifest)
 
-    def read(self, name: str) -> torch.Tensor:
-        """The whole tensor, its checksums checked; it is all that stays in memory.
-
-        Raises:
-            Damaged: a file or the manifest is damaged.
-        """
-        return self.read_rows(name, slice(None))
-
-    def read_rows(self, name: str, rows: slice) -> torch.Tensor:
-        """A tensor's rows, of dim 0, like `read`. Chunks that hold other rows as well are read whole, one at a time."""
-        entry = self.manifest.tensors[name]
-        fault = coverage_fault(entry.shape, [chunk.region for chunk in entry.chunks])
+    def read(self, name: str, rows: slice = slice(None)) -> torch.Tensor:
+        """Return a tensor, or rows of it. Damaged if a checksum is wrong or a file cannot be read."""
+        stored = self.manifest.tensors[name]
+        fault = coverage_fault(stored.shape, self.manifest.tiling(name).regions)
         if fault:
             raise damage(self.path, MANIFEST, f"of tensor {name!r} {fault}")
-        wanted = Region((0,) * len(entry.shape), entry.shape)
-        if entry.shape:
-            start, stop, _ = rows.indices(entry.shape[0])
-            wanted = Region((start, *wanted.offset[1:]), (stop - start, *entry.shape[1:]))
-        found = torch.empty(wanted.size, dtype=torch_dtype(entry.dtype))
-        by_file: dict[str, list[tuple[Chunk, Region]]] = defaultdict(list)
-        for chunk in entry.chunks:
-            both = intersection(chunk.region, wanted)
-            if both is not None:
-                by_file[chunk.file].append((chunk, both))
-        for file, chunks in by_file.items():
-            with self._reader.open(file) as opened:  # closed at once: a map of it counts as memory
-                for chunk, both in chunks:
-                    data = self._reader.read_chunk(opened, name, chunk)
-                    found[_within(both, wanted)] = data[_within(both, chunk.region)]
+        offset, size = [0] * len(stored.shape), list(stored.shape)
+        if size:
+            offset[0], stop, _ = rows.indices(size[0])
+            size[0] = stop - offset[0]
+        found = torch.empty(size, dtype=torch_dtype(stored.dtype))
+        shard = LocalShard(stored.shape, tuple(offset), tuple(size), 0, found.numel(), found.view(-1))
+        ChunkReader(self.path, self.manifest).fill({name: shard})
         return found
-
-
-def _within(part: Region, whole: Region) -> tuple[slice, ...]:
-    """Index of a part of a region in the region's data."""
-    spans = zip(part.offset, whole.offset, part.size, strict=True)
-    return tuple(slice(o - base, o - base + n) for o, base, n in spans)
 
 
 def write_checkpoint(
@@ -113,24 +89,28 @@ def write_checkpoint(
     folder = partial_folder(root, iteration)
     folder.mkdir(parents=True)
     files: dict[str, int] = {}
-    entries: dict[str, Entry] = {}
+    tilings: dict[Tiling, int] = {}  # -> number
+    stored: dict[str, StoredTensor] = {}
     for number, names in enumerate(_files(shapes)):
         name = file_name(number)
         chunks = {tensor: _chunks(shapes[tensor]) for tensor in names}
         announced = [(key(t, c.offset), torch.float32, c.size) for t, parts in chunks.items() for c in parts]
-        file = TensorFile(folder / name, announced)
-        try:
-            for tensor in names:
-                checksums = _append(file, next(tensors), chunks[tensor])
-                stored = tuple(Chunk(c, name, crc) for c, crc in zip(chunks[tensor], checksums, strict=True))
-                entries[tensor] = Entry.of(dtype_name(torch.float32), shapes[tensor], stored)
-            file.sync()
-        finally:
-            file.close()
+        with TensorFile(folder / name, announced) as file:
+            for tensor, regions in chunks.items():
+                tiling = tilings.setdefault(Tiling.of(regions, [name] * len(regions)), len(tilings))
+                checksums = _append(file, next(tensors), regions)
+                stored[tensor] = StoredTensor(dtype_name(torch.float32), shapes[tensor], tiling, tuple(checksums))
         files[name] = file.num_bytes
     text = json.dumps(state | {"save_number": 1}).encode()
     write_durably(folder / STATE, text)
-    write_manifest(folder, Manifest(files, crc32(text), entries, attach(folder, attached)))
+    manifest = Manifest(
+        files=files,
+        state_crc32=crc32(text),
+        attached=attach(folder, attached),
+        tilings=list(tilings),
+        tensors=stored,
+    )
+    write_manifest(folder, manifest)
     sync_folder(folder)
     return commit(root, iteration)
 

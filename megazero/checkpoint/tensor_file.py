@@ -1,13 +1,15 @@
 """A safetensors file that is written one tensor at a time.
 
-The files are written here rather than by the safetensors library: one tensor at a time through the host, its checksum
-taken on the way, and flushed to the disk. The library reads them, and its reading checks the format.
+The safetensors library only reads the files. They are written here, so that one tensor at a time passes through the
+host, gets its checksum, and is flushed to the disk.
 
 Note [The pace of a save]
 A write copies into the system's cache, and a flush waits for the disk: one after the other takes the sum of both. So a
-thread flushes what is written while the next tensors are. Checksums are taken by isal, at some 10 GB/s, in the thread
-that writes: zlib's 1 to 2 GB/s were slower than the disk (docs/results/benchmarks.md).
+thread flushes the tensors written so far while the next ones are written. The writing thread computes checksums with
+isal, at about 10 GB/s, because zlib's 1 to 2 GB/s are slower than the disk (docs/results/benchmarks.md).
 """
+
+from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,22 +22,22 @@ import torch
 from megazero.checkpoint.manifest import SAFETENSORS_CODES, dtype_name
 from megazero.files import OutputFile, crc32
 
-FLUSH_BYTES = 16 << 20  # written before a flush of it is worth while
+FLUSH_BYTES = 16 << 20  # flush no less at once
 
 # Name, dtype and shape of a tensor.
 Announced = tuple[str, torch.dtype, Sequence[int]]
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor; a copy only where it is not in host memory."""
+    """Return the bytes of a contiguous tensor, copied only if it is not in host memory."""
     return tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data
 
 
 class TensorFile:
-    """A safetensors file of the tensors that are announced, which `append` takes in that order.
+    """A safetensors file of the tensors that are announced; `append` takes them in that order.
 
-    It is: u64 length of the header, little-endian; the header, JSON, padded with spaces so that data begins at a
-    multiple of 8; data.
+    The format: u64 length of the header, little-endian; the header, JSON, padded with spaces so that data begins at a
+    multiple of 8; data. Leaving the context closes the file, once it is on the disk unless an exception is raised.
     """
 
     def __init__(self, path: Path, announced: Sequence[Announced], metadata: Mapping[str, str] | None = None) -> None:
@@ -59,8 +61,21 @@ class TensorFile:
         self._file = OutputFile(path)
         self._file.write(len(text).to_bytes(8, "little") + text)
 
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                assert self._next == len(self._expected), (self._next, len(self._expected))
+                self._await_flush()
+                self._file.sync()
+        finally:
+            self._flusher.shutdown()
+            self._file.close()
+
     def append(self, tensor: torch.Tensor) -> int:
-        """Write the next tensor, which is contiguous; returns the CRC-32 of its bytes. OSError if the disk refuses."""
+        """Write the next tensor, which is contiguous; return the CRC-32 of its bytes. OSError if the disk refuses."""
         assert self._expected[self._next] == (tensor.dtype, tuple(tensor.shape)), (self._next, tensor.shape)
         self._next += 1
         return self._write(tensor)
@@ -87,20 +102,10 @@ class TensorFile:
         return checksum
 
     def _await_flush(self) -> None:
-        """Raise what the last flush met: the system says it once, and a later flush would not know of it."""
+        """Raise the exception of the last flush, because the system reports it only once."""
         flushing, self._flushing = self._flushing, None
         if flushing is not None:
             flushing.result()
-
-    def sync(self) -> None:
-        """Wait until all is on the disk; every tensor has been appended."""
-        assert self._next == len(self._expected), (self._next, len(self._expected))
-        self._await_flush()
-        self._file.sync()
-
-    def close(self) -> None:
-        self._flusher.shutdown()
-        self._file.close()
 
 
 def write_safetensors(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[list[int], int]:
@@ -108,10 +113,6 @@ def write_safetensors(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -
 
     Returns the CRC-32 of each tensor and the bytes of the file. OSError if the disk refuses.
     """
-    file = TensorFile(path, [(name, tensor.dtype, tensor.shape) for name, tensor in tensors])
-    try:
+    with TensorFile(path, [(name, tensor.dtype, tensor.shape) for name, tensor in tensors]) as file:
         checksums = [file.append(tensor) for _, tensor in tensors]
-        file.sync()
-    finally:
-        file.close()
     return checksums, file.num_bytes

@@ -1,4 +1,4 @@
-"""Is a checkpoint whole? Every byte of it is read and checked, in one process and without a model."""
+"""Read and check every byte of a checkpoint, in one process and without a model."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from megazero.checkpoint.manifest import Chunk, Damaged, missing_part, read_manifest, read_state
-from megazero.checkpoint.storage import ManifestReader
+from megazero.checkpoint.manifest import Damaged, StoredChunk, missing_part, read_manifest, read_state
+from megazero.checkpoint.storage import ChunkReader
 from megazero.plan.layout.regions import coverage_fault
 
 
 def faults(path: Path) -> Iterator[str]:
-    """A sentence for everything that is wrong with the checkpoint folder `path`; none: it is whole."""
+    """Yield a sentence for each fault of the checkpoint folder `path`."""
     path = Path(path)
     try:
         manifest = read_manifest(path)
@@ -25,14 +25,14 @@ def faults(path: Path) -> Iterator[str]:
     missing = missing_part(path, manifest)
     if missing:
         yield f"--load {path} is not a whole checkpoint: {missing}"
-    by_file: dict[str, list[tuple[str, Chunk]]] = defaultdict(list)
-    for name, entry in manifest.tensors.items():
-        fault = coverage_fault(entry.shape, [chunk.region for chunk in entry.chunks])
+    by_file: dict[str, list[tuple[str, StoredChunk]]] = defaultdict(list)
+    for name, tensor in manifest.tensors.items():
+        fault = coverage_fault(tensor.shape, manifest.tiling(name).regions)
         if fault:
             yield f"tensor {name!r}: {fault}"
-        for chunk in entry.chunks:
+        for chunk in manifest.chunks(name):
             by_file[chunk.file].append((name, chunk))
-    reader = ManifestReader(path, manifest)
+    reader = ChunkReader(path, manifest)
     for file, chunks in sorted(by_file.items()):
         try:
             with reader.open(file) as opened:
@@ -42,7 +42,7 @@ def faults(path: Path) -> Iterator[str]:
             yield str(error)
 
 
-def _chunk_faults(reader: ManifestReader, opened: object, name: str, chunk: Chunk) -> Iterator[str]:
+def _chunk_faults(reader: ChunkReader, opened: object, name: str, chunk: StoredChunk) -> Iterator[str]:
     try:
         reader.read_chunk(opened, name, chunk)
     except Damaged as error:

@@ -21,12 +21,9 @@ from megazero.data.indexed import IndexedDataset
 from megazero.data.mock import MockSamples
 from megazero.data.samples import SPLITS, GPTDataset, Samples, WholeSplit, require_vocabulary, split_ranges
 from megazero.data.tokenizer import Tokenizer
-from megazero.files import FilePool, read_regular
 
 # How much of each end of corpora without PREFIX.json is read, of all together, in search of ids outside the vocabulary.
 SCANNED_BYTES = 64 << 20
-# A file of corpora and weights is a page or a few hundred.
-MAX_LIST_BYTES = 64 << 20
 # Descriptors that all else of a process needs.
 OTHER_FILES = 256
 
@@ -136,7 +133,7 @@ def parse_data_path(data_path: Sequence[str]) -> list[tuple[Fraction | None, str
 def read_data_args(path: str) -> tuple[str, ...]:
     """The words of --data-args-path FILE, which stand for those of --data-path; # begins a comment."""
     try:
-        text = read_regular(path, MAX_LIST_BYTES).decode()
+        text = Path(path).read_text()
     except (OSError, ValueError) as error:
         raise ValueError(
             f"--data-args-path {path}: {error}; name a text file of prefixes, or of W1 PREFIX1 W2 PREFIX2 ..."
@@ -173,8 +170,7 @@ def open_datasets(
     """
     pairs = parse_data_path(data_path)
     split_ranges(split, 1)  # raises for a --split that is none
-    files = FilePool()
-    corpora = tuple(IndexedDataset(prefix, files) for _, prefix in pairs)
+    corpora = tuple(IndexedDataset(prefix) for _, prefix in pairs)
     _allow_files(corpora)
     abouts = [read_about(data) for data in corpora]
     for data, about in zip(corpora, abouts, strict=True):
@@ -206,17 +202,11 @@ def open_datasets(
 
 
 def _allow_files(corpora: Sequence[IndexedDataset]) -> None:
-    """Raise the limit of open files where mapped indices, and the tables of their epochs, need it."""
+    """Raise the limit of open files if mapped indices, and the tables of their epochs, need it."""
     needed = OTHER_FILES + 4 * sum(data.num_mapped for data in corpora)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft >= needed or soft == resource.RLIM_INFINITY:
-        return
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        raise ValueError(
-            f"--data-path names {len(corpora):,} corpora, which need up to {needed:,} open files, and `ulimit -Hn` is "
-            f"{hard:,}; raise it, or join corpora with data_tools/merge_datasets.py"
-        )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    if 0 <= soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _check_sample(corpora: Sequence[IndexedDataset], draw: random.Random) -> None:

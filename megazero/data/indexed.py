@@ -15,8 +15,11 @@
 Sequences follow each other in `.bin` without gaps, so a document is one range of tokens.
 """
 
+import errno
 import functools
+import glob
 import hashlib
+import io
 import os
 import struct
 from typing import Any
@@ -24,8 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megazero.data.misnamed import complaint
-from megazero.files import FilePool, changed, crc32, explain, identity, open_regular
+from megazero.files import explain, read_at
 
 MAGIC = b"MMIDIDX\0\0"
 LEGACY_MAGIC = b"TNTIDX\0\0"
@@ -35,15 +37,19 @@ HEADER = struct.Struct("<9sQBQQ")
 TOKEN_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 # Sequences (or bytes) handled at once when tables are checked or copied: bounds memory.
 CHUNK = 1 << 20
-# An index up to this size is read into memory: a map costs a descriptor, and 10,000 corpora are many.
+# A larger index is mapped, a smaller one read: a map holds a file descriptor, and a blend may have 10,000 corpora.
 RESIDENT_BYTES = 1 << 20
-
-# The order of samples is seeded with a hash of this much of both ends of the .idx, and the sizes of both files:
-# a million documents in full, and still a moment's work for a billion.
+# Files of tokens that are open at once: most systems allow a process 1024.
+OPEN_FILES = 128
+# The order of samples is seeded with a hash of the sizes of both files and of this much of both ends of the index:
+# the whole index of a million documents.
 HASHED_BYTES = 16 << 20
+REMAKE = "copy both files again, or rerun data_tools/preprocess_data.py"
 
 Tokens = npt.NDArray[Any]
 Int64s = npt.NDArray[np.int64]
+# Size and time of the last write of a file. No inode: some file systems number them again.
+Identity = tuple[int, int]
 
 
 def dtype_for(vocab_size: int) -> np.dtype[Any]:
@@ -51,14 +57,38 @@ def dtype_for(vocab_size: int) -> np.dtype[Any]:
     return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
 
 
+def _identity(file: str | int) -> Identity:
+    status = os.stat(file)
+    return status.st_size, status.st_mtime_ns
+
+
+@functools.lru_cache(maxsize=OPEN_FILES)
+def _open(path: str, identity: Identity) -> io.FileIO:
+    """Open a file of tokens; the least recently used one is closed. OSError if its identity has changed.
+
+    A file that is still open is not compared, because its content stays even if another file takes its name.
+    """
+    file = io.FileIO(path)
+    if _identity(file.fileno()) != identity:
+        file.close()
+        raise _changed(path)
+    return file
+
+
+def _changed(path: str) -> OSError:
+    return OSError(errno.ESTALE, "the file was replaced or written to while it was in use", path)
+
+
 class IndexedDataset:
     """The corpus `prefix.bin` + `prefix.idx`; its index is checked in full when opened.
 
-    Note [truncated while in use]: tokens are read with `pread`, not through a memory map. A map of a file
-    that another process truncates kills the process with SIGBUS at the next access; a read says how much is there.
-    The index is mapped (read, if it is small), and its size is looked at before it is used.
+    Note [truncated while in use]: tokens are read with `pread`, not through a memory map. If another process truncates
+    a mapped file, the next access kills this process with SIGBUS; a short read is an error that we can report. The
+    index is mapped (read, if it is small), and its size is compared before it is used.
 
-    `files`: a pool that several corpora share. `known`: the identity of `.bin` in the process that opened it first.
+    Args:
+        prefix: path of both files without their suffixes.
+        identity: of `.bin`, in the process that opened it first.
 
     Attributes: `dtype` of a token; `lengths` int32 [S], tokens per sequence; `offsets` int64 [S], bytes;
     `document_indices` int64 [D]; `num_documents` = D - 1; `num_tokens` in the whole file.
@@ -66,23 +96,20 @@ class IndexedDataset:
     Raises ValueError naming --data-path if a file is missing, truncated, of another format or inconsistent.
     """
 
-    def __init__(
-        self, prefix: str | os.PathLike[str], files: FilePool | None = None, known: tuple[int, int] | None = None
-    ) -> None:
+    def __init__(self, prefix: str | os.PathLike[str], identity: Identity | None = None) -> None:
         self.prefix = str(prefix)
-        self._files = FilePool(1) if files is None else files
-        require_pair(self.prefix)
+        self._require_pair()
         try:
             self._map_index()
             self._check_sequences()
             self._check_documents()
-            self._check_tokens(known)
+            self._check_tokens(identity)
         except OSError as error:
-            raise ValueError(f"--data-path {self.prefix}: {explain(error)}") from error
+            raise self._refusal(explain(error)) from error
 
-    def __reduce__(self) -> tuple[type["IndexedDataset"], tuple[str, FilePool, tuple[int, int]]]:
+    def __reduce__(self) -> tuple[type["IndexedDataset"], tuple[str, Identity]]:
         # Pickling a memory map would copy the index: a worker process opens the files again instead.
-        return IndexedDataset, (self.prefix, self._files, self._identity)
+        return IndexedDataset, (self.prefix, self._identity)
 
     def tokens(self, start: int, stop: int) -> Tokens:
         """Tokens [start, stop) of the whole file, read-only, of type `dtype`.
@@ -92,9 +119,10 @@ class IndexedDataset:
         assert 0 <= start <= stop <= self.num_tokens, (start, stop, self.num_tokens)
         path, count = self.prefix + ".bin", (stop - start) * self.dtype.itemsize
         try:
-            raw = self._files.read(path, self._identity, count, start * self.dtype.itemsize)
+            file = _open(path, self._identity)  # a local name, so that it stays open during the read
+            raw = read_at(file.fileno(), count, start * self.dtype.itemsize)
         except OSError as error:
-            raise ValueError(f"--data-path {self.prefix}: {explain(error)}") from error
+            raise self._refusal(explain(error)) from error
         if len(raw) < count:
             raise self._shrunk(path)
         return np.frombuffer(raw, dtype=self.dtype.newbyteorder("<"))
@@ -132,43 +160,44 @@ class IndexedDataset:
         digest.update(self._index[max(0, self._index.size - HASHED_BYTES) :].data)
         return digest.hexdigest()
 
-    @functools.cached_property
-    def index_checksum(self) -> int:
-        """CRC-32 of the whole index, of which `index_fingerprint` reads both ends only."""
-        self._require_whole_index()
-        check = 0
-        for at in range(0, self._index.size, CHUNK):
-            check = crc32(self._index[at : at + CHUNK], check)
-        return check
-
     @property
     def num_mapped(self) -> int:
-        """Descriptors that this corpus holds for as long as it lives."""
+        """Descriptors that this corpus holds as long as it exists."""
         return 1 if self._mapped_bytes else 0
+
+    def _refusal(self, fault: str) -> ValueError:
+        return ValueError(f"--data-path {self.prefix}: {fault}")
+
+    def _require_pair(self) -> None:
+        paths = [self.prefix + end for end in (".bin", ".idx")]
+        missing = [path for path in paths if not os.path.isfile(path)]
+        if not missing:
+            return
+        stem, end = os.path.splitext(self.prefix)
+        near = [path[:-4] for path in sorted(glob.glob(f"{glob.escape(self.prefix)}_*.idx"))]
+        if end in (".bin", ".idx") and os.path.isfile(self.prefix):
+            near = [stem]
+        way_out = "make a corpus with data_tools/preprocess_data.py, and give the prefix that it prints"
+        if near:
+            way_out = f"did you mean {' or '.join(near[:3])}?"
+        raise self._refusal(f"no file {' and '.join(missing)}; {way_out}")
 
     def _map_index(self) -> None:
         """Read the header and map the three tables."""
         path = self.prefix + ".idx"
-        with os.fdopen(open_regular(path), "rb") as file:
+        with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             resident = size <= RESIDENT_BYTES
             head = file.read(size if resident else HEADER.size)
             raw = np.frombuffer(head, np.uint8) if resident else np.memmap(file, dtype=np.uint8, mode="r")
         self._index: npt.NDArray[np.uint8] = raw
         self._mapped_bytes = 0 if resident else size
-        code, num_sequences, num_indices = parse_header(head[: HEADER.size], self.prefix)
+        code, num_sequences, num_indices = self._parse_header(head[: HEADER.size])
         self.dtype: np.dtype[Any] = np.dtype(TOKEN_TYPES[code])
         expected = HEADER.size + 12 * num_sequences + 8 * num_indices
-        if size < expected:
-            raise ValueError(
-                f"--data-path {self.prefix}: {path} is truncated: {size} bytes, its header promises "
-                f"{expected}; copy it again or rerun data_tools/preprocess_data.py"
-            )
         if size not in (expected, expected + num_sequences):  # with a byte per sequence: a multimodal file
-            raise ValueError(
-                f"--data-path {self.prefix}: {path} is {size} bytes long, its header promises {expected}; "
-                f"it is damaged: copy it again or rerun data_tools/preprocess_data.py"
-            )
+            fault = "truncated" if size < expected else "damaged"
+            raise self._refusal(f"{path} is {fault}: {size} bytes, its header promises {expected}; {REMAKE}")
 
         def table(dtype: str, count: int, at: int) -> npt.NDArray[Any]:
             return np.frombuffer(raw, dtype=dtype, count=count, offset=at)
@@ -178,8 +207,26 @@ class IndexedDataset:
         self.document_indices: Int64s = table("<i8", num_indices, HEADER.size + 12 * num_sequences)
         self.num_documents = num_indices - 1
 
+    def _parse_header(self, head: bytes) -> tuple[int, int, int]:
+        """(dtype code, S, D) from the first bytes of the index. ValueError for any other format."""
+        path, again = self.prefix + ".idx", "preprocess the text again with data_tools/preprocess_data.py"
+        if head.startswith(LEGACY_MAGIC):
+            raise self._refusal(f"{path} is in the legacy TNTIDX format of fairseq and old Megatron-LM; {again}")
+        if head[: len(MAGIC)] != MAGIC[: len(head)] or not head:
+            raise self._refusal(f"{path} is no Megatron index: it begins with {head[:9]!r}, not {MAGIC!r}; {again}")
+        if len(head) < HEADER.size:
+            raise self._refusal(f"{path} is truncated: {len(head)} bytes, and a header has {HEADER.size}; {REMAKE}")
+        _, version, code, num_sequences, num_indices = HEADER.unpack(head)
+        if version != VERSION:
+            raise self._refusal(f"{path} has index version {version}, and only {VERSION} is known; {again}")
+        if code not in TOKEN_TYPES:
+            why = "float32 in one fork, float64 in another" if code in (6, 7) else "which is unknown"
+            known = ", ".join(f"{number} ({np.dtype(kind).name})" for number, kind in TOKEN_TYPES.items())
+            raise self._refusal(f"{path} has token type code {code}, {why}; expected one of {known}: {again}")
+        return code, num_sequences, num_indices
+
     def _check_sequences(self) -> None:
-        """Every sequence must begin where the one before it ended; sets `num_tokens`."""
+        """Check that every sequence begins where the previous one ends; set `num_tokens`."""
         end = 0  # bytes
         for at in range(0, self.lengths.shape[0], CHUNK):
             lengths = self.lengths[at : at + CHUNK].astype(np.int64)
@@ -188,10 +235,9 @@ class IndexedDataset:
             bad |= self.offsets[at : at + CHUNK] != ends - lengths * self.dtype.itemsize
             if bad.any():
                 i = at + int(bad.argmax())
-                raise ValueError(
-                    f"--data-path {self.prefix}: {self.prefix}.idx is inconsistent at sequence {i}: "
-                    f"length {self.lengths[i]}, offset {self.offsets[i]}; every sequence must begin "
-                    f"where the one before ends. Rerun data_tools/preprocess_data.py"
+                raise self._refusal(
+                    f"{self.prefix}.idx is inconsistent at sequence {i}: length {self.lengths[i]}, offset "
+                    f"{self.offsets[i]}; every sequence must begin where the previous one ends; {REMAKE}"
                 )
             end = int(ends[-1])
         self.num_tokens = end // self.dtype.itemsize
@@ -202,27 +248,24 @@ class IndexedDataset:
         indices = self.document_indices
         whole = indices.shape[0] > 0 and indices[0] == 0 and indices[-1] == num_sequences
         for at in range(0, indices.shape[0], CHUNK):
-            part = indices[at : at + CHUNK + 1]  # one over, so that the chunks' borders are compared too
+            part = indices[at : at + CHUNK + 1]  # one more, so that the borders of chunks are compared too
             whole = whole and bool((part[1:] >= part[:-1]).all())
         if not whole:
-            raise ValueError(
-                f"--data-path {self.prefix}: the document indices in {self.prefix}.idx do not rise from 0 to "
-                f"the {num_sequences} sequences; it is damaged: rerun data_tools/preprocess_data.py"
+            raise self._refusal(
+                f"the document indices in {self.prefix}.idx do not rise from 0 to the {num_sequences} sequences; "
+                f"the file is damaged: {REMAKE}"
             )
 
-    def _check_tokens(self, known: tuple[int, int] | None) -> None:
-        """The size of `.bin` must be what the index describes; OSError if its identity is not `known`."""
+    def _check_tokens(self, identity: Identity | None) -> None:
+        """Check that `.bin` has the size that the index describes; OSError unless its identity is `identity`."""
         path, expected = self.prefix + ".bin", self.num_tokens * self.dtype.itemsize
-        self._identity = identity(path)
-        if self._identity != (known or self._identity):
-            raise changed(path)
+        self._identity = _identity(path)
+        if self._identity != (identity or self._identity):
+            raise _changed(path)
         size = self._identity[0]
         if size != expected:
-            what = "is truncated" if size < expected else "does not belong to this .idx"
-            raise ValueError(
-                f"--data-path {self.prefix}: {path} {what}: {size} bytes, the index describes {expected}; "
-                f"copy both files again or rerun data_tools/preprocess_data.py"
-            )
+            fault = "is truncated" if size < expected else "does not belong to this .idx"
+            raise self._refusal(f"{path} {fault}: {size} bytes, the index describes {expected}; {REMAKE}")
 
     def _require_whole_index(self) -> None:
         """ValueError if the mapped index has become shorter: an access would end the process."""
@@ -230,55 +273,4 @@ class IndexedDataset:
             raise self._shrunk(self.prefix + ".idx")
 
     def _shrunk(self, path: str) -> ValueError:
-        return ValueError(
-            f"--data-path {self.prefix}: {path} was truncated while it was in use; copy both files again or rerun "
-            f"data_tools/preprocess_data.py, and resume from the last checkpoint"
-        )
-
-
-def require_pair(prefix: str) -> None:
-    """ValueError naming --data-path unless both files of `prefix` are regular files."""
-    paths = [prefix + end for end in (".bin", ".idx")]
-    missing = [path for path in paths if not os.path.exists(path)]
-    if not missing:
-        for path in paths:
-            if not os.path.isfile(path):
-                raise ValueError(f"--data-path {prefix}: {path} is not a regular file; name a corpus")
-        return
-    stem, end = os.path.splitext(prefix)
-    if end in (".bin", ".idx") and os.path.isfile(stem + end):
-        raise ValueError(f"--data-path {prefix}: give the prefix without {end}: {stem}")
-    raise ValueError(f"--data-path {prefix}: {complaint(prefix, missing)}")
-
-
-def parse_header(head: bytes, prefix: str) -> tuple[int, int, int]:
-    """(dtype code, S, D) from the first bytes of an .idx. ValueError for any other format."""
-    path = prefix + ".idx"
-    if head.startswith(LEGACY_MAGIC):
-        raise ValueError(
-            f"--data-path {prefix}: {path} is in the legacy TNTIDX format of fairseq and old Megatron-LM; "
-            f"preprocess the text again with data_tools/preprocess_data.py"
-        )
-    if head[: len(MAGIC)] != MAGIC[: len(head)] or not head:
-        raise ValueError(
-            f"--data-path {prefix}: {path} is no Megatron index (it begins with {head[:9]!r}, not "
-            f"{MAGIC!r}); make one with data_tools/preprocess_data.py"
-        )
-    if len(head) < HEADER.size:
-        raise ValueError(
-            f"--data-path {prefix}: {path} is truncated: {len(head)} bytes, a header alone takes "
-            f"{HEADER.size}; copy it again or rerun data_tools/preprocess_data.py"
-        )
-    _, version, code, num_sequences, num_indices = HEADER.unpack(head)
-    if version != VERSION:
-        raise ValueError(
-            f"--data-path {prefix}: {path} has index version {version}, only {VERSION} is known; "
-            f"preprocess the text again with data_tools/preprocess_data.py"
-        )
-    if code not in TOKEN_TYPES:
-        why = "float32 in one fork, float64 in another" if code in (6, 7) else "which is unknown"
-        raise ValueError(
-            f"--data-path {prefix}: {path} has token type code {code}, {why}; token ids are stored as one of "
-            f"{', '.join(f'{c} ({np.dtype(t).name})' for c, t in TOKEN_TYPES.items())}: preprocess the text again"
-        )
-    return code, num_sequences, num_indices
+        return self._refusal(f"{path} was truncated while it was in use; {REMAKE}, and resume from the last checkpoint")

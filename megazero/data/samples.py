@@ -85,11 +85,6 @@ class TokenRange:
         """The corpus', and which of its tokens these are."""
         return f"{self._data.index_fingerprint}, tokens {self._range}"
 
-    @property
-    def index_checksum(self) -> int:
-        """The corpus'."""
-        return self._data.index_checksum
-
     def document_lengths(self, first: int, stop: int) -> Int64s:
         """Tokens of each document in [first, stop): int64."""
         return np.diff(self._starts[first : stop + 1])

@@ -123,7 +123,7 @@ def _parts(reader: TensorReader, row: Row, model: ModelConfig, dtype: str) -> It
 def _bands(reader: TensorReader, row: Row, dtype: str, advance: Callable[[int], None]) -> Iterator[torch.Tensor]:
     """Yield bands of rows of a tensor that is the same in both, in their dtype."""
     for rows in bands(reader.manifest.tensors[f"model.{row.ours}"].shape):
-        band = _in_their_dtype(reader.read_rows(f"model.{row.ours}", rows), row, dtype)
+        band = _in_their_dtype(reader.read(f"model.{row.ours}", rows), row, dtype)
         yield band
         advance(band.nbytes)
 

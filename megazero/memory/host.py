@@ -23,16 +23,6 @@ class Machine(NamedTuple):
     host: Available | None  # for all ranks of the node together
 
 
-def has_accelerator(root: Path = Path("/")) -> bool:
-    """Return whether the system has a device that torch may compute on besides the CPU, without importing torch.
-
-    Args:
-        root: the folder that holds dev/.
-    """
-    dev = root / "dev"
-    return has_nvidia(root) or (dev / "kfd").exists() or (dev / "dxg").exists()
-
-
 def has_nvidia(root: Path = Path("/")) -> bool:
     """Return whether the system has an NVIDIA GPU with a driver."""
     return any((root / "dev").glob("nvidia[0-9]*"))

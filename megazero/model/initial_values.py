@@ -1,6 +1,7 @@
 """Initial weights by coordinate: the same values in every layout.
 
-Drawn by (seed, global name, block of 2^16 elements of the global tensor); a rank draws what it owns.
+A block of 2^16 elements of a global tensor has a seed of its own, made of the run's seed, the name and the block's
+number. A rank draws the blocks that it needs.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ BLOCK = 1 << 16  # elements of the global tensor that share a seed
 
 
 def seed_of(*coordinates: object) -> int:
-    """A 63-bit seed from coordinates."""
+    """Return a 63-bit seed made of coordinates."""
     digest = hashlib.blake2b("/".join(map(str, coordinates)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def standard_normal(seed: int, name: str, start: int, stop: int) -> torch.Tensor:
-    """Elements [start, stop) of the row-major global tensor `name`, fp32, on the CPU; draws what it touches."""
+    """Return elements [start, stop) of the row-major global tensor `name`, fp32, on the CPU."""
     out = torch.empty(stop - start)
     for block in range(start // BLOCK, -(-stop // BLOCK)):
         at = block * BLOCK
-        # Always a whole block: what a generator gives depends on how many are asked for.
+        # a whole block, because a generator's values depend on how many are requested
         values = torch.empty(BLOCK).normal_(generator=torch.Generator().manual_seed(seed_of(seed, name, block)))
         first, last = max(at, start), min(at + BLOCK, stop)
         out[first - start : last - start] = values[first - at : last - at]
@@ -34,7 +35,7 @@ def standard_normal(seed: int, name: str, start: int, stop: int) -> torch.Tensor
 
 
 def draw(seed: int, spec: ParamSpec, block: LocalBlock, start: int, stop: int) -> torch.Tensor:
-    """Initial values of elements [start, stop) of a row-major local block; fp32, on the CPU."""
+    """Return initial values of elements [start, stop) of a row-major local block; fp32, on the CPU."""
     assert 0 <= start <= stop <= block.numel, (spec.name, start, stop, block)
     if spec.std == 0.0 or start == stop:
         return torch.full((stop - start,), spec.mean)
@@ -43,13 +44,13 @@ def draw(seed: int, spec: ParamSpec, block: LocalBlock, start: int, stop: int) -
 
 
 def _draw_part(seed: int, spec: ParamSpec, block: LocalBlock, dim: int, start: int, stop: int) -> torch.Tensor:
-    """Draw a tensor that is sharded over `dim`, and over dim 0 or no other, seen as rows of the dims from `dim` on.
+    """Draw from a tensor that is sharded over `dim`, and at most dim 0 too. A row is an index of the dims before `dim`.
 
-    Wide rows one by one, of which our part alone is drawn; of narrow ones a block of whole rows at a time.
+    Of wide rows only this rank's part is drawn, row by row. Narrow rows are drawn whole, several at a time.
     """
     assert spec.shape[1:dim] == block.shape[1:dim], (spec, block)
     row, width = math.prod(spec.shape[dim:]), math.prod(block.shape[dim:])
-    above = block.offset[0] * math.prod(spec.shape[1:dim]) if dim else 0  # rows before ours
+    above = block.offset[0] * math.prod(spec.shape[1:dim]) if dim else 0  # rows before this rank's
     offset = block.offset[dim] * math.prod(spec.shape[dim + 1 :])
     first, last = start // width, -(-stop // width)
     if width > BLOCK or dim == 0:
@@ -60,7 +61,7 @@ def _draw_part(seed: int, spec: ParamSpec, block: LocalBlock, dim: int, start: i
             parts.append(standard_normal(seed, spec.name, here + begin, here + end))
         return torch.cat(parts)
     out = torch.empty((last - first) * width)
-    rows = max(1, 16 * BLOCK // row)  # never the whole global tensor
+    rows = max(1, 16 * BLOCK // row)  # of a chunk, so that memory is bounded
     for at in range(first, last, rows):
         end = min(at + rows, last)
         values = standard_normal(seed, spec.name, (above + at) * row, (above + end) * row).view(-1, row)

@@ -1,4 +1,8 @@
-"""The layers of one pipeline rank, of any architecture; and what they declare, as plain values."""
+"""The layers of one pipeline rank, of any architecture; and their declarations as plain values.
+
+Shapes: b micro-batch, s sequence, T' tokens of the residual stream on this rank, h hidden, v vocabulary; /tp = this
+rank's part.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ TOKEN_EMBEDDING, POSITION_EMBEDDING, BLOCKS, HEAD = "token_embedding", "position
 
 
 class TokenEmbedding(VocabularyTable, Layer):
-    """The token table; then the embedding's dropout, unless a layer of positions follows, which has it."""
+    """The token table, then the embedding's dropout. If a layer of positions follows, that layer has the dropout."""
 
     use, end = Use.LOOKUP, End.FIRST
 
@@ -41,7 +45,7 @@ class TokenEmbedding(VocabularyTable, Layer):
 
 
 class Head(Layer):
-    """Final norm, then the vocabulary: loss, or logits. The output matrix is its own, or the token table."""
+    """Final norm, then loss or logits. The output matrix is its own or, if tied, the token table."""
 
     use, end = Use.HEAD, End.LAST
 
@@ -50,7 +54,7 @@ class Head(Layer):
         self.context, self.norm = context, norm
         self.output = VocabularyTable(model, context) if tied is None else None
         self.reads = () if tied is None else (TOKEN_EMBEDDING,)
-        self._tied = (tied,)  # in a tuple, so that it is not registered as a child: the table is a unit of its own
+        self._tied = (tied,)  # in a tuple, so that nn.Module does not register it: it is a unit of its own
 
     @property
     def table(self) -> VocabularyTable:
@@ -59,7 +63,7 @@ class Head(Layer):
         return table
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """x [T', h], labels and weights [b, s] -> each sample's sum of weights x cross-entropy, in nats: [b] fp64."""
+        """x [T', h], labels and weights [b, s] -> per sample the sum of weights x cross-entropy in nats, [b] fp64."""
         return vocabulary_loss(self.norm(x), self.table, labels, weights, self.context)
 
     def compute(self, x: torch.Tensor | None, batch: DeviceBatch, output: bool) -> torch.Tensor:
@@ -88,7 +92,7 @@ class Stage(nn.Module):
         """Build layers without memory.
 
         Args:
-            names: of the layers, in the order of the forward pass. A tied head brings the token table along.
+            names: of the layers, in the order of the forward pass. A tied head adds the token table.
             frozen: patterns of the names of weights that do not train.
         """
         super().__init__()
@@ -124,7 +128,7 @@ class Stage(nn.Module):
 
 @functools.lru_cache(maxsize=64)
 def declare(model: ModelConfig, tp: int = 1) -> Layers:
-    """List the layers of a model, and what they declare on `tp` tensor-parallel ranks: each kind is made once."""
+    """Return the declarations of a model's layers on `tp` tensor-parallel ranks. Each kind of layer is built once."""
     mesh = pretend_mesh(Layout(tp=tp), 0, torch.device("meta"), needs_staging_buffer=False)
     context = Context(ResidualStream(mesh.tp, sharded=False), MemoryTracker(), "fp32", mesh.device)
     made, first = ARCHITECTURES[model.architecture], dict[Hashable, str]()

@@ -125,6 +125,13 @@ class States(NamedTuple):
         return {"parameters": self.parameters.of(numel), "optimizer": self.optimizer.of(numel)}
 
 
+def placed(config: Config, held: dict[str, int]) -> dict[str, int]:
+    """Count the optimizer's states as the host's, by kind, if the optimizer keeps them there."""
+    if config.optimizer.rule.place == "device":
+        return held
+    return {"host" if kind == "optimizer" else kind: num_bytes for kind, num_bytes in held.items()}
+
+
 class Moved(NamedTuple):
     """A collective or a message of an operation.
 
@@ -212,7 +219,7 @@ def least_held(config: Config, layout: Layout, numel: int, blocks: int, last: bo
         last: it is a rank of the last virtual stage, which has the logits.
     """
     states, training = States.of(config, layout), config.training
-    held = states.at_rest(numel)
+    held = placed(config, states.at_rest(numel))
     if training.freeze_parameters or not config.trains:  # layers before the first trained one keep nothing
         return held
     live = config.micro_batches(layout.dp) if config.parallel.pipeline_schedule == "gpipe" else 1
@@ -287,9 +294,7 @@ class StepSizes:
         for name, group in self.spec.groups.items():
             numel = sum(unit.numel for unit in self.spec.units.values() if unit.group == name)
             found.update(States.of_group(self.config, group).at_rest(numel))
-        if self.config.optimizer.rule.place != "device":
-            found["host"] = found.pop("optimizer")
-        return found
+        return placed(self.config, found)
 
     def buffers_at_rest(self, arena_numel: int, needs_staging_buffer: bool) -> int:
         """Bytes of the arena of gathered weights, of the reduce buckets with their scratch, and of layers' tables."""

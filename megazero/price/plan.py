@@ -13,8 +13,7 @@ from megazero.model.stage import declare
 from megazero.plan.layout.layers import num_parameters
 from megazero.plan.layout.resolve import check_block_runs, resolve
 from megazero.plan.layout.topology import Layout
-from megazero.price.bytes.capacity import alternatives, least
-from megazero.price.bytes.early import SHORT, presets
+from megazero.price.bytes.capacity import flags_that_fit, largest_preset, least
 from megazero.price.bytes.estimate import StageBytes, stage_bytes
 from megazero.price.time.devices import Device, load_device
 from megazero.price.time.step_time import StepTime, step_time
@@ -158,31 +157,20 @@ def _peak(plan: Plan, config: Config) -> int:
 
 
 def _what_fits(plan: Plan) -> str:
-    for flags, changed in alternatives(plan.config, plan.layout, plan.device.kind):
-        if _peak(plan, changed) <= plan.usable:
-            return f"its stage fits with {flags}"
+    """Name flags, or a smaller model, with which the fullest stage fits."""
+    kind = plan.device.kind
+    lower = flags_that_fit(plan.config, plan.layout, kind, lambda changed, _: _peak(plan, changed) <= plan.usable)
+    if lower:
+        return f"its stage fits with {lower}"
     if plan.layout.world_size > 1:
         return "use more devices, or a larger --tensor-model-parallel-size or --pipeline-model-parallel-size"
-    smaller = _largest_preset(plan)
-    return f"{smaller} is the largest preset that fits; or use more devices" if smaller else "use more devices"
 
-
-def _largest_preset(plan: Plan) -> str:
-    """Return the flags of the largest preset of this architecture that fits on one such device; "" if none does."""
-    for name, smaller in presets(plan.config):
-        precision, grad_dtype = plan.config.training.precision, plan.config.training.grad_dtype
-        training = dataclasses.replace(
-            smaller.training, precision=precision, grad_dtype=grad_dtype, micro_batch_size=1, global_batch_size=1
-        )
-        activations = dataclasses.replace(smaller.activations, recompute="full")
-        smaller = dataclasses.replace(smaller, training=training, activations=activations)
-        changed, layout = resolve(smaller, 1, 0, declare)
+    def fits(smaller: Config, layout: Layout) -> bool:
         usable = plan.device.usable_bytes(layout)
-        if least(changed, layout, 0, plan.device.kind).total > usable:
-            continue  # no need to trace it
-        if stage_bytes(changed, layout, 0, plan.device.kind).peak <= usable:
-            return f"--preset {name} {SHORT}"
-    return ""
+        return least(smaller, layout, 0).total <= usable and stage_bytes(smaller, layout, 0, kind).peak <= usable
+
+    preset = largest_preset(plan.config, fits)
+    return f"{preset} is the largest preset that fits; or use more devices" if preset else "use more devices"
 
 
 def _with_less_recompute(plan: Plan) -> str:

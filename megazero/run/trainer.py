@@ -19,8 +19,7 @@ from megazero.data.loader import Batches
 from megazero.data.tokenizer import Tokenizer
 from megazero.log import log
 from megazero.memory.fragmentation import device_fragmentation
-from megazero.model.kernels.kernel_choice import choose_kernels
-from megazero.model.kernels.matmul_backend import choose_matmul_backend
+from megazero.model.kernels.choices import choose_kernels, choose_matmul_backend
 from megazero.observe.events import RunEvents
 from megazero.observe.loggers import Writers, open_writers
 from megazero.observe.profiling import Profiler

@@ -18,7 +18,7 @@ from megazero.comm.mesh.mesh import Mesh
 from megazero.config.batch_sizes import micro_batches
 from megazero.config.schema import Config
 from megazero.memory.tracker import MemoryTracker
-from megazero.model.kernels.fused_ops import PLAIN, compiled
+from megazero.model.kernels.compiled import compiled
 from megazero.model.kernels.matmul import Products, writes_wide
 from megazero.model.kernels.table import kernels_named
 from megazero.model.layers.context import DTYPES, Context, DeviceBatch, ResidualStream
@@ -73,7 +73,9 @@ class Engine:
         self.spec = rank_spec(config, mesh.layout, mesh.pp.rank, declare)
         self.programs: dict[tuple[str, int], Program] = {}
         stream = ResidualStream(mesh.tp, sharded=config.parallel.sequence_parallel)
-        fused_ops = compiled(mesh.device) if config.training.compile else PLAIN
+        kernels = kernels_named(config.training.kernels_on(mesh.device.type))
+        if config.training.compile:
+            kernels = compiled(kernels, mesh.device)
         context = Context(
             stream,
             self.tracker,
@@ -81,12 +83,11 @@ class Engine:
             mesh.device,
             config.training.seed,
             config.activations.recompute == "selective",
-            fused_ops,
             Products(
                 onednn=config.training.matmul_backend == "onednn",
                 in_place=writes_wide(mesh.device, DTYPES[config.training.precision]),
             ),
-            kernels_named(config.training.kernels_on(mesh.device.type)),
+            kernels,
         )
         model = config.model
         self.model = Stage(model, list(self.spec.layers), context, config.training.freeze_parameters)

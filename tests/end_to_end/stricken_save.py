@@ -10,10 +10,8 @@ import signal
 import sys
 import time
 
-from torch.distributed.checkpoint.utils import _DistWrapper
-
 import pretrain_gpt
-from megazero.checkpoint import tensor_file
+from megazero.checkpoint import agreement, tensor_file
 
 how, rank = sys.argv[1:3]
 
@@ -32,7 +30,7 @@ def interrupt(*_):
 
 if os.environ["RANK"] == rank:
     if how == "worker":
-        _DistWrapper.gather_object = lose_worker
+        agreement.gather = lose_worker
     else:
         tensor_file.host_bytes = interrupt
 pretrain_gpt.main(sys.argv[3:])

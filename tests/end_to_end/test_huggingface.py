@@ -274,7 +274,7 @@ def test_an_export_appears_whole_or_not_at_all(tied, tmp_path: Path) -> None:
     folder, _ = tied
     shutil.copytree(folder, tmp_path / "run")
     export(folder, tmp_path / "there")
-    with pytest.raises(ValueError, match="there is there already; name another folder"):
+    with pytest.raises(ValueError, match="there exists already; name another folder"):
         export(folder, tmp_path / "there")
     file = next((tmp_path / "run" / "iter_0000002").glob("*.safetensors"))
     content = bytearray(file.read_bytes())

@@ -9,7 +9,8 @@ from megazero.observe.timeline import Span
 from megazero.plan.program.operations import Backward, BackwardWeights, Forward, Norm, Op, Recompute, Recv, Wait
 from megazero.plan.program.program import program
 from megazero.plan.schedule.schedules import SCHEDULES
-from megazero.price.time.simulate import Timing, play, simulate
+from megazero.price.time.simulate import Timing, simulate
+from scripts.draw_schedule import play
 from tests.parallel.cases import Case, new_engine
 
 SECOND = 10**9  # ns

@@ -171,7 +171,7 @@ def save_replicas(rank: int, root: Path) -> None:
 def test_replicas_are_written_once_and_by_turns(tmp_path: Path) -> None:
     on_ranks(2, save_replicas, tmp_path, tmp_path / "root")
     written = manifest.read_manifest(tmp_path / "root" / "iter_0000001")
-    chunks = [chunk for entry in written.tensors.values() for chunk in entry.chunks]
+    chunks = [chunk for name in written.tensors for chunk in written.chunks(name)]
     assert len(chunks) == 8
     assert sorted(chunk.file for chunk in chunks) == ["rank_00000.safetensors"] * 4 + ["rank_00001.safetensors"] * 4
     sizes = [file.stat().st_size for file in (tmp_path / "root" / "iter_0000001").glob("*.safetensors")]
@@ -189,8 +189,8 @@ def save_spread(rank: int, root: Path) -> None:
 def test_replicas_go_to_the_least_laden_rank(tmp_path: Path) -> None:
     on_ranks(2, save_spread, tmp_path, tmp_path / "root")
     written = manifest.read_manifest(tmp_path / "root" / "iter_0000001")
-    assert written.tensors["both"].chunks[0].file == "rank_00001.safetensors"
-    assert written.tensors["big"].chunks[0].file == "rank_00000.safetensors"
+    assert written.chunks("both")[0].file == "rank_00001.safetensors"
+    assert written.chunks("big")[0].file == "rank_00000.safetensors"
 
 
 def refused(error: type[Exception], function: Callable[[], Any]) -> tuple[str, float]:
@@ -214,7 +214,7 @@ def test_a_hole_at_save_is_everyones_error(tmp_path: Path) -> None:
     message = "tensor 'row' of shape (9, 11) is not held exactly once by the ranks: "
     message += "elements [5:6, 9:11] are missing"
     assert [text for text, _ in outcomes] == [message] * 3
-    assert os.listdir(tmp_path / "root") == []
+    assert not (tmp_path / "root").exists()
 
 
 def save_with_overlap(rank: int, root: Path) -> tuple[str, float]:
@@ -227,7 +227,7 @@ def save_with_overlap(rank: int, root: Path) -> tuple[str, float]:
 def test_an_overlap_at_save_is_refused(tmp_path: Path) -> None:
     for text, _ in on_ranks(2, save_with_overlap, tmp_path, tmp_path / "root"):
         assert "tensor 'x'" in text and "elements [0:4] are given 2 times" in text
-    assert os.listdir(tmp_path / "root") == []
+    assert not (tmp_path / "root").exists()
 
 
 def save_unlike(rank: int, root: Path) -> tuple[str, float]:
@@ -299,7 +299,7 @@ def save_with_unsendable_error(rank: int, root: Path) -> tuple[str, float]:
 
 def test_an_error_that_cannot_be_sent_does_not_hang(tmp_path: Path) -> None:
     for text, seconds in on_ranks(2, save_with_unsendable_error, tmp_path, tmp_path / "root"):
-        assert "failed on rank 1: RuntimeError: Unsendable: out of luck" in text
+        assert "failed on rank 1: Unsendable: out of luck" in text
         assert seconds < 10
 
 
@@ -342,7 +342,7 @@ def test_pipeline_stages_with_names_of_their_own(tmp_path: Path) -> None:
         assert "is a checkpoint of another model: it lacks 'untied', and this model lacks no tensor" in text
     whole = manifest.read_manifest(tmp_path / "root" / "iter_0000001")
     assert sorted(whole.tensors) == ["layer0", "layer1", "table"]
-    assert len(whole.tensors["table"].chunks) == 1
+    assert len(whole.chunks("table")) == 1
 
 
 def save_until_killed(rank: int, root: Path) -> str:

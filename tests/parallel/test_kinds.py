@@ -26,7 +26,7 @@ from megazero.model.layers.norm import LayerNorm, RMSNorm
 from megazero.model.stage import declare
 from megazero.plan.layout.layers import layer_costs
 from megazero.plan.schedule.split import rank_costs
-from megazero.price.search.search import Terms
+from megazero.price.search.search import ClosedTerms
 from megazero.price.time.devices import load_device
 from megazero.price.trace.trace import model_flops, trace_layers
 from tests.parallel.cases import Case, Outcome, train
@@ -158,7 +158,7 @@ def test_a_search_ranks_layouts_by_the_mean_block() -> None:
     saved = []
     for layers in (1, 2, 5):
         model = replace(MODEL, num_layers=layers)
-        terms = Terms(replace(config, model=model), 2, load_device("h100-80gb"))
+        terms = ClosedTerms(replace(config, model=model), 2, load_device("h100-80gb"))
         saved.append(terms.block(1, 2, False, False)._replace(hidden=0) + terms.numel(1)[:1])
     narrow, pair, five = saved
     for one, two, all_five in zip(narrow, pair, five, strict=True):

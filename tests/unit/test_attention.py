@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
+from megazero.model.kernels.compiled import compiled
 from megazero.model.kernels.dropout import Dropout, Rows
-from megazero.model.kernels.fused_ops import PLAIN, compiled
+from megazero.model.kernels.table import EAGER
 from megazero.model.layers.attention import CoreAttention, Heads, attention_backend
 from tests.reference_run import dropout_mask
 
@@ -47,7 +48,7 @@ def test_open_attention_is_plain_attention(
     generator = torch.Generator().manual_seed(first)
     qkv = torch.randn(B * S, heads * 3 * D, generator=generator).mul(1.5).to(dtype).requires_grad_()
     dy = torch.randn(B * S, heads * D, generator=generator).to(dtype)
-    made = PLAIN if pieces == "plain" else compiled(qkv.device)
+    made = EAGER if pieces == "plain" else compiled(EAGER, qkv.device)
     core = CoreAttention(Dropout(p, SEED, LAYER, "scores"), made, again)
     rows = tuple(Rows(sample, first * S, heads * S) for sample in SAMPLES) if p else None
     y = core(*Heads(B, heads).forward(qkv), MATH, rows)
@@ -73,7 +74,7 @@ def test_open_attention_is_plain_attention(
 def test_the_first_token_sees_itself_alone() -> None:
     """Its output is its value and its query has no gradient, for any scores."""
     qkv = torch.randn(B * S, 3 * D, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    y = CoreAttention(Dropout(0.0, 0, 0, "scores"), PLAIN, False)(*Heads(B, 1).forward(qkv), MATH, None)
+    y = CoreAttention(Dropout(0.0, 0, 0, "scores"), EAGER, False)(*Heads(B, 1).forward(qkv), MATH, None)
     values = qkv.detach().view(B, S, 3, D)[:, 0, 2]
     torch.testing.assert_close(y.detach().view(B, S, D)[:, 0], values)
     y.sum().backward()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,8 @@ import torch
 from megazero.comm.launch import launch
 from megazero.comm.launch.machine import bind_to_near_cpus, machine
 from megazero.comm.launch.world import tasks_of_node
+from megazero.config.cli import parse
+from megazero.config.optimizers import OPTIMIZERS
 from megazero.config.schema import Config
 from megazero.memory.host import Available, Machine, host_memory
 from megazero.model.stage import declare
@@ -25,6 +29,7 @@ from megazero.price.bytes.estimate import stage_bytes
 from tests.unit.test_config import make
 from tests.unit.test_limits import limited_work
 
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"num_layers": 4, "hidden_size": 96, "seq_length": 64, "vocab_size": 300, "num_attention_heads": 6}
 
 
@@ -120,7 +125,7 @@ def test_the_lower_bound_is_one(world_size: int, options: dict[str, Any], device
     """Never more than the estimate, and at least its parameters and optimizer states: or it would refuse too much."""
     config, layout = resolved(world_size, options)
     for stage in range(layout.pp):
-        bound, whole = (count(config, layout, stage, device_type) for count in (least, estimated))
+        bound, whole = least(config, layout, stage), estimated(config, layout, stage, device_type)
         assert all(bound.device[kind] == whole.device[kind] for kind in ("parameters", "optimizer"))
         assert bound.total <= whole.total and bound.host <= whole.host
 
@@ -131,7 +136,7 @@ def test_the_lower_bound_takes_a_few_lines_for_each_layer() -> None:
     for layers in (2, 4096):
         config, layout = resolved(1, {"num_layers": layers, "global_batch_size": 30})
         with limited_work() as count:
-            least(config, layout, 0, "cpu")
+            least(config, layout, 0)
         lines.append(count[0])
     assert lines[0] < 20_000 and lines[1] - lines[0] < 16 * 4096
 
@@ -212,3 +217,46 @@ def test_activations_of_graphs_are_counted_once() -> None:
     eager, captured = found["none"], found["local"]
     assert captured.activations < eager.activations / 4
     assert eager.peak < captured.peak < 1.5 * eager.peak
+
+
+def test_states_on_the_host_are_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OPTIMIZERS, "adamw", OPTIMIZERS["adamw"]._replace(place="host"))
+    for options in ({}, {"precision": "bf16", "zero_stage": 2}):
+        config, layout = resolved(2, options)
+        bound, whole = least(config, layout, 0), estimated(config, layout, 0, "cuda")
+        assert bound.host == whole.host > 0 and bound.total <= whole.total
+        assert "optimizer" not in bound.device
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("preset", "gigabytes"), [("gpt2-1.5b", 4), ("llama-1b", 8)])
+def test_the_preset_that_is_named_fits(preset: str, gigabytes: int) -> None:
+    here = Machine(range(1), "cpu", None, Available(gigabytes * 10**9, "of host memory"))
+    with pytest.raises(ValueError) as refusal:
+        check_memory(*resolve(parse(["--preset", preset]), 1, 0, declare), 0, here)
+    named = re.search(r", or (--preset \S+ --micro-batch-size 1 --recompute full)", str(refusal.value))
+    assert named
+    check_memory(*resolve(parse(named[1].split()), 1, 0, declare), 0, here)
+
+
+@pytest.mark.long
+def test_the_documented_refusal_is_raised() -> None:
+    here = Machine(range(1), "cpu", None, Available(4 * 10**9, "of host memory"))
+    with pytest.raises(ValueError) as refusal:
+        check_memory(*resolve(parse(["--preset", "gpt2-1.5b"]), 1, 0, declare), 0, here)
+    assert f"```\nValueError: {refusal.value}\n```" in (ROOT / "docs" / "console.md").read_text()
+
+
+def test_flags_that_are_refused_import_no_torch() -> None:
+    """Because importing torch alone takes seconds."""
+    program = """
+import sys
+import pretrain_gpt
+try:
+    pretrain_gpt.main(["--preset", "tiny", "--plan"])
+except SystemExit as stop:
+    print(stop.code, sorted({"torch", "numpy", "tyro"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "1 ['tyro']\n", done.stderr
+    assert done.stderr.startswith("ValueError: --plan needs --device-type, ")

@@ -79,7 +79,7 @@ def test_any_range_loads_from_any_chunks(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(shards, "CHUNK_BYTES", 2 * 7 * 4)
     full = torch.arange(35.0)
     path = checkpoint.save(tmp_path, 1, {"w": whole((5, 7), full)}, {})
-    assert len(manifest.read_manifest(path).tensors["w"].chunks) == 3
+    assert len(manifest.read_manifest(path).chunks("w")) == 3
     for column, width in [(0, 7), (2, 3)]:
         block = full.view(5, 7)[:, column : column + width].flatten()
         for start, stop in [(0, 5 * width), (1, 5 * width - 1), (width, 3 * width), (4, 5), (6, 6)]:
@@ -93,9 +93,9 @@ def test_only_what_is_needed_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(shards, "CHUNK_BYTES", 16)
     path = checkpoint.save(tmp_path, 1, {"x": whole((100,), torch.arange(100.0))}, {})
     read = []
-    original = storage.ManifestReader.read_chunk
+    original = storage.ChunkReader.read_chunk
     monkeypatch.setattr(
-        storage.ManifestReader,
+        storage.ChunkReader,
         "read_chunk",
         lambda self, opened, name, chunk: (
             read.append(chunk.region.offset[0]),
@@ -220,22 +220,25 @@ def test_some_tensors_can_be_loaded(tmp_path: Path) -> None:
         checkpoint.load(path, few | {"more": whole((2,), torch.zeros(2))}, partial=True)
 
 
-def rewritten(path: Path, change: Callable[[manifest.Entry], manifest.Entry]) -> None:
-    """Write the manifest again, its checksum right, with the entry of `w` changed."""
+def rewritten(path: Path, change: Callable[[list[manifest.StoredChunk]], list[manifest.StoredChunk]]) -> None:
+    """Write the manifest again, its checksum right, with the chunks of `w` changed."""
     content = manifest.read_manifest(path)
-    content.tensors["w"] = change(content.tensors["w"])
+    w, chunks = content.tensors["w"], change(content.chunks("w"))
+    tiling = manifest.Tiling.of([chunk.region for chunk in chunks], [chunk.file for chunk in chunks])
+    content.tensors["w"] = manifest.StoredTensor(w.dtype, w.shape, len(content.tilings), tuple(c.crc32 for c in chunks))
+    content.tilings.append(tiling)
     manifest.write_manifest(path, content)
 
 
 def test_a_manifest_with_a_hole_or_an_overlap_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "CHUNK_BYTES", 7 * 4)
     path = checkpoint.save(tmp_path, 1, model(1), {})
-    rewritten(path, lambda w: manifest.Entry.of(w.dtype, w.shape, w.chunks[:2] + w.chunks[3:]))
+    rewritten(path, lambda chunks: chunks[:2] + chunks[3:])
     with pytest.raises(ValueError, match=r"broken: of tensor 'w' elements \[2:3, 0:7\] are missing"):
         checkpoint.load(path, model())
     path = checkpoint.save(tmp_path, 1, model(1), {})
-    extra = manifest.Chunk(Region((2, 1), (1, 2)), "rank_00000.safetensors", 0)
-    rewritten(path, lambda w: manifest.Entry.of(w.dtype, w.shape, (*w.chunks, extra)))
+    extra = manifest.StoredChunk(Region((2, 1), (1, 2)), "rank_00000.safetensors", 0)
+    rewritten(path, lambda chunks: [*chunks, extra])
     with pytest.raises(ValueError, match=r"broken: of tensor 'w' elements \[2:3, 1:3\] are given 2 times"):
         checkpoint.load(path, model())
 

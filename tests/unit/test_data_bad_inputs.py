@@ -45,14 +45,14 @@ def unreadable(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     Path("x.jsonl").write_bytes(GOOD)
     Path("x.jsonl").chmod(0)
     if os.geteuid() == 0:  # who may read all
-        real = os.open
+        real = open
 
         def refusing(path, *arguments, **options):
-            if os.fspath(path) == "x.jsonl":
+            if path == "x.jsonl":
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
             return real(path, *arguments, **options)
 
-        monkeypatch.setattr(os, "open", refusing)
+        monkeypatch.setattr("builtins.open", refusing)
     return []
 
 

@@ -230,7 +230,7 @@ def test_a_damaged_journal_is_not_believed(command, unfinished: Path, text: str)
 
 def test_files_that_lost_their_end_are_not_believed(command, unfinished: Path) -> None:
     os.truncate(f"{unfinished}.partial/0.bin", 1)
-    with pytest.raises(ValueError, match=r"0.bin is 1 bytes long, and \d+ bytes of it are needed to go on"):
+    with pytest.raises(ValueError, match=r"0.bin is 1 bytes long, and \d+ bytes of it are needed to resume"):
         preprocess_data.main(command("x"))
 
 

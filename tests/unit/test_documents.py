@@ -14,7 +14,7 @@ import torch
 from megazero.config.schema import Config, DataConfig, ModelConfig, TrainingConfig
 from megazero.generation.generate import packed_prompts
 from megazero.model.layers.context import MicroBatchInfo
-from megazero.model.layers.documents import Documents, Span
+from megazero.model.layers.documents import Documents, DocumentSpan
 from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
 from megazero.price.trace.trace import trace_block
@@ -37,14 +37,14 @@ def starts_of(lengths: tuple[tuple[int, ...], ...]) -> torch.Tensor:
 def test_spans_and_positions_of_documents() -> None:
     documents = Documents.of(starts_of(LENGTHS))
     wanted = [(0, 0, 3), (0, 3, 4), (0, 4, 11), (1, 0, 11), (2, 0, 1), (2, 1, 2), (2, 2, 11)]
-    assert documents.spans == tuple(Span(*span) for span in wanted)
+    assert documents.spans == tuple(DocumentSpan(*span) for span in wanted)
     assert documents.bounds.tolist() == [0, 3, 4, 11, 22, 23, 24, 33] and documents.longest == 11
     positions = list(chain(*(range(n) for n in chain(*LENGTHS))))
     assert documents.positions.flatten().tolist() == positions
     for first in range(33):
         for stop in range(first + 1, 34):
             assert list(chain(*documents.runs(range(first, stop)))) == positions[first:stop]
-    assert Documents.whole(2, 5, CPU).spans == (Span(0, 0, 5), Span(1, 0, 5))
+    assert Documents.whole(2, 5, CPU).spans == (DocumentSpan(0, 0, 5), DocumentSpan(1, 0, 5))
 
 
 # torch's kernel, and weights in the open; 16 bit rounds at every step

@@ -13,8 +13,8 @@ import torch
 from megazero.comm.mesh.pretend import pretend_mesh
 from megazero.config.schema import Config, ModelConfig, TrainingConfig
 from megazero.config.validate import check_device
+from megazero.model.kernels.choices import choose_kernels, triton_complaint
 from megazero.model.kernels.dropout import Dropout, Rows
-from megazero.model.kernels.kernel_choice import choose_kernels, triton_complaint
 from megazero.model.kernels.table import EAGER, TRITON
 from megazero.model.stage import declare
 from megazero.plan.layout.layers import stage_units
@@ -99,8 +99,8 @@ def test_weight_gradients_do_not_depend_on_chance(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gelus_gradient_and_its_sum(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs with several rows, one of them with fewer; two blocks of columns, one of which ends within."""
-    monkeypatch.setattr("megazero.model.kernels.triton_gelu.BLOCK", 32)
-    monkeypatch.setattr("megazero.model.kernels.triton_gelu.PROGRAMS", 4)
+    monkeypatch.setattr("megazero.model.kernels.triton_activations.GELU_BLOCK", 32)
+    monkeypatch.setattr("megazero.model.kernels.triton_activations.PROGRAMS", 4)
     kernel_checks.check_gelu(5, 50, dtype, DEVICE)
 
 
@@ -211,9 +211,9 @@ def test_the_trial_tells_a_wrong_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> torch.Tensor:
         raise RuntimeError("Failed to find C compiler.\nSet CC")
 
-    monkeypatch.setattr("megazero.model.kernels.kernel_choice.TRITON", TRITON._replace(dropout=fails))
+    monkeypatch.setattr("megazero.model.kernels.choices.TRITON", TRITON._replace(dropout=fails))
     assert triton_complaint(device) == "RuntimeError: Failed to find C compiler."
-    monkeypatch.setattr("megazero.model.kernels.kernel_choice.TRITON", TRITON._replace(dropout=lambda x, *_: x))
+    monkeypatch.setattr("megazero.model.kernels.choices.TRITON", TRITON._replace(dropout=lambda x, *_: x))
     assert triton_complaint(device) == "its mask is not torch's"
 
 

@@ -28,12 +28,12 @@ from megazero.price.plan_report import show, summary
 from megazero.price.search.search_report import command
 from megazero.price.time.devices import load_device
 from megazero.price.time.network import Group, Network, group_of
-from megazero.price.time.simulate import plain_pipeline
 from megazero.price.time.step_time import PARTS, Parts, StepTime
 from megazero.price.trace.trace import model_flops
 from megazero.rehearse.rehearsal_report import rehearsed_ranks
 from megazero.run.trainer import Trainer
 from megazero.units import size
+from scripts.draw_schedule import plain_pipeline
 
 MODEL = "--hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 100"
 STAGES = f"--num-layers 12 {MODEL} --pipeline-model-parallel-size 12 --pipeline-split 1,1,1,1,1,1,1,1,1,1,1,1"
@@ -123,7 +123,7 @@ def test_logits_are_held_where_the_last_stage_is() -> None:
     v = "--pipeline-schedule zero-bubble-v --virtual-pipeline-stages 2"
     for extra, wanted in (("", [0, 0, 0, 1]), (v, [1, 0, 0, 0])):
         config, layout = resolved(f"{flags} {extra}", 4)
-        found = [least(config, layout, pp, "cpu").device["logits"] for pp in range(4)]
+        found = [least(config, layout, pp).device["logits"] for pp in range(4)]
         assert found == [64 * 8 * 100 * 4 * here for here in wanted]
 
 
@@ -163,7 +163,7 @@ def test_a_node_needs_what_its_own_ranks_need(ranks: range, stages: list[int]) -
     """Two stages of four ranks, on nodes of four: the second stage has the head, and other weights."""
     config, layout = resolved(f"--num-layers 3 --pipeline-split 2,1 {MODEL} --pipeline-model-parallel-size 2", 8)
     of_stage = [estimated(config, layout, stage, "cpu").total for stage in (0, 1)]
-    bounds = [least(config, layout, stage, "cpu").total for stage in (0, 1)]
+    bounds = [least(config, layout, stage).total for stage in (0, 1)]
     assert of_stage[0] != of_stage[1] and bounds[0] != bounds[1]
     need = sum(of_stage[stage] for stage in stages)
     check_memory(config, layout, ranks[0], Machine(ranks, "cpu", None, Available(need, "of host memory")))

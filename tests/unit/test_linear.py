@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from megazero.comm.mesh.pretend import pretend_mesh
 from megazero.config.schema import ModelConfig
 from megazero.memory.tracker import MemoryTracker
-from megazero.model.kernels.fused_ops import wide
+from megazero.model.kernels.eager import wide
 from megazero.model.layers.context import Context, ResidualStream
 from megazero.model.layers.linear import Call, ColumnLinear, ResidualRows, RowLinear
 from megazero.model.layers.mlp import GeluMLP, SwigluMLP

@@ -13,10 +13,11 @@ from typing import Any, get_args
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace as changed
 
 from megazero import checkpoint
 from megazero.checkpoint import Damaged, LocalShard, verify
-from megazero.checkpoint.manifest import Entry, Manifest, read_manifest, write_manifest
+from megazero.checkpoint.manifest import Manifest, StoredTensor, Tiling, read_manifest, write_manifest
 from megazero.comm.launch.agreement import agree
 from megazero.comm.launch.world import World
 from megazero.config.cli import flags, parse
@@ -272,17 +273,15 @@ def edited(path: Path, change: Callable[[Manifest], Manifest]) -> None:
 def without_a_chunk(manifest: Manifest) -> Manifest:
     """Leave out the last chunk of each tensor; the others are as they were."""
 
-    def shorter(entry: Entry) -> Entry:
-        tiling = replace(entry.tiling, regions=entry.tiling.regions[:-1], files=entry.tiling.files[:-1])
-        return replace(entry, tiling=tiling, crc32=entry.crc32[:-1])
-
-    assert all(len(entry.crc32) > 1 for entry in manifest.tensors.values())
-    return replace(manifest, tensors={name: shorter(entry) for name, entry in manifest.tensors.items()})
+    assert all(len(tensor.crc32) > 1 for tensor in manifest.tensors.values())
+    tilings = [Tiling(tiling.offset[:-1], tiling.size[:-1], tiling.file[:-1]) for tiling in manifest.tilings]
+    tensors = {name: changed(tensor, crc32=tensor.crc32[:-1]) for name, tensor in manifest.tensors.items()}
+    return changed(manifest, tilings=tilings, tensors=tensors)
 
 
-def with_entry(change: Callable[[Entry], Entry]) -> Callable[[Path], None]:
+def with_tensor(change: Callable[[StoredTensor], StoredTensor]) -> Callable[[Path], None]:
     def write(path: Path) -> None:
-        edited(path, lambda m: replace(m, tensors=m.tensors | {"exp_avg.w": change(m.tensors["exp_avg.w"])}))
+        edited(path, lambda m: changed(m, tensors=m.tensors | {"exp_avg.w": change(m.tensors["exp_avg.w"])}))
 
     return write
 
@@ -310,13 +309,13 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     **{f"a bit of {name}": flipped(name, -3) for name in FILES},
     "a bit of the header": flipped("rank_00000.safetensors", 20),
     "a hole": lambda path: edited(path, without_a_chunk),
-    "another checksum": with_entry(lambda entry: replace(entry, crc32=(entry.crc32[0] ^ 1, *entry.crc32[1:]))),
-    "another dtype": with_entry(lambda entry: replace(entry, dtype="float64")),
-    "another shape": with_entry(lambda entry: replace(entry, shape=(7, 2))),
-    "another checksum of the state": lambda path: edited(path, lambda m: replace(m, state_crc32=m.state_crc32 ^ 1)),
-    "no list of files": lambda path: edited(path, lambda m: replace(m, files={})),
+    "another checksum": with_tensor(lambda w: changed(w, crc32=(w.crc32[0] ^ 1, *w.crc32[1:]))),
+    "another dtype": with_tensor(lambda w: changed(w, dtype="float64")),
+    "another shape": with_tensor(lambda w: changed(w, shape=(7, 2))),
+    "another checksum of the state": lambda path: edited(path, lambda m: changed(m, state_crc32=m.state_crc32 ^ 1)),
+    "no list of files": lambda path: edited(path, lambda m: changed(m, files={})),
     "no such tensor in the file": lambda path: edited(
-        path, lambda m: replace(m, tensors={n.replace("exp", "new"): e for n, e in m.tensors.items()})
+        path, lambda m: changed(m, tensors={n.replace("exp", "new"): e for n, e in m.tensors.items()})
     ),
 }
 

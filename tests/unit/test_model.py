@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from megazero.comm.mesh.mesh import Mesh
 from megazero.config.schema import Config, ModelConfig, TrainingConfig
 from megazero.model.kernels.dropout import Dropout
-from megazero.model.kernels.fused_ops import PLAIN
+from megazero.model.kernels.table import EAGER
 from megazero.model.layers.attention import CoreAttention
 from megazero.model.layers.context import MicroBatchInfo
 from megazero.model.stage import declare
@@ -116,7 +116,7 @@ def test_loss_and_gradients(pair) -> None:
 
 def test_large_scores_do_not_overflow_fp16() -> None:
     """q k^T is more than fp16 holds; divided by the root of d it is not."""
-    core = CoreAttention(Dropout(0.0, 0, 0, "scores"), PLAIN, recompute=False)
+    core = CoreAttention(Dropout(0.0, 0, 0, "scores"), EAGER, recompute=False)
     q = torch.full((1, 1, 3, 128), 24.0, dtype=torch.float16)
     assert float((q.float() @ q.float().transpose(-1, -2)).max()) > torch.finfo(torch.float16).max
     weights = core.weights(q, q).float()

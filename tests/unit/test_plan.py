@@ -25,7 +25,7 @@ from megazero.price.plan_report import summary
 from megazero.price.search.search import Search, candidates
 from megazero.price.search.search_report import command, run_search
 from megazero.price.time.costs import Roofline, StepCosts
-from megazero.price.time.devices import Constant, Device, interpolate, known_devices, load_device
+from megazero.price.time.devices import Constant, Curves, Device, interpolate, known_devices, load_device
 from megazero.price.time.network import Network, group_of
 from megazero.price.time.simulate import simulate
 from megazero.price.time.step_time import StepPrograms, step_parts, step_time
@@ -56,7 +56,7 @@ def simple(**constants: float) -> Device:
     round_numbers |= {"compute.attention": 1.0, "overhead.kernel": 0, "overhead.call": 0, "overhead.operation": 0}
     named = {name.replace("_", ".", 1): value for name, value in constants.items()}
     values = {name: Constant(value, value, value, "") for name, value in (round_numbers | named).items()}
-    return Device("simple", "cuda", "", values, {})
+    return Device("simple", "cuda", values, {})
 
 
 def test_a_product_takes_its_flops_or_its_bytes() -> None:
@@ -165,7 +165,7 @@ def test_an_operator_is_as_slow_as_its_own_ceiling_or_memory() -> None:
     """GELU at 1 GB/s is independent of memory; above that, memory limits it."""
     slow = Roofline(replace(simple(memory_fraction=0.5), operators={"gelu": 1e9}))
     assert [slow.memory(name, 2e9) for name in ("gelu", "add")] == pytest.approx([4.0, 4e-3])
-    fast = replace(simple(), operators={"gelu": 1e13}, elementwise=((1e3, 4e12), (1e9, 1e11)))
+    fast = replace(simple(), operators={"gelu": 1e13}, curves=Curves(elementwise=((1e3, 4e12), (1e9, 1e11))))
     assert Roofline(fast).memory("gelu", 1e9) == pytest.approx(1e-2)
 
 
@@ -329,7 +329,7 @@ def test_plan_json_has_the_bytes_of_the_estimate(tmp_path: Path, capsys: pytest.
         ("--plan --world-size 8 --device-type h10-80gb", "--device-type h10-80gb: .* did you mean h100-80gb"),
         ("--plan --device-type rtx3090", "give a TOML file: a copy of .*scripts/measure_device.py"),
         ("--plan --world-size 7 --device-type b200 --tensor-model-parallel-size 2", "does not divide the 7 ranks"),
-        ("--plan --world-size 8 --device-type b200 --vocab-size 0", "--tokenizer is missing"),
+        ("--plan --world-size 8 --device-type b200 --vocab-size 0", "--tokenizer and --vocab-size are missing"),
     ],
 )
 def test_a_plan_refuses(flags: str, said: str) -> None:
@@ -368,15 +368,18 @@ def test_a_plan_for_one_card_names_what_fits(model: str, flags: str, said: str, 
 
 
 FAULTS = {
-    "[node]": ("[nodes]", r"unknown key 'nodes'; did you mean node"),
-    "fp16 = ": ("fp8 = ", r"\[compute\] has an unknown key 'fp8'"),
-    "devices = { value = 8": ("devices = { value = -8", "node.devices: value = -8 must be"),
-    "low = 0.68": ("low = 0.99", "compute.fraction: low 0.99, value 0.82, high 0.86 must ascend"),
-    'source = "DGX and HGX nodes"': ('source = ""', "node.devices: source must say"),
-    'kind = "cuda"': ('kind = "tpu"', "must be cuda or cpu"),
-    "description": ("curves = { products = [[2.0, 1.0], [1.0, 1.0]] }\ndescription", "x must ascend"),
-    "[memory]": ("[memory", "not a TOML file"),
-    "[cluster]": ("[operators]\ngelu = 0.03\n[cluster]", "operators.gelu = 0.03 must be bytes per second"),
+    "[node]": ("[nodes]", "unknown field `nodes`"),
+    "fp16 = ": ("fp8 = ", r"unknown field `fp8` - at `\$.compute`"),
+    "devices = { value = 8": ("devices = { value = -8", r"Expected `float` >= 0.0 - at `\$.node.devices.value`"),
+    "low = 0.68": ("low = 0.99", r"low 0.99, value 0.82, high 0.86 must ascend - at `\$.compute.fraction`"),
+    'source = "DGX and HGX nodes"': ('source = ""', r"length >= 1 - at `\$.node.devices.source`"),
+    'kind = "cuda"': ('kind = "tpu"', r"Invalid enum value 'tpu' - at `\$.kind`"),
+    "description": (
+        "curves = { products = [[2.0, 1.0], [1.0, 1.0]] }\ndescription",
+        r"products: x must ascend - at `\$.curves`",
+    ),
+    "[memory]": ("[memory", "line"),
+    "[cluster]": ("[operators]\ngelu = 0\n[cluster]", r"Expected `float` > 0.0 - at `\$.operators"),
 }
 
 

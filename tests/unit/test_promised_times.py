@@ -1,6 +1,6 @@
 """Durations as equalities: idle time of schedules, exposed communication, sequences of buckets.
 
-A pass of a chunk takes 1 here: a forward, an input gradient, a weight gradient (`price.time.simulate.thirds`).
+A pass of a chunk takes 1 here: a forward, an input gradient, a weight gradient (`scripts.draw_schedule.thirds`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from megazero.plan.program.rank_spec import rank_spec
 from megazero.plan.schedule.schedules import Pipeline, order_of, peak_live, placement
 from megazero.plan.schedule.split import LayerCosts, split_by_cost
 from megazero.price.bytes.estimate import Few
-from megazero.price.time.simulate import plain_pipeline, play, simulate, thirds
+from megazero.price.time.simulate import simulate
 from megazero.zero.reduce_scatter import Buffer, Reducer
+from scripts.draw_schedule import plain_pipeline, play, thirds
 
 # (ranks p, micro-batches m, chunks v) -> idle time of a step. 1F1B and GPipe: 3 (p - 1), of chunks as long as v parts.
 IDLE = {

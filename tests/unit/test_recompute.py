@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megazero.activations.store import KeptInputs
 from megazero.memory.copies import Copies, Fetch, HostCopy
 from megazero.memory.tracker import MemoryTracker
-from megazero.model.kernels.fused_ops import PLAIN
+from megazero.model.kernels.table import EAGER
 from megazero.model.layers.norm import LayerNorm
 from megazero.plan.program.operations import Backward, Forward, Op, Recompute
 from megazero.step.engine import Engine
@@ -216,7 +216,7 @@ def test_host_memory_is_used_again() -> None:
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 def test_selective_recompute_computes_the_cheap_parts_twice(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = new_engine(0, ARENA._replace(recompute=recompute, md=False))
-    calls, normalise, gelu = [], LayerNorm.normalise, PLAIN.gelu
+    calls, normalise, gelu = [], LayerNorm.normalise, EAGER.gelu
     monkeypatch.setattr(LayerNorm, "normalise", lambda *given: calls.append("norm") or normalise(*given))
     counted = gelu._replace(forward=lambda x: calls.append("gelu") or gelu.forward(x))
     for block in engine.model.blocks.values():

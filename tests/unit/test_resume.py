@@ -175,18 +175,6 @@ def test_a_forked_worker_neither_holds_nor_drops_the_lock(tmp_path: Path) -> Non
         os.waitpid(worker, 0)
 
 
-@pytest.mark.parametrize("link", [os.symlink, os.link])
-def test_a_lock_that_is_a_link_is_refused_and_the_other_file_stays(tmp_path: Path, link: Callable[..., None]) -> None:
-    (tmp_path / "thesis.tex").write_text("all of it")
-    (tmp_path / "saved").mkdir()
-    link(tmp_path / "thesis.tex", tmp_path / "saved" / ".lock")
-    with pytest.raises(
-        ValueError, match=r"--save .*saved: its \.lock is a link or no regular file; delete it, or name"
-    ):
-        SaveLock(tmp_path / "saved")
-    assert (tmp_path / "thesis.tex").read_text() == "all of it"
-
-
 # -- pruning
 
 

@@ -33,7 +33,8 @@ from megazero.plan.schedule.schedules import (
     peak_live,
     placement,
 )
-from megazero.price.time.simulate import Timing, plain_pipeline, simulate, thirds
+from megazero.price.time.simulate import Timing, simulate
+from scripts.draw_schedule import plain_pipeline, thirds
 
 F, B, IN, W = Pass
 KINDS = [*SCHEDULES, EVALUATION]

@@ -35,7 +35,7 @@ from megazero.plan.program.operations import (
 )
 from megazero.plan.program.rank_spec import rank_spec
 from megazero.plan.sizes import LayerSizes, Moved, Share, States, StepSizes, least_held
-from megazero.price.bytes.estimate import STEADY, Few, estimate, stage_bytes, stage_moments
+from megazero.price.bytes.estimate import estimate, stage_bytes, stage_moments
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = (
@@ -129,16 +129,6 @@ def test_a_stages_peak_is_of_one_instant() -> None:
         most = max(sum(moment.held) for moment in stage_moments(config, layout, 0, "cpu"))
         assert found.peak == sum(found.at_peak.values()) >= max(most, found.memory["peak"])
         assert (found.memory, found.traffic) == estimate(config, layout, 0)
-
-
-def test_gpipes_bytes_are_bounded_by_a_line() -> None:
-    """The line through two numbers of micro-batches is a lower bound of more of them, and close."""
-    flags = FLAGS.replace("--global-batch-size 96", "--global-batch-size 480 --pipeline-schedule gpipe --zero-stage 2")
-    config, layout = resolve(parse(flags.split()), 16, 0, declare)
-    assert config.schedule not in STEADY
-    whole, line = (stage_bytes(config, layout, 0, "cuda", few) for few in (None, Few(30, (7, 8))))
-    assert 0.99 * whole.peak < line.peak <= whole.peak
-    assert line.traffic["pp"] == whole.traffic["pp"]
 
 
 def test_bytes_are_derived_in_one_place() -> None:

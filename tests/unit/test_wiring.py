@@ -360,7 +360,6 @@ GENERATED: dict[str, Call] = {
         "device": CPU,
         "seed": 0,
         "selective": False,
-        "fused_ops": Kind("FusedOps"),
         "products": TORCH,
         "kernels": EAGER,
     },
@@ -406,7 +405,6 @@ def test_layers_are_built_with_the_runs_own_context(runs: Runs) -> None:
         "device": CPU,
         "seed": 77,
         "selective": False,
-        "fused_ops": Kind("FusedOps"),
         "products": TORCH,
         "kernels": EAGER,
     }

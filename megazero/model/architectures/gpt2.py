@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, LayerNorm, tanh GELU, biases, and a tied token table unless told otherwise."""
+"""GPT-2: learned positions, LayerNorm, tanh GELU, biases, and a tied token table (by default)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megazero.model.layers.mlp import GeluMLP
 from megazero.model.layers.norm import LayerNorm
 
 
-class Block(PreNormBlock):
+class GPT2Block(PreNormBlock):
     def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
         super().__init__(model, number, context)
         self.norm1 = LayerNorm(model, context)
@@ -20,4 +20,4 @@ class Block(PreNormBlock):
         self.mlp = GeluMLP(model, context)
 
 
-ARCHITECTURE = Architecture(Block, LayerNorm, PositionEmbedding)
+ARCHITECTURE = Architecture(GPT2Block, LayerNorm, PositionEmbedding)

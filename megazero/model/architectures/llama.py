@@ -13,7 +13,7 @@ from megazero.model.layers.mlp import SwigluMLP
 from megazero.model.layers.norm import RMSNorm
 
 
-class Block(PreNormBlock):
+class LlamaBlock(PreNormBlock):
     def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
         super().__init__(model, number, context)
         self.norm1 = RMSNorm(model, context)
@@ -22,4 +22,4 @@ class Block(PreNormBlock):
         self.mlp = SwigluMLP(model, context)
 
 
-ARCHITECTURE = Architecture(Block, RMSNorm, positions=None)
+ARCHITECTURE = Architecture(LlamaBlock, RMSNorm, positions=None)

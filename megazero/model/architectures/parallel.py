@@ -1,7 +1,7 @@
-"""GPT-J's block: attention and MLP read the same norm, side by side, and are added together.
+"""GPT-J's block: attention and MLP read the same norm, and their results are added.
 
-So a block has one gather and one sum over tp, not two. Rotary positions over whole heads, LayerNorm, tanh GELU; biases
-in the MLP, in attention only if asked for (--add-qkv-bias).
+So a block has one gather and one sum over tp, not two. Rotary positions over whole heads, LayerNorm, tanh GELU. The MLP
+has biases, attention only if --add-qkv-bias.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megazero.model.layers.mlp import GeluMLP
 from megazero.model.layers.norm import LayerNorm
 
 
-class Block(Layer):
+class ParallelBlock(Layer):
     """x + attention(norm(x)) + mlp(norm(x))"""
 
     def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
@@ -36,4 +36,4 @@ class Block(Layer):
         return rows_onto(x, xs, (a.proj, mlp.down), activations, self.dropout, call)
 
 
-ARCHITECTURE = Architecture(Block, LayerNorm, positions=None)
+ARCHITECTURE = Architecture(ParallelBlock, LayerNorm, positions=None)

@@ -1,20 +1,71 @@
-"""The loss over the vocabulary, norms, rotary positions and sums of rows by torch's operators, below autograd.
+"""The operations of `Kernels` by torch's operators, below autograd. Dropout is in `model.kernels.dropout`.
 
-Shapes: T tokens, h hidden, v vocabulary; /tp = this rank's part.
+Shapes: b micro-batch, s sequence, T tokens, h hidden, n heads, d head dim, v vocabulary; /tp = this rank's part.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
-from megazero.model.kernels.fused_ops import is_stand_in, wide
 from megazero.model.kernels.rotary import RotaryTables, rotate
 
-LOGIT_CHUNK_BYTES = 1 << 20  # rows of logits that are worked on together: what stays in a core's cache
+LOGIT_CHUNK_BYTES = 1 << 20  # of rows of logits that are computed together: they fit in a core's cache
+GELU_A = 2 * (2 / torch.pi) ** 0.5  # gelu(x) = x sigmoid(A x + B x^3), by tanh
+GELU_B = 0.044715 * GELU_A
+
+
+def wide(x: torch.Tensor) -> torch.dtype:
+    """Return the type in which sums over x are made: fp32, or fp64 of fp64."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def is_stand_in(x: torch.Tensor) -> bool:
+    """Return whether x has no data: a layer is being traced. Computations take it whole, not in chunks."""
+    return x.is_meta or type(x) not in (torch.Tensor, torch.nn.Parameter)
+
+
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def gelu_grad(dy: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return torch.ops.aten.gelu_backward.grad_input(dy, x, approximate="tanh", grad_input=dy), None
+
+
+def swiglu(x: torch.Tensor) -> torch.Tensor:
+    gate, value = x.chunk(2, dim=-1)
+    return F.silu(gate).mul_(value)
+
+
+def swiglu_grad(dy: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+    gate, value = x.chunk(2, dim=-1)
+    dsilu = dy * value
+    torch.mul(dy, F.silu(gate), out=value)
+    torch.ops.aten.silu_backward.grad_input(dsilu, gate, grad_input=gate)
+    return x, None
+
+
+def unseen(scores: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
+    """Return a mask of the keys that a query does not see: [s, s], or [b, 1, s, s]."""
+    at = torch.arange(scores.shape[-1], device=scores.device)
+    future = at > at[:, None]
+    return future if starts is None else future | (at < starts[:, None, :, None])
+
+
+def causal_softmax(scores: torch.Tensor, starts: torch.Tensor | None = None) -> torch.Tensor:
+    return scores.masked_fill_(unseen(scores, starts), -torch.inf).softmax(-1, dtype=wide(scores)).to(scores.dtype)
+
+
+def scores_grad(weights: torch.Tensor, dropped: torch.Tensor, ddropped: torch.Tensor, scale: float) -> torch.Tensor:
+    """The gradient of softmax and dropout: weights * dweights is dropped * ddropped, so the mask is made once."""
+    product = dropped * ddropped
+    mean = product.sum(-1, keepdim=True, dtype=wide(product)).to(product.dtype)
+    return product.sub_(weights * mean).mul_(scale)
 
 
 def _local(labels: torch.Tensor, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return columns (0 where foreign), and which labels are this rank's."""
+    """Return column numbers, 0 for other ranks' labels; and a mask of this rank's labels."""
     mine = (labels >= 0) & (labels < num_columns)
     return labels.masked_fill(~mine, 0), mine
 
@@ -27,7 +78,7 @@ def loss_sums(logits: torch.Tensor, labels: torch.Tensor, num_columns: int) -> t
     sums = peak.new_empty(2, len(logits))
     for part in _chunks(logits):
         chunk = logits[part]
-        # clamped: a rank whose columns are all padding has no maximum
+        # clamped, because a rank whose columns are all padding has no maximum
         peak[part] = top = chunk.amax(-1).to(peak.dtype).clamp_(min=torch.finfo(chunk.dtype).min)
         sums[1, part] = chunk.gather(-1, columns[part, None])[:, 0]
         chunk.sub_(top.to(chunk.dtype)[:, None]).exp_()
@@ -37,14 +88,14 @@ def loss_sums(logits: torch.Tensor, labels: torch.Tensor, num_columns: int) -> t
 
 
 def loss_kept(factor: torch.Tensor, total: torch.Tensor, log_sum: torch.Tensor) -> torch.Tensor:
-    """Return what turns the exponentials into probabilities."""
+    """Return the factor from exponentials to probabilities."""
     return factor / total
 
 
 def loss_grad_(
     logits: torch.Tensor, labels: torch.Tensor, num_columns: int, kept: torch.Tensor, scale: torch.Tensor
 ) -> torch.Tensor:
-    """Read the exponentials that `loss_sums` has left, and `loss_kept`."""
+    """Compute in place of the exponentials, which `loss_sums` has left in `logits`."""
     columns, mine = _local(labels, num_columns)
     picked = (-scale).masked_fill_(~mine, 0).to(logits.dtype)[:, None]
     factor = (kept * scale).to(logits.dtype)[:, None]
@@ -56,7 +107,7 @@ def loss_grad_(
 def _chunks(logits: torch.Tensor) -> list[slice]:
     rows = len(logits)
     if logits.device.type != "cpu" or is_stand_in(logits):
-        return [slice(0, rows)]  # a GPU wants few, large kernels
+        return [slice(0, rows)]  # few, large kernels
     each = max(1, LOGIT_CHUNK_BYTES // (logits.shape[1] * logits.element_size()))
     return [slice(at, min(at + each, rows)) for at in range(0, rows, each)]
 
@@ -93,10 +144,7 @@ def layer_norm_grad(
     rstd: torch.Tensor,
     residual: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of x [T, h], plus `residual`, of the weight and of the bias.
-
-    Mean and rstd are `native_layer_norm`'s.
-    """
+    """Return the gradients of x [T, h], plus `residual`, of the weight and of the bias."""
     dx, dweight, dbias = _LAYER_NORM_BACKWARD(dy, x, x.shape[-1:], mean, rstd, weight, bias, _ALL)
     return _plus(dx, residual), dweight, dbias
 
@@ -105,13 +153,10 @@ _LAYER_NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
 _ALL = (True, True, True)  # gradients of x, weight and bias
 
 
-def rotary(
-    given: tuple[torch.Tensor, ...],
-    results: tuple[torch.Tensor, ...],
-    tables: RotaryTables,
-    positions: torch.Tensor | None,
-    back: bool,
-) -> None:
+Tensors = tuple[torch.Tensor, ...]
+
+
+def rotary(given: Tensors, results: Tensors, tables: RotaryTables, positions: torch.Tensor | None, back: bool) -> None:
     """Rotate queries and keys into `results`, and copy values: three tensors [b, s, heads, d] each."""
     q, k, v = given
     tables = tables.at(positions, q.shape[1])
@@ -123,8 +168,8 @@ def rotary(
 def add_rows(table: torch.Tensor, rows: torch.Tensor, mine: torch.Tensor, values: torch.Tensor) -> None:
     """table [v, h] += values [T, h] at `rows` [T], which may repeat, where `mine`; the same bits every time.
 
-    On a GPU `index_add_` adds with atomics, in any order; an accumulating `index_put_` sorts the rows first, which on a
-    CPU, where both add in order, only takes longer.
+    On a GPU `index_add_` adds with atomics, in any order, but an accumulating `index_put_` sorts the rows first. On a
+    CPU both add in order, and `index_add_` is faster.
     """
     values = values.masked_fill(~mine[:, None], 0).to(table.dtype)  # selecting rows would wait for the GPU
     if table.device.type == "cpu":

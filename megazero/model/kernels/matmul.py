@@ -1,8 +1,8 @@
-"""Matrix products: output, input gradient, weight gradient; and which library makes fp32 ones on this CPU.
+"""Matrix products of a linear layer: output, input gradient, weight gradient; on a CPU by MKL or oneDNN.
 
 Note [oneDNN]: torch's own fp32 products are MKL's. On AMD's CPUs with AVX-512 they reach half the speed of oneDNN's; on
 Intel's, oneDNN takes twice as long for both gradients (docs/log). The operator is private to torch, which uses it in
-compiled models: so it is used only where it was measured to be faster. The two differ in the last bits.
+compiled models, so it is used only where it is measured to be faster. The two differ in the last bits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-FASTER = 1.25  # oneDNN is taken from here on: less may be noise, and a resumed run is to choose the same
+FASTER = 1.25  # least gain at which oneDNN is chosen. A smaller one may be noise, and a resumed run would differ
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Products:
     """The three products of a linear layer.
 
     Attributes:
-        onednn: fp32 on a CPU by oneDNN; see Note [oneDNN]. Elsewhere without effect.
-        in_place: a GPU writes, and adds, 16-bit products straight into wider gradients; see `writes_wide`.
+        onednn: fp32 products on a CPU by oneDNN; see Note [oneDNN].
+        in_place: a GPU writes and adds 16-bit products into fp32 gradients without a temporary; see `writes_wide`.
     """
 
     onednn: bool = False
@@ -42,7 +42,7 @@ class Products:
         return self._affine(dy, weight.t()) if self._by_onednn(dy) else dy @ weight
 
     def weight_grad(self, x: torch.Tensor, dy: torch.Tensor, out: torch.Tensor, add: bool) -> None:
-        """out [out, in] (+)= dy.T @ x, into the flat buffer."""
+        """Write dy.T @ x to out [out, in] in the flat buffer, or add it."""
         x, dy, out = x.flatten(0, -2), dy.flatten(0, -2), as_matrix(out)
         if upcasts(x):
             x, dy = x.float(), dy.float()
@@ -55,7 +55,7 @@ class Products:
                 torch.mm(dy.t(), x, out=out)
         elif x.device.type == "cpu":
             write_or_add(dy.t() @ x, out, add)
-        elif not self.in_place:  # a GPU multiplies in 16 bit, and sums and returns fp32
+        elif not self.in_place:  # 16-bit factors; the sum and the result are fp32
             write_or_add(torch.mm(dy.t(), x, out_dtype=out.dtype), out, add)
         elif add:
             torch.addmm(out, dy.t(), x, out_dtype=out.dtype, out=out)
@@ -76,14 +76,14 @@ TORCH = Products()
 
 
 def upcasts(x: torch.Tensor) -> bool:
-    """16-bit products on a CPU: fp32 ones with casts around are some 60 times faster, and no less exact."""
+    """Return whether to cast to fp32: on a CPU 16-bit products are some 60 times slower, and no more exact."""
     return x.element_size() == 2 and x.device.type == "cpu"
 
 
 def writes_wide(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return true if products of `dtype` can be written to fp32, and added to it, without a temporary in between.
+    """Return whether products of `dtype` can be written and added to fp32 tensors without a temporary.
 
-    Tried once on the device, with a result that is known: the operators are newer than the oldest torch that runs.
+    Tries it on the device, because some supported versions of torch refuse it.
     """
     if device.type == "cpu" or dtype.itemsize != 2:
         return False
@@ -92,18 +92,18 @@ def writes_wide(device: torch.device, dtype: torch.dtype) -> bool:
     try:
         products.weight_grad(ones, ones, out, add=False)
         products.weight_grad(ones, ones, out, add=True)
-    except (RuntimeError, TypeError):  # not on this device; not in this torch
+    except (RuntimeError, TypeError):
         return False
     return device.type == "meta" or bool((out == 32).all())
 
 
 def as_matrix(weight: torch.Tensor) -> torch.Tensor:
-    """[heads, 3, d, h] -> [heads * 3 * d, h]; a matrix stays what it is."""
+    """[.., h] -> [rows, h]"""
     return weight.flatten(0, -2) if weight.dim() > 2 else weight
 
 
 def write_or_add(gradient: torch.Tensor, out: torch.Tensor, add: bool) -> None:
-    """`out` has as many elements, in another shape or type perhaps."""
+    """`out` has as many elements, perhaps in another shape or type."""
     if gradient.dim() != out.dim():
         gradient = gradient.view(out.shape)
     if add:
@@ -113,15 +113,12 @@ def write_or_add(gradient: torch.Tensor, out: torch.Tensor, add: bool) -> None:
 
 
 def has_onednn() -> bool:
-    """Return true if this torch has oneDNN's operator."""
+    """Return whether this torch has oneDNN's operator."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def onednn_gain(tokens: int, inner: int, outer: int, turns: int = 5) -> float:
-    """Time of torch's three products over the time of oneDNN's, for x [tokens, inner] and weight [outer, inner].
-
-    The two take turns, and of each its fastest turn counts: other work on the machine slows, but never speeds up.
-    """
+    """Return torch's time over oneDNN's for the three products of x [tokens, inner] and weight [outer, inner]."""
     x, dy, weight = torch.randn(tokens, inner), torch.randn(tokens, outer), torch.randn(outer, inner)
     gradient = torch.empty(outer, inner)
 
@@ -136,7 +133,10 @@ def onednn_gain(tokens: int, inner: int, outer: int, turns: int = 5) -> float:
 
 
 def fastest_ratio(ours: Callable[[], float], theirs: Callable[[], float], turns: int) -> float:
-    """The least of `turns` results of `ours` over the least of `theirs`, made in turns after one of each."""
+    """Return the least of `turns` results of `ours` over the least of `theirs`.
+
+    They take turns, after one turn that does not count. The least counts, because other work only slows down.
+    """
     ours(), theirs()
     found = [(ours(), theirs()) for _ in range(turns)]
     return min(a for a, _ in found) / min(b for _, b in found)

@@ -1,4 +1,7 @@
-"""Rotary positions: dims i and i + d/2 of a head are rotated by the angle position x base^(-2 i / d)."""
+"""Rotary positions: dims i and i + d/2 of a head are rotated by the angle position x base^(-2 i / d).
+
+Shapes: b micro-batch, s sequence, d head dim.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +11,18 @@ from typing import NamedTuple
 
 import torch
 
-# Llama 3.1's: frequencies of wavelengths beyond the first are divided by the factor, those below the second kept.
+# Llama 3.1's scaling: frequencies with fewer than LOW_FREQUENCY turns in TRAINED_LENGTH tokens are divided by the
+# factor, those with more than HIGH_FREQUENCY turns stay.
 LOW_FREQUENCY, HIGH_FREQUENCY, TRAINED_LENGTH = 1.0, 4.0, 8192
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """The angles of one model. They are fp32 whatever the precision, as those of published checkpoints are.
+    """The angles of one model. They are fp32 in every precision, as in published checkpoints."""
 
-    Attributes:
-        dim: d.
-        scaling: llama 3.1's factor for contexts longer than those trained with; 1: none.
-    """
-
-    dim: int
+    dim: int  # d
     base: float
-    scaling: float = 1.0
+    scaling: float = 1.0  # Llama 3.1's factor for contexts longer than TRAINED_LENGTH; 1: none
 
     def frequencies(self, device: torch.device) -> torch.Tensor:
         """Radians per position, [d/2]."""
@@ -39,16 +38,16 @@ class Rotary:
         return torch.where(middle, between, scaled)
 
     def tables(self, length: int, dtype: torch.dtype, device: torch.device) -> RotaryTables:
-        """Make the tables of positions 0 to length - 1."""
+        """Return the tables of positions 0 to length - 1."""
         angles = torch.arange(length, device=device)[:, None, None].float() * self.frequencies(device)
         cos = angles.cos().to(dtype)
         return RotaryTables(torch.cat([cos, cos], dim=-1), angles.sin().to(dtype))
 
 
 class RotaryTables(NamedTuple):
-    """Cosines and sines of positions [..], in the precision of what is rotated."""
+    """Cosines and sines of positions [..], in the precision of the tensors to rotate."""
 
-    cos: torch.Tensor  # [.., 1, d], a cosine for each of the two dims that are rotated together
+    cos: torch.Tensor  # [.., 1, d], each cosine twice: for both dims that are rotated together
     sin: torch.Tensor  # [.., 1, d/2]
 
     def at(self, positions: torch.Tensor | None, length: int) -> RotaryTables:
@@ -59,14 +58,11 @@ class RotaryTables(NamedTuple):
         return RotaryTables(self.cos[at], self.sin[at])
 
 
-def rotate(x: torch.Tensor, tables: RotaryTables, back: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Rotate x [b, s, heads, d] into `out`, or into a new contiguous tensor; tables [s, ..] or [b, s, ..]."""
-    if out is None:
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+def rotate(x: torch.Tensor, tables: RotaryTables, back: bool, out: torch.Tensor) -> None:
+    """Rotate x [b, s, heads, d] into `out`; tables [s, ..] or [b, s, ..]. `back`: by the negative angle."""
     torch.mul(x, tables.cos, out=out)
     a, b = x.chunk(2, dim=-1)
     first, second = out.chunk(2, dim=-1)
     sign = -1 if back else 1
     first.addcmul_(b, tables.sin, value=-sign)
     second.addcmul_(a, tables.sin, value=sign)
-    return out

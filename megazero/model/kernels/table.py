@@ -1,4 +1,4 @@
-"""The two implementations of every fused kernel. A CPU runs torch's operators, which also test Triton's."""
+"""The operations that have several implementations: torch's operators, which also test the others; Triton; compiled."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from typing import NamedTuple
 import torch
 
 from megazero.model.kernels import dropout, eager, operators
-from megazero.model.kernels.fused_ops import Activation
+
+
+class Activation(NamedTuple):
+    """A function of x alone, and its gradient, below autograd."""
+
+    forward: Callable[[torch.Tensor], torch.Tensor]
+    # (dy, x) -> dx, and its sum over tokens in fp32, or None if the sum needs a pass of its own; may overwrite dy and x
+    grad: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
 
 
 class LossKernels(NamedTuple):
@@ -19,16 +26,16 @@ class LossKernels(NamedTuple):
     """
 
     # (logits, labels, num_columns) -> maxima [T], finite if the logits are; [2, T]: sums of exp(logit - maximum), and
-    # the labels' logits, 0 where foreign
+    # the labels' logits, 0 for other ranks' labels
     sums: Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
-    # (exp(maximum here - over tp), sum over tp, log of the sum of exp(logit) over tp) -> [T], kept for the gradient
+    # (exp(maximum here - over tp), sum over tp, log of the sum of exp(logit) over tp) -> [T], saved for the gradient
     kept: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     # (logits as `sums` left them, labels, num_columns, kept, scale [T]) -> (softmax - one hot) * scale, in place
     grad_: Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Kernels(NamedTuple):
-    """Passes over memory that are one kernel each, if Triton makes them."""
+    """Implementations of the operations between products and collectives, a value in `Context`."""
 
     dropout: dropout.Kernel
     loss: LossKernels
@@ -38,12 +45,16 @@ class Kernels(NamedTuple):
     rms_norm_grad: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     # (dy, x, weight, bias, mean, 1 / deviation, None or another gradient of x) -> dx, dweight, dbias
     layer_norm_grad: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-    gelu: Activation | None  # None: that of `FusedOps`, which may be compiled; swiglu too
-    swiglu: Activation | None
+    gelu: Activation  # by tanh
+    swiglu: Activation  # [.., 2 f], gates and values -> silu(gates) * values
+    # (scores [b, n, s, s], None or [b, s]: the first key that each query sees) -> weights; may overwrite scores
+    causal_softmax: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+    # (weights, weights after dropout, gradient of those, scale) -> gradient of the scores
+    scores_grad: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
     # (q, k, v; as many results; tables; positions [b, s], None: 0 to s - 1; back): rotates q and k, copies v. All are
     # [b, s, heads, d]; back: by the negative angle
     rotary: Callable[..., None]
-    # (table [v, h], rows [T], which of them are this rank's, values [T, h]): adds values to rows, which may repeat; the
+    # (table [v, h], rows [T], mask of this rank's rows, values [T, h]): adds values to rows, which may repeat, with the
     # same bits every time
     add_rows: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], object]
 
@@ -54,21 +65,23 @@ EAGER = Kernels(
     eager.rms_norm,
     eager.rms_norm_grad,
     eager.layer_norm_grad,
-    None,
-    None,
+    Activation(eager.gelu, eager.gelu_grad),
+    Activation(eager.swiglu, eager.swiglu_grad),
+    eager.causal_softmax,
+    eager.scores_grad,
     eager.rotary,
     eager.add_rows,
 )
-TRITON = Kernels(
-    operators.dropout,
-    LossKernels(operators.loss_sums, operators.loss_kept, operators.loss_grad_),
-    operators.rms_norm,
-    operators.rms_norm_grad,
-    operators.layer_norm_grad,
-    Activation(operators.gelu, operators.gelu_grad_),
-    Activation(operators.swiglu, operators.swiglu_grad),
-    operators.rotary,
-    operators.add_rows,
+TRITON = EAGER._replace(
+    dropout=operators.dropout,
+    loss=LossKernels(operators.loss_sums, operators.loss_kept, operators.loss_grad_),
+    rms_norm=operators.rms_norm,
+    rms_norm_grad=operators.rms_norm_grad,
+    layer_norm_grad=operators.layer_norm_grad,
+    gelu=Activation(eager.gelu, operators.gelu_grad_),
+    swiglu=Activation(operators.swiglu, operators.swiglu_grad),
+    rotary=operators.rotary,
+    add_rows=operators.add_rows,
 )
 
 

@@ -1,7 +1,7 @@
 """Dropout in one pass: the hash of Note [masks by coordinate] (`model.kernels.dropout`), with the same bits.
 
-Bytes per element of w bytes: x read and y written, 2 w; 3 w with a residual that is added. Nothing else is kept or
-moved: the keys of samples are arguments of the launch, so that no copy to the device is waited for.
+Bytes per element of w bytes: 2 w, for x and y; 3 w with a residual. Nothing else is kept or moved: the samples' keys
+are arguments of the launch, so that the launch does not wait for a copy to the device.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-SEGMENTS = 8  # samples that a launch knows the keys of
+from megazero.model.kernels.triton_options import block_options
+
+SEGMENTS = 8  # per launch
+BLOCK = 2048  # columns of a turn
 MOST_COLUMNS = 1 << 30  # column numbers of the last block stay below 2^31
 PER_SEGMENT = [f"{name}{i}" for i in range(SEGMENTS) for name in ("low", "high", "shift", "end")]
 
@@ -32,7 +35,7 @@ def _mix(x):
 
 @triton.jit
 def _pick(row, end, low, high, shift, low_after, high_after, shift_after):
-    """The first of two: of a segment that ends at row `end`; else of those after it."""
+    """The values of a segment if `row` is before its end; else those of the segments after it."""
     before = row < end
     return (
         tl.where(before, low, low_after),
@@ -41,7 +44,7 @@ def _pick(row, end, low, high, shift, low_after, high_after, shift_after):
     )
 
 
-# Their values are anything: a kernel per multiple of 16 among them would be compiled for nothing.
+# Without specialization: Triton would compile another kernel for every argument that happens to be a multiple of 16.
 @triton.jit(do_not_specialize=["last", *PER_SEGMENT])
 def _dropout(
     x, residual, y, columns, last, factor,
@@ -49,7 +52,7 @@ def _dropout(
     low4, high4, shift4, end4, low5, high5, shift5, end5, low6, high6, shift6, end6, low7, high7, shift7, end7,
     ADDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A row of x [R, columns] per program. `shift`: from a row's number here to its number in its sample."""
+    """A row of x [R, columns] per program. A row's number in its sample is its number in x, plus `shift`."""
     row = tl.program_id(0)
     low, high, shift = low7, high7, shift7
     low, high, shift = _pick(row, end6, low6, high6, shift6, low, high, shift)
@@ -72,20 +75,20 @@ def _dropout(
         kept = bits.to(tl.int32, bitcast=True) <= last
         out = (value.to(tl.float32) * tl.where(kept, factor, 0.0)).to(value.dtype)
         if ADDS:
-            beside = tl.load(residual + start + column, mask=inside, other=0.0)
-            out = (beside.to(tl.float32) + out.to(tl.float32)).to(value.dtype)
+            other = tl.load(residual + start + column, mask=inside, other=0.0)
+            out = (other.to(tl.float32) + out.to(tl.float32)).to(value.dtype)
         tl.store(y + start + column, out, mask=inside)
 
 
-def launch(
+def dropout(
     x: torch.Tensor, residual: torch.Tensor | None, segments: list[int], last: int, factor: float
 ) -> torch.Tensor:
     """Return dropout(x), or residual + dropout(x): contiguous, each rounded as torch's two operators would.
 
     Args:
         x: any shape, seen as [R, C]; fp32, bf16 or fp16.
-        segments: low, high, first, count of each (`model.kernels.dropout.Segment`), one behind the other.
-        last: the last of the int32, in their order, that is kept.
+        segments: low, high, first and count of each `model.kernels.dropout.Segment`.
+        last: an element is kept if its hash, an int32, is at most `last`.
         factor: of kept elements.
     """
     assert x.dtype in (torch.float32, torch.bfloat16, torch.float16), x.dtype
@@ -96,7 +99,6 @@ def launch(
     if x.numel() == 0:
         return y
     flat = [None if t is None else t.reshape(-1, columns).contiguous() for t in (x, residual, y)]
-    block = min(triton.next_power_of_2(columns), 2048)
     begun = 0
     filled = [segments[i : i + 4] for i in range(0, len(segments), 4) if segments[i + 3]]
     for group in (filled[i : i + SEGMENTS] for i in range(0, len(filled), SEGMENTS)):
@@ -107,8 +109,7 @@ def launch(
         arguments += arguments[-4:] * (SEGMENTS - len(group))
         parts = [t if t is None or row == len(t) else t[begun : begun + row] for t in flat]
         _dropout[(row,)](
-            *parts, columns, last, factor, *arguments,
-            ADDS=residual is not None, BLOCK=block, num_warps=max(1, min(8, block // 256)), enable_fp_fusion=False,
-        )  # fmt: skip
+            *parts, columns, last, factor, *arguments, ADDS=residual is not None, **block_options(columns, BLOCK)
+        )
         begun += row
     return y

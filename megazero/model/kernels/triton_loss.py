@@ -9,6 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
+from megazero.model.kernels.triton_options import block_options
+
+BLOCK = 4096  # columns of a turn
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # of fp32; not -inf, from which -inf cannot be subtracted
 
 
@@ -16,7 +19,7 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)  # of fp32; not -inf, from which -
 def _sums(logits, labels, peaks, sums, rows, width, num_columns, BLOCK: tl.constexpr):
     """A row of logits [rows, width] per program; columns from num_columns on are padding.
 
-    Loads are masked by the width, which is a multiple of 16, and not by the columns: so they are vectors.
+    Loads are masked by the width, not by num_columns, because the width is a multiple of 16: so they are vectorized.
     """
     row = tl.program_id(0)
     start = row.to(tl.int64) * width
@@ -45,7 +48,9 @@ def _grad(logits, labels, log_sums, scales, width, num_columns, BLOCK: tl.conste
     log_sum = tl.load(log_sums + row)
     scale = tl.load(scales + row)
     label = tl.load(labels + row)
-    label = tl.where(label < num_columns, label, -1).to(tl.int32)  # a foreign label may name a column of the padding
+    label = tl.where(label < num_columns, label, -1).to(
+        tl.int32
+    )  # another rank's label may be the number of a column of padding
     for first in range(0, width, BLOCK):
         column = first + tl.arange(0, BLOCK)
         value = tl.load(logits + start + column, mask=column < width, other=0.0)
@@ -54,31 +59,27 @@ def _grad(logits, labels, log_sums, scales, width, num_columns, BLOCK: tl.conste
         tl.store(logits + start + column, grad.to(value.dtype), mask=column < width)
 
 
-def _sizes(logits: torch.Tensor) -> dict[str, int]:
-    block = min(triton.next_power_of_2(logits.shape[1]), 4096)
-    return {"BLOCK": block, "num_warps": max(1, min(8, block // 256)), "enable_fp_fusion": False}
-
-
-def sums(logits: torch.Tensor, labels: torch.Tensor, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `operators.loss_sums`."""
+def loss_sums(logits: torch.Tensor, labels: torch.Tensor, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `LossKernels`."""
     rows, width = logits.shape
     assert logits.is_contiguous() and labels.is_contiguous() and labels.shape == (rows,), (logits.shape, labels.shape)
     assert num_columns <= width < 1 << 30, (num_columns, width)
     peaks = torch.empty(rows, dtype=torch.float32, device=logits.device)
     found = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
     if rows:
-        _sums[(rows,)](logits, labels, peaks, found, rows, width, num_columns, **_sizes(logits))
+        _sums[(rows,)](logits, labels, peaks, found, rows, width, num_columns, **block_options(width, BLOCK))
     return peaks, found
 
 
-def grad_(
+def loss_grad_(
     logits: torch.Tensor, labels: torch.Tensor, num_columns: int, log_sum: torch.Tensor, scale: torch.Tensor
 ) -> torch.Tensor:
-    """See `operators.loss_grad_`."""
+    """See `LossKernels`; `log_sum` is its `kept`."""
     rows, width = logits.shape
     assert logits.is_contiguous() and labels.is_contiguous(), (logits.stride(), labels.stride())
     assert log_sum.shape == scale.shape == labels.shape == (rows,), (log_sum.shape, scale.shape)
     assert log_sum.dtype == scale.dtype == torch.float32, (log_sum.dtype, scale.dtype)
     if rows:
-        _grad[(rows,)](logits, labels, log_sum.contiguous(), scale.contiguous(), width, num_columns, **_sizes(logits))
+        numbers = log_sum.contiguous(), scale.contiguous()
+        _grad[(rows,)](logits, labels, *numbers, width, num_columns, **block_options(width, BLOCK))
     return logits

@@ -1,19 +1,24 @@
 """Norms: RMSNorm's forward, and the backward of RMSNorm and LayerNorm, in one pass over their tensors each.
 
 Bytes per element of w bytes: 2 w forward; 3 w backward (x and dy read, dx written), 4 w if a residual's gradient is
-added. Weight gradients are summed by each program over every PROGRAMS-th group of rows, in registers, and then over the
-programs by torch: always in the same order, without atomics. Neither PROGRAMS nor TURN depends on the GPU. Sums are in
-fp32.
+added. Each program sums the weight gradients of its rows in fp32 registers, then torch sums over the programs: always
+in the same order, without atomics. PROGRAMS and TURN are the same on every GPU, and so is that order.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from megazero.model.kernels.triton_options import options
+
+Gradients = tuple[torch.Tensor, ...]
+
 PROGRAMS = 256  # several per multiprocessor of today's GPUs; their sums are 1/8 of x's bytes at 4096 tokens of 16 bit
-TURN = 2048, 4  # most elements, and rows, of a turn: narrow rows alone would leave most of the memory's rate unused
+TURN = 2048, 4  # most elements, and rows, of a turn. One narrow row per turn would use little of the bandwidth
 
 
 @triton.jit
@@ -37,9 +42,7 @@ def _norm_grad(
     dy, x, weight, means, rstds, residual, dx, dweights, dbiases, rows, columns,
     CENTERED: tl.constexpr, ADDS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Groups of ROWS rows p, p + programs, ... by program p. CENTERED: LayerNorm, with a mean and a bias. ADDS: a
-    residual.
-    """
+    """Program p computes groups p, p + programs, ... of ROWS rows. CENTERED: LayerNorm, with means and a bias."""
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)[None, :]
     scale = tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32)
@@ -73,33 +76,38 @@ def _norm_grad(
         tl.store(dbiases + to, tl.sum(dbias, 0), mask=inside)
 
 
-def _sizes(columns: int, rows: int = 1) -> dict[str, int]:
-    """Options of a launch with whole rows per program, 8 elements of them per thread, or 16 of the widest."""
+def _options(columns: int, rows: int = 1) -> dict[str, int]:
+    """Options of a launch with whole rows per program."""
     block = triton.next_power_of_2(columns)
-    return {"BLOCK": block, "num_warps": max(1, min(16, rows * block // 256)), "enable_fp_fusion": False}
+    return {"BLOCK": block, **options(rows * block, most_warps=16)}
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `eager.rms_norm`."""
+    """See `Kernels`."""
     columns = x.shape[-1]
     assert weight.is_contiguous() and weight.shape == (columns,), (weight.shape, weight.stride())
     x = x.contiguous()
     y = torch.empty_like(x)
     rstds = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
     if x.numel():
-        _rms_norm[(rstds.numel(),)](x, weight, y, rstds, columns, eps, **_sizes(columns))
+        _rms_norm[(rstds.numel(),)](x, weight, y, rstds, columns, eps, **_options(columns))
     return y, rstds
 
 
-def norm_grad(
+def rms_norm_grad(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *others: Any) -> Gradients:
+    """Return the gradients of x and of the weight; others: 1 / rms, residual."""
+    return layer_norm_grad(dy, x, weight, None, *others)
+
+
+def layer_norm_grad(
     dy: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor,
     mean: torch.Tensor | None,
     rstd: torch.Tensor,
-    residual: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return the gradients of x, of the weight and of the bias (None without a mean), the last two in fp32.
+    residual: torch.Tensor | None,
+) -> Gradients:
+    """Return the gradients of x, of the weight and, unless `mean` is None, of the bias; the last two in fp32.
 
     `residual`, another gradient of x, is added to its gradient before that is rounded.
     """
@@ -120,7 +128,6 @@ def norm_grad(
     if rows:
         _norm_grad[(programs,)](
             dy, x, weight, mean, rstd, residual, dx, parts[0], parts[-1], rows, columns,
-            CENTERED=mean is not None, ADDS=residual is not None, ROWS=together, **_sizes(columns, together),
+            CENTERED=mean is not None, ADDS=residual is not None, ROWS=together, **_options(columns, together),
         )  # fmt: skip
-    sums = parts.sum(1)
-    return dx, sums[0], None if mean is None else sums[1]
+    return dx, *parts.sum(1).unbind()

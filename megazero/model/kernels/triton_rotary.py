@@ -1,15 +1,19 @@
 """Rotary positions of queries and keys, and the copy of values, in one launch each way.
 
-Bytes per element of w bytes: 2 w, and the tables' once. Torch's operators take eight launches and 11 w. Computed in
-fp32 and rounded once. Every tensor is seen as [b, s, heads, d], with any strides but for the last dim's, which is 1:
-gradients come as attention's backward makes them.
+Bytes per element of w bytes: 2 w, plus the tables' once. torch's operators take eight launches and 11 w. Computed in
+fp32 and rounded once. Tensors are [b, s, heads, d] with any strides except the last dim's, which is 1, because the
+gradients' strides are those that attention's backward chooses.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+
+from megazero.model.kernels.triton_options import options
 
 
 @triton.jit
@@ -20,10 +24,8 @@ def _rotate(source, result, heads, half, head_in, head_out, cos, sin, HEADS: tl.
         head = first + tl.arange(0, HEADS)[:, None]
         inside = (head < heads) & (dim < half)
         given = tl.load(source + head * head_in + dim, mask=inside, other=0.0)
-        a, b = (
-            given.to(tl.float32),
-            tl.load(source + head * head_in + half + dim, mask=inside, other=0.0).to(tl.float32),
-        )
+        paired = tl.load(source + head * head_in + half + dim, mask=inside, other=0.0)
+        a, b = given.to(tl.float32), paired.to(tl.float32)
         tl.store(result + head * head_out + dim, (a * cos - b * sin).to(given.dtype), mask=inside)
         tl.store(result + head * head_out + half + dim, (b * cos + a * sin).to(given.dtype), mask=inside)
 
@@ -44,14 +46,14 @@ def _rotary(
     q_out_b, q_out_s, q_out_n, k_out_b, k_out_s, k_out_n, v_out_b, v_out_s, v_out_n,
     BACK: tl.constexpr, PLACED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """All heads of one token per program. BACK: by the negative angle. PLACED: positions are read."""
+    """All heads of one token per program. BACK: rotate by the negative angle. PLACED: read positions."""
     token = tl.program_id(0)
     b, s = (token // length).to(tl.int64), (token % length).to(tl.int64)
     place = s
     if PLACED:
         place = tl.load(positions + token)
     dim = tl.arange(0, HALF)[None, :]
-    cos = tl.load(cosines + place * 2 * half + dim, mask=dim < half, other=0.0).to(tl.float32)  # rows of d, twice half
+    cos = tl.load(cosines + place * 2 * half + dim, mask=dim < half, other=0.0).to(tl.float32)  # rows of d
     sin = tl.load(sines + place * half + dim, mask=dim < half, other=0.0).to(tl.float32)
     if BACK:
         sin = -sin
@@ -63,32 +65,19 @@ def _rotary(
     _copy(v, to, groups, 2 * half, v_in_n, v_out_n, HEADS, 2 * HALF)
 
 
-def launch(
-    given: tuple[torch.Tensor, ...],
-    result: tuple[torch.Tensor, ...],
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor | None,
-    back: bool,
-) -> None:
-    """Write queries [b, s, n, d] and keys [b, s, g, d], rotated, and values to `result`, which are as `given`.
-
-    Args:
-        cos, sin: tables (`model.kernels.rotary.RotaryTables`), [.., 1, d] and [.., 1, d/2].
-        positions: [b, s] int64, of each token; None: 0 to s - 1 in every sample.
-        back: undo the rotation.
-    """
-    q, k, _ = given
+def rotary_(q: torch.Tensor, k: torch.Tensor, *others: Any) -> None:
+    """See `Kernels.rotary`; others: v, three results, cos [.., 1, d], sin [.., 1, d/2], positions, back."""
+    v, *results, cos, sin, positions, back = others
     b, s, heads, d = q.shape
-    assert all(t.stride(-1) == 1 and t.dtype == q.dtype for t in (*given, *result)), [t.stride() for t in given]
+    tensors = q, k, v, *results
+    assert all(t.stride(-1) == 1 and t.dtype == q.dtype for t in tensors), [(t.dtype, t.stride()) for t in tensors]
     assert cos.is_contiguous() and sin.is_contiguous() and cos.shape[-1] == d == 2 * sin.shape[-1], (cos.shape, d)
     assert positions is None or (positions.is_contiguous() and positions.shape == (b, s)), positions
     half = triton.next_power_of_2(d // 2)
     together = max(1, min(triton.next_power_of_2(heads), 1024 // half))
     if q.numel():
         _rotary[(b * s,)](
-            *given, *result, cos, sin, positions, heads, k.shape[2], s, d // 2,
-            *[stride for t in (*given, *result) for stride in t.stride()[:3]],
-            BACK=back, PLACED=positions is not None, HEADS=together, HALF=half,
-            num_warps=max(1, min(8, together * half // 256)), enable_fp_fusion=False,
+            *tensors, cos, sin, positions, heads, k.shape[2], s, d // 2,
+            *[stride for t in tensors for stride in t.stride()[:3]],
+            BACK=back, PLACED=positions is not None, HEADS=together, HALF=half, **options(together * half),
         )  # fmt: skip

@@ -1,9 +1,9 @@
-"""Rows that are added to a table at places that may repeat: the gradient of the token table.
+"""Add rows to a table at places that may repeat: the gradient of the token table.
 
-Places are sorted; a program adds up the rows of a piece of SIZE places. A run of equal places inside of one piece is
-added to the table by its program; the parts of a run over several pieces are added by another launch, one program a
-run, in their order. So a place that is in every sample is not added up row by row, nothing is added by atomics, and the
-bits are the same every time. torch's accumulating `index_put_` walks a run row by row.
+Places are sorted and cut into pieces of SIZE. Equal places in a row are a *run*. A program sums the rows of a piece and
+adds a run that is inside the piece to the table. A second launch adds runs that cover several pieces: one program per
+run sums the parts in order. So a token that is in every sample costs no serial walk, as in torch's `index_put_`, there
+are no atomics, and the bits are the same every time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-SIZE = 32  # sorted places of a piece; does not depend on the GPU
+from megazero.model.kernels.triton_options import block_options
+
+SIZE = 32  # places of a piece, the same on every GPU
+BLOCK = 512  # columns of a program
 
 
 @triton.jit
@@ -21,8 +24,8 @@ def _pieces(
 ):
     """A piece and a block of columns per program.
 
-    `heads` [pieces, columns]: the part of a run that began before the piece. `tails`: that of a run which goes on
-    behind the piece and began in it.
+    `heads` [pieces, columns]: sum over the run that began before the piece. `tails`: over the run that begins in the
+    piece and ends after it.
     """
     piece = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -36,9 +39,9 @@ def _pieces(
         place = tl.load(places + at)
         following = tl.load(places + tl.minimum(at + 1, total - 1))
         goes_on = (at + 1 < total) & (following == place)
-        ends = (at + 1 == end) | (following != place)  # here ends this piece's part of the run
+        ends = (at + 1 == end) | (following != place)  # the last row of the run in this piece
         is_ours = place < num_rows
-        # a mask is a comparison of columns: 0 of them where nothing is to be done
+        # a mask compares columns with their number: with 0 if there is nothing to do
         value = tl.load(
             values + tl.load(order + at) * columns + column, mask=column < tl.where(is_ours, columns, 0), other=0.0
         )
@@ -55,10 +58,10 @@ def _pieces(
 
 @triton.jit
 def _runs(table, places, heads, tails, total, num_rows, columns, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """The run that begins in a piece and goes on behind it, if there is one, and a block of columns per program."""
+    """Per program: a block of columns of the run that begins in a piece and ends after it, if there is one."""
     piece = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    begin, end = piece * SIZE, (piece + 1) * SIZE  # there is a piece behind: end < total
+    begin, end = piece * SIZE, (piece + 1) * SIZE  # not the last piece: end < total
     place = tl.load(places + end - 1)
     begins_here = (begin == 0) | (tl.load(places + tl.maximum(begin - 1, 0)) != place)
     goes_on = begins_here & (place < num_rows) & (tl.load(places + end) == place)
@@ -74,18 +77,18 @@ def _runs(table, places, heads, tails, total, num_rows, columns, SIZE: tl.conste
     tl.store(into, (old.to(tl.float32) + summed).to(old.dtype), mask=mask)
 
 
-def add_rows_(table: torch.Tensor, places: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """table [v, h] += values [T, h] at `places` [T]; a value whose place is v or more is left out. Sums in fp32."""
-    (num_rows, columns), total = table.shape, len(places)
+def add_rows_(table: torch.Tensor, rows: torch.Tensor, mine: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """table [v, h] += values [T, h] at `rows` [T] where `mine`. Sums are in fp32."""
+    (num_rows, columns), total = table.shape, len(rows)
+    places = rows.masked_fill(~mine, num_rows)  # kernels skip places that are not in the table
     assert values.shape == (total, columns) and table.is_contiguous(), (table.shape, values.shape, places.shape)
     if total == 0:
         return table
     ordered, order = places.sort(stable=True)
     pieces = triton.cdiv(total, SIZE)
     parts = torch.empty(2, pieces, columns, dtype=torch.float32, device=table.device)
-    block = min(triton.next_power_of_2(columns), 512)
-    blocks = triton.cdiv(columns, block)
-    options = {"SIZE": SIZE, "BLOCK": block, "num_warps": max(1, min(4, block // 256)), "enable_fp_fusion": False}
+    options = {"SIZE": SIZE, **block_options(columns, BLOCK)}
+    blocks = triton.cdiv(columns, options["BLOCK"])
     heads, tails = parts
     _pieces[(pieces, blocks)](
         table, values.contiguous(), ordered, order, heads, tails, total, num_rows, columns, **options

@@ -1,1 +1,1 @@
-"""Parts of a model: what they are built with, attention, MLP, norms, positions, the vocabulary."""
+"""Parts of a model: attention, MLP, norms, positions, the vocabulary, and the context that they share."""

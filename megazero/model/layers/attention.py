@@ -1,14 +1,15 @@
 """Causal self-attention, and its core: attention of the heads that are on this rank, by one of two backends.
 
 FUSED: torch's scaled_dot_product_attention, which saves queries, keys, values, output and log-sum-exp per query.
-MATH: explicit attention weights, for what the fused kernels cannot do here: dropout with masks by coordinate; 16 bit
-on a CPU, where they are 8 times slower; fp64 on a GPU, which has none; documents in fp32 on a GPU. It saves the
-weights, [s, s] per head, for backward, or recomputes them (selective recompute).
+MATH: explicit attention weights, [s, s] per head, which are saved for backward or recomputed (selective recompute). It
+is used where the fused kernels are missing or slow: dropout with masks by coordinate; 16 bit on a CPU, where they are 8
+times slower; fp64 on a GPU; documents in fp32 on a GPU.
 
-Either bounds attention by documents, if told to. FUSED computes each document alone, which takes less time than whole
-samples and as much memory.
+Both can restrict attention to documents. FUSED computes each document alone, which takes less time than whole samples
+and as much memory.
 
-Shapes: b micro-batch, s sequence, T = b s tokens, n heads, d head dim; /tp = this rank's part.
+Shapes: b micro-batch, s sequence, T = b s tokens, T' those of the residual stream on this rank, h hidden, n heads, g
+groups of keys and values on this rank, d head dim; /tp = this rank's part.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ import torch.nn.functional as F
 
 from megazero.config.schema import ModelConfig
 from megazero.model.kernels.dropout import Dropout, Rows
-from megazero.model.kernels.fused_ops import FusedOps
 from megazero.model.kernels.matmul import upcasts
-from megazero.model.kernels.rotary import Rotary, RotaryTables, rotate
+from megazero.model.kernels.rotary import Rotary, RotaryTables
+from megazero.model.kernels.table import Kernels
 from megazero.model.layers.context import Context, MicroBatchInfo
-from megazero.model.layers.documents import Documents, Span
+from megazero.model.layers.documents import Documents, DocumentSpan
 from megazero.model.layers.linear import Call, ColumnLinear, RowLinear, Split, normed_columns, rows_onto
 from megazero.model.layers.norm import Norm
 
@@ -37,15 +38,11 @@ FLASH_CAPABILITY = (8, 0)  # of a GPU: FlashAttention runs from Ampere on
 
 @dataclass(frozen=True)
 class CoreAttention:
-    """The attention core of one layer.
-
-    Attributes:
-        recompute: compute the attention weights of the math backend again in backward, instead of saving them.
-    """
+    """The attention core of one layer."""
 
     dropout: Dropout
-    fused_ops: FusedOps
-    recompute: bool
+    kernels: Kernels
+    recompute: bool  # the attention weights of the math backend, in backward, instead of saving them
 
     def __call__(
         self,
@@ -59,8 +56,8 @@ class CoreAttention:
         """q [b, n/tp, s, d], k and v [b, g, s, d], g dividing n/tp -> [T, n/tp * d].
 
         Args:
-            rows: of the dropout's mask, a row for every head and query; None without dropout.
-            documents: what attention is bounded by; None: samples.
+            rows: of the dropout's mask, one per head and query; None without dropout.
+            documents: to which attention is restricted; None: whole samples.
         """
         if backend is Backend.MATH:
             y = _MathAttention.apply(q, k, v, self, rows, documents)
@@ -70,18 +67,18 @@ class CoreAttention:
         return y.transpose(1, 2).reshape(q.shape[0] * q.shape[2], -1)
 
     def weights(self, q: torch.Tensor, k: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
-        """Causal softmax of q k^T / sqrt(d): [b, n/tp, s, s] in q's dtype, the softmax in fp32, or of fp64 in fp64.
+        """Causal softmax of q k^T / sqrt(d), [b, n/tp, s, s] in q's dtype.
 
-        Queries are scaled, not scores: q k^T alone can be more than fp16 holds.
+        Queries are scaled, not scores, because q k^T alone can overflow in fp16.
         """
         scores = _matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2))
-        return self.fused_ops.causal_softmax(scores, None if documents is None else documents.starts)
+        return self.kernels.causal_softmax(scores, None if documents is None else documents.starts)
 
 
 def _fused_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """q [b, n/tp, s, d], k and v [b, g, s, d] -> [b, n/tp, s, d]
 
-    For meta tensors, which stand for a GPU's, torch would choose no fused kernel; so the one that a GPU takes is named.
+    Meta tensors stand for a GPU's. torch would not choose a fused kernel for them, so the GPU's is called by name.
     """
     groups = q.shape[1] // k.shape[1]
     flash = q.dtype != torch.float32 and (q.is_meta or _has_flash(q.device))
@@ -99,10 +96,7 @@ def _has_flash(device: torch.device) -> bool:
 
 
 def _fused_within(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents) -> torch.Tensor:
-    """The same, within documents. On a GPU, in 16 bit, one kernel has them all; on a CPU each has a call.
-
-    That kernel is FlashAttention, which older GPUs do not run: each document has a call there too.
-    """
+    """The same within documents: one FlashAttention for all of them on newer GPUs; elsewhere a call per document."""
     if q.device.type == "cpu":
         return _DocumentAttention.apply(q, k, v, documents)
     b, n, s, d = q.shape
@@ -120,8 +114,8 @@ def _fused_within(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: 
 class _DocumentAttention(torch.autograd.Function):
     """q [b, n/tp, s, d], k and v [b, g, s, d] -> [b, n/tp, s, d], in memory [b, s, n/tp, d].
 
-    torch's kernel for CPUs, called for each document. It keeps what one call for whole samples keeps: slices of
-    autograd's own calls would keep their outputs beside the tensor that they are joined in.
+    torch's kernel for CPUs, called per document. It saves as much as one call for whole samples. Calls under autograd
+    would save their outputs in addition to the tensor that joins them.
     """
 
     @staticmethod
@@ -153,15 +147,13 @@ _CPU_KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _CPU_KERNEL_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def _part(span: Span) -> tuple[slice, slice, slice]:
+def _part(span: DocumentSpan) -> tuple[slice, slice, slice]:
     """Index the tokens of a document in [b, heads, s, ..]."""
     return slice(span.sample, span.sample + 1), slice(None), slice(span.first, span.stop)
 
 
 class Heads(NamedTuple):
-    """[T, n/tp * 3 * d] -> queries, keys and values, views of [b, n/tp, s, d]. Their gradients are copied into one
-    tensor, once: autograd's own way is a stack and then a copy into rows.
-    """
+    """[T, n/tp * 3 * d] -> queries, keys and values, views of [b, n/tp, s, d]. Backward copies their gradients once."""
 
     batch: int
     num_heads: int  # n/tp
@@ -177,7 +169,7 @@ class Heads(NamedTuple):
 
 
 def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b; in 16 bit on a CPU by way of fp32, which is some 60 times faster there."""
+    """a @ b. 16-bit products on a CPU are computed in fp32, which is some 60 times faster."""
     if upcasts(a):
         return (a.float() @ b.float()).to(a.dtype)
     return a @ b
@@ -203,13 +195,13 @@ class _MathAttention(torch.autograd.Function):
         dropped = core.dropout(weights, ctx.rows)
         dv = _matmul(dropped.transpose(-1, -2), dy)
         ddropped = _matmul(dy, v.transpose(-1, -2))
-        dscores = core.fused_ops.scores_grad(weights, dropped, ddropped, q.shape[-1] ** -0.5)
+        dscores = core.kernels.scores_grad(weights, dropped, ddropped, q.shape[-1] ** -0.5)
         dk = _matmul(dscores.transpose(-1, -2), q)
         return _matmul(dscores, k), _sum_groups(dk, ctx.groups), _sum_groups(dv, ctx.groups), None, None, None
 
 
 def _repeat(x: torch.Tensor, groups: int) -> torch.Tensor:
-    """Keys or values of every query's head."""
+    """Keys or values per query head."""
     return x if groups == 1 else x.repeat_interleave(groups, dim=1)
 
 
@@ -240,7 +232,7 @@ class _Attention(nn.Module):
 
     Attributes:
         head_dim: d, the model's unless another is given.
-        score_flops: FLOPs per token of scores and of sums over values, of all heads.
+        score_flops: FLOPs per token of scores and sums over values, for all heads of the model.
     """
 
     columns: tuple[ColumnLinear, ...]
@@ -253,7 +245,7 @@ class _Attention(nn.Module):
         self.num_heads = model.num_attention_heads // context.tp.size
         self.first_head = context.tp.rank * self.num_heads
         dropout = context.dropout(model.attention_dropout, number, "scores")
-        self.core = CoreAttention(dropout, context.fused_ops, context.selective)
+        self.core = CoreAttention(dropout, context.kernels, context.selective)
 
     def forward(self, x: torch.Tensor, norm: Norm, dropout: Dropout, tokens: MicroBatchInfo) -> torch.Tensor:
         """x [T', h] -> x + dropout(attention(norm(x))) [T', h]"""
@@ -261,32 +253,31 @@ class _Attention(nn.Module):
         y = self.attend(heads, tokens)  # [T, n/tp * d]
         return rows_onto(x, (y,), (self.proj,), (None,), dropout, Call(tokens.dropout_rows, output=True))
 
-    def split(self, tokens: MicroBatchInfo) -> Split | None:
-        """Return the split of the outputs of `columns` that `attend` takes."""
-        raise NotImplementedError
+    def split(self, tokens: MicroBatchInfo) -> Split:
+        """Return the function from the outputs of `columns` to queries, keys and values.
 
-    def new_heads(self, outputs: list[torch.Tensor], tokens: MicroBatchInfo) -> tuple[torch.Tensor, ...]:
-        """Return queries [T, n/tp, d], keys and values [T, g, d] of new tokens, of the outputs of `columns`."""
+        In generation, where sequences have different numbers of new tokens, b is 1 and s is T.
+        """
         raise NotImplementedError
 
     def attend(self, heads: list[torch.Tensor], tokens: MicroBatchInfo) -> torch.Tensor:
-        """Queries, keys and values -> [T, n/tp * d]"""
+        """Queries [b, n/tp, s, d], keys and values [b, g, s, d] -> [T, n/tp * d]"""
         if tokens.cache is not None:
-            return tokens.cache.attend(self.number, *self.new_heads(heads, tokens), tokens.rows)
+            new = (part[0].transpose(0, 1) for part in heads)
+            return tokens.cache.attend(self.number, *new, tokens.rows)
         documents = tokens.attention_documents
         if tokens.training and self.core.dropout.probability > 0:
             first, count = self.first_head * tokens.length, self.num_heads * tokens.length
             rows = tuple(Rows(sample, first, count) for sample in tokens.samples)
         else:
             rows = None
-        backend = attention_backend(
-            heads[0].device.type, self.context.precision, rows is not None, documents is not None
-        )
+        device, precision = self.context.device.type, self.context.precision
+        backend = attention_backend(device, precision, rows is not None, documents is not None)
         return self.core(*heads, backend, rows, documents)
 
 
 class Attention(_Attention):
-    """One weight has queries, keys and values of every head; with biases. Positions are learned elsewhere."""
+    """GPT-2's: one weight for queries, keys and values; biases; no positions."""
 
     def __init__(self, model: ModelConfig, number: int, context: Context, head_dim: int | None = None) -> None:
         super().__init__(model, number, context, head_dim)
@@ -295,18 +286,14 @@ class Attention(_Attention):
         self.proj = RowLinear(context, n * d, h, std=model.residual_std, bias=True)
         self.columns = (self.qkv,)
 
-    def split(self, tokens: MicroBatchInfo) -> Split | None:
-        return Heads(len(tokens.samples), self.num_heads) if tokens.cache is None else None
-
-    def new_heads(self, outputs: list[torch.Tensor], tokens: MicroBatchInfo) -> tuple[torch.Tensor, ...]:
-        (qkv,) = outputs
-        return qkv.view(len(qkv), self.num_heads, 3, -1).unbind(2)
+    def split(self, tokens: MicroBatchInfo) -> Split:
+        return Heads(len(tokens.samples) if tokens.cache is None else 1, self.num_heads)
 
 
 class GroupedAttention(_Attention):
-    """Groups of query heads share keys and values; positions are rotary; no biases but, if asked for, of q, k and v.
+    """Groups of query heads share keys and values. Positions are rotary. q, k and v have biases if --add-qkv-bias.
 
-    Queries are one weight [n, d, h]; keys and values another [g, 2, d, h], sharded over tp by group. Where there are
+    Queries are one weight [n, d, h]; keys and values another [groups, 2, d, h], sharded over tp by group. If there are
     fewer groups than ranks, it is replicated, and each rank computes with the group of its queries.
     """
 
@@ -323,25 +310,20 @@ class GroupedAttention(_Attention):
         self.proj = RowLinear(context, n * d, h, std=model.residual_std, bias=False)
         self.columns = (self.query, self.kv)
 
-    def split(self, tokens: MicroBatchInfo) -> Split | None:
+    def split(self, tokens: MicroBatchInfo) -> Split:
+        batch, positions = len(tokens.samples), None
         if tokens.cache is not None:
-            return None
-        positions = None if tokens.position_documents is None else tokens.position_documents.positions
-        return Groups(len(tokens.samples), self.num_heads, self.context.kernels.rotary, self.tables, positions)
-
-    def new_heads(self, outputs: list[torch.Tensor], tokens: MicroBatchInfo) -> tuple[torch.Tensor, ...]:
-        query, kv = outputs
-        q = query.view(1, len(query), self.num_heads, -1)
-        k, v = kv.view(1, len(kv), -1, 2, q.shape[-1]).unbind(3)
-        tables = self.tables.at(tokens.positions(q.device), len(query))
-        return rotate(q, tables)[0], rotate(k, tables)[0], v[0]
+            batch, positions = 1, tokens.positions(self.context.device)[None]
+        elif tokens.position_documents is not None:
+            positions = tokens.position_documents.positions
+        return Groups(batch, self.num_heads, self.context.kernels.rotary, self.tables, positions)
 
 
 class Groups(NamedTuple):
     """[T, n/tp * d], [T, g * 2 * d] -> queries [b, n/tp, s, d], keys and values [b, g, s, d], rotated by position.
 
-    They are tensors of their own, since a view of one would keep the memory of all; in memory [b, s, heads, d], as the
-    fused kernels' output then is. Nothing is kept: a rotation is undone by rotating back. Other outputs pass through.
+    They have memory of their own, because a view of one would keep the memory of all. Its order is [b, s, heads, d],
+    which the fused kernels' output follows. Nothing is saved: backward rotates back. Other outputs pass through.
     """
 
     batch: int

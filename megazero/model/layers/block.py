@@ -1,14 +1,15 @@
-"""The contract of an architecture: what its layers are, and how a block is called.
+"""The contract of an architecture: its layers, and how a block is called.
 
 A layer is a `Layer` that
-- declares its use of its weights, and the end of the model that it is at, unless it is a block;
-- declares its weights in its constructor, by `Context.weight`, where it uses them. A weight's global name is its path;
-- computes x [T', h] -> [T', h]: weights are read as `weight.data` inside autograd Functions, which hand gradients to
-  `weight.accumulate_grad`; collectives go through the context's axes, dropout through `Context.dropout`;
-- says nothing else, but that a part with products of activations with each other has `score_flops`, their FLOPs per
-  token. Its bytes, collectives and FLOPs are found by running it (`price.trace.trace`).
+- sets `use` and, unless it is a block, `end`;
+- declares its weights in its constructor by `Context.weight`. A weight's global name is its path in the model;
+- computes x [T', h] -> [T', h]. Its autograd Functions read weights as `weight.data` and hand gradients to
+  `weight.accumulate_grad`. Collectives go through the context's axes, dropout through `Context.dropout`.
 
-The residual stream is [T', h]: this rank's T' of the micro-batch's T = b s tokens (see `context.ResidualStream`).
+Nothing else is declared, because `price.trace.trace` runs the layer and records bytes, collectives and FLOPs. One
+exception: a part that multiplies activations with each other has `score_flops`, the FLOPs of these products per token.
+
+Shapes: h hidden, T' tokens of the residual stream on this rank (`context.ResidualStream`).
 """
 
 from __future__ import annotations
@@ -27,36 +28,28 @@ from megazero.plan.layout.layers import End, Use
 
 
 class Layer(nn.Module):
-    """A layer, and its declarations for plans. The defaults are those of a block.
+    """A layer, and its declarations for plans. The defaults are those of a block."""
 
-    Attributes:
-        use: of its weights.
-        end: of the model; None: a block, which any pipeline stage may hold.
-        reads: units of other layers that it reads besides its own.
-    """
-
-    use = Use.LAYER
-    end: End | None = None
-    reads: tuple[str, ...] = ()
+    use = Use.LAYER  # of its weights
+    end: End | None = None  # the end of the model at which it is; None: a block
+    reads: tuple[str, ...] = ()  # units of other layers that it reads
 
     def compute(self, x: torch.Tensor | None, batch: DeviceBatch, output: bool) -> torch.Tensor:
-        """Call the layer with the parts of a micro-batch that it reads. x [T', h]; None: there is no layer before it.
+        """Call the layer with the parts of a micro-batch that it reads. x [T', h]; None for the first layer.
 
-        `output` False: only the graph is needed; the returned tensor is never read.
+        If `output` is False, callers use only the graph.
         """
         return self(x, batch.tokens, output)
 
 
 class Architecture(NamedTuple):
-    """The layers that a model of this architecture is made of, besides the token table.
+    """The layers of an architecture, besides the token table."""
 
-    Blocks of equal `kind` are declared, traced and priced once.
-    """
-
-    block: Callable[[ModelConfig, int, Context], Layer]  # called as block(x, tokens, output); the number: its place
+    block: Callable[[ModelConfig, int, Context], Layer]  # of a number; called as block(x, tokens, output)
     norm: Callable[[ModelConfig, Context], nn.Module]  # before the output matrix
-    positions: Callable[[ModelConfig, Context], Layer] | None  # a layer behind the token table, or none
-    kind: Callable[[ModelConfig, int], Hashable] = lambda model, number: None  # equal: they differ in number alone
+    positions: Callable[[ModelConfig, Context], Layer] | None  # a layer after the token table
+    # of a block's number: blocks of one kind differ in their number only; they are declared, traced and priced once
+    kind: Callable[[ModelConfig, int], Hashable] = lambda model, number: None
 
 
 class PreNormBlock(Layer):
@@ -73,6 +66,6 @@ class PreNormBlock(Layer):
         self.dropout2 = context.dropout(model.hidden_dropout, number, "mlp")
 
     def forward(self, x: torch.Tensor, tokens: MicroBatchInfo, output: bool = True) -> torch.Tensor:
-        """x [T', h] -> [T', h]. `output` False: only the graph is needed, and the last sum over tp is left out."""
+        """x [T', h] -> [T', h]. If `output` is False, callers use only the graph: the last sum over tp is omitted."""
         x = self.attention(x, self.norm1, self.dropout1, tokens)
         return self.mlp(x, self.norm2, self.dropout2, Call(tokens.dropout_rows, output))

@@ -1,4 +1,7 @@
-"""Everything that layers share: how they declare weights, the layout of the residual stream, a batch's tokens."""
+"""Values that layers share: declaration of weights, layout of the residual stream, tokens of a micro-batch.
+
+Shapes: b micro-batch, s sequence, T = b s tokens, T' those of the residual stream on this rank, c any width.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megazero.comm.mesh.collectives import Axis, Pending
 from megazero.memory.tracker import Allocation, MemoryTracker
 from megazero.model.kernels.dropout import Dropout, Rows
-from megazero.model.kernels.fused_ops import PLAIN, FusedOps
 from megazero.model.kernels.matmul import TORCH, Products
 from megazero.model.kernels.rotary import Rotary, RotaryTables
 from megazero.model.kernels.table import EAGER, Kernels
@@ -26,7 +28,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 
 class AsyncTensor(NamedTuple):
-    """A collective's result, which may be in flight."""
+    """The result of a collective that may be in flight."""
 
     data: torch.Tensor
     pending: Pending
@@ -40,13 +42,13 @@ class AsyncTensor(NamedTuple):
 class ResidualStream:
     """Layout of the residual stream on the tensor-parallel ranks, and so the collectives of a sharded layer.
 
-    Whole: all T tokens on every rank; nothing is gathered, sums are all-reduces. Sharded (sequence parallelism): rank r
-    has the r-th T/tp of the tokens; they are gathered where a layer needs all of them, sums are reduce-scatters. Either
-    way the gradient of a gather is a sum, and that of a sum a gather.
+    Whole: every rank has all T tokens. Nothing is gathered, and sums are all-reduces. Sharded (sequence parallelism):
+    rank r has the r-th T/tp of the tokens. They are gathered where a layer needs all of them, and sums are
+    reduce-scatters. The gradient of a gather is a sum, and that of a sum a gather.
 
-    The cut is through the tokens of all samples one below the other, not through every sample's sequence: so what is
-    gathered lies in order, without a copy, and tp must divide b s only. Norms, dropout and residual sums work on single
-    tokens; what depends on a token's place asks `tokens`.
+    The ranks share the T tokens of all samples, not the s tokens of each sample. So gathered tokens are in order
+    without a copy, and tp must divide T only. Norms, dropout and residual sums work on single tokens; `tokens` has the
+    numbers of this rank's.
     """
 
     tp: Axis
@@ -60,7 +62,7 @@ class ResidualStream:
         return AsyncTensor(whole, self.tp.start_all_gather(x.contiguous(), whole))
 
     def start_reduce(self, part: torch.Tensor) -> AsyncTensor:
-        """part [T, c], each rank's summand -> [T', c]. Where the stream is whole, in place."""
+        """part [T, c], each rank's summand -> [T', c]. In place if the stream is whole."""
         if not self.sharded:
             return AsyncTensor(part, self.tp.start_all_reduce(part))
         out = part.new_empty(part.shape[0] // self.tp.size, *part.shape[1:])
@@ -68,7 +70,7 @@ class ResidualStream:
         return AsyncTensor(out, self.tp.start_reduce_scatter(part.view(-1), out.view(-1), False, scratch))
 
     def tokens(self, total: int) -> tuple[range, ...]:
-        """Return the ranges of a micro-batch's T tokens that this rank holds, in the order of its rows."""
+        """Return the ranges of a micro-batch's T tokens that this rank has, in the order of its rows."""
         if not self.sharded:
             return (range(total),)
         assert total % self.tp.size == 0, (total, self.tp.size)
@@ -76,26 +78,20 @@ class ResidualStream:
         return (range(self.tp.rank * each, (self.tp.rank + 1) * each),)
 
     def num_tokens(self, total: int) -> int:
-        """Return T', the number of those tokens."""
+        """Return T'."""
         return sum(map(len, self.tokens(total)))
 
 
 @dataclass(frozen=True)
 class Context:
-    """Dependencies that every layer is built with.
-
-    Attributes:
-        seed: of initial weights and dropout masks.
-        selective: recompute in backward what is cheap and large.
-    """
+    """Dependencies that every layer is built with."""
 
     stream: ResidualStream
     tracker: MemoryTracker
     precision: str
     device: torch.device
-    seed: int = 0
-    selective: bool = False
-    fused_ops: FusedOps = PLAIN
+    seed: int = 0  # of initial weights and dropout masks
+    selective: bool = False  # recompute large and cheap tensors in backward
     products: Products = TORCH
     kernels: Kernels = EAGER
 
@@ -112,7 +108,7 @@ class Context:
 
     @functools.cached_property
     def released(self) -> torch.Tensor:
-        """One NaN, to which every weight without memory is expanded."""
+        """One NaN. Every weight without memory is this, expanded."""
         return torch.full((), torch.nan, dtype=self.dtype, device=self.device)
 
     @functools.cached_property
@@ -120,7 +116,7 @@ class Context:
         return {}
 
     def rotary_tables(self, rotary: Rotary, length: int) -> RotaryTables:
-        """Return the tables of positions 0 to length - 1, which all layers share. A buffer, at rest."""
+        """Return the tables of positions 0 to length - 1, which all layers share."""
         key = rotary, length
         if key not in self._tables:
             made = rotary.tables(length, self.dtype, self.device)
@@ -129,7 +125,7 @@ class Context:
 
     @property
     def table_bytes(self) -> dict[Hashable, int]:
-        """Bytes of each table that was asked for; layers that ask for the same share one."""
+        """Return the bytes of each table that a layer has asked for."""
         return {key: allocation.num_bytes for key, (_, allocation) in self._tables.items()}
 
     def weight(
@@ -142,14 +138,14 @@ class Context:
         pads: bool = False,
         summed: Iterable[str] = (),
     ) -> Weight:
-        """Declare a weight of the global `shape`, without memory. Its name is the path at which it is assigned.
+        """Declare a weight of the global `shape`, without memory. Its name will be its path in the model.
 
         Args:
             sharded: dim -> the axis that shards it.
             std, mean: of the initial normal distribution.
             decays: weight decay applies.
-            pads: rows of the shard may be padded: the vocabulary.
-            summed: axes besides the data-parallel ones over which its gradient is a sum.
+            pads: rows of the shard may be padding, as of the vocabulary.
+            summed: axes over which its gradient is a sum, besides the data-parallel ones.
         """
         spec = ParamSpec("", shape, tuple((sharded or {}).items()), decays, std, mean, pads, frozenset(summed))
         block = spec.local({"tp": self.tp.rank}, {"tp": self.tp.size})
@@ -157,7 +153,7 @@ class Context:
 
 
 def kept_bytes(writes: Iterable[GradWriter]) -> int:
-    """Bytes that contributions keep until they are made; what two of them share counts once."""
+    """Return the bytes that contributions hold until they are computed; a storage counts once."""
     storages = [t.untyped_storage() for write in writes for t in write.tensors]
     return sum({StorageWeakRef(storage).cdata: storage.nbytes() for storage in storages}.values())
 
@@ -167,12 +163,12 @@ class MicroBatchInfo(NamedTuple):
 
     length: int  # s
     samples: tuple[int, ...]  # their global numbers, for dropout
-    training: bool  # else an evaluation, without dropout
-    rows: tuple[Rows, ...]  # the tokens of the residual stream on this rank, sample by sample; a row is a place
-    runs: tuple[range, ...]  # the positions of the same tokens: consecutive ones, run by run
-    cache: KVCache | None = None  # generation: attention reads earlier tokens there, and puts these there
-    attention_documents: Documents | None = None  # what attention is bounded by; None: samples
-    position_documents: Documents | None = None  # where positions restart; None: with every sample
+    training: bool  # False: an evaluation, without dropout
+    rows: tuple[Rows, ...]  # the T' tokens, by sample; a row is a token's index in its sample
+    runs: tuple[range, ...]  # the positions of the T' tokens, as ranges of consecutive ones
+    cache: KVCache | None = None  # in generation: keys and values of earlier tokens, to which these are added
+    attention_documents: Documents | None = None  # to which attention is restricted; None: whole samples
+    position_documents: Documents | None = None  # with which positions restart; None: with every sample
 
     @classmethod
     def of(
@@ -189,24 +185,22 @@ class MicroBatchInfo(NamedTuple):
         assert len(samples) == len(ids), (samples, ids.shape)
         ranges, length, rows = stream.tokens(ids.numel()), ids.shape[1], []
         for held in ranges:
-            at = held.start
-            while at < held.stop:
-                sample, first = divmod(at, length)
-                stop = min(held.stop, at - first + length)
-                rows.append(Rows(samples[sample], first, stop - at))
-                at = stop
+            for sample in range(held.start // length, -(-held.stop // length)):
+                begin = sample * length
+                first, stop = max(held.start, begin) - begin, min(held.stop, begin + length) - begin
+                rows.append(Rows(samples[sample], first, stop - first))
         runs = tuple(range(row.first, row.first + row.count) for row in rows)
         if position_documents is not None:
             runs = tuple(run for held in ranges for run in position_documents.runs(held))
         return cls(length, samples, training, tuple(rows), runs, None, attention_documents, position_documents)
 
     def positions(self, device: torch.device) -> torch.Tensor:
-        """Position of each of the residual stream's tokens, [T'] int64."""
+        """Return the position of each of the T' tokens, [T'] int64."""
         return torch.cat([torch.arange(run.start, run.stop, device=device) for run in self.runs])
 
     @property
     def dropout_rows(self) -> tuple[Rows, ...] | None:
-        """The rows of the residual stream's dropout masks; None in evaluation."""
+        """Return the rows of the residual stream's dropout masks; None: no dropout."""
         return self.rows if self.training else None
 
 

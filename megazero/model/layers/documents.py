@@ -1,4 +1,4 @@
-"""Documents packed into the samples of a micro-batch, where attention is bounded by them, or positions restart.
+"""Documents packed into the samples of a micro-batch: attention is restricted to them, or positions restart.
 
 Shapes: b micro-batch, s sequence, N documents.
 """
@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 
 
-class Span(NamedTuple):
-    """Consecutive tokens of one sample: a document, or the part of it that is in the sample."""
+class DocumentSpan(NamedTuple):
+    """The tokens [first, stop) of one sample: a document, or the part of it that is in the sample."""
 
-    sample: int  # its place in the micro-batch
+    sample: int  # its index in the micro-batch
     first: int
     stop: int
 
@@ -25,31 +25,31 @@ class Documents:
     """The documents of a micro-batch.
 
     Attributes:
-        starts: for each token, the place in its sample at which its document begins, [b, s] int64 on the device.
-        bounds: borders of the documents among the T = b s tokens, [N + 1] int32 on the device.
-        spans: the same as numbers, in the order of the tokens.
+        starts: per token, the index in its sample at which its document begins, [b, s] int64 on the device.
+        bounds: of the documents among the T = b s tokens, [N + 1] int32 on the device.
+        spans: the same as Python numbers, in the order of the tokens.
     """
 
     starts: torch.Tensor
     bounds: torch.Tensor
-    spans: tuple[Span, ...]
+    spans: tuple[DocumentSpan, ...]
 
     @classmethod
     def of(cls, starts: torch.Tensor) -> Documents:
-        """Find the documents of `starts` [b, s] int64, on the CPU; the result is there too."""
+        """Return the documents of `starts` [b, s] int64. Its tensors, and those of the result, are on the CPU."""
         length, found = starts.shape[1], []
         firsts = (starts == torch.arange(length)).nonzero().tolist()
         for (sample, first), following in zip(firsts, [*firsts[1:], [-1, 0]], strict=True):
-            found.append(Span(sample, first, following[1] if following[0] == sample else length))
+            found.append(DocumentSpan(sample, first, following[1] if following[0] == sample else length))
         firsts_of_all = [span.sample * length + span.first for span in found]
         return cls(starts, torch.tensor([*firsts_of_all, starts.numel()], dtype=torch.int32), tuple(found))
 
     @classmethod
     def whole(cls, batch: int, length: int, device: torch.device) -> Documents:
-        """Samples of one document each."""
+        """Return samples of one document each."""
         starts = torch.zeros(batch, length, dtype=torch.int64, device=device)
         bounds = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=device)
-        return cls(starts, bounds, tuple(Span(sample, 0, length) for sample in range(batch)))
+        return cls(starts, bounds, tuple(DocumentSpan(sample, 0, length) for sample in range(batch)))
 
     @cached_property
     def positions(self) -> torch.Tensor:
@@ -61,7 +61,7 @@ class Documents:
         return max(span.stop - span.first for span in self.spans)
 
     def runs(self, tokens: range) -> tuple[range, ...]:
-        """Positions of a range of the T tokens: consecutive ones, run by run."""
+        """Return the positions of a range of the T tokens, as ranges of consecutive ones."""
         length, found = self.starts.shape[1], []
         for sample, first, stop in self.spans:
             begin = sample * length + first

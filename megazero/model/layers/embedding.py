@@ -1,4 +1,7 @@
-"""Learned positions."""
+"""Learned positions.
+
+Shapes: h hidden, T' tokens of the residual stream on this rank.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def _split(x: torch.Tensor, runs: tuple[range, ...]) -> tuple[torch.Tensor, ...]
 
 
 class PositionEmbedding(Layer):
-    """Adds the learned positions; then the embedding's dropout."""
+    """Adds learned positions, then applies the embedding's dropout."""
 
     use, end = Use.LOOKUP, End.FIRST
 

@@ -1,7 +1,7 @@
-"""Keys and values of the tokens so far, so that the next token of a text costs one token's computation.
+"""Keys and values of earlier tokens, so that the next token of a text costs one token's computation.
 
-Shapes: b sequences, T new tokens of all sequences one below the other, n heads, g heads of keys and values, d head dim,
-L the longest sequence; /tp = this rank's part.
+Shapes: b sequences, T new tokens of all sequences, n heads, g heads of keys and values, d head dim, L longest sequence;
+/tp = this rank's part.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from megazero.model.kernels.dropout import Rows
 class KVCache:
     """The keys and values of b sequences in every layer of this rank.
 
-    A sequence is a row of the cache: `Rows.sample` is its number, `Rows.first` the position of its first new token.
-    New tokens of a sequence either follow those in the cache, one at a time, or replace them, from position 0 on.
+    In `Rows`, `sample` is the number of a sequence and `first` the position of its first new token. New tokens follow
+    those in the cache, one at a time, or replace them from position 0 on.
     """
 
     def __init__(self, num_sequences: int, capacity: int) -> None:
-        """Memory for `capacity` tokens of each sequence is taken when a layer first asks."""
+        """Have room for `capacity` tokens of each sequence, allocated at a layer's first use."""
         self.num_sequences, self.capacity = num_sequences, capacity
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # [b, g/tp, capacity, d] each
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: tuple[Rows, ...]
     ) -> torch.Tensor:
-        """Take new tokens' keys and values in; attend with their queries to all tokens up to each. No gradient.
+        """Store new tokens' keys and values, then return the attention of their queries. Has no gradient.
 
         Shapes: q [T, n/tp, d], k and v [T, g/tp, d] -> [T, n/tp * d].
         """
@@ -56,7 +56,7 @@ class KVCache:
         return torch.cat(found).flatten(1)
 
     def keep(self, sequences: Sequence[int]) -> None:
-        """Forget all sequences but these, which are numbered anew in this order."""
+        """Remove all sequences except these, which get the numbers 0, 1, ... in this order."""
         self.num_sequences = len(sequences)
         for layer, pair in self._layers.items():
             self._layers[layer] = tuple(part[list(sequences)] for part in pair)
@@ -69,9 +69,9 @@ class KVCache:
 
 
 def _attend_once(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """One query per sequence: q [b, n, d], keys and values [b, g, L', d], positions [b] -> [b, n, d].
+    """One query per sequence: q [b, n, d], keys and values [b, g, capacity, d], positions [b] -> [b, n, d].
 
-    The n / g queries that share keys are rows of one product, so that keys are not repeated.
+    The n / g queries that share keys are rows of one product, so keys are not repeated.
     """
     (b, n, d), g = q.shape, keys.shape[1]
     longest = int(positions.max()) + 1

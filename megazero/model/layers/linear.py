@@ -1,18 +1,15 @@
-"""Linear layers, sharded over tp, and what a Function of autograd joins them to: a norm, an activation, a residual.
+"""Linear layers, sharded over tp, joined with a norm, an activation and the residual into few autograd Functions.
 
-Activations are [T, h], the T = b s tokens of a micro-batch one below the other. The residual stream holds all of them
-on every tensor-parallel rank, or with sequence parallelism 1/tp of them: see `ResidualStream`.
+Weights have no `.grad`. Functions hand gradients to `Weight.accumulate_grad(write)`, which calls `write(out, add)`:
+`out` is the weight's window of a flat gradient buffer; `add` is False for the first contribution. A bias' gradient is
+summed in fp32 or wider, and rounded only to the buffer's type.
 
-Weights never collect a `.grad`. Every Function that uses one hands its gradient to `Weight.accumulate_grad(write)`,
-which calls `write(out, add)` with `out` the weight's window of a flat gradient buffer: to be written (add False: the
-first contribution) or added to. A bias' gradient is summed in fp32 or wider, and rounded to the buffer's type alone.
+Note [few Functions]: a Function in Python costs the host 7 us, and at small micro-batches an H100 waits for its host.
+So everything between two points that need autograd is one Function. `NormedColumns` and `ResidualRows` are pairs of
+forward and backward below autograd, which the Functions at the end of this file call.
 
-Note [few Functions]: a Function in Python costs the host 7 us before it does anything, and an H100 waits for its host
-at small micro-batches. So all that is between two points at which autograd is needed is one Function: `NormedColumns`
-and `ResidualRows` are pairs of forward and backward below autograd, which the Functions at the end of this file call.
-
-Shapes: b micro-batch, s sequence, T tokens, T' those of the residual stream on this rank, h hidden; /tp = this rank's
-part.
+Shapes: b micro-batch, s sequence, T = b s tokens, T' those of the residual stream on this rank, h hidden; /tp = this
+rank's part.
 """
 
 from __future__ import annotations
@@ -24,20 +21,21 @@ import torch
 import torch.nn as nn
 
 from megazero.model.kernels.dropout import Dropout, Rows
-from megazero.model.kernels.fused_ops import Activation, wide
+from megazero.model.kernels.eager import wide
 from megazero.model.kernels.matmul import as_matrix, write_or_add
+from megazero.model.kernels.table import Activation
 from megazero.model.layers.context import Context
 from megazero.model.layers.norm import Norm
 from megazero.model.layers.weight import GradWriter, handle_of
 
 
 class ColumnLinear(nn.Module):
-    """y [T, out/tp] = x [T', in] of all tokens @ weight[out/tp, in].T + bias[out/tp]
+    """y [T, out/tp] = x [T, in] @ weight[out/tp, in].T + bias[out/tp]
 
     Args:
-        out: the weight's shape but for its last dim, such as (heads, 3, d).
-        tp_dim: which of these dims is sharded.
-        rows: of dim 0, which this rank computes with, where too few for tp are replicated (tp_dim None).
+        out: the weight's shape without its last dim, such as (heads, 3, d).
+        tp_dim: the one of these dims that is sharded; None: replicated.
+        rows: of dim 0 of a replicated weight, with which this rank computes; None: all.
     """
 
     def __init__(
@@ -70,7 +68,7 @@ class ColumnLinear(nn.Module):
         return self.context.products.output(x, self.matrix, bias)
 
     def add_gradients(self, x: torch.Tensor, dy: torch.Tensor, summed: torch.Tensor | None = None) -> None:
-        """x [T, in], dy [T, out/tp]; `summed`: the sum of dy over tokens, where it is known."""
+        """x [T, in], dy [T, out/tp]; `summed`: the sum of dy over tokens, if it is known."""
         weight_grad = self.context.products.weight_grad
         self.weight.accumulate_grad(GradWriter(_to_rows(weight_grad, self.rows), (x, dy)))
         if self.bias is not None:
@@ -79,7 +77,7 @@ class ColumnLinear(nn.Module):
 
 
 def _to_rows(write: Callable[..., None], rows: slice | None) -> Callable[..., None]:
-    """`write` for the rows that are computed with; the gradient of the others is zero."""
+    """Restrict `write` to `rows`; the gradient of the other rows is 0."""
     if rows is None:
         return write
 
@@ -93,7 +91,7 @@ def _to_rows(write: Callable[..., None], rows: slice | None) -> Callable[..., No
 
 
 class RowLinear(nn.Module):
-    """y [T', out] = sum over tp of x [T, in/tp] @ weight[out, in/tp].T, + bias[out], which the first rank adds."""
+    """y [T', out] = sum over tp of x [T, in/tp] @ weight[out, in/tp].T, plus bias[out], which the first rank adds."""
 
     def __init__(self, context: Context, inner: int, out: int, *, std: float, bias: bool) -> None:
         super().__init__()
@@ -103,28 +101,28 @@ class RowLinear(nn.Module):
         self.weights = (self.weight,) if self.bias is None else (self.weight, self.bias)
 
     def part(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's summand, [T, out], without a graph."""
+        """Return this rank's summand, [T, out], without a graph."""
         bias = self.bias.data if self.bias is not None and self.context.tp.is_first else None
         return self.context.products.output(x, self.weight.data, bias)
 
 
 Tensors = tuple[torch.Tensor, ...]
-# gradients of column-linear layers' outputs, each with its sum over tokens, where it is known
+# gradients of column-linear layers' outputs, each with its sum over tokens, if it is known
 Grads = Sequence[tuple[torch.Tensor, torch.Tensor | None]]
 
 
 class NormedColumns(NamedTuple):
-    """Column-linear layers of one input norm(x) [T', in], which is gathered, and its gradient summed, once.
+    """Column-linear layers with the same input norm(x) [T', in]. It is gathered once, and its gradient summed once.
 
-    Of a sharded stream this rank's tokens alone are kept, and gathered again in backward. Nothing waits: the tokens
-    arrive while the input gradient is computed, and that is summed while the weight gradients are.
+    Of a sharded stream only this rank's tokens are saved. Backward gathers them again while the input gradient is
+    computed, and sums that while the weight gradients are computed.
     """
 
     norm: Norm
     layers: tuple[ColumnLinear, ...]
 
     def forward(self, x: torch.Tensor) -> tuple[Tensors, Tensors]:
-        """x [T', in] -> outputs [T, out/tp], and the tensors to keep for `backward`."""
+        """x [T', in] -> outputs [T, out/tp], and the tensors to save for `backward`."""
         y, *numbers = self.norm.normalise(x)
         context = self.layers[0].context
         whole = context.stream.start_unshard(y).wait()
@@ -134,7 +132,7 @@ class NormedColumns(NamedTuple):
     def backward(
         self, dys: Grads, residual: torch.Tensor | None, wanted: bool, x: torch.Tensor, *kept: torch.Tensor
     ) -> torch.Tensor | None:
-        """Return the gradient of x, if it is wanted, plus `residual`, another gradient of x."""
+        """Return the gradient of x plus `residual`, another gradient of x; None unless it is wanted."""
         norm, layers, context = self.norm, self.layers, self.layers[0].context
         trains = any(layer.weight.trains for layer in layers)
         unsharding = None
@@ -157,25 +155,21 @@ class NormedColumns(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call of `ResidualRows`, but for its tensors."""
+    """The arguments of a call of `ResidualRows` that are no tensors."""
 
     mask: tuple[Rows, ...] | None  # rows of the dropout's mask; None: no dropout
-    output: bool  # False: only the graph is needed; what is returned has the right shape, and no values
+    output: bool  # False: callers use only the graph and the result's shape, so its values are not computed
 
 
 class ResidualRows(NamedTuple):
-    """residual + dropout(sum of row-linear layers), each of an activation of its own input; summed over tp once.
-
-    Attributes:
-        activations: one per layer; None: the input itself.
-    """
+    """residual + dropout(sum over layers of layer(activation(its input))), summed over tp once."""
 
     layers: tuple[RowLinear, ...]
-    activations: tuple[Activation | None, ...]
+    activations: tuple[Activation | None, ...]  # per layer; None: the input itself
     dropout: Dropout
 
     def forward(self, xs: Tensors, residual: torch.Tensor, call: Call) -> tuple[torch.Tensor, Tensors]:
-        """xs [T, in/tp], residual [T', out] -> [T', out], and the tensors to keep for `backward`."""
+        """xs [T, in/tp], residual [T', out] -> [T', out], and the tensors to save for `backward`."""
         context, total, kept = self.layers[0].context, None, []
         for layer, activation, x in zip(self.layers, self.activations, xs, strict=True):
             inner = x
@@ -195,8 +189,9 @@ class ResidualRows(NamedTuple):
     def backward(
         self, dy: torch.Tensor, call: Call, wanted: tuple[bool, ...], kept: Tensors
     ) -> list[tuple[torch.Tensor | None, torch.Tensor | None]]:
-        """dy [T', out] -> gradients of the inputs, those that are wanted, each with its sum over tokens, where an
-        activation makes it. The residual's is dy. A bias' gradient is of this rank's tokens.
+        """dy [T', out] -> the wanted gradients of the inputs, each with its sum over tokens if the activation gives it.
+
+        The residual's gradient is dy. A bias' gradient is a sum over this rank's T' tokens.
         """
         context, saved, dxs = self.layers[0].context, iter(kept), []
         dy = self.dropout.grad(dy, call.mask)
@@ -218,7 +213,7 @@ class ResidualRows(NamedTuple):
 
 
 class Split(Protocol):
-    """Cuts the outputs of column-linear layers, and rearranges them, below autograd."""
+    """Splits and rearranges the outputs of column-linear layers, below autograd."""
 
     def forward(self, *ys: torch.Tensor) -> Tensors: ...
 
@@ -277,9 +272,9 @@ class _ColumnsAndRows(torch.autograd.Function):
 def normed_columns(
     x: torch.Tensor, norm: Norm, layers: tuple[ColumnLinear, ...], split: Split | None = None
 ) -> Tensors:
-    """x [T', in] -> the outputs of `layers` of norm(x), [T, out/tp], cut by `split`; and x, for the residual's sum.
+    """x [T', in] -> the outputs of `layers` for norm(x), [T, out/tp], split by `split`; and x, for the residual's sum.
 
-    The x that is returned carries the residual's gradient to the norm's backward, which adds the two in one pass.
+    The returned x carries the residual's gradient to the norm's backward, which adds the two in one pass.
     """
     return _Columns.apply(x, NormedColumns(norm, layers), split, handle_of(norm, *layers))
 
@@ -292,7 +287,7 @@ def rows_onto(
     dropout: Dropout,
     call: Call,
 ) -> torch.Tensor:
-    """Return residual [T', out] + dropout(sum of `layers`, each of an activation of its own of xs [T, in/tp])."""
+    """Return residual [T', out] + dropout(sum over layers of layer(activation(x))), for xs [T, in/tp]."""
     return _Rows.apply(ResidualRows(layers, activations, dropout), call, handle_of(*layers), residual, *xs)
 
 

@@ -7,7 +7,7 @@ import torch.nn as nn
 
 from megazero.config.schema import ModelConfig
 from megazero.model.kernels.dropout import Dropout
-from megazero.model.kernels.fused_ops import Activation
+from megazero.model.kernels.table import Activation
 from megazero.model.layers.context import Context
 from megazero.model.layers.linear import Call, ColumnLinear, NormedColumns, ResidualRows, RowLinear, columns_and_rows
 from megazero.model.layers.norm import Norm
@@ -34,7 +34,7 @@ class GeluMLP(_MLP):
         h, f = model.hidden_size, model.ffn_size
         self.up = ColumnLinear(context, h, f, std=model.init_method_std, bias=True)
         self.down = RowLinear(context, f, h, std=model.residual_std, bias=True)
-        self.activation = context.kernels.gelu or context.fused_ops.gelu
+        self.activation = context.kernels.gelu
 
 
 class SwigluMLP(_MLP):
@@ -45,4 +45,4 @@ class SwigluMLP(_MLP):
         h, f = model.hidden_size, model.ffn_size
         self.up = ColumnLinear(context, h, 2, f, tp_dim=1, std=model.init_method_std, bias=False)
         self.down = RowLinear(context, f, h, std=model.residual_std, bias=False)
-        self.activation = context.kernels.swiglu or context.fused_ops.swiglu
+        self.activation = context.kernels.swiglu

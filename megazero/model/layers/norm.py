@@ -1,4 +1,7 @@
-"""LayerNorm and RMSNorm over the last dim, h unless another width is given; their weights are replicated over tp."""
+"""LayerNorm and RMSNorm over the last dim, h unless another width is given; their weights are replicated over tp.
+
+Shapes: T tokens, h hidden.
+"""
 
 from __future__ import annotations
 
@@ -13,32 +16,39 @@ from megazero.model.layers.weight import Weight, handle_of
 
 
 class Norm(nn.Module):
-    """A norm as two functions below autograd, which a linear layer behind it calls in its own Function."""
+    """A norm as two functions below autograd, for the Functions of linear layers; or called by itself."""
 
     weights: tuple[Weight, ...]
 
+    def __init__(
+        self, model: ModelConfig, context: Context, width: int | None = None, summed: Iterable[str] = ()
+    ) -> None:
+        """`summed`: axes over which ranks norm parts of one token, such as its heads; see `Context.weight`."""
+        super().__init__()
+        self.eps, self.kernels, self.width = model.norm_epsilon, context.kernels, width or model.hidden_size
+        self.weight = context.weight(self.width, mean=1.0, summed=summed)
+        self.weights = (self.weight,)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [.., h] -> [.., h], by itself."""
+        """x [.., h] -> [.., h]"""
         return _Norm.apply(x.flatten(0, -2), self, handle_of(self)).view(x.shape)
 
     def normalise(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """x [T, h] -> y [T, h], and the numbers per token that `input_grad` needs besides x."""
+        """x [T, h] -> y [T, h], and the statistics per token that `input_grad` needs."""
         raise NotImplementedError
 
     def input_grad(
-        self, dy: torch.Tensor, residual: torch.Tensor | None, x: torch.Tensor, *numbers: torch.Tensor
+        self, dy: torch.Tensor, residual: torch.Tensor | None, x: torch.Tensor, *statistics: torch.Tensor
     ) -> torch.Tensor:
         """Hand over the weights' gradients; return that of x [T, h], plus `residual`, another gradient of x."""
         raise NotImplementedError
 
 
 class _Norm(torch.autograd.Function):
-    """Keeps x and the numbers per token."""
-
     @staticmethod
     def forward(ctx, x, norm, handle):
-        y, *numbers = norm.normalise(x)
-        ctx.save_for_backward(x, *numbers)
+        y, *statistics = norm.normalise(x)
+        ctx.save_for_backward(x, *statistics)
         ctx.norm = norm
         return y
 
@@ -53,20 +63,18 @@ class LayerNorm(Norm):
     def __init__(
         self, model: ModelConfig, context: Context, width: int | None = None, summed: Iterable[str] = ()
     ) -> None:
-        """`summed`: axes over which ranks norm parts of one token, such as its heads; see `Context.weight`."""
-        super().__init__()
-        self.eps, self.kernels, width = model.norm_epsilon, context.kernels, width or model.hidden_size
-        self.weight = context.weight(width, mean=1.0, summed=summed)
-        self.bias = context.weight(width, summed=summed)
-        self.weights = self.weight, self.bias
+        super().__init__(model, context, width, summed)
+        self.bias = context.weight(self.width, summed=summed)
+        self.weights = (self.weight, self.bias)
 
     def normalise(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return torch.native_layer_norm(x, x.shape[-1:], self.weight.data, self.bias.data, self.eps)
 
     def input_grad(
-        self, dy: torch.Tensor, residual: torch.Tensor | None, x: torch.Tensor, *numbers: torch.Tensor
+        self, dy: torch.Tensor, residual: torch.Tensor | None, x: torch.Tensor, *statistics: torch.Tensor
     ) -> torch.Tensor:
-        dx, dweight, dbias = self.kernels.layer_norm_grad(dy, x, self.weight.data, self.bias.data, *numbers, residual)
+        weights = self.weight.data, self.bias.data
+        dx, dweight, dbias = self.kernels.layer_norm_grad(dy, x, *weights, *statistics, residual)
         self.weight.add_grad(dweight)
         self.bias.add_grad(dbias)
         return dx
@@ -75,21 +83,12 @@ class LayerNorm(Norm):
 class RMSNorm(Norm):
     """x / sqrt(mean(x^2) + eps) * weight"""
 
-    def __init__(
-        self, model: ModelConfig, context: Context, width: int | None = None, summed: Iterable[str] = ()
-    ) -> None:
-        """`summed`: axes over which ranks norm parts of one token, such as its heads; see `Context.weight`."""
-        super().__init__()
-        self.eps, self.kernels = model.norm_epsilon, context.kernels
-        self.weight = context.weight(width or model.hidden_size, mean=1.0, summed=summed)
-        self.weights = (self.weight,)
-
     def normalise(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return self.kernels.rms_norm(x, self.weight.data, self.eps)
 
     def input_grad(
-        self, dy: torch.Tensor, residual: torch.Tensor | None, x: torch.Tensor, *numbers: torch.Tensor
+        self, dy: torch.Tensor, residual: torch.Tensor | None, x: torch.Tensor, *statistics: torch.Tensor
     ) -> torch.Tensor:
-        dx, dweight = self.kernels.rms_norm_grad(dy, x, self.weight.data, *numbers, residual)
+        dx, dweight = self.kernels.rms_norm_grad(dy, x, self.weight.data, *statistics, residual)
         self.weight.add_grad(dweight)
         return dx

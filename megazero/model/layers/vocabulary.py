@@ -1,4 +1,8 @@
-"""The token table and the loss over the vocabulary, both sharded over tp."""
+"""The token table and the loss over the vocabulary, both sharded over tp.
+
+Shapes: b micro-batch, s sequence, T = b s tokens, T' those of the residual stream on this rank, h hidden, v vocabulary;
+/tp = this rank's part.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +17,9 @@ from megazero.model.layers.weight import GradWriter
 
 
 class VocabularyTable(nn.Module):
-    """A [v, h] table whose rows are sharded over tp. Rows that only pad this rank's part stand for no token.
+    """A [v, h] table whose rows are sharded over tp: the token table, the output matrix or, if tied, both.
 
-    As the token table it is looked up; as the output matrix it gives logits; a tied one does both.
+    The last rows of a rank's part may be padding, which is no token.
     """
 
     def __init__(self, model: ModelConfig, context: Context) -> None:
@@ -27,7 +31,7 @@ class VocabularyTable(nn.Module):
         self.first_row, self.num_rows = self.weight.block.offset[0], self.weight.block.shape[0]
 
     def localise(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids -> local row numbers (0 where foreign), and which are this rank's. Shapes as ids."""
+        """Return local row numbers, 0 for other ranks' tokens, and a mask of this rank's tokens. Shapes as ids."""
         rows = ids - self.first_row
         mine = (rows >= 0) & (rows < self.num_rows)
         return rows.masked_fill(~mine, 0), mine
@@ -38,11 +42,11 @@ class VocabularyTable(nn.Module):
         return _Lookup.apply(rows, mine, self.weight, self.context, self.weight.handle)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """x [.., h] -> this rank's logits [.., v/tp], without padding. For generation and tests; has no gradient."""
+        """x [.., h] -> this rank's logits [.., v/tp] without padding. Has no gradient."""
         return self.context.products.output(x, self.weight.data[: self.num_rows])
 
     def whole_logits(self, x: torch.Tensor) -> torch.Tensor:
-        """x [n, h] -> [n, v], the same on all of tp. For generation; has no gradient."""
+        """x [n, h] -> [n, v], the same on all of tp. Has no gradient."""
         part, tp, rows = self.logits(x), self.context.tp, self.weight.block.stored[0]
         padded = part.new_zeros(len(part), rows)
         padded[:, : part.shape[1]] = part
@@ -51,7 +55,7 @@ class VocabularyTable(nn.Module):
 
 
 class _Lookup(torch.autograd.Function):
-    """The sum over tp of rows of the local parts of the table, zero for foreign ids. Backward needs no weights."""
+    """The sum over tp of each rank's rows, which are 0 for other ranks' tokens. Backward needs no weights."""
 
     @staticmethod
     def forward(ctx, rows, mine, weight, context, handle):
@@ -75,8 +79,9 @@ class _Lookup(torch.autograd.Function):
 
 
 class _VocabularyLoss(torch.autograd.Function):
-    """Logits, softmax and cross-entropy, with one tensor of the logits' size, which at last holds their gradient. Two
-    all-reduces of [T] (the maxima; sums and picked logits), never the logits. See `LossKernels`.
+    """Logits, softmax and cross-entropy in one tensor of the logits' size, which backward overwrites by the gradient.
+
+    Logits are never sent. Two all-reduces carry the maxima [T], and the sums and the labels' logits [2, T].
     """
 
     @staticmethod
@@ -114,8 +119,8 @@ class _VocabularyLoss(torch.autograd.Function):
 def vocabulary_loss(
     x: torch.Tensor, table: VocabularyTable, labels: torch.Tensor, weights: torch.Tensor, context: Context
 ) -> torch.Tensor:
-    """Sum over each sample of weights x cross-entropy in nats, [b] in fp64, the same on all of tp.
+    """x [T', h], labels [b, s] int64, weights [b, s] fp32 -> per sample the sum of weights x cross-entropy in nats.
 
-    Shapes: x [T', h], labels [b, s] of token ids, weights [b, s] in fp32.
+    The result is [b] in fp64, the same on all of tp.
     """
     return _VocabularyLoss.apply(x, table.weight, labels, weights, table, context, table.weight.handle)

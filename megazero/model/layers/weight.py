@@ -1,13 +1,12 @@
-"""`Weight`: a parameter as the layer that declares it sees it: what it is, where it is now, who takes its gradient.
+"""`Weight`: a parameter as its layer sees it: declaration, current memory, owner of its gradient.
 
-A layer declares its weights where it uses them, by `Context.weight`. A declared weight has no memory: its global shape
-and its shard can be read, and its layer can be traced. ZeRO, which is built from the weights of all layers, gives them
-memory and takes their gradients.
+A layer declares its weights where it uses them, by `Context.weight`. A declared weight has no memory, but its layer can
+be traced. ZeRO is built from the weights of all layers. It gives them memory and takes their gradients.
 
 Note [the Weight itself]: an autograd Function that needs a weight in backward keeps the Weight, never a view or a cast
-of its data, and never through save_for_backward. A released weight is gathered into another slot, so backward must ask
-the Weight where it is now. The Function is called with a `handle` besides (`handle_of` several), so that autograd runs
-its backward.
+of its data, and never by save_for_backward. The reason is that a released weight is gathered into another slot, so
+backward must read `Weight.data` again. The Function also takes a `handle` (`handle_of` several weights) as an argument,
+so that autograd runs its backward.
 """
 
 from __future__ import annotations
@@ -26,10 +25,7 @@ from megazero.plan.layout.parameters import LocalBlock, ParamSpec
 
 
 class GradWriter(NamedTuple):
-    """A contribution to a gradient: `function(*tensors, out, add)` writes it to `out` or adds it.
-
-    `tensors` are all that it keeps until then.
-    """
+    """A contribution to a gradient: `function(*tensors, out, add)` writes it to `out` or adds it."""
 
     function: Callable[..., None]
     tensors: tuple[torch.Tensor, ...]
@@ -48,12 +44,12 @@ class Weight:
     """One rank's shard of a parameter.
 
     Attributes:
-        spec: the global parameter. Its name is the path of the weight in the model, which `named_weights` sets.
+        spec: the global parameter. Its name is the weight's path in the model, set by `named_weights`.
         block: this rank's shard.
-        data: the shard where it is now, rows of padding included; while the weight is released or has no memory yet,
-            one NaN expanded to that shape. Ask in forward and again in backward.
-        handle: stands for the weight in autograd's graph. It is empty.
-        owner: set when memory is given.
+        data: the shard with its rows of padding. Without memory, or released: one NaN expanded to that shape. Read it
+            in forward and again in backward.
+        handle: an empty tensor that stands for the weight in autograd's graph.
+        owner: set together with its memory.
     """
 
     def __init__(self, spec: ParamSpec, block: LocalBlock, seed: int, released: torch.Tensor) -> None:
@@ -67,17 +63,17 @@ class Weight:
         return self.spec.trains
 
     def initial(self, start: int, stop: int) -> torch.Tensor:
-        """Initial values of elements [start, stop) of the row-major shard; fp32, on the CPU."""
+        """Return initial values of elements [start, stop) of the row-major shard; fp32, on the CPU."""
         return initial_values.draw(self.seed, self.spec, self.block, start, stop)
 
     def accumulate_grad(self, write: GradWriter) -> None:
-        """Hand over a contribution to the gradient, in backward. A frozen weight takes none."""
+        """Hand over a contribution to the gradient, in backward. A frozen weight ignores it."""
         if self.trains:
             assert self.owner is not None, f"{self.spec.name} has no owner"
             self.owner.accumulate_grad(self, write)
 
     def add_grad(self, gradient: torch.Tensor) -> None:
-        """Hand over a gradient that is there already."""
+        """Hand over a computed gradient."""
         self.accumulate_grad(GradWriter(write_or_add, (gradient,)))
 
 
@@ -88,7 +84,7 @@ class HasWeights(Protocol):
 
 
 def handle_of(*parts: HasWeights) -> torch.Tensor:
-    """Return a handle that stands for all weights of `parts` in autograd's graph: one that trains, if any does."""
+    """Return a handle for all weights of `parts`: that of one that trains, if any does."""
     handles = [weight.handle for part in parts for weight in part.weights]
     return next((handle for handle in handles if handle.requires_grad), handles[0])
 
@@ -102,7 +98,7 @@ def weights_of(layer: nn.Module, prefix: str) -> Iterator[tuple[str, Weight]]:
 
 
 def named_weights(layer: nn.Module, prefix: str, frozen: tuple[str, ...] = ()) -> list[Weight]:
-    """Give a layer's weights their global names; freeze those whose names match one of `frozen`. Return them."""
+    """Set the global names of a layer's weights and freeze those that match a pattern of `frozen`. Return them."""
     found = []
     for path, weight in weights_of(layer, prefix):
         trains = not any(fnmatch.fnmatchcase(path, pattern) for pattern in frozen)

@@ -1,29 +1,29 @@
-"""Refuse a run that cannot fit, before anything is allocated. Pure: the memory that is available comes as arguments.
+"""Refuse a run that does not fit in memory, before anything is allocated. Pure: available memory is an argument.
 
-Two steps: a lower bound (`plan.sizes.least_held`), which counts layers by kind, so that absurd sizes are refused at
-once; then the account of the step (`estimate.stage_bytes`), which walks an iteration. Both count less than a
-process takes (no kernel scratch, no libraries), so a run that they refuse would fail.
+A lower bound (`least`), which counts layers by kind, refuses absurd sizes quickly. Otherwise the account of a step
+(`estimated`) decides. Both count less than a process takes (no kernel scratch, no libraries), so a refused run would
+have failed.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from megazero.config.schema import Config
+from megazero.config.cli import flags, preset_names, preset_values
+from megazero.config.schema import Config, ModelConfig, TrainingConfig
 from megazero.config.validate import check_values
 from megazero.memory.host import Available, Machine
 from megazero.model.stage import declare
 from megazero.plan.layout.parameters import unit_layout
-from megazero.plan.layout.resolve import check_block_runs
+from megazero.plan.layout.resolve import check_block_runs, resolve
 from megazero.plan.layout.topology import Layout
 from megazero.plan.sizes import hidden_bytes, least_held
-from megazero.price.bytes.estimate import Few, stage_bytes
+from megazero.price.bytes.estimate import stage_bytes
 from megazero.units import size
 
-MOST_TRACED = 1 << 40  # bytes: a block whose input alone is larger fits nowhere, and is not traced
+MOST_TRACED = 1 << 40  # bytes: a block with a larger input is not traced, because it fits nowhere
 
 
 class Needs(NamedTuple):
@@ -37,83 +37,77 @@ class Needs(NamedTuple):
         return sum(self.device.values())
 
 
+Fits = Callable[[Config, Layout], bool]
+
+
 def check_memory(config: Config, layout: Layout, rank: int, machine: Machine) -> None:
-    """Raise if this rank's device, or all ranks of its node together, need more memory than there is.
+    """Raise if this rank's device, or all ranks of its node together, need more memory than is available.
 
     Raises:
         ValueError: with the bytes needed, the bytes available, and flags that make it fit.
     """
-    for count in (least, estimated):
-        problem = _problem(config, layout, rank, machine, count)
-        if problem is not None:
-            raise ValueError(f"{problem}; {_way_out(config, layout, rank, machine)}")
+    problem = _problem(config, layout, rank, machine)
+    if problem:
+        raise ValueError(f"{problem}; {_way_out(config, layout, rank, machine)}")
 
 
-def least(config: Config, layout: Layout, stage: int, device_type: str) -> Needs:
-    """Bound the bytes of a rank of pipeline stage `stage` from below, counting layers by kind."""
+def least(config: Config, layout: Layout, stage: int) -> Needs:
+    """Bound the bytes of a rank of a pipeline stage from below, counting layers by kind."""
     layers = declare(config.model, layout.tp)
     kinds = [layers.kinds[name] for name in layers.units(layout, stage)]
     different = {kind.name: kind for kind in kinds}.values()
     numel = {kind.name: unit_layout(kind.params, layout.sizes, layout.shard).numel for kind in different}
     blocks = sum(kind.end is None for kind in kinds)
     total = sum(numel[kind.name] for kind in kinds)
-    return Needs(least_held(config, layout, total, blocks, stage == layout.last_pp), 0)
+    held = least_held(config, layout, total, blocks, stage == layout.last_pp)
+    host = held.pop("host", 0)
+    return Needs(held, host)
 
 
 def estimated(config: Config, layout: Layout, stage: int, device_type: str) -> Needs:
-    """Return the account of a rank of pipeline stage `stage`: the bytes at its fullest instant."""
+    """Return the bytes of a rank of a pipeline stage at the peak of a step."""
     if hidden_bytes(config, layout) > MOST_TRACED:
         return Needs({"activations": hidden_bytes(config, layout)}, 0)
-    found = stage_bytes(config, layout, stage, device_type, _rounds(config, layout))
+    found = stage_bytes(config, layout, stage, device_type)
     return Needs(found.at_peak, found.memory["host"])
 
 
-def _rounds(config: Config, layout: Layout) -> Few:
-    """Choose a few rounds of the pipeline: only gpipe holds more with more micro-batches.
-
-    Its bytes are the largest of some that grow linearly, so that the line through two smaller numbers of micro-batches
-    is a lower bound.
-    """
-    wanted, most = config.micro_batches(layout.dp), 4 * layout.pp * layout.chunks
-    few = Few.of(config.parallel.pipeline_schedule, layout, wanted)
-    if len(few.played) > 1 or wanted <= most:
-        return few
-    return Few(wanted, (most - 1, most)) if config.parallel.pipeline_schedule == "gpipe" else Few(most, (most,))
+def _problem(config: Config, layout: Layout, rank: int, machine: Machine) -> str:
+    """Return why a run does not fit; empty if it does."""
+    return _shortage(config, layout, rank, machine, lambda stage: least(config, layout, stage)) or _shortage(
+        config, layout, rank, machine, lambda stage: estimated(config, layout, stage, machine.device_type)
+    )
 
 
-Count = Callable[[Config, Layout, int, str], Needs]
-
-
-def _problem(config: Config, layout: Layout, rank: int, machine: Machine, count: Count) -> str | None:
-    @functools.cache
-    def of_stage(stage: int) -> Needs:  # all ranks of a stage need the same
-        return count(config, layout, stage, machine.device_type)
-
-    mine = of_stage(layout.coord(rank).pp)
+def _shortage(config: Config, layout: Layout, rank: int, machine: Machine, count: Callable[[int], Needs]) -> str:
+    """Compare with the memory of a machine. count: returns the needs of a rank of a pipeline stage."""
+    own = layout.coord(rank).pp
+    mine = count(own)
     if machine.device is not None and mine.total > machine.device.num_bytes:
         return f"{_blame(config, mine)}{_list(mine)}, and {_amount(machine.device)} are available to it"
     if machine.host is None:
-        return None
+        return ""
     on_cpu = machine.device_type == "cpu"
-    all_of_node = [of_stage(layout.coord(r).pp) for r in machine.ranks]
-    total = sum(needs.host + needs.total * on_cpu for needs in all_of_node)
+    stages = [layout.coord(r).pp for r in machine.ranks]
+    needs = {stage: mine if stage == own else count(stage) for stage in set(stages)}
+    total = sum(needs[stage].host + (needs[stage].total if on_cpu else 0) for stage in stages)
     if total <= machine.host.num_bytes:
-        return None
+        return ""
     several = f", the {len(machine.ranks)} ranks of this node {size(total)}" if len(machine.ranks) > 1 else ""
     needed = _list(mine) if on_cpu else f"a rank needs {size(mine.host)} of host memory"
     return f"{_blame(config, mine)}{needed}{several}, and {_amount(machine.host)} are available"
 
 
 def _blame(config: Config, needs: Needs) -> str:
-    """Name the flags that the largest part comes from."""
+    """Name the flags that determine the largest part."""
     largest = max(needs.device, key=lambda kind: needs.device[kind])
     model, training = config.model, config.training
-    flags = f"--micro-batch-size {training.micro_batch_size} --seq-length {model.seq_length}"
+    given = f"--micro-batch-size {training.micro_batch_size} --seq-length {model.seq_length}"
     if largest == "logits":
-        flags += f" --vocab-size {model.vocab_size}"
+        given += f" --vocab-size {model.vocab_size}"
     elif largest in ("parameters", "optimizer", "gradients"):
-        flags = f"--num-layers {model.num_layers} --ffn-hidden-size {model.ffn_size} --vocab-size {model.vocab_size}"
-    return f"{flags} --hidden-size {model.hidden_size}: "
+        given = f"--num-layers {model.num_layers} --ffn-hidden-size {model.ffn_size} --vocab-size {model.vocab_size}"
+    return f"{given} --hidden-size {model.hidden_size}: "
 
 
 def _list(needs: Needs) -> str:
@@ -127,61 +121,81 @@ def _amount(available: Available) -> str:
 
 def _way_out(config: Config, layout: Layout, rank: int, machine: Machine) -> str:
     def fits(changed: Config, layout: Layout) -> bool:
-        return all(_problem(changed, layout, rank, machine, count) is None for count in (least, estimated))
+        return not _problem(changed, layout, rank, machine)
 
-    for flags, changed in alternatives(config, layout, machine.device_type):
-        if fits(changed, layout):
-            return f"it fits with {flags}"
-    others = "use more ranks, with --zero-stage 3, --tensor-model-parallel-size or --pipeline-model-parallel-size"
-    fewer = _fewer_layers(config, layout, rank, machine)
-    for share in (1.0, 0.9, 0.75, 0.5):
-        layers = int(fewer * share)
-        changed = replace(config, model=replace(config.model, num_layers=layers))
-        if layers >= layout.pp * layout.chunks and fits(changed, replace(layout, split=())):
-            return f"{others}, or at most --num-layers {layers}"
-    return f"{others}, or a smaller --hidden-size, --ffn-hidden-size, --vocab-size, --seq-length or --micro-batch-size"
+    lower = flags_that_fit(config, layout, machine.device_type, fits)
+    if lower:
+        return f"it fits with {lower}"
+    ways = ["use more ranks, with --zero-stage 3, --tensor-model-parallel-size or --pipeline-model-parallel-size"]
+    if layout.world_size == 1:
+        ways += [preset for preset in [largest_preset(config, fits)] if preset]
+    layers, fewest = config.model.num_layers, layout.pp * layout.chunks
+    while layers > fewest:
+        layers = max(fewest, int(0.9 * layers))
+        if fits(replace(config, model=replace(config.model, num_layers=layers)), replace(layout, split=())):
+            return ", or ".join([*ways, f"at most --num-layers {layers}"])
+    smaller = "a smaller --hidden-size, --ffn-hidden-size, --vocab-size, --seq-length or --micro-batch-size"
+    return ", or ".join([*ways, smaller])
 
 
-def _fewer_layers(config: Config, layout: Layout, rank: int, machine: Machine) -> int:
-    """Return the most layers whose lower bound fits; 0 if not even one per stage does."""
-    low, high, even = 0, config.model.num_layers, replace(layout, split=())
-    while low < high:
-        middle = (low + high + 1) // 2
-        layers = max(middle, layout.pp * layout.chunks)
-        changed = replace(config, model=replace(config.model, num_layers=layers))
-        if _problem(changed, even, rank, machine, least) is None:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+def flags_that_fit(config: Config, layout: Layout, device_type: str, fits: Fits) -> str:
+    """Return the first of `alternatives` that fits; empty if none does."""
+    found = alternatives(config, layout, device_type)
+    return next((lower for lower, changed in found if fits(changed, layout)), "")
 
 
 def alternatives(config: Config, layout: Layout, device_type: str) -> Iterator[tuple[str, Config]]:
-    """Yield flags that lower memory, one at a time, then more and more of them together."""
-    steps: list[tuple[str, str, dict[str, Any]]] = [
-        *((f"--zero-stage {stage}", "zero", {"zero_stage": stage}) for stage in (1, 2, 3) if layout.shard != 1),
-        *((f"--recompute {kind}", "activations", {"recompute": kind}) for kind in ("selective", "full")),
-        ("--micro-batch-size 1", "training", {"micro_batch_size": 1}),
-        ("--partition-activations", "activations", {"partition_activations": True}),
-        ("--checkpoint-in-cpu", "activations", {"checkpoint_in_cpu": True}),
+    """Yield flags that lower memory: each alone, then more and more of them together."""
+    steps: list[tuple[str, str, Any]] = [
+        *(("zero", "zero_stage", stage) for stage in (1, 2, 3) if layout.shard > 1),
+        *(("activations", "recompute", kind) for kind in ("selective", "full")),
+        ("training", "micro_batch_size", 1),
+        ("activations", "partition_activations", True),
     ]
-    together: Config = config
-    names: list[str] = []
-    for single in (True, False):
-        for name, group, values in steps:
-            if name == "--checkpoint-in-cpu" and device_type == "cpu":
-                continue
-            section = getattr(config if single else together, group)
-            key, value = next(iter(values.items()))
+    if device_type != "cpu":
+        steps.append(("activations", "checkpoint_in_cpu", True))
+    for together in (False, True):
+        base, chosen = config, dict[str, str]()
+        for group, key, value in steps:
+            section = getattr(base, group)
             if getattr(section, key) == value or (key == "zero_stage" and section.zero_stage > value):
                 continue
-            changed = replace(config if single else together, **{group: replace(section, **values)})
+            changed = replace(base, **{group: replace(section, **{key: value})})
             try:
                 check_values(changed)
                 check_block_runs(changed, layout)
             except ValueError:
                 continue
-            if not single:
-                names = [n for n in names if n.split()[0] != name.split()[0]] + [name]
-                together = changed
-            yield name if single else " ".join(names), changed
+            flag = f"--{key.replace('_', '-')}"
+            chosen |= {key: flag if value is True else f"{flag} {value}"}
+            yield " ".join(chosen.values()), changed
+            if together:
+                base = changed
+            else:
+                chosen = {}
+
+
+def largest_preset(config: Config, fits: Fits) -> str:
+    """Return the flags of the largest preset of this architecture that fits on one device; empty if none does."""
+    precision, grad_dtype = config.training.precision, config.training.grad_dtype
+    for name, preset in _presets(config.model.architecture):
+        training = replace(
+            preset.training, precision=precision, grad_dtype=grad_dtype, micro_batch_size=1, global_batch_size=1
+        )
+        activations = replace(preset.activations, recompute="full")
+        if fits(*resolve(replace(preset, training=training, activations=activations), 1, 0, declare)):
+            return f"--preset {name} --micro-batch-size 1 --recompute full"
+    return ""
+
+
+def _presets(architecture: str) -> list[tuple[str, Config]]:
+    """Return the models and batches of presets that name their vocabulary, largest first."""
+    found = []
+    for name in preset_names():
+        values = {group: dict[str, Any]() for group, _ in flags().values()}
+        for key, value in preset_values(name).items():
+            values[flags()[key][0]][key.replace("-", "_")] = value
+        model = ModelConfig(**values["model"])
+        if model.architecture == architecture and model.vocab_size:
+            found.append((name, Config(model=model, training=TrainingConfig(**values["training"]))))
+    return sorted(found, key=lambda preset: -preset[1].model.num_layers * preset[1].model.hidden_size ** 2)

@@ -135,13 +135,9 @@ def predicted_after(
 
 
 @functools.lru_cache(maxsize=64)
-def stage_bytes(config: Config, layout: Layout, pp: int, device_type: str, few: Few | None = None) -> StageBytes:
-    """Predict the bytes of the first rank of pipeline stage `pp`; `config` is resolved.
-
-    Args:
-        few: numbers of micro-batches to walk through; None: as many as the schedule needs.
-    """
-    few = few or Few.of(config.parallel.pipeline_schedule, layout, config.micro_batches(layout.dp))
+def stage_bytes(config: Config, layout: Layout, pp: int, device_type: str) -> StageBytes:
+    """Predict the bytes of the first rank of pipeline stage `pp`; `config` is resolved."""
+    few = Few.of(config.parallel.pipeline_schedule, layout, config.micro_batches(layout.dp))
     walks = [_of_stage(config, layout, pp, device_type, micro_batches) for micro_batches in few.played]
     estimates = [walk.run() for walk in walks]
 

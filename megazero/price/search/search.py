@@ -1,7 +1,7 @@
-"""`--plan-search`: the fastest layouts of a model on a cluster. Closed terms rank them; the best of them are played.
+"""`--plan-search`: the fastest layouts of a model on a cluster.
 
-The closed terms take the seconds of a block from its trace, and leave out what the order of events decides: they are
-for ranking alone. What is printed was played, and its memory estimated, as by --plan.
+`ClosedTerms` ranks all layouts by formulas, which take the seconds of a block from its trace and ignore the order of
+events. The best of them are then simulated, and their memory is estimated, as by --plan.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from megazero.config.batch_sizes import micro_batches
@@ -32,19 +32,19 @@ from megazero.price.time.devices import Device
 from megazero.price.time.network import Network
 from megazero.price.trace.trace import shallow, trace_block
 
-TRIED = 48  # layouts whose memory is estimated, of those that seem fastest
-PLAYED = 12  # of them, those that fit and are played
-COST_OF_PLAYING = 400  # one of them takes as long as so many by closed terms, about
-ALIKE = 4  # of them with the same tensor and pipeline parallelism
+TRIED = 48  # best-ranked layouts whose memory is estimated
+SIMULATED = 12  # of those, the most that are simulated, because they fit
+SAME_SIZES = 4  # of the layouts tried, the most with the same tensor and pipeline parallelism
 MOST_STAGES = 64
 MOST_OF_A_V = 512  # stages x micro-batches: finding the order of a longer V takes many seconds
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 SCHEDULES = (("1f1b", 1), ("zero-bubble", 1), ("zero-bubble-v", 2), *(("interleaved", v) for v in (2, 3, 4, 6, 8)))
+Track = Callable[[Sequence["Candidate"], str], Iterable["Candidate"]]
 BUBBLE = {"1f1b": 1.0, "interleaved": 1.0, "zero-bubble": 1 / 3, "zero-bubble-v": 1 / 6}  # of (p - 1) / v passes
 
 
 class Candidate(NamedTuple):
-    """A layout, by its flags."""
+    """The flags of a layout."""
 
     tp: int
     pp: int
@@ -58,7 +58,7 @@ class Candidate(NamedTuple):
     micro_batch: int
 
     def apply(self, config: Config) -> Config:
-        """Put these flags in the place of those of `config`."""
+        """Return `config` with these flags."""
         replace = dataclasses.replace
         return replace(
             config,
@@ -84,7 +84,7 @@ class Candidate(NamedTuple):
 
 
 def candidates(config: Config, world: int, device: Device) -> Iterator[Candidate]:
-    """Yield every layout that the flags and the number of devices allow."""
+    """Yield every layout of the model on `world` devices."""
     model, batch = config.model, config.training.global_batch_size
     for tp in divisors(math.gcd(world, model.num_attention_heads, model.ffn_size)):
         if tp > device.devices_per_node or (model.query_groups % tp and tp % model.query_groups):
@@ -93,16 +93,16 @@ def candidates(config: Config, world: int, device: Device) -> Iterator[Candidate
             dp = data_parallel_size(world, pp, tp)
             if pp > min(model.num_layers, MOST_STAGES) or batch < dp:
                 continue
-            share = micro_batches(batch, 1, dp)  # samples of the first replica, which has most
+            share = micro_batches(batch, 1, dp)  # samples of the first replica, which has the most
             node = max(1, device.devices_per_node // tp)
             zeros = [(0, 0), (1, 0), (2, 0), (3, 0)] if dp > 1 else [(0, 0)]
             if 1 < node < dp and dp % node == 0:
                 zeros += [(1, node), (2, node), (3, node)]
             sizes = [n for n in MICRO_BATCHES if share % n == 0]
             schedules = [s for s in SCHEDULES if pp > 1 and pp * s[1] <= model.num_layers] or [SCHEDULES[0]]
-            keeps = [("none", False), ("selective", False), ("full", False)] + [("full", True)] * (tp > 1)
-            if config.activations.checkpoint_in_cpu:
-                keeps = keeps[2:]
+            keeps = [("full", False)] if tp == 1 else [("full", False), ("full", True)]
+            if not config.activations.checkpoint_in_cpu:
+                keeps = [("none", False), ("selective", False), *keeps]
             for (schedule, chunks), (stage, shard), (recompute, partition), sequence, micro in itertools.product(
                 schedules, zeros, keeps, (False, True) if tp > 1 else (False,), sizes
             ):
@@ -122,11 +122,11 @@ class _Block(NamedTuple):
     hidden: int  # its input
 
 
-class Terms:
-    """Closed terms of a step. What many layouts share is computed once."""
+class ClosedTerms:
+    """Memory and time of layouts by formulas, for ranking. Values that many layouts share are computed once."""
 
     def __init__(self, config: Config, world: int, device: Device) -> None:
-        """`config`: the vocabulary is known, the layout's flags do not matter."""
+        """Prepare for a configuration with a known vocabulary, whose layout does not matter."""
         self.config, self.world, self.device = config, world, device
         self.rates = Rates.of(config)
         self.block = functools.cache(self._block)
@@ -134,21 +134,22 @@ class Terms:
         self.numel = functools.cache(self._numel)
         self.network = functools.cache(self._network)
         self.states = functools.cache(self._states)
+        self._usable = functools.cache(device.usable_bytes)
 
     def of(self, c: Candidate) -> _Block:
         return self.block(c.tp, c.micro_batch, c.sequence, c.recompute == "selective")
 
     def _costs(self, tp: int, micro: int, sequence: bool, selective: bool) -> StepCosts:
-        """The costs of a model of few blocks, see `shallow`, without a pipeline and without recompute."""
+        """Return the costs of the `shallow` model without pipeline and recompute."""
         kept = "selective" if selective else "none"
         c = Candidate(tp, 1, "1f1b", 1, 0, 0, kept, False, sequence, micro)
         config = c.apply(self.config)
         config = dataclasses.replace(config, model=shallow(config.model))
-        layout = Layout(dp=data_parallel_size(self.world, tp=tp), tp=tp)
+        layout = self._layout(tp)
         return StepCosts(config, layout, rank_spec(config, layout, 0, declare), self.device)
 
     def _block(self, tp: int, micro: int, sequence: bool, selective: bool) -> _Block:
-        """Return the mean of the blocks; each kind is traced once."""
+        """Return the mean block; each kind is traced once."""
         costs = self._costs(tp, micro, sequence, selective)
         layers = declare(costs.config.model, tp)
         blocks = Counter(layers.kinds[name].name for name in layers.blocks)
@@ -179,32 +180,30 @@ class Terms:
         blocks, table = (sum(n for end, n in found if end is wanted) for wanted in (None, End.FIRST))
         return blocks // len(layers.blocks), table
 
-    def _network(self, tp: int, pp: int, shard: int) -> Network:
-        return Network(self.device, Layout(pp, data_parallel_size(self.world, pp, tp), tp, shard))
+    def _layout(self, tp: int, pp: int = 1, shard: int = 0, chunks: int = 1, v_shaped: bool = False) -> Layout:
+        return Layout(pp, data_parallel_size(self.world, pp, tp), tp, shard, chunks, v_shaped=v_shaped)
 
-    @functools.cache  # noqa: B019
-    def usable(self, tp: int, pp: int, shard: int, schedule: str, chunks: int) -> int:
-        """Return the bytes of a device that libraries leave."""
-        layout = Layout(
-            pp, data_parallel_size(self.world, pp, tp), tp, shard, chunks, v_shaped=schedule == "zero-bubble-v"
-        )
-        return self.device.usable_bytes(layout)
+    def _network(self, tp: int, pp: int, shard: int) -> Network:
+        return Network(self.device, self._layout(tp, pp, shard))
+
+    def fits(self, c: Candidate) -> bool:
+        layout = self._layout(c.tp, c.pp, c.shard, c.chunks, c.schedule == "zero-bubble-v")
+        return self.memory(c) <= self._usable(layout)
 
     def micro_batches(self, c: Candidate) -> int:
         dp = data_parallel_size(self.world, c.pp, c.tp)
         return micro_batches(self.config.training.global_batch_size, c.micro_batch, dp)
 
     def _states(self, tp: int, pp: int, zero_stage: int, shard: int) -> int:
-        """Bytes of states of the first stage while gradients are accumulated."""
+        """Return the bytes of states of the first stage while gradients are accumulated."""
         zero = dataclasses.replace(self.config.zero, zero_stage=zero_stage)  # type: ignore[arg-type]
-        layout = Layout(pp, data_parallel_size(self.world, pp, tp), tp, shard)
-        states = States.of(dataclasses.replace(self.config, zero=zero), layout)
+        states = States.of(dataclasses.replace(self.config, zero=zero), self._layout(tp, pp, shard))
         each, table = self.numel(tp)
         numel = self.config.model.num_layers // pp * each + table
         return sum(states.at_rest(numel).values()) + states.accumulated.of(numel)
 
     def memory(self, c: Candidate) -> float:
-        """The least bytes of a device of the first stage."""
+        """Return a lower bound of the bytes of a device of the first stage."""
         block, blocks = self.of(c), self.config.model.num_layers // c.pp
         held = self.states(c.tp, c.pp, c.zero_stage, c.shard)
         in_flight = c.pp * (1 + 1 / c.chunks) if c.schedule == "interleaved" else c.pp
@@ -215,7 +214,7 @@ class Terms:
         return held + live * blocks * block.saved
 
     def seconds(self, c: Candidate) -> float:
-        """Seconds of a step, about."""
+        """Return about the seconds of a step."""
         block, layers, m = self.of(c), self.config.model.num_layers, self.micro_batches(c)
         again = block.forward if c.recompute == "full" else 0.0
         passes = block.forward + block.backward + again
@@ -224,21 +223,19 @@ class Terms:
         rounds = 1 if c.schedule == "zero-bubble-v" else c.chunks
         bubble = (c.pp - 1) / rounds * BUBBLE[c.schedule] * stage
         network = self.network(c.tp, c.pp, c.shard)
-        rebuild = m * layers / c.pp * network.one_pass("tp", block.hidden) * c.partition
+        rebuild = m * layers / c.pp * network.one_pass("tp", block.hidden) if c.partition else 0.0
         message = network.message(block.hidden, 0, 1) if c.pp > 1 else 0.0
         forward, backward = layers / c.pp * block.forward, layers / c.pp * (block.backward + again)
         return m * stage + bubble + rebuild + self._units(c, m, forward, backward) + message * 2 * (c.pp - 1 + c.chunks)
 
     def _units(self, c: Candidate, m: int, forward: float, backward: float) -> float:
-        """Seconds of updates, and of communication over dp that passes of these durations do not hide."""
+        """Return the seconds of updates, and of communication over dp that these passes do not hide."""
         rates, network = self.rates, self.network(c.tp, c.pp, c.shard)
         each, table = self.numel(c.tp)
         numel = self.config.model.num_layers / c.pp * each + table
         owned = numel / (network.groups["shard"].ranks if c.zero_stage else 1)
-        gather, reduce = (
-            network.one_pass("shard", numel * rates.weights),
-            network.one_pass("shard", numel * rates.gradients),
-        )
+        gather = network.one_pass("shard", numel * rates.weights)
+        reduce = network.one_pass("shard", numel * rates.gradients)
         exposed = {
             0: max(0.0, 2 * reduce - backward),
             1: max(0.0, reduce - backward) + max(0.0, gather - forward),
@@ -251,18 +248,14 @@ class Terms:
 
 
 class Search:
-    """A search in steps, so that its progress can be shown.
-
-    Attributes:
-        total: steps that it takes at most.
-    """
+    """All layouts of a model on a cluster, and the fastest of them."""
 
     def __init__(self, config: Config, device: Device, vocabulary: int) -> None:
-        """Prepare it.
+        """List the layouts.
 
         Args:
             config: checked, not resolved.
-            vocabulary: of the tokenizer; 0 when there is none.
+            vocabulary: of the tokenizer; 0 without one.
 
         Raises:
             ValueError: no layout is possible.
@@ -270,42 +263,36 @@ class Search:
         self.world, self.device, self.vocabulary = config.plan.world_size, device, vocabulary
         batch = config.training.global_batch_size
         if not batch:
-            raise ValueError("--plan-search needs --global-batch-size: layouts are compared by the time of a step")
+            raise ValueError(
+                "--plan-search needs --global-batch-size, because it compares layouts by the time of a step"
+            )
         model = dataclasses.replace(config.model, vocab_size=config.model.vocab_size or vocabulary)
         self.config = dataclasses.replace(config, model=model)
         self.found = list(candidates(self.config, self.world, device))
         if not self.found or not model.vocab_size:
-            # no layout, or no vocabulary: what training would say
-            resolve(config, self.world, vocabulary, declare)
+            resolve(config, self.world, vocabulary, declare)  # raises what training would
             raise ValueError(
                 f"--global-batch-size {batch} on --world-size {self.world}: no layout gives every data-parallel rank a "
                 f"sample; use {self.world}"
             )
-        self.played = 0
-        self.total = len(self.found) + TRIED * COST_OF_PLAYING
 
-    def run(self, wanted: int = 10) -> Iterator[int | list[Plan]]:
-        """Yield the number of steps that are done, and at last the fastest plans that fit, fastest first."""
-        terms, ranked = Terms(self.config, self.world, self.device), list[tuple[float, Candidate]]()
-        for n, c in enumerate(self.found):
-            if terms.memory(c) <= terms.usable(c.tp, c.pp, c.shard, c.schedule, c.chunks):
-                ranked.append((terms.seconds(c), c))
-            if n % 64 == 0:
-                yield n
+    def run(self, track: Track = lambda steps, name: steps) -> list[Plan]:
+        """Return the best-ranked plans that fit, fastest first.
+
+        Args:
+            track: passes on the steps of a list, and shows their progress under a name.
+        """
+        terms = ClosedTerms(self.config, self.world, self.device)
+        ranked = sorted((terms.seconds(c), c) for c in track(self.found, "ranking layouts") if terms.fits(c))
         plans: list[Plan] = []
-        for n, c in enumerate(_varied(sorted(ranked))):
-            yield len(self.found) + n * COST_OF_PLAYING
-            plan = self._play(c)
+        for c in track(_varied(ranked), "simulating the best"):
+            plan = self._plan(c) if len(plans) < SIMULATED else None
             if plan is not None:
                 plans.append(plan)
-            if len(plans) == PLAYED:
-                break
-        self.played = len(plans)
-        yield self.total
-        yield sorted(plans, key=lambda plan: plan.seconds)[:wanted]
+        return sorted(plans, key=lambda plan: plan.seconds)
 
-    def _play(self, c: Candidate) -> Plan | None:
-        """Plan a layout; None if it does not fit, or the flags refuse it."""
+    def _plan(self, c: Candidate) -> Plan | None:
+        """Return the plan of a layout; None if it does not fit or its flags are refused."""
         try:
             changed = c.apply(self.config)
             check_values(changed)
@@ -315,12 +302,11 @@ class Search:
         return plan_if_it_fits(config, layout, self.device)
 
 
-def _varied(ranked: list[tuple[float, Candidate]]) -> Iterator[Candidate]:
-    """Yield the first TRIED, at most ALIKE of them with the same tensor and pipeline parallelism."""
-    alike: dict[tuple[int, int], int] = {}
-    left = TRIED
+def _varied(ranked: list[tuple[float, Candidate]]) -> list[Candidate]:
+    """Return the first TRIED, skipping those after SAME_SIZES with the same tensor and pipeline parallelism."""
+    count, found = Counter[tuple[int, int]](), list[Candidate]()
     for _, c in ranked:
-        count = alike[c.tp, c.pp] = alike.get((c.tp, c.pp), 0) + 1
-        if left and count <= ALIKE:
-            left -= 1
-            yield c
+        count[c.tp, c.pp] += 1
+        if count[c.tp, c.pp] <= SAME_SIZES:
+            found.append(c)
+    return found[:TRIED]

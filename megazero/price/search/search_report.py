@@ -1,4 +1,4 @@
-"""The layouts that --plan-search finds, as a table and as command lines."""
+"""The result of --plan-search: a table, and command lines."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from megazero.price.time.devices import Device, load_device
 if TYPE_CHECKING:
     from rich.console import Console
 
-PRINTED = 5  # command lines
+SHOWN, PRINTED = 10, 5  # rows of the table, command lines
+COLUMNS = "step s, TFLOP/s, GB, tp, pp, virtual, schedule, dp, ZeRO, shard, recompute, SP, Pa, micro, bubble, dp wait"
 
-# flags that a search chooses, in the order of a command line
+# flags that a search sets, in the order of a command line
 CHOSEN = (
     "tensor-model-parallel-size",
     "pipeline-model-parallel-size",
@@ -36,30 +37,22 @@ CHOSEN = (
 
 
 def run_search(config: Config, argv: list[str], console: Console) -> list[Plan]:
-    """Search, with a progress bar, and print what is found; `config` is what `argv` says, checked."""
+    """Search, with a progress bar, and print the fastest plans. config: checked, parsed from `argv`."""
     from rich.progress import Progress
 
     device = load_device(config.plan.device_type).multiplying(config.training)
     search = Search(config, device, vocabulary(config))
-    plans: list[Plan] = []
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task(f"{len(search.found):,} layouts", total=search.total)
-        for done in search.run():
-            if isinstance(done, int):
-                progress.update(task, completed=done)
-            else:
-                plans = done
-    console.print(
-        f"{len(search.found):,} layouts on {search.world} x {device.name}, {search.played} of them played: "
-        f"the {len(plans)} fastest that fit"
-        if plans
-        else f"none of {len(search.found):,} layouts fits on {search.world} x {device.name}; use more devices, "
-        "--checkpoint-in-cpu, or a smaller model"
-    )
-    if plans:
-        _show(plans, console)
-        for plan in plans[:PRINTED]:
-            console.print(command(plan, config, argv), soft_wrap=True, highlight=False, markup=False)
+        simulated = search.run(lambda steps, name: progress.track(steps, description=name))
+    layouts, cluster = f"{len(search.found):,} layouts", f"{search.world} x {device.name}"
+    if not simulated:
+        console.print(f"none of {layouts} fits on {cluster}; use more devices, --checkpoint-in-cpu, or a smaller model")
+        return []
+    plans = simulated[:SHOWN]
+    console.print(f"{layouts} on {cluster}, {len(simulated)} of them simulated; the {len(plans)} fastest:")
+    _show(plans, console)
+    for plan in plans[:PRINTED]:
+        console.print(command(plan, config, argv), soft_wrap=True, highlight=False, markup=False)
     return plans
 
 
@@ -67,10 +60,7 @@ def _show(plans: list[Plan], console: Console) -> None:
     from rich.table import Table
 
     table = Table()
-    headings = (
-        "step s, TFLOP/s, GB, tp, pp, stages, schedule, dp, ZeRO, shard, recompute, SP, Pa, batch, bubble, dp wait"
-    )
-    for heading in headings.split(", "):
+    for heading in COLUMNS.split(", "):
         table.add_column(heading, justify="right")
     for plan in plans:
         config, layout, parts = plan.config, plan.layout, plan.time.expected.parts
@@ -82,10 +72,8 @@ def _show(plans: list[Plan], console: Console) -> None:
             str(config.zero.zero_stage),
             str(layout.shard),
             config.activations.recompute,
-            *(
-                "yes" if on else ""
-                for on in (config.parallel.sequence_parallel, config.activations.partition_activations)
-            ),
+            "yes" if config.parallel.sequence_parallel else "",
+            "yes" if config.activations.partition_activations else "",
             str(config.training.micro_batch_size),
             f"{parts['bubble'] / plan.seconds:.1%}",
             f"{parts['dp'] / plan.seconds:.1%}",
@@ -94,7 +82,7 @@ def _show(plans: list[Plan], console: Console) -> None:
 
 
 def command(plan: Plan, given: Config, argv: list[str]) -> str:
-    """Return a command line that runs a plan: `argv`, less what asks for a plan, and the flags that differ."""
+    """Return a command line that trains as planned: `argv` without the flags of plans, and the flags that differ."""
     args = [shlex.quote(arg) for arg in _without_plan(argv)]
     for name in CHOSEN:
         group, kind = flags()[name]

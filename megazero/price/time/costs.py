@@ -43,14 +43,14 @@ class Roofline:
 
     def __init__(self, device: Device, computing: int = 1) -> None:
         self.device = device
-        self.slower = interpolate(device.contention, computing) if device.contention else 1.0
+        self.slower = interpolate(device.curves.contention, computing) if device.curves.contention else 1.0
         self.bandwidth = device["memory.bandwidth"] * device["memory.fraction"]
 
     def product(self, product: Product, dtype: str) -> float:
         """Seconds of a matrix product: whole tiles, in whole waves over the device's units."""
         d = self.device
-        if d.products:
-            return product.flops / (interpolate(d.products, product.flops) * d["compute.fraction"])
+        if d.curves.products:
+            return product.flops / (interpolate(d.curves.products, product.flops) * d["compute.fraction"])
         rows, columns, units = (int(d[f"compute.{name}"]) for name in ("tile_rows", "tile_columns", "units"))
         tiles = product.batch * min(
             math.ceil(product.m / a) * math.ceil(product.n / b) for a, b in ((rows, columns), (columns, rows))
@@ -63,18 +63,22 @@ class Roofline:
     def memory(self, name: str, num_bytes: float) -> float:
         """Seconds of reading and writing `num_bytes` by operator `name`: as fast as memory lets it, or as itself is."""
         d = self.device
-        bandwidth = interpolate(d.elementwise, num_bytes) * d["memory.fraction"] if d.elementwise else self.bandwidth
+        bandwidth = (
+            interpolate(d.curves.elementwise, num_bytes) * d["memory.fraction"]
+            if d.curves.elementwise
+            else self.bandwidth
+        )
         return num_bytes / min(bandwidth, d.operators.get(name, math.inf) * d["memory.fraction"])
 
     def seconds(self, op: Operator) -> float:
         """Seconds of an operator on the device, without what the host takes to issue it."""
         moving = self.memory(op.name, op.num_bytes)
         if op.product is not None:
-            moving = self.product(op.product, op.dtype) if self.device.products else moving
+            moving = self.product(op.product, op.dtype) if self.device.curves.products else moving
             moving = max(moving, self.product(op.product, op.dtype))
         elif op.attention_flops:
             peak = self.device[f"compute.{op.dtype}"] * self.device.attention(op.head_dim)
-            moving = max(0.0 if self.device.products else moving, op.attention_flops / peak)
+            moving = max(0.0 if self.device.curves.products else moving, op.attention_flops / peak)
         return moving * self.slower + self.device["overhead.kernel"]
 
 

@@ -1,27 +1,30 @@
-"""`Device`: the constants of a kind of device, of the node that it is in and of the cluster, read from a TOML file.
+"""`Device`: constants of a kind of device, of its node and of its cluster, read from a TOML file.
 
 scripts/devices has a file per device; scripts/measure_device.py writes one for the machine that it runs on. Every
-constant has its source beside it, and a range where it is uncertain. Pure.
+constant has a source, and a range if it is uncertain. Pure.
 """
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
-import tomllib
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
+
+from msgspec import Meta, Struct, defstruct
+from msgspec.structs import asdict
 
 from megazero.config.model_options import Precision
 from megazero.config.schema import TrainingConfig
 from megazero.plan.layout.topology import Layout
+from megazero.typed_files import decode
 
 # A link to scripts/devices; files of the package where it is installed.
 DEVICES = Path(__file__).parents[1] / "device_files"
 
-# section -> its constants, all needed
+# section of a device file -> its required constants
 SECTIONS = {
     "memory": ("capacity", "reserved", "bandwidth", "fraction"),
     "compute": ("fp16", "bf16", "fp32", "fp64", "fraction", "attention", "units", "tile_rows", "tile_columns"),
@@ -30,14 +33,15 @@ SECTIONS = {
     "node": ("devices", "bandwidth", "fraction", "latency"),
     "cluster": ("bandwidth", "fraction", "latency"),
 }
-# section -> constants that not every device has
 OPTIONAL = {"memory": ("communicator",), "compute": ("tf32", "attention_64"), "overhead": ("collective", "overlap")}
-SLOWEST = 1e6  # bytes/s of an operator: less is a multiple of something, which files had before
-CURVES = ("products", "elementwise", "contention", "links")
+
+Positive = Annotated[float, Meta(gt=0)]
+NotNegative = Annotated[float, Meta(ge=0)]
+Curve = tuple[tuple[Positive, Positive], ...]  # (x, y), x ascending
 
 
 class Constant(NamedTuple):
-    """A number with the range that it lies in. Whether `low` is fast or slow depends on what it is."""
+    """A number and its range. Whether `low` is the fast or the slow end depends on the constant."""
 
     value: float
     low: float
@@ -45,40 +49,82 @@ class Constant(NamedTuple):
     source: str
 
 
-Curve = tuple[tuple[float, float], ...]  # (x, y), x ascending
+class _Given(Struct, forbid_unknown_fields=True):
+    """A constant in a device file."""
+
+    value: NotNegative
+    source: Annotated[str, Meta(min_length=1)]
+    low: NotNegative | None = None  # None: `value`
+    high: NotNegative | None = None
+
+    def __post_init__(self) -> None:
+        found = self.constant()
+        if not found.low <= found.value <= found.high:
+            raise ValueError(f"low {found.low}, value {found.value}, high {found.high} must ascend")
+
+    def constant(self) -> Constant:
+        low, high = (self.value if end is None else end for end in (self.low, self.high))
+        return Constant(self.value, low, high, self.source)
+
+
+def _section(name: str) -> type[Struct]:
+    optional = [(key, _Given | None, None) for key in OPTIONAL.get(name, ())]
+    return defstruct(name, [*((key, _Given) for key in SECTIONS[name]), *optional], forbid_unknown_fields=True)
+
+
+class Curves(Struct, frozen=True, forbid_unknown_fields=True):
+    """Measurements, each empty on devices that are described by their constants alone."""
+
+    products: Curve = ()  # FLOPs of a matrix product -> FLOP/s
+    elementwise: Curve = ()  # bytes of an operator -> bytes/s
+    contention: Curve = ()  # ranks that compute on a node -> time over that of one alone
+    links: Curve = ()  # ranks that communicate on a node -> bytes/s of one
+
+    def __post_init__(self) -> None:
+        for name, curve in asdict(self).items():
+            if list(curve) != sorted(curve):
+                raise ValueError(f"{name}: x must ascend")
+
+
+_DeviceFile = defstruct(
+    "_DeviceFile",
+    [
+        ("kind", Literal["cuda", "cpu"]),
+        *((name, _section(name)) for name in SECTIONS),
+        ("description", str, ""),
+        ("cards", tuple[str, ...], ()),
+        ("operators", dict[str, Positive], {}),
+        ("curves", Curves, Curves()),
+    ],
+    forbid_unknown_fields=True,
+)
 
 
 @dataclass(frozen=True)
 class Device:
-    """Constants by "section.name"; docs/plan.md says what each means. Bytes, seconds, FLOP/s and bytes/s.
+    """Constants by "section.name", explained in docs/plan.md. Bytes, seconds, FLOP/s and bytes/s.
 
     Attributes:
-        kind: "cuda" or "cpu": whose kernels a layer is traced for, and which collectives it takes.
-        cards: patterns of the names by which CUDA knows cards with these peaks, "NVIDIA " or "Tesla " left out.
-        operators: operator of torch -> bytes/s that it reaches at most, wherever its tensors lie; those that are not
-            named are as fast as memory.
-        products: (FLOPs of a matrix product, FLOP/s), measured; () where the fraction of the peak is used.
-        elementwise: (bytes of an operator, bytes/s), measured; () where the fraction of the bandwidth is used.
-        contention: (ranks that compute on a node, time over that of one alone), measured; () where there is none.
-        links: (ranks that communicate on a node, bytes/s of one), measured; () where it does not depend on them.
+        kind: "cuda" or "cpu"; decides the kernels and the collectives of a traced layer.
+        cards: patterns of the names of these cards in CUDA, without "NVIDIA " or "Tesla ".
+        operators: operator of torch -> its highest bytes/s, in cache or in memory; others are as fast as memory.
     """
 
     name: str
     kind: str
-    description: str
     constants: dict[str, Constant]
     operators: dict[str, float]
-    products: Curve = ()
-    elementwise: Curve = ()
-    contention: Curve = ()
-    links: Curve = ()
+    curves: Curves = field(default_factory=Curves)
     cards: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> float:
         return self.constants[name].value
 
+    def get(self, name: str, default: float) -> float:
+        return self[name] if name in self.constants else default
+
     def at_end(self, fast: bool) -> Device:
-        """The same device with every uncertain constant at the end of its range that is fast, or slow."""
+        """Return the device with every constant at the fast, or at the slow, end of its range."""
         moved = {}
         for name, c in self.constants.items():
             less_is_fast = name.startswith("overhead.") or name.endswith((".latency", ".reserved", ".communicator"))
@@ -88,44 +134,39 @@ class Device:
         return replace(self, constants=moved)
 
     def multiplying(self, training: TrainingConfig) -> Device:
-        """The same device with TF32's rate for fp32 products, where --tf32 and the device have it."""
+        """Return the device with TF32's rate for fp32 products, if --tf32 is on and the device has it."""
         if not training.tf32 or "compute.tf32" not in self.constants:
             return self
         return replace(self, constants=self.constants | {"compute.fp32": self.constants["compute.tf32"]})
 
     @property
     def fastest_precision(self) -> Precision:
-        """The first of bf16 and fp16 whose products are faster than those in fp32; older GPUs imitate bf16."""
+        """The first of bf16 and fp16 whose products are faster than those in fp32. Older GPUs emulate bf16."""
         found: tuple[Precision, ...] = ("bf16", "fp16")
         return next((name for name in found if self[f"compute.{name}"] > self["compute.fp32"]), "fp32")
 
     @property
     def collective_overhead(self) -> float:
-        """Seconds in which the host does not compute, for each collective or message: on CPUs."""
-        return self._optional("overhead.collective", 0.0)
+        """Seconds of computation that starting a collective or a message costs: on CPUs."""
+        return self.get("overhead.collective", 0.0)
 
     @property
     def overlap(self) -> float:
-        """Share by which a layer takes longer while a collective runs: on GPUs."""
-        return self._optional("overhead.overlap", 0.0)
-
-    def _optional(self, name: str, otherwise: float) -> float:
-        known = self.constants.get(name)
-        return known.value if known else otherwise
+        """Fraction by which a layer slows down while a collective runs: on GPUs."""
+        return self.get("overhead.overlap", 0.0)
 
     def attention(self, head_dim: int) -> float:
-        """Return the share of the peak that fused attention reaches; heads of up to 64 have a constant of their own."""
+        """Return the fraction of the peak that fused attention reaches; heads of up to 64 have their own constant."""
         usual = self["compute.attention"]
-        return self._optional("compute.attention_64", usual) if head_dim <= 64 else usual
+        return self.get("compute.attention_64", usual) if head_dim <= 64 else usual
 
     @property
     def devices_per_node(self) -> int:
         return int(self["node.devices"])
 
     def reserved_bytes(self, layout: Layout) -> int:
-        """Return the bytes that libraries take on a rank: fixed, and for each communicator."""
-        each = self._optional("memory.communicator", 0.0)
-        return int(self["memory.reserved"] + layout.communicators() * each)
+        """Return the bytes of libraries on a rank: a fixed amount, and one for each communicator."""
+        return int(self["memory.reserved"] + layout.communicators() * self.get("memory.communicator", 0.0))
 
     def usable_bytes(self, layout: Layout) -> int:
         """Return the bytes of a device that are left for the engine and its activations."""
@@ -133,7 +174,7 @@ class Device:
 
 
 def interpolate(curve: Curve, x: float) -> float:
-    """Return y at x: linear between the points that enclose it, that of the nearest point outside of them."""
+    """Return y at x: linear between the two nearest points, constant outside the curve."""
     at = bisect_left(curve, (x,))
     if at == 0 or at == len(curve):
         return curve[min(at, len(curve) - 1)][1]
@@ -149,32 +190,31 @@ def load_device(name: str) -> Device:
     """Read the device of --device-type: a name in scripts/devices, or a TOML file.
 
     Raises:
-        ValueError: there is none of that name, or the file is no description of a device.
+        ValueError: there is no such device or file, or the file does not describe a device.
     """
+    known = known_devices()
     if not name:
-        raise ValueError(f"--device-type is missing; name one of {', '.join(known_devices())}, or a TOML file")
-    for path in (Path(name), DEVICES / f"{name}.toml"):
-        if path.is_file():
-            break
-    else:
-        known = known_devices()
+        raise ValueError(f"--device-type is missing; name one of {', '.join(known)}, or a TOML file")
+    path = Path(name) if name.endswith(".toml") else DEVICES / f"{name}.toml"
+    if not path.is_file():
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
         raise ValueError(
-            f"--device-type {name}: no such file, nor a device of scripts/devices; {hint}there are {', '.join(known)}. "
-            "For another device give a TOML file: a copy of the nearest in scripts/devices with the numbers of a GPU's "
-            "data sheet, or what scripts/measure_device.py --output FILE measures of this CPU (docs/plan.md)"
+            f"--device-type {name}: no such TOML file, nor a device of scripts/devices; {hint}the devices are "
+            f"{', '.join(known)}. For another device give a TOML file: a copy of a similar device with the numbers of "
+            "the data sheet, or the output of scripts/measure_device.py for this CPU (docs/plan.md)"
         )
     try:
-        return _read(path.stem, tomllib.loads(path.read_text(encoding="utf-8")))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-        raise ValueError(f"--device-type {path}: not a TOML file: {error}") from None
-    except ValueError as error:
-        raise ValueError(f"--device-type {path}: {error}; see docs/plan.md for what a device file holds") from None
+        file: Any = decode(path.read_bytes(), _DeviceFile, path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--device-type {error}; docs/plan.md describes device files") from None
+    given = {f"{s}.{key}": c for s in SECTIONS for key, c in asdict(getattr(file, s)).items() if c is not None}
+    constants = {key: constant.constant() for key, constant in given.items()}
+    return Device(path.stem, file.kind, constants, file.operators, file.curves, file.cards)
 
 
 def find_card(card: str) -> Device | None:
-    """Return the device of scripts/devices that CUDA names `card`, such as "NVIDIA H200"; None if there is none."""
+    """Return the device of scripts/devices that CUDA names `card`, such as "NVIDIA H200"; None if it is unknown."""
     short = card.removeprefix("NVIDIA ").removeprefix("Tesla ")
     for name in known_devices():
         device = load_device(name)
@@ -184,79 +224,6 @@ def find_card(card: str) -> Device | None:
 
 
 def peak_flops(card: str, training: TrainingConfig) -> float:
-    """Return the peak FLOP/s of the card that CUDA names `card`, in --precision; 0 where it is not known."""
+    """Return the peak FLOP/s of the card that CUDA names `card`, in --precision; 0 if the card is unknown."""
     device = find_card(card)
     return device.multiplying(training)[f"compute.{training.precision}"] if device is not None else 0.0
-
-
-def _read(name: str, values: dict[str, Any]) -> Device:
-    _check_keys(
-        "the file", values, [*SECTIONS, "kind", "description", "cards", "curves", "operators"], {"kind", *SECTIONS}
-    )
-    constants: dict[str, Constant] = {}
-    for section, names in SECTIONS.items():
-        known = (*names, *OPTIONAL.get(section, ()))
-        _check_keys(f"[{section}]", _table(section, values[section]), known, set(names))
-        for key in (key for key in known if key in values[section]):
-            constants[f"{section}.{key}"] = _constant(f"{section}.{key}", values[section][key])
-    if values["kind"] not in ("cuda", "cpu"):
-        raise ValueError(f"kind = {values['kind']!r} must be cuda or cpu")
-    curves = _table("curves", values.get("curves", {}))
-    _check_keys("[curves]", curves, CURVES)
-    operators = _table("operators", values.get("operators", {}))
-    for key, value in operators.items():
-        if not _is_positive(value) or value < SLOWEST:
-            raise ValueError(f"operators.{key} = {value!r} must be bytes per second, above {SLOWEST:.0g}")
-    found = {key: _curve(key, points) for key, points in curves.items()}
-    cards = values.get("cards", [])
-    if not isinstance(cards, list) or not all(isinstance(card, str) for card in cards):
-        raise ValueError(f"cards = {cards!r} must be a list of names")
-    return Device(
-        name, values["kind"], str(values.get("description", name)), constants, operators, cards=tuple(cards), **found
-    )
-
-
-def _table(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{name} must be a table")
-    return value
-
-
-def _check_keys(where: str, table: dict[str, Any], known: Any, needed: set[str] = frozenset()) -> None:  # type: ignore[assignment]
-    for key in table:
-        if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            raise ValueError(f"{where} has an unknown key {key!r}{f'; did you mean {close[0]}?' if close else ''}")
-    for key in known:
-        if key in needed and key not in table:
-            raise ValueError(f"{where} lacks {key!r}")
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
-
-
-def _constant(name: str, value: Any) -> Constant:
-    table = _table(name, value)
-    _check_keys(name, table, ("value", "low", "high", "source"), {"value", "source"})
-    number = table["value"]
-    zero_allowed = name.startswith("overhead.") or name == "memory.reserved"
-    low, high = table.get("low", number), table.get("high", number)
-    for what, given in (("value", number), ("low", low), ("high", high)):
-        if not _is_positive(given) and not (zero_allowed and given == 0):
-            raise ValueError(f"{name}: {what} = {given!r} must be a number above 0")
-    if not low <= number <= high:
-        raise ValueError(f"{name}: low {low}, value {number}, high {high} must ascend")
-    if not isinstance(table["source"], str) or not table["source"].strip():
-        raise ValueError(f"{name}: source must say where the value is from")
-    return Constant(float(number), float(low), float(high), table["source"])
-
-
-def _curve(name: str, points: Any) -> Curve:
-    rows = points if isinstance(points, list) else []
-    if not rows or not all(isinstance(row, list) and len(row) == 2 and all(map(_is_positive, row)) for row in rows):
-        raise ValueError(f"curves.{name} must be a list of [x, y], numbers above 0")
-    found = tuple((float(x), float(y)) for x, y in rows)
-    if list(found) != sorted(found) or len({x for x, _ in found}) < len(found):
-        raise ValueError(f"curves.{name}: x must ascend")
-    return found

@@ -44,7 +44,7 @@ class Network:
 
     def __init__(self, device: Device, layout: Layout) -> None:
         ranks = min(layout.world_size, device.devices_per_node)
-        inside = interpolate(device.links, ranks) if device.links else device["node.bandwidth"]
+        inside = interpolate(device.curves.links, ranks) if device.curves.links else device["node.bandwidth"]
         self.inside = inside * device["node.fraction"], device["node.latency"]
         self.between = device["cluster.bandwidth"] * device["cluster.fraction"], device["cluster.latency"]
         self.exchanges = device.kind == "cpu"  # gloo: a message from every rank to every other, all at once

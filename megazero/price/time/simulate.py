@@ -1,8 +1,8 @@
-"""Duration of a training step, given the cost of its operations: the programs of all pipeline ranks, played together.
+"""Duration of a training step, given the cost of each operation: simulates the programs of all pipeline ranks.
 
-A rank has one stream that computes, and one per axis: Start puts an operation on the stream of its axis, and Wait makes
-the computation wait for it. What cannot be started runs on the stream that computes. A message arrives when sender and
-receiver have both started it. Layers compute more slowly while a collective runs. Pure.
+A rank has one compute stream, and one stream per axis: Start puts an operation on the stream of its axis, and Wait
+makes the compute stream wait for it. All other operations run on the compute stream. A message is sent once sender and
+receiver have both started it. Layers slow down while a collective runs. Pure.
 """
 
 from __future__ import annotations
@@ -11,16 +11,9 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from megazero.config.schema import Config
-from megazero.plan.layout.layers import Use
-from megazero.plan.layout.topology import Layout
-from megazero.plan.layout.zero_policy import sharding_groups
 from megazero.plan.program.operations import (
     COMPUTE,
     Asynchronous,
-    Backward,
-    BackwardWeights,
-    Forward,
     Op,
     Ops,
     Recv,
@@ -33,15 +26,12 @@ from megazero.plan.program.operations import (
     inner,
     name_of,
 )
-from megazero.plan.program.program import program
-from megazero.plan.program.rank_spec import Layer, RankSpec, Unit
-from megazero.plan.schedule.schedules import SCHEDULES
 
-Cost = Callable[[Op], float]
+CostOf = Callable[[Op], float]
 
 
-class Span(NamedTuple):
-    """One computation on the time line of a rank."""
+class Computation(NamedTuple):
+    """An operation of COMPUTE, and when it ran."""
 
     op: Op
     begin: float
@@ -52,36 +42,35 @@ class Timing(NamedTuple):
     """Duration of a step, in the unit of its costs.
 
     Attributes:
-        busy: per rank, time in which it computes.
+        busy: per rank, compute time.
         spans: per rank, its computations, in order.
-        spent: per rank, where its time went: under the names of operations that ran; under an axis, time in which it
-            waited for a transfer; under "issue", time in which it started transfers; under "bubble", time in which it
-            waited until a neighbour had begun one.
+        spent: per rank, time by cause: an operation's name (it ran), an axis (waiting for a transfer along it), "issue"
+            (starting transfers) or "bubble" (waiting until a neighbour started a transfer).
     """
 
     seconds: float
     busy: list[float]
-    spans: list[list[Span]]
+    spans: list[list[Computation]]
     spent: list[defaultdict[str, float]]
 
     @property
     def bubble(self) -> float:
-        """Idle time over computing time, of the busiest rank: (p - 1) / m for 1F1B."""
+        """Idle time over compute time of the busiest rank: (p - 1) / m for 1F1B."""
         return self.seconds / max(self.busy) - 1
 
 
 class _Rank:
-    """One rank's place in its program while it is played."""
+    """The state of one rank during the simulation."""
 
     def __init__(self, ops: Ops, issue: float, overlap: float) -> None:
         self.ops, self.at, self.now, self.issue, self.overlap = ops, 0, 0.0, issue, overlap
-        self.free: dict[str, float] = {}  # axis -> when its stream has nothing left to do
+        self.free: dict[str, float] = {}  # axis -> when its stream becomes idle
         self.done: dict[Op, float] = {}  # operation in flight -> when it ends
-        self.spans: list[Span] = []
+        self.spans: list[Computation] = []
         self.spent = defaultdict[str, float](float)
 
     def wait(self, until: float, name: str) -> None:
-        """Go on at `until`, if that is later than now."""
+        """Idle up to `until`, if that is later than now. name: what for, a key of `spent`."""
         if until > self.now:
             self.spent[name] += until - self.now
             self.now = until
@@ -91,7 +80,7 @@ class _Rank:
         self.now += seconds
 
     def slowed(self, seconds: float) -> float:
-        """Seconds of a computation that begins now, next to the collectives in flight."""
+        """Return the seconds of a computation that begins now, slowed down by the collectives in flight."""
         last = max((end for axis, end in self.free.items() if axis != "host"), default=0.0)
         shared = min(max(0.0, last - self.now), seconds * (1 + self.overlap))
         return seconds + shared * self.overlap / (1 + self.overlap)
@@ -101,18 +90,18 @@ class _Rank:
             self.spent["issue"] += self.issue
             self.now += self.issue
 
-    def advance(self, posted: dict[Transfer, float], cost: Cost) -> bool:
-        """Play on until a message is missing. Return whether anything was played."""
+    def advance(self, posted: dict[Transfer, float], cost: CostOf) -> bool:
+        """Run operations until a message is missing. Return whether any ran."""
         begin = self.at
-        while self.at < len(self.ops) and self._play(self.ops[self.at], posted, cost):
+        while self.at < len(self.ops) and self._run_one(self.ops[self.at], posted, cost):
             self.at += 1
         return self.at > begin
 
-    def _play(self, op: Op, posted: dict[Transfer, float], cost: Cost) -> bool:
+    def _run_one(self, op: Op, posted: dict[Transfer, float], cost: CostOf) -> bool:
         about = inner(op)
         if isinstance(about, Transfer):
             if not isinstance(op, Wait):
-                if about not in posted:  # played again once its mate has begun
+                if about not in posted:  # tried again once its counterpart has begun
                     self.begin_transfer()
                 posted[about] = self.now
             if not isinstance(op, Start):
@@ -127,10 +116,10 @@ class _Rank:
         elif isinstance(op, COMPUTE):
             begin = self.now
             self.run(op, self.slowed(cost(op)))
-            self.spans.append(Span(op, begin, self.now))
-        elif isinstance(about, Asynchronous) and not isinstance(op, Update):  # one that stands alone computes
+            self.spans.append(Computation(op, begin, self.now))
+        elif isinstance(about, Asynchronous) and not isinstance(op, Update):  # an Update without Start computes
             axis, seconds = axis_of(about), cost(about)
-            if seconds:  # an axis of one rank has nothing to start
+            if seconds:  # 0 along an axis of one rank
                 self.begin_transfer()
             self.free[axis] = self.done[about] = max(self.now, self.free.get(axis, 0.0)) + seconds
             if not isinstance(op, Start):
@@ -140,15 +129,16 @@ class _Rank:
         return True
 
 
-def simulate(programs: list[Ops], cost: Cost | Sequence[Cost], issue: float = 0.0, overlap: float = 0.0) -> Timing:
-    """Play the programs of the ranks of one pipeline, at one cost for all or one for each.
+def simulate(programs: list[Ops], cost: CostOf | Sequence[CostOf], issue: float = 0.0, overlap: float = 0.0) -> Timing:
+    """Simulate the programs of the ranks of one pipeline.
 
     Args:
-        issue: time in which a rank does not compute, for each transfer that it starts.
-        overlap: share by which a computation takes longer while a collective runs.
+        cost: of an operation, for all ranks or one per rank.
+        issue: compute time that a rank loses for each transfer that it starts.
+        overlap: fraction by which a computation slows down while a collective runs.
 
     Raises:
-        RuntimeError: they deadlock; it says where every rank waits.
+        RuntimeError: a deadlock; names the operation at which each rank waits.
     """
     ranks = [_Rank(ops, issue, overlap) for ops in programs]
     costs = [cost] * len(ranks) if callable(cost) else cost
@@ -161,33 +151,3 @@ def simulate(programs: list[Ops], cost: Cost | Sequence[Cost], issue: float = 0.
     busy = [sum(span.end - span.begin for span in rank.spans) for rank in ranks]
     spent = [rank.spent for rank in ranks]
     return Timing(max(rank.now for rank in ranks), busy, [rank.spans for rank in ranks], spent)
-
-
-# -- schedules alone
-
-
-def plain_pipeline(ranks: int, chunks: int = 1, layers: int = 1, v_shaped: bool = False) -> list[RankSpec]:
-    """A pipeline of equal layers, `layers` per chunk, without embedding, head or ZeRO."""
-    found, alone = [], sharding_groups(Config(), Layout())
-    for rank in range(ranks):
-        names = [[f"{c}.{n}" for n in range(layers)] for c in range(chunks)]
-        made = [
-            tuple(Layer(name, (name,), Use.LAYER, True, rank + c > 0 or n > 0, name) for n, name in enumerate(chunk))
-            for c, chunk in enumerate(names)
-        ]
-        units = {name: Unit(64, True) for chunk in names for name in chunk}
-        found.append(RankSpec(tuple(made), units, alone, rank, ranks, v_shaped=v_shaped))
-    return found
-
-
-def thirds(op: Op) -> float:
-    """Cost where a forward, an input gradient and a weight gradient take 1 each, and nothing else takes time."""
-    if isinstance(op, Backward):
-        return 2.0 if op.weights else 1.0
-    return float(isinstance(op, (Forward, BackwardWeights)))
-
-
-def play(schedule: str, ranks: int, micro_batches: int, chunks: int = 1, layers: int = 1) -> Timing:
-    """Simulate a schedule on a plain pipeline with the costs of `thirds`."""
-    specs = plain_pipeline(ranks, chunks, layers, schedule in SCHEDULES and SCHEDULES[schedule].v_shaped)
-    return simulate([program(spec, schedule, micro_batches).gradients for spec in specs], thirds)

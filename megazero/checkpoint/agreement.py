@@ -1,0 +1,123 @@
+"""Work that all ranks do together: a failure on one rank becomes the same error on every rank.
+
+Results cross the network pickled. Nothing that is pickled touches a disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch.distributed as dist
+
+from megazero.checkpoint.manifest import Damaged
+
+Group = dist.ProcessGroup | None
+T = TypeVar("T")
+
+# An exception is sent as the first of these that it is an instance of, because others may not be picklable.
+KINDS = (KeyboardInterrupt, Damaged, ValueError, OSError)
+
+
+class AgreedFailure(RuntimeError):
+    """Failure of some ranks to write or read their files, which every rank raises with the same message.
+
+    Any other error may be one rank's alone, in the middle of a collective: the death of a data worker raises
+    RuntimeError in its parent between any two instructions.
+    """
+
+
+class Failure(NamedTuple):
+    """An exception of one rank, as it is sent to the others."""
+
+    kind: type[BaseException]  # one of KINDS, or RuntimeError
+    name: str  # of the exception's own class
+    text: str
+
+    @classmethod
+    def of(cls, error: BaseException | None) -> Failure | None:
+        if error is None:
+            return None
+        kind = next((kind for kind in KINDS if isinstance(error, kind)), RuntimeError)
+        return cls(kind, type(error).__name__, str(error))
+
+
+def together(action: str, group: Group, local: Callable[[], T], combine: Callable[[list[T]], Sequence[Any]]) -> Any:
+    """Call `local` on every rank of `group`, then `combine` on rank 0 with the results of all ranks.
+
+    Returns:
+        This rank's item of the list that `combine` returns.
+
+    Raises, the same on every rank:
+        KeyboardInterrupt: one rank was interrupted.
+        Damaged, ValueError: every failure is one of these.
+        AgreedFailure: every failure is an OSError.
+        RuntimeError: any other failure. The message names the action and the failed ranks.
+    """
+    value, error = _attempt(local)
+    outcomes = gather((value, Failure.of(error)), group)
+    answers: list[Any] = []
+    if rank_of(group) == 0:
+        failures = {rank: failure for rank, (_, failure) in enumerate(outcomes) if failure is not None}
+        if not failures:
+            parts, error = _attempt(lambda: combine([value for value, _ in outcomes]))
+            failures = {0: Failure.of(error)} if error is not None else {}
+        answers = [(None, failures)] * len(outcomes) if failures else [(part, {}) for part in parts]
+    answer, failures = _scatter(answers, group)
+    if failures:
+        raise _agreed_error(action, failures) from error
+    return answer
+
+
+def from_rank_0(function: Callable[[], T], group: Group) -> T:
+    """Call the function on rank 0 alone; return its result, or raise its exception, on every rank."""
+    outcome: list[Any] = [None, None]
+    if rank_of(group) == 0:
+        outcome = list(_attempt(function))
+    if dist.is_initialized():
+        dist.broadcast_object_list(outcome, group_src=0, group=group)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+def rank_of(group: Group) -> int:
+    return dist.get_rank(group) if dist.is_initialized() else 0
+
+
+def _attempt(function: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    """Return the function's result, or its exception."""
+    try:
+        return function(), None
+    except BaseException as error:
+        return None, error
+
+
+def gather(value: Any, group: Group) -> list[Any]:
+    """Return the values of all ranks on rank 0, and an empty list on the others."""
+    if not dist.is_initialized():
+        return [value]
+    found = [None] * dist.get_world_size(group) if rank_of(group) == 0 else None
+    dist.gather_object(value, found, group_dst=0, group=group)
+    return found or []
+
+
+def _scatter(values: list[Any], group: Group) -> Any:
+    """Return this rank's item of a list that rank 0 has."""
+    if not dist.is_initialized():
+        return values[0]
+    mine = [None]
+    dist.scatter_object_list(mine, values or None, group_src=0, group=group)
+    return mine[0]
+
+
+def _agreed_error(action: str, failures: dict[int, Failure]) -> BaseException:
+    kinds = {failure.kind for failure in failures.values()}
+    if KeyboardInterrupt in kinds:
+        return KeyboardInterrupt()
+    if kinds <= {Damaged, ValueError}:
+        kind = Damaged if Damaged in kinds else ValueError
+        return kind("; ".join(dict.fromkeys(failure.text for failure in failures.values())))
+    reports = [f"rank {rank}: {failure.name}: {failure.text}" for rank, failure in failures.items()]
+    kind = AgreedFailure if kinds == {OSError} else RuntimeError
+    return kind(f"{action} failed on {'; '.join(reports)}")
