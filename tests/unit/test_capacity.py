@@ -244,7 +244,7 @@ def test_the_documented_refusal_is_raised() -> None:
     here = Machine(range(1), "cpu", None, Available(4 * 10**9, "of host memory"))
     with pytest.raises(ValueError) as refusal:
         check_memory(*resolve(parse(["--preset", "gpt2-1.5b"]), 1, 0, declare), 0, here)
-    assert f"```\nValueError: {refusal.value}\n```" in (ROOT / "docs" / "console.md").read_text()
+    assert f"```\nValueError: {refusal.value}\n```" in (ROOT / "docs" / "outputs.md").read_text()
 
 
 def test_flags_that_are_refused_import_no_torch() -> None:
