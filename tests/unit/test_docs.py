@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megazero.config.cli import flags
+from megazero.config.foreign.table import find_entry, retired
 from tests.helpers.programs import ROOT
 
 README = ROOT / "README.md"
@@ -18,6 +19,10 @@ DOCS = ROOT / "docs"
 MAX_WORDS = 20_000  # written by hand in docs/
 # Programs of `benchmarks/reports` write these pages whole; of other pages they write marked blocks.
 GENERATED = {"results/modules.md", "results/flags.md", "results/paper_speed.md"}
+# Flags of sbatch, srun, salloc, torchrun, pip, git and lm_eval.
+FOREIGN = "nodes ntasks-per-node gpus-per-node gpus-per-task cpus-per-task exclusive time partition account mem signal "
+FOREIGN += "requeue dependency job-name cpu-bind nproc-per-node nproc_per_node nnodes hostfile no-install-recommends "
+FOREIGN += "model_args model tasks diff-filter"
 # Dated records: nobody reads them from end to end.
 RECORDS = ("decisions/", "log/")
 
@@ -70,6 +75,27 @@ def test_the_summary_of_the_readme_is_that_of_the_quickstart() -> None:
     block = README.read_text().split("```\nDone, ")[1].split("```")[0]
     for line in block.splitlines()[2:]:
         assert line.strip() in ("", "...") or re.sub(r" {2,}", "  ", line).split("  ")[-1] in source
+
+
+def test_flags_of_the_pages_exist() -> None:
+    """Ours, those of other systems with an answer, and those of scripts and benchmarks, but none that is retired."""
+    sources = [
+        path for folder in ("scripts", "data_tools", "benchmarks", "tests") for path in (ROOT / folder).rglob("*")
+    ]
+    text = "\n".join(path.read_text() for path in sources if path.suffix in (".py", ".sh", ".sbatch"))
+    known = {
+        *re.findall(r"--([a-z][\w-]+)", text),
+        *(name.replace("_", "-") for name in re.findall(r"^    (\w+): ", text, re.M)),
+    }
+    known |= {*flags(), *FOREIGN.split(), "help-all"}
+    pages = [README, ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")]
+    missing = []
+    for page in pages:
+        for flag in set(re.findall(r"(?<![\w-])--([a-z][\w-]*\w)", page.read_text())):
+            entry = find_entry(flag.replace("_", "-"))
+            if flag in retired() or (entry is None and not {flag, flag.removeprefix("no-")} & known):
+                missing.append(f"{page.name}: --{flag}")
+    assert not missing
 
 
 @pytest.mark.parametrize("page", [README, ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))], ids=lambda p: p.name)
