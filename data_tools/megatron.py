@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megazero.config.cli import options
 from megazero.config.foreign.translate import refusals, split_items, translate
 
 TOKENIZER = {"vocab-file", "merge-file", "tokenizer-type", "tokenizer-model"}
@@ -24,7 +23,7 @@ def our_words(arguments: Sequence[str]) -> list[str]:
     if not foreign:
         return words
     given = [item for item in left if item.name == "tokenizer"]
-    done = translate([word for item in [*foreign, *given] for word in item.words()], options())
+    done = translate([word for item in [*foreign, *given] for word in item.words()])
     if refused := refusals(done.answers):
         raise ValueError(refused)
     return [word for item in left if item not in given for word in item.words()] + done.args

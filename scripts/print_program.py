@@ -8,12 +8,13 @@ The flags are those of pretrain_gpt.py, and --world-size N and --rank R.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megazero.config import cli
+from megazero.config.cli import parse
 from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
 from megazero.plan.program.program import program, text
@@ -26,8 +27,12 @@ def main(argv: list[str]) -> None:
     Raises:
         ValueError: naming the flag that is wrong.
     """
-    (world_size, rank), rest = cli.whole_numbers(argv, {"world-size": 1, "rank": 0})
-    config, layout = resolve(cli.parse(rest), world_size, 0, declare)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--world-size", type=int, default=1)
+    parser.add_argument("--rank", type=int, default=0)
+    options, rest = parser.parse_known_args(argv)
+    world_size, rank = options.world_size, options.rank
+    config, layout = resolve(parse(rest), world_size, 0, declare)
     if not 0 <= rank < world_size:
         raise ValueError(f"--rank {rank}: there are ranks 0 to {world_size - 1}; name one, or raise --world-size")
     spec = rank_spec(config, layout, layout.coord(rank).pp, declare)

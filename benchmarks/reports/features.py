@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import shlex
 from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +13,7 @@ from benchmarks.reports.pictures import bars, stacks
 from benchmarks.reports.published import CONFIGURATIONS, FIGURE_6, FIGURE_7
 from benchmarks.reports.rehearsals import Asked, flags_of, rehearse_all, resolved
 from benchmarks.reports.zero_theory import bytes_per_parameter
-from megazero.config.cli import PRESETS, preset_args
+from megazero.config.presets import PRESETS
 from megazero.model.stage import declare
 from megazero.plan.layout.layers import num_parameters
 from megazero.price.bytes.estimate import stage_bytes
@@ -31,10 +30,9 @@ FIT = (3, 9)  # layers, from which memory is known as a line
 
 def asked(number: int, layers: int, hidden: int, heads: int, batch: int = 16, **options: Any) -> Asked:
     """Configuration C`number` of the presets, at a size of the paper."""
-    preset = preset_args(PRESETS / f"c{number}.toml")
     given = {"tensor_model_parallel_size": MP, "micro_batch_size": batch, "global_batch_size": batch * GPUS // MP}
     given["reduce_bucket_size"] = BUCKET
-    return Asked(GPUS, f"{shlex.join(preset)} {flags_of(layers, hidden, heads, **given | options)}")
+    return Asked(GPUS, f"--preset {PRESETS / f'c{number}.toml'} {flags_of(layers, hidden, heads, **given | options)}")
 
 
 def size(each: Asked) -> int:

@@ -10,12 +10,14 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.reports.blocks import markdown, write_blocks
-from megazero.config.cli import flags, options, parse
-from megazero.config.foreign.table import FLAGS, Foreign, read_table
-from megazero.config.foreign.translate import Answer, Translated, split_items, translate
+from megazero.config.cli import parse
+from megazero.config.flags import flags
+from megazero.config.foreign.conversions import CONVERSIONS
+from megazero.config.foreign.table import FLAGS, Foreign, kebab, read_table
+from megazero.config.foreign.translate import Answer, Translated, is_ours, split_items, translate
 from megazero.config.schema import CheckpointConfig, DataConfig, LogConfig
 from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
@@ -44,13 +46,12 @@ def translated(script: Script) -> Translated:
         file = Path(folder) / "ds.json"
         file.write_text(script.deepspeed)
         argv = [word.replace("FILE", str(file)) if script.deepspeed else word for word in script.flags.split()]
-        return translate(argv, options(), count_ranks=lambda: RANKS)
+        return translate(argv, count_ranks=lambda: RANKS)
 
 
 def answers(script: Script) -> tuple[int, tuple[Answer, ...]]:
     """Return the number of a script's flags that are ours too, and the answers to the others."""
-    found = translated(script).answers
-    return len(split_items(script.flags.split())) - len(found), found
+    return sum(is_ours(item.name) for item in split_items(script.flags.split())), translated(script).answers
 
 
 def complaint(script: Script) -> str:
@@ -77,21 +78,42 @@ def script_table() -> str:
     return markdown(("script", "accepted as is", "translated", "nothing to do", "refused"), rows)
 
 
+def result(entry: Foreign) -> str:
+    """Return the translation of an entry, or its replacement; empty if there is nothing to do."""
+    argument: Any = entry.argument
+    match entry.by:
+        case "rename":
+            return f"--{argument}"
+        case "words" | "refused":
+            return str(argument)
+        case "words_unless_given":
+            return f"{argument}, unless it is given"
+        case "choose":
+            return "; ".join(f"{value}: {words}" for value, words in argument.items() if words)
+        case "pairs":
+            return "; ".join(f"{', '.join(keys.split())}: --{ours}" for ours, keys in argument.items())
+        case "only":
+            return f"{' or '.join(argument.split())} alone"
+    return (CONVERSIONS[entry.by].__doc__ or "").partition("\n")[0]
+
+
 def flag_list(entries: list[Foreign]) -> str:
-    """Format entries, those with one answer in one line. A flag that is ours by now is left out."""
+    """Format entries, those with one result in one line. A flag that is ours by now is left out."""
     lines: dict[str, list[str]] = {}
     for entry in entries:
-        if entry.name not in flags():
-            lines.setdefault(entry.here, []).append(f"`{entry.spelled}`")
-    return "\n".join(f"- {', '.join(names)}: {here}" for here, names in lines.items())
+        if kebab(entry.name) not in flags():
+            lines.setdefault(result(entry), []).append(f"`--{entry.name}`")
+    return "\n".join(f"- {', '.join(names)}{here and f': {here}'}" for here, names in lines.items())
 
 
 def blocks() -> Iterator[tuple[str, str]]:
     """Yield the names of the page's blocks, and their texts."""
     yield "scripts", script_table()
-    entries = [entry for table in FLAGS for entry in read_table(table)]
-    for kind in ("translated", "nothing to do", "refused"):
-        yield kind, flag_list([entry for entry in entries if entry.kind == kind])
+    entries = [entry for table in FLAGS if table != "retired" for entry in read_table(table)]
+    needless, refused = ("only", "unneeded"), ("refused",)
+    yield "translated", flag_list([entry for entry in entries if entry.by not in needless + refused])
+    yield "nothing to do", flag_list([entry for entry in entries if entry.by in needless])
+    yield "refused", flag_list([entry for entry in entries if entry.by in refused])
 
 
 if __name__ == "__main__":

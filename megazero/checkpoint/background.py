@@ -38,11 +38,6 @@ class BackgroundSaver:
         """Host memory of the copies."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
-    @property
-    def busy(self) -> bool:
-        """True if the save that was started is not done yet."""
-        return self._running is not None and not self._running.done()
-
     def start(
         self,
         root: Path,

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 
-class Entry(NamedTuple):
-    """An architecture, as far as it can be told without torch.
+class ArchitectureTraits(NamedTuple):
+    """The part of an architecture that can be described without torch.
 
     Attributes:
-        options: flags, without dashes, that its layers read and not every architecture's do.
-        mlp_matrices: of hidden size x ffn size in a block.
-        defaults: flags whose defaults are others for it. They lie under those of the preset.
+        mlp_matrices: number of matrices of hidden size x ffn size in a block.
+        options: flags that its layers read, and that some other architecture does not have.
+        defaults: flags whose defaults differ for it. A preset overrides them.
     """
 
     mlp_matrices: int
     options: tuple[str, ...] = ()
-    defaults: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = MappingProxyType({})
 
 
-ROTARY = ("rotary-base", "rope-scaling-factor")
+ROTARY = ("num-query-groups", "add-qkv-bias", "rotary-base", "rope-scaling-factor")
 ARCHITECTURES = {
-    "gpt2": Entry(2),
-    "llama": Entry(
-        3,
-        ("num-query-groups", "add-qkv-bias", *ROTARY),
-        ("--untie-embeddings", "--norm-epsilon", "1e-6"),
-    ),
-    "parallel": Entry(2, ("num-query-groups", "add-qkv-bias", *ROTARY)),
+    "gpt2": ArchitectureTraits(2),
+    "llama": ArchitectureTraits(3, ROTARY, {"untie-embeddings": True, "norm-epsilon": 1e-6}),
+    "parallel": ArchitectureTraits(2, ROTARY),
 }

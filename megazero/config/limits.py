@@ -12,7 +12,7 @@ SUFFIX = len(".partial-00000000")  # the longest ending that a run or a tool add
 
 
 @dataclass(frozen=True)
-class Range:
+class Bounds:
     """Values from `least` to `most`, both included unless they are marked open.
 
     `why` is the reason for the upper bound and ends the message: "--lr 1e+300: must be at most 10: " + why.
@@ -41,15 +41,15 @@ class Range:
 # Kinds of numbers that several flags share. 0 stands for a derived value or for "never", as each flag says.
 FEW = "no published model has as many"
 ITERATIONS = "iterations are numbered in 9 digits"
-Positive = Annotated[int, Range(1, 10**9, ITERATIONS)]
-Iterations = Annotated[int, Range(0, 10**9, ITERATIONS)]
+Positive = Annotated[int, Bounds(1, 10**9, ITERATIONS)]
+Iterations = Annotated[int, Bounds(0, 10**9, ITERATIONS)]
 MOST_MINUTES = 10**6
-Minutes = Annotated[float, Range(0, MOST_MINUTES, "that is two years")]
-Ranks = Annotated[int, Range(1, 10**6, "no job has as many ranks")]
-Probability = Annotated[float, Range(0, 1, "1 would drop everything", most_open=True)]
-DecayRate = Annotated[float, Range(0, 1, "a mean with weight 1 on its past never changes", most_open=True)]
-LearningRate = Annotated[float, Range(0, 10, "AdamW moves every weight by about --lr per update")]
-LossScaleValue = Annotated[float, Range(0, 2**48, "the scaled loss would overflow fp32", least_open=True)]
+Minutes = Annotated[float, Bounds(0, MOST_MINUTES, "that is two years")]
+Ranks = Annotated[int, Bounds(1, 10**6, "no job has as many ranks")]
+Probability = Annotated[float, Bounds(0, 1, "1 would drop everything", most_open=True)]
+DecayRate = Annotated[float, Bounds(0, 1, "a mean with weight 1 on its past never changes", most_open=True)]
+LearningRate = Annotated[float, Bounds(0, 10, "AdamW moves every weight by about --lr per update")]
+LossScaleValue = Annotated[float, Bounds(0, 2**48, "the scaled loss would overflow fp32", least_open=True)]
 
 
 def divisors(number: int) -> list[int]:

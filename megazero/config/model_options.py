@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from megazero.config.architectures import ARCHITECTURES
 from megazero.config.limits import (
     FEW,
+    Bounds,
     DecayRate,
     Iterations,
     LearningRate,
     LossScaleValue,
     Positive,
     Probability,
-    Range,
     Ranks,
 )
 from megazero.config.optimizers import BYTES, OPTIMIZERS, UpdateRule
@@ -37,38 +37,38 @@ else:
 class ModelConfig:
     """Architecture and sizes."""
 
-    num_layers: Annotated[int, Range(1, 4096, FEW)] = 12
+    num_layers: Annotated[int, Bounds(1, 4096, FEW)] = 12
     """Transformer blocks."""
-    hidden_size: Annotated[int, Range(1, 2**20, "no published model is as wide")] = 768
+    hidden_size: Annotated[int, Bounds(1, 2**20, "no published model is as wide")] = 768
     """Width of the residual stream."""
-    ffn_hidden_size: Annotated[int, Range(0, 2**23, "no published model is as wide")] = 0
+    ffn_hidden_size: Annotated[int, Bounds(0, 2**23, "no published model is as wide")] = 0
     """Width inside the MLP. 0: 4 x --hidden-size."""
-    num_attention_heads: Annotated[int, Range(1, 2**20, FEW)] = 12
+    num_attention_heads: Annotated[int, Bounds(1, 2**20, FEW)] = 12
     """Attention heads; must divide --hidden-size."""
-    seq_length: Annotated[int, Range(1, 2**24, "attention over more tokens is not feasible")] = 1024
+    seq_length: Annotated[int, Bounds(1, 2**24, "attention over more tokens is not feasible")] = 1024
     """Tokens of a sample; with --architecture gpt2 also the number of learned positions."""
-    vocab_size: Annotated[int, Range(0, 2**31 - 1, "token ids are stored in 32 bits")] = 0
+    vocab_size: Annotated[int, Bounds(0, 2**31 - 1, "token ids are stored in 32 bits")] = 0
     """Vocabulary. 0: that of --tokenizer. Padding is added inside and changes no result."""
     attention_dropout: Probability = 0.0
     """Dropout probability of attention weights."""
     hidden_dropout: Probability = 0.0
     """Dropout probability of the embedding and of both residual branches."""
-    init_method_std: Annotated[float, Range(0, 10, "GPT-2 uses 0.02, and products of larger weights overflow")] = 0.02
+    init_method_std: Annotated[float, Bounds(0, 10, "GPT-2 uses 0.02, and products of larger weights overflow")] = 0.02
     """Standard deviation of the initial weights; residual projections / sqrt(2 x --num-layers)."""
     untie_embeddings: bool = False
     """Give the head an output matrix of its own instead of the token table."""
     architecture: ArchitectureName = "gpt2"
     """gpt2: learned positions, LayerNorm, tanh GELU, biases, tied embeddings. llama: rotary positions, RMSNorm, SwiGLU,
     grouped-query attention, no biases, untied embeddings. parallel: GPT-J's attention and MLP side by side, rotary."""
-    num_query_groups: Annotated[int, Range(0, 2**20, FEW)] = 0
+    num_query_groups: Annotated[int, Bounds(0, 2**20, FEW)] = 0
     """Not gpt2: groups of attention heads that share keys and values. 0: one per head."""
-    rotary_base: Annotated[float, Range(0, 1e12, "no published model has a longer wavelength", least_open=True)] = 1e4
+    rotary_base: Annotated[float, Bounds(0, 1e12, "no published model has a longer wavelength", least_open=True)] = 1e4
     """Not gpt2: base of the rotary positions' wavelengths; llama 3: 500000."""
-    rope_scaling_factor: Annotated[float, Range(1, 1e6, "no published model is stretched as far")] = 1.0
+    rope_scaling_factor: Annotated[float, Bounds(1, 1e6, "no published model is stretched as far")] = 1.0
     """Not gpt2: llama 3.1's scaling of long wavelengths, for contexts longer than 8192. 1: none."""
     add_qkv_bias: bool = False
     """Not gpt2: biases of queries, keys and values, as in Qwen 2."""
-    norm_epsilon: Annotated[float, Range(0, 1, "it only keeps a norm's divisor from 0", least_open=True)] = 1e-5
+    norm_epsilon: Annotated[float, Bounds(0, 1, "it only keeps a norm's divisor from 0", least_open=True)] = 1e-5
     """Added to the variance in a norm. llama: 1e-6 unless it is given."""
 
     @property
@@ -94,9 +94,9 @@ class ModelConfig:
 class TrainingConfig:
     """Duration, batches and precision."""
 
-    micro_batch_size: Annotated[int, Range(1, 2**20, "a rank computes all of its samples at once")] = 1
+    micro_batch_size: Annotated[int, Bounds(1, 2**20, "a rank computes all of its samples at once")] = 1
     """Samples per forward pass of a rank."""
-    global_batch_size: Annotated[int, Range(0, 2**30, "published batches are thousands of samples")] = 0
+    global_batch_size: Annotated[int, Bounds(0, 2**30, "published batches are thousands of samples")] = 0
     """Samples per iteration, over all ranks. Any number: where the ranks cannot share it equally, the first have a
     micro-batch more, and the others compute padding that counts nowhere. 0: --micro-batch-size x data-parallel
     ranks."""
@@ -105,7 +105,7 @@ class TrainingConfig:
     first SAMPLES samples, to --global-batch-size."""
     train_iters: Positive = 1000
     """Iterations to train, counted from the first run."""
-    seed: Annotated[int, Range(-(2**63), 2**63 - 1, "seeds are 64-bit")] = 1234
+    seed: Annotated[int, Bounds(-(2**63), 2**63 - 1, "seeds are 64-bit")] = 1234
     """Seed of initial weights, data order and dropout. The same seed gives the same run in every layout."""
     precision: Precision = "fp32"
     """Precision of weights and activations; master weights and moments are fp32. Unless it is given, it is bf16 on GPUs
@@ -177,15 +177,15 @@ class OptimizerConfig:
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
     """--lr-decay-style wsd: shape of the decay at the end, with d from 0 to 1 in it: 2 x 0.5^d - 1, 1 - d,
     (1 + cos(pi d)) / 2 or 1 - sqrt(d)."""
-    weight_decay: Annotated[float, Range(0, 1000, "usual values are between 0 and 1")] = 0.01
+    weight_decay: Annotated[float, Bounds(0, 1000, "usual values are between 0 and 1")] = 0.01
     """Decoupled weight decay of matrices."""
     adam_beta1: DecayRate = 0.9
     """Decay rate of the first moment."""
     adam_beta2: DecayRate = 0.999
     """Decay rate of the second moment."""
-    adam_eps: Annotated[float, Range(0, 1, "it only keeps the update's divisor from 0", least_open=True)] = 1e-8
+    adam_eps: Annotated[float, Bounds(0, 1, "it only keeps the update's divisor from 0", least_open=True)] = 1e-8
     """Added to the root of the second moment."""
-    clip_grad: Annotated[float, Range(0, 1e9, "no gradient norm is as large; 0 turns clipping off")] = 1.0
+    clip_grad: Annotated[float, Bounds(0, 1e9, "no gradient norm is as large; 0 turns clipping off")] = 1.0
     """Clip gradients to this global L2 norm. 0: never."""
 
     @property
@@ -206,17 +206,17 @@ class ParallelConfig:
     stages. interleaved divides the idle time of 1f1b by the virtual stages per rank, and sends more messages.
     zero-bubble (ZB-H1) computes weight gradients where 1f1b waits, for a third of its idle time; zero-bubble-v (ZB-V)
     has a sixth, with two virtual stages per rank, the first and the last of all on the first rank."""
-    virtual_pipeline_stages: Annotated[int, Range(1, 4096, "each holds at least one layer")] = 1
+    virtual_pipeline_stages: Annotated[int, Bounds(1, 4096, "each holds at least one layer")] = 1
     """--pipeline-schedule interleaved, or zero-bubble-v, which takes 2: chunks of layers per pipeline rank."""
     pipeline_split: str = ""
     """Layers of each virtual pipeline stage, in the order of the forward, such as 4,4,3,1. Empty: so that the busiest
     rank computes least, with the head counted."""
-    zero_bubble_backlog: Annotated[int, Range(0, 10**6, "no rank has as many micro-batches")] = 0
+    zero_bubble_backlog: Annotated[int, Bounds(0, 10**6, "no rank has as many micro-batches")] = 0
     """--pipeline-schedule zero-bubble, zero-bubble-v: micro-batches whose weight gradients may wait at once, with their
     activations. 0: as many as the schedule can use."""
     sequence_parallel: bool = False
     """Shard the activations between tensor-parallel layers (norms, dropout, residual stream) over the tokens."""
-    distributed_timeout_minutes: Annotated[float, Range(0, 10_080, "that is a week", least_open=True)] = 10.0
+    distributed_timeout_minutes: Annotated[float, Bounds(0, 10_080, "that is a week", least_open=True)] = 10.0
     """A collective that waits longer ends the run."""
 
 
@@ -226,13 +226,13 @@ class ZeroConfig:
 
     zero_stage: Literal[0, 1, 2, 3] = 1
     """States sharded over data-parallel ranks. 0: none; 1: optimizer states; 2: also gradients; 3: also parameters."""
-    zero_shard_size: Annotated[int, Range(0, 10**6, "no job has as many ranks; 0 stands for all")] = 0
+    zero_shard_size: Annotated[int, Bounds(0, 10**6, "no job has as many ranks; 0 stands for all")] = 0
     """Shard within groups of this many data-parallel ranks, such as a node's; replicate over the groups. 0: all."""
     zero_reduce_every: Literal["micro-batch", "step"] = "micro-batch"
     """Stages 2, 3: reduce gradients at every micro-batch (least memory), or once a step (least traffic)."""
     zero_gather_every: Literal["use", "step"] = "use"
     """Stage 3: gather weights at every use (least memory), or once a step (least traffic)."""
-    reduce_bucket_size: Annotated[int, Range(1, 2**40, "no model has a layer of as many elements")] = 40_000_000
+    reduce_bucket_size: Annotated[int, Bounds(1, 2**40, "no model has a layer of as many elements")] = 40_000_000
     """Elements of a communication buffer; larger units are reduced in several."""
     overlap_comm: bool = True
     """Overlap ZeRO communication with computation. Results are bitwise identical."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megazero.config.limits import Iterations, Minutes, Positive, Range, is_number
+from megazero.config.limits import Bounds, Iterations, Minutes, Positive, is_number
 
 # A blend of more corpora has no entry per corpus in the metrics, whose lines would be pages.
 MAX_NAMED_CORPORA = 100
@@ -42,7 +42,7 @@ class DataConfig:
     skip_samples: str = ""
     """A:B leaves out samples A to B - 1 of the run, counted as metrics.jsonl's consumed_samples are: go back to a
     checkpoint from before a loss spike, and on without the data that made it."""
-    num_workers: Annotated[int, Range(0, 64, "one process per rank is ahead of any step")] = 1
+    num_workers: Annotated[int, Bounds(0, 64, "one process per rank is ahead of any step")] = 1
     """Processes per rank that read batches ahead, behind the step that runs. 0: read in the training process."""
 
     @property
@@ -69,7 +69,7 @@ class EvaluationConfig:
 
     eval_interval: Iterations = 0
     """Iterations between evaluations. 0: never."""
-    eval_iters: Annotated[int, Range(0, 10**6, "training would wait for days")] = 10
+    eval_iters: Annotated[int, Bounds(0, 10**6, "training would wait for days")] = 10
     """Global batches of an evaluation, always the same ones. 0: the whole split, each of its tokens a target once."""
     eval_only: bool = False
     """Evaluate the weights of --load on a split, print loss and perplexity, and end: nothing is trained or saved. The
@@ -88,8 +88,6 @@ class CheckpointConfig:
     """Folder of checkpoints, or one of its iter_NNNNNNN. A folder without a checkpoint starts fresh; so does one that
     is not there, if it is --save too or with --load-or-start. In a folder, a damaged checkpoint is passed over, with a
     warning, for the newest whole one before it."""
-    load_or_start: bool = False
-    """Start fresh where the folder of --load is not there, instead of an error."""
     finetune: bool = False
     """Load weights only: optimizer, schedule and data begin anew, at iteration 0."""
     load_exact: bool = False
@@ -106,12 +104,6 @@ class CheckpointConfig:
     async_save: bool = False
     """Write checkpoints in the background: training stops only for a copy to host memory, which is as large as what a
     rank saves. See --on-save-busy."""
-    on_save_busy: Literal["wait", "skip"] = "wait"
-    """--async-save: when a save is due and the one before it is still being written, wait for that, or skip the new
-    one. The last save of a run waits."""
-    on_save_error: Literal["continue", "stop"] = "continue"
-    """Reaction to a save that cannot be written: warn and train on, or end the run. The last save's failure always ends
-    it, and so does any other error in a save."""
     exit_interval: Iterations = 0
     """Save and stop when the iteration is a multiple of this. 0: never."""
     exit_duration_minutes: Minutes = 0.0
@@ -134,9 +126,6 @@ class MonitorConfig:
     check_replicas_interval: Iterations = 0
     """Iterations between checks that all copies of a weight or a moment are equal bit for bit: over data-parallel
     ranks, of what tensor parallelism replicates, and of the tied table. A copy that differs ends the run. 0: never."""
-    fragmentation_interval: Iterations = 0
-    """Iterations between snapshots of rank 0's GPU allocator, for `fragmentation` in metrics.jsonl; each lists every
-    block. Without effect on a CPU. 0: never."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +166,7 @@ class PlanConfig:
     plan_search: bool = False
     """Search the fastest layouts of this model and --global-batch-size that fit on --world-size devices, print them as
     command lines, and end."""
-    world_size: Annotated[int, Range(0, 10**6, "no job has as many ranks")] = 0
+    world_size: Annotated[int, Bounds(0, 10**6, "no job has as many ranks")] = 0
     """--plan, --plan-search: devices, one rank each. 0: --plan takes one."""
     device_type: str = ""
     """--plan, --plan-search: a device of scripts/devices, such as h100-80gb, or a TOML file like those; a cluster of

@@ -9,7 +9,7 @@ import math
 import re
 
 from megazero.config.architectures import ARCHITECTURES
-from megazero.config.cli import flags, ranges
+from megazero.config.flags import flags, value_of
 from megazero.config.folders import check_project, check_writable
 from megazero.config.limits import check_text, divisors, shorten
 from megazero.config.schema import CheckpointConfig, Config, ModelConfig, PlanConfig
@@ -27,9 +27,9 @@ def check_values(config: Config) -> None:
     Raises:
         ValueError: naming the flag, its value and the way out.
     """
-    value = {name: getattr(getattr(config, group), name.replace("-", "_")) for name, (group, _) in flags().items()}
-    for name, bounds in ranges().items():
-        if complaint := bounds.complaint(value[name]):
+    value = {name: value_of(config, name) for name in flags()}
+    for name, flag in flags().items():
+        if flag.bounds and (complaint := flag.bounds.complaint(value[name])):
             raise ValueError(f"--{name} {shorten(value[name])}: {complaint}")
     for name, given in value.items():
         for text in given if isinstance(given, tuple) else (given,):

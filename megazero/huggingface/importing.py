@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megazero.checkpoint.streaming import bands, write_checkpoint
-from megazero.config.cli import to_toml
+from megazero.config.flags import to_toml
 from megazero.config.schema import Config, DataConfig, ModelConfig
 from megazero.data.tokenizer import hub_hint
 from megazero.files import new_folder, open_regular, read_json_object, write_atomically
@@ -154,7 +154,7 @@ def import_model(source: Path, output: Path, advance: Callable[[int], None] = la
                 f"--from hf {source}: its tokenizer has {tokenizer.vocab_size} tokens, and its model {model.vocab_size}"
             )
         config = Config(model=model, data=DataConfig(tokenizer=spec))
-        flags = [field.name for field in fields(model)] + ["tokenizer"] * bool(spec)
+        flags = [field.name.replace("_", "-") for field in fields(model)] + ["tokenizer"] * bool(spec)
         write_atomically(folder / "config.toml", to_toml(config, flags).encode())
         tensors = _tensors(architecture, model, files, names, advance)
         saved, attached = attached_tokenizer(tokenizer)

@@ -13,7 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from megazero.config.cli import Command, to_toml
+from megazero.config.cli import Command
+from megazero.config.flags import to_toml
 from megazero.config.schema import Config
 from megazero.files import OutputFile, explain, read_regular, replace_file
 from megazero.log import log

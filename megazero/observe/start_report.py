@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import platform
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +11,8 @@ from typing import Any
 import numpy
 import torch
 
-from megazero.config.cli import as_flag, preset_values, to_toml
+from megazero.config.flags import as_flag, flags, to_toml, value_of
+from megazero.config.presets import preset_values
 from megazero.config.schema import Config
 from megazero.files import explain, replace_file
 from megazero.log import log
@@ -37,9 +37,9 @@ KIND_NAMES = {
 ZERO = ("", "optimizer states", "optimizer states and gradients", "optimizer states, gradients and weights")
 # Options that the first lines of the screen tell.
 TOLD = {
-    *("architecture", "num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "precision"),
-    *("micro_batch_size", "global_batch_size", "train_iters", "zero_stage"),
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
+    *("architecture", "num-layers", "hidden-size", "num-attention-heads", "seq-length", "vocab-size", "precision"),
+    *("micro-batch-size", "global-batch-size", "train-iters", "zero-stage"),
+    *("tensor-model-parallel-size", "pipeline-model-parallel-size"),
 }
 
 
@@ -190,16 +190,10 @@ def options(asked: Config) -> list[str]:
     """Return the flags that differ from their defaults, or from those of --preset, except what the screen tells."""
     known: Mapping[str, Any] = preset_values(asked.preset) if asked.preset else {}
     found = [f"--preset {asked.preset}"] if asked.preset else []
-    for group in dataclasses.fields(Config):
-        section = getattr(asked, group.name)
-        if not dataclasses.is_dataclass(section):
-            continue
-        for option in dataclasses.fields(section):
-            name, value = option.name.replace("_", "-"), getattr(section, option.name)
-            usual = known.get(name, option.default)
-            usual = tuple(usual) if isinstance(usual, list) else usual
-            if value != usual and (option.name not in TOLD):
-                found.append(as_flag(name, value))
+    for name, flag in flags().items():
+        value = value_of(asked, name)
+        if value != known.get(name, flag.default) and name not in TOLD:
+            found.append(as_flag(name, value))
     return found
 
 

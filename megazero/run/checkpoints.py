@@ -13,7 +13,7 @@ import torch
 
 from megazero import checkpoint
 from megazero.checkpoint import LocalShard
-from megazero.comm.mesh.collectives import MAX, MIN
+from megazero.comm.mesh.collectives import MIN
 from megazero.config.schema import Config
 from megazero.data.corpora import Datasets
 from megazero.data.tokenizer import Tokenizer
@@ -61,17 +61,14 @@ class Checkpoints:
     def save(self, progress: Progress, last: bool = False) -> None:
         """Save into --save, once per iteration; with --async-save in the background, unless it is the last save.
 
-        A save that fails is said, and training goes on to the next, unless it is the last or --on-save-error says stop.
+        If a rank cannot write, a warning is printed and training continues, unless it is the last save.
 
         Raises:
-            AgreedFailure: a rank could not write, and the save was the last or --on-save-error is stop.
+            AgreedFailure: a rank cannot write the last save.
             DeadRun: weights are not finite: nothing is saved.
         """
         options, iteration = self.config.checkpoint, progress.iteration
         if not options.save:
-            return
-        if not last and options.on_save_busy == "skip" and self._any_busy():
-            log.info(f"--on-save-busy skip: iteration {iteration} is not saved, for iteration {self.saved_at} still is")
             return
         self.finish_save(last and self.saved_at == iteration)
         if self.saved_at == iteration:
@@ -101,10 +98,6 @@ class Checkpoints:
         else:
             self._outcome(lambda: checkpoint.save(root, iteration, shards, state, group, self.attached), last)
 
-    def _any_busy(self) -> bool:
-        """Return true if any rank is still writing; agreed over the world."""
-        return bool(self.mesh.agree(int(self.saver is not None and self.saver.busy), MAX))
-
     def finish_save(self, last: bool = False) -> None:
         """Wait for a save in the background, if there is one."""
         if self.saver is not None:
@@ -112,14 +105,13 @@ class Checkpoints:
 
     def _outcome(self, save: Callable[[], Path | None], last: bool) -> None:
         """Report how a save went, and delete old checkpoints."""
-        options = self.config.checkpoint
         doing, self.watchdog.doing = self.watchdog.doing, ""  # waits in a save have limits of their own
         try:
             with self.mesh.world.peer_errors(f"saving iteration {self.saved_at}"):
                 path = save()
         except checkpoint.AgreedFailure as error:  # no other error: the other ranks would not know of it
             self.saved_at = None
-            if last or options.on_save_error == "stop":
+            if last:
                 raise
             log.warning(f"{error}. Training continues; the next save is attempted as scheduled")
             return

@@ -10,8 +10,8 @@ from typing import Any
 
 from megazero import checkpoint
 from megazero.checkpoint import Damaged
-from megazero.config.cli import as_flag, ranges
-from megazero.config.schema import CheckpointConfig, Config, ModelConfig
+from megazero.config.flags import as_flag, flags
+from megazero.config.schema import Config, ModelConfig
 from megazero.data import fingerprint
 from megazero.data.corpora import parse_data_path, read_data_args
 from megazero.model.stage import declare
@@ -50,18 +50,14 @@ def find_checkpoint(config: Config, group: Any = None, passing_over: Mapping[str
     if config.evaluation.eval_only and path is None:
         raise ValueError(f"--eval-only: --load {options.load} holds no checkpoint; give the --save folder of a run")
     _guard_save(options.load, options.save, path, options.finetune)
-    if path is None and options.load and not Path(options.load).exists() and not _may_begin(options):
+    starts = bool(options.save) and Path(options.load).resolve() == Path(options.save).resolve()
+    if path is None and options.load and not Path(options.load).exists() and not starts:
         there = next(str(folder) for folder in Path(options.load).absolute().parents if folder.is_dir())
         raise ValueError(
-            f"--load {options.load}: there is no such folder, only {there}; correct it, or add --load-or-start to "
-            "begin a new run where there is none yet"
+            f"--load {options.load}: there is no such folder, only {there}; correct it, or give the same folder as "
+            "--save to start a new run there"
         )
     return path
-
-
-def _may_begin(options: CheckpointConfig) -> bool:
-    """Return whether a --load that is not there begins a new run."""
-    return options.load_or_start or bool(options.save and Path(options.load).resolve() == Path(options.save).resolve())
 
 
 def _guard_save(load: str, save: str, path: Path | None, finetune: bool) -> None:
@@ -93,7 +89,7 @@ def check_model(path: Path, saved: dict[str, Any], model: ModelConfig) -> None:
 
 def _changes_shapes(model: ModelConfig, option: str, value: Any) -> bool:
     """True if the layers declare other weights where `option` of the model is `value`, or if it cannot be that."""
-    bounds = ranges().get(option.replace("_", "-"))
+    bounds = flags()[option.replace("_", "-")].bounds
     if type(value) is not type(getattr(model, option)) or (bounds is not None and bounds.complaint(value)):
         return True
     if isinstance(value, str) or (option == "vocab_size" and not value):  # no model, or of another architecture

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 import megazero
-from megazero.config.cli import flags
+from megazero.config.flags import flags, value_of
 from megazero.config.schema import Config
 from megazero.data.corpora import Datasets, parse_data_path, read_data_args
 from megazero.data.tokenizer import Tokenizer
@@ -27,11 +27,7 @@ def run_values(config: Config, datasets: Datasets, tokenizer: Tokenizer | None) 
 
     --save and --load must be the same: both name one folder that all ranks share.
     """
-    values = {
-        f"--{name}": str(getattr(getattr(config, group), name.replace("-", "_")))
-        for name, (group, _) in flags().items()
-        if name not in LOCAL_FLAGS
-    }
+    values = {f"--{name}": str(value_of(config, name)) for name in flags() if name not in LOCAL_FLAGS}
     data = config.data
     words = () if data.mock_data else data.data_path or read_data_args(data.data_args_path)
     weights = [weight for weight, _ in parse_data_path(words)] if words else []

@@ -250,7 +250,7 @@ class Trainer:
             "memory_bytes": self.engine.memory_bytes(result),
             "traffic_bytes": traffic,
         }
-        if self.leads and self._due(config.monitor.fragmentation_interval):
+        if self.leads and self.profiler.traces:
             found = device_fragmentation(self.mesh.device)
             if found is not None:
                 record["fragmentation"] = found._asdict()

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from megazero.config.architectures import ARCHITECTURES
-from megazero.config.cli import flags, parse, to_toml
+from megazero.config.cli import parse
+from megazero.config.flags import flags, to_toml
 from megazero.config.schema import ActivationConfig, ModelConfig
 from megazero.model.stage import declare
 from megazero.plan.layout.layers import layer_costs

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from megazero.config.cli import flags
-from megazero.config.foreign.table import FLAGS, read_tables
+from megazero.config.flags import flags
+from megazero.config.foreign.table import read_tables
 from tests.helpers.programs import ROOT
 
 HEADINGS = ["Added", "Changed", "Fixed"]
@@ -24,7 +24,7 @@ def entries(text: str) -> list[str]:
 
 def known_flags() -> set[str]:
     """Return our flags, and those of other systems or retired ones that are answered."""
-    return {*flags(), *read_tables(*FLAGS)}
+    return {*flags(), *read_tables()}
 
 
 def faults(text: str) -> Iterator[str]:

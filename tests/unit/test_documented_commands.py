@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import tyro
 
-from megazero.config.cli import flags, ranges, read
+from megazero.config.cli import read
+from megazero.config.flags import flags
 from tests.helpers.programs import ROOT
 
 # The log and the decisions quote commands of earlier versions.
@@ -115,7 +116,7 @@ def _with_values(words: list[str]) -> list[str]:
     for at, (flag, value) in enumerate(itertools.pairwise(words), 1):
         if flag == "--preset" and value.endswith("/config.toml"):
             found[at] = "tiny"
-        elif value.isupper() and flag.removeprefix("--") in ranges():
+        elif value.isupper() and flag.removeprefix("--") in flags() and flags()[flag.removeprefix("--")].bounds:
             found[at] = "1"
     return found
 

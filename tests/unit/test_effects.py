@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megazero.config.cli import flags, parse
+from megazero.config.cli import parse
+from megazero.config.flags import flags
 from megazero.config.schema import Config
 from megazero.model.stage import declare
 from megazero.price.plan import make_plan, plan_config
@@ -110,7 +111,6 @@ SEEN = {
     "eval-split": "end_to_end/test_evaluation.py",
     "save": "unit/test_resume.py",
     "load": "unit/test_resume.py",
-    "load-or-start": "unit/test_resume.py",
     "finetune": "parallel/test_run_life.py",
     "load-exact": "unit/test_resume.py",
     "save-interval": "end_to_end/test_pretrain.py",
@@ -118,15 +118,12 @@ SEEN = {
     "keep-last": "end_to_end/test_pretrain.py",
     "keep-every": "unit/test_resume.py",
     "async-save": "parallel/test_run_life.py",
-    "on-save-busy": "parallel/test_run_life.py",
-    "on-save-error": "parallel/test_run_life.py",
     "exit-interval": "end_to_end/test_pretrain.py",
     "exit-duration-minutes": "parallel/test_run_life.py",
     "exit-before-minutes": "parallel/test_run_life.py",
     "hang-timeout": "end_to_end/test_ranks_lost.py",
     "straggler-interval": "parallel/test_run_life.py",
     "check-replicas-interval": "parallel/test_run_life.py",
-    "fragmentation-interval": "unit/test_fragmentation.py",
     "log-dir": "unit/test_log.py",
     "verbose": "unit/test_start_report.py",
     "log-interval": "unit/test_progress_line.py",

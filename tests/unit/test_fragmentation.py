@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from megazero.config.schema import Config, ModelConfig, MonitorConfig
+from megazero.config.schema import Config, ModelConfig
 from megazero.memory.fragmentation import Fragmentation, device_fragmentation, fragmentation
 from megazero.plan.layout.topology import Layout
 from megazero.run import trainer
@@ -221,19 +221,19 @@ def test_a_cpu_has_no_allocator_to_read(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("leads", [True, False])
-def test_the_record_has_it_as_often_as_asked_on_the_rank_that_writes(
+def test_the_record_of_a_traced_iteration_has_it_on_the_rank_that_writes(
     leads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trainer, "device_fragmentation", lambda device: Fragmentation(30, 10, 5))
     run = object.__new__(trainer.Trainer)  # no model, no data
-    run.config = replace(Config(), model=ModelConfig(vocab_size=257), monitor=MonitorConfig(fragmentation_interval=2))
+    run.config = replace(Config(), model=ModelConfig(vocab_size=257))
     run.mesh, run.leads = SimpleNamespace(layout=Layout(), device=torch.device("cuda", 0)), leads
     run.engine = SimpleNamespace(memory_bytes=lambda result: {})
     run.peak_flops = 0.0
     run.datasets = SimpleNamespace(served=lambda consumed: {}, named=[])
     result = StepResult(1.0, 1.0, 1.0, 1.0, False, None, 0)
     for iteration in (1, 2, 3, 4):
-        run.progress = Progress(iteration)
+        run.progress, run.profiler = Progress(iteration), SimpleNamespace(traces=iteration % 2 == 0)
         found = run._record(result, 1, 1.0, {}).get("fragmentation")
         due = leads and iteration % 2 == 0
         assert found == ({"reserved": 30, "allocated": 10, "largest_free": 5} if due else None)

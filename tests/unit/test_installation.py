@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megazero.config.cli import PRESETS
 from megazero.config.foreign.table import FOLDER
+from megazero.config.presets import PRESETS
 from megazero.optional import EXTRAS, load_optional
 from megazero.price.time.devices import DEVICES
 
@@ -25,7 +25,7 @@ def test_the_two_commands_install_the_core_and_all_extras() -> None:
     extras = PROJECT["project"]["optional-dependencies"]
     lines = (ROOT / "requirements.txt").read_text().splitlines()
     core, listed = names(PROJECT["project"]["dependencies"]), [line for line in lines if line and line[0] != "#"]
-    assert core == {"torch", "numpy", "safetensors", "tokenizers", "tyro", "rich"}
+    assert core == {"torch", "numpy", "safetensors", "tokenizers", "tyro", "rich", "msgspec"}
     assert names([line for line in listed if line and not line.startswith("#")]) == core.union(
         *map(names, extras.values())
     )

@@ -18,7 +18,8 @@ from typing import Any, Literal
 import pytest
 import torch._dynamo  # noqa: F401 - its import, of a million lines, is not counted
 
-from megazero.config.cli import flags, parse, ranges
+from megazero.config.cli import parse
+from megazero.config.flags import flags
 from megazero.config.limits import MAX_NAME, MAX_TEXT, divisors
 from megazero.config.schema import Config
 from megazero.memory.host import Available, Machine
@@ -112,7 +113,7 @@ def senseless_value(rng: random.Random, flag: str) -> list[str]:
     if kind is bool:
         return []
     if kind in (int, float):
-        edge = ranges()[flag]
+        edge = flags()[flag].bounds
         if rng.random() < 0.05:
             return [rng.choice(UNREADABLE)]
         return [rng.choice([*NUMBERS[kind], str(edge.most), str(edge.least), repr(kind(edge.most) * 2 + 1)])]
@@ -135,14 +136,14 @@ def test_senseless_command_lines_are_refused_or_run() -> None:
 
 
 def test_every_number_has_a_range() -> None:
-    numbers = {name for name, (_, kind) in flags().items() if kind in (int, float)}
-    assert set(ranges()) == numbers
-    assert all(bounds.why for bounds in ranges().values()), "an upper bound says why"
+    for name, flag in flags().items():
+        assert (flag.bounds is not None) == (flag.kind in (int, float)), name
+        assert flag.bounds is None or flag.bounds.why, f"{name}: an upper bound says why"
 
 
-@pytest.mark.parametrize("flag", sorted(ranges()))
+@pytest.mark.parametrize("flag", sorted(name for name, flag in flags().items() if flag.bounds))
 def test_both_ends_of_a_range_hold(flag: str) -> None:
-    bounds, kind = ranges()[flag], flags()[flag][1]
+    bounds, kind = flags()[flag].bounds, flags()[flag].kind
     assert bounds.complaint(bounds.least) == "" or bounds.least_open
     assert bounds.complaint(bounds.most) == "" or bounds.most_open
     past = bounds.most if bounds.most_open else kind(bounds.most) * 2 + 1

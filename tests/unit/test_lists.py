@@ -20,7 +20,8 @@ from megazero.checkpoint import Damaged, LocalShard, verify
 from megazero.checkpoint.manifest import Manifest, StoredTensor, Tiling, read_manifest, write_manifest
 from megazero.comm.launch.agreement import agree
 from megazero.comm.launch.world import World
-from megazero.config.cli import flags, parse
+from megazero.config.cli import parse
+from megazero.config.flags import flags, value_of, with_values
 from megazero.config.schema import Config, DataConfig, ModelConfig
 from megazero.data.corpora import Datasets, mock_datasets
 from megazero.data.fingerprint import same
@@ -50,9 +51,7 @@ def other(value: Any, kind: Any) -> Any:
 
 def with_other(config: Config, flag: str) -> Config:
     """Return a configuration in which one option is another."""
-    group, kind = flags()[flag]
-    section, name = getattr(config, group), flag.replace("-", "_")
-    return replace(config, **{group: replace(section, **{name: other(getattr(section, name), kind)})})
+    return with_values(config, {flag: other(value_of(config, flag), flags()[flag].kind)})
 
 
 # -- ranks of one run
@@ -159,18 +158,18 @@ def test_an_option_that_differs_from_the_checkpoints_is_named() -> None:
     config = Config()
     saved, silent = json.loads(json.dumps(asdict(config))), set()
     assert changed_options(saved, config) == []
-    for flag, (group, _) in flags().items():
+    for flag, (group, *_) in flags().items():
         if group in GROUPS:
             said = changed_options(saved, with_other(config, flag))
             if not said:
                 silent.add(group)
                 continue
-            now = getattr(getattr(with_other(config, flag), group), flag.replace("-", "_"))
+            now = value_of(with_other(config, flag), flag)
             then = saved[group][flag.replace("-", "_")]
             now = list(now) if isinstance(now, tuple) else now
             assert said == [f"--{flag} is {now}, and was {then} when this was saved"]
     assert silent == {"log", "checkpoint"}
-    shown = {group for flag, (group, _) in flags().items() if group in GROUPS} - silent
+    shown = {group for flag, (group, *_) in flags().items() if group in GROUPS} - silent
     assert shown == {
         *("model", "training", "optimizer", "parallel", "zero", "activations"),
         *("data", "evaluation", "monitor", "plan"),
@@ -344,12 +343,12 @@ def test_what_a_load_refuses_is_a_fault_to_verify(damage: str, tmp_path: Path, m
 def test_every_option_is_on_the_screen() -> None:
     """The first lines print these; all others are listed if they differ from their defaults."""
     assert TOLD == {
-        *("architecture", "num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "precision"),
-        *("micro_batch_size", "global_batch_size", "train_iters", "zero_stage"),
-        *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
+        *("architecture", "num-layers", "hidden-size", "num-attention-heads", "seq-length", "vocab-size", "precision"),
+        *("micro-batch-size", "global-batch-size", "train-iters", "zero-stage"),
+        *("tensor-model-parallel-size", "pipeline-model-parallel-size"),
     }
-    for flag, (group, _) in flags().items():
-        if group in GROUPS and flag.replace("-", "_") not in TOLD:
+    for flag, (group, *_) in flags().items():
+        if group in GROUPS and flag not in TOLD:
             (said,) = told_options(with_other(Config(), flag))
             assert said.removeprefix("--no-").removeprefix("--").split()[0] == flag, said
 
@@ -360,10 +359,8 @@ def test_a_search_prints_every_flag_that_it_chooses() -> None:
     after = Candidate(2, 4, "interleaved", 2, 3, 8, "selective", True, True, 4).apply(before)
     changed = {
         flag
-        for flag, (group, _) in flags().items()
-        if group in GROUPS
-        and getattr(getattr(before, group), flag.replace("-", "_"))
-        != getattr(getattr(after, group), flag.replace("-", "_"))
+        for flag, (group, *_) in flags().items()
+        if group in GROUPS and value_of(before, flag) != value_of(after, flag)
     }
     assert changed == set(CHOSEN)
 
@@ -371,7 +368,7 @@ def test_a_search_prints_every_flag_that_it_chooses() -> None:
 def test_a_rehearsal_leaves_out_what_changes_no_byte() -> None:
     """All options other than their defaults: those of these groups, and of these names, are as if not given."""
     config = Config()
-    for flag, (group, _) in flags().items():
+    for flag, (group, *_) in flags().items():
         if group in GROUPS:
             config = with_other(config, flag)
     config = replace(config, training=replace(config.training, matmul_backend="onednn"))

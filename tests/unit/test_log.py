@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from megazero.config.cli import parse, to_toml
+from megazero.config.cli import parse
 from megazero.config.cli import read as read_command
+from megazero.config.flags import to_toml
 from megazero.config.schema import Config, LogConfig, ModelConfig
 from megazero.files import replace_file
 from megazero.observe.loggers import (

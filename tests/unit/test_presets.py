@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from megazero.config.cli import PRESETS, parse
+from megazero.config.cli import parse
+from megazero.config.presets import PRESETS
 from megazero.config.schema import Config
 from megazero.model.stage import declare
 from megazero.plan.layout.layers import num_parameters

@@ -1,18 +1,19 @@
-"""Rewrite a command line that has flags of other systems into ours, and report the translations."""
+"""Translate a command line that has flags of other systems into ours, and report the translations."""
 
 from __future__ import annotations
 
-import functools
+import json
 import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megazero.config.foreign.conversions import CONVERSIONS, nearest
-from megazero.config.foreign.table import FLAGS, Foreign, find_entry, read_tables
-from megazero.config.foreign.use import FALSE, TRUE, Refused, Use
-from megazero.config.limits import Range, shorten
+from megazero.config.flags import flags
+from megazero.config.foreign.conversions import CONVERSIONS, ORDER, hint
+from megazero.config.foreign.flag import FALSE, TRUE, ForeignFlag, Refused
+from megazero.config.foreign.table import FLAGS, find_entry, kebab, read_table
+from megazero.config.limits import shorten
+from megazero.files import read_json_object
 
 TYPES = {
     **dict.fromkeys(("bfloat16", "bf16", "bf16-mixed", "torch.bfloat16"), "bf16"),
@@ -20,225 +21,195 @@ TYPES = {
     **dict.fromkeys(("float32", "float", "fp32", "no", "torch.float32"), "fp32"),
     **dict.fromkeys(("float64", "double", "fp64", "torch.float64"), "fp64"),
 }  # spellings of number types -> ours
-LAST = 5  # the order of entries whose words go to the end of the command line
 POWER = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?[eE]\+?[0-9]{1,3}")
 OWN_WORDS = ("preset", "help")  # flags of the parser, not of the configuration
+DEEPSPEED_FLAGS = ("deepspeed", "deepspeed-config", "ds-config")  # a JSON file may follow
 
 
-class Option(NamedTuple):
-    """A flag of ours, as far as a translation asks.
-
-    Attributes:
-        kind: its type: bool, int, ...
-        default: its default, in one word; empty where it is none.
-        limits: its range, if it takes a number.
-    """
-
-    kind: Any
-    default: str
-    limits: Range | None = None
-
-    def complaint(self, values: Sequence[str]) -> str:
-        """Return why its parser refuses these words; empty if it does not."""
-        if self.kind is bool:
-            return f"{' '.join(values)} is neither true nor false" if values else ""
-        if typing.get_origin(self.kind) is tuple:
-            return ""
-        if len(values) != 1:
-            return "give it one value"
-        if typing.get_origin(self.kind) is typing.Literal:
-            choices = list(map(str, typing.get_args(self.kind)))
-            return "" if values[0] in choices else f"there are {', '.join(choices)}"
-        try:
-            value = self.kind(values[0])
-        except ValueError:
-            return f"must be a {'whole ' if self.kind is int else ''}number"
-        return self.limits.complaint(value) if self.limits else ""
-
-
-@dataclass(frozen=True)
-class Item:
-    """A flag on a command line with its words; the first item may have words alone.
+class Item(NamedTuple):
+    """A flag on a command line with its words.
 
     Attributes:
-        spelled: as it was written, with dashes; empty for words before any flag.
-        name: in kebab-case, without dashes.
-        joined: whether it was --name=value.
+        spelled: as it was written, with dashes; empty for words before the first flag.
     """
 
     spelled: str
-    name: str
+    name: str  # in kebab-case, without dashes
     values: tuple[str, ...]
-    joined: bool = False
 
     def words(self) -> list[str]:
-        if self.joined:
-            return [f"--{self.name}={self.values[0]}", *self.values[1:]]
-        return [f"--{self.name}", *self.values] if self.spelled else list(self.values)
+        if len(self.values) == 1 and self.values[0].startswith("-"):
+            return [f"--{self.name}={self.values[0]}"]
+        return [f"--{self.name}"] * bool(self.spelled) + [*self.values]
 
     def __str__(self) -> str:
         return " ".join([self.spelled, *self.values])
 
 
 class Answer(NamedTuple):
-    """The fate of a foreign flag.
+    """The translation of a foreign flag.
 
     Attributes:
-        item: as given.
-        entry: its line in the table.
-        words: ours; none where there is nothing to do.
+        words: ours; none if there is nothing to do.
         refusal: why it is refused; empty if it is not.
+        unknown: it is neither ours nor in the table.
     """
 
     item: Item
-    entry: Foreign
     words: tuple[str, ...]
     refusal: str = ""
+    unknown: bool = False
 
 
 class Translated(NamedTuple):
-    """A command line in our words.
-
-    Attributes:
-        args: the command line.
-        answers: one for each foreign flag, in the order of the command line.
-    """
+    """A command line in our words, and an answer for each foreign flag, in their order."""
 
     args: list[str]
     answers: tuple[Answer, ...]
 
     @property
     def notes(self) -> list[str]:
-        """Format the translations and the flags that need nothing: at most one line each."""
+        """Format the translations, and the flags that need none: at most one line each."""
         done = [f"{answer.item} is {' '.join(answer.words)}" for answer in self.answers if answer.words]
-        needless: dict[str, list[str]] = {}
-        for answer in self.answers:
-            if not (answer.words or answer.refusal):
-                why = answer.entry.here if answer.entry.kind == "nothing to do" else "other flags decide it"
-                needless.setdefault(why, []).append(answer.item.spelled)
+        needless = [answer.item.spelled for answer in self.answers if not (answer.words or answer.refusal)]
         lines = [f"translated: {'; '.join(done)}"] if done else []
-        left = "; ".join(f"{', '.join(names)} ({why})" for why, names in needless.items())
-        return lines + ([f"nothing to do for: {left}"] if left else [])
+        return lines + ([f"nothing to do for: {', '.join(needless)}"] if needless else [])
 
 
-class UnknownFlags(Exception):
-    """Words that are neither ours nor in the table."""
-
-
-def split_items(argv: list[str]) -> list[Item]:
+def split_items(argv: Sequence[str]) -> list[Item]:
     """Return the flags of a command line, each with the words up to the next flag."""
     items = list[Item]()
     for word in argv:
         if word.startswith("--") and len(word) > 2:
             spelled, equals, value = word.partition("=")
-            name = spelled.removeprefix("--").replace("_", "-")
-            items.append(Item(spelled, name, (value,) if equals else (), bool(equals)))
+            items.append(Item(spelled, kebab(spelled.removeprefix("--")), (value,) if equals else ()))
         elif items:
-            last = items[-1]
-            items[-1] = Item(last.spelled, last.name, (*last.values, word), last.joined)
+            items[-1] = items[-1]._replace(values=(*items[-1].values, word))
         else:
             items.append(Item("", "", (word,)))
     return items
 
 
-def is_ours(name: str, known: Mapping[str, Option]) -> bool:
+def is_ours(name: str) -> bool:
     """Return whether a name in kebab-case is a flag of ours, or --no- and a switch of ours."""
     off = name.removeprefix("no-")
-    return name in known or name in OWN_WORDS or (off != name and off in known and known[off].kind is bool)
+    return name in flags() or name in OWN_WORDS or (off != name and off in flags() and flags()[off].kind is bool)
 
 
 def translate(
-    argv: list[str],
-    known: Mapping[str, Option],
-    under: list[str] | None = None,
-    count_ranks: Callable[[], int] = lambda: 1,
+    argv: Sequence[str], preset: Mapping[str, Any] | None = None, count_ranks: Callable[[], int] = lambda: 1
 ) -> Translated:
-    """Rewrite a command line.
+    """Translate a command line. Refused flags are left out of it, and answered.
 
     Args:
-        known: our flags.
-        under: words of the preset, over which the command line lies.
-        count_ranks: returns the number of ranks; asked only where a translation depends on it.
-
-    Returns:
-        The command line in our words, each flag's in its place. Refused flags are left out, and answered.
+        preset: flags of ours that the preset sets.
+        count_ranks: returns the number of ranks; called only if a translation depends on it.
 
     Raises:
-        UnknownFlags: with a sentence for each word that is neither ours nor in the table.
+        ValueError: a DeepSpeed file cannot be read.
     """
-    items = [_spell(item, known) for item in split_items(argv)]
-    theirs = [at for at, item in enumerate(items) if item.name and not is_ours(item.name, known)]
-    found = {at: find_entry(items[at].name) for at in theirs}
-    if unknown := [items[at] for at in theirs if found[at] is None]:
-        raise UnknownFlags("\n".join(_unknown(item, known) for item in unknown))
-    entries = {at: entry for at, entry in found.items() if entry is not None}
-    foreign = {items[at].name.lower(): items[at].values for at in entries}
-    defaults = {name: option.default for name, option in known.items()}
-    became: dict[int, list[Item]] = {at: [item] for at, item in enumerate(items) if at not in entries}
+    items = _with_file_keys([_spell(item) for item in split_items(argv)])
+    theirs = {at: find_entry(item.name) for at, item in enumerate(items) if item.name and not is_ours(item.name)}
+    foreign = {items[at].name.lower(): items[at].values for at in theirs}
+    known = {name: (str(value),) for name, value in (preset or {}).items()}
+    became: dict[int, list[Item]] = {at: [item] for at, item in enumerate(items) if at not in theirs}
     answers: dict[int, Answer] = {}
-    beneath = split_items(under or [])
-    checked = functools.partial(_checked, known)
-    for at in sorted(entries, key=lambda at: (entries[at].order, at)):
-        entry, item = entries[at], items[at]
-        so_far = beneath + [ours for place in sorted(became) for ours in became[place]]
-        ours = {_positive(own.name, known): own.values for own in so_far}
-        use = Use(item.name.lower(), item.values, entry.argument, foreign, ours, defaults, count_ranks, checked)
-        try:
-            words = tuple(checked(CONVERSIONS[entry.by](use)))
-        except Refused as reason:
-            answers[at] = Answer(item, entry, (), str(reason))
+    for at, entry in sorted(theirs.items(), key=lambda found: (ORDER[found[1].by] if found[1] else 0, found[0])):
+        item = items[at]
+        if entry is None:
+            answers[at] = _unknown(item)
             continue
-        answers[at] = Answer(item, entry, words)
-        place = at + len(items) * (entry.order == LAST)
-        became[place] = [_spell(own, known) for own in split_items(list(words))]
+        so_far = [own for place in sorted(became) for own in became[place]]
+        ours = known | {own.name if own.name in flags() else own.name.removeprefix("no-"): own.values for own in so_far}
+        try:
+            flag = ForeignFlag(item.name.lower(), item.values, entry.argument, foreign, ours, count_ranks)
+            words = tuple(CONVERSIONS[entry.by](flag))
+        except Refused as reason:
+            answers[at] = Answer(item, (), str(reason))
+            continue
+        answers[at] = Answer(item, words)
+        place = at + len(items) if entry.by == "tokenizer" else at  # at the end, its --vocab-size wins
+        became[place] = [_spell(own) for own in split_items(words)]
     args = [word for at in sorted(became) for own in became[at] for word in own.words()]
     return Translated(args, tuple(answers[at] for at in sorted(answers)))
 
 
-def _checked(known: Mapping[str, Option], words: Sequence[str]) -> Sequence[str]:
-    """Return words of ours unchanged. Refused if a flag does not take its value: its parser would name ours only."""
-    for item in split_items(list(words)):
-        own = _spell(item, known)
-        if own.name in known and (complaint := known[own.name].complaint(own.values)):
-            raise Refused(f"{shorten(item)}: {complaint}")
-    return words
-
-
-def _positive(name: str, known: Mapping[str, Option]) -> str:
-    return name if name in known else name.removeprefix("no-")
-
-
-def _spell(item: Item, known: Mapping[str, Option]) -> Item:
+def _spell(item: Item) -> Item:
     """Write a value of ours as its parser reads it: 1e5 as 100000, bfloat16 as bf16, True as a switch."""
-    if item.name not in known or len(item.values) != 1:
+    if item.name not in flags() or len(item.values) != 1:
         return item
-    kind, word = known[item.name].kind, item.values[0]
+    kind, word = flags()[item.name].kind, item.values[0]
     if kind is bool and word.lower() in TRUE:
-        return Item(item.spelled, item.name, ())
+        return item._replace(values=())
     if kind is bool and word.lower() in FALSE:
-        return Item(item.spelled, f"no-{item.name}", ())
+        return item._replace(name=f"no-{item.name}", values=())
     if kind is int and POWER.fullmatch(word) and float(word).is_integer():
         word = str(int(float(word)))
     if typing.get_origin(kind) is typing.Literal and word.lower() in typing.get_args(kind):
         word = word.lower()
     if item.name in ("precision", "grad-dtype"):
         word = TYPES.get(word.lower(), word)
-    return Item(item.spelled, item.name, (word,), item.joined)
+    return item._replace(values=(word,))
 
 
-def _unknown(item: Item, known: Mapping[str, Option]) -> str:
-    names = {name: f"--{name}" for name in known}
-    names |= {entry.name: entry.spelled for entry in read_tables(*FLAGS).values() if "*" not in entry.name}
-    close = nearest(item.name, names)
-    hint = f"Perhaps you meant: {close}" if close else "--help-all lists ours, docs/results/flags.md others"
-    return f"{shorten(item.spelled)}: no such flag. {hint}"
+def _unknown(item: Item) -> Answer:
+    if item.name.startswith("file."):
+        return Answer(item, (), "it has no equal here; drop it")
+    close = hint(item.name, (entry.name for table in FLAGS for entry in read_table(table) if "*" not in entry.name))
+    found = f"Perhaps you meant: {close}" if close else "--help-all lists ours, docs/results/flags.md others"
+    return Answer(item, (), f"no such flag. {found}", unknown=True)
 
 
-def refusals(answers: tuple[Answer, ...]) -> str:
+def refusals(answers: Sequence[Answer]) -> str:
     """Return one line for each reason to refuse, with the flags that it refuses; empty if none is."""
-    by_reason: dict[tuple[str, str], dict[str, None]] = {}
+    by_reason: dict[str, dict[str, None]] = {}
     for answer in answers:
         if answer.refusal:
-            shown = f"{answer.item.spelled} {shorten(' '.join(answer.item.values))}".rstrip()
-            by_reason.setdefault((answer.entry.system, answer.refusal), {})[shown] = None
-    return "\n".join(f"{', '.join(items)} ({system}'s): {why}" for (system, why), items in by_reason.items())
+            shown = f"{shorten(answer.item.spelled)} {shorten(' '.join(answer.item.values))}".rstrip()
+            by_reason.setdefault(answer.refusal, {})[shown] = None
+    return "\n".join(f"{', '.join(items)}: {why}" for why, items in by_reason.items())
+
+
+# -- DeepSpeed's JSON file
+
+
+def _with_file_keys(items: list[Item]) -> list[Item]:
+    """Replace flags that name a DeepSpeed file by the file's keys, in front, where flags of the command line win."""
+    named = [item for item in items if item.name in DEEPSPEED_FLAGS and item.values]
+    named = [item for item in named if item.values[0].lower() not in ("true", "false")]
+    keys = [key for item in named for key in _file_keys(item)]
+    return keys + [item for item in items if item not in named]
+
+
+def _file_keys(item: Item) -> list[Item]:
+    """Return the keys of a DeepSpeed file with their values.
+
+    Left out are keys with the value "auto", which the command line decides; comments; and disabled sections.
+    """
+    try:
+        leaves = _flatten(read_json_object(" ".join(item.values)))
+    except (OSError, ValueError, RecursionError) as error:  # RecursionError: hundreds of levels deep
+        raise ValueError(f"{item} cannot be read: {error}") from None
+    disabled = tuple(
+        key.removesuffix("enabled")
+        for key, value in leaves.items()
+        if key.endswith(".enabled") and value.lower() in FALSE
+    )
+    return [
+        Item(key, kebab(f"file.{key}"), (value,))
+        for key, value in leaves.items()
+        if value != "auto" and not key.startswith(("_", *disabled))
+    ]
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return the leaves of a JSON object as words of a command line, by the path to them, joined by dots."""
+    found: dict[str, str] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found |= _flatten(value, f"{prefix}{key}.")
+        elif isinstance(value, float) and value.is_integer():
+            found[prefix + key] = str(int(value))  # 5e8 is a whole number
+        else:
+            found[prefix + key] = value if isinstance(value, str) else json.dumps(value)
+    return found

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from megazero.config.cli import flags, preset_names, preset_values
-from megazero.config.schema import Config, ModelConfig, TrainingConfig
+from megazero.config.flags import with_values
+from megazero.config.presets import preset_names, preset_values
+from megazero.config.schema import Config
 from megazero.config.validate import check_values
 from megazero.memory.host import Available, Machine
 from megazero.model.stage import declare
@@ -192,10 +193,7 @@ def _presets(architecture: str) -> list[tuple[str, Config]]:
     """Return the models and batches of presets that name their vocabulary, largest first."""
     found = []
     for name in preset_names():
-        values = {group: dict[str, Any]() for group, _ in flags().values()}
-        for key, value in preset_values(name).items():
-            values[flags()[key][0]][key.replace("-", "_")] = value
-        model = ModelConfig(**values["model"])
-        if model.architecture == architecture and model.vocab_size:
-            found.append((name, Config(model=model, training=TrainingConfig(**values["training"]))))
+        preset = with_values(Config(), preset_values(name))
+        if preset.model.architecture == architecture and preset.model.vocab_size:
+            found.append((name, Config(model=preset.model, training=preset.training)))
     return sorted(found, key=lambda preset: -preset[1].model.num_layers * preset[1].model.hidden_size ** 2)

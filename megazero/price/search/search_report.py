@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
-from megazero.config.cli import flags
+from megazero.config.flags import flags
 from megazero.config.schema import Config
 from megazero.plan.layout.topology import Layout
 from megazero.price.plan import Plan, vocabulary
@@ -85,7 +85,7 @@ def command(plan: Plan, given: Config, argv: list[str]) -> str:
     """Return a command line that trains as planned: `argv` without the flags of plans, and the flags that differ."""
     args = [shlex.quote(arg) for arg in _without_plan(argv)]
     for name in CHOSEN:
-        group, kind = flags()[name]
+        group, kind = flags()[name][:2]
         ours, theirs = (getattr(getattr(c, group), name.replace("-", "_")) for c in (plan.config, given))
         if ours == theirs:
             continue

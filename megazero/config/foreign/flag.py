@@ -1,32 +1,32 @@
-"""A foreign flag on a command line: its values as numbers and switches, and the command line around it."""
+"""A foreign flag on a command line: its values as numbers and switches, and the flags around it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from megazero.config.flags import flags
 
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
 class Refused(Exception):
-    """A foreign flag, or a value of it, without an equal here; the text is the reason or the replacement."""
+    """A foreign flag cannot be translated; the text is the reason or the replacement."""
 
 
 @dataclass(frozen=True)
-class Use:
+class ForeignFlag:
     """A foreign flag with its values.
 
     Attributes:
         name: in kebab-case, without dashes.
         values: its words.
-        argument: data of its entry in the table.
-        foreign: every foreign flag of the command line -> the words of its last use.
-        ours: our flags that are given so far (by the preset, the command line or a translation) -> their words.
-        defaults: our flags -> their defaults as words.
+        argument: from its entry in the table.
+        foreign: every foreign flag of the command line -> the words of its last occurrence.
+        ours: our flags that the preset, the command line or an earlier translation sets -> their words.
         count_ranks: returns the number of ranks of the run.
-        checked: returns words of ours unchanged; Refused if one of our flags does not take its value.
     """
 
     name: str
@@ -34,49 +34,41 @@ class Use:
     argument: Any
     foreign: Mapping[str, tuple[str, ...]]
     ours: Mapping[str, tuple[str, ...]]
-    defaults: Mapping[str, str]
     count_ranks: Callable[[], int]
-    checked: Callable[[Sequence[str]], Sequence[str]]
 
     @property
     def value(self) -> str:
-        """The only word. Refused if there is none, or if there are several."""
+        """The only word. Raises `Refused` if there is none, or if there are several."""
         if len(self.values) != 1:
             raise Refused("give it one value")
         return self.values[0]
 
     def number(self) -> float:
-        """The only word as a number."""
         return number(self.value)
 
     def whole(self) -> int:
-        """The only word as a whole number, which may be written as 1e5 or 1_000."""
+        """The only word as a whole number, which may be written as 1e5."""
         return whole(self.value)
 
     def on(self) -> bool:
-        """Return whether a switch is on: alone, or followed by a word for true. Refused for any other word."""
+        """Return True if a switch has no value, or one for true."""
         return not self.values or truth(self.value)
 
     def word(self, foreign: str) -> str:
-        """The only word of a foreign flag of the command line; empty if it is missing, or has several."""
+        """The only word of another foreign flag; empty if that is missing, or has several words."""
         words = self.foreign.get(foreign, ())
         return words[0] if len(words) == 1 else ""
 
     def number_of(self, foreign: str, default: str) -> float:
-        """The number of another foreign flag of the command line."""
+        """The number of another foreign flag."""
         return number(self.word(foreign) or default, f"--{foreign} ")
 
-    def given(self, ours: str) -> bool:
-        """Return whether one of our flags is given so far."""
-        return ours in self.ours
-
     def get(self, ours: str) -> str:
-        """The value of one of our flags: as given, else its default; empty if it is not one word."""
-        words = self.ours.get(ours, (self.defaults[ours],))
+        """The value of one of our flags, or its default; empty if it is not one word."""
+        words = self.ours.get(ours, (str(flags()[ours].default),))
         return words[0] if len(words) == 1 else ""
 
     def get_whole(self, ours: str) -> int:
-        """The value of one of our flags that takes a whole number."""
         return whole(self.get(ours), f"--{ours} ")
 
     def data_parallel(self) -> int:
@@ -85,13 +77,16 @@ class Use:
         shares = self.get_whole("tensor-model-parallel-size") * self.get_whole("pipeline-model-parallel-size")
         return max(1, ranks // max(1, shares))
 
-    def global_batch(self) -> int:
-        """Samples of an iteration."""
-        return max(1, self.get_whole("global-batch-size") or self.get_whole("micro-batch-size") * self.data_parallel())
+    def iterations(self, samples: float) -> float:
+        """Convert a number of samples to iterations."""
+        if "rampup-batch-size" in self.ours:
+            raise Refused("with --rampup-batch-size the samples of an iteration change; give the flag in -iters")
+        batch = self.get_whole("global-batch-size") or self.get_whole("micro-batch-size") * self.data_parallel()
+        return samples / max(1, batch)
 
 
 def number(word: str, name: str = "") -> float:
-    """A word as a number. Refused if it is none, or not finite; `name` with a space begins the reason."""
+    """Return a word as a finite number, or raise `Refused`; `name` begins the reason."""
     try:
         found = float(word)
     except ValueError:
@@ -102,7 +97,7 @@ def number(word: str, name: str = "") -> float:
 
 
 def whole(word: str, name: str = "") -> int:
-    """A word as a whole number, as `number`."""
+    """Return a word as a whole number, as `number` does."""
     found = number(word, name)
     if not found.is_integer():
         raise Refused(f"{name}{word} is not a whole number")
@@ -110,7 +105,7 @@ def whole(word: str, name: str = "") -> int:
 
 
 def truth(word: str) -> bool:
-    """Return whether a switch is on. Refused unless its word is one for true or for false."""
+    """Return whether the word of a switch is one for true. Raises `Refused` if it is not one for false either."""
     if word.lower() not in TRUE + FALSE:
         raise Refused(f"it is a switch, and {word} is neither true nor false")
     return word.lower() in TRUE
