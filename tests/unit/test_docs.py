@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from megazero.config.cli import flags
+from benchmarks.eight_layouts import LAYOUTS
+from megazero.config.cli import flags, parse
 from megazero.config.foreign.table import find_entry, retired
+from megazero.model.stage import declare
+from megazero.plan.layout.resolve import resolve
 from tests.helpers.programs import ROOT
 
 README = ROOT / "README.md"
@@ -68,6 +71,14 @@ def test_the_prediction_of_the_readme_is_printed() -> None:
     words = shlex.split(command.replace("\\\n", " "))
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=True)
     assert shown in done.stdout
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_layouts_of_the_picture_are_legal(name: str) -> None:
+    """The caption's widest layout is among them; benchmarks/eight_layouts.py trains them."""
+    ranks, words = LAYOUTS[name]
+    _, layout = resolve(parse([*"--preset tiny --vocab-size 2048".split(), *words.split()]), ranks, 0, declare)
+    assert layout.world_size == ranks and len(LAYOUTS) == 8
 
 
 def test_the_summary_of_the_readme_is_that_of_the_quickstart() -> None:
