@@ -1,4 +1,4 @@
-"""README and docs: what they name exists, what they show is printed, and they stay short."""
+"""README and docs: names exist, shown output is printed, and pages stay short."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GENERATED = {"results/modules.md", "results/flags.md", "results/paper_speed.md"}
 FOREIGN = "nodes ntasks-per-node gpus-per-node gpus-per-task cpus-per-task exclusive time partition account mem signal "
 FOREIGN += "requeue dependency job-name cpu-bind nproc-per-node nproc_per_node nnodes hostfile no-install-recommends "
 FOREIGN += "model_args model tasks diff-filter"
-# Dated records: nobody reads them from end to end.
+# Dated records, which are looked up and not read whole.
 RECORDS = ("decisions/", "log/")
 
 
@@ -128,7 +128,7 @@ def test_few_words_are_written_by_hand() -> None:
 
 
 def test_every_page_is_linked() -> None:
-    """From the README, CONTRIBUTING or another page; a page that nobody finds is not read."""
+    """From the README, CONTRIBUTING or another page, so that readers find it."""
     sources = [README, ROOT / "CONTRIBUTING.md", ROOT / "data_tools" / "README.md", *DOCS.rglob("*.md")]
     found = set()
     for source in sources:
