@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Bytes per rank of ZeRO 0-3, measured on real and on pretended ranks, beside the formulas and the paper's Table 1.
+"""Bytes per rank of ZeRO 0-3, measured on real and pretended ranks, next to the formulas and the paper's Table 1.
 
 Real ranks are gloo processes; pretended ones are this process as rank 0 of a world whose collectives answer at once
 (torch's "fake" backend): the engine is the same, and counts the same bytes. Prints Markdown. Example:
