@@ -192,10 +192,8 @@ def connect(plan: Plan) -> tuple[Mesh, list[str]]:
     """
     from megazero.comm.launch import launch
     from megazero.comm.launch.agreement import agree
-    from megazero.comm.launch.machine import device_name
     from megazero.comm.mesh.mesh import Mesh
     from megazero.observe import start_report
-    from megazero.observe.start_notes import this_processor
     from megazero.run.same_run import run_values
 
     world, config, tokenizer, datasets = plan.world, plan.config, plan.tokenizer, plan.datasets
@@ -208,9 +206,8 @@ def connect(plan: Plan) -> tuple[Mesh, list[str]]:
             config,
             plan.layout,
             plan.machine,
-            device_name(plan.device),
+            start_report.device_text(plan.device, config.training.precision),
             plan.chosen,
-            this_processor() if plan.device.type == "cpu" else None,
             tokenizer.vocab_size if tokenizer else 0,
             datasets.train_tokens,
         )

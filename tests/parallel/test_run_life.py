@@ -24,7 +24,7 @@ from megazero.config.schema import (
 from megazero.data.writer import IndexedWriter
 from megazero.model.stage import declare
 from megazero.observe import stragglers
-from megazero.observe.timeline import Span
+from megazero.observe.timeline import Interval
 from megazero.plan.layout.owned import rank_parts
 from megazero.plan.program.operations import Forward
 from megazero.run.replicas import check_replicas
@@ -412,7 +412,8 @@ def test_computing_times_are_compared(ranks: Any, corpus: str, tmp_path: Path) -
 def slow_ranks(rank: int, config: Config) -> object:
     """Report of an iteration in which rank 1 computed for five seconds, and rank 0 for one."""
     mesh = run_of(rank, 2, config).mesh
-    return stragglers.report(mesh, 3, [Span(Forward("blocks.0", 0, True), 0, (1 + 4 * rank) * 10**9)]).get("slow_ranks")
+    late = Interval(Forward("blocks.0", 0, True), 0, (1 + 4 * rank) * 10**9)
+    return stragglers.report(mesh, 3, [late]).get("slow_ranks")
 
 
 @pytest.mark.parametrize("tp", [1, 2])

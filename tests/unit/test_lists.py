@@ -25,7 +25,7 @@ from megazero.config.flags import flags, value_of, with_values
 from megazero.config.schema import Config, DataConfig, ModelConfig
 from megazero.data.corpora import Datasets, mock_datasets
 from megazero.data.fingerprint import same
-from megazero.observe.start_report import TOLD
+from megazero.observe.start_report import SHOWN_OPTIONS
 from megazero.observe.start_report import options as told_options
 from megazero.price.search.search import Candidate
 from megazero.price.search.search_report import CHOSEN
@@ -342,13 +342,13 @@ def test_what_a_load_refuses_is_a_fault_to_verify(damage: str, tmp_path: Path, m
 
 def test_every_option_is_on_the_screen() -> None:
     """The first lines print these; all others are listed if they differ from their defaults."""
-    assert TOLD == {
+    assert SHOWN_OPTIONS == {
         *("architecture", "num-layers", "hidden-size", "num-attention-heads", "seq-length", "vocab-size", "precision"),
         *("micro-batch-size", "global-batch-size", "train-iters", "zero-stage"),
         *("tensor-model-parallel-size", "pipeline-model-parallel-size"),
     }
     for flag, (group, *_) in flags().items():
-        if group in GROUPS and flag not in TOLD:
+        if group in GROUPS and flag not in SHOWN_OPTIONS:
             (said,) = told_options(with_other(Config(), flag))
             assert said.removeprefix("--no-").removeprefix("--").split()[0] == flag, said
 

@@ -43,7 +43,3 @@ def bind_to_near_cpus(device: torch.device, root: Path = Path("/")) -> None:
 def environment() -> dict[str, str]:
     """Return the variables of this process' environment that change how a run computes or communicates."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(SHOWN)}
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
