@@ -327,7 +327,7 @@ def test_resuming_otherwise_is_said(model, tmp_path: Path) -> None:
     assert pretrain(*model, "--train-iters", 1, "--save", tmp_path, "--adam-beta2", 0.9).returncode == 0
     done = pretrain(*model, "--train-iters", 2, "--load", tmp_path, "--seed", 5)
     assert done.returncode == 0 and "--seed is 5, and was 1234" in done.stdout
-    assert "give again: --adam-beta2 0.9\n" in done.stdout
+    assert "to continue as before, add: --adam-beta2 0.9\n" in done.stdout
 
 
 def test_fp16_that_cannot_go_on_saves_and_says_where(model, tmp_path: Path) -> None:
