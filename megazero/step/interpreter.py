@@ -187,7 +187,7 @@ class Interpreter:
 
         Args:
             seed_gradient: d objective / d loss, of every sample: a scalar in fp64. None: an evaluation.
-            head: computes, in an evaluation, another [b] in fp64 instead of the losses; None: the model's head.
+            head: replaces the model's head in an evaluation; returns [b] in fp64 in place of the losses.
 
         Returns:
             Micro-batch -> the loss of each of its samples, [b] in fp64; empty on all stages but the last.
@@ -200,7 +200,7 @@ class Interpreter:
         with torch.no_grad():
             if self.block_graphs is not None and program.trains and self.block_graphs.lacks(program):
                 self.wait_all()
-                self.block_graphs.capture(program, micro_batches[0])
+                self.block_graphs.capture(program, micro_batches[0], self.report_progress)
             self.execute(program.gradients)
         losses, self.losses = self.losses, {}
         return losses
@@ -210,6 +210,10 @@ class Interpreter:
         self._step_params = params
         with torch.no_grad():
             self.execute(program.update)
+
+    def report_progress(self) -> None:
+        """Show the watchdog that this rank is alive, between two operations."""
+        self.since = time.monotonic()
 
     def execute(self, ops: Ops) -> None:
         """Carry out operations in order; an exception is noted with the operation that raised it."""
