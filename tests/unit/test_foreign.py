@@ -281,7 +281,7 @@ def test_the_given_flags_are_known(tmp_path: Path) -> None:
 
 
 def test_the_tables_are_read_whole() -> None:
-    """Every file is read, every function of `conversions` is in a table, and every table's is there."""
+    """Every file is read, every function of `conversions` is in a table, and every function in a table exists."""
     assert {path.stem for path in FOLDER.glob("*.toml")} == {*FLAGS, DEEPSPEED_FILE}
     assert {entry.by for entry in [*ENTRIES, *read_table(DEEPSPEED_FILE)]} == set(CONVERSIONS)
 
