@@ -130,7 +130,7 @@ def test_a_rank_lost_in_a_save_is_named(how: str, model: list[Any], start: Start
     ("how", "code", "words"),
     [
         ("worker", 1, r"rank 1: RuntimeError: DataLoader worker \(pid \d+\) is killed by signal: Killed"),
-        ("interrupt", 130, r"^interrupted; --load goes on"),
+        ("interrupt", 130, r"^rank [01]: interrupted; --load resumes"),
     ],
     ids=["worker", "interrupt"],
 )
@@ -142,7 +142,7 @@ def test_a_rank_that_is_struck_in_a_save_ends_the_run_with_its_cause(
     flags += ["--save", tmp_path / "saved", "--save-interval", 2]
     for rank in start([flags] * 2, program=("tests/end_to_end/stricken_save.py", how, 1)):
         said = rank.end(code)
-        assert re.search(words, said, re.MULTILINE) and "Training goes on" not in said, said
+        assert re.search(words, said, re.MULTILINE) and "Training continues" not in said, said
     assert not (tmp_path / "saved" / "latest").exists()
 
 
@@ -261,7 +261,7 @@ def test_a_hang_says_who_is_where_and_ends_the_run(model: list[Any], start: Star
     ranks = start([["1", *flags]] * 2, program=("tests/end_to_end/stuck_rank.py",))
     said = [rank.end(exit_code=124) for rank in ranks]
     host = re.escape(socket.gethostname())
-    (line,) = [line for line in said[0].splitlines() if line.startswith("HANG (--hang-timeout): ")]
+    (line,) = [line for line in said[0].splitlines() if line.startswith("rank 0: HANG (--hang-timeout): ")]
     assert re.search(rf"rank 1 \({host}\) has been in operation 'Forward \S+ mb 0' of iteration 3 for \d+ s", line), (
         line
     )
