@@ -29,7 +29,7 @@ from megazero.observe.start_report import SHOWN_OPTIONS
 from megazero.observe.start_report import options as told_options
 from megazero.price.search.search import Candidate
 from megazero.price.search.search_report import CHOSEN
-from megazero.rehearse.rehearsal import Place, rehearsed
+from megazero.rehearse.rehearsal import RehearsalDevice, rehearsed
 from megazero.run.resume import changed_options, check_data, check_model
 from megazero.run.run_state import RunState
 from megazero.run.same_run import LOCAL_FLAGS, run_values
@@ -210,7 +210,7 @@ def test_options_that_make_another_model() -> None:
         refused = set()
         for name, value in changes.items():
             try:
-                check_model(Path("iter"), asdict(model) | {name: value}, model)
+                check_model(Path("iter"), replace(model, **{name: value}), model)
             except ValueError as error:
                 assert f"it has --{name.replace('_', '-')} {value}, not {getattr(model, name)}" in str(error)
                 refused.add(name)
@@ -372,7 +372,7 @@ def test_a_rehearsal_leaves_out_what_changes_no_byte() -> None:
         if group in GROUPS:
             config = with_other(config, flag)
     config = replace(config, training=replace(config.training, matmul_backend="onednn"))
-    found = rehearsed(config, Place(torch.device("cpu"), True))
+    found = rehearsed(config, RehearsalDevice(torch.device("cpu"), True))
     kept = {group for group in GROUPS if getattr(found, group) == getattr(config, group)}
     assert kept == {"optimizer", "parallel", "zero", "activations", "plan", "model"}
     training = {n for n, v in asdict(config.training).items() if v != asdict(found.training)[n]}
