@@ -24,8 +24,8 @@ def count(number: int) -> str:
 
 
 def things(number: int, name: str) -> str:
-    """Format a number and what it counts: "1 document", "1,024 documents"."""
-    return f"{number:,} {name}{'s' * (number != 1)}"
+    """Format a number with its noun: "1 document", "1,024 documents"."""
+    return f"{number:,} {name}" if number == 1 else f"{number:,} {name}s"
 
 
 def ranges(numbers: Iterable[int]) -> list[str]:

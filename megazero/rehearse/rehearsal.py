@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from megazero.checkpoint.pretend import PlannedSave, plan_save
 from megazero.comm.mesh.pretend import PretendMesh, pretend_mesh
 from megazero.config.schema import CheckpointConfig, Config, DataConfig, EvaluationConfig, LogConfig, MonitorConfig
 from megazero.data.corpora import Datasets
@@ -29,6 +28,7 @@ from megazero.plan.layout.topology import Coord, Layout
 from megazero.plan.program.operations import name_of
 from megazero.price.bytes.estimate import estimate
 from megazero.price.trace.trace import model_flops
+from megazero.rehearse.saves import PlannedSave, plan_save
 from megazero.run.trainer import Trainer
 
 STEPS = 2  # by default: the second step starts with the state that the first has left

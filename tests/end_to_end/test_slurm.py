@@ -311,7 +311,7 @@ def test_an_array_preprocesses_and_a_killed_task_goes_on(cluster, tmp_path):
     assert (tmp_path / "p-00001-of-00003.partial").exists()
     assert not (tmp_path / "p-00001-of-00003_text_document.idx").exists()
     run("1", {"1": "COMPLETED"}, PARTS="3")
-    assert "going on behind" in (tmp_path / "1.log").read_text()
+    assert "resuming after" in (tmp_path / "1.log").read_text()
     parts = sorted(map(str, tmp_path.glob("p-*_text_document.idx")))
     tools = (
         ["merge_datasets", "--input", *parts, "--output-prefix", str(tmp_path / "joined")],

@@ -63,7 +63,7 @@ PARTS = """
 GENERATION = """
     generate:Sampling generate:Generator generate:InferenceModel generate:tokenizer_for generate:packed_prompts
     generate:Mesh.build generate:resolve megazero.comm.launch.launch:start megazero.comm.launch.launch:stop
-    megazero.generation.model:Stage megazero.generation.model:Context megazero.generation.generate:KVCache
+    megazero.generation.model:Stage megazero.generation.model:Context megazero.generation.model:KVCache
 """.split()
 
 
