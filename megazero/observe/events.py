@@ -65,7 +65,7 @@ class RunEvents:
             self._add(event | {"config": asdict(self.config)} | self.about, "w" if iteration == 0 else "a")
 
     def end(self, iteration: int, why: str) -> None:
-        """Record an end after `iteration`, and write report.html if the run made any."""
+        """Record an end after `iteration`, and write report.html if there were iterations."""
         if self.folder is None or self.started is None:
             return
         self._add({"event": "end", "time": now(), "iteration": iteration, "why": why})

@@ -221,7 +221,7 @@ def test_short() -> None:
 @pytest.mark.parametrize("y", [[3.0], [3.0, 3.0], [0.0, 0.0], [-1.0, 4.0], [1e-30, 1e30]])
 @pytest.mark.parametrize("options", [{}, {"log": True}, {"from_zero": True}])
 def test_a_chart_is_within_its_frame(y: list[float], options: dict[str, bool]) -> None:
-    chart = line_chart([Line("a", Curve(np.arange(len(y)) + 1.0, np.array(y)), 0)], "t", "x", **options)
+    chart = line_chart([Line("a", Curve(np.arange(len(y)) + 1.0, np.array(y)), 0)], "t", **options)
     assert chart is not None
     ((_, points),) = chart.lines
     assert len(points) == len(y) and chart.x_ticks and chart.y_ticks
@@ -231,7 +231,7 @@ def test_a_chart_is_within_its_frame(y: list[float], options: dict[str, bool]) -
 
 
 def test_a_chart_without_points_is_left_out() -> None:
-    assert line_chart([Line("a", Curve(np.array([]), np.array([])), 0)], "t", "x") is None
+    assert line_chart([Line("a", Curve(np.array([]), np.array([])), 0)], "t") is None
 
 
 # -- the scripts

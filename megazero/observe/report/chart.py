@@ -37,7 +37,6 @@ class Chart(NamedTuple):
     """
 
     title: str
-    x_label: str
     x_ticks: list[tuple[float, str]]
     y_ticks: list[tuple[float, str]]
     marks: list[tuple[float, str]]
@@ -47,14 +46,13 @@ class Chart(NamedTuple):
 def line_chart(
     lines: Sequence[Line],
     title: str,
-    x_label: str,
     *,
     log: bool = False,
     from_zero: bool = False,
     marks: Sequence[tuple[float, str]] = (),
     y_format: Callable[[float], str] = short,
 ) -> Chart | None:
-    """Lay out lines over one axis; None if none has a point.
+    """Lay out curves over the iterations; None if none has a point.
 
     Args:
         log: logarithmic y if all values are above 0.
@@ -80,7 +78,6 @@ def line_chart(
     drawn = [(line, thin(line.curve)) for line in lines]
     return Chart(
         title,
-        x_label,
         [(*x_at(tick), short(tick)) for tick in ticks(left, right)],
         [(*y_at(tick), y_format(tick)) for tick in (log_ticks(10**low, 10**high) if log else ticks(low, high))],
         [(*x_at(place), meaning) for place, meaning in marks if left <= place <= right],

@@ -131,7 +131,7 @@ def _charts(run: Run) -> list[Chart]:
     marks = [(i, f"resumed after iteration {i}") for i in resumed]
 
     def chart(title: str, lines: list[Line], **options: Any) -> Chart | None:
-        return line_chart(lines, title, "iteration", marks=marks, **options)
+        return line_chart(lines, title, marks=marks, **options)
 
     def smoothed(label: str, key: str) -> list[Line]:
         """Return a curve, faint, and its running mean over a hundredth of it; a short curve alone."""
