@@ -1,11 +1,10 @@
 #!/usr/bin/env python3
-"""Measure what a block saves for its backward, and the cost of saving less: every recompute mode, on 1, 2 and 4 ranks.
+"""Measure saved bytes and step time of every recompute mode, on 1, 2 and 4 tensor-parallel ranks.
 
-For each tensor-parallel size the modes live side by side on the same ranks and take a step in turn, forwards and
-backwards; a ratio is to the turn of "none" in the same round. Bytes are of one block and micro-batch, by
-`price.trace.trace` and as counted (storages alive after the forward); on a CPU the two are asserted to be
-equal, and kept inputs on the host to be what the tracker has there. Korthikanti: what Megatron would keep, by his
-formula. On GPUs in bf16, one a rank; there also the price of copies to the host shows.
+For each tensor-parallel size the modes run on the same ranks and take turns, step by step, in alternating order. A
+ratio compares with "none" in the same round. Bytes are of one block and micro-batch, predicted by `price.trace.trace`
+and counted as live storages after the forward. On a CPU both are asserted equal, and kept inputs on the host equal
+the tracker's count. Korthikanti: his formula for Megatron. GPUs run in bf16, one per rank.
 
     python -m benchmarks.activations
     python -m benchmarks.activations --layers 8 --hidden 1024 --rounds 20 --dropout 0.1
@@ -164,7 +163,7 @@ def run_rank(rank: int, tp: int, options: Options, rendezvous: str, answers: str
 
 
 def measure(tp: int, options: Options) -> dict[str, dict[str, Any]]:
-    """mode -> what rank 0 found."""
+    """Return the results of rank 0 by mode."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = (tp, options, f"{folder}/store", f"{folder}/answers.json")
         mp.start_processes(run_rank, arguments, nprocs=tp, start_method="spawn")

@@ -1,12 +1,12 @@
-"""Checkpoints: planning at a thousand ranks that are not there, and speed against the disk's own.
+"""Checkpoints: planning for a thousand pretended ranks, and speed next to the disk's own.
 
 python benchmarks/checkpoint.py --pretend 400 --preset zero-100b
 python benchmarks/checkpoint.py --pretend 1024 --preset zero-100b --num-layers 128 --hidden-size 25600 ...
 python benchmarks/checkpoint.py --folder /scratch --ranks 2 --mb 512
 
-`--pretend` makes what each rank would tell rank 0, and runs rank 0's part on it: proof of coverage, manifest, and a
-resume's plan by one rank. Nothing is allocated or written. Without it, real ranks save and load, beside the
-same bytes written and read by one plain process per rank, and beside torch.distributed.checkpoint's own files.
+`--pretend` creates the messages of all ranks to rank 0 and runs rank 0's part: proof of coverage, manifest, and one
+rank's plan of a resume. Nothing is allocated or written. Without it, real ranks save and load, next to the same bytes
+written and read by one plain process per rank, and next to torch.distributed.checkpoint.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ COMPARED = (
 )
 
 
-# -- ranks that are not there
+# -- pretended ranks
 
 
 class Timed:
-    """Says how long each action took."""
+    """Print the seconds of each action."""
 
     def __init__(self) -> None:
         self.total = 0.0
@@ -114,7 +114,7 @@ def timed_together(function: Callable[[], Any]) -> float:
 
 
 def plain_write(path: Path, data: torch.Tensor) -> None:
-    """Write bytes in pieces as large as a chunk, flushed: what the disk gives."""
+    """Write bytes in pieces as large as a chunk, flushed: the disk's own speed."""
     view = memoryview(data.view(torch.uint8).numpy())
     with open(path, "wb", buffering=0) as file:
         for at in range(0, len(view), 64 << 20):
@@ -149,7 +149,7 @@ def held(rank: int, ranks: int, numel: int, tensors: int) -> dict[str, LocalShar
 
 
 def measure(rank: int, ranks: int, folder: Path, store: str, mb: int, rounds: int) -> Iterator[tuple[str, float]]:
-    """Yield (what, seconds), interleaved and in another order every round, so that all meet the same disk."""
+    """Yield (action, seconds), interleaved in a new order every round, so that all use the same disk."""
     from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
     shards = held(rank, ranks, mb * 2**20 // 4, tensors=12)

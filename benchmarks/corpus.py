@@ -49,7 +49,7 @@ def documents(root: Path) -> Iterator[str]:
 
 
 def make_corpus(folder: Path) -> Path:
-    """`folder/corpus.jsonl`, made if it is not there. RuntimeError if a package cannot be had."""
+    """`folder/corpus.jsonl`, created if it is missing. RuntimeError if a package cannot be downloaded."""
     corpus, root = folder / "corpus.jsonl", folder / "packages"
     if corpus.exists():
         return corpus

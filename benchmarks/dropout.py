@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure dropout: masks by coordinate against F.dropout and against a generator per sample and head.
 
-In turn in one process; ratios are taken round by round, so that a machine whose speed drifts slows all alike. Prints
+In turn in one process; ratios are taken round by round, so that a machine whose speed drifts slows all equally. Prints
 Markdown. With `--steps`, also the share that dropout has of a small model's training step.
 
     python -m benchmarks.dropout --rounds 31
@@ -87,7 +87,7 @@ def report(title: str, seconds: Times, baseline: str) -> None:
 
 
 def passes(shape: tuple[int, ...], rounds: int, device: torch.device) -> Times:
-    """Forward and backward over [b, s, h] or [b, n, s, s]; and, as a floor, a product with a mask that is there."""
+    """Forward and backward over [b, s, h] or [b, n, s, s]; and, as a lower bound, a product with a given mask."""
     x = torch.randn(shape, device=device, requires_grad=True)
     dy, there = torch.randn_like(x), torch.ones_like(x)
     samples = tuple(range(shape[0]))

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""One device, one process: step time, MFU and memory of megazero beside torch's systems, on the same model and batch.
+"""One device, one process: step time, MFU and memory of megazero next to torch's systems, same model and batch.
 
-Systems are built one after the other, and each is freed before the next: two models do not fit beside each other at the
-sizes that matter. The ratio is of medians of steps, with a bootstrap interval over both. Prints a Markdown table;
-without a GPU at a tiny size, which tries the code and says nothing of speed. Example:
+Systems are built and freed one after the other, because two large models do not fit together. The ratio is of medians
+of steps, with a bootstrap interval over both. Prints a Markdown table. Without a GPU it runs at a tiny size, only to
+test the code. Example:
 
     python -m benchmarks.gpu --layers 48 --hidden 1600 --heads 25 --batch 8 --recompute none
 """
@@ -62,7 +62,7 @@ TINY = Options(2, 64, 4, 32, 311, 2, "fp32", steps=3)
 
 
 class Own:
-    """megazero's engine, with what it predicted and what it counted."""
+    """megazero's engine with its predictions and counts."""
 
     def __init__(self, o: Options, device: torch.device, host: bool = False) -> None:
         work = work_of(o)
@@ -86,7 +86,7 @@ class Own:
         return result.loss
 
     def predicted_peak(self, device: torch.device) -> int:
-        """Bytes at the peak by `price.bytes.estimate.stage_bytes`, what autograd keeps included."""
+        """Bytes at the peak by `price.bytes.estimate.stage_bytes`, saved tensors included."""
         return stage_bytes(self.config, self.layout, 0, device.type).peak
 
 

@@ -1,8 +1,8 @@
-"""Check and measure the GPUs of a machine in half an hour, the most telling first, into a Markdown file.
+"""Check and measure the GPUs of a machine in half an hour, the most informative parts first, into a Markdown file.
 
 Each part is a command of its own: one that fails, hangs or runs out of memory is named, and the next one begins. A part
-that cannot run is skipped, with the reason. The file is written anew after every part. Without a GPU some parts
-run, at a tiny size. `bash scripts/gpu_check.sh` installs what is needed and runs this; `--help` lists the parts.
+that cannot run is skipped, with the reason. The file is rewritten after every part. Without a GPU some
+parts run at a tiny size. `bash scripts/gpu_check.sh` installs the packages and runs this; `--help` lists the parts.
 """
 
 from __future__ import annotations
@@ -276,7 +276,8 @@ def check(o: Options, machine: Machine, path: Path | None) -> int:
 
 def description() -> str:
     """Return the text of --help: how it works, and the parts in order."""
-    lines = [f"- {part.title}{f' ({part.gpus} GPUs)' * (part.gpus > 1)}: {part.asks}" for part in PARTS]
+    needs = [f" ({part.gpus} GPUs)" if part.gpus > 1 else "" for part in PARTS]
+    lines = [f"- {part.title}{need}: {part.asks}" for part, need in zip(PARTS, needs, strict=True)]
     return f"{__doc__}\nParts, in order:\n\n" + "\n".join(lines)
 
 

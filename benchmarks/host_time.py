@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
 """Host time and launches of a block, forward and backward, a micro-batch; next to transformers' eager model.
 
-So narrow a model that computing costs nothing: the rest is Python and torch's dispatcher, which a GPU waits for
-where its kernels are short. Times are CPU seconds of the thread that computes, in fp32 on a CPU. Systems take turns; a
-turn is the least of several calls, and a number the median of the turns with its 95 % bootstrap interval. Launches are
-operators that compute, counted on meta tensors, which stand for a GPU's, in bf16; views and allocations are none, and
-one of ours that Triton makes counts as one. Ours is the interpreter's Forward and Backward with the gradients of the
-weights; transformers' has torch's fused attention, and gradients that it adds to. `norm`: the gradients' norm of a step
-of --layers blocks, with the tables of tokens and positions and the head.
+The model is so narrow that computing costs nothing; the rest is the time of Python and torch's dispatcher, for which a
+GPU with short kernels waits. Times are CPU seconds of the computing thread, in fp32 on a CPU. Systems take turns; a
+turn is the minimum of several calls, and a result the median of the turns with its 95 % bootstrap interval. Launches
+are computing operators, counted on meta tensors in bf16; views and allocations do not count, a Triton kernel counts as
+one. megazero's time is that of the interpreter's Forward and Backward with weight gradients. transformers' model uses
+torch's fused attention and accumulates gradients. `norm`: the gradient norm of --layers blocks, both embeddings and
+the head.
 
-With graphs (--cuda-graph-impl local), time and launches are those around the replays: on these devices a replay does
-nothing. On a GPU the two of a block are two more launches, of some 10 to 20 us each; measuring them needs a driver.
-The block is the first, which alone copies its input in, and its gradient out.
+With graphs (--cuda-graph-impl local), time and launches are those around the replays, which do nothing on these
+devices. On a GPU the two replays of a block are two more launches of some 10 to 20 us each. The measured block is the
+first: only it copies its input in and its gradient out.
 
     python -m benchmarks.host_time
 """
@@ -56,7 +56,7 @@ class Options:
     """Calls of a turn, of which the fastest counts."""
 
 
-Part = tuple[str, Callable[[], object]]  # name, what is measured
+Part = tuple[str, Callable[[], object]]  # name, measured function
 
 
 class System(NamedTuple):

@@ -72,7 +72,7 @@ def draw(shape: tuple[int, ...], rows: slice) -> torch.Tensor:
 
 
 def measure(model: ModelConfig, folder: Path) -> Measured:
-    """Export and import a model of this shape, in a folder that is not there yet."""
+    """Export and import a model of this shape, in a new folder."""
     shapes = {f"model.{name}": shape for name, shape in shapes_of(model).items()}
     tensors = ((draw(shape, rows) for rows in bands(shape)) for shape in shapes.values())
     state = RunState(0, 0, 0, None, asdict(model), {}, {}, weights_only=True)

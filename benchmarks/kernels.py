@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Time of every Triton kernel beside torch's operators, and bytes per second by what the kernel has to move.
+"""Time of every Triton kernel next to torch's operators, and bytes per second that it has to move.
 
-The two take turns, each behind a pass over a buffer larger than the GPU's cache; medians. The first table says at once
-which kernel is worth its place in `model.kernels.table.TRITON`: a ratio above 1, and most of the memory's rate. Without
-a GPU at a tiny size in Triton's interpreter, which tries the code and says nothing of speed. Example:
+The two take turns, each behind a pass over a buffer larger than the GPU's cache; medians. The first table shows
+which kernels deserve their place in `model.kernels.table.TRITON`: a ratio above 1, and most of the memory's bandwidth.
+Without a GPU it runs at a tiny size in Triton's interpreter, only to test the code. Example:
 
     python -m benchmarks.kernels --tokens 8192 --hidden 1600 --vocabulary 50257
 """
@@ -28,7 +28,7 @@ from megazero.price.time.devices import find_card
 
 @dataclass(frozen=True)
 class Options:
-    """Triton kernels beside torch's operators."""
+    """Triton kernels next to torch's operators."""
 
     tokens: int = 8192
     hidden: int = 4096

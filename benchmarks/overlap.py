@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Share of communication that is hidden behind computation, seen in the traces of --profile-iterations.
 
-A run is traced twice, with overlap and with --no-overlap-comm. Without overlap the computation stands still for every
-collective, so that the time in which it waits is the communication's own. What of it remains with overlap is exposed;
-the rest is hidden. Collectives of tensor parallelism inside a layer are a part of its operation, and not seen.
+A run is traced twice, with overlap and with --no-overlap-comm. Without overlap the computation waits for every
+collective, so its waiting time is the communication's own time. Waiting time that remains with overlap is exposed; the
+rest is hidden. Collectives of tensor parallelism inside a layer are part of its operation and not visible.
 
-One rank per GPU; without two of them two CPU ranks over gloo, at a tiny size, which tries the code and says nothing
-of a GPU. Prints a Markdown table. Reads a trace of another run, too:
+One rank per GPU. With fewer than two GPUs, two CPU ranks run over gloo at a tiny size, only to test the code. Prints a
+Markdown table. Also reads the trace of another run:
 
     python -m benchmarks.overlap --trace runs/a/trace-10-12.json
 """

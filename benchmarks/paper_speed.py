@@ -30,7 +30,7 @@ from megazero.price.bytes.estimate import stage_bytes
 from megazero.price.time.devices import Device, load_device
 from megazero.price.time.step_time import Parts, StepPrograms, step_parts
 
-# The paper says neither sequence length nor vocabulary of its evaluation: our assumption.
+# The paper does not state sequence length and vocabulary of its evaluation: our assumption.
 ASSUMED = "--seq-length 1024 --vocab-size 50257 --precision fp16 --grad-dtype fp16 --recompute full"
 
 
@@ -85,7 +85,7 @@ def figure2(device: Device) -> None:
         rows = []
         header("model | system | ours, overlapped | ours, not overlapped | x factor | paper | deviation | waits tp, dp")
         for p in points:
-            pa = " --partition-activations" * (system == "ZeRO" and p.tp > 1)
+            pa = " --partition-activations" if system == "ZeRO" and p.tp > 1 else ""
             config, _, fast = point(p, flags + pa, device)
             _, _, plain = point(p, flags + pa + " --no-overlap-comm", device)
             waits = f"{plain.parts['tp'] / plain.seconds:.0%}, {plain.parts['dp'] / plain.seconds:.0%}"
@@ -177,7 +177,8 @@ def figure6(device: Device) -> None:
 def main() -> None:
     only = tyro.cli(Options).only
     v100 = load_device("v100-32gb")
-    print("# Speeds of published runs by the time model\n\nMade by `python benchmarks/paper_speed.py`; docs/plan.md.\n")
+    print("# Speeds of published runs by the time model\n")
+    print("Made by `python benchmarks/paper_speed.py`; [discussion](plans.md#the-zero-papers-speeds).\n")
     for table in (figure2, figure3, figure6):
         if only in ("", table.__name__):
             table(v100)

@@ -223,7 +223,7 @@ class Training(NamedTuple):
 
     step: Callable[..., float]  # (*inputs of this rank) -> loss
     wait_for_all: Callable[[], None] = _nothing  # waits for communication that a step leaves in flight
-    check: Callable[[], dict[str, float]] | None = None  # kind -> how far results are from what they should be
+    check: Callable[[], dict[str, float]] | None = None  # kind -> largest deviation of the results
 
 
 def _groups(model: nn.Module, c: OptimizerConfig) -> list[dict[str, Any]]:

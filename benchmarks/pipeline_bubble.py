@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The measured bubble of every pipeline schedule beside the simulated one.
+"""The measured bubble of every pipeline schedule next to the simulated one.
 
 Real ranks run the real program; blocks sleep a known time instead of computing, so that more ranks than cores measure
 the schedule and not the machine. A forward, an input gradient and a weight gradient take one sleep each. The time
@@ -153,7 +153,7 @@ SYSTEMS = {"asleep": System}
 
 @dataclass(frozen=True)
 class Options:
-    """The measured bubble of every pipeline schedule beside the simulated one."""
+    """The measured bubble of every pipeline schedule next to the simulated one."""
 
     ranks: int = 4
     """Pipeline ranks."""

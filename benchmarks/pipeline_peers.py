@@ -222,7 +222,7 @@ def main(options: Options) -> None:
                 system.ask("build")
                 losses[system.system] = system.ask("losses", options.loss_steps)[0]["losses"]
             found = take_turns(systems, options.rounds, options.steps, isolated=False)
-        # `losses` divides the sum over ranks by their number: every rank of a system says the same loss
+        # `losses` divides the sum over ranks by their number: every rank of a system has the same loss
         gap = max(abs(a / b - 1) for a, b in zip(losses["megazero"], losses["torch"], strict=True))
         assert gap < LOSS_GAP, f"{schedule}: the systems do not train the same model: {losses}"
         ours, theirs = found["megazero"], found["torch"]

@@ -1,9 +1,8 @@
 #!/usr/bin/env python3
-"""Predicted beside measured: step times of real CPU runs, from a device file measured in the same minutes.
+"""Predicted next to measured step times of real CPU runs, from a device file measured in the same minutes.
 
-Measurements of the device and runs take turns, since what else runs on the machine changes. Of a step count the least
-seconds, for other work makes it wait, and the median of the CPU seconds of the thread that computes: other work takes
-none of them, only caches, in the measurements of the device as well. Example:
+Measurements of the device and runs take turns, because the load of the machine changes. A step's result is the minimum
+of its seconds, because other work makes it wait, and the median of the computing thread's CPU seconds. Example:
 
     python benchmarks/predict.py --rounds 5
 """
@@ -98,8 +97,7 @@ def measure(rounds: int, steps: int) -> tuple[device.Measured, dict[str, list[St
     worlds = (1, 2, 4)
     found, seconds = device.Measured(), {name: list[Step]() for name in RUNS}
     for n in range(rounds):
-        # Anew in each round: groups stay until their ranks end, and each has a thread. Ranks that use groups again wrap
-        # what a step calls, which takes time.
+        # Start new ranks in each round, because process groups and their threads stay until the ranks end.
         groups = {world: Ranks(world, Program(env={"OMP_NUM_THREADS": "1"}), seconds=600) for world in worlds}
         try:
             device.measure_round(found, groups)

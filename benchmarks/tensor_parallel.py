@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
 """megazero's tensor parallelism against torch's DTensor: a stack of transformer blocks, side by side in one run.
 
-What a step is, and how each system is set up: `stacks.py`. Two shapes: the one that the options name, and one so narrow
+`stacks.py` defines a step and the systems. Two shapes: the one that the options name, and one so narrow
 (`--no-narrow` leaves it out) that communication is a third of the step or more. Each with the stream between blocks
 whole on every rank, and sharded (sequence parallelism). Before anything is timed, every system's output, input gradient
 and weight gradients have to agree with whole plain blocks.
 
-Turns, intervals and CPU ms are `zero.py`'s. Beside speed:
+Turns, intervals and CPU ms are as in `zero.py`. Further results:
 
 - communication: 1 - (step without communication) / step, of neighbouring turns; its collectives answer at once.
 - of half alone: a step against half of the step of one process that does all of it with one thread: 1 is perfect.
 
 On a CPU with AVX-512 megazero's fp32 products are oneDNN's, faster than torch's own (MKL's): there it runs with both,
-so that what is gained by tensor parallelism is seen alone. Examples:
+to show the effect of tensor parallelism alone. Examples:
 
     python benchmarks/tensor_parallel.py --json tensor_parallel.json
     python benchmarks/tensor_parallel.py --layers 2 --hidden 1024 --heads 16 --no-narrow --streams sharded
@@ -86,8 +86,8 @@ def describe(shape: tuple[int, ...]) -> str:
 
 def names(options: Options) -> list[str]:
     """Systems that take turns, without their stream: DTensor first, to which the others are compared."""
-    ours = ["megazero"] * ("own" in options.products) + ["megazero/torch"] * ("torch" in options.products)
-    return ["dtensor", *ours]
+    products = {"own": "megazero", "torch": "megazero/torch"}
+    return ["dtensor", *(name for product, name in products.items() if product in options.products)]
 
 
 def alone(name: str) -> str:

@@ -4,7 +4,7 @@
 The same GPT, initial weights, data and AdamW in fp32 (bf16 on a GPU). Every system has its own processes, which stay
 alive; one system computes at a time, a few steps a turn, and the others wait on a pipe. Systems of one stage take
 turns, forwards and backwards; a ratio is of neighbouring turns, so that a machine whose speed drifts slows both.
-CPU ms: what a rank computes in a step, on all its threads; hardly touched by what else the machine does.
+CPU ms: CPU time of a rank's threads in a step; other work on the machine hardly changes it.
 Settings of the peers: `peers.py`. Examples:
 
     python benchmarks/zero.py --rounds 20 --json zero.json
@@ -39,7 +39,7 @@ from megazero.model.stage import declare
 from megazero.plan.layout.layers import num_parameters
 
 LOSS_GAP = 1e-3  # relative to megazero's stage 0, in fp32
-# Freed memory leaves the process, so that its resident peak shows what is partitioned; slow, hence a pass of its own.
+# Freed memory leaves the process, so its resident peak shows the effect of sharding. Slow, hence a separate pass.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 
 

@@ -1,4 +1,4 @@
-"""Table 3's configurations C1 to C5: what each saves, and the largest model of each on 400 GPUs (Figure 6)."""
+"""Table 3's configurations C1 to C5: the savings and the largest model of each on 400 GPUs (Figure 6)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megazero.price.time.devices import load_device
 
 GPUS, MP, LIMIT = 400, 16, 32e9
 # Terms of a system of 2020 that ours has not, or has smaller.
-REST_BYTES = 3e9  # CUDA context, NCCL, the allocator's caching: what C1, C3, C4 and C5 have left on the mean
+REST_BYTES = 3e9  # CUDA context, NCCL, the allocator's caching: mean of the bytes that C1, C3, C4 and C5 leave
 BUCKET = 40_000_000  # elements, of ours
 BUCKET_BYTES = 2 * 2 * 500_000_000  # DeepSpeed's default: two buckets of 5e8 elements in 16 bit
 KINDS = ("parameters", "optimizer", "gradients", "activation_checkpoints", "buffers", "logits")

@@ -24,7 +24,7 @@ from megazero.plan.layout.resolve import resolve
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "flags.md"
 SCRIPTS = Path(__file__).with_name("foreign_scripts.toml")
-RANKS = 64  # of the runs in the table of scripts: data-parallel ranks decide what gradient accumulation means
+RANKS = 64  # of the runs in the table of scripts: gradient accumulation depends on data-parallel ranks
 
 
 class Script(NamedTuple):
@@ -50,15 +50,15 @@ def translated(script: Script) -> Translated:
 
 
 def answers(script: Script) -> tuple[int, tuple[Answer, ...]]:
-    """Return the number of flags of a script that are ours too, and what becomes of the others."""
+    """Return the number of a script's flags that are ours too, and the answers to the others."""
     return sum(is_ours(item.name) for item in split_items(script.flags.split())), translated(script).answers
 
 
 def complaint(script: Script) -> str:
-    """Return what a run of the flags that are not refused is refused with; empty if it runs."""
+    """Return the error of a run with the accepted flags; empty if it starts."""
     config = parse(translated(script).args)
     ranks = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
-    config = replace(config, data=DataConfig(), checkpoint=CheckpointConfig(), log=LogConfig())  # files are not there
+    config = replace(config, data=DataConfig(), checkpoint=CheckpointConfig(), log=LogConfig())  # files are missing
     try:
         resolve(config, ranks, 50257, declare)
     except ValueError as error:

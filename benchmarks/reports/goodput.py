@@ -1,6 +1,6 @@
 """Goodput of a job whose ranks fail, by the interval between its saves: Young 1974, Daly 2006. Pure.
 
-A failure of any rank ends the job, which goes on from its last checkpoint. Failures are independent, and rare against
+A failure of any rank ends the job, which resumes from its last checkpoint. Failures are independent, and rare against
 the interval (first order).
 """
 

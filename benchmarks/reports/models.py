@@ -10,8 +10,8 @@ from megazero.plan.layout.layers import num_parameters
 
 
 def figure_4() -> dict[str, str]:
-    """The paper's models on 128 GPUs without model parallelism: what a GPU holds."""
-    plain = [*FIGURE_4_BASELINE, FIGURE_4[-1]]  # data parallelism alone, and what does not fit it
+    """The paper's models on 128 GPUs without model parallelism: bytes on a GPU."""
+    plain = [*FIGURE_4_BASELINE, FIGURE_4[-1]]  # data parallelism alone, and a model that does not fit
     runs = [(run, run.model, 2) for run in FIGURE_4] + [(run, f"{run.model}, baseline", 0) for run in plain]
     asked = [
         Asked(

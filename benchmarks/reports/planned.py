@@ -116,7 +116,7 @@ def price(run: TrainedRun) -> tuple[Plan, Times]:
 
 
 def late_gathers(plan: Plan) -> float:
-    """Seconds of a step in which others wait for the weights of blocks in the backward, less what overlap costs."""
+    """Seconds of a step in which others wait for the weights of blocks in the backward, minus the cost of overlap."""
     costs = StepCosts(plan.config, plan.layout, rank_spec(plan.config, plan.layout, 0, declare), plan.device)
     each = [costs(Gather(unit)) for unit in costs.spec.units if unit.startswith("blocks.")]
     return sum(each) * plan.config.micro_batches(plan.layout.dp) / (1 + plan.device.overlap)
@@ -183,7 +183,7 @@ def compare_case(case: Case) -> Compared:
 def planned() -> dict[str, str]:
     """Compare plans with published runs; print the expected MFU of presets on H100s.
 
-    A preset is expected between the outer deciles of what published runs on H100s and GH200s reached of their plans.
+    A preset's range is between the outer deciles of published over planned speed on H100 and GH200.
     """
     found = [*map(compare, TRAINED), *map(compare_case, NARAYANAN_CASES)]
     reached = [each.published / each.predicted for each in found if "h100" in each.cards or "gh200" in each.cards]

@@ -160,7 +160,7 @@ def _mpt(
         f"--vocab-size 50368 --micro-batch-size {micro_batch} --global-batch-size {batch} --precision bf16 "
         f"--zero-stage 3 --recompute {recompute} {EAGER}"
     )
-    name = f"MPT {size}, {length // 1024}k{', recompute' * (recompute == 'full')}"
+    name = f"MPT {size}, {length // 1024}k" + (", recompute" if recompute == "full" else "")
     card = f"{card}, FlashAttention 1"
     return TrainedRun(name, MOSAIC, card, gpus, flags, tokens, loss_bytes=CROSS_ENTROPY, late_gathers=True)
 

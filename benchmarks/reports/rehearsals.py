@@ -1,4 +1,4 @@
-"""Rehearsals for reports: many, in a few processes beside each other."""
+"""Rehearsals for reports: many, in a few parallel processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Asked(NamedTuple):
 
 
 def flags_of(layers: int, hidden: int, heads: int, **options: Any) -> str:
-    """Flags of a model of the paper; vocabulary and sequence are our assumption, for it states neither."""
+    """Flags of a model of the paper; vocabulary and sequence are our assumption, because it states neither."""
     shape = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
     given = shape | {"vocab_size": 50257, "seq_length": 1024, "precision": "fp16", "grad_dtype": "fp16"} | options
     words = []
@@ -61,6 +61,6 @@ def states(memory: dict[str, int], accumulates: bool = False) -> int:
 
     Args:
         accumulates: the rank is of stage 1 and has several micro-batches: their whole gradient is added up in buffers,
-            and only the sum is sharded. The few buckets beside it are counted too.
+            and only the sum is sharded. Its few buckets are counted too.
     """
     return memory["parameters"] + memory["optimizer"] + memory["buffers" if accumulates else "gradients"]

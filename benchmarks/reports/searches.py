@@ -1,6 +1,6 @@
 """--plan-search for published models and clusters: does it find the published layout, or a better one, and why.
 
-Each is searched twice: with all that this engine has, and with what the published system had.
+Each is searched twice: with all features of this engine, and with those of the published system.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def answer(case: Case) -> Answer:
     config, layout = resolve(parse([*argv, *case.layout.split()]), case.gpus, 0, declare)
     asked = [*argv, "--plan-search", "--world-size", str(case.gpus), "--device-type", case.device]
     found, spent = list[list[Plan]](), list[float]()
-    for allowed in (None, case.then):  # what is traced for the first is not traced again for the second
+    for allowed in (None, case.then):  # the second search uses the traces of the first
         begun = time.process_time()
         search = Search(parse(asked), device, 0)
         layouts = len(search.found)

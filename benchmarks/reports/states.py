@@ -50,7 +50,7 @@ def _states(found: Rehearsal, stage: int, nd: int) -> int:
 
 
 def table_1() -> dict[str, str]:
-    """Table 1, Figure 1, and traffic beside 2 Psi and 3 Psi: all from the same rehearsals."""
+    """Table 1, Figure 1, and traffic next to 2 Psi and 3 Psi: all from the same rehearsals."""
     cells = [(model, nd, stage) for model in SIZES for nd in DEGREES for stage in STAGES if nd > 1 or stage == 1]
     found = dict(zip(cells, rehearse_all([_asked(*cell) for cell in cells]), strict=True))
     found |= {(model, 1, stage): found[model, 1, 1] for model in SIZES for stage in STAGES}  # nothing is sharded

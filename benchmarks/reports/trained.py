@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 from benchmarks.reports.blocks import markdown
 from benchmarks.reports.published import CONFIGURATIONS
-from benchmarks.table3 import RANKS, make_corpus, measure
 from megazero.config.cli import parse
 from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
+from megazero.price.bytes.estimate import estimate
 from megazero.rehearse.rehearsal import RehearsalDevice, rehearse
 
 KINDS = ("parameters", "optimizer", "gradients", "activation_checkpoints", "buffers", "logits", "peak", "host")
 SENT = ("tp", "dp", "pp")
+ROOT = Path(__file__).resolve().parents[2]
+RANKS, ITERATIONS = 4, 3  # C1 to C5: tensor parallelism of 2, data parallelism of 2
 
 
-# runs of two ranks: flags beside TWO's
+# runs of two ranks: flags added to TWO
 TWO = "--preset tiny --micro-batch-size 4 --global-batch-size 16"
 TWO_RANKS = {
     "dp 2, ZeRO 0": "--zero-stage 0",
@@ -29,9 +34,32 @@ TWO_RANKS = {
 }
 
 
+def run(command: list[object]) -> None:
+    done = subprocess.run([str(word) for word in command], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(map(str, command))}\n{done.stdout[-2000:]}{done.stderr[-3000:]}")
+
+
+def make_corpus(folder: Path) -> Path:
+    documents = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    tool = ROOT / "data_tools" / "preprocess_data.py"
+    run([sys.executable, tool, "--input", *documents, "--output-prefix", folder / "c", "--tokenizer", "byte"])
+    return folder / "c_text_document"
+
+
+def measure(flags: list[object], ranks: int, corpus: Path, log: Path) -> list[dict[str, int]]:
+    """Return memory and traffic of rank 0 in the last iteration of a run, which must equal `estimate`."""
+    flags = [*flags, "--data-path", corpus, "--tokenizer", "byte", "--train-iters", ITERATIONS, "--lr-warmup-iters", 1]
+    run(["bash", ROOT / "scripts" / "launch.sh", "--nproc", ranks, *flags, "--log-dir", log])
+    last = json.loads((log / "metrics.jsonl").read_text().splitlines()[-1])
+    config, layout = resolve(parse([str(flag) for flag in flags]), ranks, 257, declare)
+    assert [last["memory_bytes"], last["traffic_bytes"]] == list(estimate(config, layout)), flags
+    return [last["memory_bytes"], last["traffic_bytes"]]
+
+
 def small() -> dict[str, str]:
     """Bytes of C1 to C5 on four ranks."""
-    cases = {f"C{number} {what}": ["--preset", f"c{number}"] for number, what in CONFIGURATIONS.items()}
+    cases = {f"C{number} {name}": ["--preset", f"c{number}"] for number, name in CONFIGURATIONS.items()}
     return {"C1 to C5, trained": witnesses(cases, RANKS)}
 
 

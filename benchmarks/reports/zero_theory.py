@@ -49,7 +49,7 @@ def rounded(gigabytes: float) -> str:
 
 
 def truncated(gigabytes: float) -> str:
-    """Cut off what `rounded` rounds: so are eight cells of Table 1 printed."""
+    """Truncate, as eight cells of Table 1 do, instead of rounding as `rounded` does."""
     decimals = 0 if gigabytes >= 100 else 1 if gigabytes >= 10 else 2
     return _shown(math.floor(gigabytes * 10**decimals) / 10**decimals, decimals)
 

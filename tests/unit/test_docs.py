@@ -1,4 +1,4 @@
-"""README and docs: what they name exists, what they show is printed, and they stay short."""
+"""README and docs: names exist, shown output is printed, and pages stay short."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from megazero.config.cli import flags
+from benchmarks.eight_layouts import LAYOUTS
+from megazero.config.cli import parse
+from megazero.config.flags import flags
+from megazero.config.foreign.table import find_entry, retired
+from megazero.model.stage import declare
+from megazero.plan.layout.resolve import resolve
 from tests.helpers.programs import ROOT
 
 README = ROOT / "README.md"
@@ -18,7 +23,11 @@ DOCS = ROOT / "docs"
 MAX_WORDS = 20_000  # written by hand in docs/
 # Programs of `benchmarks/reports` write these pages whole; of other pages they write marked blocks.
 GENERATED = {"results/modules.md", "results/flags.md", "results/paper_speed.md"}
-# Dated records: nobody reads them from end to end.
+# Flags of sbatch, srun, salloc, torchrun, pip, git and lm_eval.
+FOREIGN = "nodes ntasks-per-node gpus-per-node gpus-per-task cpus-per-task exclusive time partition account mem signal "
+FOREIGN += "requeue dependency job-name cpu-bind nproc-per-node nproc_per_node nnodes hostfile no-install-recommends "
+FOREIGN += "model_args model tasks diff-filter"
+# Dated records, which are looked up and not read whole.
 RECORDS = ("decisions/", "log/")
 
 
@@ -65,11 +74,40 @@ def test_the_prediction_of_the_readme_is_printed() -> None:
     assert shown in done.stdout
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_layouts_of_the_picture_are_legal(name: str) -> None:
+    """The caption's widest layout is among them; benchmarks/eight_layouts.py trains them."""
+    ranks, words = LAYOUTS[name]
+    _, layout = resolve(parse([*"--preset tiny --vocab-size 2048".split(), *words.split()]), ranks, 0, declare)
+    assert layout.world_size == ranks and len(LAYOUTS) == 8
+
+
 def test_the_summary_of_the_readme_is_that_of_the_quickstart() -> None:
     source = (ROOT / "scripts" / "quickstart.py").read_text()
     block = README.read_text().split("```\nDone, ")[1].split("```")[0]
     for line in block.splitlines()[2:]:
         assert line.strip() in ("", "...") or re.sub(r" {2,}", "  ", line).split("  ")[-1] in source
+
+
+def test_flags_of_the_pages_exist() -> None:
+    """Ours, those of other systems with an answer, and those of scripts and benchmarks, but none that is retired."""
+    sources = [
+        path for folder in ("scripts", "data_tools", "benchmarks", "tests") for path in (ROOT / folder).rglob("*")
+    ]
+    text = "\n".join(path.read_text() for path in sources if path.suffix in (".py", ".sh", ".sbatch"))
+    known = {
+        *re.findall(r"--([a-z][\w-]+)", text),
+        *(name.replace("_", "-") for name in re.findall(r"^    (\w+): ", text, re.M)),
+    }
+    known |= {*flags(), *FOREIGN.split(), "help-all"}
+    pages = [README, ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")]
+    missing = []
+    for page in pages:
+        for flag in set(re.findall(r"(?<![\w-])--([a-z][\w-]*\w)", page.read_text())):
+            entry = find_entry(flag.replace("_", "-"))
+            if flag in retired() or (entry is None and not {flag, flag.removeprefix("no-")} & known):
+                missing.append(f"{page.name}: --{flag}")
+    assert not missing
 
 
 @pytest.mark.parametrize("page", [README, ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))], ids=lambda p: p.name)
@@ -91,7 +129,7 @@ def test_few_words_are_written_by_hand() -> None:
 
 
 def test_every_page_is_linked() -> None:
-    """From the README, CONTRIBUTING or another page; a page that nobody finds is not read."""
+    """From the README, CONTRIBUTING or another page, so that readers find it."""
     sources = [README, ROOT / "CONTRIBUTING.md", ROOT / "data_tools" / "README.md", *DOCS.rglob("*.md")]
     found = set()
     for source in sources:

@@ -61,7 +61,7 @@ def test_a_screen_is_short_and_says_the_essentials() -> None:
     [
         (8, 3, "8 samples (3 ranks x 3 x micro-batch 1, 1 of 9 samples padding) of"),
         (9, 3, "9 samples (3 ranks x 3 x micro-batch 1) of"),
-        (3, 8, "5 of 8 data-parallel ranks compute padding alone: --global-batch-size 3 is 3 x --micro-batch-size 1"),
+        (3, 8, "5 of 8 data-parallel ranks compute only padding: --global-batch-size 3 is 3 x --micro-batch-size 1"),
     ],
 )
 def test_padding_is_named(batch: int, world: int, said: str) -> None:
@@ -149,7 +149,7 @@ def test_plan_txt_has_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str
     said = capsys.readouterr().out
     assert said.startswith("more ") and "plan.txt" in said and len(said.splitlines()) == 1
     written = (tmp_path / "log" / "plan.txt").read_text()
-    assert written.startswith("the screen\n\nbytes of rank 0 by estimate")
+    assert written.startswith("the screen\n\nestimated bytes of rank 0")
     for words in ("a note", "OMP_NUM_THREADS=3", "a: ranks 0-1", "b: ranks 2-3", "\nadam-beta2 = 0.95\n", "torch 2"):
         assert words in written
     assert re.search(r"global-batch-size = 16\b", written)
