@@ -44,7 +44,7 @@ def open_regular(path: str | os.PathLike[str]) -> int:
 
 
 def read_regular(path: str | os.PathLike[str], limit: int | None = None) -> bytes:
-    """Read a regular file, opened as `open_regular` does; ValueError if it is larger than `limit` bytes."""
+    """Read a regular file; ValueError if it is larger than `limit` bytes."""
     with os.fdopen(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if limit is not None and size > limit:

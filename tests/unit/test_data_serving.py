@@ -150,7 +150,7 @@ def test_many_corpora_need_few_descriptors(tmp_path: Path, monkeypatch) -> None:
 
 @pytest.mark.parametrize("change", ["as large", "longer", "the same inode"])
 def test_a_corpus_made_anew_is_not_read_through_the_old_index(tmp_path: Path, change: str) -> None:
-    """With many corpora a file is closed and opened again, and may be another by then; so in a data worker."""
+    """A file is closed when many corpora are open, and opened again; by then, another may have its name."""
     one, other = (indexed.IndexedDataset(write_corpus(tmp_path / n, [[1, 2, 3], [4, 5]])) for n in "cd")
     assert one.tokens(0, 2).tolist() == other.tokens(0, 2).tolist() == [1, 2]
     anew = write_corpus(tmp_path / "e", [[1, 2], [3, 4, 5] + ([6] if change == "longer" else [])])
