@@ -31,18 +31,18 @@ from tests.helpers.ranks import Program, Ranks
 
 SIDES = (32, 64, 128, 256, 512, 1024)  # of square products
 ELEMENTS = tuple(4**n for n in range(5, 13))  # of element-wise operators: 4 KB to 64 MB a tensor
-IN_CACHE = 1 << 16  # elements of an operator whose own speed is measured: its tensors lie in a cache
+IN_CACHE = 1 << 16  # elements of an operator in cache, where its own speed is measured
 ATTENTION = (4, 4, 128, 64)  # b, n, s, d
 MESSAGE = 1 << 22  # elements of a large collective: 16 MB
 
 
-Times = dict[str, float]  # what was measured -> seconds
+Times = dict[str, float]  # name of a measurement -> seconds
 
 
 def seconds_of(function: Callable[[], Any], least: float = 0.01) -> float:
     """CPU seconds of one call in this thread: the mean over as many as take `least`, the first not counted.
 
-    A rank computes in one thread. What else runs on the machine takes no CPU time of it, only caches and bandwidth.
+    A rank computes in one thread. Other processes take none of its CPU time, only caches and bandwidth.
     """
     function()
     count, start = 0, time.thread_time()
@@ -88,7 +88,7 @@ MOVED |= {"native_layer_norm_backward": 3}
 
 
 def computing(rank: int) -> Times:
-    """Measure what a rank computes alone: run on several ranks at once."""
+    """Measure computations of a rank; several ranks run this at the same time."""
     found: Times = {}
     one = torch.zeros(1)
     found["call"] = seconds_of(lambda: torch.add(one, one, out=one))

@@ -24,8 +24,7 @@ from megazero.data.loader import MicroBatch
 from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout
-from megazero.price.bytes.estimate import estimate
-from megazero.price.bytes.report import psi
+from megazero.price.bytes.estimate import estimate, stage_bytes
 from megazero.step.engine import Engine
 
 MODEL = ModelConfig(num_layers=4, hidden_size=256, num_attention_heads=4, seq_length=64, vocab_size=1024)
@@ -100,7 +99,7 @@ def rows(dp: int, pretended: bool) -> list[str]:
     for stage, numbers in enumerate(measured):
         config, layout = config_of(stage, dp), Layout(dp=dp)
         said = estimate(config, layout, needs_staging_buffer=not pretended)
-        total = psi(config, layout)
+        total = stage_bytes(config, layout, 0, "cpu").numel
         memory, sent = numbers["memory"], numbers["traffic"]["dp"]
         assert (memory, numbers["traffic"]) == said, (stage, dp, numbers, said)
         states = sum(memory[kind] for kind in ("parameters", "gradients", "optimizer"))
@@ -116,7 +115,7 @@ def rows(dp: int, pretended: bool) -> list[str]:
 
 
 def main(options: Options) -> None:
-    total = psi(config_of(0, 1), Layout())
+    total = stage_bytes(config_of(0, 1), Layout(), 0, "cpu").numel
     print(f"Psi = {total:,} elements with padding at dp 1: {MODEL}\n")
     print(
         "| dp | stage | states, bytes | buffers, bytes | paper, bytes "

@@ -1,8 +1,8 @@
-"""The account of a step, once and in integers: bytes that a rank holds, and that each of its operations moves. Pure.
+"""The account of a step in integers: bytes that a rank holds, and bytes that each of its operations moves. Pure.
 
-`price.bytes.estimate` adds them up over a step, `price.time.costs` divides them by speeds, `price.bytes` and
-`price.search` bound memory with them and print them. Sizes inside a layer come from its trace
-(`price.trace.trace`), as `LayerSizes`; everything else is derived here.
+`price.bytes.estimate` adds them up over a step, `price.time.costs` divides them by speeds, and `price.bytes` and
+`price.search` bound memory with them. Sizes inside a layer come from its trace (`price.trace.trace`), as `LayerSizes`.
+Everything else is derived here.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from megazero.plan.program.operations import (
 from megazero.plan.program.rank_spec import RankSpec
 
 NUMBER = 8  # bytes of a number that ranks agree on: fp64
-Sent = tuple[tuple[str, int], ...]  # kinds of traffic, with bytes
-PASSES = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}  # of a buffer round a ring
+Sent = tuple[tuple[str, int], ...]  # (kind of traffic, bytes)
+PASSES = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}  # collective -> passes of its buffer around a ring
 
 
 class Rates(NamedTuple):
@@ -52,8 +52,8 @@ class Rates(NamedTuple):
 
     Attributes:
         state: of a master weight.
-        optimizer: of master weights that are a copy and, in a run that trains, of the optimizer's states.
-        update: that the optimizer's update reads and writes.
+        optimizer: of separate master weights and, if the run trains, of the optimizer's states.
+        update: read and written by the optimizer's update.
     """
 
     weights: int
@@ -66,19 +66,18 @@ class Rates(NamedTuple):
     def of(cls, config: Config) -> Rates:
         rule, w, g = config.optimizer.rule, BYTES[config.training.precision], BYTES[config.training.grad_dtype]
         state = max(4, w)
-        held = state * rule.copies_master(w, state) + rule.state_bytes(state) * config.trains
-        return cls(w, g, state, held, rule.update_bytes(state))
+        masters = state if rule.copies_master(w, state) else 0
+        states = rule.state_bytes(state) if config.trains else 0
+        return cls(w, g, state, masters + states, rule.update_bytes(state))
 
     def updated(self, clips: bool) -> int:
-        """Return the bytes that a fused update moves: a clipped gradient is written too, narrower numbers are cast."""
-        moved = self.update + clips * self.state
-        for each in (self.gradients, self.weights):
-            moved += each + self.state if each != self.state else 0
-        return moved
+        """Return the bytes that a fused update moves: clipping also writes the gradient, narrower numbers are cast."""
+        casts = [each + self.state for each in (self.gradients, self.weights) if each != self.state]
+        return self.update + (self.state if clips else 0) + sum(casts)
 
 
 class Share(NamedTuple):
-    """Bytes that a rank holds of a state: `each` per element of its units, divided over `ranks` ranks."""
+    """A state of `each` bytes per element of a rank's units, sharded over `ranks` ranks."""
 
     each: int
     ranks: int = 1
@@ -92,11 +91,11 @@ class Share(NamedTuple):
 
 
 class States(NamedTuple):
-    """States of a rank: at rest, and gradients.
+    """Model states of a rank.
 
     Attributes:
-        gradients: when all micro-batches of an iteration have been reduced.
-        accumulated: gradients while micro-batches are added up.
+        gradients: at the end of an iteration.
+        accumulated: gradients during the iteration, while micro-batches are added up.
     """
 
     parameters: Share
@@ -106,7 +105,7 @@ class States(NamedTuple):
 
     @classmethod
     def of(cls, config: Config, layout: Layout) -> States:
-        """Take those of the dense units."""
+        """Return the states of the dense units."""
         return cls.of_group(config, sharding_groups(config, layout)[DENSE])
 
     @classmethod
@@ -126,7 +125,7 @@ class States(NamedTuple):
 
 
 def placed(config: Config, held: dict[str, int]) -> dict[str, int]:
-    """Count the optimizer's states as the host's, by kind, if the optimizer keeps them there."""
+    """Return bytes by kind, with the optimizer's states under "host" if the optimizer keeps them in host memory."""
     if config.optimizer.rule.place == "device":
         return held
     return {"host" if kind == "optimizer" else kind: num_bytes for kind, num_bytes in held.items()}
@@ -136,10 +135,10 @@ class Moved(NamedTuple):
     """A collective or a message of an operation.
 
     Attributes:
-        axis: one of `Layout`'s, sub-axes included.
+        axis: an axis or a sub-axis of `Layout`.
         collective: all-gather, reduce-scatter, all-reduce; or message.
         num_bytes: of the whole buffer.
-        control: it is counted as control traffic: numbers that ranks agree on.
+        control: counts as control traffic: numbers that ranks agree on.
     """
 
     axis: str
@@ -149,18 +148,17 @@ class Moved(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The kind of traffic that it is counted as."""
+        """The kind of traffic in metrics.jsonl."""
         return "control" if self.control else TRAFFIC.get(self.axis, self.axis)
 
     def sent(self, ranks: int) -> int:
         """Return the bytes that each of `ranks` ranks of the axis sends."""
-        return (
-            ring_bytes(self.num_bytes, ranks, PASSES[self.collective]) if self.collective in PASSES else self.num_bytes
-        )
+        passes = PASSES.get(self.collective)
+        return ring_bytes(self.num_bytes, ranks, passes) if passes else self.num_bytes
 
 
 def agreement(*axes: str, numbers: int = 1) -> tuple[Moved, ...]:
-    """Return the all-reduces of numbers that ranks agree on."""
+    """Return the all-reduces, one along each axis, by which ranks agree on some numbers."""
     return tuple(Moved(axis, "all-reduce", numbers * NUMBER, control=True) for axis in axes)
 
 
@@ -174,18 +172,18 @@ class LayerSizes(NamedTuple):
     recompute: Counter[str]
     backward: Counter[str]
     logits: int  # held from its forward to its backward
-    queued: int  # that its weight gradients keep while they wait
-    saved: tuple[int, ...]  # of every tensor that its forward keeps for its backward, its input left out
-    saved_input: int  # of its input, if that is kept too
-    tables: dict[Hashable, int]  # of each table in a run's buffers from its start on; layers share equal ones
+    queued: int  # held by its queued weight gradients
+    saved: tuple[int, ...]  # of every tensor that autograd saves, except its input
+    saved_input: int  # of its input, if autograd saves it
+    tables: dict[Hashable, int]  # of each table that is allocated at startup; layers share equal tables
 
     def kept(self, own_input: bool) -> int:
-        """Return the bytes that autograd keeps from a forward on, logits excluded, which are a kind of their own."""
-        return max(0, sum(self.saved) + self.saved_input * own_input - self.logits)
+        """Return the bytes that autograd saves in a forward, without logits, which are a separate kind."""
+        return max(0, sum(self.saved) + (self.saved_input if own_input else 0) - self.logits)
 
 
 def hidden_bytes(config: Config, layout: Layout) -> int:
-    """Bytes of a block's input, and of a message between stages: a rank's part of the residual stream."""
+    """Return the bytes of a block's input, and of a message between stages: a rank's part of the residual stream."""
     training, model = config.training, config.model
     tokens = training.micro_batch_size * model.seq_length
     rows = tokens // layout.tp if config.parallel.sequence_parallel else tokens
@@ -193,34 +191,34 @@ def hidden_bytes(config: Config, layout: Layout) -> int:
 
 
 def kept_bytes(config: Config, layout: Layout) -> int:
-    """Bytes of a block's input that is kept for recompute: with Pa, a rank's part of it."""
+    """Return the bytes of a block's input that is kept for recompute: with Pa, a rank's part of it."""
     each = BYTES[config.training.precision]
     parts = layout.tp if config.activations.partition_activations else 1
     return partition_numel(hidden_bytes(config, layout) // each, parts) * each
 
 
 def logits_bytes(config: Config, layout: Layout) -> int:
-    """Bytes of a micro-batch's logits on a rank of the last stage, without the vocabulary's padding."""
+    """Return the bytes of a micro-batch's logits on a rank of the last stage, without the vocabulary's padding."""
     training, model = config.training, config.model
     rows = training.micro_batch_size * model.seq_length
     return rows * model.vocab_size * BYTES[training.precision] // layout.tp
 
 
 def least_held(config: Config, layout: Layout, numel: int, blocks: int, last: bool) -> dict[str, int]:
-    """Bound the bytes of a rank from below, without a trace and at a cost that does not depend on the layers.
+    """Return a lower bound of a rank's bytes by kind, without a trace.
 
-    The states, and the larger of the gradients (at the end of an iteration) and of the inputs that blocks keep with the
-    logits (at the end of a forward pass, of all micro-batches under gpipe): whatever is recomputed, a block keeps its
-    input or a part of it.
+    It adds to the states the larger of two amounts: the gradients (at the end of an iteration), or the inputs of blocks
+    and the logits (at the end of a forward pass; of all micro-batches under gpipe). A block always keeps its input, or
+    a part of it, for the backward.
 
     Args:
         numel: elements of the rank's units, at least.
-        blocks: that the rank holds.
-        last: it is a rank of the last virtual stage, which has the logits.
+        blocks: number of blocks of the rank.
+        last: whether the rank is of the last virtual stage, which has the logits.
     """
     states, training = States.of(config, layout), config.training
     held = placed(config, states.at_rest(numel))
-    if training.freeze_parameters or not config.trains:  # layers before the first trained one keep nothing
+    if training.freeze_parameters or not config.trains:  # layers before the first trained one keep no input
         return held
     live = config.micro_batches(layout.dp) if config.parallel.pipeline_schedule == "gpipe" else 1
     kept = 0 if config.activations.checkpoint_in_cpu else live * blocks * kept_bytes(config, layout)
@@ -231,7 +229,7 @@ def least_held(config: Config, layout: Layout, numel: int, blocks: int, last: bo
 
 
 class StepSizes:
-    """Sizes of a step of one rank, or of the ranks of a pipeline stage."""
+    """Sizes of a step of one rank, or of all ranks of a pipeline stage."""
 
     def __init__(
         self,
@@ -241,12 +239,12 @@ class StepSizes:
         layers: Mapping[str, LayerSizes] | None = None,
         places: Mapping[str, int] | None = None,
     ) -> None:
-        """Take sizes of a resolved configuration.
+        """Compute the sizes of a resolved configuration.
 
         Args:
             spec: of the pipeline rank.
-            layers: traced sizes of its layers; None: traffic inside layers is not asked for.
-            places: axis -> the rank's place along it; None: a mean over them, where ranks differ.
+            layers: traced sizes of its layers; None if traffic inside layers is not needed.
+            places: axis -> the rank's place along it; None: use the mean of ranks that differ.
         """
         self.config, self.layout, self.spec = config, layout, spec
         self.layers, self.places, self.rates = layers or {}, places, Rates.of(config)
@@ -266,26 +264,26 @@ class StepSizes:
     # -- held
 
     def owned(self, unit: str) -> int:
-        """Elements of a unit whose optimizer states and reduced gradients are this rank's."""
+        """Return the elements of a unit whose optimizer states and reduced gradients this rank owns."""
         return self.spec.owned(unit)
 
     def weights(self, unit: str) -> int:
-        """Bytes of a unit's whole weights."""
+        """Return the bytes of a unit's unsharded weights."""
         return self.numel[unit] * self.rates.weights
 
     def gradients(self, unit: str) -> int:
-        """Bytes of a unit's whole gradients."""
+        """Return the bytes of a unit's unsharded gradients."""
         return self.numel[unit] * self.rates.gradients
 
     def owned_gradients(self, unit: str) -> int:
         return self.owned(unit) * self.rates.gradients
 
     def cast_gradients(self, unit: str) -> int:
-        """Bytes of the copy of a unit's gradients that its update makes in the optimizer's precision."""
+        """Return the bytes of a unit's gradients that its update casts to the optimizer's precision."""
         return self.rates.state * self.owned(unit) if self.rates.gradients < self.rates.state else 0
 
     def updated(self, unit: str) -> int:
-        """Bytes that the optimizer reads and writes to update a unit."""
+        """Return the bytes that the optimizer reads and writes to update a unit."""
         return self.rates.updated(clips=bool(self.config.optimizer.clip_grad)) * self.owned(unit)
 
     def at_rest(self) -> dict[str, int]:
@@ -297,20 +295,21 @@ class StepSizes:
         return placed(self.config, found)
 
     def buffers_at_rest(self, arena_numel: int, needs_staging_buffer: bool) -> int:
-        """Bytes of the arena of gathered weights, of the reduce buckets with their scratch, and of layers' tables."""
+        """Return the bytes of the arena of gathered weights, of reduce buckets and their scratch, and of tables."""
         tables = sum({key: size for layer in self.layers.values() for key, size in layer.tables.items()}.values())
         buckets = 0
         for name, (columns, slots, packs) in self.buckets.items():
             shards = self.spec.groups[name].shards
-            scratch = columns * (shards - 1 if needs_staging_buffer else shards > 1)
-            buckets += slots * (scratch + columns * shards * packs) * self.rates.gradients
+            others = shards - 1 if needs_staging_buffer else min(shards - 1, 1)
+            packed = columns * shards if packs else 0
+            buckets += slots * (columns * others + packed) * self.rates.gradients
         return arena_numel * self.rates.weights + buckets + tables
 
     def graphs_at_rest(self, live_by_chunk: Sequence[int]) -> int:
-        """Bytes of captured blocks: inputs, saved tensors and last output of every slot; a gradient of a unit for all.
+        """Return the bytes of captured blocks: inputs, saved tensors and last output of every slot, and one gradient.
 
         Args:
-            live_by_chunk: the most micro-batches of each chunk between forward and backward, each in its slot.
+            live_by_chunk: the most micro-batches of each chunk between forward and backward, which need a slot each.
         """
         if not self.spec.graphs:
             return 0
@@ -322,13 +321,13 @@ class StepSizes:
         return total + max((self.gradients(layer.units[0]) for layers in captured for layer in layers), default=0)
 
     def copies_at_rest(self) -> int:
-        """Bytes of a GPU's buffers for kept inputs on their way to and from host memory."""
+        """Return the bytes of a GPU's buffers for copies of kept inputs to and from host memory."""
         return 2 * COPY_DEPTH * self.kept
 
     # -- moved
 
     def moves(self, op: Op) -> tuple[Moved, ...]:
-        """Return the collectives and messages of an operation; those inside layers are in `traffic` alone."""
+        """Return the collectives and messages of an operation, except those inside layers, which `traffic` includes."""
         spec = self.spec
         if isinstance(op, (Gather, Sync)):
             return (Moved(spec.group(op.unit).axis, "all-gather", self.weights(op.unit)),)
@@ -349,11 +348,11 @@ class StepSizes:
         return (Moved("pp", "message", self.hidden),) if isinstance(op, Send) else ()
 
     def agreed(self) -> tuple[Moved, ...]:
-        """Return what a step's ranks agree on outside its program: counts of targets, and losses."""
+        """Return the all-reduces of a step outside its program: of counts of targets, and of losses."""
         return agreement("dp", "dp", "pp", numbers=self.config.data.named_corpora)
 
     def traffic(self, op: Op) -> Sent:
-        """Return the kinds of traffic of an operation, with the bytes that this rank sends."""
+        """Return the bytes that this rank sends in an operation, by kind of traffic."""
         key = type(op), op.layer if isinstance(op, LayerOp) else op.unit if isinstance(op, UnitOp) else ""
         found = self._traffic.get(key)
         if found is None:
@@ -368,11 +367,11 @@ class StepSizes:
         return tuple((TRAFFIC.get(axis, axis), num_bytes) for axis, num_bytes in by_axis.items())
 
     def sent(self, moves: tuple[Moved, ...]) -> Sent:
-        """Return kinds of traffic, with the bytes that this rank sends for `moves`."""
+        """Return the bytes that this rank sends for `moves`, by kind of traffic."""
         return tuple((move.kind, move.sent(self.ranks[move.axis])) for move in moves)
 
     def _summed(self, unit: str) -> Iterator[int]:
-        """Yield elements of the owned range whose gradients tensor-parallel ranks add up: of each piece of it."""
+        """Yield the sizes of the pieces of the owned range whose gradients tensor-parallel ranks add up."""
         numel, owned = self.numel[unit], self.owned(unit)
         place = Range(0, numel)
         if owned < numel and self.places is not None:

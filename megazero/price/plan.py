@@ -1,29 +1,30 @@
-"""`Plan`: memory, traffic and time of a run on a cluster that is not there. docs/plan.md explains every number."""
+"""`Plan`: predicted memory, traffic and time of a run on a cluster. docs/plan.md explains every number."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from megazero.config.flags import with_values
 from megazero.config.schema import Config
 from megazero.config.validate import check_device, check_values
 from megazero.data.remembered import data_tokenizer
 from megazero.model.stage import declare
 from megazero.plan.layout.layers import num_parameters
-from megazero.plan.layout.resolve import check_block_runs, resolve
+from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout
-from megazero.price.bytes.capacity import flags_that_fit, largest_preset, least
+from megazero.price.bytes.capacity import allowed, flags_that_fit, largest_preset, least
 from megazero.price.bytes.estimate import StageBytes, stage_bytes
 from megazero.price.time.devices import Device, load_device
 from megazero.price.time.step_time import StepTime, step_time
 from megazero.price.trace.trace import model_flops
 
 SECONDS_PER_DAY = 86_400
+RECOMPUTE = ("none", "selective", "full")
 
-# part of a step -> what makes it shorter
+# part of a step -> ways to shorten it
 ADVICE = {
-    "compute": "the devices compute most of the time: faster devices, or more of them",
+    "compute": "faster devices, or more of them",
     "recompute": "--recompute selective, or none, if there is memory for it",
     "optimizer": "a higher --zero-stage, which updates less per device, or a larger --global-batch-size",
     "tp": "a smaller --tensor-model-parallel-size, within a node; a larger --micro-batch-size; --sequence-parallel",
@@ -37,7 +38,7 @@ ADVICE = {
 
 
 class Plan(NamedTuple):
-    """Predictions for one command line; `config` is resolved. `stages`: of all pipeline stages, or of its two ends."""
+    """Predictions for a resolved configuration. stages: all pipeline stages, or the first and the last."""
 
     config: Config
     layout: Layout
@@ -51,17 +52,17 @@ class Plan(NamedTuple):
 
     @property
     def fullest(self) -> int:
-        """The pipeline stage whose devices hold most."""
+        """The pipeline stage with the highest peak."""
         return max(range(len(self.stages)), key=lambda stage: self.stages[stage].peak)
 
     @property
     def usable(self) -> int:
-        """Bytes of a device that libraries leave."""
+        """Bytes of a device without those of libraries."""
         return self.device.usable_bytes(self.layout)
 
     @property
     def free(self) -> int:
-        """Bytes that the fullest device has left; negative if the run does not fit."""
+        """Free bytes of the fullest device; negative if the run does not fit."""
         return self.usable - self.stages[self.fullest].peak
 
     @property
@@ -71,23 +72,23 @@ class Plan(NamedTuple):
 
     @property
     def tflops(self) -> float:
-        """TFLOP/s of the model per device, recompute not counted, as in metrics.jsonl."""
+        """TFLOP/s per device as in metrics.jsonl: recompute is not counted."""
         flops = model_flops(self.config.model, self.config.training.global_batch_size)
         return flops / self.seconds / self.layout.world_size / 1e12
 
     @property
     def mfu(self) -> float:
-        """Share of the devices' peak that the model's FLOPs take."""
+        """Model FLOPs utilization."""
         return self.tflops * 1e12 / self.device[f"compute.{self.config.training.precision}"]
 
     @property
     def days(self) -> float:
-        """Days of --train-iters steps."""
+        """Duration of --train-iters steps in days."""
         return self.config.training.train_iters * self.seconds / SECONDS_PER_DAY
 
 
 def plan_config(config: Config) -> tuple[Config, Layout, Device]:
-    """Check a command line as a run does, but for what is on this machine, and resolve it.
+    """Check a command line as a run does, ignoring this machine and its files, and resolve it.
 
     Raises:
         ValueError: naming the flag, its value and the way out.
@@ -100,7 +101,7 @@ def plan_config(config: Config) -> tuple[Config, Layout, Device]:
 
 
 def vocabulary(config: Config) -> int:
-    """Return the tokenizer's vocabulary; 0 where it is not needed and not there."""
+    """Return the tokenizer's vocabulary; 0 if the tokenizer is missing and --vocab-size is given."""
     try:
         tokenizer = data_tokenizer(config)
     except (ValueError, OSError):
@@ -117,8 +118,9 @@ def make_plan(config: Config, layout: Layout, device: Device) -> Plan:
 
 
 def plan_if_it_fits(config: Config, layout: Layout, device: Device) -> Plan | None:
-    """Predict, for a search, what a layout is compared by: the bytes of the two ends of the pipeline, which hold most,
-    and, if they fit, the expected time, without its range.
+    """Predict the values by which a search compares layouts; None if the layout does not fit.
+
+    These are the bytes of the first and the last pipeline stage, which hold the most, and the expected time of a step.
     """
     stages: list[StageBytes] = []
     for pp in sorted({0, layout.pp - 1}):
@@ -129,19 +131,17 @@ def plan_if_it_fits(config: Config, layout: Layout, device: Device) -> Plan | No
 
 
 def advice(plan: Plan) -> Iterator[str]:
-    """Say which limit binds, and what to change: sentences."""
+    """Yield a sentence for each limit, with flags that change it."""
     parts = plan.time.expected.parts
     config, device = plan.config, plan.device
     if plan.free < 0:
-        way_out = _what_fits(plan)
-        yield f"it does not fit: a device of stage {plan.fullest} lacks {-plan.free / 1e9:.1f} GB; {way_out}"
+        yield f"out of memory: a device of stage {plan.fullest} lacks {-plan.free / 1e9:.1f} GB; {_what_fits(plan)}"
         return
     worst = max((name for name in parts if name != "compute"), key=lambda name: parts[name])
     share = parts[worst] / plan.seconds
     if share < 0.1:
-        yield f"computing binds ({parts['compute'] / plan.seconds:.0%} of a step); {ADVICE['compute']}"
-    else:
-        yield f"{worst} takes {share:.0%} of a step; shorter with: {ADVICE[worst]}"
+        worst, share = "compute", parts["compute"] / plan.seconds
+    yield f"{worst} takes {share:.0%} of a step; to shorten it: {ADVICE[worst]}"
     room = _with_less_recompute(plan)
     if room:
         yield room
@@ -149,7 +149,7 @@ def advice(plan: Plan) -> Iterator[str]:
     others = [name for name in ("fp16", "bf16") if device[f"compute.{name}"] > 2 * device[f"compute.{precision}"]]
     if precision in ("fp16", "bf16") and others:
         ratio = device[f"compute.{others[0]}"] / device[f"compute.{precision}"]
-        yield f"--precision {others[0]} multiplies {ratio:.0f} times as fast as {precision} on {device.name}"
+        yield f"on {device.name}, --precision {others[0]} has {ratio:.0f} times the peak FLOP/s of {precision}"
 
 
 def _peak(plan: Plan, config: Config) -> int:
@@ -161,7 +161,7 @@ def _what_fits(plan: Plan) -> str:
     kind = plan.device.kind
     lower = flags_that_fit(plan.config, plan.layout, kind, lambda changed, _: _peak(plan, changed) <= plan.usable)
     if lower:
-        return f"its stage fits with {lower}"
+        return f"it fits with {lower}"
     if plan.layout.world_size > 1:
         return "use more devices, or a larger --tensor-model-parallel-size or --pipeline-model-parallel-size"
 
@@ -174,30 +174,21 @@ def _what_fits(plan: Plan) -> str:
 
 
 def _with_less_recompute(plan: Plan) -> str:
-    """Return a sentence if there is memory for less recompute."""
+    """Return a sentence if there is memory for less recompute, else an empty text."""
     activations = plan.config.activations
-    if plan.free < 0 or activations.recompute == "none" or activations.checkpoint_in_cpu:
+    if activations.checkpoint_in_cpu:
         return ""
-    for kind in ("none", "selective"):
-        if kind == activations.recompute:
-            break
-        fewer = dataclasses.replace(
-            activations, recompute=kind, partition_activations=False, contiguous_checkpointing=False
-        )
-        changed = dataclasses.replace(plan.config, activations=fewer)
-        try:
-            check_block_runs(changed, plan.layout)
-        except ValueError:
-            continue
-        peak = _peak(plan, changed)
-        if peak <= plan.usable:
+    for kind in RECOMPUTE[: RECOMPUTE.index(activations.recompute)]:
+        values = {"recompute": kind, "partition-activations": False, "contiguous-checkpointing": False}
+        changed = with_values(plan.config, values)
+        if allowed(changed, plan.layout) and (peak := _peak(plan, changed)) <= plan.usable:
             saved = plan.time.expected.parts["recompute"]
-            return f"there is memory for --recompute {kind} ({peak / 1e9:.1f} GB a device): up to {saved:.2f} s less"
+            return f"--recompute {kind} fits too ({peak / 1e9:.1f} GB per device), and saves up to {saved:.2f} s a step"
     return ""
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Return what plan.json holds; `stages` has the keys of metrics.jsonl."""
+    """Return the contents of plan.json; `memory_bytes` and `traffic_bytes` have the keys of metrics.jsonl."""
     time, layout, model = plan.time, plan.layout, plan.config.model
     return {
         "device_type": plan.device.name,

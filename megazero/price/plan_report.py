@@ -1,8 +1,9 @@
-"""A plan as a table on the screen, as plan.json and as a picture."""
+"""A plan as tables on the screen, as plan.json and as a picture."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,88 +29,92 @@ PART_NAMES = {
     "pp": "waiting for messages between stages",
     "host": "waiting for copies from the host",
     "bubble": "bubble: waiting for other stages",
-    "copies": "copies of kept inputs",
+    "copies": "copying inputs kept for recompute",
 }
 COLOURS = {Forward: "tab:blue", Recompute: "tab:cyan", Backward: "tab:orange", BackwardWeights: "tab:olive"}
 
 
 def show(plan: Plan, console: Console) -> None:
     """Print a plan."""
-    config = plan.config
+    config, layout = plan.config, plan.layout
     parameters = num_parameters(declare(config.model))
     console.print(
-        f"{parameters / 1e9:.2f} B parameters on {plan.layout.world_size} x {plan.device.name}: "
-        f"{plan.layout}, {config.micro_batches(plan.layout.dp)} micro-batches of {config.training.micro_batch_size}"
-        f"{padding_words(config, plan.layout)}"
+        f"{parameters / 1e9:.2f} B parameters on {layout.world_size} x {plan.device.name}: {layout}, "
+        f"{config.micro_batches(layout.dp)} micro-batches of {config.training.micro_batch_size}"
+        f"{padding_words(config, layout)}"
     )
-    if warning := padding_warning(config, plan.layout):
+    if warning := padding_warning(config, layout):
         console.print(f"warning: {warning}", highlight=False)
-    for table in _bytes_tables(plan):
-        console.print(table)
+    stages = [(str(number), plan.stages[number]) for number in _rows(plan)]
+    kinds = [kind.replace("_", " ") for kind in KINDS]
+    held = [(name, *_gigabytes(*stage.at_peak.values(), stage.peak), _free(plan, stage.peak)) for name, stage in stages]
+    console.print(table("GB per device at the peak of a step", ("stage", *kinds, "peak", "free"), held))
+    sent = [(name, *map(_amount, stage.traffic.values())) for name, stage in stages]
+    console.print(table("GB sent per device and step", ("stage", *plan.stages[0].traffic), sent))
     if len(plan.stages) > MOST_ROWS:
-        console.print(f"({len(plan.stages)} stages; the others lie between these)")
-    console.print(_step_table(plan))
+        console.print(f"({len(plan.stages)} stages; the others are between these)")
+    busiest = plan.time.expected.rank
+    console.print(
+        table(f"seconds of a step on stage {busiest}, the busiest", ("part", "seconds", "share"), _parts(plan))
+    )
     for line in summary(plan):
         console.print(line, highlight=False)
 
 
-def _bytes_tables(plan: Plan) -> tuple[Table, Table]:
+def table(title: str, headings: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
+    """Make a table of numbers, and of names in a column "part"."""
     from rich.table import Table
 
-    memory = Table(title="GB of a device, by stage, when most is held", title_justify="left")
-    traffic = Table(title="GB that a device sends in a step", title_justify="left")
-    for heading in ("stage", *KINDS, "peak", "free"):
-        memory.add_column(heading.replace("_", " "), justify="right")
-    for heading in ("stage", *plan.stages[0].traffic):
-        traffic.add_column(heading, justify="right")
-    for number in _rows(plan):
-        stage = plan.stages[number]
-        free = (plan.usable - stage.peak) / 1e9
-        cells = [f"{stage.at_peak[kind] / 1e9:.2f}" for kind in KINDS]
-        marked = f"[red]{free:.2f}[/red]" if free < 0 else f"{free:.2f}"
-        memory.add_row(str(number), *cells, f"{stage.peak / 1e9:.2f}", marked)
-        traffic.add_row(str(number), *(_amount(num_bytes) for num_bytes in stage.traffic.values()))
-    return memory, traffic
+    found = Table(title=title, title_justify="left")
+    for heading in headings:
+        found.add_column(heading, justify="left" if heading == "part" else "right")
+    for row in rows:
+        found.add_row(*row)
+    return found
 
 
-def _step_table(plan: Plan) -> Table:
-    from rich.table import Table
+def _gigabytes(*numbers: int) -> list[str]:
+    return [f"{num_bytes / 1e9:.2f}" for num_bytes in numbers]
 
-    expected = plan.time.expected
-    table = Table(title=f"seconds of a step, on stage {expected.rank}, which computes longest", title_justify="left")
-    table.add_column("part")
-    table.add_column("seconds", justify="right")
-    table.add_column("share", justify="right")
-    for name, seconds in expected.parts.items():
+
+def _free(plan: Plan, peak: int) -> str:
+    (free,) = _gigabytes(plan.usable - peak)
+    return free if peak <= plan.usable else f"[red]{free}[/red]"
+
+
+def _parts(plan: Plan) -> Iterator[tuple[str, str, str]]:
+    for name, seconds in plan.time.expected.parts.items():
         if seconds > 5e-5 * plan.seconds:
-            table.add_row(PART_NAMES[name], f"{seconds:.4g}", f"{seconds / plan.seconds:.1%}")
-    table.add_row("step", f"{plan.seconds:.4g}", "")
-    return table
+            yield PART_NAMES[name], f"{seconds:.4g}", f"{seconds / plan.seconds:.1%}"
+    yield "step", f"{plan.seconds:.4g}", ""
 
 
 def summary(plan: Plan) -> list[str]:
-    """The lines under the tables: speed, duration, and what limits them."""
-    time, config = plan.time, plan.config
-    capacity = plan.device["memory.capacity"] / 1e9
-    reserved, groups = plan.device.reserved_bytes(plan.layout) / 1e9, plan.layout.communicators()
-    nccl = f" ({groups} communicators of NCCL)" if groups and plan.device.kind == "cuda" else ""
-    tokens, steps = plan.tokens * config.training.train_iters, config.training.train_iters
-    ramps = bool(config.training.rampup_batch_size)
-    host = max(stage.memory["host"] for stage in plan.stages)
+    """Return the lines under the tables: speed, duration, memory and limits."""
+    time, training, device, seconds = plan.time, plan.config.training, plan.device, plan.seconds
+    steps, tokens = training.train_iters, plan.tokens * training.train_iters
     lines = [
-        f"step: {plan.seconds:.4g} s; {time.fast:.4g} to {time.slow:.4g} if all constants of {plan.device.name} err "
-        "alike",
+        f"step: {seconds:.4g} s; {time.fast:.4g} to {time.slow:.4g} s with all constants of {device.name} at the fast "
+        "or the slow end of their range",
         f"speed: {plan.tflops:.1f} TFLOP/s per device (recompute not counted), MFU {plan.mfu:.1%} "
-        f"({plan.mfu * plan.seconds / time.slow:.1%} to {plan.mfu * plan.seconds / time.fast:.1%}), "
-        f"{plan.tokens / plan.seconds * SECONDS_PER_DAY / 1e9:.2f} B tokens a day",
-        *[f"--train-iters {steps}: {tokens / 1e9:.2f} B tokens, {plan.days:.1f} days"] * (plan.free >= 0),
-        *["all of a step of the full --global-batch-size, which --rampup-batch-size reaches later"] * ramps,
-        f"memory: {capacity:.1f} GB a device, of which {reserved:.1f} GB are taken to be the libraries'{nccl}; "
-        + (f"{plan.free / 1e9:.1f} GB free on the fullest" if plan.free >= 0 else "DOES NOT FIT"),
+        f"({plan.mfu * seconds / time.slow:.1%} to {plan.mfu * seconds / time.fast:.1%}), "
+        f"{plan.tokens / seconds * SECONDS_PER_DAY / 1e9:.2f} B tokens a day",
     ]
+    if plan.free >= 0:
+        lines.append(f"--train-iters {steps}: {tokens / 1e9:.2f} B tokens, {plan.days:.1f} days")
+    if training.rampup_batch_size:
+        lines.append("these are steps of the full --global-batch-size, which --rampup-batch-size reaches later")
+    reserved, groups = device.reserved_bytes(plan.layout) / 1e9, plan.layout.communicators()
+    nccl = f" ({groups} NCCL communicators)" if groups and device.kind == "cuda" else ""
+    left = f"{plan.free / 1e9:.1f} GB free on the fullest device" if plan.free >= 0 else "DOES NOT FIT"
+    capacity = device["memory.capacity"] / 1e9
+    lines.append(
+        f"memory: {capacity:.1f} GB per device, {reserved:.1f} GB of them reserved for libraries{nccl}; {left}"
+    )
+    host = max(stage.memory["host"] for stage in plan.stages)
     if host:
         each = min(plan.device.devices_per_node, plan.layout.world_size)
-        lines.append(f"host memory: {host * each / 1e9:.1f} GB a node for kept inputs")
+        lines.append(f"host memory: {host * each / 1e9:.1f} GB per node for inputs kept for recompute")
     return lines + [f"limit: {line}" for line in advice(plan)]
 
 
@@ -132,7 +137,7 @@ def write(plan: Plan, folder: Path) -> None:
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Draw bytes by kind of every stage; below, those of the fullest stage over a step, and its operations."""
+    """Draw the bytes of every stage by kind; below, those of the fullest stage over a step, and its operations."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -145,7 +150,7 @@ def draw(plan: Plan, path: Path) -> None:
         bars.bar(numbers, heights, bottom=bottom, label=kind.replace("_", " "))
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     bars.axhline(plan.usable / 1e9, color="red", linestyle="--", label=f"usable of {plan.device.name}")
-    bars.set(xlabel="pipeline stage", ylabel="GB of a device", title=f"when most is held: {plan.layout}")
+    bars.set(xlabel="pipeline stage", ylabel="GB of a device", title=f"peak of a step: {plan.layout}")
     bars.legend(ncol=4, fontsize="small")
     moments = stage_moments(plan.config, plan.layout, plan.fullest, plan.device.kind)
     over.stackplot(

@@ -307,11 +307,12 @@ class BlockGraphs:
         """Return whether a program needs slots that are not captured yet."""
         return any(chunk.blocks and chunk.num_slots < count for chunk, count in self._needed(program))
 
-    def capture(self, program: Program, micro_batch: Any) -> None:
+    def capture(self, program: Program, micro_batch: Any, progress: Call = lambda: None) -> None:
         """Capture the slots that a program needs and that are missing, while nothing is in flight.
 
         Args:
             micro_batch: any one, since without dropout and documents a block reads only its sizes.
+            progress: called after each block, because the capture of a deep model may exceed --hang-timeout.
         """
         if self._capturer is None:
             on_gpu = self.activation.device.type == "cuda"
@@ -323,6 +324,7 @@ class BlockGraphs:
                 for block in chunk.blocks:
                     block.capture(x, micro_batch, self._capturer, pools, self.tracker)
                     x = block.slots[number].y
+                    progress()
             chunk.reset()
 
     def _needed(self, program: Program) -> Iterator[tuple[Chunk, int]]:

@@ -200,7 +200,7 @@ class Interpreter:
         with torch.no_grad():
             if self.block_graphs is not None and program.trains and self.block_graphs.lacks(program):
                 self.wait_all()
-                self.block_graphs.capture(program, micro_batches[0])
+                self.block_graphs.capture(program, micro_batches[0], self.report_progress)
             self.execute(program.gradients)
         losses, self.losses = self.losses, {}
         return losses
@@ -210,6 +210,10 @@ class Interpreter:
         self._step_params = params
         with torch.no_grad():
             self.execute(program.update)
+
+    def report_progress(self) -> None:
+        """Show the watchdog that this rank is alive, between two operations."""
+        self.since = time.monotonic()
 
     def execute(self, ops: Ops) -> None:
         """Carry out operations in order; an exception is noted with the operation that raised it."""

@@ -28,7 +28,8 @@ from megazero.plan.layout.layers import layer_costs
 from megazero.plan.schedule.split import rank_costs
 from megazero.price.search.search import ClosedTerms
 from megazero.price.time.devices import load_device
-from megazero.price.trace.trace import model_flops, trace_layers
+from megazero.price.trace.trace import model_flops
+from tests.helpers.traces import trace_layers
 from tests.parallel.cases import Case, Outcome, train
 from tests.parallel.test_parity import TOLERANCE, check_bytes, fp64, relative_error
 

@@ -202,7 +202,7 @@ def test_an_older_checkpoint_has_no_attached_file(sound: Path, tmp_path: Path) -
     ("model", "words"),
     [
         ({}, "--vocab-size 0"),
-        ({"vocab_size": 257, "architecture": "mamba"}, "--architecture mamba"),
+        ({"vocab_size": 257, "architecture": "mamba"}, "'mamba'.*architecture"),
         ({"vocab_size": 257, "num_attention_heads": 7}, "--hidden-size 768 is not divisible by --num-attention-heads"),
         ({"vocab_size": 257, "num_layers": 0}, "--num-layers 0"),
     ],
@@ -211,7 +211,10 @@ def test_a_state_without_a_model_is_refused(sound: Path, tmp_path: Path, model: 
     """Refuse it with right checksums, to train, to generate and to export."""
     folder = copied(sound, tmp_path) / "iter_0000001"
     forge(folder, "state.json", STATE | {"model": model})
-    with pytest.raises(ValueError, match=rf"--load {folder}: the checkpoint of another model: it has .*--\w+"):
+    with pytest.raises(
+        ValueError,
+        match=rf"--load {folder}: (the checkpoint of another model: it has .*--|state.json describes no model: )\w+",
+    ):
         find_checkpoint(replace(Config(), model=OURS, checkpoint=CheckpointConfig(load=str(folder))))
     with pytest.raises(ValueError, match=f"--load {folder}: state.json describes no model: .*{words}"):
         RunState.read(folder).model_config(folder)

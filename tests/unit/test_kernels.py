@@ -22,8 +22,9 @@ from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout
 from megazero.plan.program.rank_spec import rank_spec
 from megazero.price.trace.kernels import Operator
-from megazero.price.trace.trace import trace, trace_layers
+from megazero.price.trace.trace import trace
 from tests.helpers import kernel_checks
+from tests.helpers.traces import trace_layers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

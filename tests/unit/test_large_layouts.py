@@ -27,7 +27,7 @@ from megazero.price.plan import Plan
 from megazero.price.plan_report import show, summary
 from megazero.price.search.search_report import command
 from megazero.price.time.devices import load_device
-from megazero.price.time.network import Group, Network, group_of
+from megazero.price.time.network import GroupNodes, Network, group_of
 from megazero.price.time.step_time import PARTS, Parts, StepTime
 from megazero.price.trace.trace import model_flops
 from megazero.rehearse.rehearsal_report import rehearsed_ranks
@@ -64,7 +64,7 @@ def made_plan(peaks: list[int], world: int, host: int = 0) -> Plan:
         )
         for stage, peak in enumerate(peaks)
     ]
-    parts = Parts(2.0, dict.fromkeys(PARTS, 0.0) | {"compute": 2.0}, [2.0] * 12, 7)
+    parts = Parts(2.0, dict.fromkeys(PARTS, 0.0) | {"compute": 2.0}, (2.0,) * 12, 7)
     return Plan(config, layout, load_device("h100-80gb"), stages, StepTime(parts, 1.0, 3.0))
 
 
@@ -81,17 +81,19 @@ def test_a_table_of_many_stages_has_both_ends_the_middle_and_the_fullest() -> No
     usable = plan.usable / 1e9
     assert [float(row[-1]) for row in memory] == pytest.approx([usable - float(row[-2]) for row in memory], abs=0.006)
     assert [row[1] for row in traffic[1:]] == ["1.000", "2.000", "4.000", "6.000", "10.000", "11.000"]
-    assert any("(12 stages; the others lie between these)" in line for line in lines)
-    assert any("seconds of a step, on stage 7" in line for line in lines)
+    assert any("(12 stages; the others are between these)" in line for line in lines)
+    assert any("seconds of a step on stage 7" in line for line in lines)
 
 
 @pytest.mark.parametrize(("world", "devices"), [(12, 8), (24, 8)])
 def test_host_memory_of_a_node_is_that_of_its_devices(world: int, devices: int) -> None:
     """3 GB each, of eight devices on a node; a plan of four devices has four."""
-    assert f"host memory: {3 * devices}.0 GB a node for kept inputs" in summary(made_plan([9] * 12, world, host=3))
+    assert f"host memory: {3 * devices}.0 GB per node for inputs kept for recompute" in summary(
+        made_plan([9] * 12, world, host=3)
+    )
     few = made_plan([9] * 12, 12, host=3)
     few = few._replace(layout=Layout(dp=4), config=resolved(f"--num-layers 2 {MODEL}", 4)[0])
-    assert "host memory: 12.0 GB a node for kept inputs" in summary(few)
+    assert "host memory: 12.0 GB per node for inputs kept for recompute" in summary(few)
 
 
 def test_a_drawing_of_twelve_stages() -> None:
@@ -99,11 +101,11 @@ def test_a_drawing_of_twelve_stages() -> None:
     assert drawing(config, layout) == [
         "12 pipeline stages x 3 data-parallel = 36 ranks; ZeRO stage 2: optimizer states and gradients sharded over 3 "
         "data-parallel ranks",
-        "stage 0: token table, layers 0: ranks 0 1 2",
-        "stage 1: layers 1: ranks 3 4 5",
-        "stage 2: layers 2: ranks 6 7 8",
+        "stage 0: token table, layers 0: ranks 0-2",
+        "stage 1: layers 1: ranks 3-5",
+        "stage 2: layers 2: ranks 6-8",
         "...",
-        "stage 11: layers 11, head: ranks 33 34 35",
+        "stage 11: layers 11, head: ranks 33-35",
     ]
 
 
@@ -111,9 +113,8 @@ def test_a_drawing_of_many_copies() -> None:
     """Ranks in brackets share a copy; of many, the first ones and the last."""
     config = parse([*f"--num-layers 12 {MODEL}".split()])
     assert drawing(config, Layout(dp=10, tp=2))[1:] == [
-        "ranks [0 1] [2 3] [4 5] ... [18 19]: each [ ] one copy of the model"
+        "ranks [0-1] [2-3] [4-5] ... [18-19]: each [ ] one copy of the model"
     ]
-    assert drawing(config, Layout(dp=8))[1:] == ["ranks 0 1 2 3 4 5 6 7: each a copy of the model"]
     assert drawing(config, Layout(dp=9))[1:] == ["ranks 0-8: each a copy of the model"]
 
 
@@ -178,15 +179,15 @@ def test_a_node_needs_what_its_own_ranks_need(ranks: range, stages: list[int]) -
     ("group", "wanted"),
     [
         # (ranks, stride, world, devices of a node): nodes, ranks in a node, groups that leave a node
-        ((8, 1, 16, 8), Group(8, 1, 8, 1)),
-        ((16, 1, 16, 8), Group(16, 2, 8, 1)),
-        ((2, 8, 16, 8), Group(2, 2, 1, 8)),
-        ((4, 4, 16, 8), Group(4, 2, 2, 4)),
-        ((3, 4, 12, 8), Group(3, 2, 2, 4)),
-        ((2, 24, 48, 8), Group(2, 2, 1, 8)),
+        ((8, 1, 16, 8), GroupNodes(8, 1, 8, 1)),
+        ((16, 1, 16, 8), GroupNodes(16, 2, 8, 1)),
+        ((2, 8, 16, 8), GroupNodes(2, 2, 1, 8)),
+        ((4, 4, 16, 8), GroupNodes(4, 2, 2, 4)),
+        ((3, 4, 12, 8), GroupNodes(3, 2, 2, 4)),
+        ((2, 24, 48, 8), GroupNodes(2, 2, 1, 8)),
     ],
 )
-def test_a_group_lies_on_these_nodes(group: tuple[int, int, int, int], wanted: Group) -> None:
+def test_a_group_lies_on_these_nodes(group: tuple[int, int, int, int], wanted: GroupNodes) -> None:
     assert group_of(*group) == wanted
 
 
@@ -194,23 +195,23 @@ def test_groups_of_every_axis_lie_on_these_nodes() -> None:
     """Nodes of eight: 8 stages of two copies, in two shards of one; 2 stages of 16 copies, in 4 shards of 4."""
     device = load_device("h100-80gb")
     assert Network(device, Layout(pp=8, dp=2, shards=1)).groups == {
-        "tp": Group(1, 1, 1, 8),
-        "shard": Group(1, 1, 1, 8),
-        "replica": Group(2, 1, 2, 4),
-        "dp": Group(2, 1, 2, 4),
-        "pp": Group(8, 2, 4, 2),
-        "embedding": Group(2, 2, 1, 8),  # ranks 0 and 14
+        "tp": GroupNodes(1, 1, 1, 8),
+        "shard": GroupNodes(1, 1, 1, 8),
+        "replica": GroupNodes(2, 1, 2, 4),
+        "dp": GroupNodes(2, 1, 2, 4),
+        "pp": GroupNodes(8, 2, 4, 2),
+        "embedding": GroupNodes(2, 2, 1, 8),  # ranks 0 and 14
     }
     assert Network(device, Layout(pp=2, dp=16, shards=4)).groups == {
-        "tp": Group(1, 1, 1, 8),
-        "shard": Group(4, 1, 4, 2),
-        "replica": Group(4, 2, 2, 4),
-        "dp": Group(16, 2, 8, 1),
-        "pp": Group(2, 2, 1, 8),
-        "embedding": Group(2, 2, 1, 8),
+        "tp": GroupNodes(1, 1, 1, 8),
+        "shard": GroupNodes(4, 1, 4, 2),
+        "replica": GroupNodes(4, 2, 2, 4),
+        "dp": GroupNodes(16, 2, 8, 1),
+        "pp": GroupNodes(2, 2, 1, 8),
+        "embedding": GroupNodes(2, 2, 1, 8),
     }
     v = Layout(pp=2, dp=16, chunks=2, v_shaped=True)
-    assert Network(device, v).groups["embedding"] == Group(1, 1, 1, 8)
+    assert Network(device, v).groups["embedding"] == GroupNodes(1, 1, 1, 8)
 
 
 def test_messages_between_stages_share_a_nodes_cards() -> None:

@@ -255,7 +255,7 @@ def test_a_plan_names_padding(capsys: pytest.CaptureFixture[str]) -> None:
     assert "3 micro-batches of 2, 3 of 18 samples padding" in printed and "warning" not in printed
     pretrain_gpt.main([*asked, "3"])
     printed = " ".join(capsys.readouterr().out.split())
-    assert "1 of 3 data-parallel ranks compute padding alone: --global-batch-size 3 is 2 x --micro-batch" in printed
+    assert "1 of 3 data-parallel ranks compute only padding: --global-batch-size 3 is 2 x --micro-batch" in printed
     pretrain_gpt.main([*asked, "18"])
     assert "padding" not in capsys.readouterr().out
 
@@ -268,7 +268,7 @@ def test_a_long_step_is_extended_from_two_short_ones() -> None:
         flags = f"{SMALL} --pipeline-model-parallel-size 3 --zero-stage 2 --global-batch-size 80 {extra}"
         config, layout = resolve(parse(flags.split()), 6, 0, declare)
         steps = StepPrograms(config, layout)
-        assert len(steps.few.played) == 2 and steps.few.wanted == 40
+        assert len(steps.few.counts) == 2 and steps.few.wanted == 40
         device = load_device("a100-80gb")
         whole = StepPrograms(config, layout)
         whole.few = Few(40, (40,))
@@ -340,7 +340,7 @@ def test_a_plan_refuses(flags: str, said: str) -> None:
 @pytest.mark.parametrize(
     "model, flags, said, offered",
     [
-        ("gpt2-345m", "--micro-batch-size 32", "its stage fits with {}", "--recompute full"),
+        ("gpt2-345m", "--micro-batch-size 32", "it fits with {}", "--recompute full"),
         (
             "llama-7b",
             "",
@@ -437,10 +437,10 @@ def test_less_recompute_is_offered_where_it_fits() -> None:
         )
     )
     plan = make_plan(config, layout, device)
-    assert any("there is memory for --recompute none" in line for line in advice(plan))
+    assert any("--recompute none fits too" in line for line in advice(plan))
     enough = device["memory.reserved"] + plan.stages[0].peak
     tight = replace(device, constants=device.constants | {"memory.capacity": Constant(enough, enough, enough, "")})
-    assert not any("there is memory for --" in line for line in advice(plan._replace(device=tight)))
+    assert not any("fits too" in line for line in advice(plan._replace(device=tight)))
 
 
 SEARCH = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 128 --vocab-size 128 --precision bf16"

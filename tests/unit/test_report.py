@@ -11,8 +11,9 @@ from megazero.config.schema import ActivationConfig, Config, ModelConfig, Parall
 from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout
-from megazero.price.bytes.report import partition_line, psi, queue_line, report_rows, table
-from megazero.price.trace.trace import trace_layers
+from megazero.price.bytes.estimate import stage_bytes
+from megazero.price.bytes.report import queue_line, report_rows
+from tests.helpers.traces import trace_layers
 
 FULL = ActivationConfig("full")
 PA = replace(FULL, partition_activations=True)
@@ -30,21 +31,6 @@ def resolved(activations: ActivationConfig, **parallel: object) -> tuple[Config,
 
 def rows(activations: ActivationConfig, **parallel: object) -> dict[str, int]:
     return {row.kind: row.num_bytes for row in report_rows(*resolved(activations, **parallel))}
-
-
-def test_pa_says_what_it_saves_and_costs() -> None:
-    """b s h of 16 bit a block: half is saved at tp 2, and half is sent; two micro-batches."""
-    block = 3 * 16 * 64 * 2
-    line = partition_line(*resolved(PA))
-    assert f"{5 * block // 2:,} bytes of checkpoints less" in line
-    assert f"{2 * 5 * block // 2:,} bytes more" in line
-    assert line in table(*resolved(PA))
-    assert partition_line(*resolved(FULL)) == ""
-
-
-def test_pa_on_the_host_saves_host_memory() -> None:
-    line = partition_line(*resolved(replace(PA, checkpoint_in_cpu=True)))
-    assert f"{5 * 3 * 16 * 64:,} bytes of checkpoints less in this rank's host memory" in line
 
 
 def test_where_checkpoints_lie() -> None:
@@ -102,7 +88,15 @@ def test_formulas_come_to_the_bytes_beside_them(zero: int, shards: int, once: bo
         activations=FULL,
     )
     config, layout = resolve(config, 8, 0, declare)
-    names = {"Psi": psi(config, layout), "N": shards or 4, "b": 5, "s": 16, "h": 64, "v": 128, "tp": 2}
+    names = {
+        "Psi": stage_bytes(config, layout, 0, "cpu").numel,
+        "N": shards or 4,
+        "b": 5,
+        "s": 16,
+        "h": 64,
+        "v": 128,
+        "tp": 2,
+    }
     found = {row.kind: row for row in report_rows(config, layout)}
     for kind in ("parameters", "optimizer", "gradients", "logits"):
         assert value(found[kind].formula, names) == found[kind].num_bytes, kind

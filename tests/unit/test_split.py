@@ -94,11 +94,11 @@ def test_a_layout_has_the_split_by_cost_or_as_given() -> None:
 @pytest.mark.parametrize(
     ("split", "message"),
     [
-        ("4,4,4", r"--pipeline-split 4,4,4 is for 3 .* --pipeline-model-parallel-size 4 makes 4; .* such as 3,3,3,3"),
-        ("4,4,4,1", r"--pipeline-split 4,4,4,1 comes to 13 layers, and --num-layers is 12; change .* or use 3,3,3,3"),
-        ("6,0,4,2", r"--pipeline-split 6,0,4,2: only the first and the last stage, .* use 3,3,3,3, or fewer stages"),
-        ("4,4,4,-0", r"--pipeline-split 4,4,4,-0: must be whole numbers with commas between, such as 3,3,3,3"),
-        ("even", r"--pipeline-split even: must be whole numbers with commas between, such as 3,3,3,3"),
+        ("4,4,4", r"--pipeline-split 4,4,4 has 3 .* --pipeline-model-parallel-size 4 makes 4; .* such as 3,3,3,3"),
+        ("4,4,4,1", r"--pipeline-split 4,4,4,1 has 13 layers, but --num-layers is 12; change .* or use 3,3,3,3"),
+        ("6,0,4,2", r"--pipeline-split 6,0,4,2: every stage but the first.* use 3,3,3,3, or fewer stages"),
+        ("4,4,4,-0", r"--pipeline-split 4,4,4,-0: must be whole numbers separated by commas, such as 3,3,3,3"),
+        ("even", r"--pipeline-split even: must be whole numbers separated by commas, such as 3,3,3,3"),
         ("3,3,3,", r"--pipeline-split 3,3,3,: must be whole numbers"),
     ],
 )
@@ -115,8 +115,8 @@ def test_virtual_stages_count() -> None:
 def test_an_uneven_split_is_reported_with_its_reason() -> None:
     config, layout = resolved()
     assert split_line(config, layout) == (
-        "layers per virtual stage: 4,4,4,0; the head computes as much as 4.5 blocks, so that pipeline ranks compute "
-        "4.0, 4.0, 4.0, 4.5 (--pipeline-split has other layers)"
+        "layers per virtual stage: 4,4,4,0; the head costs 4.5 blocks, so that pipeline ranks cost 4.0, 4.0, 4.0, 4.5 "
+        "blocks (--pipeline-split changes the layers)"
     )
     assert split_line(config, layout) in table(config, layout)
     assert split_line(*resolved("3,3,3,3")) == ""

@@ -14,8 +14,9 @@ from megazero.config.schema import ActivationConfig, Config, ModelConfig, Parall
 from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
 from megazero.plan.program.rank_spec import rank_spec
-from megazero.price.trace.trace import Kind, model_flops, trace_layers
+from megazero.price.trace.trace import Kind, model_flops
 from tests.helpers import saved_formulas
+from tests.helpers.traces import trace_layers
 
 MODEL = ModelConfig(3, 64, 0, 8, 32, 130)
 

@@ -1,8 +1,8 @@
 """Pipeline schedules: the order in which a rank computes forwards and backwards of its chunks. Pure: no torch.
 
-A rank holds `chunks` parts of the model, virtual stages, which `placement` gives it. A schedule is one function from a
-`Pipeline` to a list of steps, and a line in SCHEDULES. Everything else of a training step follows from it
-(`plan.program.program`); `price.time.simulate` says how long it takes. docs/extending.md has an example.
+A rank holds `chunks` virtual stages of the model, assigned by `placement`. A schedule is one function from a `Pipeline`
+to a list of steps, and a line in SCHEDULES. `plan.program.program` derives the training step from it, and
+`price.time.simulate` its duration. docs/extending.md has an example.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Pass(Enum):
 
     FORWARD = "F"
     BACKWARD = "B"  # both of the following at once
-    BACKWARD_INPUT = "I"  # the gradient of the input, which the stage before waits for
-    BACKWARD_WEIGHTS = "W"  # the gradients of the weights, which no other rank waits for
+    BACKWARD_INPUT = "I"  # the gradient of the input, needed by the previous stage
+    BACKWARD_WEIGHTS = "W"  # the gradients of the weights, needed by no other rank
 
 
 class Step(NamedTuple):
@@ -59,15 +59,14 @@ EQUAL = Costs()
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The place of a rank in its pipeline, and the work of one iteration.
+    """A pipeline, one of its ranks, and the work of one iteration.
 
     Attributes:
-        rank: of `ranks`.
         chunks: virtual stages per rank.
         micro_batches: per iteration.
-        backlog: the most micro-batches whose weight gradients wait at once (zero-bubble); None: as the schedule likes.
+        backlog: the most micro-batches with queued weight gradients (zero-bubble); None: the schedule's own limit.
         v_shaped: the placement of virtual stages.
-        costs: of a chunk's passes, for schedules that fit their order to them.
+        costs: of a chunk's passes, for schedules whose order depends on them.
     """
 
     rank: int
@@ -80,13 +79,13 @@ class Pipeline:
 
 
 def gpipe(p: Pipeline) -> Order:
-    """All forwards, then all backwards (Huang 2019). Keeps the activations of every micro-batch."""
+    """All forwards, then all backwards (Huang 2019). Holds the activations of every micro-batch."""
     every = range(p.micro_batches)
     return [Step(F, i) for i in every] + [Step(B, i) for i in every]
 
 
 def one_f_one_b(p: Pipeline) -> Order:
-    """Warm-up forwards, then one forward and one backward in turn, then drain (PipeDream-Flush, Narayanan 2021)."""
+    """Warm-up forwards, then alternating forwards and backwards, then drain (PipeDream-Flush, Narayanan 2021)."""
     warm_up = min(p.ranks - p.rank - 1, p.micro_batches)
     order = [Step(F, i) for i in range(warm_up)]
     for i in range(p.micro_batches - warm_up):
@@ -97,9 +96,9 @@ def one_f_one_b(p: Pipeline) -> Order:
 def interleaved(p: Pipeline) -> Order:
     """1F1B over several chunks per rank (Narayanan 2021).
 
-    Micro-batches go round in groups of `ranks`, so that the bubble is 1 / chunks as long. Where the ranks do not divide
-    the micro-batches, the first group is short: its order is that of a whole group, less the steps of the micro-batches
-    that are not there. So ranks still agree on the order of messages, and the bubble is at most that of 1F1B.
+    Each group of `ranks` micro-batches passes all chunks in turn, so that the bubble is 1 / chunks as long. If `ranks`
+    does not divide the number of micro-batches, the first group is short: its order is that of a whole group without
+    the missing micro-batches. So ranks still agree on the order of messages, and the bubble is at most that of 1F1B.
     """
     missing = -p.micro_batches % p.ranks
     whole = _interleaved(replace(p, micro_batches=p.micro_batches + missing))
@@ -123,10 +122,10 @@ def _interleaved(p: Pipeline) -> Order:
 
 
 def zero_bubble(p: Pipeline) -> Order:
-    """ZB-H1 (Qi 2023): 1F1B whose weight gradients wait.
+    """ZB-H1 (Qi 2023): 1F1B with queued weight gradients.
 
-    Rank r puts off the weight gradients of r micro-batches, or of `backlog` if that is less, and computes them where
-    1F1B would wait for a neighbour. The first rank, which has nothing to wait for, puts off none.
+    Rank r queues the weight gradients of r micro-batches, or of `backlog` if that is less, and computes them where 1F1B
+    would wait for a neighbour. The first rank never waits, and queues none.
     """
     behind = p.rank if p.backlog is None else min(p.rank, p.backlog)
     if not behind:
@@ -140,18 +139,18 @@ def zero_bubble(p: Pipeline) -> Order:
 
 
 def zero_bubble_v(p: Pipeline) -> Order:
-    """ZB-V (Qi 2023): two chunks per rank, placed as a V, with the weight gradients where a rank would wait.
+    """ZB-V (Qi 2023): two chunks per rank, placed as a V, with weight gradients where a rank would wait.
 
-    A rank holds at most 2 p chunks between their forward and their weight gradients: as much as the first rank under
-    1F1B. Where all three passes take one time, the bubble is half of ZB-H1's. The order fits the costs of the passes.
+    A rank holds at most 2 p chunks between forward and weight gradients, as the first rank does under 1F1B. If all
+    three passes take the same time, the bubble is half of ZB-H1's. The order depends on the costs of the passes.
     """
     return _v_orders(p.ranks, p.micro_batches, p.backlog, p.costs)[p.rank]
 
 
 @functools.lru_cache(maxsize=256)
 def _v_orders(ranks: int, micro_batches: int, backlog: int | None, costs: Costs) -> list[Order]:
-    """Return the orders of all ranks: the fastest that greedy simulations with some preferences find."""
-    most = 8 if ranks * micro_batches <= 4096 else 1  # one alone takes seconds then
+    """Return the orders of all ranks: the fastest result of greedy simulations with different preferences."""
+    most = 8 if ranks * micro_batches <= 4096 else 1  # because one simulation takes seconds
     preferences = itertools.product((-1, 1), ("IFWf", "IFfW", "FIfW", "FfIW"))
     found = [_V(ranks, micro_batches, backlog, costs, *one) for one in itertools.islice(preferences, most)]
     return min(found, key=lambda v: v.seconds).orders
@@ -160,15 +159,15 @@ def _v_orders(ranks: int, micro_batches: int, backlog: int | None, costs: Costs)
 class _V:
     """A greedy simulation of the V.
 
-    A rank takes the pass that it can start first, and of several the first of `wanted`: I, an input gradient; W, the
-    weight gradients that have waited longest; F and f, a forward of chunk 1 and of chunk 0. Chunk 0 starts no more
-    micro-batches than come back as chunk 1 in time, and leaves chunk 1 room below the limit of activations.
+    A rank runs the pass that it can start first; of several, the first in `wanted`: I, an input gradient; W, the oldest
+    queued weight gradients; F and f, a forward of chunk 1 and of chunk 0. Chunk 0 starts no more micro-batches than
+    return as chunk 1 in time, and leaves one chunk of the limit of activations to chunk 1.
     """
 
     def __init__(
         self, ranks: int, micro_batches: int, backlog: int | None, costs: Costs, first: int, wanted: str
     ) -> None:
-        """`first`: 1 if, of ranks that could start at one time, the first is asked first; -1: the last."""
+        """Run the simulation. first: if several ranks can start at the same time, 1: the first starts; -1: the last."""
         self.ranks, self.micro_batches, self.costs, self.wanted = ranks, micro_batches, costs, wanted
         self.backlog = 2 * (backlog or micro_batches)  # in chunks
         self.orders: list[Order] = [[] for _ in range(ranks)]
@@ -176,7 +175,7 @@ class _V:
         # [rank][chunk]: when the pass of each micro-batch ended
         self.forwards: list[tuple[list[float], list[float]]] = [([], []) for _ in range(ranks)]
         self.inputs: list[tuple[list[float], list[float]]] = [([], []) for _ in range(ranks)]
-        self.free = [0.0] * ranks  # when a rank has nothing left to do
+        self.free = [0.0] * ranks  # when a rank becomes idle
         best = [self._best(rank) for rank in range(ranks)]
         for _ in range(6 * micro_batches * ranks):
             rank = min(range(ranks)[::first], key=lambda r: best[r][0])
@@ -186,7 +185,7 @@ class _V:
         self.seconds = max(self.free)
 
     def _best(self, rank: int) -> tuple[float, Step]:
-        """Return the pass that a rank takes next, and when it can start: never, if it has to wait for another rank."""
+        """Return when a rank can start its next pass (inf: another rank must run first), and the pass."""
         ready = self._ready(rank)
         begin = min((at for at, _ in ready.values()), default=math.inf)
         kinds = [kind for kind in self.wanted if kind in ready and ready[kind][0] <= begin]
@@ -209,9 +208,9 @@ class _V:
         return {kind: one for kind, one in ready.items() if one[0] < math.inf}
 
     def _start(self, rank: int, step: Step) -> tuple[float, Step]:
-        """Return when a pass can start: after the pass before it, and once its last message has been taken.
+        """Return when a pass can start: after this pass of the previous stage, and once the last message is received.
 
-        A rank sends one message at a time on each way: the next stage must have begun with the micro-batch before.
+        A rank sends one message at a time in each direction: the next stage must have started the previous micro-batch.
         """
         kind, i, chunk = step
         ends = self.forwards if kind is F else self.inputs
@@ -226,7 +225,7 @@ class _V:
         return at if came and taken else math.inf, step
 
     def _ended(self, ends: list[tuple[list[float], list[float]]], stage: int) -> list[float] | None:
-        """Return when a virtual stage's passes ended; None for a stage that there is not."""
+        """Return when a virtual stage's passes ended; None if there is no such stage."""
         if not 0 <= stage < 2 * self.ranks:
             return None
         return ends[stage][0] if stage < self.ranks else ends[2 * self.ranks - 1 - stage][1]
@@ -247,18 +246,18 @@ class _V:
 
 
 def forward_only(p: Pipeline) -> Order:
-    """Evaluation."""
+    """The forwards of a schedule alone, for evaluation."""
     return [step for step in (zero_bubble_v if p.v_shaped else interleaved)(p) if step.kind is F]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """An order of steps, and which options it knows.
+    """An order of steps, and the options that it supports.
 
     Attributes:
-        virtual_stages: it is made for several chunks per rank.
-        v_shaped: it is made for two chunks per rank, virtual stages r and 2 p - 1 - r of rank r.
-        backlog: it computes weight gradients later than input gradients.
+        virtual_stages: several chunks per rank.
+        v_shaped: two chunks per rank, virtual stages r and 2 p - 1 - r of rank r.
+        backlog: queued weight gradients.
     """
 
     order: Callable[[Pipeline], Order]
@@ -278,19 +277,16 @@ EVALUATION = "forward-only"
 
 
 def order_of(schedule: str, p: Pipeline) -> Order:
-    """The steps of one rank under a schedule of SCHEDULES, or of an evaluation (EVALUATION)."""
+    """Return the steps of one rank under a schedule of SCHEDULES, or under EVALUATION."""
     return forward_only(p) if schedule == EVALUATION else SCHEDULES[schedule].order(p)
 
 
 def peak_live(order: Order) -> int:
-    """The most (chunk, micro-batch) pairs that a rank holds at once, between their forward and their backward."""
-    live = peak = 0
-    for kind, _, _ in order:
-        live += (kind is F) - (kind in (B, IN))
-        peak = max(peak, live)
-    return peak
+    """Return the most (chunk, micro-batch) pairs that a rank holds at once, between forward and backward."""
+    change = {F: 1, B: -1, IN: -1, W: 0}
+    return max(itertools.accumulate((change[kind] for kind, _, _ in order), initial=0))
 
 
 def live_by_chunk(order: Order, chunks: int) -> tuple[int, ...]:
-    """The most micro-batches of each of a rank's chunks at once, between their forward and their backward."""
+    """Return the most micro-batches of each chunk that a rank holds at once, between forward and backward."""
     return tuple(peak_live([step for step in order if step[2] == chunk]) for chunk in range(chunks))

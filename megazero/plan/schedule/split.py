@@ -1,7 +1,7 @@
 """Layers of each virtual pipeline stage: as given, or by cost. Pure.
 
-Costs are in blocks: a mean block costs 1, each layer what its FLOPs are against that. All virtual
-stages are named in the order of the forward pass; `placement` has the rank of each.
+The cost of a layer is the ratio of its FLOPs to those of a mean block. Virtual stages are listed in the order of the
+forward pass; `placement` has the rank of each.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from megazero.config.limits import shorten
 from megazero.config.schema import Config
 from megazero.plan.schedule.schedules import SCHEDULES, placement
 
-WORTH_IT = 0.01  # an uneven split must make the busiest rank this much faster: what divides evenly is easier to read
+WORTH_IT = 0.01  # least gain of the busiest rank from an uneven split, because an even one is easier to read
 
 
 class LayerCosts(NamedTuple):
-    """Cost of the embedding (first virtual stage), of each block and of the head (last virtual stage), in blocks."""
+    """Costs of the embedding (first virtual stage), of each block and of the head (last virtual stage), in blocks."""
 
     embedding: float
     blocks: tuple[float, ...]
@@ -26,13 +26,13 @@ class LayerCosts(NamedTuple):
 
 
 def even_split(num_layers: int, stages: int) -> tuple[int, ...]:
-    """Split layers evenly; the first stages take one more where that leaves a rest."""
+    """Split layers evenly; the first stages take the remainder, one each."""
     each, rest = divmod(num_layers, stages)
     return tuple(each + (stage < rest) for stage in range(stages))
 
 
 def rank_costs(split: tuple[int, ...], place: tuple[int, ...], costs: LayerCosts) -> list[float]:
-    """Return the cost of what every pipeline rank computes for a micro-batch, in blocks; `place`: the stages' ranks."""
+    """Return the cost of a micro-batch on every pipeline rank, in blocks. place: rank of each virtual stage."""
     found, blocks = [0.0] * (max(place) + 1), iter(costs.blocks)
     for layers, rank in zip(split, place, strict=True):
         found[rank] += sum(itertools.islice(blocks, layers))
@@ -44,8 +44,8 @@ def rank_costs(split: tuple[int, ...], place: tuple[int, ...], costs: LayerCosts
 def split_by_cost(place: tuple[int, ...], costs: LayerCosts) -> tuple[int, ...]:
     """Split layers so that the busiest rank computes least; evenly, unless that is slower by WORTH_IT.
 
-    Every virtual stage has a layer, but for the last, whose head may be work enough. Where blocks differ, the split is
-    that of as many mean blocks, moved to the nearest sums of costs.
+    Every virtual stage has a layer, except the last, which has the head. If blocks differ, the split is computed with
+    mean blocks, and then moved to the nearest sums of costs.
     """
     num_layers = len(costs.blocks)
     even, last = even_split(num_layers, len(place)), len(place) - 1
@@ -67,7 +67,7 @@ def split_by_cost(place: tuple[int, ...], costs: LayerCosts) -> tuple[int, ...]:
 
 
 def _cut(blocks: tuple[float, ...], wanted: list[int]) -> tuple[int, ...]:
-    """Cut blocks so that each stage costs about as many as `wanted` mean blocks; all but the last stage have one."""
+    """Cut blocks so that each stage costs about `wanted` mean blocks; every stage but the last has a block."""
     sums, cuts, last = [0.0, *itertools.accumulate(blocks)], [0], len(wanted) - 1
     for stage, goal in enumerate(itertools.accumulate(wanted[:-1]), 1):
         possible = range(cuts[-1] + 1, len(blocks) - (last - stage) + 1)
@@ -76,7 +76,7 @@ def _cut(blocks: tuple[float, ...], wanted: list[int]) -> tuple[int, ...]:
 
 
 def _fill(base: list[float], least: list[int], num_layers: int) -> list[int]:
-    """Hand out layers one by one, each to the part that costs least so far: so the costliest part costs least."""
+    """Assign layers one by one to the part with the least cost, which minimizes the highest cost."""
     counts = list(least)
     for _ in range(num_layers - sum(least)):
         costs = [cost + count for cost, count in zip(base, counts, strict=True)]
@@ -92,32 +92,32 @@ def given_split(config: Config) -> tuple[int, ...]:
     """
     text, layers = config.parallel.pipeline_split, config.model.num_layers
     pp, chunks = config.parallel.pipeline_model_parallel_size, config.parallel.virtual_pipeline_stages
-    stages, virtual = pp * chunks, f" x --virtual-pipeline-stages {chunks}" * (chunks > 1)
+    stages, virtual = pp * chunks, f" x --virtual-pipeline-stages {chunks}" if chunks > 1 else ""
     words, text = text.split(","), shorten(text)
     example = shorten(",".join(map(str, even_split(layers, stages))))
     if not all(word.strip().isdecimal() for word in words):
-        raise ValueError(f"--pipeline-split {text}: must be whole numbers with commas between, such as {example}")
+        raise ValueError(f"--pipeline-split {text}: must be whole numbers separated by commas, such as {example}")
     split = tuple(map(int, words))
     if len(split) != stages:
         raise ValueError(
-            f"--pipeline-split {text} is for {len(split)} virtual stages, and --pipeline-model-parallel-size {pp}"
+            f"--pipeline-split {text} has {len(split)} virtual stages, but --pipeline-model-parallel-size {pp}"
             f"{virtual} makes {stages}; give {stages} numbers, such as {example}"
         )
     if sum(split) != layers:
         raise ValueError(
-            f"--pipeline-split {text} comes to {shorten(sum(split))} layers, and --num-layers is {layers}; "
-            f"change one of them, or use {example}"
+            f"--pipeline-split {text} has {shorten(sum(split))} layers, but --num-layers is {layers}; change one of "
+            f"them, or use {example}"
         )
     if 0 in split[1:-1] or (stages == 1 and not layers):
         raise ValueError(
-            f"--pipeline-split {text}: only the first and the last stage, which hold the embedding and the head, can "
-            f"do without a layer; use {example}, or fewer stages"
+            f"--pipeline-split {text}: every stage but the first, which has the embedding, and the last, which has the "
+            f"head, needs a layer; use {example}, or fewer stages"
         )
     return split
 
 
 def layer_split(config: Config, costs: Callable[[], LayerCosts]) -> tuple[int, ...]:
-    """Layers per virtual stage; () stands for `even_split`. `costs` is asked where several stages need it."""
+    """Return the layers of each virtual stage; () means `even_split`. costs: called only for a split by cost."""
     parallel, layers = config.parallel, config.model.num_layers
     pp, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_stages
     even = even_split(layers, pp * chunks)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from megazero.config.flags import with_values
+from megazero.config.flags import as_flag, with_values
 from megazero.config.presets import preset_names, preset_values
 from megazero.config.schema import Config
 from megazero.config.validate import check_values
@@ -133,7 +133,7 @@ def _way_out(config: Config, layout: Layout, rank: int, machine: Machine) -> str
     layers, fewest = config.model.num_layers, layout.pp * layout.chunks
     while layers > fewest:
         layers = max(fewest, int(0.9 * layers))
-        if fits(replace(config, model=replace(config.model, num_layers=layers)), replace(layout, split=())):
+        if fits(with_values(config, {"num-layers": layers}), replace(layout, split=())):
             return ", or ".join([*ways, f"at most --num-layers {layers}"])
     smaller = "a smaller --hidden-size, --ffn-hidden-size, --vocab-size, --seq-length or --micro-batch-size"
     return ", or ".join([*ways, smaller])
@@ -147,28 +147,22 @@ def flags_that_fit(config: Config, layout: Layout, device_type: str, fits: Fits)
 
 def alternatives(config: Config, layout: Layout, device_type: str) -> Iterator[tuple[str, Config]]:
     """Yield flags that lower memory: each alone, then more and more of them together."""
-    steps: list[tuple[str, str, Any]] = [
-        *(("zero", "zero_stage", stage) for stage in (1, 2, 3) if layout.shard > 1),
-        *(("activations", "recompute", kind) for kind in ("selective", "full")),
-        ("training", "micro_batch_size", 1),
-        ("activations", "partition_activations", True),
+    steps: list[tuple[str, Any]] = [
+        *(("zero-stage", stage) for stage in (1, 2, 3) if layout.shard > 1 and stage > config.zero.zero_stage),
+        ("recompute", "selective"),
+        ("recompute", "full"),
+        ("micro-batch-size", 1),
+        ("partition-activations", True),
     ]
     if device_type != "cpu":
-        steps.append(("activations", "checkpoint_in_cpu", True))
+        steps.append(("checkpoint-in-cpu", True))
     for together in (False, True):
         base, chosen = config, dict[str, str]()
-        for group, key, value in steps:
-            section = getattr(base, group)
-            if getattr(section, key) == value or (key == "zero_stage" and section.zero_stage > value):
+        for flag, value in steps:
+            changed = with_values(base, {flag: value})
+            if changed == base or not allowed(changed, layout):
                 continue
-            changed = replace(base, **{group: replace(section, **{key: value})})
-            try:
-                check_values(changed)
-                check_block_runs(changed, layout)
-            except ValueError:
-                continue
-            flag = f"--{key.replace('_', '-')}"
-            chosen |= {key: flag if value is True else f"{flag} {value}"}
+            chosen[flag] = as_flag(flag, value)
             yield " ".join(chosen.values()), changed
             if together:
                 base = changed
@@ -176,15 +170,31 @@ def alternatives(config: Config, layout: Layout, device_type: str) -> Iterator[t
                 chosen = {}
 
 
+def allowed(config: Config, layout: Layout) -> bool:
+    """Return whether the flags of a configuration can be combined in this layout."""
+    try:
+        check_values(config)
+        check_block_runs(config, layout)
+    except ValueError:
+        return False
+    return True
+
+
 def largest_preset(config: Config, fits: Fits) -> str:
     """Return the flags of the largest preset of this architecture that fits on one device; empty if none does."""
-    precision, grad_dtype = config.training.precision, config.training.grad_dtype
+    given = config.training
     for name, preset in _presets(config.model.architecture):
-        training = replace(
-            preset.training, precision=precision, grad_dtype=grad_dtype, micro_batch_size=1, global_batch_size=1
+        changed = with_values(
+            preset,
+            {
+                "precision": given.precision,
+                "grad-dtype": given.grad_dtype,
+                "micro-batch-size": 1,
+                "global-batch-size": 1,
+                "recompute": "full",
+            },
         )
-        activations = replace(preset.activations, recompute="full")
-        if fits(*resolve(replace(preset, training=training, activations=activations), 1, 0, declare)):
+        if fits(*resolve(changed, 1, 0, declare)):
             return f"--preset {name} --micro-batch-size 1 --recompute full"
     return ""
 

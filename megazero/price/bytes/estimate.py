@@ -1,18 +1,18 @@
 """Predicted bytes of one rank: memory by kind, and traffic of an iteration.
 
-The rank's program is interpreted as the engine interprets it, with the sizes of `plan.sizes` in place of tensors: each
-operation enters in a memory tracker what the engine enters there, and counts what it sends. So the result equals
-`memory_bytes` and `traffic_bytes` to the byte. docs/metrics.md has the closed formulas.
+The rank's program is interpreted as the engine does, with the sizes of `plan.sizes` in place of tensors: each operation
+makes the same allocations in a memory tracker, and its traffic is counted. So the result equals `memory_bytes` and
+`traffic_bytes` to the byte. docs/metrics.md has the closed formulas.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from megazero.config.flags import with_values
 from megazero.config.schema import Config
 from megazero.memory.tracker import Allocation, MemoryTracker
 from megazero.model.stage import declare
@@ -42,9 +42,9 @@ from megazero.plan.program.rank_spec import rank_spec
 from megazero.plan.sizes import PASSES, StepSizes
 from megazero.price.trace.trace import layer_sizes
 
-PEAKS = ("activation_checkpoints", "buffers", "logits")  # kinds of which metrics.jsonl has the peak
+PEAKS = ("activation_checkpoints", "buffers", "logits")  # kinds whose peak is in metrics.jsonl
 KINDS = ("parameters", "optimizer", "gradients", "activation_checkpoints", "buffers", "logits", "activations")
-STEADY = ("1f1b", "interleaved")  # schedules that repeat themselves after the first round of the pipeline
+STEADY = ("1f1b", "interleaved")  # schedules that are periodic after the first round of the pipeline
 
 
 class Estimate(NamedTuple):
@@ -55,7 +55,7 @@ class Estimate(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """Bytes on a rank's device when an operation has been carried out: by kind, in the order of KINDS."""
+    """Bytes on a rank's device after an operation, in the order of KINDS."""
 
     op: Op
     held: tuple[int, ...]
@@ -65,14 +65,14 @@ class StageBytes(NamedTuple):
     """Bytes of one rank of a pipeline stage.
 
     Attributes:
-        memory, traffic: as `estimate`, to the byte.
-        activations: the most that autograd keeps from forward to backward, inputs kept for recompute excluded.
-        queued: the most that weight gradients which wait keep.
-        peak: the most at one instant of all that is on the device, activations included.
+        memory, traffic: as `estimate`.
+        activations: peak of autograd's saved tensors, without inputs kept for recompute.
+        queued: peak of the tensors that queued weight gradients keep.
+        peak: peak of everything on the device, activations included.
         at_peak: the bytes at that instant, by KINDS.
-        numel: elements of its units, padding included.
-        gathers: times that a step gathers a unit's weights, of the units of which that is least and most.
-        reductions: times that a unit's gradients go round the ring of the ranks that share a copy, at most.
+        numel: elements of the rank's units, padding included.
+        gathers: the least and the most times that a step gathers a unit's weights.
+        reductions: the most times that a unit's gradients pass the ring of the ranks that share a copy.
     """
 
     memory: dict[str, int]
@@ -87,30 +87,36 @@ class StageBytes(NamedTuple):
 
 
 class Few(NamedTuple):
-    """Numbers of micro-batches whose steps predict a step of `wanted` of them.
+    """A few numbers of micro-batches, from which a step of `wanted` micro-batches is extrapolated.
 
-    From a certain number on, every further micro-batch sends as much as the one before, adds no memory and takes as
-    long, to less than half a percent of a step. So two of such numbers are enough, and one where `wanted` is small or
-    the schedule not one of STEADY.
+    Under the schedules of STEADY, every further micro-batch sends the same bytes, adds no memory and takes the same
+    time, to less than half a percent of a step. So two numbers are enough; one if `wanted` is small.
     """
 
     wanted: int
-    played: tuple[int, ...]
+    counts: tuple[int, ...]
 
     @classmethod
     def of(cls, schedule: str, layout: Layout, wanted: int) -> Few:
-        # at least two: gradients of one micro-batch are not accumulated, and are reduced unit by unit
+        # at least two, because gradients of one micro-batch are not accumulated but reduced unit by unit
         least = max(2, (1 if layout.chunks == 1 else 2) * layout.pp + wanted % layout.pp)
         if schedule not in STEADY or least + least + layout.pp >= wanted:
             return cls(wanted, (wanted,))
         return cls(wanted, (least, least + layout.pp))
 
-    def extend(self, found: Sequence[float]) -> float:
-        """Return the value at `wanted`, given those at `played`: on the line through them."""
-        if len(found) == 1:
-            return found[0]
-        first, second = self.played
-        return found[0] + (found[1] - found[0]) * (self.wanted - first) / (second - first)
+    def extend(self, found: Sequence[Any]) -> Any:
+        """Return the value at `wanted`, linear in the values at `counts`: a number, or a dict or tuple of numbers."""
+        one, *others = found
+        if not others:
+            return one
+        if isinstance(one, dict):
+            return type(one)((key, self.extend([each[key] for each in found])) for key in one)
+        if isinstance(one, tuple):
+            values = [self.extend(both) for both in zip(*found, strict=True)]
+            return type(one)(*values) if hasattr(one, "_fields") else type(one)(values)
+        first, second = self.counts
+        value = one + (others[0] - one) * (self.wanted - first) / (second - first)
+        return round(value) if isinstance(one, int) else value
 
 
 def estimate(config: Config, layout: Layout, rank: int = 0, needs_staging_buffer: bool = True) -> Estimate:
@@ -121,13 +127,14 @@ def estimate(config: Config, layout: Layout, rank: int = 0, needs_staging_buffer
         needs_staging_buffer: True as on gloo and CPUs, where a reduce-scatter needs a staging buffer and a copy to the
             host does not; False as on NCCL and GPUs, where it is the other way round.
     """
-    return _Walk(config, layout, rank, needs_staging_buffer).run()
+    found = _Walk(config, layout, rank, needs_staging_buffer).run()
+    return Estimate(found.memory, found.traffic)
 
 
 def predicted_after(
     config: Config, layout: Layout, rank: int, needs_staging_buffer: bool, num_ops: int
 ) -> MemoryTracker:
-    """Predict the memory tracker of `rank` when the first `num_ops` operations of a step have been carried out."""
+    """Predict the memory tracker of `rank` after the first `num_ops` operations of a step."""
     walk = _Walk(config, layout, rank, needs_staging_buffer)
     step = walk.at_rest()
     walk.execute([*step.gradients, *step.update][:num_ops])
@@ -138,34 +145,14 @@ def predicted_after(
 def stage_bytes(config: Config, layout: Layout, pp: int, device_type: str) -> StageBytes:
     """Predict the bytes of the first rank of pipeline stage `pp`; `config` is resolved."""
     few = Few.of(config.parallel.pipeline_schedule, layout, config.micro_batches(layout.dp))
-    walks = [_of_stage(config, layout, pp, device_type, micro_batches) for micro_batches in few.played]
-    estimates = [walk.run() for walk in walks]
-
-    def extend(values: list[int]) -> int:
-        return round(few.extend(values))
-
-    return StageBytes(
-        {kind: extend([e.memory[kind] for e in estimates]) for kind in estimates[0].memory},
-        {axis: extend([e.traffic[axis] for e in estimates]) for axis in estimates[0].traffic},
-        extend([walk.activations.most for walk in walks]),
-        extend([walk.queued.most for walk in walks]),
-        extend([walk.peak for walk in walks]),
-        {kind: extend([walk.at_peak[n] for walk in walks]) for n, kind in enumerate(KINDS)},
-        sum(walks[0].sizes.numel.values()),
-        (extend([min(walk.gathers.values(), default=0) for walk in walks]), extend([_most(w.gathers) for w in walks])),
-        extend([_most(walk.reductions) for walk in walks]),
-    )
-
-
-def _most(times: Counter[str]) -> int:
-    return max(times.values(), default=0)
+    return StageBytes(*few.extend([_of_stage(config, layout, pp, device_type, count).run() for count in few.counts]))
 
 
 def stage_moments(config: Config, layout: Layout, pp: int, device_type: str) -> list[Moment]:
     """Predict the bytes of the first rank of pipeline stage `pp` after every operation of a few micro-batches."""
     few = Few.of(config.parallel.pipeline_schedule, layout, config.micro_batches(layout.dp))
     found = list[Moment]()
-    walk = _of_stage(config, layout, pp, device_type, few.played[0])
+    walk = _of_stage(config, layout, pp, device_type, few.counts[0])
     walk.watch = lambda op: found.append(Moment(op, walk.held()))
     walk.run()
     return found
@@ -173,29 +160,29 @@ def stage_moments(config: Config, layout: Layout, pp: int, device_type: str) -> 
 
 def _of_stage(config: Config, layout: Layout, pp: int, device_type: str, micro_batches: int) -> _Walk:
     samples = micro_batches * config.training.micro_batch_size * layout.dp
-    fewer = dataclasses.replace(config, training=dataclasses.replace(config.training, global_batch_size=samples))
-    return _Walk(fewer, layout, layout.stage_ranks(pp)[0], device_type == "cpu")
+    return _Walk(
+        with_values(config, {"global-batch-size": samples}), layout, layout.stage_ranks(pp)[0], device_type == "cpu"
+    )
 
 
 class _Level:
-    """Bytes now, and at most."""
+    """Bytes now, and their peak."""
 
     def __init__(self) -> None:
-        self.now = self.most = 0
+        self.now = self.peak = 0
 
     def add(self, num_bytes: int) -> None:
         self.now += num_bytes
-        self.most = max(self.most, self.now)
+        self.peak = max(self.peak, self.now)
 
 
 class _Walk:
     """A step, operation by operation: the sizes of `plan.sizes` over time.
 
     Attributes:
-        activations: that autograd keeps from forward to backward, inputs kept for recompute excluded.
-        queued: that weight gradients which wait keep.
-        peak, at_peak: the most at one instant of all that is on the device, and of which KINDS.
-        watch: called when an operation has been carried out; a backward's activations are freed after that.
+        activations, queued, peak: as in `StageBytes`.
+        at_peak: bytes at the peak, by KINDS.
+        watch: called after each operation, before the activations of a backward are freed.
     """
 
     def __init__(self, config: Config, layout: Layout, rank: int, needs_staging_buffer: bool) -> None:
@@ -213,7 +200,7 @@ class _Walk:
         self.tracker.watch = self._compare
         self.watch: Callable[[Op], None] | None = None
         self.gathers, self.reductions = Counter[str](), Counter[str]()  # unit -> passes of its ring
-        self.on_device = not config.activations.checkpoint_in_cpu  # kept inputs
+        self.on_device = not config.activations.checkpoint_in_cpu  # inputs kept for recompute
         self.enter: dict[type, Callable[[Any], None]] = {
             Forward: self._forward,
             Recompute: self._recompute,
@@ -231,7 +218,7 @@ class _Walk:
         }
 
     def at_rest(self) -> Program:
-        """Enter the bytes that are held between steps; return the step."""
+        """Allocate the memory that is held between steps, and return the step."""
         sizes = self.sizes
         step = program(self.spec, self.config.schedule, self.config.micro_batches(sizes.layout.dp))
         for kind, num_bytes in sizes.at_rest().items():
@@ -248,7 +235,7 @@ class _Walk:
             self.tracker.enter("buffers", sizes.copies_at_rest())
         return step
 
-    def run(self) -> Estimate:
+    def run(self) -> StageBytes:
         step = self.at_rest()
         now, peak = self.tracker.now, self.tracker.peak
         memory = {kind: now[kind] for kind in ("parameters", "optimizer")}
@@ -258,10 +245,21 @@ class _Walk:
             self.traffic[kind] += num_bytes
         self.execute(step.update)
         memory |= {kind: peak[kind] for kind in PEAKS}
-        return Estimate(memory | {"peak": self.tracker.total_peak, "host": peak["host"]}, dict(self.traffic))
+        gathers = self.gathers.values()
+        return StageBytes(
+            memory | {"peak": self.tracker.total_peak, "host": peak["host"]},
+            dict(self.traffic),
+            self.activations.peak,
+            self.queued.peak,
+            self.peak,
+            dict(zip(KINDS, self.at_peak, strict=True)),
+            sum(self.sizes.numel.values()),
+            (min(gathers, default=0), max(gathers, default=0)),
+            max(self.reductions.values(), default=0),
+        )
 
     def execute(self, ops: Ops) -> None:
-        """Walk through operations in order; the buffers of an asynchronous one are free when it has been waited for."""
+        """Execute operations in order. The buffers of an asynchronous operation are freed at its Wait."""
         for op in ops:
             about: Op = inner(op)
             if not isinstance(op, Wait):
@@ -277,7 +275,7 @@ class _Walk:
                 self.activations.add(-self.saved.pop(op.key, 0))
 
     def held(self) -> tuple[int, ...]:
-        """Return the bytes on the device now, by KINDS."""
+        """Return the current bytes on the device, by KINDS."""
         return (*(self.tracker.now[kind] for kind in KINDS[:-1]), self.activations.now)
 
     def _compare(self, _kind: str = "") -> None:
@@ -297,7 +295,7 @@ class _Walk:
                 self.allocations["logits", op.micro_batch] = logits
 
     def _recompute(self, op: Recompute) -> None:
-        # its own input is the kept one, and counted there, unless it has been gathered from its parts
+        # its input is counted as the kept input, unless it was gathered from parts
         self._save(op, self.sizes.layers[op.layer].kept(own_input=self.spec.partitioned))
 
     def _save(self, op: Forward | Recompute, num_bytes: int) -> None:
@@ -316,11 +314,11 @@ class _Walk:
     def _backward_weights(self, op: BackwardWeights) -> None:
         self.queued.add(-self.allocations.pop(("queued", op.key)).num_bytes)
 
-    # -- kept inputs: those on the host are counted at rest
+    # -- kept inputs; those in host memory are allocated in `at_rest`
 
     def _keep(self, op: Keep) -> None:
         if self.on_device:
-            if op.slot is not None:  # of an arena, whose free slots are buffers
+            if op.slot is not None:  # a slot of an arena; free slots count as buffers
                 self.tracker.enter("buffers", -self.sizes.kept)
             self.allocations[op.key] = self.tracker.allocate("activation_checkpoints", self.sizes.kept)
 
@@ -348,7 +346,7 @@ class _Walk:
         self.allocations["unsharded", op.unit] = self.tracker.allocate(self._unsharded_kind(op.unit), size)
 
     def _reduce(self, op: Reduce) -> None:
-        """Free an unpacked unit's gradient when the reduction has been waited for, a packed one's at once."""
+        """Free a unit's unsharded gradient at the Wait of its reduction, or at once if it is packed into buckets."""
         sizes, unsharded = self.sizes, self.allocations.pop(("unsharded", op.unit))
         self.reductions[op.unit] += sum(PASSES[move.collective] for move in sizes.moves(op))
         if not self.spec.policy(op.unit).optimizer:

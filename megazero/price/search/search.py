@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from megazero.config.batch_sizes import micro_batches
+from megazero.config.flags import with_values
 from megazero.config.limits import divisors
 from megazero.config.schema import Config
 from megazero.config.validate import check_values
@@ -59,28 +60,23 @@ class Candidate(NamedTuple):
 
     def apply(self, config: Config) -> Config:
         """Return `config` with these flags."""
-        replace = dataclasses.replace
-        return replace(
-            config,
-            training=replace(config.training, micro_batch_size=self.micro_batch),
-            parallel=replace(
-                config.parallel,
-                tensor_model_parallel_size=self.tp,
-                pipeline_model_parallel_size=self.pp,
-                pipeline_schedule=self.schedule,
-                virtual_pipeline_stages=self.chunks,
-                sequence_parallel=self.sequence,
-                pipeline_split="",
-            ),
-            zero=replace(config.zero, zero_stage=self.zero_stage, zero_shard_size=self.shard),
-            activations=replace(
-                config.activations,
-                recompute=self.recompute,
-                partition_activations=self.partition,
-                checkpoint_in_cpu=config.activations.checkpoint_in_cpu and self.recompute == "full",
-                contiguous_checkpointing=config.activations.contiguous_checkpointing and self.recompute == "full",
-            ),
-        )
+        activations, full = config.activations, self.recompute == "full"
+        values = {
+            "tensor-model-parallel-size": self.tp,
+            "pipeline-model-parallel-size": self.pp,
+            "pipeline-schedule": self.schedule,
+            "pipeline-split": "",
+            "virtual-pipeline-stages": self.chunks,
+            "sequence-parallel": self.sequence,
+            "zero-stage": self.zero_stage,
+            "zero-shard-size": self.shard,
+            "recompute": self.recompute,
+            "partition-activations": self.partition,
+            "checkpoint-in-cpu": activations.checkpoint_in_cpu and full,
+            "contiguous-checkpointing": activations.contiguous_checkpointing and full,
+            "micro-batch-size": self.micro_batch,
+        }
+        return with_values(config, values)
 
 
 def candidates(config: Config, world: int, device: Device) -> Iterator[Candidate]:
@@ -196,8 +192,7 @@ class ClosedTerms:
 
     def _states(self, tp: int, pp: int, zero_stage: int, shard: int) -> int:
         """Return the bytes of states of the first stage while gradients are accumulated."""
-        zero = dataclasses.replace(self.config.zero, zero_stage=zero_stage)  # type: ignore[arg-type]
-        states = States.of(dataclasses.replace(self.config, zero=zero), self._layout(tp, pp, shard))
+        states = States.of(with_values(self.config, {"zero-stage": zero_stage}), self._layout(tp, pp, shard))
         each, table = self.numel(tp)
         numel = self.config.model.num_layers // pp * each + table
         return sum(states.at_rest(numel).values()) + states.accumulated.of(numel)
@@ -266,11 +261,10 @@ class Search:
             raise ValueError(
                 "--plan-search needs --global-batch-size, because it compares layouts by the time of a step"
             )
-        model = dataclasses.replace(config.model, vocab_size=config.model.vocab_size or vocabulary)
-        self.config = dataclasses.replace(config, model=model)
+        self.config = with_values(config, {"vocab-size": config.model.vocab_size or vocabulary})
         self.found = list(candidates(self.config, self.world, device))
-        if not self.found or not model.vocab_size:
-            resolve(config, self.world, vocabulary, declare)  # raises what training would
+        if not self.found or not self.config.model.vocab_size:
+            resolve(config, self.world, vocabulary, declare)  # raises the error of a run
             raise ValueError(
                 f"--global-batch-size {batch} on --world-size {self.world}: no layout gives every data-parallel rank a "
                 f"sample; use {self.world}"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
-from megazero.config.flags import flags
+from megazero.config.flags import as_flag, value_of
 from megazero.config.schema import Config
 from megazero.plan.layout.topology import Layout
 from megazero.price.plan import Plan, vocabulary
+from megazero.price.plan_report import table
 from megazero.price.search.search import Search
 from megazero.price.time.devices import Device, load_device
 
@@ -50,49 +51,35 @@ def run_search(config: Config, argv: list[str], console: Console) -> list[Plan]:
         return []
     plans = simulated[:SHOWN]
     console.print(f"{layouts} on {cluster}, {len(simulated)} of them simulated; the {len(plans)} fastest:")
-    _show(plans, console)
+    console.print(table("", COLUMNS.split(", "), map(_row, plans)))
     for plan in plans[:PRINTED]:
         console.print(command(plan, config, argv), soft_wrap=True, highlight=False, markup=False)
     return plans
 
 
-def _show(plans: list[Plan], console: Console) -> None:
-    from rich.table import Table
-
-    table = Table()
-    for heading in COLUMNS.split(", "):
-        table.add_column(heading, justify="right")
-    for plan in plans:
-        config, layout, parts = plan.config, plan.layout, plan.time.expected.parts
-        table.add_row(
-            f"{plan.seconds:.4g}",
-            f"{plan.tflops:.1f}",
-            f"{plan.stages[plan.fullest].peak / 1e9:.1f}",
-            *map(str, (layout.tp, layout.pp, layout.chunks, config.parallel.pipeline_schedule, layout.dp)),
-            str(config.zero.zero_stage),
-            str(layout.shard),
-            config.activations.recompute,
-            "yes" if config.parallel.sequence_parallel else "",
-            "yes" if config.activations.partition_activations else "",
-            str(config.training.micro_batch_size),
-            f"{parts['bubble'] / plan.seconds:.1%}",
-            f"{parts['dp'] / plan.seconds:.1%}",
-        )
-    console.print(table)
+def _row(plan: Plan) -> list[str]:
+    config, layout, parts = plan.config, plan.layout, plan.time.expected.parts
+    parallel, activations = config.parallel, config.activations
+    cells = (
+        f"{plan.seconds:.4g}",
+        f"{plan.tflops:.1f}",
+        f"{plan.stages[plan.fullest].peak / 1e9:.1f}",
+        *(layout.tp, layout.pp, layout.chunks, parallel.pipeline_schedule, layout.dp),
+        *(config.zero.zero_stage, layout.shard, activations.recompute),
+        "yes" if parallel.sequence_parallel else "",
+        "yes" if activations.partition_activations else "",
+        config.training.micro_batch_size,
+        f"{parts['bubble'] / plan.seconds:.1%}",
+        f"{parts['dp'] / plan.seconds:.1%}",
+    )
+    return list(map(str, cells))
 
 
 def command(plan: Plan, given: Config, argv: list[str]) -> str:
     """Return a command line that trains as planned: `argv` without the flags of plans, and the flags that differ."""
     args = [shlex.quote(arg) for arg in _without_plan(argv)]
-    for name in CHOSEN:
-        group, kind = flags()[name][:2]
-        ours, theirs = (getattr(getattr(c, group), name.replace("-", "_")) for c in (plan.config, given))
-        if ours == theirs:
-            continue
-        if kind is bool:
-            args.append(f"--{name}" if ours else f"--no-{name}")
-        else:
-            args += [f"--{name}", shlex.quote(str(ours))]
+    values = [(name, value_of(plan.config, name)) for name in CHOSEN]
+    args += [as_flag(name, value) for name, value in values if value != value_of(given, name)]
     return f"{_launcher(plan.layout, plan.device)} {' '.join(args)}"
 
 

@@ -1,7 +1,7 @@
 """Seconds of the operations of a step on a device: rooflines of traced layers, collectives, the optimizer.
 
-An operator of a layer takes the longer of its FLOPs and its bytes, and what starting it costs. On a GPU the host runs
-ahead: a layer takes at least what the host needs to issue it. docs/plan.md has the formulas.
+An operator takes the longer time of its FLOPs and its bytes, and the launch of a kernel. On a GPU the host runs ahead,
+and a layer takes at least the host's time to issue its operators. docs/plan.md has the formulas.
 """
 
 from __future__ import annotations
@@ -39,63 +39,60 @@ from megazero.price.trace.trace import trace
 
 
 class Roofline:
-    """Seconds of single operators on a device, beside `computing` ranks in all on its node."""
+    """Seconds of single operators on a device, while `computing` ranks compute on its node."""
 
     def __init__(self, device: Device, computing: int = 1) -> None:
-        self.device = device
-        self.slower = interpolate(device.curves.contention, computing) if device.curves.contention else 1.0
+        self.device, self.curves = device, device.curves
+        self.slower = interpolate(self.curves.contention, computing) if self.curves.contention else 1.0
         self.bandwidth = device["memory.bandwidth"] * device["memory.fraction"]
 
     def product(self, product: Product, dtype: str) -> float:
-        """Seconds of a matrix product: whole tiles, in whole waves over the device's units."""
+        """Return the seconds of a matrix product: whole tiles, in whole waves over the device's units."""
         d = self.device
-        if d.curves.products:
-            return product.flops / (interpolate(d.curves.products, product.flops) * d["compute.fraction"])
+        if self.curves.products:
+            return product.flops / (interpolate(self.curves.products, product.flops) * d["compute.fraction"])
         rows, columns, units = (int(d[f"compute.{name}"]) for name in ("tile_rows", "tile_columns", "units"))
         tiles = product.batch * min(
             math.ceil(product.m / a) * math.ceil(product.n / b) for a, b in ((rows, columns), (columns, rows))
         )
         waves = math.ceil(tiles / units)
         used = product.batch * product.m * product.n / (rows * columns) / (waves * units)
-        # a product of less than a wave takes smaller tiles, or is split along k
+        # less than a wave uses smaller tiles, or is split along k
         return product.flops / (d[f"compute.{dtype}"] * d["compute.fraction"] * max(min(1.0, used), 0.5))
 
     def memory(self, name: str, num_bytes: float) -> float:
-        """Seconds of reading and writing `num_bytes` by operator `name`: as fast as memory lets it, or as itself is."""
-        d = self.device
-        bandwidth = (
-            interpolate(d.curves.elementwise, num_bytes) * d["memory.fraction"]
-            if d.curves.elementwise
-            else self.bandwidth
-        )
+        """Return the seconds of an operator that moves `num_bytes`, at the bandwidth of memory or its own limit."""
+        d, curve = self.device, self.curves.elementwise
+        bandwidth = interpolate(curve, num_bytes) * d["memory.fraction"] if curve else self.bandwidth
         return num_bytes / min(bandwidth, d.operators.get(name, math.inf) * d["memory.fraction"])
 
     def seconds(self, op: Operator) -> float:
-        """Seconds of an operator on the device, without what the host takes to issue it."""
+        """Return the seconds of an operator on the device, excluding launch overhead of the host."""
+        measured = bool(self.curves.products)  # products and attention include their memory accesses
         moving = self.memory(op.name, op.num_bytes)
         if op.product is not None:
-            moving = self.product(op.product, op.dtype) if self.device.curves.products else moving
-            moving = max(moving, self.product(op.product, op.dtype))
+            product = self.product(op.product, op.dtype)
+            moving = product if measured else max(moving, product)
         elif op.attention_flops:
             peak = self.device[f"compute.{op.dtype}"] * self.device.attention(op.head_dim)
-            moving = max(0.0 if self.device.curves.products else moving, op.attention_flops / peak)
+            moving = max(0.0 if measured else moving, op.attention_flops / peak)
         return moving * self.slower + self.device["overhead.kernel"]
 
 
 class Cost(NamedTuple):
-    """Seconds of an operation on the stream that computes; `exposed`: those of them in which it waits for tp."""
+    """Seconds of an operation on the compute stream; during `exposed` of them it waits for tensor parallelism."""
 
     seconds: float
     exposed: float = 0.0
 
 
 class StepCosts:
-    """Seconds of every operation of one pipeline rank's program. Call it with an operation."""
+    """Seconds of the operations of one pipeline rank's program. Call it with an operation."""
 
     def __init__(
         self, config: Config, layout: Layout, spec: RankSpec, device: Device, network: Network | None = None
     ) -> None:
-        """`config` is resolved; `spec` is of the pipeline rank."""
+        """Take a resolved configuration. spec: of the pipeline rank."""
         self.config, self.layout, self.spec, self.device = config, layout, spec, device
         self.network = network or Network(device, layout)
         self.roofline = Roofline(device, min(layout.world_size, device.devices_per_node))
@@ -107,7 +104,7 @@ class StepCosts:
         self.seconds: dict[tuple[object, ...], float] = {}
 
     def __call__(self, op: Op) -> float:
-        """Return the seconds of an operation; those of the same kind, layer and unit are computed once."""
+        """Return the seconds of an operation, computed once per kind, layer and unit."""
         if isinstance(op, LayerOp):
             key: tuple[object, ...] = (type(op), op.layer, isinstance(op, Backward) and op.weights)
         elif isinstance(op, Transfer):
@@ -123,8 +120,8 @@ class StepCosts:
         if isinstance(op, COMPUTE):
             return self.of_layer(op).seconds
         if isinstance(op, Transfer):
-            step = route(self.spec.placement, op.what, op.to).step * (1 if isinstance(op, Send) else -1)
-            there = (self.spec.rank + step) % self.spec.ranks
+            step = route(self.spec.placement, op.what, op.to).step
+            there = (self.spec.rank + (step if isinstance(op, Send) else -step)) % self.spec.ranks
             return self.network.message(self.sizes.hidden, self.spec.rank, there)
         if isinstance(op, (Keep, Fetch)):
             return self._copy(op)
@@ -136,7 +133,7 @@ class StepCosts:
     # -- layers
 
     def of_layer(self, op: Forward | Recompute | Backward | BackwardWeights) -> Cost:
-        """Return the cost of a computation; layers of a kind that all train share theirs."""
+        """Return the cost of a computation, shared by layers of a kind if all weights train."""
         at_once = not isinstance(op, BackwardWeights) and (not isinstance(op, Backward) or op.weights)
         layer = self.spec.layers[op.layer]
         kind = layer.name if self.config.training.freeze_parameters else layer.kind
@@ -147,13 +144,13 @@ class StepCosts:
                 found = trace(self.config, self.layout, layer, self.specs, self.device.kind, at_once).events
                 self.events[kind, at_once] = found
             passes = {Forward: found.forward, Recompute: found.recompute, Backward: found.backward}
-            self.known[key] = self._play(passes.get(type(op), found.weight_gradients))
+            self.known[key] = self._simulate(passes.get(type(op), found.weight_gradients))
         return self.known[key]
 
-    def _play(self, events: Events) -> Cost:
-        """Play a layer's events: a stream that computes, one for each axis, and the host that issues operators."""
+    def _simulate(self, events: Events) -> Cost:
+        """Simulate a layer's events: a compute stream, a stream for each axis, and the host."""
         now = exposed = 0.0
-        free: dict[str, float] = {}  # axis -> when its stream has nothing left to do
+        free: dict[str, float] = {}  # axis -> when its stream becomes idle
         done: dict[int, float] = {}
         calls = 0
         for event in events:
@@ -175,11 +172,11 @@ class StepCosts:
         if isinstance(op, Fetch):
             return kept / self.device["host.bandwidth"]
         copies = op.slot is not None or activations.partition_activations or activations.checkpoint_in_cpu
-        # on its way to the host, a kept input is copied behind the computation
+        # copies to the host overlap with computation
         return self.roofline.memory("copy_", 2 * kept) if copies else 0.0
 
     def _of_unit(self, op: Op) -> float:
-        """Seconds of reading and writing memory."""
+        """Return the seconds of reading and writing memory."""
         sizes, roofline = self.sizes, self.roofline
         if isinstance(op, Reduce) and self.spec.policy(op.unit).optimizer:
             return roofline.memory("add_", 3 * sizes.owned(op.unit))
@@ -189,7 +186,7 @@ class StepCosts:
         return self._update(op.unit) if isinstance(op, Update) else 0.0
 
     def _update(self, unit: str) -> float:
-        """Seconds of a fused update; the host issues its slices, decayed and not decayed, and the casts."""
+        """Return the seconds of a fused update: two slices, with and without weight decay, and the casts."""
         rates = self.sizes.rates
         calls = 2 + (rates.gradients != rates.state) + (rates.weights != rates.state)
         host = calls * self.device["overhead.call"]

@@ -70,7 +70,7 @@ class _Rank:
         self.spent = defaultdict[str, float](float)
 
     def wait(self, until: float, name: str) -> None:
-        """Idle up to `until`, if that is later than now. name: what for, a key of `spent`."""
+        """Idle up to `until`, if that is later than now. name: the cause, a key of `spent`."""
         if until > self.now:
             self.spent[name] += until - self.now
             self.now = until

@@ -1,7 +1,7 @@
-"""Seconds of a training step and their parts: the programs of all pipeline ranks, played with costs of a device.
+"""Seconds of a training step and their parts: simulates the programs of all pipeline ranks on a device.
 
-The update is played before the gradients that follow it: all ranks agree on the norm between the two, so that a step
-begins there, and the all-gathers of updated weights run behind the forward that they belong to.
+The update is simulated before the gradients of the next step: all ranks agree on the norm between the two, so that a
+step begins there, and the all-gathers of updated weights overlap with the forward that needs them.
 """
 
 from __future__ import annotations
@@ -25,51 +25,47 @@ PARTS = ("compute", "recompute", "optimizer", "tp", "dp", "pp", "host", "bubble"
 
 
 class Parts(NamedTuple):
-    """Seconds of a step, and where those of its busiest pipeline rank go: they add up to `seconds`.
+    """Seconds of a step, and how its busiest pipeline rank spends them.
 
     Attributes:
-        parts: compute, recompute and optimizer; time in which it only waits for communication along tp, dp or pp, or
-            for copies from the host; bubble, in which it waits for other pipeline ranks; copies of kept inputs.
-        compute: per pipeline rank, computing and recomputing.
+        parts: they add up to `seconds`: compute, recompute and optimizer; waiting for communication along tp, dp or pp,
+            for copies from the host, or for other pipeline ranks (bubble); copying inputs kept for recompute.
+        compute: of every pipeline rank, recompute included.
         rank: the busiest.
     """
 
     seconds: float
     parts: dict[str, float]
-    compute: list[float]
+    compute: tuple[float, ...]
     rank: int
 
 
 class StepPrograms:
-    """The programs of all ranks of a pipeline, for a step of a few micro-batches. Made once, played often."""
+    """The programs of all ranks of a pipeline, for a step of a few micro-batches. Made once, simulated often."""
 
     def __init__(self, config: Config, layout: Layout) -> None:
         self.config, self.layout = config, layout
         schedule = config.parallel.pipeline_schedule
         self.few = Few.of(schedule, layout, config.micro_batches(layout.dp))
         self.specs: list[RankSpec] = [rank_spec(config, layout, pp, declare) for pp in range(layout.pp)]
-        self.programs: list[list[Program]] = [[program(s, schedule, m) for s in self.specs] for m in self.few.played]
+        self.programs: list[list[Program]] = [[program(s, schedule, m) for s in self.specs] for m in self.few.counts]
 
 
 def step_parts(steps: StepPrograms, device: Device) -> Parts:
-    """Play a step on a device."""
+    """Simulate a step on a device."""
     network = Network(device, steps.layout)
     costs = [StepCosts(steps.config, steps.layout, spec, device, network) for spec in steps.specs]
-    found = [_play([[*p.update, *p.gradients] for p in programs], costs) for programs in steps.programs]
-    if len(found) == 1:
-        return found[0]
-    extend, rank = steps.few.extend, found[-1].rank
+    found = [_simulate([[*p.update, *p.gradients] for p in programs], costs) for programs in steps.programs]
+    rank = found[-1].rank
     if found[0].rank != rank:  # a tie
         found[0] = found[0]._replace(rank=rank)
-    parts = {name: extend([one.parts[name] for one in found]) for name in PARTS}
-    compute = [extend(both) for both in zip(*(one.compute for one in found), strict=True)]
-    return Parts(extend([one.seconds for one in found]), parts, compute, rank)
+    return Parts(*steps.few.extend(found))
 
 
-def _play(programs: list[Ops], costs: list[StepCosts]) -> Parts:
+def _simulate(programs: list[Ops], costs: list[StepCosts]) -> Parts:
     device = costs[0].device
     timing = simulate(programs, costs, device.collective_overhead, device.overlap)
-    compute = [sum((spent[op.__name__] for op in COMPUTE), 0.0) for spent in timing.spent]
+    compute = tuple(sum((spent[op.__name__] for op in COMPUTE), 0.0) for spent in timing.spent)
     rank = max(range(len(programs)), key=lambda r: compute[r])
     spent = timing.spent[rank]
     exposed = {"compute": 0.0, "recompute": 0.0}
@@ -91,7 +87,7 @@ def _play(programs: list[Ops], costs: list[StepCosts]) -> Parts:
 
 
 class StepTime(NamedTuple):
-    """Seconds of a step: expected, and with every uncertain constant at its fast or its slow end at once."""
+    """Seconds of a step: expected, and with all constants at the fast or the slow end of their range."""
 
     expected: Parts
     fast: float
@@ -99,7 +95,7 @@ class StepTime(NamedTuple):
 
 
 def step_time(config: Config, layout: Layout, device: Device, with_range: bool = True) -> StepTime:
-    """Predict the seconds of a step; `config` is resolved. Without `with_range`, both ends are what is expected."""
+    """Predict the seconds of a step; `config` is resolved. Without `with_range`, both ends equal the expectation."""
     steps = StepPrograms(config, layout)
     expected = step_parts(steps, device)
     if not with_range:

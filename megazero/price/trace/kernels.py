@@ -1,7 +1,7 @@
 """Operators and collectives of a layer's passes, in order, recorded while `price.trace.trace` runs it on stand-ins.
 
-An operator's bytes are those of the tensors that it reads and writes: nothing is fused that torch does not fuse. What
-only makes a view, or takes memory without writing to it, is no operator here.
+An operator's bytes are those of the tensors that it reads and writes; only torch's own fusions count. Views, and
+allocations without a write, are not recorded.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from megazero.model.layers.context import DTYPES
 
 PRODUCTS = ("mm", "addmm", "addmm_", "bmm")
 NO_WORK = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "_unsafe_view", "promote_types", "resize_")
-RESULTS = ("out", "grad_input")  # names of arguments that are written, not read
-OVERWRITES = ("copy_", "zero_", "fill_")  # do not read what they write
-ATTENTION = ("attention", "varlen_attn")  # parts of the names of fused kernels: torch's own, and that of documents
+RESULTS = ("out", "grad_input")  # names of output arguments
+OVERWRITES = ("copy_", "zero_", "fill_")  # operators that do not read their output
+ATTENTION = ("attention", "varlen_attn")  # in the names of fused kernels: torch's, and that of documents
 LOOKUPS = ("embedding", "index_select", "gather", "index_add_", "scatter_add_", "add_rows_")
 
 
@@ -45,8 +45,8 @@ class Operator(NamedTuple):
     num_bytes: int  # read and written
     dtype: str  # of its products: fp16, bf16, fp32, fp64
     product: Product | None = None
-    attention_flops: int = 0  # of a fused attention kernel: causal, half of all scores
-    head_dim: int = 0  # of it
+    attention_flops: int = 0  # of fused attention: causal, half of all scores
+    head_dim: int = 0  # of fused attention
 
     @property
     def flops(self) -> int:
@@ -79,11 +79,11 @@ class LayerEvents(NamedTuple):
     forward: Events
     recompute: Events
     backward: Events
-    weight_gradients: Events  # those of a backward that puts them off
+    weight_gradients: Events  # queued by a backward of the input alone
 
 
 class _Recording:
-    """A dispatch mode's method, not in the mode's own class: there torch wraps it in what imports its compiler."""
+    """The method of `Recorder`. In a subclass of TorchDispatchMode, torch would wrap it and import its compiler."""
 
     events: list[Event]
 
@@ -96,7 +96,7 @@ class _Recording:
 
 
 class Recorder(_Recording, TorchDispatchMode):
-    """Records every operator that runs while it is entered, and every collective of its axes."""
+    """A context that records every operator, and every collective of its axes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -108,7 +108,7 @@ class Recorder(_Recording, TorchDispatchMode):
         return events
 
     def axis(self, name: str, ranks: list[int], rank: int, needs_staging_buffer: bool) -> PretendAxis:
-        """Make a pretended axis whose collectives are recorded."""
+        """Return a pretended axis whose collectives are recorded."""
         return _RecordedAxis(self, name, ranks, rank, needs_staging_buffer)
 
 
@@ -121,7 +121,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def _size(x: torch.Tensor) -> int:
-    """Bytes of a tensor in memory; of an expanded one, those that are there."""
+    """Return the bytes of a tensor in memory; an expanded tensor has only those of its storage."""
     return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
 
 
@@ -129,18 +129,18 @@ def _operator(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     read = list(_tensors((*args, *(value for key, value in kwargs.items() if key not in RESULTS))))
     written = list(_tensors([out]))
     dtype = next((key for key, value in DTYPES.items() if read and read[0].dtype == value), "fp32")
-    if name in LOOKUPS:  # as many rows as are looked up, not the table: indices, read, written
+    if name in LOOKUPS:  # the rows, not the table: indices, read, written
         rows = read[-1] if name.endswith("_") else written[0]
         return Operator(name, 3 * _size(rows), dtype)
     num_bytes = sum(map(_size, [*read[name in OVERWRITES :], *written]))
     if name in PRODUCTS:
         a, b = read[-2:]
-        dtype = next(key for key, value in DTYPES.items() if a.dtype == value)  # what it is added to may be wider
+        dtype = next(key for key, value in DTYPES.items() if a.dtype == value)  # an addend may be wider
         return Operator(name, num_bytes, dtype, Product(math.prod(a.shape[:-2]), a.shape[-2], b.shape[-1], a.shape[-1]))
     if any(word in name for word in ATTENTION):
-        backward = "backward" in name  # whose first argument is the gradient of the output
+        backward = "backward" in name  # its first argument is the gradient of the output
         q, k = read[backward], read[backward + 1]
-        # documents that are attended to alone come as [T, heads, d], with the length of the longest beside them
+        # with documents, tensors are [T, heads, d], and the longest length is an argument
         length = k.shape[2] if k.dim() == 4 else max((a for a in args if type(a) is int), default=k.shape[0])
         flops = 2 * q.numel() * length  # causal: half of the scores
         return Operator(name, num_bytes, dtype, None, flops * 5 // 2 if backward else flops, q.shape[-1])
@@ -148,7 +148,7 @@ def _operator(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
 
 
 class _RecordedAxis(PretendAxis):
-    """An axis of a layer that is traced: its collectives become events."""
+    """An axis whose collectives become events."""
 
     def __init__(self, recorder: Recorder, name: str, ranks: list[int], rank: int, needs_staging_buffer: bool) -> None:
         super().__init__(name, ranks, rank, needs_staging_buffer)

@@ -1,11 +1,10 @@
-"""Sizes and operators of a layer, found by running it once on stand-in tensors along pretended axes.
+"""Sizes and operators of a layer, measured by running it once on stand-in tensors along pretended axes.
 
-So nothing about a layer's bytes, collectives or products is written down a second time: what the layer does is counted.
-Stand-ins have a shape and a dtype but no data: for a GPU meta tensors, whose operators have its kernels' shapes and
-types, for a CPU fake tensors. A small layer of a CPU runs on real tensors instead: what imitates torch's operators
-takes longer to import than the layer takes to run.
+So a layer's bytes, collectives and products are not written down a second time. Stand-ins have a shape and a dtype but
+no data: meta tensors for a GPU, because their operators have its kernels' shapes and types, and fake tensors for a CPU.
+A small layer of a CPU runs on real tensors instead, because torch's fake tensors take longer to import.
 
-Not seen: scratch that a kernel takes and frees, and what a value decides.
+A trace does not show scratch memory inside a kernel, nor anything that depends on values.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from megazero.model.stage import Stage, declare
 from megazero.plan.layout.layers import Use, stage_units
 from megazero.plan.layout.parameters import ParamSpec
 from megazero.plan.layout.topology import Layout
-from megazero.plan.program.rank_spec import Layer, RankSpec, rank_spec
+from megazero.plan.program.rank_spec import Layer, RankSpec
 from megazero.plan.sizes import LayerSizes
 from megazero.price.trace.kernels import Events, LayerEvents, Operator, Recorder
 
@@ -46,11 +45,6 @@ class LayerTrace(NamedTuple):
     events: LayerEvents
 
 
-def trace_layers(config: Config, layout: Layout, pp: int, device_type: str = "cpu") -> dict[str, LayerSizes]:
-    """Trace every layer of pipeline rank `pp`, each kind once; `config` is resolved."""
-    return layer_sizes(config, layout, rank_spec(config, layout, pp, declare), device_type)
-
-
 def layer_sizes(config: Config, layout: Layout, spec: RankSpec, device_type: str) -> dict[str, LayerSizes]:
     """Trace every layer of a pipeline rank, each kind once."""
     specs = stage_units(declare(config.model, layout.tp), layout, spec.rank, config.training.freeze_parameters)
@@ -58,7 +52,7 @@ def layer_sizes(config: Config, layout: Layout, spec: RankSpec, device_type: str
 
 
 def trace_block(config: Config, layout: Layout, device_type: str, name: str = "") -> LayerSizes:
-    """Trace a block whose weights all train: the first of a kind, by its name, or of the model."""
+    """Trace a block whose weights all train. name: of the first block of its kind; empty: the model's first block."""
     name = name or declare(config.model, layout.tp).first_block.name
     layer = Layer(name, (), Use.LAYER, trains=True, passes_gradient=True, kind=name)
     return trace(config, layout, layer, {}, device_type).sizes
@@ -77,7 +71,7 @@ def trace(
     Args:
         config: resolved.
         specs: of its pipeline rank.
-        at_once: the backward makes the weight gradients, else it puts them off.
+        at_once: whether the backward computes the weight gradients, instead of queueing them.
     """
     training = config.training
     kind = Kind.of(config, layout, layer, specs, device_type)
@@ -85,7 +79,7 @@ def trace(
 
 
 class Kind(NamedTuple):
-    """All that a layer's costs depend on. Layers of one kind differ in their number alone."""
+    """Everything that a layer's costs depend on. Layers of one kind differ only in their number."""
 
     model: ModelConfig  # see `shallow`
     precision: str
@@ -104,7 +98,7 @@ class Kind(NamedTuple):
 
     @property
     def small(self) -> bool:
-        """True if activations and weights are few: for a CPU, the layer then runs on real tensors."""
+        """True if there are few activations and weights; on a CPU, the layer then runs on real tensors."""
         model, tokens = self.model, self.micro_batch_size * self.model.seq_length
         scores = tokens * model.seq_length * model.num_attention_heads
         activations = tokens * (model.vocab_size + 4 * model.hidden_size + model.ffn_size)
@@ -113,7 +107,7 @@ class Kind(NamedTuple):
 
     @contextlib.contextmanager
     def stand_in(self) -> Iterator[torch.device]:
-        """Yield the device whose new tensors stand for those of this kind's device."""
+        """Yield the device of the stand-in tensors."""
         if self.device_type != "cpu":
             yield torch.device("meta")
         elif self.small:
@@ -150,10 +144,10 @@ class Kind(NamedTuple):
 
 
 class _Gradients:
-    """Takes contributions to gradients, and makes them at once or when it is asked.
+    """Owner of the traced weights: computes their gradients at once, or queues them.
 
     Attributes:
-        taken: all contributions, so that what they keep can be counted.
+        taken: all contributions to gradients.
     """
 
     def __init__(self, grad_dtype: str, add: bool, at_once: bool) -> None:
@@ -163,15 +157,14 @@ class _Gradients:
     def accumulate_grad(self, weight: Weight, write: GradWriter) -> None:
         self.taken.append((weight, write))
         if self.at_once:
-            self._make(weight, write)
+            self._compute(weight, write)
 
-    def make(self) -> None:
-        """Make the gradients that are put off."""
+    def compute_queued(self) -> None:
         if not self.at_once:
             for weight, write in self.taken:
-                self._make(weight, write)
+                self._compute(weight, write)
 
-    def _make(self, weight: Weight, write: GradWriter) -> None:
+    def _compute(self, weight: Weight, write: GradWriter) -> None:
         write(torch.empty(weight.block.stored, dtype=self.dtype, device=weight.data.device), self.add)
 
 
@@ -184,9 +177,9 @@ class Traced:
         """Build the layer.
 
         Args:
-            recorder: of its collectives.
-            owner: takes its gradients.
-            padded: with the rows of the vocabulary that only pad a rank's shard.
+            recorder: records its collectives.
+            owner: of its gradients.
+            padded: include the rows that pad a rank's shard of the vocabulary.
         """
         self.kind, model = kind, kind.model
         staging = kind.device_type == "cpu"
@@ -204,14 +197,13 @@ class Traced:
         self.stage = Stage(model, [kind.layer], self.context, kind.frozen)
         for weight in [weight for unit in self.stage.units.values() for weight in unit]:
             shape = weight.block.stored if padded else weight.block.shape
-            # not one NaN expanded, which CPU products are slow on
+            # zeros instead of the default, an expanded NaN, because CPU products of NaN are slow
             weight.data = torch.zeros(shape, dtype=self.context.dtype, device=device)
             weight.owner = owner
         self.compute = self.stage.layer(kind.layer).compute
         ids = torch.zeros(kind.micro_batch_size, model.seq_length, dtype=torch.int64, device=device)
-        self.documents = Documents.whole(
-            kind.micro_batch_size, model.seq_length, device
-        )  # where they begin changes no bytes
+        # the bytes do not depend on where documents begin
+        self.documents = Documents.whole(kind.micro_batch_size, model.seq_length, device)
         tokens = MicroBatchInfo.of(
             ids,
             tuple(range(len(ids))),
@@ -236,7 +228,7 @@ class Traced:
         return x.requires_grad_(self.kind.passes_gradient)
 
     def constants(self) -> set[int]:
-        """The storages that are there whether or not the layer runs."""
+        """Return the storages that exist before the layer runs."""
         found = [weight.data for unit in self.stage.units.values() for weight in unit]
         found += [t for t in self.batch if isinstance(t, torch.Tensor)]
         found += [self.documents.starts, self.documents.positions, self.documents.bounds]
@@ -249,12 +241,12 @@ def _storage(tensor: torch.Tensor) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _trace(kind: Kind, grad_dtype: str, add: bool, at_once: bool) -> LayerTrace:
-    """Run a layer of this kind forward, backward and, if asked for, forward again."""
+    """Run a layer of this kind forward, backward and, with full recompute, forward again."""
     with kind.stand_in() as device, torch.enable_grad():
         gradients, recorder = _Gradients(grad_dtype, add, at_once), Recorder()
         traced = Traced(kind, device, recorder, gradients)
         tables = dict(traced.context.table_bytes)
-        saved: dict[int, torch.Tensor] = {}  # a tensor each, so that no storage is freed and its number used again
+        saved: dict[int, torch.Tensor] = {}  # keep a tensor of each storage, so that its number is not reused
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
             saved.setdefault(_storage(tensor), tensor.detach())
@@ -273,8 +265,8 @@ def _trace(kind: Kind, grad_dtype: str, add: bool, at_once: bool) -> LayerTrace:
                 torch.autograd.backward(y, dy)
             backward, sent_backward = recorder.take(), traced.take_sent()
             with torch.no_grad():
-                gradients.make()
-            put_off = recorder.take()
+                gradients.compute_queued()
+            queued = recorder.take()
             recompute: Events = ()
             if kind.recompute == "full" and kind.use is Use.LAYER:
                 again = traced.input()
@@ -294,13 +286,13 @@ def _trace(kind: Kind, grad_dtype: str, add: bool, at_once: bool) -> LayerTrace:
             saved_input=0 if saved_input is None else saved_input.untyped_storage().nbytes(),
             tables=tables,
         )
-    return LayerTrace(sizes, LayerEvents(forward, recompute, backward, put_off))
+    return LayerTrace(sizes, LayerEvents(forward, recompute, backward, queued))
 
 
 def model_flops(model: ModelConfig, samples: int) -> int:
-    """FLOPs of an iteration over `samples`: the products of a forward, times 3 for the backward; recompute not counted.
+    """Return the FLOPs of an iteration over `samples`, as Narayanan 2021: three times the products of a forward.
 
-    Attention counts as if it were not causal, and the lookup of tokens not at all (Narayanan 2021).
+    Attention counts as if it were not causal. Recompute and the lookup of tokens do not count.
     """
     counts = Counter((kind.name, kind.use) for kind in declare(model).kinds.values())
     traced = shallow(model)
@@ -308,14 +300,14 @@ def model_flops(model: ModelConfig, samples: int) -> int:
 
 
 def shallow(model: ModelConfig) -> ModelConfig:
-    """Return the model one block deep, so that all depths share a trace; unchanged if its blocks are of many kinds."""
+    """Return the model with one block, so that all depths share a trace; unchanged if its blocks differ."""
     kinds = {kind.name for kind in declare(model).kinds.values() if kind.end is None}
     return dataclasses.replace(model, num_layers=1) if len(kinds) == 1 else model
 
 
 @functools.lru_cache(maxsize=64)
 def _flops(model: ModelConfig, layer: str, use: Use) -> int:
-    """FLOPs of a layer's forward of one sample, on one rank, without padding."""
+    """Return the FLOPs of a layer's forward of one sample, on one rank, without padding."""
     kind = Kind(model, "fp32", 1, "none", False, 1, "cpu", layer, use, False, ())
     with kind.stand_in() as device, torch.no_grad():
         recorder = Recorder()
