@@ -14,6 +14,7 @@ bit anywhere is found. They protect against accidents, not against forgery: a ma
 schema, and can name files of its own folder only.
 """
 
+import contextlib
 import functools
 import json
 import stat
@@ -110,10 +111,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def tiling(self, name: str) -> Tiling:
         return self.tilings[self.tensors[name].tiling]
 
-    def chunk(self, name: str, number: int) -> StoredChunk:
-        tiling = self.tiling(name)
-        return StoredChunk(tiling.regions[number], tiling.file[number], self.tensors[name].crc32[number])
-
     def chunks(self, name: str) -> list[StoredChunk]:
         tiling = self.tiling(name)
         return list(map(StoredChunk, tiling.regions, tiling.file, self.tensors[name].crc32))
@@ -185,12 +182,9 @@ def attach(folder: Path, files: Mapping[str, bytes]) -> dict[str, Attached]:
 
 def write_durably(path: Path, content: bytes) -> None:
     """Write a file in a folder that no process reads yet, and wait until it is on the disk."""
-    file = OutputFile(path)
-    try:
+    with contextlib.closing(OutputFile(path)) as file:
         file.write(content)
         file.sync()
-    finally:
-        file.close()
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -129,20 +129,20 @@ class ChunkReader:
         for file, chunks in sorted(self.plan(shards).items()):
             with self.open(file) as opened, ThreadPoolExecutor(READERS, "load") as pool:
 
-                def copy(chunk: tuple[str, int], targets: list[Target], opened: Any = opened) -> None:
-                    data = self.read_chunk(opened, chunk[0], self.manifest.chunk(*chunk))
+                def copy(chunk: tuple[str, StoredChunk], targets: list[Target], opened: Any = opened) -> None:
+                    data = self.read_chunk(opened, *chunk)
                     for part, target in targets:
                         target.copy_(data[part])
 
                 for _ in pool.map(copy, chunks, chunks.values()):
                     pass  # raises the exception of a thread
 
-    def plan(self, shards: Mapping[str, LocalShard]) -> dict[str, dict[tuple[str, int], list[Target]]]:
-        """Return, by file and by (tensor, number of the chunk), the parts of chunks to copy and their targets."""
+    def plan(self, shards: Mapping[str, LocalShard]) -> dict[str, dict[tuple[str, StoredChunk], list[Target]]]:
+        """Return, by file and by (tensor, chunk), the parts of chunks to copy and their targets."""
         planned: dict[tuple[object, ...], tuple[list[Region], list[Read]]] = {}
-        wanted: dict[str, dict[tuple[str, int], list[Target]]] = defaultdict(lambda: defaultdict(list))
+        wanted: dict[str, dict[tuple[str, StoredChunk], list[Target]]] = defaultdict(lambda: defaultdict(list))
         for name, shard in shards.items():
-            tiling = self.manifest.tiling(name)
+            tiling, checksums = self.manifest.tiling(name), self.manifest.tensors[name].crc32
             kind = tiling.offset, tiling.size, *shard.geometry
             if kind not in planned:
                 regions = shard.regions()
@@ -150,8 +150,9 @@ class ChunkReader:
             regions, parts = planned[kind]
             views = list(shard.views(regions))
             for part in parts:
-                target = views[part.region][part.place]
-                wanted[tiling.file[part.chunk]][name, part.chunk].append((part.part, target))
+                at = part.chunk
+                chunk = StoredChunk(tiling.regions[at], tiling.file[at], checksums[at])
+                wanted[chunk.file][name, chunk].append((part.part, views[part.region][part.place]))
         return wanted
 
     @contextlib.contextmanager

@@ -10,8 +10,9 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -19,15 +20,22 @@ from megazero.checkpoint.streaming import bands, write_checkpoint
 from megazero.config.flags import to_toml
 from megazero.config.schema import Config, DataConfig, ModelConfig
 from megazero.data.tokenizer import hub_hint
-from megazero.files import new_folder, open_regular, read_json_object, write_atomically
+from megazero.files import new_folder, open_regular, read_json_object, read_regular, write_atomically
 from megazero.huggingface.architectures import MODELS, OUTPUT, SAME, HuggingFaceModel, TensorNames
 from megazero.huggingface.export import INDEX, WEIGHTS, shapes_of
 from megazero.huggingface.tokenizer import read_tokenizer
 from megazero.plan.layout.topology import Layout
 from megazero.run.run_state import TOKENIZER, RunState, attached_tokenizer
+from megazero.typed_files import decode
 
 WHOLE = slice(None)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Index(msgspec.Struct):
+    """model.safetensors.index.json: the file of each tensor, in the same folder."""
+
+    weight_map: dict[str, Annotated[str, msgspec.Meta(pattern=r"\A[^/\\]+\Z")]]
 
 
 class Source:
@@ -38,12 +46,7 @@ class Source:
         self.folder = folder
         index = folder / INDEX
         if index.is_file():
-            content = read_json_object(index).get("weight_map")
-            if not isinstance(content, dict) or not all(
-                isinstance(file, str) and Path(file).name == file for file in content.values()
-            ):
-                raise ValueError(f"{index} has no weight_map of names to files of this folder")
-            self.files: dict[str, str] = content
+            self.files = decode(read_regular(index), Index, index).weight_map
         elif (folder / WEIGHTS).is_file():
             with _opened(folder / WEIGHTS) as file:
                 self.files = dict.fromkeys(file.keys(), WEIGHTS)

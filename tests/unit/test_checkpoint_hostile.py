@@ -49,12 +49,41 @@ def tensors(fill: float | None = None) -> dict[str, LocalShard]:
     return made
 
 
+# Files of a checkpoint of `tensors()` as the first version with format 2 wrote them.
+MANIFEST = (
+    '{"format":"megazero checkpoint 2","files":{"rank_00000.safetensors":524},"state_crc32":227703996,"at'
+    'tached":{"tokenizer/tokenizer.json":[2,2745614147],"tokenizer/chat_template.jinja":[1,2363233923]},"'
+    'tilings":[{"offset":[[0,0]],"size":[[5,7]],"file":["rank_00000.safetensors"]},{"offset":[[0]],"size"'
+    ':[[7]],"file":["rank_00000.safetensors"]}],"tensors":{"model.w":{"dtype":"float32","shape":[5,7],"ti'
+    'ling":0,"crc32":[3879409234]},"model.b":{"dtype":"float32","shape":[7],"tiling":1,"crc32":[982014189'
+    ']},"exp_avg.w":{"dtype":"float32","shape":[5,7],"tiling":0,"crc32":[3879409234]}},"crc32":1270219655'
+    "}"
+)
+HEADER = (
+    '{"model.w@0,0":{"dtype":"F32","shape":[5,7],"data_offsets":[0,140]},"exp_avg.w@0,0":{"dtype":"F32","'
+    'shape":[5,7],"data_offsets":[140,280]},"model.b@0":{"dtype":"F32","shape":[7],"data_offsets":[280,30'
+    "8]}}    "
+)
+
+
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A root with one checkpoint."""
     root = tmp_path_factory.mktemp("sound") / "root"
     checkpoint.save(root, 1, tensors(), STATE, attached=ATTACHED)
     return root
+
+
+def test_checkpoints_of_earlier_versions_load(sound: Path, tmp_path: Path) -> None:
+    root = copied(sound, tmp_path)
+    folder = root / "iter_0000001"
+    data = torch.cat([torch.arange(35.0), torch.arange(35.0), torch.arange(7.0)]).numpy().tobytes()
+    old = {"manifest.json": MANIFEST.encode(), "state.json": json.dumps(STATE | {"save_number": 1}).encode()}
+    old["rank_00000.safetensors"] = len(HEADER).to_bytes(8, "little") + HEADER.encode() + data
+    for name, content in old.items():
+        assert (folder / name).read_bytes() == content, name
+        (folder / name).write_bytes(content)
+    read_all(root)
 
 
 def copied(sound: Path, tmp_path: Path) -> Path:
