@@ -207,7 +207,7 @@ def test_a_refusal_names_flag_value_and_way_out(line: str, ranks: int, said: str
 
 def test_the_program_refuses_in_one_line_and_with_exit_code_1() -> None:
     """A user sees no traceback, and nothing on the other stream."""
-    done = warm("pretrain_gpt.py", "--vocab-size", 9, "--num-layers", 4095, "--hidden-size", 98304)
+    done = warm("pretrain_gpt.py", "--mock-data", "--vocab-size", 9, "--num-layers", 4095, "--hidden-size", 98304)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
     assert done.stderr.startswith("ValueError: --num-layers 4095 "), done.stderr
 
