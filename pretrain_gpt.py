@@ -6,15 +6,17 @@ error; 124 no progress (--hang-timeout); 130 interrupted twice, unsaved. See Not
 megazero/run/stopping.py.
 """
 
+from __future__ import annotations
+
 import contextlib
 import gc
 import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-# What needs torch is imported where it is used: a run that is refused at once does not wait seconds for it.
+# Modules that need torch are imported in functions, so that bad flags are refused without seconds of imports.
 from megazero.comm.launch.world import World, read_world, report_to_launcher
 from megazero.config.cli import Command, read
 from megazero.config.gpu_defaults import gpu_defaults
@@ -24,7 +26,16 @@ from megazero.files import explain
 from megazero.log import log, log_as
 from megazero.optional import missing_package
 from megazero.plan.layout.resolve import resolve
-from megazero.run.stopping import Clock, DeadRun, Signals, Stop
+from megazero.run.stopping import Clock, DeadRun, Signals, Wish, Wishes
+
+if TYPE_CHECKING:
+    import torch
+
+    from megazero.comm.mesh.mesh import Mesh
+    from megazero.data.corpora import Datasets
+    from megazero.data.tokenizer import Tokenizer
+    from megazero.memory.host import Machine
+    from megazero.plan.layout.topology import Layout
 
 HANG_PATIENCE_SECONDS = 10.0  # in which the watchdogs of the other ranks see the hang too
 
@@ -48,7 +59,7 @@ def main(argv: list[str]) -> None:
 
 
 def run(command: Command, world: World) -> None:
-    """Do what the command line asks for. Report a failure, to the other ranks too, before this rank ends."""
+    """Predict, rehearse or train, as the flags ask. Reports errors, also to the other ranks, before this rank ends."""
     from megazero.comm.launch import failures, launch
     from megazero.comm.launch.errors import PeerLost
     from megazero.step.engine import LossScaleExhausted
@@ -56,6 +67,9 @@ def run(command: Command, world: World) -> None:
     try:
         if plans(command.config.plan):
             predict(command)
+            return
+        if command.config.plan.rehearse:
+            rehearse(command, world)
             return
         with Signals() as signals:
             launch.end_with_launcher(world)
@@ -67,7 +81,7 @@ def run(command: Command, world: World) -> None:
     except (LossScaleExhausted, DeadRun) as error:
         fail(world, str(error))
     except PeerLost as error:
-        # At once: this rank may be ended before they answer.
+        # At once, because this rank may be ended before they answer.
         log.error(f"{error}{place_of(error)}; asking the others why")
         fail(world, failures.explain(world, error), report=False)
     except ModuleNotFoundError as error:
@@ -81,7 +95,7 @@ def run(command: Command, world: World) -> None:
 
 
 def predict(command: Command) -> None:
-    """Print what --plan or --plan-search asks for: no rank is started, no data is opened."""
+    """Print the predictions of --plan or --plan-search, without starting a rank or opening data."""
     from rich.console import Console
 
     from megazero.price import plan_report
@@ -106,41 +120,45 @@ def predict(command: Command) -> None:
 
 
 def place_of(error: BaseException) -> str:
-    """Name the operation of the step that raised an exception, where the interpreter has noted one."""
+    """Name the operation of the step that raised an exception, if the interpreter has noted one."""
     return "".join(f" {note}" for note in getattr(error, "__notes__", [])[:1])
 
 
-def pretrain(command: Command, world: World, signals: Signals) -> Stop | None:
-    """Train, and return what ended the run early, if anything did.
+class Plan(NamedTuple):
+    """One rank's part in a run, checked before ranks meet."""
 
-    Everything that can be refused is refused before ranks meet or a file is made. Rank 0 refuses for all when they have
-    met, because the others would wait for it.
+    command: Command
+    world: World
+    config: Config  # resolved
+    chosen: str  # note on the defaults that the GPU chose
+    layout: Layout
+    device: torch.device
+    machine: Machine
+    tokenizer: Tokenizer | None
+    datasets: Datasets
+    clock: Clock | None  # on rank 0
+    refusal: str  # why rank 0 refuses the run; the other ranks learn it in `connect`
+
+
+def prepare(command: Command, world: World) -> Plan:
+    """Check everything that can be checked before ranks meet or a file is made.
+
+    Raises:
+        ValueError: this rank refuses its flags, its machine or its data.
     """
-    from megazero import checkpoint
-    from megazero.comm.launch import failures, launch, scheduler
-    from megazero.comm.launch.agreement import agree
-    from megazero.comm.launch.machine import bind_to_near_cpus, device_name, environment, machine
-    from megazero.comm.mesh.mesh import Mesh
+    from megazero.comm.launch import launch, scheduler
+    from megazero.comm.launch.machine import bind_to_near_cpus, machine
     from megazero.data.remembered import data_tokenizer
     from megazero.model.stage import declare
-    from megazero.observe import start_report
-    from megazero.observe.start_notes import this_processor
-    from megazero.observe.watchdog import Watchdog
     from megazero.price.bytes.capacity import check_memory
     from megazero.run.inputs import open_data, require_data
     from megazero.run.resume import find_checkpoint
-    from megazero.run.same_run import run_values
-    from megazero.run.trainer import Trainer
 
-    config = command.config
     device = launch.pick_device(world)
-    fastest = launch.fastest_precision(device) if device.type == "cuda" else ""
-    asked, (config, chosen) = config, with_gpu_defaults(command, fastest)
-    if config.plan.rehearse:
-        return rehearse(config, world, chosen)
+    config, chosen = with_gpu_defaults(command, launch.fastest_precision(device) if device.type == "cuda" else "")
     if device.type == "cuda":
         bind_to_near_cpus(device)
-    require_data(config)  # before a tokenizer is asked for, which a corpus may name
+    require_data(config)  # before the tokenizer, because a corpus may name it
     tokenizer = data_tokenizer(config)
     config, layout = resolve(config, world.size, tokenizer.vocab_size if tokenizer else 0, declare)
     check_device(config, device.type)
@@ -149,53 +167,99 @@ def pretrain(command: Command, world: World, signals: Signals) -> Stop | None:
     memory = machine(world, device)
     check_memory(config, layout, world.rank, memory)
     datasets = open_data(config, tokenizer)
-    limits = config.checkpoint
-    leads, clock, refused = world.rank == 0, None, ""
-    by_time = 0.0 if limits.save_interval or not limits.save else limits.save_interval_minutes
-    ends = limits.exit_duration_minutes, limits.exit_before_minutes
-    if leads:  # for all: it reads what the others would read
+    options, clock, refusal = config.checkpoint, None, ""
+    if world.rank == 0:
         try:
             find_checkpoint(config)
-            clock = Clock(*ends, scheduler.job_end, save_minutes=by_time)
+            save_minutes = options.save_interval_minutes if options.save and not options.save_interval else 0.0
+            ends = options.exit_duration_minutes, options.exit_before_minutes
+            clock = Clock(*ends, scheduler.job_end, save_minutes=save_minutes)
         except (OSError, ValueError) as error:
-            refused = explain(error) if isinstance(error, OSError) else str(error)
-            if world.size > 1:  # at once: the others may come late, or never
-                log.error(f"{refused}; this rank ends once all ranks have joined")
-    timeout, checks = config.parallel.distributed_timeout_minutes, config.zero.poison_buffers
-    hosts = launch.start(world, device, timeout)
-    agree(lambda: run_values(config, datasets, tokenizer), world, device, hosts, refused)
-    if leads:
-        processor = this_processor() if device.type == "cpu" else None
-        shown = asked, config, layout, memory, device_name(device), chosen, processor
-        screen = start_report.screen(*shown, tokenizer.vocab_size if tokenizer else 0, datasets.train_tokens)
+            refusal = explain(error) if isinstance(error, OSError) else str(error)
+            if world.size > 1:  # at once, because the others may start late, or never
+                log.error(f"{refusal}; this rank ends once all ranks have joined")
+    return Plan(command, world, config, chosen, layout, device, memory, tokenizer, datasets, clock, refusal)
+
+
+def connect(plan: Plan) -> tuple[Mesh, list[str]]:
+    """Join the other ranks, agree with them on the run, and make the groups of the mesh.
+
+    Returns:
+        The mesh, and the start report on the console; empty except on rank 0.
+
+    Raises:
+        ValueError: on every rank, if rank 0 refuses the run or the ranks' flags, code or data differ.
+    """
+    from megazero.comm.launch import launch
+    from megazero.comm.launch.agreement import agree
+    from megazero.comm.mesh.mesh import Mesh
+    from megazero.observe import start_report
+    from megazero.run.same_run import run_values
+
+    world, config, tokenizer, datasets = plan.world, plan.config, plan.tokenizer, plan.datasets
+    minutes, screen = config.parallel.distributed_timeout_minutes, []
+    hosts = launch.start(world, plan.device, minutes)
+    agree(lambda: run_values(config, datasets, tokenizer), world, plan.device, hosts, plan.refusal)
+    if world.rank == 0:
+        screen = start_report.screen(
+            plan.command.config,
+            config,
+            plan.layout,
+            plan.machine,
+            start_report.device_text(plan.device, config.training.precision),
+            plan.chosen,
+            tokenizer.vocab_size if tokenizer else 0,
+            datasets.train_tokens,
+        )
         log.info("\n".join(screen))
-    eod = tokenizer.eod if tokenizer and config.data.document_flags else None
-    with launch.limit(world, 60 * (launch.JOIN_MINUTES + timeout), "making the groups of ranks"):
-        ranks = Mesh.build(layout, world.rank, device, timeout, check_buffers=checks, hosts=hosts)
-    with ranks.world.peer_errors("looking for a checkpoint"):
-        lock = checkpoint.lock(Path(config.checkpoint.save), ranks.host_group) if config.checkpoint.save else None
-        path = find_checkpoint(config, ranks.host_group)
+    with launch.limit(world, 60 * (launch.JOIN_MINUTES + minutes), "making the groups of ranks"):
+        checks = config.zero.poison_buffers
+        return Mesh.build(plan.layout, world.rank, plan.device, minutes, check_buffers=checks, hosts=hosts), screen
+
+
+def pretrain(command: Command, world: World, signals: Signals) -> Wish | None:
+    """Train; returns the request that ended the run early."""
+    from megazero import checkpoint
+    from megazero.comm.launch import failures, launch
+    from megazero.comm.launch.machine import environment
+    from megazero.observe import start_report
+    from megazero.observe.watchdog import Watchdog
+    from megazero.run.checkpoints import Checkpoints
+    from megazero.run.resume import find_checkpoint
+    from megazero.run.run import TrainingRun
+    from megazero.run.trainer import Trainer
+
+    plan = prepare(command, world)
+    mesh, screen = connect(plan)
+    config, datasets, tokenizer, hosts = plan.config, plan.datasets, plan.tokenizer, mesh.world.hosts
+    with mesh.world.peer_errors("looking for a checkpoint"):
+        lock = checkpoint.lock(Path(config.checkpoint.save), mesh.host_group) if config.checkpoint.save else None
+        load = find_checkpoint(config, mesh.host_group)
     patience = max(HANG_PATIENCE_SECONDS, 6 * config.monitor.hang_timeout)  # a tenth of the limit
     watchdog = Watchdog(config.monitor.hang_timeout, lambda place: failures.end_hung(world, place, hosts, patience))
-    trainer = Trainer(config, ranks, datasets, eod, signals, clock, watchdog, tokenizer, command)
-    if leads:
-        details = start_report.details(config, layout, memory, hosts, environment(), trainer.choices)
+    eod = tokenizer.eod if tokenizer and config.data.document_flags else None
+    trainer = Trainer(config, mesh, datasets, eod, watchdog, tokenizer)
+    saves = Checkpoints(trainer.config, trainer.engine, datasets, tokenizer, watchdog, command.given)
+    stop_file = Path(config.log.log_dir) / "stop" if world.rank == 0 and config.log.log_dir else None
+    run = TrainingRun(trainer, saves, Wishes(signals, plan.clock, stop_file), command)
+    if world.rank == 0:
+        details = start_report.details(config, plan.layout, plan.machine, hosts, environment(), trainer.choices)
         start_report.hand_out(config, screen, details)
-    silent = world.size > 1 and device.type == "cuda"  # NCCL does not say that a peer has failed
+    silent = world.size > 1 and plan.device.type == "cuda"  # NCCL does not report that a peer has failed
     peers = failures.ending_with_peers(world) if silent else contextlib.nullcontext()
     with peers, watchdog.over(trainer.engine.interpreter), frozen_objects():
-        stop = trainer.evaluate_only(path) if config.evaluation.eval_only else trainer.run(path)
+        stop = run.evaluate(load) if config.evaluation.eval_only else run.train(load)
     if lock is not None:
         lock.release()
-    launch.stop(world, timeout)
+    launch.stop(world, config.parallel.distributed_timeout_minutes)
     return stop
 
 
 def with_gpu_defaults(command: Command, fastest: str) -> tuple[Config, str]:
-    """Return the configuration with the defaults of a GPU that runs, or that a rehearsal imitates; and a line on them.
+    """Return the configuration with the defaults of this GPU, or of the one that a rehearsal imitates, and a note.
 
     Args:
-        fastest: the precision in which the GPU here is fastest; empty: there is none.
+        fastest: the precision in which this GPU is fastest; empty without a GPU.
     """
     plan = command.config.plan
     if plan.rehearse and plan.rehearse_on != "here":
@@ -205,7 +269,7 @@ def with_gpu_defaults(command: Command, fastest: str) -> tuple[Config, str]:
 
 @contextlib.contextmanager
 def frozen_objects() -> Iterator[None]:
-    """Let garbage collections, which come at different times on each rank, skip the modules and the engine."""
+    """Exclude modules and engine from garbage collections, which interrupt each rank at a different time."""
     gc.collect()
     gc.freeze()
     try:
@@ -214,18 +278,21 @@ def frozen_objects() -> Iterator[None]:
         gc.unfreeze()  # else Triton's bindings report leaks when the process exits
 
 
-def rehearse(config: Config, world: World, chosen: str) -> None:
-    """Do what --rehearse asks for."""
+def rehearse(command: Command, world: World) -> None:
+    """Run steps of ranks of a larger world on stand-in tensors (--rehearse)."""
+    from megazero.comm.launch import launch
     from megazero.price.plan import vocabulary
     from megazero.rehearse.rehearsal_report import run_rehearsal
 
+    device = launch.pick_device(world)
+    config, chosen = with_gpu_defaults(command, launch.fastest_precision(device) if device.type == "cuda" else "")
     if chosen:
         log.info(chosen)
     run_rehearsal(config, world, vocabulary(config))
 
 
 def fail(world: World, message: str, report: bool = True) -> NoReturn:
-    """Report the failure, to the other ranks too, and end this process at once, so that their waits for it fail."""
+    """Report an error here and to the other ranks, and end at once, so that waits for this rank fail promptly."""
     from megazero.comm.launch import failures, launch
 
     log.error(message)

@@ -33,10 +33,10 @@ import torch.multiprocessing
 from benchmarks.measure import interval
 from megazero import checkpoint
 from megazero.checkpoint import LocalShard, manifest, planning, storage
-from megazero.checkpoint.pretend import pretended_shards
 from megazero.config.cli import parse
 from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
+from megazero.rehearse.saves import pretended_shards
 
 COMPARED = (
     *(("write ours", "write plain"), ("write DCP", "write plain"), ("read ours", "read plain")),

@@ -141,7 +141,7 @@ class PlainLlama(nn.Module):
         self.blocks = self.llama.model.layers
         values = {}
         for name, value in initial_weights(model, seed):
-            row = table.row(name)
+            row = table.names(name)
             values |= dict(zip(row.theirs, row.form.split(value, model), strict=True))
         self.llama.load_state_dict(values)
 
@@ -199,7 +199,7 @@ class TorchtitanLlama(nn.Module):
         self.blocks = self.llama.layers.values()
         table, values = architecture_of(model), {}
         for name, value in initial_weights(model, seed):
-            row = table.row(name)
+            row = table.names(name)
             values |= dict(zip(row.theirs, row.form.split(value, model), strict=True))
         self.llama.load_state_dict(Llama3StateDictAdapter(config, None).from_hf(values))
 

@@ -23,7 +23,7 @@ import torch
 from torch.autograd import DeviceType
 
 from benchmarks import gpu
-from megazero.observe.timeline import Span, timeline
+from megazero.observe.timeline import Interval, Timeline
 from megazero.plan.program.operations import Backward, BackwardWeights, inner
 
 FLAT = 0.8  # of the time of twice the tokens: from there on the time hardly depends on the tokens
@@ -81,7 +81,7 @@ def covered(intervals: Sequence[tuple[float, float]]) -> float:
     return total
 
 
-def tail_of(spans: Sequence[Span]) -> tuple[float, dict[str, float]]:
+def tail_of(spans: Sequence[Interval]) -> tuple[float, dict[str, float]]:
     """Return the seconds from the end of the last backward to the last end of all, and its parts by operation."""
     last = max(span.end for span in spans if isinstance(span.op, (Backward, BackwardWeights)))
     parts = Counter[str]()
@@ -105,7 +105,7 @@ def measure(o: Options, batch: int, device: torch.device) -> Measured:
         profiler.export_chrome_trace(str(Path(o.folder) / f"micro-batch-{batch}.json"))
     on_gpu = [e.time_range for e in profiler.events() or () if e.device_type == DeviceType.CUDA]
     busy = covered([(each.start / 1e6, each.end / 1e6) for each in on_gpu])
-    recorded = own.engine.interpreter.observe = timeline(device, ranges=False)
+    recorded = own.engine.interpreter.observe = Timeline(device)
     own.step(*inputs)
     recorded.close()
     tail, parts = tail_of(recorded.computed())

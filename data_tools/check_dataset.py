@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Check corpora whole: the index, the checksums, that every id lies within the vocabulary."""
+"""Check whole corpora: the index, the checksums, that every id is in the vocabulary."""
 
 import sys
 from collections.abc import Sequence
@@ -19,18 +19,18 @@ PROGRAM = "check_dataset.py"
 
 @dataclass(frozen=True)
 class Options:
-    """Check corpora whole: the index, the checksums in PREFIX.json, that every id lies within the vocabulary.
+    """Check whole corpora: the index, the checksums in PREFIX.json, that every id is in the vocabulary.
 
-    Exit code 0 if all is well, 2 at the first fault, which is named. Reads every byte once or twice.
+    Exit code 0 without a fault, 2 at the first fault, which is named. Reads every byte once or twice.
 
     example:
       python data_tools/check_dataset.py --input data/corpus_text_document --tokenizer gpt2:gpt2_files
     """
 
     input: tuple[str, ...]
-    """Prefixes of corpora; .idx at the end, as a glob of the shell leaves it, is taken off."""
+    """Prefixes of corpora. PREFIX.idx is accepted, so that a glob of the shell works."""
     tokenizer: str = ""
-    """Also check that it is the one with which the corpora were made. Empty: the vocabulary that PREFIX.json names."""
+    """Also check that the corpora were made with this tokenizer. Empty: check by the vocabulary in PREFIX.json."""
 
 
 def check(prefix: str, tokenizer: str = "") -> str:
@@ -50,11 +50,11 @@ def check(prefix: str, tokenizer: str = "") -> str:
     size = data.num_tokens * data.dtype.itemsize
     with progress_bar("checking", 2 * size) as bar:
         checked = verify(data, advance=lambda done: bar.advance(done, done))
-        largest, smallest = -1, 0
+        largest = -1
         for at in range(0, data.num_tokens, CHUNK):
             ids = data.tokens(at, min(at + CHUNK, data.num_tokens))
             high, low = int(ids.max()), int(ids.min())
-            largest, smallest = max(largest, high), min(smallest, low)
+            largest = max(largest, high)
             if low < 0 or (vocab_size is not None and high >= vocab_size):
                 wrong = low if low < 0 else high
                 raise ValueError(
@@ -63,9 +63,11 @@ def check(prefix: str, tokenizer: str = "") -> str:
                 )
             bar.advance(ids.nbytes, ids.nbytes, ids.size)
     if about.get("max_id", largest) != largest:
-        raise ValueError(f"--input {prefix}: {prefix}.json says max_id {about['max_id']}, and it is {largest}")
+        raise ValueError(
+            f"--input {prefix}: {prefix}.json has max_id {about['max_id']}, and the largest id is {largest}"
+        )
     within = f"ids 0 to {largest:,}" + (f" of a vocabulary of {vocab_size:,}" if vocab_size is not None else "")
-    sums = "checksums right" if checked else "no checksums: there is no PREFIX.json with them"
+    sums = "checksums right" if checked else "no checksums, because PREFIX.json is missing or has none"
     return f"{prefix}: {things(data.num_documents, 'document')}, {things(data.num_tokens, 'token')}, {within}; {sums}"
 
 

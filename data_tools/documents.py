@@ -1,4 +1,4 @@
-"""Documents out of chunks: the texts under the asked-for keys, or what is wrong with a line and where."""
+"""Documents of a chunk: the texts under the --json-keys, or the faults of a line."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ Texts = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Bad:
-    """A line, or row, that is no document: the place, and what is wrong with it."""
+    """A line, or row, that is no document: its place and its fault."""
 
     where: str
     fault: str
@@ -22,7 +22,7 @@ class Bad:
 
 
 def documents_of(chunk: Chunk, keys: Sequence[str]) -> Iterator[Texts | Bad]:
-    """Each document's texts, one per key, in order; blank lines are none."""
+    """Each document's texts, one per key, in order. Blank lines are not documents."""
     if chunk.source.kind in ("text", "stdin-text"):
         yield _text_of(chunk)
     elif chunk.source.kind in ("jsonl", "stdin"):
@@ -99,7 +99,7 @@ def _codec_fault(error: UnicodeDecodeError) -> str:
 
 
 def _well_formed(text: str) -> str:
-    """JSON can spell half a surrogate pair, which is no text; it becomes U+FFFD, as tokenizers refuse it."""
+    """Replace half a surrogate pair, which JSON allows and tokenizers refuse, by U+FFFD."""
     try:
         text.encode()
     except UnicodeEncodeError:

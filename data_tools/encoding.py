@@ -23,14 +23,15 @@ from data_tools.documents import Bad, documents_of
 from data_tools.reading import Chunk
 from megazero.data.tokenizer import PROBE, FastTokenizer, TiktokenTokenizer, Tokenizer, load_tokenizer
 
-# Chunks in flight for each worker: one at work, and some that wait, so that a slow document delays no other worker.
+# Chunks in flight for each worker: one that it encodes, and some that wait, so that no worker runs out of chunks
+# while another encodes a long document.
 CHUNKS_PER_WORKER = 4
-# Chunks and results that may wait, in bytes of text: what bounds memory where single documents are huge.
+# Bytes of text that may be in flight: bounds memory if single documents are huge.
 WAITING_BYTES = 256 << 20
-# Characters of a chunk that the reference tokenizer encodes again where gigatoken does the work.
+# Characters of a chunk that the tokenizer encodes too if gigatoken encodes the chunk.
 SPOT_CHECK = 2000
 
-# Growth of a process at which gigatoken forgets the words that it has seen.
+# Growth of a process in bytes at which gigatoken's tokenizer is made again.
 CACHE_BYTES = 96 << 20
 
 # One tokenizer per process, however many chunks it serves.
@@ -38,12 +39,12 @@ cached_tokenizer = functools.cache(load_tokenizer)
 
 
 class GigatokenDiffers(Exception):
-    """gigatoken gave other ids than the tokenizer that it stands in for. `args`: where."""
+    """gigatoken gave other ids than the tokenizer that it replaces. `args`: the place in the text."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Settings of a worker. `dtype`: name of the token type. `digests`: hash each document."""
+    """Settings of a worker. `dtype`: name of the token type. `digests`: hash each document, for --dedup."""
 
     tokenizer: str
     keys: tuple[str, ...]
@@ -55,13 +56,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Column:
-    """The documents of a chunk under one key: `ids` one after another, `lengths` in tokens; empty ones have 0."""
+    """The documents of a chunk under one key: `ids` one after another, `lengths` in tokens, 0 if empty."""
 
     ids: npt.NDArray[Any]
     lengths: npt.NDArray[np.int64]
 
     def select(self, kept: npt.NDArray[np.bool_]) -> "Column":
-        """The documents where `kept` is true."""
+        """Select the documents for which `kept` is true."""
         if kept.all():
             return self
         return Column(self.ids[np.repeat(kept, self.lengths)], self.lengths[kept])
@@ -69,7 +70,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Encoded:
-    """One `Column` per key; the lines that were no documents; 16-byte hashes of the documents, uint64 [D, 2]."""
+    """One `Column` per key; the lines that are no documents; 16-byte hashes of the documents, uint64 [D, 2]."""
 
     columns: list[Column]
     bad: list[Bad]
@@ -77,7 +78,7 @@ class Encoded:
 
 
 def encode_chunk(job: Job, chunk: Chunk) -> Encoded:
-    """All documents of a chunk as tokens."""
+    """Encode all documents of a chunk."""
     found = list(documents_of(chunk, job.keys))
     bad = [each for each in found if isinstance(each, Bad)]
     documents = [each for each in found if not isinstance(each, Bad)]
@@ -90,7 +91,7 @@ def encode_chunk(job: Job, chunk: Chunk) -> Encoded:
             columns.append(_column(job, tokenizer, ids, lengths))
         except (GigatokenDiffers, ValueError):
             raise
-        except Exception as error:  # whatever a tokenizer's library raises
+        except Exception as error:  # any exception of a tokenizer's library
             raise ValueError(f"{chunk.where(0)}: --tokenizer {job.tokenizer} fails on it: {error}") from error
     digests = None
     if job.digests:
@@ -124,7 +125,7 @@ def _encode(
     fast = fast_tokenizer(job.tokenizer)
     assert fast is not None
     if texts:
-        # Which stretch is compared follows from the place of the chunk: a run that goes on does the same.
+        # The chunk's place decides which stretch is compared, so that a resumed run compares the same.
         draw = int.from_bytes(hashlib.blake2b(f"{chunk.source.name} {chunk.at}".encode("utf-8", "replace")).digest())
         text = texts[draw % len(texts)]
         start = draw // len(texts) % max(1, len(text) - SPOT_CHECK)
@@ -136,10 +137,10 @@ def _encode(
 
 
 class BoundedGigatoken:
-    """gigatoken's tokenizer, made anew where its memory has grown by `CACHE_BYTES`.
+    """gigatoken's tokenizer, made again when the process has grown by `CACHE_BYTES`.
 
-    It keeps every word that it has seen, for good: 7 bytes per byte of text if all words differ. A new one costs a
-    quarter of a second, and learns the words again.
+    It caches every word and never evicts one: 7 bytes per byte of text if all words differ. Making it again takes a
+    quarter of a second, and starts with an empty cache.
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
@@ -147,7 +148,7 @@ class BoundedGigatoken:
         self._renew()
 
     def _renew(self) -> None:
-        self._tokenizer: Any = None  # free before a new one is there
+        self._tokenizer: Any = None  # free the old one before making a new one
         return_free_memory()
         self._tokenizer = self._make()
         self._limit = resident_bytes() + CACHE_BYTES
@@ -162,20 +163,20 @@ class BoundedGigatoken:
 
 
 def return_free_memory() -> None:
-    """Give the system what the allocator keeps of freed memory, where it is glibc's: else holes add up."""
+    """Return freed memory to the system, if the allocator is glibc's, which else keeps fragments of it."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def resident_bytes() -> int:
-    """Memory that this process has now."""
+    """Resident memory of this process."""
     with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @functools.cache
 def fast_tokenizer(spec: str) -> BoundedGigatoken | None:
-    """gigatoken's tokenizer of a SPEC; None where it has none: not BPE, not installed, a file it does not know."""
+    """gigatoken's tokenizer of a SPEC; None if gigatoken is not installed, or cannot read this tokenizer."""
     tokenizer = cached_tokenizer(spec)
     try:
         import gigatoken
@@ -194,7 +195,7 @@ def fast_tokenizer(spec: str) -> BoundedGigatoken | None:
 
 
 def check_same(fast: BoundedGigatoken, tokenizer: Tokenizer, texts: Sequence[str], where: str) -> None:
-    """GigatokenDiffers unless both tokenizers give the same ids."""
+    """Raise GigatokenDiffers unless both tokenizers give the same ids."""
     ids, lengths = fast.encode(texts)
     expected, expected_lengths = tokenizer.encode_flat(texts)
     if not (np.array_equal(ids, expected) and np.array_equal(lengths, expected_lengths)):
@@ -202,7 +203,7 @@ def check_same(fast: BoundedGigatoken, tokenizer: Tokenizer, texts: Sequence[str
 
 
 def trust_gigatoken(spec: str, samples: Sequence[str]) -> str:
-    """ "" if gigatoken gives the same ids as the tokenizer of `spec` on a probe and on samples; else why not."""
+    """Compare gigatoken with the tokenizer of `spec` on a probe and on samples; the reason not to use it, or ""."""
     fast = fast_tokenizer(spec)
     if fast is None:
         return "it does not know this tokenizer"
@@ -224,15 +225,15 @@ INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def deferring_interrupts() -> Iterator[None]:
-    """Handle interrupts when the block has ended, on the main thread; a process that is started within it blocks them.
+    """Delay interrupts until the block has ended. For the main thread; a process started in the block blocks them.
 
     Note [an interrupt while the pool starts]: `ProcessPoolExecutor.submit` starts the workers first and then the
-    thread that ends them. After an exception in between, `shutdown` does nothing, and Python joins the workers at exit,
-    which takes for ever because they wait for work. Ctrl-C, which reaches the whole group, also kills a worker whose
+    thread that ends them. After an exception in between, `shutdown` does nothing, and at exit Python waits for workers
+    that wait for work: the tool hangs. Ctrl-C, which reaches the whole process group, also kills a worker whose
     `start_worker` has not run yet.
     """
     caught = list[int]()
-    # Blocking alone does not defer: another thread takes the signal, and Python still handles it on this one.
+    # Blocking alone is not enough: another thread receives the signal, and Python handles it on the main thread.
     handlers = {each: signal.signal(each, lambda number, _: caught.append(number)) for each in INTERRUPTS}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)
     try:
@@ -246,14 +247,14 @@ def deferring_interrupts() -> Iterator[None]:
 
 
 def start_worker() -> None:
-    """Set up a worker process: it works on one core, and never outlives the tool."""
+    """Set up a worker process: it uses one core, and ends with the tool."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the tool decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the tool handles it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTS)  # deferred when the tool started this process
     parent = multiprocessing.parent_process()
     if parent is not None:
-        # A worker waits on a pipe that it holds open itself, so the tool's death alone would not wake it.
+        # A worker waits on a pipe that it holds open itself, so that the end of the tool would not wake it.
         def follow(sentinel: int = parent.sentinel) -> None:
             connection.wait([sentinel])
             os._exit(1)
@@ -262,7 +263,7 @@ def start_worker() -> None:
 
 
 def encode_all(job: Job, chunks: Iterator[Chunk], workers: int) -> Iterator[tuple[Chunk, Encoded]]:
-    """Every chunk with its tokens, in order, with a bounded number of chunks, and of bytes, in memory."""
+    """Yield every chunk with its tokens, in order; bounds the chunks, and the bytes, in memory."""
     if workers == 1:
         for chunk in chunks:
             yield chunk, encode_chunk(job, chunk)

@@ -1,8 +1,8 @@
-"""The work folder of an unfinished corpus: what is committed, and from where to go on.
+"""The work folder of an unfinished corpus, from which a run resumes.
 
-`P.partial/` holds the files in the making, `journal.json` and a lock. The journal is replaced at once, after
-the files are on the disk up to what it says; what was written later is cut off by who goes on. So a kill at
-any moment loses at most what came after the last commit, and the result is byte for byte the same.
+`P.partial/` holds the unfinished files, `journal.json` and a lock. A commit flushes the files to the disk, then
+replaces the journal, which records their sizes. A resumed run truncates the files to these sizes. So a kill at any
+moment loses at most the work since the last commit, and the result is byte for byte the same.
 """
 
 import errno
@@ -21,9 +21,9 @@ JOURNAL = "journal.json"
 
 
 class WorkFolder:
-    """`P.partial`, locked by this process for as long as it lives.
+    """`P.partial`, locked until this process ends.
 
-    `job` is all that the result depends on; a folder of another job is refused, not overwritten.
+    job: all settings on which the result depends; a folder with another job is refused, not overwritten.
     """
 
     def __init__(self, prefix: str, job: Mapping[str, Any]) -> None:
@@ -39,10 +39,10 @@ class WorkFolder:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 os.close(self._lock)
                 raise ValueError(
-                    f"--output-prefix {prefix}: another run is at work on it, in {self.path}; wait for it, or give "
-                    f"another prefix"
+                    f"--output-prefix {prefix}: another run works on it, in {self.path}; wait for it, or give another "
+                    f"prefix"
                 ) from error
-            # A file system without locks: go on without.
+            # A file system without locks: continue without one.
         try:
             self._read(prefix)
         except BaseException:
@@ -53,7 +53,7 @@ class WorkFolder:
         if not (self.path / JOURNAL).exists():
             self.clear()
             return
-        way_out = f"give the flags of that run to go on with it, or delete {self.path} to begin anew"
+        way_out = f"give the flags of that run to resume it, or delete {self.path} to start again"
         try:
             found = read_json_object(self.path / JOURNAL)
             job, state = found["job"], found["state"]
@@ -68,32 +68,29 @@ class WorkFolder:
         self.state = state
 
     def commit(self, state: Mapping[str, Any]) -> None:
-        """Record that all files are on the disk up to `state`."""
+        """Record `state`; all files must be on the disk up to it."""
         write_atomically(self.path / JOURNAL, json.dumps({"job": self.job, "state": state}).encode())
         self.state = dict(state)
 
     def clear(self) -> None:
-        """Delete what is in the folder."""
+        """Delete the contents of the folder, the journal last."""
         self.state = None
-        for entry in self.path.iterdir():
+        for entry in sorted(self.path.iterdir(), key=lambda entry: entry.name == JOURNAL):
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
     def remove(self) -> None:
-        """Delete the folder: the work is done, or nothing of it is worth keeping. The journal goes last."""
+        """Delete the folder, because the work is done or nothing is committed."""
         with suppress(OSError):
-            for entry in self.path.iterdir():
-                if entry.name != JOURNAL:
-                    shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
-            (self.path / JOURNAL).unlink(missing_ok=True)
+            self.clear()
             self.path.rmdir()
 
     def close(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         os.close(self._lock)
 
 
 class Skipped:
-    """The bad lines of a run, one per line of a file: resumable, like the tokens."""
+    """The bad lines of a run, in a file that is resumed like the tokens."""
 
     def __init__(self, path: Path, state: Mapping[str, int] | None) -> None:
         self.count = state["count"] if state else 0

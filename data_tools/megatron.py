@@ -1,4 +1,4 @@
-"""Flags of Megatron-LM's tools/preprocess_data.py that name a tokenizer, in the words of ours."""
+"""Flags of Megatron-LM's tools/preprocess_data.py that name a tokenizer, translated to ours."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from megazero.config.foreign.translate import refusals, split_items, translate
 
 TOKENIZER = {"vocab-file", "merge-file", "tokenizer-type", "tokenizer-model"}
-ALWAYS = {"dataset-impl": ("mmap",)}  # values that say what is always so
+ALWAYS = {"dataset-impl": ("mmap",)}  # values that are always true here
 
 
 def our_words(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments with --tokenizer instead of Megatron-LM's flags for it, and without what is always so.
+    """Return the arguments with --tokenizer instead of Megatron-LM's flags for it, and without the flags in ALWAYS.
 
     Raises:
         ValueError: flags that name no tokenizer, such as a vocabulary without its merges.

@@ -19,7 +19,7 @@ from megazero.data.writer import IndexedWriter
 from megazero.units import things
 
 PROGRAM = "merge_datasets.py"
-# What the parts of one corpus have in common; what differs otherwise is left out of the description.
+# Keys of PREFIX.json that must agree in all parts, and keys that are summed.
 SAME = ("tokenizer_hash", "vocab_size", "eod")
 SUMS = ("text_bytes", "empty_documents", "duplicate_documents", "skipped_lines")
 
@@ -37,13 +37,13 @@ class Options:
     """
 
     input: tuple[str, ...]
-    """Prefixes of corpora; .idx at the end, as a glob of the shell leaves it, is taken off."""
+    """Prefixes of corpora. PREFIX.idx is accepted, so that a glob of the shell works."""
     output_prefix: str
     """Prefix of the corpus to write: P.bin, P.idx and P.json."""
 
 
 def merge(inputs: Sequence[str], output_prefix: str) -> IndexedWriter:
-    """Write the joined corpus; its writer, which knows the counts. ValueError for parts that do not fit."""
+    """Write the joined corpus and return its writer, which has the counts. ValueError if the parts do not match."""
     prefixes = [given.removesuffix(".idx") for given in inputs]
     if not prefixes:
         raise ValueError("--input is missing; name the corpora to join")
@@ -71,7 +71,7 @@ def merge(inputs: Sequence[str], output_prefix: str) -> IndexedWriter:
 
 
 def pieces(data: IndexedDataset) -> Iterator[tuple[Any, Any, Any]]:
-    """A corpus in pieces of whole documents: tokens, sequence lengths, and where documents end among these."""
+    """Yield a corpus in pieces of whole documents: tokens, sequence lengths, number of sequences up to each end."""
     bounds, starts = data.document_indices, data.document_starts
     document = 0
     while document < data.num_documents:
@@ -102,7 +102,7 @@ def _check_fit(parts: Sequence[IndexedDataset], abouts: Sequence[dict[str, Any]]
 
 
 def _joined(abouts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The description of the whole, as `preprocess_data.py` would have written it."""
+    """The description of the joined corpus, as `preprocess_data.py` would have written it."""
     first = abouts[0]
     written = ("version", "dtype", "num_documents", "num_tokens", "max_id", "checksum")
     joined = {key: value for key, value in first.items() if key not in written}
@@ -125,18 +125,18 @@ def _joined(abouts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _copy_tokenizer(about: dict[str, Any], part: str, output_prefix: str) -> None:
-    """Copy the tokenizer beside the first part to beside the whole, and name it so in the description."""
-    kind, _, path = str(about.get("saved_tokenizer", "byte")).rpartition(":")
+    """Copy the tokenizer next to the first part to the folder of the joined corpus, and name it in `about`."""
+    kind, colon, path = str(about.get("saved_tokenizer", "byte")).rpartition(":")
     folder, *file = Path(path).parts
     if (Path(part).parent / folder).is_dir():
         base = Path(output_prefix.removesuffix(f"_{about.get('key')}_document"))
         base.parent.mkdir(parents=True, exist_ok=True)
         shutil.copytree(Path(part).parent / folder, f"{base}_tokenizer", dirs_exist_ok=True)
-        about["saved_tokenizer"] = ":".join([*([kind] if kind else []), str(Path(f"{base.name}_tokenizer", *file))])
+        about["saved_tokenizer"] = f"{kind}{colon}{Path(f'{base.name}_tokenizer', *file)}"
 
 
 def main(arguments: Sequence[str]) -> None:
-    """The tool. ValueError for corpora that cannot be read or do not fit."""
+    """The tool. ValueError for corpora that cannot be read or do not match."""
     options = parse(Options, arguments, PROGRAM)
     writer = merge(options.input, options.output_prefix)
     documents, tokens = things(writer.num_documents, "document"), things(writer.num_tokens, "token")

@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Look into a .bin/.idx corpus: its size, its sources, the lengths of its documents, and their text."""
+"""Show a .bin/.idx corpus: its size, its sources, the lengths of its documents, and their text."""
 
-import html
+import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -21,16 +22,24 @@ from megazero.data.tokenizer import Tokenizer, load_tokenizer
 from megazero.files import write_atomically
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Console
 
 PROGRAM = "peek.py"
 # Tokens shown of each document, from its beginning.
 SHOWN_TOKENS = 200
+# rich's page, with long lines wrapped.
+PAGE_WIDTH = 160
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>corpus</title><style>
+{stylesheet}
+body {{ color: {foreground}; background: {background}; }} pre {{ white-space: pre-wrap; }}
+</style></head><body><pre>{code}</pre></body></html>
+"""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Look into a .bin/.idx corpus: its size, its sources, the lengths of its documents, and their text.
+    """Show a .bin/.idx corpus: its size, its sources, the lengths of its documents, and their text.
 
     example:
       python data_tools/peek.py data/corpus_text_document --documents 2 --html corpus.html
@@ -40,15 +49,15 @@ class Options:
     """The corpus, without .bin or .idx."""
     tokenizer: str = ""
     """Tokenizer to decode with; a checkpoint has its own in RUN/iter_NNNNNNN/tokenizer. Empty: the one that PREFIX.json
-    names, or its copy beside the corpus."""
+    names, or its copy next to the corpus."""
     documents: int = 3
     """Documents to show, evenly spaced over the corpus, the first among them."""
     html: str = ""
-    """Write all of it as one page of HTML, too."""
+    """Also write the output as an HTML page."""
 
 
-class Span(NamedTuple):
-    """The documents of [low, high] tokens: how many, and how many tokens they have together."""
+class LengthBin(NamedTuple):
+    """The documents of [low, high] tokens: their number, and the sum of their tokens."""
 
     low: int
     high: int
@@ -56,11 +65,16 @@ class Span(NamedTuple):
     tokens: int
 
 
-def facts(data: IndexedDataset) -> dict[str, str]:
-    """Counts of a corpus, and what PREFIX.json says of it."""
-    shortest, longest = data.num_tokens, 0
+def lengths_of(data: IndexedDataset) -> Iterator[npt.NDArray[np.int64]]:
+    """Tokens of each document, a chunk of documents at a time."""
     for at in range(0, data.num_documents, CHUNK):
-        lengths = np.diff(data.document_starts(at, min(at + CHUNK, data.num_documents) + 1))
+        yield np.diff(data.document_starts(at, min(at + CHUNK, data.num_documents) + 1))
+
+
+def facts(data: IndexedDataset) -> dict[str, str]:
+    """Counts of a corpus, and the contents of PREFIX.json."""
+    shortest, longest = data.num_tokens, 0
+    for lengths in lengths_of(data):
         shortest, longest = min(shortest, int(lengths.min())), max(longest, int(lengths.max()))
     found = {
         "token type": data.dtype.name,
@@ -78,30 +92,23 @@ def facts(data: IndexedDataset) -> dict[str, str]:
 
 
 def sources(data: IndexedDataset) -> list[tuple[str, int, int]]:
-    """(--input, documents, tokens) of each, as PREFIX.json says."""
-    found = read_about(data).get("sources")
-    rows = []
-    for source in found if isinstance(found, list) else []:
-        if isinstance(source, dict):
-            counts = [source.get(key) for key in ("documents", "tokens")]
-            rows.append((str(source.get("input")), *(count if isinstance(count, int) else 0 for count in counts)))
-    return rows  # type: ignore[return-value]
+    """(--input, documents, tokens) of each source in PREFIX.json."""
+    found = read_about(data).get("sources", [])
+    return [(str(each["input"]), int(each["documents"]), int(each["tokens"])) for each in found]
 
 
-def histogram(data: IndexedDataset) -> list[Span]:
+def histogram(data: IndexedDataset) -> list[LengthBin]:
     """Documents by length, in powers of two."""
     documents, tokens = np.zeros(64, np.int64), np.zeros(64, np.int64)
-    for at in range(0, data.num_documents, CHUNK):
-        lengths = np.diff(data.document_starts(at, min(at + CHUNK, data.num_documents) + 1))
+    for lengths in lengths_of(data):
         powers = np.zeros(lengths.shape, dtype=np.int64)  # 0: empty; k: 2^(k - 1) to 2^k - 1 tokens
         powers[lengths > 0] = np.log2(lengths[lengths > 0]).astype(np.int64) + 1
         documents += np.bincount(powers, minlength=64)
         tokens += np.bincount(powers, weights=lengths, minlength=64).astype(np.int64)
-    spans = []
-    for power in np.flatnonzero(documents).tolist():
-        low, high = (0, 0) if power == 0 else (1 << (power - 1), (1 << power) - 1)
-        spans.append(Span(low, high, int(documents[power]), int(tokens[power])))
-    return spans
+    return [
+        LengthBin((1 << power) >> 1, (1 << power) - 1, int(documents[power]), int(tokens[power]))
+        for power in np.flatnonzero(documents).tolist()
+    ]
 
 
 def find_tokenizer(data: IndexedDataset, spec: str) -> Tokenizer | None:
@@ -115,100 +122,40 @@ def find_tokenizer(data: IndexedDataset, spec: str) -> Tokenizer | None:
         return None
 
 
-def samples(data: IndexedDataset, count: int, tokenizer: Tokenizer | None) -> list[tuple[int, int, str, int]]:
-    """(number, tokens, text of the beginning, tokens not shown) of a few documents."""
-    count = min(count, data.num_documents)
-    found = []
-    for k in range(count):
-        number = data.num_documents * k // count
-        shown = data.document(number, 0, SHOWN_TOKENS).tolist()
-        start, stop = data.document_starts(number, number + 2).tolist()
-        text = tokenizer.decode(shown) if tokenizer else " ".join(map(str, shown))
-        found.append((number, stop - start, text, stop - start - len(shown)))
-    return found
-
-
-# -- in the terminal
-
-
-def table_of(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> "Table":
-    """A table whose cells are no markup, whatever square brackets they hold."""
+def print_table(console: "Console", columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print a table. Square brackets in its cells are text, not markup."""
     from rich.markup import escape
     from rich.table import Table
 
     table = Table(*map(escape, columns))
     for row in rows:
         table.add_row(*(escape(f"{cell:,}" if isinstance(cell, int) else str(cell)) for cell in row))
-    return table
+    console.print(table, highlight=False)
 
 
-def spans_as_rows(spans: Sequence[Span], num_tokens: int) -> list[list[object]]:
-    most = max((span.documents for span in spans), default=1)
-    return [
-        [
-            f"{span.low:,} to {span.high:,}" if span.high else "0",
-            span.documents,
-            f"{span.tokens / max(1, num_tokens):.1%}",
-            "#" * round(20 * span.documents / most),
-        ]
-        for span in spans
+def print_corpus(console: "Console", data: IndexedDataset, count: int, tokenizer: Tokenizer | None) -> None:
+    """Print the facts, the sources, the histogram and the beginnings of `count` documents."""
+    total, bins = max(1, data.num_tokens), histogram(data)
+    print_table(console, ["", data.prefix], list(facts(data).items()))
+    if by_source := sources(data):
+        share = [(n, d, t, f"{t / max(1, data.num_tokens):.1%}") for n, d, t in by_source]
+        print_table(console, ["--input", "documents", "tokens", "share"], share)
+    most = max((each.documents for each in bins), default=1)
+    rows = [
+        (f"{b.low:,} to {b.high:,}", b.documents, f"{b.tokens / total:.1%}", "#" * round(20 * b.documents / most))
+        for b in bins
     ]
-
-
-# -- as a page
-
-
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
-table { border-collapse: collapse; } td, th { padding: .15rem .8rem .15rem 0; text-align: left; vertical-align: top; }
-td.n { text-align: right; font-variant-numeric: tabular-nums; } td.bar { width: 24rem; }
-.bar div { background: #4a7ab5; height: .9rem; } pre { background: #f4f4f4; padding: .8rem; white-space: pre-wrap; }
-"""
-
-
-def page(
-    data: IndexedDataset, about: dict[str, str], shown: Sequence[tuple[int, int, str, int]], spans: Sequence[Span]
-) -> str:
-    """One HTML page without a script: facts, tokens per source, the histogram, samples."""
-
-    def rows(lines: Sequence[Sequence[Any]], largest: int) -> str:
-        made = []
-        for *cells, size in lines:
-            tds = "".join(
-                f'<td class="n">{cell:,}</td>' if isinstance(cell, int) else f"<td>{html.escape(str(cell))}</td>"
-                for cell in cells
-            )
-            width = 100 * size / max(1, largest)
-            made.append(f'<tr>{tds}<td class="bar"><div style="width:{width:.1f}%"></div></td></tr>')
-        return "\n".join(made)
-
-    by_source = sources(data)
-    title = html.escape(Path(data.prefix).name)
-    facts_rows = "\n".join(f"<tr><th>{html.escape(k)}</th><td>{html.escape(v)}</td></tr>" for k, v in about.items())
-    source_rows = rows([(n, d, t, t) for n, d, t in by_source], max((t for _, _, t in by_source), default=1))
-    span_rows = rows(
-        [
-            (f"{s.low:,} to {s.high:,}", s.documents, f"{s.tokens / max(1, data.num_tokens):.1%}", s.documents)
-            for s in spans
-        ],
-        max((span.documents for span in spans), default=1),
-    )
-    texts = "\n".join(
-        f"<h3>document {number:,}: {size:,} tokens</h3><pre>{html.escape(text)}</pre>"
-        + (f"<p>... and {left:,} tokens more</p>" if left else "")
-        for number, size, text, left in shown
-    )
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style></head><body>
-<h1>{title}</h1><p>{html.escape(data.prefix)}</p>
-<table>{facts_rows}</table>
-<h2>Tokens per source</h2><table><tr><th>--input</th><th>documents</th><th>tokens</th></tr>{source_rows}</table>
-<h2>Lengths of documents</h2>
-<table><tr><th>tokens</th><th>documents</th><th>share of tokens</th></tr>{span_rows}</table>
-<h2>Samples</h2>
-{texts}
-</body></html>
-"""
+    print_table(console, ["tokens in document", "documents", "share of tokens", ""], rows)
+    count = min(count, data.num_documents)
+    for number in (data.num_documents * k // count for k in range(count)):
+        shown = data.document(number, 0, SHOWN_TOKENS).tolist()
+        start, stop = data.document_starts(number, number + 2).tolist()
+        console.rule(f"document {number}: {stop - start:,} tokens")
+        text = tokenizer.decode(shown) if tokenizer else " ".join(map(str, shown))
+        text = text.encode("utf-8", "replace").decode()
+        console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+        if left := stop - start - len(shown):
+            console.print(f"... and {left:,} tokens more", highlight=False)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -219,25 +166,12 @@ def main(arguments: Sequence[str]) -> None:
     from rich.console import Console
 
     data = IndexedDataset(options.prefix.removesuffix(".idx"))
-    console = Console()
-    about, spans = facts(data), histogram(data)
-    console.print(table_of(["", data.prefix], list(about.items())))
-    if by_source := sources(data):
-        share = [(n, d, t, f"{t / max(1, data.num_tokens):.1%}") for n, d, t in by_source]
-        console.print(table_of(["--input", "documents", "tokens", "share"], share))
-    rows = spans_as_rows(spans, data.num_tokens)
-    console.print(table_of(["tokens in document", "documents", "share of tokens", ""], rows))
     tokenizer = find_tokenizer(data, options.tokenizer) if options.documents else None
-    shown = samples(data, options.documents, tokenizer)
-    for number, size, text, left in shown:
-        console.rule(f"document {number}: {size:,} tokens")
-        # Plain print: square brackets in a text are no markup.
-        print(text.encode("utf-8", "replace").decode(), flush=True)
-        if left:
-            print(f"... and {left:,} tokens more", flush=True)
+    print_corpus(Console(), data, options.documents, tokenizer)
     if options.html:
-        made = page(data, about, shown, spans)
-        write_atomically(options.html, made.encode("utf-8", "replace"))
+        page = Console(record=True, width=PAGE_WIDTH, file=io.StringIO())
+        print_corpus(page, data, options.documents, tokenizer)
+        write_atomically(options.html, page.export_html(code_format=PAGE).encode())
         print(f"wrote {options.html}")
 
 

@@ -44,7 +44,7 @@ PROGRAM = "preprocess_data.py"
 COMMIT_SECONDS, COMMIT_BYTES = 5.0, 64 << 20
 # Bad lines shown on stderr; all of them are in a file.
 SHOWN_BAD = 5
-# gigatoken is compared with the tokenizer on so much text, from so many sources, before it is used.
+# Text, and number of sources, on which gigatoken is compared with the tokenizer before it is used.
 SAMPLE_CHARACTERS, SAMPLE_SOURCES = 1 << 16, 4
 
 
@@ -52,9 +52,8 @@ SAMPLE_CHARACTERS, SAMPLE_SOURCES = 1 << 16, 4
 class Options:
     """Turn text into the .bin/.idx token files that megazero and Megatron-LM train on.
 
-    Killed at any moment, or stopped by a full disk, it goes on where it was when the same command is given again; the
-    result is byte for byte the same. Documents without a token are left out and counted. The tokenizer is saved beside
-    the corpus.
+    Killed at any moment, or stopped by a full disk, it resumes when the same command is given again; the result is byte
+    for byte the same. Documents without a token are left out and counted. The tokenizer is saved next to the corpus.
 
     example:
       python data_tools/preprocess_data.py --input wiki.jsonl.zst news/ --output-prefix data/corpus --tokenizer
@@ -90,11 +89,11 @@ class Options:
     """Leave out documents that are equal, byte for byte, to an earlier one. Takes 16 bytes of memory per document, and
     up to three times that at moments."""
     partition: str = "0/1"
-    """I/N: read only part I of N, of about equal size, and write P-0000I-of-0000N_KEY_document: one of N machines.
-    merge_datasets.py joins the parts, in order, to what one run over all would have made."""
+    """I/N: read only part I of N, of about equal size, and write P-0000I-of-0000N_KEY_document. For N machines.
+    merge_datasets.py joins the parts, in order, to the corpus that a single run would have made."""
     gigatoken: bool = True
-    """Encode with gigatoken where it gives the same ids as the tokenizer: compared on a sample of the text first, and
-    on a stretch of every chunk."""
+    """Encode with gigatoken if it gives the same ids as the tokenizer: compared first on a sample of the text, then on
+    a stretch of every chunk."""
 
 
 class Corpus(NamedTuple):
@@ -135,7 +134,7 @@ class Run:
         self.committed_at, self.committed_bytes = time.monotonic(), self.counts.text_bytes
 
     def _choose_encoder(self) -> str:
-        """ "gigatoken" where it can be trusted, else "tokenizer"; says why not."""
+        """Return "gigatoken" if it gives the same ids, else "tokenizer" with a warning."""
         if not self.options.gigatoken or self.options.tokenizer == "byte":
             return "tokenizer"
         why = trust_gigatoken(self.options.tokenizer, sample_texts(self.sources, self.keys))
@@ -160,7 +159,7 @@ class Run:
                 self._recall()
             done = self.counts
             if state:
-                print(f"going on behind {done.text_bytes / 1e6:,.0f} MB of text, in {self.work.path}", file=sys.stderr)
+                print(f"resuming after {done.text_bytes / 1e6:,.0f} MB of text, in {self.work.path}", file=sys.stderr)
             bar = stack.enter_context(progress_bar("tokenizing", size_of(self.sources)))
             bar.advance(0, done.disk_bytes, counts=False)
             job = Job(
@@ -183,7 +182,7 @@ class Run:
             self._finish()
 
     def _recall(self) -> None:
-        """Read again the hashes of the documents that are done."""
+        """Read the hashes of finished documents again."""
         assert self.digests is not None
         step = 16 << 20
         for at in range(0, self.digests.size, step):
@@ -208,7 +207,7 @@ class Run:
         for k, column in enumerate(encoded.columns):
             column = column if kept is None else column.select(kept)
             full = column.lengths[column.lengths > 0].astype(np.int32)
-            self.parts[k].add_batch(column.ids, full)
+            self.parts[k].add_documents(column.ids, full)
             self.counts.empty[k] += column.lengths.size - full.size
             of_argument = self.counts.arguments[k][chunk.source.argument]
             of_argument[0] += full.size
@@ -241,7 +240,7 @@ class Run:
         self.committed_at, self.committed_bytes = time.monotonic(), self.counts.text_bytes
 
     def _finish(self) -> None:
-        """Complete the files of all corpora; from then on they only have to get their names."""
+        """Complete the files of all corpora; only their names are missing then."""
         folder = self.work.path / "tokenizer"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
@@ -270,7 +269,7 @@ class Run:
         self.work.commit({**self.work.state, "published": True})
 
     def publish(self) -> list[Corpus]:
-        """Give all files their names; can be done again after a kill."""
+        """Give all files their names; can be repeated after a kill."""
         assert self.work.state is not None
         made = []
         for number, key in enumerate(self.keys):
@@ -315,7 +314,7 @@ def workers_of(options: Options) -> int:
 
 
 def sample_texts(sources: Sequence[Source], keys: Sequence[str]) -> list[str]:
-    """Some text from the beginning of a few sources, the first and the last among them; none of a stream."""
+    """Text from the beginning of a few sources, the first and the last among them; none from a stream."""
     files = [source for source in sources if source.kind not in ("stream", "stdin", "stdin-text")]
     chosen = sorted({len(files) * k // SAMPLE_SOURCES for k in range(SAMPLE_SOURCES)} | {len(files) - 1})
     texts: list[str] = []
@@ -332,7 +331,7 @@ def sample_texts(sources: Sequence[Source], keys: Sequence[str]) -> list[str]:
 
 
 def job_of(options: Options, sources: Sequence[Source]) -> dict[str, Any]:
-    """All that the result depends on, under names that a person can act on."""
+    """All settings on which the result depends, by names for a message."""
     tokenizer = cached_tokenizer(options.tokenizer)
     return {
         "--input (names, sizes or dates of files)": [source.identity() for source in sources],
@@ -347,10 +346,10 @@ def job_of(options: Options, sources: Sequence[Source]) -> dict[str, Any]:
 
 
 def preprocess(options: Options) -> list[Corpus]:
-    """Make the corpora, one per key. Output is in the order of the input whatever --workers is.
+    """Make the corpora, one per key. Output is in the order of the input for any number of --workers.
 
-    What is wrong with the flags is said before anything is written. After an exception, what was committed
-    is kept for the same command; if nothing was, nothing is left.
+    Flags are checked before anything is written. After an exception, committed work is kept for the same command; if
+    nothing is committed, nothing is left.
     """
     check_workers(workers_of(options))
     sources = find_sources(options.input, options.json_keys, options.input_format)
@@ -368,8 +367,7 @@ def preprocess(options: Options) -> list[Corpus]:
             return _tokenize_and_publish(options, sources, prefix, work)
         except GigatokenDiffers as error:
             print(
-                f"gigatoken gives other ids than --tokenizer {options.tokenizer} at {error}: all of its work is "
-                f"thrown away, and done again without it",
+                f"gigatoken gives other ids than --tokenizer {options.tokenizer} at {error}: starting again without it",
                 file=sys.stderr,
             )
             work.clear()
@@ -407,17 +405,17 @@ def _tokenize_and_publish(options: Options, sources: Sequence[Source], prefix: s
 
 
 def _leave(work: WorkFolder, error: BaseException) -> None:
-    """Keep what was committed, and nothing else; say so in the error."""
+    """Keep committed work only, and report it in the error."""
     if work.state is None:
         work.remove()
         return
     for number, known in enumerate(work.state["corpora"]):
-        with suppress(OSError, ValueError):  # what came after the commit only takes space
+        with suppress(OSError, ValueError):  # work after the commit only takes space
             stem = work.path / str(number)
             if not work.state["published"] and stem.with_suffix(".bin").exists():
                 CorpusParts(stem, known["dtype"], known).close()
     done = work.state["counts"]["text_bytes"] / 1e6
-    note = f"{done:,.0f} MB of text are done and kept in {work.path}: the same command goes on from there"
+    note = f"{done:,.0f} MB of text are done and kept in {work.path}: the same command resumes from there"
     if isinstance(error, KeyboardInterrupt):
         error.args = (note,)
     else:
@@ -425,7 +423,7 @@ def _leave(work: WorkFolder, error: BaseException) -> None:
 
 
 def stop(number: int, frame: FrameType | None) -> None:
-    """SIGTERM as an exception, so that what is not committed is removed."""
+    """Raise an exception at SIGTERM, so that uncommitted work is removed."""
     raise KeyboardInterrupt
 
 

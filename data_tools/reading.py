@@ -1,6 +1,6 @@
-"""Sources read as chunks: a piece of a file of about a megabyte, with the position from which to go on behind it.
+"""Sources read as chunks: a piece of a file of about a megabyte, with the position after it.
 
-What a chunk holds is decided by its position alone, so that reading on from one gives the same chunks.
+A chunk's content depends on its position alone, so that a resumed run reads the same chunks.
 """
 
 import gzip
@@ -17,8 +17,8 @@ from megazero.files import explain
 if TYPE_CHECKING:
     import pyarrow as pa
 
-# A chunk is what a worker gets at once: enough to outweigh its transport, little enough that a queue of
-# them is. A longer document is a chunk of its own.
+# Size of the chunks that workers encode: large enough to outweigh the transport, small enough for a queue of them. A
+# longer document is a chunk of its own.
 CHUNK_BYTES = 1 << 20
 # Rows decoded at once of a parquet file or a data set.
 ROWS = 256
@@ -26,9 +26,9 @@ ROWS = 256
 
 @dataclass(frozen=True)
 class Position:
-    """Position to read on from: source `source`, `offset` (bytes as decompressed, or rows), line `line`.
+    """A position in the input: the number of the source, the offset (decompressed bytes, or rows), the line.
 
-    `line` is -1 where it is not known, behind the border of a --partition.
+    `line` is -1 if it is unknown, because a --partition begins in the middle of a file.
     """
 
     source: int = 0
@@ -43,8 +43,8 @@ BEGINNING = Position()
 class Chunk:
     """Some documents of one source.
 
-    `raw`: lines, or a whole text, or an Arrow stream of rows; `behind`: the position behind them;
-    `disk_bytes`: by how much reading them moved on in the file, compressed where the file is.
+    `raw`: lines, or a whole text, or an Arrow stream of rows; `behind`: the position after them; `disk_bytes`: their
+    size on the disk, compressed if the file is.
     """
 
     source: Source
@@ -54,7 +54,7 @@ class Chunk:
     disk_bytes: int
 
     def where(self, number: int) -> str:
-        """The place of line, or row, `number` of the chunk, from 0, for a person."""
+        """The place of line, or row, `number` of the chunk, counted from 0, for a message."""
         name = "standard input" if self.source.kind.startswith("stdin") else self.source.name
         if self.source.kind in ("text", "stdin-text"):
             return name
@@ -66,7 +66,7 @@ class Chunk:
 
 
 def read_chunks(sources: Sequence[Source], keys: Sequence[str], start: Position = BEGINNING) -> Iterator[Chunk]:
-    """All chunks from `start` on. ValueError naming the --input that is missing, damaged or without a key."""
+    """Yield all chunks from `start`. ValueError naming the --input that is missing, damaged or without a key."""
     for number in range(start.source, len(sources)):
         source = sources[number]
         at = start if number == start.source else Position(number)
@@ -84,7 +84,7 @@ def read_chunks(sources: Sequence[Source], keys: Sequence[str], start: Position 
 
 
 def _open(source: Source) -> tuple[BinaryIO, BinaryIO]:
-    """The file as it lies on the disk, and decompressed."""
+    """The file on the disk, and its decompressed content."""
     raw = open(source.name, "rb")
     if source.compression == ".gz":
         return raw, gzip.open(raw)  # type: ignore[return-value]
@@ -126,7 +126,7 @@ def _border(source: Source, share: float) -> int:
 
 
 def _line_start(file: BinaryIO, offset: int) -> int:
-    """The start of the first line that begins at `offset` or behind it."""
+    """The start of the first line that begins at or after `offset`."""
     file.seek(max(0, offset - 1))
     file.readline()
     return file.tell() if offset else 0
@@ -272,7 +272,7 @@ def _read_stream(source: Source, at: Position, keys: Sequence[str]) -> Iterator[
 
 
 def _load(source: Source) -> Any:
-    """The data set of a `datasets:` source. Whatever the library raises becomes one ValueError."""
+    """The data set of a `datasets:` source. ValueError for any exception of the library."""
     import datasets
 
     spec = f"datasets:{source.name}" + (f":{source.split}" if source.split else "")
@@ -303,7 +303,7 @@ def _check_columns(source: Source, names: Sequence[str], keys: Sequence[str]) ->
 
 
 def _row_chunks(source: Source, at: Position, table: "pa.Table", row: int, disk_bytes: int) -> Iterator[Chunk]:
-    """Rows of a table from position `at` on, in chunks of about `CHUNK_BYTES`; the first of the table is `row`."""
+    """Yield the rows of a table from position `at` in chunks of about `CHUNK_BYTES`; its first row is number `row`."""
     import pyarrow as pa
 
     if at.offset > row:

@@ -22,19 +22,14 @@ STDIN = "-"
 DATASETS = "datasets:"
 # A folder with one of these was written by `datasets.Dataset.save_to_disk`, or `DatasetDict.save_to_disk`.
 SAVED_DATASET = ("dataset_info.json", "dataset_dict.json")
-INPUT_HELP = (
-    "JSON lines, one object per document (.jsonl, .json, .ndjson); text, one file per document (.txt, .md); each may "
-    "be .gz or .zst; .parquet, .arrow; folders and globs of these; - for JSON lines from standard input; "
-    "datasets:NAME[:SPLIT] for a data set of the `datasets` library, a folder of save_to_disk or one of the hub."
-)
 
 
 @dataclass(frozen=True)
 class Source:
     """One file, or one stream, of documents.
 
-    `begin`, `end`: the part of [0, 1) of it that is read: all of it but under --partition. `argument`: which
-    of the values of --input it comes from. `size` in bytes on disk; 0 where it is not known.
+    `begin`, `end`: the part of [0, 1) of it that is read, less than all only with --partition. `argument`: number of
+    the --input value that names it. `size` in bytes on disk; 0 if unknown.
     """
 
     name: str
@@ -53,7 +48,7 @@ class Source:
 
 
 def find_sources(inputs: Sequence[str], keys: Sequence[str], input_format: Format = "auto") -> list[Source]:
-    """All sources in order: those of a folder or a glob by name. ValueError naming the --input that is wrong."""
+    """All sources in order, those of a folder or a glob sorted by name. ValueError naming the wrong --input."""
     if len(set(keys)) != len(keys):
         raise ValueError(f"--json-keys {' '.join(keys)}: a key is given twice; give each once")
     for key in keys:
@@ -98,7 +93,7 @@ def _sources_of(given: str, number: int, input_format: Format) -> list[Source]:
 
 
 def _folder(folder: str, number: int, input_format: Format) -> list[Source]:
-    """Every file below a folder whose kind is known, or, with an explicit format, every file; none that is hidden."""
+    """Every file below a folder whose kind is known, or, with --input-format, every file; hidden files are left out."""
     names = []
     for parent, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -134,7 +129,7 @@ def _file(name: str, number: int, input_format: Format) -> Source:
     if kind is None:
         raise ValueError(
             f"--input {name}: unknown kind of file; its name must end in {', '.join(KINDS)}, the first five also with "
-            f"{' or '.join(COMPRESSIONS)}; or say what it is with --input-format"
+            f"{' or '.join(COMPRESSIONS)}; or give --input-format"
         )
     return Source(name, kind, number, status.st_size, status.st_mtime_ns, compression)
 
@@ -156,8 +151,8 @@ def _dataset(given: str, number: int) -> Source:
 def partition(sources: Sequence[Source], given: str) -> list[Source]:
     """The sources of part I of N (`given`: "I/N", I from 0), of about equal size on disk.
 
-    The parts, one after another, are the whole input in its order. A document belongs to the part in which
-    its line, its row group or, where a file cannot be entered in the middle, its file begins.
+    The parts, one after another, are the whole input in its order. A document belongs to the part in which its line or
+    row group begins; or its file, if that cannot be read from the middle.
     """
     try:
         index, count = (int(word) for word in given.split("/"))

@@ -15,21 +15,21 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 Options = TypeVar("Options")
-# Seconds between two lines of progress where stderr is a file and no bar can be drawn.
+# Seconds between two lines of progress if stderr is a file.
 LOG_SECONDS = 30.0
 
 
 def parse(options: type[Options], arguments: Sequence[str], program: str) -> Options:
-    """The flags of a tool: a dataclass whose docstrings are the help. SystemExit(2) if one is mistyped."""
+    """Parse the flags of a tool: a dataclass whose docstrings are the help. SystemExit(2) for a mistyped flag."""
     import tyro
 
     return tyro.cli(options, args=list(arguments), prog=program)
 
 
 def run_tool(main: Callable[[Sequence[str]], None]) -> None:
-    """Run a tool's `main(arguments)`. What a user can mend comes out as one line and an exit code:
+    """Run a tool's `main(arguments)`. An error is reported in one line and an exit code.
 
-    2 for a ValueError, 1 for an error of the system (a full disk), 130 when interrupted.
+    2 for a ValueError, 1 for an error of the system (a full disk), 130 after an interrupt.
     """
     name, code, line = Path(sys.argv[0]).name, 0, ""
     try:
@@ -39,7 +39,7 @@ def run_tool(main: Callable[[Sequence[str]], None]) -> None:
         code, line = 2, f"error: {error}{_notes(error)}"
     except ModuleNotFoundError as error:
         code, line = 2, f"error: this {missing_package(error)}"
-    except BrokenPipeError:  # the reader of a pipe, such as `head`, has enough
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     except OSError as error:
@@ -59,7 +59,7 @@ def _notes(error: Exception) -> str:
 
 
 def check_workers(workers: int) -> None:
-    """ValueError unless so many processes can be started and have something to do."""
+    """ValueError for an unreasonable number of processes."""
     most = 4 * (os.cpu_count() or 1)
     if not 1 <= workers <= most:
         raise ValueError(f"--workers {workers}: give 1 to {most} processes, as this machine has {most // 4} cores")
@@ -67,7 +67,7 @@ def check_workers(workers: int) -> None:
 
 @contextmanager
 def progress_bar(verb: str, total: int) -> Iterator["Reporter"]:
-    """Shows work on `total` bytes of files on stderr; 0: not known."""
+    """Show progress over `total` bytes of files on stderr; 0: unknown."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -85,7 +85,7 @@ def progress_bar(verb: str, total: int) -> Iterator["Reporter"]:
 
 
 class Reporter:
-    """Counts bytes and tokens: into a bar on a terminal, into a line now and then elsewhere."""
+    """Counts bytes and tokens, and shows them in a bar on a terminal, or else in a line now and then."""
 
     def __init__(self, bar: "Progress", task: object, total: int) -> None:
         self._bar, self._task, self._total = bar, task, total
@@ -93,7 +93,7 @@ class Reporter:
         self._text = self._disk = self._tokens = 0
 
     def advance(self, text_bytes: int, disk_bytes: int, tokens: int = 0, *, counts: bool = True) -> None:
-        """`counts`: whether it was done now; what an earlier run did is no part of the rate."""
+        """Add progress. If `counts` is False, an earlier run made it, and it does not enter the rate."""
         self._disk += disk_bytes
         if counts:
             self._text, self._tokens = self._text + text_bytes, self._tokens + tokens

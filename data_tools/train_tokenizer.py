@@ -23,7 +23,7 @@ from megazero.units import things
 PROGRAM = "train_tokenizer.py"
 # 256 bytes and the end of document; SentencePiece has <unk>, <s> and </s> instead.
 SMALLEST_VOCABULARY = 257
-# SentencePiece sees a document in pieces of so many bytes at most: it leaves out what is longer.
+# Limit of the pieces in which SentencePiece gets a document, because it ignores longer ones.
 SENTENCE_BYTES = 4000
 
 
@@ -77,7 +77,7 @@ def texts_of(options: Options, sources: Sequence[Source]) -> Iterator[list[str]]
 
 
 def train_bpe(texts: Iterator[list[str]], vocab_size: int) -> Any:
-    """A trained `tokenizers.Tokenizer`; of fewer tokens than asked for if the text has too few words."""
+    """A trained `tokenizers.Tokenizer`; it has fewer tokens than `vocab_size` if the text has too few words."""
     from tokenizers import models, trainers
     from tokenizers.pre_tokenizers import ByteLevel
 
@@ -86,7 +86,7 @@ def train_bpe(texts: Iterator[list[str]], vocab_size: int) -> Any:
         vocab_size=vocab_size,
         special_tokens=[END_OF_DOCUMENT[0]],
         initial_alphabet=ByteLevel.alphabet(),  # every byte, seen in the text or not
-        show_progress=False,  # we show our own, by bytes: it does not know how much text there is
+        show_progress=False,  # we show our own, which counts bytes
     )
     backend.train_from_iterator(texts, trainer)
     return backend
@@ -111,7 +111,7 @@ def save(backend: Any, folder: Path) -> None:
 
 
 def sentences(texts: Iterator[list[str]]) -> Iterator[str]:
-    """Documents in pieces that SentencePiece takes: lines, and long lines divided at spaces."""
+    """Yield documents in pieces for SentencePiece: lines, and long lines divided at spaces."""
     for chunk in texts:
         for text in chunk:
             for line in text.splitlines():
@@ -151,9 +151,9 @@ def train_sentencepiece(texts: Iterator[list[str]], vocab_size: int) -> bytes:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """The tool. ValueError for what is wrong with its arguments or input."""
+    """The tool. ValueError for wrong arguments or input."""
     options = parse(Options, arguments, PROGRAM)
-    smallest = SMALLEST_VOCABULARY + 2 * (options.model == "sentencepiece")
+    smallest = SMALLEST_VOCABULARY if options.model == "bpe" else SMALLEST_VOCABULARY + 2
     if options.vocab_size < smallest:
         raise ValueError(
             f"--vocab-size {options.vocab_size}: the 256 bytes and the special tokens alone are {smallest}; give "

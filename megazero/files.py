@@ -28,27 +28,24 @@ def _fastest_crc32() -> Callable[..., int]:
 crc32 = _fastest_crc32()
 
 
-def open_regular(path: str | os.PathLike[str], follow: bool = True) -> int:
+def open_regular(path: str | os.PathLike[str]) -> int:
     """Open a regular file for reading and return its descriptor.
-
-    follow: if False, a link is an OSError of ELOOP.
 
     Raises:
         ValueError: `path` is a folder, a FIFO or a device.
         OSError: it cannot be opened.
     """
     # O_NONBLOCK: without it, opening a FIFO waits for a writer. It changes nothing for a regular file.
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-    handle = os.open(path, flags if follow else flags | os.O_NOFOLLOW)
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise ValueError(f"{os.fspath(path)} is a folder, a FIFO or a device, not a file")
     return handle
 
 
-def read_regular(path: str | os.PathLike[str], limit: int | None = None, follow: bool = True) -> bytes:
+def read_regular(path: str | os.PathLike[str], limit: int | None = None) -> bytes:
     """Read a regular file, opened as `open_regular` does; ValueError if it is larger than `limit` bytes."""
-    with os.fdopen(open_regular(path, follow), "rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if limit is not None and size > limit:
             raise ValueError(f"{os.fspath(path)} is {size:,} bytes long, more than {limit:,}")

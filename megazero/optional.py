@@ -1,4 +1,4 @@
-"""Packages that only some options need: imported where they are used, and asked for by name where they are missing."""
+"""Packages that only some options need, imported at their use; a message names a missing one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def load_optional(module: str, purpose: str) -> Any:
 
     Args:
         module: its name, such as `matplotlib.figure`.
-        purpose: what needs it: the flag or the file, which begins the message.
+        purpose: the flag or the file that needs it, which begins the message.
 
     Raises:
         ValueError: the package is not installed, with the command that installs it.
@@ -41,7 +41,7 @@ def missing_package(error: ModuleNotFoundError) -> str:
     """Return one sentence for a package that could not be imported, with the command that installs it."""
     package = (error.name or "").partition(".")[0]
     if package not in EXTRAS:
-        traceback.print_exception(error)  # no choice of the user's: the installation, or this code, is broken
+        traceback.print_exception(error)  # not an optional package: the installation, or this code, is broken
         return f"lacks a Python module: {error}"
     extra = EXTRAS[package]
     return (

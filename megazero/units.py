@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 SCALES = ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
 
 
@@ -22,8 +24,19 @@ def count(number: int) -> str:
 
 
 def things(number: int, name: str) -> str:
-    """Format a number and what it counts: "1 document", "1,024 documents"."""
-    return f"{number:,} {name}{'s' * (number != 1)}"
+    """Format a number with its noun: "1 document", "1,024 documents"."""
+    return f"{number:,} {name}" if number == 1 else f"{number:,} {name}s"
+
+
+def ranges(numbers: Iterable[int]) -> list[str]:
+    """Format rising numbers: [0, 1, 2, 5] -> ["0-2", "5"]."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
 
 
 def duration(seconds: float) -> str:

@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""Look at checkpoints: what there is, whether it is whole, what is in it. Hand them to Hugging Face, and back.
+"""List, verify and show checkpoints; export them to Hugging Face, and import models from there.
 
 examples:
   python scripts/checkpoint.py list runs/a
-    every checkpoint of a folder, and which one a resume takes
+    list every checkpoint of a folder, and mark the one that a resume loads
   python scripts/checkpoint.py verify runs/a
-    read and check every byte; exit code 1 if anything is damaged
+    read and check every byte; exit code 1 if any is damaged
   python scripts/checkpoint.py show runs/a/iter_0000100
-    the run, its layout, its tensors
+    show the run, its layout, its tensors
   python scripts/checkpoint.py export --to hf --output exports/a runs/a
-    a folder for transformers' from_pretrained
+    write a folder for transformers' from_pretrained
   python scripts/checkpoint.py import --from hf exports/a --output runs/b
-    weights for --load runs/b --finetune
+    write weights for --load runs/b --finetune
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from megazero.units import size
 
 @dataclass(frozen=True)
 class List:
-    """List the checkpoints of a folder: size, layout, and which one a resume takes. Checks names and lengths only."""
+    """List the checkpoints of a folder: size, layout, and the one that a resume loads. Checks names and lengths."""
 
     folder: Annotated[Path, tyro.conf.Positional]
     """Folder of checkpoints: the --save of a run."""
@@ -49,7 +49,7 @@ class List:
 
 @dataclass(frozen=True)
 class Verify:
-    """Read and check every byte. Exit code 1, and a sentence for each fault, if anything is damaged."""
+    """Read and check every byte. Prints a sentence for each fault; then the exit code is 1."""
 
     folder: Annotated[Path, tyro.conf.Positional]
     """One iter_NNNNNNN, or a folder of them: then all are checked."""
@@ -57,18 +57,18 @@ class Verify:
 
 @dataclass(frozen=True)
 class Show:
-    """Show what is in a checkpoint: the run, its layout, its tensors."""
+    """Show a checkpoint: the run, its layout, its tensors."""
 
     folder: Annotated[Path, tyro.conf.Positional]
-    """One iter_NNNNNNN, or a folder of them: then the one that a resume takes."""
+    """One iter_NNNNNNN, or a folder of them: then the one that a resume loads."""
 
 
 @dataclass(frozen=True)
 class Export:
-    """Write a checkpoint of any layout as a model of another library. Memory stays that of a few tensors."""
+    """Write a checkpoint of any layout as a model of another library. Few tensors are in memory at once."""
 
     folder: Annotated[Path, tyro.conf.Positional]
-    """One iter_NNNNNNN, or a folder of them: then the one that a resume takes."""
+    """One iter_NNNNNNN, or a folder of them: then the one that a resume loads."""
     output: Path
     """Folder to make: it appears whole or not at all."""
     to: Literal["hf"] = "hf"
@@ -76,18 +76,18 @@ class Export:
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Type of the weights."""
     max_shard_size: float = 5.0
-    """GiB of a safetensors file at most; a single tensor may be larger."""
+    """GiB per safetensors file at most; a single tensor may be larger."""
     tokenizer: str = ""
-    """Tokenizer to put beside the weights, as --tokenizer of pretrain_gpt.py. Empty: the run's, which lies in the
+    """Tokenizer to write next to the weights, as --tokenizer of pretrain_gpt.py. Empty: the run's own, from the
     checkpoint. none: no tokenizer."""
 
 
 @dataclass(frozen=True)
 class Import:
-    """Write another library's model as a checkpoint of weights alone, which --load takes to begin a run with."""
+    """Write another library's model as a checkpoint of weights alone, from which --load starts a run."""
 
     folder: Annotated[Path, tyro.conf.Positional]
-    """Folder of the model: config.json, safetensors and, where there is one, the tokenizer."""
+    """Folder of the model: config.json, safetensors and, if there is one, the tokenizer."""
     output: Path
     """Folder of checkpoints to make: it appears whole or not at all."""
     source: Annotated[Literal["hf"], tyro.conf.arg(name="from")] = "hf"
@@ -95,14 +95,14 @@ class Import:
 
 
 def printed(rows: list[tuple[str, ...]]) -> None:
-    """A plain table; the first row is its head."""
+    """Print a table; the first row is its head."""
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def layout_of(state: dict[str, object]) -> str:
-    """`pp 2 x dp 4 x tp 1`, as far as the state says it."""
+    """Return `pp 2 x dp 4 x tp 1`, as far as the state has it."""
     layout = state.get("layout")
     return (
         " x ".join(f"{k} {layout[k]}" for k in ("pp", "dp", "tp") if k in layout) if isinstance(layout, dict) else "?"
@@ -110,7 +110,7 @@ def layout_of(state: dict[str, object]) -> str:
 
 
 def folders(folder: Path) -> list[Path]:
-    """The checkpoints that `folder` means. ValueError if there are none."""
+    """Return the checkpoints that `folder` means. ValueError if there are none."""
     if (folder / MANIFEST).exists() or folder.name.startswith("iter_"):
         return [folder]
     found = checkpoint.checkpoints(folder)
@@ -135,7 +135,7 @@ def list_checkpoints(options: List) -> int:
         except ValueError as error:
             kind = f"NOT WHOLE: {str(error).split(': ', 1)[-1]}"
         kind += "not sound: skipped iterations before it" if not kind and state.get("sound") is False else ""
-        kind += " <- a resume goes on from here" if path == chosen else ""
+        kind += " <- a resume starts here" if path == chosen else ""
         samples = state.get("consumed_samples", "?")
         rows.append(
             (path.name, saved, size(sum(f.st_size for f in files)), layout_of(state), str(samples), kind.strip())
@@ -184,7 +184,7 @@ def show_checkpoint(options: Show) -> int:
 
 
 def tokenizer_of(spec: str, state: RunState, path: Path, vocab_size: int) -> Tokenizer | None:
-    """The tokenizer of an export; None where neither a flag nor the run names one."""
+    """Return the tokenizer of an export; None if neither a flag nor the run names one."""
     if spec == "none":
         return None
     if not spec and not state.tokenizer(path):
@@ -225,13 +225,13 @@ def import_checkpoint(options: Import) -> int:
     _, model = read_config(options.folder)
     total = BYTES["fp32"] * sum(prod(shape) for shape in shapes_of(model).values())
     with progress_bar("importing", total) as bar:
-        found = import_model(options.folder, options.output, lambda n: bar.advance(n, n))
+        has_tokenizer = import_model(options.folder, options.output, lambda n: bar.advance(n, n))
     print(f"wrote {options.output}: {size(total)} of fp32 weights, of {options.folder}. To train on from there:")
     print(
         f"  python pretrain_gpt.py --preset {options.output}/config.toml --load {options.output} --data-path PREFIX ..."
     )
-    if not found.has_tokenizer:
-        print(f"{options.folder} has no tokenizer; give --tokenizer to whatever needs one", file=sys.stderr)
+    if not has_tokenizer:
+        print(f"{options.folder} has no tokenizer; pass --tokenizer to every program that needs one", file=sys.stderr)
     return 0
 
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Draw a pipeline schedule as it is simulated: a row per pipeline rank, time from left to right.
+"""Simulate a pipeline schedule and draw it: a row per pipeline rank, time from left to right.
 
-Stages are equal; a forward, an input gradient and a weight gradient take one unit of time each, transfers none.
-F forward, B backward, I input gradient alone, W weight gradients that waited; then the micro-batch. Examples:
+Stages are equal. A forward, an input gradient and a weight gradient take one unit of time each, transfers none.
+A box is F forward, B backward, I input gradient alone or W queued weight gradients, with its micro-batch. Examples:
 
     python scripts/draw_schedule.py --schedule zero-bubble --stages 4 --micro-batches 8
     python scripts/draw_schedule.py --schedule interleaved --virtual 2 --output interleaved.png
@@ -51,7 +51,7 @@ class Options:
 
 
 def plain_pipeline(ranks: int, chunks: int = 1, layers: int = 1, v_shaped: bool = False) -> list[RankSpec]:
-    """A pipeline of equal layers, `layers` per chunk, without embedding, head or ZeRO."""
+    """Return the specs of a pipeline of equal layers, `layers` per chunk, without embedding, head or ZeRO."""
     found, alone = [], sharding_groups(Config(), Layout())
     for rank in range(ranks):
         names = [[f"{c}.{n}" for n in range(layers)] for c in range(chunks)]
@@ -65,7 +65,7 @@ def plain_pipeline(ranks: int, chunks: int = 1, layers: int = 1, v_shaped: bool 
 
 
 def thirds(op: Op) -> float:
-    """Cost where a forward, an input gradient and a weight gradient take 1 each, and nothing else takes time."""
+    """Return the time of an operation: 1 for a forward, an input gradient and a weight gradient, 0 for the rest."""
     if isinstance(op, Backward):
         return 2.0 if op.weights else 1.0
     return float(isinstance(op, (Forward, BackwardWeights)))
@@ -78,7 +78,7 @@ def play(schedule: str, ranks: int, micro_batches: int, chunks: int = 1, layers:
 
 
 class Box(NamedTuple):
-    """One computation as it is drawn."""
+    """A drawn computation."""
 
     kind: str  # a key of COLORS
     micro_batch: int
@@ -121,12 +121,13 @@ def title(options: Options, timing: Timing) -> str:
 
 
 def text(options: Options, timing: Timing) -> str:
-    """Draw a row per rank. With several chunks per rank, a letter after the micro-batch names the chunk: a, b, ..."""
+    """Return a row per rank. If ranks hold several chunks, a letter after the micro-batch names the chunk: a, b, ..."""
     lines = [title(options, timing)]
     for rank, spans in enumerate(timing.spans):
         row = ["."] * (CELL * round(timing.seconds))
         for box in map(box_of, spans):
-            label = f"{box.kind}{box.micro_batch}" + (chr(ord("a") + box.chunk) if options.virtual > 1 else "")
+            chunk = chr(ord("a") + box.chunk) if options.virtual > 1 else ""
+            label = f"{box.kind}{box.micro_batch}{chunk}"
             width = CELL * (box.end - box.begin)
             row[CELL * box.begin : CELL * box.end] = f"{label:-<{width - 1}} "[:width]
         lines.append(f"{rank:>3} |{''.join(row)}|")

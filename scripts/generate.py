@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Generate text from a checkpoint, whatever layout saved it: in one process, or on tensor- and pipeline-parallel ranks.
+"""Generate text from a checkpoint of any layout: in one process, or on tensor- and pipeline-parallel ranks.
 
 python scripts/generate.py --load runs/a --prompt "HAMLET:" --prompt "OPHELIA:" --max-new-tokens 100
 PROGRAM=scripts/generate.py bash scripts/launch.sh --nproc 2 --load runs/a --tensor-model-parallel-size 2
@@ -39,32 +39,32 @@ TIMEOUT_MINUTES = 10.0
 
 @dataclass(frozen=True)
 class Options:
-    """Generate text from a checkpoint, whatever layout saved it. Each text is printed with its prompt."""
+    """Generate text from a checkpoint of any layout. Each text is printed with its prompt."""
 
     load: str
     """Folder of checkpoints, or one of its iter_NNNNNNN."""
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Text to go on from; may be given several times. Without any prompt, a new line."""
+    """Text to continue; may be given several times. Without any prompt, a new line."""
     prompt_file: str = ""
     """File with a prompt per line; in a .jsonl file a line is an object with the text as `prompt`."""
     tokenizer: str = ""
-    """Tokenizer, as --tokenizer of pretrain_gpt.py, of as many tokens as the run's. Empty: the run's, which lies in the
+    """Tokenizer, as --tokenizer of pretrain_gpt.py, with as many tokens as the run's. Empty: the run's own, from the
     checkpoint."""
     max_new_tokens: int = 100
-    """Tokens to generate at most for each text; an end-of-document token ends it earlier. Beyond the model's
-    --seq-length tokens, only the last of these count, and each token takes the time of a whole window."""
+    """Tokens to generate at most for each text; an end-of-document token ends it earlier. After --seq-length tokens,
+    the model attends to the last of them only, and each token takes the time of a whole window."""
     temperature: float = 0.8
     """Divides the logits. 0: always the likeliest token."""
     top_k: int = 50
-    """Draw among this many likeliest tokens. 0: among all."""
+    """Number of likeliest tokens to draw from. 0: all."""
     top_p: float = 1.0
-    """Draw among the likeliest tokens whose probabilities reach this sum."""
+    """Draw from the fewest likeliest tokens whose probabilities reach this sum."""
     num_samples: int = 1
     """Texts to generate for each prompt."""
     batch_size: int = 16
     """Texts that each data-parallel rank generates at once. They take memory for keys and values."""
     seed: int = 1234
-    """Seed of the draws. A text does not depend on the batch that it is in."""
+    """Seed of the draws. A text does not depend on the others of its batch."""
     json: bool = False
     """Print a JSON object per text instead: prompt, completion, finish (end of document, or length), tokens."""
     tensor_model_parallel_size: int = 1
@@ -74,7 +74,7 @@ class Options:
 
 
 def read_prompts(options: Options) -> list[str]:
-    """ValueError, naming the flag, for a prompt that is empty or a file that cannot be read."""
+    """Return all prompts. ValueError, naming the flag, if one is empty or the file cannot be read."""
     prompts = list(options.prompt)
     if options.prompt_file:
         try:
@@ -102,7 +102,7 @@ def _prompt_of(path: str, number: int, line: str) -> str:
 
 
 def layout_of(model: ModelConfig, options: Options, world: launch.World) -> Layout:
-    """The layout of the ranks that were started. ValueError where the model or the ranks do not divide."""
+    """Return the layout of the ranks that were started. ValueError if it does not divide the model or the ranks."""
     tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
     parallel = ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
     _, layout = resolve(Config(model=model, parallel=parallel), world.size, 0, declare)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train on this one machine, with one process (rank) a GPU. `bash scripts/launch.sh --help` says how.
+# Train on this one machine, with one process (rank) per GPU. Usage: `bash scripts/launch.sh --help`.
 set -euo pipefail
 
 usage() {
@@ -12,14 +12,14 @@ Train on this one machine, with torchrun.
 
   --nproc N     number of ranks; default: the number of GPUs, or 1 without a GPU
   --help        this text
-  --            what follows is for pretrain_gpt.py, whatever its name
+  --            all further words are for pretrain_gpt.py, whatever their names
 
 Rank 0 prints to the console. Each other rank's stdout and stderr are under LOG_DIR/ranks/START_TIME_.../attempt_0/RANK/,
 where LOG_DIR is the value of --log-dir, or else `runs`; rank 0's too, unless the console is a terminal. torchrun's own
-words are in LOG_DIR/ranks/torchrun.log. Relative paths are taken from the folder that you are in.
+messages are in LOG_DIR/ranks/torchrun.log. Relative paths start at the current folder.
 
-The exit code is 0 if every rank ended well. Otherwise it is that of the rank that failed first, whose message is the
-last that is printed. TERM and INT are passed on to the ranks, which have 30 s to end.
+The exit code is 0 if every rank succeeded. Otherwise it is that of the rank that failed first, whose message is
+printed last. TERM and INT are passed on to the ranks, which have 30 s to end.
 
 Environment:
   PYTHON            interpreter; default: .venv/bin/python of this repository, or else python3
@@ -53,7 +53,7 @@ while (($# > 0)); do
     --) shift; flags+=("$@"); break ;;
     *) flags+=("$1") ;;
   esac
-  shift || true # it fails where --nproc was the last word
+  shift || true # it fails if --nproc was the last word
 done
 previous=
 for flag in ${flags[@]+"${flags[@]}"}; do
@@ -63,14 +63,14 @@ for flag in ${flags[@]+"${flags[@]}"}; do
 done
 log_dir=${log_dir:-runs} # --log-dir "" writes no metrics; ranks' logs are kept all the same
 
-[ -f "$program" ] || fail "no program at $program; set PROGRAM to a file that exists, or leave it out"
+[ -f "$program" ] || fail "no program at $program; set PROGRAM to a file that exists, or unset it"
 if ! $nproc_given; then # torch counts what CUDA_VISIBLE_DEVICES leaves
   nproc=$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))') ||
     fail "$python cannot import torch; run \`bash scripts/quickstart.sh\`, or set PYTHON to an interpreter that can"
 fi
 [[ $nproc =~ ^[1-9][0-9]*$ ]] || fail "--nproc '$nproc' is not a number of ranks; give one from 1, such as --nproc 2"
 
-# A rank holds a connection to many others, and files of data: the soft limit of 1,024 is too low for large jobs.
+# The soft limit of 1,024 open files is too low for large jobs: a rank has many connections and files of data.
 files=$(ulimit -H -n)
 [[ $files =~ ^[0-9]+$ ]] && ((files < 65536)) || files=65536
 ulimit -S -n "$files" || true
@@ -78,15 +78,15 @@ ulimit -S -n "$files" || true
 cores=$(nproc)
 threads=$((cores / nproc))
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
-export PYTHONUNBUFFERED=1   # a line is shown once it is printed, into a pipe too
+export PYTHONUNBUFFERED=1   # show lines at once, also in a pipe
 export PYTHONFAULTHANDLER=1 # a crash prints a traceback
 
-# A time-out of NCCL writes its last calls to these files.
+# After a time-out, NCCL's last calls are written to these files.
 export TORCH_FR_DUMP_TEMP_FILE="${TORCH_FR_DUMP_TEMP_FILE:-$log_dir/nccl_trace_rank_}"
 
-# Port 0: torchrun finds a free one, so that two runs on a machine do not meet. exec: the exit code is that of the
-# launcher, and signals reach it, not this shell. Rank 0 has the console itself where that is a terminal, for its
-# progress bar; otherwise torchrun copies its lines there from its files, behind a prefix: the role, which is empty.
+# Port 0: torchrun finds a free one, so that two runs on a machine do not collide. exec: the exit code is that of the
+# launcher, and signals reach it, not this shell. If the console is a terminal, rank 0 writes to it directly, because of
+# its progress bar; otherwise torchrun copies its lines from its files, with a prefix: the role, which is empty.
 others=
 for ((rank = 1; rank < nproc; rank++)); do others+=,$rank:3; done
 options=(--redirects "0:0$others")

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Start the ranks of one machine under torchrun, for scripts/launch.sh; end with what the rank that failed first said.
+"""Start the ranks of one machine under torchrun, for scripts/launch.sh.
 
-torchrun's own words, and its traceback when a rank fails, go to LOG_DIR/torchrun.log. The exit code is that rank's.
+If a rank fails, its message is printed last, and its exit code is this program's. torchrun's own messages and its
+traceback go to LOG_DIR/torchrun.log.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-LAST_LINES = 20  # of the stderr of a rank that said nothing when it failed
+LAST_LINES = 20  # of the stderr of a rank that failed without a message
 
 
 def main(log_dir: Path, arguments: list[str]) -> int:
-    """Run torchrun with `arguments`; the folder of logs is made."""
+    """Run torchrun with `arguments`, and return the exit code. Creates `log_dir`."""
     log_dir.mkdir(parents=True, exist_ok=True)
     file = logging.FileHandler(log_dir / "torchrun.log")
     file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
@@ -30,7 +31,7 @@ def main(log_dir: Path, arguments: list[str]) -> int:
         run.main(["--log-dir", str(log_dir), *arguments])
     except ChildFailedError as error:
         rank, failure = first(error)
-        print(f"\n{last_words(rank, failure, log_dir)}", file=sys.stderr)
+        print(f"\n{failure_text(rank, failure, log_dir)}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode  # as a shell's
     except SignalException as error:
         print(f"launch.sh: ended by {error.sigval.name}", file=sys.stderr)
@@ -39,15 +40,15 @@ def main(log_dir: Path, arguments: list[str]) -> int:
 
 
 def first(error: ChildFailedError) -> tuple[int, ProcessFailure]:
-    """Return the rank that failed first: of those that left a message, if any did. The others lost a peer."""
-    told = {rank: failure for rank, failure in error.failures.items() if failure.error_file_data}
-    found = told or error.failures
+    """Return the rank that failed first. Ranks with a message come before those without, which lost a peer."""
+    explained = {rank: failure for rank, failure in error.failures.items() if failure.error_file_data}
+    found = explained or error.failures
     rank = min(found, key=lambda rank: found[rank].timestamp)
     return rank, found[rank]
 
 
-def last_words(rank: int, failure: ProcessFailure, log_dir: Path) -> str:
-    """Say which rank failed, how, and with which message, or else the end of its stderr."""
+def failure_text(rank: int, failure: ProcessFailure, log_dir: Path) -> str:
+    """Name the rank that failed, how, and its message or else the end of its stderr."""
     code = failure.exitcode
     how = f"was killed by {failure.signal_name()}" if code < 0 else f"ended with exit code {code}"
     logs = sorted(log_dir.glob(f"*/attempt_*/{failure.local_rank}/stderr.log"), key=lambda path: path.stat().st_mtime)

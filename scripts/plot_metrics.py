@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compare runs: loss, throughput and memory, from their metrics.jsonl.
 
-Runs with the same loss curve are drawn in alternating dashes, so that each is seen, and the legend says so. Examples:
+Runs with the same loss curve are drawn in alternating dashes, so that each is visible; the legend names them. Examples:
 
     python scripts/plot_metrics.py runs/a runs/b --output loss.png
     python scripts/plot_metrics.py runs/a runs/b --x tokens --smooth 50 --output loss.svg
@@ -13,21 +13,24 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
+import numpy as np
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megazero.observe.report.page import MEMORY
-from megazero.observe.report.runs import AXIS_LABELS, Run, XAxis, curve, dashes, read_run, short, smooth, thin, twins
+from megazero.observe.report.runs import Curve, Run, XAxis, curve, read_run, short, smooth, thin
 from megazero.optional import missing_package
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 DASH = 5  # line widths of one dash
-LOG_ABOVE = 3  # a loss that falls to less than its third is drawn on a logarithmic axis
+LOG_ABOVE = 3  # the loss axis is logarithmic if the loss falls by more than this factor
+ALIKE = 1e-4  # relative: the legend reports curves that differ by less as equal
+AXIS_LABELS: dict[XAxis, str] = {"iteration": "iteration", "tokens": "tokens", "hours": "hours of training steps"}
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,7 @@ class Options:
     x: XAxis = "iteration"
     """Unit of the horizontal axis."""
     smooth: int = 0
-    """Draw the mean of so many iterations, over the values themselves, faint. 0: a hundredth of the run; 1: values
-    alone."""
+    """Iterations of the running mean, drawn over the faint values. 0: a hundredth of the run; 1: the values alone."""
 
 
 def plot(runs: Sequence[Run], output: Path, x: XAxis = "iteration", window: int = 0) -> None:
@@ -70,13 +72,13 @@ def plot(runs: Sequence[Run], output: Path, x: XAxis = "iteration", window: int 
 
 
 def names_of(runs: Sequence[Run]) -> list[str]:
-    """Folder names; of runs with one name, numbered."""
+    """Return the names of the folders, numbered if several are equal."""
     names = [run.name for run in runs]
     return [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, 1)]
 
 
 def draw_losses(axes: Axes, runs: Sequence[Run], names: list[str], x: XAxis, window: int) -> None:
-    """Training loss as a line, validation loss as points, a colour per run."""
+    """Draw the training loss as a line and the validation loss as points, a colour per run."""
     from matplotlib import ticker
 
     same = twins([curve(run, "loss") for run in runs])
@@ -90,7 +92,7 @@ def draw_losses(axes: Axes, runs: Sequence[Run], names: list[str], x: XAxis, win
         if len(found.y) and (smoothed.y != found.y).any():
             axes.plot(*thin(found, 4000), color=color, alpha=0.2, linewidth=0.8)
         axes.plot(*thin(smoothed, 4000), color=color, linestyle=style, linewidth=2 if shared > 1 else 1.5)
-        axes.plot([], color=color, label=label)  # in the legend without dashes, the first of which may be a gap
+        axes.plot([], color=color, label=label)  # solid in the legend, because a dashed line may begin with a gap
         judged = curve(run, "validation_loss", x)
         if len(judged.y):
             label = f"{name}: validation, {judged.y[-1]:.4f} at the end"
@@ -113,7 +115,7 @@ def draw_throughput(axes: Axes, runs: Sequence[Run], x: XAxis, window: int) -> N
 
 
 def draw_memory(axes: Axes, runs: Sequence[Run], names: list[str]) -> None:
-    """A bar per run of the most of each kind of memory, end to end, and a line at the highest total at one instant."""
+    """Draw a bar per run: the peak of each kind of memory, end to end, and a line at the peak of their total."""
     from matplotlib import colormaps
 
     kinds = [kind for kind in MEMORY if kind not in ("peak", "host")]
@@ -132,16 +134,48 @@ def draw_memory(axes: Axes, runs: Sequence[Run], names: list[str]) -> None:
     axes.legend(fontsize="x-small", ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.2))
 
 
+class Twin(NamedTuple):
+    """An earlier run with an equal curve."""
+
+    of: int  # its number
+    difference: float  # largest relative difference; 0: identical
+
+    def label(self, names: Sequence[str]) -> str:
+        other = names[self.of]
+        return f"identical to {other}" if self.difference == 0 else f"as {other}, to {self.difference:.0e}"
+
+
+def twins(curves: Sequence[Curve]) -> list[Twin | None]:
+    """Find for each curve the first one before it that is equal at their common iterations."""
+    found: list[Twin | None] = []
+    for number, here in enumerate(curves):
+        near = (Twin(other, relative_difference(curves[other], here)) for other in range(number))
+        found.append(next((twin for twin in near if twin.difference < ALIKE), None))
+    return found
+
+
+def relative_difference(a: Curve, b: Curve) -> float:
+    """Return the largest relative difference at common places; infinity if there are none."""
+    _, at_a, at_b = np.intersect1d(a.x, b.x, return_indices=True)
+    if not len(at_a):
+        return float("inf")
+    ours, theirs = a.y[at_a], b.y[at_b]
+    scale = np.maximum(np.abs(ours), np.abs(theirs))
+    return float((np.abs(ours - theirs) / np.where(scale > 0, scale, 1.0)).max())
+
+
+def dashes(found: Sequence[Twin | None]) -> list[tuple[int, int]]:
+    """Return each curve's number in its group of equal ones, and their count, for dashes that alternate."""
+    groups = [number if twin is None else twin.of for number, twin in enumerate(found)]
+    return [(groups[:number].count(group), groups.count(group)) for number, group in enumerate(groups)]
+
+
 def main(options: Options) -> None:
     if not options.runs:
         raise ValueError("no run is named; give the --log-dir folder of one or more")
     if options.smooth < 0:
         raise ValueError(f"--smooth {options.smooth}: must be a number of iterations; 0 chooses one, 1 smooths nothing")
     runs = [read_run(path) for path in options.runs]
-    for path, run in zip(options.runs, runs, strict=True):
-        if run.cut:
-            lines = ", ".join(map(str, run.cut))
-            print(f"{path / 'metrics.jsonl'}: left out what is no whole iteration: line {lines}", file=sys.stderr)
     try:
         plot(runs, options.output, options.x, options.smooth)
     except (OSError, ValueError) as error:

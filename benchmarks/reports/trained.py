@@ -11,7 +11,7 @@ from benchmarks.table3 import RANKS, make_corpus, measure
 from megazero.config.cli import parse
 from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
-from megazero.rehearse.rehearsal import Place, rehearse
+from megazero.rehearse.rehearsal import RehearsalDevice, rehearse
 
 KINDS = ("parameters", "optimizer", "gradients", "activation_checkpoints", "buffers", "logits", "peak", "host")
 SENT = ("tp", "dp", "pp")
@@ -50,7 +50,7 @@ def witnesses(cases: dict[str, list[str]], ranks: int) -> str:
         for title, flags in cases.items():
             memory, traffic = measure(flags, ranks, corpus, folder / title)
             config, layout = resolve(parse([*flags, "--vocab-size", "257"]), ranks, 257, declare)
-            found = rehearse(config, layout, 0, Place.of("cpu"), steps=1, saves=False)
+            found = rehearse(config, layout, 0, RehearsalDevice.of("cpu"), steps=1, saves=False)
             for witness, ours, sent in (
                 ("trained", memory, traffic),
                 ("rehearsed", found.memory, found.traffic),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from megazero.comm.mesh.collectives import Axis, Pending
-from megazero.memory.copies import Copies, Fetch, HostCopy, StreamCopies
+from megazero.memory.copies import Copies, DeviceCopy, HostCopy, StreamCopies
 from megazero.memory.pool import BufferPool
 from megazero.memory.tracker import Allocation, MemoryTracker
 from megazero.plan.layout.flat_layout import partition_numel
@@ -28,7 +28,7 @@ class KeptInput:
     data: torch.Tensor
     allocation: Allocation
     copy: HostCopy | None = None  # in host memory
-    fetch: Fetch | None = None  # in flight to the device
+    fetch: DeviceCopy | None = None  # in flight to the device
     whole: torch.Tensor | None = None  # rebuilt from its parts
 
 

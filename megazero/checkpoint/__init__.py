@@ -1,6 +1,6 @@
 """Sharded checkpoints that any layout can load: saved once by all ranks, committed by a rename, proven whole.
 
-The only package beside `mesh` that may import torch.distributed.
+Besides `comm`, the only package that may import torch.distributed.
 """
 
 from megazero.checkpoint.agreement import AgreedFailure

@@ -24,19 +24,23 @@ def save(
     group: Group = None,
     attached: Mapping[str, bytes] = NOTHING,
 ) -> Path:
-    """Write the checkpoint `root/iter_NNNNNNN` and point `root/latest` at it; returns its path.
+    """Write the checkpoint `root/iter_NNNNNNN` and point `root/latest` at it; return its path.
 
-    All ranks of `group` call it, each with the shards that it holds; `state` is JSON, and rank 0's is kept, as are its
-    files `attached`: contents by path in the folder (`tokenizer/NAME`).
-    `group` spans all ranks (None: the default group, or this process alone where torch.distributed was not
-    started); give a gloo group of its own, with a timeout longer than the slowest rank's write, where the
-    save runs in a thread. An iteration that was saved before is replaced. One save at a time for a root.
+    All ranks call it. An iteration that was saved before is replaced. Only one save into a root may run at a time.
 
-    Raises, on every rank and with nothing committed: ValueError, naming the tensor and the range, if some
-    element of some tensor is held by no rank or in two different pieces; AgreedFailure with the message of
-    each rank that could not write; RuntimeError with those of ranks that failed in another way.
-    KeyboardInterrupt, on every rank, if one was interrupted. Any other exception is this rank's alone. Where `latest`
-    names the checkpoint already when an error or an interrupt comes, it stays.
+    Args:
+        shards: that this rank holds.
+        state: JSON; rank 0's is written.
+        group: all ranks; None: the default group, or this process alone if torch.distributed is not initialized. A save
+            in a thread needs a gloo group of its own, with a timeout longer than the slowest rank's write.
+        attached: files of rank 0, by path in the folder (`tokenizer/NAME`).
+
+    Raises, on every rank, with nothing committed unless `latest` already names the checkpoint:
+        ValueError: no rank holds some element of a tensor, or two different pieces do; it names tensor and range.
+        AgreedFailure: files cannot be written; it has the message of each such rank.
+        RuntimeError: ranks failed in another way.
+        KeyboardInterrupt: a rank was interrupted.
+    Any other exception is this rank's alone.
     """
     path = Path(root) / folders.folder_name(iteration)
     job = Save(Path(root), iteration, rank_of(group), shards, state, attached)
@@ -51,18 +55,18 @@ def save(
 
 
 def load(path: Path, shards: Mapping[str, LocalShard], group: Group = None, *, partial: bool = False) -> None:
-    """Fill the `data` of every shard, in place, from the checkpoint folder `path`, whatever layout saved it.
+    """Fill the `data` of every shard, in place, from the checkpoint folder `path`, saved by any layout.
 
-    All ranks of `group` call it (see `save`), each with the shards that it wants; together they must name
-    exactly the checkpoint's tensors, or with `partial` some of them: weights without moments, to generate text.
-    A rank reads only the chunks that it needs, and checks what it reads.
+    All ranks of `group` call it (see `save`), each with the shards that it needs. Together they must name all tensors
+    of the checkpoint, or if `partial` some of them: to generate text, weights without moments. A rank reads only the
+    chunks that it needs, and checks their checksums.
 
-    Raises, on every rank, naming --load and the tensor or file: ValueError if the checkpoint is of another
-    model (a name, shape or dtype differs); Damaged, a ValueError, if it is not whole or is damaged. The data of
-    the shards is then undefined.
+    Raises, on every rank, naming --load and the tensor or file:
+        ValueError: the checkpoint is of another model (a name, shape or dtype differs).
+        Damaged: it is not whole or is damaged. The data of the shards is then undefined.
     """
     path = Path(path)
-    raw = from_rank_0(lambda: _checked_manifest(path), group)  # bytes, because objects would be slow to send
+    raw = from_rank_0(lambda: manifest.read_manifest_bytes(path), group)  # objects would be slow to send
     content = manifest.parse_manifest(path, raw)
 
     def check(tables: list[bytes]) -> list[None]:
@@ -76,12 +80,12 @@ def load(path: Path, shards: Mapping[str, LocalShard], group: Group = None, *, p
 def find(
     load: Path, group: Group = None, *, passing_over: Mapping[str, str] | None = None, exact: bool = False
 ) -> Path | None:
-    """`folders.find` on rank 0, for all ranks: they cannot disagree about which checkpoint is the newest."""
+    """Call `folders.find` on rank 0, so that all ranks load the same checkpoint."""
     return from_rank_0(lambda: folders.find(load, passing_over, exact), group)
 
 
 def read_state(path: Path, group: Group = None) -> dict[str, Any]:
-    """`manifest.read_state` on rank 0, for all ranks: damage is everyone's error."""
+    """Call `manifest.read_state` on rank 0; every rank raises its errors."""
     return from_rank_0(lambda: manifest.read_state(path), group)
 
 
@@ -93,10 +97,3 @@ def lock(root: Path, group: Group = None) -> SaveLock | None:
     taken: list[SaveLock] = []
     from_rank_0(lambda: taken.append(SaveLock(root)), group)
     return taken[0] if taken else None
-
-
-def _checked_manifest(path: Path) -> bytes:
-    """Return the manifest's bytes; raise as `read_manifest`."""
-    raw = manifest.read_manifest_bytes(path)
-    manifest.parse_manifest(path, raw)
-    return raw

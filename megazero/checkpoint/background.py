@@ -1,7 +1,7 @@
 """A save in a thread: training stops only for the copy to host memory.
 
-The copies lie in buffers that are made once and used for every save; on a GPU they are pinned. The thread then does
-what `save` does, over a group of its own, so that its collectives never meet training's.
+The buffers of the copies are allocated once and reused by every save. If the shards are on a GPU, they are pinned. The
+thread then calls `save` with a group of its own, so that its collectives never mix with those of training.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch.distributed as dist
 from megazero.checkpoint.api import NOTHING, save
 from megazero.checkpoint.shards import LocalShard
 
-# A rank waits this long for the slowest rank's write, or longer if the run's own time-out is.
+# A rank waits at least this long for the slowest rank's write.
 LEAST_TIMEOUT_MINUTES = 60.0
 
 
 class BackgroundSaver:
-    """One save at a time. All ranks make it together, and call `start` and `finish` in the same order."""
+    """Runs one save at a time. All ranks create it together, and call `start` and `finish` in the same order."""
 
     def __init__(self, timeout_minutes: float) -> None:
         timeout = datetime.timedelta(minutes=max(timeout_minutes, LEAST_TIMEOUT_MINUTES))
@@ -46,7 +46,7 @@ class BackgroundSaver:
         state: dict[str, Any],
         attached: Mapping[str, bytes] = NOTHING,
     ) -> None:
-        """Copy the shards, which may change once this returns, and begin to write them. The last save is finished."""
+        """Copy the shards, which may change once this returns, and start to write them. Call `finish` first."""
         assert self._running is None, "finish the last save first"
         copies = {
             name: dataclasses.replace(shard, data=self._copied(name, shard.data)) for name, shard in shards.items()
@@ -63,6 +63,6 @@ class BackgroundSaver:
         return buffer.copy_(data.detach(), non_blocking=True)
 
     def finish(self) -> Path | None:
-        """Wait for the save that was started, if any; its folder. Raises what `save` raises, on every rank."""
+        """Wait for the save that was started, if any, and return its folder. Raises as `save`, on every rank."""
         running, self._running = self._running, None
         return running.result() if running is not None else None

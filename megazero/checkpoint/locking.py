@@ -7,18 +7,16 @@ forked from the process do not share it. The file stays; it names the process th
 import datetime
 import errno
 import fcntl
-import logging
 import os
 import socket
 from pathlib import Path
 
 from megazero.files import explain
+from megazero.log import log
 
 LOCK = ".lock"
 _HELD = (errno.EACCES, errno.EAGAIN)
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-
-logger = logging.getLogger(__name__)
 
 
 class SaveLock:
@@ -53,7 +51,7 @@ class SaveLock:
                 ) from None
             if error.errno not in _UNSUPPORTED:
                 raise
-            logger.warning("--save %s: this file system has no locks (%s); make sure that one run uses it", root, error)
+            log.warning("--save %s: this file system has no locks (%s); make sure that one run uses it", root, error)
 
     def release(self) -> None:
         os.close(self._file)

@@ -140,13 +140,10 @@ class SaveLayout:
                             found[name][chunk.offset] = next(left)
             assert next(left, None) is None, f"{len(written)} chunks were written, and fewer were planned"
         numbers: dict[Tiling, int] = {}
-        by_identity: dict[int, int] = {}  # hashing a tiling takes long, and many tensors share the object
         tensors = {}
         for name, (dtype, shape, tiling) in self.tensors.items():
-            if id(tiling) not in by_identity:
-                by_identity[id(tiling)] = numbers.setdefault(tiling, len(numbers))
             crc32 = tuple(map(found[name].__getitem__, tiling.offset))
-            tensors[name] = StoredTensor(dtype, shape, by_identity[id(tiling)], crc32)
+            tensors[name] = StoredTensor(dtype, shape, numbers.setdefault(tiling, len(numbers)), crc32)
         return list(numbers), tensors
 
 

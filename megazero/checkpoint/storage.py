@@ -51,7 +51,7 @@ class WrittenFile(NamedTuple):
 
 
 class Save:
-    """One rank's part of a save of `root/iter_NNNNNNN`. Rank 0 divides the work, and commits what all have written.
+    """One rank's part of a save of `root/iter_NNNNNNN`. Rank 0 divides the work, and commits the files of all ranks.
 
     Attributes:
         folder: the partial folder, which `commit` renames.
@@ -174,9 +174,12 @@ class ChunkReader:
 
     def read_chunk(self, opened: Any, name: str, chunk: StoredChunk) -> torch.Tensor:
         """Return the chunk's elements, a view of the file; Damaged unless shape, dtype and checksum are right."""
-        tensor = opened.get_tensor(key(name, chunk.region.offset))
         expected = (torch_dtype(self.manifest.tensors[name].dtype), chunk.region.size)
         where = f"tensor {name!r} at {list(chunk.region.offset)}"
+        try:
+            tensor = opened.get_tensor(key(name, chunk.region.offset))
+        except SafetensorError as error:
+            raise damage(self.path, chunk.file, f"{where}: {error}") from None
         if (tensor.dtype, tuple(tensor.shape)) != expected:
             raise damage(self.path, chunk.file, f"{where} has another shape or dtype than in the manifest")
         if crc32(host_bytes(tensor)) != chunk.crc32:

@@ -126,7 +126,7 @@ def _append(file: TensorFile, parts: Iterable[torch.Tensor], chunks: list[Region
         at = 0
         while at < band.numel():
             chunk = chunks[len(checksums)]
-            checksums.append(file.append(band.reshape(-1)[at : at + chunk.volume].view(chunk.size)))
+            checksums.append(file.append([band.reshape(-1)[at : at + chunk.volume]]))
             at += chunk.volume
         del band
     assert len(checksums) == len(chunks), (len(checksums), len(chunks))

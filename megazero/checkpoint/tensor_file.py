@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ class TensorFile:
         position = 0
         self._expected = []
         for name, dtype, shape in announced:
-            stop = position + torch.Size(shape).numel() * dtype.itemsize
+            stop = position + prod(shape) * dtype.itemsize
             code = SAFETENSORS_CODES[dtype_name(dtype)]
             header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [position, stop]}
             self._expected.append((dtype, tuple(shape)))
@@ -74,31 +75,21 @@ class TensorFile:
             self._flusher.shutdown()
             self._file.close()
 
-    def append(self, tensor: torch.Tensor) -> int:
-        """Write the next tensor, which is contiguous; return the CRC-32 of its bytes. OSError if the disk refuses."""
-        assert self._expected[self._next] == (tensor.dtype, tuple(tensor.shape)), (self._next, tensor.shape)
-        self._next += 1
-        return self._write(tensor)
-
-    def append_bands(self, bands: Iterable[torch.Tensor]) -> None:
-        """Write the next tensor, given as contiguous bands of its rows, in order. OSError if the disk refuses."""
+    def append(self, bands: Iterable[torch.Tensor]) -> int:
+        """Write the next tensor, given as contiguous bands of rows; return its CRC-32. OSError if the disk refuses."""
         dtype, shape = self._expected[self._next]
-        rows = 0
+        checksum = numel = 0
         for band in bands:
-            assert (band.dtype, tuple(band.shape[1:])) == (dtype, shape[1:]), (self._next, band.shape)
-            rows += len(band)
-            self._write(band)
-        assert rows == shape[0], (self._next, rows)
+            assert band.dtype == dtype, (self._next, band.dtype)
+            data = host_bytes(band)
+            checksum, numel = crc32(data, checksum), numel + band.numel()
+            self._file.write(data)
+            if self._file.size - self._flushed >= FLUSH_BYTES and (self._flushing is None or self._flushing.done()):
+                self._await_flush()
+                self._flushed = self._file.size
+                self._flushing = self._flusher.submit(self._file.sync)
+        assert numel == prod(shape), (self._next, numel, shape)
         self._next += 1
-
-    def _write(self, tensor: torch.Tensor) -> int:
-        data = host_bytes(tensor)
-        checksum = crc32(data)
-        self._file.write(data)
-        if self._file.size - self._flushed >= FLUSH_BYTES and (self._flushing is None or self._flushing.done()):
-            self._await_flush()
-            self._flushed = self._file.size
-            self._flushing = self._flusher.submit(self._file.sync)
         return checksum
 
     def _await_flush(self) -> None:
@@ -114,5 +105,5 @@ def write_safetensors(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -
     Returns the CRC-32 of each tensor and the bytes of the file. OSError if the disk refuses.
     """
     with TensorFile(path, [(name, tensor.dtype, tensor.shape) for name, tensor in tensors]) as file:
-        checksums = [file.append(tensor) for _, tensor in tensors]
+        checksums = [file.append([tensor]) for _, tensor in tensors]
     return checksums, file.num_bytes

@@ -6,8 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from safetensors import SafetensorError
-
 from megazero.checkpoint.manifest import Damaged, StoredChunk, missing_part, read_manifest, read_state
 from megazero.checkpoint.storage import ChunkReader
 from megazero.plan.layout.regions import coverage_fault
@@ -37,15 +35,9 @@ def faults(path: Path) -> Iterator[str]:
         try:
             with reader.open(file) as opened:
                 for name, chunk in chunks:
-                    yield from _chunk_faults(reader, opened, name, chunk)
+                    try:
+                        reader.read_chunk(opened, name, chunk)
+                    except Damaged as error:
+                        yield str(error)
         except Damaged as error:
             yield str(error)
-
-
-def _chunk_faults(reader: ChunkReader, opened: object, name: str, chunk: StoredChunk) -> Iterator[str]:
-    try:
-        reader.read_chunk(opened, name, chunk)
-    except Damaged as error:
-        yield str(error)
-    except SafetensorError as error:
-        yield f"{chunk.file} is damaged: tensor {name!r}: {error}"

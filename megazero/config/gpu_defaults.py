@@ -1,7 +1,4 @@
-"""Defaults that differ on GPUs: what nearly every run there wants, for flags that were not given.
-
-On a CPU, and for every flag that the command line or its preset gives, the defaults of `schema` hold.
-"""
+"""Defaults that differ on GPUs, for flags that neither the command line nor its preset gives."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from dataclasses import replace
 from megazero.config.model_options import Precision
 from megazero.config.schema import Config
 
-WARMUP_SHARE, MOST_WARMUP = 100, 2000  # one iteration of so many warms up, and at most so many do
+WARMUP_SHARE, MOST_WARMUP = 100, 2000  # a hundredth of the iterations, and at most 2000, warm up
 
 
 def gpu_defaults(config: Config, given: Collection[str], precision: Precision) -> tuple[Config, str]:
@@ -24,20 +21,20 @@ def gpu_defaults(config: Config, given: Collection[str], precision: Precision) -
             fp32 on one without tensor cores.
 
     Returns:
-        The configuration, and what was chosen, for the start of the run; empty where nothing was.
+        The configuration, and a line that reports the choices; empty if there are none.
     """
-    said, instead = [], []
+    chosen, instead = [], []
     if precision != "fp32" and "precision" not in given and config.training.grad_dtype in ("fp32", precision):
         config = replace(config, training=replace(config.training, precision=precision))
         reason = " with loss scaling (this GPU has no bf16)" if precision == "fp16" else ""
-        said.append(f"--precision {precision}{reason}")
+        chosen.append(f"--precision {precision}{reason}")
         instead.append("--precision fp32")
     decay = config.optimizer.lr_decay_iters or config.training.train_iters
     warmup = min(MOST_WARMUP, decay // WARMUP_SHARE)
     if warmup and config.trains and "lr-warmup-iters" not in given:
         config = replace(config, optimizer=replace(config.optimizer, lr_warmup_iters=warmup))
-        said.append(f"--lr-warmup-iters {warmup}")
+        chosen.append(f"--lr-warmup-iters {warmup}")
         instead.append("--lr-warmup-iters 0")
-    if not said:
+    if not chosen:
         return config, ""
-    return config, f"{' and '.join(said)}, the default on GPUs ({' '.join(instead)}: without)"
+    return config, f"{' and '.join(chosen)}, the default on GPUs ({' '.join(instead)}: without)"

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import inspect
 import sys
 import textwrap
-from typing import Annotated, Any
+import typing
 
-from megazero.config.flags import flags
+from megazero.config.flags import Flag, flags
 from megazero.config.schema import Config
 
 # The flags of a normal run, in the order in which one thinks of them.
@@ -18,10 +16,13 @@ NORMAL = {
     "model": ("preset", "num-layers", "hidden-size", "num-attention-heads", "seq-length"),
     "batch": ("micro-batch-size", "global-batch-size", "train-iters", "precision"),
     "parallelism": ("tensor-model-parallel-size", "pipeline-model-parallel-size", "zero-stage"),
-    "learning_rate": ("lr", "lr-warmup-iters", "lr-decay-style"),
+    "learning rate": ("lr", "lr-warmup-iters", "lr-decay-style"),
     "saving": ("save", "load"),
     "logging": ("log-dir",),
 }
+
+
+WRAPPER = textwrap.TextWrapper(100, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
 
 
 def show_normal(program: str) -> None:
@@ -30,36 +31,29 @@ def show_normal(program: str) -> None:
     Raises:
         SystemExit: always, with code 0.
     """
-    import docstring_parser
-    import tyro
-
-    config = Config()
-
-    def declare(flag: str) -> tuple[str, Any, Any]:
-        kind, default, owner = (
-            (str, "", config)
-            if flag == "preset"
-            else (flags()[flag].kind, flags()[flag].default, getattr(config, flags()[flag].group))
-        )
-        name = flag.replace("-", "_")
-        params = docstring_parser.parse_from_object(type(owner)).params
-        text = next(" ".join((param.description or "").split()) for param in params if param.arg_name == name)
-        return name, Annotated[kind, tyro.conf.arg(help=text)], dataclasses.field(default=default)
-
-    made = {title: dataclasses.make_dataclass(title, map(declare, names)) for title, names in NORMAL.items()}
-    normal = dataclasses.make_dataclass(
-        "Normal", [(title, cls, dataclasses.field(default_factory=cls)) for title, cls in made.items()]
-    )
-    usual, about = {flag for names in NORMAL.values() for flag in names}, inspect.cleandoc(Config.__doc__ or "")
-    description = (
-        f"{about}\n\nThese are the {len(usual)} flags of a normal run; --help-all shows all {len(flags()) + 1}. Flags "
-        "of Megatron-LM, DeepSpeed and Hugging Face are understood: docs/megatron.md."
-    )
-    with contextlib.suppress(SystemExit):
-        tyro.cli(normal, args=["--help"], prog=program, description=description, config=(tyro.conf.OmitArgPrefixes,))
-    print("The other flags, which --help-all explains:")
-    wrapper = textwrap.TextWrapper(80, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+    usual = [name for names in NORMAL.values() for name in names]
+    print(f"usage: {program} [FLAGS]\n\n{inspect.cleandoc(Config.__doc__ or '')}\n")
+    print(f"These are the {len(usual)} flags of a normal run; --help-all shows all {len(flags()) + 1}.")
+    print("Flags of Megatron-LM, DeepSpeed and Hugging Face are understood: docs/megatron.md.")
+    for title, names in NORMAL.items():
+        print(f"\n{title}:", *map(_described, names), sep="\n")
+    print("\nThe other flags, which --help-all explains:")
     for group in dict.fromkeys(flag.group for flag in flags().values()):
-        names = " ".join(f"--{name}" for name, flag in flags().items() if flag.group == group and name not in usual)
-        print(wrapper.fill(f"{group}: {names}"))
+        others = " ".join(f"--{name}" for name, flag in flags().items() if flag.group == group and name not in usual)
+        print(WRAPPER.fill(f"{group}: {others}"))
     sys.exit(0)
+
+
+def _described(name: str) -> str:
+    """Return a flag with its values, its help and its default."""
+    import docstring_parser
+
+    flag = flags().get(name, Flag("", str, "", None))
+    values = {int: "INT", float: "FLOAT", str: "STR", tuple[str, ...]: "[STR ...]"}.get(flag.kind)
+    values = values or f"{{{','.join(map(str, typing.get_args(flag.kind)))}}}"
+    owner = type(getattr(Config(), flag.group)) if flag.group else Config
+    params = {param.arg_name: param.description or "" for param in docstring_parser.parse_from_object(owner).params}
+    text = " ".join(params[name.replace("-", "_")].split())
+    if flag.default:
+        text += f" (default: {flag.default})"
+    return f"  --{name} {values}\n{WRAPPER.fill(f'  {text}')}"

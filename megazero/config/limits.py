@@ -1,4 +1,4 @@
-"""Limits of single values: the range of a number, declared beside its flag in `schema`; the length of a text."""
+"""Limits of single values: the range of a number, declared next to its flag; the length of a text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 MAX_NAME = 255  # bytes of a file name on common file systems; Linux: NAME_MAX
-MAX_TEXT = 4096 - 256  # bytes of any text: a path (Linux: PATH_MAX) less what is appended to it
+MAX_TEXT = 4096 - 256  # bytes of any text: a path (Linux: PATH_MAX) less the endings that are appended
 SUFFIX = len(".partial-00000000")  # the longest ending that a run or a tool adds to a name
 
 
@@ -25,7 +25,7 @@ class Bounds:
     most_open: bool = False
 
     def complaint(self, value: float) -> str:
-        """Return why `value` lies outside the range; empty if it does not."""
+        """Return why `value` is out of range; empty if it is not."""
         if isinstance(value, float) and not math.isfinite(value):
             return "must be finite"
         if value < self.least or (self.least_open and value == self.least):
@@ -38,7 +38,7 @@ class Bounds:
         return ""
 
 
-# Kinds of numbers that several flags share. 0 stands for a derived value or for "never", as each flag says.
+# Kinds of numbers that several flags share. 0 stands for a derived value or for "never".
 FEW = "no published model has as many"
 ITERATIONS = "iterations are numbered in 9 digits"
 Positive = Annotated[int, Bounds(1, 10**9, ITERATIONS)]

@@ -16,38 +16,36 @@ class DataConfig:
     """Corpora, tokenizer and reading."""
 
     data_path: tuple[str, ...] = ()
-    """PREFIX of a .bin/.idx pair; PREFIX1 PREFIX2 ... to blend corpora in proportion to their tokens, or W1 PREFIX1 W2
-    PREFIX2 ... by weights."""
+    """PREFIX of a PREFIX.bin and PREFIX.idx; or PREFIX1 PREFIX2 ... to blend corpora in proportion to their tokens; or
+    W1 PREFIX1 W2 PREFIX2 ... to blend them by weights."""
     data_args_path: str = ""
-    """Text file of what --data-path would name, for many corpora. # begins a comment."""
+    """Text file with the words of --data-path, for many corpora. # starts a comment."""
     split: str = "969,30,1"
-    """Shares of the documents for training, validation and test. See --split-by."""
+    """Shares of training, validation and test data."""
     split_by: Literal["auto", "documents", "tokens"] = "auto"
-    """--split between whole documents, as Megatron does, or at tokens, inside documents. auto: by documents, unless
-    there are so few that training, validation or test would get none: a single text file is one document."""
+    """Division of a corpus by --split: documents keeps documents whole, as Megatron-LM does; tokens may cut inside
+    them. auto: documents, unless training, validation or test would get none."""
     tokenizer: str = ""
-    """A file or its folder, recognised: tokenizer.json, vocab.json with merges.txt, a SentencePiece .model, a tiktoken
-    FILE with FILE.json; or with the kind named: gpt2:DIR, sentencepiece:FILE, tiktoken:FILE; or byte. Empty: the one
-    that made the corpus, which PREFIX.json remembers."""
+    """File or folder of a tokenizer, whose kind is recognised: tokenizer.json, vocab.json with merges.txt, a
+    SentencePiece .model, a tiktoken FILE with FILE.json. Or with its kind: gpt2:DIR, sentencepiece:FILE, tiktoken:FILE.
+    Or byte. Empty: the tokenizer of the corpus, which PREFIX.json names."""
     eod_mask_loss: bool = False
-    """Exclude from the loss the token after each end-of-document token: the first token of another document."""
+    """Exclude from the loss the first token after each end-of-document token."""
     reset_attention_mask: bool = False
-    """Bound attention by documents: no token attends to one of another document. A document's last token is its
-    end-of-document token."""
+    """Limit attention to the tokens of the same document."""
     reset_position_ids: bool = False
-    """Restart positions at 0 behind each end-of-document token."""
+    """Restart positions at 0 after each end-of-document token."""
     mock_data: bool = False
-    """Train on made-up tokens instead of --data-path, to try a layout; needs --vocab-size or --tokenizer. All splits
-    are endless, and there is nothing to learn."""
+    """Train on random tokens instead of --data-path, to try a layout. Needs --vocab-size or --tokenizer."""
     skip_samples: str = ""
-    """A:B leaves out samples A to B - 1 of the run, counted as metrics.jsonl's consumed_samples are: go back to a
-    checkpoint from before a loss spike, and on without the data that made it."""
+    """A:B leaves out samples A to B - 1. To pass a loss spike, load an earlier checkpoint and skip the samples of the
+    spike, by their consumed_samples in metrics.jsonl."""
     num_workers: Annotated[int, Bounds(0, 64, "one process per rank is ahead of any step")] = 1
-    """Processes per rank that read batches ahead, behind the step that runs. 0: read in the training process."""
+    """Processes per rank that read batches ahead. 0: read in the training process."""
 
     @property
     def named_corpora(self) -> int:
-        """Corpora of --data-path that the metrics tell apart; 1: it names one, or more than they do."""
+        """Corpora of --data-path with an entry each in the metrics; 1 if it names one, or too many."""
         words = self.data_path
         num_corpora = len(words) // 2 if words and is_number(words[0]) else len(words)  # with weights, or without
         return num_corpora if 1 < num_corpora <= MAX_NAMED_CORPORA else 1
@@ -70,12 +68,12 @@ class EvaluationConfig:
     eval_interval: Iterations = 0
     """Iterations between evaluations. 0: never."""
     eval_iters: Annotated[int, Bounds(0, 10**6, "training would wait for days")] = 10
-    """Global batches of an evaluation, always the same ones. 0: the whole split, each of its tokens a target once."""
+    """Global batches of an evaluation, always the same ones. 0: the whole split."""
     eval_only: bool = False
-    """Evaluate the weights of --load on a split, print loss and perplexity, and end: nothing is trained or saved. The
-    metrics.jsonl under --log-dir gets a line; name another folder than that of a run which still writes."""
+    """Evaluate the weights of --load on a split of the data (--eval-split), print loss and perplexity, and end. With
+    --log-dir, metrics.jsonl gets a line."""
     eval_split: Literal["train", "validation", "test"] = "validation"
-    """--eval-only: the split of --data-path to evaluate."""
+    """--eval-only: the split to evaluate."""
 
 
 @dataclass(frozen=True)
@@ -83,27 +81,27 @@ class CheckpointConfig:
     """Saving, stopping and resuming."""
 
     save: str = ""
-    """Folder for checkpoints; the last iteration is always saved. Empty: none."""
+    """Folder for checkpoints. The last iteration is always saved. Empty: nothing is saved."""
     load: str = ""
-    """Folder of checkpoints, or one of its iter_NNNNNNN. A folder without a checkpoint starts fresh; so does one that
-    is not there, if it is --save too or with --load-or-start. In a folder, a damaged checkpoint is passed over, with a
-    warning, for the newest whole one before it."""
+    """Folder of checkpoints, or one of its iter_NNNNNNN. In a folder, the newest whole checkpoint is loaded, and
+    damaged ones are skipped with a warning. A folder without checkpoints starts fresh. A missing folder is an error,
+    unless it is the folder of --save."""
     finetune: bool = False
-    """Load weights only: optimizer, schedule and data begin anew, at iteration 0."""
+    """Load only weights. Optimizer, schedule and data start from the beginning, at iteration 0."""
     load_exact: bool = False
-    """Refuse a damaged checkpoint instead of going on from an older one."""
+    """End with an error if the newest checkpoint is damaged, instead of loading an older one."""
     save_interval: Iterations = 0
-    """Iterations between checkpoints. 0: by time alone (--save-interval-minutes), and at the end."""
+    """Iterations between checkpoints. 0: save by time (--save-interval-minutes), and at the end."""
     save_interval_minutes: Minutes = 30.0
-    """Minutes between checkpoints, with --save and without --save-interval. 0: only at the end."""
+    """Minutes between checkpoints if --save-interval is not given. 0: save only at the end."""
     keep_last: Iterations = 0
-    """Whole checkpoints of this run to keep; older ones are deleted after a save. 0: all. Those of other runs stay, and
-    the newest from before skipped iterations."""
+    """Checkpoints of this run to keep; older ones are deleted after a save, except the newest one from before skipped
+    iterations. 0: all. Checkpoints of other runs are never deleted."""
     keep_every: Iterations = 0
-    """Keep checkpoints whose iteration is a multiple of this, besides those of --keep-last. 0: none."""
+    """Also keep checkpoints whose iteration is a multiple of this. 0: none. Needs --keep-last."""
     async_save: bool = False
-    """Write checkpoints in the background: training stops only for a copy to host memory, which is as large as what a
-    rank saves. See --on-save-busy."""
+    """Write checkpoints in the background. Training stops only for a copy to host memory, which needs as much memory as
+    a rank saves. A save that is due waits for the one before it."""
     exit_interval: Iterations = 0
     """Save and stop when the iteration is a multiple of this. 0: never."""
     exit_duration_minutes: Minutes = 0.0
@@ -117,15 +115,14 @@ class MonitorConfig:
     """Finding hangs, slow ranks and wrong results."""
 
     hang_timeout: Minutes = 0.0
-    """End the run, with exit code 124, when a rank has made no progress for this many minutes: each says in which
-    operation it is, and prints its stacks. Saving and loading, which have limits of their own, do not count. Choose
-    less than --distributed-timeout-minutes. 0: never."""
-    straggler_interval: Iterations = 100
-    """Iterations between comparisons of the ranks' own computing times; slow ranks are named, with their hosts. 0:
+    """End the run with exit code 124 if a rank makes no progress for this many minutes. Each rank prints its current
+    operation and its stacks. Saving and loading do not count. Choose less than --distributed-timeout-minutes. 0:
     never."""
+    straggler_interval: Iterations = 100
+    """Iterations between comparisons of the ranks' computing times. Slow ranks are named with their hosts. 0: never."""
     check_replicas_interval: Iterations = 0
-    """Iterations between checks that all copies of a weight or a moment are equal bit for bit: over data-parallel
-    ranks, of what tensor parallelism replicates, and of the tied table. A copy that differs ends the run. 0: never."""
+    """Iterations between checks that all copies of a weight or a moment are equal bit for bit. A difference ends the
+    run. 0: never."""
 
 
 @dataclass(frozen=True)
@@ -135,25 +132,26 @@ class LogConfig:
     log_dir: str = ""
     """Folder for metrics.jsonl, config.toml and plan.txt. Empty: none of them is written."""
     verbose: bool = False
-    """Print at the start what plan.txt has, too: memory by kind with its formulas, all options, the environment."""
+    """Print at the start also the contents of plan.txt: memory by kind with its formulas, all options, the
+    environment."""
     log_interval: Positive = 1
     """Iterations between progress lines; metrics.jsonl has every iteration."""
     sample_prompts: str = ""
-    """Text file with a prompt per line, for --sample-interval. Few: every token takes a forward pass over whole
-    samples. Needs --tokenizer."""
+    """Text file with a prompt per line, for --sample-interval. Use few prompts: each token of an answer takes a forward
+    pass. Needs --tokenizer."""
     sample_interval: Iterations = 0
-    """Iterations between continuations of --sample-prompts by the model being trained, 64 tokens each, always with the
-    same random numbers: in metrics.jsonl, report.html, and the loggers that are on. 0: never."""
+    """Iterations between samples: the model continues each prompt of --sample-prompts by 64 tokens, with the same
+    random numbers each time. They appear in metrics.jsonl, report.html and the loggers. 0: never."""
     profile_iterations: str = ""
-    """A:B: trace iterations A to B of this run, both included, into --log-dir/trace-A-B.json, one file of all ranks for
-    chrome://tracing and ui.perfetto.dev. Empty: none."""
+    """A:B: write a trace of iterations A to B, on all ranks, to --log-dir/trace-A-B.json, for chrome://tracing or
+    ui.perfetto.dev. Empty: none."""
     tensorboard_dir: str = ""
     """Folder for TensorBoard. Empty: none."""
     wandb_project: str = ""
-    """Weights & Biases project; offline, under --log-dir, without an account. A resume in the same --log-dir goes on in
-    the same run there. Empty: none."""
+    """Weights & Biases project. Without an account, the run is written offline under --log-dir. A resume with the same
+    --log-dir continues the same run. Empty: none."""
     wandb_name: str = ""
-    """Name of the run in --wandb-project. Empty: that of the --log-dir folder."""
+    """Name of the run in --wandb-project. Empty: the name of the --log-dir folder."""
 
 
 @dataclass(frozen=True)
@@ -161,21 +159,20 @@ class PlanConfig:
     """Predictions for a cluster, made on any machine: no GPU, no data and no other ranks are needed."""
 
     plan: bool = False
-    """Print the memory, traffic and step time that this command line would take on --world-size devices, write
-    plan.json and plan.png into --log-dir, and end."""
+    """Predict the memory, traffic and step time of this run on --world-size devices, print them, write plan.json and
+    plan.png to --log-dir, and end."""
     plan_search: bool = False
     """Search the fastest layouts of this model and --global-batch-size that fit on --world-size devices, print them as
     command lines, and end."""
     world_size: Annotated[int, Bounds(0, 10**6, "no job has as many ranks")] = 0
-    """--plan, --plan-search: devices, one rank each. 0: --plan takes one."""
+    """--plan, --plan-search: number of devices, one rank each. 0: --plan assumes one."""
     device_type: str = ""
-    """--plan, --plan-search: a device of scripts/devices, such as h100-80gb, or a TOML file like those; a cluster of
-    its nodes is assumed. scripts/measure_device.py writes one for the machine that it runs on."""
+    """--plan, --plan-search: a device of scripts/devices, such as h100-80gb, or a TOML file like those.
+    scripts/measure_device.py writes one for the machine on which it runs."""
     rehearse: str = ""
-    """WORLD[:RANKS]: instead of training, run steps of one rank of WORLD on stand-in tensors with pretended peers, and
-    report bytes by kind, every collective and the plan of a checkpoint, beside the estimate; with --log-dir also in
-    rehearsal.json. Needs no data and no GPU. RANKS: one, several as 0,399, or stages for one per pipeline stage. Rank 0
-    unless given."""
+    """WORLD[:RANKS]: instead of training, run two steps of one rank of WORLD without the other ranks, and report its
+    bytes by kind, every collective and its part of a checkpoint, next to the estimate. Needs no data and no GPU. RANKS:
+    one rank, several such as 0,399, or stages for one per pipeline stage. Default: rank 0."""
     rehearse_on: Literal["gpu", "cpu", "here"] = "gpu"
-    """--rehearse: the device whose kernels and collectives are imitated (gpu: NCCL; cpu: gloo), or real tensors on the
-    device of this machine, with pretended peers (here)."""
+    """--rehearse: gpu or cpu imitates the kernels and collectives of that device on tensors without data; here uses
+    real tensors on the device of this machine."""

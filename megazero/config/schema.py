@@ -9,41 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megazero.config.batch_sizes import BatchSizes, micro_batches
-from megazero.config.model_options import (
-    BYTES,
-    ActivationConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    TrainingConfig,
-    ZeroConfig,
-)
-from megazero.config.run_options import (
-    CheckpointConfig,
-    DataConfig,
-    EvaluationConfig,
-    LogConfig,
-    MonitorConfig,
-    PlanConfig,
-)
+from megazero.config.model_options import ActivationConfig as ActivationConfig
+from megazero.config.model_options import ModelConfig as ModelConfig
+from megazero.config.model_options import OptimizerConfig as OptimizerConfig
+from megazero.config.model_options import ParallelConfig as ParallelConfig
+from megazero.config.model_options import TrainingConfig as TrainingConfig
+from megazero.config.model_options import ZeroConfig as ZeroConfig
+from megazero.config.optimizers import BYTES as BYTES
+from megazero.config.run_options import CheckpointConfig as CheckpointConfig
+from megazero.config.run_options import DataConfig as DataConfig
+from megazero.config.run_options import EvaluationConfig as EvaluationConfig
+from megazero.config.run_options import LogConfig as LogConfig
+from megazero.config.run_options import MonitorConfig as MonitorConfig
+from megazero.config.run_options import PlanConfig as PlanConfig
 from megazero.plan.schedule.schedules import EVALUATION
-
-__all__ = [
-    "BYTES",
-    "ActivationConfig",
-    "CheckpointConfig",
-    "Config",
-    "DataConfig",
-    "EvaluationConfig",
-    "LogConfig",
-    "ModelConfig",
-    "MonitorConfig",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "PlanConfig",
-    "TrainingConfig",
-    "ZeroConfig",
-]
 
 
 @dataclass(frozen=True)

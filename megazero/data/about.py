@@ -102,30 +102,18 @@ def read_about(data: IndexedDataset) -> dict[str, Any]:
 
 
 def describe(
-    about: Mapping[str, Any], *, dtype: str, num_documents: int, num_tokens: int, max_id: int,
-    bin_checksum: Checksum, idx_checksum: Checksum,
-) -> bytes:  # fmt: skip
-    """The bytes of PREFIX.json."""
-    return (
-        json.dumps(
-            {
-                "version": FORMAT_VERSION,
-                **about,
-                "dtype": dtype,
-                "num_documents": num_documents,
-                "num_tokens": num_tokens,
-                "max_id": max_id,
-                "checksum": {
-                    "algorithm": "crc32",
-                    "block_bytes": bin_checksum.block_bytes,
-                    "bin": bin_checksum.digests(),
-                    "idx": idx_checksum.digests(),
-                },
-            },
-            indent=2,  # and ASCII: a path that is no UTF-8 has surrogates, which only an escape can hold
-        ).encode()
-        + b"\n"
-    )
+    about: Mapping[str, Any], counts: Mapping[str, Any], bin_checksum: Checksum, idx_checksum: Checksum
+) -> bytes:
+    """The bytes of PREFIX.json: `about`, `counts` and checksums."""
+    checksum = {
+        "algorithm": "crc32",
+        "block_bytes": bin_checksum.block_bytes,
+        "bin": bin_checksum.digests(),
+        "idx": idx_checksum.digests(),
+    }
+    found = {"version": FORMAT_VERSION, **about, **counts, "checksum": checksum}
+    # ASCII, because a path that is not UTF-8 has lone surrogates, which only an escape can hold
+    return f"{json.dumps(found, indent=2)}\n".encode()
 
 
 def verify(

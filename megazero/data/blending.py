@@ -13,11 +13,11 @@ from megazero.data.samples import Samples
 class BlendedDataset:
     """Samples drawn from several datasets in proportion to weights, always in the same order.
 
-    Which dataset serves sample i, and which of its samples, is a closed formula in i: no table, no loop
-    over what came before. Megatron goes through the samples and gives each to the dataset that is furthest
-    behind its share. For two datasets that rule has the closed form of `_behind_count`, used here; for
-    more, they are paired in a binary tree, and the rule decides at every fork. After any i samples, a
-    dataset's count differs from i times its share by less than the depth of the tree.
+    A closed formula in i gives the dataset of sample i, and the number of the sample in it: there is no table and no
+    loop over earlier samples. Megatron loops over the samples and gives each to the dataset that is furthest behind its
+    share. For two datasets that rule has the closed form of `_behind_count`. More datasets are the leaves of a binary
+    tree, and the rule decides at every fork. After any i samples, a dataset's count differs from i times its share by
+    less than the depth of the tree.
     """
 
     def __init__(self, datasets: Sequence[Samples], weights: Sequence[Fraction | int | float | str]) -> None:

@@ -21,59 +21,60 @@ from megazero.data.indexed import IndexedDataset
 from megazero.data.mock import MockSamples
 from megazero.data.samples import SPLITS, GPTDataset, Samples, WholeSplit, require_vocabulary, split_ranges
 from megazero.data.tokenizer import Tokenizer
+from megazero.units import things
 
-# How much of each end of corpora without PREFIX.json is read, of all together, in search of ids outside the vocabulary.
+# Bytes of all corpora without PREFIX.json that are searched, at both ends, for ids outside the vocabulary.
 SCANNED_BYTES = 64 << 20
-# Descriptors that all else of a process needs.
+# File descriptors that the rest of a process needs.
 OTHER_FILES = 256
 
 
 @dataclass(frozen=True)
 class Datasets:
-    """The splits of a run, and the corpora that they are made of.
-
-    An empty split raises when its first sample is asked for.
-    """
+    """The splits of a run, and their corpora. An empty split raises when its first sample is read."""
 
     train: Samples
     validation: Samples
     test: Samples
     corpora: tuple[IndexedDataset, ...] = ()
 
-    def whole(self, split: str) -> dict[str, WholeSplit]:
-        """Return a split of each corpus, in order and once through, by the corpus' prefix."""
+    def _parts(self, split: str) -> list[GPTDataset]:
+        """A split of each corpus, in the order of --data-path; empty with --mock-data."""
         samples: Samples = getattr(self, split)
         parts = samples.datasets if isinstance(samples, BlendedDataset) else (samples,)
-        datasets = [part for part in parts if isinstance(part, GPTDataset)]
-        return {data.prefix: WholeSplit(part) for data, part in zip(self.corpora, datasets, strict=True)}
+        return [part for part in parts if isinstance(part, GPTDataset)]
+
+    def whole(self, split: str) -> dict[str, WholeSplit]:
+        """Return a split of each corpus, in order and once through, by the corpus' prefix."""
+        return {part.data.prefix: WholeSplit(part) for part in self._parts(split)}
 
     @property
     def named(self) -> tuple[str, ...]:
-        """The prefixes of a blend whose corpora the metrics tell apart; else empty."""
-        blended = isinstance(self.train, BlendedDataset) and len(self.corpora) <= MAX_NAMED_CORPORA
-        return tuple(data.prefix for data in self.corpora) if blended else ()
+        """Prefixes of the corpora of a blend, if they are few enough for the metrics to list; else empty."""
+        listed = isinstance(self.train, BlendedDataset) and len(self.corpora) <= MAX_NAMED_CORPORA
+        return tuple(data.prefix for data in self.corpora) if listed else ()
 
     @property
     def split_by_tokens(self) -> tuple[str, ...]:
         """Prefixes of the corpora whose documents --split divides."""
-        parts = self.train.datasets if isinstance(self.train, BlendedDataset) else (self.train,)
-        return tuple(part.data.prefix for part in parts if isinstance(part, GPTDataset) and part.by_tokens)
+        return tuple(part.data.prefix for part in self._parts("train") if part.by_tokens)
 
     def notes(self) -> list[str]:
-        """Sentences on what the user may not expect: made-up data, documents that --split divides."""
+        """Sentences on properties that may surprise a user: made-up data, documents that --split divides."""
         if isinstance(self.train, MockSamples):
             floor = log(self.train.vocab_size)
             return [f"--mock-data: tokens are made up; the loss goes to ln(--vocab-size) = {floor:.4f}"]
-        divided = self.split_by_tokens
+        divided = [part.data for part in self._parts("train") if part.by_tokens]
         if not divided:
             return []
-        counts = {data.prefix: data.num_documents for data in self.corpora}
-        shown = [f"{prefix} ({counts[prefix]} document{'s' * (counts[prefix] != 1)})" for prefix in divided[:3]]
-        names = ", ".join(shown) + f" and {len(divided) - 3} more" * (len(divided) > 3)
-        return [f"validation and test are cut from the end of {names}, by tokens (--split, --split-by)"]
+        shown = [f"{data.prefix} ({things(data.num_documents, 'document')})" for data in divided[:3]]
+        more = f" and {len(divided) - 3} more" if len(divided) > 3 else ""
+        return [
+            f"validation and test are cut from the end of {', '.join(shown)}{more}, by tokens (--split, --split-by)"
+        ]
 
     def repeats(self, split: str, eval_iters: int, batch_size: int) -> str:
-        """Say that an evaluation has more samples than a split of all corpora together; "" if it has not."""
+        """Warn if an evaluation has more samples than a split of all corpora together; else ""."""
         held = sum(map(len, self.whole(split).values()))
         enough = -(-held // batch_size)
         if not held or eval_iters <= enough:
@@ -86,8 +87,7 @@ class Datasets:
     @property
     def train_tokens(self) -> int:
         """Tokens of the training split of all corpora; 0 with --mock-data."""
-        parts = self.train.datasets if isinstance(self.train, BlendedDataset) else (self.train,)
-        return sum(part.num_tokens for part in parts if isinstance(part, GPTDataset))
+        return sum(part.num_tokens for part in self._parts("train"))
 
     def fingerprints(self) -> list[str]:
         """Return the fingerprint of each corpus, in the order of --data-path."""
@@ -110,7 +110,7 @@ def mock_datasets(seq_length: int, seed: int, vocab_size: int) -> Datasets:
 def parse_data_path(data_path: Sequence[str]) -> list[tuple[Fraction | None, str]]:
     """[(weight, prefix)] of --data-path PREFIX1 PREFIX2 ... or W1 PREFIX1 W2 PREFIX2 ...
 
-    Weights are None where none is given: corpora then weigh as their tokens.
+    Without weights they are None: corpora are then weighted by their tokens.
     """
     words, given = list(data_path), "--data-path " + " ".join(data_path)
     numbers = [is_number(word) for word in words[::2]]
@@ -160,16 +160,15 @@ def open_datasets(
 ) -> Datasets:
     """Open the corpora of --data-path, each once, and check them; to be called before any process group starts.
 
-    Files are checked as `IndexedDataset` does, and a random choice of their blocks against the checksums in
-    PREFIX.json. Ids must lie below `vocab_size`: known from PREFIX.json, else from a scan of both ends of the
-    tokens. A corpus must be made by `tokenizer`, if PREFIX.json tells. The splits `needed` must hold one sample
-    of every corpus. With `document_flags`, its documents must end in an end-of-document token, if PREFIX.json tells.
+    Checks: the files, as `IndexedDataset` does; a random choice of their blocks, by the checksums in PREFIX.json; the
+    largest id, from PREFIX.json or a scan of both ends of the tokens; the tokenizer and, with `document_flags`, the
+    end-of-document tokens, as far as PREFIX.json names them; that each split in `needed` has a sample of every corpus.
 
     Raises:
-        ValueError: whatever is wrong, naming --data-path and the corpus.
+        ValueError: a check fails; names --data-path and the corpus.
     """
     pairs = parse_data_path(data_path)
-    split_ranges(split, 1)  # raises for a --split that is none
+    split_ranges(split, 1)  # raises for a malformed --split
     corpora = tuple(IndexedDataset(prefix) for _, prefix in pairs)
     _allow_files(corpora)
     abouts = [read_about(data) for data in corpora]
@@ -179,7 +178,7 @@ def open_datasets(
         if document_flags and about.get("eod", 0) is None:
             raise ValueError(
                 f"{' '.join(document_flags)}: the documents of --data-path {data.prefix} end in no end-of-document "
-                "token; preprocess it again with --append-eod, or drop what needs it"
+                "token; preprocess it again with --append-eod, or drop these flags"
             )
         if vocab_size is not None:
             _check_vocabulary(data, about, vocab_size, SCANNED_BYTES // len(corpora))
@@ -210,7 +209,7 @@ def _allow_files(corpora: Sequence[IndexedDataset]) -> None:
 
 
 def _check_sample(corpora: Sequence[IndexedDataset], draw: random.Random) -> None:
-    """Compare about `SAMPLED_BYTES` of all corpora with their checksums; each start of each rank chooses anew."""
+    """Compare about `SAMPLED_BYTES` of all corpora with their checksums; ranks and starts choose different blocks."""
     left = SAMPLED_BYTES
     for number in draw.sample(range(len(corpora)), len(corpora)):
         budget = max(2 * BLOCK_BYTES, SAMPLED_BYTES // len(corpora))
@@ -222,16 +221,16 @@ def _check_sample(corpora: Sequence[IndexedDataset], draw: random.Random) -> Non
 
 
 def _check_tokenizer(data: IndexedDataset, about: dict[str, Any], tokenizer: Tokenizer) -> None:
-    known, ours = about.get("tokenizer_hash"), tokenizer.identity if "tokenizer_hash" in about else None
-    if known != ours or about.get("vocab_size", tokenizer.vocab_size) != tokenizer.vocab_size:
-        name = about.get("tokenizer", "another tokenizer")
-        copy = Path(data.prefix).parent / str(about.get("saved_tokenizer", "")).rpartition(":")[2]
-        at = f" (a copy is in {copy})" if "saved_tokenizer" in about and copy.exists() and known != ours else ""
-        raise ValueError(
-            f"--data-path {data.prefix} was made with the tokenizer {name}{at}, of "
-            f"{about.get('vocab_size', 'unknown')} tokens; --tokenizer {tokenizer.spec} has {tokenizer.vocab_size} and "
-            f"gives other ids; name the one that made the corpus"
-        )
+    ours = tokenizer.identity if "tokenizer_hash" in about else None
+    if about.get("tokenizer_hash") == ours and about.get("vocab_size", tokenizer.vocab_size) == tokenizer.vocab_size:
+        return
+    copy = Path(data.prefix).parent / str(about.get("saved_tokenizer", "")).rpartition(":")[2]
+    at = f" (a copy is in {copy})" if "saved_tokenizer" in about and copy.exists() else ""
+    raise ValueError(
+        f"--data-path {data.prefix} was made with the tokenizer {about.get('tokenizer', 'of an unknown name')}{at}, of "
+        f"{about.get('vocab_size', 'unknown')} tokens; --tokenizer {tokenizer.spec} has {tokenizer.vocab_size} and "
+        f"gives other ids; name the one that made the corpus"
+    )
 
 
 def _check_vocabulary(data: IndexedDataset, about: dict[str, Any], vocab_size: int, scanned_bytes: int) -> None:

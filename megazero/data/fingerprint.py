@@ -1,8 +1,8 @@
-"""Recognises a corpus by its content: whether a resumed run, or another rank, reads the same tokens.
+"""Fingerprints of corpora: do a resumed run and all ranks read the same tokens?
 
-A fingerprint is one short text, "SAMPLED:CHECKSUM". The first part is a hash of the sizes of both files,
-of both ends of the index and of a few stretches of the tokens. The second is a hash of the checksums in
-PREFIX.json, "-" where there is none: with it, one changed token anywhere changes the fingerprint.
+A fingerprint is a short text, "SAMPLED:CHECKSUM". The first part is a hash of the sizes of both files, of both ends of
+the index and of a few stretches of the tokens. The second is a hash of the checksums in PREFIX.json, so that one
+changed token anywhere changes the fingerprint; "-" without PREFIX.json.
 """
 
 import hashlib
@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from megazero.data.about import read_about
 from megazero.data.indexed import IndexedDataset
 
-# How many stretches of the tokens are looked at, evenly spaced, and how long each is.
+# Number and length of the stretches of tokens that are hashed, evenly spaced.
 STRETCHES, STRETCH_BYTES = 16, 4096
 
 
 def fingerprint(data: str | os.PathLike[str] | IndexedDataset) -> str:
-    """The fingerprint of a corpus, or of the one with this prefix. ValueError as `IndexedDataset`."""
+    """The fingerprint of a corpus, given by itself or its prefix. ValueError as `IndexedDataset`."""
     data = data if isinstance(data, IndexedDataset) else IndexedDataset(data)
     digest = hashlib.sha256(data.index_fingerprint.encode())
     length = STRETCH_BYTES // data.dtype.itemsize
@@ -31,23 +31,23 @@ def fingerprint(data: str | os.PathLike[str] | IndexedDataset) -> str:
 
 
 def same(one: str, other: str) -> bool:
-    """Return true if two fingerprints can be of one corpus: a missing PREFIX.json alone makes no difference."""
+    """Return True if two fingerprints can be of one corpus: a missing PREFIX.json alone is no difference."""
     (sampled, whole), (sampled2, whole2) = one.split(":"), other.split(":")
     return sampled == sampled2 and (whole == whole2 or "-" in (whole, whole2))
 
 
 def differences(saved: Sequence[str], ours: Sequence[str], prefixes: Sequence[str]) -> list[str]:
-    """One sentence for each corpus whose content is not that of the fingerprints in `saved`.
+    """One sentence for each corpus that has changed since a checkpoint was saved.
 
     Args:
-        saved: fingerprints of the corpora of --data-path, in their order, as a checkpoint keeps them.
-        ours: those of this run's.
+        saved: fingerprints in the checkpoint, in the order of --data-path.
+        ours: fingerprints of this run's corpora.
         prefixes: of this run's corpora.
     """
     if len(saved) != len(ours):
         return [f"--data-path names {len(ours)} corpora, and named {len(saved)} when this was saved"]
     return [
-        f"--data-path {prefix} holds other tokens than when this was saved: it was made anew, or is another corpus"
+        f"--data-path {prefix} holds other tokens than when this was saved: it was made again, or is another corpus"
         for then, now, prefix in zip(saved, ours, prefixes, strict=True)
         if not same(then, now)
     ]

@@ -2,8 +2,8 @@
 
 b micro-batch, s sequence, M micro-batches of a step, N data-parallel ranks.
 
-The state of the loader is one number, `consumed_samples`: whoever asks for the batch at that number gets the
-same samples, in whatever layout, with or without worker processes.
+The state of the loader is one number, `consumed_samples`: the global batch at that number holds the same samples in
+every layout, with or without worker processes.
 """
 
 import multiprocessing
@@ -30,11 +30,10 @@ LAST_SECONDS = 30
 class MicroBatch(NamedTuple):
     """`ids`, `labels` int64 [b, s]; `loss_mask` fp32 [b, s], 1 where a target counts; `samples` [b].
 
-    A sample whose number is `PADDING` is of token 0 alone, and no target of it counts.
+    A sample with the number `PADDING` consists of token 0, and none of its targets counts.
 
-    `document_starts` int64 [b, s]: the place in its sample at which each token's document begins; None: not asked for.
-    `corpora` [b]: of a blend whose corpora the metrics tell apart, the number of the one that each sample is of; else
-    empty.
+    `document_starts` int64 [b, s]: the position in its sample at which each token's document begins; None if no flag
+    needs it. `corpora` [b]: the number of each sample's corpus, if the metrics list the corpora of a blend; else empty.
     """
 
     ids: torch.Tensor
@@ -49,7 +48,7 @@ class MicroBatch(NamedTuple):
 class Assignment:
     """A rank's samples of a step: micro-batch m of rank r takes consumed + (m N + r) b + j, for j < b.
 
-    Numbers behind the global batch are `PADDING`: so every rank has as many micro-batches as the first. See
+    Numbers beyond the global batch are `PADDING`, so that every rank has as many micro-batches as the first. See
     docs/decisions/0019-replicas-with-unequal-shares.md.
     """
 

@@ -12,10 +12,10 @@ from megazero.data.tokenizer import SPECS, Tokenizer, beside, load_tokenizer
 
 
 def data_tokenizer(config: Config) -> Tokenizer | None:
-    """Load the tokenizer of the data; None where neither --tokenizer nor a corpus' PREFIX.json tells.
+    """Load the tokenizer of the data; None if neither --tokenizer nor a corpus' PREFIX.json names one.
 
-    The first corpus that tells decides; `open_datasets` compares the others with it. A remembered tokenizer that is
-    larger than --vocab-size is left out: such a model was asked for without it.
+    The first corpus that names one decides; `open_datasets` compares the others with it. It is ignored if it is larger
+    than --vocab-size.
 
     Raises:
         ValueError: it cannot be read, or there is none and a flag needs one.
@@ -32,20 +32,20 @@ def data_tokenizer(config: Config) -> Tokenizer | None:
             return found
     if data.document_flags:
         raise ValueError(
-            f"{data.document_flags[0]} needs the end-of-document token, and no PREFIX.json of --data-path tells which "
-            f"tokenizer made it; give --tokenizer: {SPECS}"
+            f"{data.document_flags[0]} needs the end-of-document token, and no PREFIX.json of --data-path names a "
+            f"tokenizer; give --tokenizer: {SPECS}"
         )
     return None
 
 
 def remembered_tokenizer(data: IndexedDataset) -> Tokenizer | None:
-    """Load the tokenizer that made a corpus: the copy that lies beside it, else what PREFIX.json names.
+    """Load the tokenizer that made a corpus: the copy next to it, else the one at the path in PREFIX.json.
 
     Returns:
-        None: PREFIX.json names none, or is not there.
+        None: PREFIX.json is missing, or names none.
 
     Raises:
-        ValueError: what is named cannot be read here, or is another tokenizer by now.
+        ValueError: the tokenizer cannot be read here, or has changed.
     """
     about = read_about(data)
     copy, named = str(about.get("saved_tokenizer", "")), str(about.get("tokenizer", ""))

@@ -1,12 +1,12 @@
-"""From documents to numbered samples: which tokens are sample i of a run.
+"""From documents to numbered samples: the tokens of sample i of a run.
 
 s = sequence length, N = tokens of a split, D = its documents.
 
 The stream of a split is its epochs one after another; an epoch is the split's documents in a random order.
 Sample i of the stream is tokens [i s, i s + s]: s + 1 tokens, for inputs and targets; two neighbours share
 one token, and a sample may run across documents and into the next epoch. The samples that begin in one
-epoch are shuffled among themselves. So what `dataset[i]` is depends on (corpus, split, s, seed) only: not
-on the length of the run, the batch size or the layout, and a run can be extended or its layout changed.
+epoch are shuffled among themselves. So `dataset[i]` depends on (corpus, split, s, seed) only, not on the length of the
+run, the batch size or the layout: a run can be extended, or resumed in another layout.
 """
 
 import functools
@@ -20,7 +20,7 @@ from megazero.data.epochs import EpochKey, EpochTable, load_table
 from megazero.data.indexed import IndexedDataset, Int64s, Tokens
 
 SPLITS = ("train", "validation", "test")
-# Tables kept in memory at once: the running epoch, the next, and one for whoever looks back.
+# Tables kept in memory: of the current epoch, the next, and an earlier one.
 KEPT_EPOCHS = 3
 # An id that stands for no token, as a target or as an input: it counts in no loss.
 NO_TOKEN = -1
@@ -101,7 +101,7 @@ class GPTDataset:
 
     `data` is the corpus or its prefix; `split_by` as --split-by. `num_documents` and `num_tokens` are those of the
     split; `by_tokens`: documents are divided. An empty or too short split raises at `check()` and at the first sample,
-    not before: no caller may ever ask for it. Ids outside `vocab_size` (None: not checked) raise at the sample that
+    not before, because a run may never read it. Ids outside `vocab_size` (None: not checked) raise at the sample that
     holds them.
     """
 
@@ -144,9 +144,8 @@ class GPTDataset:
     def check(self) -> None:
         """ValueError if the split is too short for a single sample."""
         if self.num_tokens < self.seq_length + 1:
-            larger = "such as --split 90,5,5, or drop --eval-interval"
-            if self.split_name == "train":
-                larger = "such as --split 1 to train on all of it"
+            training = self.split_name == "train"
+            larger = "such as --split 1" if training else "such as --split 90,5,5, or drop --eval-interval"
             raise ValueError(
                 f"--data-path {self.data.prefix}: its {self.split_name} split (--split {self.split}) holds "
                 f"{self.num_tokens} tokens in {self.num_documents} of {self.data.num_documents} documents, "
@@ -231,7 +230,7 @@ class WholeSplit:
 
 
 def require_vocabulary(prefix: str, ids: Tokens, vocab_size: int, where: str) -> None:
-    """ValueError unless all ids lie in [0, vocab_size)."""
+    """ValueError unless all ids are in [0, vocab_size)."""
     low, high = int(ids.min(initial=0)), int(ids.max(initial=0))
     if low < 0 or high >= vocab_size:
         raise ValueError(

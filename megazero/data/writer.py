@@ -4,7 +4,8 @@ import os
 import struct
 import uuid
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -13,27 +14,24 @@ import numpy as np
 import numpy.typing as npt
 
 from megazero.data.about import Checksum, describe
-from megazero.data.indexed import CHUNK, HEADER, MAGIC, TOKEN_TYPES, VERSION, Tokens
+from megazero.data.indexed import CHUNK, HEADER, MAGIC, TOKEN_TYPES, VERSION, Int64s, Tokens
 from megazero.files import OutputFile, sync_folder, write_atomically
 
-Int32s = npt.NDArray[np.int32]
-# In the order in which they get their names: an `.idx` is there last, and with it the corpus.
+# In the order in which they get their names: the `.idx` last, because it makes the files a corpus.
 ENDS = (".bin", ".json", ".idx")
 
 
 class CorpusParts:
-    """The files of one corpus in the making: `stem.bin`, `stem.idx`, `stem.documents`, at last `stem.json`.
+    """The files of an unfinished corpus: `stem.bin`, `stem.idx`, `stem.documents`, at last `stem.json`.
 
-    After `commit()` these files and the state that it returned are enough to go on from there, whatever
-    was written since: `CorpusParts(stem, dtype, state)` cuts it off. `finish` completes the index, `publish`
-    gives the files their names. OSErrors name the file.
+    Writing resumes from a commit: `CorpusParts(stem, dtype, state)` with the state that `commit()` returned truncates
+    the files there. `finish` completes the index, `publish` gives the files their names. OSErrors name the file.
     """
 
     def __init__(
         self, stem: str | os.PathLike[str], dtype: npt.DTypeLike, state: Mapping[str, Any] | None = None
     ) -> None:
         self.stem, self.dtype = str(stem), np.dtype(dtype)
-        self._code = {np.dtype(t): code for code, t in TOKEN_TYPES.items()}[self.dtype]
         found = state or {"num_documents": 0, "num_sequences": 0, "num_tokens": 0, "max_id": -1, "checksum": {}}
         self.num_documents: int = found["num_documents"]
         self.num_sequences: int = found["num_sequences"]
@@ -46,7 +44,7 @@ class CorpusParts:
             self._idx = self._open(".idx", HEADER.size + 4 * self.num_sequences if state else 0)
             self._documents = self._open(".documents", 8 * (self.num_documents + 1) if state else 0)
             if not state:
-                self._idx.write(bytes(HEADER.size))  # the counts in it are known at the end
+                self._idx.write(bytes(HEADER.size))  # `finish` writes its counts
                 self._documents.write(struct.pack("<q", 0))
         except BaseException:
             self.close()
@@ -59,23 +57,17 @@ class CorpusParts:
     def add(self, *sequences: npt.ArrayLike) -> None:
         """Append one document: one sequence of token ids, or several."""
         arrays = [np.asarray(sequence, dtype=np.int64) for sequence in sequences]
-        for ids in arrays:
-            self._write_sequences(ids, np.array([ids.size], dtype="<i4"))
-        self._end_documents(np.array([self.num_sequences], dtype="<i8"))
+        lengths = np.array([ids.size for ids in arrays], dtype=np.int64)
+        self.add_documents(np.concatenate([np.zeros(0, np.int64), *arrays]), lengths, np.array([len(arrays)]))
 
-    def add_batch(self, ids: Tokens, lengths: Int32s) -> None:
-        """Append many one-sequence documents: their tokens one after another, and their lengths in tokens."""
-        before = self.num_sequences
-        self._write_sequences(ids, lengths.astype("<i4"))
-        self._end_documents(np.arange(before + 1, self.num_sequences + 1, dtype="<i8"))
+    def add_documents(self, ids: Tokens, lengths: npt.NDArray[Any], ends: Int64s | None = None) -> None:
+        """Append documents.
 
-    def add_documents(self, ids: Tokens, lengths: Int32s, ends: npt.NDArray[np.int64]) -> None:
-        """Append documents of any number of sequences: `ends` is the number of sequences here up to each's end."""
-        before = self.num_sequences
-        self._write_sequences(ids, lengths.astype("<i4"))
-        self._end_documents((ends + before).astype("<i8"))
-
-    def _write_sequences(self, ids: Tokens, lengths: npt.NDArray[Any]) -> None:
+        Args:
+            ids: their tokens, one document after another.
+            lengths: tokens of each sequence.
+            ends: number of sequences up to the end of each document; None: each document is one sequence.
+        """
         assert ids.size == int(lengths.sum(dtype=np.int64)), (ids.size, lengths.sum())
         if ids.size:
             low, high = int(ids.min()), int(ids.max())
@@ -86,19 +78,18 @@ class CorpusParts:
                     f"give a wider --dtype, or none: then the vocabulary decides"
                 )
             self.max_id = max(self.max_id, high)
-        raw = np.ascontiguousarray(ids, dtype=self.dtype.newbyteorder("<")).data.cast("B") if ids.size else b""
-        self._bin.write(raw)
-        self._checksum.update(raw)
-        self._idx.write(lengths.tobytes())
-        self.num_sequences += lengths.size
+            raw = np.ascontiguousarray(ids, dtype=self.dtype.newbyteorder("<")).data.cast("B")
+            self._bin.write(raw)
+            self._checksum.update(raw)
+        ends = np.arange(1, lengths.size + 1) if ends is None else ends
+        self._idx.write(lengths.astype("<i4").tobytes())
+        self._documents.write((ends + self.num_sequences).astype("<i8").tobytes())
         self.num_tokens += ids.size
-
-    def _end_documents(self, ends: npt.NDArray[Any]) -> None:
-        self._documents.write(ends.tobytes())
+        self.num_sequences += lengths.size
         self.num_documents += ends.size
 
     def commit(self) -> dict[str, Any]:
-        """Wait until all is on the disk; the state from which to go on, as JSON holds it."""
+        """Flush the files to the disk and return the state from which writing can resume, as JSON holds it."""
         for file in self._files:
             file.sync()
         return {
@@ -107,34 +98,28 @@ class CorpusParts:
             "num_sequences": self.num_sequences,
             "num_tokens": self.num_tokens,
             "max_id": self.max_id,
-            "checksum": {**vars(self._checksum), "blocks": list(self._checksum.blocks)},
+            "checksum": asdict(self._checksum),
         }
 
     def finish(self, about: Mapping[str, Any] | None) -> None:
         """Complete the index, and describe the corpus in `stem.json` if `about` is given."""
         self._finish_index()
         if about is not None:
-            idx_checksum, at = Checksum(), 0
-            while block := self._idx.read(CHUNK, at):
-                idx_checksum.update(block)
-                at += len(block)
-            write_atomically(
-                self.stem + ".json",
-                describe(
-                    about,
-                    dtype=self.dtype.name,
-                    num_documents=self.num_documents,
-                    num_tokens=self.num_tokens,
-                    max_id=self.max_id,
-                    bin_checksum=self._checksum,
-                    idx_checksum=idx_checksum,
-                ),
-            )
+            idx_checksum = Checksum()
+            for at in range(0, self._idx.size, CHUNK):
+                idx_checksum.update(self._idx.read(CHUNK, at))
+            counts = {
+                "dtype": self.dtype.name,
+                "num_documents": self.num_documents,
+                "num_tokens": self.num_tokens,
+                "max_id": self.max_id,
+            }
+            write_atomically(self.stem + ".json", describe(about, counts, self._checksum, idx_checksum))
         for file in self._files:
             file.sync()
 
     def _finish_index(self) -> None:
-        """Offsets and document indices follow the lengths; then the header, whose counts are known now."""
+        """Append offsets and document indices to the lengths; then write the header with the counts."""
         end = 0  # bytes
         for at in range(0, self.num_sequences, CHUNK):
             count = min(CHUNK, self.num_sequences - at)
@@ -143,26 +128,20 @@ class CorpusParts:
             ends = end + np.cumsum(sizes)
             self._idx.write((ends - sizes).astype("<i8").tobytes())
             end = int(ends[-1])
-        at = 0
-        while block := self._documents.read(CHUNK, at):
-            self._idx.write(block)
-            at += len(block)
-        self._idx.overwrite(HEADER.pack(MAGIC, VERSION, self._code, self.num_sequences, self.num_documents + 1), at=0)
+        for at in range(0, self._documents.size, CHUNK):
+            self._idx.write(self._documents.read(CHUNK, at))
+        code = {np.dtype(kind): code for code, kind in TOKEN_TYPES.items()}[self.dtype]
+        self._idx.overwrite(HEADER.pack(MAGIC, VERSION, code, self.num_sequences, self.num_documents + 1), at=0)
 
     def close(self) -> None:
-        """Close the files; the first error is raised once all are closed."""
-        errors = []
-        for file in self._files:
-            try:
-                file.close()
-            except OSError as error:
-                errors.append(error)
-        self._files = []
-        if errors:
-            raise errors[0]
+        """Close all files, and raise an error of any."""
+        with ExitStack() as stack:
+            for file in self._files:
+                stack.callback(file.close)
+            self._files = []
 
     def remove(self) -> None:
-        """Close and delete the files, as far as there are any; errors are ignored."""
+        """Close and delete the files that exist; errors are ignored."""
         with suppress(OSError):
             self.close()
         for end in (*ENDS, ".documents"):
@@ -173,9 +152,9 @@ class CorpusParts:
 def publish(stem: str, prefix: str) -> None:
     """Give the finished files of `stem` the names of the corpus `prefix`. Can be repeated after a kill.
 
-    An older corpus of that name loses its index first, so that an old index is never beside new tokens.
+    An older corpus of that name loses its index first, so that an old index is never next to new tokens.
     """
-    if os.path.exists(stem + ".bin"):  # else an earlier attempt has come further than this
+    if os.path.exists(stem + ".bin"):  # else an earlier call has already renamed it
         for end in (".idx", ".json"):
             Path(prefix + end).unlink(missing_ok=True)
     for end in ENDS:
@@ -186,24 +165,21 @@ def publish(stem: str, prefix: str) -> None:
 
 
 class IndexedWriter(CorpusParts):
-    """Writes a corpus in one go; a context manager.
+    """Writes a corpus in one pass; a context manager.
 
-    The files get their names only when the block ends without an exception: `.bin` first, then
-    `prefix.json` (if `about` is given), `.idx` last. Until then there is no `.idx`, hence no corpus; an
-    exception, that of a full disk too, leaves nothing behind.
+    The files get their names only if the block ends without an exception: `.bin` first, then `prefix.json` (if `about`
+    is given), `.idx` last. Without the `.idx` there is no corpus. An exception, also that of a full disk, leaves
+    nothing behind.
 
-    `about`, e.g. {"tokenizer": SPEC, "vocab_size": N}, goes to `prefix.json` together with what
-    `about.describe` adds.
+    `about`, e.g. {"tokenizer": SPEC, "vocab_size": N}, goes to `prefix.json` with the counts and checksums.
     """
 
     def __init__(
         self, prefix: str | os.PathLike[str], dtype: npt.DTypeLike, about: Mapping[str, Any] | None = None
     ) -> None:
-        self.prefix = str(prefix)
-        self._about = about
+        self.prefix, self._about = str(prefix), about
         os.makedirs(os.path.dirname(os.path.abspath(self.prefix)), exist_ok=True)
-        # A name of its own for every writer: two at once cannot write into each other's files.
-        self._files = []
+        # Each writer has its own name, so that two cannot write into each other's files.
         self.stem = f"{self.prefix}.partial-{uuid.uuid4().hex[:12]}"
         try:
             super().__init__(self.stem, dtype)

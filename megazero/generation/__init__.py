@@ -1,4 +1,4 @@
-"""Text from a checkpoint: its model on any layout, a cache of keys and values, draws.
+"""Generation of text: the loop, draws of tokens, and a checkpoint's model on any layout.
 
 Imports everything else but `huggingface`. Begin with `generate`.
 """

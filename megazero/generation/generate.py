@@ -1,17 +1,43 @@
-"""The loop: prompts in, texts out, a batch at a time."""
+"""The loop of generation: prompts in, texts out, a batch at a time, from any model that computes logits."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import astuple, dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from megazero.generation.model import InferenceModel, NewTokens
+from megazero.comm.mesh.mesh import Mesh
 from megazero.generation.sampling import Sampling
 from megazero.model.layers.kv_cache import KVCache
+
+
+class NewTokens(NamedTuple):
+    """Tokens of one sequence that are to be computed."""
+
+    ids: list[int]
+    first: int  # position of the first of them
+
+
+class TokenModel(Protocol):
+    """A model that computes the logits of next tokens, on all ranks of `mesh` together.
+
+    Attributes:
+        window: tokens that it attends to at most.
+        lockstep: every data-parallel rank must call `logits` equally often, because they gather weights.
+    """
+
+    mesh: Mesh
+    window: int
+    lockstep: bool
+
+    def new_cache(self, num_sequences: int, capacity: int) -> KVCache | None:
+        """Return an empty cache; None if every call of `logits` needs whole sequences."""
+
+    def logits(self, new: Sequence[NewTokens], cache: KVCache | None) -> torch.Tensor | None:
+        """Return [b, v] after the last new token of each sequence, on one pipeline rank; None on the others."""
 
 
 @dataclass
@@ -19,11 +45,9 @@ class Text:
     """A text that is being generated."""
 
     number: int  # among all of the run
-    ids: list[int]  # prompt, and what follows
+    ids: list[int]  # the prompt, then new tokens
     num_prompt: int
-    generator: torch.Generator
     finish: str = ""  # "end of document" or "length"
-    in_cache: bool = field(default=False)
 
     @property
     def new_ids(self) -> list[int]:
@@ -34,12 +58,12 @@ class Text:
 class Generator:
     """Generates texts of at most `max_new_tokens` new tokens, `batch_size` at once per data-parallel rank.
 
-    Note [beyond the window]: a text may grow longer than --seq-length. From then on its last --seq-length tokens are
-    computed anew for every token, as a window that moves: positions of all tokens in it change, so that nothing in the
-    cache is of use.
+    Note [beyond the window]
+    A text may grow longer than the model's window. From then on each token takes a forward over the whole window,
+    because positions of all its tokens change, so that the cache is of no use.
     """
 
-    model: InferenceModel
+    model: TokenModel
     sampling: Sampling
     max_new_tokens: int
     batch_size: int
@@ -51,47 +75,49 @@ class Generator:
         at_once = self.batch_size * dp.size
         for first in range(0, len(prompts), at_once):
             numbers = range(first, min(first + at_once, len(prompts)))[dp.rank :: dp.size]
-            texts = [Text(n, list(prompts[n]), len(prompts[n]), self.sampling.generator(n)) for n in numbers]
+            texts = [Text(n, list(prompts[n]), len(prompts[n])) for n in numbers]
             self._generate(texts)
             yield self._gathered(texts)
 
     def _generate(self, texts: list[Text]) -> None:
         """Complete the texts of this rank."""
-        window = self.model.model.seq_length
+        model, growing = self.model, texts
+        generators = {text.number: self.sampling.generator(text.number) for text in texts}
         longest = max((len(text.ids) for text in texts), default=0) + self.max_new_tokens
-        cache, growing = KVCache(len(texts), min(window, longest)), texts
-        while growing:
-            logits = self.model.logits([_new_tokens(text, window) for text in growing], cache)
-            drawn = None
+        cache = model.new_cache(len(texts), min(model.window, longest))
+        for step in range(self.max_new_tokens):
+            if not growing and not model.lockstep:
+                break
+            in_cache = cache is not None and step > 0
+            logits = model.logits([_new_tokens(text, model.window, in_cache) for text in growing], cache)
+            if not growing:
+                continue
+            drawn = torch.zeros(len(growing), dtype=torch.int64)
             if logits is not None:
-                rows = zip(logits.float().cpu(), growing, strict=True)
-                drawn = [self.sampling.draw(row, text.generator) for row, text in rows]
-            for text, token in zip(growing, self.model.agree(drawn, len(growing)), strict=True):
-                text.in_cache = True
+                for row, text in enumerate(growing):
+                    drawn[row] = self.sampling.draw(logits[row].float().cpu(), generators[text.number])
+            agreed = model.mesh.control_sum(drawn.to(model.mesh.device), model.mesh.pp)
+            for text, token in zip(growing, agreed.tolist(), strict=True):
                 if token == self.eod:
                     text.finish = "end of document"
                     continue
                 text.ids.append(token)
                 text.finish = "length" if len(text.new_ids) == self.max_new_tokens else ""
             left = [row for row, text in enumerate(growing) if not text.finish]
-            if len(left) < len(growing):
+            if cache is not None and len(left) < len(growing):
                 cache.keep(left)
-                growing = [growing[row] for row in left]
+            growing = [growing[row] for row in left]
 
     def _gathered(self, texts: list[Text]) -> list[Text]:
-        """Texts of all data-parallel ranks, on rank 0; nothing on the others."""
+        """Return the texts of all data-parallel ranks, on rank 0; nothing on the others."""
         mesh = self.model.mesh
-        speaks = mesh.tp.is_first and mesh.pp.is_first
-        told = [(t.number, t.ids, t.num_prompt, t.finish) for t in texts] if speaks else []
-        found = []
-        for data in mesh.gather_bytes(json.dumps(told).encode()):
-            for number, ids, num_prompt, finish in json.loads(data):
-                found.append(Text(number, ids, num_prompt, self.sampling.generator(number), finish))
+        own = [astuple(text) for text in texts] if mesh.tp.is_first and mesh.pp.is_first else []
+        found = [Text(*each) for data in mesh.gather_bytes(json.dumps(own).encode()) for each in json.loads(data)]
         return sorted(found, key=lambda text: text.number)
 
 
 def packed_prompts(data: Mapping[str, Any], prompts: Sequence[Sequence[int]], eod: int | None) -> str:
-    """Say that all of a prompt is one text here, if it holds several documents that were apart in training.
+    """Return a warning if a prompt holds several documents, which training kept apart; else nothing.
 
     Args:
         data: the data options of the run that made the checkpoint.
@@ -101,12 +127,12 @@ def packed_prompts(data: Mapping[str, Any], prompts: Sequence[Sequence[int]], eo
         return ""
     return (
         f"a prompt holds an end-of-document token, and the model was trained with {' '.join(flags)}: here attention "
-        "and positions go on behind that token; give the text behind the last one alone to have it as in training"
+        "and positions continue after that token; for the behaviour of training, give only the text after the last one"
     )
 
 
-def _new_tokens(text: Text, window: int) -> NewTokens:
-    """Tokens to compute: the last one, or all in the window where the cache has none of them."""
-    if text.in_cache and len(text.ids) <= window:
+def _new_tokens(text: Text, window: int, in_cache: bool) -> NewTokens:
+    """Return the tokens to compute: the last one, or all in the window if the cache has none of them."""
+    if in_cache and len(text.ids) <= window:
         return NewTokens(text.ids[-1:], len(text.ids) - 1)
     return NewTokens(text.ids[-window:], 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -12,6 +11,7 @@ from megazero import checkpoint
 from megazero.checkpoint import LocalShard
 from megazero.comm.mesh.mesh import Mesh
 from megazero.config.schema import ModelConfig
+from megazero.generation.generate import NewTokens
 from megazero.memory.tracker import MemoryTracker
 from megazero.model.kernels.dropout import Rows
 from megazero.model.layers.context import DTYPES, Context, MicroBatchInfo, ResidualStream
@@ -20,15 +20,10 @@ from megazero.model.layers.weight import Weight
 from megazero.model.stage import Stage, declare
 
 
-class NewTokens(NamedTuple):
-    """Tokens of one sequence that are to be computed."""
-
-    ids: list[int]
-    first: int  # position of the first of them
-
-
 class InferenceModel:
-    """This rank's layers, in the precision of the checkpoint's master weights, and what the ranks say to each other."""
+    """This rank's layers, in the precision of the checkpoint's master weights; a `TokenModel` with a cache."""
+
+    lockstep = False
 
     def __init__(self, path: Path, model: ModelConfig, mesh: Mesh, precision: str = "fp32") -> None:
         """Read the weights of the checkpoint folder `path`; all ranks call this.
@@ -36,7 +31,7 @@ class InferenceModel:
         Raises:
             ValueError: see `checkpoint.load`.
         """
-        self.model, self.mesh, self.dtype = model, mesh, DTYPES[precision]
+        self.model, self.mesh, self.dtype, self.window = model, mesh, DTYPES[precision], model.seq_length
         self.stream = ResidualStream(mesh.tp, sharded=False)
         context = Context(self.stream, MemoryTracker(), precision, mesh.device)
         names = declare(model, mesh.layout.tp).of_rank(mesh.layout, mesh.pp.rank)
@@ -48,20 +43,20 @@ class InferenceModel:
         checkpoint.load(path, shards, mesh.host_group, partial=True)
 
     def _memory(self, weight: Weight) -> tuple[torch.Tensor, LocalShard]:
-        """The memory of a weight, and the shard that fills it. The vocabulary's padding stays zero."""
+        """Return the memory of a weight, and the shard that fills it. The vocabulary's padding stays zero."""
         spec, block = weight.spec, weight.block
         flat = torch.zeros(block.stored_numel, dtype=self.dtype, device=self.mesh.device)
         own = LocalShard(spec.shape, block.offset, block.shape, 0, block.numel, flat[: block.numel])
         return flat.view(block.stored), own
 
-    @torch.no_grad()
-    def logits(self, new: Sequence[NewTokens], cache: KVCache | None) -> torch.Tensor | None:
-        """[b, v] behind the last new token of each sequence, on the ranks of the last stage; None on the others.
+    def new_cache(self, num_sequences: int, capacity: int) -> KVCache:
+        return KVCache(num_sequences, capacity)
 
-        Sequence i is row i of the cache. Without one, all new tokens are whole sequences.
-        """
+    @torch.no_grad()
+    def logits(self, new: Sequence[NewTokens], cache: KVCache) -> torch.Tensor | None:
+        """Return [b, v] after the last new token of each sequence, on the last stage. Cache row i is sequence i."""
         ids = torch.tensor([token for one in new for token in one.ids], device=self.mesh.device)
-        x = self._hidden(ids[None], self._tokens(new, cache or KVCache(len(new), max(len(one.ids) for one in new))))
+        x = self._hidden(ids[None], self._tokens(new, cache))
         if not self.mesh.pp.is_last:
             return None
         assert self.stage.head is not None
@@ -74,7 +69,7 @@ class InferenceModel:
         return MicroBatchInfo(0, tuple(range(len(new))), False, rows, runs, cache)
 
     def _hidden(self, ids: torch.Tensor, tokens: MicroBatchInfo) -> torch.Tensor:
-        """ids [1, T] -> [T, h] behind this rank's layers; they are on their way to the next stage."""
+        """ids [1, T] -> [T, h] after this rank's layers; also sent to the next stage."""
         pp = self.mesh.pp
         if pp.is_first:
             x = self.stage.embed(ids, tokens)
@@ -85,8 +80,3 @@ class InferenceModel:
         if not pp.is_last:
             pp.start_send(x, 1, lane=0, tag=0).wait()
         return x
-
-    def agree(self, ids: list[int] | None, count: int) -> list[int]:
-        """The ids of the last stage, on every rank of the pipeline."""
-        agreed = torch.tensor(ids if self.mesh.pp.is_last else [0] * count, dtype=torch.int64, device=self.mesh.device)
-        return self.mesh.pp.all_reduce_(agreed, kind="control").tolist()

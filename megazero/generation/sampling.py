@@ -1,4 +1,4 @@
-"""Draws of the next token."""
+"""Draws of next tokens."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from megazero.model.initial_values import seed_of
 
 @dataclass(frozen=True)
 class Sampling:
-    """Rule by which a token is drawn from logits: temperature, then top-k, then top-p, as transformers orders them.
+    """Draws a token from logits: temperature, then top-k, then top-p, in the order of transformers.
 
     Attributes:
         temperature: divides the logits. 0: the likeliest token.
-        top_k: draw among this many likeliest tokens. 0: among all.
-        top_p: draw among the likeliest tokens whose probabilities reach this sum.
+        top_k: number of likeliest tokens to draw from. 0: all.
+        top_p: draw from the fewest likeliest tokens whose probabilities reach this sum.
     """
 
     temperature: float = 0.8
@@ -34,7 +34,7 @@ class Sampling:
             raise ValueError(f"--top-p {self.top_p}: must be more than 0 and at most 1, which leaves out nothing")
 
     def generator(self, text: int) -> torch.Generator:
-        """The generator of the draws of text number `text`: they depend on no other text."""
+        """Return the random numbers of text number `text`, which do not depend on other texts."""
         return torch.Generator().manual_seed(seed_of(self.seed, "text", text))
 
     def draw(self, logits: torch.Tensor, generator: torch.Generator) -> int:
@@ -44,6 +44,6 @@ class Sampling:
         values, which = (logits / self.temperature).sort(descending=True, stable=True)
         values = values[: self.top_k or len(values)]
         probabilities = values.to(torch.float64).softmax(-1)
-        # A token stays if those before it do not reach top_p; the first always does.
+        # Keep a token if the sum of those before it is below top_p; so the first is always kept.
         kept = int((probabilities.cumsum(-1) - probabilities < self.top_p).sum())
         return int(which[torch.multinomial(probabilities[:kept], 1, generator=generator)])

@@ -1,10 +1,11 @@
-"""One table per architecture: our tensors and Hugging Face's, our options and theirs.
+"""One table per architecture: our tensors and options, and those of Hugging Face.
 
 Shapes: h hidden, n heads, g groups of heads that share keys and values, d head dim, f ffn.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,23 +15,27 @@ import torch
 from megazero.config.schema import ModelConfig
 from megazero.model.kernels.rotary import HIGH_FREQUENCY, LOW_FREQUENCY, TRAINED_LENGTH
 
-# Llama 3.1's scaling of rotary positions, but for its factor.
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+Tensors = Sequence[torch.Tensor]
+Options = dict[str, Any]
+
+OUTPUT = "lm_head.weight"  # files of a tied model may hold it
+# Scaling of rotary positions in Llama 3.1, without its factor.
 LLAMA_3 = {
     "rope_type": "llama3",
     "low_freq_factor": LOW_FREQUENCY,
     "high_freq_factor": HIGH_FREQUENCY,
     "original_max_position_embeddings": TRAINED_LENGTH,
 }
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
-Tensors = Sequence[torch.Tensor]
+# Fields of ModelConfig whose default 0 stands for the value of a property.
+RESOLVED = {"ffn_hidden_size": "ffn_size", "num_query_groups": "query_groups"}
 
 
 @dataclass(frozen=True)
 class Form:
-    """Conversion of one tensor of ours to one or more of theirs, and back. Results may be views."""
+    """Conversion of one of our tensors to one or more of theirs, and back. Results may be views."""
 
     split: Callable[[torch.Tensor, ModelConfig], Tensors]
     join: Callable[[Tensors, ModelConfig], torch.Tensor]
@@ -64,8 +69,8 @@ STACKED = Form(lambda x, _: x.unbind(0), lambda xs, _: torch.stack(list(xs)))
 
 
 @dataclass(frozen=True)
-class Row:
-    """A tensor of ours, and those of theirs that hold it. `{}` is the number of the block."""
+class TensorNames:
+    """One of our tensors, and those of theirs that hold it. `{}` is the number of the block."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -73,39 +78,51 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Architecture:
+class HuggingFaceModel:
     """An architecture on both sides.
 
     Attributes:
         model_type, model_class: of config.json.
-        prefix: of the base model, which files of the base model alone lack.
-        output: the output matrix; files of a tied model may hold it, and it is not read.
-        buffers: ends of names that old files hold besides weights.
-        to_config: our options as their configuration. (model, end-of-document id)
-        from_config: the reverse, as fields of ModelConfig. ValueError where ours computes something else.
+        prefix: of the base model's names, which files of the base model alone lack.
+        tensors: our name -> names.
+        buffers: ends of names in old files that are not weights.
+        options: fields of ModelConfig -> fields of their configuration with the same value.
+        to_theirs: the other fields of their configuration.
+        to_ours: the other fields of ModelConfig. ValueError if their configuration asks for another computation.
     """
 
     model_type: str
     model_class: str
     prefix: str
-    output: str
-    rows: tuple[Row, ...]
+    tensors: dict[str, TensorNames]
     buffers: tuple[str, ...]
-    to_config: Callable[[ModelConfig, int | None], PreTrainedConfig]
-    from_config: Callable[[PreTrainedConfig], dict[str, Any]]
+    options: dict[str, str]
+    to_theirs: Callable[[ModelConfig], Options]
+    to_ours: Callable[[PreTrainedConfig], Options]
 
-    def row(self, name: str) -> Row:
-        """The row of a tensor of ours, with its block's number."""
-        for row in self.rows:
-            head, found, tail = row.ours.partition("{}")
-            number = name[len(head) : len(name) - len(tail)]
-            if name == row.ours or (found and name.startswith(head) and name.endswith(tail) and number.isdecimal()):
-                return Row(name, tuple(theirs.format(number) for theirs in row.theirs), row.form)
-        raise AssertionError(f"{name} is in no table of {self.model_type}")
+    def names(self, ours: str) -> TensorNames:
+        """Return the names of one of our tensors, with the number of its block."""
+        found = self.tensors[re.sub(r"\.\d+\.", ".{}.", ours)]
+        number = re.search(r"\.(\d+)\.", ours)
+        return TensorNames(ours, tuple(name.format(number and number[1]) for name in found.theirs), found.form)
+
+    def to_config(self, model: ModelConfig, eod: int | None) -> PreTrainedConfig:
+        """Return the model's options as their configuration. eod: id of the end-of-document token."""
+        from transformers import AutoConfig
+
+        values = {theirs: getattr(model, RESOLVED.get(ours, ours)) for ours, theirs in self.options.items()}
+        values |= {"tie_word_embeddings": not model.untie_embeddings, "bos_token_id": eod, "eos_token_id": eod}
+        return AutoConfig.for_model(self.model_type, **values, **self.to_theirs(model))
+
+    def from_config(self, config: PreTrainedConfig) -> Options:
+        """Return the fields of ModelConfig. ValueError if their configuration asks for another computation."""
+        ours = {ours: getattr(config, theirs) for ours, theirs in self.options.items()}
+        ours = {name: float(v) if isinstance(getattr(ModelConfig, name), float) else v for name, v in ours.items()}
+        return ours | {"untie_embeddings": not config.tie_word_embeddings} | self.to_ours(config)
 
 
 def _require(config: PreTrainedConfig, wanted: dict[str, tuple[Any, ...]]) -> None:
-    """Refuse options of theirs that ours does not compute."""
+    """Refuse options of theirs that ask for another computation. A missing option has the first of its values."""
     for key, values in wanted.items():
         found = getattr(config, key, values[0])
         if found not in values:
@@ -113,32 +130,18 @@ def _require(config: PreTrainedConfig, wanted: dict[str, tuple[Any, ...]]) -> No
             raise ValueError(f"config.json has {key} {found}; this version computes {can} only")
 
 
+def _tensors(outside: dict[str, str], block: str, inside: dict[str, tuple[Any, ...]]) -> dict[str, TensorNames]:
+    """Return the names of tensors outside and inside blocks. `inside`: our name -> (form, names of theirs)."""
+    rows = [TensorNames(ours, (theirs,)) for ours, theirs in (outside | {"head.output.weight": OUTPUT}).items()]
+    for ours, (form, *theirs) in inside.items():
+        rows.append(TensorNames(f"blocks.{{}}.{ours}", tuple(block + name for name in theirs), form))
+    return {row.ours: row for row in rows}
+
+
 # -- GPT-2
 
 
-def _gpt2_config(model: ModelConfig, eod: int | None) -> PreTrainedConfig:
-    from transformers import GPT2Config
-
-    return GPT2Config(
-        vocab_size=model.vocab_size,
-        n_positions=model.seq_length,
-        n_embd=model.hidden_size,
-        n_layer=model.num_layers,
-        n_head=model.num_attention_heads,
-        n_inner=model.ffn_size,
-        activation_function="gelu_new",
-        layer_norm_epsilon=model.norm_epsilon,
-        embd_pdrop=model.hidden_dropout,
-        resid_pdrop=model.hidden_dropout,
-        attn_pdrop=model.attention_dropout,
-        initializer_range=model.init_method_std,
-        tie_word_embeddings=not model.untie_embeddings,
-        bos_token_id=eod,
-        eos_token_id=eod,
-    )
-
-
-def _gpt2_options(config: PreTrainedConfig) -> dict[str, Any]:
+def _gpt2_to_ours(config: PreTrainedConfig) -> Options:
     _require(
         config,
         {
@@ -148,73 +151,65 @@ def _gpt2_options(config: PreTrainedConfig) -> dict[str, Any]:
             "add_cross_attention": (False,),
         },
     )
-    return {
-        "num_layers": config.n_layer,
-        "hidden_size": config.n_embd,
-        "ffn_hidden_size": config.n_inner or 4 * config.n_embd,
-        "num_attention_heads": config.n_head,
-        "seq_length": config.n_positions,
-        "vocab_size": config.vocab_size,
-        "attention_dropout": float(config.attn_pdrop),
-        "hidden_dropout": float(config.resid_pdrop),
-        "init_method_std": float(config.initializer_range),
-        "untie_embeddings": not config.tie_word_embeddings,
-        "norm_epsilon": float(config.layer_norm_epsilon),
-    }
+    return {"ffn_hidden_size": config.n_inner or 4 * config.n_embd}
 
 
-def _gpt2_rows() -> tuple[Row, ...]:
-    rows = [
-        Row("token_embedding.weight", ("transformer.wte.weight",)),
-        Row("position_embedding.weight", ("transformer.wpe.weight",)),
-    ]
-    for kind in ("weight", "bias"):
-        matrix = TRANSPOSED if kind == "weight" else SAME
-        for ours, theirs, form in (
-            ("norm1", "ln_1", SAME),
-            ("attention.qkv", "attn.c_attn", FUSED_QKV),
-            ("attention.proj", "attn.c_proj", matrix),
-            ("norm2", "ln_2", SAME),
-            ("mlp.up", "mlp.c_fc", matrix),
-            ("mlp.down", "mlp.c_proj", matrix),
-        ):
-            rows.append(Row(f"blocks.{{}}.{ours}.{kind}", (f"transformer.h.{{}}.{theirs}.{kind}",), form))
-        rows.append(Row(f"head.norm.{kind}", (f"transformer.ln_f.{kind}",)))
-    return (*rows, Row("head.output.weight", ("lm_head.weight",)))
+GPT2 = HuggingFaceModel(
+    "gpt2",
+    "GPT2LMHeadModel",
+    prefix="transformer.",
+    tensors=_tensors(
+        {
+            "token_embedding.weight": "transformer.wte.weight",
+            "position_embedding.weight": "transformer.wpe.weight",
+            "head.norm.weight": "transformer.ln_f.weight",
+            "head.norm.bias": "transformer.ln_f.bias",
+        },
+        "transformer.h.{}.",
+        {
+            "norm1.weight": (SAME, "ln_1.weight"),
+            "norm1.bias": (SAME, "ln_1.bias"),
+            "attention.qkv.weight": (FUSED_QKV, "attn.c_attn.weight"),
+            "attention.qkv.bias": (FUSED_QKV, "attn.c_attn.bias"),
+            "attention.proj.weight": (TRANSPOSED, "attn.c_proj.weight"),
+            "attention.proj.bias": (SAME, "attn.c_proj.bias"),
+            "norm2.weight": (SAME, "ln_2.weight"),
+            "norm2.bias": (SAME, "ln_2.bias"),
+            "mlp.up.weight": (TRANSPOSED, "mlp.c_fc.weight"),
+            "mlp.up.bias": (SAME, "mlp.c_fc.bias"),
+            "mlp.down.weight": (TRANSPOSED, "mlp.c_proj.weight"),
+            "mlp.down.bias": (SAME, "mlp.c_proj.bias"),
+        },
+    ),
+    buffers=(".attn.bias", ".attn.masked_bias"),
+    options={
+        "vocab_size": "vocab_size",
+        "seq_length": "n_positions",
+        "hidden_size": "n_embd",
+        "num_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "ffn_hidden_size": "n_inner",
+        "norm_epsilon": "layer_norm_epsilon",
+        "hidden_dropout": "resid_pdrop",
+        "attention_dropout": "attn_pdrop",
+        "init_method_std": "initializer_range",
+    },
+    to_theirs=lambda model: {"activation_function": "gelu_new", "embd_pdrop": model.hidden_dropout},
+    to_ours=_gpt2_to_ours,
+)
 
 
 # -- Llama, and Qwen 2, which has biases of queries, keys and values
 
 
-def _rope_parameters(model: ModelConfig) -> dict[str, Any]:
-    if model.rope_scaling_factor == 1.0:
-        return {"rope_type": "default", "rope_theta": model.rotary_base}
-    return {"rope_theta": model.rotary_base, "factor": model.rope_scaling_factor} | LLAMA_3
+def _llama_to_theirs(model: ModelConfig) -> Options:
+    scaling: Options = {"rope_type": "default"}
+    if model.rope_scaling_factor != 1.0:
+        scaling = {"factor": model.rope_scaling_factor} | LLAMA_3
+    return {"rope_parameters": {"rope_theta": model.rotary_base} | scaling}
 
 
-def _llama_config(model: ModelConfig, eod: int | None) -> PreTrainedConfig:
-    from transformers import LlamaConfig, Qwen2Config
-
-    return (Qwen2Config if model.add_qkv_bias else LlamaConfig)(
-        vocab_size=model.vocab_size,
-        max_position_embeddings=model.seq_length,
-        hidden_size=model.hidden_size,
-        intermediate_size=model.ffn_size,
-        num_hidden_layers=model.num_layers,
-        num_attention_heads=model.num_attention_heads,
-        num_key_value_heads=model.query_groups,
-        rms_norm_eps=model.norm_epsilon,
-        rope_parameters=_rope_parameters(model),
-        attention_dropout=model.attention_dropout,
-        initializer_range=model.init_method_std,
-        tie_word_embeddings=not model.untie_embeddings,
-        bos_token_id=eod,
-        eos_token_id=eod,
-    )
-
-
-def _llama_options(config: PreTrainedConfig) -> dict[str, Any]:
-    heads = config.num_attention_heads
+def _llama_to_ours(config: PreTrainedConfig) -> Options:
     _require(
         config,
         {
@@ -222,7 +217,7 @@ def _llama_options(config: PreTrainedConfig) -> dict[str, Any]:
             "attention_bias": (False,),
             "mlp_bias": (False,),
             "use_sliding_window": (False,),
-            "head_dim": (config.hidden_size // heads, None),
+            "head_dim": (config.hidden_size // config.num_attention_heads, None),
         },
     )
     rope = dict(config.rope_parameters)
@@ -235,68 +230,60 @@ def _llama_options(config: PreTrainedConfig) -> dict[str, Any]:
         )
     return {
         "architecture": "llama",
-        "num_layers": config.num_hidden_layers,
-        "hidden_size": config.hidden_size,
-        "ffn_hidden_size": config.intermediate_size,
-        "num_attention_heads": heads,
-        "num_query_groups": config.num_key_value_heads,
         "add_qkv_bias": config.model_type == "qwen2",
-        "seq_length": config.max_position_embeddings,
-        "vocab_size": config.vocab_size,
         "rotary_base": base,
         "rope_scaling_factor": factor if rope == LLAMA_3 else 1.0,
-        "norm_epsilon": float(config.rms_norm_eps),
-        "attention_dropout": float(config.attention_dropout),
-        "init_method_std": float(config.initializer_range),
-        "untie_embeddings": not config.tie_word_embeddings,
     }
 
 
-def _llama_rows() -> tuple[Row, ...]:
-    rows = [Row("token_embedding.weight", ("model.embed_tokens.weight",))]
-    for ours, theirs, form in (
-        ("norm1.weight", ("input_layernorm.weight",), SAME),
-        ("attention.query.weight", ("self_attn.q_proj.weight",), HEADS),
-        ("attention.query.bias", ("self_attn.q_proj.bias",), HEADS),
-        ("attention.kv.weight", ("self_attn.k_proj.weight", "self_attn.v_proj.weight"), KEYS_AND_VALUES),
-        ("attention.kv.bias", ("self_attn.k_proj.bias", "self_attn.v_proj.bias"), KEYS_AND_VALUES),
-        ("attention.proj.weight", ("self_attn.o_proj.weight",), SAME),
-        ("norm2.weight", ("post_attention_layernorm.weight",), SAME),
-        ("mlp.up.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), STACKED),
-        ("mlp.down.weight", ("mlp.down_proj.weight",), SAME),
-    ):
-        rows.append(Row(f"blocks.{{}}.{ours}", tuple(f"model.layers.{{}}.{name}" for name in theirs), form))
-    return (*rows, Row("head.norm.weight", ("model.norm.weight",)), Row("head.output.weight", ("lm_head.weight",)))
-
-
-def _llama(model_type: str, model_class: str) -> Architecture:
-    buffers = (".rotary_emb.inv_freq",)
-    return Architecture(
-        model_type, model_class, "model.", "lm_head.weight", _llama_rows(), buffers, _llama_config, _llama_options
+def _llama(model_type: str, model_class: str) -> HuggingFaceModel:
+    return HuggingFaceModel(
+        model_type,
+        model_class,
+        prefix="model.",
+        tensors=_tensors(
+            {"token_embedding.weight": "model.embed_tokens.weight", "head.norm.weight": "model.norm.weight"},
+            "model.layers.{}.",
+            {
+                "norm1.weight": (SAME, "input_layernorm.weight"),
+                "attention.query.weight": (HEADS, "self_attn.q_proj.weight"),
+                "attention.query.bias": (HEADS, "self_attn.q_proj.bias"),
+                "attention.kv.weight": (KEYS_AND_VALUES, "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+                "attention.kv.bias": (KEYS_AND_VALUES, "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+                "attention.proj.weight": (SAME, "self_attn.o_proj.weight"),
+                "norm2.weight": (SAME, "post_attention_layernorm.weight"),
+                "mlp.up.weight": (STACKED, "mlp.gate_proj.weight", "mlp.up_proj.weight"),
+                "mlp.down.weight": (SAME, "mlp.down_proj.weight"),
+            },
+        ),
+        buffers=(".rotary_emb.inv_freq",),
+        options={
+            "vocab_size": "vocab_size",
+            "seq_length": "max_position_embeddings",
+            "hidden_size": "hidden_size",
+            "num_layers": "num_hidden_layers",
+            "num_attention_heads": "num_attention_heads",
+            "num_query_groups": "num_key_value_heads",
+            "ffn_hidden_size": "intermediate_size",
+            "norm_epsilon": "rms_norm_eps",
+            "attention_dropout": "attention_dropout",
+            "init_method_std": "initializer_range",
+        },
+        to_theirs=_llama_to_theirs,
+        to_ours=_llama_to_ours,
     )
 
 
-def architecture_of(model: ModelConfig) -> Architecture:
-    """The architecture of theirs that computes what `model` does. ValueError if there is none."""
-    name = "qwen2" if model.architecture == "llama" and model.add_qkv_bias else model.architecture
-    if name not in ARCHITECTURES:
-        raise ValueError(
-            f"--architecture {name}: no table says how it is written for Hugging Face; see docs/extending.md"
-        )
-    return ARCHITECTURES[name]
-
-
-ARCHITECTURES = {  # by model_type
+MODELS = {  # by model_type
     "llama": _llama("llama", "LlamaForCausalLM"),
     "qwen2": _llama("qwen2", "Qwen2ForCausalLM"),
-    "gpt2": Architecture(
-        "gpt2",
-        "GPT2LMHeadModel",
-        "transformer.",
-        "lm_head.weight",
-        _gpt2_rows(),
-        (".attn.bias", ".attn.masked_bias"),
-        _gpt2_config,
-        _gpt2_options,
-    ),
+    "gpt2": GPT2,
 }
+
+
+def architecture_of(model: ModelConfig) -> HuggingFaceModel:
+    """Return their architecture that computes the same as `model`. ValueError if there is none."""
+    name = "qwen2" if model.architecture == "llama" and model.add_qkv_bias else model.architecture
+    if name not in MODELS:
+        raise ValueError(f"--architecture {name} has no table that converts it to Hugging Face; see docs/extending.md")
+    return MODELS[name]

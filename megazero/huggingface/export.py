@@ -1,12 +1,12 @@
-"""A checkpoint as a folder that transformers reads: safetensors shards, configuration, tokenizer."""
+"""Export of a checkpoint as a folder that transformers reads: safetensors, configuration, tokenizer."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -15,7 +15,7 @@ from megazero.checkpoint.tensor_file import TensorFile
 from megazero.config.schema import ModelConfig
 from megazero.data.tokenizer import Tokenizer, end_of_document
 from megazero.files import new_folder, write_atomically
-from megazero.huggingface.architectures import SAME, Row, architecture_of
+from megazero.huggingface.architectures import SAME, TensorNames, architecture_of
 from megazero.huggingface.tokenizer import write_tokenizer
 from megazero.model.layers.context import DTYPES
 from megazero.model.stage import declare
@@ -24,17 +24,16 @@ from megazero.run.run_state import RunState
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-@dataclass(frozen=True)
-class Shard:
-    """A safetensors file of an export: the tensors of ours that it holds, whole."""
+class Shard(NamedTuple):
+    """A safetensors file of an export."""
 
-    rows: list[Row]
+    rows: list[TensorNames]
     announced: list[tuple[str, torch.dtype, torch.Size]]  # their tensors
     num_bytes: int
 
 
 def shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of the model by its global name, in the order of the forward pass."""
+    """Return the shape of every tensor of the model by its global name, in the order of the forward pass."""
     return {spec.name: spec.shape for spec in declare(model).params()}
 
 
@@ -42,15 +41,14 @@ def plan_shards(model: ModelConfig, dtype: torch.dtype, shard_bytes: int) -> lis
     """Divide the model's tensors, in order, into files of at most `shard_bytes`, or of one tensor that is larger."""
     architecture, shards = architecture_of(model), [Shard([], [], 0)]
     for name, shape in shapes_of(model).items():
-        row = architecture.row(name)
+        row = architecture.names(name)
         parts = row.form.split(torch.empty(shape, dtype=dtype, device="meta"), model)
         announced = [(theirs, dtype, part.shape) for theirs, part in zip(row.theirs, parts, strict=True)]
         size = sum(part.nbytes for part in parts)
-        last = shards[-1]
-        if last.rows and last.num_bytes + size > shard_bytes:
-            shards.append(Shard([row], announced, size))
-        else:
-            shards[-1] = Shard([*last.rows, row], last.announced + announced, last.num_bytes + size)
+        if shards[-1].rows and shards[-1].num_bytes + size > shard_bytes:
+            shards.append(Shard([], [], 0))
+        rows, before, num_bytes = shards.pop()
+        shards.append(Shard([*rows, row], before + announced, num_bytes + size))
     return shards
 
 
@@ -64,20 +62,20 @@ def export(
 ) -> bool:
     """Write the checkpoint folder `path` as the Hugging Face model `output`, which appears whole or not at all.
 
-    One tensor is in memory at a time, of a table that is the same in both a band of rows: memory grows neither with the
+    One tensor is in memory at a time, or a band of its rows if it is the same in both: memory grows neither with the
     number of layers nor with the vocabulary.
 
     Args:
         tokenizer: of the run; None: the export has none.
         dtype: of the weights, as --precision names it.
         shard_bytes: of a safetensors file.
-        advance: told the bytes of each tensor that is written.
+        advance: called with the bytes of each tensor or band.
 
     Returns:
         False if transformers gives other ids than `tokenizer` for some texts.
 
     Raises:
-        ValueError: the checkpoint is damaged, `output` is there already, or a weight does not fit the dtype.
+        ValueError: the checkpoint is damaged, `output` exists already, or a weight is beyond the range of the dtype.
     """
     state = RunState.read(path)
     model = state.model_config(path)
@@ -100,43 +98,31 @@ def _write_weights(
         content = {"metadata": {"total_size": total}, "weight_map": index}
         write_atomically(folder / INDEX, json.dumps(content, indent=2).encode())
     for name, shard in zip(names, shards, strict=True):
-        file = TensorFile(folder / name, shard.announced, {"format": "pt"})
-        try:
+        with TensorFile(folder / name, shard.announced, {"format": "pt"}) as file:
             for row in shard.rows:
-                if row.form is SAME:
-                    file.append_bands(_bands(reader, row, dtype, advance))
-                    continue
-                for part in _parts(reader, row, model, dtype):
+                for part in _parts(reader, row, model, dtype, advance):
                     file.append(part)
-                    advance(part.nbytes)
-            file.sync()
-        finally:
-            file.close()
 
 
-def _parts(reader: TensorReader, row: Row, model: ModelConfig, dtype: str) -> Iterator[torch.Tensor]:
-    """Yield their tensors that hold one of ours, in their dtype."""
-    for part in row.form.split(_in_their_dtype(reader.read(f"model.{row.ours}"), row, dtype), model):
-        yield part.contiguous()
+def _parts(
+    reader: TensorReader, row: TensorNames, model: ModelConfig, dtype: str, advance: Callable[[int], None]
+) -> Iterator[Iterable[torch.Tensor]]:
+    """Yield their tensors that hold one of ours, in their dtype, each as bands of its rows."""
 
+    def read(rows: slice) -> torch.Tensor:
+        ours = reader.read(f"model.{row.ours}", rows).to(DTYPES[dtype])
+        if dtype == "fp16" and not all(math.isfinite(float(end)) for end in torch.aminmax(ours)):
+            raise ValueError(
+                f"--dtype fp16: {row.ours} holds values beyond {torch.finfo(ours.dtype).max:.0f}, the largest of fp16; "
+                "use bf16 or fp32"
+            )
+        advance(ours.nbytes)
+        return ours
 
-def _bands(reader: TensorReader, row: Row, dtype: str, advance: Callable[[int], None]) -> Iterator[torch.Tensor]:
-    """Yield bands of rows of a tensor that is the same in both, in their dtype."""
-    for rows in bands(reader.manifest.tensors[f"model.{row.ours}"].shape):
-        band = _in_their_dtype(reader.read(f"model.{row.ours}", rows), row, dtype)
-        yield band
-        advance(band.nbytes)
-
-
-def _in_their_dtype(ours: torch.Tensor, row: Row, dtype: str) -> torch.Tensor:
-    """ValueError if a number does not fit it."""
-    ours = ours.to(DTYPES[dtype])
-    if dtype == "fp16" and not all(math.isfinite(float(end)) for end in torch.aminmax(ours)):
-        raise ValueError(
-            f"--dtype fp16: {row.ours} holds values beyond {torch.finfo(ours.dtype).max:.0f}, the largest of fp16; "
-            "use bf16 or fp32"
-        )
-    return ours
+    if row.form is SAME:
+        yield map(read, bands(reader.manifest.tensors[f"model.{row.ours}"].shape))
+    else:
+        yield from ([part.contiguous()] for part in row.form.split(read(slice(None)), model))
 
 
 def _write_config(model: ModelConfig, folder: Path, dtype: str, eod: int | None) -> None:

@@ -1,7 +1,8 @@
-"""A Hugging Face model as a checkpoint of weights alone, for a run to begin with."""
+"""Import of a Hugging Face model as a checkpoint of weights alone, from which a run starts."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
@@ -9,7 +10,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,7 +20,7 @@ from megazero.config.flags import to_toml
 from megazero.config.schema import Config, DataConfig, ModelConfig
 from megazero.data.tokenizer import hub_hint
 from megazero.files import new_folder, open_regular, read_json_object, write_atomically
-from megazero.huggingface.architectures import ARCHITECTURES, SAME, Architecture, Row
+from megazero.huggingface.architectures import MODELS, OUTPUT, SAME, HuggingFaceModel, TensorNames
 from megazero.huggingface.export import INDEX, WEIGHTS, shapes_of
 from megazero.huggingface.tokenizer import read_tokenizer
 from megazero.plan.layout.topology import Layout
@@ -29,18 +30,11 @@ WHOLE = slice(None)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-class Imported(NamedTuple):
-    """Result of an import."""
-
-    model: ModelConfig
-    has_tokenizer: bool
-
-
 class Source:
     """The safetensors of a Hugging Face folder, read one tensor at a time."""
 
     def __init__(self, folder: Path) -> None:
-        """ValueError if there are none, or their index names what is no file of the folder."""
+        """ValueError if there are none, or their index names a file outside the folder."""
         self.folder = folder
         index = folder / INDEX
         if index.is_file():
@@ -62,16 +56,12 @@ class Source:
             )
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape. ValueError if the file cannot be read."""
+        """Return a tensor's shape. ValueError if the file cannot be read."""
         with _opened(self.folder / self.files[name]) as file:
             return tuple(file.get_slice(name).get_shape())
 
     def read(self, name: str, rows: slice = WHOLE) -> torch.Tensor:
-        """The tensor, or rows of it, in its own dtype.
-
-        Raises:
-            ValueError: it cannot be read, or holds no floating-point numbers.
-        """
+        """Return a tensor, or rows of it. ValueError if it cannot be read, or is not floating-point."""
         path = self.folder / self.files[name]
         with _opened(path) as file:
             found: torch.Tensor = file.get_tensor(name) if rows == WHOLE else file.get_slice(name)[rows]
@@ -83,31 +73,22 @@ class Source:
         return found
 
 
-class _opened:
-    """A safetensors file; ValueErrors that name it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __enter__(self) -> Any:
-        try:
-            os.close(open_regular(self.path))
-            self.file = safe_open(self.path, "pt")
-            return self.file.__enter__()
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"{self.path} cannot be read: {error}") from None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self.file.__exit__(kind, error, trace)
-        if isinstance(error, SafetensorError):
-            raise ValueError(f"{self.path} cannot be read: {error}") from None
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a safetensors file; ValueError, naming it, if it cannot be opened or read."""
+    try:
+        os.close(open_regular(path))
+        with safe_open(path, "pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
 
 
-def read_config(folder: Path) -> tuple[Architecture, ModelConfig]:
-    """The model that config.json describes.
+def read_config(folder: Path) -> tuple[HuggingFaceModel, ModelConfig]:
+    """Return the model that config.json describes.
 
     Raises:
-        ValueError: there is none, it is of another architecture, or it asks for what ours does not compute.
+        ValueError: there is no config.json, or it asks for another architecture or computation than ours.
     """
     from transformers import AutoConfig
 
@@ -116,28 +97,30 @@ def read_config(folder: Path) -> tuple[Architecture, ModelConfig]:
     if not (folder / "config.json").is_file():
         raise ValueError(f"--from hf {folder}: it has no config.json; name the folder of a Hugging Face model")
     model_type = read_json_object(folder / "config.json").get("model_type")
-    architecture = next((a for a in ARCHITECTURES.values() if a.model_type == model_type), None)
-    if architecture is None:
-        known = ", ".join(a.model_type for a in ARCHITECTURES.values())
+    if model_type not in MODELS:
+        known = ", ".join(MODELS)
         raise ValueError(f"--from hf {folder}: its model_type is {str(model_type)[:80]!r}; known are {known}")
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     try:
-        return architecture, ModelConfig(**architecture.from_config(config))
+        return MODELS[model_type], ModelConfig(**MODELS[model_type].from_config(config))
     except ValueError as error:
         raise ValueError(f"--from hf {folder}: {error}") from None
 
 
-def import_model(source: Path, output: Path, advance: Callable[[int], None] = lambda _: None) -> Imported:
+def import_model(source: Path, output: Path, advance: Callable[[int], None] = lambda _: None) -> bool:
     """Write the Hugging Face model `source` as checkpoint 0 of the folder `output`, which appears whole or not at all.
 
     The folder also has the model's tokenizer, and its flags as config.toml. Weights are fp32, as master weights are.
-    One tensor is in memory at a time, of a table that is the same in both a band of rows.
+    One tensor is in memory at a time, or a band of its rows if it is the same in both.
 
     Args:
-        advance: told the bytes of each tensor that is written.
+        advance: called with the bytes of each tensor or band.
+
+    Returns:
+        False if the model has no tokenizer.
 
     Raises:
-        ValueError: `source` is not a model that this version computes, or `output` is there already.
+        ValueError: this version cannot compute the model `source`, or `output` exists already.
     """
     architecture, model = read_config(source)
     files = Source(source)
@@ -154,12 +137,12 @@ def import_model(source: Path, output: Path, advance: Callable[[int], None] = la
                 f"--from hf {source}: its tokenizer has {tokenizer.vocab_size} tokens, and its model {model.vocab_size}"
             )
         config = Config(model=model, data=DataConfig(tokenizer=spec))
-        flags = [field.name.replace("_", "-") for field in fields(model)] + ["tokenizer"] * bool(spec)
+        flags = {field.name.replace("_", "-") for field in fields(model)} | ({"tokenizer"} if spec else set())
         write_atomically(folder / "config.toml", to_toml(config, flags).encode())
         tensors = _tensors(architecture, model, files, names, advance)
         saved, attached = attached_tokenizer(tokenizer)
         write_checkpoint(folder, 0, shapes, tensors, _state(config, saved).to_json(), attached)
-    return Imported(model, tokenizer is not None)
+    return tokenizer is not None
 
 
 def _state(config: Config, saved_tokenizer: str) -> RunState:
@@ -169,14 +152,14 @@ def _state(config: Config, saved_tokenizer: str) -> RunState:
     return RunState(0, 0, 0, None, model, layout, saved, run, weights_only=True, saved_tokenizer=saved_tokenizer)
 
 
-def _theirs(architecture: Architecture, model: ModelConfig, files: Source) -> dict[str, str]:
-    """Name of theirs -> the name that the files give it. ValueError unless they hold the model's tensors alone."""
-    wanted = [theirs for name in shapes_of(model) for theirs in architecture.row(name).theirs]
+def _theirs(architecture: HuggingFaceModel, model: ModelConfig, files: Source) -> dict[str, str]:
+    """Return their name -> its name in the files. ValueError unless these hold the model's tensors and no others."""
+    wanted = [theirs for name in shapes_of(model) for theirs in architecture.names(name).theirs]
     names = {name: name for name in wanted}
     if wanted[0] not in files.files:  # saved as the base model alone
         names = {name: name.removeprefix(architecture.prefix) for name in wanted}
     missing = [name for name in names.values() if name not in files.files]
-    left = files.files.keys() - names.values() - {architecture.output}
+    left = files.files.keys() - names.values() - {OUTPUT}
     left = {name for name in left if not name.endswith(architecture.buffers)}
     if missing or left:
         raise ValueError(
@@ -192,15 +175,24 @@ def _some(names: list[str]) -> str:
 
 
 def _tensors(
-    architecture: Architecture,
+    architecture: HuggingFaceModel,
     model: ModelConfig,
     files: Source,
     names: dict[str, str],
     advance: Callable[[int], None],
 ) -> Iterator[Iterator[torch.Tensor]]:
-    """Yield ours, one after another, each as bands of its rows."""
+    """Yield our tensors, one after another, each as bands of its rows in fp32. ValueError if a number is not finite."""
+
+    def read(row: TensorNames, rows: slice) -> torch.Tensor:
+        ours = row.form.join([files.read(names[each], rows) for each in row.theirs], model)
+        ours = ours.to(torch.float32).contiguous()
+        if not all(math.isfinite(float(end)) for end in torch.aminmax(ours)):  # allocates no tensor of its size
+            raise ValueError(f"--from hf {files.folder}: {row.ours} holds values that are not finite")
+        advance(ours.nbytes)
+        return ours
+
     for name, shape in shapes_of(model).items():
-        row = architecture.row(name)
+        row = architecture.names(name)
         wanted = row.form.split(torch.empty(shape, device="meta"), model)
         for each, expected in zip(row.theirs, wanted, strict=True):
             found = files.shape(names[each])
@@ -209,22 +201,4 @@ def _tensors(
                     f"--from hf {files.folder}: {each} is {list(found)}, and config.json makes it "
                     f"{list(expected.shape)}"
                 )
-        theirs = functools.partial(_join, row, model, files, [names[each] for each in row.theirs])
-        yield _checked(theirs, bands(shape) if row.form is SAME else [WHOLE], f"{files.folder}: {row.ours}", advance)
-
-
-def _join(row: Row, model: ModelConfig, files: Source, names: list[str], rows: slice) -> torch.Tensor:
-    return row.form.join([files.read(name, rows) for name in names], model)
-
-
-def _checked(
-    read: Callable[[slice], torch.Tensor], ranges: list[slice], name: str, advance: Callable[[int], None]
-) -> Iterator[torch.Tensor]:
-    """Yield ranges of rows of one of ours, in fp32. ValueError if a number is not finite."""
-    for rows in ranges:
-        ours = read(rows).to(torch.float32).contiguous()
-        if not all(math.isfinite(float(end)) for end in torch.aminmax(ours)):  # without a temporary of its size
-            raise ValueError(f"--from hf {name} holds values that are not finite")
-        advance(ours.nbytes)
-        yield ours
-        del ours
+        yield map(functools.partial(read, row), bands(shape) if row.form is SAME else [WHOLE])

@@ -40,8 +40,8 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> bool:
     A Hugging Face folder is copied file by file: chat templates and the like stay.
 
     Returns:
-        True if what was written gives the same ids for texts of many kinds. A SentencePiece model with a normaliser of
-        its own does not: transformers knows Llama's alone.
+        True if transformers gives the same ids for texts of many kinds. It does not for a SentencePiece model with a
+        normaliser of its own, because it knows only Llama's.
     """
     if isinstance(tokenizer, TiktokenTokenizer):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Memory: the tracker that counts it by kind, pools of equal buffers, copies to host memory, fragmentation.
+"""Memory: the tracker that counts it by kind, pools of equal buffers, copies to the host and back, fragmentation.
 
 Imports nothing else of megazero. Begin with `tracker`.
 """

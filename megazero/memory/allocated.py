@@ -1,4 +1,4 @@
-"""`Allocated`: bytes of every tensor that operations make, for as long as its memory lives."""
+"""Count the bytes of all tensors, by watching every operation."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from torch.utils._pytree import tree_leaves
 
 
 class Allocated(TorchDispatchMode):
-    """Counts, while it is active, the bytes of the storages of a device and of the host that operations make.
+    """Counts, while it is active, the storages that operations allocate, until they are freed.
 
-    That is what an allocator is asked for: all that the memory tracker counts, and also what autograd keeps inside
-    layers, and outputs of operations that are freed soon after. Not seen: scratch inside a kernel, and the rounding and
-    caching of an allocator.
+    Besides the allocations of the memory tracker, these are autograd's saved tensors and temporary results. Scratch
+    memory within a kernel is not seen, nor the rounding and caching of an allocator.
 
     Attributes:
-        now: bytes of the device now.
-        peak: the most so far; `peak_at` is what `place` returned then.
-        host_now, host_peak: the same of the host's memory, where the device is another.
+        now: bytes on the device.
+        peak: the most so far; `peak_at` is the result of `place` at that time.
+        host_now, host_peak: the same for host memory, if the device is another.
     """
 
     def __init__(self, device: torch.device, place: Callable[[], object] = lambda: None) -> None:
@@ -32,7 +31,7 @@ class Allocated(TorchDispatchMode):
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def begin(self) -> None:
-        """Forget the peaks so far: they are a step's."""
+        """Reset the peaks: at the start of a step."""
         self.peak, self.peak_at, self.host_peak = self.now, self.place(), self.host_now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -57,7 +56,7 @@ class Allocated(TorchDispatchMode):
         self._count(num_bytes, on_host)
 
     def sizes(self, but: Sequence[torch.Tensor] = ()) -> list[int]:
-        """Return the bytes of each storage that is alive now, on any device, those of `but` left out."""
+        """Return the bytes of each storage that is alive, on any device, except those of `but`."""
         left_out = {t.untyped_storage()._cdata for t in but}
         return [num_bytes for key, (_, num_bytes) in self._alive.items() if key not in left_out]
 

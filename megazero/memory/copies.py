@@ -1,4 +1,4 @@
-"""Copies to host memory and back, behind the computation."""
+"""Copies to host memory and back, which overlap with computation."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class HostCopy(NamedTuple):
     done: torch.cuda.Event | None = None
 
 
-class Fetch(NamedTuple):
+class DeviceCopy(NamedTuple):
     """Data on the device, or being copied there."""
 
     data: torch.Tensor
     done: torch.cuda.Event | None = None
 
     def wait(self) -> torch.Tensor:
-        """The computation waits, this process does not."""
+        """Make the computation stream wait; this process does not."""
         if self.done is not None:
             torch.cuda.current_stream(self.data.device).wait_event(self.done)
         return self.data
@@ -40,16 +40,16 @@ class Copies:
         host[: part.numel()].copy_(part)
         return HostCopy(host)
 
-    def start_fetch(self, copy: HostCopy) -> Fetch:
-        """Start to copy it to the device. The result is valid until two more fetches have started."""
-        return Fetch(copy.host)
+    def start_fetch(self, copy: HostCopy) -> DeviceCopy:
+        """Start to copy it to the device. The result is valid until two more fetches start."""
+        return DeviceCopy(copy.host)
 
     def finish(self) -> None:
-        """Wait for all copies: before buffers are used for something else."""
+        """Wait for all copies; call before buffers are reused."""
 
 
 class NoStream:
-    """The stream of a device that computes nothing: the meta device's."""
+    """The stream of the meta device, which computes nothing."""
 
     def wait_event(self, event: None) -> None:
         pass
@@ -75,22 +75,22 @@ class Streams:
 
     @property
     def compute(self) -> Any:
-        """The stream that computations are issued to."""
+        """The stream to which computations are issued."""
         return NoStream() if self.is_meta else torch.cuda.current_stream(self.device)
 
     def on(self, stream: Any) -> contextlib.AbstractContextManager[object]:
-        """Issue to `stream` what is issued within."""
+        """Issue the operations of the block to `stream`."""
         return contextlib.nullcontext() if self.is_meta else torch.cuda.stream(stream)
 
 
 class StreamCopies(Copies):
-    """Between a GPU and pinned memory, each way on a CUDA stream of its own.
+    """Copies between a GPU and pinned memory, with one CUDA stream for each direction.
 
-    Each way uses COPY_DEPTH buffers on the device, which are never freed: so a block's input can be freed as
-    soon as the computation has copied it into one, and no tensor is freed while another stream reads it.
+    Each direction uses COPY_DEPTH buffers on the device, which are never freed. So a block's input can be freed as soon
+    as the computation has copied it into one, and no tensor is freed while another stream reads it.
 
-    A host slot is written again only after the computation has waited for its fetch: `start_store` waits for all that
-    the computation has issued.
+    A host slot is rewritten only after the computation has waited for its fetch, because `start_store` waits for all
+    operations that the computation has issued.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, tracker: MemoryTracker) -> None:
@@ -98,8 +98,8 @@ class StreamCopies(Copies):
         self.storing, self.fetching = self.streams.new(), self.streams.new()
         self.outgoing = BufferPool(numel, dtype, device, tracker, "buffers", count=COPY_DEPTH)
         self.incoming = BufferPool(numel, dtype, device, tracker, "buffers", count=COPY_DEPTH)
-        self.left: list[torch.cuda.Event | None] = [None] * COPY_DEPTH  # when an outgoing buffer was last copied from
-        self.stores = self.fetches = 0  # so far: buffers are used in turn
+        self.left: list[torch.cuda.Event | None] = [None] * COPY_DEPTH  # end of the last copy from each outgoing buffer
+        self.stores = self.fetches = 0  # so far; buffers take turns
 
     def start_store(self, part: torch.Tensor, host: torch.Tensor) -> HostCopy:
         compute = self.streams.compute
@@ -115,7 +115,7 @@ class StreamCopies(Copies):
         done = self.left[turn] = self.storing.record_event()
         return HostCopy(host, done)
 
-    def start_fetch(self, copy: HostCopy) -> Fetch:
+    def start_fetch(self, copy: HostCopy) -> DeviceCopy:
         buffer = self.incoming[self.fetches % COPY_DEPTH]
         self.fetches += 1
         self.fetching.wait_stream(self.streams.compute)  # its work with this buffer is issued by now
@@ -123,7 +123,7 @@ class StreamCopies(Copies):
             self.fetching.wait_event(copy.done)
         with self.streams.on(self.fetching):
             buffer.copy_(copy.host, non_blocking=True)
-        return Fetch(buffer, self.fetching.record_event())
+        return DeviceCopy(buffer, self.fetching.record_event())
 
     def finish(self) -> None:
         self.storing.synchronize()

@@ -1,4 +1,4 @@
-"""Memory of this machine that a process can still allocate, by the kernel and by control groups; its NUMA nodes."""
+"""Host memory that a process can still allocate, by the kernel and by control groups; accelerators; NUMA nodes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 
 class Available(NamedTuple):
-    """Bytes that can still be allocated, and where the limit comes from."""
+    """Bytes that can still be allocated, and the source of the limit."""
 
     num_bytes: int
     source: str  # "of host memory", "of the control group's memory limit"
 
 
 class Machine(NamedTuple):
-    """Memory that one node has for the ranks that run on it; None: not known, so not checked."""
+    """Memory of one node for the ranks that run on it. None: not known, so not checked."""
 
     ranks: range  # of this node
     device_type: str
@@ -29,11 +29,11 @@ def has_nvidia(root: Path = Path("/")) -> bool:
 
 
 def near_cpus(address: str, root: Path = Path("/")) -> set[int]:
-    """Return the CPUs of the NUMA node that a PCI device is attached to; empty where the system does not name one.
+    """Return the CPUs of a PCI device's NUMA node; empty if the system names none.
 
     Args:
         address: such as 0000:1b:00.0.
-        root: the folder that holds sys/.
+        root: the folder of sys/.
     """
     try:
         node = int((root / "sys/bus/pci/devices" / address / "numa_node").read_text())  # -1: it has none
@@ -45,13 +45,10 @@ def near_cpus(address: str, root: Path = Path("/")) -> set[int]:
 
 
 def host_memory(root: Path = Path("/")) -> Available | None:
-    """Return the host memory available to this process; None where the system does not say.
+    """Return the host memory available to this process; None if it is unknown. root: the folder of proc/ and sys/.
 
-    That is the least of MemAvailable and of every memory limit of the control groups around it (containers, jobs),
-    from the innermost group to the outermost. Page cache counts as available.
-
-    Args:
-        root: the folder that holds proc/ and sys/.
+    That is the least of MemAvailable and of the memory left in every control group around the process (containers,
+    jobs), from the innermost to the outermost. Page cache counts as available.
     """
     found = [Available(num_bytes, "of host memory") for num_bytes in _kernel_available(root)]
     found += [Available(left, "of the control group's memory limit") for left in _control_groups(root)]
@@ -65,14 +62,14 @@ def _kernel_available(root: Path) -> list[int]:
                 return [1024 * int(line.split()[1])]
     except (OSError, ValueError):
         pass
-    try:  # not Linux: all that there is
+    try:  # not Linux: the whole memory
         return [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     except (OSError, ValueError):
         return []
 
 
 def _control_groups(root: Path) -> list[int]:
-    """Return what every control group around this process has left of its limit."""
+    """Return the bytes left in every control group around this process that has a limit."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -81,21 +78,17 @@ def _control_groups(root: Path) -> list[int]:
     for line in lines:  # "4:memory:/path" in version 1, "0::/path" in version 2
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
-            mount, limit, usage, prefix = (
-                "sys/fs/cgroup/memory",
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-                "total_",
-            )
+            mount, prefix = "sys/fs/cgroup/memory", "total_"
+            limit, usage = "memory.limit_in_bytes", "memory.usage_in_bytes"
         elif not controllers:
-            mount, limit, usage, prefix = "sys/fs/cgroup", "memory.max", "memory.current", ""
+            mount, prefix, limit, usage = "sys/fs/cgroup", "", "memory.max", "memory.current"
         else:
             continue
         inner = root / mount / path.lstrip("/")
         for folder in (inner, *inner.parents):
             if not folder.is_relative_to(root / mount):
                 break
-            try:  # absent in the outermost group, and for a path that lies outside a container; "max" is no limit
+            try:  # the outermost group, and a path outside a container, have no such file; "max" is no limit
                 taken = int((folder / usage).read_text()) - _page_cache(folder / "memory.stat", prefix)
                 left.append(max(0, int((folder / limit).read_text()) - max(0, taken)))
             except (OSError, ValueError):

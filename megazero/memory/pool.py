@@ -1,4 +1,4 @@
-"""`BufferPool`: buffers of equal size that are allocated once and reused."""
+"""Buffers of equal size that are allocated once and reused."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from megazero.memory.tracker import MemoryTracker
 class BufferPool:
     """Buffers of `numel` elements each, found by their slot number.
 
-    A pool only holds memory. Which slot is used when is its user's to say, or the program's.
+    A pool only holds memory; its user, or the program, chooses the slots.
 
     Args:
-        kind: the kind of memory that the tracker counts them as.
-        contiguous: all in one allocation, an arena, so that they do not fragment the allocator's memory.
-        pin: page-locked host memory, which a GPU copies to and from without waiting.
+        kind: of memory, for the tracker.
+        contiguous: one allocation for all, an arena, to avoid fragmentation.
+        pin: page-locked host memory, for asynchronous copies of a GPU.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class BufferPool:
         return self.slots[slot]
 
     def grow(self, count: int) -> None:
-        """Have at least `count` slots. If there are fewer, all are made anew, and their contents are lost."""
+        """Make at least `count` slots. Growing reallocates all of them, and loses their contents."""
         if len(self.slots) >= count:
             return
-        self.slots.clear()  # the old ones go before the new ones come
+        self.slots.clear()  # free the old slots before allocating the new ones
         self._allocation.end()
         options = {"dtype": self.dtype, "device": self.device, "pin_memory": self.pin}
         if self.contiguous:

@@ -1,8 +1,7 @@
 """The memory tracker: bytes that the engine allocates, by kind. Pure: no torch.
 
-A buffer is entered as an `Allocation` that lives as long as the buffer does: when the last reference to it goes, its
-bytes are no longer counted. Peaks are kept per kind and for the total. Scratch that one kernel takes and frees is not
-counted.
+A buffer is registered as an `Allocation`. Its bytes count until the last reference to the allocation is gone. Peaks are
+kept per kind and for the total. Scratch memory within a kernel is not counted.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-# At rest: parameters, optimizer. Within a step: the others. `host`: memory of the host, not of the device.
+# parameters and optimizer persist between steps. host is memory of the host, the others are on the device.
 KINDS = ("parameters", "optimizer", "gradients", "activation_checkpoints", "buffers", "logits", "host")
 
 
@@ -38,7 +37,7 @@ class MemoryTracker:
 
     Attributes:
         total: bytes on the device now.
-        watch: called with a kind whenever its bytes have changed, if set: for traces.
+        watch: called with a kind whenever its bytes change; traces set it.
     """
 
     def __init__(self) -> None:
@@ -62,6 +61,6 @@ class MemoryTracker:
             self.watch(kind)
 
     def begin_iteration(self) -> None:
-        """Peaks are an iteration's."""
+        """Reset the peaks, which are those of an iteration."""
         self.peak = Counter(self.now)
         self.total_peak = self.total

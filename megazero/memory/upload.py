@@ -1,4 +1,4 @@
-"""Copies from the host to the device, which the process does not wait for."""
+"""Asynchronous copies from the host to the device."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ ALIGN = 16  # bytes: a part may be read as any dtype
 
 
 def upload(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Return host tensors on `device`: one copy for all, from page-locked memory.
+    """Return host tensors on `device`, copied at once from page-locked memory.
 
-    A GPU copies from other memory only while the process waits. torch keeps the page-locked buffer until the copy is
-    done, and uses it again. On a CPU the tensors are there already.
+    A copy from other memory blocks the process. torch keeps the page-locked buffer until the copy is done, and reuses
+    it. On a CPU the tensors are returned as they are.
     """
     if device.type == "cpu":
         return list(tensors)

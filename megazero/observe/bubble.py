@@ -1,4 +1,4 @@
-"""The pipeline's idle time: measured in an iteration, and simulated from the same iteration's costs.
+"""Measure the pipeline's idle time in an iteration, and simulate it from the same iteration's costs.
 
 Both are idle time / compute time of the stage that computes longest, as `simulate.Timing.bubble`: (p - 1) / m
 for 1F1B with equal stages. docs/metrics.md has the definition.
@@ -15,14 +15,14 @@ import torch
 from megazero.comm.mesh.mesh import Mesh
 from megazero.config.schema import Config
 from megazero.model.stage import declare
-from megazero.observe.timeline import Span
+from megazero.observe.timeline import Interval
 from megazero.plan.program.operations import COMPUTE, Op, Transfer, inner
 from megazero.plan.program.program import program
 from megazero.plan.program.rank_spec import rank_spec
 from megazero.price.time.simulate import simulate
 
 Key = tuple[str, str]  # operation, layer
-PATIENCE = 100  # a simulation may take 1 / this of the time since the last one
+PATIENCE = 100  # a simulation may take this fraction, 1 / 100, of the time since the last one
 
 
 class StageTimes(NamedTuple):
@@ -33,23 +33,23 @@ class StageTimes(NamedTuple):
     until: float  # from the iteration's first operation to the end of its last computation
 
 
-def stage_times(spans: list[Span]) -> StageTimes:
-    """Sum up the spans of one iteration of one rank."""
-    last = max((n for n, span in enumerate(spans) if isinstance(span.op, COMPUTE)), default=-1)
+def stage_times(intervals: list[Interval]) -> StageTimes:
+    """Add up the operations of one iteration of one rank."""
+    last = max((n for n, each in enumerate(intervals) if isinstance(each.op, COMPUTE)), default=-1)
     computing = waiting = 0
-    for op, begin, end in spans[: last + 1]:
+    for op, begin, end in intervals[: last + 1]:
         if isinstance(op, COMPUTE):
             computing += end - begin
         elif isinstance(inner(op), Transfer):
             waiting += end - begin
-    until = spans[last].end - spans[0].begin if last >= 0 else 0
+    until = intervals[last].end - intervals[0].begin if last >= 0 else 0
     return StageTimes(computing / 1e9, waiting / 1e9, until / 1e9)
 
 
 def bubble(stages: list[StageTimes]) -> float:
-    """Idle time / compute time of the stage that computes longest.
+    """Return idle time / compute time of the stage that computes longest.
 
-    Idle is the time in which it waits for messages, and that from its last computation to the last of any stage.
+    Idle time: waits for messages, and the time from its last computation to the last computation of any stage.
     """
     end = max(stage.until for stage in stages)
     busiest = max(stages, key=lambda stage: stage.computing)
@@ -57,7 +57,7 @@ def bubble(stages: list[StageTimes]) -> float:
 
 
 def key_of(op: Op) -> Key:
-    """A computation's kind, of which the mean cost is taken over the micro-batches."""
+    """Return the kind of a computation. Costs are means over the micro-batches of a kind."""
     return type(op).__name__, op.layer if isinstance(op, COMPUTE) else ""
 
 
@@ -67,23 +67,23 @@ class BubbleMeter:
     def __init__(self, config: Config, mesh: Mesh) -> None:
         self.config, self.pp, self.device = config, mesh.pp, mesh.device
         self.stages = [rank_spec(config, mesh.layout, pp, declare) for pp in range(mesh.layout.pp)]
-        # A layer is on one stage, so that a sum over pp of every stage's means has each of them.
+        # A layer is on one stage, so the sum over pp of the stages' means has the mean of each layer.
         self.keys = [(op.__name__, layer) for stage in self.stages for layer in stage.layers for op in COMPUTE]
         self._simulated_at, self._simulation_took = 0.0, 0.0
 
-    def measure(self, spans: list[Span], simulates: bool) -> dict[str, float]:
-        """Return `bubble`, the same on all ranks of the pipeline, and, where `simulates`, `bubble_simulated`.
+    def measure(self, intervals: list[Interval], simulates: bool) -> dict[str, float]:
+        """Return `bubble`, the same on all ranks of the pipeline, and if `simulates`, `bubble_simulated`.
 
-        All ranks of the pipeline call this. A simulation takes a while in long pipelines; it is left out where it would
-        take more than a hundredth of the time since the last one.
+        All ranks of the pipeline call this. A simulation is skipped if it would take more than a hundredth of the time
+        since the last one, because long pipelines take a while.
         """
         total, count = Counter[Key](), Counter[Key]()
-        for op, begin, end in spans:
+        for op, begin, end in intervals:
             if isinstance(op, COMPUTE):
                 total[key_of(op)] += end - begin
                 count[key_of(op)] += 1
-        micro_batches = 1 + max(op.micro_batch for op, _, _ in spans if isinstance(op, COMPUTE))
-        own = stage_times(spans)
+        micro_batches = 1 + max(op.micro_batch for op, _, _ in intervals if isinstance(op, COMPUTE))
+        own = stage_times(intervals)
         stages = torch.zeros(self.pp.size, len(own), dtype=torch.float64)
         stages[self.pp.rank] = torch.tensor(own, dtype=torch.float64)
         means = torch.tensor([total[key] / max(1, count[key]) for key in self.keys], dtype=torch.float64)

@@ -1,6 +1,6 @@
-"""events.jsonl in the log folder: when, as what and where a run was started, and how it ended; and report.html.
+"""events.jsonl in the log folder: every start of a run, with its command, options and environment, and every end.
 
-Used by rank 0 alone. What cannot be written is said in a line: it is not worth the run.
+Rank 0 alone writes it, and report.html. A failure to write is a warning, because it must not end the run.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +37,10 @@ class RunEvents:
     """Records the start and the end of a run in its log folder, and writes its report."""
 
     def __init__(self, command: Command | None, config: Config, mesh: Mesh) -> None:
-        """Do nothing without --log-dir, and on all ranks but 0.
+        """Prepare to write, on rank 0 of a run with --log-dir; elsewhere, do nothing.
 
         Args:
-            command: the command line; None: what is not at its default was given.
+            command: the command line; None: there was none.
             config: resolved.
         """
         self.command, self.config, self.mesh = command, config, mesh
@@ -50,23 +49,27 @@ class RunEvents:
 
     @functools.cached_property
     def about(self) -> Record:
-        """Facts of the run that belong beside its configuration."""
-        given = changed(self.config)
-        if self.command is not None:
-            given = [name.replace("-", "_") for name in sorted(self.command.given)]
-        size = {"parameters": num_parameters(declare(self.config.model))}
-        return {"given": given, "layout": asdict(self.mesh.layout), **size, "environment": environment(self.mesh)}
+        """Facts of the run that are no options, and the names of the options that were given."""
+        return {
+            "given": sorted(name.replace("-", "_") for name in self.command.given) if self.command else [],
+            "layout": asdict(self.mesh.layout),
+            "parameters": num_parameters(declare(self.config.model)),
+            "environment": environment(self.mesh),
+        }
 
     def start(self, iteration: int) -> None:
-        """Record that the run goes on after `iteration`; at 0 the events of an older run are left."""
+        """Record a start after `iteration`. A start at 0 deletes the events of an older run."""
         self.started = iteration
-        start = {"event": "start", "time": now(), "iteration": iteration, "command": sys.argv}
-        self._add(lambda: start | {"config": asdict(self.config)} | self.about)
+        if self.folder is not None:
+            event = {"event": "start", "time": now(), "iteration": iteration, "command": sys.argv}
+            self._add(event | {"config": asdict(self.config)} | self.about, "w" if iteration == 0 else "a")
 
     def end(self, iteration: int, why: str) -> None:
-        """Record an end after `iteration`, and write report.html if there is anything new to report."""
-        self._end(iteration, why)
-        if self.folder is None or self.started is None or iteration == self.started:
+        """Record an end after `iteration`, and write report.html if the run made any."""
+        if self.folder is None or self.started is None:
+            return
+        self._add({"event": "end", "time": now(), "iteration": iteration, "why": why})
+        if iteration == self.started:
             return
         from megazero.observe.report.page import write_report
 
@@ -76,47 +79,31 @@ class RunEvents:
             log.warning(f"no report.html: {type(error).__name__}: {error}")
 
     def fail(self, iteration: int, error: Exception) -> None:
-        """Record an end by an error. No report: other ranks may be waiting to hear of it."""
-        self._end(iteration, f"{type(error).__name__}: {error}")
-
-    def _end(self, iteration: int, why: str) -> None:
+        """Record an end by an error. Write no report, because other ranks may be waiting to hear of the error."""
         if self.started is not None:
-            self._add(lambda: {"event": "end", "time": now(), "iteration": iteration, "why": why})
+            why = f"{type(error).__name__}: {error}"
+            self._add({"event": "end", "time": now(), "iteration": iteration, "why": why})
 
-    def _add(self, event: Callable[[], Record]) -> None:
+    def _add(self, event: Record, mode: str = "a") -> None:
         if self.folder is None:
             return
         try:
-            found = event()
-            with (self.folder / EVENTS).open(
-                "w" if found["event"] == "start" and not found["iteration"] else "a"
-            ) as file:
-                file.write(json.dumps(found) + "\n")
-        except Exception as error:
-            log.warning(f"{self.folder / EVENTS} lacks an event: {type(error).__name__}: {error}")
+            with (self.folder / EVENTS).open(mode) as file:
+                file.write(json.dumps(event) + "\n")
+        except OSError as error:
+            log.warning(f"{self.folder / EVENTS} lacks an event: {error}")
 
 
 def now() -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
 
 
-def changed(config: Config) -> list[str]:
-    """Return the options that are not at their defaults, by their names in `Config`."""
-    found = []
-    for group in fields(Config):
-        ours, default = getattr(config, group.name), getattr(Config(), group.name)
-        if not isinstance(ours, str):
-            found += [o.name for o in fields(ours) if getattr(ours, o.name) != getattr(default, o.name)]
-    return found
-
-
 def environment(mesh: Mesh) -> dict[str, Any]:
-    """Return where a run takes place, as far as rank 0 sees."""
+    """Return the hardware and software of a run, as far as rank 0 sees them."""
     on_gpu = mesh.device.type == "cuda"
-    device = torch.cuda.get_device_name(mesh.device) if on_gpu else f"{cpu_name()}, {os.cpu_count()} cores"
     found = {
         "hosts": list(dict.fromkeys(mesh.world.hosts or (platform.node(),))),
-        "device": device,
+        "device": torch.cuda.get_device_name(mesh.device) if on_gpu else f"{cpu_name()}, {os.cpu_count()} cores",
         "ranks": mesh.layout.world_size,
         "system": platform.platform(),
         "python": platform.python_version(),
@@ -129,18 +116,15 @@ def environment(mesh: Mesh) -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    try:
-        names = re.findall(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        names = []
-    return names[0] if names else platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*: (.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+    return found[1] if found else platform.machine()
 
 
 def commit() -> str | None:
-    """Return the commit of this code, if it is a clone and git is there."""
+    """Return the git commit of this code; None if it is not a clone."""
     command = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_SECONDS, check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=GIT_SECONDS).stdout.strip() or None
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() or None

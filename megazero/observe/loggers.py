@@ -1,7 +1,4 @@
-"""Loggers: metrics.jsonl, TensorBoard, Weights & Biases, and the progress line. Used by rank 0 alone.
-
-The heavy libraries are imported only when asked for.
-"""
+"""Loggers: metrics.jsonl, TensorBoard, Weights & Biases, and the progress line. Rank 0 alone uses them."""
 
 from __future__ import annotations
 
@@ -34,47 +31,45 @@ def open_writers(
     command: Command | None = None,
     about: Record | None = None,
 ) -> list[Writer]:
-    """Everything that the flags ask for.
-
-    config.toml holds what the command line gave; a run with nothing to do leaves it as it is.
+    """Open the writers that the flags ask for, and write config.toml.
 
     Args:
-        start_iteration: of the checkpoint that the run goes on from, or 0.
+        start_iteration: the iteration of the loaded checkpoint, or 0.
         in_use: see `ProgressLine`.
-        command: the command line; None: all of `config` was given.
+        command: the command line, whose flags go into config.toml; None: all of `config`.
         about: see `WeightsAndBiases`.
 
     Raises:
-        ValueError: a folder or file cannot be made; nothing has been trained yet.
+        ValueError: a folder or file cannot be made.
     """
-    logs, writers = config.log, []
-    if logs.log_dir:
-        folder = Path(logs.log_dir)
+    options, writers = config.log, list[Writer]()
+    evaluates = config.evaluation.eval_only
+    if options.log_dir:
+        folder = Path(options.log_dir)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            evaluates = config.evaluation.eval_only  # perhaps a run in whose folder its own files are
-            options = folder / ("evaluation.toml" if evaluates else "config.toml")
-            if evaluates or start_iteration < config.training.train_iters or not options.exists():
-                replace_file(options, command.to_toml(config) if command is not None else to_toml(config))
+            # Not over the options of another run: an evaluation may use its folder, and a finished run trains no more.
+            toml = folder / ("evaluation.toml" if evaluates else "config.toml")
+            if evaluates or start_iteration < config.training.train_iters or not toml.exists():
+                replace_file(toml, to_toml(config) if command is None else command.to_toml(config))
             writers.append(MetricsFile(folder / "metrics.jsonl", None if evaluates else start_iteration))
-        except OSError as error:
-            raise ValueError(f"--log-dir {logs.log_dir}: {explain(error)}") from None
-        except ValueError as error:
-            raise ValueError(f"--log-dir {logs.log_dir}: {error}; remove it, or name another folder") from None
-    if logs.tensorboard_dir:
+        except (OSError, ValueError) as error:
+            reason = explain(error) if isinstance(error, OSError) else f"{error}; remove it, or name another folder"
+            raise ValueError(f"--log-dir {folder}: {reason}") from None
+    if options.tensorboard_dir:
         try:
-            writers.append(TensorBoard(logs.tensorboard_dir, start_iteration))
+            writers.append(TensorBoard(options.tensorboard_dir, start_iteration))
         except OSError as error:
-            raise ValueError(f"--tensorboard-dir {logs.tensorboard_dir}: {explain(error)}") from None
-    if logs.wandb_project:
+            raise ValueError(f"--tensorboard-dir {options.tensorboard_dir}: {explain(error)}") from None
+    if options.wandb_project:
         writers.append(WeightsAndBiases(config, start_iteration, about or {}))
-    if not config.evaluation.eval_only:
+    if not evaluates:
         writers.append(ProgressLine(config, start_iteration, in_use))
     return writers
 
 
 class Writers:
-    """All of a run's writers. One that fails is said and left out from then on: what it tells is not worth the run."""
+    """All of a run's writers. One that raises is dropped with a warning, because logging must not end a run."""
 
     def __init__(self, writers: list[Writer]) -> None:
         self.writers = writers
@@ -86,7 +81,7 @@ class Writers:
             except Exception as error:
                 self.writers.remove(writer)
                 log.warning(
-                    f"{type(writer).__name__} failed, and is left out from here on: {type(error).__name__}: {error}"
+                    f"{type(writer).__name__} failed, and is not used any more: {type(error).__name__}: {error}"
                 )
 
     def close(self) -> None:
@@ -97,38 +92,36 @@ class Writers:
                 log.warning(f"{type(writer).__name__} failed at its end: {type(error).__name__}: {error}")
 
 
-MAX_PENDING_LINES = 100_000  # of about a kilobyte
-
-
 class MetricsFile:
-    """One JSON object per iteration and line. Lines after `start_iteration` are of a run that is left, and are cut.
+    """A file with one JSON object per iteration and line.
 
-    A run that starts fresh over an older one's file keeps that as metrics.previous.jsonl; an evaluation (None) adds to
-    what is there. What cannot be written, on a full disk say, is kept and tried again with every later line: the run
-    goes on, and the file becomes whole again.
+    Lines that cannot be written, because the disk is full, are kept and written with the next one.
     """
 
     def __init__(self, path: Path, start_iteration: int | None) -> None:
-        """OSError or ValueError if it is not a file that can be written."""
-        adds = start_iteration is None
+        """Open the file; OSError or ValueError if it is not a file that can be written.
+
+        Args:
+            start_iteration: later lines are cut, because the run computes them again. 0 renames an older run's file
+                to metrics.previous.jsonl. None, an evaluation, keeps all lines.
+        """
         if path.exists() and start_iteration == 0:
             os.replace(path, path.with_name("metrics.previous.jsonl"))
         elif path.exists():
+            last = math.inf if start_iteration is None else start_iteration
             lines = read_regular(path).decode(errors="replace").splitlines()
-            kept = [line + "\n" for line in lines if adds or _iteration(line) <= start_iteration]
-            replace_file(path, "".join(kept))
+            replace_file(path, "".join(line + "\n" for line in lines if _iteration(line) <= last))
         self.path, self.pending = path, list[bytes]()
         self.file = OutputFile(path, at=path.stat().st_size if path.exists() else 0)
 
     def write(self, record: Record) -> None:
-        """Append a line at once: readers see whole ones."""
+        """Append a line. Readers see it at once, and whole."""
         self.pending.append((json.dumps(finite(record)) + "\n").encode())
         try:
-            self.file.write(b"".join(self.pending))  # over what an attempt that failed may have left
+            self.file.write(b"".join(self.pending))  # overwrites the part that a failed attempt wrote
         except OSError as error:
             if len(self.pending) == 1 or len(self.pending) % 100 == 0:
-                log.warning(f"{explain(error)}. Training goes on; {len(self.pending)} lines of metrics wait for room")
-            del self.pending[:-MAX_PENDING_LINES]
+                log.warning(f"{explain(error)}. Training continues; {len(self.pending)} lines of metrics wait for room")
         else:
             self.pending.clear()
 
@@ -139,7 +132,7 @@ class MetricsFile:
 
 
 def _iteration(line: str) -> float:
-    """Return the iteration of a line of metrics.jsonl; infinity for a line that a crash cut short."""
+    """Return the iteration of a line of metrics.jsonl; infinity for a torn line."""
     try:
         return json.loads(line)["iteration"]
     except (json.JSONDecodeError, KeyError, TypeError):
@@ -147,7 +140,7 @@ def _iteration(line: str) -> float:
 
 
 def finite(record: Record) -> Record:
-    """JSON has no NaN: what is not finite becomes null, and `nonfinite` says so."""
+    """Replace numbers that are not finite by null, because JSON has none, and set `nonfinite` then."""
 
     def clean(value: Any) -> Any:
         if isinstance(value, dict):
@@ -175,46 +168,38 @@ class TensorBoard:
         self.writer.close()
 
 
-RUN_ID = "wandb-run-id"  # a file in the log folder: a resume goes on in the same Weights & Biases run
-
-
-def new_id() -> str:
-    return uuid.uuid4().hex[:12]
-
-
 def run_id(folder: Path, start_iteration: int) -> str:
-    """Return the Weights & Biases id of the run in a log folder: a new one for a fresh start, which is kept there."""
-    path = folder / RUN_ID
-    if start_iteration > 0 and path.is_file():
-        return path.read_text().strip()
-    replace_file(path, (made := new_id()) + "\n")
-    return made
+    """Return the Weights & Biases id of the run in a log folder, or make one for a fresh start, and keep it there."""
+    path = folder / "wandb-run-id"
+    if start_iteration == 0 or not path.is_file():
+        replace_file(path, uuid.uuid4().hex[:12] + "\n")
+    return path.read_text().strip()
 
 
 class WeightsAndBiases:
-    """Offline where there is no account; `wandb sync` uploads such a run later, `wandb sync --append` its resumes."""
+    """Offline if there is no account; `wandb sync` uploads such a run later, `wandb sync --append` its resumes."""
 
     def __init__(self, config: Config, start_iteration: int, about: Record) -> None:
-        """Open a run, or the run that the log folder belongs to, where the training goes on.
+        """Open a run, or if the training resumes, the run of the log folder.
 
         Args:
             about: further groups of the run's configuration there.
         """
         import wandb
 
-        logs, evaluates = config.log, config.evaluation.eval_only
+        options, evaluates = config.log, config.evaluation.eval_only
         self.run = wandb.init(
-            project=logs.wandb_project,
-            name=logs.wandb_name or Path(logs.log_dir).resolve().name,
-            id=new_id() if evaluates else run_id(Path(logs.log_dir), start_iteration),
+            project=options.wandb_project,
+            name=options.wandb_name or Path(options.log_dir).resolve().name,
+            id=None if evaluates else run_id(Path(options.log_dir), start_iteration),
             resume="allow",
             job_type="evaluation" if evaluates else "training",
-            dir=logs.log_dir,
+            dir=options.log_dir,
             mode=None if wandb.login(prompt=False) else "offline",
             settings=wandb.Settings(silent=True),
         )
         self.run.config.update(asdict(config) | about, allow_val_change=True)
-        # Steps of Weights & Biases only grow; iterations after the checkpoint that a run goes on from come again.
+        # Steps of Weights & Biases only grow, but a resumed run repeats the iterations after its checkpoint.
         self.run.define_metric("iteration")
         self.run.define_metric("*", step_metric="iteration")
 

@@ -1,4 +1,4 @@
-"""`Profiler`: observes iterations of a run, for a trace (--profile-iterations) or to measure the bubble."""
+"""`Profiler`: observes iterations for a trace, for the bubble, and to find slow ranks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from megazero.config.validate import iteration_range
 from megazero.log import log
 from megazero.observe import stragglers
 from megazero.observe.bubble import BubbleMeter
-from megazero.observe.timeline import Timeline, timeline
+from megazero.observe.timeline import Timeline
 from megazero.observe.trace import Trace
 from megazero.step.engine import Engine
 
 
 class Profiler:
-    """Observes an engine's iterations where it is asked to; all ranks call every method at the same iterations."""
+    """Observes an engine's iterations as the flags ask; all ranks call every method at the same iterations."""
 
     def __init__(self, config: Config, engine: Engine) -> None:
         self.config, self.engine, self.mesh = config, engine, engine.mesh
@@ -25,22 +25,20 @@ class Profiler:
         self.trace: Trace | None = None
 
     def begin(self, iteration: int) -> None:
-        """Before an iteration."""
+        """Call this before an iteration."""
         first, last = self.traced
-        self.traces = first <= iteration <= last
+        self.iteration, self.traces = iteration, first <= iteration <= last
         self.measures = self.meter is not None and iteration % self.config.log.log_interval == 0
         every = self.config.monitor.straggler_interval
         self.compares = every > 0 and iteration % every == 0
         if self.traces and self.trace is None:
             self.trace = Trace(self.mesh, self.engine.tracker)
-        self.iteration = iteration
-        self.timeline = (
-            timeline(self.mesh.device, self.traces) if self.traces or self.measures or self.compares else None
-        )
+        observes = self.traces or self.measures or self.compares
+        self.timeline = Timeline(self.mesh.device, ranges=self.traces) if observes else None
         self.engine.interpreter.observe = self.timeline
 
     def end(self) -> dict[str, object]:
-        """After the iteration: what it adds to the record. Writes the trace after the last iteration of its range."""
+        """Return the iteration's additions to its record. Write the trace after its last iteration."""
         recorded, self.engine.interpreter.observe = self.timeline, None
         if recorded is None:
             return {}
@@ -57,14 +55,14 @@ class Profiler:
         return found
 
     def close(self) -> None:
-        """Write the trace, if one is being made: at the end of its range, or of a run that ends within it."""
+        """Write the trace, if there is one: at the end of its range, or of a run that ends within it."""
         trace, self.trace = self.trace, None
         if trace is None:
             return
         path = Path(self.config.log.log_dir) / "trace-{}-{}.json".format(*self.traced)
         try:
             trace.write(path)
-        except OSError as error:  # not worth the run
+        except OSError as error:  # must not end the run
             log.warning(f"--profile-iterations: {path} cannot be written: {error}")
         else:
             log.info(f"wrote {path}; open it in chrome://tracing or ui.perfetto.dev")

@@ -1,4 +1,4 @@
-"""The progress of a run on the console: a line every --log-interval iterations, and on a terminal a bar below them."""
+"""The progress of a run on the console."""
 
 from __future__ import annotations
 
@@ -11,32 +11,29 @@ from megazero.config.schema import Config
 from megazero.log import log
 from megazero.units import count, duration, size
 
-RECENT = 50  # iterations whose mean time gives the time left
+RECENT = 50  # iterations whose mean time predicts the time left
 
 Record = dict[str, Any]  # one iteration, as in metrics.jsonl
 InUse = Callable[[], tuple[int, int] | None]
 
 
 class ProgressLine:
-    """A line every --log-interval iterations; on a terminal a bar below them with the time left.
-
-    Into a file or a pipe go plain lines alone, without control characters.
-    """
+    """A line every --log-interval iterations; on a terminal also a bar below the lines, with the time left."""
 
     def __init__(self, config: Config, start_iteration: int, in_use: InUse = lambda: None) -> None:
-        """`in_use`: returns the bytes of the device that this process uses, and all that it has (0: not known)."""
+        """`in_use`: returns the bytes of device memory that this process uses, and its size (0: unknown)."""
         self.interval, self.last = config.log.log_interval, config.training.train_iters
         self.seq_length, self.in_use = config.model.seq_length, in_use
-        self.start, self.recent = start_iteration, deque[float](maxlen=RECENT)
-        self.bar = self._open_bar() if sys.stdout.isatty() else None
+        self.recent = deque[float](maxlen=RECENT)
+        self.bar = self._open_bar(start_iteration) if sys.stdout.isatty() else None
 
-    def _open_bar(self) -> Any:
+    def _open_bar(self, start_iteration: int) -> Any:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         columns = [BarColumn(None), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")]
-        bar = Progress(*columns, transient=True)  # prints what the log writes above the bar
+        bar = Progress(*columns, transient=True)  # prints lines of the log above the bar
         bar.start()
-        self.task = bar.add_task("", total=self.last, completed=self.start)
+        self.task = bar.add_task("", total=self.last, completed=start_iteration)
         return bar
 
     def write(self, record: Record) -> None:
@@ -54,9 +51,8 @@ class ProgressLine:
 
 
 def line(record: Record, last: int, seq_length: int, in_use: tuple[int, int] | None, left: str) -> str:
-    """Progress line of an iteration."""
-    width = len(str(last))
-    parts = [f"iteration {record['iteration']:>{width}}/{last}", f"loss {record['loss']:.4f}"]
+    """Return the progress line of an iteration."""
+    parts = [f"iteration {record['iteration']:>{len(str(last))}}/{last}", f"loss {record['loss']:.4f}"]
     if "validation_loss" in record:
         parts.append(f"validation {record['validation_loss']:.4f}")
     parts += [f"norm {record['grad_norm']:.3f}", f"lr {record['lr']:.2e}"]

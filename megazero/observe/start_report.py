@@ -1,10 +1,10 @@
-"""The start of a run in words: one screen on the console, everything else in plan.txt in the log folder."""
+"""The start of a run: one screen on the console, everything else in plan.txt in the log folder."""
 
 from __future__ import annotations
 
 import platform
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,16 @@ from megazero.files import explain, replace_file
 from megazero.log import log
 from megazero.memory.host import Machine
 from megazero.model.stage import declare
-from megazero.observe.start_notes import Processor, device_words, kept, large_vocabulary
 from megazero.plan.layout.layers import num_parameters
 from megazero.plan.layout.topology import Layout
 from megazero.price.bytes.estimate import KINDS, StageBytes, stage_bytes
 from megazero.price.bytes.report import padding_warning, padding_words, queue_line, table
-from megazero.units import count, size
+from megazero.units import count, ranges, size
 
-WIDTH, MARGIN = 120, 10  # columns of the screen; of the words before each paragraph
-MOST_STAGES, MOST_GROUPS = 4, 4  # of a drawing; what lies between the ends is left out
-SHOWN_SHARE = 0.02  # of a rank's memory, from which on a kind is named
+WIDTH, MARGIN = 120, 10  # columns of the screen; of the name before each paragraph
+MOST_DRAWN = 4  # stages, or copies of one, that a drawing has; it leaves out those in the middle
+SHOWN_SHARE = 0.02  # smallest share of a rank's memory that is named
+LARGE_VOCABULARY = 2  # smallest ratio of --vocab-size to the tokenizer's ids that is reported
 
 KIND_NAMES = {
     "parameters": "weights",
@@ -35,12 +35,17 @@ KIND_NAMES = {
     "activation_checkpoints": "inputs kept for recompute",
 }
 ZERO = ("", "optimizer states", "optimizer states and gradients", "optimizer states, gradients and weights")
-# Options that the first lines of the screen tell.
-TOLD = {
+# x86 instructions that multiply matrices of a 16-bit type. A CPU without them is faster in fp32.
+FAST_TYPES = {"bf16": ("amx_bf16", "avx512_bf16"), "fp16": ("amx_fp16", "avx512_fp16")}
+# Options in the first lines of the screen.
+SHOWN_OPTIONS = {
     *("architecture", "num-layers", "hidden-size", "num-attention-heads", "seq-length", "vocab-size", "precision"),
     *("micro-batch-size", "global-batch-size", "train-iters", "zero-stage"),
     *("tensor-model-parallel-size", "pipeline-model-parallel-size"),
 }
+
+
+# -- the screen
 
 
 def screen(
@@ -48,52 +53,47 @@ def screen(
     config: Config,
     layout: Layout,
     machine: Machine,
-    device_name: str,
+    device: str,
     chosen: str = "",
-    processor: Processor | None = None,
     num_ids: int = 0,
     corpus: int = 0,
 ) -> list[str]:
     """Return the lines that a run begins with.
 
     Args:
-        asked: the options as given, before what is derived from others is filled in.
+        asked: the options as given, before derived ones are filled in.
         config: resolved.
-        device_name: of this rank, such as "cpu" or "NVIDIA H200".
-        chosen: the defaults of a GPU that were chosen, as `gpu_defaults` says them.
-        processor: of this rank; None where it computes on a GPU.
+        device: of this rank, such as "NVIDIA H200", or from `device_text`.
+        chosen: the report of `gpu_defaults` on the defaults that it chose.
         num_ids: of the tokenizer; 0 without one.
         corpus: tokens of the training split; 0 with --mock-data.
     """
-    model, training, ranks = config.model, config.training, layout.world_size
+    model, training = config.model, config.training
     tokens = config.batch_sizes.total(training.train_iters) * model.seq_length
-    parameters = count(num_parameters(declare(model)))
-    parts = f"{config.micro_batches(layout.dp)} x micro-batch {training.micro_batch_size}"
-    told = {
-        "model": f"{model.architecture}, {parameters} parameters: {model.num_layers} layers, hidden "
-        f"size {model.hidden_size}, {model.num_attention_heads} heads, vocabulary {model.vocab_size}; "
-        f"{training.precision} on {ranks} x {device_words(config, device_name, processor)}",
+    replicas = f"{layout.dp} ranks x " if layout.dp > 1 else ""
+    batch = f"{replicas}{config.micro_batches(layout.dp)} x micro-batch {training.micro_batch_size}"
+    epochs = f", {tokens / corpus:{'.2g' if tokens < corpus else ',.1f'}} epochs" if corpus else ""
+    warnings = padding_warning(config, layout), _queue_warning(config, layout, machine.device_type)
+    paragraphs = {
+        "model": f"{model.architecture}, {count(num_parameters(declare(model)))} parameters: {model.num_layers} "
+        f"layers, hidden size {model.hidden_size}, {model.num_attention_heads} heads, vocabulary "
+        f"{model.vocab_size}; {training.precision} on {layout.world_size} x {device}",
         "layout": "\n".join(drawing(config, layout)),
         "memory": _memory(config, layout, machine),
-        "plan": f"{training.train_iters:,} iterations of {training.global_batch_size:,} samples ("
-        + (f"{layout.dp} ranks x " if layout.dp > 1 else "")
-        + f"{parts}{padding_words(config, layout)}) of {model.seq_length:,} tokens: {count(tokens)} tokens"
-        + (f", {tokens / corpus:{'.2g' if tokens < corpus else ',.1f'}} epochs" if corpus else ""),
+        "plan": f"{training.train_iters:,} iterations of {training.global_batch_size:,} samples ({batch}"
+        f"{padding_words(config, layout)}) of {model.seq_length:,} tokens: {count(tokens)} tokens{epochs}",
         "options": " ".join(options(asked)),
         "defaults": chosen,
         "kept": kept(config),
         "note": large_vocabulary(config, num_ids),
-        "warning": "\n".join(
-            filter(None, (padding_warning(config, layout), _queue_warning(config, layout, machine.device_type)))
-        ),
+        "warning": "\n".join(filter(None, warnings)),
     }
-    return [line for name, text in told.items() if text for line in _paragraph(name, text)]
+    return [line for name, text in paragraphs.items() if text for line in _paragraph(name, text)]
 
 
 def _paragraph(name: str, text: str) -> list[str]:
-    indent = " " * MARGIN
     lines = [line for part in text.split("\n") for line in textwrap.wrap(part, WIDTH - MARGIN, break_on_hyphens=False)]
-    return [name.ljust(MARGIN) + lines[0], *(indent + line for line in lines[1:])]
+    return [f"{name if number == 0 else '':{MARGIN}}{line}" for number, line in enumerate(lines)]
 
 
 def _queue_warning(config: Config, layout: Layout, device_type: str) -> str:
@@ -102,7 +102,7 @@ def _queue_warning(config: Config, layout: Layout, device_type: str) -> str:
 
 
 def drawing(config: Config, layout: Layout) -> list[str]:
-    """Draw which ranks hold what: a line per pipeline stage; nothing for a single rank.
+    """Return a line per pipeline stage, with its layers and its ranks; nothing for a single rank.
 
     Ranks in brackets share one copy of a stage's weights by tensor parallelism.
     """
@@ -112,118 +112,135 @@ def drawing(config: Config, layout: Layout) -> list[str]:
     head = " x ".join(f"{n} {name}" for n, name in axes if n > 1) + f" = {layout.world_size} ranks"
     stage = config.zero.zero_stage
     if stage and layout.shard > 1:
-        head += f"; ZeRO stage {stage}: {ZERO[stage]} sharded over {layout.shard} data-parallel ranks"
-        head += f", {layout.replica} copies" * (layout.replica > 1)
+        copies = f", {layout.replica} copies" if layout.replica > 1 else ""
+        head += f"; ZeRO stage {stage}: {ZERO[stage]} sharded over {layout.shard} data-parallel ranks{copies}"
     elif layout.dp > 1:
         head += "; ZeRO stage 0: nothing sharded over data-parallel ranks"
     if layout.pp == 1:
         each = "each [ ] one copy of the model" if layout.tp > 1 else "each a copy of the model"
         return [head, f"ranks {_groups(layout, 0)}: {each}"]
-    lines = []
-    for pp in _ends(layout.pp, MOST_STAGES):
-        if pp is None:
-            lines.append("...")
-            continue
+    stages = []
+    for pp in range(layout.pp):
         chunks = [layout.chunk_layers(config.model.num_layers, pp, chunk) for chunk in range(layout.chunks)]
-        held = f"layers {', '.join(_span(chunk.start, chunk.stop - 1) for chunk in chunks)}"
-        held = ("token table, " if pp == 0 else "") + held + (", head" if pp == layout.last_pp else "")
-        lines.append(f"stage {pp}: {held}: ranks {_groups(layout, pp)}")
-    return [head, *lines]
+        held = f"layers {', '.join(text for chunk in chunks for text in ranges(chunk))}"
+        held = f"token table, {held}" if pp == 0 else held
+        held = f"{held}, head" if pp == layout.last_pp else held
+        stages.append(f"stage {pp}: {held}: ranks {_groups(layout, pp)}")
+    return [head, *_shortened(stages)]
 
 
 def _groups(layout: Layout, pp: int) -> str:
-    """Name the ranks of a stage: "0 1 2 3" where each holds a copy, "[0-3] [4-7]" where four share one."""
-    stage = layout.stage_ranks(pp)
-    if layout.tp == 1 and len(stage) > 2 * MOST_GROUPS:
-        return _span(stage[0], stage[-1])
-    texts = []
-    for dp in _ends(layout.dp, 2 * MOST_GROUPS if layout.tp == 1 else MOST_GROUPS):
-        if dp is None:
-            texts.append("...")
-        elif layout.tp == 1:
-            texts.append(str(stage[dp]))
-        else:
-            peers = layout.tensor_ranks(pp, dp)
-            texts.append(f"[{_span(peers[0], peers[-1])}]")
-    return " ".join(texts)
+    """Name the ranks of a stage: "0-3" if each holds a copy, "[0-3] [4-7]" if four share one."""
+    if layout.tp == 1:
+        return ", ".join(ranges(layout.stage_ranks(pp)))
+    return " ".join(_shortened([f"[{ranges(layout.tensor_ranks(pp, dp))[0]}]" for dp in range(layout.dp)]))
 
 
-def _ends(number: int, most: int) -> list[int | None]:
-    """Return 0 to number - 1, or the first most - 1 of them, None for those left out, and the last."""
-    if number <= most:
-        return list(range(number))
-    return [*range(most - 1), None, number - 1]
-
-
-def _span(first: int, last: int) -> str:
-    if first == last:
-        return str(first)
-    return f"{first} {last}" if last == first + 1 else f"{first}-{last}"
+def _shortened(texts: list[str]) -> list[str]:
+    return texts if len(texts) <= MOST_DRAWN else [*texts[: MOST_DRAWN - 1], "...", texts[-1]]
 
 
 def _memory(config: Config, layout: Layout, machine: Machine) -> str:
-    """Say what the fullest rank takes, of what, beside what there is."""
+    """Compare the memory of the fullest rank with the available memory."""
     stages = {pp: stage_bytes(config, layout, pp, machine.device_type) for pp in sorted({0, layout.pp - 1})}
     fullest = max(stages, key=lambda pp: stages[pp].peak)
-    found = stages[fullest]
-    need, here = found.peak, machine.ranks
-    of = ""
-    if machine.device is not None:
-        of = f" of the {size(machine.device.num_bytes)} {machine.device.source}"
-    elif machine.host is not None and len(here) == 1:
-        of = f" of the {size(machine.host.num_bytes)} {machine.host.source}"
-    elif machine.host is not None:
-        of = f", {size(need * len(here))} for this node's {len(here)} of the {size(machine.host.num_bytes)} "
-        of += machine.host.source
-    stage = f" of stage {fullest}" * (layout.pp > 1)
-    whose = f" per rank{stage}" * (layout.world_size > 1)
-    return f"{size(need)}{whose}{of}, besides libraries: {_kinds(found)}"
+    need, ranks, text = stages[fullest].peak, len(machine.ranks), ""
+    if layout.world_size > 1:
+        text = " per rank" if layout.pp == 1 else f" per rank of stage {fullest}"
+    if machine.device is None and machine.host is not None and ranks > 1:
+        text += f", {size(need * ranks)} for this node's {ranks}"
+    if available := machine.device or machine.host:
+        text += f" of the {size(available.num_bytes)} {available.source}"
+    return f"{size(need)}{text}, besides libraries: {_kinds(stages[fullest])}"
 
 
 def _kinds(found: StageBytes) -> str:
     shown = {kind: found.at_peak[kind] for kind in KINDS if found.at_peak[kind] >= SHOWN_SHARE * found.peak}
-    texts = [f"{KIND_NAMES.get(kind, kind)} {size(num_bytes)}" for kind, num_bytes in shown.items()]
-    return ", ".join(texts)
+    return ", ".join(f"{KIND_NAMES.get(kind, kind)} {size(num_bytes)}" for kind, num_bytes in shown.items())
 
 
 def options(asked: Config) -> list[str]:
-    """Return the flags that differ from their defaults, or from those of --preset, except what the screen tells."""
+    """Return the other flags that differ from their defaults, or from the values of --preset."""
     known: Mapping[str, Any] = preset_values(asked.preset) if asked.preset else {}
     found = [f"--preset {asked.preset}"] if asked.preset else []
     for name, flag in flags().items():
         value = value_of(asked, name)
-        if value != known.get(name, flag.default) and name not in TOLD:
+        if value != known.get(name, flag.default) and name not in SHOWN_OPTIONS:
             found.append(as_flag(name, value))
     return found
+
+
+# -- notes of the screen
+
+
+def device_text(device: torch.device, precision: str) -> str:
+    """Return the name of this rank's GPU, or describe its CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    words = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
+    return cpu_text(precision, torch.get_num_threads(), words)
+
+
+def cpu_text(precision: str, threads: int, flags: Container[str]) -> str:
+    """Name a CPU's number of threads, and a 16-bit precision that is slow on it.
+
+    Args:
+        flags: names of its instructions, as in /proc/cpuinfo. Only those of x86 are known here.
+    """
+    text = f"CPU, {threads} thread{'s' if threads > 1 else ''}"
+    fast = FAST_TYPES.get(precision, ())
+    slow = fast and "sse2" in flags and not any(flag in flags for flag in fast)
+    return f"{text}; {precision} is slower than fp32 on this CPU, which has no AMX" if slow else text
+
+
+def kept(config: Config) -> str:
+    """Return the flags that would keep more of a run; empty if it keeps everything, or only evaluates."""
+    if config.evaluation.eval_only or (config.checkpoint.save and config.log.log_dir):
+        return ""
+    if config.checkpoint.save:
+        return "checkpoints alone: --log-dir DIR keeps metrics and report.html"
+    if config.log.log_dir:
+        return "metrics and report.html, no checkpoint: --save DIR keeps checkpoints"
+    return "nothing: --save DIR keeps checkpoints, --log-dir DIR metrics and report.html"
+
+
+def large_vocabulary(config: Config, num_ids: int) -> str:
+    """Report a --vocab-size much larger than the number of ids of the tokenizer (0: there is none); else empty."""
+    vocabulary = config.model.vocab_size
+    if config.data.mock_data or not num_ids or vocabulary <= LARGE_VOCABULARY * num_ids:
+        return ""
+    return (
+        f"--vocab-size {vocabulary} is {vocabulary / num_ids:.0f} times the {num_ids:,} ids of the tokenizer: the "
+        f"other rows are never used, and cost memory and time; --vocab-size {num_ids} suffices"
+    )
+
+
+# -- plan.txt
 
 
 def details(
     config: Config, layout: Layout, machine: Machine, hosts: Sequence[str], environment: Mapping[str, str], notes: str
 ) -> str:
-    """Return what the screen leaves out: bytes by kind and their formulas, all options, the environment.
+    """Return the rest: bytes by kind and their formulas, all options, the environment.
 
     Args:
         hosts: of all ranks.
-        notes: what else there is to say about the run.
+        notes: further lines, on the choice of kernels.
     """
-    per_host = [f"  {host}: ranks {_span(ranks[0], ranks[-1])}" for host, ranks in _by_host(hosts)]
+    ranks: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        ranks.setdefault(host, []).append(rank)
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, numpy {numpy.__version__}"
     variables = [f"{name}={value}" for name, value in environment.items()]
     parts = [
         table(config, layout, machine.device_type),
         notes,
         "\n  ".join(["environment", f"{versions}, {platform.platform()}", *variables]),
-        "hosts\n" + "\n".join(per_host),
-        "all options, those derived from others filled in\n" + to_toml(config),
+        "\n  ".join(["hosts", *(f"{host}: ranks {', '.join(ranges(here))}" for host, here in ranks.items())]),
+        "all options, with derived values filled in\n" + to_toml(config),
     ]
     return "\n\n".join(filter(None, parts))
-
-
-def _by_host(hosts: Sequence[str]) -> Iterator[tuple[str, list[int]]]:
-    ranks: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        ranks.setdefault(host, []).append(rank)
-    yield from ranks.items()
 
 
 def hand_out(config: Config, screen: Sequence[str], details: str) -> None:
@@ -234,7 +251,7 @@ def hand_out(config: Config, screen: Sequence[str], details: str) -> None:
     """
     if config.log.verbose:
         log.info(details)
-    if not config.log.log_dir or config.evaluation.eval_only:  # perhaps another run's folder
+    if not config.log.log_dir or config.evaluation.eval_only:  # it may be another run's folder
         return
     folder = Path(config.log.log_dir)
     try:

@@ -1,10 +1,9 @@
-"""Rehearsal: ranks of a world that is not there run steps on stand-in tensors (--rehearse).
+"""Rehearsal: ranks of a world that does not exist run steps on stand-in tensors (--rehearse).
 
-The trainer, the model, ZeRO, the program and the planning of checkpoints are those of a run. Replaced are: the tensors,
-which have shapes and types but no data; the axes of the mesh, which count what they would send (`comm.mesh.pretend`);
-the
-values that a step reads of tensors (`PretendMesh.read`); the corpus. So a rank of hundreds fits one process, and
-what it counts is a second witness of what `price.bytes.estimate` predicts.
+The trainer, the model, ZeRO, the program and the planning of checkpoints are those of a run. Replaced are the tensors,
+by stand-ins with shapes and types but no data; the axes of the mesh, by ones that count traffic instead of sending it
+(`comm.mesh.pretend`); the values that a step reads from tensors (`PretendMesh.read`); and the corpus. So a rank of
+hundreds fits one process, and its counts are an independent check of `price.bytes.estimate`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from megazero.checkpoint.pretend import PlannedSave, plan_save
 from megazero.comm.mesh.pretend import PretendMesh, pretend_mesh
 from megazero.config.schema import CheckpointConfig, Config, DataConfig, EvaluationConfig, LogConfig, MonitorConfig
 from megazero.data.corpora import Datasets
@@ -30,39 +28,40 @@ from megazero.plan.layout.topology import Coord, Layout
 from megazero.plan.program.operations import name_of
 from megazero.price.bytes.estimate import estimate
 from megazero.price.trace.trace import model_flops
+from megazero.rehearse.saves import PlannedSave, plan_save
 from megazero.run.trainer import Trainer
 
-STEPS = 2  # unless told otherwise: a second step finds what the first has left
+STEPS = 2  # by default: the second step starts with the state that the first has left
 NEVER = 10**9  # iterations
 
 
 @dataclass(frozen=True)
-class Place:
+class RehearsalDevice:
     """Device of a rehearsal's tensors.
 
     Attributes:
-        device: of the rank's tensors; meta stands for a GPU.
-        real: they have data, and take memory.
+        device: meta stands for a GPU.
+        real: tensors have data, and take memory.
     """
 
     device: torch.device
     real: bool
 
     @classmethod
-    def of(cls, name: str) -> Place:
-        """Return the place that --rehearse-on names: gpu, cpu or here."""
+    def of(cls, name: str) -> RehearsalDevice:
+        """Return the device of --rehearse-on: gpu, cpu or here."""
         if name != "here":
             return cls(torch.device("cpu" if name == "cpu" else "meta"), real=False)
         return cls(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"), real=True)
 
     @property
     def needs_staging_buffer(self) -> bool:
-        """True where collectives are gloo's, as on CPUs; else they are NCCL's."""
+        """True if collectives are gloo's, as on CPUs; else they are NCCL's."""
         return self.device.type == "cpu"
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Make every new tensor a stand-in, on the host too, unless tensors are real."""
+        """Make every new tensor a stand-in, also on the host, unless tensors are real."""
         if self.real:
             yield
             return
@@ -73,8 +72,8 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Collective:
-    """Calls of one kind in an iteration, and the bytes that this rank sends for them."""
+class CollectiveCount:
+    """Calls of one collective in an iteration, and the bytes that this rank sends for them."""
 
     axis: str
     kind: str  # of traffic, as in traffic_bytes
@@ -91,19 +90,19 @@ class Rehearsal:
     coord: Coord
     memory: dict[str, int]
     estimated_memory: dict[str, int]
-    allocated: int  # the most bytes of all tensors at once, activations inside layers and temporary ones included
-    allocated_in: str  # the operation in which that was
+    allocated: int  # peak bytes of all tensors, including temporary ones and activations inside layers
+    allocated_in: str  # the operation of that peak
     allocated_host: int
     traffic: dict[str, int]
     estimated_traffic: dict[str, int]
-    collectives: tuple[Collective, ...]
+    collectives: tuple[CollectiveCount, ...]
     save: PlannedSave | None  # None: not planned
     build_seconds: float  # of this process
     step_seconds: float
     host_peak_bytes: int  # of this process, so far
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as values of JSON; `bytes` in names instead of `num_bytes`."""
+        """Return the contents of rehearsal.json for this rank."""
         found = asdict(self) | {"coord": self.coord._asdict(), "save": self.save and self.save._asdict()}
         for old in ("memory", "estimated_memory", "traffic", "estimated_traffic", "allocated", "allocated_host"):
             found[f"{old}_bytes"] = found.pop(old)
@@ -125,13 +124,13 @@ class _Zeros:
         return np.zeros(self.seq_length + 1, dtype=np.int64)
 
 
-def rehearsed(config: Config, place: Place) -> Config:
-    """Return the configuration of a rehearsal: what changes no byte of a step is left out of it.
+def rehearsed(config: Config, device: RehearsalDevice) -> Config:
+    """Return the configuration of a rehearsal, without options that change no byte of a step.
 
-    Nothing is loaded, saved, evaluated, logged or compiled; every sample is one document; no initial values are drawn
-    for tensors without data.
+    Nothing is loaded, saved, evaluated, logged or compiled; every sample is one document; tensors without data get no
+    initial values.
     """
-    model = config.model if place.real else replace(config.model, init_method_std=0.0)
+    model = config.model if device.real else replace(config.model, init_method_std=0.0)
     training = replace(config.training, matmul_backend="torch", compile=False, train_iters=STEPS)
     return replace(
         config,
@@ -146,21 +145,21 @@ def rehearsed(config: Config, place: Place) -> Config:
 
 
 def rehearse(
-    config: Config, layout: Layout, rank: int, place: Place, *, steps: int = STEPS, saves: bool = True
+    config: Config, layout: Layout, rank: int, on: RehearsalDevice, *, steps: int = STEPS, saves: bool = True
 ) -> Rehearsal:
     """Run steps of `rank` of `layout`, and count the last. Nothing is sent, and nothing is written.
 
     Args:
         config: resolved.
-        saves: plan a checkpoint as well, for which the plans of all ranks are made.
+        saves: also plan a checkpoint, which needs the plans of all ranks.
     """
-    config, start = rehearsed(config, place), time.perf_counter()
-    estimated = estimate(config, layout, rank, place.needs_staging_buffer)
-    model_flops(config.model, config.training.global_batch_size)  # traced now: its tensors are not the rank's
+    config, start = rehearsed(config, on), time.perf_counter()
+    estimated = estimate(config, layout, rank, on.needs_staging_buffer)
+    model_flops(config.model, config.training.global_batch_size)  # cached before the rank's tensors are counted
     samples: Samples = _Zeros(config.model.seq_length)
-    allocated = Allocated(place.device)
-    with place.active(), allocated:
-        mesh = pretend_mesh(layout, rank, place.device, place.needs_staging_buffer)
+    allocated = Allocated(on.device)
+    with on.active(), allocated:
+        mesh = pretend_mesh(layout, rank, on.device, on.needs_staging_buffer)
         trainer = Trainer(config, mesh, Datasets(samples, samples, samples), eod=None)
         interpreter = trainer.engine.interpreter
         allocated.place = lambda: name_of(interpreter.current) if interpreter.current is not None else "between steps"
@@ -170,7 +169,6 @@ def rehearse(
             issued, begun = mesh.issued(), time.perf_counter()
             record = trainer.iterate()
         stopped = time.perf_counter()
-    save = plan_save(config, layout, rank, trainer.engine.shards()) if saves else None
     return Rehearsal(
         rank,
         layout.coord(rank),
@@ -182,18 +180,18 @@ def rehearse(
         record["traffic_bytes"],
         estimated.traffic,
         _since(issued, mesh),
-        save,
+        plan_save(config, layout, rank, trainer.engine.shards()) if saves else None,
         built - start,
         stopped - begun,
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
     )
 
 
-def _since(before: dict[tuple[str, str, str], tuple[int, int]], mesh: PretendMesh) -> tuple[Collective, ...]:
-    """Return what was issued since `before`."""
+def _since(before: dict[tuple[str, str, str], tuple[int, int]], mesh: PretendMesh) -> tuple[CollectiveCount, ...]:
+    """Return the collectives that were issued since `before`."""
     found = []
     for key, (calls, num_bytes) in mesh.issued().items():
         old_calls, old_bytes = before.get(key, (0, 0))
         if calls > old_calls:
-            found.append(Collective(*key, calls - old_calls, num_bytes - old_bytes))
+            found.append(CollectiveCount(*key, calls - old_calls, num_bytes - old_bytes))
     return tuple(found)

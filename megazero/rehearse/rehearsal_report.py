@@ -1,4 +1,4 @@
-"""Report of --rehearse, printed and written: each rehearsed rank's bytes beside the estimate."""
+"""Report of --rehearse, printed and written: each rehearsed rank's bytes next to the estimate."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from megazero.comm.launch.world import World
 from megazero.config.schema import Config
@@ -16,7 +15,7 @@ from megazero.files import write_atomically
 from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout
-from megazero.rehearse.rehearsal import Place, Rehearsal, rehearse
+from megazero.rehearse.rehearsal import Rehearsal, RehearsalDevice, rehearse
 
 FORM = "write WORLD, WORLD:RANK, WORLD:RANK,RANK,... or WORLD:stages"
 REPORT = "rehearsal.json"
@@ -26,20 +25,19 @@ def pretended_world(config: Config, world: World) -> int:
     """Return the number of ranks that --rehearse names.
 
     Raises:
-        ValueError: it is malformed, needs other ranks, or this process is one of several.
+        ValueError: it is malformed, is no multiple of the model-parallel size, or this process is one of several.
     """
-    text = config.plan.rehearse
+    text, parallel = config.plan.rehearse, config.parallel
     if world.launcher != "single":
         raise ValueError(
-            f"--rehearse {text}: this is one of {world.size} processes that {world.launcher} started, and a rehearsal "
-            "needs a single one; start it with python alone"
+            f"--rehearse {text} needs a single process, and {world.launcher} started {world.size}; start it with python"
         )
     if config.evaluation.eval_only:
         raise ValueError(f"--rehearse {text}: --eval-only trains nothing to rehearse; drop either")
     found = re.fullmatch(r"(\d{1,7})(:(stages|\d+(,\d+)*))?", text)
     if not found or int(found[1]) == 0:
         raise ValueError(f"--rehearse {text}: not a number of ranks; {FORM}")
-    size, parallel = int(found[1]), config.parallel
+    size = int(found[1])
     model_parallel = Layout(parallel.pipeline_model_parallel_size, tp=parallel.tensor_model_parallel_size).world_size
     if size % model_parallel:
         fits = size // model_parallel * model_parallel
@@ -53,7 +51,7 @@ def pretended_world(config: Config, world: World) -> int:
 
 
 def rehearsed_ranks(text: str, layout: Layout) -> list[int]:
-    """Return the ranks that --rehearse names, of a layout.
+    """Return the ranks of a layout that --rehearse names.
 
     Raises:
         ValueError: a rank is not one of the world's.
@@ -64,47 +62,39 @@ def rehearsed_ranks(text: str, layout: Layout) -> list[int]:
     found = [int(rank) for rank in ranks.split(",")] if ranks else [0]
     beyond = [rank for rank in found if rank >= layout.world_size]
     if beyond:
-        raise ValueError(
-            f"--rehearse {text}: there is no rank {beyond[0]} of {layout.world_size}; ranks are 0 to "
-            f"{layout.world_size - 1}"
-        )
+        raise ValueError(f"--rehearse {text}: there is no rank {beyond[0]}; ranks are 0 to {layout.world_size - 1}")
     return found
 
 
 def run_rehearsal(config: Config, world: World, vocab_size: int) -> list[Rehearsal]:
-    """Carry out --rehearse: print a table for each rank, and write rehearsal.json in --log-dir.
+    """Rehearse the ranks of --rehearse: print a table for each, and write rehearsal.json in --log-dir.
 
     Args:
         vocab_size: of the tokenizer; 0 without one.
     """
-    text, place = config.plan.rehearse, Place.of(config.plan.rehearse_on)
+    text, asked, start = config.plan.rehearse, config.plan.rehearse_on, time.perf_counter()
+    on, found = RehearsalDevice.of(asked), []
     config, layout = resolve(config, pretended_world(config, world), vocab_size, declare)
-    check_device(config, place.device.type)
-    ranks, start, found = rehearsed_ranks(text, layout), time.perf_counter(), []
-    asked = config.plan.rehearse_on
-    tensors = f"real tensors on {place.device}" if place.real else f"stand-ins for tensors of a {asked.upper()}"
+    check_device(config, on.device.type)
+    ranks = rehearsed_ranks(text, layout)
+    tensors = f"real tensors on {on.device}" if on.real else f"stand-ins for tensors of a {asked.upper()}"
     print(f"rehearsing {layout.world_size} ranks, {layout}, ZeRO stage {config.zero.zero_stage}, with {tensors}")
     for rank in ranks:
-        found.append(rehearse(config, layout, rank, place))
+        found.append(rehearse(config, layout, rank, on))
         print(table(found[-1]), flush=True)
     if config.log.log_dir:
-        folder = Path(config.log.log_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / REPORT
-        write_atomically(path, (json.dumps(to_json(found, config, layout), indent=1) + "\n").encode())
+        path = Path(config.log.log_dir) / REPORT
+        path.parent.mkdir(parents=True, exist_ok=True)
+        report = {
+            "world_size": layout.world_size,
+            "layout": asdict(layout),
+            "rehearse_on": asked,
+            "ranks": [each.to_json() for each in found],
+        }
+        write_atomically(path, (json.dumps(report, indent=1) + "\n").encode())
         print(f"wrote {path}")
     print(f"{time.perf_counter() - start:.1f} s; this process took {found[-1].host_peak_bytes / 1e9:.2f} GB")
     return found
-
-
-def to_json(found: list[Rehearsal], config: Config, layout: Layout) -> dict[str, Any]:
-    """Return the contents of rehearsal.json."""
-    return {
-        "world_size": layout.world_size,
-        "layout": asdict(layout),
-        "rehearse_on": config.plan.rehearse_on,
-        "ranks": [each.to_json() for each in found],
-    }
 
 
 def table(found: Rehearsal) -> str:
@@ -119,12 +109,12 @@ def table(found: Rehearsal) -> str:
     rows.append(f"  {'all tensors at once':<28}{found.allocated:>20,}   in {found.allocated_in}")
     rows.append(f"  {'sent in an iteration':<28}{'calls':>20}{'bytes':>20}")
     for each in found.collectives:
-        what = f"{each.operation} over {each.axis}" + ", control" * (each.kind == "control")
-        rows.append(f"    {what:<26}{each.calls:>20,}{each.num_bytes:>20,}")
+        name = f"{each.operation} over {each.axis}" + (", control" if each.kind == "control" else "")
+        rows.append(f"    {name:<26}{each.calls:>20,}{each.num_bytes:>20,}")
     if save is not None:
         rows.append(
             f"  a checkpoint of {save.checkpoint_bytes:,} bytes: this rank writes {save.written_bytes:,} in "
-            f"{save.written_chunks:,} chunks; it plans for {save.rank_seconds:.2f} s and tells rank 0 "
+            f"{save.written_chunks:,} chunks; it plans for {save.rank_seconds:.2f} s and sends rank 0 "
             f"{save.rank_plan_bytes:,} bytes, which plans for {save.coordinator_seconds:.2f} s"
         )
     rows.append(f"  built in {found.build_seconds:.1f} s, a step in {found.step_seconds:.1f} s")

@@ -1,4 +1,4 @@
-"""`Checkpoints`: a run's checkpoints, saved (in the background too), pruned, and loaded from the newest sound one."""
+"""`Checkpoints`: saves a run's checkpoints, also in the background, prunes them, and loads the newest sound one."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ class Checkpoints:
 
         Args:
             config: resolved.
-            engine: what is saved and loaded.
-            datasets: the run's; a checkpoint keeps the fingerprints of its corpora.
-            tokenizer: the run's, which rank 0 puts into every checkpoint.
-            watchdog: it does not watch while a checkpoint is written: waits in a save have limits of their own.
+            engine: owner of the tensors that are saved and loaded.
+            datasets: checkpoints keep the fingerprints of their corpora.
+            tokenizer: rank 0 puts a copy into every checkpoint.
+            watchdog: paused during a save, because waits in a save have limits of their own.
             given: names of the flags that were given, without dashes; None: all were.
         """
         self.config, self.engine, self.mesh = config, engine, engine.mesh
         self.fingerprints, self.split_by_tokens = tuple(datasets.fingerprints()), datasets.split_by_tokens
         self.watchdog, self.given = watchdog, given
         self.saved_at: int | None = None  # iteration of the newest checkpoint in --save
-        self.run_id = uuid.uuid4().hex  # a resume in the same folder keeps the run's
+        self.run_id = uuid.uuid4().hex  # a resume from the same folder replaces it by that of the run
         minutes = config.parallel.distributed_timeout_minutes
         self.saver = checkpoint.BackgroundSaver(minutes) if config.checkpoint.async_save else None
         self.saving_since = 0.0
@@ -65,7 +65,7 @@ class Checkpoints:
 
         Raises:
             AgreedFailure: a rank cannot write the last save.
-            DeadRun: weights are not finite: nothing is saved.
+            DeadRun: weights are not finite; nothing is saved.
         """
         options, iteration = self.config.checkpoint, progress.iteration
         if not options.save:
@@ -99,17 +99,17 @@ class Checkpoints:
             self._outcome(lambda: checkpoint.save(root, iteration, shards, state, group, self.attached), last)
 
     def finish_save(self, last: bool = False) -> None:
-        """Wait for a save in the background, if there is one."""
+        """Wait for the end of a save in the background."""
         if self.saver is not None:
             self._outcome(self.saver.finish, last)
 
     def _outcome(self, save: Callable[[], Path | None], last: bool) -> None:
-        """Report how a save went, and delete old checkpoints."""
-        doing, self.watchdog.doing = self.watchdog.doing, ""  # waits in a save have limits of their own
+        """Finish a save: report its result, and delete old checkpoints."""
+        doing, self.watchdog.doing = self.watchdog.doing, ""
         try:
             with self.mesh.world.peer_errors(f"saving iteration {self.saved_at}"):
                 path = save()
-        except checkpoint.AgreedFailure as error:  # no other error: the other ranks would not know of it
+        except checkpoint.AgreedFailure as error:  # no other error, because other ranks might not have it
             self.saved_at = None
             if last:
                 raise
@@ -126,29 +126,29 @@ class Checkpoints:
         options = self.config.checkpoint
         try:
             checkpoint.prune(Path(options.save), options.keep_last, options.keep_every, self.run_id)
-        except (OSError, checkpoint.Damaged) as error:  # the folder cannot be read now; the next save prunes it
-            log.warning(f"no old checkpoint in --save {options.save} is deleted: {error}")
+        except (OSError, checkpoint.Damaged) as error:  # perhaps for a while only; the next save prunes
+            log.warning(f"cannot delete old checkpoints in --save {options.save}: {error}")
 
     def _refuse_nonfinite(self, shards: dict[str, LocalShard], iteration: int) -> None:
-        """Raise DeadRun if weights are not finite, so that the last checkpoint before them stays the newest."""
+        """Raise DeadRun if weights are not finite, so that the newest checkpoint has finite weights."""
         mesh, mine = self.mesh, next((n for n, s in shards.items() if n.startswith("model.") and not _finite(s)), None)
         rank = mesh.agree(mesh.rank if mine is not None else mesh.world.size, MIN)
         if rank < mesh.world.size:
             where = f"{mine.removeprefix('model.')} is" if mine is not None else f"weights of rank {rank} are"
             raise DeadRun(
                 f"iteration {iteration}: {where} not finite; nothing is saved, and the last checkpoint "
-                "is left as it is; lower --lr, or go on from an earlier checkpoint"
+                "is unchanged; lower --lr, or resume from an earlier checkpoint"
             )
 
     def resume(self, load: Path | None) -> tuple[Path | None, Progress]:
-        """Load checkpoint `load`, or, where it turns out to be damaged, the newest sound one before it.
+        """Load the checkpoint `load`, or if it is damaged, the newest sound one before it.
 
         Returns:
-            The folder that was loaded (None: none, start fresh), and the progress to go on from.
+            The folder that was loaded (None: a fresh start), and its progress.
 
         Raises:
-            ValueError: the checkpoint cannot be what this run goes on from.
-            Damaged: it is damaged, and --load-exact is given, or --load names it alone.
+            ValueError: this run cannot resume from the checkpoint.
+            Damaged: it is damaged, and --load-exact is given, or --load is this checkpoint's own folder.
         """
         passed: dict[str, str] = {}
         while load is not None:
@@ -165,15 +165,13 @@ class Checkpoints:
         start = time.perf_counter()
         state = RunState.read(path, self.mesh.host_group)
         if self.config.checkpoint.finetune or self.config.evaluation.eval_only or state.weights_only:
-            self._load_weights(path)
+            weights = {name: shard for name, shard in self.engine.shards().items() if name.startswith("model.")}
+            self._load_shards(path, weights, partial=True)
+            self.engine.load_state_dict({"updates": 0, "loss_scale": None})  # with fresh optimizer states
             log.info(f"loaded the weights of {path} in {time.perf_counter() - start:.1f} s")
             return Progress(state.iteration, state.consumed_samples) if self.config.evaluation.eval_only else Progress()
         check_data(path, state, self.config, self.fingerprints, self.split_by_tokens)
-        self.engine.wait()  # the initial weights, all-gathered late, must not overwrite what is loaded
-        shards = self.engine.shards()
-        self.mesh.in_flight.check("loading a checkpoint", writes=[shard.data for shard in shards.values()])
-        with self.mesh.world.peer_errors(f"loading {path}"):
-            checkpoint.load(path, shards, self.mesh.host_group)
+        self._load_shards(path, self.engine.shards())
         self.engine.load_state_dict({"updates": state.updates, "loss_scale": state.loss_scale})
         for difference in changed_options(state.config, self.config, self.given):
             log.info(difference)
@@ -183,15 +181,13 @@ class Checkpoints:
         log.info(f"loaded {path} in {time.perf_counter() - start:.1f} s")
         return Progress(state.iteration, state.consumed_samples, state.skipped_in_a_row)
 
-    def _load_weights(self, path: Path) -> None:
-        """Start from another run's last weights, with everything else as at the beginning of this one."""
-        self.engine.wait()
-        shards = {name: shard for name, shard in self.engine.shards().items() if name.startswith("model.")}
+    def _load_shards(self, path: Path, shards: dict[str, LocalShard], partial: bool = False) -> None:
+        self.engine.wait()  # an all-gather of initial weights in flight would overwrite the loaded ones
         self.mesh.in_flight.check("loading a checkpoint", writes=[shard.data for shard in shards.values()])
-        checkpoint.load(path, shards, self.mesh.host_group, partial=True)
-        self.engine.load_state_dict({"updates": 0, "loss_scale": None})
+        with self.mesh.world.peer_errors(f"loading {path}"):
+            checkpoint.load(path, shards, self.mesh.host_group, partial=partial)
 
 
 def _finite(shard: LocalShard) -> bool:
-    """Return true if all of a shard is finite, without a temporary of its size."""
+    """Return true if all elements of a shard are finite, without a temporary of its size."""
     return not shard.data.numel() or all(math.isfinite(float(x)) for x in torch.aminmax(shard.data))

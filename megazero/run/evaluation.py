@@ -1,4 +1,4 @@
-"""Loss of a split: its first global batches, always the same ones, or each of its tokens once."""
+"""Loss of a split: over its first global batches, always the same ones, or over each of its tokens once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megazero.data.loader import Batches
 from megazero.data.samples import Samples
 from megazero.log import log
 from megazero.observe.progress_line import Record
-from megazero.run.stopping import Stop
+from megazero.run.stopping import Wish
 from megazero.step.engine import Engine
 from megazero.units import duration
 
@@ -27,7 +27,7 @@ class Evaluation(NamedTuple):
 
     loss_sum: float  # nats, over all targets
     targets: int
-    loss_by_corpus: dict[str, float]  # nats a target, by prefix, of those with targets; empty if not told apart
+    loss_by_corpus: dict[str, float]  # nats a target, by prefix, of those with targets; empty if there is one alone
 
     @property
     def loss(self) -> float:
@@ -45,7 +45,7 @@ class Evaluation(NamedTuple):
 class Stopped(NamedTuple):
     """An evaluation that was asked to stop before its end; it has no result."""
 
-    stop: Stop
+    stop: Wish
     done: float  # share of the global batches
 
 
@@ -72,19 +72,19 @@ class Evaluator:
             self.parts = [(name, open_batches(samples), -(-len(samples) // size)) for name, samples in whole.items()]
             self.named = ()
 
-    def run(self, stop: Callable[[], Stop | None] = lambda: None) -> Evaluation | Stopped:
-        """Evaluate. `stop` is called before every global batch; if it returns a reason, the evaluation ends."""
+    def run(self, stop: Callable[[], Wish | None] = lambda: None) -> Evaluation | Stopped:
+        """Evaluate. `stop` is called before every global batch; if it returns a wish, the evaluation ends."""
         losses, counts = defaultdict[str, float](float), defaultdict[str, int](int)
         done, last = 0, sum(count for _, _, count in self.parts)
         start = reported = time.monotonic()
         for name, batches, count in self.parts:
             names = self.named or (name,)
-            with contextlib.closing(batches):  # a worker that is left lives on for half a minute
+            with contextlib.closing(batches):  # or workers would live on for half a minute
                 for i in range(count):
                     if (why := stop()) is not None:
                         return Stopped(why, done / last)
                     sums, targets = self.engine.evaluate_by_corpus(batches.batch(i * self.batch_size))
-                    # Of one corpus, the first is all.
+                    # A single corpus has one loss.
                     for prefix, loss, counted in zip(names, sums, targets, strict=False):
                         losses[prefix] += loss
                         counts[prefix] += counted
@@ -98,7 +98,7 @@ class Evaluator:
         return Evaluation(sum(losses.values()), sum(counts.values()), by_corpus if len(counts) > 1 else {})
 
     def record(self, found: Evaluation, iteration: int, consumed_samples: int, seconds: float) -> Record:
-        """Return the line of metrics.jsonl of an evaluation alone."""
+        """Return the line of metrics.jsonl for --eval-only."""
         record: Record = {
             "iteration": iteration,
             "consumed_samples": consumed_samples,
@@ -115,7 +115,7 @@ class Evaluator:
 
 
 def line(record: Record) -> str:
-    """Sum up an evaluation for a reader."""
+    """Format the result of --eval-only for the console."""
     split = record["eval_split"]
     parts = [f"iteration {record['iteration']}: {split} loss {record[f'{split}_loss']:.4f}"]
     parts += [f"perplexity {record['perplexity']:.4g}", f"{record['targets']:,} targets"]

@@ -1,7 +1,7 @@
-"""Copies of a weight or a moment that should be equal bit for bit: are they?
+"""Check that copies of a weight or a moment are equal bit for bit.
 
-Copies lie on data-parallel ranks (ZeRO stage 0, --zero-shard-size, and the weights in the compute dtype), on
-tensor-parallel ranks (norms and biases), and on both ends of the pipeline (a tied table).
+Data-parallel ranks have copies (at ZeRO stage 0, with --zero-shard-size, and of weights in the compute dtype), as do
+tensor-parallel ranks (norms and biases) and both ends of the pipeline (a tied token table).
 """
 
 from __future__ import annotations
@@ -16,32 +16,35 @@ from megazero.comm.mesh.collectives import MAX, Axis
 from megazero.run.stopping import DeadRun
 from megazero.step.engine import Engine
 
-PIECE = 1 << 22  # elements that are hashed at once: bounds the scratch, 8 bytes per element
+PIECE = 1 << 22  # elements hashed at once; scratch has 8 bytes per element
 MOST_NAMED = 4
 _MULTIPLIER, _OFFSET = 0x9E3779B97F4A7C15 - (1 << 64), 0x632BE59BD9B4E019
 
 
 def checksum(x: torch.Tensor) -> torch.Tensor:
-    """A hash of the bits of `x` [n] and their order: an int64 scalar on its device."""
+    """Return a hash of the bits of `x` [n] and their order: an int64 scalar on its device."""
     words = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[x.element_size()]
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     for start in range(0, x.numel(), PIECE):
         mixed = (x[start : start + PIECE].view(words).long() + _OFFSET) * _MULTIPLIER
-        mixed ^= mixed >> 32  # one to one, as is the product: different words stay different
+        mixed ^= mixed >> 32  # bijective, like the product: different words stay different
         place = torch.arange(start, start + len(mixed), device=x.device) * 2 + 1  # odd: a changed word changes the sum
         total += (mixed * place).sum()
     return total
 
 
 def copies(engine: Engine) -> Iterator[tuple[Axis, str, torch.Tensor]]:
-    """Yield (axis along which all ranks hold the same, name, tensor [n]), in the same order on the ranks of an axis."""
+    """Yield (axis, name, tensor [n] that is equal on all ranks of the axis), in the same order on its ranks."""
     mesh = engine.mesh
     for unit in engine.zero.units.values():
         for part in unit.flat.owned_parts():
             axes = [unit.flat.replica]
-            axes += [unit.flat.shard] * (not unit.flat.policy.optimizer)
-            axes += [mesh.tp] * ("tp" not in part.spec.axes)
-            axes += [mesh.embedding] * (unit.name == engine.layers.tied)
+            if not unit.flat.policy.optimizer:
+                axes.append(unit.flat.shard)
+            if "tp" not in part.spec.axes:
+                axes.append(mesh.tp)
+            if unit.name == engine.layers.tied:
+                axes.append(mesh.embedding)
             for state, data in unit.optimizer.state(part).items():
                 kind = "the master weights" if state == "master" else state
                 yield from ((axis, f"{kind} of {part.spec.name}", data) for axis in axes)
@@ -55,7 +58,7 @@ def check_replicas(engine: Engine, iteration: int) -> None:
     """Compare all copies. All ranks call this, between steps.
 
     Raises:
-        DeadRun: on every rank; where copies differ, naming the tensor and the ranks.
+        DeadRun: on every rank, if copies differ; it names the tensor and the ranks.
     """
     engine.wait()
     mesh = engine.mesh
@@ -75,15 +78,15 @@ def check_replicas(engine: Engine, iteration: int) -> None:
         )
     if mesh.agree(len(faults), MAX):
         rest = f"; and {len(faults) - MOST_NAMED} more" if len(faults) > MOST_NAMED else ""
-        fault = "; ".join(faults[:MOST_NAMED]) + rest if faults else "those of other ranks, which say which"
+        fault = "; ".join(faults[:MOST_NAMED]) + rest if faults else "see the messages of other ranks"
         raise DeadRun(
             f"iteration {iteration}: copies that must be equal differ (--check-replicas-interval): {fault}. A device "
-            "or a link computes wrongly: look at the hosts named, and go on from a checkpoint of a good check"
+            "or a link is faulty: check these hosts, and resume from a checkpoint older than the last good check"
         )
 
 
 def differences(table: torch.Tensor, names: Sequence[str], ranks: Sequence[int], hosts: Sequence[str]) -> list[str]:
-    """A sentence for each name whose column of `table` [ranks, names] is not one value."""
+    """Return a sentence for each name whose column of `table` [ranks, names] has several values."""
     faults = []
     for at in (table != table[0]).any(0).nonzero().flatten().tolist():
         ranks_with: dict[int, list[int]] = {}
@@ -91,7 +94,7 @@ def differences(table: torch.Tensor, names: Sequence[str], ranks: Sequence[int],
             ranks_with.setdefault(value, []).append(rank)
         groups = sorted(ranks_with.values(), key=len, reverse=True)
         faults.append(
-            f"{names[at]}: {', '.join(ranks_text(group, hosts) for group in groups[1:])} not as "
+            f"{names[at]}: {', '.join(ranks_text(group, hosts) for group in groups[1:])} unlike "
             f"{ranks_text(groups[0], hosts)}"
         )
     return faults

@@ -1,4 +1,4 @@
-"""The checkpoint that a run goes on from, and whether it may: the guard of --save, the model, the corpora."""
+"""Find the checkpoint from which a run resumes, and check that its model, its data and --save fit the run."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ from typing import Any
 
 from megazero import checkpoint
 from megazero.checkpoint import Damaged
-from megazero.config.flags import as_flag, flags
+from megazero.config.flags import as_flag
 from megazero.config.schema import Config, ModelConfig
 from megazero.data import fingerprint
 from megazero.data.corpora import parse_data_path, read_data_args
 from megazero.model.stage import declare
 from megazero.run.run_state import RunState, is_hugging_face, other_folder
 
+ALWAYS = ("architecture", "vocab_size")  # options with which a model is always another
+
 
 def find_checkpoint(config: Config, group: Any = None, passing_over: Mapping[str, str] | None = None) -> Path | None:
-    """The folder that --load means, checked to be this model's; None: start fresh. Rank 0 looks, for all of `group`.
+    """Return the checkpoint folder that --load selects; None: start fresh. Rank 0 reads for all ranks of `group`.
 
-    Where --load names a folder of checkpoints, damaged ones are passed over, with a warning, unless --load-exact.
+    In a folder of checkpoints damaged ones are passed over, with a warning, unless --load-exact is given.
 
     Args:
-        passing_over: folders that were found damaged since -> what is wrong with them.
+        passing_over: folders already found damaged -> the damage.
 
     Raises:
-        ValueError: --load is not there; --save holds another run's checkpoints; or the one to load is of another model.
-        Damaged: what is to be loaded is damaged, and there is nothing older to go back to.
+        ValueError: --load is missing; --save holds another run's checkpoints; or the checkpoint is of another model.
+        Damaged: the selected checkpoint is damaged, and there is no older one.
     """
     options = config.checkpoint
     path, known = None, dict(passing_over or {})
@@ -43,7 +45,7 @@ def find_checkpoint(config: Config, group: Any = None, passing_over: Mapping[str
                 raise
             known[path.name] = str(error)
             continue
-        check_model(path, state.model, config.model)
+        check_model(path, state.typed_model(path), config.model)
         break
     if options.load and path is None and is_hugging_face(Path(options.load)):
         raise ValueError(f"--load {options.load} holds no checkpoint; {other_folder(Path(options.load))}")
@@ -61,40 +63,29 @@ def find_checkpoint(config: Config, group: Any = None, passing_over: Mapping[str
 
 
 def _guard_save(load: str, save: str, path: Path | None, finetune: bool) -> None:
-    """Refuse to save where another run's checkpoints are: they would be mixed with this run's, and pruned."""
-    there = checkpoint.checkpoints(Path(save)) if save else []
-    goes_on = path is not None and path.parent.resolve() == Path(save).resolve() and not finetune
-    if not there or goes_on:
+    """Refuse a --save folder with another run's checkpoints: they would be mixed with this run's, and pruned."""
+    existing = checkpoint.checkpoints(Path(save)) if save else []
+    resumes = path is not None and path.parent.resolve() == Path(save).resolve() and not finetune
+    if not existing or resumes:
         return
-    holds = f"--save {save} holds {there[-1].name.strip('.')} of an earlier run"
+    holds = f"--save {save} holds {existing[-1].name.strip('.')} of an earlier run"
     if not load:
-        raise ValueError(f"{holds}; add --load {save} to go on with it, or name another folder")
+        raise ValueError(f"{holds}; add --load {save} to resume it, or name another folder")
     if finetune:
-        raise ValueError(f"{holds}, and --finetune begins a new one; name another folder, or drop --finetune to go on")
+        raise ValueError(f"{holds}, and --finetune starts a new one; name another folder, or drop --finetune to resume")
     elsewhere = f"loads {path}" if path is not None else "holds no checkpoint"
-    raise ValueError(f"{holds}, and --load {load} {elsewhere}; --load {save} goes on with it, or name another folder")
+    raise ValueError(f"{holds}, and --load {load} {elsewhere}; --load {save} resumes it, or name another folder")
 
 
-def check_model(path: Path, saved: dict[str, Any], model: ModelConfig) -> None:
-    """Refuse a checkpoint whose tensors have other names or shapes, as the layers declare them."""
-    there = asdict(ModelConfig()) | saved
-    wrong = [
-        f"--{key.replace('_', '-')} {there[key]}, not {value}"
-        for key, value in asdict(model).items()
-        if there[key] != value and _changes_shapes(model, key, there[key])
-    ]
+def check_model(path: Path, saved: ModelConfig, model: ModelConfig) -> None:
+    """Refuse a checkpoint whose tensors have other names or shapes than this run's."""
+    wrong = []
+    for name, ours in asdict(model).items():
+        theirs = getattr(saved, name)
+        if theirs != ours and (name in ALWAYS or _shapes(replace(model, **{name: theirs})) != _shapes(model)):
+            wrong.append(f"--{name.replace('_', '-')} {theirs}, not {ours}")
     if wrong:
         raise ValueError(f"--load {path}: the checkpoint of another model: it has {'; '.join(wrong)}")
-
-
-def _changes_shapes(model: ModelConfig, option: str, value: Any) -> bool:
-    """True if the layers declare other weights where `option` of the model is `value`, or if it cannot be that."""
-    bounds = flags()[option.replace("_", "-")].bounds
-    if type(value) is not type(getattr(model, option)) or (bounds is not None and bounds.complaint(value)):
-        return True
-    if isinstance(value, str) or (option == "vocab_size" and not value):  # no model, or of another architecture
-        return True
-    return _shapes(replace(model, **{option: value})) != _shapes(model)
 
 
 def _shapes(model: ModelConfig) -> tuple[int, list[tuple[str, tuple[int, ...]]]]:
@@ -108,17 +99,17 @@ def check_data(
     fingerprints: tuple[str, ...],
     split_by_tokens: tuple[str, ...] = (),
 ) -> None:
-    """Refuse what would go on over other samples in silence: a corpus made anew under the same prefix, another split.
+    """Refuse a resume that would silently read other samples: a replaced corpus, or another split.
 
-    Another --data-path is the user's choice, and is said with the other differences.
+    Another --data-path is the user's choice; `changed_options` reports it.
 
     Args:
         fingerprints: of the corpora, in the order of --data-path.
-        split_by_tokens: prefixes of those that --split divides by tokens.
+        split_by_tokens: prefixes of the corpora that --split divides by tokens.
 
     Raises:
-        ValueError: the same prefixes hold other tokens than when the checkpoint was saved; or they were split by
-            documents then, as all were before --split-by.
+        ValueError: the same prefixes hold other tokens than when the checkpoint was saved; or versions before
+            --split-by have split them by documents.
     """
     saved, ours = state.config.get("data", {}), config.data
     named = (list(saved.get("data_path", ())), saved.get("data_args_path", ""))
@@ -132,17 +123,17 @@ def check_data(
         )
     if split_by_tokens and ours.split_by == "auto" and "split_by" not in saved:
         raise ValueError(
-            f"--load {path} was saved when --split knew whole documents alone, and {split_by_tokens[0]}, of few, would "
-            "now be split by tokens; add --split-by documents to go on with the same samples, or --split-by tokens"
+            f"--load {path} was saved when --split divided whole documents alone, and {split_by_tokens[0]}, of few, "
+            "would now be split by tokens; add --split-by documents to keep the same samples, or --split-by tokens"
         )
 
 
 def changed_options(saved: dict[str, Any], config: Config, given: Collection[str] | None = None) -> list[str]:
-    """A sentence for each option that this run has otherwise than the one that it goes on from, and the way back.
+    """Describe the options that differ from the resumed run, and the flags that restore them.
 
     Args:
-        saved: the options of that run, resolved, by group.
-        given: names of the flags that were given now, without dashes; None: all were.
+        saved: the options of the resumed run, resolved, by group.
+        given: names of the flags of this command, without dashes; None: all were given.
     """
     ours, found, back = json.loads(json.dumps(asdict(config))), list[str](), list[str]()
     for group, options in saved.items():
@@ -156,14 +147,5 @@ def changed_options(saved: dict[str, Any], config: Config, given: Collection[str
                 if given is not None and flag not in given and not follows:
                     back.append(as_flag(flag, value))
     if back:
-        found.append(f"not given now; to go on as before, give again: {' '.join(back)}{_preset_of(saved, config)}")
+        found.append(f"not given now; to continue as before, add: {' '.join(back)}")
     return found
-
-
-def _preset_of(saved: dict[str, Any], config: Config) -> str:
-    """Name the flags of an earlier run as a preset, where this run does not write its own in their place."""
-    folder = saved.get("log", {}).get("log_dir", "")
-    if not folder or (config.log.log_dir and Path(folder).resolve() == Path(config.log.log_dir).resolve()):
-        return ""
-    preset = Path(folder) / "config.toml"
-    return f", or all of that run's flags: --preset {preset}" if preset.is_file() else ""

@@ -13,9 +13,8 @@ from megazero.config.schema import Config
 from megazero.data.corpora import Datasets, parse_data_path, read_data_args
 from megazero.data.tokenizer import Tokenizer
 
-# Flags that may differ between ranks. Only rank 0 writes logs. A preset's name says nothing once its values are there.
-# Processes that read ahead, and where a node keeps its copy of the data and of the tokenizer, change no result: both
-# are compared by content.
+# Flags that may differ between ranks, because only rank 0 writes logs, presets are compared by their values, and data
+# and tokenizers by their content.
 LOCAL_FLAGS = {
     *("log-dir", "log-interval", "tensorboard-dir", "wandb-project", "wandb-name", "preset"),
     *("num-workers", "data-path", "data-args-path", "tokenizer"),
@@ -23,9 +22,9 @@ LOCAL_FLAGS = {
 
 
 def run_values(config: Config, datasets: Datasets, tokenizer: Tokenizer | None) -> dict[str, str]:
-    """Return the values to compare, by the name that a message gives them. `config` is resolved.
+    """Return the values to compare, by their names in messages. `config` is resolved.
 
-    --save and --load must be the same: both name one folder that all ranks share.
+    They include --save and --load, which name folders that all ranks share.
     """
     values = {f"--{name}": str(value_of(config, name)) for name in flags() if name not in LOCAL_FLAGS}
     data = config.data
@@ -41,7 +40,7 @@ def run_values(config: Config, datasets: Datasets, tokenizer: Tokenizer | None) 
 
 
 def code_digest(folder: Path) -> str:
-    """A hash of all Python files below `folder`, with their names."""
+    """Return a hash of all Python files below `folder`, with their names."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         digest.update(f"{path.relative_to(folder).as_posix()}\0".encode() + path.read_bytes() + b"\0")

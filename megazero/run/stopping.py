@@ -1,22 +1,22 @@
-"""Why a run ends before its last iteration: it makes no progress, or it is asked to, by a signal, a clock or a file.
+"""Reasons to end a run before its last iteration: it makes no progress; or a signal, a clock or a file asks for it.
 
 Note [Exit codes]
 0   the last iteration is done; or --exit-interval, --exit-duration-minutes or the stop file ended the run as planned.
-75  (EX_TEMPFAIL) a signal or the job's time limit ended the run early. What was done is saved, and --load goes on.
-1   an error; the last message says which.
-124 no progress for --hang-timeout minutes (`comm.launch.failures.HUNG`). --load goes on from the last checkpoint.
+75  (EX_TEMPFAIL) a signal or the job's time limit ended the run early. The run was saved; --load resumes it.
+1   an error; the last message names it.
+124 no progress for --hang-timeout minutes (`comm.launch.failures.HUNG`). --load resumes from the last checkpoint.
 130 a second SIGINT: stopped at once, without saving.
 """
 
 from __future__ import annotations
 
+import enum
 import os
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
 
 from megazero.config.schema import CheckpointConfig
 
@@ -28,11 +28,42 @@ class DeadRun(Exception):
     """The run makes no progress: its weights are not finite, or too many iterations in a row made no update."""
 
 
+class Wish(enum.IntEnum):
+    """A rank's wish between two iterations. Ranks agree on the highest."""
+
+    CONTINUE = 0
+    SAVE = 1  # and continue
+    STOP_DURATION = 2
+    STOP_FILE = 3
+    STOP_JOB_END = 4
+    STOP_SIGTERM = 5
+    STOP_SIGUSR1 = 6
+    STOP_SIGINT = 7
+
+    @property
+    def stops(self) -> bool:
+        return self > Wish.SAVE
+
+    @property
+    def why(self) -> str:
+        """The reason of a stop, for messages."""
+        reasons = {
+            Wish.STOP_DURATION: "--exit-duration-minutes",
+            Wish.STOP_FILE: "the stop file",
+            Wish.STOP_JOB_END: "--exit-before-minutes: the end of the job is near",
+        }
+        return reasons.get(self, self.name.removeprefix("STOP_"))
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self <= Wish.STOP_FILE else SAVED_EARLY
+
+
 class Signals:
     """Notes the signals that ask for a stop, for as long as the context lasts.
 
-    The running step ends in good order. A signal that comes again changes nothing, but for SIGINT: the second one
-    raises KeyboardInterrupt. Only for the main thread. A forked process that inherits the handlers dies of the signal
+    The run finishes its current step. Repeated signals change nothing, except SIGINT: the second one raises
+    KeyboardInterrupt. Use it in the main thread only. A forked process that inherits the handlers dies of the signal
     as it would without them.
     """
 
@@ -58,39 +89,8 @@ class Signals:
             self.noted = signal.Signals(number)
 
 
-class Stop(NamedTuple):
-    """Reason that a run ended."""
-
-    why: str
-    exit_code: int
-
-
-# What ranks tell each other is a place in this list; where they differ, the last one counts.
-STOPS = (
-    Stop("--exit-duration-minutes", 0),
-    Stop("the stop file", 0),
-    Stop("--exit-before-minutes: the end of the job is near", SAVED_EARLY),
-    *(Stop(number.name, SAVED_EARLY) for number in SIGNALS),
-)
-
-
-def stopped_words(iteration: int, why: str, kept: CheckpointConfig | None) -> str:
-    """Say where a run stopped, and how it goes on.
-
-    Args:
-        kept: the options of its checkpoints; None: nothing was saved.
-    """
-    said = f"stopped after iteration {iteration} by {why}: "
-    if kept is None:
-        return said + "nothing saved"
-    loads = bool(kept.load) and Path(kept.load).resolve() == Path(kept.save).resolve() and not kept.finetune
-    fresh = " without --finetune" * kept.finetune
-    again = "the same command" if loads else f"the same command{fresh} with --load {kept.save}"
-    return f"{said}saved; {again} goes on"
-
-
 class Clock:
-    """Says when a limit of time is reached. Rank 0 alone asks it."""
+    """The time limits of a run, and the time between its checkpoints. Only rank 0 has one."""
 
     def __init__(
         self,
@@ -100,11 +100,17 @@ class Clock:
         now: float | None = None,
         save_minutes: float = 0.0,
     ) -> None:
-        """`job_end`: when the job ends, in seconds since the epoch; asked again before it is believed, for a job's
-        limit can be changed. `now`: when the run began. `save_minutes`: between checkpoints; 0: no time asks for one.
+        """Set the limits; 0 minutes: no such limit.
+
+        Args:
+            duration_minutes: from `now`, the start of the run.
+            before_minutes: before the end of the job.
+            job_end: returns the end of the job, in seconds since the epoch. It is called again before a stop, because
+                a job's limit can be changed.
+            save_minutes: between checkpoints.
 
         Raises:
-            ValueError: --exit-before-minutes without a job that has a limit.
+            ValueError: --exit-before-minutes in a job without a limit.
         """
         begin = time.time() if now is None else now
         self._until = begin + 60 * duration_minutes if duration_minutes else float("inf")
@@ -117,28 +123,59 @@ class Clock:
                 "use --exit-duration-minutes"
             )
 
-    def save_due(self, now: float) -> bool:
-        """Return whether the time between checkpoints has passed since the start or the last call of `saved`."""
-        return self._save_seconds > 0 and now - self._saved >= self._save_seconds
-
-    def saved(self, now: float) -> None:
-        """Begin the time between checkpoints anew."""
-        self._saved = now
-
-    def reached(self, now: float) -> int | None:
-        """The place in STOPS of the limit that is reached."""
+    def wish(self, now: float) -> Wish:
+        """Return the wish at the time `now`."""
         if now >= self._end - self._margin:
             self._end = self._job_end() or float("inf")
             if now >= self._end - self._margin:
-                return 2
-        return 0 if now >= self._until else None
+                return Wish.STOP_JOB_END
+        if now >= self._until:
+            return Wish.STOP_DURATION
+        save_due = self._save_seconds > 0 and now - self._saved >= self._save_seconds
+        return Wish.SAVE if save_due else Wish.CONTINUE
+
+    def saved(self, now: float) -> None:
+        """Restart the time between checkpoints."""
+        self._saved = now
 
 
-def asked_to_stop(signals: Signals, clock: Clock | None, stop_file: Path | None) -> int:
-    """The place in STOPS of what this rank sees, or -1. `clock` and `stop_file`: of rank 0."""
-    if signals.noted is not None:
-        return 3 + SIGNALS.index(signals.noted)
-    limit = clock.reached(time.time()) if clock is not None else None
-    if limit is not None:
-        return limit
-    return 1 if stop_file is not None and stop_file.exists() else -1
+class Wishes:
+    """The sources of a rank's wishes: signals, and on rank 0 also a clock and the stop file."""
+
+    def __init__(self, signals: Signals | None = None, clock: Clock | None = None, stop_file: Path | None = None):
+        self.signals, self.clock, self.stop_file = signals or Signals(), clock, stop_file
+
+    def now(self) -> Wish:
+        """Return this rank's highest wish."""
+        found = [Wish.CONTINUE]
+        if self.signals.noted is not None:
+            found.append(Wish[f"STOP_{self.signals.noted.name}"])
+        if self.clock is not None:
+            found.append(self.clock.wish(time.time()))
+        if self.stop_file is not None and self.stop_file.exists():
+            found.append(Wish.STOP_FILE)
+        return max(found)
+
+    def obey(self, agreed: Wish) -> None:
+        """Withdraw the requests that the ranks' agreed wish fulfils, so that they are not obeyed twice."""
+        if agreed == Wish.SAVE and self.clock is not None:
+            self.clock.saved(time.time())
+        if agreed.stops and self.stop_file is not None:
+            self.stop_file.unlink(missing_ok=True)
+
+
+def stopped_words(iteration: int, why: str, kept: CheckpointConfig | None) -> str:
+    """Return the message of a stopped run, with the command that resumes it.
+
+    Args:
+        kept: the options of its checkpoints; None: nothing was saved.
+    """
+    stopped = f"stopped after iteration {iteration} by {why}: "
+    if kept is None:
+        return stopped + "nothing saved"
+    again = "the same command"
+    if kept.finetune:
+        again += " without --finetune"
+    if kept.finetune or not kept.load or Path(kept.load).resolve() != Path(kept.save).resolve():
+        again += f" with --load {kept.save}"
+    return f"{stopped}saved; {again} resumes it"

@@ -1,4 +1,4 @@
-"""The first number of a step that is not finite: the step is computed again, and every operation's result looked at."""
+"""Name the first result of a step that is not finite, by computing the step again and checking every operation."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from megazero.config.batch_sizes import PADDING
 from megazero.plan.layout.layers import End, Layers
 from megazero.plan.program.operations import Backward, Forward, Op
 from megazero.step.interpreter import Interpreter
+from megazero.units import ranges
 
-MOST = 1 << 30  # above all orders of layers and numbers of micro-batches
+NONE = 1 << 30  # above all orders of layers and numbers of micro-batches
 
 
-class Place(NamedTuple):
-    """Result of an operation on a layer; the first one that is not finite is the smallest."""
+class LayerResult(NamedTuple):
+    """Result of a layer's Forward or Backward. They are ordered as a micro-batch computes them."""
 
     backward: bool
     order: int  # of the layer, in the direction of the operation
     micro_batch: int
 
     @classmethod
-    def of(cls, op: Forward | Backward, layers: Layers) -> Place:
+    def of(cls, op: Forward | Backward, layers: Layers) -> LayerResult:
         backward, names = isinstance(op, Backward), list(layers.kinds)
         return cls(backward, (names[::-1] if backward else names).index(op.layer), op.micro_batch)
 
@@ -53,12 +54,12 @@ class Inspector:
             if result is None and not backward:
                 result = run.losses.get(op.micro_batch)
             if result is not None and not result.isfinite().all():
-                place = Place.of(op, self.layers)
-                self.first = place if self.first is None else min(self.first, place)
+                found = LayerResult.of(op, self.layers)
+                self.first = found if self.first is None else min(self.first, found)
 
 
 def first_bad_result(mesh: Mesh, inspector: Inspector, samples: Sequence[tuple[int, ...]]) -> str | None:
-    """Name the first layer whose result is not finite, the lowest rank that has it, and the samples. All ranks call it.
+    """Name the first layer whose result is not finite, the lowest rank with it, and its samples. All ranks call it.
 
     Args:
         samples: global numbers of this rank's micro-batches.
@@ -66,28 +67,25 @@ def first_bad_result(mesh: Mesh, inspector: Inspector, samples: Sequence[tuple[i
     Returns:
         A phrase, the same on all ranks; None if all results were finite.
     """
-    mine = (MOST, MOST, MOST) if inspector.first is None else tuple(map(int, inspector.first))
-    first: tuple[int, ...] = ()
-    for n, number in enumerate(mine):  # the smallest of all, part by part
-        first += (mesh.agree(number if mine[:n] == first else MOST, MIN),)
-    if first[0] == MOST:
+    found, mine = inspector.first is not None, inspector.first or LayerResult(True, NONE, NONE)
+    # The smallest of all ranks' results, part by part: direction, layer, micro-batch.
+    backward = mesh.agree(int(mine.backward), MIN)
+    order = mesh.agree(mine.order if mine.backward == backward else NONE, MIN)
+    micro_batch = mesh.agree(mine.micro_batch if mine[:2] == (backward, order) else NONE, MIN)
+    if micro_batch == NONE:
         return None
-    rank = mesh.agree(mesh.rank if mine == first else mesh.world.size, MIN)
-    place = Place(bool(first[0]), *first[1:])
-    of_rank = samples[place.micro_batch] if mesh.rank == rank else [0] * len(samples[0])
+    first = LayerResult(bool(backward), order, micro_batch)
+    rank = mesh.agree(mesh.rank if found and mine == first else mesh.world.size, MIN)
+    of_rank = samples[micro_batch] if mesh.rank == rank else [0] * len(samples[0])
     numbers = mesh.host.all_reduce_(torch.tensor(of_rank), kind="control").tolist()
     host = f" ({mesh.world.hosts[rank]})" if mesh.world.hosts else ""
-    result = place.text(inspector.layers)
+    result = first.text(inspector.layers)
     return f"{result} is the first that is not finite, on rank {rank}{host}, for {samples_text(numbers)}"
 
 
 def samples_text(numbers: Sequence[int]) -> str:
-    """Name samples: "sample 7", "samples 4 to 7", "samples 1, 5"; "padding" where there is none."""
-    numbers = [number for number in numbers if number != PADDING]
-    if not numbers:
+    """Name samples: "sample 7", "samples 4-7, 9"; "padding" if there is none."""
+    real = [number for number in numbers if number != PADDING]
+    if not real:
         return "padding"
-    if len(numbers) == 1:
-        return f"sample {numbers[0]}"
-    if list(numbers) == list(range(numbers[0], numbers[0] + len(numbers))):
-        return f"samples {numbers[0]} to {numbers[-1]}"
-    return f"samples {', '.join(map(str, numbers))}"
+    return f"{'sample' if len(real) == 1 else 'samples'} {', '.join(ranges(real))}"

@@ -1,4 +1,4 @@
-"""A step's micro-batches: as the loader makes them, and as layers read them on the device.
+"""A step's micro-batches: as the loader returns them, and on the device as layers read them.
 
 Shapes: b micro-batch, s sequence, M micro-batches of a step.
 """
@@ -24,16 +24,16 @@ class Batch(Protocol):
     labels: torch.Tensor  # [b, s] int64
     loss_mask: torch.Tensor  # [b, s] fp32, 1 where the target counts
     samples: tuple[int, ...]  # global numbers
-    document_starts: torch.Tensor | None  # [b, s] int64, where each token's document begins; None: not asked for
-    corpora: tuple[int, ...]  # number of the corpus that each sample is of; empty: they are not told apart
+    document_starts: torch.Tensor | None  # [b, s] int64, index at which each token's document begins; None: unused
+    corpora: tuple[int, ...]  # number of each sample's corpus; empty: one corpus
 
 
 class Uploaded(NamedTuple):
     """A rank's micro-batches of a step, on the device."""
 
     micro_batches: list[DeviceBatch]
-    targets: torch.Tensor  # unmasked ones per corpus, counted on the host: [num_corpora] fp64
-    corpora: torch.Tensor  # number of the corpus of each sample, [M b] int64
+    targets: torch.Tensor  # number of unmasked targets per corpus, counted on the host: [num_corpora] fp64
+    corpora: torch.Tensor  # number of each sample's corpus, [M b] int64
 
 
 def upload_step(
@@ -45,7 +45,7 @@ def upload_step(
     training: bool,
     num_corpora: int,
 ) -> Uploaded:
-    """Put a step's micro-batches on the device, in one copy that the process does not wait for."""
+    """Copy a step's micro-batches to the device in one asynchronous copy."""
     assert batches, "no micro-batch"
     numbers = [number for batch in batches for number in batch.corpora or (0,) * len(batch.samples)]
     counts = torch.cat([batch.loss_mask.sum(-1, dtype=torch.float64) for batch in batches])
@@ -73,7 +73,7 @@ def upload_step(
 
 
 def sum_by_corpus(values: torch.Tensor, corpora: torch.Tensor, num_corpora: int) -> torch.Tensor:
-    """Sum a value of each of a rank's samples, [M b], per corpus: [num_corpora]; the same bits every time."""
+    """Sum values of a rank's samples, [M b], per corpus: [num_corpora], with the same bits every time."""
     if num_corpora == 1:
         return values.sum(0, keepdim=True)
     each = torch.arange(num_corpora, device=values.device)[:, None]
@@ -81,6 +81,6 @@ def sum_by_corpus(values: torch.Tensor, corpora: torch.Tensor, num_corpora: int)
 
 
 def _documents(batch: Batch) -> Documents | None:
-    """Find the micro-batch's documents; None where every sample is one."""
+    """Return the micro-batch's documents; None if every sample is one document."""
     starts = batch.document_starts
     return None if starts is None or not starts.any() else Documents.of(starts)

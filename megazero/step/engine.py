@@ -1,11 +1,14 @@
-"""One rank's training engine: model, ZeRO, recompute and pipeline put together; a training step; an evaluation."""
+"""One rank's training engine: model, ZeRO, recompute and pipeline; a training step; an evaluation.
+
+Shapes: b micro-batch, M micro-batches of a step, T' tokens of the residual stream on this rank, h hidden, v vocabulary.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
@@ -20,7 +23,7 @@ from megazero.config.schema import Config
 from megazero.memory.tracker import MemoryTracker
 from megazero.model.kernels.compiled import compiled
 from megazero.model.kernels.matmul import Products, writes_wide
-from megazero.model.kernels.table import kernels_named
+from megazero.model.kernels.table import KERNELS
 from megazero.model.layers.context import DTYPES, Context, DeviceBatch, ResidualStream
 from megazero.model.stage import Stage, declare
 from megazero.optim.step import StepParams
@@ -38,7 +41,7 @@ from megazero.zero.zero import Zero
 
 
 class LossScaleExhausted(Exception):
-    """fp16 gradients overflow, and the loss scale cannot be lowered. No update was made."""
+    """fp16 gradients overflow at the lowest loss scale. No update was made."""
 
 
 class StepResult(NamedTuple):
@@ -47,33 +50,32 @@ class StepResult(NamedTuple):
     loss: float  # nats per target, before the update
     grad_norm: float
     lr: float
-    loss_scale: float  # that the gradients were made with
-    skipped: bool  # no update: the gradients are not finite
-    skip_reason: str | None  # if skipped: the tensor that is not finite and its rank, or that no target counts
-    gradient_bytes: int  # accumulated, just before the update
-    loss_by_corpus: tuple[float | None, ...] = ()  # None: no target of the corpus counted; empty: not told apart
+    loss_scale: float  # of this iteration's gradients
+    skipped: bool  # no update, because the gradients are not finite or no target counts
+    skip_reason: str | None  # if skipped
+    gradient_bytes: int  # just before the update
+    loss_by_corpus: tuple[float | None, ...] = ()  # None: no target of the corpus counts; empty: one corpus
 
 
 class Engine:
-    """One rank's part of the model, and how it learns."""
+    """One rank's part of the model, its optimizer and its programs."""
 
     def __init__(self, config: Config, mesh: Mesh, num_corpora: int = 1) -> None:
-        """Build the model with its initial weights on this rank's device; `config` is resolved.
-
-        --matmul-backend auto is torch here: see `choose_matmul_backend`.
+        """Build the model with its initial weights on this rank's device.
 
         Args:
-            num_corpora: that the batches are of, as far as losses tell them apart.
+            config: resolved; see `choose_kernels` and `choose_matmul_backend`.
+            num_corpora: number of corpora with losses of their own.
         """
         self.num_corpora = num_corpora
         self.config, self.mesh, self.tracker = config, mesh, MemoryTracker()
-        self.updates = 0  # made so far: for Adam's bias correction
+        self.updates = 0  # so far, for Adam's bias correction
         self.scale = LossScale.of(config.training)
         self.layers = declare(config.model, mesh.layout.tp)
         self.spec = rank_spec(config, mesh.layout, mesh.pp.rank, declare)
         self.programs: dict[tuple[str, int], Program] = {}
         stream = ResidualStream(mesh.tp, sharded=config.parallel.sequence_parallel)
-        kernels = kernels_named(config.training.kernels_on(mesh.device.type))
+        kernels = KERNELS[config.training.kernels_on(mesh.device.type)]
         if config.training.compile:
             kernels = compiled(kernels, mesh.device)
         context = Context(
@@ -144,9 +146,9 @@ class Engine:
         )
 
     def program(self, schedule: str, micro_batches: int) -> Program:
-        """Return this rank's program, made once per schedule and number of micro-batches.
+        """Return this rank's program for a schedule and a number of micro-batches.
 
-        All gather weights into the arena of the configured step, so that an evaluation takes no more memory.
+        All programs gather weights into the arena of the configured step, so an evaluation takes no more memory.
         """
         config, key = self.config, (schedule, micro_batches)
         if key not in self.programs:
@@ -159,7 +161,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _reporting_memory(self, step: Program) -> Iterator[None]:
-        """Around a program: an exception that says that memory ran out is noted with a memory report."""
+        """Within: add a memory report to an out-of-memory error."""
         try:
             yield
         except Exception as error:
@@ -173,23 +175,23 @@ class Engine:
         """Run one iteration, counted from 1, over this rank's micro-batches.
 
         Args:
-            samples: of the global batch, without padding; 0: no rank has any.
+            samples: of the global batch without padding; 0: no rank has padding.
 
-        Note [one wait]: this process runs ahead of a GPU, but for one place: between gradients and update it reads the
-        number of targets, the loss and the norm, all at once. Then it knows whether the step is skipped and why, before
-        any weight has changed, and the GPU has an update to do while the next step's first layers are issued.
+        Note [one wait]: the host waits for the GPU once per step. Between gradients and update it reads the number of
+        targets, the loss and the norm together. So it decides whether to skip the step before a weight has changed, and
+        the GPU computes the update while the host launches the next step's first layers.
         """
         optimizer, interpreter = self.config.optimizer, self.interpreter
         scale = self.scale.value if self.scale else 1.0
-        # Note [the divisor in fp16]: divided by the targets of a global batch of millions, the first gradients of fp16
-        # are below its range. So they are divided by the targets of a mean micro-batch, and their sum by `parts`: the
-        # number of micro-batches, the same in every layout, since those of padding do not count.
+        # Note [the divisor in fp16]: gradients that are divided by the millions of targets of a global batch underflow
+        # in fp16. So they are divided by the targets of an average micro-batch, and their sum by `parts`, the number of
+        # micro-batches without padding, which is the same in every layout.
         parts = self._parts(batches, samples) if self.scale else 1
         self.begin()
         step = self.program(self.config.parallel.pipeline_schedule, len(batches))
         uploaded = self._upload(batches, training=True)
         counted = self._count_targets(uploaded.targets)
-        # not `scale * parts / ..`, which torch makes of the reciprocal
+        # `scalar / tensor` multiplies by a rounded reciprocal; div_ rounds once
         seed_gradient = torch.full_like(counted[0], scale * parts).div_(counted.sum().clamp(min=1))
         losses = self._run(step, uploaded, seed_gradient)
         targets_by_corpus, sums, [square_sum] = self._read(
@@ -209,7 +211,7 @@ class Engine:
                 interpreter.update(step, self._step_params(lr, divisor))
             self.updates += 1
         mean = sum(sums) / targets if targets else math.nan
-        if skipped and targets and (self.scale is None or not math.isfinite(mean)):  # else an overflow, which fp16 has
+        if skipped and targets and (self.scale is None or not math.isfinite(mean)):  # not an ordinary fp16 overflow
             skip_reason = f"{self._first_bad_result(step, batches, uploaded, seed_gradient)}; {skip_reason}"
         if self.scale and skipped and targets and self.scale.exhausted:
             raise LossScaleExhausted(
@@ -239,9 +241,9 @@ class Engine:
             torch.cuda.reset_peak_memory_stats(self.mesh.device)
 
     def _first_nonfinite(self) -> str:
-        """Name the model's first parameter whose gradient is not finite, and the lowest rank that sees it.
+        """Name the model's first parameter whose gradient is not finite on a rank, and the lowest such rank.
 
-        Agreed over the world.
+        All ranks call this and return the same.
         """
         mesh, mine = self.mesh, self.zero.first_nonfinite()
         names = [spec.name for spec in self.layers.params()]
@@ -252,7 +254,7 @@ class Engine:
     def _first_bad_result(
         self, step: Program, batches: Sequence[Batch], uploaded: Uploaded, seed_gradient: torch.Tensor
     ) -> str:
-        """Compute the step's gradients again, and name the first result that is not finite. All ranks call this."""
+        """Repeat the step's gradients and name the first result that is not finite. All ranks call this."""
         inspector, observe = Inspector(self.interpreter, self.layers), self.interpreter.observe
         self.interpreter.observe = inspector
         try:
@@ -277,32 +279,26 @@ class Engine:
         return sums, [int(count) for count in targets]
 
     @torch.no_grad()
-    def next_tokens(
-        self, batch: Batch, places: Sequence[int], draw: Callable[[torch.Tensor], torch.Tensor]
-    ) -> list[int]:
-        """Draw the token behind a place in each sample of a micro-batch; on all ranks of the pipeline.
-
-        Args:
-            places: [b], in the sample.
-            draw: logits [b, v] -> tokens [b] in fp64. Tensor-parallel ranks must draw alike.
-        """
+    def next_logits(self, batch: Batch, places: Sequence[int]) -> torch.Tensor | None:
+        """Return the logits [b, v] after one place in each sample of a micro-batch, on the last stage; else None."""
         uploaded, length = self._upload([batch], training=False), batch.ids.shape[1]
         rows = torch.tensor([row * length + place for row, place in enumerate(places)], device=self.mesh.device)
+        found = []
 
         def head(x: torch.Tensor | None, micro_batch: DeviceBatch, output: bool) -> torch.Tensor:
             assert x is not None and self.model.head is not None
-            return draw(self.model.head.whole_logits(self.model.stream.start_unshard(x).wait()[rows]))
+            found.append(self.model.head.whole_logits(self.model.stream.start_unshard(x).wait()[rows]))
+            return torch.zeros(len(places), dtype=torch.float64, device=self.mesh.device)
 
-        found = self._run(self.program(EVALUATION, 1), uploaded, head=head)
-        none = torch.zeros(len(places), dtype=torch.float64, device=self.mesh.device)
-        return [int(token) for token in self.mesh.read(self.mesh.control_sum(found.get(0, none), self.mesh.pp))]
+        self._run(self.program(EVALUATION, 1), uploaded, head=head)
+        return found[0] if found else None
 
     def _upload(self, batches: Sequence[Batch], training: bool) -> Uploaded:
         data, device = self.config.data, self.mesh.device
         return upload_step(batches, self.model.stream, data, device, training=training, num_corpora=self.num_corpora)
 
     def _read(self, *tensors: torch.Tensor) -> list[list[float]]:
-        """Return the values of tensors [n], all at once: see Note [one wait]."""
+        """Return the values of 1D tensors, which are read together: see Note [one wait]."""
         values = iter(self.mesh.read(torch.cat(tensors)))
         return [list(itertools.islice(values, len(x))) for x in tensors]
 
@@ -321,14 +317,14 @@ class Engine:
         self.interpreter.wait_all()
 
     def _count_targets(self, own: torch.Tensor) -> torch.Tensor:
-        """Sum the ranks' unmasked targets per corpus, [num_corpora]: of all, the divisor of loss and gradients."""
+        """Sum the ranks' unmasked targets per corpus, [num_corpora]. Loss and gradients are divided by their sum."""
         return self.mesh.control_sum(own, self.mesh.dp)
 
     def _global_losses(self, losses: Mapping[int, torch.Tensor], uploaded: Uploaded) -> torch.Tensor:
-        """Sum losses per corpus over data-parallel ranks, and from the last stage to all: [num_corpora].
+        """Sum losses per corpus over data-parallel ranks and send them to all stages: [num_corpora].
 
         Args:
-            losses: micro-batch -> its samples' [b]; empty on all stages but the last.
+            losses: micro-batch -> its samples' losses, [b]; empty except on the last stage.
         """
         sums = torch.zeros(self.num_corpora, dtype=torch.float64, device=self.mesh.device)
         if losses:
@@ -339,9 +335,9 @@ class Engine:
     # -- state
 
     def shards(self) -> dict[str, LocalShard]:
-        """Return what this rank owns, under global names. The master weights are the model.
+        """Return this rank's master weights, as `model.NAME`, and optimizer states, under global names.
 
-        The tensors are the engine's own: a checkpoint reads them, or fills them before `load_state_dict`.
+        A checkpoint reads the engine's own tensors, or fills them before `load_state_dict`.
         """
         found = {}
         for part, states in self.zero.owned_states():
@@ -353,11 +349,11 @@ class Engine:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint holds besides `shards`, the same on all ranks."""
+        """Return the state of a checkpoint besides `shards`, the same on all ranks."""
         return {"updates": self.updates, "loss_scale": asdict(self.scale) if self.scale else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint whose tensors have been read into `shards`. All ranks call this."""
+        """Resume from a checkpoint whose tensors have been read into `shards`. All ranks call this."""
         self.wait()
         self.zero.sync_params()
         self.updates = state["updates"]
@@ -366,7 +362,7 @@ class Engine:
             self.scale = replace(self.scale, **{key: known[key] for key in ("value", "left", "good")})
 
     def memory_bytes(self, result: StepResult) -> dict[str, int]:
-        """This rank's memory in the iteration that gave `result`, by kind, as docs/metrics.md defines them."""
+        """Return this rank's memory in the iteration of `result`, by kind, as docs/metrics.md defines them."""
         now, peak = self.tracker.now, self.tracker.peak
         on_gpu = self.mesh.device.type == "cuda"
         return {

@@ -1,14 +1,14 @@
-"""CUDA graphs of blocks (--cuda-graph-impl local): a block's Forward, and its Backward, are one call of the host each.
+"""CUDA graphs of blocks (--cuda-graph-impl local): the host launches a block's Forward, or Backward, in one call.
 
-A graph replays kernels with the addresses and the numbers of its capture. So everything that a block reads and writes
-stays where it was then: weights (stages 0 to 2), its input, its saved tensors and its output, one set of them per
-*slot*. A micro-batch has a slot of its chunk from its Forward to its Backward. See decision 0017.
+A graph replays kernels with the addresses and numbers of its capture. So all tensors that a block reads and writes keep
+their memory: weights (stages 0 to 2), input, saved tensors and output. Each *slot* has a set of these, and a
+micro-batch has a slot of its chunk from its Forward to its Backward. See decision 0017.
 
-Note [pools of graphs]: memory that a capture has freed serves later captures of its pool. So a tensor that outlives
-its graph, such as a saved one, may share memory with temporary tensors of graphs that were captured before it, and a
-replay of those destroys it. Hence Forwards have a pool per slot: when one is replayed, all that later layers have saved
-in that slot is out of use. Backwards have one pool: nothing in it outlives its graph. What Forwards leave is held here
-for good, so that no other graph gets its memory.
+Note [pools of graphs]: memory that a capture frees is used again by later captures of the same pool. So a tensor that
+outlives its graph, such as a saved one, may share memory with temporary tensors of earlier graphs of its pool, and a
+replay of those overwrites it. Therefore Forwards have a pool per slot: when one is replayed, the tensors that later
+layers have saved in that slot are no longer needed. Backwards share one pool, because nothing in it outlives its graph.
+Outputs and saved tensors of Forwards are referenced here for good, so that no other graph gets their memory.
 
 Shapes: T' tokens of the residual stream on this rank, h hidden.
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
@@ -29,27 +29,30 @@ from megazero.plan.program.program import Program
 from megazero.plan.program.rank_spec import RankSpec
 from megazero.zero.zero import ParamUnit, Zero
 
-WARM_UPS = 3  # of a layer before its first capture: libraries and kernels are loaded then
+WARM_UPS = 3  # calls of a layer before its first capture, in which libraries and kernels are loaded
 
 Compute = Callable[[torch.Tensor, Any, bool], torch.Tensor]
 Call = Callable[[], None]
 
 
-class Capturer(Protocol):
-    """Makes graphs."""
+class Capturer:
+    """Captures calls. This one is for tensors without values, such as on the meta device: a replay does nothing."""
 
     def warm_up(self, call: Call) -> None:
-        """Issue the operations of `call` as often as a capture needs."""
+        """Make the calls that a capture needs beforehand."""
 
     def new_pool(self) -> Any:
-        """Make a pool of memory: see Note [pools of graphs]."""
+        """Return a new pool of memory: see Note [pools of graphs]."""
+        return None
 
     def capture(self, call: Call, pool: Any) -> Call:
-        """Return a function that issues again the operations that `call` issues, and issue none now."""
+        """Return a function that repeats the operations of `call`."""
+        call()
+        return lambda: None
 
 
-class CudaCapturer:
-    """Captures CUDA graphs, on a stream of its own."""
+class CudaCapturer(Capturer):
+    """Captures CUDA graphs on a stream of its own. A capture executes nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
@@ -73,20 +76,6 @@ class CudaCapturer:
         return graph.replay
 
 
-class NoCapturer:
-    """Stands in where tensors have no values, such as on the meta device: a replay does nothing."""
-
-    def warm_up(self, call: Call) -> None:
-        pass
-
-    def new_pool(self) -> Any:
-        return None
-
-    def capture(self, call: Call, pool: Any) -> Call:
-        call()
-        return lambda: None
-
-
 class ActivationSpec(NamedTuple):
     """Shape of the tensors between layers and between pipeline stages: [T', h]."""
 
@@ -102,8 +91,8 @@ class Shared:
     """Buffers that the graphs of all blocks use in turn.
 
     Attributes:
-        dx: a Backward reads the gradient of its output here, and leaves that of its input, [T', h].
-        gradients: a Backward leaves its weight gradients here, laid out as its unit is, [largest unit].
+        dx: gradient of a block's output, which its Backward replaces by that of the input, [T', h].
+        gradients: weight gradients of a block, laid out as its unit, [largest unit].
     """
 
     def __init__(self, activation: ActivationSpec, numel: int, dtype: torch.dtype, tracker: MemoryTracker) -> None:
@@ -113,39 +102,25 @@ class Shared:
 
 
 class Computed(NamedTuple):
-    """A block of which a Forward has been issued."""
+    """The result of a block's Forward."""
 
     y: torch.Tensor
     x: torch.Tensor | None  # the leaf, if a gradient passes through
     edge: GradientEdge
 
 
-class Pools(NamedTuple):
-    """Memory of a slot's graphs: see Note [pools of graphs]."""
-
-    forward: Any
-    backward: Any
-
-
 class Slot(NamedTuple):
-    """A block's graphs, and the tensors that stay where they are for them.
+    """A block's graphs, and the tensors whose memory they use."""
 
-    Attributes:
-        x, y: input and output, [T', h]. The output of a block is the input of the next one of its chunk.
-        forward, backward: replay a graph.
-        held: saved tensors.
-        allocation: of what is held here and in no other slot.
-    """
-
-    x: torch.Tensor
-    y: torch.Tensor
-    forward: Call
+    x: torch.Tensor  # [T', h]: the output of the block before it, if that is in the same chunk
+    y: torch.Tensor  # [T', h]
+    forward: Call  # replays a graph
     backward: Call
-    held: tuple[torch.Tensor, ...]
-    allocation: Allocation
+    saved: tuple[torch.Tensor, ...]
+    allocation: Allocation  # of the tensors that no other slot has
 
 
-class Chunk:
+class CapturedChunk:
     """The captured blocks of a chunk, and the slots of its micro-batches in flight."""
 
     def __init__(self) -> None:
@@ -165,7 +140,9 @@ class Chunk:
 class CapturedBlock:
     """A block whose Forward and Backward are replayed."""
 
-    def __init__(self, chunk: Chunk, compute: Compute, unit: ParamUnit, passes_gradient: bool, shared: Shared) -> None:
+    def __init__(
+        self, chunk: CapturedChunk, compute: Compute, unit: ParamUnit, passes_gradient: bool, shared: Shared
+    ) -> None:
         self.chunk, self.compute, self.unit, self.shared = chunk, compute, unit, shared
         self.passes_gradient = passes_gradient
         self.first, self.last = not chunk.blocks, True
@@ -177,13 +154,13 @@ class CapturedBlock:
         members = unit.flat.members
         self._windows = {m.weight: self.gradients[m.window.slice()].view(m.block.stored) for m in members}
         self._written: set[Weight] = set()
-        # what no weight gradient writes, and what a unit of another shape may have left there
+        # ranges that no weight gradient writes, where a unit of another shape may have left values
         self._others = [*unit.flat.layout.gaps, *(m.window for m in members if not m.trains)]
 
     # -- a step
 
     def forward(self, i: int, x: torch.Tensor) -> torch.Tensor:
-        """x [T', h] of micro-batch i -> [T', h]. Between blocks of a chunk it is the slot's own tensor."""
+        """x [T', h] of micro-batch i -> [T', h]: the slot's own tensor, unless the block is the chunk's last."""
         chunk = self.chunk
         if self.first:
             chunk.slot_of[i] = chunk.free.pop()
@@ -198,7 +175,7 @@ class CapturedBlock:
         """dy [T', h] of micro-batch i -> [T', h], or None if no gradient passes. Hands over the weight gradients."""
         chunk, shared = self.chunk, self.shared
         if dy is not shared.dx:
-            assert self.last, "the gradient is not that of the block behind"
+            assert self.last, "the gradient is not that of the next block"
             shared.dx.copy_(dy)
         self.slots[chunk.slot_of[i]].backward()
         if self.unit.flat.trains:
@@ -210,8 +187,10 @@ class CapturedBlock:
 
     # -- capture
 
-    def capture(self, x: torch.Tensor, micro_batch: Any, by: Capturer, pools: Pools, tracker: MemoryTracker) -> None:
-        """Capture another slot, whose input is x [T', h]. `micro_batch`: any."""
+    def capture(
+        self, x: torch.Tensor, micro_batch: Any, by: Capturer, pools: tuple[Any, Any], tracker: MemoryTracker
+    ) -> None:
+        """Capture another slot, whose input is x [T', h]. pools: of Forward and of Backward."""
         made: list[Computed] = []
         saved: dict[int, torch.Tensor] = {}
 
@@ -226,14 +205,13 @@ class CapturedBlock:
         with self._taking_gradients():
             if not self.slots:
                 by.warm_up(lambda: self._backward(self._forward(x, micro_batch)))
-            replays = (
-                by.capture(forward, pools.forward),
-                by.capture(lambda: self._backward(made[0]), pools.backward),
-            )
+            replays = by.capture(forward, pools[0]), by.capture(lambda: self._backward(made[0]), pools[1])
         saved.pop(_storage(x), None)
-        y, held = made[0].y, tuple(saved.values())
-        num_bytes = x.nbytes * self.first + y.nbytes + sum(t.untyped_storage().nbytes() for t in held)
-        self.slots.append(Slot(x, y, *replays, held, tracker.allocate("buffers", num_bytes)))
+        y, own = made[0].y, tuple(saved.values())
+        num_bytes = y.nbytes + sum(t.untyped_storage().nbytes() for t in own)
+        if self.first:
+            num_bytes += x.nbytes
+        self.slots.append(Slot(x, y, *replays, own, tracker.allocate("buffers", num_bytes)))
 
     def _forward(self, x: torch.Tensor, micro_batch: Any) -> Computed:
         with torch.enable_grad():
@@ -242,7 +220,7 @@ class CapturedBlock:
         return Computed(y.detach(), leaf if self.passes_gradient else None, get_gradient_edge(y))
 
     def _backward(self, computed: Computed) -> None:
-        """From `shared.dx` to `shared.dx` and the weight gradients."""
+        """Read `shared.dx`; write it and the weight gradients."""
         self._written.clear()
         for window in self._others:
             self.gradients[window.slice()].zero_()
@@ -254,7 +232,7 @@ class CapturedBlock:
 
     @contextlib.contextmanager
     def _taking_gradients(self) -> Iterator[None]:
-        """Own the block's weights within: their gradients go into `gradients`."""
+        """Within: own the block's weights, so that their gradients go into `gradients`."""
         owners = {weight: weight.owner for weight in self._windows}
         for weight in owners:
             weight.owner = self
@@ -290,7 +268,7 @@ class BlockGraphs:
         units = {layer.name: zero.units[layer.units[0]] for layers in captured for layer in layers}
         numel = max((unit.flat.numel for unit in units.values()), default=0)
         self.shared = Shared(activation, numel, zero.options.grad_dtype, tracker)
-        self.chunks = [Chunk() for _ in captured]
+        self.chunks = [CapturedChunk() for _ in captured]
         for chunk, layers in zip(self.chunks, captured, strict=True):
             for layer in layers:
                 name = layer.name
@@ -299,7 +277,7 @@ class BlockGraphs:
         self._backwards: Any = None  # their pool
 
     def reset(self) -> None:
-        """Free all slots: at the start of a step, whatever became of the one before."""
+        """Free all slots at the start of a step, because the one before may have failed."""
         for chunk in self.chunks:
             chunk.reset()
 
@@ -307,25 +285,27 @@ class BlockGraphs:
         """Return whether a program needs slots that are not captured yet."""
         return any(chunk.blocks and chunk.num_slots < count for chunk, count in self._needed(program))
 
-    def capture(self, program: Program, micro_batch: Any) -> None:
-        """Capture the slots that a program needs and that are missing, while nothing is in flight.
+    def capture(self, program: Program, micro_batch: Any, progress: Call = lambda: None) -> None:
+        """Capture the missing slots of a program, while nothing is in flight.
 
         Args:
-            micro_batch: any one, since without dropout and documents a block reads only its sizes.
+            micro_batch: any one, because without dropout and documents a block reads only its sizes.
+            progress: called after each block, because the capture of a deep model may exceed --hang-timeout.
         """
         if self._capturer is None:
             on_gpu = self.activation.device.type == "cuda"
-            self._capturer = CudaCapturer(self.activation.device) if on_gpu else NoCapturer()
+            self._capturer = CudaCapturer(self.activation.device) if on_gpu else Capturer()
             self._backwards = self._capturer.new_pool()
         for chunk, count in self._needed(program):
             for number in range(chunk.num_slots, count):
-                x, pools = self.activation.zeros(), Pools(self._capturer.new_pool(), self._backwards)
+                x, pools = self.activation.zeros(), (self._capturer.new_pool(), self._backwards)
                 for block in chunk.blocks:
                     block.capture(x, micro_batch, self._capturer, pools, self.tracker)
                     x = block.slots[number].y
+                    progress()
             chunk.reset()
 
-    def _needed(self, program: Program) -> Iterator[tuple[Chunk, int]]:
+    def _needed(self, program: Program) -> Iterator[tuple[CapturedChunk, int]]:
         return zip(self.chunks, program.live_by_chunk, strict=True)
 
 

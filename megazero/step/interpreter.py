@@ -1,8 +1,8 @@
-"""The interpreter: carries out a program, one short method per operation.
+"""The interpreter: executes a program, one short method per operation.
 
-Between its Forward (or Recompute) and its Backward, a layer of a micro-batch is an autograd graph of its own: its input
-is a leaf, and its output is held by autograd's edge alone, so that the output's data is free. Autograd decides nothing
-about the order of events; the program has it written down.
+Between its Forward (or Recompute) and its Backward, a layer of a micro-batch is an autograd graph of its own. Its input
+is a leaf. Only autograd's edge refers to its output, so that the output's memory is free. The program, not autograd,
+determines the order of operations.
 """
 
 from __future__ import annotations
@@ -23,47 +23,17 @@ from megazero.model.layers.weight import GradWriter, Weight
 from megazero.optim.step import StepParams
 from megazero.plan.layout.layers import Use
 from megazero.plan.layout.topology import Route
-from megazero.plan.program.operations import (
-    Backward,
-    BackwardWeights,
-    Drop,
-    Fetch,
-    Forward,
-    Gather,
-    Keep,
-    Norm,
-    Op,
-    Open,
-    Ops,
-    Rebuild,
-    Recompute,
-    Recv,
-    Reduce,
-    ReduceReplicas,
-    Release,
-    Send,
-    Start,
-    SumReplicated,
-    SumTied,
-    Sync,
-    Transfer,
-    Update,
-    Wait,
-    name_of,
-)
+from megazero.plan.program import operations as ops
 from megazero.plan.program.program import Program
 from megazero.plan.program.rank_spec import Layer
 from megazero.step.graphs import ActivationSpec, BlockGraphs
 from megazero.zero.zero import Zero
 
-Observer = Callable[[Op], contextlib.AbstractContextManager[object]]
+Observer = Callable[[ops.Op], contextlib.AbstractContextManager[object]]
 
 
 class Compute(Protocol):
-    """A layer as the interpreter calls it.
-
-    `output` False: only the graph is needed; the output is never read, and may be wrong.
-    """
+    """A layer as the interpreter calls it. If `output` is False, it uses only the graph."""
 
     def __call__(self, x: torch.Tensor | None, micro_batch: Any, output: bool) -> torch.Tensor: ...
 
@@ -71,31 +41,31 @@ class Compute(Protocol):
 class Graph(NamedTuple):
     """A layer of a micro-batch, between its Forward and its Backward."""
 
-    x: torch.Tensor | None  # the leaf, where a gradient passes through
+    x: torch.Tensor | None  # the leaf, if a gradient passes through
     y: GradientEdge
 
 
 class Queued(NamedTuple):
-    """Weight gradients of a layer and a micro-batch that wait, with the tensors that they are made of."""
+    """Weight gradients of a layer and a micro-batch to be computed later, and the memory of their factors."""
 
     writes: list[tuple[Weight, GradWriter]]
     allocation: Allocation
 
 
 class Interpreter:
-    """The registers of one rank, and what each operation does with them.
+    """The registers of one rank, and the effect of each operation on them.
 
     Attributes:
-        x, dx: micro-batch -> what the next operation on it reads.
-        graphs: (layer, micro-batch) -> what its Backward needs.
-        captured: layer -> what replays it, instead of a graph of autograd.
+        x, dx: micro-batch -> activation or gradient that its next operation reads.
+        graphs: (layer, micro-batch) -> its autograd graph.
+        captured: layer -> its CUDA graphs, which replace autograd's.
         losses: micro-batch -> the loss of each of its samples, [b] fp64; on the last stage only.
-        queued: (layer, micro-batch) -> weight gradients that wait for BackwardWeights, and the bytes that they keep.
+        queued: (layer, micro-batch) -> weight gradients that BackwardWeights will compute.
         pending: asynchronous operations in flight.
-        current: the operation being carried out, for reports of hangs and errors. None between steps.
-        since: when it began, by time.monotonic.
+        current: the operation being executed, for reports of hangs and errors. None between steps.
+        since: the time at which it began, by time.monotonic.
         square_sum: of all gradients, a scalar in fp64 on the device: set by Norm.
-        observe: wraps every operation, if set: profilers, traces and tests.
+        observe: a context manager around every operation, for profilers, traces and tests.
     """
 
     def __init__(
@@ -104,7 +74,7 @@ class Interpreter:
         zero: Zero,
         kept: KeptInputs | None,
         pp: Axis,
-        route: Callable[[Transfer], Route],
+        route: Callable[[ops.Transfer], Route],
         activation: ActivationSpec,
         tracker: MemoryTracker,
         tied: str | None,
@@ -113,45 +83,45 @@ class Interpreter:
         self.block_graphs, self.captured = graphs, {} if graphs is None else graphs.blocks
         self.layers, self.zero, self.units, self._kept = layers, zero, zero.units, kept
         self.pp, self.route, self.activation, self.tracker, self.tied = pp, route, activation, tracker, tied
-        self.pending: dict[Op, Pending] = {}
+        self.pending: dict[ops.Op, Pending] = {}
         self.gathered: set[str] = set()
-        self.current: Op | None = None
+        self.current: ops.Op | None = None
         self.since = 0.0
         self.observe: Observer | None = None
         self.square_sum: torch.Tensor | None = None
         self._step_params: StepParams | None = None
         self.reset()
         self._start: dict[type, Callable[[Any], Pending]] = {
-            Gather: self._gather,
-            Sync: lambda op: self.units[op.unit].weights.start_sync(),
-            Reduce: lambda op: self.zero.start_reduce(op.unit),
-            ReduceReplicas: lambda op: self.units[op.unit].gradients.start_reduce_replicas(),
-            SumReplicated: lambda op: self.units[op.unit].gradients.start_sum_replicated(),
-            SumTied: lambda op: self.units[op.unit].gradients.start_sum_tied(),
-            Fetch: lambda op: self.kept.start_fetch(op.key),
-            Update: self._update,
-            Recv: self._recv,
-            Send: self._send,
+            ops.Gather: self._gather,
+            ops.Sync: lambda op: self.units[op.unit].weights.start_sync(),
+            ops.Reduce: lambda op: self.zero.start_reduce(op.unit),
+            ops.ReduceReplicas: lambda op: self.units[op.unit].gradients.start_reduce_replicas(),
+            ops.SumReplicated: lambda op: self.units[op.unit].gradients.start_sum_replicated(),
+            ops.SumTied: lambda op: self.units[op.unit].gradients.start_sum_tied(),
+            ops.Fetch: lambda op: self.kept.start_fetch(op.key),
+            ops.Update: self._update,
+            ops.Recv: self._recv,
+            ops.Send: self._send,
         }
         self._do: dict[type, Callable[[Any], None]] = {
-            Forward: self._forward,
-            Recompute: lambda op: self._compute(op.layer, self.kept.take(op.key), op.micro_batch, output=False),
-            Backward: self._backward,
-            BackwardWeights: self._backward_weights,
-            Keep: lambda op: self.kept.keep(op.key, self.x[op.micro_batch], op.slot),
-            Rebuild: lambda op: self.kept.rebuild(op.key),
-            Drop: lambda op: self.kept.drop(op.key, op.slot),
-            Release: self._release,
-            Open: lambda op: self.units[op.unit].gradients.open(),
-            Norm: self._norm,
-            Start: self._begin,
-            Wait: self._wait,
+            ops.Forward: self._forward,
+            ops.Recompute: lambda op: self._compute(op.layer, self.kept.take(op.key), op.micro_batch, output=False),
+            ops.Backward: self._backward,
+            ops.BackwardWeights: self._backward_weights,
+            ops.Keep: lambda op: self.kept.keep(op.key, self.x[op.micro_batch], op.slot),
+            ops.Rebuild: lambda op: self.kept.rebuild(op.key),
+            ops.Drop: lambda op: self.kept.drop(op.key, op.slot),
+            ops.Release: self._release,
+            ops.Open: lambda op: self.units[op.unit].gradients.open(),
+            ops.Norm: self._norm,
+            ops.Start: self._begin,
+            ops.Wait: self._wait,
             **dict.fromkeys(self._start, self._at_once),
         }
 
     @property
     def has_kept(self) -> bool:
-        """True if inputs are kept for recompute."""
+        """Return whether inputs are kept for recompute."""
         return self._kept is not None
 
     @property
@@ -160,8 +130,8 @@ class Interpreter:
         return self._kept
 
     def reset(self) -> None:
-        """Forget every micro-batch: at the start of a step, whatever became of the one before."""
-        for op in [op for op in self.pending if not isinstance(op, Sync)]:
+        """Remove all micro-batches at the start of a step, because the one before may have failed."""
+        for op in [op for op in self.pending if not isinstance(op, ops.Sync)]:
             self.pending.pop(op).wait()
         for name in list(self.gathered):
             self.units[name].weights.release()
@@ -187,7 +157,7 @@ class Interpreter:
 
         Args:
             seed_gradient: d objective / d loss, of every sample: a scalar in fp64. None: an evaluation.
-            head: computes, in an evaluation, another [b] in fp64 instead of the losses; None: the model's head.
+            head: replaces the model's head in an evaluation; returns [b] in fp64 in place of the losses.
 
         Returns:
             Micro-batch -> the loss of each of its samples, [b] in fp64; empty on all stages but the last.
@@ -200,7 +170,7 @@ class Interpreter:
         with torch.no_grad():
             if self.block_graphs is not None and program.trains and self.block_graphs.lacks(program):
                 self.wait_all()
-                self.block_graphs.capture(program, micro_batches[0])
+                self.block_graphs.capture(program, micro_batches[0], self.report_progress)
             self.execute(program.gradients)
         losses, self.losses = self.losses, {}
         return losses
@@ -211,11 +181,15 @@ class Interpreter:
         with torch.no_grad():
             self.execute(program.update)
 
-    def execute(self, ops: Ops) -> None:
-        """Carry out operations in order; an exception is noted with the operation that raised it."""
+    def report_progress(self) -> None:
+        """Show the watchdog that this rank is alive, between two operations."""
+        self.since = time.monotonic()
+
+    def execute(self, operations: ops.Ops) -> None:
+        """Execute operations in order. An exception gets a note that names the operation."""
         do, observe, now = self._do, self.observe, time.monotonic
         try:
-            for op in ops:
+            for op in operations:
                 self.current, self.since = op, now()
                 if observe is None:
                     do[type(op)](op)
@@ -223,36 +197,36 @@ class Interpreter:
                     with observe(op):
                         do[type(op)](op)
         except Exception as error:
-            error.add_note(f"in operation {name_of(self.current)!r} of the step" if self.current else "in a step")
+            error.add_note(f"in operation {ops.name_of(self.current)!r} of the step" if self.current else "in a step")
             raise
         self.current = None
 
     # -- asynchronous operations
 
-    def _begin(self, op: Start) -> None:
-        assert op.op not in self.pending, f"{name_of(op)}: in flight already"
+    def _begin(self, op: ops.Start) -> None:
+        assert op.op not in self.pending, f"{ops.name_of(op)}: in flight already"
         self.pending[op.op] = self._start[type(op.op)](op.op)
 
-    def _wait(self, op: Wait) -> None:
+    def _wait(self, op: ops.Wait) -> None:
         pending = self.pending.pop(op.op, None)
         if pending is not None:
             pending.wait()
-        else:  # an evaluation, or the first step, may have waited for it, or nothing was updated yet
-            assert isinstance(op.op, Sync), f"{name_of(op)}: was never started"
+        else:  # an evaluation or the first step may have waited for it, or there was no update yet
+            assert isinstance(op.op, ops.Sync), f"{ops.name_of(op)}: was never started"
 
-    def _at_once(self, op: Op) -> None:
+    def _at_once(self, op: ops.Op) -> None:
         self._start[type(op)](op).wait()
 
     def wait_all(self) -> None:
-        """Wait for every operation in flight: before ranks part, and before weights are replaced."""
+        """Wait for every operation in flight: before ranks exit, and before weights are replaced."""
         while self.pending:
             self.pending.popitem()[1].wait()
 
     # -- layers
 
-    def _forward(self, op: Forward) -> None:
+    def _forward(self, op: ops.Forward) -> None:
         i = op.micro_batch
-        x = self.x.pop(i, None)  # no register holds it while the layer computes: a Keep or the graph does
+        x = self.x.pop(i, None)  # no register refers to it while the layer computes, only a Keep or the graph
         if op.graph and op.layer in self.captured:
             self.x[i] = self.captured[op.layer].forward(i, x)
             return
@@ -278,7 +252,7 @@ class Interpreter:
         self.graphs[name, i] = Graph(x if layer.passes_gradient else None, get_gradient_edge(y))
         return y
 
-    def _backward(self, op: Backward) -> None:
+    def _backward(self, op: ops.Backward) -> None:
         if op.layer in self.captured:
             dx = self.captured[op.layer].backward(op.micro_batch, self.dx.pop(op.micro_batch))
             if dx is not None:
@@ -290,7 +264,7 @@ class Interpreter:
             dy = self.seed_gradient.expand_as(self.losses[op.micro_batch]).contiguous()
         if not op.weights:
             self.zero.queue = []
-        # Only nodes on paths from y to x run, and those of every parameter are: their Functions hand gradients over.
+        # Only nodes on paths from y to x run. Those of all parameters are on such paths, and hand gradients over.
         if x is None:
             torch.autograd.backward(y, dy)
         else:
@@ -300,7 +274,7 @@ class Interpreter:
             self.queued[op.key] = Queued(self.zero.queue, self.tracker.allocate("buffers", num_bytes))
         self.zero.queue = None
 
-    def _backward_weights(self, op: BackwardWeights) -> None:
+    def _backward_weights(self, op: ops.BackwardWeights) -> None:
         queued = self.queued.pop(op.key)
         for weight, write in queued.writes:
             self.zero.accumulate_grad(weight, write)
@@ -308,7 +282,7 @@ class Interpreter:
 
     # -- weights
 
-    def _gather(self, op: Gather) -> Pending:
+    def _gather(self, op: ops.Gather) -> Pending:
         unit = self.units[op.unit]
         self.gathered.add(op.unit)
         gather = unit.weights.start_all_gather(self.zero.arena.data, op.offset)
@@ -319,16 +293,16 @@ class Interpreter:
 
         return Pending(then=received)
 
-    def _release(self, op: Release) -> None:
+    def _release(self, op: ops.Release) -> None:
         self.gathered.discard(op.unit)
         self.units[op.unit].weights.release()
 
     # -- between stages
 
-    def _tag(self, op: Recv | Send) -> int:
+    def _tag(self, op: ops.Recv | ops.Send) -> int:
         return (op.to * len(self.micro_batches) + op.micro_batch) * 2 + (op.what == "dx")
 
-    def _recv(self, op: Recv) -> Pending:
+    def _recv(self, op: ops.Recv) -> Pending:
         shape, dtype, device = self.activation
         x = torch.empty(shape, dtype=dtype, device=device)
         allocation = self.tracker.allocate("buffers", x.nbytes)
@@ -342,7 +316,7 @@ class Interpreter:
 
         return Pending(then=received)
 
-    def _send(self, op: Send) -> Pending:
+    def _send(self, op: ops.Send) -> Pending:
         x = (self.x if op.what == "x" else self.dx).pop(op.micro_batch).contiguous()
         allocation = self.tracker.allocate("buffers", x.nbytes)
         send = self.pp.start_send(x, *self.route(op), self._tag(op))
@@ -355,10 +329,10 @@ class Interpreter:
 
     # -- the end of a step
 
-    def _norm(self, op: Norm) -> None:
+    def _norm(self, op: ops.Norm) -> None:
         self.square_sum = self.zero.gradient_square_sum(self.tied)
 
-    def _update(self, op: Update) -> Pending:
+    def _update(self, op: ops.Update) -> Pending:
         assert self._step_params is not None
         unit = self.units[op.unit]
         return unit.optimizer.start_step(self._step_params, unit.gradients.take())

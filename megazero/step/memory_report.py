@@ -1,4 +1,4 @@
-"""Report of memory that ran out: the memory tracker beside the estimate's prediction for the same operation."""
+"""Report of an out-of-memory error: the memory tracker next to the estimate's prediction for the same operation."""
 
 from __future__ import annotations
 
@@ -15,43 +15,38 @@ from megazero.plan.program.operations import Op, name_of
 from megazero.plan.program.program import Program
 from megazero.price.bytes.estimate import predicted_after
 
-# What a CPU allocator says, in plain RuntimeErrors: told by their words alone.
+# CPU allocators raise RuntimeErrors that only their messages distinguish.
 WORDS = ("not enough memory", "can't allocate memory", "out of memory", "cannot allocate memory")
 MIB = 2**20
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return true if an exception says that memory ran out, of a GPU or of the host."""
+    """Return whether an exception reports that a GPU or the host is out of memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in WORDS)
 
 
 def memory_report(config: Config, mesh: Mesh, tracker: MemoryTracker, step: Program, op: Op | None) -> str:
-    """Tell what this rank held when `op` of `step` ran out of memory, by kind, now and at its peak, and as predicted.
+    """Return a table of this rank's memory when `op` of `step` failed: by kind, now, at the peak, and as predicted.
 
-    The prediction is for the moment after the operation. It is left out for an evaluation, and where it fails: this
-    report is made while another exception is being raised.
+    The prediction is for the moment after the operation. Evaluations have none.
     """
-    expected: MemoryTracker | None = None
+    trackers, columns = [tracker], ["now", "peak"]
     ops = [*step.gradients, *step.update]
     at = next((n for n, known in enumerate(ops) if known is op), None)
     if step.trains and at is not None:
         try:
-            expected = predicted_after(config, mesh.layout, mesh.rank, mesh.device.type == "cpu", at + 1)
-        except Exception as error:  # the one that is being reported matters more
+            trackers.append(predicted_after(config, mesh.layout, mesh.rank, mesh.device.type == "cpu", at + 1))
+            columns += ["predicted", "its peak"]
+        except Exception as error:  # the exception that is being reported matters more
             log.error(f"no prediction for the memory report: {type(error).__name__}: {error}")
+    table = [(kind, [n for t in trackers for n in (t.now[kind], t.peak[kind])]) for kind in KINDS]
+    table.append(("total on the device", [n for t in trackers for n in (t.total, t.total_peak)]))
     where = f" in {name_of(op)}" if op is not None else ""
-    columns = ["now", "peak", *(["predicted", "its peak"] if expected is not None else [])]
     rows = [f"memory of rank {mesh.rank}{where}, MiB:", f"{'':24}" + "".join(f"{name:>12}" for name in columns)]
-    for kind in KINDS:
-        values = [tracker.now[kind], tracker.peak[kind]]
-        values += [expected.now[kind], expected.peak[kind]] if expected is not None else []
-        rows.append(f"  {kind:<22}" + "".join(f"{value / MIB:>12,.1f}" for value in values))
-    totals = [tracker.total, tracker.total_peak]
-    totals += [expected.total, expected.total_peak] if expected is not None else []
-    rows.append(f"  {'total on the device':<22}" + "".join(f"{value / MIB:>12,.1f}" for value in totals))
-    rows.append(f"not in the table: activations that autograd keeps inside layers, and scratch; {_allocated(mesh)}")
+    rows += [f"  {name:<22}" + "".join(f"{value / MIB:>12,.1f}" for value in values) for name, values in table]
+    rows.append(f"not in the table: activations that autograd saves inside layers, and scratch; {_allocated(mesh)}")
     return "\n".join(rows)
 
 
@@ -63,15 +58,15 @@ def _allocated(mesh: Mesh) -> str:
 
 
 def most_resident() -> int:
-    """Return the most bytes of host memory that this process has had at one time."""
+    """Return the peak of this process' resident memory, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def device_in_use(device: torch.device) -> tuple[int, int]:
-    """Return the most bytes of its device that this process has used at one time, and the device's own (0: a CPU).
+    """Return the peak of the device memory that this process uses, and the device's size; both in bytes.
 
-    Of a GPU what torch's allocator has reserved, in this iteration: more than what tensors take, less than what
-    nvidia-smi shows, which counts CUDA's context and NCCL's buffers too. Of a CPU the process' resident memory.
+    On a GPU: the most that torch's allocator has reserved in this iteration. That is more than tensors take, and less
+    than nvidia-smi shows, which counts CUDA's context and NCCL's buffers too. On a CPU: resident memory, and 0.
     """
     if device.type != "cuda":
         return most_resident(), 0

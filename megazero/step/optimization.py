@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from megazero.config.schema import OptimizerConfig, TrainingConfig
 
-# Share of the way from --min-lr to --lr, by the share of the decay that is done: 1 at 0, 0 at 1.
+# Fraction of the way from --min-lr to --lr, as a function of the fraction of the decay that is done: 1 at 0, 0 at 1.
 DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda done: 1 - done,
     "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
@@ -38,17 +38,17 @@ def learning_rate(config: OptimizerConfig, iteration: int) -> float:
 
 
 def clip_factor(norm: float, clip: float) -> float:
-    """Return the factor for gradients of this norm. The norm is finite: a skip is decided before."""
+    """Return the factor for gradients of this norm, which is finite."""
     assert math.isfinite(norm), norm
     return min(1.0, clip / (norm + 1e-6)) if clip > 0 else 1.0
 
 
 @dataclass(frozen=True)
 class LossScale:
-    """Dynamic loss scaling (Micikevicius 2018), with Megatron's hysteresis; a value, replaced at every iteration.
+    """Dynamic loss scaling (Micikevicius 2018) with Megatron's hysteresis; a value, replaced at every iteration.
 
-    An overflow costs one of `left`; with none left, the scale halves. `window` iterations without one double the scale
-    and give back all of `hysteresis`.
+    An overflow reduces `left` by 1; at 0 the scale halves. After `window` iterations without an overflow the scale
+    doubles, and `left` is `hysteresis` again.
     """
 
     value: float
@@ -60,7 +60,7 @@ class LossScale:
 
     @classmethod
     def of(cls, config: TrainingConfig) -> LossScale | None:
-        """fp16's; the other precisions reach as far as fp32 does, and need none."""
+        """Return the loss scale of fp16; None for other precisions, whose range is at least fp32's."""
         if config.precision != "fp16":
             return None
         c = config
@@ -68,11 +68,11 @@ class LossScale:
 
     @property
     def exhausted(self) -> bool:
-        """One more overflow cannot be answered."""
+        """The scale cannot be lowered at the next overflow."""
         return self.value <= self.least and self.left <= 1
 
     def after(self, overflow: bool) -> LossScale:
-        """The scale of the next iteration."""
+        """Return the loss scale of the next iteration."""
         if overflow:
             left = max(0, self.left - 1)
             value = max(self.least, self.value / 2) if left == 0 else self.value

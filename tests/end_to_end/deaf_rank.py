@@ -8,8 +8,10 @@ import torch.distributed as dist
 
 from megazero.comm.launch import failures, launch
 from megazero.comm.launch.world import read_world
+from megazero.log import log_as
 
 world = read_world()
+log_as(world.rank, world.size)
 launch.start(world, torch.device("cpu"), 1.0)
 store = dist.distributed_c10d._get_default_store()
 if world.rank == int(sys.argv[1]):

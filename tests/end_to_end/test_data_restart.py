@@ -103,11 +103,11 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, small_disk: Path) -> None:
     assert done.returncode == 1, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if "error" in line]
     assert "No space left on device; free some space, or write elsewhere. " in line and "Traceback" not in done.stderr
-    assert "are done and kept in" in line and "the same command goes on from there" in line
+    assert "are done and kept in" in line and "the same command resumes from there" in line
     assert [path.name for path in small_disk.iterdir()] == ["p.partial"]
     subprocess.run(["mount", "-o", "remount,size=20M", str(small_disk)], check=True)  # space is freed
     done = subprocess.run([sys.executable, "-c", driver, *given[2:]], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and "going on behind" in done.stderr
+    assert done.returncode == 0 and "resuming after" in done.stderr
     assert content(small_disk / "p") == content(tmp_path / "whole" / "p")
 
 

@@ -92,7 +92,9 @@ def test_a_signal_ends_an_evaluation(run) -> None:
     folder, _ = run
     common = [*SIZES, "--data-path", folder / "words", "--split", "8,1,1", "--load", folder / "run", "--eval-only"]
     done = warm("tests/end_to_end/signalled.py", *common, "--eval-iters", 4)
-    assert done.returncode == 75 and "stopped by SIGUSR1, with 25% evaluated: no result" in done.stdout, done.stderr
+    assert done.returncode == 75 and "stopped by SIGUSR1 after 25% of the evaluation: no result" in done.stdout, (
+        done.stderr
+    )
 
 
 def test_a_blend_says_the_loss_of_each_corpus(run) -> None:

@@ -356,7 +356,7 @@ def test_a_rank_that_raises_ends_the_run(model, corpus: Path, tmp_path: Path) ->
     said = [line for line in done.stderr.splitlines() if line.startswith("rank ")]
     assert "ValueError: --data-path" in said[0] and "65535" in said[0]  # before anybody else's lament
     last = [line for line in said[1:] if not line.endswith("asking the others why")]
-    assert all("stopped, for another rank failed: rank" in line and "65535" in line for line in last)
+    assert all("stopping because another rank failed: rank" in line and "65535" in line for line in last)
 
 
 PLANTED = """
@@ -402,7 +402,7 @@ def test_memory_that_runs_out_is_the_last_word_of_its_rank(model, tmp_path: Path
     assert "memory of rank 0" not in done.stderr
     lost, cause = (
         r"rank 0: .* in operation '[^']+' of the step; asking the others why",
-        rf"rank 0: stopped, for another rank failed: {re.escape(words)}",
+        rf"rank 0: stopping because another rank failed: {re.escape(words)}",
     )
     assert all(re.fullmatch(f"{lost}|{cause}", line) for line in said[1:])
 

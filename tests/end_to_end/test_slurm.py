@@ -164,10 +164,10 @@ def test_a_job_near_its_limit_saves_is_requeued_and_ends_with_the_same_curve(clu
     job = cluster.wait(job_id)
     log = batch_log(tmp_path, job)
     assert (job.state, job.exit_code, job.fields["Restarts"]) == ("COMPLETED", "0:0", "1"), log
-    for words in ("USR1: the ranks save and stop", "exit code 75", "requeued: goes on from iter_"):
+    for words in ("USR1: the ranks save and stop", "exit code 75", "requeued: resumes from iter_"):
         assert words in log, log
     assert "ended first" not in log  # which rank left first is no failure
-    at = int(log.split("requeued: goes on from iter_")[1][:7])
+    at = int(log.split("requeued: resumes from iter_")[1][:7])
     assert 4 < at < 150
     done = pretrain(*flags, "--log-dir", tmp_path / "whole", ranks=2)
     assert done.returncode == 0, done.stderr
@@ -216,7 +216,7 @@ def test_jobs_of_a_chain_follow_each_other(cluster, tmp_path, model):
     job = cluster.wait(second)
     assert (job.state, job.exit_code) == ("COMPLETED", "0:0"), batch_log(tmp_path, job)
     assert [m["iteration"] for m in metrics(run)] == list(range(1, 61))
-    assert "going on after iteration" in rank_logs(run, job)[0].read_text()
+    assert "resuming after iteration" in rank_logs(run, job)[0].read_text()
 
 
 @pytest.mark.slow
@@ -311,7 +311,7 @@ def test_an_array_preprocesses_and_a_killed_task_goes_on(cluster, tmp_path):
     assert (tmp_path / "p-00001-of-00003.partial").exists()
     assert not (tmp_path / "p-00001-of-00003_text_document.idx").exists()
     run("1", {"1": "COMPLETED"}, PARTS="3")
-    assert "going on behind" in (tmp_path / "1.log").read_text()
+    assert "resuming after" in (tmp_path / "1.log").read_text()
     parts = sorted(map(str, tmp_path.glob("p-*_text_document.idx")))
     tools = (
         ["merge_datasets", "--input", *parts, "--output-prefix", str(tmp_path / "joined")],

@@ -30,7 +30,7 @@ from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
 from megazero.run.inputs import open_data
 from megazero.run.resume import find_checkpoint
-from megazero.run.trainer import Trainer
+from tests.helpers.runs import new_run
 
 MODEL = ModelConfig(
     num_layers=5, hidden_size=16, num_attention_heads=4, seq_length=8, vocab_size=257, init_method_std=0.05
@@ -94,20 +94,20 @@ def train(
     """
     config, layout = resolve(config, world, 257, declare)
     mesh = Mesh.build(layout, rank, torch.device("cpu"), config.parallel.distributed_timeout_minutes)
-    run = Trainer(config, mesh, open_data(config, data_tokenizer(config)), None)
+    run = new_run(config, mesh, open_data(config, data_tokenizer(config)))
     found = []
     with contextlib.redirect_stdout(open(os.devnull, "w")):
-        _, run.progress = run.checkpoints.resume(find_checkpoint(run.config, mesh.host_group))
-        while run.progress.iteration < config.training.train_iters:
-            record = run.iterate()
+        _, run.trainer.progress = run.checkpoints.resume(find_checkpoint(run.config, mesh.host_group))
+        while run.trainer.progress.iteration < config.training.train_iters:
+            record = run.trainer.iterate()
             found.append((record["iteration"], record["loss"]))
             if see is not None:
                 see(*found[-1])
-            if save_every and run.progress.iteration % save_every == 0:
-                run.checkpoints.save(run.progress)
-        run.checkpoints.save(run.progress, last=True)
-    run.train_batches.close()
-    run.engine.wait()
+            if save_every and run.trainer.progress.iteration % save_every == 0:
+                run.checkpoints.save(run.trainer.progress)
+        run.checkpoints.save(run.trainer.progress, last=True)
+    run.trainer.train_batches.close()
+    run.trainer.engine.wait()
     return found
 
 

@@ -12,7 +12,7 @@ import math
 from typing import NamedTuple
 
 from megazero.config.schema import BYTES, Config
-from megazero.model.layers.attention import Backend, attention_backend
+from megazero.model.layers.attention import is_fused
 from megazero.plan.layout.flat_layout import partition_numel
 from megazero.plan.layout.topology import Layout
 
@@ -72,7 +72,7 @@ def computed_saves(config: Config, layout: Layout, device_type: str) -> list[Sav
         return found + [Saved(f"{name} output", (rows, h), w)] * keeps
 
     found = [*norm(1), Saved("queries, keys, values", (tokens, 3 * h // tp), w)]
-    if attention_backend(device_type, training.precision, model.attention_dropout > 0) is Backend.FUSED:
+    if is_fused(device_type, training.precision, model.attention_dropout > 0):
         found.append(Saved("attention log-sum-exp", (b, heads, s), wide))
     elif keeps:
         found.append(Saved("attention weights", (b, heads, s, s), w))

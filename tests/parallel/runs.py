@@ -28,8 +28,9 @@ from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
 from megazero.run.inputs import open_data
 from megazero.run.resume import find_checkpoint
-from megazero.run.stopping import DeadRun, Stop
-from megazero.run.trainer import Trainer
+from megazero.run.run import TrainingRun
+from megazero.run.stopping import DeadRun, Wish
+from tests.helpers.runs import new_run
 
 MODEL = ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=8, vocab_size=257)
 
@@ -55,26 +56,26 @@ def configured(corpus: str, save: Path | str, iterations: int, eod: bool = False
     )
 
 
-def trainer(rank: int, world: int, config: Config) -> Trainer:
+def run_of(rank: int, world: int, config: Config) -> TrainingRun:
     log_as(rank, world)
     config, layout = resolve(config, world, 257, declare)
     mesh = Mesh.build(layout, rank, torch.device("cpu"))
-    return Trainer(config, mesh, open_data(config, load_tokenizer("byte")), 256 if config.data.eod_mask_loss else None)
+    return new_run(config, mesh, open_data(config, load_tokenizer("byte")), 256 if config.data.eod_mask_loss else None)
 
 
-def quietly(run: Trainer) -> Stop | None:
+def quietly(run: TrainingRun) -> Wish | None:
     with contextlib.redirect_stdout(open(os.devnull, "w")):
-        return run.run(find_checkpoint(run.config, run.mesh.host_group))
+        return run.train(find_checkpoint(run.config, run.mesh.host_group))
 
 
 def train(rank: int, world: int, config: Config) -> tuple[int, str]:
     """A run as pretrain_gpt.py makes it: the iteration that it reached, and why it ended early."""
-    run = trainer(rank, world, config)
+    run = run_of(rank, world, config)
     try:
         quietly(run)
     except (DeadRun, ValueError, RuntimeError) as error:
-        return run.progress.iteration, f"{type(error).__name__}: {error}"
-    return run.progress.iteration, ""
+        return run.trainer.progress.iteration, f"{type(error).__name__}: {error}"
+    return run.trainer.progress.iteration, ""
 
 
 def weights(path: Path) -> torch.Tensor:

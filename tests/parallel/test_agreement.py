@@ -43,7 +43,7 @@ def refuse(rank: int, world: int, refusing: list[int]) -> str:
         agree(lambda: ALIKE, World(rank, world, rank, "torchrun"), CPU, ["a"], "no disk" if rank in refusing else "")
     except ValueError as error:
         return str(error)
-    return "went on"
+    return "continued"
 
 
 @pytest.mark.parametrize("refusing", [[0], [1], [0, 1]], ids=str)
@@ -53,7 +53,7 @@ def test_what_some_or_all_ranks_refuse_is_raised_on_all(refusing: list[int], ran
 
 def test_what_the_only_rank_refuses_is_raised() -> None:
     assert refuse(0, 1, [0]) == "no disk"
-    assert refuse(0, 1, []) == "went on"
+    assert refuse(0, 1, []) == "continued"
 
 
 def test_ranks_that_are_alike_send_32_bytes(ranks) -> None:
@@ -67,11 +67,11 @@ def test_ranks_that_are_alike_send_32_bytes(ranks) -> None:
         ({0: {"--lr": "0.2"}}, "--lr is 0.1 on ranks 1 (a), 2-3 (b), 0.2 on rank 0 (a)."),
         ({1: {"--tensor-model-parallel-size": "4"}, 2: {"--seed": "6"}}, "--seed is 5 on ranks 0-1 (a), 3 (b), 6 on"),
         ({r: {"--seed": str(r)} for r in range(4)}, "0 on rank 0 (a), 1 on rank 1 (a), 2 on rank 2 (b), 3 on rank 3"),
-        ({2: {"new": "x"}}, "new is not known on ranks 0-1 (a), 3 (b), x on rank 2 (b)"),
+        ({2: {"new": "x"}}, "new is unknown on ranks 0-1 (a), 3 (b), x on rank 2 (b)"),
     ],
     ids=str,
 )
 def test_a_rank_that_is_unlike_is_named_on_all(own: dict[int, dict[str, str]], words: str, ranks) -> None:
     for said, sent in ranks(4).run(compare, own, 4):
-        assert said.startswith("the ranks were not started alike: ") and words in said, said
+        assert said.startswith("ranks differ: ") and words in said, said
         assert sent == [32, -1]

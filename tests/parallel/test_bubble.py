@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megazero.observe.bubble import BubbleMeter, StageTimes, bubble, stage_times
-from megazero.observe.timeline import Span
+from megazero.observe.timeline import Interval
 from megazero.plan.program.operations import Backward, BackwardWeights, Forward, Norm, Op, Recompute, Recv, Wait
 from megazero.plan.program.program import program
 from megazero.plan.schedule.schedules import SCHEDULES
@@ -16,17 +16,17 @@ from tests.parallel.cases import Case, new_engine
 SECOND = 10**9  # ns
 
 
-def spans_of(timing: Timing, rank: int) -> list[Span]:
+def spans_of(timing: Timing, rank: int) -> list[Interval]:
     """Return the spans of a timeline: the computations, and between them the waits for messages."""
     found, at = [], 0
     for op, begin, end in timing.spans[rank]:
         if begin * SECOND > at:
-            found.append(Span(Wait(Recv("x", 0, len(found))), at, round(begin * SECOND)))
+            found.append(Interval(Wait(Recv("x", 0, len(found))), at, round(begin * SECOND)))
         at = round(end * SECOND)
-        found.append(Span(op, round(begin * SECOND), at))
+        found.append(Interval(op, round(begin * SECOND), at))
     # time after the last computation, such as the wait for the norm of all ranks, is idle time only up to the end
     # of the last stage's computation
-    return [*found, Span(Norm(), at, round((timing.seconds + 7) * SECOND))]
+    return [*found, Interval(Norm(), at, round((timing.seconds + 7) * SECOND))]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

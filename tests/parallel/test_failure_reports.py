@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megazero.comm.launch.errors import PeerLost
-from megazero.observe.watchdog import Place
+from megazero.observe.watchdog import Activity
 from megazero.step.engine import Engine
 from pretrain_gpt import place_of
 from tests.parallel.cases import Case, micro_batches, new_engine
@@ -114,7 +114,7 @@ def test_the_watchdogs_thread_sees_the_operation_that_is_carried_out() -> None:
     run = engine.interpreter
 
     def watch() -> None:
-        seen.append(Place("iteration 1", run.current, run.since))
+        seen.append(Activity("iteration 1", run.current, run.since))
 
     forward = engine.model.blocks["2"].forward
 

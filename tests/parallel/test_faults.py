@@ -19,7 +19,7 @@ from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout
 from megazero.plan.program.operations import Backward, Forward, Op, Reduce, Start
-from megazero.step.bad_step import Place, samples_text
+from megazero.step.bad_step import LayerResult, samples_text
 from megazero.step.engine import Engine, LossScaleExhausted
 from tests.parallel.cases import Case, MicroBatch, micro_batches, new_engine, train
 
@@ -156,7 +156,7 @@ def test_forwards_come_before_backwards_and_each_in_its_direction() -> None:
     forwards = [Forward(layer, 0, True) for layer in ("token_embedding", "blocks.0", "blocks.11", "head")]
     backwards = [Backward(layer, 0, True) for layer in ("head", "blocks.11", "blocks.0")]
     layers = declare(ModelConfig(vocab_size=64))
-    places = [Place.of(op, layers) for op in [*forwards, *backwards]]
+    places = [LayerResult.of(op, layers) for op in [*forwards, *backwards]]
     assert sorted(places) == places
     assert places[0].text(layers) == "the output of the embedding"
     assert places[4].text(layers) == "the gradient of the input of the head"

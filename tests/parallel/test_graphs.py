@@ -38,7 +38,7 @@ def difference(one: Outcome, other: Outcome) -> float:
     "fault",
     [
         pytest.param(
-            Fault(*BLOCKS, "capture", "Pools(self._capturer.new_pool(), ", "Pools(self._backwards, "),
+            Fault(*BLOCKS, "capture", "(self._capturer.new_pool(), ", "(self._backwards, "),
             id="forwards and backwards share a pool",
         ),
         pytest.param(

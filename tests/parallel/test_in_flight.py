@@ -15,8 +15,9 @@ from megazero.comm.mesh.mesh import Mesh
 from megazero.config.schema import CheckpointConfig
 from megazero.data.corpora import open_datasets
 from megazero.plan.layout.topology import Layout
-from megazero.run.trainer import Trainer
+from megazero.run.run import TrainingRun
 from tests.helpers.late import late_collectives
+from tests.helpers.runs import new_run
 from tests.parallel.cases import Case
 from tests.unit.data_helpers import write_corpus
 
@@ -82,29 +83,29 @@ def test_an_overlap_is_refused_and_named(ranks) -> None:
 # -- a run that resumes from a checkpoint
 
 
-def trainer(rank: int, case: Case, folder: Path, check_buffers: bool = True) -> Trainer:
+def run_of(rank: int, case: Case, folder: Path, check_buffers: bool = True) -> TrainingRun:
     config = replace(case.config(), checkpoint=CheckpointConfig(save=str(folder / "saved")))
     data = open_datasets([str(folder / "corpus")], "1,0,0", case.model.seq_length, 1, case.model.vocab_size)
-    return Trainer(config, Mesh.build(case.layout, rank, CPU, check_buffers=check_buffers), data, None)
+    return new_run(config, Mesh.build(case.layout, rank, CPU, check_buffers=check_buffers), data)
 
 
 def begin(rank: int, case: Case, folder: Path) -> tuple[float, float]:
     """One iteration, a checkpoint, one more: the loss and the norm of that."""
-    run = trainer(rank, case, folder)
-    run.iterate()
-    run.checkpoints.save(run.progress)
-    record = run.iterate()
-    run.engine.wait()
+    run = run_of(rank, case, folder)
+    run.trainer.iterate()
+    run.checkpoints.save(run.trainer.progress)
+    record = run.trainer.iterate()
+    run.trainer.engine.wait()
     return record["loss"], record["grad_norm"]
 
 
 def go_on(rank: int, case: Case, folder: Path, late: bool, check_buffers: bool) -> tuple[float, float]:
     """The second iteration, from the checkpoint."""
     with late_collectives(checks=False) if late else nullcontext():
-        run = trainer(rank, case, folder, check_buffers)
-        _, run.progress = run.checkpoints.resume(folder / "saved" / "iter_0000001")
-        record = run.iterate()
-        run.engine.wait()
+        run = run_of(rank, case, folder, check_buffers)
+        _, run.trainer.progress = run.checkpoints.resume(folder / "saved" / "iter_0000001")
+        record = run.trainer.iterate()
+        run.trainer.engine.wait()
     return record["loss"], record["grad_norm"]
 
 

@@ -87,7 +87,7 @@ START = "megazero.comm.mesh.collectives", "Axis", "_start"
     [
         pytest.param(
             OFFLOADED,
-            Fault("megazero.memory.copies", "Fetch", "wait", "self.done is not None", "False"),
+            Fault("megazero.memory.copies", "DeviceCopy", "wait", "self.done is not None", "False"),
             {RACE},
             "native_layer_norm [Recompute blocks.2 mb 0] on the compute stream reads bytes of a tensor in device "
             "memory that copy_ [start Fetch blocks.2 mb 0] on stream 2 writes",

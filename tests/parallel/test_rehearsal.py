@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from megazero.rehearse.rehearsal import Place, rehearse
+from megazero.rehearse.rehearsal import RehearsalDevice, rehearse
 from tests.parallel.cases import MODEL, Case, train
 
 UNTIED = replace(MODEL, untie_embeddings=True)
@@ -49,7 +49,7 @@ def test_real_ranks_the_rehearsal_and_the_estimate_agree(case: Case, ranks) -> N
     outcomes = ranks(case.world).run(train, case, 2)
     config, layout = case.resolved()
     for rank in (case.world - 1, 0)[: 1 + (case in SLOW)]:
-        found = rehearse(config, layout, rank, Place.of("cpu"))
+        found = rehearse(config, layout, rank, RehearsalDevice.of("cpu"))
         assert found.memory == outcomes[rank].memory[-1] == found.estimated_memory
         assert found.traffic == outcomes[rank].sent[-1] == found.estimated_traffic
         for kind, num_bytes in found.traffic.items():

@@ -24,14 +24,14 @@ from megazero.config.schema import (
 from megazero.data.writer import IndexedWriter
 from megazero.model.stage import declare
 from megazero.observe import stragglers
-from megazero.observe.timeline import Span
+from megazero.observe.timeline import Interval
 from megazero.plan.layout.owned import rank_parts
 from megazero.plan.program.operations import Forward
 from megazero.run.replicas import check_replicas
 from megazero.run.resume import find_checkpoint
-from megazero.run.stopping import SAVED_EARLY, STOPS, Clock, DeadRun, Signals, Stop
-from megazero.run.trainer import Trainer
-from tests.parallel.runs import MODEL, configured, names, quietly, train, trainer, weights, write_corpus
+from megazero.run.run import TrainingRun
+from megazero.run.stopping import Clock, DeadRun, Signals, Wish
+from tests.parallel.runs import MODEL, configured, names, quietly, run_of, train, weights, write_corpus
 
 
 @pytest.fixture(scope="module")
@@ -44,15 +44,18 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def held_and_planned(rank: int, world: int, config: Config) -> tuple[dict[str, Any], dict[str, Any], int]:
     """Geometry of every shard, by the engine and by the pure plan; lists of chunks that rank 0 hears of."""
-    run = trainer(rank, world, config)
-    held = {name: (s.global_shape, s.offset, s.local_shape, s.start, s.stop) for name, s in run.engine.shards().items()}
+    run = run_of(rank, world, config)
+    held = {
+        name: (s.global_shape, s.offset, s.local_shape, s.start, s.stop)
+        for name, s in run.trainer.engine.shards().items()
+    }
     layout = run.mesh.layout
     planned = {
         f"{state}.{p.spec.name}": (p.spec.shape, p.block.offset, p.block.shape, p.start, p.stop)
         for p in rank_parts(run.config, layout, rank, declare)
         for state in ("model", "exp_avg", "exp_avg_sq")
     }
-    return held, planned, len(RankPlan.of(run.engine.shards()).holdings)
+    return held, planned, len(RankPlan.of(run.trainer.engine.shards()).holdings)
 
 
 @pytest.mark.parametrize(("tp", "stage"), [(1, 0), (1, 3), (2, 1)])
@@ -75,23 +78,23 @@ def test_a_plan_does_not_grow_with_the_layers(ranks: Any, corpus: str, tmp_path:
 
 
 class Told(Clock):
-    """A clock by which a save is due at given calls; it is called before each iteration."""
+    """A clock that wishes for a save at given calls, one before each iteration."""
 
     def __init__(self, *due: int) -> None:
         super().__init__(0.0, 0.0, lambda: None)
         self.due, self.calls = due, 0
 
-    def save_due(self, now: float) -> bool:
+    def wish(self, now: float) -> Wish:
         self.calls += 1
-        return self.calls in self.due
+        return Wish.SAVE if self.calls in self.due else Wish.CONTINUE
 
 
 def train_by_time(rank: int, world: int, config: Config) -> int:
     """Rank 0 alone has a clock: before iterations 1 and 4 it asks for a save."""
-    run = trainer(rank, world, config)
-    run.clock = Told(1, 4) if rank == 0 else None
+    run = run_of(rank, world, config)
+    run.wishes.clock = Told(1, 4) if rank == 0 else None
     quietly(run)
-    return run.progress.iteration
+    return run.trainer.progress.iteration
 
 
 def test_a_save_by_time_is_every_ranks(ranks: Any, corpus: str, tmp_path: Path) -> None:
@@ -131,13 +134,17 @@ def test_a_corpus_made_anew_ends_the_resume(ranks: Any, tmp_path: Path) -> None:
 
 def optimizer_after(rank: int, config: Config) -> tuple[float, float, int]:
     """After `resume`: the largest moment, the sum of this rank's weights, the iteration."""
-    run = trainer(rank, 2, config)
+    run = run_of(rank, 2, config)
     with contextlib.redirect_stdout(open(os.devnull, "w")):
-        _, run.progress = run.checkpoints.resume(find_checkpoint(run.config, run.mesh.host_group))
-    shards = run.engine.shards()
+        _, run.trainer.progress = run.checkpoints.resume(find_checkpoint(run.config, run.mesh.host_group))
+    shards = run.trainer.engine.shards()
     moments = max(float(s.data.abs().max()) for n, s in shards.items() if n.startswith("exp_avg") and s.data.numel())
     total = sum(float(s.data.double().sum()) for n, s in shards.items() if n.startswith("model."))
-    return moments, total, run.progress.iteration + run.progress.consumed_samples + run.engine.updates
+    return (
+        moments,
+        total,
+        run.trainer.progress.iteration + run.trainer.progress.consumed_samples + run.trainer.engine.updates,
+    )
 
 
 def test_finetuning_takes_weights_and_nothing_else(ranks: Any, corpus: str, tmp_path: Path) -> None:
@@ -149,19 +156,19 @@ def test_finetuning_takes_weights_and_nothing_else(ranks: Any, corpus: str, tmp_
         assert moment > 0 and progress == 3 + 12 + 3
         assert tuned_moment == 0 and tuned_progress == 0 and tuned_total == total
     for _, error in ranks(2).run(train, 2, configured(corpus, base, 3, load=base, finetune=True)):
-        assert "--finetune begins a new one; name another folder" in error
+        assert "--finetune starts a new one; name another folder" in error
 
 
 def samples_read(rank: int, config: Config) -> list[int]:
     """The samples of each iteration, of this rank."""
-    run, seen = trainer(rank, 2, config), []
-    step = run.engine.train_step
+    run, seen = run_of(rank, 2, config), []
+    step = run.trainer.engine.train_step
 
     def spied(iteration: int, batches: Any, samples: int) -> Any:
         seen.extend(number for batch in batches for number in batch.samples)
         return step(iteration, batches, samples)
 
-    run.engine.train_step = spied
+    run.trainer.engine.train_step = spied
     quietly(run)
     return sorted(seen)
 
@@ -206,12 +213,12 @@ def test_back_to_a_checkpoint_by_name_and_on_without_some_samples(ranks: Any, co
 # -- asked to stop
 
 
-def signalled(rank: int, config: Config, numbers: list[int], at: int) -> tuple[int, Stop | None]:
+def signalled(rank: int, config: Config, numbers: list[int], at: int) -> tuple[int, Wish | None]:
     """A run of which rank 1 alone is sent signals, in the middle of an iteration."""
     with Signals() as signals:
-        run = trainer(rank, 2, config)
-        run.signals = signals
-        step = run.engine.train_step
+        run = run_of(rank, 2, config)
+        run.wishes.signals = signals
+        step = run.trainer.engine.train_step
 
         def interrupted(iteration: int, batches: Any, samples: int) -> Any:
             if iteration == at and rank == 1:
@@ -219,9 +226,9 @@ def signalled(rank: int, config: Config, numbers: list[int], at: int) -> tuple[i
                     os.kill(os.getpid(), number)
             return step(iteration, batches, samples)
 
-        run.engine.train_step = interrupted
+        run.trainer.engine.train_step = interrupted
         stop = quietly(run)
-        return run.progress.iteration, stop
+        return run.trainer.progress.iteration, stop
 
 
 @pytest.mark.parametrize("numbers", [[signal.SIGUSR1], [signal.SIGTERM, signal.SIGTERM], [signal.SIGINT]], ids=str)
@@ -232,20 +239,20 @@ def test_a_signal_to_one_rank_stops_all_after_the_step(
     whole, parts = configured(corpus, tmp_path / "whole", 5), configured(corpus, tmp_path / "parts", 5)
     parts = replace(parts, checkpoint=replace(parts.checkpoint, load=parts.checkpoint.save))
     assert ranks(2).run(train, 2, whole) == [(5, "")] * 2
-    assert ranks(2).run(signalled, parts, numbers, 3) == [(3, Stop(numbers[0].name, SAVED_EARLY))] * 2
+    assert ranks(2).run(signalled, parts, numbers, 3) == [(3, Wish[f"STOP_{numbers[0].name}"])] * 2
     assert names(tmp_path / "parts") == [3]
     assert ranks(2).run(train, 2, parts) == [(5, "")] * 2
     found, wanted = (weights(tmp_path / name / "iter_0000005") for name in ("parts", "whole"))
     assert torch.equal(found, wanted)
 
 
-def timed(rank: int, config: Config, job_end: float | None) -> tuple[int, Stop | None]:
-    run = trainer(rank, 2, config)
+def timed(rank: int, config: Config, job_end: float | None) -> tuple[int, Wish | None]:
+    run = run_of(rank, 2, config)
     if rank == 0:
         limits = config.checkpoint
-        run.clock = Clock(limits.exit_duration_minutes, limits.exit_before_minutes, lambda: job_end)
+        run.wishes.clock = Clock(limits.exit_duration_minutes, limits.exit_before_minutes, lambda: job_end)
     stop = quietly(run)
-    return run.progress.iteration, stop
+    return run.trainer.progress.iteration, stop
 
 
 def test_a_limit_that_rank_0_sees_stops_all(ranks: Any, corpus: str, tmp_path: Path) -> None:
@@ -253,25 +260,26 @@ def test_a_limit_that_rank_0_sees_stops_all(ranks: Any, corpus: str, tmp_path: P
     logs = LogConfig(log_dir=str(tmp_path / "logs"))
     config = replace(configured(corpus, tmp_path / "saved", 3, exit_before_minutes=60.0), log=logs)
     soon, later = time.time() + 600, time.time() + 6000
-    assert ranks(2).run(timed, config, soon) == [(0, STOPS[2])] * 2
+    assert ranks(2).run(timed, config, soon) == [(0, Wish.STOP_JOB_END)] * 2
     assert names(tmp_path / "saved") == []
     (tmp_path / "logs" / "stop").touch()
-    assert ranks(2).run(timed, config, later) == [(0, STOPS[1])] * 2
+    assert ranks(2).run(timed, config, later) == [(0, Wish.STOP_FILE)] * 2
     assert ranks(2).run(timed, config, later) == [(3, None)] * 2
-    assert STOPS[1].exit_code == 0 and STOPS[2].exit_code == SAVED_EARLY
 
 
 # -- dead runs
 
 
 def poisoned_save(rank: int, config: Config) -> str:
-    run = trainer(rank, 2, config)
-    run.progress.iteration = 7
+    run = run_of(rank, 2, config)
+    run.trainer.progress.iteration = 7
     if rank == 1:
-        name = next(n for n, s in run.engine.shards().items() if n.startswith("model.blocks.1") and s.data.numel())
-        run.engine.shards()[name].data[-1] = float("nan")
+        name = next(
+            n for n, s in run.trainer.engine.shards().items() if n.startswith("model.blocks.1") and s.data.numel()
+        )
+        run.trainer.engine.shards()[name].data[-1] = float("nan")
     try:
-        run.checkpoints.save(run.progress)
+        run.checkpoints.save(run.trainer.progress)
     except DeadRun as error:
         return str(error)
     return "saved"
@@ -318,17 +326,17 @@ def test_a_save_in_the_background_is_the_same_checkpoint(ranks: Any, corpus: str
 
 def small_disk(rank: int, config: Config) -> tuple[int, str]:
     """Rank 1 may write 5,000 bytes per file: too little for its shard."""
-    run = trainer(rank, 2, config)
+    run = run_of(rank, 2, config)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
     try:
         quietly(run)
     except RuntimeError as error:
-        return run.progress.iteration, str(error)
+        return run.trainer.progress.iteration, str(error)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    return run.progress.iteration, ""
+    return run.trainer.progress.iteration, ""
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -346,11 +354,11 @@ def test_a_save_that_fails(ranks: Any, corpus: str, tmp_path: Path, background: 
 
 def drift(rank: int, world: int, config: Config, state: str, name: str) -> str:
     """Train a step, then flip a bit of the last rank's copy. Return the check's results before and after."""
-    run = trainer(rank, world, config)
-    run.iterate()
-    check_replicas(run.engine, 1)
+    run = run_of(rank, world, config)
+    run.trainer.iterate()
+    check_replicas(run.trainer.engine, 1)
     if rank == world - 1:
-        unit = next(unit for unit in run.engine.zero.units.values() if name in unit.flat.layout.windows)
+        unit = next(unit for unit in run.trainer.engine.zero.units.values() if name in unit.flat.layout.windows)
         if state == "weights":
             data = unit.weights.unsharded[unit.flat.layout.windows[name].slice()]
         else:
@@ -358,7 +366,7 @@ def drift(rank: int, world: int, config: Config, state: str, name: str) -> str:
             data = unit.optimizer.state(part)[state]
         data[:1].view(torch.int32)[0] ^= 1
     try:
-        check_replicas(run.engine, 1)
+        check_replicas(run.trainer.engine, 1)
     except DeadRun as error:
         return str(error)
     return ""
@@ -386,12 +394,12 @@ def test_a_copy_that_drifts_is_named(
     errors = ranks(world).run(drift, world, config, state, name)
     for error in (errors[-1], errors[world // 2 - 1]):
         assert f"iteration 1: copies that must be equal differ (--check-replicas-interval): {kind} of {name}: " in error
-        assert f"rank {world - 1} not as rank {world // 2 - 1}" in error and "; and " not in error
+        assert f"rank {world - 1} unlike rank {world // 2 - 1}" in error and "; and " not in error
     assert all("copies that must be equal differ" in error for error in errors)
 
 
 def compared(rank: int, world: int, config: Config) -> list[float]:
-    return trainer(rank, world, config).iterate()["compute_seconds"]
+    return run_of(rank, world, config).trainer.iterate()["compute_seconds"]
 
 
 def test_computing_times_are_compared(ranks: Any, corpus: str, tmp_path: Path) -> None:
@@ -403,8 +411,9 @@ def test_computing_times_are_compared(ranks: Any, corpus: str, tmp_path: Path) -
 
 def slow_ranks(rank: int, config: Config) -> object:
     """Report of an iteration in which rank 1 computed for five seconds, and rank 0 for one."""
-    mesh = trainer(rank, 2, config).mesh
-    return stragglers.report(mesh, 3, [Span(Forward("blocks.0", 0, True), 0, (1 + 4 * rank) * 10**9)]).get("slow_ranks")
+    mesh = run_of(rank, 2, config).mesh
+    late = Interval(Forward("blocks.0", 0, True), 0, (1 + 4 * rank) * 10**9)
+    return stragglers.report(mesh, 3, [late]).get("slow_ranks")
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -433,8 +442,8 @@ def test_a_run_leaves_its_starts_its_ends_and_a_report(corpus: str, tmp_path: Pa
     """Done, with nothing to do, resumed and stopped by the stop file, ended by an error."""
     log = LogConfig(log_dir=str(tmp_path))
 
-    def run(iterations: int) -> Trainer:
-        return trainer(0, 1, replace(configured(corpus, tmp_path, iterations, load=str(tmp_path)), log=log))
+    def run(iterations: int) -> TrainingRun:
+        return run_of(0, 1, replace(configured(corpus, tmp_path, iterations, load=str(tmp_path)), log=log))
 
     first = [("start", 0, ""), ("end", 2, "done")]
     quietly(run(2))
@@ -446,21 +455,21 @@ def test_a_run_leaves_its_starts_its_ends_and_a_report(corpus: str, tmp_path: Pa
     assert events_of(tmp_path) == first and not (tmp_path / "report.html").exists()
 
     stopped = run(9)
-    read, seen = stopped.train_batches.batch, []
+    read, seen = stopped.trainer.train_batches.batch, []
 
     def touch(consumed: int) -> Any:
         seen.append(consumed)
         (tmp_path / "stop").touch()
         return read(consumed)
 
-    stopped.train_batches.batch = touch
+    stopped.trainer.train_batches.batch = touch
     quietly(stopped)
     assert len(seen) == 1
     assert events_of(tmp_path) == [*first, ("start", 2, ""), ("end", 3, "the stop file")]
     assert "resumed once" in (tmp_path / "report.html").read_text()
 
     fails = run(9)
-    fails.train_batches.batch = None
+    fails.trainer.train_batches.batch = None
     with pytest.raises(TypeError):
         quietly(fails)
     assert events_of(tmp_path)[-1] == ("end", 3, "TypeError: 'NoneType' object is not callable")
@@ -469,7 +478,7 @@ def test_a_run_leaves_its_starts_its_ends_and_a_report(corpus: str, tmp_path: Pa
 def test_a_report_that_fails_fails_no_run(corpus: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for name in ("events.jsonl", "report.html"):
         (tmp_path / name / "x").mkdir(parents=True)
-    run = trainer(0, 1, replace(configured(corpus, tmp_path, 1), log=LogConfig(log_dir=str(tmp_path))))
+    run = run_of(0, 1, replace(configured(corpus, tmp_path, 1), log=LogConfig(log_dir=str(tmp_path))))
     assert quietly(run) is None and names(tmp_path) == [1]
     said = capfd.readouterr().err.splitlines()
     assert [line.split(":")[0] for line in said] == ["WARNING"] * 3, said

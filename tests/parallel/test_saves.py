@@ -20,10 +20,10 @@ import torch
 from megazero import checkpoint
 from megazero.checkpoint import tensor_file
 from megazero.config.schema import Config, EvaluationConfig
+from megazero.run.run import TrainingRun
 from megazero.run.run_state import Progress
-from megazero.run.stopping import SAVED_EARLY, Clock, DeadRun, Signals, Stop
-from megazero.run.trainer import Trainer
-from tests.parallel.runs import configured, names, quietly, trainer, weights, write_corpus
+from megazero.run.stopping import Clock, DeadRun, Signals, Wish
+from tests.parallel.runs import configured, names, quietly, run_of, weights, write_corpus
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_the_watchdog_does_not_watch_a_save_and_watches_again_after_one_that_fails(
     corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, seen = trainer(0, 1, configured(corpus, tmp_path, 3)), []
+    run, seen = run_of(0, 1, configured(corpus, tmp_path, 3)), []
 
     def full(tensor: torch.Tensor) -> memoryview:
         seen.append(run.watchdog.doing)
@@ -54,8 +54,8 @@ def test_what_cannot_be_deleted_does_not_end_the_run(
 ) -> None:
     """Use --keep-last 1 with a link in place of iteration 1. After that, the folder cannot be read."""
     root = tmp_path / "saved"
-    run = trainer(0, 1, configured(corpus, root, 3, save_interval=1, keep_last=1))
-    step = run.engine.train_step
+    run = run_of(0, 1, configured(corpus, root, 3, save_interval=1, keep_last=1))
+    step = run.trainer.engine.train_step
 
     def moved(iteration: int, batches: Any, samples: int) -> Any:
         if iteration == 2:
@@ -63,9 +63,9 @@ def test_what_cannot_be_deleted_does_not_end_the_run(
             (root / "iter_0000001").symlink_to(tmp_path / "elsewhere")
         return step(iteration, batches, samples)
 
-    run.engine.train_step = moved
-    run.run(None)
-    assert run.progress.iteration == 3 and names(root) == [1, 3]
+    run.trainer.engine.train_step = moved
+    run.train(None)
+    assert run.trainer.progress.iteration == 3 and names(root) == [1, 3]
     assert weights(tmp_path / "elsewhere").any()
 
     def stale(*_: Any) -> None:
@@ -74,13 +74,13 @@ def test_what_cannot_be_deleted_does_not_end_the_run(
     monkeypatch.setattr(checkpoint, "prune", stale)
     run.checkpoints.save(Progress(4, 16))
     assert names(root) == [1, 3, 4]
-    assert f"no old checkpoint in --save {root} is deleted: " in capfd.readouterr().err
+    assert f"cannot delete old checkpoints in --save {root}: " in capfd.readouterr().err
 
 
 def test_a_checkpoint_that_another_run_prunes_is_passed_over_at_the_load(corpus: str, tmp_path: Path) -> None:
     """Load the newer checkpoint, because the tensors of the first are gone."""
-    quietly(trainer(0, 1, configured(corpus, tmp_path, 2, save_interval=1)))
-    run = trainer(0, 1, configured(corpus, "", 2, load=str(tmp_path)))
+    quietly(run_of(0, 1, configured(corpus, tmp_path, 2, save_interval=1)))
+    run = run_of(0, 1, configured(corpus, "", 2, load=str(tmp_path)))
     shutil.rmtree(tmp_path / "iter_0000001")
     with contextlib.redirect_stdout(open(os.devnull, "w")):
         loaded, progress = run.checkpoints.resume(tmp_path / "iter_0000001")
@@ -91,11 +91,11 @@ def test_a_checkpoint_that_another_run_prunes_is_passed_over_at_the_load(corpus:
 
 
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Trainer], None]]:
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[TrainingRun], None]]:
     """held(run) holds the writer of each save in the background until the run waits for that save."""
     gate, write = threading.Event(), tensor_file.host_bytes
 
-    def hold(run: Trainer) -> None:
+    def hold(run: TrainingRun) -> None:
         assert run.checkpoints.saver is not None
         finish = run.checkpoints.saver.finish
 
@@ -118,11 +118,11 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Trainer], None]]
 
 
 def test_a_save_in_the_background_keeps_the_values_of_its_iteration(
-    corpus: str, tmp_path: Path, held: Callable[[Trainer], None]
+    corpus: str, tmp_path: Path, held: Callable[[TrainingRun], None]
 ) -> None:
     """Write each checkpoint when the next iteration has changed all values."""
     for name, background in (("now", False), ("later", True)):
-        run = trainer(0, 1, configured(corpus, tmp_path / name, 3, save_interval=1, async_save=background))
+        run = run_of(0, 1, configured(corpus, tmp_path / name, 3, save_interval=1, async_save=background))
         run.checkpoints.attached = {"tokenizer/tokenizer.json": b"{}"}
         if background:
             held(run)
@@ -136,22 +136,22 @@ def test_a_save_in_the_background_keeps_the_values_of_its_iteration(
             assert states[0][key] == states[1][key], key
 
 
-def skipping(run: Trainer, first: int) -> None:
+def skipping(run: TrainingRun, first: int) -> None:
     """Make no update from iteration `first` on."""
-    step = run.engine.train_step
+    step = run.trainer.engine.train_step
 
     def skipped(iteration: int, batches: Any, samples: int) -> Any:
         result = step(iteration, batches, samples)
         return result._replace(skipped=True, skip_reason="planted") if iteration >= first else result
 
-    run.engine.train_step = skipped
+    run.trainer.engine.train_step = skipped
 
 
 def test_a_run_that_dies_waits_for_its_save_in_the_background(
-    corpus: str, tmp_path: Path, held: Callable[[Trainer], None]
+    corpus: str, tmp_path: Path, held: Callable[[TrainingRun], None]
 ) -> None:
     options = {"save_interval": 1, "async_save": True, "max_skipped_iterations": 2}
-    run = trainer(0, 1, configured(corpus, tmp_path, 9, **options))
+    run = run_of(0, 1, configured(corpus, tmp_path, 9, **options))
     held(run)
     skipping(run, 2)
     with pytest.raises(DeadRun, match="iteration 3: 2 iterations in a row made no update"):
@@ -160,7 +160,7 @@ def test_a_run_that_dies_waits_for_its_save_in_the_background(
 
 
 def saving_minutes(rank: int, config: Config) -> float:
-    saver = trainer(rank, 2, config).checkpoints.saver
+    saver = run_of(rank, 2, config).checkpoints.saver
     assert saver is not None and saver._group is not None
     return saver._group._get_backend(torch.device("cpu")).options._timeout.total_seconds() / 60
 
@@ -180,38 +180,38 @@ def test_ranks_wait_long_for_a_save_in_the_background(
 
 def test_a_save_by_time_begins_the_time_anew(corpus: str, tmp_path: Path) -> None:
     """Let the minute of --save-interval-minutes 1 pass in iteration 2, and not again before the end."""
-    run = trainer(0, 1, configured(corpus, tmp_path, 5))
-    step = run.engine.train_step
+    run = run_of(0, 1, configured(corpus, tmp_path, 5))
+    step = run.trainer.engine.train_step
 
     def long(iteration: int, batches: Any, samples: int) -> Any:
         if iteration == 2:
-            run.clock = Clock(0.0, 0.0, lambda: None, now=time.time() - 61, save_minutes=1.0)
+            run.wishes.clock = Clock(0.0, 0.0, lambda: None, now=time.time() - 61, save_minutes=1.0)
         return step(iteration, batches, samples)
 
-    run.engine.train_step = long
+    run.trainer.engine.train_step = long
     quietly(run)
     assert names(tmp_path) == [2, 5]
 
 
 def test_an_evaluation_alone_ends_when_it_is_asked_to(corpus: str, tmp_path: Path) -> None:
     """Send the signal in the first global batch of --eval-only. The processes that read ahead end too."""
-    quietly(trainer(0, 1, configured(corpus, tmp_path, 1)))
+    quietly(run_of(0, 1, configured(corpus, tmp_path, 1)))
     config = configured(corpus, "", 1, load=str(tmp_path))
     only = EvaluationConfig(eval_only=True, eval_iters=3, eval_split="train")
     with Signals() as signals:
-        run = trainer(0, 1, replace(config, evaluation=only))
-        run.signals = signals
-        evaluate, calls = run.engine.evaluate_by_corpus, []
+        run = run_of(0, 1, replace(config, evaluation=only))
+        run.wishes.signals = signals
+        evaluate, calls = run.trainer.engine.evaluate_by_corpus, []
 
         def interrupted(batches: Any) -> Any:
             calls.append(batches)
             os.kill(os.getpid(), signal.SIGUSR1)
             return evaluate(batches)
 
-        run.engine.evaluate_by_corpus = interrupted
+        run.trainer.engine.evaluate_by_corpus = interrupted
         with contextlib.redirect_stdout(open(os.devnull, "w")):
-            assert run.evaluate_only(tmp_path / "iter_0000001") == Stop("SIGUSR1", SAVED_EARLY)
-    ((_, batches, _),) = run.evaluator.parts
+            assert run.evaluate(tmp_path / "iter_0000001") == Wish.STOP_SIGUSR1
+    ((_, batches, _),) = run.trainer.evaluator.parts
     assert len(calls) == 1 and batches._ahead is None
 
 
@@ -222,10 +222,10 @@ def test_checkpoints_of_before_a_resume_are_the_runs_own(corpus: str, tmp_path: 
     """Count them for --keep-last, with --keep-every 3. A resume with nothing to do saves nothing."""
     options = {"save_interval": 1, "keep_last": 2, "keep_every": 3, "load": str(tmp_path)}
     for iterations, kept in ((2, [1, 2]), (5, [3, 4, 5])):
-        quietly(trainer(0, 1, configured(corpus, tmp_path, iterations, **options)))
+        quietly(run_of(0, 1, configured(corpus, tmp_path, iterations, **options)))
         assert names(tmp_path) == kept
     before = (tmp_path / "iter_0000005").stat().st_ino
-    quietly(trainer(0, 1, configured(corpus, tmp_path, 5, **options)))
+    quietly(run_of(0, 1, configured(corpus, tmp_path, 5, **options)))
     assert (tmp_path / "iter_0000005").stat().st_ino == before
 
 
@@ -233,10 +233,10 @@ def test_the_last_checkpoint_before_skipped_steps_is_kept_over_a_resume(corpus: 
     """Keep it in addition to --keep-last 1, because weights after skipped steps may be unsound."""
     options = {"save_interval": 1, "keep_last": 1, "load": str(tmp_path)}
     for iterations, kept in ((4, [2, 4]), (6, [2, 6])):
-        run = trainer(0, 1, configured(corpus, tmp_path, iterations, **options))
+        run = run_of(0, 1, configured(corpus, tmp_path, iterations, **options))
         skipping(run, 3)
         quietly(run)
         assert names(tmp_path) == kept
     assert checkpoint.read_state(tmp_path / "iter_0000006")["skipped_in_a_row"] == 4
-    quietly(trainer(0, 1, configured(corpus, tmp_path, 7, **options)))
+    quietly(run_of(0, 1, configured(corpus, tmp_path, 7, **options)))
     assert names(tmp_path) == [7]

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megazero.checkpoint.pretend import plan_save, pretended_shards
 from megazero.config.schema import Config
 from megazero.model.stage import declare
 from megazero.plan.layout import owned
@@ -24,6 +23,7 @@ from megazero.plan.program import rank_spec
 from megazero.plan.program.operations import Gather, Ops, Reduce, ReduceReplicas, Release, Start, Sync, Wait, inner
 from megazero.plan.program.program import program
 from megazero.price.bytes.estimate import estimate
+from megazero.rehearse.saves import plan_save, pretended_shards
 from tests.parallel.cases import Case, Outcome, train
 from tests.parallel.test_parity import TOLERANCE, check_bytes, expected, relative_error
 

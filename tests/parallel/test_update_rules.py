@@ -9,7 +9,6 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from megazero.checkpoint.pretend import pretended_shards
 from megazero.comm.mesh.mesh import Mesh
 from megazero.config.optimizers import OPTIMIZERS, UpdateRule
 from megazero.model.stage import declare
@@ -20,6 +19,7 @@ from megazero.plan.program.program import program
 from megazero.plan.program.rank_spec import rank_spec
 from megazero.plan.sizes import Rates
 from megazero.price.bytes.estimate import estimate
+from megazero.rehearse.saves import pretended_shards
 from megazero.step.engine import Engine
 from tests.helpers import lion
 from tests.parallel.cases import Case, Outcome, train, train_on

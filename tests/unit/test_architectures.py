@@ -42,8 +42,8 @@ def test_an_architecture_brings_its_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"num_query_groups": 2}, "--num-query-groups 2 is nothing that --architecture gpt2 has; use llama"),
-        ({"add_qkv_bias": True}, "--add-qkv-bias is nothing that --architecture gpt2 has; use llama"),
+        ({"num_query_groups": 2}, "--architecture gpt2 has no --num-query-groups 2; use llama or parallel"),
+        ({"add_qkv_bias": True}, "--architecture gpt2 has no --add-qkv-bias; use llama or parallel"),
         (
             {"architecture": "llama", "num_query_groups": 5},
             "--num-query-groups 5 .*-heads 12; .* 6, 12",

@@ -124,7 +124,7 @@ def test_a_latest_that_is_no_file_is_said_and_replaced_by_the_newest(
     found = checkpoint.find(root)
     assert found == root / "iter_0000001"
     if kind != "dangling link":  # which is as good as no file
-        assert "latest is damaged" in caplog.text and "GOING ON FROM iter_0000001" in caplog.text
+        assert "latest is damaged" in caplog.text and "RESUMING FROM iter_0000001" in caplog.text
         with pytest.raises(Damaged, match=r"--load-exact: .*latest is damaged"):
             checkpoint.find(root, exact=True)
 
@@ -173,7 +173,7 @@ def test_an_older_checkpoint_has_no_attached_file(sound: Path, tmp_path: Path) -
     ("model", "words"),
     [
         ({}, "--vocab-size 0"),
-        ({"vocab_size": 257, "architecture": "mamba"}, "--architecture mamba"),
+        ({"vocab_size": 257, "architecture": "mamba"}, "'mamba'.*architecture"),
         ({"vocab_size": 257, "num_attention_heads": 7}, "--hidden-size 768 is not divisible by --num-attention-heads"),
         ({"vocab_size": 257, "num_layers": 0}, "--num-layers 0"),
     ],
@@ -182,7 +182,10 @@ def test_a_state_without_a_model_is_refused(sound: Path, tmp_path: Path, model: 
     """Refuse it with right checksums, to train, to generate and to export."""
     folder = copied(sound, tmp_path) / "iter_0000001"
     forge(folder, "state.json", STATE | {"model": model})
-    with pytest.raises(ValueError, match=rf"--load {folder}: the checkpoint of another model: it has .*--\w+"):
+    with pytest.raises(
+        ValueError,
+        match=rf"--load {folder}: (the checkpoint of another model: it has .*--|state.json describes no model: )\w+",
+    ):
         find_checkpoint(replace(Config(), model=OURS, checkpoint=CheckpointConfig(load=str(folder))))
     with pytest.raises(ValueError, match=f"--load {folder}: state.json describes no model: .*{words}"):
         RunState.read(folder).model_config(folder)
@@ -286,7 +289,7 @@ def test_a_damaged_checkpoint_falls_back_on_its_own_branch(tmp_path: Path, caplo
     saved(tmp_path, 100, 200, 300, 150)
     (tmp_path / "iter_0000150" / "manifest.json").unlink()
     assert checkpoint.find(tmp_path).name == "iter_0000100"
-    assert "iter_0000150: it has no manifest.json. GOING ON FROM iter_0000100" in caplog.text
+    assert "iter_0000150: it has no manifest.json. RESUMING FROM iter_0000100" in caplog.text
     with pytest.raises(Damaged, match=r"--load-exact: iter_0000150: it has no manifest.json; restore it"):
         checkpoint.find(tmp_path, exact=True)
     with pytest.raises(Damaged, match=r"ahead of it, and perhaps abandoned, are iter_0000200, iter_0000300"):
@@ -337,7 +340,7 @@ def test_a_folder_that_is_pruned_while_it_is_looked_for(
 
     monkeypatch.setattr(folders, function, pruned)
     assert checkpoint.find(tmp_path, exact=exact) == tmp_path / "iter_0000003"
-    assert calls and "GOING ON" not in caplog.text
+    assert calls and "RESUMING" not in caplog.text
 
 
 def test_a_file_that_is_deleted_while_it_is_opened_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ def test_list_verify_and_show(tmp_path: Path) -> None:
     assert listed.returncode == 0
     head, *rows = listed.stdout.splitlines()
     assert head.split() == ["checkpoint", "saved", "size", "layout", "samples", "state"]
-    assert "pp 1 x dp 2 x tp 3" in rows[0] and rows[0].endswith("<- a resume goes on from here")
+    assert "pp 1 x dp 2 x tp 3" in rows[0] and rows[0].endswith("<- a resume starts here")
     assert rows[1].endswith("NOT WHOLE: rank_00000.safetensors is missing; name another, or its parent folder")
     checked = script("verify", tmp_path)
     assert checked.returncode == 1

@@ -187,7 +187,7 @@ def test_help_names_every_group_flag_and_default(capsys: pytest.CaptureFixture[s
     for group in {group for group, *_ in flags().values()}:
         assert f"{group} options" in text
     for flag in flags():
-        entry = re.search(rf" --{flag}(,| INT| FLOAT| STR| \[STR| \[INT| \{{)(.*)", text)
+        entry = re.search(rf" --{flag}(, --no-{flag}| INT| FLOAT| STR| \[STR| \[INT| \{{)(.*)", text)
         assert entry, flag
         default = value_of(Config(), flag)
         shown = " ".join(default) if isinstance(default, tuple) else repr(default) if default == "" else str(default)
@@ -431,8 +431,8 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
     ),
     ({"lr_warmup_iters": 9, "train_iters": 9, "lr_decay_style": "cosine"}, 1, 9, "--lr-warmup-iters 9 .* decay longer"),
     ({"mock_data": True}, 1, 0, "--mock-data needs --vocab-size, the number of tokens to draw from, such as"),
-    ({"mock_data": True, "data_path": ("a",)}, 1, 9, "--mock-data with --data-path a: one makes up tokens.* drop one"),
-    ({"mock_data": True, "data_args_path": "f"}, 1, 9, "--mock-data with --data-args-path f: one makes up tokens"),
+    ({"mock_data": True, "data_path": ("a",)}, 1, 9, "--mock-data with --data-path a: the data is random .* drop one"),
+    ({"mock_data": True, "data_args_path": "f"}, 1, 9, "--mock-data with --data-args-path f: the data is random"),
     (
         {"mock_data": True, "eval_interval": 5, "eval_iters": 0},
         1,
@@ -452,22 +452,32 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
     ({"lr_decay_style": "cosine", "lr_wsd_decay_iters": 7}, 1, 9, "--lr-wsd-decay-iters 7 and --lr-decay-style cosine"),
     (
         {"lr_decay_style": "wsd", "lr_warmup_iters": 4, "lr_wsd_decay_iters": 7, "train_iters": 10},
-        *(1, 9, "--lr-warmup-iters 4 and --lr-wsd-decay-iters 7 are more than the --lr-decay-iters 10"),
+        *(1, 9, "--lr-warmup-iters 4 and --lr-wsd-decay-iters 7 together are more than --lr-decay-iters 10"),
     ),
     (
         {"partition_activations": True, "tensor_model_parallel_size": 2},
         2,
         9,
-        "--partition-activations .* with --recompute none there are none; add --recompute full, or drop",
+        "--partition-activations needs --recompute full; add it, or drop",
     ),
-    ({"checkpoint_in_cpu": True}, 1, 9, "--checkpoint-in-cpu .* --recompute none there are none; add"),
-    ({"contiguous_checkpointing": True, "recompute": "selective"}, 1, 9, "--contiguous-ch.* --recompute selective .*"),
-    ({"sequence_parallel": True}, 1, 9, "--sequence-parallel .* --tensor-model-parallel-size is 1; raise it, or drop"),
+    ({"checkpoint_in_cpu": True}, 1, 9, "--checkpoint-in-cpu needs --recompute full; add"),
+    (
+        {"contiguous_checkpointing": True, "recompute": "selective"},
+        1,
+        9,
+        "--contiguous-checkpointing needs --recompute full",
+    ),
+    (
+        {"sequence_parallel": True},
+        1,
+        9,
+        "--sequence-parallel needs a --tensor-model-parallel-size of at least 2; raise it",
+    ),
     (
         {"sequence_parallel": True, "tensor_model_parallel_size": 4, "seq_length": 6, "micro_batch_size": 1},
         4,
         9,
-        "--sequence-parallel .* 1 x --seq-length 6 = 6 tokens .* 4, .* --micro-batch-size that is a multiple of 2",
+        "--sequence-parallel needs .* 1 x --seq-length 6 .* 4; use a --micro-batch-size that is a multiple of 2",
     ),
     (
         {
@@ -478,13 +488,13 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         },
         2,
         9,
-        "--partition-activations has nothing to partition with --sequence-parallel, .*; drop one of them",
+        "--partition-activations with --sequence-parallel: .*; drop one of them",
     ),
     (
         {"partition_activations": True, "recompute": "full"},
         1,
         9,
-        "--partition-activations .* --tensor-model-parallel-size is 1; raise it, or drop",
+        "--partition-activations needs a --tensor-model-parallel-size of at least 2; raise it",
     ),
     ({"save_interval": 5}, 1, 9, "--save-interval 5 needs --save DIR"),
     (
@@ -540,10 +550,10 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         {"profile_iterations": "2:30", "log_dir": "x", "train_iters": 20},
         1,
         9,
-        "--profile-iterations 2:30: iteration 30 is not reached, for --train-iters is 20",
+        "--profile-iterations 2:30: iteration 30 is not reached, because --train-iters is 20",
     ),
     ({"eval_only": True}, 1, 9, "--eval-only needs --load DIR"),
-    ({"eval_split": "test"}, 1, 9, "--eval-split test: during training the validation split is .* add --eval-only"),
+    ({"eval_split": "test"}, 1, 9, "--eval-split test needs --eval-only; add it"),
     ({"wandb_project": "gpt"}, 1, 9, "--wandb-project gpt needs --log-dir DIR"),
     ({"sample_prompts": "p"}, 1, 9, "--sample-prompts p needs --sample-interval N"),
     ({"sample_interval": 5}, 1, 9, "--sample-interval 5 needs --sample-prompts FILE"),
@@ -613,5 +623,5 @@ def test_corpora_that_the_metrics_tell_apart() -> None:
 def test_graphs_need_a_gpu() -> None:
     config = make(cuda_graph_impl="local")
     check_device(config, "cuda")
-    with pytest.raises(ValueError, match=r"--cuda-graph-impl local: .* the device is cpu; use none"):
+    with pytest.raises(ValueError, match=r"--cuda-graph-impl local needs a GPU, and the device is cpu; use none"):
         check_device(config, "cpu")

@@ -270,8 +270,10 @@ def test_code_of_a_tokenizer_folder_is_neither_run_nor_asked_about(tmp_path: Pat
     assert "[y/N]" not in done.stdout + done.stderr and not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("kind", ["fifo", "device", "loop"])
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", ""])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("", "fifo"), ("", "device"), ("", "loop"), ("tokenizer.json", "loop"), ("tokenizer.json", "folder")],
+)
 def test_no_file_in_place_of_a_tokenizer(tmp_path: Path, name: str, kind: str) -> None:
     spec = tmp_path / "tokenizer"
     spec.parent.mkdir(exist_ok=True)

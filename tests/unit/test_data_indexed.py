@@ -48,7 +48,7 @@ def test_writer_is_byte_for_byte(tmp_path: Path, dtype, code: int, chunk: int, m
     monkeypatch.setattr(writer_module, "CHUNK", chunk)
     with IndexedWriter(tmp_path / "c", dtype) as writer:
         writer.add(DOCUMENTS[0])
-        writer.add_batch(np.array(DOCUMENTS[1] + DOCUMENTS[2]), np.array([1, 4], dtype=np.int32))
+        writer.add_documents(np.array(DOCUMENTS[1] + DOCUMENTS[2]), np.array([1, 4], dtype=np.int32))
     assert (tmp_path / "c.bin").read_bytes() == pack_tokens(code, DOCUMENTS)
     assert (tmp_path / "c.idx").read_bytes() == pack_index(code, [3, 1, 4], [0, 1, 2, 3])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c.bin", "c.idx"]

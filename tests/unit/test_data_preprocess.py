@@ -253,7 +253,7 @@ def test_arguments_are_checked_before_anything_is_written(tmp_path: Path, lines:
     text.write_text("x")
     link = tmp_path / "link.jsonl"
     os.symlink(lines, link)
-    refused(f"--input {missing}: no such file", lines, missing)
+    refused(f"--input {missing}: No such file", lines, missing)
     refused(f"--input {odd}: unknown kind", odd)
     refused(f"--input {link}: .* is the same file as {lines}", lines, link)
     refused("--workers -1: give 1 to", lines, more=("--workers", "-1"))

@@ -130,7 +130,7 @@ def test_killed_again_and_again(tmp_path: Path, command, monkeypatch, capsys) ->
                 kills += 1
         assert content(tmp_path / f"x{turn}") == whole
     assert kills > 50
-    assert "going on behind" in capsys.readouterr().err
+    assert "resuming after" in capsys.readouterr().err
 
 
 def test_what_a_commit_counts_on_is_on_the_disk(tmp_path: Path, command, monkeypatch) -> None:
@@ -169,7 +169,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, command, monkeypatch, capsys)
             preprocess_data.main(command(folder.name))
         no_half_corpus(folder)
         if (folder / "p.partial").exists():
-            assert "the same command goes on from there" in caught.value.__notes__[0]
+            assert "the same command resumes from there" in caught.value.__notes__[0]
             kept = sum(path.stat().st_size for path in (folder / "p.partial").iterdir() if path.is_file())
             assert kept < 60_000  # uncommitted bytes are freed
         else:
@@ -223,7 +223,7 @@ def test_what_does_not_change_the_result_may_change(tmp_path: Path, command, unf
 def test_a_damaged_journal_is_not_believed(command, unfinished: Path, text: str) -> None:
     Path(f"{unfinished}.partial/journal.json").write_text(text)
     with pytest.raises(
-        ValueError, match=r"journal.json is damaged; .*or delete .*p.partial to begin anew|other --input"
+        ValueError, match=r"journal.json is damaged; .*or delete .*p.partial to start again|other --input"
     ):
         preprocess_data.main(command("x"))
 
@@ -237,7 +237,7 @@ def test_files_that_lost_their_end_are_not_believed(command, unfinished: Path) -
 def test_two_runs_do_not_work_on_one_prefix(tmp_path: Path, command, unfinished: Path) -> None:
     job = json.loads(Path(f"{unfinished}.partial/journal.json").read_text())["job"]
     first = WorkFolder(str(unfinished), job)
-    with pytest.raises(ValueError, match=r"another run is at work on it, in .*p\.partial; wait for it"):
+    with pytest.raises(ValueError, match=r"another run works on it, in .*p\.partial; wait for it"):
         preprocess_data.main(command("x"))
     first.close()
     preprocess_data.main(command("x"))
@@ -256,8 +256,8 @@ def test_a_bad_line_late_keeps_the_work_and_skip_goes_on(tmp_path: Path, command
     (tmp_path / "a.jsonl").write_text((tmp_path / "a.jsonl").read_text().replace("bad\n", ""))
     with pytest.raises(ValueError, match="malformed JSON") as caught:
         preprocess_data.main([*command("x"), "--on-bad-line", "stop"])
-    assert "the same command goes on from there" in caught.value.__notes__[0]
+    assert "the same command resumes from there" in caught.value.__notes__[0]
     preprocess_data.main(command("x"))
     preprocess_data.main(command("whole"))
     assert content(tmp_path / "x") == content(tmp_path / "whole")
-    assert "going on behind" in capsys.readouterr().err
+    assert "resuming after" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.config.cli import flags
+from megazero.config.flags import flags
 from tests.helpers.programs import ROOT
 
 README = ROOT / "README.md"

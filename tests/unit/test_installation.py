@@ -25,7 +25,7 @@ def test_the_two_commands_install_the_core_and_all_extras() -> None:
     extras = PROJECT["project"]["optional-dependencies"]
     lines = (ROOT / "requirements.txt").read_text().splitlines()
     core, listed = names(PROJECT["project"]["dependencies"]), [line for line in lines if line and line[0] != "#"]
-    assert core == {"torch", "numpy", "safetensors", "tokenizers", "tyro", "rich", "msgspec"}
+    assert core == {"torch", "numpy", "safetensors", "tokenizers", "tyro", "rich", "msgspec", "jinja2"}
     assert names([line for line in listed if line and not line.startswith("#")]) == core.union(
         *map(names, extras.values())
     )

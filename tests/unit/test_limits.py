@@ -188,7 +188,6 @@ EXPLICIT = [
     ("--initial-loss-scale 1e300", 1, r"--initial-loss-scale 1e\+300: must be at most"),
     ("--num-workers 1000000000000", 1, "--num-workers 1000000000000: must be at most 64"),
     ("--distributed-timeout-minutes 1e300", 1, r"--distributed-timeout-minutes 1e\+300: must be at most"),
-    ("--wandb-project a/b --log-dir x", 1, "--wandb-project a/b: .* name another"),
     *((f"--{flag} /tmp/{'x' * 256}", 1, f"--{flag} /tmp/x.*: a name in it has 256 bytes") for flag in ("save", "load")),
     (f"--data-path {'é' * 120}", 1, f"--data-path é.*: a name in it has 240 bytes.* at most {MAX_NAME - 17} bytes"),
     (f"--log-dir {'ab/' * 2000}", 1, f"--log-dir .*: longer than {MAX_TEXT} bytes"),
@@ -207,9 +206,9 @@ def test_a_refusal_names_flag_value_and_way_out(line: str, ranks: int, said: str
 
 def test_the_program_refuses_in_one_line_and_with_exit_code_1() -> None:
     """A user sees no traceback, and nothing on the other stream."""
-    done = warm("pretrain_gpt.py", "--mock-data", "--vocab-size", 9, "--num-layers", 4095, "--hidden-size", 98304)
+    done = warm("pretrain_gpt.py", "--vocab-size", 9, "--num-layers", 0)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
-    assert done.stderr.startswith("ValueError: --num-layers 4095 "), done.stderr
+    assert done.stderr.startswith("ValueError: --num-layers 0: "), done.stderr
 
 
 def test_limited_work_sees_an_endless_loop() -> None:

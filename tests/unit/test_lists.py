@@ -25,11 +25,11 @@ from megazero.config.flags import flags, value_of, with_values
 from megazero.config.schema import Config, DataConfig, ModelConfig
 from megazero.data.corpora import Datasets, mock_datasets
 from megazero.data.fingerprint import same
-from megazero.observe.start_report import TOLD
+from megazero.observe.start_report import SHOWN_OPTIONS
 from megazero.observe.start_report import options as told_options
 from megazero.price.search.search import Candidate
 from megazero.price.search.search_report import CHOSEN
-from megazero.rehearse.rehearsal import Place, rehearsed
+from megazero.rehearse.rehearsal import RehearsalDevice, rehearsed
 from megazero.run.resume import changed_options, check_data, check_model
 from megazero.run.run_state import RunState
 from megazero.run.same_run import LOCAL_FLAGS, run_values
@@ -210,7 +210,7 @@ def test_options_that_make_another_model() -> None:
         refused = set()
         for name, value in changes.items():
             try:
-                check_model(Path("iter"), asdict(model) | {name: value}, model)
+                check_model(Path("iter"), replace(model, **{name: value}), model)
             except ValueError as error:
                 assert f"it has --{name.replace('_', '-')} {value}, not {getattr(model, name)}" in str(error)
                 refused.add(name)
@@ -342,13 +342,13 @@ def test_what_a_load_refuses_is_a_fault_to_verify(damage: str, tmp_path: Path, m
 
 def test_every_option_is_on_the_screen() -> None:
     """The first lines print these; all others are listed if they differ from their defaults."""
-    assert TOLD == {
+    assert SHOWN_OPTIONS == {
         *("architecture", "num-layers", "hidden-size", "num-attention-heads", "seq-length", "vocab-size", "precision"),
         *("micro-batch-size", "global-batch-size", "train-iters", "zero-stage"),
         *("tensor-model-parallel-size", "pipeline-model-parallel-size"),
     }
     for flag, (group, *_) in flags().items():
-        if group in GROUPS and flag not in TOLD:
+        if group in GROUPS and flag not in SHOWN_OPTIONS:
             (said,) = told_options(with_other(Config(), flag))
             assert said.removeprefix("--no-").removeprefix("--").split()[0] == flag, said
 
@@ -372,7 +372,7 @@ def test_a_rehearsal_leaves_out_what_changes_no_byte() -> None:
         if group in GROUPS:
             config = with_other(config, flag)
     config = replace(config, training=replace(config.training, matmul_backend="onednn"))
-    found = rehearsed(config, Place(torch.device("cpu"), True))
+    found = rehearsed(config, RehearsalDevice(torch.device("cpu"), True))
     kept = {group for group in GROUPS if getattr(found, group) == getattr(config, group)}
     assert kept == {"optimizer", "parallel", "zero", "activations", "plan", "model"}
     training = {n for n, v in asdict(config.training).items() if v != asdict(found.training)[n]}

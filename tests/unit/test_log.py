@@ -212,7 +212,7 @@ def test_a_writer_that_fails_is_left_out_and_the_others_go_on(capsys: pytest.Cap
         writers.write(record(i))
     writers.close()
     assert (fails.seen, keeps.seen) == ([1], [1, 2, -1])
-    assert "WARNING: Fails failed, and is left out" in capsys.readouterr().err
+    assert "WARNING: Fails failed, and is not used any more" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "config.toml"])

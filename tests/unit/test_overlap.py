@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.overlap import Waiting, table, waiting
 from benchmarks.step_trace import comparison, covered, tail_of
-from megazero.observe.timeline import Span
+from megazero.observe.timeline import Interval
 from megazero.plan.program.operations import Backward, BackwardWeights, Forward, Norm, Reduce, Start, Update, Wait
 
 
@@ -53,14 +53,14 @@ def test_another_file_is_refused() -> None:
 def test_the_end_of_a_step() -> None:
     """It begins when the last backward ends; a wait that began before counts from there."""
     spans = [
-        Span(Forward("head", 0, True), 0, 5_000_000),
-        Span(Backward("head", 0), 5_000_000, 10_000_000),
-        Span(Wait(Reduce("head")), 11_000_000, 14_000_000),
-        Span(Start(Reduce("blocks.0")), 12_000_000, 12_500_000),
-        Span(BackwardWeights("blocks.0", 0), 10_000_000, 13_000_000),
-        Span(Norm(), 14_000_000, 16_000_000),
-        Span(Update("head"), 16_000_000, 17_000_000),
-        Span(Update("blocks.0"), 17_500_000, 20_000_000),
+        Interval(Forward("head", 0, True), 0, 5_000_000),
+        Interval(Backward("head", 0), 5_000_000, 10_000_000),
+        Interval(Wait(Reduce("head")), 11_000_000, 14_000_000),
+        Interval(Start(Reduce("blocks.0")), 12_000_000, 12_500_000),
+        Interval(BackwardWeights("blocks.0", 0), 10_000_000, 13_000_000),
+        Interval(Norm(), 14_000_000, 16_000_000),
+        Interval(Update("head"), 16_000_000, 17_000_000),
+        Interval(Update("blocks.0"), 17_500_000, 20_000_000),
     ]
     seconds, parts = tail_of(spans)
     assert seconds == pytest.approx(7e-3)

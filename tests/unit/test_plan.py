@@ -319,13 +319,10 @@ def test_plan_json_has_the_bytes_of_the_estimate(tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     "flags, said",
     [
-        (
-            "--plan --world-size 8",
-            "--plan needs --device-type, whose speed .*such as --device-type h100-80gb, or a TOML",
-        ),
-        ("--plan-search --device-type b200", "--plan-search needs --world-size, the number of devices"),
+        ("--plan --world-size 8", "--plan needs --device-type NAME; add it, or drop --plan"),
+        ("--plan-search --device-type b200", "--plan-search needs --device-type NAME --world-size N"),
         ("--plan --plan-search --world-size 8 --device-type b200", "use one"),
-        ("--world-size 8", "--world-size 8 is about --plan"),
+        ("--world-size 8", "--world-size 8 needs --plan or --plan-search"),
         ("--plan --world-size 8 --device-type h10-80gb", "--device-type h10-80gb: .* did you mean h100-80gb"),
         ("--plan --device-type rtx3090", "give a TOML file: a copy of .*scripts/measure_device.py"),
         ("--plan --world-size 7 --device-type b200 --tensor-model-parallel-size 2", "does not divide the 7 ranks"),

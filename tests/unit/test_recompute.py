@@ -12,7 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megazero.activations.store import KeptInputs
-from megazero.memory.copies import Copies, Fetch, HostCopy
+from megazero.memory.copies import Copies, DeviceCopy, HostCopy
 from megazero.memory.tracker import MemoryTracker
 from megazero.model.kernels.table import EAGER
 from megazero.model.layers.norm import LayerNorm
@@ -173,7 +173,7 @@ class Watched(Copies):
     def __init__(self, events: list[str]) -> None:
         self.events = events
 
-    def start_fetch(self, stored: HostCopy) -> Fetch:
+    def start_fetch(self, stored: HostCopy) -> DeviceCopy:
         self.events.append("fetch")
         return super().start_fetch(stored)
 

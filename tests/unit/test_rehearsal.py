@@ -74,11 +74,11 @@ def test_a_rank_with_graphs_holds_what_is_estimated(architecture: str) -> None:
 def test_what_cannot_be_rehearsed_is_refused() -> None:
     config = parse(SMALL)
     refusals = [
-        ("4:9", SINGLE, "--rehearse 4:9: there is no rank 9 of 4; ranks are 0 to 3"),
+        ("4:9", SINGLE, "--rehearse 4:9: there is no rank 9; ranks are 0 to 3"),
         ("5", SINGLE, "5 ranks are not divisible by --tensor-model-parallel-size 2 .* rehearse 4 or 6"),
         ("1", SINGLE, "rehearse 2, or change either"),
         ("many", SINGLE, "--rehearse many: not a number of ranks; write WORLD"),
-        ("4", World(1, 2, 1, "torchrun"), "one of 2 processes that torchrun started"),
+        ("4", World(1, 2, 1, "torchrun"), "needs a single process, and torchrun started 2"),
     ]
     for text, world, message in refusals:
         asked = replace(config, plan=replace(config.plan, rehearse=text))

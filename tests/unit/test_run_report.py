@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 import re
 import subprocess
@@ -16,9 +15,10 @@ import numpy as np
 import pytest
 
 from megazero.observe.report import runs as reading
-from megazero.observe.report.chart import HEIGHT, WIDTH, Line, line_chart, log_ticks, ticks
+from megazero.observe.report.chart import BOTTOM, LEFT, RIGHT, TOP, Line, line_chart, log_ticks, ticks
 from megazero.observe.report.page import write_report
-from megazero.observe.report.runs import Curve, axis_values, curve, dashes, read_run, short, smooth, thin, twins
+from megazero.observe.report.runs import Curve, axis_values, curve, read_run, short, smooth, thin
+from scripts.plot_metrics import dashes, plot, twins
 
 ROOT = Path(__file__).parents[2]
 VOID = {"meta", "br", "hr", "link", "img"}
@@ -129,7 +129,7 @@ def test_a_report_says_what_the_folder_holds(tmp_path: Path) -> None:
         "Training loss by corpus",
         "a<i>/text",
         "8 ranks: pp 2 x dp 2 x tp 2, ZeRO stage 2; optimizer states and gradients sharded over 2 data-parallel ranks",
-        "stage 1 layers 3 to 5 4 5 6 7",
+        "stage 1 layers 3-5 4 5 6 7",
         "data-parallel and ZeRO 1.50 kB",
         "--hidden-size 48",
         "torch 2.13.0",
@@ -145,16 +145,13 @@ def test_a_report_says_what_the_folder_holds(tmp_path: Path) -> None:
 
 def test_a_folder_of_an_older_version_has_a_report(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "old", [record(1)])
-    (folder / "config.toml").write_text('num-layers = 3\ndata-path = ["a"]\n')
     _, page = report_of(folder)
-    assert "metrics.jsonl has 1 iteration." in page.text and "num-layers 3" in page.text
-    assert "Layout" not in page.text
+    assert "metrics.jsonl has 1 iteration." in page.text
+    assert "Layout" not in page.text and "Configuration" not in page.text
 
 
-@pytest.mark.parametrize(
-    "event", [{}, {"event": "start"}, START | {"layout": {"pp": "x"}}, START | {"config": 3, "command": 4}], ids=str
-)
-def test_events_that_say_little_are_no_fault(event: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("event", [{}, {"event": "start"}, START | {"layout": {"pp": 2}}], ids=str)
+def test_an_event_may_lack_keys(event: dict[str, Any], tmp_path: Path) -> None:
     report_of(write_run(tmp_path / "run", [record(1), record(2, loss=None, memory_bytes=None)], [event]))
 
 
@@ -221,22 +218,20 @@ def test_short() -> None:
     assert [short(v) for v in (0, 0.25, 999, 1500, -2e6, 3e9)] == ["0", "0.25", "999", "1.5 k", "-2 M", "3 G"]
 
 
-@pytest.mark.parametrize("y", [[3.0], [3.0, 3.0], [0.0, 0.0], [-1.0, 4.0], [1e-300, 1e300]])
+@pytest.mark.parametrize("y", [[3.0], [3.0, 3.0], [0.0, 0.0], [-1.0, 4.0], [1e-30, 1e30]])
 @pytest.mark.parametrize("options", [{}, {"log": True}, {"from_zero": True}])
-def test_a_chart_lies_within_its_frame(y: list[float], options: dict[str, bool]) -> None:
-    drawn = line_chart([Line("a", Curve(np.arange(len(y)) + 1.0, np.array(y)), 0)], "t", "x", **options)
-    Page(drawn)
-    places = re.findall(r"[ML]([-\d.naif]+) ([-\d.naif]+)(?=[L\"])", drawn) + re.findall(
-        r'cx="(\S+)" cy="(\S+)"', drawn
-    )
-    assert places
-    for a, b in places:
-        assert 0 <= float(a) <= WIDTH and (0 <= float(b) <= HEIGHT or (min(y) < 0 and "from_zero" in options)), (a, b)
-        assert math.isfinite(float(a) + float(b))
+def test_a_chart_is_within_its_frame(y: list[float], options: dict[str, bool]) -> None:
+    chart = line_chart([Line("a", Curve(np.arange(len(y)) + 1.0, np.array(y)), 0)], "t", "x", **options)
+    assert chart is not None
+    ((_, points),) = chart.lines
+    assert len(points) == len(y) and chart.x_ticks and chart.y_ticks
+    for a, b in points:
+        assert LEFT <= a <= RIGHT and (TOP <= b <= BOTTOM or (min(y) < 0 and "from_zero" in options)), (a, b)
+    assert all(TOP <= place <= BOTTOM for place, _ in chart.y_ticks)
 
 
 def test_a_chart_without_points_is_left_out() -> None:
-    assert line_chart([Line("a", Curve(np.array([]), np.array([])), 0)], "t", "x") == ""
+    assert line_chart([Line("a", Curve(np.array([]), np.array([])), 0)], "t", "x") is None
 
 
 # -- the scripts
@@ -249,8 +244,6 @@ def script(name: str, *words: object) -> subprocess.CompletedProcess[str]:
 
 def test_runs_are_compared(tmp_path: Path) -> None:
     """Two equal runs and another; the values are read back from the SVG's text."""
-    from scripts.plot_metrics import plot
-
     records = [record(i) for i in range(1, 400)]
     names = "one", "two", "three"
     for name in names:
@@ -278,13 +271,9 @@ def test_runs_are_compared(tmp_path: Path) -> None:
 def test_bad_arguments_are_a_sentence(tmp_path: Path) -> None:
     empty = write_run(tmp_path / "empty", [])
     for name, words, said in (
-        (
-            "plot_metrics.py",
-            [tmp_path / "no"],
-            f"{tmp_path / 'no'} does not exist; give the --log-dir",
-        ),
+        ("plot_metrics.py", [tmp_path / "no"], "no/metrics.jsonl does not exist; give the --log-dir folder"),
         ("plot_metrics.py", [empty], "has no iteration yet"),
-        ("report.py", [tmp_path / "no"], "no such folder; give the --log-dir folder of a run"),
+        ("report.py", [tmp_path / "no"], "no/metrics.jsonl does not exist; give the --log-dir folder"),
         ("report.py", [empty], "has no iteration yet"),
     ):
         done = script(name, *words)

@@ -11,8 +11,7 @@ from megazero.config.cli import parse
 from megazero.config.schema import Config
 from megazero.memory.host import Available, Machine
 from megazero.model.stage import declare
-from megazero.observe.start_notes import Processor, device_words, kept, large_vocabulary
-from megazero.observe.start_report import details, drawing, hand_out, options, screen
+from megazero.observe.start_report import cpu_text, details, drawing, hand_out, kept, large_vocabulary, options, screen
 from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout
 from megazero.price.bytes.estimate import stage_bytes
@@ -33,11 +32,8 @@ def machine(ranks: int, device_type: str) -> Machine:
 
 def shown(flags: str, world: int, device_type: str = "cpu", corpus: int = 0) -> list[str]:
     asked = parse(flags.split())
-    name = "CPU" if device_type == "cpu" else "NVIDIA H100 80GB HBM3"
-    processor = Processor(4) if device_type == "cpu" else None
-    return screen(
-        asked, *resolve(asked, world, 257, declare), machine(world, device_type), name, "", processor, corpus=corpus
-    )
+    device = "CPU, 4 threads" if device_type == "cpu" else "NVIDIA H100 80GB HBM3"
+    return screen(asked, *resolve(asked, world, 257, declare), machine(world, device_type), device, corpus=corpus)
 
 
 def test_the_documented_screens_are_what_is_shown() -> None:
@@ -100,16 +96,16 @@ def test_memory_is_that_of_the_fullest_rank_beside_what_there_is() -> None:
     ("layout", "wanted"),
     [
         (Layout(), []),
-        (Layout(dp=4), ["ranks 0 1 2 3: each a copy of the model"]),
+        (Layout(dp=4), ["ranks 0-3: each a copy of the model"]),
         (Layout(dp=64), ["ranks 0-63: each a copy of the model"]),
         (Layout(dp=2, tp=4), ["ranks [0-3] [4-7]: each [ ] one copy of the model"]),
         (
             Layout(pp=2, dp=2, tp=2),
-            ["stage 0: token table, layers 0-3: ranks [0 1] [2 3]", "stage 1: layers 4-7, head: ranks [4 5] [6 7]"],
+            ["stage 0: token table, layers 0-3: ranks [0-1] [2-3]", "stage 1: layers 4-7, head: ranks [4-5] [6-7]"],
         ),
         (
             Layout(pp=2, chunks=2, v_shaped=True),
-            ["stage 0: token table, layers 0 1, 6 7, head: ranks 0", "stage 1: layers 2 3, 4 5: ranks 1"],
+            ["stage 0: token table, layers 0-1, 6-7, head: ranks 0", "stage 1: layers 2-3, 4-5: ranks 1"],
         ),
         (
             Layout(pp=8, dp=512),
@@ -154,7 +150,7 @@ def test_plan_txt_has_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert said.startswith("more ") and "plan.txt" in said and len(said.splitlines()) == 1
     written = (tmp_path / "log" / "plan.txt").read_text()
     assert written.startswith("the screen\n\nestimated bytes of rank 0")
-    for words in ("a note", "OMP_NUM_THREADS=3", "a: ranks 0 1", "b: ranks 2 3", "\nadam-beta2 = 0.95\n", "torch 2"):
+    for words in ("a note", "OMP_NUM_THREADS=3", "a: ranks 0-1", "b: ranks 2-3", "\nadam-beta2 = 0.95\n", "torch 2"):
         assert words in written
     assert re.search(r"global-batch-size = 16\b", written)
     verbose, _ = resolve(parse([*flags[:2], "--verbose"]), 4, 257, declare)
@@ -170,11 +166,10 @@ def test_a_log_folder_that_cannot_be_made_is_a_sentence(tmp_path: Path) -> None:
 
 
 def test_the_device_of_a_cpu_has_threads_and_says_what_is_slow() -> None:
-    bf16, fp32 = parse(["--precision", "bf16"]), parse([])
-    slow, fast = Processor(2, ("bf16",)), Processor(1)
-    assert device_words(bf16, "CPU", slow) == ("CPU, 2 threads; bf16 is slower than fp32 on this CPU, which has no AMX")
-    assert device_words(fp32, "CPU", slow) == "CPU, 2 threads" and device_words(bf16, "CPU", fast) == "CPU, 1 thread"
-    assert device_words(bf16, "NVIDIA H200", None) == "NVIDIA H200"
+    slow, fast, other = {"sse2", "avx2"}, {"sse2", "avx512_bf16"}, {"asimd"}
+    assert cpu_text("bf16", 2, slow) == "CPU, 2 threads; bf16 is slower than fp32 on this CPU, which has no AMX"
+    assert cpu_text("fp32", 2, slow) == cpu_text("bf16", 2, fast) == cpu_text("bf16", 2, other) == "CPU, 2 threads"
+    assert cpu_text("fp16", 1, fast).startswith("CPU, 1 thread; fp16 is slower")
 
 
 def test_what_a_run_does_not_keep_is_said() -> None:

@@ -12,33 +12,35 @@ import pytest
 
 from megazero.comm.launch import scheduler
 from megazero.config.schema import CheckpointConfig
-from megazero.run.stopping import SIGNALS, STOPS, Clock, Signals, asked_to_stop, stopped_words
+from megazero.run.stopping import SIGNALS, Clock, Signals, Wish, Wishes, stopped_words
 
 
 def test_the_order_of_stops() -> None:
-    assert [stop.exit_code for stop in STOPS] == [0, 0, 75, 75, 75, 75]
-    assert STOPS[1].why == "the stop file" and [stop.why for stop in STOPS[3:]] == ["SIGTERM", "SIGUSR1", "SIGINT"]
+    stops = [wish for wish in Wish if wish.stops]
+    assert [stop.exit_code for stop in stops] == [0, 0, 75, 75, 75, 75]
+    assert stops[1].why == "the stop file" and [stop.why for stop in stops[3:]] == ["SIGTERM", "SIGUSR1", "SIGINT"]
+    assert max(Wish.CONTINUE, Wish.SAVE) < stops[0]
 
 
 def test_duration() -> None:
     clock = Clock(2.0, 0.0, lambda: None, now=1000.0)
-    assert [clock.reached(now) for now in (1000.0, 1119.0, 1120.0)] == [None, None, 0]
+    assert [clock.wish(now) for now in (1000.0, 1119.0, 1120.0)] == [0, 0, Wish.STOP_DURATION]
 
 
 def test_a_save_is_due_when_its_time_has_passed_since_the_last() -> None:
     """--save-interval-minutes."""
     clock = Clock(0.0, 0.0, lambda: None, now=1000.0, save_minutes=0.5)
-    assert [clock.save_due(now) for now in (1000.0, 1029.0, 1030.0, 1031.0)] == [False, False, True, True]
+    assert [clock.wish(now) for now in (1000.0, 1029.0, 1030.0, 1031.0)] == [0, 0, Wish.SAVE, Wish.SAVE]
     clock.saved(1031.0)
-    assert [clock.save_due(now) for now in (1060.0, 1061.0)] == [False, True]
-    assert not Clock(0.0, 0.0, lambda: None, now=0.0).save_due(1e9)
+    assert [clock.wish(now) for now in (1060.0, 1061.0)] == [Wish.CONTINUE, Wish.SAVE]
+    assert Clock(0.0, 0.0, lambda: None, now=0.0).wish(1e9) == Wish.CONTINUE
 
 
 def test_the_end_of_the_job_is_asked_for_again_before_it_is_believed() -> None:
     """The job got more time."""
     ends = iter([10_000.0, 20_000.0, 20_000.0])
     clock = Clock(0.0, 5.0, lambda: next(ends), now=0.0)
-    assert [clock.reached(now) for now in (9_699.0, 9_700.0, 19_699.0, 19_700.0)] == [None, None, None, 2]
+    assert [clock.wish(now) for now in (9_699.0, 9_700.0, 19_699.0, 19_700.0)] == [0, 0, 0, Wish.STOP_JOB_END]
 
 
 def test_a_job_without_a_limit_is_refused() -> None:
@@ -51,9 +53,9 @@ def test_a_job_without_a_limit_is_refused() -> None:
 def test_the_first_signal_is_noted_and_the_second_interrupt_is_not() -> None:
     before = [signal.getsignal(number) for number in SIGNALS]
     with Signals() as signals:
-        assert asked_to_stop(signals, None, None) == -1
+        assert Wishes(signals).now() == Wish.CONTINUE
         os.kill(os.getpid(), signal.SIGINT)
-        assert STOPS[asked_to_stop(signals, None, None)].why == "SIGINT"
+        assert Wishes(signals).now() == Wish.STOP_SIGINT
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
             os.kill(os.getpid(), number)
         with pytest.raises(KeyboardInterrupt):
@@ -73,9 +75,12 @@ def test_a_forked_process_dies_of_a_signal_as_ever() -> None:
 
 
 def test_the_stop_file(tmp_path: Path) -> None:
-    assert asked_to_stop(Signals(), None, tmp_path / "stop") == -1
+    wishes = Wishes(stop_file=tmp_path / "stop")
+    assert wishes.now() == Wish.CONTINUE
     (tmp_path / "stop").touch()
-    assert asked_to_stop(Signals(), None, tmp_path / "stop") == 1
+    assert wishes.now() == Wish.STOP_FILE
+    wishes.obey(Wish.STOP_FILE)
+    assert wishes.now() == Wish.CONTINUE
 
 
 WORKER = """
@@ -119,11 +124,13 @@ def test_outside_a_job_there_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert scheduler.job_end() is None
 
 
-def test_a_stopped_run_says_how_it_goes_on() -> None:
+def test_a_stopped_run_names_the_command_that_resumes_it() -> None:
     def said(**options: object) -> str:
         return stopped_words(31, "SIGINT", CheckpointConfig(**options))
 
-    assert said(save="a") == "stopped after iteration 31 by SIGINT: saved; the same command with --load a goes on"
-    assert said(save="a", load="./a").endswith("saved; the same command goes on")
-    assert said(save="a", load="b", finetune=True).endswith("the same command without --finetune with --load a goes on")
+    assert said(save="a") == "stopped after iteration 31 by SIGINT: saved; the same command with --load a resumes it"
+    assert said(save="a", load="./a").endswith("saved; the same command resumes it")
+    assert said(save="a", load="b", finetune=True).endswith(
+        "the same command without --finetune with --load a resumes it"
+    )
     assert stopped_words(31, "SIGINT", None) == "stopped after iteration 31 by SIGINT: nothing saved"

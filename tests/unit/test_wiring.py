@@ -6,7 +6,6 @@ arguments of each are noted, and compared with a table, which must have an entry
 
 from __future__ import annotations
 
-import datetime
 import importlib.util
 import json
 import random
@@ -49,12 +48,13 @@ PARTS = """
     megazero.run.resume:find_checkpoint pretrain_gpt:Clock pretrain_gpt:check_device
     pretrain_gpt:resolve megazero.comm.launch.launch:start megazero.comm.launch.launch:limit
     megazero.comm.launch.launch:stop
-    megazero.comm.launch.agreement:agree megazero.comm.mesh.mesh:Mesh._build megazero.observe.start_report:screen
+    megazero.comm.launch.agreement:agree megazero.comm.mesh.mesh:Mesh.build megazero.observe.start_report:screen
     megazero.observe.start_report:details megazero.observe.start_report:hand_out megazero.run.trainer:Trainer
     megazero.run.trainer:choose_matmul_backend megazero.run.trainer:choose_kernels megazero.run.trainer:Engine
-    megazero.run.trainer:Profiler megazero.run.trainer:Checkpoints megazero.run.trainer:Batches
-    megazero.run.trainer:Evaluator megazero.run.trainer:TextSampler megazero.run.trainer:RunEvents
-    megazero.run.trainer:open_writers megazero.run.trainer:check_replicas megazero.run.trainer:peak_flops
+    megazero.run.trainer:Profiler megazero.run.checkpoints:Checkpoints megazero.run.trainer:Batches
+    megazero.run.trainer:Evaluator megazero.run.trainer:TextSampler megazero.run.run:RunEvents
+    megazero.run.run:open_writers megazero.run.run:check_replicas megazero.run.trainer:peak_flops
+    pretrain_gpt:Wishes megazero.run.run:TrainingRun
     megazero.step.engine:Context megazero.step.engine:Stage megazero.step.engine:ZeroOptions
     megazero.step.engine:Zero megazero.step.engine:Interpreter megazero.step.engine:KeptInputs
     megazero.step.engine:upload_step megazero.step.engine:learning_rate megazero.step.engine:rank_spec
@@ -62,8 +62,8 @@ PARTS = """
 """.split()
 GENERATION = """
     generate:Sampling generate:Generator generate:InferenceModel generate:tokenizer_for generate:packed_prompts
-    generate:Mesh._build generate:resolve megazero.comm.launch.launch:start megazero.comm.launch.launch:stop
-    megazero.generation.model:Stage megazero.generation.model:Context megazero.generation.generate:KVCache
+    generate:Mesh.build generate:resolve megazero.comm.launch.launch:start megazero.comm.launch.launch:stop
+    megazero.generation.model:Stage megazero.generation.model:Context megazero.generation.model:KVCache
 """.split()
 
 
@@ -122,7 +122,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
 
 
 STREAM, TRACKER = As("Checkpoints.engine.model.stream"), As("Checkpoints.engine.tracker")
-CPU, WORLD, HOSTS = torch.device("cpu"), World(0, 1, 0, "single"), As("_build.hosts")
+CPU, WORLD, HOSTS = torch.device("cpu"), World(0, 1, 0, "single"), As("build.hosts")
 CONFIG, MESH, ENGINE = As("Trainer.config"), As("Trainer.mesh"), As("Checkpoints.engine")
 LAYERS = ["token_embedding", "position_embedding", "blocks.0", "blocks.1", "blocks.2", "head"]
 FIRST: dict[str, Call] = {  # part -> its arguments at its first call
@@ -164,11 +164,11 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
     "limit": {"world": WORLD, "seconds": 60 * (10.0 + 7.0), "action": "making the groups of ranks"},
     "stop": {"world": WORLD, "timeout_minutes": 7.0},
     "agree": {"values": Kind("function"), "world": WORLD, "device": CPU, "hosts": HOSTS, "refused": ""},
-    "_build": {
+    "build": {
         "layout": As("check_memory.layout"),
         "rank": 0,
         "device": CPU,
-        "timeout": datetime.timedelta(minutes=7),
+        "timeout_minutes": 7.0,
         "check_buffers": True,
         "hosts": As("agree.hosts"),
     },
@@ -177,9 +177,8 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "config": CONFIG,
         "layout": As("check_memory.layout"),
         "machine": As("check_memory.machine"),
-        "device_name": "CPU",
+        "device": Kind("str"),
         "chosen": "",
-        "processor": Kind("Processor"),
         "num_ids": 257,
         "corpus": As("Trainer.datasets.train_tokens"),
     },
@@ -197,10 +196,14 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "mesh": Kind("Mesh"),
         "datasets": As("Checkpoints.datasets"),
         "eod": 256,
-        "signals": Kind("Signals"),
-        "clock": Kind("Clock"),
         "watchdog": Kind("Watchdog"),
         "tokenizer": As("open_data.tokenizer"),
+    },
+    "Wishes": {"signals": Kind("Signals"), "clock": Kind("Clock"), "stop_file": As("TrainingRun.wishes.stop_file")},
+    "TrainingRun": {
+        "trainer": Kind("Trainer"),
+        "checkpoints": Kind("Checkpoints"),
+        "wishes": Kind("Wishes"),
         "command": Kind("Command"),
     },
     "choose_matmul_backend": {"config": CONFIG, "mesh": MESH, "measure": Kind("function")},
@@ -213,7 +216,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "datasets": As("Trainer.datasets"),
         "tokenizer": As("Trainer.tokenizer"),
         "watchdog": As("Trainer.watchdog"),
-        "given": As("Trainer.command.given"),
+        "given": As("TrainingRun.command.given"),
     },
     "Batches": {
         "dataset": As("Trainer.datasets.train"),
@@ -234,12 +237,12 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "open_batches": Kind("function"),
     },
     "TextSampler": {"config": CONFIG, "engine": ENGINE, "tokenizer": As("Trainer.tokenizer"), "num_tokens": 64},
-    "RunEvents": {"command": As("Trainer.command"), "config": CONFIG, "mesh": MESH},
+    "RunEvents": {"command": As("TrainingRun.command"), "config": CONFIG, "mesh": MESH},
     "open_writers": {
         "config": CONFIG,
         "start_iteration": 0,
         "in_use": Kind("function"),
-        "command": As("Trainer.command"),
+        "command": As("TrainingRun.command"),
         "about": Kind("dict"),
     },
     "check_replicas": {"engine": ENGINE, "iteration": 2},
@@ -315,18 +318,18 @@ EVALUATED: dict[str, Call] = {
         "trains": False,
         "poison": False,
     },
-    "_build": {"check_buffers": False},
+    "build": {"check_buffers": False},
     "upload_step": {"training": False},
 }
 GENERATED: dict[str, Call] = {
     "Sampling": {"temperature": 0.7, "top_k": 9, "top_p": 0.6, "seed": 5},
     "start": {"world": WORLD, "device": CPU, "timeout_minutes": 10.0},
     "stop": {"world": WORLD, "timeout_minutes": 10.0},
-    "_build": {
+    "build": {
         "layout": Kind("Layout"),
         "rank": 0,
         "device": CPU,
-        "timeout": datetime.timedelta(minutes=10),
+        "timeout_minutes": 10.0,
         "check_buffers": False,
         "hosts": Kind("tuple"),
     },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import socket
 from types import SimpleNamespace
 
 import pytest
@@ -35,13 +36,15 @@ def test_ranks_join_and_part_within_the_limits_given(
     with pytest.MonkeyPatch.context() as patch:
         notes = Notes(patch)
         patch.setenv("MASTER_ADDR", "127.0.0.1")
-        for name, answer in (("_open_store", store), ("_take_seat", None), ("_wait_for_all", None), ("_hosts", ("a",))):
+        for name, answer in (("_open_store", store), ("_take_seat", None), ("_wait_for_all", None)):
             notes.of(f"megazero.comm.launch.launch:{name}", lambda *_, answer=answer: answer)
         for name in ("init_process_group", "barrier", "destroy_process_group"):
             notes.of(f"torch.distributed:{name}", lambda *_, **__: None)
+        gathered = notes.of("torch.distributed:all_gather_object", lambda hosts, mine, group=None: None)
         notes.of("megazero.comm.launch.launch:limit")
         notes.of("megazero.comm.launch.launch:_connect_lazily", lambda _: None)
-        assert launch.start(world, device, minutes) == ("a",)
+        assert launch.start(world, device, minutes) == ("",) * 5
+        assert [call["obj"] for call in gathered] == [socket.gethostname()]
         patch.setattr(torch.distributed, "is_initialized", lambda: True)
         launch.stop(world, minutes)
     wanted: dict[str, list[Call]] = {
@@ -49,7 +52,6 @@ def test_ranks_join_and_part_within_the_limits_given(
         "_take_seat": [{"store": store, "world": world, "device": device}],
         "_wait_for_all": [{"store": store, "world": world, "timeout": datetime.timedelta(minutes=joining)}],
         "_connect_lazily": [{"num_ranks": 5}],
-        "_hosts": [{"world": world, "device": device}],
         "limit": [
             {"world": world, "seconds": 60 * (joining + minutes + 1), "action": "joining the other ranks"},
             {"world": world, "seconds": 60 * (minutes + 1), "action": "leaving the other ranks"},

@@ -1,4 +1,4 @@
-"""All ranks of a run are the same run: the same configuration, code and data."""
+"""Check at the start that all ranks of a run have the same configuration, code and data."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def agree(
     hosts: Sequence[str],
     refused: str = "",
 ) -> None:
-    """Check that values(), name -> value, are the same on all ranks. All ranks call it after `start`.
+    """Check that values(), name -> value, are equal on all ranks. All ranks call it after `start`.
 
-    A rank that must end for another reason gives it as `refused`.
+    Call it before any other group is made, because ranks with different layouts would make different ones, and hang.
+    It costs one all-reduce of 32 bytes; only values that differ are sent.
 
-    Done before any other group is made: ranks with different layouts would make different ones, and hang. It costs one
-    all-reduce of 32 bytes; the values themselves are sent only when they differ.
+    Args:
+        refused: message with which this rank must end for another reason; empty: there is none.
 
     Raises:
-        ValueError: on every rank, `refused` of the first rank that has it; or naming what differs, and the ranks with
-            their values.
+        ValueError: on every rank, with the first rank's `refused`, or else the values that differ and their ranks.
     """
     if world.size == 1:
         if refused:
@@ -46,7 +46,7 @@ def agree(
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
         highest, lowest = extremes[:2], -extremes[2:]
         if torch.equal(highest, lowest):
-            if refused:  # by all, alike
+            if refused:  # by all ranks
                 raise ValueError(refused)
             return
         everyone: list[str] = [""] * world.size
@@ -56,16 +56,16 @@ def agree(
 
 
 def difference(everyone: Sequence[Mapping[str, str]], hosts: Sequence[str] = ()) -> str:
-    """One sentence: which values differ, and the ranks with each; the value of the most ranks first."""
+    """Name the values that differ, and the ranks with each; the most frequent value first."""
     names = sorted({name for theirs in everyone for name in theirs})
     found = []
     for name in names:
         ranks_of: dict[str, list[int]] = {}
         for rank, theirs in enumerate(everyone):
-            ranks_of.setdefault(theirs.get(name, "not known"), []).append(rank)
+            ranks_of.setdefault(theirs.get(name, "unknown"), []).append(rank)
         if len(ranks_of) > 1:
             each = sorted(ranks_of.items(), key=lambda item: (-len(item[1]), item[1]))
             found.append(f"{name} is " + ", ".join(f"{value} on {ranks_text(ranks, hosts)}" for value, ranks in each))
     if len(found) > MOST_NAMES:
         found[MOST_NAMES:] = [f"and {len(found) - MOST_NAMES} more differ"]
-    return f"the ranks were not started alike: {'; '.join(found)}. Give all ranks the same flags, code and data"
+    return f"ranks differ: {'; '.join(found)}. Give all ranks the same flags, code and data"

@@ -1,4 +1,4 @@
-"""`PeerLost`: what a failed or missing peer looks like from here, with the names of the ranks that it may be."""
+"""`PeerLost`: the error of a rank whose peer has failed or is missing. It names the peers that may be the cause."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from itertools import groupby
 
 import torch.distributed as dist
 
-# What gloo says when another rank is gone or does not come: plain RuntimeErrors, told by their words alone.
+from megazero.units import ranges
+
+# gloo reports a lost peer as a plain RuntimeError; it is recognised by its text alone.
 LOST = ("closed by peer", "reset by peer", "broken pipe", "timed out", "timeout", "connection refused", "not connected")
-MOST_HOSTS = 4  # in a message
+MOST_HOSTS, MOST_RANGES = 4, 16  # in a message; ranges per host
 
 
 class PeerLost(RuntimeError):
-    """Communication failed because another rank is gone or frozen; that rank's message is the one to read.
+    """Communication failed because another rank is gone or frozen; the cause is in that rank's message.
 
     Attributes:
-        ranks: those that it may be.
-        hosts: every rank's host; empty where it is not known.
+        ranks: the ranks that may be the lost one.
+        hosts: every rank's host; empty if unknown.
     """
 
     def __init__(self, message: str, ranks: Sequence[int] = (), hosts: Sequence[str] = ()) -> None:
@@ -26,15 +28,15 @@ class PeerLost(RuntimeError):
 
 
 class peer_errors:
-    """Around communication with `ranks`: raise PeerLost in place of a backend's error that a peer caused.
+    """Context of communication with `ranks`: raises PeerLost in place of a backend's error that a peer caused.
 
-    A class, as a generator would cost several times as much around every collective.
+    A class, because a generator would cost several times as much around every collective.
     """
 
     __slots__ = ("action", "hosts", "ranks")
 
     def __init__(self, action: str, ranks: Sequence[int] = (), hosts: Sequence[str] = ()) -> None:
-        """`action`: what failed, such as "all-reduce over dp"; `ranks`: the peers, without this rank."""
+        """`action`: name for the message, such as "all-reduce over dp"; `ranks`: the peers, without this rank."""
         self.action, self.ranks, self.hosts = action, ranks, hosts
 
     def __enter__(self) -> None:
@@ -42,9 +44,9 @@ class peer_errors:
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
         if error is not None and _caused_by_peer(error):
-            whom = ranks_text(self.ranks, self.hosts) if self.ranks else "another rank"
+            peers = ranks_text(self.ranks, self.hosts) if self.ranks else "another rank"
             one_of = "one of " if len(self.ranks) > 1 else ""
-            raise PeerLost(f"{self.action}: lost {one_of}{whom}: {error}", self.ranks, self.hosts) from error
+            raise PeerLost(f"{self.action}: lost {one_of}{peers}: {error}", self.ranks, self.hosts) from error
 
 
 def _caused_by_peer(error: BaseException) -> bool:
@@ -59,19 +61,11 @@ def _caused_by_peer(error: BaseException) -> bool:
 def ranks_text(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
     """Name ranks for a message: "rank 1 (node0)", "ranks 0-3 (node0), 4, 6 (node1)"."""
     by_host = groupby(sorted(ranks), lambda rank: hosts[rank] if hosts else "")
-    texts = [_ranges(list(group)) + (f" ({host})" if host else "") for host, group in by_host]
+    texts = [_few(ranges(group)) + (f" ({host})" if host else "") for host, group in by_host]
     if len(texts) > MOST_HOSTS:
         texts[MOST_HOSTS:] = [f"and {len(texts) - MOST_HOSTS} more hosts"]
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(texts)}"
 
 
-def _ranges(ranks: list[int]) -> str:
-    """[0, 1, 2, 5] -> "0-2, 5"."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return ", ".join(texts[:16] + ["..."] * (len(texts) > 16))
+def _few(texts: list[str]) -> str:
+    return ", ".join(texts[:MOST_RANGES]) + (", ..." if len(texts) > MOST_RANGES else "")

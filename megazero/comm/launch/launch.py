@@ -1,106 +1,79 @@
-"""Start and stop of a rank: what launched it, its device, how it joins the others, how it ends."""
+"""Start and stop of a rank: its device, how it joins the other ranks, how it ends."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
 import os
-import queue
 import re
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from megazero.comm.launch.errors import PeerLost, peer_errors
+from megazero.comm.launch.errors import PeerLost, peer_errors, ranks_text
 from megazero.comm.launch.world import World, local_size, number
 from megazero.config.model_options import Precision
 from megazero.environment import check_allocator_settings
 from megazero.log import log
 from megazero.memory.host import has_nvidia
 
-JOIN_MINUTES = 10.0  # for all ranks to start; a collective's limit may be shorter
-ANSWER_SECONDS = 30.0  # for a store that listens to answer; a torchrun that is alive has one
-LAZY_RANKS = 64  # from as many on, gloo connects two ranks when they first talk
-OUTSIDE = "192.0.2.1"  # an address kept for documentation (RFC 5737): never in the own network
+JOIN_MINUTES = 10.0  # until all ranks have started; a collective's limit may be shorter
+ANSWER_SECONDS = 30.0  # until torchrun's store answers; the store of rank 0 may start later
+LAZY_RANKS = 64  # gloo connects the ranks of larger jobs when they first communicate
+OUTSIDE = "192.0.2.1"  # an address reserved for documentation (RFC 5737): never in the own network
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 TENSOR_CORES = (7, 0)  # the first compute capability with them
-HOST_BYTES = 64  # of a host's name, in the table of hosts
 
 T = TypeVar("T")
 
 
 def pick_device(world: World) -> torch.device:
-    """This rank's own GPU where there are GPUs, else the CPU.
+    """Return this rank's own GPU, or the CPU if there are no GPUs.
 
     Raises:
-        ValueError: more ranks on this node than GPUs, or GPUs that this torch cannot use.
+        ValueError: this node has more ranks than GPUs, or GPUs that this torch cannot use.
     """
     if not torch.cuda.is_available():
-        # A GPU of another maker is often a laptop's own, next to a torch for CPUs: then the CPU is meant.
+        # CPU builds of torch are common on laptops with another maker's GPU; only NVIDIA's are refused.
         wanted = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
-        if has_nvidia() and re.match(r"\d|GPU-|MIG-", wanted):  # "", -1 and NoDevFiles leave no GPU
+        if has_nvidia() and re.match(r"\d|GPU-|MIG-", wanted):  # "", -1 and NoDevFiles hide all GPUs
             raise ValueError(
-                f"this machine has NVIDIA GPUs, which torch {torch.__version__} cannot use: {_why_no_cuda()}; install "
+                f"torch {torch.__version__} cannot use this machine's NVIDIA GPUs: {_why_no_cuda()}; install "
                 "a torch for the driver's CUDA version (see nvidia-smi), or export CUDA_VISIBLE_DEVICES= to train on "
                 "the CPU"
             )
         return torch.device("cpu")
     if world.launcher == "torchrun" and world.local_rank >= torch.cuda.device_count():
         raise ValueError(
-            f"local rank {world.local_rank} has no GPU of its own: there are {torch.cuda.device_count()} here; "
-            "start as many ranks on a node as it has GPUs (--nproc)"
+            f"local rank {world.local_rank} has no GPU, because this node has {torch.cuda.device_count()}; "
+            "start as many ranks per node as it has GPUs (--nproc)"
         )
     check_allocator_settings()
-    index = world.local_rank % torch.cuda.device_count()  # srun with --gpus-per-task shows a task only its own
+    index = world.local_rank % torch.cuda.device_count()  # srun --gpus-per-task shows each task only its own GPU
     torch.cuda.set_device(index)
-    capability, kernels = torch.cuda.get_device_capability(index), torch.cuda.get_arch_list()
-    if torch.version.hip is None and not has_kernels(capability, kernels):
-        raise ValueError(
-            f"{torch.cuda.get_device_name(index)} has compute capability {capability[0]}.{capability[1]}, for which "
-            f"torch {torch.__version__} has no kernels (it has {', '.join(kernels)}); install another build of torch: "
-            "those for CUDA 12.6 (pip install torch --index-url https://download.pytorch.org/whl/cu126) have kernels "
-            "from 5.0 on"
-        )
     return torch.device("cuda", index)
 
 
-def has_kernels(capability: tuple[int, int], kernels: Sequence[str]) -> bool:
-    """Return whether a GPU can run one of `kernels`, named as `torch.cuda.get_arch_list` names them.
-
-    A binary, sm_XY, runs on the same major version from minor version Y on; PTX, compute_XY, on every later GPU. With
-    the suffix a, both run on that version alone.
-    """
-    for kernel in kernels:
-        kind, major, minor, suffix = re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", kernel).groups()
-        version = int(major), int(minor)
-        if capability == version or (
-            suffix != "a" and capability > version and (kind == "compute" or capability[0] == version[0])
-        ):
-            return True
-    return False
-
-
 def make_deterministic() -> None:
-    """Have torch, cuBLAS and NCCL use deterministic algorithms on a GPU. Call it before the first product.
+    """Make torch, cuBLAS and NCCL use deterministic algorithms on a GPU. Call it before the first matrix product.
 
-    torch then takes FlashAttention's deterministic backward instead of cuDNN's, which adds with atomics.
+    torch then uses FlashAttention's deterministic backward instead of cuDNN's, which accumulates with atomics.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch requires it
-    os.environ.setdefault("NCCL_ALGO", "^NVLS,NVLSTree")  # sums in switches, whose order is not fixed
+    os.environ.setdefault("NCCL_ALGO", "^NVLS,NVLSTree")  # they sum inside switches, in no fixed order
     settings = torch.utils.deterministic
     settings.fill_uninitialized_memory = False  # costs time; nothing reads such memory
     torch.use_deterministic_algorithms(True)
 
 
 def _why_no_cuda() -> str:
-    """Return why this torch finds no GPU."""
     if torch.version.cuda is None:
         return "it is built without CUDA"
     try:
@@ -111,7 +84,7 @@ def _why_no_cuda() -> str:
 
 
 def fastest_precision(device: torch.device) -> Precision:
-    """Return the precision that a GPU multiplies fastest in; before compute capability 8.0, GPUs imitate bf16."""
+    """Return the precision in which a GPU multiplies fastest. Before compute capability 8.0, GPUs emulate bf16."""
     if torch.cuda.is_bf16_supported(including_emulation=False):
         return "bf16"
     return "fp16" if torch.cuda.get_device_capability(device) >= TENSOR_CORES else "fp32"
@@ -122,10 +95,10 @@ def fastest_precision(device: torch.device) -> Precision:
 
 @contextlib.contextmanager
 def limit(world: World, seconds: float, action: str) -> Iterator[None]:
-    """End this process, with a message, if the block takes longer than `seconds`.
+    """End this process with a message if the block takes longer than `seconds`.
 
-    Note [waits without a limit]: a TCPStore whose host is frozen (SIGSTOP, a hung node) lets `get`, `check`, `add` and
-    `wait` block for ever, whatever time-out they were given: the client waits for the server's answer without one.
+    Note [waits without a limit]: if the host of a TCPStore is frozen (SIGSTOP, a hung node), `get`, `check`, `add` and
+    `wait` block for ever despite their time-outs, because the client waits for the server's answer without one.
     """
 
     def expire() -> None:
@@ -142,37 +115,31 @@ def limit(world: World, seconds: float, action: str) -> Iterator[None]:
 
 
 def within(seconds: float, function: Callable[[], T]) -> T:
-    """Return function(), computed in another thread; TimeoutError, leaving that thread behind, after `seconds`."""
-    outcome: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue()
+    """Return function(), computed in another thread. After `seconds`: TimeoutError; the thread keeps running."""
+    outcome: Future[T] = Future()
 
     def compute() -> None:
         try:
-            outcome.put((function(), None))
+            outcome.set_result(function())
         except BaseException as error:
-            outcome.put((None, error))
+            outcome.set_exception(error)
 
     threading.Thread(target=compute, daemon=True).start()
-    try:
-        value, error = outcome.get(timeout=seconds)
-    except queue.Empty:
-        raise TimeoutError(f"no answer within {seconds:g} s") from None
-    if error is not None:
-        raise error
-    return value  # type: ignore[return-value]
+    return outcome.result(timeout=seconds)
 
 
 # -- start and stop
 
 
 def start(world: World, device: torch.device, timeout_minutes: float) -> tuple[str, ...]:
-    """Join the other ranks: NCCL on GPUs, gloo on CPU. A single process needs no group.
+    """Join the other ranks: NCCL on GPUs, gloo on CPUs. A single process needs no group.
 
     Returns:
         Each rank's host.
 
     Raises:
-        ValueError: the port is taken, or its store is another run's.
-        PeerLost: not all ranks came.
+        ValueError: the port is taken, or its store belongs to another run.
+        PeerLost: some ranks did not start.
     """
     if world.size == 1:
         return (socket.gethostname(),)
@@ -193,30 +160,30 @@ def start(world: World, device: torch.device, timeout_minutes: float) -> tuple[s
                 timeout=datetime.timedelta(minutes=timeout_minutes),
                 device_id=device if device.type == "cuda" else None,
             )
-            return _hosts(world, device)
+            hosts = [""] * world.size
+            dist.all_gather_object(hosts, socket.gethostname())
+            return tuple(hosts)
 
 
 def _connect_lazily(num_ranks: int) -> None:
-    """Let gloo connect two ranks of a large job when they first talk, unless the environment says otherwise.
+    """Let gloo connect two ranks of a large job when they first communicate.
 
-    Else each rank of a group is connected to all others when the group is made: thousands of sockets per rank, of which
-    its collectives use those of a few neighbours. Small jobs connect at once, so that a fault of the network is found
-    at the start. torch reads the variable when it makes the first group.
+    By default gloo connects each rank to all others of a group: thousands of sockets per rank, of which collectives
+    use a few. Small jobs keep that default, because it detects faults of the network at the start.
     """
     if num_ranks >= LAZY_RANKS:
-        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # torch reads it when it makes the first group
 
 
 def _choose_interface(address: str) -> None:
-    """Have gloo use the network interface of the route to rank 0, unless the environment names one.
+    """Make gloo use the network interface of the route to rank 0.
 
-    gloo itself takes the interface of this machine's own name, which is often the loopback address in /etc/hosts, or
-    a slow card.
+    By default gloo resolves this machine's own name, which is often a loopback address in /etc/hosts or a slow card.
     """
-    # On rank 0's own machine that address may be a loopback one; then any outside address, by the default route.
-    for towards in (address, OUTSIDE):
+    # On rank 0's machine its address may be a loopback one; the default route then leads to OUTSIDE.
+    for target in (address, OUTSIDE):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-            probe.connect((towards, 9))  # sends nothing
+            probe.connect((target, 9))  # sends nothing
             name = interface_of(probe.getsockname()[0])
             if name not in ("", "lo"):
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -224,12 +191,12 @@ def _choose_interface(address: str) -> None:
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the network interface that has an IPv4 address; empty if there is none, or not on Linux."""
+    """Return the name of the network interface with an IPv4 address; empty if there is none, or not on Linux."""
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # an interface without such an address
+            with contextlib.suppress(OSError):  # an interface without an IPv4 address
                 request = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, name.encode().ljust(256, b"\0"))
                 if socket.inet_ntoa(request[20:24]) == address:
                     return name
@@ -243,56 +210,33 @@ def agent_store() -> bool:
 
 def _open_store(world: World, seconds: float) -> dist.Store:
     host, port = os.environ["MASTER_ADDR"], number("MASTER_PORT")
-    hosts_it = world.rank == 0 and not agent_store()
-    if not hosts_it:
-        _wait_for_listener(host, port, ANSWER_SECONDS if agent_store() else seconds)
-    limit_of_operations = datetime.timedelta(seconds=seconds)
+    server, is_server = "torchrun" if agent_store() else "rank 0", world.rank == 0 and not agent_store()
+    patience = ANSWER_SECONDS if agent_store() else seconds  # torchrun listens before it starts its ranks
+    timeout = datetime.timedelta(seconds=patience)
+
+    def connect() -> dist.Store:
+        store = dist.TCPStore(host, port, is_master=is_server, wait_for_workers=False, timeout=timeout)
+        store.set_timeout(datetime.timedelta(seconds=seconds))
+        return store
+
     try:
-        store = within(
-            ANSWER_SECONDS,
-            lambda: dist.TCPStore(host, port, is_master=hosts_it, wait_for_workers=False, timeout=limit_of_operations),
-        )
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise PeerLost(f"cannot reach the store at MASTER_ADDR={host}, MASTER_PORT={port}: {error}") from None
-        raise ValueError(
-            f"MASTER_PORT={port} is taken on this machine, perhaps by another run; export another port before the "
-            f"ranks are started, such as {_free_port()}, or end what listens there (see `ss -ltnp 'sport = :{port}'`)"
+        store = within(patience + ANSWER_SECONDS, connect)
+    except (dist.DistNetworkError, dist.DistStoreError, TimeoutError) as error:
+        if "EADDRINUSE" in str(error):
+            raise ValueError(
+                f"MASTER_PORT={port} is taken on this machine, perhaps by another run; export another port before the "
+                f"ranks are started, or end the process that uses it (see `ss -ltnp 'sport = :{port}'`)"
+            ) from None
+        raise PeerLost(
+            f"{server} does not answer at MASTER_ADDR={host}, MASTER_PORT={port} ({error}): was it started, can this "
+            "machine reach it, or does another program use that port?"
         ) from None
-    except TimeoutError:
-        raise ValueError(
-            f"what listens at MASTER_ADDR={host}, MASTER_PORT={port} does not answer as rank 0 would: another program "
-            "uses that port, or rank 0 is frozen; export another port before the ranks are started"
-        ) from None
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store may outlive a restart of its ranks
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives a restart of its ranks
     return dist.PrefixStore(f"megazero/{attempt}", store)
 
 
-def _wait_for_listener(host: str, port: int, seconds: float) -> None:
-    """Return when something listens there."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=10).close()
-            return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                host_of = "torchrun" if agent_store() else "rank 0"
-                raise PeerLost(
-                    f"nothing listens at MASTER_ADDR={host}, MASTER_PORT={port} after {seconds:g} s ({error}); "
-                    f"{host_of} should: was it started, and can this machine reach it?"
-                ) from None
-            time.sleep(0.1)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return listener.getsockname()[1]
-
-
 def _take_seat(store: dist.Store, world: World, device: torch.device) -> None:
-    """Refuse a store that is another run's, and a rank that is there already.
+    """Refuse the store of another run, and a rank that has joined already.
 
     Raises:
         ValueError: naming MASTER_PORT, or the rank.
@@ -308,13 +252,13 @@ def _take_seat(store: dist.Store, world: World, device: torch.device) -> None:
         )
     if store.add(f"seat/{world.rank}", 1) > 1 and not agent_store():
         raise ValueError(
-            f"rank {world.rank} is at {where} already: another run uses that port, or two processes were started with "
-            f"RANK={world.rank}; export another port before the ranks are started, such as {_free_port()}"
+            f"rank {world.rank} has already joined at {where}: another run uses that port, or two processes have "
+            f"RANK={world.rank}; export another port before the ranks are started"
         )
 
 
 def _wait_for_all(store: dist.Store, world: World, timeout: datetime.timedelta) -> None:
-    """Return when all ranks are here."""
+    """Return when all ranks have joined."""
     round_, arrived = divmod(store.add("arrived", 1) - 1, world.size)
     if arrived == world.size - 1:
         store.set(f"all/{round_}", "here")
@@ -322,23 +266,14 @@ def _wait_for_all(store: dist.Store, world: World, timeout: datetime.timedelta) 
         store.wait([f"all/{round_}"], timeout)
     except dist.DistStoreError:
         missing = [rank for rank in range(world.size) if not store.check([f"seat/{rank}"])]
+        seconds = timeout.total_seconds()
         raise PeerLost(
-            f"{len(missing)} of {world.size} ranks did not start within {timeout.total_seconds():g} s: "
-            f"{', '.join(map(str, missing[:16]))}{', ...' if len(missing) > 16 else ''}"
+            f"{len(missing)} of {world.size} ranks did not start within {seconds:g} s: {ranks_text(missing)}"
         ) from None
 
 
-def _hosts(world: World, device: torch.device) -> tuple[str, ...]:
-    """Every rank's host, in one all-gather."""
-    name = socket.gethostname().encode()[:HOST_BYTES].ljust(HOST_BYTES, b"\0")
-    mine = torch.tensor(list(name), dtype=torch.uint8, device=device)
-    table = [torch.empty_like(mine) for _ in range(world.size)]
-    dist.all_gather(table, mine)
-    return tuple(bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in table)
-
-
 def stop(world: World, timeout_minutes: float) -> None:
-    """Leave in good order; a gloo process that ends without this sometimes aborts on its way out."""
+    """Leave the process group; a gloo process that skips this sometimes aborts on exit."""
     if dist.is_initialized():
         with limit(world, 60 * (timeout_minutes + 1), "leaving the other ranks"), peer_errors("waiting for the end"):
             dist.barrier()
@@ -346,8 +281,9 @@ def stop(world: World, timeout_minutes: float) -> None:
 
 
 def abort(code: int) -> NoReturn:
-    """End this process after a failure: at once, for the others may wait for it, and without the backend's own
-    clean-up, which can hang on them or replace the exit code by an abort's.
+    """End this process at once after a failure, because other ranks may wait for it.
+
+    Skips the backend's clean-up, which can hang or change the exit code.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -355,35 +291,16 @@ def abort(code: int) -> NoReturn:
     os._exit(code)
 
 
-# -- the launcher's end
-
-
 def end_with_launcher(world: World) -> None:
-    """End this rank when torchrun or srun, its parent, is gone: killed, it cannot end its ranks itself.
-
-    Note [a parent's death]: a rank whose parent is gone is handed to another process, so `getppid` changes. Asking for
-    a signal instead (Linux' PR_SET_PDEATHSIG) is no better: it comes when the *thread* that forked ends, and says
-    nothing. A parent that died before the first look has been replaced already, by process 1 as a rule. Where process
-    1 is not a launcher, that is seen here; elsewhere a lost torchrun is noticed because its store is gone as well.
-    """
-    launched = "TORCHELASTIC_RUN_ID" in os.environ or world.launcher == "srun"
+    """End this rank if torchrun, its parent, is killed: torchrun then cannot end its ranks itself."""
     parent = os.getppid()
-    if not launched or parent == 0:  # 0: a process of another namespace, which cannot be watched
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    orphan = parent == 1 and not _is_launcher(parent)
 
     def watch() -> None:
-        while os.getppid() == parent and not orphan:
+        while os.getppid() == parent:
             time.sleep(0.5)
-        log.error("its launcher is gone; ending")
+        log.error("its launcher was killed; ending")
         abort(1)
 
     threading.Thread(target=watch, name="launcher's end", daemon=True).start()
-
-
-def _is_launcher(process: int) -> bool:
-    try:
-        command = Path(f"/proc/{process}/cmdline").read_bytes()
-    except OSError:
-        return True  # not to be known
-    return b"torch" in command or b"slurm" in command

@@ -1,4 +1,4 @@
-"""The memory that a rank's device and its node have for the run, and the CPUs near the device."""
+"""The memory of a rank's device and node, the CPUs near the device, and the environment of the run."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import torch
 from megazero.comm.launch.world import World, local_size
 from megazero.memory.host import Available, Machine, host_memory, near_cpus
 
-# Beginnings of the names of such variables. None of them is a secret.
-TOLD = ("CUBLAS_", "CUDA_VISIBLE", "GLOO_", "MASTER_", "MKL_", "NCCL_", "OMP_", "PYTORCH_", "TORCH_", "TORCHINDUCTOR_")
-TOLD += ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT")
+# Prefixes of variables that change a run. None of them is a secret.
+SHOWN = ("CUBLAS_", "CUDA_VISIBLE", "GLOO_", "MASTER_", "MKL_", "NCCL_", "OMP_", "PYTORCH_", "TORCH_", "TORCHINDUCTOR_")
+SHOWN += ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT")
 
 
 def machine(world: World, device: torch.device) -> Machine:
-    """Look at the memory of this rank's device and of its node."""
+    """Return the free memory of this rank's device and of its node."""
     free = None
     if device.type == "cuda":
         free = Available(torch.cuda.mem_get_info(device)[0], "free on its GPU")
-    first = world.rank - world.local_rank  # launchers number the ranks of a node in one row
+    first = world.rank - world.local_rank  # launchers number the ranks of a node consecutively
     ranks = range(max(0, first), min(first + local_size(world), world.size))
     return Machine(ranks, device.type, free, host_memory())
 
 
 def bind_to_near_cpus(device: torch.device, root: Path = Path("/")) -> None:
-    """Restrict this process to the CPUs of its GPU's NUMA node, as far as it may use them; without any, change nothing.
+    """Bind this process to the allowed CPUs of its GPU's NUMA node, if there are any.
 
-    Page-locked memory is then taken from that node, and copies do not cross sockets. Threads that exist already keep
-    their CPUs: call this before torch computes.
+    Page-locked memory is then allocated on that node, and copies do not cross sockets. Existing threads keep their
+    CPUs, so call this before torch computes.
 
     Args:
         root: the folder that holds sys/.
@@ -42,8 +42,4 @@ def bind_to_near_cpus(device: torch.device, root: Path = Path("/")) -> None:
 
 def environment() -> dict[str, str]:
     """Return the variables of this process' environment that change how a run computes or communicates."""
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(TOLD)}
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(SHOWN)}

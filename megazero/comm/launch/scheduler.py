@@ -7,11 +7,11 @@ import os
 import re
 import subprocess
 
-ANSWER_SECONDS = 30  # slurmctld can be slow; a run must not hang on it
+ANSWER_SECONDS = 30  # slurmctld can be slow, and a run must not hang on it
 
 
 def job_end() -> float | None:
-    """Return when the job will be ended, in seconds since the epoch; None outside a job or without a limit."""
+    """Return the end of the job, in seconds since the epoch; None outside a job or without a time limit."""
     job = os.environ.get("SLURM_JOB_ID")
     if not job:
         return None
@@ -27,5 +27,5 @@ def job_end() -> float | None:
 
 
 def job_id() -> str | None:
-    """Return the id of the SLURM job around this process; None where there is none."""
+    """Return the id of the SLURM job of this process; None outside a job."""
     return os.environ.get("SLURM_JOB_ID")

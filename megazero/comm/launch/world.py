@@ -1,4 +1,4 @@
-"""This process' place among the ranks, as its launcher set it in the environment. Needs no torch."""
+"""Rank and world size of this process, as its launcher set them in the environment. Needs no torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import re
 import time
 from pathlib import Path
 from typing import NamedTuple
+
+WAY_OUT = "start ranks with torchrun, srun or scripts/launch.sh, or unset RANK and WORLD_SIZE to train with one process"
 
 
 class World(NamedTuple):
@@ -21,9 +23,9 @@ class World(NamedTuple):
 
 
 def read_world() -> World:
-    """Read torchrun's variables, else those of an srun step; else this is a single process.
+    """Read torchrun's variables, or else those of an srun step; without either, this is a single process.
 
-    A plain process inside a batch script or an salloc shell is single: only a step's tasks have peers.
+    A plain process inside a batch script or an salloc shell is single: only the tasks of a step have peers.
 
     Raises:
         ValueError: a variable that is missing, no number or out of range.
@@ -31,15 +33,14 @@ def read_world() -> World:
     env = os.environ
     if "RANK" in env or "WORLD_SIZE" in env:
         world = World(number("RANK"), number("WORLD_SIZE"), number("LOCAL_RANK", 0), "torchrun")
-    elif "SLURM_STEP_NUM_TASKS" in env and number("SLURM_STEP_NUM_TASKS") > 1:  # SLURM_NTASKS is a batch shell's too
+    elif "SLURM_STEP_NUM_TASKS" in env and number("SLURM_STEP_NUM_TASKS") > 1:  # a batch shell has SLURM_NTASKS too
         world = World(number("SLURM_PROCID"), number("SLURM_STEP_NUM_TASKS"), number("SLURM_LOCALID"), "srun")
     else:
         return World(0, 1, 0, "single")
     if world.size < 1 or not 0 <= world.rank < world.size or world.local_rank < 0:
         raise ValueError(
             f"RANK={world.rank} with WORLD_SIZE={world.size} and LOCAL_RANK={world.local_rank}: ranks are numbered "
-            "from 0 to WORLD_SIZE - 1; start them with torchrun, srun or scripts/launch.sh, which number them, or "
-            "unset all three to train with a single process"
+            f"from 0 to WORLD_SIZE - 1; {WAY_OUT}"
         )
     if world.size > 1:
         if not ("MASTER_ADDR" in env and "MASTER_PORT" in env):
@@ -56,7 +57,7 @@ def number(name: str, default: int | None = None) -> int:
     """Read a whole number from the environment.
 
     Raises:
-        ValueError: it is no number, or missing where there is no default.
+        ValueError: it is no number, or missing without a default.
     """
     text = os.environ.get(name)
     if text is None and default is not None:
@@ -65,14 +66,11 @@ def number(name: str, default: int | None = None) -> int:
         return int(text or "")
     except ValueError:
         found = "is not set" if text is None else f"is {text!r}, which is not a whole number"
-        raise ValueError(
-            f"{name} {found}; torchrun and srun set it: use them or scripts/launch.sh, or unset RANK and WORLD_SIZE "
-            "to train with a single process"
-        ) from None
+        raise ValueError(f"{name} {found}; {WAY_OUT}") from None
 
 
 def local_size(world: World) -> int:
-    """Return the number of ranks on this node; 1 where the launcher does not say."""
+    """Return the number of ranks on this node; 1 if the launcher does not set it."""
     env = os.environ
     if world.launcher == "srun":
         node = env.get("SLURM_NODEID", "0")
@@ -90,7 +88,7 @@ def tasks_of_node(tasks_per_node: str, node: int) -> int:
 
 
 def report_to_launcher(message: str) -> None:
-    """Leave the message of a rank that fails where torchrun finds it for its last words. Never raises."""
+    """Leave the message of a failed rank in the file that torchrun reads. Never raises."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         extra = {"py_callstack": message, "timestamp": str(int(time.time()))}

@@ -1,7 +1,7 @@
-"""`Axis`: the collectives along one axis of the mesh, and `Pending`: one that is in flight.
+"""`Axis`: the collectives along one axis of the mesh. `Pending`: a collective in flight.
 
-Every collective is the identity on an axis of size 1, asserts that its tensors are contiguous (gloo's all_reduce is
-wrong without an error on others), and counts the bytes that this rank sends under a ring algorithm when it is issued.
+Every collective is the identity on an axis of size 1. It asserts that its tensors are contiguous, because gloo's
+all_reduce silently returns wrong sums for others, and counts the bytes that this rank sends under a ring algorithm.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megazero.plan.layout.topology import ring_bytes
 
 SUM, MAX, MIN = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN
 
-# torch 2.13 deprecates the old names, 2.11 does not have the new ones.
+# torch 2.13 deprecates the old names; 2.11 lacks the new ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -32,7 +32,7 @@ class Axis:
     """One mesh axis, seen from this rank.
 
     Attributes:
-        sent: kind of traffic -> bytes that this rank has sent; the kind is the axis' name unless said otherwise.
+        sent: kind of traffic -> bytes that this rank has sent; by default the kind is the axis' name.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class Axis:
         in_flight: InFlight | None = None,
         hosts: Sequence[str] = (),
     ) -> None:
-        """`rank` and `ranks` are the world's; `hosts`: of all the world's ranks, for messages."""
+        """`rank`, `ranks`: numbers in the world; `hosts`: host of each rank of the world, for messages."""
         self.name, self.ranks, self.size = name, ranks, len(ranks)
         self.rank = ranks.index(rank)  # within the axis
         self.peers = [other for other in ranks if other != rank]
-        self._others = [i for i in range(self.size) if i != self.rank]  # the same, within the axis
-        self._num_exchanges = 0  # the same on all ranks: a tag
+        self._others = [i for i in range(self.size) if i != self.rank]  # peers by their rank within the axis
+        self._num_exchanges = 0  # a tag, equal on all ranks
         self.group = group
         self.in_flight = in_flight or InFlight()
         self.hosts = hosts
@@ -67,7 +67,7 @@ class Axis:
 
     @property
     def needs_staging_buffer(self) -> bool:
-        """Return true if a reduce-scatter needs scratch for what every other rank sends; see `_exchange`."""
+        """Return true if a reduce-scatter needs scratch for the messages of all other ranks; see `_exchange`."""
         return self.size > 1 and dist.get_backend(self.group) == "gloo"
 
     def _count(self, operation: str, x: torch.Tensor, passes: int, kind: str | None) -> None:
@@ -76,13 +76,13 @@ class Axis:
         self._issued(operation, kind or self.name, ring_bytes(num_bytes, self.size, passes) if passes else num_bytes)
 
     def _issued(self, operation: str, kind: str, num_bytes: int) -> None:
-        """Count what this rank sends for a collective or a message."""
+        """Count the bytes that this rank sends for a collective or a message."""
         self.sent[kind] += num_bytes
 
     def _launch(
         self, collective: Callable[[], _Work], reads: tuple[torch.Tensor, ...], writes: tuple[torch.Tensor, ...]
     ) -> _Work:
-        """Issue an asynchronous collective. Tests put a slower backend here."""
+        """Issue an asynchronous collective. Tests replace it by a slower backend."""
         return collective()
 
     def _start(
@@ -96,9 +96,9 @@ class Axis:
         then: Callable[[], None] | None = None,
         peer: int | None = None,
     ) -> Pending:
-        """Start a collective that reads and writes these tensors; `then` writes `result` when it is waited for.
+        """Start a collective that reads and writes these tensors; its wait calls `then`, which writes `result`.
 
-        `peer`: the only rank, of the world's, that it communicates with.
+        `peer`: the only rank of the world that it communicates with.
         """
         claimed = writes if result is None else (*writes, result)
         name = f"{name} over {self.name}"
@@ -115,11 +115,11 @@ class Axis:
         return Pending(wait, held=(*reads, *writes), then=then)
 
     def peer_errors(self, action: str, peer: int | None = None) -> peer_errors:
-        """Around communication with this axis' ranks: raises PeerLost, naming them, where a peer failed."""
+        """Context of communication along this axis: if a peer failed, raises PeerLost with the peers' names."""
         return peer_errors(action, self.peers if peer is None else (peer,), self.hosts)
 
     def start_all_reduce(self, x: torch.Tensor, op: dist.ReduceOp = SUM, kind: str | None = None) -> Pending:
-        """All-reduce `x` in place; it must not be read or written before the result has been waited for."""
+        """All-reduce `x` in place; do not read or write it before the wait."""
         if self.size == 1:
             return Pending()
         self._count("all-reduce", x, 2, kind)
@@ -132,7 +132,7 @@ class Axis:
         return x
 
     def start_all_gather(self, part: torch.Tensor, out: torch.Tensor) -> Pending:
-        """Everyone's `part`, in order of rank, into `out`. `part` may be this rank's own window of `out`."""
+        """Gather the ranks' `part`s in order into `out`. `part` may be this rank's own window of `out`."""
         assert part.is_contiguous() and part.numel() * self.size == out.numel(), (part.shape, out.shape)
         if self.size == 1:
             if not _same_place(out, part):
@@ -160,16 +160,16 @@ class Axis:
         return out
 
     def scratch_numel(self, numel: int) -> int:
-        """Elements of scratch that reduce-scattering `numel` x size elements takes; see the Note there."""
+        """Return the elements of scratch for a reduce-scatter of `numel` x size; see Note [gloo's collectives]."""
         if self.size == 1:
             return 0
         return numel * (self.size - 1) if self.needs_staging_buffer else numel
 
     def start_reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, add: bool, scratch: torch.Tensor) -> Pending:
-        """Sum of everyone's `full`, this rank's 1/size of it, written or added to `out` when it is waited for.
+        """Sum the ranks' `full` and write this rank's 1/size of it to `out`, or add it if `add`, at the wait.
 
-        Shapes: full [size * n], out [n], scratch at least [scratch_numel(n)], which is not read where
-        `needs_staging_buffer` and `add` are both False.
+        Shapes: full [size * n], out [n], scratch at least [scratch_numel(n)]; scratch is unused if both
+        `needs_staging_buffer` and `add` are False.
         """
         assert full.dim() == 1 and full.numel() == out.numel() * self.size, (full.shape, out.shape)
         if self.size == 1:
@@ -208,10 +208,10 @@ class Axis:
     def _exchange(self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> _Work:
         """Send to and receive from other ranks of the axis, all at once; keys are ranks within the axis.
 
-        Note [gloo's collectives]: its all-gather fills a buffer of its own, as large as the output, and copies that.
-        Its reduce-scatter is an all-reduce and a copy, which sends twice the bytes. Messages from every rank to every
-        other send what a ring does, (size - 1) / size of the whole, and arrive where they are wanted; what arrives for
-        a reduce-scatter lies in scratch until it is added up.
+        Note [gloo's collectives]: its all-gather fills a buffer of its own, as large as the output, and copies it. Its
+        reduce-scatter is an all-reduce and a copy, which sends twice the bytes. Direct messages between all pairs of
+        ranks send as many bytes as a ring, (size - 1) / size of the whole, and need no copy. The messages of a
+        reduce-scatter stay in scratch until they are summed.
         """
         self._num_exchanges = (self._num_exchanges + 1) % (1 << 31)
         tag, group = self._num_exchanges, self.group
@@ -222,7 +222,7 @@ class Axis:
     def start_send(self, x: torch.Tensor, step: int, lane: int, tag: int) -> Pending:
         """Send `x` to the next (step +1) or the previous (-1) rank of the axis, which is a ring.
 
-        `x` must not be written before the send has been waited for. `tag`: matches a send with its receive.
+        Do not write `x` before the wait. `tag`: matches a send with its receive.
         """
         self._count("send", x, 0, None)
         peer, link = self._neighbour(step), self._link(step, step, lane)
@@ -237,18 +237,18 @@ class Axis:
         return self.ranks[(self.rank + step) % self.size]
 
     def _link(self, step: int, direction: int, lane: int) -> dist.ProcessGroup | None:
-        """The communicator of the link to a neighbour, for messages that travel in `direction`.
+        """Return the communicator of the link to a neighbour, for messages in `direction`.
 
-        Note [links]: NCCL runs the operations of one communicator one after the other, so that a send which waits for
-        its receiver would hold up the receive behind it. Hence a communicator per link, direction and
-        lane (`plan.layout.topology.Route`). gloo matches messages by tag and needs none.
+        Note [links]: NCCL runs the operations of one communicator in order, so a send that waits for its receiver
+        would delay the receive after it. Hence a communicator per link, direction and lane
+        (`plan.layout.topology.Route`). gloo matches messages by tag and needs none.
         """
         first = self.rank if step > 0 else (self.rank - 1) % self.size
         return self.links.get((first, direction, lane), self.group)
 
 
 class _Work(Protocol):
-    """Handle that a backend returns for an asynchronous collective."""
+    """A backend's handle of an asynchronous collective."""
 
     def wait(self) -> object: ...
 
@@ -266,10 +266,10 @@ class _Works:
 
 
 class Pending:
-    """A collective in flight, and what is done with its result. It keeps its tensors alive until it is waited for.
+    """A collective in flight, and the use of its result. It keeps its tensors alive until the wait.
 
-    On a GPU `wait` makes the compute stream wait, not this process: the backend runs collectives on a stream of its
-    own, which has waited for the compute stream when they were issued.
+    On a GPU `wait` makes the compute stream wait, not this process. The backend runs a collective on a stream of its
+    own, after the work that the compute stream had when the collective was issued.
     """
 
     def __init__(
@@ -278,11 +278,11 @@ class Pending:
         held: tuple[torch.Tensor, ...] = (),
         then: Callable[[], None] | None = None,
     ) -> None:
-        """`wait` returns when the backend is done; `then` uses the result."""
+        """`wait` returns when the backend has finished; `then` uses the result."""
         self._wait, self._held, self._then = wait, held, then
 
     def wait(self) -> None:
-        """Once; a second call does nothing."""
+        """Wait once; a second call does nothing."""
         if self._wait is not None:
             self._wait()
         if self._then is not None:
@@ -291,7 +291,7 @@ class Pending:
 
 
 def together(pending: Sequence[Pending]) -> Pending:
-    """Several collectives in flight as one."""
+    """Combine several collectives in flight into one."""
 
     def wait() -> None:
         for each in pending:
@@ -301,7 +301,7 @@ def together(pending: Sequence[Pending]) -> Pending:
 
 
 def _same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return true if two tensors begin at the same element of the same storage. Stand-ins have no address to ask."""
+    """Return true if two tensors begin at the same element of the same storage. Stand-ins have no address."""
     return StorageWeakRef(a.untyped_storage()) == StorageWeakRef(b.untyped_storage()) and (
         a.storage_offset() == b.storage_offset()
     )
@@ -315,7 +315,7 @@ def _write(out: torch.Tensor, values: torch.Tensor, add: bool) -> None:
 
 
 def _sum_rows(rows: Sequence[torch.Tensor], out: torch.Tensor, add: bool) -> None:
-    """out (+)= the sum of `rows`, [n] each, in their order. 16-bit rows are summed in fp32, a piece at a time."""
+    """out (+)= the sum of `rows`, [n] each, in their order. Sums 16-bit rows in fp32, a piece at a time."""
     if out.element_size() > 2:
         if not add:
             out.copy_(rows[0])

@@ -1,8 +1,8 @@
-"""Process groups of the mesh's axes: few calls, the same on all ranks, connected before the first step.
+"""Process groups of the mesh's axes, made in few calls.
 
-Note [making groups]: `new_group` under NCCL splits the communicator of the whole world, once per group: at 1,024 ranks
-that is a thousand splits, one after the other. A split by colour makes any number of disjoint groups in one. gloo knows
-no split, and its groups cost a rank only what it takes part in.
+Note [making groups]: `new_group` under NCCL splits the communicator of the whole world once per group: at 1,024 ranks
+a thousand splits, one after the other. A split by colour makes any number of disjoint groups at once. gloo has no
+split, and its groups cost only their members.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ class GroupMaker:
     """Makes process groups; all ranks make the same calls in the same order."""
 
     def __init__(self, device: torch.device, timeout: datetime.timedelta) -> None:
-        """Prepare to make groups for tensors on `device`, whose collectives fail after `timeout`."""
+        """`device`: of the groups' tensors; `timeout`: after which their collectives fail."""
         self.device, self.timeout = device, timeout
-        self._made: set[Ranks] = set()  # of axes, by all ranks
-        self._mine: dict[Ranks, dist.ProcessGroup] = {}  # those of them that hold this rank
+        self._made: set[Ranks] = set()  # groups of axes, on all ranks
+        self._mine: dict[Ranks, dist.ProcessGroup] = {}  # the groups of this rank
 
     def of_axis(self, groups: Sequence[Sequence[int]], name: str, urgent: bool = False) -> dist.ProcessGroup | None:
-        """Return this rank's group along an axis; None if it is alone. An axis of the same ranks shares the group.
+        """Return this rank's group along an axis; None if it is alone. Axes with the same ranks share a group.
 
         Args:
-            groups: of the axis, as `Layout.groups` has them.
+            groups: ranks of each group along the axis, as from `Layout.groups`.
             name, urgent: see `make`.
         """
         wanted = [tuple(ranks) for ranks in groups if len(ranks) > 1]
@@ -38,11 +38,11 @@ class GroupMaker:
         return next((self._mine[ranks] for ranks in wanted if ranks in self._mine), None)
 
     def make(self, groups: Sequence[Ranks], name: str, urgent: bool = False) -> dict[Ranks, dist.ProcessGroup]:
-        """Return this rank's groups of `groups`, which are distinct.
+        """Make `groups`, which are distinct, and return those with this rank.
 
         Args:
-            name: of their axis, for NCCL's logs and the flight recorder.
-            urgent: the backend's streams go before those of computation.
+            name: axis, for NCCL's logs and the flight recorder.
+            urgent: give the backend's streams priority over those of computation.
         """
         if not groups:  # a single process has no process group to ask for its rank
             return {}
@@ -51,9 +51,9 @@ class GroupMaker:
             return {ranks: group for ranks, group in made if group is not dist.GroupMember.NON_GROUP_MEMBER}
         me, everyone, found = dist.get_rank(), range(dist.get_world_size()), {}
         for colour in disjoint(groups):
-            # torch names a group by its ranks and by the number of groups that this rank has. A rank that a split
-            # leaves out would count one less from then on, and name its later groups differently from their other
-            # members, whose flight-recorder dumps then do not match. So it gets a group of its own.
+            # torch names a group by its ranks and by this rank's number of groups. A rank outside a split would count
+            # one group less, and name its later groups differently from their other members; flight-recorder dumps
+            # would then not match. So it gets a group of its own.
             alone = set(everyone).difference(*colour)
             group = dist.split_group(
                 split_ranks=[list(ranks) for ranks in colour] + [[rank] for rank in sorted(alone)],

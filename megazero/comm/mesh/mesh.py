@@ -21,7 +21,7 @@ URGENT = ("tp", "shard")  # computation waits for these axes within a layer
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place, and its axes.
+    """This rank's coordinates and axes.
 
     `embedding` joins the first and the last stage, which both hold a tied token table; `world` joins all ranks.
     `shard` and `replica` divide dp: ZeRO partitions within `shard`, and ranks along `replica` own the same range.
@@ -37,8 +37,8 @@ class Mesh:
     tp: Axis
     embedding: Axis
     world: Axis
-    host: Axis  # all ranks, for what lies in host memory: `world`, or on a GPU an axis of its own, over gloo
-    in_flight: InFlight  # of all axes
+    host: Axis  # all ranks, for tensors in host memory: `world`, or on a GPU an axis of its own, over gloo
+    in_flight: InFlight  # shared by all axes
 
     @property
     def coord(self) -> Coord:
@@ -57,44 +57,34 @@ class Mesh:
         """Make every axis' groups; all ranks call this, after `start`.
 
         Args:
-            check_buffers: refuse what overlaps the buffers of a collective in flight; see `InFlight`.
-            hosts: of all ranks, as `start` returned them, for messages.
+            check_buffers: refuse operations that overlap the buffers of a collective in flight; see `InFlight`.
+            hosts: each rank's host, from `start`, for messages.
         """
-        with peer_errors(
-            "making the groups of ranks", [other for other in range(layout.world_size) if other != rank], hosts
-        ):
-            return cls._build(layout, rank, device, datetime.timedelta(minutes=timeout_minutes), check_buffers, hosts)
-
-    @classmethod
-    def _build(
-        cls,
-        layout: Layout,
-        rank: int,
-        device: torch.device,
-        timeout: datetime.timedelta,
-        check_buffers: bool,
-        hosts: Sequence[str],
-    ) -> Mesh:
-        in_flight = InFlight(check_buffers)
-        maker = GroupMaker(device, timeout)
-        everyone = list(range(layout.world_size))
-        # Before the splits: some versions of torch count those on members alone, and then hang here.
-        gloo = dist.new_group(backend="gloo", timeout=timeout) if len(everyone) > 1 and device.type != "cpu" else None
-        axes = {"embedding": Axis("embedding", [rank], rank)}  # of a middle stage: itself
-        for name in URGENT + tuple(name for name in (*AXES, *SUB_AXES) if name not in URGENT):
-            group = maker.of_axis(layout.groups(name), name, urgent=name in URGENT)
-            for ranks in layout.groups(name):
-                if rank in ranks:
-                    axes[name] = Axis(name, ranks, rank, group, in_flight, hosts)
-        if device.type != "cpu":
-            make_links(layout, axes["pp"], maker)
-        axes["world"] = Axis("world", everyone, rank, dist.group.WORLD if len(everyone) > 1 else None, in_flight, hosts)
-        axes["host"] = axes["world"]
-        if gloo is not None:
-            axes["host"] = Axis("host", everyone, rank, gloo, in_flight, hosts)
-        mesh = cls(layout, rank, device, in_flight=in_flight, **axes)
-        mesh.connect()
-        return mesh
+        peers = [other for other in range(layout.world_size) if other != rank]
+        timeout = datetime.timedelta(minutes=timeout_minutes)
+        with peer_errors("making the groups of ranks", peers, hosts):
+            in_flight = InFlight(check_buffers)
+            maker = GroupMaker(device, timeout)
+            everyone = list(range(layout.world_size))
+            # Before the splits, because some versions of torch count splits on members alone, and would hang here.
+            gloo = (
+                dist.new_group(backend="gloo", timeout=timeout) if len(everyone) > 1 and device.type != "cpu" else None
+            )
+            axes = {"embedding": Axis("embedding", [rank], rank)}  # in a middle stage: this rank alone
+            for name in URGENT + tuple(name for name in (*AXES, *SUB_AXES) if name not in URGENT):
+                group = maker.of_axis(layout.groups(name), name, urgent=name in URGENT)
+                for ranks in layout.groups(name):
+                    if rank in ranks:
+                        axes[name] = Axis(name, ranks, rank, group, in_flight, hosts)
+            if device.type != "cpu":
+                make_links(layout, axes["pp"], maker)
+            world = dist.group.WORLD if len(everyone) > 1 else None
+            axes["host"] = axes["world"] = Axis("world", everyone, rank, world, in_flight, hosts)
+            if gloo is not None:
+                axes["host"] = Axis("host", everyone, rank, gloo, in_flight, hosts)
+            mesh = cls(layout, rank, device, in_flight=in_flight, **axes)
+            mesh.connect()
+            return mesh
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -112,11 +102,11 @@ class Mesh:
         return self.host.group
 
     def connect(self) -> None:
-        """Exchange an element along every axis and every link, uncounted.
+        """Exchange an element along every axis and every link, without counting it as traffic.
 
-        Note [connections]: NCCL connects two ranks when they first communicate, inside the call, and both must then
-        have issued the same operations; a pipeline's first calls differ between its stages. So all ranks connect here,
-        in one order, and who cannot be reached is found before the first step.
+        Note [connections]: NCCL connects two ranks inside their first common call, and both must then have issued the
+        same operations; a pipeline's first calls differ between its stages. So all ranks connect here, in one order,
+        which also finds unreachable ranks before the first step.
         """
         for axis in self.axes:
             axis.all_reduce_(torch.zeros(1, device="cpu" if axis is self.host else self.device))
@@ -131,7 +121,7 @@ class Mesh:
             axis.sent.clear()
 
     def sent(self) -> dict[str, int]:
-        """Bytes sent so far, by kind."""
+        """Return the bytes sent so far, by kind of traffic."""
         total: Counter[str] = Counter({"dp": 0, "tp": 0, "pp": 0, "control": 0})
         for axis in self.axes:
             for kind, num_bytes in axis.sent.items():
@@ -139,15 +129,15 @@ class Mesh:
         return dict(total)
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank calls this."""
         if self.host_group is not None:
             with self.world.peer_errors("barrier over all ranks"):
                 dist.barrier(self.host_group)
 
     def gather_bytes(self, data: bytes) -> Iterator[bytes]:
-        """Yield every rank's `data` on rank 0, in order of rank, one at a time; nothing on the others.
+        """Yield every rank's `data` on rank 0, one at a time in order of rank; nothing on the others.
 
-        All ranks call this, and iterate to the end. Not counted as traffic.
+        All ranks call this and iterate to the end. It is not counted as traffic.
         """
         if self.host_group is None:
             yield data
@@ -166,22 +156,22 @@ class Mesh:
             yield arriving.numpy().tobytes()
 
     def control_sum(self, x: torch.Tensor, *axes: Axis) -> torch.Tensor:
-        """Sum a few numbers, x [n], over `axes`, in place, counted as control traffic; return them."""
+        """Sum a few numbers x [n] over `axes` in place, counted as control traffic; returns x."""
         for axis in axes:
             axis.all_reduce_(x, kind="control")
         return x
 
     def read(self, x: torch.Tensor) -> list[float]:
-        """Return the values of x [n]. The process waits until the device has computed them."""
+        """Return the values of x [n], after waiting for the device to compute them."""
         return x.tolist()
 
     def agree(self, value: int, op: dist.ReduceOp) -> int:
-        """Reduce a number of every rank over the world. It goes from host to host, so no device is waited for."""
+        """Reduce a number over all ranks, from host to host, without waiting for a device."""
         return int(self.host.all_reduce_(torch.tensor(value), op=op, kind="control"))
 
 
 def make_links(layout: Layout, pp: Axis, maker: GroupMaker) -> None:
-    """Give every link of every pipeline its communicators; see Note [links]. All ranks call this."""
+    """Make the communicators of every pipeline's links; see Note [links]. All ranks call this."""
     links = layout.links()
     for direction, lane in sorted({(direction, lane) for _, direction, lane in links}):
         pairs = {

@@ -1,4 +1,4 @@
-"""Axes and a mesh of which only this rank exists. They count what would be sent, and send nothing."""
+"""Axes and a mesh of which only this rank exists. They count the bytes of each collective, and send nothing."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from megazero.plan.layout.topology import AXES, SUB_AXES, TRAFFIC, Layout
 
 
 class _Done:
-    """A collective that is over at once."""
+    """A collective that is complete at once."""
 
     def wait(self) -> None:
         pass
 
 
 class PretendAxis(Axis):
-    """One rank of an axis without its peers: every collective answers at once and leaves its output as it is.
+    """One rank of an axis without its peers: every collective returns at once and leaves its output as it is.
 
     For stand-in tensors, whose values do not matter.
-    `needs_staging_buffer`: take the paths of gloo, else those of NCCL.
+    `needs_staging_buffer`: take gloo's paths, or else NCCL's.
 
     Attributes:
         issued: (kind of traffic, operation) -> (calls, bytes that this rank would have sent).
@@ -52,7 +52,7 @@ class PretendMesh(Mesh):
     """The mesh of one rank without its peers."""
 
     def read(self, x: torch.Tensor) -> list[float]:
-        """Return ones: a stand-in has no value. As norms, losses or numbers of targets they let a step go on."""
+        """Return ones, because stand-ins have no values. A step continues with 1 as norm, loss or number of targets."""
         return [1.0] * x.numel()
 
     def issued(self) -> dict[tuple[str, str, str], tuple[int, int]]:
@@ -72,7 +72,7 @@ def pretend_mesh(
     needs_staging_buffer: bool,
     make: Callable[[str, list[int], int, bool], PretendAxis] = PretendAxis,
 ) -> PretendMesh:
-    """Make the mesh of one rank of `layout`, without any other; `make` makes its axes."""
+    """Make the mesh of one rank of `layout`, without peers; `make` makes its axes."""
     axes: dict[str, Axis] = {"embedding": make("embedding", [rank], rank, needs_staging_buffer)}
     for name in (*AXES, *SUB_AXES):
         for ranks in layout.groups(name):

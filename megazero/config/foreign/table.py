@@ -7,7 +7,7 @@ Note [sections of a table]: flags are separated by spaces, without dashes; * sta
     pairs.FLAG: our flag = keys, if the value is KEY=VALUE,KEY=VALUE.
     convert: function of `conversions` = flags.
     only: values = flags. These values need no translation; others are refused.
-    unneeded: subject = flags that need no translation, whatever their values.
+    unneeded: subject = flags that need no translation, with any value.
     refused: replacement = flags. They are refused unless they are switched off.
 
 A flag that is missing in the table is unknown: the answer names the nearest flags.

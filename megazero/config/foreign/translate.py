@@ -40,7 +40,7 @@ class Item(NamedTuple):
     def words(self) -> list[str]:
         if len(self.values) == 1 and self.values[0].startswith("-"):
             return [f"--{self.name}={self.values[0]}"]
-        return [f"--{self.name}"] * bool(self.spelled) + [*self.values]
+        return [f"--{self.name}", *self.values] if self.spelled else [*self.values]
 
     def __str__(self) -> str:
         return " ".join([self.spelled, *self.values])

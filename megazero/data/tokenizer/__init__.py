@@ -1,7 +1,7 @@
 """Tokenizers behind one small interface: Hugging Face, GPT-2's own files, SentencePiece, tiktoken, and plain bytes.
 
-No begin-of-text or other special token is added to what is encoded: a document is its own tokens, and who
-wants an end of document appends `eod`. Begin with `base`; `loading` finds out what a --tokenizer names.
+Encoding adds no begin-of-text or other special token; callers append `eod` themselves. Begin with `base`; `loading`
+recognises the kind of a --tokenizer.
 """
 
 from megazero.data.tokenizer.backends import (

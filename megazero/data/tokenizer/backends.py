@@ -54,7 +54,7 @@ class FastTokenizer(Tokenizer):
         settings: Mapping[str, Any] = {},
         others: Mapping[str, bytes] = {},
     ) -> None:
-        """Wrap the backend. What `save` writes keeps the `settings` of tokenizer_config.json and the files `others`."""
+        """Wrap the backend. `save` also writes the `settings` of tokenizer_config.json and the files `others`."""
         # Ids may have gaps, and the vocabulary must hold the largest.
         super().__init__(spec, max(backend.get_vocab(with_added_tokens=True).values()) + 1, eod)
         # A tokenizer.json may carry the truncation or padding of some other use.
@@ -70,12 +70,10 @@ class FastTokenizer(Tokenizer):
     @property
     def json(self) -> str:
         """The contents of a tokenizer.json."""
-        text: str = self._backend.to_str()
-        return text
+        return str(self._backend.to_str())
 
     def vocabulary(self) -> dict[str, int]:
-        found: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
-        return found
+        return dict(self._backend.get_vocab(with_added_tokens=True))
 
     def save(self, folder: Path) -> str:
         write_atomically(folder / "tokenizer.json", self.json.encode())
@@ -89,8 +87,7 @@ class FastTokenizer(Tokenizer):
         return "{}"
 
     def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._backend.decode(list(ids), skip_special_tokens=False)
-        return text
+        return str(self._backend.decode(list(ids), skip_special_tokens=False))
 
 
 class TransformersTokenizer(Tokenizer):
@@ -102,27 +99,24 @@ class TransformersTokenizer(Tokenizer):
         self._backend = backend
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        ids: list[list[int]] = self._backend(list(texts), add_special_tokens=False)["input_ids"]
-        return ids
+        return list(self._backend(list(texts), add_special_tokens=False)["input_ids"])
 
     def vocabulary(self) -> dict[str, int]:
-        found: dict[str, int] = self._backend.get_vocab()
-        return found
+        return dict(self._backend.get_vocab())
 
     def save(self, folder: Path) -> str:
         self._backend.save_pretrained(folder)
         return "{}"
 
     def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._backend.decode(list(ids), skip_special_tokens=False)
-        return text
+        return str(self._backend.decode(list(ids), skip_special_tokens=False))
 
 
 class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model; its end of sentence is the end of document."""
 
     def __init__(self, spec: str, path: Path) -> None:
-        if not path.is_file():  # the library's own words are about a C++ file name
+        if not path.is_file():  # the library's own message is about a C++ file name
             raise FileNotFoundError(f"{path} is not a file")
         library = load_optional("sentencepiece", "a SentencePiece model")
         self._backend = library.SentencePieceProcessor(model_file=str(path))
@@ -130,8 +124,7 @@ class SentencePieceTokenizer(Tokenizer):
         super().__init__(spec, self._backend.vocab_size(), eos if eos >= 0 else None)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        ids: list[list[int]] = self._backend.encode(list(texts), num_threads=1)
-        return ids
+        return list(self._backend.encode(list(texts), num_threads=1))
 
     def vocabulary(self) -> dict[str, int]:
         return {self._backend.id_to_piece(number): number for number in range(self.vocab_size)}
@@ -141,16 +134,15 @@ class SentencePieceTokenizer(Tokenizer):
         return "sentencepiece:{}/tokenizer.model"
 
     def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._backend.decode(list(ids))
-        return text
+        return str(self._backend.decode(list(ids)))
 
 
 class TiktokenTokenizer(Tokenizer):
-    """A tiktoken file: FILE, the ranks of tokens, and FILE.json, what the ranks leave open.
+    """A tiktoken file: FILE, the ranks of tokens, and FILE.json, the other settings.
 
-    FILE.json has the arguments of `tiktoken.Encoding` that its ids depend on: `pat_str`, the pattern that divides text,
-    and `special_tokens`, name -> id; and, if the end of document has an unusual name, `eos_token`. Special tokens are
-    not looked for in the text.
+    FILE.json has two arguments of `tiktoken.Encoding`: `pat_str`, the pattern that divides text, and `special_tokens`,
+    name -> id; and, if the end of document has an unusual name, `eos_token`. The text is not searched for special
+    tokens.
     """
 
     def __init__(self, spec: str, ranks: bytes, settings: Mapping[str, Any]) -> None:
@@ -158,7 +150,7 @@ class TiktokenTokenizer(Tokenizer):
         self.ranks, self.settings = ranks, dict(settings)
         pattern, special = settings.get("pat_str"), settings.get("special_tokens", {})
         if not isinstance(pattern, str) or not isinstance(special, dict):
-            raise ValueError("the .json beside it must have a text `pat_str` and an object `special_tokens`")
+            raise ValueError("the .json next to it must have a text `pat_str` and an object `special_tokens`")
         pairs = (line.split() for line in ranks.splitlines() if line)
         tokens = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
         self._backend = tiktoken.Encoding("file", pat_str=pattern, mergeable_ranks=tokens, special_tokens=special)

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 - the probe holds letters of many scripts
-"""`Tokenizer`, the interface; its probe and identity; its files, packed to lie in a corpus' folder or a checkpoint."""
+"""`Tokenizer`, the interface; its probe and identity; its files, packed for a checkpoint."""
 
 import functools
 import hashlib
@@ -14,13 +14,14 @@ import numpy.typing as npt
 
 from megazero.files import explain
 
-# Which token ends a document, if a tokenizer does not say: GPT-2's, then LLaMA's.
+# Names of the token that ends a document, unless a tokenizer configures one: GPT-2's, LLaMA's.
 END_OF_DOCUMENT = ("<|endoftext|>", "</s>")
 Ids = npt.NDArray[Any]
-# Texts on which tokenizers of one vocabulary part: white space, cases, contractions, digits, scripts, accents
+# Texts that tokenizers of one vocabulary encode differently: white space, cases, contractions, digits, scripts, accents
 # in both normal forms, joined emoji, code, markup, and names of special tokens.
 PROBE = (
-    "Hello world! I'll say it's 1,234.56 or 1e-9, WON'T I?  Two  spaces,\ttabs\n\n\nand lines \r\n of both kinds. ",
+    b"Hello world! I'll say it's 1,234.56 or 1e-9, WON'T I?  Two  spaces,\ttabs\n\n\nand lines \r\n "
+    b"of both kinds. ".decode(),
     "  leading and trailing  ",
     "def f(x):\n    return {'a': [x ** 2, \"b\\\\n\"]}  # comment\n\tif (a&&b||!c) {i++;}\n",
     "Straße naïve café cafe\u0301 Ångström \u212b ﬁ ½ ² Ⅳ İstanbul ǅ ＡＢＣ １２３",
@@ -32,7 +33,7 @@ PROBE = (
 
 
 class Tokenizer(ABC):
-    """Text to ids in [0, `vocab_size`) and back. `spec` is what `load_tokenizer` made it from."""
+    """Text to ids in [0, `vocab_size`) and back. `spec` is the value of --tokenizer."""
 
     def __init__(self, spec: str, vocab_size: int, eod: int | None) -> None:
         self.spec, self.vocab_size, self._eod = spec, vocab_size, eod
@@ -43,8 +44,8 @@ class Tokenizer(ABC):
         if self._eod is None:
             raise ValueError(
                 f"--tokenizer {self.spec}: it has no end-of-document token ({', '.join(END_OF_DOCUMENT)}, or "
-                f"eos_token in tokenizer_config.json), which --append-eod, --eod-mask-loss and --reset-... need; "
-                f"add one to it, or leave these flags out"
+                "eos_token in tokenizer_config.json), which --append-eod, --eod-mask-loss and --reset-... need; add "
+                "one to it, or leave these flags out"
             )
         return self._eod
 
@@ -75,9 +76,9 @@ class Tokenizer(ABC):
 
     @functools.cached_property
     def identity(self) -> str:
-        """A hash of what the tokenizer does: its vocabulary, and the ids of a probe of many kinds of text.
+        """A hash of the vocabulary and of the ids of a probe of many kinds of text.
 
-        Not of its files, which other versions of a library write otherwise.
+        Not of the tokenizer's files, because their bytes depend on the version of a library.
         """
         digest = hashlib.sha256()
         for token, number in sorted(self.vocabulary().items(), key=lambda pair: (pair[1], pair[0])):
@@ -87,15 +88,10 @@ class Tokenizer(ABC):
 
 
 class Packed(NamedTuple):
-    """A tokenizer's files in memory.
+    """A tokenizer's files in memory."""
 
-    Attributes:
-        spec: what `Tokenizer.save` returns: the SPEC that reads it, with the folder as `{}`.
-        files: contents by name.
-    """
-
-    spec: str
-    files: dict[str, bytes]
+    spec: str  # as `Tokenizer.save` returns it
+    files: dict[str, bytes]  # contents by name
 
 
 def pack(tokenizer: Tokenizer) -> Packed:
@@ -113,8 +109,8 @@ def beside(saved: str, folder: Path) -> str:
     """The SPEC of a saved tokenizer from one whose path is relative to `folder`."""
     if saved == "byte":
         return saved
-    kind, _, path = saved.rpartition(":")
-    return f"{kind}:" * bool(kind) + str(folder / path)
+    kind, colon, path = saved.rpartition(":")
+    return f"{kind}{colon}{folder / path}"
 
 
 def end_of_document(tokenizer: Tokenizer) -> int | None:

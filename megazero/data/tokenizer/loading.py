@@ -1,6 +1,5 @@
-"""From --tokenizer to a `Tokenizer`: a kind that is named, or one that is recognised by what lies at a path."""
+"""From --tokenizer to a `Tokenizer`: the kind is named, or recognised by the files at a path."""
 
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ from megazero.data.tokenizer.backends import (
     gpt2_backend,
 )
 from megazero.data.tokenizer.base import Tokenizer
-from megazero.files import open_regular, read_at, read_json_object, read_regular
+from megazero.files import read_json_object
 from megazero.optional import load_optional
 
 SPECS = (
@@ -27,11 +26,11 @@ SPECS = (
 )
 # GPT-2's two files under Hugging Face's names, and under OpenAI's.
 GPT2_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
-# What transformers may read of a tokenizer's folder besides tokenizer.json and its configuration.
+# Files that transformers may read from a tokenizer's folder besides tokenizer.json and its configuration.
 OTHER_FILES = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 # Files from which transformers knows a tokenizer that has no tokenizer.json.
 SETTINGS = ("tokenizer_config.json", "config.json")
-# The start of a file that tells its kind: a line of tiktoken's holds a token of at most a few hundred bytes.
+# Bytes from which a file's kind is recognised: a line of tiktoken's holds a token of at most a few hundred bytes.
 HEAD_BYTES = 4096
 TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]+\r?(\n|$)")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -49,7 +48,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
 
 
 def hub_hint(name: str, include: str = "") -> str:
-    """Return how to download what `name` may mean on the Hugging Face hub, in parentheses; "" if it is no such name.
+    """Return, in parentheses, the command that downloads `name` from the Hugging Face hub; "" if it is no name there.
 
     Args:
         include: options of `hf download`, each followed by a space.
@@ -60,7 +59,7 @@ def hub_hint(name: str, include: str = "") -> str:
 
 
 def _guarded(spec: str, load: Callable[[], Tokenizer]) -> Tokenizer:
-    """Whatever a library raises at a bad file (plain Exception, RuntimeError, ...) becomes one ValueError."""
+    """Call `load`; turn any exception of a library (Exception, RuntimeError, ...) into one ValueError."""
     try:
         return load()
     except (KeyboardInterrupt, SystemExit, MemoryError):
@@ -72,38 +71,27 @@ def _guarded(spec: str, load: Callable[[], Tokenizer]) -> Tokenizer:
 
 def _recognised(spec: str, path: Path) -> Tokenizer:
     """Recognise a folder by its files' names, and a file by its name or its content."""
-    if not path.exists():
-        hint = hub_hint(spec, "--include 'tokenizer*' ")
-        raise FileNotFoundError(f"{path} does not exist{hint}")
     if path.is_dir():
         return _load_folder(spec, path)
+    if not path.is_file():
+        hint = hub_hint(spec, "--include 'tokenizer*' ")
+        raise FileNotFoundError(f"{path} does not exist, or is not a file{hint}")
     gpt2 = [names for names in GPT2_FILES if path.name in names]
     if gpt2 and all((path.parent / name).is_file() for name in gpt2[0]):
         return _load_gpt2(spec, path.parent)
     if path.name in SETTINGS or path.name in OTHER_FILES:
         return _load_folder(spec, path.parent)
-    return _kind_of_file(path)(spec, path)
-
-
-def _kind_of_file(path: Path) -> Callable[[str, Path], Tokenizer]:
-    """Recognise a tokenizer's file by how it begins, not by its name: a tokenizer.model may be of tiktoken (Llama 3).
-
-    Raises:
-        ValueError: it begins like none.
-    """
-    handle = open_regular(path)  # refuses a FIFO or a device, at which a library would wait for ever
-    try:
-        head = read_at(handle, HEAD_BYTES, 0)
-    finally:
-        os.close(handle)
+    with path.open("rb") as file:
+        head = file.read(HEAD_BYTES)
+    # By how it begins, not by its name: a tokenizer.model may be a tiktoken file (Llama 3).
     if head.lstrip()[:1] in (b"{", b"["):
-        return _load_hugging_face
+        return _load_hugging_face(spec, path)
     if TIKTOKEN_LINE.match(head):
-        return _load_tiktoken
-    if head[:1] == b"\n":  # the tag of a model's first field, its pieces
-        return SentencePieceTokenizer
-    lies = f"begins with {head[:16]!r}" if head else "is empty"
-    raise ValueError(f"{path} {lies}, as no tokenizer's file does")
+        return _load_tiktoken(spec, path)
+    if head[:1] == b"\n":  # the tag of a SentencePiece model's first field, its pieces
+        return SentencePieceTokenizer(spec, path)
+    found = f"begins with {head[:16]!r}" if head else "is empty"
+    raise ValueError(f"{path} is not a tokenizer file: it {found}")
 
 
 def _load_folder(spec: str, folder: Path) -> Tokenizer:
@@ -119,14 +107,14 @@ def _load_folder(spec: str, folder: Path) -> Tokenizer:
         return _recognised(spec, folder / files[0])
     if files:
         raise ValueError(f"{folder} holds several tokenizers, {', '.join(files[:LISTED_FILES])}; name one of them")
-    lies = ", ".join(names[:LISTED_FILES]) + ", ..." * (len(names) > LISTED_FILES) if names else "nothing"
-    raise FileNotFoundError(f"{folder} is a folder without a tokenizer; it holds {lies}")
+    listed = names if len(names) <= LISTED_FILES else [*names[:LISTED_FILES], "..."]
+    raise FileNotFoundError(f"{folder} is a folder without a tokenizer; it holds {', '.join(listed) or 'nothing'}")
 
 
 def _load_gpt2(spec: str, folder: Path) -> Tokenizer:
     """GPT-2's two files, by their folder or as VOCAB,MERGES under any names.
 
-    <|endoftext|> is not looked for in the text, as in Megatron: a document that quotes it does not end there.
+    The text is not searched for <|endoftext|>, as in Megatron: a document that quotes it does not end there.
     """
     from tokenizers.models import BPE
 
@@ -145,7 +133,7 @@ def _load_gpt2(spec: str, folder: Path) -> Tokenizer:
 
 def _load_tiktoken(spec: str, path: Path) -> Tokenizer:
     settings = Path(f"{path}.json")
-    ranks = read_regular(path)
+    ranks = path.read_bytes()
     if not settings.is_file():
         raise FileNotFoundError(
             f"{settings} is missing: a tiktoken file has no pattern; write "
@@ -158,20 +146,16 @@ def _load_hugging_face(spec: str, file: Path) -> Tokenizer:
     """A tokenizer.json is read without `transformers`, whose import takes seconds on every rank."""
     from tokenizers import Tokenizer as Backend
 
-    os.close(open_regular(file))
     settings = file.parent / "tokenizer_config.json"
     config = read_json_object(settings) if settings.exists() else {}
     backend = Backend.from_file(str(file))
     eod = find_eod(backend.get_vocab(with_added_tokens=True), configured_eos(config))
-    others = {name: read_regular(file.parent / name) for name in OTHER_FILES if (file.parent / name).is_file()}
+    others = {name: (file.parent / name).read_bytes() for name in OTHER_FILES if (file.parent / name).is_file()}
     return FastTokenizer(spec, backend, eod, config, others)
 
 
 def _load_transformers(spec: str, folder: Path) -> Tokenizer:
-    """Nothing in the folder is run: `trust_remote_code` is not left to a question on the terminal."""
-    for entry in folder.iterdir():
-        if not entry.is_dir() and entry.exists():
-            os.close(open_regular(entry))
+    """No code in the folder is run: `trust_remote_code` is False, so that transformers does not ask on the terminal."""
     settings = folder / "tokenizer_config.json"
     config: dict[str, Any] = read_json_object(settings) if settings.exists() else {}
     if config.get("auto_map"):
@@ -179,7 +163,7 @@ def _load_transformers(spec: str, folder: Path) -> Tokenizer:
             f"{folder} has no tokenizer.json, and its tokenizer_config.json asks to run code of its own "
             f"(auto_map), which is never done; save the tokenizer as a tokenizer.json"
         )
-    library = load_optional("transformers", f"{folder} has no tokenizer.json, and what is there")
+    library = load_optional("transformers", f"{folder} has no tokenizer.json; another kind of tokenizer")
     backend = library.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     return TransformersTokenizer(spec, backend)
 

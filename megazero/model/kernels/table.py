@@ -85,6 +85,4 @@ TRITON = EAGER._replace(
 )
 
 
-def kernels_named(name: str) -> Kernels:
-    """Return the kernels that `TrainingConfig.kernels_on` names: triton or eager."""
-    return {"eager": EAGER, "triton": TRITON}[name]
+KERNELS = {"eager": EAGER, "triton": TRITON}  # by `TrainingConfig.kernels_on`

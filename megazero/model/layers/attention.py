@@ -1,12 +1,12 @@
-"""Causal self-attention, and its core: attention of the heads that are on this rank, by one of two backends.
+"""Causal self-attention, and its core: attention of the heads that are on this rank, fused or explicit.
 
-FUSED: torch's scaled_dot_product_attention, which saves queries, keys, values, output and log-sum-exp per query.
-MATH: explicit attention weights, [s, s] per head, which are saved for backward or recomputed (selective recompute). It
-is used where the fused kernels are missing or slow: dropout with masks by coordinate; 16 bit on a CPU, where they are 8
+Fused: torch's scaled_dot_product_attention, which saves queries, keys, values, output and log-sum-exp per query.
+Explicit: attention weights, [s, s] per head, which are saved for backward or recomputed (selective recompute). It is
+used where the fused kernels are missing or slow: dropout with masks by coordinate; 16 bit on a CPU, where they are 8
 times slower; fp64 on a GPU; documents in fp32 on a GPU.
 
-Both can restrict attention to documents. FUSED computes each document alone, which takes less time than whole samples
-and as much memory.
+Both can restrict attention to documents. The fused kernels compute each document alone, which takes less time than
+whole samples and as much memory.
 
 Shapes: b micro-batch, s sequence, T = b s tokens, T' those of the residual stream on this rank, h hidden, n heads, g
 groups of keys and values on this rank, d head dim; /tp = this rank's part.
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 from typing import NamedTuple
 
 import torch
@@ -42,25 +41,25 @@ class CoreAttention:
 
     dropout: Dropout
     kernels: Kernels
-    recompute: bool  # the attention weights of the math backend, in backward, instead of saving them
+    recompute: bool  # explicit attention weights, in backward, instead of saving them
 
     def __call__(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        backend: Backend,
+        fused: bool,
         rows: tuple[Rows, ...] | None,
         documents: Documents | None = None,
     ) -> torch.Tensor:
-        """q [b, n/tp, s, d], k and v [b, g, s, d], g dividing n/tp -> [T, n/tp * d].
+        """q [b, n/tp, s, d], k and v [b, g, s, d] -> [T, n/tp * d]
 
         Args:
             rows: of the dropout's mask, one per head and query; None without dropout.
             documents: to which attention is restricted; None: whole samples.
         """
-        if backend is Backend.MATH:
-            y = _MathAttention.apply(q, k, v, self, rows, documents)
+        if not fused:
+            y = _ExplicitAttention.apply(q, k, v, self, rows, documents)
         else:
             assert rows is None, "the fused kernels draw masks that depend on the layout"
             y = _fused_attention(q, k, v) if documents is None else _fused_within(q, k, v, documents)
@@ -175,7 +174,7 @@ def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a @ b
 
 
-class _MathAttention(torch.autograd.Function):
+class _ExplicitAttention(torch.autograd.Function):
     """q [b, n/tp, s, d], k and v [b, g, s, d] -> [b, n/tp, s, d]"""
 
     @staticmethod
@@ -209,22 +208,11 @@ def _sum_groups(gradient: torch.Tensor, groups: int) -> torch.Tensor:
     return gradient if groups == 1 else gradient.unflatten(1, (-1, groups)).sum(2)
 
 
-class Backend(Enum):
-    """Autograd function of the attention core: see `attention`."""
-
-    FUSED = "fused"  # saves the log-sum-exp per query
-    MATH = "math"  # saves the attention weights
-
-
-def attention_backend(device_type: str, precision: str, dropout: bool, documents: bool = False) -> Backend:
-    """Choose the backend.
-
-    Args:
-        dropout: in training with --attention-dropout.
-        documents: attention is bounded by documents.
-    """
-    fused = ("fp32", "fp64") if device_type == "cpu" else ("bf16", "fp16", *(() if documents else ("fp32",)))
-    return Backend.MATH if dropout or precision not in fused else Backend.FUSED
+def is_fused(device_type: str, precision: str, dropout: bool, documents: bool = False) -> bool:
+    """Return whether attention is computed by a fused kernel. documents: it is restricted to them."""
+    if device_type == "cpu":
+        return not dropout and precision in ("fp32", "fp64")
+    return not dropout and (precision in ("bf16", "fp16") or (precision == "fp32" and not documents))
 
 
 class _Attention(nn.Module):
@@ -272,8 +260,8 @@ class _Attention(nn.Module):
         else:
             rows = None
         device, precision = self.context.device.type, self.context.precision
-        backend = attention_backend(device, precision, rows is not None, documents is not None)
-        return self.core(*heads, backend, rows, documents)
+        fused = is_fused(device, precision, rows is not None, documents is not None)
+        return self.core(*heads, fused, rows, documents)
 
 
 class Attention(_Attention):

@@ -18,6 +18,7 @@ from megazero.model.layers.weight import Weight, handle_of
 class Norm(nn.Module):
     """A norm as two functions below autograd, for the Functions of linear layers; or called by itself."""
 
+    has_bias = False
     weights: tuple[Weight, ...]
 
     def __init__(
@@ -25,9 +26,12 @@ class Norm(nn.Module):
     ) -> None:
         """`summed`: axes over which ranks norm parts of one token, such as its heads; see `Context.weight`."""
         super().__init__()
-        self.eps, self.kernels, self.width = model.norm_epsilon, context.kernels, width or model.hidden_size
-        self.weight = context.weight(self.width, mean=1.0, summed=summed)
+        self.eps, self.kernels, width = model.norm_epsilon, context.kernels, width or model.hidden_size
+        self.weight = context.weight(width, mean=1.0, summed=summed)
         self.weights = (self.weight,)
+        if self.has_bias:
+            self.bias = context.weight(width, summed=summed)
+            self.weights = (self.weight, self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [.., h] -> [.., h]"""
@@ -60,12 +64,7 @@ class _Norm(torch.autograd.Function):
 class LayerNorm(Norm):
     """(x - mean) / sqrt(variance + eps) * weight + bias"""
 
-    def __init__(
-        self, model: ModelConfig, context: Context, width: int | None = None, summed: Iterable[str] = ()
-    ) -> None:
-        super().__init__(model, context, width, summed)
-        self.bias = context.weight(self.width, summed=summed)
-        self.weights = (self.weight, self.bias)
+    has_bias = True
 
     def normalise(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return torch.native_layer_norm(x, x.shape[-1:], self.weight.data, self.bias.data, self.eps)

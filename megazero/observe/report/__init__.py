@@ -1,4 +1,1 @@
-"""Curves and pages made of a run's log folder, for people: several runs beside each other, and report.html.
-
-Imports `plan`, `config` and what is below, no torch; so a report takes no time to start. Begin with `page`.
-"""
+"""report.html of a run's log folder. Imports no torch, so that scripts/report.py starts fast. Begin with `page`."""

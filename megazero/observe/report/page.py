@@ -1,25 +1,43 @@
-"""report.html of a run: one file without scripts, that needs no network."""
+"""Write report.html of a run: one file without scripts, readable offline. report.html.jinja is its template."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import shlex
-from collections.abc import Iterable, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
+import jinja2
+import numpy as np
+
 from megazero.files import replace_file
-from megazero.observe.report.chart import Line, line_chart
+from megazero.observe.report.chart import Chart, Line, line_chart
 from megazero.observe.report.runs import METRICS, Curve, Record, Run, curve, keys_of, read_run, smooth
-from megazero.observe.report.style import STYLE
 from megazero.plan.layout.topology import Layout
-from megazero.units import count, duration, size, things
+from megazero.units import count, duration, ranges, size, things
 
 REPORT = "report.html"
 MAX_DRAWN_RANKS = 64
-MAX_SHOWN_LOSS = 20.0  # nats; a perplexity of e^20 says nothing
-MAX_LINES = 8  # colours of the style sheet: corpora beyond are left out of the chart
+MAX_SHOWN_LOSS = 20.0  # nats; above it a perplexity is meaningless
+MAX_LINES = 8  # colours of the style sheet; the chart leaves out further corpora
+SHARDED = ("", "optimizer states", "optimizer states and gradients", "optimizer states, gradients and parameters")
+MEMORY = {
+    "parameters": "parameters",
+    "optimizer": "optimizer states",
+    "gradients": "gradients",
+    "activation_checkpoints": "inputs kept for recompute",
+    "buffers": "buffers",
+    "logits": "logits",
+    "peak": "peak of all at one instant",
+    "host": "host memory",
+}
+MEDIANS = (
+    ("tokens/s", "tokens_per_second", ",.0f"),
+    ("TFLOP/s per device", "tflops_per_device", ".3g"),
+    ("MFU", "mfu", ".1%"),
+)
+TRAFFIC = {"dp": "data-parallel and ZeRO", "tp": "tensor-parallel", "pp": "pipeline", "control": "losses, norms, flags"}
 
 
 def write_report(folder: Path) -> Path:
@@ -27,7 +45,7 @@ def write_report(folder: Path) -> Path:
 
     Raises:
         ValueError: the folder holds no iteration.
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     path = folder / REPORT
     replace_file(path, page(read_run(folder)))
@@ -36,39 +54,37 @@ def write_report(folder: Path) -> Path:
 
 def page(run: Run) -> str:
     """Return the page of a run."""
-    start = run.start
-    config = start.get("config") if isinstance(start.get("config"), dict) else None
-    sections = [
-        ("", _summary(run)),
-        ("Curves", _curves(run)),
-        ("Samples", _samples(run)),
-        ("Layout", _layout(start)),
-        ("Memory of rank 0", _memory(run.records[-1])),
-        ("Traffic of rank 0 per iteration", _bars(run.records[-1].get("traffic_bytes"), TRAFFIC)),
-        ("Configuration", _configuration(config, start.get("given", ()), run.options or {})),
-        ("Environment", _environment(run)),
-    ]
-    body = "".join(f"<section>{f'<h2>{name}</h2>' * bool(name)}{text}</section>" for name, text in sections if text)
-    name = escape(run.name)
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}: megazero</title>'
-        '<meta name="viewport" content="width=device-width"><meta name="color-scheme" content="light dark">'
-        f"<style>{STYLE}</style></head><body><h1>{name}</h1>{body}</body></html>\n"
+    last, start = run.records[-1], run.start
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    jinja = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return jinja.get_template("report.html.jinja").render(
+        name=run.name,
+        state=_state(run),
+        cards=_cards(run),
+        read=f"One of {run.stride} iterations of {METRICS} was read." if run.stride > 1 else "",
+        charts=_charts(run),
+        sampled=next((record for record in reversed(run.records) if record.get("samples")), None),
+        layout=_layout(start),
+        memory=_bars(last.get("memory_bytes"), MEMORY),
+        traffic=_bars(last.get("traffic_bytes"), TRAFFIC),
+        given=[f"--{name.replace('_', '-')}" for name in start.get("given", ())],
+        options=_options(start.get("config", {})),
+        command=shlex.join(start.get("command", ())),
+        environment=[(name, _shown(value)) for name, value in start.get("environment", {}).items()],
+        events=run.events if len(run.events) > 1 else [],
     )
 
 
 # -- summary
 
 
-def _summary(run: Run) -> str:
-    last, loss = run.records[-1], curve(run, "loss")
-    validation, rates = curve(run, "validation_loss"), curve(run, "tokens_per_second")
-    seconds, tokens = (curve(run, "loss", axis).x for axis in ("hours", "tokens"))
-    peak = curve(run, "memory_bytes/peak").y
-    cards = [("iterations", f"{last['iteration']:,}")]
-    parameters = run.start.get("parameters")
-    if isinstance(parameters, int):
-        cards.append(("parameters", count(parameters)))
+def _cards(run: Run) -> list[tuple[str, str]]:
+    """Return the numbers at the top of the page: names and values."""
+    tokens, hours = curve(run, "loss", "tokens").x, curve(run, "loss", "hours").x
+    loss, validation, peak = curve(run, "loss"), curve(run, "validation_loss"), curve(run, "memory_bytes/peak").y
+    cards = [("iterations", f"{run.records[-1]['iteration']:,}")]
+    if "parameters" in run.start:
+        cards.append(("parameters", count(run.start["parameters"])))
     if len(loss.y):
         cards.append(("training loss, mean of the last hundredth", f"{smooth(loss, 0).y[-1]:.4f}"))
     if len(validation.y):
@@ -79,30 +95,21 @@ def _summary(run: Run) -> str:
         if best < len(validation.y) - 1:
             cards.append(("its least", f"{validation.y[best]:.4f} at iteration {validation.x[best]:,.0f}"))
     if len(tokens):
-        cards += [
-            ("tokens", count(round(float(tokens[-1])))),
-            ("training time, without evaluation and saving", duration(float(seconds[-1]) * 3600)),
-        ]
-    if len(rates.y):
-        cards.append(("tokens/s, median", f"{sorted(rates.y)[len(rates.y) // 2]:,.0f}"))
-    flops, mfu = curve(run, "tflops_per_device").y, curve(run, "mfu").y
-    if len(flops):
-        cards.append(("TFLOP/s per device, median", f"{sorted(flops)[len(flops) // 2]:.3g}"))
-    if len(mfu):
-        cards.append(("MFU, median", f"{sorted(mfu)[len(mfu) // 2]:.1%}"))
+        cards.append(("tokens", count(round(float(tokens[-1])))))
+        cards.append(("training time, without evaluation and saving", duration(float(hours[-1]) * 3600)))
+    for name, key, form in MEDIANS:
+        if len(values := curve(run, key).y):
+            cards.append((f"{name}, median", format(np.median(values), form)))
     if len(peak):
         cards.append(("peak memory of rank 0", size(round(float(peak.max())))))
-    skipped = sum(bool(record.get("skipped")) for record in run.records)
-    if skipped:
+    if skipped := sum(bool(record.get("skipped")) for record in run.records):
         cards.append(("iterations without an update", f"{skipped:,}"))
-    text = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in cards)
-    note = f"<p>One of {run.stride} iterations of {METRICS} was read.</p>" * (run.stride > 1)
-    return f'<p>{escape(_state(run))}</p><div class="cards">{text}</div>{note}'
+    return cards
 
 
 def _state(run: Run) -> str:
-    """Say how the run stands, as far as its events tell."""
-    starts = [event for event in run.events if event.get("event") == "start"]
+    """Describe when the run started, resumed and ended, by its events."""
+    starts = run.starts
     if not starts:
         return f"{METRICS} has {things(len(run.records), 'iteration')}."
     last, words = run.events[-1], [f"Started {starts[0].get('time', '')}"]
@@ -119,200 +126,93 @@ def _state(run: Run) -> str:
 # -- curves
 
 
-def _curves(run: Run) -> str:
-    begun = [event.get("iteration") for event in run.events if event.get("event") == "start"]
-    marks = [(float(i), f"resumed after iteration {i}") for i in begun if isinstance(i, int) and i > 0]
+def _charts(run: Run) -> list[Chart]:
+    resumed = [start["iteration"] for start in run.starts if start.get("iteration")]
+    marks = [(i, f"resumed after iteration {i}") for i in resumed]
 
-    def chart(title: str, lines: list[Line], **options: Any) -> str:
+    def chart(title: str, lines: list[Line], **options: Any) -> Chart | None:
         return line_chart(lines, title, "iteration", marks=marks, **options)
 
-    def one(title: str, key: str, **options: Any) -> str:
-        return chart(title, _smoothed("", curve(run, key), 0), **options)
+    def smoothed(label: str, key: str) -> list[Line]:
+        """Return a curve, faint, and its running mean over a hundredth of it; a short curve alone."""
+        found = curve(run, key)
+        if len(found.y) < 200:
+            return [Line(label, found, 0)]
+        return [Line("", found, 0, faint=True), Line(label, smooth(found, 0), 0)]
 
-    losses = _smoothed("training", curve(run, "loss"), 0)
-    losses.append(Line("validation", curve(run, "validation_loss"), 1, points=True))
+    validation = Line("validation", curve(run, "validation_loss"), 1, points=True)
     peak, scale = curve(run, "memory_bytes/peak"), curve(run, "loss_scale")
     charts = [
-        chart("Loss, nats per token", losses, log=True),
+        chart("Loss, nats per token", [*smoothed("training", "loss"), validation], log=True),
         chart("Training loss by corpus", _by_corpus(run, "loss_by_corpus"), log=True),
         chart("Validation loss by corpus", _by_corpus(run, "validation_loss_by_corpus"), log=True),
-        one("Gradient norm, before clipping", "grad_norm", log=True),
+        chart("Gradient norm, before clipping", smoothed("", "grad_norm"), log=True),
         chart("Learning rate", [Line("", curve(run, "lr"), 0)], from_zero=True, y_format=lambda v: f"{v:.2g}"),
-        one("Throughput, tokens/s", "tokens_per_second", from_zero=True),
+        chart("Throughput, tokens/s", smoothed("", "tokens_per_second"), from_zero=True),
+        chart("Peak memory of rank 0, bytes", [Line("", peak, 0)], from_zero=True) if _varies(peak) else None,
+        chart("Loss scale", [Line("", scale, 0)], log=True) if _varies(scale) else None,
     ]
-    if _varies(peak):
-        lines = [Line("", peak, 0)]
-        charts.append(chart("Peak memory of rank 0, bytes", lines, from_zero=True))
-    if _varies(scale):
-        charts.append(chart("Loss scale", [Line("", scale, 0)], log=True))
-    return f'<div class="charts">{"".join(charts)}</div>'
-
-
-def _smoothed(label: str, found: Curve, color: int) -> list[Line]:
-    """A curve, faint, and its running mean over a hundredth of it; a short one alone."""
-    if len(found.y) < 200:
-        return [Line(label, found, color)]
-    return [Line("", found, color, faint=True), Line(label, smooth(found, 0), color)]
+    return [each for each in charts if each is not None]
 
 
 def _by_corpus(run: Run, key: str) -> list[Line]:
     names = keys_of(run, key)[:MAX_LINES]
-    short = _short_names(names)
     points = key.startswith("validation")
     return [
-        Line(short[number], smooth(curve(run, f"{key}/{name}"), 1 if points else 0), number, points=points)
-        for number, name in enumerate(names)
+        Line(label, smooth(curve(run, f"{key}/{name}"), 1 if points else 0), number, points=points)
+        for number, (name, label) in enumerate(zip(names, _short_names(names), strict=True))
     ]
 
 
 def _varies(found: Curve) -> bool:
-    return len(found.y) > 1 and bool(found.y.min() < found.y.max())
+    return len(np.unique(found.y)) > 1
 
 
-def _short_names(names: Sequence[str]) -> list[str]:
-    """Last parts of paths, as many as tell them apart."""
+def _short_names(names: list[str]) -> list[str]:
+    """Return paths without the folders that all have in common."""
     parts = [name.split("/") for name in names]
-    for length in range(1, max(map(len, parts), default=0)):
-        short = ["/".join(part[-length:]) for part in parts]
-        if len(set(short)) == len(names):
-            return short
-    return list(names)
+    folders = zip(*(part[:-1] for part in parts), strict=False)
+    common = sum(1 for _ in itertools.takewhile(lambda level: len(set(level)) == 1, folders))
+    return ["/".join(part[common:]) for part in parts]
 
 
-def _samples(run: Run) -> str:
-    """The continuations of prompts that were written last."""
-    record = next((record for record in reversed(run.records) if record.get("samples")), None)
-    if record is None:
-        return ""
-    texts = "".join(f"<pre><b>{escape(str(s['prompt']))}</b>{escape(str(s['text']))}</pre>" for s in record["samples"])
-    return f"<p><small>After iteration {record['iteration']:,}</small></p>{texts}"
+# -- layout, memory, traffic, options
 
 
-# -- layout, memory, traffic
-
-
-def _layout(start: Record) -> str:
-    """The ranks by pipeline stage and data-parallel rank, and what ZeRO shards."""
+def _layout(start: Record) -> dict[str, Any] | None:
+    """Return a sentence on the layout, and the ranks by pipeline stage and data-parallel rank."""
     try:
         options = start["config"]
         layout = Layout(**start["layout"] | {"split": tuple(start["layout"]["split"])})
         layers, stage = options["model"]["num_layers"], options["zero"]["zero_stage"]
-    except (KeyError, TypeError):
-        return ""
-    sharded = ["", "optimizer states", "optimizer states and gradients", "optimizer states, gradients and parameters"]
-    words = [f"{things(layout.world_size, 'rank')}: {layout}, ZeRO stage {stage}"]
+    except (KeyError, TypeError):  # an older version's
+        return None
+    text = f"{things(layout.world_size, 'rank')}: {layout}, ZeRO stage {stage}"
     if stage and layout.shard > 1:
-        words.append(f"{sharded[stage]} sharded over {layout.shard} data-parallel ranks")
-    text = f"<p>{escape('; '.join(words))}.</p>"
-    if not 1 < layout.world_size <= MAX_DRAWN_RANKS:
-        return text
-    head = "".join(f"<th>data-parallel {dp}</th>" for dp in range(layout.dp))
-    rows = []
-    for pp in range(layout.pp):
-        held = _ranges(layout.layers(layers, pp))
-        cells = []
-        for dp in range(layout.dp):
-            boxes = "".join(f"<i>{rank}</i>" for rank in layout.tensor_ranks(pp, dp))
-            cells.append(f"<td>{boxes}</td>")
-        rows.append(f"<tr><th>stage {pp}<small>layers {held}</small></th>{''.join(cells)}</tr>")
-    note = "A box is a rank; those in one cell share every layer by tensor parallelism." if layout.tp > 1 else ""
-    table = f'<div class="wide"><table class="ranks"><tr><th></th>{head}</tr>{"".join(rows)}</table></div>'
-    return text + table + f"<p><small>{note}</small></p>" * bool(note)
+        text += f"; {SHARDED[stage]} sharded over {layout.shard} data-parallel ranks"
+    stages = [
+        (", ".join(ranges(layout.layers(layers, pp))), [layout.tensor_ranks(pp, dp) for dp in range(layout.dp)])
+        for pp in range(layout.pp)
+    ]
+    return {"text": f"{text}.", "stages": stages if 1 < layout.world_size <= MAX_DRAWN_RANKS else [], "tp": layout.tp}
 
 
-def _ranges(numbers: Sequence[int]) -> str:
-    """[0, 1, 2, 6, 7] -> "0 to 2, 6 to 7"."""
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and n == runs[-1][1] + 1:
-            runs[-1][1] = n
-        else:
-            runs.append([n, n])
-    return ", ".join(f"{a} to {b}" if a < b else str(a) for a, b in runs) or "none"
+def _bars(values: dict[str, int] | None, names: dict[str, str]) -> list[tuple[str, float, str]]:
+    """Return the name of each value above 0, its share of the largest, and the amount."""
+    shown = {key: value for key, value in (values or {}).items() if value}
+    return [(names.get(key, key), value / max(shown.values()), size(value)) for key, value in shown.items()]
 
 
-MEMORY = {
-    "parameters": "parameters",
-    "optimizer": "optimizer states",
-    "gradients": "gradients",
-    "activation_checkpoints": "inputs kept for recompute",
-    "buffers": "buffers",
-    "logits": "logits",
-    "peak": "peak of all at one instant",
-    "host": "host memory",
-}
-TRAFFIC = {"dp": "data-parallel and ZeRO", "tp": "tensor-parallel", "pp": "pipeline", "control": "losses, norms, flags"}
-
-
-def _memory(record: Record) -> str:
-    bars = _bars(record.get("memory_bytes"), MEMORY)
-    note = "Of the last iteration: the most of each kind at one instant; they need not fall together."
-    return bars and f"{bars}<p><small>{note}</small></p>"
-
-
-def _bars(values: Any, names: dict[str, str]) -> str:
-    """Rows of a name, a bar and an amount."""
-    if not isinstance(values, dict):
-        return ""
-    shown = [(names.get(key, key), int(v)) for key, v in values.items() if isinstance(v, (int, float)) and v > 0]
-    most = max((value for _, value in shown), default=0)
-    rows = (
-        f'<tr><th>{escape(name)}</th><td><b style="width:{100 * n / most:.1f}%"></b></td><td>{size(n)}</td></tr>'
-        for name, n in shown
-    )
-    return f'<table class="bars">{"".join(rows)}</table>' * bool(shown)
-
-
-# -- configuration, environment
-
-
-def _configuration(config: dict[str, Any] | None, given: Iterable[str], options: dict[str, Any]) -> str:
-    """Options that were given, and all behind a fold."""
-    if config is None:
-        return _folded("config.toml", _table(options.items())) if options else ""
-    known, groups = set(given), {name: group for name, group in config.items() if isinstance(group, dict)}
+def _options(config: dict[str, Any]) -> dict[str, list[tuple[str, str]]]:
+    """Return flags and values by group."""
+    groups = {name: dict(group) for name, group in config.items() if isinstance(group, dict)}
     data = groups.get("data", {})
     if data.get("tokenizer") == "" and (data.get("data_path") or data.get("data_args_path")):
-        groups["data"] = data | {"tokenizer": "of the corpus"}
-    changed = {
-        f"--{name.replace('_', '-')}": value
-        for group in groups.values()
-        for name, value in group.items()
-        if name in known
-    }
-    everything = "".join(
-        f"<h3>{escape(title)}</h3>"
-        + _table(((f"--{name.replace('_', '-')}", value) for name, value in group.items()), known)
+        data["tokenizer"] = "of the corpus"
+    return {
+        title: [(f"--{name.replace('_', '-')}", _shown(value)) for name, value in group.items()]
         for title, group in groups.items()
-    )
-    return _table(changed.items()) + _folded("All options", everything)
-
-
-def _environment(run: Run) -> str:
-    found, command = run.start.get("environment"), run.start.get("command")
-    parts = []
-    if isinstance(command, list):
-        parts.append(f"<pre>{escape(shlex.join(map(str, command)))}</pre>")
-    if isinstance(found, dict):
-        parts.append(_table(found.items()))
-    if len(run.events) > 1:
-        rows = ((str(event.get("time", "")), _said(event)) for event in run.events)
-        parts.append(_folded("Starts and ends", _table(rows)))
-    return "".join(parts)
-
-
-def _said(event: Record) -> str:
-    why = f": {event['why']}" if "why" in event else ""
-    return f"{event.get('event')} after iteration {event.get('iteration')}{why}"
-
-
-def _table(rows: Iterable[tuple[str, Any]], bold: Iterable[str] = ()) -> str:
-    marked = {f"--{name.replace('_', '-')}" for name in bold}
-    text = "".join(
-        f"<tr{' class=given' * (name in marked)}><th>{escape(str(name))}</th><td>{escape(_shown(value))}</td></tr>"
-        for name, value in rows
-    )
-    return f'<table class="values">{text}</table>'
+    }
 
 
 def _shown(value: Any) -> str:
@@ -323,7 +223,3 @@ def _shown(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return " ".join(map(str, value))
     return str(value) or "none"
-
-
-def _folded(title: str, text: str) -> str:
-    return f"<details><summary>{escape(title)}</summary>{text}</details>"

@@ -23,7 +23,7 @@ from megazero.comm.mesh.pretend import pretend_mesh
 from megazero.config.schema import Config, ModelConfig
 from megazero.memory.tracker import MemoryTracker
 from megazero.model.kernels.matmul import Products
-from megazero.model.kernels.table import kernels_named
+from megazero.model.kernels.table import KERNELS
 from megazero.model.layers.context import DTYPES, Context, DeviceBatch, MicroBatchInfo, ResidualStream, kept_bytes
 from megazero.model.layers.documents import Documents
 from megazero.model.layers.weight import GradWriter, Owner, Weight
@@ -191,7 +191,7 @@ class Traced:
             kind.precision,
             device,
             selective=kind.recompute == "selective",
-            kernels=kernels_named(kind.kernels),
+            kernels=KERNELS[kind.kernels],
             products=Products(in_place=kind.device_type == "cuda"),
         )
         self.stage = Stage(model, [kind.layer], self.context, kind.frozen)

@@ -1,4 +1,4 @@
-"""Plans of a save for a world of ranks that one process simulates: every rank's own, and that of rank 0."""
+"""Plans of a save in a simulated world: those of every rank, and that of rank 0."""
 
 from __future__ import annotations
 

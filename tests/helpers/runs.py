@@ -1,0 +1,24 @@
+"""Runs put together as `pretrain_gpt.py` does it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megazero.comm.mesh.mesh import Mesh
+from megazero.config.schema import Config
+from megazero.data.corpora import Datasets
+from megazero.data.tokenizer import Tokenizer
+from megazero.run.checkpoints import Checkpoints
+from megazero.run.run import TrainingRun
+from megazero.run.stopping import Wishes
+from megazero.run.trainer import Trainer
+
+
+def new_run(
+    config: Config, mesh: Mesh, datasets: Datasets, eod: int | None = None, tokenizer: Tokenizer | None = None
+) -> TrainingRun:
+    """Return one rank's run. `config`: resolved."""
+    trainer = Trainer(config, mesh, datasets, eod, tokenizer=tokenizer)
+    saves = Checkpoints(trainer.config, trainer.engine, datasets, tokenizer, trainer.watchdog)
+    stop_file = Path(config.log.log_dir) / "stop" if config.log.log_dir and mesh.rank == 0 else None
+    return TrainingRun(trainer, saves, Wishes(stop_file=stop_file))
