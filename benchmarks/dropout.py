@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.measure import interval
-from megazero.model.initial_values import seed_of
-from megazero.model.kernels.dropout import Dropout, Rows
+from megazero.kernels.dropout import Dropout, Rows
+from megazero.kernels.initial_values import seed_of
 
 SEED, PROBABILITY = 1234, 0.1
 Times = dict[str, list[float]]  # seconds of each round

@@ -26,7 +26,7 @@ from benchmarks.peers import Work
 from megazero.comm.mesh.mesh import Mesh
 from megazero.config.schema import Config, TrainingConfig
 from megazero.data.loader import MicroBatch
-from megazero.model.kernels.choices import choose_matmul_backend
+from megazero.kernels.choices import choose_matmul_backend
 from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
 from megazero.price.bytes.estimate import stage_bytes

@@ -21,7 +21,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from megazero.config.schema import Config, ModelConfig, OptimizerConfig, TrainingConfig, ZeroConfig
-from megazero.model import initial_values
+from megazero.kernels import initial_values
 from megazero.model.stage import declare
 from megazero.plan.layout.layers import stage_units
 from megazero.plan.layout.parameters import LocalBlock
@@ -351,7 +351,7 @@ def megazero(work: Work, device: torch.device, stage: int) -> Training:
 
     from megazero.comm.mesh.mesh import Mesh
     from megazero.data.loader import MicroBatch
-    from megazero.model.kernels.choices import choose_matmul_backend
+    from megazero.kernels.choices import choose_matmul_backend
     from megazero.plan.layout.resolve import resolve
     from megazero.step.engine import Engine
 

@@ -30,7 +30,7 @@ from benchmarks.peers import Work as GPTWork
 from megazero.comm.mesh.collectives import Axis
 from megazero.comm.mesh.mesh import Mesh
 from megazero.config.schema import Config, ModelConfig
-from megazero.model.kernels.choices import choose_matmul_backend
+from megazero.kernels.choices import choose_matmul_backend
 from megazero.model.layers.context import DeviceBatch, MicroBatchInfo
 from megazero.model.stage import declare
 from megazero.optim.step import StepParams

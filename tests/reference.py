@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from megazero.config.schema import Config, ModelConfig
-from megazero.model import initial_values
-from megazero.model.kernels.dropout import Dropout, Rows
+from megazero.kernels import initial_values
+from megazero.kernels.dropout import Dropout, Rows
 from megazero.model.stage import declare
 from megazero.plan.layout.layers import stage_units
 from megazero.plan.layout.parameters import LocalBlock

@@ -12,8 +12,8 @@ from megazero.checkpoint import LocalShard
 from megazero.comm.mesh.mesh import Mesh
 from megazero.config.schema import ModelConfig
 from megazero.generation.generate import NewTokens
+from megazero.kernels.dropout import Rows
 from megazero.memory.tracker import MemoryTracker
-from megazero.model.kernels.dropout import Rows
 from megazero.model.layers.context import DTYPES, Context, MicroBatchInfo, ResidualStream
 from megazero.model.layers.kv_cache import KVCache
 from megazero.model.layers.weight import Weight

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megazero.model.initial_values import seed_of
+from megazero.kernels.initial_values import seed_of
 
 
 @dataclass(frozen=True)

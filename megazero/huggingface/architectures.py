@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megazero.config.schema import ModelConfig
-from megazero.model.kernels.rotary import HIGH_FREQUENCY, LOW_FREQUENCY, TRAINED_LENGTH
+from megazero.kernels.rotary import HIGH_FREQUENCY, LOW_FREQUENCY, TRAINED_LENGTH
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -1,4 +1,4 @@
-"""Models: parts (`layers`), operators (`kernels`), families (`architectures`); a rank's layers (`stage`).
+"""Models: parts (`layers`), families (`architectures`), the layers of a rank (`stage`).
 
-Imports `comm`, `plan`, `config`, `memory`. Begin with `architectures.gpt2`.
+Imports `kernels` and all below. Begin with `architectures.gpt2`.
 """

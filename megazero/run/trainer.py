@@ -14,9 +14,9 @@ from megazero.config.validate import skipped_samples
 from megazero.data.corpora import Datasets
 from megazero.data.loader import Batches
 from megazero.data.tokenizer import Tokenizer
+from megazero.kernels.choices import choose_kernels, choose_matmul_backend
 from megazero.log import log
 from megazero.memory.fragmentation import device_fragmentation
-from megazero.model.kernels.choices import choose_kernels, choose_matmul_backend
 from megazero.observe.profiling import Profiler
 from megazero.observe.progress_line import Record
 from megazero.observe.watchdog import Watchdog

@@ -20,10 +20,10 @@ from megazero.comm.mesh.collectives import MIN
 from megazero.comm.mesh.mesh import Mesh
 from megazero.config.batch_sizes import micro_batches
 from megazero.config.schema import Config
+from megazero.kernels.compiled import compiled
+from megazero.kernels.matmul import Products, writes_wide
+from megazero.kernels.table import KERNELS
 from megazero.memory.tracker import MemoryTracker
-from megazero.model.kernels.compiled import compiled
-from megazero.model.kernels.matmul import Products, writes_wide
-from megazero.model.kernels.table import KERNELS
 from megazero.model.layers.context import DTYPES, Context, DeviceBatch, ResidualStream
 from megazero.model.stage import Stage, declare
 from megazero.optim.step import StepParams

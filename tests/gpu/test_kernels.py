@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megazero.comm.mesh.mesh import Mesh
-from megazero.model.kernels.dropout import Rows
+from megazero.kernels.dropout import Rows
 from megazero.step.engine import Engine
 from tests.helpers import kernel_checks
 from tests.parallel.cases import MODEL, STEPS, Case, micro_batches

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from megazero.comm.mesh.mesh import Mesh
+from megazero.kernels.matmul import Products, writes_wide
 from megazero.memory.copies import StreamCopies
 from megazero.memory.fragmentation import device_fragmentation
 from megazero.memory.tracker import MemoryTracker
-from megazero.model.kernels.matmul import Products, writes_wide
 from megazero.step.engine import Engine
 from tests import reference
 from tests.helpers.fragmentation import free, ratio

@@ -1,6 +1,6 @@
 """Compile every Triton kernel for an absent GPU: `python -m tests.helpers.compile_kernels 90`.
 
-The launches of `model.kernels` are called on CPU tensors, with a driver that knows a target and nothing else; the
+The launches of `kernels` are called on CPU tensors, with a driver that knows a target and nothing else; the
 kernels are compiled to machine code, and not run. Prints a line per kernel: name, warps, registers, loads, atomics,
 spilled bytes.
 """
@@ -23,10 +23,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction
 from triton.runtime.driver import driver
 
-from megazero.model.kernels import operators
-from megazero.model.kernels.dropout import Dropout, Rows
-from megazero.model.kernels.rotary import Rotary
-from megazero.model.kernels.table import TRITON
+from megazero.kernels import operators
+from megazero.kernels.dropout import Dropout, Rows
+from megazero.kernels.rotary import Rotary
+from megazero.kernels.table import TRITON
 
 
 class Driver:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from megazero.model.kernels.dropout import Dropout, Rows
-from megazero.model.kernels.rotary import Rotary
-from megazero.model.kernels.table import EAGER, TRITON, LossKernels
+from megazero.kernels.dropout import Dropout, Rows
+from megazero.kernels.rotary import Rotary
+from megazero.kernels.table import EAGER, TRITON, LossKernels
 
 
 def randn(*shape: int, dtype: torch.dtype, device: str, seed: int = 0) -> torch.Tensor:

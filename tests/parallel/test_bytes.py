@@ -11,8 +11,8 @@ import torch
 
 from megazero.comm.mesh.mesh import Mesh
 from megazero.config.schema import CheckpointConfig, Config, EvaluationConfig
+from megazero.kernels import initial_values
 from megazero.memory.allocated import Allocated
-from megazero.model import initial_values
 from megazero.model.stage import declare
 from megazero.plan.layout.layers import num_parameters, stage_units
 from megazero.plan.layout.parameters import unit_layout

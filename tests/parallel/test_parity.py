@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megazero.config.schema import ModelConfig
-from megazero.model.kernels.dropout import Dropout
+from megazero.kernels.dropout import Dropout
 from megazero.price.bytes.estimate import estimate
 from tests import reference
 from tests.helpers.late import late_collectives

@@ -134,7 +134,7 @@ START = "megazero.comm.mesh.collectives", "Axis", "_start"
         ),
         pytest.param(
             ROTARY,
-            Fault("megazero.model.kernels.rotary", "Rotary", "tables", "angles.sin()", "angles.sin().cpu()"),
+            Fault("megazero.kernels.rotary", "Rotary", "tables", "angles.sin()", "angles.sin().cpu()"),
             {MIXED_DEVICES},
             "addcmul_ [Forward blocks.0 mb 0] on the compute stream has a tensor [11, 1, 4] in host memory",
             id="a table is on the host",

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from megazero.model.kernels.compiled import compiled
-from megazero.model.kernels.dropout import Dropout, Rows
-from megazero.model.kernels.table import EAGER
+from megazero.kernels.compiled import compiled
+from megazero.kernels.dropout import Dropout, Rows
+from megazero.kernels.table import EAGER
 from megazero.model.layers.attention import CoreAttention, Heads
 from tests.reference_run import dropout_mask
 

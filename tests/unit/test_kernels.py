@@ -13,9 +13,9 @@ import torch
 from megazero.comm.mesh.pretend import pretend_mesh
 from megazero.config.schema import Config, ModelConfig, TrainingConfig
 from megazero.config.validate import check_device
-from megazero.model.kernels.choices import choose_kernels, triton_complaint
-from megazero.model.kernels.dropout import Dropout, Rows
-from megazero.model.kernels.table import EAGER, TRITON
+from megazero.kernels.choices import choose_kernels, triton_complaint
+from megazero.kernels.dropout import Dropout, Rows
+from megazero.kernels.table import EAGER, TRITON
 from megazero.model.stage import declare
 from megazero.plan.layout.layers import stage_units
 from megazero.plan.layout.resolve import resolve
@@ -77,19 +77,19 @@ def test_norms_and_swiglu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -
     """Programs with several turns, one of them with fewer; turns of one, two and four rows; columns that end within a
     block.
     """
-    monkeypatch.setattr("megazero.model.kernels.triton_norm.PROGRAMS", 2)
+    monkeypatch.setattr("megazero.kernels.triton_norm.PROGRAMS", 2)
     kernel_checks.check_norms(11, 50, dtype, DEVICE)
-    monkeypatch.setattr("megazero.model.kernels.triton_norm.TURN", (128, 4))
+    monkeypatch.setattr("megazero.kernels.triton_norm.TURN", (128, 4))
     kernel_checks.check_norms(5, 50, dtype, DEVICE)
-    monkeypatch.setattr("megazero.model.kernels.triton_norm.TURN", (64, 4))
+    monkeypatch.setattr("megazero.kernels.triton_norm.TURN", (64, 4))
     kernel_checks.check_norms(5, 50, dtype, DEVICE)
     kernel_checks.check_swiglu(2, 2100 if dtype == torch.float32 else 5, dtype, DEVICE)
 
 
 def test_weight_gradients_do_not_depend_on_chance(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are added in a fixed order: row p, p + programs, ... by each program, then the programs."""
-    monkeypatch.setattr("megazero.model.kernels.triton_norm.PROGRAMS", 2)
-    monkeypatch.setattr("megazero.model.kernels.triton_norm.TURN", (4096, 1))
+    monkeypatch.setattr("megazero.kernels.triton_norm.PROGRAMS", 2)
+    monkeypatch.setattr("megazero.kernels.triton_norm.TURN", (4096, 1))
     rstd = torch.ones(5, 1, device=DEVICE)
     x = torch.tensor([1e8, 1.0, 1.0, 2.0, -1e8], device=DEVICE)[:, None].expand(5, 16).contiguous()
     ones = torch.ones(5, 16, device=DEVICE)
@@ -100,8 +100,8 @@ def test_weight_gradients_do_not_depend_on_chance(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gelus_gradient_and_its_sum(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs with several rows, one of them with fewer; two blocks of columns, one of which ends within."""
-    monkeypatch.setattr("megazero.model.kernels.triton_activations.GELU_BLOCK", 32)
-    monkeypatch.setattr("megazero.model.kernels.triton_activations.PROGRAMS", 4)
+    monkeypatch.setattr("megazero.kernels.triton_activations.GELU_BLOCK", 32)
+    monkeypatch.setattr("megazero.kernels.triton_activations.PROGRAMS", 4)
     kernel_checks.check_gelu(5, 50, dtype, DEVICE)
 
 
@@ -114,13 +114,13 @@ def test_rotary_positions(dtype: torch.dtype) -> None:
 def test_rows_are_added_to_a_table(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of two places, of which runs cover several; a last piece that is not full."""
     for size in (2, 3, 32):
-        monkeypatch.setattr("megazero.model.kernels.triton_rows.SIZE", size)
+        monkeypatch.setattr("megazero.kernels.triton_rows.SIZE", size)
         kernel_checks.check_add_rows(dtype, DEVICE)
 
 
 def test_wide_norms_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     """No kernel has a row of more than 8192 in registers."""
-    monkeypatch.setattr("megazero.model.kernels.operators.WIDEST", 7)
+    monkeypatch.setattr("megazero.kernels.operators.WIDEST", 7)
     x, weight = torch.randn(2, 8), torch.ones(8)
     y, rstd = TRITON.rms_norm(x, weight, 1e-5)
     assert torch.equal(y, EAGER.rms_norm(x, weight, 1e-5)[0])
@@ -201,7 +201,9 @@ def test_a_cpu_and_fp64_have_torchs_operators() -> None:
     mesh = pretend_mesh(Layout(), 0, torch.device("cpu"), needs_staging_buffer=True)
     chosen, said = choose_kernels(Config(), mesh)
     assert (chosen.training.fused_kernels, said) == ("auto", "")
-    with pytest.raises(ValueError, match=r"--fused-kernels triton: .* the device is cpu; use auto or eager"):
+    with pytest.raises(
+        ValueError, match=r"--fused-kernels triton needs a GPU, and the device is cpu; use auto or eager"
+    ):
         check_device(Config(training=TrainingConfig(fused_kernels="triton")), "cpu")
 
 
@@ -212,9 +214,9 @@ def test_the_trial_tells_a_wrong_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> torch.Tensor:
         raise RuntimeError("Failed to find C compiler.\nSet CC")
 
-    monkeypatch.setattr("megazero.model.kernels.choices.TRITON", TRITON._replace(dropout=fails))
+    monkeypatch.setattr("megazero.kernels.choices.TRITON", TRITON._replace(dropout=fails))
     assert triton_complaint(device) == "RuntimeError: Failed to find C compiler."
-    monkeypatch.setattr("megazero.model.kernels.choices.TRITON", TRITON._replace(dropout=lambda x, *_: x))
+    monkeypatch.setattr("megazero.kernels.choices.TRITON", TRITON._replace(dropout=lambda x, *_: x))
     assert triton_complaint(device) == "its mask is not torch's"
 
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from megazero.comm.mesh.pretend import pretend_mesh
 from megazero.config.schema import ModelConfig
+from megazero.kernels.eager import wide
 from megazero.memory.tracker import MemoryTracker
-from megazero.model.kernels.eager import wide
 from megazero.model.layers.context import Context, ResidualStream
 from megazero.model.layers.linear import Call, ColumnLinear, ResidualRows, RowLinear
 from megazero.model.layers.mlp import GeluMLP, SwigluMLP

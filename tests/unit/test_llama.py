@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from megazero.comm.mesh.mesh import Mesh
 from megazero.config.schema import Config, ModelConfig, TrainingConfig
-from megazero.model.kernels.rotary import Rotary
+from megazero.kernels.rotary import Rotary
 from megazero.model.layers.context import MicroBatchInfo
 from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve

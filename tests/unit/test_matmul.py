@@ -14,9 +14,9 @@ from megazero.comm.mesh.mesh import Mesh
 from megazero.comm.mesh.pretend import pretend_mesh
 from megazero.config.schema import Config, TrainingConfig
 from megazero.config.validate import check_device
-from megazero.model.kernels.choices import choose_matmul_backend
-from megazero.model.kernels.matmul import FASTER, Products, fastest_ratio, has_onednn, onednn_gain, writes_wide
-from megazero.model.kernels.table import EAGER
+from megazero.kernels.choices import choose_matmul_backend
+from megazero.kernels.matmul import FASTER, Products, fastest_ratio, has_onednn, onednn_gain, writes_wide
+from megazero.kernels.table import EAGER
 from megazero.plan.layout.topology import Layout
 from megazero.step.engine import Engine
 from tests.helpers.rounding import assert_sum

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from megazero.comm.mesh.mesh import Mesh
 from megazero.config.schema import Config, ModelConfig, TrainingConfig
-from megazero.model.kernels.dropout import Dropout
-from megazero.model.kernels.table import EAGER
+from megazero.kernels.dropout import Dropout
+from megazero.kernels.table import EAGER
 from megazero.model.layers.attention import CoreAttention
 from megazero.model.layers.context import MicroBatchInfo
 from megazero.model.stage import declare

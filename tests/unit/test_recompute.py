@@ -12,9 +12,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megazero.activations.store import KeptInputs
+from megazero.kernels.table import EAGER
 from megazero.memory.copies import Copies, DeviceCopy, HostCopy
 from megazero.memory.tracker import MemoryTracker
-from megazero.model.kernels.table import EAGER
 from megazero.model.layers.norm import LayerNorm
 from megazero.plan.program.operations import Backward, Forward, Op, Recompute
 from megazero.step.engine import Engine

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megazero.config.schema import ModelConfig
-from megazero.model.initial_values import BLOCK, draw, seed_of, standard_normal
-from megazero.model.kernels.dropout import CORE_ELEMENTS, Dropout, Rows
+from megazero.kernels.dropout import CORE_ELEMENTS, Dropout, Rows
+from megazero.kernels.initial_values import BLOCK, draw, seed_of, standard_normal
 from megazero.model.stage import declare
 from megazero.plan.layout.layers import stage_units
 from megazero.plan.layout.parameters import ParamSpec
@@ -186,7 +186,7 @@ def test_chunks_do_not_show(columns: int, monkeypatch: pytest.MonkeyPatch) -> No
     rows = (Rows(0, 3, 2 + CORE_ELEMENTS // columns), Rows(1, 0, 2 + CORE_ELEMENTS // columns))
     found = mask(DROPOUT, rows, columns)
     assert torch.equal(found, torch.cat([mask(DROPOUT, (r,), columns) for r in rows]))
-    monkeypatch.setattr("megazero.model.kernels.dropout.CORE_ELEMENTS", found.numel())
+    monkeypatch.setattr("megazero.kernels.dropout.CORE_ELEMENTS", found.numel())
     assert torch.equal(mask(DROPOUT, rows, columns), found)
 
 

@@ -22,8 +22,8 @@ from megazero.comm.launch.world import World
 from megazero.config.batch_sizes import BatchSizes
 from megazero.config.optimizers import OPTIMIZERS
 from megazero.data import loader
-from megazero.model.kernels.matmul import TORCH
-from megazero.model.kernels.table import EAGER
+from megazero.kernels.matmul import TORCH
+from megazero.kernels.table import EAGER
 from megazero.model.stage import declare
 from megazero.step.memory_report import device_in_use
 from tests.helpers.notes import As, Call, Kind, Notes, calls_of, differences

@@ -23,10 +23,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from megazero.config.schema import ModelConfig
-from megazero.model.kernels.dropout import Dropout, Rows
-from megazero.model.kernels.matmul import upcasts
-from megazero.model.kernels.rotary import Rotary, RotaryTables
-from megazero.model.kernels.table import Kernels
+from megazero.kernels.dropout import Dropout, Rows
+from megazero.kernels.matmul import upcasts
+from megazero.kernels.rotary import Rotary, RotaryTables
+from megazero.kernels.table import Kernels
 from megazero.model.layers.context import Context, MicroBatchInfo
 from megazero.model.layers.documents import Documents, DocumentSpan
 from megazero.model.layers.linear import Call, ColumnLinear, RowLinear, Split, normed_columns, rows_onto

@@ -14,11 +14,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megazero.comm.mesh.collectives import Axis, Pending
+from megazero.kernels.dropout import Dropout, Rows
+from megazero.kernels.matmul import TORCH, Products
+from megazero.kernels.rotary import Rotary, RotaryTables
+from megazero.kernels.table import EAGER, Kernels
 from megazero.memory.tracker import Allocation, MemoryTracker
-from megazero.model.kernels.dropout import Dropout, Rows
-from megazero.model.kernels.matmul import TORCH, Products
-from megazero.model.kernels.rotary import Rotary, RotaryTables
-from megazero.model.kernels.table import EAGER, Kernels
 from megazero.model.layers.documents import Documents
 from megazero.model.layers.kv_cache import KVCache
 from megazero.model.layers.weight import GradWriter, Weight

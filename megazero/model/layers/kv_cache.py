@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from megazero.model.kernels.dropout import Rows
+from megazero.kernels.dropout import Rows
 
 
 class KVCache:

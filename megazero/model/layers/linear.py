@@ -20,10 +20,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn as nn
 
-from megazero.model.kernels.dropout import Dropout, Rows
-from megazero.model.kernels.eager import wide
-from megazero.model.kernels.matmul import as_matrix, write_or_add
-from megazero.model.kernels.table import Activation
+from megazero.kernels.dropout import Dropout, Rows
+from megazero.kernels.eager import wide
+from megazero.kernels.matmul import as_matrix, write_or_add
+from megazero.kernels.table import Activation
 from megazero.model.layers.context import Context
 from megazero.model.layers.norm import Norm
 from megazero.model.layers.weight import GradWriter, handle_of

@@ -6,8 +6,8 @@ import torch
 import torch.nn as nn
 
 from megazero.config.schema import ModelConfig
-from megazero.model.kernels.dropout import Dropout
-from megazero.model.kernels.table import Activation
+from megazero.kernels.dropout import Dropout
+from megazero.kernels.table import Activation
 from megazero.model.layers.context import Context
 from megazero.model.layers.linear import Call, ColumnLinear, NormedColumns, ResidualRows, RowLinear, columns_and_rows
 from megazero.model.layers.norm import Norm

@@ -19,8 +19,8 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn as nn
 
-from megazero.model import initial_values
-from megazero.model.kernels.matmul import write_or_add
+from megazero.kernels import initial_values
+from megazero.kernels.matmul import write_or_add
 from megazero.plan.layout.parameters import LocalBlock, ParamSpec
 
 

@@ -21,9 +21,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megazero.comm.mesh.pretend import pretend_mesh
 from megazero.config.schema import Config, ModelConfig
+from megazero.kernels.matmul import Products
+from megazero.kernels.table import KERNELS
 from megazero.memory.tracker import MemoryTracker
-from megazero.model.kernels.matmul import Products
-from megazero.model.kernels.table import KERNELS
 from megazero.model.layers.context import DTYPES, Context, DeviceBatch, MicroBatchInfo, ResidualStream, kept_bytes
 from megazero.model.layers.documents import Documents
 from megazero.model.layers.weight import GradWriter, Owner, Weight

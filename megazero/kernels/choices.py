@@ -14,9 +14,9 @@ import torch
 from megazero.comm.mesh.collectives import MAX
 from megazero.comm.mesh.mesh import Mesh
 from megazero.config.schema import Config
-from megazero.model.kernels.dropout import Dropout, Rows
-from megazero.model.kernels.matmul import FASTER, has_onednn, onednn_gain
-from megazero.model.kernels.table import EAGER, TRITON
+from megazero.kernels.dropout import Dropout, Rows
+from megazero.kernels.matmul import FASTER, has_onednn, onednn_gain
+from megazero.kernels.table import EAGER, TRITON
 
 LEAST, MOST = 10**8, 2 * 10**9  # FLOPs of a product: below the first oneDNN gains nothing; the second takes long enough
 

@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from megazero.model.kernels.eager import GELU_A, GELU_B
-from megazero.model.kernels.triton_options import block_options
+from megazero.kernels.eager import GELU_A, GELU_B
+from megazero.kernels.triton_options import block_options
 
 PROGRAMS = 1024  # of GELU's gradient, over rows and columns. The same on every GPU, as the order of the sums is
 GELU_BLOCK, SWIGLU_BLOCK = 1024, 2048  # columns of a program

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megazero.model.kernels.triton_options import block_options
+from megazero.kernels.triton_options import block_options
 
 BLOCK = 4096  # columns of a turn
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # of fp32; not -inf, from which -inf cannot be subtracted

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from megazero.model.kernels import eager
-from megazero.model.kernels.dropout import Segment, scale_of, threshold_of
-from megazero.model.kernels.rotary import RotaryTables
+from megazero.kernels import eager
+from megazero.kernels.dropout import Segment, scale_of, threshold_of
+from megazero.kernels.rotary import RotaryTables
 
 DEVICES = ("CUDA", "CPU")
 WIDEST = 8192  # columns of a norm whose row fits into a program's registers; torch's operators compute wider ones
@@ -28,7 +28,7 @@ def _operator(schema: str, stand_in: Callable[..., Any]) -> Any:
     name, _, signature = schema.partition("(")
 
     def launch(*given: Any) -> Any:
-        from megazero.model.kernels import triton_launches
+        from megazero.kernels import triton_launches
 
         return getattr(triton_launches, name)(*given)
 
@@ -112,7 +112,7 @@ def loss_kept(factor: torch.Tensor, total: torch.Tensor, log_sum: torch.Tensor) 
 def dropout(
     x: torch.Tensor, residual: torch.Tensor | None, segments: Sequence[Segment], probability: float
 ) -> torch.Tensor:
-    """The bits of `model.kernels.dropout.eager`. Not for fp64."""
+    """The bits of `kernels.dropout.eager`. Not for fp64."""
     flat = [number for segment in segments for number in segment]
     return _DROPOUT(x, residual, flat, threshold_of(probability), scale_of(probability))
 

@@ -1,4 +1,4 @@
-"""Dropout in one pass: the hash of Note [masks by coordinate] (`model.kernels.dropout`), with the same bits.
+"""Dropout in one pass: the hash of Note [masks by coordinate] (`kernels.dropout`), with the same bits.
 
 Bytes per element of w bytes: 2 w, for x and y; 3 w with a residual. Nothing else is kept or moved: the samples' keys
 are arguments of the launch, so that the launch does not wait for a copy to the device.
@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megazero.model.kernels.triton_options import block_options
+from megazero.kernels.triton_options import block_options
 
 SEGMENTS = 8  # per launch
 BLOCK = 2048  # columns of a turn
@@ -87,7 +87,7 @@ def dropout(
 
     Args:
         x: any shape, seen as [R, C]; fp32, bf16 or fp16.
-        segments: low, high, first and count of each `model.kernels.dropout.Segment`.
+        segments: low, high, first and count of each `kernels.dropout.Segment`.
         last: an element is kept if its hash, an int32, is at most `last`.
         factor: of kept elements.
     """

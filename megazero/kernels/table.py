@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from megazero.model.kernels import dropout, eager, operators
+from megazero.kernels import dropout, eager, operators
 
 
 class Activation(NamedTuple):

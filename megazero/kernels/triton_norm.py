@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megazero.model.kernels.triton_options import options
+from megazero.kernels.triton_options import options
 
 Gradients = tuple[torch.Tensor, ...]
 

@@ -1,4 +1,4 @@
-"""The operations of `Kernels` by torch's operators, below autograd. Dropout is in `model.kernels.dropout`.
+"""The operations of `Kernels` by torch's operators, below autograd. Dropout is in `kernels.dropout`.
 
 Shapes: b micro-batch, s sequence, T tokens, h hidden, n heads, d head dim, v vocabulary; /tp = this rank's part.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from megazero.model.kernels.rotary import RotaryTables, rotate
+from megazero.kernels.rotary import RotaryTables, rotate
 
 LOGIT_CHUNK_BYTES = 1 << 20  # of rows of logits that are computed together: they fit in a core's cache
 GELU_A = 2 * (2 / torch.pi) ** 0.5  # gelu(x) = x sigmoid(A x + B x^3), by tanh

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from megazero.model.kernels.eager import GELU_A, GELU_B, scores_grad, unseen, wide
-from megazero.model.kernels.table import EAGER, Activation, Kernels
+from megazero.kernels.eager import GELU_A, GELU_B, scores_grad, unseen, wide
+from megazero.kernels.table import EAGER, Activation, Kernels
 
 
 def _gelu(x: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megazero.model.kernels.triton_options import block_options
+from megazero.kernels.triton_options import block_options
 
 SIZE = 32  # places of a piece, the same on every GPU
 BLOCK = 512  # columns of a program

@@ -32,8 +32,8 @@ from typing import NamedTuple
 
 import torch
 
-from megazero.model.initial_values import seed_of
-from megazero.model.kernels.eager import is_stand_in
+from megazero.kernels.eager import is_stand_in
+from megazero.kernels.initial_values import seed_of
 
 CORE_ELEMENTS = 1 << 18  # of a mask that a core computes together. With fewer, calling torch takes most of the time
 GPU_ELEMENTS = 1 << 26  # few, large kernels with at most half a GB of scratch memory
