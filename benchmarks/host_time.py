@@ -37,7 +37,7 @@ from megazero.config.schema import Config, ModelConfig, TrainingConfig
 from megazero.model.layers.context import DeviceBatch, MicroBatchInfo
 from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
-from megazero.plan.program.operations import Backward, Forward, Norm, Open
+from megazero.plan.program.operations import Backward, Forward, GradNorm, Open
 from megazero.step.engine import Engine
 
 
@@ -101,7 +101,7 @@ def own(o: Options, architecture: str, device: torch.device, graphs: str = "none
         execute(Backward("blocks.0", 0))
 
     def of_a_step() -> None:
-        execute(Norm())
+        execute(GradNorm())
 
     execute(*[Open(name) for name in run.units])
     for unit in run.units.values():

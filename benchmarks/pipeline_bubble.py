@@ -33,7 +33,7 @@ from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout
 from megazero.plan.program.operations import COMPUTE, Op, name_of
 from megazero.plan.program.program import program
-from megazero.plan.program.rank_spec import Layer, rank_spec
+from megazero.plan.program.rank_spec import PlannedLayer, rank_spec
 from megazero.plan.schedule.schedules import SCHEDULES
 from megazero.price.time.simulate import Timing, simulate
 from scripts.draw_schedule import thirds
@@ -105,7 +105,9 @@ def _slow_zero(seconds: float) -> Callable[[torch.Tensor, bool], None]:
     return write
 
 
-def sleeping(layer: Layer, weights: list[Weight], seconds: float) -> tuple[Layer, Callable[..., torch.Tensor]]:
+def sleeping(
+    layer: PlannedLayer, weights: list[Weight], seconds: float
+) -> tuple[PlannedLayer, Callable[..., torch.Tensor]]:
     handles = [weight.handle for weight in weights]
     return layer, lambda x, batch, output: _Sleep.apply(x, seconds, weights, *handles)
 

@@ -36,7 +36,7 @@ from megazero.model.stage import declare
 from megazero.optim.step import StepParams
 from megazero.plan.layout.layers import Use
 from megazero.plan.layout.resolve import resolve
-from megazero.plan.program.operations import Norm, Open, Update
+from megazero.plan.program.operations import GradNorm, Open, Update
 from megazero.plan.program.program import Program, program
 from megazero.plan.program.rank_spec import RankSpec
 from megazero.step.engine import Engine
@@ -193,7 +193,7 @@ def megazero(work: Work, device: torch.device, sharded: bool, silent: bool, own_
     def backward(y: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
         run.dx = {0: dy}
         with torch.no_grad():
-            run.execute([op for op in step.gradients[turn:] if not isinstance(op, Norm)])
+            run.execute([op for op in step.gradients[turn:] if not isinstance(op, GradNorm)])
         return run.dx[0]
 
     def gradients() -> Iterator[Gradient]:

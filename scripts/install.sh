@@ -17,7 +17,7 @@ install() {
     done
     [ -x "$python" ] || { echo "megazero needs Python 3.11 or later, with venv; none was found on PATH" >&2; return 1; }
   fi
-  # One stamp a file, of what it and the files it includes say: an unchanged one is not installed again.
+  # One stamp per file, with its contents and those of the files it includes: unchanged files are not installed again.
   stamp=.venv/installed-$(basename "$requirements")
   if ! cat requirements.txt "$requirements" | cmp -s - "$stamp"; then
     echo "installing $requirements into .venv (once; a few minutes)"

@@ -64,7 +64,7 @@ done
 log_dir=${log_dir:-runs} # --log-dir "" writes no metrics; ranks' logs are kept all the same
 
 [ -f "$program" ] || fail "no program at $program; set PROGRAM to a file that exists, or unset it"
-if ! $nproc_given; then # torch counts what CUDA_VISIBLE_DEVICES leaves
+if ! $nproc_given; then # torch counts the GPUs in CUDA_VISIBLE_DEVICES
   nproc=$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))') ||
     fail "$python cannot import torch; run \`bash scripts/quickstart.sh\`, or set PYTHON to an interpreter that can"
 fi

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The tests, from nothing but Python 3.11: installs into .venv, then runs pytest, a worker per core (at most four).
-# Arguments go to pytest: `-n 0` runs in one process, `-m slow` what is slow.
+# Arguments go to pytest: `-n 0` runs in one process, `-m slow` runs the slow tests.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/install.sh

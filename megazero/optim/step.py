@@ -23,7 +23,7 @@ class StepParams(NamedTuple):
     divisor: torch.Tensor | None = None
 
 
-class Update(Protocol):
+class UpdateFunction(Protocol):
     def __call__(
         self,
         params: StepParams,

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from megazero.optim import adamw
-from megazero.optim.step import Update
+from megazero.optim.step import UpdateFunction
 
-UPDATES: dict[str, Update] = {"adamw": adamw.update}
+UPDATES: dict[str, UpdateFunction] = {"adamw": adamw.update}

@@ -27,8 +27,8 @@ from megazero.plan.program.operations import (
     Backward,
     Forward,
     Gather,
+    GradNorm,
     LayerOp,
-    Norm,
     Op,
     Rebuild,
     Recompute,
@@ -340,7 +340,7 @@ class StepSizes:
             return tuple(Moved("tp", "all-reduce", n * self.rates.gradients) for n in self._summed(op.unit))
         if isinstance(op, SumTied):
             return (Moved("embedding", "all-reduce", self.owned_gradients(op.unit)),)
-        if isinstance(op, Norm):
+        if isinstance(op, GradNorm):
             sharded = [group.axis for group in spec.groups.values() if group.policy.optimizer]
             return agreement("tp", "pp", numbers=len(spec.groups)) + agreement(*sharded)
         if isinstance(op, Rebuild):

@@ -25,7 +25,7 @@ from megazero.plan.layout.layers import Use
 from megazero.plan.layout.topology import Route
 from megazero.plan.program import operations as ops
 from megazero.plan.program.program import Program
-from megazero.plan.program.rank_spec import Layer
+from megazero.plan.program.rank_spec import PlannedLayer
 from megazero.step.graphs import ActivationSpec, BlockGraphs
 from megazero.zero.zero import Zero
 
@@ -70,7 +70,7 @@ class Interpreter:
 
     def __init__(
         self,
-        layers: Mapping[str, tuple[Layer, Compute]],
+        layers: Mapping[str, tuple[PlannedLayer, Compute]],
         zero: Zero,
         kept: KeptInputs | None,
         pp: Axis,

@@ -6,7 +6,7 @@ import pytest
 
 from megazero.observe.bubble import BubbleMeter, StageTimes, bubble, stage_times
 from megazero.observe.timeline import Interval
-from megazero.plan.program.operations import Backward, BackwardWeights, Forward, Norm, Op, Recompute, Recv, Wait
+from megazero.plan.program.operations import Backward, BackwardWeights, Forward, GradNorm, Op, Recompute, Recv, Wait
 from megazero.plan.program.program import program
 from megazero.plan.schedule.schedules import SCHEDULES
 from megazero.price.time.simulate import Timing, simulate
@@ -26,7 +26,7 @@ def spans_of(timing: Timing, rank: int) -> list[Interval]:
         found.append(Interval(op, round(begin * SECOND), at))
     # time after the last computation, such as the wait for the norm of all ranks, is idle time only up to the end
     # of the last stage's computation
-    return [*found, Interval(Norm(), at, round((timing.seconds + 7) * SECOND))]
+    return [*found, Interval(GradNorm(), at, round((timing.seconds + 7) * SECOND))]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -1,6 +1,6 @@
-"""The measure of fragmentation, and what an arena does to it: the ZeRO paper's memory defragmentation (MD).
+"""The measure of fragmentation, and the effect of an arena on it: the ZeRO paper's memory defragmentation (MD).
 
-Shapes: b micro-batch, s sequence, h hidden, n heads, v vocabulary. Sizes are bytes, 16 bit unless said otherwise.
+Shapes: b micro-batch, s sequence, h hidden, n heads, v vocabulary. Sizes are bytes, 16 bit unless noted.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ PLAIN: tuple[str, ...] = ()
 CHECKPOINTS = ("checkpoints",)
 BOTH = ("checkpoints", "gradients")
 
-# Memory beyond the demand that a run needs to survive, in percent of the demand, by what lies in an arena. The demand
-# is the peak of what plain allocation has in use, over what is at rest: what a run would take if nothing fragmented.
+# Memory beyond the demand that a run needs to survive, in percent of the demand, by the kinds in an arena. The demand
+# is the peak of memory in use minus the memory at rest: the need of a run without fragmentation.
 SLACK = {
     ("steady", PLAIN): 7,
     ("steady", CHECKPOINTS): 11,
@@ -153,14 +153,13 @@ def test_memory_that_a_run_needs_beyond_its_demand(name: str, in_arena: tuple[st
     - One steady pattern fragments little: best fit finds for every tensor the hole that its like left a block ago.
       Evaluations change nothing: they ask for the same sizes. Under 1F1B checkpoints do not leave last-first; a
       point worse.
-    - Changing sizes fragment: holes of one length fit no tensor of the next, and what lives long keeps them apart.
+    - Changing sizes fragment: holes of one length fit no tensor of the next, and long-lived tensors keep them apart.
     - An arena for checkpoints and gradients needs the least in every row.
     - An arena for checkpoints alone does not help there: the gradients' shards, laid down one by one among a
       backward's activations, keep the holes apart just as well, and the arena itself can lend no hole to others.
-    - All that is of this shape: what fits into whose hole is arithmetic of sizes, and no law. Among five others, tried
-      by hand, the arena for both gained up to 27 points, and lost up to 6.
-    - What is left with both in the arena is the short-lived tensors among themselves: a block's input that sits
-      where the logits should go.
+    - The numbers belong to these sizes, which decide the tensors that fit a hole. With five other sets of sizes, the
+      arena for both gained up to 27 points, and lost up to 6.
+    - With both in the arena, only short-lived tensors fragment: a block's input is in the place that the logits need.
     """
     slack = SLACK[name, in_arena]
     assert survives(name, in_arena, slack)
@@ -174,8 +173,8 @@ def test_an_arena_for_all_that_lives_long_needs_less(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["growing", "mixed"])
 def test_plain_allocation_dies_of_fragmentation_where_the_arena_goes_on(name: str) -> None:
-    """On a device half-way between what the two need: plain allocation ends with twice the bytes idle that it asks for;
-    with the arena the whole pattern is survived five times over.
+    """On a device half-way between the two needs, plain allocation fails with twice the requested bytes idle; with the
+    arena the whole pattern runs five times.
     """
     device = capacity(name, (SLACK[name, PLAIN] + SLACK[name, BOTH]) // 2)
     with pytest.raises(OutOfMemory) as death:

@@ -147,6 +147,17 @@ def only_the_log_prints(sources: Sources) -> Iterator[str]:
 
 PRINTERS = {"print", "sys.stdout.write", "sys.stderr.write"}
 PRINTING = {"log", "config.help", "rehearse.rehearsal_report"}
+
+
+def a_class_name_has_one_meaning(sources: Sources) -> Iterator[str]:
+    """No two classes of the package share a name."""
+    found: dict[str, str] = {}
+    for module, tree in sources.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and found.setdefault(node.name, module) != module:
+                yield f"{module}:{node.lineno} {node.name} is a class of {found[node.name]} too"
+
+
 LAYER_NAMES = {"token_embedding", "position_embedding", "blocks.", "blocks.0", "head"}
 RULES: list[Callable[[Sources], Iterator[str]]] = [
     no_module_level_state,
@@ -154,6 +165,7 @@ RULES: list[Callable[[Sources], Iterator[str]]] = [
     only_layout_multiplies_axes,
     only_the_stage_names_layers,
     only_the_log_prints,
+    a_class_name_has_one_meaning,
 ]
 
 # (rule, module, a line that breaks the rule there)
@@ -177,6 +189,7 @@ FAULTS = [
     (only_layout_multiplies_axes, "zero.zero", "def f(pp, dp, tp):\n    return math.prod([pp, dp, tp])"),
     (only_the_stage_names_layers, "zero.zero", "def f(name):\n    return name.startswith('blocks.')"),
     (only_the_stage_names_layers, "zero.zero", "from megazero.model.stage import HEAD"),
+    (a_class_name_has_one_meaning, "zero.zero", "class Pipeline: ..."),
     (only_the_log_prints, "zero.zero", "def f():\n    print('slow')"),
     (only_the_log_prints, "zero.zero", "import sys\nsys.stderr.write('slow')"),
 ]

@@ -9,13 +9,13 @@ import pytest
 from benchmarks.overlap import Waiting, table, waiting
 from benchmarks.step_trace import comparison, covered, tail_of
 from megazero.observe.timeline import Interval
-from megazero.plan.program.operations import Backward, BackwardWeights, Forward, Norm, Reduce, Start, Update, Wait
+from megazero.plan.program.operations import Backward, BackwardWeights, Forward, GradNorm, Reduce, Start, Update, Wait
 
 
 def trace(device: bool) -> dict[str, Any]:
     """Two iterations of 10 ms of one rank; on a GPU operations are issued at once, and run later."""
     spans = [("Forward head mb 0", 4.0), ("start Reduce head", 0.5), ("Backward blocks.0 mb 0", 3.0)]
-    spans += [("wait Reduce head", 1.5), ("SumTied token_embedding", 0.25), ("Norm", 0.25)]
+    spans += [("wait Reduce head", 1.5), ("SumTied token_embedding", 0.25), ("GradNorm", 0.25)]
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": name}}
         for tid, name in ((0, "compute"), (1, "device"), (2, "dp"))
@@ -58,13 +58,13 @@ def test_the_end_of_a_step() -> None:
         Interval(Wait(Reduce("head")), 11_000_000, 14_000_000),
         Interval(Start(Reduce("blocks.0")), 12_000_000, 12_500_000),
         Interval(BackwardWeights("blocks.0", 0), 10_000_000, 13_000_000),
-        Interval(Norm(), 14_000_000, 16_000_000),
+        Interval(GradNorm(), 14_000_000, 16_000_000),
         Interval(Update("head"), 16_000_000, 17_000_000),
         Interval(Update("blocks.0"), 17_500_000, 20_000_000),
     ]
     seconds, parts = tail_of(spans)
     assert seconds == pytest.approx(7e-3)
-    assert parts == pytest.approx({"Reduce": 1e-3, "Norm": 2e-3, "Update": 3.5e-3})
+    assert parts == pytest.approx({"Reduce": 1e-3, "GradNorm": 2e-3, "Update": 3.5e-3})
 
 
 def test_time_in_which_any_kernel_runs() -> None:

@@ -22,8 +22,8 @@ from megazero.plan.program.operations import (
     Drop,
     Forward,
     Gather,
+    GradNorm,
     Keep,
-    Norm,
     Op,
     Open,
     Recompute,
@@ -203,7 +203,7 @@ def test_the_end_of_a_step_has_one_order() -> None:
     units = {name: unit._replace(sums_over_tp=True) for name, unit in spec.units.items()}
     spec = replace(spec, groups=replicated(spec), units=units, tied="token_embedding")
     order = [type(inner(op)) for op in finish_gradients(spec)]
-    assert [kind for kind, _ in itertools.groupby(order)] == [ReduceReplicas, SumReplicated, SumTied, Norm]
+    assert [kind for kind, _ in itertools.groupby(order)] == [ReduceReplicas, SumReplicated, SumTied, GradNorm]
 
 
 @pytest.mark.parametrize("schedule, pp", [("1f1b", 1), ("1f1b", 2), ("zero-bubble", 2)])

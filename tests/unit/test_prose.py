@@ -75,6 +75,14 @@ def test_pages_and_scripts_are_read() -> None:
     assert [number for number, _ in prose.of_script("#!/bin/bash\necho what  # says it\n")] == [2]
 
 
+@pytest.mark.parametrize("folder", ["megazero", "scripts", "data_tools", "benchmarks", "tests", "docs", ""])
+def test_the_prose_keeps_the_rules(folder: str) -> None:
+    files = [p for p in prose.everything() if (p.relative_to(prose.ROOT).parts[0] == folder) == bool(folder)]
+    files = files if folder else [p for p in files if len(p.relative_to(prose.ROOT).parts) == 1]
+    assert files
+    assert [f"{path.relative_to(prose.ROOT)}:{line}: {c}" for path in files for line, c in prose.complaints(path)] == []
+
+
 def test_the_files_with_prose_are_found() -> None:
     found = {str(path.relative_to(prose.ROOT)) for path in prose.everything()}
     assert {"README.md", "CHANGELOG.md", "megazero/zero/zero.py", "docs/memory.md", "pretrain_gpt.py"} <= found

@@ -22,7 +22,7 @@ from megazero.plan.program.operations import (
     Backward,
     Forward,
     Gather,
-    Norm,
+    GradNorm,
     Op,
     Rebuild,
     Reduce,
@@ -63,17 +63,17 @@ def test_every_operation_moves_its_buffer_along_its_axis() -> None:
         (SumTied("token_embedding"), [Moved("embedding", "all-reduce", 2 * sizes.numel["token_embedding"])]),
         (Send("x", 1, 0), [Moved("pp", "message", 2 * 4 * 24 * 64)]),
         (Rebuild("blocks.0", 0), [Moved("tp", "all-gather", 2 * 4 * 24 * 64)]),
-        (Norm(), [Moved(axis, "all-reduce", 8, control=True) for axis in ("tp", "pp", "shard")]),
+        (GradNorm(), [Moved(axis, "all-reduce", 8, control=True) for axis in ("tp", "pp", "shard")]),
         (Update("blocks.0"), []),
     ]
     for op, moves in wanted:
         assert sizes.moves(op) == tuple(moves), op
-    assert sizes.moves(Norm())[0].kind == "control" and sizes.traffic(Norm()) == (("control", 8),) * 3
+    assert sizes.moves(GradNorm())[0].kind == "control" and sizes.traffic(GradNorm()) == (("control", 8),) * 3
     assert sizes.traffic(SumTied("token_embedding")) == (("pp", 2 * sizes.numel["token_embedding"]),)
     assert sizes.traffic(Reduce("blocks.0")) == (("dp", 2 * unit),)
     whole = sizes_of("--zero-stage 0")
     assert whole.moves(Reduce("blocks.0")) == (Moved("shard", "all-reduce", 4 * whole.numel["blocks.0"]),)
-    assert [move.axis for move in whole.moves(Norm())] == ["tp", "pp"]
+    assert [move.axis for move in whole.moves(GradNorm())] == ["tp", "pp"]
     assert [move.axis for move in whole.agreed()] == ["dp", "dp", "pp"]
 
 

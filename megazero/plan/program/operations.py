@@ -156,7 +156,7 @@ class SumTied(UnitOp):
 
 
 @dataclass(frozen=True, slots=True)
-class Norm:
+class GradNorm:
     """Compute the norm of all gradients over all ranks. The engine then decides whether to update."""
 
 
@@ -187,7 +187,7 @@ class Wait:
 Op = (
     Asynchronous
     | (Forward | Recompute | Backward | BackwardWeights | Keep | Rebuild | Drop | Release)
-    | (Open | Norm | Start | Wait)
+    | (Open | GradNorm | Start | Wait)
 )
 Ops = list[Op]
 COMPUTE = (Forward, Recompute, Backward, BackwardWeights)

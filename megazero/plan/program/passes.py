@@ -15,8 +15,8 @@ from megazero.plan.program.operations import (
     Fetch,
     Forward,
     Gather,
+    GradNorm,
     Keep,
-    Norm,
     Op,
     Open,
     Ops,
@@ -34,7 +34,7 @@ from megazero.plan.program.operations import (
     Update,
     Wait,
 )
-from megazero.plan.program.rank_spec import Layer, RankSpec
+from megazero.plan.program.rank_spec import PlannedLayer, RankSpec
 from megazero.plan.schedule.schedules import Order, Pass
 
 
@@ -66,7 +66,7 @@ def expand_layers(spec: RankSpec, order: Order, trains: bool = True) -> Ops:
     return ops
 
 
-def _backward(spec: RankSpec, layer: Layer, i: int, whole: bool) -> Ops:
+def _backward(spec: RankSpec, layer: PlannedLayer, i: int, whole: bool) -> Ops:
     """Return one layer's backward. Unless `whole`, weight gradients that can wait are queued."""
     backward = Backward(layer.name, i, weights=whole or not layer.queues_weights)
     if not spec.recomputes(layer):
@@ -283,7 +283,7 @@ def finish_gradients(spec: RankSpec) -> Ops:
     summed = [u for u in trained if spec.units[u].sums_over_tp]
     ops += [Start(SumReplicated(u)) for u in summed] + [Wait(SumReplicated(u)) for u in summed]
     ops += [SumTied(u) for u in trained if u == spec.tied]
-    return [*ops, Norm()]
+    return [*ops, GradNorm()]
 
 
 def update(spec: RankSpec) -> Ops:

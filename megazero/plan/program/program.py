@@ -9,7 +9,7 @@
     -> start_early()         Start(Gather) .. Wait(Gather)     one layer earlier
     -> start_replica_sums()  + Start(ReduceReplicas)           after a unit's last Reduce
     -> place_weights()       Gather(offset)                    offsets in one arena, by liveness: `arena`
-    + finish_gradients()     ReduceReplicas, SumReplicated, SumTied, Norm
+    + finish_gradients()     ReduceReplicas, SumReplicated, SumTied, GradNorm
     + update()               Update, Sync
 
 Every pass maps a list to a list. The interpreter (`step.interpreter`) runs the final list, `price.bytes.estimate`

@@ -16,7 +16,7 @@ from megazero.plan.program.operations import Transfer
 from megazero.plan.schedule.schedules import EQUAL, Costs, Pipeline, placement
 
 
-class Layer(NamedTuple):
+class PlannedLayer(NamedTuple):
     """The properties of a layer that the passes read."""
 
     name: str
@@ -56,7 +56,7 @@ class RankSpec:
     So all ranks along other axes have the same program, and issue their collectives in the same order.
     """
 
-    chunks: tuple[tuple[Layer, ...], ...]
+    chunks: tuple[tuple[PlannedLayer, ...], ...]
     units: dict[str, Unit]
     groups: dict[str, ShardingGroup]
     rank: int = 0  # along the pipeline
@@ -92,7 +92,7 @@ class RankSpec:
         return route(self.placement, op.what, op.to)
 
     @functools.cached_property
-    def layers(self) -> dict[str, Layer]:
+    def layers(self) -> dict[str, PlannedLayer]:
         return {layer.name: layer for chunk in self.chunks for layer in chunk}
 
     def group(self, unit: str) -> ShardingGroup:
@@ -111,10 +111,10 @@ class RankSpec:
     def trained_units(self) -> list[str]:
         return [name for name, unit in self.units.items() if unit.trains]
 
-    def recomputes(self, layer: Layer) -> bool:
+    def recomputes(self, layer: PlannedLayer) -> bool:
         return self.recompute and layer.use is Use.LAYER and layer.has_backward
 
-    def captures(self, layer: Layer) -> bool:
+    def captures(self, layer: PlannedLayer) -> bool:
         return self.graphs and layer.use is Use.LAYER and layer.has_backward
 
     def pipeline(self, micro_batches: int) -> Pipeline:
@@ -133,15 +133,15 @@ def rank_spec(config: Config, layout: Layout, pp: int, declare: Declare) -> Rank
     for name, params in specs.items():
         key = layers.kinds[name].name, group_of(name), tuple(spec.trains for spec in params)
         units[name] = known[key] = known.get(key) or _unit(name, params, config, layout, groups)
-    chunks: list[tuple[Layer, ...]] = []
+    chunks: list[tuple[PlannedLayer, ...]] = []
     for chunk, stage in enumerate(layout.stages(pp)):
-        found: list[Layer] = []
+        found: list[PlannedLayer] = []
         passes = stage > 0
         for name in layers.chunk(layout, pp, chunk):
             kind = layers.kinds[name]
             names = (name, *kind.reads)
             trains = any(units[n].trains for n in names)
-            found.append(Layer(name, names, kind.use, trains, passes, kind.name))
+            found.append(PlannedLayer(name, names, kind.use, trains, passes, kind.name))
             passes = passes or trains
         chunks.append(tuple(found))
     activations = config.activations

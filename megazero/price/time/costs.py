@@ -19,9 +19,9 @@ from megazero.plan.program.operations import (
     BackwardWeights,
     Fetch,
     Forward,
+    GradNorm,
     Keep,
     LayerOp,
-    Norm,
     Op,
     Recompute,
     Reduce,
@@ -180,7 +180,7 @@ class StepCosts:
         sizes, roofline = self.sizes, self.roofline
         if isinstance(op, Reduce) and self.spec.policy(op.unit).optimizer:
             return roofline.memory("add_", 3 * sizes.owned(op.unit))
-        if isinstance(op, Norm):
+        if isinstance(op, GradNorm):
             read = sum(map(sizes.owned_gradients, self.spec.trained_units))
             return roofline.memory("norm", read) * roofline.slower + self._moving(sizes.agreed())
         return self._update(op.unit) if isinstance(op, Update) else 0.0

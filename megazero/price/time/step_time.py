@@ -75,7 +75,7 @@ def _simulate(programs: list[Ops], costs: list[StepCosts]) -> Parts:
     parts = {
         "compute": sum(spent[op.__name__] for op in COMPUTATIONS) - exposed["compute"] + spent["issue"],
         "recompute": spent["Recompute"] - exposed["recompute"],
-        "optimizer": spent["Update"] + spent["Norm"],
+        "optimizer": spent["Update"] + spent["GradNorm"],
         "tp": sum(exposed.values()) + spent["tp"] + spent["Rebuild"],
         "dp": spent["dp"],
         "pp": spent["pp"],

@@ -31,7 +31,7 @@ from megazero.model.stage import Stage, declare
 from megazero.plan.layout.layers import Use, stage_units
 from megazero.plan.layout.parameters import ParamSpec
 from megazero.plan.layout.topology import Layout
-from megazero.plan.program.rank_spec import Layer, RankSpec
+from megazero.plan.program.rank_spec import PlannedLayer, RankSpec
 from megazero.plan.sizes import LayerSizes
 from megazero.price.trace.kernels import Events, LayerEvents, Operator, Recorder
 
@@ -54,14 +54,14 @@ def layer_sizes(config: Config, layout: Layout, spec: RankSpec, device_type: str
 def trace_block(config: Config, layout: Layout, device_type: str, name: str = "") -> LayerSizes:
     """Trace a block whose weights all train. name: of the first block of its kind; empty: the model's first block."""
     name = name or declare(config.model, layout.tp).first_block.name
-    layer = Layer(name, (), Use.LAYER, trains=True, passes_gradient=True, kind=name)
+    layer = PlannedLayer(name, (), Use.LAYER, trains=True, passes_gradient=True, kind=name)
     return trace(config, layout, layer, {}, device_type).sizes
 
 
 def trace(
     config: Config,
     layout: Layout,
-    layer: Layer,
+    layer: PlannedLayer,
     specs: dict[str, list[ParamSpec]],
     device_type: str,
     at_once: bool = True,
@@ -120,7 +120,7 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(
-        cls, config: Config, layout: Layout, layer: Layer, specs: dict[str, list[ParamSpec]], device_type: str
+        cls, config: Config, layout: Layout, layer: PlannedLayer, specs: dict[str, list[ParamSpec]], device_type: str
     ) -> Kind:
         frozen = (
             s.name.replace(layer.name, layer.kind, 1) for unit in layer.units for s in specs[unit] if not s.trains
