@@ -113,7 +113,7 @@ class Interpreter:
             ops.Drop: lambda op: self.kept.drop(op.key, op.slot),
             ops.Release: self._release,
             ops.Open: lambda op: self.units[op.unit].gradients.open(),
-            ops.Norm: self._norm,
+            ops.GradNorm: self._norm,
             ops.Start: self._begin,
             ops.Wait: self._wait,
             **dict.fromkeys(self._start, self._at_once),
@@ -329,7 +329,7 @@ class Interpreter:
 
     # -- the end of a step
 
-    def _norm(self, op: ops.Norm) -> None:
+    def _norm(self, op: ops.GradNorm) -> None:
         self.square_sum = self.zero.gradient_square_sum(self.tied)
 
     def _update(self, op: ops.Update) -> Pending:
