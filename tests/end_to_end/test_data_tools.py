@@ -81,7 +81,7 @@ def test_errors_are_one_line(tmp_path: Path) -> None:
     arguments = ("--output-prefix", tmp_path / "p", "--tokenizer", "byte")
     done = tool("preprocess_data", "--input", tmp_path / "none.jsonl", *arguments)
     assert done.returncode == 2
-    assert done.stderr == f"preprocess_data.py: error: --input {tmp_path}/none.jsonl: no such file\n"
+    assert done.stderr == f"preprocess_data.py: error: --input {tmp_path}/none.jsonl: No such file or directory\n"
     done = tool("peek", tmp_path / "none")
     assert done.returncode == 2 and done.stderr.startswith("peek.py: error: --data-path")
     assert done.stderr.count("\n") == 1
@@ -103,7 +103,7 @@ def test_plot_leaves_out_cut_lines(tmp_path: Path) -> None:
     command = [sys.executable, "scripts/plot_metrics.py", str(tmp_path), "--output", str(tmp_path / "loss.png")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stderr == f"{tmp_path}/metrics.jsonl: left out what is no whole iteration: line 2, 3, 4, 5\n"
+    assert done.stderr == ""
     assert (tmp_path / "loss.png").stat().st_size > 1000
 
 

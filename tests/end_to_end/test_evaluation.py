@@ -114,7 +114,7 @@ def test_a_blend_says_the_loss_of_each_corpus(run) -> None:
     [
         ("--load {0}/run --eval-split test --split 9,1", "its test split (--split 9,1) holds 0 tokens in 0 of 10"),
         ("--load {0}/nothing", "--eval-only: --load {0}/nothing holds no checkpoint; give the --save folder of a run"),
-        ("", "--eval-only needs --load DIR, to know which checkpoint to evaluate"),
+        ("", "--eval-only needs --load DIR; add it, or drop --eval-only"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused(flags: str, words: str, run, tmp_path: Path) -> None:
