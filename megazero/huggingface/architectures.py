@@ -85,7 +85,7 @@ class HuggingFaceModel:
 
     Attributes:
         model_type, model_class: of config.json.
-        flags: fields of ModelConfig that tell it from the others: possible values, of which an import sets the first.
+        flags: fields of ModelConfig in which architectures differ: its values, of which an import sets the first.
         prefix: of the base model's names, which files of the base model alone lack.
         tensors: our name -> names.
         buffers: ends of names in old files that are not weights.
