@@ -26,7 +26,7 @@ from megazero.plan.layout.topology import Layout
 from megazero.plan.layout.zero_policy import sharding_groups
 from megazero.plan.program.operations import Backward, BackwardWeights, Forward, Op
 from megazero.plan.program.program import program
-from megazero.plan.program.rank_spec import Layer, RankSpec, Unit
+from megazero.plan.program.rank_spec import PlannedLayer, RankSpec, Unit
 from megazero.plan.schedule.schedules import EVALUATION, SCHEDULES
 from megazero.price.time.simulate import Computation, Timing, simulate
 
@@ -56,7 +56,10 @@ def plain_pipeline(ranks: int, chunks: int = 1, layers: int = 1, v_shaped: bool 
     for rank in range(ranks):
         names = [[f"{c}.{n}" for n in range(layers)] for c in range(chunks)]
         made = [
-            tuple(Layer(name, (name,), Use.LAYER, True, rank + c > 0 or n > 0, name) for n, name in enumerate(chunk))
+            tuple(
+                PlannedLayer(name, (name,), Use.LAYER, True, rank + c > 0 or n > 0, name)
+                for n, name in enumerate(chunk)
+            )
             for c, chunk in enumerate(names)
         ]
         units = {name: Unit(64, True) for chunk in names for name in chunk}

@@ -39,6 +39,7 @@ NEEDS = {
     "plan": "--device-type NAME",
     "plan-search": "--device-type NAME --world-size N",
 }
+WANDB_REFUSES = r"[/\\#?%:]|.{129}"  # a project's name that matches
 
 
 def check_values(config: Config) -> None:
@@ -56,6 +57,11 @@ def check_values(config: Config) -> None:
                 check_text(name, text, is_path=name in PATHS)
     _check_model(config)
     _check_needs(config)
+    if re.search(WANDB_REFUSES, config.log.wandb_project):
+        raise ValueError(
+            f"--wandb-project {shorten(config.log.wandb_project)}: Weights & Biases allows at most 128 characters and "
+            "none of / \\ # ? % : in the name of a project; use another"
+        )
     _check_precision_and_zero(config)
     _check_learning_rate(config)
     _check_activations(config)

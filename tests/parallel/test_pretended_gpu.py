@@ -169,7 +169,7 @@ def test_an_early_read_is_found(ranks) -> None:
         "megazero.step.interpreter", "Interpreter", "_norm", "self.zero", "float(self.seed_gradient) and self.zero"
     )
     (watched,) = ranks(1).run(train_watched, ROTARY, fault)
-    assert watched.waits == [["__float__ [Norm]", "tolist"]] * STEPS
+    assert watched.waits == [["__float__ [GradNorm]", "tolist"]] * STEPS
 
 
 @pytest.mark.parametrize(

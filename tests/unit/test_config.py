@@ -527,6 +527,8 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
     ({"wandb_project": "gpt"}, 1, 9, "--wandb-project gpt needs --log-dir DIR"),
     ({"sample_prompts": "p"}, 1, 9, "--sample-prompts p needs --sample-interval N"),
     ({"sample_interval": 5}, 1, 9, "--sample-interval 5 needs --sample-prompts FILE"),
+    ({"wandb_project": "a/b", "log_dir": "l"}, 1, 9, "--wandb-project a/b: Weights & Biases allows .* use another"),
+    ({"wandb_project": "n" * 129, "log_dir": "l"}, 1, 9, "--wandb-project n+.*: Weights & Biases allows"),
     ({"wandb_name": "a"}, 1, 9, "--wandb-name a needs --wandb-project PROJECT"),
     *(
         ({flag.replace("-", "_"): True}, 1, 9, f"--{flag} needs --tokenizer")
