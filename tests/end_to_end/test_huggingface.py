@@ -292,6 +292,21 @@ def test_an_architecture_without_a_table_is_refused() -> None:
         architecture_of(ModelConfig(architecture="parallel", add_qkv_bias=True))
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_options_choose_the_model_of_hugging_face(architecture: str) -> None:
+    for bias, norms, wanted in ((False, False, "llama"), (True, False, "qwen2"), (False, True, "qwen3")):
+        model = ModelConfig(architecture=architecture, add_qkv_bias=bias, qk_layernorm=norms)
+        assert architecture_of(model).model_type == wanted
+    with pytest.raises(ValueError, match="with --add-qkv-bias and --qk-layernorm: no model of Hugging Face has both"):
+        architecture_of(ModelConfig(architecture=architecture, add_qkv_bias=True, qk_layernorm=True))
+
+
+def test_gpt2_with_heads_of_another_width_is_refused() -> None:
+    with pytest.raises(ValueError, match="--kv-channels 80: Hugging Face's GPT-2 has no heads of another width"):
+        architecture_of(ModelConfig(kv_channels=80)).to_config(ModelConfig(kv_channels=80), None)
+    assert architecture_of(ModelConfig(kv_channels=64)).to_config(ModelConfig(kv_channels=64), None).n_head == 12
+
+
 def test_values_beyond_fp16_are_refused(tied, tmp_path: Path) -> None:
     folder, _ = tied
     output = export(folder, tmp_path / "export")
