@@ -59,7 +59,9 @@ def forward(
         rows = tuple(Rows(sample, 0, x[0, ..., 0].numel()) for sample in samples)
         return x * Dropout(probability, config.training.seed, layer, site).mask(x.detach(), rows)
 
-    blocks = {"gpt2": gpt2_block, "llama": llama_block, "parallel": parallel_block}[model.architecture]
+    blocks = {"gpt2": gpt2_block, "llama": llama_block, "qwen3": llama_block, "parallel": parallel_block}[
+        model.architecture
+    ]
     x = F.embedding(ids, w["token_embedding.weight"])
     if model.architecture == "gpt2":
         x = x + w["position_embedding.weight"][position]
@@ -89,7 +91,7 @@ def linear(w: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
 def attention(
     model: ModelConfig, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, drop: Drop, seen: torch.Tensor
 ) -> torch.Tensor:
-    """q, k, v [b, n, s, d], seen [b, s, s]: by each query -> [b, s, h]"""
+    """q, k, v [b, n, s, d], seen [b, s, s]: by each query -> [b, s, n d]"""
     scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(~seen[:, None], -torch.inf)
     return (drop(model.attention_dropout, "scores", scores.softmax(-1)) @ v).transpose(1, 2).flatten(2)
 
@@ -111,6 +113,8 @@ def grouped_attention(
     b, s, _ = y.shape
     q = linear(w, "attention.query", y).view(b, s, model.num_attention_heads, -1).transpose(1, 2)
     k, v = linear(w, "attention.kv", y).view(b, s, model.query_groups, 2, -1).transpose(1, 2).unbind(3)
+    if model.qk_layernorm:
+        q, k = norm(model, w, "attention.query_norm", q), norm(model, w, "attention.key_norm", k)
     each = model.num_attention_heads // model.query_groups
     k, v = (t.repeat_interleave(each, dim=1) for t in (rotated(model, k, position), v))
     return linear(w, "attention.proj", attention(model, rotated(model, q, position), k, v, drop, seen))

@@ -42,7 +42,7 @@ class ModelConfig:
     ffn_hidden_size: Annotated[int, Bounds(0, 2**23, "no published model is as wide")] = 0
     """Width inside the MLP. 0: 4 x --hidden-size."""
     num_attention_heads: Annotated[int, Bounds(1, 2**20, FEW)] = 12
-    """Attention heads; must divide --hidden-size."""
+    """Attention heads; must divide --hidden-size, unless --kv-channels is given."""
     seq_length: Annotated[int, Bounds(1, 2**24, "attention over more tokens is not feasible")] = 1024
     """Tokens of a sample. With --architecture gpt2, also the number of learned positions."""
     vocab_size: Annotated[int, Bounds(0, 2**31 - 1, "token ids are stored in 32 bits")] = 0
@@ -57,10 +57,12 @@ class ModelConfig:
     """Give the output head a matrix of its own. By default it uses the token table."""
     architecture: ArchitectureName = "gpt2"
     """gpt2: learned positions, LayerNorm, tanh GELU, biases, tied embeddings. llama: rotary positions, RMSNorm, SwiGLU,
-    grouped-query attention, no biases, untied embeddings. parallel: GPT-J's block, in which attention and MLP read the
-    same input, with rotary positions."""
+    grouped-query attention, no biases, untied embeddings. qwen3: llama with --qk-layernorm and --rotary-base 1e6.
+    parallel: GPT-J's block, in which attention and MLP read the same input, with rotary positions."""
     num_query_groups: Annotated[int, Bounds(0, 2**20, FEW)] = 0
     """Groups of attention heads that share keys and values. 0: one per head. Not for gpt2."""
+    kv_channels: Annotated[int, Bounds(0, 2**16, "no published model has as wide heads")] = 0
+    """Width of an attention head. 0: --hidden-size / --num-attention-heads."""
     rotary_base: Annotated[float, Bounds(0, 1e12, "no published model has a longer wavelength", least_open=True)] = 1e4
     """Base of the rotary frequencies (theta); llama 3 has 500000. Not for gpt2."""
     rope_scaling_factor: Annotated[float, Bounds(1, 1e6, "no published model is stretched as far")] = 1.0
@@ -68,8 +70,11 @@ class ModelConfig:
     Not for gpt2."""
     add_qkv_bias: bool = False
     """Add biases to queries, keys and values, as in Qwen 2. Not for gpt2."""
+    qk_layernorm: bool = False
+    """Norm each attention head's queries and keys, as in Qwen 3, by the kind of norm that the block has. Not for
+    gpt2."""
     norm_epsilon: Annotated[float, Bounds(0, 1, "it only keeps a norm's divisor from 0", least_open=True)] = 1e-5
-    """Added to the variance in a norm. The default for llama is 1e-6."""
+    """Added to the variance in a norm. The default for llama and qwen3 is 1e-6."""
 
     @property
     def ffn_size(self) -> int:
@@ -78,7 +83,7 @@ class ModelConfig:
     @property
     def head_dim(self) -> int:
         """Width of an attention head."""
-        return self.hidden_size // self.num_attention_heads
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
     def query_groups(self) -> int:

@@ -89,9 +89,9 @@ def _check_architecture(model: ModelConfig) -> None:
     for name in sorted({option for traits in ARCHITECTURES.values() for option in traits.options} - set(known)):
         value = getattr(model, name.replace("-", "_"))
         if value != flags()[name].default:
-            others = " or ".join(other for other, traits in ARCHITECTURES.items() if name in traits.options)
+            others = ", ".join(other for other, traits in ARCHITECTURES.items() if name in traits.options)
             raise ValueError(
-                f"--architecture {model.architecture} has no {as_flag(name, value)}; use {others}, or drop it"
+                f"--architecture {model.architecture} has no {as_flag(name, value)}; use one of {others}, or drop it"
             )
     heads, groups = model.num_attention_heads, model.query_groups
     if heads % groups:
@@ -100,16 +100,18 @@ def _check_architecture(model: ModelConfig) -> None:
             f"--num-query-groups {groups} does not divide --num-attention-heads {heads}; use one of {sizes}"
         )
     if "rotary-base" in known and model.head_dim % 2:
+        width = f"--hidden-size {model.hidden_size} / --num-attention-heads {heads} = {model.head_dim}"
+        if model.kv_channels:
+            width = f"--kv-channels {model.kv_channels}"
         raise ValueError(
-            f"--hidden-size {model.hidden_size} / --num-attention-heads {heads} = {model.head_dim}: rotary "
-            "positions need heads of an even size; change one of them"
+            f"{width}: rotary positions need heads of an even size; use --kv-channels {model.head_dim + 1}"
         )
 
 
 def _check_model(config: Config) -> None:
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     heads, hidden = model.num_attention_heads, model.hidden_size
-    if hidden % heads:
+    if hidden % heads and not model.kv_channels:
         fits = min(divisors(hidden), key=lambda n: abs(n - heads))
         raise ValueError(f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; use {fits} heads")
     _check_architecture(model)

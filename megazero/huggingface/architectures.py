@@ -31,6 +31,8 @@ LLAMA_3 = {
 }
 # Fields of ModelConfig whose default 0 stands for the value of a property.
 RESOLVED = {"ffn_hidden_size": "ffn_size", "num_query_groups": "query_groups"}
+# --architecture of llama's layers, which options make another model for Hugging Face
+LLAMAS = ("llama", "qwen3")
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class HuggingFaceModel:
 
     Attributes:
         model_type, model_class: of config.json.
+        flags: fields of ModelConfig in which architectures differ: its values, of which an import sets the first.
         prefix: of the base model's names, which files of the base model alone lack.
         tensors: our name -> names.
         buffers: ends of names in old files that are not weights.
@@ -93,6 +96,7 @@ class HuggingFaceModel:
 
     model_type: str
     model_class: str
+    flags: dict[str, tuple[Any, ...]]
     prefix: str
     tensors: dict[str, TensorNames]
     buffers: tuple[str, ...]
@@ -118,6 +122,7 @@ class HuggingFaceModel:
         """Return the fields of ModelConfig. ValueError if their configuration asks for another computation."""
         ours = {ours: getattr(config, theirs) for ours, theirs in self.options.items()}
         ours = {name: float(v) if isinstance(getattr(ModelConfig, name), float) else v for name, v in ours.items()}
+        ours |= {name: values[0] for name, values in self.flags.items()}
         return ours | {"untie_embeddings": not config.tie_word_embeddings} | self.to_ours(config)
 
 
@@ -141,6 +146,15 @@ def _tensors(outside: dict[str, str], block: str, inside: dict[str, tuple[Any, .
 # -- GPT-2
 
 
+def _gpt2_to_theirs(model: ModelConfig) -> Options:
+    if model.num_attention_heads * model.head_dim != model.hidden_size:
+        raise ValueError(
+            f"--kv-channels {model.kv_channels}: Hugging Face's GPT-2 has no heads of another width than --hidden-size "
+            f"{model.hidden_size} / --num-attention-heads {model.num_attention_heads}"
+        )
+    return {"activation_function": "gelu_new", "embd_pdrop": model.hidden_dropout}
+
+
 def _gpt2_to_ours(config: PreTrainedConfig) -> Options:
     _require(
         config,
@@ -157,6 +171,7 @@ def _gpt2_to_ours(config: PreTrainedConfig) -> Options:
 GPT2 = HuggingFaceModel(
     "gpt2",
     "GPT2LMHeadModel",
+    flags={"architecture": ("gpt2",)},
     prefix="transformer.",
     tensors=_tensors(
         {
@@ -194,19 +209,19 @@ GPT2 = HuggingFaceModel(
         "attention_dropout": "attn_pdrop",
         "init_method_std": "initializer_range",
     },
-    to_theirs=lambda model: {"activation_function": "gelu_new", "embd_pdrop": model.hidden_dropout},
+    to_theirs=_gpt2_to_theirs,
     to_ours=_gpt2_to_ours,
 )
 
 
-# -- Llama, and Qwen 2, which has biases of queries, keys and values
+# -- Llama; Qwen 2, which has biases of queries, keys and values; Qwen 3, which has norms of queries and keys
 
 
 def _llama_to_theirs(model: ModelConfig) -> Options:
     scaling: Options = {"rope_type": "default"}
     if model.rope_scaling_factor != 1.0:
         scaling = {"factor": model.rope_scaling_factor} | LLAMA_3
-    return {"rope_parameters": {"rope_theta": model.rotary_base} | scaling}
+    return {"rope_parameters": {"rope_theta": model.rotary_base} | scaling, "head_dim": model.head_dim}
 
 
 def _llama_to_ours(config: PreTrainedConfig) -> Options:
@@ -217,9 +232,10 @@ def _llama_to_ours(config: PreTrainedConfig) -> Options:
             "attention_bias": (False,),
             "mlp_bias": (False,),
             "use_sliding_window": (False,),
-            "head_dim": (config.hidden_size // config.num_attention_heads, None),
         },
     )
+    usual = config.hidden_size // config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or usual
     rope = dict(config.rope_parameters)
     base, factor = float(rope.pop("rope_theta")), float(rope.pop("factor", 1.0))
     rope = {key: value for key, value in rope.items() if value is not None}
@@ -229,17 +245,19 @@ def _llama_to_ours(config: PreTrainedConfig) -> Options:
             f"({LLAMA_3}) only"
         )
     return {
-        "architecture": "llama",
-        "add_qkv_bias": config.model_type == "qwen2",
+        "kv_channels": 0 if head_dim == usual else head_dim,
         "rotary_base": base,
         "rope_scaling_factor": factor if rope == LLAMA_3 else 1.0,
     }
 
 
-def _llama(model_type: str, model_class: str) -> HuggingFaceModel:
+def _llama(
+    model_type: str, model_class: str, architectures: tuple[str, ...] = LLAMAS, bias: bool = False, norms: bool = False
+) -> HuggingFaceModel:
     return HuggingFaceModel(
         model_type,
         model_class,
+        {"architecture": architectures, "add_qkv_bias": (bias,), "qk_layernorm": (norms,)},
         prefix="model.",
         tensors=_tensors(
             {"token_embedding.weight": "model.embed_tokens.weight", "head.norm.weight": "model.norm.weight"},
@@ -250,6 +268,8 @@ def _llama(model_type: str, model_class: str) -> HuggingFaceModel:
                 "attention.query.bias": (HEADS, "self_attn.q_proj.bias"),
                 "attention.kv.weight": (KEYS_AND_VALUES, "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
                 "attention.kv.bias": (KEYS_AND_VALUES, "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+                "attention.query_norm.weight": (SAME, "self_attn.q_norm.weight"),
+                "attention.key_norm.weight": (SAME, "self_attn.k_norm.weight"),
                 "attention.proj.weight": (SAME, "self_attn.o_proj.weight"),
                 "norm2.weight": (SAME, "post_attention_layernorm.weight"),
                 "mlp.up.weight": (STACKED, "mlp.gate_proj.weight", "mlp.up_proj.weight"),
@@ -276,14 +296,20 @@ def _llama(model_type: str, model_class: str) -> HuggingFaceModel:
 
 MODELS = {  # by model_type
     "llama": _llama("llama", "LlamaForCausalLM"),
-    "qwen2": _llama("qwen2", "Qwen2ForCausalLM"),
+    "qwen2": _llama("qwen2", "Qwen2ForCausalLM", bias=True),
+    "qwen3": _llama("qwen3", "Qwen3ForCausalLM", LLAMAS[::-1], norms=True),
     "gpt2": GPT2,
 }
 
 
 def architecture_of(model: ModelConfig) -> HuggingFaceModel:
     """Return their architecture that computes the same as `model`. ValueError if there is none."""
-    name = "qwen2" if model.architecture == "llama" and model.add_qkv_bias else model.architecture
-    if name not in MODELS:
-        raise ValueError(f"--architecture {name} has no table that converts it to Hugging Face; see docs/extending.md")
-    return MODELS[name]
+    for found in MODELS.values():
+        if all(getattr(model, name) in values for name, values in found.flags.items()):
+            return found
+    name = model.architecture
+    if name in LLAMAS:
+        raise ValueError(
+            f"--architecture {name} with --add-qkv-bias and --qk-layernorm: no model of Hugging Face has both"
+        )
+    raise ValueError(f"--architecture {name} has no table that converts it to Hugging Face; see docs/extending.md")

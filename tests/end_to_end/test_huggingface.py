@@ -250,7 +250,7 @@ def damaged(folder: Path, change: str) -> None:
     ("change", "words"),
     [
         ("other activation", "config.json has activation_function relu; this version computes gelu_new or"),
-        ("other architecture", "its model_type is 'bert'; known are llama, qwen2, gpt2"),
+        ("other architecture", "its model_type is 'bert'; known are llama, qwen2, qwen3, gpt2"),
         ("more layers", "missing transformer.h.3.ln_1.weight, transformer.h.3.ln_1.bias, .* and 9 more, unknown none"),
         ("fewer layers", "missing none, unknown transformer.h.2.attn.c_attn.bias, .* and 9 more"),
         ("another shape", r"h.1.mlp.c_fc.weight is \[40, 24\], and config.json makes it \[24, 40\]"),
@@ -290,6 +290,21 @@ def test_an_export_appears_whole_or_not_at_all(tied, tmp_path: Path) -> None:
 def test_an_architecture_without_a_table_is_refused() -> None:
     with pytest.raises(ValueError, match="--architecture parallel has no table that converts"):
         architecture_of(ModelConfig(architecture="parallel", add_qkv_bias=True))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_options_choose_the_model_of_hugging_face(architecture: str) -> None:
+    for bias, norms, wanted in ((False, False, "llama"), (True, False, "qwen2"), (False, True, "qwen3")):
+        model = ModelConfig(architecture=architecture, add_qkv_bias=bias, qk_layernorm=norms)
+        assert architecture_of(model).model_type == wanted
+    with pytest.raises(ValueError, match="with --add-qkv-bias and --qk-layernorm: no model of Hugging Face has both"):
+        architecture_of(ModelConfig(architecture=architecture, add_qkv_bias=True, qk_layernorm=True))
+
+
+def test_gpt2_with_heads_of_another_width_is_refused() -> None:
+    with pytest.raises(ValueError, match="--kv-channels 80: Hugging Face's GPT-2 has no heads of another width"):
+        architecture_of(ModelConfig(kv_channels=80)).to_config(ModelConfig(kv_channels=80), None)
+    assert architecture_of(ModelConfig(kv_channels=64)).to_config(ModelConfig(kv_channels=64), None).n_head == 12
 
 
 def test_values_beyond_fp16_are_refused(tied, tmp_path: Path) -> None:

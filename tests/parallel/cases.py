@@ -50,6 +50,8 @@ NAMED = {
     "attention_dropout",
     "architecture",
     "num_query_groups",
+    "kv_channels",
+    "qk_layernorm",
 }
 
 

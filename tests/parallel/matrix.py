@@ -47,6 +47,7 @@ FACTORS: Factors = {
         "llama",
         "llama, 2 groups",
         "llama, 1 group",
+        "qwen3, 2 groups",  # with heads wider than hidden size / heads
         "parallel",
     ),  # of heads that share keys and values
     "seq_length": (11, 12),  # under sp, 12 cuts in the middle of a sample
@@ -167,6 +168,8 @@ def case_of(choice: Choice) -> Case:
             seq_length=choice["seq_length"],
             untie_embeddings=choice["untied"],
             architecture=architecture,
+            qk_layernorm=architecture == "qwen3",
+            kv_channels=14 if architecture == "qwen3" else 0,
             num_query_groups=int(groups.split()[0]) if groups else 0,
             **dropout,
         ),

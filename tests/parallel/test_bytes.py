@@ -24,6 +24,8 @@ from tests.parallel.cases import MODEL, Case, micro_batches, new_engine, train
 
 UNTIED = replace(MODEL, untie_embeddings=True)
 LLAMA = replace(UNTIED, architecture="llama", num_query_groups=2, add_qkv_bias=True)
+QWEN3 = replace(UNTIED, architecture="qwen3", num_query_groups=2, kv_channels=14, qk_layernorm=True)
+PARALLEL = replace(MODEL, architecture="parallel", num_query_groups=1, qk_layernorm=True)  # norms with biases
 ONE_GROUP = replace(LLAMA, num_query_groups=1)  # replicated over tp, and its gradients summed
 
 
@@ -37,6 +39,7 @@ def cases() -> list[Case]:
     found += [Case(tp=3, recompute="full", pa=True, host=True, md=True), Case(pp=3, recompute="full", micro_batches=4)]
     found += [Case(dp=2, zero=3, recompute="full", md=True, frozen=("token*", "blocks.[01].*"))]
     found += [Case(dp=2, tp=2, zero=3, model=ONE_GROUP, recompute="full", pa=True, micro_batches=3)]
+    found += [Case(dp=2, zero=3, model=QWEN3, micro_batches=3), Case(tp=2, model=PARALLEL, recompute="selective")]
     found += [Case(host=True, **frozen_too), Case(dp=2, tp=2, zero=2, sp=True, **frozen_too)]
     return [*found, Case(tp=2, sp=True, frozen=(*FROZEN[:2], "blocks.[01].*", "blocks.2.norm1.*"))]
 
@@ -56,6 +59,7 @@ def more_cases() -> list[Case]:
     found += [Case(dp=2, zero=3, micro_batches=3, options=o) for o in (once[:1], once[1:])]
     found += [Case(pp=2, dp=2, zero=3, micro_batches=3, options=once, schedule="gpipe")]
     found += [Case(pp=2, schedule="zero-bubble", model=replace(LLAMA, untie_embeddings=False), micro_batches=3)]
+    found += [Case(tp=2, sp=True, precision="bf16", model=QWEN3), Case(pp=2, schedule="zero-bubble", model=QWEN3)]
     found += [Case(tp=2, recompute="selective", sp=True, reset="documents"), Case(pp=2, model=LLAMA, reset="documents")]
     return [*found, Case(tp=2, frozen=FROZEN)]
 

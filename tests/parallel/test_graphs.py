@@ -64,6 +64,13 @@ def test_a_fault_of_a_replay_changes_the_norm(fault: Fault, ranks) -> None:
     assert not difference(found, wanted) < 1e-3
 
 
+def test_norms_of_heads_are_captured(ranks) -> None:
+    model = replace(EAGER.model, architecture="qwen3", num_query_groups=2, kv_channels=12, qk_layernorm=True)
+    eager, graphs = run(ranks, EAGER._replace(model=model)), run(ranks, GRAPHS._replace(model=model))
+    assert difference(graphs.outcome, eager.outcome) < 1e-10
+    assert not graphs.found
+
+
 def test_a_number_of_the_host_is_frozen(ranks) -> None:
     """A block that multiplies by the number of its first sample learns something else in graphs than without."""
     fault = Fault(

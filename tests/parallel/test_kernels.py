@@ -47,17 +47,22 @@ def train_and_name(rank: int, case: Case) -> tuple[Outcome, set[str]]:
 
 @pytest.mark.parametrize(
     ("architecture", "sp"),
-    [("gpt2", True), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("gpt2", False), ("llama", True)))],
+    [
+        ("gpt2", True),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("gpt2", False), ("llama", True), ("qwen3", True))),
+    ],
 )
 def test_steps_are_those_of_torchs_operators(ranks, architecture: str, sp: bool) -> None:
     """A step of two tensor-parallel ranks: loss, gradient norm, and all bytes."""
     pytest.importorskip("triton", reason="no triton: torch brings it for GPUs, requirements-dev.txt for x86-64 Linux")
-    case = Case(tp=2, sp=sp, batch=2, micro_batches=1, model=replace(TINY, architecture=architecture))
+    model = replace(TINY, architecture=architecture)
+    if architecture == "qwen3":
+        model = replace(model, qk_layernorm=True, kv_channels=6, num_query_groups=1)
+    case = Case(tp=2, sp=sp, batch=2, micro_batches=1, model=model)
     ours, theirs = (ranks(2).run(train_and_name, case._replace(kernels=k)) for k in ("triton", "eager"))
-    made = {
-        "gpt2": {"layer_norm_grad", "gelu_grad_"},
-        "llama": {"rms_norm", "rms_norm_grad", "swiglu", "swiglu_grad_", "rotary_"},
-    }[architecture]
+    made = {"rms_norm", "rms_norm_grad", "swiglu", "swiglu_grad_", "rotary_"}
+    if architecture == "gpt2":
+        made = {"layer_norm_grad", "gelu_grad_"}
     for (mine, launched), (wanted, none) in zip(ours, theirs, strict=True):
         assert launched == made | {"dropout", "loss_sums", "loss_grad_", "add_rows_"} and not none
         assert relative_error(mine.losses, wanted.losses) < model_tolerance(case.model, torch.float32)

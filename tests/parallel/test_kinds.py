@@ -1,4 +1,4 @@
-"""Blocks that differ by number: every second one has a wider MLP, wider heads and a norm over each query.
+"""Blocks that differ by number: every second one has a wider MLP, wider heads, and norms of its queries and keys.
 
 They are declared, traced and priced once per kind, and every layout is the same model.
 """
@@ -12,7 +12,6 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
-import torch
 
 from megazero.config.architectures import ARCHITECTURES as OPTIONS
 from megazero.config.cli import parse
@@ -20,7 +19,7 @@ from megazero.config.schema import ModelConfig
 from megazero.model.architectures.table import ARCHITECTURES
 from megazero.model.layers.attention import GroupedAttention
 from megazero.model.layers.block import Architecture, PreNormBlock
-from megazero.model.layers.context import Context, MicroBatchInfo
+from megazero.model.layers.context import Context
 from megazero.model.layers.mlp import GeluMLP, SwigluMLP
 from megazero.model.layers.norm import LayerNorm, RMSNorm
 from megazero.model.stage import declare
@@ -52,26 +51,15 @@ NARROW = 2 * 48 * (2 * 6 + 2 * 2) * 8 + 2 * 2 * 48 * 96 + 4 * 11 * 6 * 8
 WIDER = 2 * 48 * (2 * 6 + 2 * 2) * HEAD_DIM + 2 * 3 * 48 * FFN + 4 * 11 * 6 * HEAD_DIM
 
 
-class NormedAttention(GroupedAttention):
-    def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
-        super().__init__(model, number, context, HEAD_DIM)
-        self.query_norm = RMSNorm(model, context, HEAD_DIM, summed=("tp",))
-
-    def attend(self, heads: list[torch.Tensor], tokens: MicroBatchInfo) -> torch.Tensor:
-        query, *others = heads  # [b, n/tp, s, d]
-        query = self.query_norm(query.transpose(1, 2)).transpose(1, 2)
-        return super().attend([query, *others], tokens)
-
-
 class Block(PreNormBlock):
     def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
         super().__init__(model, number, context)
         self.norm1, self.norm2 = LayerNorm(model, context), RMSNorm(model, context)
         if WIDE[model.architecture](model, number):
-            self.attention = NormedAttention(model, number, context)
-            self.mlp = SwigluMLP(replace(model, ffn_hidden_size=FFN), context)
+            wide = replace(model, kv_channels=HEAD_DIM, qk_layernorm=True, ffn_hidden_size=FFN)
+            self.attention, self.mlp = GroupedAttention(wide, number, context, RMSNorm), SwigluMLP(wide, context)
         else:
-            self.attention, self.mlp = GroupedAttention(model, number, context), GeluMLP(model, context)
+            self.attention, self.mlp = GroupedAttention(model, number, context, RMSNorm), GeluMLP(model, context)
 
 
 WIDE: dict[str, Callable[[ModelConfig, int], bool]] = {

@@ -40,6 +40,10 @@ SHALLOW = replace(MODEL, num_layers=1)
 # Two groups of keys and values on four ranks, two of which share each.
 SHARED_GROUPS = replace(MODEL, num_layers=2, num_attention_heads=8, architecture="llama", num_query_groups=2)
 
+# LayerNorms of queries and keys, whose biases are summed over tp too.
+PARALLEL_NORMS = replace(MODEL, num_layers=2, architecture="parallel", num_query_groups=2, qk_layernorm=True)
+ALL_BUT_NORMS_OF_HEADS = ("token*", "head*", "*.norm.*", "*.mlp.*", *(f"*.{n}.weight" for n in ("query", "kv", "proj")))
+
 
 def parameters(choices: list[matrix.Choice], *marks: pytest.MarkDecorator) -> list[object]:
     return [pytest.param(matrix.case_of(c), id=matrix.name_of(c), marks=marks) for c in choices]
@@ -79,6 +83,9 @@ def check_bytes(case: Case, outcomes: list[Outcome]) -> None:
         *parameters(matrix.covers().default),
         fp64(Case(dp=2, zero=3, micro_batches=1, options=(("reduce_bucket_size", 1),), model=SHALLOW)),  # 64 at a time
         fp64(Case(tp=4, model=SHARED_GROUPS)),
+        fp64(Case(tp=4, model=replace(SHARED_GROUPS, kv_channels=4, qk_layernorm=True))),
+        fp64(Case(tp=2, model=PARALLEL_NORMS, recompute="selective", reset="documents")),
+        fp64(Case(tp=2, model=PARALLEL_NORMS, frozen=ALL_BUT_NORMS_OF_HEADS)),
         *parameters(matrix.covers().slow + matrix.products(), pytest.mark.slow),
     ],
     ids=str,

@@ -39,11 +39,40 @@ def test_an_architecture_brings_its_defaults(tmp_path: Path) -> None:
     assert parse(["--preset", str(preset)]).model == saved.model
 
 
+def test_qwen3_is_llama_with_norms_of_queries_and_keys() -> None:
+    qwen3, llama = parse(["--architecture", "qwen3"]).model, parse(["--architecture", "llama"]).model
+    assert qwen3 == replace(llama, architecture="qwen3", qk_layernorm=True, rotary_base=1e6)
+    assert parse(["--architecture", "qwen3", "--no-qk-layernorm"]).model == replace(qwen3, qk_layernorm=False)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_heads_have_a_width_of_their_own(architecture: str) -> None:
+    """It need not divide the hidden size, and nothing else changes."""
+    model = parse(f"--architecture {architecture} --hidden-size 60 --num-attention-heads 8 --kv-channels 20".split())
+    config, _ = resolve(replace(model, model=replace(model.model, vocab_size=99)), 1, 0, declare)
+    shapes = {spec.name: spec.shape for spec in declare(config.model).first_block.params}
+    assert shapes["blocks.0.attention.proj.weight"] == (60, 8 * 20)
+    usual = declare(replace(config.model, num_attention_heads=3, kv_channels=0)).first_block.params
+    assert shapes.keys() == {spec.name for spec in usual}
+
+
+@pytest.mark.parametrize(("architecture", "biases"), [("llama", False), ("parallel", True)])
+def test_norms_of_heads_are_those_of_the_block(architecture: str, biases: bool) -> None:
+    specs = declare(replace(LLAMA, architecture=architecture, qk_layernorm=True, kv_channels=20), 4).first_block.params
+    norms = {spec.name.removeprefix("blocks.0.attention."): spec for spec in specs if "_norm" in spec.name}
+    kinds = ("weight", "bias") if biases else ("weight",)
+    assert sorted(norms) == sorted(f"{of}_norm.{kind}" for of in ("query", "key") for kind in kinds)
+    for spec in norms.values():
+        assert (spec.shape, spec.sharded, spec.summed, spec.decays) == ((20,), (), {"tp"}, False)
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"num_query_groups": 2}, "--architecture gpt2 has no --num-query-groups 2; use llama or parallel"),
-        ({"add_qkv_bias": True}, "--architecture gpt2 has no --add-qkv-bias; use llama or parallel"),
+        ({"num_query_groups": 2}, "--architecture gpt2 has no --num-query-groups 2; use one of llama, qwen3, parallel"),
+        ({"add_qkv_bias": True}, "--architecture gpt2 has no --add-qkv-bias; use one of llama, qwen3, parallel"),
+        ({"qk_layernorm": True}, "--architecture gpt2 has no --qk-layernorm; use one of llama, qwen3, parallel"),
+        ({"architecture": "llama", "kv_channels": 5}, "--kv-channels 5: .* even size; use --kv-channels 6"),
         (
             {"architecture": "llama", "num_query_groups": 5},
             "--num-query-groups 5 .*-heads 12; .* 6, 12",
@@ -66,12 +95,14 @@ def test_options_of_architectures_are_flags_of_the_model() -> None:
         assert all(flags()[option][0] == "model" for option in entry.options)
 
 
+@pytest.mark.parametrize(("architecture", "d"), [("llama", 8), ("llama", 20), ("qwen3", 20)])
 @pytest.mark.parametrize("groups", [1, 2, 8])
-def test_flops_of_a_llama_are_those_of_its_products(groups: int) -> None:
-    """Three times the forward: 2 h (h + 2 g d) for q, k, v, 2 h^2, 4 s h for attention, 6 h f, 2 V h at the end."""
-    model = replace(LLAMA, num_query_groups=groups)
-    h, f, s, v, d = 64, 96, 32, 1000, 8
-    block = 2 * h * (h + 2 * groups * d) + 2 * h * h + 4 * s * h + 6 * h * f
+def test_flops_of_a_llama_are_those_of_its_products(groups: int, architecture: str, d: int) -> None:
+    """Three times the forward: 2 h (n + 2 g) d for q, k, v, 2 n d h, 4 s n d for attention, 6 h f, 2 V h at the end."""
+    model = replace(LLAMA, num_query_groups=groups, architecture=architecture, kv_channels=d)
+    model = replace(model, qk_layernorm=architecture == "qwen3")
+    h, f, s, v, n = 64, 96, 32, 1000, 8
+    block = 2 * h * (n + 2 * groups) * d + 2 * n * d * h + 4 * s * n * d + 6 * h * f
     assert model_flops(model, 5) == 3 * 5 * s * (3 * block + 2 * v * h)
     costs = layer_costs(declare(model), model, ActivationConfig())
     assert (costs.head, costs.embedding) == pytest.approx((2 * v * h / block, 2 * h / block))

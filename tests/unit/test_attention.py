@@ -50,7 +50,7 @@ def test_open_attention_is_plain_attention(
     made = EAGER if pieces == "plain" else compiled(EAGER, qkv.device)
     core = CoreAttention(Dropout(p, SEED, LAYER, "scores"), made, again)
     rows = tuple(Rows(sample, first * S, heads * S) for sample in SAMPLES) if p else None
-    y = core(*Heads(B, heads).forward(qkv), False, rows)
+    y = core(*Heads(B, heads).forward(qkv)[0], False, rows)
     y.backward(dy)
 
     mask = None
@@ -73,7 +73,7 @@ def test_open_attention_is_plain_attention(
 def test_the_first_token_sees_itself_alone() -> None:
     """Its output is its value and its query has no gradient, for any scores."""
     qkv = torch.randn(B * S, 3 * D, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    y = CoreAttention(Dropout(0.0, 0, 0, "scores"), EAGER, False)(*Heads(B, 1).forward(qkv), False, None)
+    y = CoreAttention(Dropout(0.0, 0, 0, "scores"), EAGER, False)(*Heads(B, 1).forward(qkv)[0], False, None)
     values = qkv.detach().view(B, S, 3, D)[:, 0, 2]
     torch.testing.assert_close(y.detach().view(B, S, D)[:, 0], values)
     y.sum().backward()

@@ -34,13 +34,15 @@ SURFACE = set(
     contiguous-checkpointing sequence-parallel distributed-timeout-minutes data-path split tokenizer eod-mask-loss
     num-workers eval-interval eval-iters save load save-interval keep-last async-save exit-interval log-dir log-interval
     wandb-project plan world-size device-type rehearse architecture num-query-groups rotary-base norm-epsilon
+    kv-channels qk-layernorm
     """.split()
 )
 # Flags of these that do not exist yet. Remove one from this list when you add it.
 COMING: set[str] = set()
 # A budget: each flag is one more that a user has to understand, and that has to be tested with all others. A commit
 # that raises this number gives the reason. --preset and --help are not counted.
-NUM_OPTIONS = 111
+# 113: heads of a width of their own (--kv-channels) and norms of queries and keys (--qk-layernorm), as in Qwen 3.
+NUM_OPTIONS = 113
 
 DEFAULTS = {
     "precision": "fp32",

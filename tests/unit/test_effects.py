@@ -32,6 +32,8 @@ FLIPPED = {
     "untie-embeddings": ("--untie-embeddings", ""),
     "architecture": ("--architecture parallel", ""),
     "num-query-groups": ("--num-query-groups 2", "--architecture llama"),
+    "kv-channels": ("--kv-channels 32", ""),
+    "qk-layernorm": ("--qk-layernorm", "--architecture llama"),
     "add-qkv-bias": ("--add-qkv-bias", "--architecture llama"),
     "micro-batch-size": ("--micro-batch-size 2", ""),
     "global-batch-size": ("--global-batch-size 32", ""),

@@ -128,7 +128,6 @@ REFUSED = [
     (f"--architecture gpt2 {LLAMA}", "does not go with --architecture gpt2"),
     ("--architecture llama --normalization LayerNorm", "does not go with --architecture llama"),
     ("--max-position-embeddings 2048 --seq-length 512", "2048 is not --seq-length 512"),
-    ("--kv-channels 80", "--kv-channels 80: a head's size is --hidden-size"),
     ("--recompute-granularity full --recompute-method block --recompute-num-layers 3", "recomputes every layer"),
     ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2", "each from its own input"),
     ("--loss-scale 8192", "--loss-scale 8192: only 0 is possible here; see --min-loss-scale"),

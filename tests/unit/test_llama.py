@@ -1,4 +1,4 @@
-"""Llama against transformers' LlamaForCausalLM, and Qwen2ForCausalLM, with the same weights: logits and gradients."""
+"""Llama, Qwen 2 and Qwen 3 against transformers' classes with the same weights: logits and gradients."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ MODEL = ModelConfig(
     rotary_base=5e5,
     norm_epsilon=1e-6,
 )
+QWEN3 = replace(MODEL, architecture="qwen3", qk_layernorm=True, kv_channels=14)
 ROPE = {"rope_type": "default", "rope_theta": MODEL.rotary_base}
 LLAMA_3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA_3 |= {"rope_theta": MODEL.rotary_base, "original_max_position_embeddings": 8192}
@@ -42,12 +43,19 @@ CASES: dict[str, tuple[ModelConfig, str, dict[str, Any]]] = {
     "no groups, tied": (replace(MODEL, num_query_groups=0, untie_embeddings=False), "Llama", {"rope_parameters": ROPE}),
     "llama 3.1": (replace(MODEL, rope_scaling_factor=8.0), "Llama", {"rope_parameters": LLAMA_3}),
     "qwen 2": (replace(MODEL, add_qkv_bias=True), "Qwen2", {"rope_parameters": ROPE}),
+    "wide heads": (replace(MODEL, kv_channels=14), "Llama", {"rope_parameters": ROPE}),
+    "qwen 3": (QWEN3, "Qwen3", {"rope_parameters": ROPE}),
+    "qwen 3, tied, narrow heads": (
+        replace(QWEN3, kv_channels=4, untie_embeddings=False),
+        "Qwen3",
+        {"rope_parameters": ROPE},
+    ),
 }
 
 
 def to_megazero(theirs: dict[str, torch.Tensor], model: ModelConfig) -> dict[str, torch.Tensor]:
     """transformers' tensors, or gradients of them, under our names and in our shapes."""
-    h, d = model.hidden_size, model.hidden_size // model.num_attention_heads
+    h, d = model.hidden_size, model.head_dim
     names = {"token_embedding.weight": "model.embed_tokens.weight", "head.norm.weight": "model.norm.weight"}
     if model.untie_embeddings:
         names["head.output.weight"] = "lm_head.weight"
@@ -60,6 +68,9 @@ def to_megazero(theirs: dict[str, torch.Tensor], model: ModelConfig) -> dict[str
                 q, k, v = (t[f"self_attn.{name}_proj.{kind}"] for name in "qkv")
                 block[f"attention.query.{kind}"] = q.view(-1, d, *rest)
                 block[f"attention.kv.{kind}"] = torch.stack([k.view(-1, d, *rest), v.view(-1, d, *rest)], dim=1)
+        for ours, name in (("query", "q"), ("key", "k")):
+            if f"self_attn.{name}_norm.weight" in t:
+                block[f"attention.{ours}_norm.weight"] = t[f"self_attn.{name}_norm.weight"]
         block["attention.proj.weight"] = t["self_attn.o_proj.weight"]
         block["mlp.up.weight"] = torch.stack([t["mlp.gate_proj.weight"], t["mlp.up_proj.weight"]])
         block["mlp.down.weight"] = t["mlp.down_proj.weight"]
@@ -80,6 +91,7 @@ def test_logits_and_gradients_are_those_of_transformers(
     import transformers
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
     from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
     model, family, options = CASES[case]
     torch.manual_seed(0)
@@ -90,6 +102,7 @@ def test_logits_and_gradients_are_those_of_transformers(
         num_hidden_layers=model.num_layers,
         num_attention_heads=model.num_attention_heads,
         num_key_value_heads=model.query_groups,
+        head_dim=model.head_dim,
         max_position_embeddings=model.seq_length,
         rms_norm_eps=model.norm_epsilon,
         tie_word_embeddings=not model.untie_embeddings,
@@ -99,7 +112,7 @@ def test_logits_and_gradients_are_those_of_transformers(
     tolerance = 1e-10 if precision == "fp64" else model_tolerance(model, dtype)
     theirs = getattr(transformers, f"{family}ForCausalLM")(hf).to(dtype)
     if precision == "fp64":
-        for norm in (LlamaRMSNorm, Qwen2RMSNorm):
+        for norm in (LlamaRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm):
             monkeypatch.setattr(norm, "forward", exact_norm)
     with torch.no_grad():
         for p in theirs.parameters():

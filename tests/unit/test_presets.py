@@ -42,9 +42,11 @@ SHAPES = {
     "gpt-1000b": (1024, 128, 25600, 160, 8, 4, 512),
     "qwen2-0.5b": (8, 24, 896, 14, 1, 64, 512),
     "qwen2-1.5b": (8, 28, 1536, 12, 1, 64, 512),
+    "qwen3-0.6b": (8, 28, 1024, 16, 1, 64, 512),
+    "qwen3-1.7b": (8, 28, 2048, 16, 1, 64, 512),
 }
 # preset -> (width of the MLP, query groups, vocabulary, sequence, weights): llamas. The weights of those that are
-# published: Llama 2's and Qwen2's, as transformers counts them.
+# published: Llama 2's, Qwen2's and Qwen3's, as transformers counts them.
 LLAMAS = {
     "llama-125m": (2048, 4, 32000, 2048, None),
     "llama-1b": (5632, 4, 32000, 2048, None),
@@ -52,6 +54,8 @@ LLAMAS = {
     "llama-70b": (28672, 8, 32000, 4096, 68_976_648_192),
     "qwen2-0.5b": (4864, 2, 151936, 4096, 494_032_768),
     "qwen2-1.5b": (8960, 2, 151936, 4096, 1_543_714_304),
+    "qwen3-0.6b": (3072, 8, 151936, 4096, 596_049_920),
+    "qwen3-1.7b": (6144, 8, 151936, 4096, 1_720_574_976),
 }
 SMALL = (
     "quickstart",
@@ -96,9 +100,12 @@ def test_llamas_have_published_shapes_and_fit(name: str) -> None:
     """Each fits a GPU of 80 GB, its activations included."""
     config, layout = load(name)
     model, (ffn, groups, vocabulary, length, weights) = config.model, LLAMAS[name]
-    assert (model.architecture, model.norm_epsilon) == ("llama", 1e-5 if name in ("llama-7b", "llama-70b") else 1e-6)
+    architecture = "qwen3" if name.startswith("qwen3") else "llama"
+    epsilon = 1e-5 if name in ("llama-7b", "llama-70b") else 1e-6
+    assert (model.architecture, model.norm_epsilon) == (architecture, epsilon)
+    assert model.qk_layernorm == (architecture == "qwen3")
     assert (model.ffn_size, model.query_groups, model.vocab_size, model.seq_length) == (ffn, groups, vocabulary, length)
-    assert model.add_qkv_bias != model.untie_embeddings == name.startswith("llama")
+    assert model.untie_embeddings == name.startswith("llama") and model.add_qkv_bias == name.startswith("qwen2")
     assert weights is None or num_parameters(declare(model)) == weights
     assert max(estimated(config, layout, stage, "cuda").total for stage in range(layout.pp)) < 80e9
 

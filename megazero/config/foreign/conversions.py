@@ -110,13 +110,6 @@ def architecture(flag: ForeignFlag) -> list[str]:
     return ours
 
 
-def head_size(flag: ForeignFlag) -> list[str]:
-    """nothing if it is --hidden-size / --num-attention-heads"""
-    if flag.whole() * flag.get_whole("num-attention-heads") != flag.get_whole("hidden-size"):
-        raise Refused("a head's size is --hidden-size / --num-attention-heads, no other; drop it")
-    return []
-
-
 def max_positions(flag: ForeignFlag) -> list[str]:
     """nothing if it is --seq-length, or positions are rotary"""
     if flag.get("architecture") == "gpt2" and flag.whole() != flag.get_whole("seq-length"):
@@ -325,7 +318,7 @@ CONVERSIONS: Mapping[str, Callable[[ForeignFlag], list[str]]] = {
     for function in (
         *(rename, words, choose, pairs, only, unneeded, refused, minutes, exit_duration, profile, validation_share),
         *(scale_power, betas, words_unless_given, architecture, virtual_stages, output, recomputed_layers),
-        *(head_size, max_positions, run_name, report, resume, accumulation),
+        *(max_positions, run_name, report, resume, accumulation),
         *(train_length, in_iterations, interval, warmup_fraction, evaluation, tokenizer),
     )
 }

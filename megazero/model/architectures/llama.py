@@ -1,6 +1,7 @@
 """Llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention, no biases, an output matrix of its own.
 
-Qwen 2 is the same with biases of queries, keys and values (--add-qkv-bias).
+Qwen 2 is the same with biases of queries, keys and values (--add-qkv-bias), Qwen 3 with norms of each head's queries
+and keys (--qk-layernorm).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ class LlamaBlock(PreNormBlock):
     def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
         super().__init__(model, number, context)
         self.norm1 = RMSNorm(model, context)
-        self.attention = GroupedAttention(model, number, context)
+        self.attention = GroupedAttention(model, number, context, RMSNorm)
         self.norm2 = RMSNorm(model, context)
         self.mlp = SwigluMLP(model, context)
 

@@ -23,7 +23,7 @@ class ParallelBlock(Layer):
     def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
         super().__init__()
         self.norm = LayerNorm(model, context)
-        self.attention = GroupedAttention(model, number, context)
+        self.attention = GroupedAttention(model, number, context, LayerNorm)
         self.mlp = GeluMLP(model, context)
         self.dropout = context.dropout(model.hidden_dropout, number, "block")
 

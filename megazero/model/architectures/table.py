@@ -8,5 +8,6 @@ from megazero.model.layers.block import Architecture
 ARCHITECTURES: dict[str, Architecture] = {
     "gpt2": gpt2.ARCHITECTURE,
     "llama": llama.ARCHITECTURE,
+    "qwen3": llama.ARCHITECTURE,
     "parallel": parallel.ARCHITECTURE,
 }

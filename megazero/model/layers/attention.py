@@ -16,7 +16,7 @@ the model, n/tp heads of this rank, g groups of keys and values of this rank, d 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ from megazero.kernels.rotary import Rotary, RotaryTables
 from megazero.kernels.table import Kernels
 from megazero.model.layers.context import Context, MicroBatchInfo
 from megazero.model.layers.documents import Documents, DocumentSpan
-from megazero.model.layers.linear import Call, ColumnLinear, RowLinear, Split, normed_columns, rows_onto
+from megazero.model.layers.linear import Call, ColumnLinear, RowLinear, Split, Tensors, normed_columns, rows_onto
 from megazero.model.layers.norm import Norm
 
 FLASH_CAPABILITY = (8, 0)  # of a GPU: FlashAttention runs from Ampere on
@@ -158,13 +158,14 @@ class Heads(NamedTuple):
 
     batch: int
     num_heads: int  # n/tp
+    norms = ()
 
-    def forward(self, *ys: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(self, *ys: torch.Tensor) -> tuple[Tensors, Tensors]:
         (qkv,) = ys
         heads = qkv.view(self.batch, -1, self.num_heads, 3, qkv.shape[-1] // (3 * self.num_heads))
-        return heads.permute(3, 0, 2, 1, 4).unbind()
+        return heads.permute(3, 0, 2, 1, 4).unbind(), ()
 
-    def backward(self, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def backward(self, grads: Sequence[torch.Tensor], kept: Tensors) -> Tensors:
         b, n, s, d = grads[0].shape
         return (torch.stack([part.transpose(1, 2) for part in grads], dim=3).view(b * s, n * 3 * d),)
 
@@ -221,17 +222,16 @@ class _Attention(nn.Module):
     """Causal self-attention; heads are sharded over tp.
 
     Attributes:
-        head_dim: d, the model's unless another is given.
         score_flops: FLOPs per token of scores and sums over values, for all heads of the model.
     """
 
     columns: tuple[ColumnLinear, ...]
     proj: RowLinear
 
-    def __init__(self, model: ModelConfig, number: int, context: Context, head_dim: int | None = None) -> None:
+    def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
         super().__init__()
-        self.context, self.number, self.head_dim = context, number, head_dim or model.head_dim
-        self.score_flops = 4 * model.seq_length * model.num_attention_heads * self.head_dim
+        self.context, self.number = context, number
+        self.score_flops = 4 * model.seq_length * model.num_attention_heads * model.head_dim
         self.num_heads = model.num_attention_heads // context.tp.size
         self.first_head = context.tp.rank * self.num_heads
         dropout = context.dropout(model.attention_dropout, number, "scores")
@@ -269,9 +269,9 @@ class _Attention(nn.Module):
 class Attention(_Attention):
     """GPT-2's: one weight for queries, keys and values; biases; positions are added to embeddings, not here."""
 
-    def __init__(self, model: ModelConfig, number: int, context: Context, head_dim: int | None = None) -> None:
-        super().__init__(model, number, context, head_dim)
-        h, n, d = model.hidden_size, model.num_attention_heads, self.head_dim
+    def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
+        super().__init__(model, number, context)
+        h, n, d = model.hidden_size, model.num_attention_heads, model.head_dim
         self.qkv = ColumnLinear(context, h, n, 3, d, std=model.init_method_std, bias=True)
         self.proj = RowLinear(context, n * d, h, std=model.residual_std, bias=True)
         self.columns = (self.qkv,)
@@ -285,18 +285,28 @@ class GroupedAttention(_Attention):
 
     Queries are one weight [n, d, h]; keys and values another [groups, 2, d, h], sharded over tp by group. If there are
     fewer groups than ranks, it is replicated, and each rank computes with the group of its queries.
+
+    With --qk-layernorm, each head of queries and keys is normed before it is rotated. All heads share the norms'
+    weights, so a rank has the gradient of its heads only, and the ranks' gradients are summed.
+
+    Args:
+        norm: class of these norms.
     """
 
-    def __init__(self, model: ModelConfig, number: int, context: Context, head_dim: int | None = None) -> None:
-        super().__init__(model, number, context, head_dim)
+    def __init__(self, model: ModelConfig, number: int, context: Context, norm: type[Norm]) -> None:
+        super().__init__(model, number, context)
         h, n, g, tp = model.hidden_size, model.num_attention_heads, model.query_groups, context.tp.size
-        d, std, bias = self.head_dim, model.init_method_std, model.add_qkv_bias
+        d, std, bias = model.head_dim, model.init_method_std, model.add_qkv_bias
         rotary = Rotary(d, model.rotary_base, model.rope_scaling_factor)
         self.tables = context.rotary_tables(rotary, model.seq_length)
         group = self.first_head * g // n
         rows = slice(group, group + 1) if g < tp else None
         self.query = ColumnLinear(context, h, n, d, std=std, bias=bias)
         self.kv = ColumnLinear(context, h, g, 2, d, std=std, bias=bias, tp_dim=None if g < tp else 0, rows=rows)
+        self.norms: tuple[Norm, ...] = ()
+        if model.qk_layernorm:
+            self.query_norm, self.key_norm = (norm(model, context, d, summed=("tp",)) for _ in range(2))
+            self.norms = self.query_norm, self.key_norm
         self.proj = RowLinear(context, n * d, h, std=model.residual_std, bias=False)
         self.columns = (self.query, self.kv)
 
@@ -306,35 +316,47 @@ class GroupedAttention(_Attention):
             batch, positions = 1, tokens.positions(self.context.device)[None]
         elif tokens.position_documents is not None:
             positions = tokens.position_documents.positions
-        return Groups(batch, self.num_heads, self.context.kernels.rotary, self.tables, positions)
+        return Groups(batch, self.num_heads, self.norms, self.context.kernels.rotary, self.tables, positions)
 
 
 class Groups(NamedTuple):
     """[T, n/tp * d], [T, g * 2 * d] -> queries [b, n/tp, s, d], keys and values [b, g, s, d], rotated by position.
 
     Queries, keys and values are copies, because a view of one would keep the memory of all alive. In memory they are
-    [b, s, heads, d], and so is the output that the fused kernels make of them. Nothing is saved: backward rotates
-    back. Other outputs pass through.
+    [b, s, heads, d], and so is the output that the fused kernels make of them. Backward rotates back, so only the
+    norms' inputs are saved. Other outputs pass through.
     """
 
     batch: int
     num_heads: int  # n/tp
+    norms: tuple[Norm, ...]  # of a head's queries and of its keys, before rotation; () without
     rotary: Callable[..., None]  # see `Kernels`
     tables: RotaryTables
     positions: torch.Tensor | None  # [b, s]; None: 0 to s - 1 in every sample
 
-    def forward(self, *ys: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(self, *ys: torch.Tensor) -> tuple[Tensors, Tensors]:
         query, kv, *others = ys
-        d = query.shape[-1] // self.num_heads
+        d, kept = query.shape[-1] // self.num_heads, []
         q = query.view(self.batch, -1, self.num_heads, d)
-        k, v = kv.view(self.batch, q.shape[1], -1, 2, d).unbind(3)
-        heads = tuple([torch.empty_like(part, memory_format=torch.contiguous_format) for part in (q, k, v)])
-        self.rotary((q, k, v), heads, self.tables, self.positions, False)
-        return *[part.transpose(1, 2) for part in heads], *others
+        parts = [q, *kv.view(self.batch, q.shape[1], -1, 2, d).unbind(3)]
+        for i, norm in enumerate(self.norms):
+            x = parts[i].contiguous()  # of keys a copy, because a view would keep the values' memory
+            y, *statistics = norm.normalise(x.view(-1, d))
+            parts[i] = y.view_as(x)
+            kept += [x.view(-1, d), *statistics]
+        heads = [torch.empty_like(part, memory_format=torch.contiguous_format) for part in parts]
+        self.rotary(tuple(parts), tuple(heads), self.tables, self.positions, False)
+        return (*[part.transpose(1, 2) for part in heads], *others), tuple(kept)
 
-    def backward(self, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def backward(self, grads: Sequence[torch.Tensor], kept: Tensors) -> Tensors:
         dq, dk, dv = (part.transpose(1, 2) for part in grads[:3])  # [b, s, heads, d]
         b, s, g, d = dk.shape
         dquery, dkv = torch.empty_like(dq, memory_format=torch.contiguous_format), dk.new_empty(b, s, g, 2, d)
-        self.rotary((dq, dk, dv), (dquery, *dkv.unbind(3)), self.tables, self.positions, True)
+        dkey, dvalue = dkv.unbind(3)
+        rotated_back = dkey if not self.norms else torch.empty_like(dkey, memory_format=torch.contiguous_format)
+        self.rotary((dq, dk, dv), (dquery, rotated_back, dvalue), self.tables, self.positions, True)
+        if self.norms:
+            (query_norm, key_norm), half = self.norms, len(kept) // 2
+            dquery = query_norm.input_grad(dquery.view(-1, d), None, *kept[:half])
+            dkey.copy_(key_norm.input_grad(rotated_back.view(-1, d), None, *kept[half:]).view_as(dkey))
         return dquery.view(b * s, -1), dkv.view(b * s, -1), *grads[3:]

@@ -215,26 +215,32 @@ class ResidualRows(NamedTuple):
 class Split(Protocol):
     """Splits and rearranges the outputs of column-linear layers, below autograd."""
 
-    def forward(self, *ys: torch.Tensor) -> Tensors: ...
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        """Norms that it applies."""
 
-    def backward(self, *grads: torch.Tensor) -> Tensors: ...
+    def forward(self, *ys: torch.Tensor) -> tuple[Tensors, Tensors]:
+        """Return the parts, and the tensors to save for `backward`."""
+
+    def backward(self, grads: Sequence[torch.Tensor], kept: Tensors) -> Tensors:
+        """Return the gradients of the outputs."""
 
 
 class _Columns(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, part, split, handle):
         outputs, kept = part.forward(x)
-        ctx.save_for_backward(*kept)
-        ctx.part, ctx.split = part, split
-        return *(outputs if split is None else split.forward(*outputs)), x
+        parts, more = split.forward(*outputs)
+        ctx.save_for_backward(*kept, *more)
+        ctx.part, ctx.split, ctx.num_kept = part, split, len(kept)
+        return *parts, x
 
     @staticmethod
     def backward(ctx, *grads):
-        *dys, residual = grads
-        if ctx.split is not None:
-            dys = ctx.split.backward(*dys)
-        uppers = [(dy, None) for dy in dys]
-        return ctx.part.backward(uppers, residual, ctx.needs_input_grad[0], *ctx.saved_tensors), None, None, None
+        *parts, residual = grads
+        kept = ctx.saved_tensors
+        dys = [(dy, None) for dy in ctx.split.backward(parts, kept[ctx.num_kept :])]
+        return ctx.part.backward(dys, residual, ctx.needs_input_grad[0], *kept[: ctx.num_kept]), None, None, None
 
 
 class _Rows(torch.autograd.Function):
@@ -269,14 +275,12 @@ class _ColumnsAndRows(torch.autograd.Function):
         return dx, None, None, None, None
 
 
-def normed_columns(
-    x: torch.Tensor, norm: Norm, layers: tuple[ColumnLinear, ...], split: Split | None = None
-) -> Tensors:
+def normed_columns(x: torch.Tensor, norm: Norm, layers: tuple[ColumnLinear, ...], split: Split) -> Tensors:
     """x [T', in] -> the outputs of `layers` for norm(x), [T, out/tp], split by `split`; and x, for the residual's sum.
 
     The returned x carries the residual's gradient to the norm's backward, which adds the two in one pass.
     """
-    return _Columns.apply(x, NormedColumns(norm, layers), split, handle_of(norm, *layers))
+    return _Columns.apply(x, NormedColumns(norm, layers), split, handle_of(norm, *layers, *split.norms))
 
 
 def rows_onto(

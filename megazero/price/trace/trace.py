@@ -101,8 +101,9 @@ class Kind(NamedTuple):
         """True if there are few activations and weights; on a CPU, the layer then runs on real tensors."""
         model, tokens = self.model, self.micro_batch_size * self.model.seq_length
         scores = tokens * model.seq_length * model.num_attention_heads
-        activations = tokens * (model.vocab_size + 4 * model.hidden_size + model.ffn_size)
-        weights = model.hidden_size * (model.vocab_size + 4 * model.hidden_size + 3 * model.ffn_size)
+        width = max(model.hidden_size, model.num_attention_heads * model.head_dim)
+        activations = tokens * (model.vocab_size + 4 * width + model.ffn_size)
+        weights = model.hidden_size * (model.vocab_size + 4 * width + 3 * model.ffn_size)
         return max(scores, activations, weights) // self.tp <= SMALL
 
     @contextlib.contextmanager
