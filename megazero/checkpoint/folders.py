@@ -7,14 +7,14 @@ old folder is first renamed to `.iter_0000100.replaced`. A crash right after tha
 takes the replaced folder. Deleting, too, begins with a rename.
 
 Note [Which one]
-If a run goes back to iteration 100 and saves 150, it has abandoned its 200 and 300, which stay on the disk. The state
-of every save has a number, larger than those of all folders under the root at that time. To resume from a root:
-1. Take the folder that `latest` names, if it is whole.
-2. If it is not, or is gone, take the newest whole save of a smaller iteration, and so on. A later iteration is ahead of
-   the run, hence abandoned.
-3. If `latest` itself is missing or damaged, begin at the newest save, whichever iteration it has.
-In both cases a folder is passed over if its iteration is not smaller than that of a newer save: it was abandoned then.
-A warning names every folder that is passed over.
+If a run goes back to iteration 100 and saves 150, it has abandoned its 200 and 300, which stay on the disk. So that
+saves can be ordered by age, each has a save number in its state.json: 1 more than the largest under the root. *Newest*
+means the largest save number. To resume from a root:
+1. Take the folder that the file `latest` names, if it is whole.
+2. If it is damaged or gone, take the newest whole save of a smaller iteration. Larger iterations were abandoned.
+3. If the file `latest` is missing or damaged, begin at the newest save of any iteration.
+In cases 2 and 3, skip a folder if a newer save has the same or a smaller iteration: that save abandoned the folder.
+A warning names every damaged folder that is passed over.
 """
 
 import contextlib
@@ -51,14 +51,14 @@ def find(load: Path, passing_over: Mapping[str, str] | None = None, exact: bool 
     """Return the checkpoint that `--load` means: a folder `iter_NNNNNNN`, or one under a root. See Note [Which one].
 
     Args:
-        passing_over: folders under the root that were found damaged since -> their fault.
+        passing_over: name of a folder under the root -> its fault, for folders that an earlier load found damaged.
         exact: refuse if the first choice is not whole, instead of passing it over.
 
     Returns:
         None if there is no checkpoint under the root, or no root.
 
     Raises:
-        Damaged: a folder `iter_NNNNNNN` was asked for and is missing or not whole. Or a root has checkpoints and none
+        Damaged: `load` names a folder `iter_NNNNNNN` that is missing or not whole. Or a root has checkpoints and none
             is whole: starting fresh there would lose them.
     """
     load, known = Path(load), passing_over or {}
@@ -150,13 +150,16 @@ def _save_number(folder: Path) -> int:
 
 
 def prune(root: Path, keep_last: int, keep_every: int = 0, run: str = "") -> None:
-    """Delete old checkpoints of the run `run` (in their state), up to the one that `latest` names.
+    """Delete old checkpoints of one run: those with `run` in their state.
 
-    Kept are the newest `keep_last` whole ones (0: all), those whose iteration is a multiple of `keep_every` (0: none),
-    the newest whose state is not "sound": false, those of other runs, and those that are not whole. Checkpoints with a
-    larger iteration than `latest` are deleted, because the run abandoned them when it went back to an earlier one. A
-    link, which no save makes, and a folder that cannot be deleted stay, with a warning. Call it in one process, between
-    saves.
+    Kept are
+    - the last `keep_last` whole ones up to the one that `latest` names (0: all),
+    - the last sound one up to there: the iterations before it made updates,
+    - those whose iteration is a multiple of `keep_every` (0: none),
+    - damaged ones, and those of other runs.
+    Others with a larger iteration than `latest` are deleted too, because the run abandoned them when it went back.
+    Symbolic links, which only users make, and folders that cannot be deleted stay, with a warning. Call it in one
+    process, between saves.
     """
     root = Path(root)
     if keep_last < 0:
@@ -211,10 +214,11 @@ def _warning_about(path: Path) -> Iterator[None]:
 
 
 def commit(root: Path, iteration: int) -> Path:
-    """Make a partial folder, whole and on the disk, the checkpoint of its iteration and the latest one.
+    """Turn a partial folder into the checkpoint of its iteration, and make it the latest one.
 
-    If that fails, the folder is partial again, for the caller to delete, and a replaced checkpoint is back in its
-    place. But if `latest` already names the folder, it stays, because only the wait for the disk failed.
+    All its files are on the disk. If this fails, the folder is partial again, for the caller to delete, and a replaced
+    checkpoint is back in its place. But if `latest` already names the folder, it stays, because only the wait for the
+    disk failed.
     """
     final, partial = root / folder_name(iteration), partial_folder(root, iteration)
     aside = root / f".{final.name}{REPLACED}"
@@ -275,6 +279,6 @@ def _fault(folder: Path) -> str | None:
 
 
 def _brief(folder: Path, text: str) -> str:
-    """Return an error's text without the folder and the way out, which the sentence around it has."""
+    """Return an error's text without the folder and the remedy, which the message around it already has."""
     text = text.removeprefix(f"--load {folder}: ").removeprefix(f"--load {folder} is not a whole checkpoint: ")
     return text.removesuffix(f"; {RESTORE}")

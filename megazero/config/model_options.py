@@ -46,7 +46,7 @@ class ModelConfig:
     seq_length: Annotated[int, Bounds(1, 2**24, "attention over more tokens is not feasible")] = 1024
     """Tokens of a sample. With --architecture gpt2, also the number of learned positions."""
     vocab_size: Annotated[int, Bounds(0, 2**31 - 1, "token ids are stored in 32 bits")] = 0
-    """Size of the vocabulary. 0: that of --tokenizer. It is padded internally, which changes no result."""
+    """Size of the vocabulary. 0: that of --tokenizer. It is padded for tensor parallelism, which changes no result."""
     attention_dropout: Probability = 0.0
     """Dropout probability of attention weights."""
     hidden_dropout: Probability = 0.0
@@ -64,10 +64,10 @@ class ModelConfig:
     kv_channels: Annotated[int, Bounds(0, 2**16, "no published model has as wide heads")] = 0
     """Width of an attention head. 0: --hidden-size / --num-attention-heads."""
     rotary_base: Annotated[float, Bounds(0, 1e12, "no published model has a longer wavelength", least_open=True)] = 1e4
-    """Base of the wavelengths of rotary positions; llama 3 has 500000. Not for gpt2."""
+    """Base of the rotary frequencies (theta); llama 3 has 500000. Not for gpt2."""
     rope_scaling_factor: Annotated[float, Bounds(1, 1e6, "no published model is stretched as far")] = 1.0
-    """Factor by which long wavelengths are stretched, as in llama 3.1, for contexts longer than 8192. 1: none. Not for
-    gpt2."""
+    """Factor by which long rotary wavelengths are stretched, as in llama 3.1, for contexts longer than 8192. 1: none.
+    Not for gpt2."""
     add_qkv_bias: bool = False
     """Add biases to queries, keys and values, as in Qwen 2. Not for gpt2."""
     qk_layernorm: bool = False
@@ -102,11 +102,11 @@ class TrainingConfig:
     micro_batch_size: Annotated[int, Bounds(1, 2**20, "a rank computes all of its samples at once")] = 1
     """Samples that a rank computes at once."""
     global_batch_size: Annotated[int, Bounds(0, 2**30, "published batches are thousands of samples")] = 0
-    """Samples of an iteration, over all ranks. 0: --micro-batch-size x data-parallel ranks. If the ranks cannot share
-    them equally, some ranks compute padding, which has no effect on the results."""
+    """Samples of an iteration, over all ranks. 0, the default: --micro-batch-size x data-parallel ranks. If the ranks
+    cannot share them equally, some ranks compute padding, which has no effect on the results."""
     rampup_batch_size: tuple[int, ...] = ()
-    """START INCREMENT SAMPLES: start with a global batch of START samples, and add INCREMENT at equal intervals, until
-    it reaches --global-batch-size after SAMPLES samples."""
+    """START INCREMENT SAMPLES: start with a global batch of START samples. Add INCREMENT to it at equal intervals, so
+    that it reaches --global-batch-size after SAMPLES samples of training."""
     train_iters: Positive = 1000
     """Iterations to train in total. A resumed run continues the count."""
     seed: Annotated[int, Bounds(-(2**63), 2**63 - 1, "seeds are 64-bit")] = 1234
@@ -120,25 +120,26 @@ class TrainingConfig:
     freeze_parameters: tuple[str, ...] = ()
     """Patterns of parameter names that are not trained, such as token_embedding.* or blocks.[01].*"""
     initial_loss_scale: LossScaleValue = 65536.0
-    """fp16: factor of the loss at the start."""
+    """fp16: initial factor of the loss, which is scaled against underflow of gradients."""
     min_loss_scale: LossScaleValue = 1.0
     """fp16: smallest scale. An overflow at this scale ends the run, after a checkpoint is saved."""
     loss_scale_window: Positive = 1000
     """fp16: iterations without an overflow before the scale doubles."""
     hysteresis: Positive = 2
-    """fp16: overflows before the scale halves."""
+    """fp16: overflows, with fewer than --loss-scale-window iterations between them, before the scale halves."""
     max_skipped_iterations: Iterations = 50
     """End the run with an error after this many iterations in a row without an update. 0: never."""
     matmul_backend: Literal["auto", "torch", "onednn"] = "auto"
-    """Library of fp32 matrix products on a CPU. auto: the faster one, measured at the start. The two differ in the last
-    bits. To resume bit for bit on another machine, give the library that plan.txt of the first run names."""
+    """Library of fp32 matrix products on a CPU: torch's (MKL) or oneDNN. auto: the faster one, measured at the start.
+    The two differ in the last bits. To resume bit for bit on another machine, give the library that plan.txt of the
+    first run names."""
     tf32: bool = True
     """Compute fp32 matrix products on a GPU in TensorFloat-32, which is several times faster and has 10 bits of
     mantissa instead of 23. No effect in other precisions or on a CPU."""
     deterministic_mode: bool = False
-    """Use deterministic algorithms of torch, cuBLAS and NCCL on a GPU, so that a run in the same layout on the same
-    GPUs repeats every bit. The backward of attention is slower. Not yet run on a GPU. On a CPU, runs with the same
-    --matmul-backend always repeat every bit."""
+    """GPU: use deterministic algorithms of torch, cuBLAS and NCCL, so that a run in the same layout on the same GPUs
+    repeats bit for bit. The backward of attention is slower. Not yet run on a GPU. On a CPU, runs with the same
+    --matmul-backend are always repeated bit for bit."""
     compile: bool = False
     """Compile element-wise operations with torch.compile: GELU and SwiGLU, unless --fused-kernels is triton, and the
     softmax of attention if torch has no fused attention for it (with dropout, in bf16 on a CPU, in fp64 on a GPU). The
@@ -146,8 +147,8 @@ class TrainingConfig:
     cuda_graph_impl: Literal["none", "local"] = "none"
     """local: capture the forward and the backward of each block as CUDA graphs, and replay them. This helps if steps
     are limited by launch overhead (small micro-batches). It takes more memory. Not with --zero-stage 3, tensor
-    parallelism, dropout, --recompute full, zero-bubble schedules, attention or positions that restart with documents,
-    or --compile. Not yet run on a GPU."""
+    parallelism, dropout, --recompute full, zero-bubble schedules, --reset-attention-mask, --reset-position-ids or
+    --compile. Not yet run on a GPU."""
     fused_kernels: Literal["auto", "triton", "eager"] = "auto"
     """GPU: triton computes norms, GELU, SwiGLU, rotary positions, dropout with the residual sum, and the loss by fused
     kernels; eager computes them by torch's operators. auto: triton where it works, except in fp64. Dropout masks are
@@ -169,7 +170,7 @@ class OptimizerConfig:
     min_lr: LearningRate = 0.0
     """Learning rate at the end of the decay."""
     lr_warmup_iters: Iterations = 0
-    """Iterations of linear warm-up. On GPUs the default is 1 % of the iterations, at most 2000."""
+    """Iterations of linear warm-up. The default is 0 on CPUs; on GPUs 1 % of the iterations, at most 2000."""
     lr_decay_iters: Iterations = 0
     """Iteration at which the learning rate reaches --min-lr. 0: --train-iters."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "wsd"] = "constant"
@@ -178,8 +179,8 @@ class OptimizerConfig:
     lr_wsd_decay_iters: Iterations = 0
     """--lr-decay-style wsd: iterations of the decay at the end. A tenth of the run is usual."""
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
-    """--lr-decay-style wsd: shape of the decay, as a function of d from 0 to 1: 2 x 0.5^d - 1, 1 - d, (1 + cos(pi d)) /
-    2 or 1 - sqrt(d)."""
+    """--lr-decay-style wsd: factor of the decay, where d grows from 0 to 1. exponential: 2 x 0.5^d - 1; linear: 1 - d;
+    cosine: (1 + cos(pi d)) / 2; minus_sqrt: 1 - sqrt(d)."""
     weight_decay: Annotated[float, Bounds(0, 1000, "usual values are between 0 and 1")] = 0.01
     """Decoupled weight decay of matrices."""
     adam_beta1: DecayRate = 0.9
@@ -215,8 +216,8 @@ class ParallelConfig:
     """Layers of each virtual pipeline stage, in the order of the forward, such as 4,4,3,1. Empty: a split that balances
     the computation, including that of the output head."""
     zero_bubble_backlog: Annotated[int, Bounds(0, 10**6, "no rank has as many micro-batches")] = 0
-    """--pipeline-schedule zero-bubble or zero-bubble-v: most micro-batches whose weight gradients wait at once. Fewer
-    take less memory and more time. 0: as many as the schedule can use."""
+    """--pipeline-schedule zero-bubble or zero-bubble-v: largest number of micro-batches whose weight gradients are
+    postponed at a time. A smaller number saves memory and costs time. 0: as many as the schedule can use."""
     sequence_parallel: bool = False
     """Shard the activations between tensor-parallel layers (norms, dropout, residual stream) over the tokens."""
     distributed_timeout_minutes: Annotated[float, Bounds(0, 10_080, "that is a week", least_open=True)] = 10.0
@@ -238,7 +239,7 @@ class ZeroConfig:
     zero_gather_every: Literal["use", "step"] = "use"
     """Stage 3: gather weights at every use (least memory), or once a step (least traffic)."""
     reduce_bucket_size: Annotated[int, Bounds(1, 2**40, "no model has a layer of as many elements")] = 40_000_000
-    """Elements of a communication buffer. Larger units are reduced in several parts."""
+    """Elements of a communication buffer for gradients. A larger block or embedding is reduced in several parts."""
     overlap_comm: bool = True
     """Overlap ZeRO communication with computation. The results are the same bit for bit."""
     poison_buffers: bool = False
@@ -251,11 +252,12 @@ class ActivationConfig:
     """ZeRO-R: activations that are kept for the backward pass, and where."""
 
     recompute: Literal["none", "selective", "full"] = "none"
-    """full: keep only the input of each block, and compute the block again in backward, for a third more compute.
+    """full: keep only the input of each block, and compute the block again in backward, for about 2/9 more compute.
     selective: recompute only large, cheap activations: norms, GELU, and attention weights if they would be saved."""
     partition_activations: bool = False
-    """Pa: shard kept block inputs over tensor-parallel ranks. Needs --recompute full."""
+    """Shard kept block inputs over tensor-parallel ranks (Pa of the ZeRO paper). Needs --recompute full."""
     checkpoint_in_cpu: bool = False
-    """Pa+cpu: keep block inputs in host memory, copied while the GPU computes. Needs --recompute full."""
+    """Keep block inputs in host memory, copied while the GPU computes (Pa+cpu). Needs --recompute full."""
     contiguous_checkpointing: bool = False
-    """MD: keep block inputs and gradients in arenas that are allocated at the start. Needs --recompute full."""
+    """Keep block inputs and gradients in arenas that are allocated at the start, against fragmentation (MD). Needs
+    --recompute full."""

@@ -16,8 +16,8 @@ class DataConfig:
     """Corpora, tokenizer and reading."""
 
     data_path: tuple[str, ...] = ()
-    """PREFIX of a PREFIX.bin and PREFIX.idx; or PREFIX1 PREFIX2 ... to blend corpora in proportion to their tokens; or
-    W1 PREFIX1 W2 PREFIX2 ... to blend them by weights."""
+    """A corpus: the PREFIX of PREFIX.bin and PREFIX.idx. Or several: PREFIX1 PREFIX2 ... blends them in proportion to
+    their tokens, W1 PREFIX1 W2 PREFIX2 ... by weights."""
     data_args_path: str = ""
     """Text file with the words of --data-path, for many corpora. # starts a comment."""
     split: str = "969,30,1"
@@ -26,9 +26,9 @@ class DataConfig:
     """Division of a corpus by --split: documents keeps documents whole, as Megatron-LM does; tokens may cut inside
     them. auto: documents, unless training, validation or test would get none."""
     tokenizer: str = ""
-    """File or folder of a tokenizer, whose kind is recognised: tokenizer.json, vocab.json with merges.txt, a
-    SentencePiece .model, a tiktoken FILE with FILE.json. Or with its kind: gpt2:DIR, sentencepiece:FILE, tiktoken:FILE.
-    Or byte. Empty: the tokenizer of the corpus, which PREFIX.json names."""
+    """File or folder of a tokenizer: tokenizer.json, vocab.json with merges.txt, a SentencePiece .model, or a tiktoken
+    FILE with FILE.json. gpt2:DIR, sentencepiece:FILE and tiktoken:FILE name the kind, which is recognised without.
+    byte: one token per byte. Empty: the tokenizer of the corpus, which PREFIX.json names."""
     eod_mask_loss: bool = False
     """Exclude from the loss the first token after each end-of-document token."""
     reset_attention_mask: bool = False
@@ -84,8 +84,8 @@ class CheckpointConfig:
     """Folder for checkpoints. The last iteration is always saved. Empty: nothing is saved."""
     load: str = ""
     """Folder of checkpoints, or one of its iter_NNNNNNN. In a folder, the newest whole checkpoint is loaded, and
-    damaged ones are skipped with a warning. A folder without checkpoints starts fresh. A missing folder is an error,
-    unless it is the folder of --save."""
+    damaged ones are skipped with a warning. If it has no checkpoints, the run starts from the beginning. A missing
+    folder is an error, unless it is the folder of --save."""
     finetune: bool = False
     """Load only weights. Optimizer, schedule and data start from the beginning, at iteration 0."""
     load_exact: bool = False
@@ -130,7 +130,8 @@ class LogConfig:
     """Metrics and progress."""
 
     log_dir: str = ""
-    """Folder for metrics.jsonl, config.toml and plan.txt. Empty: none of them is written."""
+    """Folder for metrics.jsonl, config.toml (the given flags) and plan.txt (memory, all options, the environment).
+    Empty: none of them is written."""
     verbose: bool = False
     """Print at the start also the contents of plan.txt: memory by kind with its formulas, all options, the
     environment."""

@@ -3,10 +3,10 @@
 s = sequence length, N = tokens of a split, D = its documents.
 
 The stream of a split is its epochs one after another; an epoch is the split's documents in a random order.
-Sample i of the stream is tokens [i s, i s + s]: s + 1 tokens, for inputs and targets; two neighbours share
-one token, and a sample may run across documents and into the next epoch. The samples that begin in one
-epoch are shuffled among themselves. So `dataset[i]` depends on (corpus, split, s, seed) only, not on the length of the
-run, the batch size or the layout: a run can be extended, or resumed in another layout.
+Sample i of the stream is its tokens i s to i s + s: s + 1 tokens, of which the first s are inputs and the last s are
+targets. So two neighbours share one token. A sample may run across documents and into the next epoch. The samples that
+begin in one epoch are shuffled among themselves. So `dataset[i]` depends on (corpus, split, s, seed) only, not on the
+length of the run, the batch size or the layout: a run can be extended, or resumed in another layout.
 """
 
 import functools
@@ -20,10 +20,8 @@ from megazero.data.epochs import EpochKey, EpochTable, load_table
 from megazero.data.indexed import IndexedDataset, Int64s, Tokens
 
 SPLITS = ("train", "validation", "test")
-# Tables kept in memory: of the current epoch, the next, and an earlier one.
-KEPT_EPOCHS = 3
-# An id that stands for no token, as a target or as an input: it counts in no loss.
-NO_TOKEN = -1
+KEPT_EPOCHS = 3  # epochs whose tables stay in memory: the current one, the next, and an earlier one
+NO_TOKEN = -1  # the id of padding, as an input or a target: it counts in no loss
 
 
 class Samples(Protocol):
@@ -33,10 +31,10 @@ class Samples(Protocol):
 
 
 def split_ranges(split: str, num_documents: int) -> dict[str, tuple[int, int]]:
-    """Document range [start, stop) of train, validation and test for a --split such as "969,30,1".
+    """Return the document ranges [start, stop) of train, validation and test for a --split such as "969,30,1".
 
-    One to three weights >= 0, normalised; missing ones are 0. Borders are the rounded running sums, as in
-    Megatron.
+    --split is one to three weights >= 0. They are divided by their sum, and missing ones are 0. The borders of the
+    ranges are the running sums of the weights, rounded to documents, as in Megatron.
     """
     try:
         weights = [float(part) for part in split.split(",")]
@@ -56,12 +54,12 @@ def split_ranges(split: str, num_documents: int) -> dict[str, tuple[int, int]]:
 def splits_by_tokens(split: str, split_by: str, num_documents: int) -> bool:
     """Return true if a corpus is split at tokens, inside documents, and not between documents.
 
-    With --split-by auto that is where whole documents are too few: a split with a weight above 0 would get none. For
-    969,30,1 that is up to 500 documents.
+    --split-by auto does this if a split with a weight above 0 would get no document. With 969,30,1, that is a corpus
+    of up to 500 documents.
     """
     if split_by != "auto":
         return split_by == "tokens"
-    asked = split_ranges(split, 1 << 52)  # as many as a float counts: only a weight of 0 gets none
+    asked = split_ranges(split, 1 << 52)  # of so large a corpus, only a weight of 0 gets no document
     return any(
         first == stop and asked[name][0] < asked[name][1]
         for name, (first, stop) in split_ranges(split, num_documents).items()
@@ -69,7 +67,7 @@ def splits_by_tokens(split: str, split_by: str, num_documents: int) -> bool:
 
 
 class TokenRange:
-    """Tokens [begin, end) of a corpus, as a corpus: its first and its last document may be parts of documents."""
+    """Tokens [begin, end) of a corpus, read like a corpus whose first and last documents may be cut off."""
 
     def __init__(self, data: IndexedDataset, begin: int, end: int) -> None:
         assert 0 <= begin <= end <= data.num_tokens, (begin, end)
@@ -82,15 +80,15 @@ class TokenRange:
 
     @property
     def index_fingerprint(self) -> str:
-        """The corpus', and which of its tokens these are."""
+        """Fingerprint of the corpus, with the range of tokens."""
         return f"{self._data.index_fingerprint}, tokens {self._range}"
 
     def document_lengths(self, first: int, stop: int) -> Int64s:
-        """Tokens of each document in [first, stop): int64."""
+        """Return the number of tokens of each document in [first, stop), int64."""
         return np.diff(self._starts[first : stop + 1])
 
     def document(self, index: int, skip: int = 0, limit: int | None = None) -> Tokens:
-        """Tokens of one document, read-only: from its token `skip`, at most `limit` of them."""
+        """Return at most `limit` tokens of one document from its token `skip` on, read-only."""
         start, stop = self._starts[index : index + 2].tolist()
         start = min(start + skip, stop)
         return self._data.tokens(start, stop if limit is None else min(stop, start + limit))
@@ -99,10 +97,13 @@ class TokenRange:
 class GPTDataset:
     """The endless samples of one split of one corpus: `dataset[i]` is int64 [s + 1] for any i >= 0.
 
-    `data` is the corpus or its prefix; `split_by` as --split-by. `num_documents` and `num_tokens` are those of the
-    split; `by_tokens`: documents are divided. An empty or too short split raises at `check()` and at the first sample,
-    not before, because a run may never read it. Ids outside `vocab_size` (None: not checked) raise at the sample that
-    holds them.
+    An empty or too short split raises at `check()` and at the first sample, not before, because a run may never read
+    it. Ids outside `vocab_size` (None: not checked) raise at the sample that holds them.
+
+    Attributes:
+        data: the corpus; the constructor also takes its prefix.
+        num_documents, num_tokens: of the split.
+        by_tokens: the corpus is split inside documents, see `splits_by_tokens`.
     """
 
     def __init__(
@@ -135,14 +136,14 @@ class GPTDataset:
 
     @functools.cached_property
     def _key(self) -> EpochKey:
-        # At the first sample: of 10,000 corpora, most are not read for a long time.
+        # Computed at the first sample, because most of 10,000 corpora are not read for a long time.
         return EpochKey(self._source.index_fingerprint, *self._range, self.num_tokens, self.seq_length, self._seed)
 
     def __reduce__(self) -> tuple[type["GPTDataset"], tuple[Any, ...]]:
         return GPTDataset, self._arguments  # a worker process maps the files itself
 
     def check(self) -> None:
-        """ValueError if the split is too short for a single sample."""
+        """Raise ValueError if the split is too short for a single sample."""
         if self.num_tokens < self.seq_length + 1:
             training = self.split_name == "train"
             larger = "such as --split 1" if training else "such as --split 90,5,5, or drop --eval-interval"
@@ -154,7 +155,7 @@ class GPTDataset:
             )
 
     def __getitem__(self, index: int) -> Int64s:
-        """Sample `index`, int64 [s + 1]; index >= 0, without upper limit."""
+        """Return sample `index`, int64 [s + 1]; index >= 0, without upper limit."""
         assert index >= 0, index
         self.check()
         epoch = index * self.seq_length // self.num_tokens
@@ -163,7 +164,7 @@ class GPTDataset:
         return self._checked(index, in_stream)
 
     def in_order(self, number: int) -> Int64s:
-        """Sample `number` of the stream, int64 [s + 1]: before samples are shuffled."""
+        """Return sample `number` of the stream, int64 [s + 1], in the order before the shuffle."""
         self.check()
         return self._checked(number, number)
 
@@ -182,13 +183,13 @@ class GPTDataset:
         return table
 
     def _stream(self, position: int, count: int) -> Int64s:
-        """Tokens [position, position + count) of the stream, int64 [count]."""
+        """Return tokens [position, position + count) of the stream, int64 [count]."""
         ids = np.empty(count, dtype=np.int64)
         filled = 0
         while filled < count:
             epoch, at = divmod(position + filled, self.num_tokens)
             table = self._table(epoch)
-            place = int(np.searchsorted(table.starts, at, side="right")) - 1  # past any empty documents
+            place = int(np.searchsorted(table.starts, at, side="right")) - 1  # skips empty documents
             before = filled
             while filled < count and place < self.num_documents:
                 skip = at - int(table.starts[place])
@@ -207,10 +208,10 @@ class GPTDataset:
 
 
 class WholeSplit:
-    """A split of one corpus once through: each of its tokens, save the first, is a target in exactly one sample.
+    """One pass over a split of one corpus: each of its tokens, except the first, is a target in exactly one sample.
 
-    Samples are in the order of the stream. Ids behind the split's last token are `NO_TOKEN`: those that fill up the
-    last sample, and all of a sample beyond it, which fills up a global batch.
+    Samples are in the order of the stream. After the split's last token come ids `NO_TOKEN`, which fill the rest of the
+    last sample and whole further samples, as padding of the last global batch.
     """
 
     def __init__(self, dataset: GPTDataset) -> None:
@@ -230,7 +231,7 @@ class WholeSplit:
 
 
 def require_vocabulary(prefix: str, ids: Tokens, vocab_size: int, where: str) -> None:
-    """ValueError unless all ids are in [0, vocab_size)."""
+    """Raise ValueError unless all ids are in [0, vocab_size)."""
     low, high = int(ids.min(initial=0)), int(ids.max(initial=0))
     if low < 0 or high >= vocab_size:
         raise ValueError(

@@ -32,7 +32,7 @@ class Trainer:
     """One rank's engine and batches; all ranks call each method together.
 
     Attributes:
-        choices: the matrix products and kernels that were chosen by measurement, for the report of the start.
+        choices: a text that names the measured choices of matrix products and kernels, for the start screen.
         progress: advanced by `iterate`; a resume sets it.
     """
 
@@ -50,8 +50,8 @@ class Trainer:
         Args:
             config: resolved.
             eod: the end-of-document token; None if no flag needs it.
-            watchdog: its `doing` is set to this rank's current action.
-            tokenizer: of the prompts of --sample-prompts.
+            watchdog: reports this rank's current action, which the trainer writes to `doing`.
+            tokenizer: encodes --sample-prompts and decodes the texts.
         """
         self.mesh, self.datasets, self.leads = mesh, datasets, mesh.rank == 0
         self.watchdog = watchdog or Watchdog(0, lambda place: None)
@@ -61,7 +61,7 @@ class Trainer:
         self.engine = Engine(self.config, mesh, max(1, len(datasets.named)))
         self.profiler = Profiler(self.config, self.engine)
         self.progress = Progress()
-        self.skip_reason: str | None = None  # of the last iteration
+        self.skip_reason: str | None = None  # cause, if the last iteration made no update
         self.left_out = skipped_samples(config)
         card = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else ""
         self.peak_flops = peak_flops(card, config.training)
@@ -126,7 +126,7 @@ class Trainer:
         return record
 
     def _skip_samples(self) -> None:
-        """Continue after the samples of --skip-samples if the next batch would contain one of them."""
+        """If the next batch would contain a sample of --skip-samples, continue after the last of these."""
         left_out, next_one = self.left_out, self.progress.consumed_samples
         if left_out.start < next_one + self.config.batch_sizes.at(next_one) and next_one < left_out.stop:
             log.info(f"--skip-samples: continuing from sample {left_out.stop} instead of {next_one}")
@@ -162,7 +162,7 @@ class Trainer:
         return record
 
     def evaluate(self) -> Evaluation:
-        """Evaluate the first --eval-iters global batches of the validation split."""
+        """Evaluate --eval-iters global batches of --eval-split, always the same ones."""
         found = self.evaluator.run()
         assert isinstance(found, Evaluation)
         return found

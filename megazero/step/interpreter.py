@@ -1,8 +1,8 @@
 """The interpreter: executes a program, one short method per operation.
 
-Between its Forward (or Recompute) and its Backward, a layer of a micro-batch is an autograd graph of its own. Its input
-is a leaf. Only autograd's edge refers to its output, so that the output's memory is free. The program, not autograd,
-determines the order of operations.
+Between its Forward (or Recompute) and its Backward, a layer of a micro-batch is an autograd graph of its own, whose
+leaf is the layer's input. The interpreter keeps a GradientEdge in place of the output tensor, so that the output's
+memory can be freed. The program, not autograd, determines the order of operations.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Observer = Callable[[ops.Op], contextlib.AbstractContextManager[object]]
 
 
 class Compute(Protocol):
-    """A layer as the interpreter calls it. If `output` is False, it uses only the graph."""
+    """A layer as the interpreter calls it. If `output` is False, the interpreter uses the graph and not the result."""
 
     def __call__(self, x: torch.Tensor | None, micro_batch: Any, output: bool) -> torch.Tensor: ...
 
@@ -41,12 +41,12 @@ class Compute(Protocol):
 class Graph(NamedTuple):
     """A layer of a micro-batch, between its Forward and its Backward."""
 
-    x: torch.Tensor | None  # the leaf, if a gradient passes through
+    x: torch.Tensor | None  # the layer's input; None if it needs no gradient
     y: GradientEdge
 
 
 class Queued(NamedTuple):
-    """Weight gradients of a layer and a micro-batch to be computed later, and the memory of their factors."""
+    """Postponed weight gradients of a layer and a micro-batch, and the memory of their factors x and dy."""
 
     writes: list[tuple[Weight, GradWriter]]
     allocation: Allocation
@@ -56,7 +56,7 @@ class Interpreter:
     """The registers of one rank, and the effect of each operation on them.
 
     Attributes:
-        x, dx: micro-batch -> activation or gradient that its next operation reads.
+        x, dx: the registers: micro-batch -> the activation and the gradient that its next operation reads.
         graphs: (layer, micro-batch) -> its autograd graph.
         captured: layer -> its CUDA graphs, which replace autograd's.
         losses: micro-batch -> the loss of each of its samples, [b] fp64; on the last stage only.
@@ -130,7 +130,10 @@ class Interpreter:
         return self._kept
 
     def reset(self) -> None:
-        """Remove all micro-batches at the start of a step, because the one before may have failed."""
+        """Remove all micro-batches, because the previous step may have failed.
+
+        Only the all-gathers of updated weights (Sync) stay in flight: the next step waits for them.
+        """
         for op in [op for op in self.pending if not isinstance(op, ops.Sync)]:
             self.pending.pop(op).wait()
         for name in list(self.gathered):
@@ -226,7 +229,7 @@ class Interpreter:
 
     def _forward(self, op: ops.Forward) -> None:
         i = op.micro_batch
-        x = self.x.pop(i, None)  # no register refers to it while the layer computes, only a Keep or the graph
+        x = self.x.pop(i, None)  # popped first, so that the layer's input is freed unless a Keep or the graph needs it
         if op.graph and op.layer in self.captured:
             self.x[i] = self.captured[op.layer].forward(i, x)
             return
@@ -237,7 +240,7 @@ class Interpreter:
             if layer.use is Use.HEAD and self.head is not None:
                 compute = self.head
             y = compute(x, self.micro_batches[i], True)
-        if y.dim() == 1:
+        if y.dim() == 1:  # the head's losses, [b]; other layers return [T', h]
             self.losses[i] = y.detach()
         else:
             self.x[i] = y.detach()
@@ -264,7 +267,8 @@ class Interpreter:
             dy = self.seed_gradient.expand_as(self.losses[op.micro_batch]).contiguous()
         if not op.weights:
             self.zero.queue = []
-        # Only nodes on paths from y to x run. Those of all parameters are on such paths, and hand gradients over.
+        # autograd runs only the nodes on paths from y to x. Every Function with a weight is on such a path, and writes
+        # the weight's gradient itself.
         if x is None:
             torch.autograd.backward(y, dy)
         else:
@@ -300,13 +304,14 @@ class Interpreter:
     # -- between stages
 
     def _tag(self, op: ops.Recv | ops.Send) -> int:
+        """Return a number that differs for each message of a step: gloo matches messages by it."""
         return (op.to * len(self.micro_batches) + op.micro_batch) * 2 + (op.what == "dx")
 
     def _recv(self, op: ops.Recv) -> Pending:
         shape, dtype, device = self.activation
         x = torch.empty(shape, dtype=dtype, device=device)
         allocation = self.tracker.allocate("buffers", x.nbytes)
-        step, lane = self.route(op)
+        step, lane = self.route(op)  # from the sender to this rank, so the sender is at -step
         receive = self.pp.start_recv(x, -step, lane, self._tag(op))
 
         def received() -> None:

@@ -1,12 +1,12 @@
 """ZeRO-DP as one mechanism: the stage chooses which of optimizer states, gradients and parameters are sharded.
 
-Each *sharding group* of units has its own policy, axis and reducer.
+N is the number of ranks that share one copy. They are a *sharding group*: its units have one policy, axis and reducer.
 
-| where                                | 0               | 1               | 2                | 3                |
+| ZeRO stage                           | 0               | 1               | 2                | 3                |
 |--------------------------------------|-----------------|-----------------|------------------|------------------|
 | owned range of a unit's flat buffer  | all             | 1/N             | 1/N              | 1/N              |
-| Reduce                               | all-reduce      | reduce-scatter  | same             | same             |
-| when                                 | once per step   | once per step   | each micro-batch | each micro-batch |
+| Reduce                               | all-reduce      | reduce-scatter  | reduce-scatter   | reduce-scatter   |
+| Reduce runs                          | once per step   | once per step   | each micro-batch | each micro-batch |
 | Gather and Release around a use      | -               | -               | -                | all-gather, free |
 | Sync after Update                    | -               | all-gather      | all-gather       | -                |
 
@@ -52,7 +52,7 @@ class Zero:
             spec: the rank, with the sharding group of each unit.
         """
         self.options, self.mesh, self.groups = options, options.mesh, spec.groups.values()
-        # zero-bubble: contributions, while a Backward without weight gradients runs
+        # contributions that a Backward postpones (zero-bubble); None: add them to their buffers at once
         self.queue: list[tuple[Weight, GradWriter]] | None = None
         self.arena = UnshardedArena(options)
         self.units = {name: ParamUnit(name, weights, options, spec.group(name)) for name, weights in units.items()}
@@ -72,17 +72,17 @@ class Zero:
         return Reducer(axis, buckets, o.grad_dtype, self.mesh.device, o.tracker, o.overlap)
 
     def start_reduce(self, unit: str) -> Pending:
-        """Sum a unit's gradients over the ranks that share a copy of it."""
+        """Sum a unit's gradients over its sharding group."""
         found = self.units[unit]
         return found.gradients.start_reduce(self.reducers[found.flat.group])
 
     def _bind_persistent_gradients(self) -> None:
-        """MD: place gradients that outlive their unit's backward in one allocation."""
+        """Place gradients that outlive their unit's backward in one allocation (--contiguous-checkpointing)."""
         sizes = [numel for unit in self.units.values() for numel in unit.gradients.persistent_numel]
         arena = torch.empty(sum(sizes), dtype=self.options.grad_dtype, device=self.mesh.device)
         parts = iter(arena.split(sizes))
         for unit in self.units.values():
-            unit.gradients.bind_persistent(next(parts), next(parts))
+            unit.gradients.bind_persistent(next(parts), next(parts))  # unsharded, sharded
 
     def reserve(self, numel: int) -> None:
         """Grow the arena to `numel` elements. No weights may be gathered."""
@@ -124,7 +124,7 @@ class Zero:
         total = mesh.control_sum(torch.stack(sums), mesh.tp, mesh.pp)
         for group, part in zip(self.groups, total.split(1), strict=True):
             if group.policy.optimizer:
-                mesh.control_sum(part, mesh.axis(group.axis))
+                mesh.control_sum(part, mesh.axis(group.axis))  # in place: `part` is a view of `total`
         return total.sum()
 
     def discard_gradients(self) -> None:

@@ -24,9 +24,9 @@ MAX_WORDS = 20_000  # written by hand in docs/
 # Programs of `benchmarks/reports` write these pages whole; of other pages they write marked blocks.
 GENERATED = {"results/modules.md", "results/flags.md", "results/paper_speed.md"}
 # Flags of sbatch, srun, salloc, torchrun, pip, git and lm_eval.
-FOREIGN = "nodes ntasks-per-node gpus-per-node gpus-per-task cpus-per-task exclusive time partition account mem signal "
-FOREIGN += "requeue dependency job-name cpu-bind nproc-per-node nproc_per_node nnodes hostfile no-install-recommends "
-FOREIGN += "model_args model tasks diff-filter"
+FOREIGN = "nodes ntasks-per-node gpus-per-node gpus-per-task cpus-per-task exclusive exclude time partition mem "
+FOREIGN += "account signal requeue dependency job-name cpu-bind nproc-per-node nproc_per_node nnodes hostfile "
+FOREIGN += "no-install-recommends model_args model tasks diff-filter"
 # Dated records, which are looked up and not read whole.
 RECORDS = ("decisions/", "log/")
 

@@ -32,7 +32,7 @@ class Axis:
     """One mesh axis, seen from this rank.
 
     Attributes:
-        sent: kind of traffic -> bytes that this rank has sent; by default the kind is the axis' name.
+        sent: kind of traffic -> bytes that this rank has sent. The kind is the axis' name, or "control".
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Axis:
         self.rank = ranks.index(rank)  # within the axis
         self.peers = [other for other in ranks if other != rank]
         self._others = [i for i in range(self.size) if i != self.rank]  # peers by their rank within the axis
-        self._num_exchanges = 0  # a tag, equal on all ranks
+        self._num_exchanges = 0  # tag of the messages of `_exchange`, equal on all ranks
         self.group = group
         self.in_flight = in_flight or InFlight()
         self.hosts = hosts
@@ -67,7 +67,7 @@ class Axis:
 
     @property
     def needs_staging_buffer(self) -> bool:
-        """Return true if a reduce-scatter needs scratch for the messages of all other ranks; see `_exchange`."""
+        """Return true if a reduce-scatter needs scratch to receive every other rank's rows; see `_exchange`."""
         return self.size > 1 and dist.get_backend(self.group) == "gloo"
 
     def _count(self, operation: str, x: torch.Tensor, passes: int, kind: str | None) -> None:
@@ -96,9 +96,12 @@ class Axis:
         then: Callable[[], None] | None = None,
         peer: int | None = None,
     ) -> Pending:
-        """Start a collective that reads and writes these tensors; its wait calls `then`, which writes `result`.
+        """Start a collective.
 
-        `peer`: the only rank of the world that it communicates with.
+        Args:
+            reads, writes: tensors that the collective uses until its wait.
+            result: the tensor that `then` writes. The wait calls `then` when the collective has finished.
+            peer: of a message: the other rank, by its number in the world.
         """
         claimed = writes if result is None else (*writes, result)
         name = f"{name} over {self.name}"
@@ -115,7 +118,7 @@ class Axis:
         return Pending(wait, held=(*reads, *writes), then=then)
 
     def peer_errors(self, action: str, peer: int | None = None) -> peer_errors:
-        """Context of communication along this axis: if a peer failed, raises PeerLost with the peers' names."""
+        """Return a context for communication along this axis, which turns a peer's failure into PeerLost."""
         return peer_errors(action, self.peers if peer is None else (peer,), self.hosts)
 
     def start_all_reduce(self, x: torch.Tensor, op: dist.ReduceOp = SUM, kind: str | None = None) -> Pending:
@@ -132,7 +135,7 @@ class Axis:
         return x
 
     def start_all_gather(self, part: torch.Tensor, out: torch.Tensor) -> Pending:
-        """Gather the ranks' `part`s in order into `out`. `part` may be this rank's own window of `out`."""
+        """Gather the ranks' `part`s in order into `out`. `part` may be a view of its own place in `out`."""
         assert part.is_contiguous() and part.numel() * self.size == out.numel(), (part.shape, out.shape)
         if self.size == 1:
             if not _same_place(out, part):
@@ -160,16 +163,16 @@ class Axis:
         return out
 
     def scratch_numel(self, numel: int) -> int:
-        """Return the elements of scratch for a reduce-scatter of `numel` x size; see Note [gloo's collectives]."""
+        """Return the elements of scratch for a reduce-scatter with `numel` results; see Note [gloo's collectives]."""
         if self.size == 1:
             return 0
         return numel * (self.size - 1) if self.needs_staging_buffer else numel
 
     def start_reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, add: bool, scratch: torch.Tensor) -> Pending:
-        """Sum the ranks' `full` and write this rank's 1/size of it to `out`, or add it if `add`, at the wait.
+        """Sum `full` over the ranks. The wait writes this rank's 1/size of the sum to `out`, or adds it if `add`.
 
-        Shapes: full [size * n], out [n], scratch at least [scratch_numel(n)]; scratch is unused if both
-        `needs_staging_buffer` and `add` are False.
+        Shapes: full [size * n], out [n], scratch at least [scratch_numel(n)]. NCCL writes to `out` directly, and needs
+        scratch only if `add`.
         """
         assert full.dim() == 1 and full.numel() == out.numel() * self.size, (full.shape, out.shape)
         if self.size == 1:
@@ -208,10 +211,10 @@ class Axis:
     def _exchange(self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> _Work:
         """Send to and receive from other ranks of the axis, all at once; keys are ranks within the axis.
 
-        Note [gloo's collectives]: its all-gather fills a buffer of its own, as large as the output, and copies it. Its
-        reduce-scatter is an all-reduce and a copy, which sends twice the bytes. Direct messages between all pairs of
-        ranks send as many bytes as a ring, (size - 1) / size of the whole, and need no copy. The messages of a
-        reduce-scatter stay in scratch until they are summed.
+        Note [gloo's collectives]: gloo's all-gather allocates a second output and copies it. Its reduce-scatter is an
+        all-reduce and a copy, which sends twice the bytes. Direct messages between all pairs of ranks send as many
+        bytes as a ring, (size - 1) / size of the whole, and need no copy. The messages of a reduce-scatter stay in
+        scratch until they are summed.
         """
         self._num_exchanges = (self._num_exchanges + 1) % (1 << 31)
         tag, group = self._num_exchanges, self.group
@@ -229,7 +232,7 @@ class Axis:
         return self._start("send", lambda: dist.isend(x, peer, link, tag), reads=(x,), peer=peer)
 
     def start_recv(self, x: torch.Tensor, step: int, lane: int, tag: int) -> Pending:
-        """Receive into `x` from the next (step +1) or the previous (-1) rank of the axis."""
+        """Receive into `x` from the next (step +1) or the previous (-1) rank of the axis. Read `x` after the wait."""
         peer, link = self._neighbour(step), self._link(step, -step, lane)
         return self._start("receive", lambda: dist.irecv(x, peer, link, tag), writes=(x,), peer=peer)
 
@@ -268,8 +271,8 @@ class _Works:
 class Pending:
     """A collective in flight, and the use of its result. It keeps its tensors alive until the wait.
 
-    On a GPU `wait` makes the compute stream wait, not this process. The backend runs a collective on a stream of its
-    own, after the work that the compute stream had when the collective was issued.
+    On a GPU, `wait` makes the compute stream wait, not this process. The backend runs a collective on its own stream,
+    after all work that was on the compute stream when the collective was issued.
     """
 
     def __init__(
@@ -301,7 +304,10 @@ def together(pending: Sequence[Pending]) -> Pending:
 
 
 def _same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return true if two tensors begin at the same element of the same storage. Stand-ins have no address."""
+    """Return true if two tensors begin at the same element of the same storage.
+
+    Addresses are not compared, because the fake tensors of a rehearsal have none.
+    """
     return StorageWeakRef(a.untyped_storage()) == StorageWeakRef(b.untyped_storage()) and (
         a.storage_offset() == b.storage_offset()
     )
@@ -315,7 +321,7 @@ def _write(out: torch.Tensor, values: torch.Tensor, add: bool) -> None:
 
 
 def _sum_rows(rows: Sequence[torch.Tensor], out: torch.Tensor, add: bool) -> None:
-    """out (+)= the sum of `rows`, [n] each, in their order. Sums 16-bit rows in fp32, a piece at a time."""
+    """Write the sum of `rows`, [n] each, to `out`, or add it. 16-bit rows are summed in fp32, a piece at a time."""
     if out.element_size() > 2:
         if not add:
             out.copy_(rows[0])

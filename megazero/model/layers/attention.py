@@ -2,14 +2,16 @@
 
 Fused: torch's scaled_dot_product_attention, which saves queries, keys, values, output and log-sum-exp per query.
 Explicit: attention weights, [s, s] per head, which are saved for backward or recomputed (selective recompute). It is
-used where the fused kernels are missing or slow: dropout with masks by coordinate; 16 bit on a CPU, where they are 8
-times slower; fp64 on a GPU; documents in fp32 on a GPU.
+used where the fused kernels are missing or slow:
+- with dropout, whose masks depend on coordinates;
+- in 16 bit on a CPU, where they are 8 times slower;
+- in fp64 on a GPU, and with documents in fp32 on a GPU.
 
-Both can restrict attention to documents. The fused kernels compute each document alone, which takes less time than
-whole samples and as much memory.
+Both can restrict attention to documents. The fused kernels compute each document alone. That takes less time than
+attention over whole samples, and the same memory.
 
-Shapes: b micro-batch, s sequence, T = b s tokens, T' those of the residual stream on this rank, h hidden, n heads, g
-groups of keys and values on this rank, d head dim; /tp = this rank's part.
+Shapes: b micro-batch, s sequence, T = b s tokens, T' tokens of the residual stream on this rank, h hidden, n heads of
+the model, n/tp heads of this rank, g groups of keys and values of this rank, d head dim.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ class CoreAttention:
 
     dropout: Dropout
     kernels: Kernels
-    recompute: bool  # explicit attention weights, in backward, instead of saving them
+    recompute: bool  # compute explicit attention weights again in backward instead of saving them
 
     def __call__(
         self,
@@ -55,8 +57,8 @@ class CoreAttention:
         """q [b, n/tp, s, d], k and v [b, g, s, d] -> [T, n/tp * d]
 
         Args:
-            rows: of the dropout's mask, one per head and query; None without dropout.
-            documents: to which attention is restricted; None: whole samples.
+            rows: numbers of the dropout mask's rows, one for each head and query; None without dropout.
+            documents: restrict attention to these; None: to samples.
         """
         if not fused:
             y = _ExplicitAttention.apply(q, k, v, self, rows, documents)
@@ -81,7 +83,7 @@ def _fused_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
     """
     groups = q.shape[1] // k.shape[1]
     flash = q.dtype != torch.float32 and (q.is_meta or _has_flash(q.device))
-    if groups > 1 and q.device.type != "cpu" and not flash:  # the other kernel has no groups
+    if groups > 1 and q.device.type != "cpu" and not flash:  # the memory-efficient kernel has no groups
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
     if not q.is_meta:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
@@ -113,8 +115,8 @@ def _fused_within(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: 
 class _DocumentAttention(torch.autograd.Function):
     """q [b, n/tp, s, d], k and v [b, g, s, d] -> [b, n/tp, s, d], in memory [b, s, n/tp, d].
 
-    torch's kernel for CPUs, called per document. It saves as much as one call for whole samples. Calls under autograd
-    would save their outputs in addition to the tensor that joins them.
+    torch's kernel for CPUs, called per document. The outputs are parts of one tensor, which is saved once: as much as
+    one call for whole samples saves. Calls under autograd would save each output and the joined tensor.
     """
 
     @staticmethod
@@ -210,7 +212,7 @@ def _sum_groups(gradient: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 def is_fused(device_type: str, precision: str, dropout: bool, documents: bool = False) -> bool:
-    """Return whether attention is computed by a fused kernel. documents: it is restricted to them."""
+    """Return whether attention is computed by a fused kernel. `documents`: whether it is restricted to documents."""
     if device_type == "cpu":
         return not dropout and precision in ("fp32", "fp64")
     return not dropout and (precision in ("bf16", "fp16") or (precision == "fp32" and not documents))
@@ -244,7 +246,7 @@ class _Attention(nn.Module):
     def split(self, tokens: MicroBatchInfo) -> Split:
         """Return the function from the outputs of `columns` to queries, keys and values.
 
-        In generation, where sequences have different numbers of new tokens, b is 1 and s is T.
+        In generation, sequences have different numbers of new tokens. Then b is 1 and s is T: all sequences in one row.
         """
         raise NotImplementedError
 
@@ -265,7 +267,7 @@ class _Attention(nn.Module):
 
 
 class Attention(_Attention):
-    """GPT-2's: one weight for queries, keys and values; biases; no positions."""
+    """GPT-2's: one weight for queries, keys and values; biases; positions are added to embeddings, not here."""
 
     def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
         super().__init__(model, number, context)
@@ -320,9 +322,9 @@ class GroupedAttention(_Attention):
 class Groups(NamedTuple):
     """[T, n/tp * d], [T, g * 2 * d] -> queries [b, n/tp, s, d], keys and values [b, g, s, d], rotated by position.
 
-    They have memory of their own, because a view of one would keep the memory of all. Its order is [b, s, heads, d],
-    which the fused kernels' output follows. Backward rotates back, so only the norms' inputs are saved. Other outputs
-    pass through.
+    Queries, keys and values are copies, because a view of one would keep the memory of all alive. In memory they are
+    [b, s, heads, d], and so is the output that the fused kernels make of them. Backward rotates back, so only the
+    norms' inputs and statistics are saved. Other outputs pass through.
     """
 
     batch: int

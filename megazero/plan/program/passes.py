@@ -67,7 +67,7 @@ def expand_layers(spec: RankSpec, order: Order, trains: bool = True) -> Ops:
 
 
 def _backward(spec: RankSpec, layer: PlannedLayer, i: int, whole: bool) -> Ops:
-    """Return one layer's backward. Unless `whole`, weight gradients that can wait are queued."""
+    """Return one layer's backward. If `whole` is False, a block's weight gradients are queued for BackwardWeights."""
     backward = Backward(layer.name, i, weights=whole or not layer.queues_weights)
     if not spec.recomputes(layer):
         return [backward]
@@ -111,7 +111,10 @@ def _uses(spec: RankSpec, ops: Ops) -> dict[str, list[int]]:
 
 
 def _intervals(spec: RankSpec, ops: Ops, uses: list[int], whole_step: bool) -> Iterator[tuple[int, int]]:
-    """Yield the first and last operation of each interval that needs a unit's weights.
+    """Yield the first and last operation of each interval that needs a unit's weights; see `Use`.
+
+    A block needs them in its Forward, and again from its Recompute to its Backward. An embedding needs them in Forward
+    only, the head from Forward to Backward. Intervals that overlap are joined.
 
     Args:
         uses: indices of the operations that compute with them.
@@ -199,7 +202,7 @@ def insert_reductions(spec: RankSpec, ops: Ops) -> Ops:
             # Queued weight gradients of two micro-batches may interleave; they then share one buffer.
             first = contributions[bisect.bisect_right(contributions, reduced_at)]
             before.setdefault(first, []).append(Open(unit))
-            after.setdefault(made[-1], []).insert(0, Reduce(unit))
+            after.setdefault(made[-1], []).insert(0, Reduce(unit))  # units that end here: last of the forward first
             reduced_at = made[-1]
     return _weave(ops, before, after)
 
@@ -231,7 +234,7 @@ def start_early(spec: RankSpec, ops: Ops) -> Ops:
     released: dict[str, int] = {}  # unit -> earliest index of its next gather
     started: dict[int, Ops] = {}  # index -> operations started before it
     reducing: dict[str, list[str]] = {}  # sharding group -> units whose reduction is in flight
-    sending: dict[Route, Send] = {}
+    sending: dict[Route, Send] = {}  # the last send, which ends before the next one on its route starts
     split: list[Ops] = [[op] for op in ops]
     for at, op in enumerate(ops):
         if isinstance(op, Gather):
@@ -249,7 +252,8 @@ def start_early(spec: RankSpec, ops: Ops) -> Ops:
             sending[way] = op
         elif isinstance(op, (Open, Reduce)) and overlap:
             busy = reducing.setdefault(spec.units[op.unit].group, [])
-            # A group's buckets serve one reduction at a time, and a unit has one whole gradient buffer at a time.
+            # Before a Reduce, wait for the reduction that uses the group's buckets. Before an Open, wait for the one
+            # that still reads the unit's buffer.
             if spec.policy(op.unit).optimizer and (busy if isinstance(op, Reduce) else op.unit in busy):
                 split[at].insert(0, Wait(Reduce(busy.pop())))
             if isinstance(op, Reduce):
@@ -274,7 +278,10 @@ def start_replica_sums(spec: RankSpec, ops: Ops) -> Ops:
 
 
 def finish_gradients(spec: RankSpec) -> Ops:
-    """Complete the gradient sums once per step, in the only correct order: replicas, tp, tied, norm."""
+    """Complete the gradient sums once per step: over replicas, over tp, then over the stages that share a tied table.
+
+    The norm is last, because it reads complete gradients.
+    """
     trained, ops = spec.trained_units, list[Op]()
     replicated = [u for u in trained if spec.group(u).replicas > 1]
     if not spec.overlap:
@@ -287,14 +294,15 @@ def finish_gradients(spec: RankSpec) -> Ops:
 
 
 def update(spec: RankSpec) -> Ops:
-    """Step the optimizer unit by unit. The first layer to use updated weights waits for their all-gather.
+    """Step the optimizer unit by unit, and start the all-gather of its updated weights.
 
-    An update on the host starts one unit ahead, so that its copies overlap with the previous update.
+    The next step waits for it before their first use. An update on the host starts one unit ahead, so that its copies
+    overlap with the previous update.
     """
     ops: Ops = []
     trained, ahead = spec.trained_units, spec.updates_on_host and spec.overlap
     for at, unit in enumerate(trained):
-        if ahead:
+        if ahead:  # the first iteration starts units 0 and 1, a later one the next unit
             ops += [Start(Update(u)) for u in trained[at + 1 if at else 0 : at + 2]]
         ops.append(Wait(Update(unit)) if ahead else Update(unit))
         if spec.policy(unit).syncs:

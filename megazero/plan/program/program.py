@@ -1,9 +1,9 @@
-"""The program of one rank: a training step as a flat list of operations. Pure: no torch.
+"""The program of one rank: a training step as a flat list of operations (`operations`). Pure: no torch.
 
     schedule                 F0 F1 B0 ...                      order of chunks: `plan.schedule.schedules`
     -> expand_layers()       Recv, Keep, Forward, Recompute    per layer, with transfers and kept inputs
     -> assign_slots()        Keep(slot), Drop(slot)            slots of kept inputs
-    -> insert_gathers()      + Gather, Release; Wait(Sync)     stage 3: around uses; stages 1, 2: before the first use
+    -> insert_gathers()      + Gather, Release; Wait(Sync)     ZeRO-3: around uses; ZeRO-1, 2: before the first use
     -> merge_gathers()       - Release, Gather                 if nothing is computed between them
     -> insert_reductions()   + Open, Reduce                    after the last contribution
     -> start_early()         Start(Gather) .. Wait(Gather)     one layer earlier
@@ -12,8 +12,8 @@
     + finish_gradients()     ReduceReplicas, SumReplicated, SumTied, GradNorm
     + update()               Update, Sync
 
-Every pass maps a list to a list. The interpreter (`step.interpreter`) runs the final list, `price.bytes.estimate`
-counts its bytes, `price.time.simulate` its seconds, and this prints it:
+Every pass maps a list to a list; "+" inserts operations, "-" removes them. The interpreter (`step.interpreter`) runs
+the final list, `price.bytes.estimate` counts its bytes, `price.time.simulate` its seconds, and this prints it:
 
     python scripts/print_program.py --zero-stage 3 --num-layers 2 --vocab-size 50257 --world-size 2
 """
@@ -48,15 +48,15 @@ class Program(NamedTuple):
     trains: bool  # False: an evaluation
     num_slots: int  # for kept inputs
     arena_numel: int  # elements of the arena for gathered weights
-    peak_live: int  # most (chunk, micro-batch) pairs between forward and backward at once
-    live_by_chunk: tuple[int, ...] = ()  # the same, chunk by chunk
+    peak_live: int  # the largest number of (chunk, micro-batch) pairs that wait for their backward
+    live_by_chunk: tuple[int, ...] = ()  # the same number for each chunk
 
 
 def program(spec: RankSpec, schedule: str, micro_batches: int, arena_limit: int | None = None) -> Program:
     """Return the program of a rank for one iteration, under a schedule of `plan.schedule.schedules`.
 
     Args:
-        arena_limit: elements of an existing arena; gathers that would exceed it start later.
+        arena_limit: elements of an existing arena. Gathers for which it has no room yet start later.
     """
     order = order_of(schedule, spec.pipeline(micro_batches))
     trains = schedule != EVALUATION

@@ -1,8 +1,8 @@
 """Predicted bytes of one rank: memory by kind, and traffic of an iteration.
 
-The rank's program is interpreted as the engine does, with the sizes of `plan.sizes` in place of tensors: each operation
-makes the same allocations in a memory tracker, and its traffic is counted. So the result equals `memory_bytes` and
-`traffic_bytes` to the byte. docs/metrics.md has the closed formulas.
+The estimate executes the rank's program with sizes (`plan.sizes`) in place of tensors. Each operation makes the same
+allocations in a memory tracker as in the engine, and its traffic is counted. So the result equals a run's
+`memory_bytes` and `traffic_bytes` to the byte. docs/metrics.md has the closed formulas.
 """
 
 from __future__ import annotations
@@ -67,12 +67,13 @@ class StageBytes(NamedTuple):
     Attributes:
         memory, traffic: as `estimate`.
         activations: peak of autograd's saved tensors, without inputs kept for recompute.
-        queued: peak of the tensors that queued weight gradients keep.
+        queued: peak of the factors of queued weight gradients (zero-bubble).
         peak: peak of everything on the device, activations included.
         at_peak: the bytes at that instant, by KINDS.
         numel: elements of the rank's units, padding included.
         gathers: the least and the most times that a step gathers a unit's weights.
-        reductions: the most times that a unit's gradients pass the ring of the ranks that share a copy.
+        reductions: the most ring passes over a unit's gradients in its sharding group: 2 for an all-reduce, 1 for a
+            reduce-scatter.
     """
 
     memory: dict[str, int]
@@ -87,10 +88,10 @@ class StageBytes(NamedTuple):
 
 
 class Few(NamedTuple):
-    """A few numbers of micro-batches, from which a step of `wanted` micro-batches is extrapolated.
+    """Steps of `counts` micro-batches are simulated, and a step of `wanted` is extrapolated from them.
 
     Under the schedules of STEADY, every further micro-batch sends the same bytes, adds no memory and takes the same
-    time, to less than half a percent of a step. So two numbers are enough; one if `wanted` is small.
+    time, up to half a percent of a step. So two counts are enough. If `wanted` is small, the only count is `wanted`.
     """
 
     wanted: int
@@ -124,8 +125,8 @@ def estimate(config: Config, layout: Layout, rank: int = 0, needs_staging_buffer
 
     Args:
         config: resolved.
-        needs_staging_buffer: True as on gloo and CPUs, where a reduce-scatter needs a staging buffer and a copy to the
-            host does not; False as on NCCL and GPUs, where it is the other way round.
+        needs_staging_buffer: True on CPUs: gloo's reduce-scatter needs a staging buffer. False on GPUs: NCCL's needs
+            none, but a copy to the host does.
     """
     found = _Walk(config, layout, rank, needs_staging_buffer).run()
     return Estimate(found.memory, found.traffic)
@@ -199,7 +200,7 @@ class _Walk:
         self.peak, self.at_peak = 0, (0,) * len(KINDS)
         self.tracker.watch = self._compare
         self.watch: Callable[[Op], None] | None = None
-        self.gathers, self.reductions = Counter[str](), Counter[str]()  # unit -> passes of its ring
+        self.gathers, self.reductions = Counter[str](), Counter[str]()  # unit -> ring passes over its elements
         self.on_device = not config.activations.checkpoint_in_cpu  # inputs kept for recompute
         self.enter: dict[type, Callable[[Any], None]] = {
             Forward: self._forward,
@@ -318,7 +319,7 @@ class _Walk:
 
     def _keep(self, op: Keep) -> None:
         if self.on_device:
-            if op.slot is not None:  # a slot of an arena; free slots count as buffers
+            if op.slot is not None:  # the slot was free, and counted as a buffer
                 self.tracker.enter("buffers", -self.sizes.kept)
             self.allocations[op.key] = self.tracker.allocate("activation_checkpoints", self.sizes.kept)
 
@@ -346,7 +347,7 @@ class _Walk:
         self.allocations["unsharded", op.unit] = self.tracker.allocate(self._unsharded_kind(op.unit), size)
 
     def _reduce(self, op: Reduce) -> None:
-        """Free a unit's unsharded gradient at the Wait of its reduction, or at once if it is packed into buckets."""
+        """Free a unit's unsharded gradient at the Wait of its reduction; if it was copied into buckets, at once."""
         sizes, unsharded = self.sizes, self.allocations.pop(("unsharded", op.unit))
         self.reductions[op.unit] += sum(PASSES[move.collective] for move in sizes.moves(op))
         if not self.spec.policy(op.unit).optimizer:
