@@ -204,6 +204,8 @@ def test_options_that_make_another_model() -> None:
             "norm_epsilon": 1e-3,
             "add_qkv_bias": True,
             "num_query_groups": 4,
+            "kv_channels": 10,
+            "qk_layernorm": True,
             "architecture": "parallel",
         }
         assert changes.keys() == {field.name for field in fields(ModelConfig)}
@@ -214,8 +216,8 @@ def test_options_that_make_another_model() -> None:
             except ValueError as error:
                 assert f"it has --{name.replace('_', '-')} {value}, not {getattr(model, name)}" in str(error)
                 refused.add(name)
-        by_head = {"num_attention_heads"}  # the shape of queries, keys and values
-        wanted = wanted | by_head | {"architecture"} | ({"add_qkv_bias"} if architecture == "llama" else set())
+        wanted |= {"num_attention_heads", "kv_channels", "architecture"}  # heads: shapes of queries, keys and values
+        wanted |= {"add_qkv_bias", "qk_layernorm"} if architecture == "llama" else set()
         assert refused == wanted, architecture
 
 

@@ -324,7 +324,7 @@ class Groups(NamedTuple):
 
     Queries, keys and values are copies, because a view of one would keep the memory of all alive. In memory they are
     [b, s, heads, d], and so is the output that the fused kernels make of them. Backward rotates back, so only the
-    norms' inputs are saved. Other outputs pass through.
+    norms' inputs and statistics are saved. Other outputs pass through.
     """
 
     batch: int
