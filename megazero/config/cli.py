@@ -81,7 +81,7 @@ def read(argv: list[str], count_ranks: Callable[[], int] = lambda: 1) -> Command
     try:
         config = tyro.cli(Config, default=defaults, args=args, prog=PROGRAM, config=(tyro.conf.OmitArgPrefixes,))
     except SystemExit as stop:
-        if stop.code:  # the message names the translation of a foreign flag
+        if stop.code and notes:  # the message names the translation of a foreign flag
             log.error("\n".join(notes))
         raise
     return Command(config, args, frozenset(preset.values) | names_of(args), notes)

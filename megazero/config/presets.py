@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import tomllib
 import typing
 from pathlib import Path
@@ -60,7 +61,7 @@ def read_preset(name: str) -> Preset:
         try:
             values[key] = _convert(value, known[key].kind)
         except msgspec.ValidationError as error:
-            raise ValueError(f"--preset {path}: {key} = {value}: {error}") from None
+            raise ValueError(f"--preset {path}: {key} = {json.dumps(value, default=str)}: {error}") from None
     return Preset(values, notes)
 
 

@@ -36,8 +36,8 @@ NEEDS = {
     "sample-interval": "--sample-prompts FILE",
     "wandb-project": "--log-dir DIR",
     "wandb-name": "--wandb-project PROJECT",
-    "plan": "--device-type NAME",
-    "plan-search": "--device-type NAME --world-size N",
+    "plan": "--device-type NAME, such as h100-80gb",
+    "plan-search": "--device-type NAME, such as h100-80gb, and --world-size N",
 }
 WANDB_REFUSES = r"[/\\#?%:]|.{129}"  # a project's name that matches
 
@@ -77,10 +77,12 @@ def _check_needs(config: Config) -> None:
         given = value_of(config, name)
         if given == flags()[name].default:
             continue
-        for other, value in re.findall(r"--([a-z-]+) ?(\w*)", needed):
+        others = re.findall(r"--([a-z-]+) ?(\w*)", needed)
+        for other, value in others:
             found = value_of(config, other)
             if found == flags()[other].default if value.isupper() or not value else found != value:
-                raise ValueError(f"{shorten(as_flag(name, given))} needs {needed}; add it, or drop --{name}")
+                them = "both" if len(others) > 1 else "it"
+                raise ValueError(f"{shorten(as_flag(name, given))} needs {needed}; add {them}, or drop --{name}")
 
 
 def _check_architecture(model: ModelConfig) -> None:

@@ -205,7 +205,7 @@ def _allow_files(corpora: Sequence[IndexedDataset]) -> None:
     needed = OTHER_FILES + 4 * sum(data.num_mapped for data in corpora)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard < 0 else min(needed, hard), hard))
 
 
 def _check_sample(corpora: Sequence[IndexedDataset], draw: random.Random) -> None:

@@ -180,7 +180,7 @@ class IndexedDataset:
         way_out = "make a corpus with data_tools/preprocess_data.py, and give the prefix that it prints"
         if near:
             way_out = f"did you mean {' or '.join(near[:3])}?"
-        raise self._refusal(f"no file {' and '.join(missing)}; {way_out}")
+        raise self._refusal(f"no file {' or '.join(missing)}; {way_out}")
 
     def _map_index(self) -> None:
         """Read the header and map the three tables."""

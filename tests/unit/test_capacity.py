@@ -259,4 +259,4 @@ except SystemExit as stop:
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "1 ['tyro']\n", done.stderr
-    assert done.stderr.startswith("ValueError: --plan needs --device-type NAME; ")
+    assert done.stderr.startswith("ValueError: --plan needs --device-type NAME, such as h100-80gb; ")

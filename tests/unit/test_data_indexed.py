@@ -173,7 +173,7 @@ def refusal(prefix: Path) -> str:
 
 
 def test_missing_files(tmp_path: Path) -> None:
-    assert f"no file {tmp_path}/c.bin and {tmp_path}/c.idx; make a corpus with" in refusal(tmp_path / "c")
+    assert f"no file {tmp_path}/c.bin or {tmp_path}/c.idx; make a corpus with" in refusal(tmp_path / "c")
     write_corpus(tmp_path / "c", DOCUMENTS)
     assert f"did you mean {tmp_path}/c?" in refusal(tmp_path / "c.bin")
     (tmp_path / "c.bin").unlink()

@@ -174,7 +174,11 @@ def test_the_limit_of_open_files_is_raised(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda kind: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda kind, new: limits.append(new))
     open_datasets(words, "1", 4, 1, None)
-    assert limits[-1] == (1000, 1000)
+    assert limits[-1] == (corpora.OTHER_FILES + 120, 1000)
+    for hard, wanted in ((310, 310), (resource.RLIM_INFINITY, corpora.OTHER_FILES + 120)):
+        limits.append((300, hard))
+        open_datasets(words, "1", 4, 1, None)
+        assert limits[-1] == (wanted, hard)
     for enough in ((corpora.OTHER_FILES + 120, 1000), (resource.RLIM_INFINITY, resource.RLIM_INFINITY)):
         limits.append(enough)
         open_datasets(words, "1", 4, 1, None)

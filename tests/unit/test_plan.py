@@ -319,8 +319,11 @@ def test_plan_json_has_the_bytes_of_the_estimate(tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     "flags, said",
     [
-        ("--plan --world-size 8", "--plan needs --device-type NAME; add it, or drop --plan"),
-        ("--plan-search --device-type b200", "--plan-search needs --device-type NAME --world-size N"),
+        ("--plan --world-size 8", "--plan needs --device-type NAME, such as h100-80gb; add it, or drop --plan"),
+        (
+            "--plan-search --device-type b200",
+            "--plan-search needs --device-type NAME, such as h100-80gb, and --world-size N; add both",
+        ),
         ("--plan --plan-search --world-size 8 --device-type b200", "use one"),
         ("--world-size 8", "--world-size 8 needs --plan or --plan-search"),
         ("--plan --world-size 8 --device-type h10-80gb", "--device-type h10-80gb: .* did you mean h100-80gb"),

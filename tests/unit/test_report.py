@@ -12,7 +12,7 @@ from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout
 from megazero.price.bytes.estimate import stage_bytes
-from megazero.price.bytes.report import queue_line, report_rows
+from megazero.price.bytes.report import partition_line, queue_line, report_rows, table
 from tests.helpers.traces import trace_layers
 
 FULL = ActivationConfig("full")
@@ -31,6 +31,21 @@ def resolved(activations: ActivationConfig, **parallel: object) -> tuple[Config,
 
 def rows(activations: ActivationConfig, **parallel: object) -> dict[str, int]:
     return {row.kind: row.num_bytes for row in report_rows(*resolved(activations, **parallel))}
+
+
+def test_pa_reports_the_bytes_that_it_saves_and_sends() -> None:
+    """b s h of 16 bit a block: half is saved at tp 2, and half is sent; two micro-batches."""
+    block = 3 * 16 * 64 * 2
+    line = partition_line(*resolved(PA))
+    assert f"saves {5 * block // 2:,} bytes of this rank's memory" in line
+    assert f"adds {2 * 5 * block // 2:,} bytes" in line
+    assert line in table(*resolved(PA))
+    assert partition_line(*resolved(FULL)) == ""
+
+
+def test_pa_on_the_host_saves_host_memory() -> None:
+    line = partition_line(*resolved(replace(PA, checkpoint_in_cpu=True)))
+    assert f"saves {5 * 3 * 16 * 64:,} bytes of this rank's host memory" in line
 
 
 def test_where_checkpoints_lie() -> None:

@@ -292,9 +292,9 @@ def abort(code: int) -> NoReturn:
 
 
 def end_with_launcher(world: World) -> None:
-    """End this rank if torchrun, its parent, is killed: torchrun then cannot end its ranks itself."""
+    """End this rank if its parent is killed: torchrun or srun, which then cannot end its ranks itself."""
     parent = os.getppid()
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    if "TORCHELASTIC_RUN_ID" not in os.environ and world.launcher != "srun":
         return
 
     def watch() -> None:

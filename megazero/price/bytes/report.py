@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from megazero.config.batch_sizes import micro_batches
@@ -76,6 +77,21 @@ def _times(number: int, num_bytes: int) -> str:
     return f"{number} x {num_bytes}" if number > 1 else f"{num_bytes}"
 
 
+def partition_line(config: Config, layout: Layout, device_type: str = "cpu") -> str:
+    """Report the memory that --partition-activations saves and the traffic it adds; empty without it."""
+    activations = config.activations
+    if not activations.partition_activations:
+        return ""
+    without = replace(config, activations=replace(activations, partition_activations=False))
+    ours, theirs = (stage_bytes(each, layout, 0, device_type) for each in (config, without))
+    kind, place = ("host", "host memory") if activations.checkpoint_in_cpu else ("activation_checkpoints", "memory")
+    saved, extra = theirs.memory[kind] - ours.memory[kind], ours.traffic["tp"] - theirs.traffic["tp"]
+    return (
+        f"--partition-activations saves {saved:,} bytes of this rank's {place}, and adds {extra:,} bytes to its tp "
+        f"traffic of an iteration ({extra / theirs.traffic['tp']:.1%})"
+    )
+
+
 def split_line(config: Config, layout: Layout) -> str:
     """List the layers of every virtual stage, and the costs of ranks; empty if stages are even."""
     if not layout.split:
@@ -134,5 +150,9 @@ def table(config: Config, layout: Layout, device_type: str = "cpu") -> str:
         f"  {row.kind:<24}{row.num_bytes:>20,}   {row.formula}".rstrip()
         for row in report_rows(config, layout, device_type)
     ]
-    notes = filter(None, (split_line(config, layout), queue_line(config, layout, device_type)))
-    return "\n".join([f"estimated bytes of rank 0; Psi = {psi:,} elements", *rows, *notes])
+    notes = (
+        split_line(config, layout),
+        queue_line(config, layout, device_type),
+        partition_line(config, layout, device_type),
+    )
+    return "\n".join([f"estimated bytes of rank 0; Psi = {psi:,} elements", *rows, *filter(None, notes)])
