@@ -105,7 +105,7 @@ def simulated(options: Options) -> Timing:
     """
     known = [*SCHEDULES, EVALUATION]
     if options.schedule not in known:
-        raise ValueError(f"--schedule {options.schedule}: there is none of that name, but {', '.join(known)}")
+        raise ValueError(f"--schedule {options.schedule}: unknown; use one of {', '.join(known)}")
     for name in ("stages", "micro_batches", "virtual"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least 1")

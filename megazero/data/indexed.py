@@ -175,9 +175,13 @@ class IndexedDataset:
             return
         stem, end = os.path.splitext(self.prefix)
         near = [path[:-4] for path in sorted(glob.glob(f"{glob.escape(self.prefix)}_*.idx"))]
-        if end in (".bin", ".idx") and os.path.isfile(self.prefix):
-            near = [stem]
         way_out = "make a corpus with data_tools/preprocess_data.py, and give the prefix that it prints"
+        if os.path.isfile(self.prefix):
+            near = [stem] if end in (".bin", ".idx") else []
+            way_out = (
+                f"if {self.prefix} is a text, make a corpus of it: python data_tools/preprocess_data.py --input "
+                f"{self.prefix} --output-prefix runs/{os.path.basename(stem)} --tokenizer byte --append-eod"
+            )
         if near:
             way_out = f"did you mean {' or '.join(near[:3])}?"
         raise self._refusal(f"no file {' or '.join(missing)}; {way_out}")

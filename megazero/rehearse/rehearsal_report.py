@@ -114,8 +114,8 @@ def table(found: Rehearsal) -> str:
     if save is not None:
         rows.append(
             f"  a checkpoint of {save.checkpoint_bytes:,} bytes: this rank writes {save.written_bytes:,} in "
-            f"{save.written_chunks:,} chunks; it plans for {save.rank_seconds:.2f} s and sends rank 0 "
-            f"{save.rank_plan_bytes:,} bytes, which plans for {save.coordinator_seconds:.2f} s"
+            f"{save.written_chunks:,} chunks. Its plan of {save.rank_plan_bytes:,} bytes takes "
+            f"{save.rank_seconds:.2f} s; rank 0 joins all plans in {save.coordinator_seconds:.2f} s"
         )
     rows.append(f"  built in {found.build_seconds:.1f} s, a step in {found.step_seconds:.1f} s")
     return "\n".join(rows)

@@ -142,7 +142,8 @@ def changed_options(saved: dict[str, Any], config: Config, given: Collection[str
         for name, value in options.items():
             if name in ours.get(group, {}) and ours[group][name] != value:
                 flag = name.replace("_", "-")
-                found.append(f"--{flag} is {ours[group][name]}, and was {value} when this was saved")
+                now, before = (text if text != "" else "empty" for text in (ours[group][name], value))
+                found.append(f"--{flag} is {now}, and was {before} when this was saved")
                 follows = name == "lr_decay_iters" and value == saved["training"]["train_iters"]  # was its default
                 if given is not None and flag not in given and not follows:
                     back.append(as_flag(flag, value))

@@ -148,5 +148,5 @@ class TrainingRun:
             log.info(f"evaluating {part} of the {evaluation.eval_split} split")
         elif done >= asked:
             log.info(f"iteration {done} is done, and --train-iters is {asked}: nothing to do")
-        elif load is not None:
+        elif done:
             log.info(f"resuming after iteration {done}")

@@ -174,6 +174,9 @@ def refusal(prefix: Path) -> str:
 
 def test_missing_files(tmp_path: Path) -> None:
     assert f"no file {tmp_path}/c.bin or {tmp_path}/c.idx; make a corpus with" in refusal(tmp_path / "c")
+    (tmp_path / "c.txt").write_text("a text")
+    said = refusal(tmp_path / "c.txt")
+    assert f"--input {tmp_path}/c.txt --output-prefix runs/c --tokenizer byte" in said and "did you mean" not in said
     write_corpus(tmp_path / "c", DOCUMENTS)
     assert f"did you mean {tmp_path}/c?" in refusal(tmp_path / "c.bin")
     (tmp_path / "c.bin").unlink()

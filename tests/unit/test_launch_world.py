@@ -182,12 +182,31 @@ log_as(3, 4)
 with limit(World(3, 4, 0, "torchrun"), 0.2, "joining"):
     threading.Event().wait()
 """
+RANK_OF_SRUN = """
+import threading
+from megazero.comm.launch.launch import World, end_with_launcher
+end_with_launcher(World(0, 2, 0, "srun"))
+print("watching", flush=True)
+threading.Event().wait(60)
+"""
 
 
 @pytest.mark.long
 def test_a_limit_ends_the_process_and_says_why() -> None:
     done = subprocess.run([sys.executable, "-c", LIMITED], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and "rank 3: joining took more than 0.2 s; giving up" in done.stderr
+
+
+@pytest.mark.long
+def test_a_rank_of_srun_ends_if_its_parent_is_killed() -> None:
+    """torchrun's ranks: tests/end_to_end/test_ranks_lost.py."""
+    launcher = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {RANK_OF_SRUN!r}]).wait()"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    parent = subprocess.Popen([sys.executable, "-c", launcher], cwd=ROOT, text=True, **pipes)
+    assert parent.stdout is not None and parent.stdout.readline() == "watching\n"
+    parent.kill()
+    parent.wait()
+    assert "its launcher was killed; ending" in parent.stdout.read()  # to the end of the rank
 
 
 # -- the device

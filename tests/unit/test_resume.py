@@ -264,6 +264,8 @@ def test_flags_that_were_not_given_again_are_named_as_they_were() -> None:
     assert said == "not given now; to continue as before, add: --clip-grad 0.5"
     assert changed_options(saved, ours, set())[-1].endswith(": --lr 0.002 --clip-grad 0.5")
     assert changed_options(json.loads(json.dumps(asdict(ours))), ours, set()) == []
+    saved["data"]["tokenizer"] = "byte"
+    assert "--tokenizer is empty, and was byte when this was saved" in changed_options(saved, ours)
 
 
 # -- folders
