@@ -49,7 +49,7 @@ class Architecture(NamedTuple):
     norm: Callable[[ModelConfig, Context], nn.Module]  # before the output matrix
     positions: Callable[[ModelConfig, Context], Layer] | None  # a layer after the token table
     # of a block's number: blocks of one kind differ in their number only; they are declared, traced and priced once
-    kind: Callable[[ModelConfig, int], Hashable] = lambda model, number: None
+    kind: Callable[[ModelConfig, int], Hashable] = ModelConfig.attention_kind
 
 
 class PreNormBlock(Layer):
