@@ -81,6 +81,8 @@ SEEN = {
     "rope-scaling-factor": "unit/test_llama.py",
     "norm-epsilon": "unit/test_llama.py",
     "residual-multiplier": "parallel/test_parity.py",
+    "window-size": "unit/test_config.py",
+    "layer-pattern": "unit/test_config.py",
     "seed": "end_to_end/test_reference_run.py",
     "rampup-batch-size": "parallel/test_resume_layouts.py",
     "max-skipped-iterations": "parallel/test_run_life.py",

@@ -208,6 +208,8 @@ def test_options_that_make_another_model() -> None:
             "kv_channels": 10,
             "qk_layernorm": True,
             "residual_multiplier": 0.22,
+            "window_size": 8,
+            "layer_pattern": "GG",
             "architecture": "parallel",
         }
         assert changes.keys() == {field.name for field in fields(ModelConfig)}
