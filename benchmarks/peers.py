@@ -131,19 +131,15 @@ class PlainLlama(nn.Module):
     def __init__(self, model: ModelConfig, seed: int) -> None:
         from transformers import LlamaForCausalLM
 
-        from megazero.huggingface.architectures import architecture_of
+        from megazero.huggingface.families import family_of
 
         super().__init__()
-        table = architecture_of(model)
-        config = table.to_config(model, None)
+        family = family_of(model)
+        config = family.to_config(model, None)
         config.use_cache = False
         self.llama = LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
         self.blocks = self.llama.model.layers
-        values = {}
-        for name, value in initial_weights(model, seed):
-            row = table.names(name)
-            values |= dict(zip(row.theirs, row.form.split(value, model), strict=True))
-        self.llama.load_state_dict(values)
+        self.llama.load_state_dict(family.split(dict(initial_weights(model, seed)), model))
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """ids, labels [b, s] -> mean cross-entropy, a scalar."""
@@ -167,7 +163,7 @@ class TorchtitanLlama(nn.Module):
             RMSNorm,
         )
 
-        from megazero.huggingface.architectures import architecture_of
+        from megazero.huggingface.families import family_of
 
         super().__init__()
         h, v, zeros = model.hidden_size, model.vocab_size, {"weight": nn.init.zeros_}  # overwritten below
@@ -197,10 +193,7 @@ class TorchtitanLlama(nn.Module):
         )
         self.llama = config.build()
         self.blocks = self.llama.layers.values()
-        table, values = architecture_of(model), {}
-        for name, value in initial_weights(model, seed):
-            row = table.names(name)
-            values |= dict(zip(row.theirs, row.form.split(value, model), strict=True))
+        values = family_of(model).split(dict(initial_weights(model, seed)), model)
         self.llama.load_state_dict(Llama3StateDictAdapter(config, None).from_hf(values))
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -38,9 +38,25 @@ class ArchitectureTraits(NamedTuple):
     options: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = MappingProxyType({})
 
+    @property
+    def structure(self) -> ArchitectureTraits:
+        """The traits without flags: two architectures with the same are the same model for the same flags."""
+        return self._replace(options=(), defaults={})
+
 
 ROTARY = ("num-query-groups", "add-qkv-bias", "qk-layernorm", "rotary-base", "rope-scaling-factor")
 LLAMA = ArchitectureTraits(options=ROTARY, defaults={"untie-embeddings": True, "norm-epsilon": 1e-6})
+
+
+OLMO = {"rotary-base": 5e5, "qk-layernorm": True, "qk-norm-all-heads": True}
+GEMMA = ArchitectureTraits(
+    norm="rmsnorm-1p",
+    norms="around",
+    activation="geglu-tanh",
+    root_embedding=True,
+    options=ROTARY,
+    defaults={"norm-epsilon": 1e-6, "kv-channels": 256},
+)
 
 
 def _llama(defaults: Mapping[str, Any], **traits: Any) -> ArchitectureTraits:
@@ -57,7 +73,52 @@ ARCHITECTURES = {
         learned_positions=True,
     ),
     "llama": LLAMA,
-    "qwen3": _llama({"qk-layernorm": True, "rotary-base": 1e6}),
+    "mistral": _llama({"rotary-base": 1e6, "norm-epsilon": 1e-5}),
+    "qwen2": _llama({"rotary-base": 1e6, "add-qkv-bias": True}),
+    "qwen3": _llama({"rotary-base": 1e6, "qk-layernorm": True}),
+    "phi3": _llama({"norm-epsilon": 1e-5}),
+    "smollm3": _llama({"rotary-base": 5e6, "layer-pattern": "GGGN", "untie-embeddings": False}),
+    "granite": _llama({"norm-epsilon": 1e-5, "untie-embeddings": False}),
+    "olmo2": _llama(OLMO, norms="after"),
+    "olmo3": _llama(
+        {**OLMO, "window-size": 4096, "layer-pattern": "LLLG", "local-rotary-base": 5e5},
+        norms="after",
+    ),
+    "gemma2": GEMMA._replace(
+        defaults={
+            **GEMMA.defaults,
+            "window-size": 4096,
+            "layer-pattern": "LG",
+            "attention-softcap": 50.0,
+            "final-softcap": 30.0,
+        }
+    ),
+    "gemma3": GEMMA._replace(
+        defaults={
+            **GEMMA.defaults,
+            "qk-layernorm": True,
+            "window-size": 1024,
+            "layer-pattern": "LLLLLG",
+            "rotary-base": 1e6,
+            "local-rotary-base": 1e4,
+        }
+    ),
+    "gpt-neox": ArchitectureTraits(
+        norm="layernorm",
+        parallel=2,
+        activation="gelu",
+        biases=("qkv", "proj", "mlp"),
+        options=ROTARY,
+        defaults={"untie-embeddings": True, "rotary-percent": 0.25},
+    ),
+    "gptj": ArchitectureTraits(
+        norm="layernorm",
+        parallel=1,
+        activation="gelu-tanh",
+        biases=("mlp", "logits"),
+        options=ROTARY,
+        defaults={"untie-embeddings": True, "rotary-percent": 0.25, "rotary-interleaved": True},
+    ),
     "parallel": ArchitectureTraits(
         norm="layernorm", parallel=1, activation="gelu-tanh", biases=("mlp",), options=ROTARY
     ),

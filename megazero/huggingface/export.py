@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +16,8 @@ from megazero.checkpoint.tensor_file import TensorFile
 from megazero.config.schema import ModelConfig
 from megazero.data.tokenizer import Tokenizer, end_of_document
 from megazero.files import new_folder, write_atomically
-from megazero.huggingface.architectures import SAME, TensorNames, architecture_of
+from megazero.huggingface.architectures import SAME, TensorNames
+from megazero.huggingface.families import family_of
 from megazero.huggingface.tokenizer import write_tokenizer
 from megazero.model.layers.context import DTYPES
 from megazero.model.stage import declare
@@ -39,10 +41,12 @@ def shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def plan_shards(model: ModelConfig, dtype: torch.dtype, shard_bytes: int) -> list[Shard]:
     """Divide the model's tensors, in order, into files of at most `shard_bytes`, or of one tensor that is larger."""
-    architecture, shards = architecture_of(model), [Shard([], [], 0)]
-    for name, shape in shapes_of(model).items():
-        row = architecture.names(name)
-        parts = row.form.split(torch.empty(shape, dtype=dtype, device="meta"), model)
+    family, shapes, shards = family_of(model), shapes_of(model), [Shard([], [], 0)]
+    for name in shapes:
+        row = family.names(name)
+        if name != row.ours[0]:
+            continue  # with the first of them
+        parts = row.form.split([torch.empty(shapes[ours], dtype=dtype, device="meta") for ours in row.ours], model)
         announced = [(theirs, dtype, part.shape) for theirs, part in zip(row.theirs, parts, strict=True)]
         size = sum(part.nbytes for part in parts)
         if shards[-1].rows and shards[-1].num_bytes + size > shard_bytes:
@@ -107,29 +111,31 @@ def _write_weights(
 def _parts(
     reader: TensorReader, row: TensorNames, model: ModelConfig, dtype: str, advance: Callable[[int], None]
 ) -> Iterator[Iterable[torch.Tensor]]:
-    """Yield their tensors that hold one of ours, in their dtype, each as bands of its rows."""
+    """Yield their tensors of a row, in their dtype, each as bands of its rows."""
 
-    def read(rows: slice) -> torch.Tensor:
-        ours = reader.read(f"model.{row.ours}", rows).to(DTYPES[dtype])
+    def read(name: str, rows: slice) -> torch.Tensor:
+        ours = reader.read(f"model.{name}", rows).to(DTYPES[dtype])
         if dtype == "fp16" and not all(math.isfinite(float(end)) for end in torch.aminmax(ours)):
             raise ValueError(
-                f"--dtype fp16: {row.ours} holds values beyond {torch.finfo(ours.dtype).max:.0f}, the largest of fp16; "
+                f"--dtype fp16: {name} holds values beyond {torch.finfo(ours.dtype).max:.0f}, the largest of fp16; "
                 "use bf16 or fp32"
             )
         advance(ours.nbytes)
         return ours
 
     if row.form is SAME:
-        yield map(read, bands(reader.manifest.tensors[f"model.{row.ours}"].shape))
+        (name,) = row.ours
+        yield map(functools.partial(read, name), bands(reader.manifest.tensors[f"model.{name}"].shape))
     else:
-        yield from ([part.contiguous()] for part in row.form.split(read(slice(None)), model))
+        parts = row.form.split([read(name, slice(None)) for name in row.ours], model)
+        yield from ([part.contiguous()] for part in parts)
 
 
 def _write_config(model: ModelConfig, folder: Path, dtype: str, eod: int | None) -> None:
     from transformers import GenerationConfig
 
-    architecture = architecture_of(model)
-    config = architecture.to_config(model, eod)
-    config.architectures, config.dtype = [architecture.model_class], str(DTYPES[dtype]).removeprefix("torch.")
+    family = family_of(model)
+    config = family.to_config(model, eod)
+    config.architectures, config.dtype = [family.model_class], str(DTYPES[dtype]).removeprefix("torch.")
     config.save_pretrained(folder)
     GenerationConfig(bos_token_id=eod, eos_token_id=eod, pad_token_id=eod).save_pretrained(folder)

@@ -21,8 +21,9 @@ from megazero.config.flags import to_toml
 from megazero.config.schema import Config, DataConfig, ModelConfig
 from megazero.data.tokenizer import hub_hint
 from megazero.files import new_folder, open_regular, read_json_object, read_regular, write_atomically
-from megazero.huggingface.architectures import MODELS, OUTPUT, SAME, HuggingFaceModel, TensorNames
+from megazero.huggingface.architectures import OUTPUT, SAME, HuggingFaceModel, TensorNames
 from megazero.huggingface.export import INDEX, WEIGHTS, shapes_of
+from megazero.huggingface.families import MODELS
 from megazero.huggingface.tokenizer import read_tokenizer
 from megazero.plan.layout.topology import Layout
 from megazero.run.run_state import TOKENIZER, RunState, attached_tokenizer
@@ -157,7 +158,7 @@ def _state(config: Config, saved_tokenizer: str) -> RunState:
 
 def _theirs(architecture: HuggingFaceModel, model: ModelConfig, files: Source) -> dict[str, str]:
     """Return their name -> its name in the files. ValueError unless these hold the model's tensors and no others."""
-    wanted = [theirs for name in shapes_of(model) for theirs in architecture.names(name).theirs]
+    wanted = list(dict.fromkeys(theirs for name in shapes_of(model) for theirs in architecture.names(name).theirs))
     names = {name: name for name in wanted}
     if wanted[0] not in files.files:  # saved as the base model alone
         names = {name: name.removeprefix(architecture.prefix) for name in wanted}
@@ -186,17 +187,19 @@ def _tensors(
 ) -> Iterator[Iterator[torch.Tensor]]:
     """Yield our tensors, one after another, each as bands of its rows in fp32. ValueError if a number is not finite."""
 
-    def read(row: TensorNames, rows: slice) -> torch.Tensor:
-        ours = row.form.join([files.read(names[each], rows) for each in row.theirs], model)
+    def read(row: TensorNames, name: str, rows: slice) -> torch.Tensor:
+        joined = row.form.join([files.read(names[each], rows) for each in row.theirs], model)
+        ours = joined[row.ours.index(name)]
         ours = ours.to(torch.float32).contiguous()
         if not all(math.isfinite(float(end)) for end in torch.aminmax(ours)):  # allocates no tensor of its size
-            raise ValueError(f"--from hf {files.folder}: {row.ours} holds values that are not finite")
+            raise ValueError(f"--from hf {files.folder}: {name} holds values that are not finite")
         advance(ours.nbytes)
         return ours
 
-    for name, shape in shapes_of(model).items():
+    shapes = shapes_of(model)
+    for name, shape in shapes.items():
         row = architecture.names(name)
-        wanted = row.form.split(torch.empty(shape, device="meta"), model)
+        wanted = row.form.split([torch.empty(shapes[ours], device="meta") for ours in row.ours], model)
         for each, expected in zip(row.theirs, wanted, strict=True):
             found = files.shape(names[each])
             if found != expected.shape:
@@ -204,4 +207,4 @@ def _tensors(
                     f"--from hf {files.folder}: {each} is {list(found)}, and config.json makes it "
                     f"{list(expected.shape)}"
                 )
-        yield map(functools.partial(read, row), bands(shape) if row.form is SAME else [WHOLE])
+        yield map(functools.partial(read, row, name), bands(shape) if row.form is SAME else [WHOLE])

@@ -1,0 +1,49 @@
+"""Small models of all families: their options, each with a value that is no default."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megazero.config.schema import ModelConfig
+
+SCALED = {"rope_scaling_factor": 4.0, "rope_trained_length": 8}
+NORMED = {"qk_layernorm": True, "kv_channels": 14}
+OLMO = {"qk_layernorm": True, "qk_norm_all_heads": True, "num_query_groups": 3, "untie_embeddings": True}
+GEMMA = {"num_query_groups": 3, "kv_channels": 14, "attention_scale": 0.35}
+LOCAL = {"window_size": 4, "layer_pattern": "LLG"}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "llama": {"num_query_groups": 2, "untie_embeddings": True, "rotary_base": 5e3} | SCALED,
+    "mistral": {"num_query_groups": 3, "window_size": 5, "kv_channels": 14},
+    "qwen2": {"num_query_groups": 2, "add_qkv_bias": True, "window_size": 6, "layer_pattern": "GL"},
+    "qwen3": {"num_query_groups": 3, "rope_scaling_type": "yarn"} | NORMED | SCALED,
+    "phi3": {"num_query_groups": 2, "window_size": 7, "rotary_percent": 0.5, "untie_embeddings": True},
+    "smollm3": {"num_query_groups": 2, "layer_pattern": "GGN"},
+    "granite": {
+        "num_query_groups": 2,
+        "attention_scale": 0.2,
+        "residual_multiplier": 0.3,
+        "embedding_multiplier": 3.0,
+        "logits_divisor": 1.5,
+    },
+    "olmo2": OLMO,
+    "olmo3": OLMO | LOCAL | SCALED | {"rope_scaling_type": "yarn", "rotary_base": 5e3, "local_rotary_base": 3e3},
+    "gemma2": GEMMA | LOCAL | {"attention_softcap": 1.5, "final_softcap": 2.5},
+    "gemma3": GEMMA
+    | LOCAL
+    | {
+        "qk_layernorm": True,
+        "local_rotary_base": 3e3,
+        "rope_scaling_type": "linear",
+        "rope_scaling_factor": 8.0,
+    },
+    "gpt-neox": {"rotary_percent": 0.5, "untie_embeddings": True},
+    "gptj": {"rotary_percent": 0.5, "rotary_interleaved": True, "untie_embeddings": True},
+}
+
+
+def family(name: str, model: ModelConfig) -> ModelConfig:
+    """Return the model of a family with the sizes of `model`."""
+    return replace(model, architecture=name, **FAMILIES[name])

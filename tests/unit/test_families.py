@@ -1,0 +1,145 @@
+"""Every family against transformers' class with the same weights: logits, gradients, configuration, parameters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megazero.comm.mesh.mesh import Mesh
+from megazero.config.architectures import ARCHITECTURES
+from megazero.config.schema import Config, ModelConfig, TrainingConfig
+from megazero.huggingface.families import MODELS, family_of, pattern_of
+from megazero.model.layers.context import MicroBatchInfo
+from megazero.model.stage import declare
+from megazero.plan.layout.resolve import resolve
+from megazero.plan.layout.topology import Layout
+from megazero.step.engine import Engine
+from tests.helpers.families import FAMILIES, family
+from tests.helpers.rounding import model_tolerance
+from tests.parallel.cases import MicroBatch
+
+# sqrt(hidden size) is whole: Gemma's factor of embeddings, which transformers keeps in fp32, is then exact in fp64.
+MODEL = ModelConfig(
+    num_layers=4,
+    hidden_size=36,
+    ffn_hidden_size=44,
+    num_attention_heads=6,
+    seq_length=17,
+    vocab_size=131,
+    norm_epsilon=1e-4,
+)
+
+
+def test_every_family_is_here() -> None:
+    assert FAMILIES.keys() == ARCHITECTURES.keys() - {"parallel"}
+    assert {model.architecture for model in MODELS.values()} == FAMILIES.keys()
+
+
+def without_casts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let transformers keep activations in fp64, which it casts to fp32 in norms and in softmax."""
+    to, softmax = torch.Tensor.to, F.softmax
+
+    def keeps(x: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+        return x.dtype == torch.float64 and x.requires_grad and torch.float32 in (*args, *kwargs.values())
+
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, *a, **k: x if keeps(x, *a, **k) else to(x, *a, **k))
+    monkeypatch.setattr(torch.Tensor, "float", lambda x: x if keeps(x, torch.float32) else to(x, torch.float32))
+    monkeypatch.setattr(
+        F, "softmax", lambda x, dim, dtype=None: softmax(x, dim, dtype=None if keeps(x, dtype) else dtype)
+    )
+
+
+def transformers_model(model: ModelConfig, dtype: torch.dtype) -> Any:
+    """Return transformers' model of these options, with random weights."""
+    import transformers
+
+    row = family_of(model)
+    config = row.to_config(model, None)
+    torch.manual_seed(0)
+    made = getattr(transformers, row.model_class)._from_config(config, attn_implementation="eager").to(dtype).eval()
+    with torch.no_grad():
+        for p in made.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    return made
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_and_gradients_are_those_of_transformers(
+    name: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = family(name, MODEL)
+    row = family_of(model)
+    assert row.architecture == name
+    dtype = torch.float64 if precision == "fp64" else torch.float32
+    tolerance = 1e-10 if precision == "fp64" else model_tolerance(model, dtype)
+    theirs = transformers_model(model, dtype)
+    training = TrainingConfig(micro_batch_size=3, precision=precision)  # type: ignore[arg-type]
+    config, _ = resolve(replace(Config(), model=model, training=training), 1, 0, declare)
+    ours = Engine(config, Mesh.build(Layout(), 0, torch.device("cpu")))
+    weights = {weight.spec.name: weight for unit in ours.model.units.values() for weight in unit}
+    parameters = dict(theirs.named_parameters())
+    assert {name for ours in weights for name in row.names(ours).theirs} == parameters.keys()
+    for weight, value in row.join(parameters, weights, model).items():
+        weights[weight].data[tuple(map(slice, value.shape))] = value.detach()  # the vocabulary is padded
+
+    tokens = torch.randint(0, model.vocab_size, (3, model.seq_length + 1), generator=torch.Generator().manual_seed(1))
+    ids, labels = tokens[:, :-1], tokens[:, 1:]
+    with monkeypatch.context() as patch:
+        without_casts(patch)
+        logits = theirs(ids).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss.backward()
+    with torch.no_grad():
+        info = MicroBatchInfo.of(ids, (0, 1, 2), ours.model.stream, training=False)
+        assert ours.model.head is not None
+        found = ours.model.head.logits(ours.model.body(ours.model.embed(ids, info), info)).view_as(logits)
+    assert (found - logits).abs().max() < tolerance * logits.abs().max()
+    batch = MicroBatch(ids, labels, torch.ones(3, model.seq_length), (0, 1, 2))
+    summed = ours._run(
+        ours.program("1f1b", 1),
+        ours._upload([batch], training=True),
+        torch.tensor(1 / labels.numel(), dtype=torch.float64),
+    )
+    assert abs(summed[0].sum() / labels.numel() - loss) < tolerance * loss
+    wanted = row.join({name: p.grad for name, p in parameters.items()}, weights, model)
+    for unit in ours.zero.units.values():
+        for member in unit.flat.members:
+            gradient = unit.gradients.sharded_grad[member.window.slice()].view(member.block.stored)
+            want = wanted[member.spec.name]
+            gradient = gradient[tuple(map(slice, want.shape))]
+            assert (gradient - want).abs().max() < tolerance * want.abs().max(), member.spec.name
+    ours.zero.discard_gradients()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_configuration_goes_there_and_back(name: str) -> None:
+    """With values that are no defaults, and as transformers makes it without any."""
+    model = replace(family(name, MODEL), init_method_std=0.5, untie_embeddings=True)
+    row = family_of(model)
+    assert ModelConfig(**row.from_config(row.to_config(model, None))) == model
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_transformers_defaults_are_a_model_of_ours(model_type: str) -> None:
+    """With as many parameters, at their default sizes."""
+    import transformers
+
+    row = MODELS[model_type]
+    config = transformers.AutoConfig.for_model(model_type)
+    model = ModelConfig(**row.from_config(config))
+    with torch.device("meta"):
+        theirs = getattr(transformers, row.model_class)(config)
+    assert sum(spec.numel for spec in declare(model).params()) == sum(p.numel() for p in theirs.parameters())
+
+
+@pytest.mark.parametrize(
+    ("letters", "pattern"),
+    [("GGGG", ""), ("LLL", ""), ("LGLGLG", "LG"), ("LGLGL", "LG"), ("GGLL", "GGLL"), ("NNN", "N"), ("LLGLLGLL", "LLG")],
+)
+def test_patterns_are_the_shortest(letters: str, pattern: str) -> None:
+    assert pattern_of(letters) == pattern
