@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from megazero.config.architectures import ARCHITECTURES
+from megazero.config.architectures import ARCHITECTURES, ArchitectureTraits
 from megazero.config.limits import (
     FEW,
     Bounds,
@@ -85,6 +85,13 @@ class ModelConfig:
     """Factor of attention scores, as in Granite and Gemma. 0: 1 / sqrt(width of a head)."""
     norm_epsilon: Annotated[float, Bounds(0, 1, "it only keeps a norm's divisor from 0", least_open=True)] = 1e-5
     """Added to the variance in a norm. The default for llama and qwen3 is 1e-6."""
+
+    residual_multiplier: Annotated[float, Bounds(0, 1000, "no published model has a larger one", least_open=True)] = 1.0
+    """Factor of the results of attention and MLP before they are added to the residual stream; Granite has 0.22."""
+
+    @property
+    def traits(self) -> ArchitectureTraits:
+        return ARCHITECTURES[self.architecture]
 
     @property
     def ffn_size(self) -> int:

@@ -80,6 +80,7 @@ SEEN = {
     "rotary-base": "unit/test_llama.py",
     "rope-scaling-factor": "unit/test_llama.py",
     "norm-epsilon": "unit/test_llama.py",
+    "residual-multiplier": "parallel/test_parity.py",
     "window-size": "unit/test_config.py",
     "layer-pattern": "unit/test_config.py",
     "seed": "end_to_end/test_reference_run.py",
