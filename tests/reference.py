@@ -66,7 +66,9 @@ def forward(
     x = drop(model.hidden_dropout, -1, "embedding", x)
     for i in range(model.num_layers):
         mine = {name.removeprefix(f"blocks.{i}."): t for name, t in w.items() if name.startswith(f"blocks.{i}.")}
-        x = blocks(model, mine, x, lambda p, site, x, i=i: drop(p, i, site, x), seen, position)
+        near = places[:, :, None] - places[:, None, :] < model.window_size
+        sees = seen & near if model.attention_kind(i) == "L" else seen
+        x = blocks(model, mine, x, lambda p, site, x, i=i: drop(p, i, site, x), sees, position)
     x = norm(model, w, "head.norm", x)
     return F.linear(x, w.get("head.output.weight", w["token_embedding.weight"]))
 
@@ -93,7 +95,10 @@ def attention(
     model: ModelConfig, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, drop: Drop, seen: torch.Tensor
 ) -> torch.Tensor:
     """q, k, v [b, n, s, d], seen [b, s, s]: by each query -> [b, s, n d]"""
-    scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(~seen[:, None], -torch.inf)
+    scores = q @ k.transpose(-1, -2) * (model.attention_scale or q.shape[-1] ** -0.5)
+    if model.attention_softcap:
+        scores = model.attention_softcap * (scores / model.attention_softcap).tanh()
+    scores = scores.masked_fill(~seen[:, None], -torch.inf)
     return (drop(model.attention_dropout, "scores", scores.softmax(-1)) @ v).transpose(1, 2).flatten(2)
 
 

@@ -78,6 +78,11 @@ class ModelConfig:
     layer_pattern: str = ""
     """Kinds of attention of the layers, such as LLLG, repeated over them. L: local, with the window of --window-size;
     G: global; N: global, without rotary positions. Empty: all L with --window-size, otherwise all G."""
+    attention_softcap: Annotated[float, Bounds(0, 1e6, "no published model has a higher cap")] = 0.0
+    """Soft cap C of attention scores, as in Gemma 2: C tanh(score / C). Attention weights are then saved or recomputed,
+    because the fused kernels have no cap. 0: none."""
+    attention_scale: Annotated[float, Bounds(0, 1000, "the softmax would pick one key")] = 0.0
+    """Factor of attention scores, as in Granite and Gemma. 0: 1 / sqrt(width of a head)."""
     norm_epsilon: Annotated[float, Bounds(0, 1, "it only keeps a norm's divisor from 0", least_open=True)] = 1e-5
     """Added to the variance in a norm. The default for llama and qwen3 is 1e-6."""
 

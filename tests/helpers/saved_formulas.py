@@ -12,7 +12,7 @@ import math
 from typing import NamedTuple
 
 from megazero.config.schema import BYTES, Config
-from megazero.model.layers.attention import is_fused
+from megazero.model.layers.fused_attention import is_fused
 from megazero.plan.layout.flat_layout import partition_numel
 from megazero.plan.layout.topology import Layout
 

@@ -52,6 +52,10 @@ NAMED = {
     "num_query_groups",
     "kv_channels",
     "qk_layernorm",
+    "window_size",
+    "layer_pattern",
+    "attention_softcap",
+    "attention_scale",
     "residual_multiplier",
 }
 

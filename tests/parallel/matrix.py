@@ -21,6 +21,12 @@ Choice = dict[str, Any]  # factor -> level
 Factors = dict[str, tuple[Any, ...]]  # factor -> levels, the plainest first
 
 LAYOUT: Factors = {"pp": (1, 2, 3, 4), "dp": (1, 2, 3, 4), "tp": (1, 2, 3, 4)}
+SCORES: dict[str, dict[str, Any]] = {  # options of attention's scores
+    "": {},
+    "window": {"window_size": 4},
+    "window in turns": {"window_size": 3, "layer_pattern": "LLG", "attention_scale": 0.3},
+    "capped": {"attention_softcap": 0.4},
+}
 FACTORS: Factors = {
     **LAYOUT,
     "schedule": ("1f1b", *(name for name in SCHEDULES if name != "1f1b")),
@@ -50,6 +56,7 @@ FACTORS: Factors = {
         "qwen3, 2 groups",  # with heads wider than hidden size / heads
         "parallel",
     ),  # of heads that share keys and values
+    "scores": tuple(SCORES),
     "seq_length": (11, 12),  # under sp, 12 cuts in the middle of a sample
     "reset": tuple(RESETS),  # attention and positions that restart with a document
     "short": (0, 1, 3),  # samples that the batch lacks: of half a micro-batch, or of one and a half
@@ -75,6 +82,7 @@ ON_GPU: Factors = {
         name: NUMBERS[name]
         for name in ("grad_dtype", "micro_batches", "reduce_bucket_size", "architecture", "reset", "short")
     },
+    "scores": tuple(SCORES),
     **{name: FACTORS[name] for name in ("schedule", "zero", "zero_reduce_every", "zero_gather_every", "overlap_comm")},
     **{name: FACTORS[name] for name in ("recompute", "pa", "host", "md", "sp", "dropout", "untied", "frozen")},
     "graphs": (False, True),
@@ -172,6 +180,7 @@ def case_of(choice: Choice) -> Case:
             kv_channels=14 if architecture == "qwen3" else 0,
             num_query_groups=int(groups.split()[0]) if groups else 0,
             **dropout,
+            **SCORES[choice["scores"]],
         ),
         batch=choice["dp"] * choice["micro_batches"] * SAMPLES - choice["short"],
         micro_batch_size=SAMPLES if choice["short"] else 0,

@@ -1,14 +1,13 @@
 """Causal self-attention, and its core: attention of the heads that are on this rank, fused or explicit.
 
-Fused: torch's scaled_dot_product_attention, which saves queries, keys, values, output and log-sum-exp per query.
-Explicit: attention weights, [s, s] per head, which are saved for backward or recomputed (selective recompute). It is
-used where the fused kernels are missing or slow:
+Fused: see `fused_attention`. Explicit: attention weights, [s, s] per head, which are saved for backward or recomputed
+(selective recompute). It is used where the fused kernels are missing or slow:
 - with dropout, whose masks depend on coordinates;
+- with a soft cap. The capped scores are saved in place of the weights, as many bytes;
 - in 16 bit on a CPU, where they are 8 times slower;
 - in fp64 on a GPU, and with documents in fp32 on a GPU.
 
-Both can restrict attention to documents. The fused kernels compute each document alone. That takes less time than
-attention over whole samples, and the same memory.
+Both can restrict attention to documents, and to a window of tokens.
 
 Shapes: b micro-batch, s sequence, T = b s tokens, T' tokens of the residual stream on this rank, h hidden, n heads of
 the model, n/tp heads of this rank, g groups of keys and values of this rank, d head dim.
@@ -16,13 +15,13 @@ the model, n/tp heads of this rank, g groups of keys and values of this rank, d 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
 from megazero.config.schema import ModelConfig
 from megazero.kernels.dropout import Dropout, Rows
@@ -30,7 +29,8 @@ from megazero.kernels.matmul import upcasts
 from megazero.kernels.rotary import Rotary, RotaryTables
 from megazero.kernels.table import Kernels
 from megazero.model.layers.context import Context, MicroBatchInfo
-from megazero.model.layers.documents import Documents, DocumentSpan
+from megazero.model.layers.documents import Documents
+from megazero.model.layers.fused_attention import fused_attention, is_fused
 from megazero.model.layers.linear import (
     Call,
     ColumnLinear,
@@ -42,8 +42,7 @@ from megazero.model.layers.linear import (
     rows_onto,
 )
 from megazero.model.layers.norm import Norm
-
-FLASH_CAPABILITY = (8, 0)  # of a GPU: FlashAttention runs from Ampere on
+from megazero.model.layers.scores import PLAIN, Scores
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,7 @@ class CoreAttention:
     dropout: Dropout
     kernels: Kernels
     recompute: bool  # compute explicit attention weights again in backward instead of saving them
+    scores: Scores = PLAIN
 
     def __call__(
         self,
@@ -73,93 +73,19 @@ class CoreAttention:
             y = _ExplicitAttention.apply(q, k, v, self, rows, documents)
         else:
             assert rows is None, "the fused kernels draw masks that depend on the layout"
-            y = _fused_attention(q, k, v) if documents is None else _fused_within(q, k, v, documents)
+            y = fused_attention(q, k, v, self.scores, documents)
         return y.transpose(1, 2).reshape(q.shape[0] * q.shape[2], -1)
 
-    def weights(self, q: torch.Tensor, k: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
-        """Causal softmax of q k^T / sqrt(d), [b, n/tp, s, s] in q's dtype.
+    def capped(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        """Return scale x q k^T under the soft cap, [b, n/tp, s, s] in q's dtype.
 
         Queries are scaled, not scores, because q k^T alone can overflow in fp16.
         """
-        scores = _matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2))
-        return self.kernels.causal_softmax(scores, None if documents is None else documents.starts)
+        return self.scores.cap_(_matmul(q * self.scores.factor(q.shape[-1]), k.transpose(-1, -2)))
 
-
-def _fused_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """q [b, n/tp, s, d], k and v [b, g, s, d] -> [b, n/tp, s, d]
-
-    Meta tensors stand for a GPU's. torch would not choose a fused kernel for them, so the GPU's is called by name.
-    """
-    groups = q.shape[1] // k.shape[1]
-    flash = q.dtype != torch.float32 and (q.is_meta or _has_flash(q.device))
-    if groups > 1 and q.device.type != "cpu" and not flash:  # the memory-efficient kernel has no groups
-        k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
-    if not q.is_meta:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-    if q.dtype == torch.float32:
-        return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True)[0]
-    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
-
-
-def _has_flash(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
-
-
-def _fused_within(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents) -> torch.Tensor:
-    """The same within documents: one FlashAttention for all of them on newer GPUs; elsewhere a call per document."""
-    if q.device.type == "cpu":
-        return _DocumentAttention.apply(q, k, v, documents)
-    b, n, s, d = q.shape
-    if not (q.is_meta or _has_flash(q.device)):
-        each = [_fused_attention(*(x[_part(span)] for x in (q, k, v))).transpose(1, 2) for span in documents.spans]
-        return torch.cat(each, dim=1).view(b, s, n, d).transpose(1, 2)
-    from torch.nn.attention.varlen import varlen_attn
-
-    parts = (x.transpose(1, 2).reshape(b * s, -1, d) for x in (q, k, v))
-    limits = documents.bounds, documents.bounds, documents.longest, documents.longest
-    y = varlen_attn(*parts, *limits, window_size=(-1, 0), enable_gqa=n != k.shape[1])
-    return y.view(b, s, n, d).transpose(1, 2)
-
-
-class _DocumentAttention(torch.autograd.Function):
-    """q [b, n/tp, s, d], k and v [b, g, s, d] -> [b, n/tp, s, d], in memory [b, s, n/tp, d].
-
-    torch's kernel for CPUs, called per document. The outputs are parts of one tensor, which is saved once: as much as
-    one call for whole samples saves. Calls under autograd would save each output and the joined tensor.
-    """
-
-    @staticmethod
-    def forward(ctx, q, k, v, documents):
-        b, n, s, d = q.shape
-        y = q.new_empty(b, s, n, d).transpose(1, 2)
-        log_sums = q.new_empty(b, s, n).transpose(1, 2)
-        for span in documents.spans:
-            part = _part(span)
-            y[part], log_sums[part] = _CPU_KERNEL(q[part], k[part], v[part], 0.0, True)
-        ctx.save_for_backward(q, k, v, y, log_sums)
-        ctx.documents = documents
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        *inputs, y, log_sums = ctx.saved_tensors
-        grads = [torch.empty_like(x) for x in inputs]
-        for span in ctx.documents.spans:
-            part = _part(span)
-            own = [x[part] for x in inputs]
-            found = _CPU_KERNEL_BACKWARD(dy[part], *own, y[part], log_sums[part], 0.0, True)
-            for into, grad in zip(grads, found, strict=True):
-                into[part] = grad
-        return *grads, None
-
-
-_CPU_KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_CPU_KERNEL_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
-def _part(span: DocumentSpan) -> tuple[slice, slice, slice]:
-    """Index the tokens of a document in [b, heads, s, ..]."""
-    return slice(span.sample, span.sample + 1), slice(None), slice(span.first, span.stop)
+    def weights(self, capped: torch.Tensor, documents: Documents | None) -> torch.Tensor:
+        """Return the softmax of scores over the keys that each query sees; may overwrite the scores."""
+        return self.kernels.causal_softmax(capped, self.scores.first_seen(capped, documents))
 
 
 class Heads(NamedTuple):
@@ -192,21 +118,29 @@ class _ExplicitAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, core, rows, documents):
         groups = ctx.groups = q.shape[1] // k.shape[1]
-        weights = core.weights(q, _repeat(k, groups), documents)
-        ctx.save_for_backward(q, k, v, *(() if core.recompute else (weights,)))
+        capped = core.capped(q, _repeat(k, groups))
+        kept = [capped.clone()] if core.scores.softcap else []
+        weights = core.weights(capped, documents)
+        ctx.save_for_backward(q, k, v, *([] if core.recompute else kept or [weights]))
         ctx.core, ctx.rows, ctx.documents = core, rows, documents
         return _matmul(core.dropout(weights, rows), _repeat(v, groups))
 
     @staticmethod
     def backward(ctx, dy):
-        core = ctx.core
+        core, softcap = ctx.core, ctx.core.scores.softcap > 0
         q, k, v, *kept = ctx.saved_tensors
         k, v = _repeat(k, ctx.groups), _repeat(v, ctx.groups)
-        weights = kept[0] if kept else core.weights(q, k, ctx.documents)
+        saved = kept[0] if kept else core.capped(q, k)
+        if softcap:
+            weights = core.weights(saved.clone(), ctx.documents)
+        else:
+            weights = saved if kept else core.weights(saved, ctx.documents)
         dropped = core.dropout(weights, ctx.rows)
         dv = _matmul(dropped.transpose(-1, -2), dy)
         ddropped = _matmul(dy, v.transpose(-1, -2))
-        dscores = core.kernels.scores_grad(weights, dropped, ddropped, q.shape[-1] ** -0.5)
+        dscores = core.kernels.scores_grad(weights, dropped, ddropped, core.scores.factor(q.shape[-1]))
+        if softcap:
+            dscores = core.scores.uncap_grad_(dscores, saved)
         dk = _matmul(dscores.transpose(-1, -2), q)
         return _matmul(dscores, k), _sum_groups(dk, ctx.groups), _sum_groups(dv, ctx.groups), None, None, None
 
@@ -218,13 +152,6 @@ def _repeat(x: torch.Tensor, groups: int) -> torch.Tensor:
 
 def _sum_groups(gradient: torch.Tensor, groups: int) -> torch.Tensor:
     return gradient if groups == 1 else gradient.unflatten(1, (-1, groups)).sum(2)
-
-
-def is_fused(device_type: str, precision: str, dropout: bool, documents: bool = False) -> bool:
-    """Return whether attention is computed by a fused kernel. `documents`: whether it is restricted to documents."""
-    if device_type == "cpu":
-        return not dropout and precision in ("fp32", "fp64")
-    return not dropout and (precision in ("bf16", "fp16") or (precision == "fp32" and not documents))
 
 
 class Attention(nn.Module):
@@ -240,11 +167,12 @@ class Attention(nn.Module):
     def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
         super().__init__()
         self.context, self.number = context, number
-        self.score_flops = 4 * model.seq_length * model.num_attention_heads * model.head_dim
+        scores = Scores.of(model, number)
+        self.score_flops = 4 * (scores.window or model.seq_length) * model.num_attention_heads * model.head_dim
         self.num_heads = model.num_attention_heads // context.tp.size
         self.first_head = context.tp.rank * self.num_heads
         dropout = context.dropout(model.attention_dropout, number, "scores")
-        self.core = CoreAttention(dropout, context.kernels, context.selective)
+        self.core = CoreAttention(dropout, context.kernels, context.selective, scores)
 
     def forward(self, x: torch.Tensor, norm: Norm, residual: Residual, tokens: MicroBatchInfo) -> torch.Tensor:
         """x [T', h] -> x + attention(norm(x)) [T', h]; `residual` joins them."""
@@ -261,17 +189,18 @@ class Attention(nn.Module):
 
     def attend(self, heads: list[torch.Tensor], tokens: MicroBatchInfo) -> torch.Tensor:
         """Queries [b, n/tp, s, d], keys and values [b, g, s, d] -> [T, n/tp * d]"""
-        if tokens.cache is not None:
-            new = (part[0].transpose(0, 1) for part in heads)
-            return tokens.cache.attend(self.number, *new, tokens.rows)
         documents = tokens.attention_documents
         if tokens.training and self.core.dropout.probability > 0:
             first, count = self.first_head * tokens.length, self.num_heads * tokens.length
             rows = tuple(Rows(sample, first, count) for sample in tokens.samples)
         else:
             rows = None
-        device, precision = self.context.device.type, self.context.precision
-        fused = is_fused(device, precision, rows is not None, documents is not None)
+        device, precision, softcap = self.context.device.type, self.context.precision, self.core.scores.softcap > 0
+        fused = is_fused(device, precision, rows is not None, documents is not None, softcap)
+        if tokens.cache is not None:
+            new = (part[0].transpose(0, 1) for part in heads)
+            prompt = functools.partial(self.core, fused=fused, rows=None)
+            return tokens.cache.attend(self.number, self.core.scores, prompt, *new, tokens.rows)
         return self.core(*heads, fused, rows, documents)
 
 

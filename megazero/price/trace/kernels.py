@@ -45,13 +45,8 @@ class Operator(NamedTuple):
     num_bytes: int  # read and written
     dtype: str  # of its products: fp16, bf16, fp32, fp64
     product: Product | None = None
-    attention_flops: int = 0  # of fused attention: causal, half of all scores
+    attention_flops: int = 0  # of fused attention: of the scores that the kernel computes
     head_dim: int = 0  # of fused attention
-
-    @property
-    def flops(self) -> int:
-        """FLOPs, with attention's counted as if it were not causal."""
-        return self.product.flops if self.product is not None else 2 * self.attention_flops
 
 
 class Issue(NamedTuple):
@@ -140,11 +135,24 @@ def _operator(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     if any(word in name for word in ATTENTION):
         backward = "backward" in name  # its first argument is the gradient of the output
         q, k = read[backward], read[backward + 1]
-        # with documents, tensors are [T, heads, d], and the longest length is an argument
-        length = k.shape[2] if k.dim() == 4 else max((a for a in args if type(a) is int), default=k.shape[0])
-        flops = 2 * q.numel() * length  # causal: half of the scores
+        flops = 4 * q.shape[-1] * _num_scores(q, k, args)
         return Operator(name, num_bytes, dtype, None, flops * 5 // 2 if backward else flops, q.shape[-1])
     return Operator(name, num_bytes, dtype)
+
+
+def _num_scores(q: torch.Tensor, k: torch.Tensor, args: tuple[Any, ...]) -> int:
+    """Return the scores that a fused kernel computes, of all heads.
+
+    Causal attention computes half of them; and a window, whose kernel knows it, its width per query, less the
+    triangle before the first tokens. If there are more keys than queries, it is a mask that selects them.
+    """
+    if k.dim() == 4:  # [b, heads, s, d]
+        whole = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+        return whole if k.shape[2] > q.shape[2] else whole // 2
+    length = max((a for a in args if type(a) is int), default=k.shape[0])  # [T, heads, d]: of the longest document
+    window = next((a[0] + 1 for a in args if isinstance(a, list)), 0)
+    window = window if 0 < window < length else length
+    return q.shape[0] * q.shape[1] * window * (2 * length - window) // (2 * length)
 
 
 class _RecordedAxis(PretendAxis):

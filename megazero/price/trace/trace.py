@@ -293,11 +293,14 @@ def _trace(kind: Kind, grad_dtype: str, add: bool, at_once: bool) -> LayerTrace:
 def model_flops(model: ModelConfig, samples: int) -> int:
     """Return the FLOPs of an iteration over `samples`, as Narayanan 2021: three times the products of a forward.
 
-    Attention counts as if it were not causal. Recompute and the lookup of tokens do not count.
+    Attention counts as if it were not causal: all keys of a sample, or of a window. Recompute and the lookup of tokens
+    do not count.
     """
-    counts = Counter((kind.name, kind.use) for kind in declare(model).kinds.values())
-    traced = shallow(model)
-    return 3 * samples * sum(count * _flops(traced, *kind) for kind, count in counts.items())
+    kinds = list(declare(model).kinds.values())
+    counts = Counter((kind.name, kind.use) for kind in kinds)
+    fused = dataclasses.replace(shallow(model), attention_dropout=0.0, attention_softcap=0.0)
+    matrices = sum(count * _matrix_flops(fused, *kind) for kind, count in counts.items())
+    return 3 * samples * (matrices + model.seq_length * sum(kind.score_flops for kind in kinds))
 
 
 def shallow(model: ModelConfig) -> ModelConfig:
@@ -307,12 +310,13 @@ def shallow(model: ModelConfig) -> ModelConfig:
 
 
 @functools.lru_cache(maxsize=64)
-def _flops(model: ModelConfig, layer: str, use: Use) -> int:
-    """Return the FLOPs of a layer's forward of one sample, on one rank, without padding."""
+def _matrix_flops(model: ModelConfig, layer: str, use: Use) -> int:
+    """Return the FLOPs of a forward of one sample without those of fused attention, on one rank, without padding."""
     kind = Kind(model, "fp32", 1, "none", False, 1, "cpu", layer, use, False, ())
     with kind.stand_in() as device, torch.no_grad():
         recorder = Recorder()
         traced = Traced(kind, device, recorder, padded=False)
         with recorder:
             traced.compute(traced.input(), traced.batch, True)
-    return sum(event.flops for event in recorder.take() if isinstance(event, Operator))
+    operators = (event for event in recorder.take() if isinstance(event, Operator))
+    return sum(op.product.flops for op in operators if op.product is not None)
