@@ -62,7 +62,7 @@ def forward(
     blocks = {"gpt2": gpt2_block, "llama": llama_block, "qwen3": llama_block, "parallel": parallel_block}[
         model.architecture
     ]
-    x = F.embedding(ids, w["token_embedding.weight"])
+    x = F.embedding(ids, w["token_embedding.weight"]) * model.embedding_multiplier
     if model.architecture == "gpt2":
         x = x + w["position_embedding.weight"][position]
     x = drop(model.hidden_dropout, -1, "embedding", x)
@@ -70,7 +70,11 @@ def forward(
         mine = {name.removeprefix(f"blocks.{i}."): t for name, t in w.items() if name.startswith(f"blocks.{i}.")}
         x = blocks(model, mine, x, lambda p, site, x, i=i: drop(p, i, site, x), seen, position)
     x = norm(model, w, "head.norm", x)
-    return F.linear(x, w.get("head.output.weight", w["token_embedding.weight"]))
+    table = w.get("head.output.weight", w["token_embedding.weight"])
+    logits = F.linear(x, table, w.get("head.output_bias")) / model.logits_divisor
+    if model.final_softcap:
+        logits = model.final_softcap * (logits / model.final_softcap).tanh()
+    return logits
 
 
 Drop = Callable[[float, str, torch.Tensor], torch.Tensor]  # probability, site, x
@@ -81,6 +85,13 @@ def norm(model: ModelConfig, w: Weights, name: str, x: torch.Tensor) -> torch.Te
     if f"{name}.bias" in w:
         return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], model.norm_epsilon)
     return F.rms_norm(x, x.shape[-1:], w[f"{name}.weight"], model.norm_epsilon)
+
+
+def all_heads(model: ModelConfig, w: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
+    """x [b, n, s, d] -> x / rms(x) * weight, where rms is over all heads."""
+    joined = x.transpose(1, 2).flatten(2)
+    normed = F.rms_norm(joined, joined.shape[-1:], w[f"{name}.weight"], model.norm_epsilon)
+    return normed.unflatten(2, (x.shape[1], -1)).transpose(1, 2)
 
 
 def linear(w: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -113,7 +124,9 @@ def grouped_attention(
     b, s, _ = y.shape
     q = linear(w, "attention.query", y).view(b, s, model.num_attention_heads, -1).transpose(1, 2)
     k, v = linear(w, "attention.kv", y).view(b, s, model.query_groups, 2, -1).transpose(1, 2).unbind(3)
-    if model.qk_layernorm:
+    if model.qk_norm_all_heads:
+        q, k = (all_heads(model, w, f"attention.{name}_norm", t) for name, t in (("query", q), ("key", k)))
+    elif model.qk_layernorm:
         q, k = norm(model, w, "attention.query_norm", q), norm(model, w, "attention.key_norm", k)
     each = model.num_attention_heads // model.query_groups
     k, v = (t.repeat_interleave(each, dim=1) for t in (rotated(model, k, position), v))

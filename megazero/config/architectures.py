@@ -19,7 +19,7 @@ class ArchitectureTraits(NamedTuple):
     defaults: Mapping[str, Any] = MappingProxyType({})
 
 
-ROTARY = ("num-query-groups", "add-qkv-bias", "qk-layernorm", "rotary-base", "rope-scaling-factor")
+ROTARY = ("num-query-groups", "add-qkv-bias", "qk-layernorm", "qk-norm-all-heads", "rotary-base", "rope-scaling-factor")
 LLAMA = {"untie-embeddings": True, "norm-epsilon": 1e-6}
 ARCHITECTURES = {
     "gpt2": ArchitectureTraits(),

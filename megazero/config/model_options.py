@@ -21,6 +21,7 @@ from megazero.config.limits import (
 from megazero.config.optimizers import OPTIMIZERS, UpdateRule
 from megazero.plan.schedule.schedules import SCHEDULES
 
+LARGE = "products of larger numbers overflow"
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 
 if TYPE_CHECKING:
@@ -73,8 +74,17 @@ class ModelConfig:
     qk_layernorm: bool = False
     """Norm each attention head's queries and keys, as in Qwen 3, by the kind of norm that the block has. Not for
     gpt2."""
+    qk_norm_all_heads: bool = False
+    """--qk-layernorm: one RMSNorm over the queries of all heads and one over all keys, as in OLMo 2, instead of a norm
+    of each head."""
     norm_epsilon: Annotated[float, Bounds(0, 1, "it only keeps a norm's divisor from 0", least_open=True)] = 1e-5
     """Added to the variance in a norm. The default for llama and qwen3 is 1e-6."""
+    embedding_multiplier: Annotated[float, Bounds(0, 1e6, LARGE, least_open=True)] = 1.0
+    """Factor of the token embeddings, as in Granite. A tied output matrix is not multiplied."""
+    logits_divisor: Annotated[float, Bounds(0, 1e6, LARGE, least_open=True)] = 1.0
+    """Divisor of the logits, as Granite's logits_scaling."""
+    final_softcap: Annotated[float, Bounds(0, 1000, "logits are smaller")] = 0.0
+    """Largest absolute logit, C: a logit x becomes C tanh(x / C), as in Gemma 2. 0: no limit."""
 
     @property
     def ffn_size(self) -> int:
@@ -88,6 +98,11 @@ class ModelConfig:
     @property
     def query_groups(self) -> int:
         return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def embedding_scale(self) -> float:
+        """Factor of the token embeddings."""
+        return self.embedding_multiplier
 
     @property
     def residual_std(self) -> float:

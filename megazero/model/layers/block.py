@@ -50,6 +50,7 @@ class Architecture(NamedTuple):
     positions: Callable[[ModelConfig, Context], Layer] | None  # a layer after the token table
     # of a block's number: blocks of one kind differ in their number only; they are declared, traced and priced once
     kind: Callable[[ModelConfig, int], Hashable] = lambda model, number: None
+    output_bias: bool = False  # whether the logits have a bias
 
 
 class PreNormBlock(Layer):
