@@ -60,7 +60,7 @@ def forward(
         return x * Dropout(probability, config.training.seed, layer, site).mask(x.detach(), rows)
 
     blocks = parallel_block if model.traits.parallel else sequential_block
-    x = F.embedding(ids, w["token_embedding.weight"])
+    x = F.embedding(ids, w["token_embedding.weight"]) * model.embedding_scale
     if model.traits.learned_positions:
         x = x + w["position_embedding.weight"][position]
     x = drop(model.hidden_dropout, -1, "embedding", x)
@@ -70,7 +70,11 @@ def forward(
         sees = seen & near if model.attention_kind(i) == "L" else seen
         x = blocks(model, mine, x, lambda p, site, x, i=i: drop(p, i, site, x), sees, position)
     x = norm(model, w, "head.norm", x)
-    return F.linear(x, w.get("head.output.weight", w["token_embedding.weight"]))
+    table = w.get("head.output.weight", w["token_embedding.weight"])
+    logits = F.linear(x, table, w.get("head.output_bias")) / model.logits_divisor
+    if model.final_softcap:
+        logits = model.final_softcap * (logits / model.final_softcap).tanh()
+    return logits
 
 
 Drop = Callable[[float, str, torch.Tensor], torch.Tensor]  # probability, site, x
@@ -84,6 +88,13 @@ def norm(model: ModelConfig, w: Weights, name: str, x: torch.Tensor) -> torch.Te
     if model.traits.norm == "layernorm":
         return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], model.norm_epsilon)
     return F.rms_norm(x, x.shape[-1:], w[f"{name}.weight"] + (model.traits.norm == "rmsnorm-1p"), model.norm_epsilon)
+
+
+def all_heads(model: ModelConfig, w: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
+    """x [b, n, s, d] -> x / rms(x) * weight, where rms is over all heads."""
+    joined = x.transpose(1, 2).flatten(2)
+    normed = F.rms_norm(joined, joined.shape[-1:], w[f"{name}.weight"], model.norm_epsilon)
+    return normed.unflatten(2, (x.shape[1], -1)).transpose(1, 2)
 
 
 def linear(w: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -108,7 +119,9 @@ def grouped_attention(
     b, s, _ = y.shape
     q = linear(w, "attention.query", y).view(b, s, model.num_attention_heads, -1).transpose(1, 2)
     k, v = linear(w, "attention.kv", y).view(b, s, model.query_groups, 2, -1).transpose(1, 2).unbind(3)
-    if model.qk_layernorm:
+    if model.qk_norm_all_heads:
+        q, k = (all_heads(model, w, f"attention.{name}_norm", t) for name, t in (("query", q), ("key", k)))
+    elif model.qk_layernorm:
         q, k = norm(model, w, "attention.query_norm", q), norm(model, w, "attention.key_norm", k)
     each = model.num_attention_heads // model.query_groups
     k, v = (t.repeat_interleave(each, dim=1) for t in (rotated(model, k, position), v))

@@ -44,7 +44,7 @@ class ArchitectureTraits(NamedTuple):
         return self._replace(options=(), defaults={})
 
 
-ROTARY = ("num-query-groups", "add-qkv-bias", "qk-layernorm", "rotary-base", "rope-scaling-factor")
+ROTARY = ("num-query-groups", "add-qkv-bias", "qk-layernorm", "qk-norm-all-heads", "rotary-base", "rope-scaling-factor")
 LLAMA = ArchitectureTraits(options=ROTARY, defaults={"untie-embeddings": True, "norm-epsilon": 1e-6})
 
 

@@ -21,6 +21,7 @@ from megazero.config.limits import (
 from megazero.config.optimizers import OPTIMIZERS, UpdateRule
 from megazero.plan.schedule.schedules import SCHEDULES
 
+LARGE = "products of larger numbers overflow"
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 
 if TYPE_CHECKING:
@@ -83,8 +84,17 @@ class ModelConfig:
     because the fused kernels have no cap. 0: none."""
     attention_scale: Annotated[float, Bounds(0, 1000, "the softmax would pick one key")] = 0.0
     """Factor of attention scores, as in Granite and Gemma. 0: 1 / sqrt(width of a head)."""
+    qk_norm_all_heads: bool = False
+    """--qk-layernorm: one RMSNorm over the queries of all heads and one over all keys, as in OLMo 2, instead of a norm
+    of each head."""
     norm_epsilon: Annotated[float, Bounds(0, 1, "it only keeps a norm's divisor from 0", least_open=True)] = 1e-5
     """Added to the variance in a norm. The default for llama and qwen3 is 1e-6."""
+    embedding_multiplier: Annotated[float, Bounds(0, 1e6, LARGE, least_open=True)] = 1.0
+    """Factor of the token embeddings, as in Granite. A tied output matrix is not multiplied."""
+    logits_divisor: Annotated[float, Bounds(0, 1e6, LARGE, least_open=True)] = 1.0
+    """Divisor of the logits, as Granite's logits_scaling."""
+    final_softcap: Annotated[float, Bounds(0, 1000, "logits are smaller")] = 0.0
+    """Largest absolute logit, C: a logit x becomes C tanh(x / C), as in Gemma 2. 0: no limit."""
 
     residual_multiplier: Annotated[float, Bounds(0, 1000, "no published model has a larger one", least_open=True)] = 1.0
     """Factor of the results of attention and MLP before they are added to the residual stream; Granite has 0.22."""
@@ -110,6 +120,11 @@ class ModelConfig:
         """Return the kind of attention of a layer: L local, G global, N global without rotary positions."""
         pattern = self.layer_pattern or ("L" if self.window_size else "G")
         return pattern[number % len(pattern)]
+
+    @property
+    def embedding_scale(self) -> float:
+        """Factor of the token embeddings."""
+        return self.embedding_multiplier * (math.sqrt(self.hidden_size) if self.traits.root_embedding else 1.0)
 
     @property
     def residual_std(self) -> float:

@@ -28,6 +28,7 @@ NEEDS = {
     "finetune": "--load DIR",
     "eval-only": "--load DIR",
     "eval-split": "--eval-only",
+    "qk-norm-all-heads": "--qk-layernorm",
     "partition-activations": "--recompute full",
     "checkpoint-in-cpu": "--recompute full",
     "contiguous-checkpointing": "--recompute full",

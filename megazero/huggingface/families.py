@@ -114,7 +114,7 @@ GPT_OUTSIDE = {
     "head.norm.weight": "transformer.ln_f.weight",
     "head.norm.bias": "transformer.ln_f.bias",
     "head.output.weight": OUTPUT,
-    "head.output.bias": "lm_head.bias",
+    "head.output_bias": "lm_head.bias",
 }
 
 

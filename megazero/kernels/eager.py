@@ -5,12 +5,15 @@ Shapes: b micro-batch, s sequence, T tokens, h hidden, n heads, d head dim, v vo
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
 from megazero.kernels.rotary import RotaryTables, rotate
 
 LOGIT_CHUNK_BYTES = 1 << 20  # of rows of logits that are computed together: they fit in a core's cache
+TEMPORARY_BYTES = 1 << 28  # of rows of logits that a GPU computes together in another tensor
 GELU_A = 2 * (2 / torch.pi) ** 0.5  # gelu(x) = x sigmoid(A x + B x^3), by tanh
 GELU_B = 0.044715 * GELU_A
 
@@ -91,45 +94,98 @@ def _local(labels: torch.Tensor, num_columns: int) -> tuple[torch.Tensor, torch.
     return labels.masked_fill(~mine, 0), mine
 
 
-def loss_sums(logits: torch.Tensor, labels: torch.Tensor, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Leave the exponentials, relative to the row's maximum, in place of the logits."""
+class LogitMap(NamedTuple):
+    """From products x of hidden states and the output matrix to logits: factor x, capped by C to C tanh(factor x / C).
+
+    Attributes:
+        softcap: C; 0: no cap.
+    """
+
+    factor: float = 1.0
+    softcap: float = 0.0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Map products to logits: in place without a cap, else in a new tensor, in fp32 or wider."""
+        if self.softcap:
+            return self.tanh(x).mul_(self.softcap)
+        return x if self.factor == 1.0 else x.mul_(self.factor)
+
+    def tanh(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits / C."""
+        return (x.to(wide(x)) * (self.factor / self.softcap)).tanh_()
+
+
+PRODUCTS = LogitMap()  # the products are the logits
+
+
+def loss_sums(
+    logits: torch.Tensor, labels: torch.Tensor, num_columns: int, to_logits: LogitMap = PRODUCTS
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Leave the exponentials, relative to the row's maximum, in place of the products.
+
+    With a cap the products stay, because the gradient needs tanh, which exponentials that underflow do not give.
+    """
     logits[:, num_columns:] = -torch.inf  # padding: probability 0, gradient 0
     columns, mine = _local(labels, num_columns)
     peak = logits.new_empty(len(logits), dtype=wide(logits))  # [T]; all of the following in fp32, or in fp64
     sums = peak.new_empty(2, len(logits))
-    for part in _chunks(logits):
-        chunk = logits[part]
+    for part in _chunks(logits, temporary=bool(to_logits.softcap)):
+        chunk, factor = logits[part], to_logits.factor
+        if to_logits.softcap:
+            chunk, factor = to_logits(chunk), 1.0
+            chunk[:, num_columns:] = -torch.inf  # the map made it -C
         # clamped, because a rank whose columns are all padding has no maximum
         peak[part] = top = chunk.amax(-1).to(peak.dtype).clamp_(min=torch.finfo(chunk.dtype).min)
         sums[1, part] = chunk.gather(-1, columns[part, None])[:, 0]
-        chunk.sub_(top.to(chunk.dtype)[:, None]).exp_()
-        sums[0, part] = chunk.sum(-1, dtype=peak.dtype)
+        chunk.sub_(top.to(chunk.dtype)[:, None])
+        if factor != 1.0:  # after the maximum is subtracted, because large products would lose digits
+            chunk.mul_(factor)
+            peak[part] *= factor
+            sums[1, part] *= factor
+        sums[0, part] = chunk.exp_().sum(-1, dtype=peak.dtype)
     sums[1].masked_fill_(~mine, 0)
     return peak, sums
 
 
-def loss_kept(factor: torch.Tensor, total: torch.Tensor, log_sum: torch.Tensor) -> torch.Tensor:
-    """Return the factor from exponentials to probabilities."""
-    return factor / total
+def loss_kept(
+    factor: torch.Tensor, total: torch.Tensor, log_sum: torch.Tensor, to_logits: LogitMap = PRODUCTS
+) -> torch.Tensor:
+    """Return the factor from exponentials to probabilities; with a cap, the log of the sum of exponentials."""
+    return log_sum if to_logits.softcap else factor / total
 
 
 def loss_grad_(
-    logits: torch.Tensor, labels: torch.Tensor, num_columns: int, kept: torch.Tensor, scale: torch.Tensor
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    num_columns: int,
+    kept: torch.Tensor,
+    scale: torch.Tensor,
+    to_logits: LogitMap = PRODUCTS,
 ) -> torch.Tensor:
-    """Compute in place of the exponentials, which `loss_sums` has left in `logits`."""
+    """Compute in place of the tensor that `loss_sums` has left in `logits`."""
     columns, mine = _local(labels, num_columns)
-    picked = (-scale).masked_fill_(~mine, 0).to(logits.dtype)[:, None]
-    factor = (kept * scale).to(logits.dtype)[:, None]
+    scale = scale * to_logits.factor
+    picked = (-scale).masked_fill_(~mine, 0)[:, None]
+    if to_logits.softcap:
+        for part in _chunks(logits, temporary=True):
+            tanh = to_logits.tanh(logits[part])  # of padding -1, so that its derivative is 0
+            probabilities = (tanh * to_logits.softcap).sub_(kept[part, None]).exp_()
+            grad = probabilities.mul_(scale[part, None]).scatter_add_(-1, columns[part, None], picked[part])
+            logits[part] = grad.mul_(tanh.square_().neg_().add_(1))
+        return logits
+    picked, factor = picked.to(logits.dtype), (kept * scale).to(logits.dtype)[:, None]
     for part in _chunks(logits):
         logits[part].mul_(factor[part]).scatter_add_(-1, columns[part, None], picked[part])
     return logits
 
 
-def _chunks(logits: torch.Tensor) -> list[slice]:
-    rows = len(logits)
-    if logits.device.type != "cpu" or is_stand_in(logits):
+def _chunks(logits: torch.Tensor, temporary: bool = False) -> list[slice]:
+    """Return the rows that are computed together. temporary: in a tensor besides the logits."""
+    rows, on_cpu = len(logits), logits.device.type == "cpu"
+    if is_stand_in(logits) or not (on_cpu or temporary):
         return [slice(0, rows)]  # few, large kernels
-    each = max(1, LOGIT_CHUNK_BYTES // (logits.shape[1] * logits.element_size()))
+    most = LOGIT_CHUNK_BYTES if on_cpu else TEMPORARY_BYTES
+    each = max(1, most // (logits.shape[1] * logits.element_size()))
     return [slice(at, min(at + each, rows)) for at in range(0, rows, each)]
 
 

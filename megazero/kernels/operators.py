@@ -17,6 +17,7 @@ import torch
 
 from megazero.kernels import eager
 from megazero.kernels.dropout import Segment, scale_of, threshold_of
+from megazero.kernels.eager import PRODUCTS, LogitMap
 from megazero.kernels.rotary import RotaryTables
 
 DEVICES = ("CUDA", "CPU")
@@ -69,12 +70,13 @@ swiglu = _operator("swiglu(Tensor x) -> Tensor", lambda x: x.new_empty(*x.shape[
 gelu_grad_ = _operator(
     "gelu_grad_(Tensor(a!) dy, Tensor x) -> (Tensor(a!), Tensor)", lambda dy, x: (dy, _fp32(x, x.shape[-1]))
 )
-loss_sums = _operator(
-    "loss_sums(Tensor logits, Tensor labels, int num_columns) -> (Tensor, Tensor)",
+_LOSS_SUMS = _operator(
+    "loss_sums(Tensor logits, Tensor labels, int num_columns, float factor, float softcap) -> (Tensor, Tensor)",
     lambda logits, *_: (_fp32(logits, len(logits)), _fp32(logits, 2, len(logits))),
 )
-loss_grad_ = _operator(
-    "loss_grad_(Tensor(a!) logits, Tensor labels, int num_columns, Tensor log_sum, Tensor scale) -> Tensor(a!)",
+_LOSS_GRAD = _operator(
+    "loss_grad_(Tensor(a!) logits, Tensor labels, int num_columns, Tensor log_sum, Tensor scale, float factor,"
+    " float softcap) -> Tensor(a!)",
     lambda logits, *_: logits,
 )
 add_rows = _operator(
@@ -105,8 +107,27 @@ def layer_norm_grad(
     return _LAYER_NORM_GRAD(dy, x, weight, *others)
 
 
-def loss_kept(factor: torch.Tensor, total: torch.Tensor, log_sum: torch.Tensor) -> torch.Tensor:
+def loss_sums(
+    logits: torch.Tensor, labels: torch.Tensor, num_columns: int, to_logits: LogitMap = PRODUCTS
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _LOSS_SUMS(logits, labels, num_columns, *to_logits)
+
+
+def loss_kept(
+    factor: torch.Tensor, total: torch.Tensor, log_sum: torch.Tensor, to_logits: LogitMap = PRODUCTS
+) -> torch.Tensor:
     return log_sum
+
+
+def loss_grad_(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    num_columns: int,
+    log_sum: torch.Tensor,
+    scale: torch.Tensor,
+    to_logits: LogitMap = PRODUCTS,
+) -> torch.Tensor:
+    return _LOSS_GRAD(logits, labels, num_columns, log_sum, scale, *to_logits)
 
 
 def dropout(

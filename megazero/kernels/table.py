@@ -22,19 +22,21 @@ class Activation(NamedTuple):
 
 
 class LossKernels(NamedTuple):
-    """Softmax cross-entropy over a rank's logits [T, v/tp], in fp32 (fp64 of fp64), which are overwritten.
+    """Softmax cross-entropy over a rank's products [T, v/tp], in fp32 (fp64 of fp64), which are overwritten.
 
-    Labels [T] are column numbers; those outside [0, num_columns) are other ranks'. Columns from num_columns on are
-    padding.
+    An `eager.LogitMap` maps products to logits, by default to themselves. Labels [T] are column numbers; those outside
+    [0, num_columns) are other ranks'. Columns from num_columns on are padding.
     """
 
-    # (logits, labels, num_columns) -> maxima [T], finite if the logits are; [2, T]: sums of exp(logit - maximum), and
-    # the labels' logits, 0 for other ranks' labels
-    sums: Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
-    # (exp(maximum here - over tp), sum over tp, log of the sum of exp(logit) over tp) -> [T], saved for the gradient
-    kept: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-    # (logits as `sums` left them, labels, num_columns, kept, scale [T]) -> (softmax - one hot) * scale, in place
-    grad_: Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor, torch.Tensor], torch.Tensor]
+    # (products, labels, num_columns, map) -> maxima of logits [T], finite if the products are; [2, T]: sums of
+    # exp(logit - maximum), and the labels' logits, 0 for other ranks' labels
+    sums: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    # (exp(maximum here - over tp), sum over tp, log of the sum of exp(logit) over tp, map) -> [T], saved for the
+    # gradient
+    kept: Callable[..., torch.Tensor]
+    # (products as `sums` left them, labels, num_columns, kept, scale [T], map) -> gradient of the products, in place:
+    # (softmax - one hot) * scale * derivative of the map
+    grad_: Callable[..., torch.Tensor]
 
 
 class Kernels(NamedTuple):

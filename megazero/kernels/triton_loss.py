@@ -1,6 +1,7 @@
 """The loss over the vocabulary in two passes over the logits: sums, and the gradient in place of the logits.
 
-Bytes per logit of w bytes: w and 2 w. All is computed in fp32, and rounded once, when the gradient is written.
+Both map the products of hidden states and the output matrix to logits; see `eager.LogitMap`. Bytes per logit of w
+bytes: w and 2 w. All is computed in fp32, and rounded once, when the gradient is written.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)  # of fp32; not -inf, from which -
 
 
 @triton.jit
-def _sums(logits, labels, peaks, sums, rows, width, num_columns, BLOCK: tl.constexpr):
+def _tanh(x):
+    return 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x))
+
+
+@triton.jit
+def _sums(
+    logits, labels, peaks, sums, rows, width, num_columns, factor, softcap, CAPPED: tl.constexpr, BLOCK: tl.constexpr
+):
     """A row of logits [rows, width] per program; columns from num_columns on are padding.
 
     Loads are masked by the width, not by num_columns, because the width is a multiple of 16: so they are vectorized.
@@ -27,26 +35,32 @@ def _sums(logits, labels, peaks, sums, rows, width, num_columns, BLOCK: tl.const
     total = tl.full((), 0.0, tl.float32)
     for first in range(0, width, BLOCK):
         column = first + tl.arange(0, BLOCK)
-        value = tl.load(logits + start + column, mask=column < width, other=0.0).to(tl.float32)
+        value = tl.load(logits + start + column, mask=column < width, other=0.0).to(tl.float32) * factor
+        if CAPPED:
+            value = softcap * _tanh(value / softcap)
         value = tl.where(column < num_columns, value, float("-inf"))
         higher = tl.maximum(peak, tl.max(value, 0))
         total = total * tl.exp(peak - higher) + tl.sum(tl.exp(value - higher), 0)
         peak = higher
     label = tl.load(labels + row)
     mine = (label >= 0) & (label < num_columns)
-    picked = tl.load(logits + start + label, mask=mine, other=0.0).to(tl.float32)
+    picked = tl.load(logits + start + label, mask=mine, other=0.0).to(tl.float32) * factor
+    if CAPPED:
+        picked = softcap * _tanh(picked / softcap)
     tl.store(peaks + row, peak)
     tl.store(sums + row, total)
     tl.store(sums + rows + row, picked)
 
 
 @triton.jit
-def _grad(logits, labels, log_sums, scales, width, num_columns, BLOCK: tl.constexpr):
-    """A row per program: logits = (softmax(logits) - one_hot(label)) * scale, and 0 in the padding."""
+def _grad(
+    logits, labels, log_sums, scales, width, num_columns, factor, softcap, CAPPED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """A row per program: the gradient of the products, and 0 in the padding."""
     row = tl.program_id(0)
     start = row.to(tl.int64) * width
     log_sum = tl.load(log_sums + row)
-    scale = tl.load(scales + row)
+    scale = tl.load(scales + row) * factor
     label = tl.load(labels + row)
     label = tl.where(label < num_columns, label, -1).to(
         tl.int32
@@ -54,12 +68,20 @@ def _grad(logits, labels, log_sums, scales, width, num_columns, BLOCK: tl.conste
     for first in range(0, width, BLOCK):
         column = first + tl.arange(0, BLOCK)
         value = tl.load(logits + start + column, mask=column < width, other=0.0)
-        probability = tl.where(column < num_columns, tl.exp(value.to(tl.float32) - log_sum), 0.0)
+        logit = value.to(tl.float32) * factor
+        if CAPPED:
+            tanh = _tanh(logit / softcap)
+            logit = softcap * tanh
+        probability = tl.where(column < num_columns, tl.exp(logit - log_sum), 0.0)
         grad = (probability - tl.where(column == label, 1.0, 0.0)) * scale
+        if CAPPED:
+            grad *= 1.0 - tanh * tanh
         tl.store(logits + start + column, grad.to(value.dtype), mask=column < width)
 
 
-def loss_sums(logits: torch.Tensor, labels: torch.Tensor, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+def loss_sums(
+    logits: torch.Tensor, labels: torch.Tensor, num_columns: int, factor: float, softcap: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """See `LossKernels`."""
     rows, width = logits.shape
     assert logits.is_contiguous() and labels.is_contiguous() and labels.shape == (rows,), (logits.shape, labels.shape)
@@ -67,12 +89,19 @@ def loss_sums(logits: torch.Tensor, labels: torch.Tensor, num_columns: int) -> t
     peaks = torch.empty(rows, dtype=torch.float32, device=logits.device)
     found = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
     if rows:
-        _sums[(rows,)](logits, labels, peaks, found, rows, width, num_columns, **block_options(width, BLOCK))
+        options = {"CAPPED": softcap > 0, **block_options(width, BLOCK)}
+        _sums[(rows,)](logits, labels, peaks, found, rows, width, num_columns, factor, softcap, **options)
     return peaks, found
 
 
 def loss_grad_(
-    logits: torch.Tensor, labels: torch.Tensor, num_columns: int, log_sum: torch.Tensor, scale: torch.Tensor
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    num_columns: int,
+    log_sum: torch.Tensor,
+    scale: torch.Tensor,
+    factor: float,
+    softcap: float,
 ) -> torch.Tensor:
     """See `LossKernels`; `log_sum` is its `kept`."""
     rows, width = logits.shape
@@ -81,5 +110,6 @@ def loss_grad_(
     assert log_sum.dtype == scale.dtype == torch.float32, (log_sum.dtype, scale.dtype)
     if rows:
         numbers = log_sum.contiguous(), scale.contiguous()
-        _grad[(rows,)](logits, labels, *numbers, width, num_columns, **block_options(width, BLOCK))
+        options = {"CAPPED": softcap > 0, **block_options(width, BLOCK)}
+        _grad[(rows,)](logits, labels, *numbers, width, num_columns, factor, softcap, **options)
     return logits

@@ -14,13 +14,14 @@ import torch.nn as nn
 
 from megazero.comm.mesh.pretend import pretend_mesh
 from megazero.config.schema import ModelConfig
+from megazero.kernels.eager import LogitMap
 from megazero.memory.tracker import MemoryTracker
 from megazero.model.block import BLOCK_CLASSES
 from megazero.model.layers.context import Context, DeviceBatch, MicroBatchInfo, ResidualStream
 from megazero.model.layers.embedding import PositionEmbedding
 from megazero.model.layers.layer import Layer
 from megazero.model.layers.norm import NORMS
-from megazero.model.layers.vocabulary import VocabularyTable, vocabulary_loss
+from megazero.model.layers.vocabulary import Output, VocabularyTable
 from megazero.model.layers.weight import Weight, named_weights
 from megazero.plan.layout.layers import End, LayerKind, Layers, Use
 from megazero.plan.layout.topology import Layout
@@ -51,22 +52,28 @@ class Head(Layer):
 
     use, end = Use.HEAD, End.LAST
 
-    def __init__(self, model: ModelConfig, norm: nn.Module, tied: VocabularyTable | None, context: Context) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        norm: nn.Module,
+        tied: VocabularyTable | None,
+        context: Context,
+        bias: bool = False,
+    ) -> None:
         super().__init__()
-        self.context, self.norm = context, norm
+        self.norm = norm
         self.output = VocabularyTable(model, context) if tied is None else None
         self.reads = () if tied is None else (TOKEN_EMBEDDING,)
-        self._tied = (tied,)  # in a tuple, so that nn.Module does not register it: it is a unit of its own
-
-    @property
-    def table(self) -> VocabularyTable:
-        table = self.output or self._tied[0]
+        self.output_bias = context.weight(model.vocab_size, sharded={0: "tp"}, pads=True) if bias else None
+        to_logits = LogitMap(1 / model.logits_divisor, model.final_softcap)
+        table = tied or self.output
         assert table is not None
-        return table
+        # a tuple, so that nn.Module does not register the tied table: it is a unit of its own
+        self.vocabulary = Output(table, self.output_bias, to_logits)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """x [T', h], labels and weights [b, s] -> per sample the sum of weights x cross-entropy in nats, [b] fp64."""
-        return vocabulary_loss(self.norm(x), self.table, labels, weights, self.context)
+        return self.vocabulary.loss(self.norm(x), labels, weights)
 
     def compute(self, x: torch.Tensor | None, batch: DeviceBatch, output: bool) -> torch.Tensor:
         assert x is not None
@@ -74,11 +81,11 @@ class Head(Layer):
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """x [.., h] -> [.., v/tp], without a gradient."""
-        return self.table.logits(self.norm(x))
+        return self.vocabulary.logits(self.norm(x))
 
     def whole_logits(self, x: torch.Tensor) -> torch.Tensor:
         """x [n, h] -> [n, v], the same on all of tp, without a gradient."""
-        return self.table.whole_logits(self.norm(x))
+        return self.vocabulary.whole_logits(self.norm(x))
 
 
 class Stage(nn.Module):
@@ -108,7 +115,8 @@ class Stage(nn.Module):
         for number in (name.removeprefix(BLOCKS) for name in names if name.startswith(BLOCKS)):
             self.blocks[number] = BLOCK_CLASSES[model.architecture](model, int(number), context)
         table = self.token_embedding if tied else None
-        self.head = Head(model, NORMS[model.traits.norm](model, context), table, context) if HEAD in names else None
+        norm = NORMS[model.traits.norm](model, context)
+        self.head = Head(model, norm, table, context, "logits" in model.traits.biases) if HEAD in names else None
         layers = dict.fromkeys([TOKEN_EMBEDDING] if tied else []) | dict.fromkeys(names)
         self.units: dict[str, list[Weight]] = {name: named_weights(self.layer(name), name, frozen) for name in layers}
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from megazero.kernels.dropout import Dropout, Rows
+from megazero.kernels.eager import PRODUCTS, LogitMap, wide
 from megazero.kernels.rotary import Rotary
 from megazero.kernels.table import EAGER, TRITON, LossKernels
 
@@ -57,59 +58,77 @@ def check_large_dropout(device: str) -> None:
 
 
 def cross_entropy(
-    kernels: LossKernels, shards: list[torch.Tensor], columns: list[int], labels: torch.Tensor, scale: torch.Tensor
+    kernels: LossKernels,
+    shards: list[torch.Tensor],
+    columns: list[int],
+    labels: torch.Tensor,
+    scale: torch.Tensor,
+    to_logits: LogitMap = PRODUCTS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (loss of each row, gradient of the logits without padding), as tensor-parallel ranks compute them.
+    """Return (loss of each row, gradient of the products without padding), as tensor-parallel ranks compute them.
 
     Args:
-        shards: each rank's logits [T, v/tp], which are overwritten.
+        shards: each rank's products [T, v/tp], which are overwritten.
         columns: those that each has of the vocabulary; the rest is padding.
         scale: [T], the gradient of the loss.
     """
     firsts = [sum(columns[:i]) for i in range(len(columns))]
     local = [labels - first for first in firsts]
-    found = [kernels.sums(*given) for given in zip(shards, local, columns, strict=True)]
+    found = [kernels.sums(*given, to_logits) for given in zip(shards, local, columns, strict=True)]
     highest = torch.stack([peak for peak, _ in found]).amax(0)
     factors = [(peak - highest).exp() for peak, _ in found]
     total = sum(sums[0] * factor for (_, sums), factor in zip(found, factors, strict=True))
     log_sum = total.log() + highest
     loss = log_sum - sum(sums[1] for _, sums in found)
     for logits, mine, num_columns, factor in zip(shards, local, columns, factors, strict=True):
-        kernels.grad_(logits, mine, num_columns, kernels.kept(factor, total, log_sum), scale)
+        kept = kernels.kept(factor, total, log_sum, to_logits)
+        kernels.grad_(logits, mine, num_columns, kept, scale, to_logits)
         assert not logits[:, num_columns:].any(), "a padded column has a gradient"
     return loss, torch.cat([logits[:, :n] for logits, n in zip(shards, columns, strict=True)], 1)
 
 
-def check_loss(rows: int, columns: list[int], width: int, dtype: torch.dtype, device: str) -> None:
+def check_loss(
+    rows: int,
+    columns: list[int],
+    width: int,
+    dtype: torch.dtype,
+    device: str,
+    to_logits: LogitMap = PRODUCTS,
+    spread: float = 3.0,
+) -> None:
     """Compare loss and gradient, of both implementations, with plain PyTorch in fp64.
 
-    Padding is full of the largest number. Some logits are -inf, one row's are far from 0, one row does not count.
+    Padding is full of the largest number. Some products are -inf, one row's are far from 0, one row does not count.
     """
-    whole = (3 * randn(rows, sum(columns), dtype=torch.float32, device=device)).to(dtype)
+    whole = (spread * randn(rows, sum(columns), dtype=torch.float32, device=device)).to(dtype)
     whole[:, 1::7] = -torch.inf
     whole[1] -= 200
     labels = torch.arange(rows, device=device) * 5 % sum(columns) // 7 * 7
     labels[2] = sum(columns) - 1 if (sum(columns) - 1) % 7 != 1 else sum(columns) - 3
-    scale = randn(rows, dtype=torch.float32, device=device, seed=1)
+    scale = randn(rows, dtype=wide(whole), device=device, seed=1)
     scale[3] = 0
     exact = whole.double().requires_grad_()
-    wanted = F.cross_entropy(exact, labels, reduction="none")
+    logits = exact * to_logits.factor
+    if to_logits.softcap:
+        logits = to_logits.softcap * (logits / to_logits.softcap).tanh()
+    wanted = F.cross_entropy(logits, labels, reduction="none")
     wanted.backward(scale.double())
-    for kernels in (EAGER.loss, TRITON.loss):
+    for kernels in (EAGER.loss,) if dtype == torch.float64 else (EAGER.loss, TRITON.loss):
         shards = []
         for part in whole.split(columns, 1):
             padded = torch.full((rows, width), torch.finfo(dtype).max, dtype=dtype, device=device)
             padded[:, : part.shape[1]] = part
             shards.append(padded)
-        loss, grad = cross_entropy(kernels, shards, columns, labels, scale)
+        loss, grad = cross_entropy(kernels, shards, columns, labels, scale, to_logits)
         # Triton's are fp32 sums of numbers up to 220, each off by 2^-17, and gradients that are rounded once. The eager
-        # path also subtracts maxima, and rounds exponentials and factors, in the logits' type.
-        eps = torch.finfo(dtype).eps
-        once = kernels is TRITON.loss
-        assert loss.dtype == torch.float32
-        torch.testing.assert_close(loss.double(), wanted.detach(), rtol=0 if once else 8 * eps, atol=2**-15)
+        # path without a cap also subtracts maxima, and rounds exponentials and factors, in the logits' type.
+        eps, sums = torch.finfo(dtype).eps, 2**8 * torch.finfo(scale.dtype).eps
+        once = kernels is TRITON.loss or to_logits.softcap
+        assert loss.dtype == scale.dtype
+        torch.testing.assert_close(loss.double(), wanted.detach(), rtol=0 if once else 8 * eps, atol=sums)
         error = (grad.double() - exact.grad).abs() / scale.abs().double().clamp(min=1e-30)[:, None]
-        assert float(error.max()) < (max(eps, 2**-15) if once else max(8 * eps, 2**-15)), (kernels, float(error.max()))
+        error = error.detach() / to_logits.factor
+        assert float(error.max()) < max(eps if once else 8 * eps, sums), (kernels, float(error.max()))
 
 
 def assert_near(found: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype, roundings: float = 1.0) -> None:

@@ -15,6 +15,7 @@ from megazero.config.schema import Config, ModelConfig, TrainingConfig
 from megazero.config.validate import check_device
 from megazero.kernels.choices import choose_kernels, triton_complaint
 from megazero.kernels.dropout import Dropout, Rows
+from megazero.kernels.eager import LogitMap
 from megazero.kernels.table import EAGER, TRITON
 from megazero.model.stage import declare
 from megazero.plan.layout.layers import stage_units
@@ -61,6 +62,17 @@ def test_the_loss_is_cross_entropy(dtype: torch.dtype) -> None:
     kernel_checks.check_loss(10, [41, 48, 0], 48, dtype, DEVICE)
     if dtype == torch.float32:
         kernel_checks.check_loss(4, [4500], 4500, dtype, DEVICE)
+
+
+MAPS = [LogitMap(1 / 6), LogitMap(1.0, 2.5), LogitMap(0.5, 30.0)]
+
+
+@pytest.mark.parametrize("to_logits", MAPS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_loss_of_divided_and_capped_logits(dtype: torch.dtype, to_logits: LogitMap) -> None:
+    """Also of products that a cap makes equal, and whose exponentials are 0 in fp16."""
+    for spread in (3.0, 40.0):
+        kernel_checks.check_loss(10, [41, 48, 0], 48, dtype, DEVICE, to_logits, spread)
 
 
 def test_a_loss_that_is_not_finite_shows() -> None:

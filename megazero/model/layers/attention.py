@@ -31,6 +31,7 @@ from megazero.kernels.table import Kernels
 from megazero.model.layers.context import Context, MicroBatchInfo
 from megazero.model.layers.documents import Documents
 from megazero.model.layers.fused_attention import fused_attention, is_fused
+from megazero.model.layers.head_norms import AllHeads, EachHead, HeadsWeight
 from megazero.model.layers.linear import (
     Call,
     ColumnLinear,
@@ -224,11 +225,12 @@ class GroupedAttention(Attention):
     Queries are one weight [n, d, h]; keys and values another [groups, 2, d, h], sharded over tp by group. If there are
     fewer groups than ranks, it is replicated, and each rank computes with the group of its queries.
 
-    With --qk-layernorm, each head of queries and keys is normed before it is rotated. All heads share the norms'
-    weights, so a rank has the gradient of its heads only, and the ranks' gradients are summed.
+    With --qk-layernorm, queries and keys are normed before they are rotated: each head, or with --qk-norm-all-heads all
+    heads of a token. If each head, they share the norms' weights, so a rank has the gradient of its heads only, and the
+    ranks' gradients are summed.
 
     Args:
-        norm: class of these norms.
+        norm: class of the norms of each head.
     """
 
     def __init__(self, model: ModelConfig, number: int, context: Context, norm: type[Norm]) -> None:
@@ -242,10 +244,13 @@ class GroupedAttention(Attention):
         rows = slice(group, group + 1) if g < tp else None
         self.query = ColumnLinear(context, h, n, d, std=std, bias=bias)
         self.kv = ColumnLinear(context, h, g, 2, d, std=std, bias=bias, tp_dim=None if g < tp else 0, rows=rows)
-        self.norms: tuple[Norm, ...] = ()
-        if model.qk_layernorm:
-            self.query_norm, self.key_norm = (norm(model, context, d, summed=("tp",)) for _ in range(2))
-            self.norms = self.query_norm, self.key_norm
+        self.norms: EachHead | AllHeads | tuple[()] = ()
+        if model.qk_norm_all_heads:
+            self.norms = AllHeads(HeadsWeight(model, context, n), HeadsWeight(model, context, g, rows))
+            self.query_norm, self.key_norm = self.norms
+        elif model.qk_layernorm:
+            self.norms = EachHead(*(norm(model, context, d, summed=("tp",)) for _ in range(2)))
+            self.query_norm, self.key_norm = self.norms
         self.proj = RowLinear(context, n * d, h, std=model.residual_std, bias="proj" in biases)
         self.columns = (self.query, self.kv)
 
@@ -268,24 +273,21 @@ class Groups(NamedTuple):
 
     batch: int
     num_heads: int  # n/tp
-    norms: tuple[Norm, ...]  # of a head's queries and of its keys, before rotation; () without
+    norms: EachHead | AllHeads | tuple[()]  # of queries and keys, before rotation
     rotary: Callable[..., None]  # see `Kernels`
     tables: RotaryTables
     positions: torch.Tensor | None  # [b, s]; None: 0 to s - 1 in every sample
 
     def forward(self, *ys: torch.Tensor) -> tuple[Tensors, Tensors]:
         query, kv, *others = ys
-        d, kept = query.shape[-1] // self.num_heads, []
+        d, kept = query.shape[-1] // self.num_heads, ()
         q = query.view(self.batch, -1, self.num_heads, d)
-        parts = [q, *kv.view(self.batch, q.shape[1], -1, 2, d).unbind(3)]
-        for i, norm in enumerate(self.norms):
-            x = parts[i].contiguous()  # of keys a copy, because a view would keep the values' memory
-            y, *statistics = norm.normalise(x.view(-1, d))
-            parts[i] = y.view_as(x)
-            kept += [x.view(-1, d), *statistics]
-        heads = [torch.empty_like(part, memory_format=torch.contiguous_format) for part in parts]
-        self.rotary(tuple(parts), tuple(heads), self.tables, self.positions, False)
-        return (*[part.transpose(1, 2) for part in heads], *others), tuple(kept)
+        k, v = kv.view(self.batch, q.shape[1], -1, 2, d).unbind(3)
+        if self.norms:
+            (q, k), kept = self.norms.forward(q, k.contiguous())  # a view of keys would keep the values' memory
+        heads = tuple([torch.empty_like(part, memory_format=torch.contiguous_format) for part in (q, k, v)])
+        self.rotary((q, k, v), heads, self.tables, self.positions, False)
+        return (*[part.transpose(1, 2) for part in heads], *others), kept
 
     def backward(self, grads: Sequence[torch.Tensor], kept: Tensors) -> Tensors:
         dq, dk, dv = (part.transpose(1, 2) for part in grads[:3])  # [b, s, heads, d]
@@ -295,7 +297,6 @@ class Groups(NamedTuple):
         rotated_back = dkey if not self.norms else torch.empty_like(dkey, memory_format=torch.contiguous_format)
         self.rotary((dq, dk, dv), (dquery, rotated_back, dvalue), self.tables, self.positions, True)
         if self.norms:
-            (query_norm, key_norm), half = self.norms, len(kept) // 2
-            dquery = query_norm.input_grad(dquery.view(-1, d), None, *kept[:half])
-            dkey.copy_(key_norm.input_grad(rotated_back.view(-1, d), None, *kept[half:]).view_as(dkey))
+            dquery, normed_back = self.norms.backward(dquery, rotated_back, kept)
+            dkey.copy_(normed_back)
         return dquery.view(b * s, -1), dkv.view(b * s, -1), *grads[3:]

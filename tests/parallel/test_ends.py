@@ -1,0 +1,83 @@
+"""The ends of the model, and norms over all heads: the same model in every layout as in plain PyTorch, in fp64.
+
+Embeddings with a factor, logits that are divided and capped, tied and with a matrix of their own; a bias of the logits;
+one norm over the queries of all heads and one over all keys.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+
+from megazero.model.architectures.table import ARCHITECTURES
+from tests.parallel.cases import MODEL, Case, Outcome, evaluate, global_batch, train
+from tests.parallel.test_parity import TOLERANCE, check_bytes, expected, fp64, relative_error
+
+# Logits of these models are below 2: the cap bends them.
+TIED = replace(MODEL, num_layers=2, embedding_multiplier=6.5, logits_divisor=1.75, final_softcap=0.8)
+LLAMA = replace(TIED, num_attention_heads=8, architecture="llama", num_query_groups=2, untie_embeddings=True)
+ALL_HEADS = replace(LLAMA, kv_channels=10, qk_layernorm=True, qk_norm_all_heads=True)
+DIVIDED = replace(ALL_HEADS, final_softcap=0.0, num_query_groups=0)
+BIASED = replace(ALL_HEADS, init_method_std=0.04, untie_embeddings=False)  # no other test has this model
+
+CASES = [
+    Case(model=TIED),
+    Case(tp=2, zero=1, model=TIED),
+    Case(tp=2, sp=True, recompute="selective", model=ALL_HEADS),
+    Case(tp=4, model=ALL_HEADS),  # two ranks have the same group of keys
+    Case(tp=4, sp=True, recompute="full", micro_batches=3, model=ALL_HEADS, reset="documents"),
+    Case(tp=2, recompute="full", pa=True, model=DIVIDED),
+    Case(pp=2, schedule="zero-bubble", micro_batches=3, model=ALL_HEADS),
+    Case(pp=2, tp=2, model=replace(TIED, untie_embeddings=True, hidden_dropout=0.1)),
+    Case(dp=2, zero=3, recompute="full", model=ALL_HEADS),
+    Case(dp=2, tp=2, zero=3, sp=True, micro_batches=3, model=replace(TIED, final_softcap=0.0)),
+    Case(tp=2, model=ALL_HEADS, frozen=("token*", "head*", "*.query.*", "*.kv.*", "*.proj.*", "*.mlp.*", "*.norm?.*")),
+]
+BIASES = [
+    Case(tp=2, model=BIASED),
+    Case(dp=2, zero=3, micro_batches=3, model=replace(BIASED, untie_embeddings=True)),
+    Case(tp=2, sp=True, model=replace(BIASED, vocab_size=61)),  # the second rank has padding alone
+    Case(pp=2, tp=2, zero=1, recompute="selective", model=BIASED),
+    Case(tp=2, model=BIASED, frozen=("token_embedding.*", "head.norm.*", "blocks.*")),
+]
+
+
+@contextlib.contextmanager
+def biased() -> Iterator[None]:
+    """Within: a llama's logits have a bias."""
+    with patch.dict(ARCHITECTURES, {"llama": ARCHITECTURES["llama"]._replace(output_bias=True)}):
+        yield
+
+
+def train_biased(rank: int, case: Case) -> Outcome:
+    with biased():
+        return train(rank, case)
+
+
+def check(case: Case, outcomes: list[Outcome]) -> None:
+    losses, norms = expected(case.model, case.frozen, case.batch, case.reset)
+    for outcome in outcomes:
+        assert relative_error(outcome.losses, losses) < TOLERANCE
+        assert relative_error(outcome.norms, norms) < TOLERANCE
+    check_bytes(case, outcomes)
+
+
+@pytest.mark.parametrize("case", [fp64(case) for case in CASES], ids=str)
+def test_every_layout_is_the_same_model(case: Case, ranks) -> None:
+    check(case, ranks(case.world).run(train, case))
+
+
+@pytest.mark.parametrize("case", [fp64(case) for case in BIASES], ids=str)
+def test_a_bias_of_the_logits(case: Case, ranks) -> None:
+    with biased():
+        check(case, ranks(case.world).run(train_biased, case))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_bytes_are_those_estimated_in_16_bits(precision: str, ranks) -> None:
+    case = Case(tp=2, sp=True, zero=1, precision=precision, model=ALL_HEADS)
+    check_bytes(case, ranks(2).run(train, case))
