@@ -1,4 +1,5 @@
-"""The same models in plain PyTorch, sharing no mechanism with megazero but the initial values and dropout's masks.
+"""The same models in plain PyTorch, sharing no mechanism with megazero but initial values, dropout's masks and rotary
+frequencies, which are transformers' (tests/unit/test_rotary.py).
 
 F.linear, F.cross_entropy, clip_grad_norm_ and torch.optim.AdamW over whole tensors, in one process, the global batch at
 once. In fp32, or with --precision fp64 in fp64, from the same weights.
@@ -7,6 +8,8 @@ once. In fp32, or with --precision fp64 in fp64, from the same weights.
 from __future__ import annotations
 
 import fnmatch
+import functools
+import math
 from collections.abc import Callable
 
 import torch
@@ -15,6 +18,7 @@ import torch.nn.functional as F
 from megazero.config.schema import Config, ModelConfig
 from megazero.kernels import initial_values
 from megazero.kernels.dropout import Dropout, Rows
+from megazero.kernels.rotary import Rotary, RotaryScaling
 from megazero.model.stage import declare
 from megazero.plan.layout.layers import stage_units
 from megazero.plan.layout.parameters import LocalBlock
@@ -68,7 +72,8 @@ def forward(
         mine = {name.removeprefix(f"blocks.{i}."): t for name, t in w.items() if name.startswith(f"blocks.{i}.")}
         near = places[:, :, None] - places[:, None, :] < model.window_size
         sees = seen & near if model.attention_kind(i) == "L" else seen
-        x = blocks(model, mine, x, lambda p, site, x, i=i: drop(p, i, site, x), sees, position)
+        turn = functools.partial(rotated, model, model.attention_kind(i), position)
+        x = blocks(model, mine, x, lambda p, site, x, i=i: drop(p, i, site, x), sees, turn)
     x = norm(model, w, "head.norm", x)
     table = w.get("head.output.weight", w["token_embedding.weight"])
     logits = F.linear(x, table, w.get("head.output_bias")) / model.logits_divisor
@@ -79,6 +84,7 @@ def forward(
 
 Drop = Callable[[float, str, torch.Tensor], torch.Tensor]  # probability, site, x
 Weights = dict[str, torch.Tensor]
+Turn = Callable[[torch.Tensor], torch.Tensor]  # queries or keys [b, n, s, d], by position
 
 
 def norm(model: ModelConfig, w: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -114,7 +120,7 @@ def attention(
 
 
 def grouped_attention(
-    model: ModelConfig, w: Weights, y: torch.Tensor, drop: Drop, seen: torch.Tensor, position: torch.Tensor
+    model: ModelConfig, w: Weights, y: torch.Tensor, drop: Drop, seen: torch.Tensor, turn: Turn
 ) -> torch.Tensor:
     b, s, _ = y.shape
     q = linear(w, "attention.query", y).view(b, s, model.num_attention_heads, -1).transpose(1, 2)
@@ -124,12 +130,12 @@ def grouped_attention(
     elif model.qk_layernorm:
         q, k = norm(model, w, "attention.query_norm", q), norm(model, w, "attention.key_norm", k)
     each = model.num_attention_heads // model.query_groups
-    k, v = (t.repeat_interleave(each, dim=1) for t in (rotated(model, k, position), v))
-    return linear(w, "attention.proj", attention(model, rotated(model, q, position), k, v, drop, seen))
+    k, v = (t.repeat_interleave(each, dim=1) for t in (turn(k), v))
+    return linear(w, "attention.proj", attention(model, turn(q), k, v, drop, seen))
 
 
 def fused_attention(
-    model: ModelConfig, w: Weights, y: torch.Tensor, drop: Drop, seen: torch.Tensor, position: torch.Tensor
+    model: ModelConfig, w: Weights, y: torch.Tensor, drop: Drop, seen: torch.Tensor, turn: Turn
 ) -> torch.Tensor:
     """GPT-2's: one weight for queries, keys and values, by head; no rotation."""
     b, s, _ = y.shape
@@ -149,32 +155,41 @@ def mlp(model: ModelConfig, w: Weights, y: torch.Tensor) -> torch.Tensor:
 
 
 def sequential_block(
-    model: ModelConfig, w: Weights, x: torch.Tensor, drop: Drop, seen: torch.Tensor, position: torch.Tensor
+    model: ModelConfig, w: Weights, x: torch.Tensor, drop: Drop, seen: torch.Tensor, turn: Turn
 ) -> torch.Tensor:
     attend = fused_attention if "attention.qkv.weight" in w else grouped_attention
-    y = norm(model, w, "norm1_after", attend(model, w, norm(model, w, "norm1", x), drop, seen, position))
+    y = norm(model, w, "norm1_after", attend(model, w, norm(model, w, "norm1", x), drop, seen, turn))
     x = x + drop(model.hidden_dropout, "attention", y * model.residual_multiplier)
     y = norm(model, w, "norm2_after", mlp(model, w, norm(model, w, "norm2", x)))
     return x + drop(model.hidden_dropout, "mlp", y * model.residual_multiplier)
 
 
 def parallel_block(
-    model: ModelConfig, w: Weights, x: torch.Tensor, drop: Drop, seen: torch.Tensor, position: torch.Tensor
+    model: ModelConfig, w: Weights, x: torch.Tensor, drop: Drop, seen: torch.Tensor, turn: Turn
 ) -> torch.Tensor:
     y = norm(model, w, "norm", x)
     z = norm(model, w, "mlp_norm", x) if "mlp_norm.weight" in w else y
-    both = grouped_attention(model, w, y, drop, seen, position) + mlp(model, w, z)
+    both = grouped_attention(model, w, y, drop, seen, turn) + mlp(model, w, z)
     return x + drop(model.hidden_dropout, "block", both * model.residual_multiplier)
 
 
-def rotated(model: ModelConfig, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    """x [b, n, s, d], as complex numbers of dims i and i + d/2, turned by position [b, s] x base^(-2 i / d)."""
-    d = x.shape[-1]
-    rates = 1.0 / model.rotary_base ** (torch.arange(0, d, 2).float() / d)
-    angles = (position[..., None].float() * rates)[:, None]
-    turn = torch.complex(angles.cos().to(x.dtype), angles.sin().to(x.dtype))
-    turned = torch.complex(*x.chunk(2, dim=-1)) * turn
-    return torch.cat([turned.real, turned.imag], dim=-1)
+def rotated(model: ModelConfig, kind: str, position: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """x [b, n, s, d], pairs of dims as complex numbers, turned by position [b, s] x frequency. `kind`: L, G or N."""
+    d = 0 if kind == "N" else int(x.shape[-1] * model.rotary_percent)
+    rotary = Rotary(d, model.rotary_base)
+    if kind == "L" and model.local_rotary_base:
+        rotary = Rotary(d, model.local_rotary_base)
+    elif model.rope_scaling_factor > 1:
+        scaling = RotaryScaling(model.rope_scaling_type, model.rope_scaling_factor, model.rope_trained_length)
+        rotary = Rotary(d, model.rotary_base, scaling)
+    size = 0.1 * math.log(rotary.scaling.factor) + 1 if rotary.scaling and rotary.scaling.kind == "yarn" else 1.0
+    angles = (position[..., None].float() * rotary.frequencies(x.device))[:, None]
+    turn = torch.complex((angles.cos() * size).to(x.dtype), (angles.sin() * size).to(x.dtype))
+    part, rest = x[..., :d], x[..., d:]
+    pairs = part.unflatten(-1, (-1, 2)) if model.rotary_interleaved else part.unflatten(-1, (2, -1)).transpose(-1, -2)
+    turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
+    back = turned.flatten(-2) if model.rotary_interleaved else turned.transpose(-1, -2).flatten(-2)
+    return torch.cat([back, rest], dim=-1)
 
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]

@@ -44,7 +44,19 @@ class ArchitectureTraits(NamedTuple):
         return self._replace(options=(), defaults={})
 
 
-ROTARY = ("num-query-groups", "add-qkv-bias", "qk-layernorm", "qk-norm-all-heads", "rotary-base", "rope-scaling-factor")
+ROTARY = (
+    "num-query-groups",
+    "add-qkv-bias",
+    "qk-layernorm",
+    "qk-norm-all-heads",
+    "rotary-base",
+    "rotary-percent",
+    "rotary-interleaved",
+    "rope-scaling-factor",
+    "rope-scaling-type",
+    "rope-trained-length",
+    "local-rotary-base",
+)
 LLAMA = ArchitectureTraits(options=ROTARY, defaults={"untie-embeddings": True, "norm-epsilon": 1e-6})
 
 

@@ -103,7 +103,7 @@ def _check_architecture(model: ModelConfig) -> None:
         raise ValueError(
             f"--num-query-groups {groups} does not divide --num-attention-heads {heads}; use one of {sizes}"
         )
-    if "rotary-base" in known and model.head_dim % 2:
+    if "rotary-base" in known and model.rotated_dim % 2:
         width = f"--hidden-size {model.hidden_size} / --num-attention-heads {heads} = {model.head_dim}"
         if model.kv_channels:
             width = f"--kv-channels {model.kv_channels}"

@@ -12,9 +12,9 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
-
 from megazero.model.architectures.table import ARCHITECTURES
-from tests.parallel.cases import MODEL, Case, Outcome, evaluate, global_batch, train
+
+from tests.parallel.cases import MODEL, Case, Outcome, train
 from tests.parallel.test_parity import TOLERANCE, check_bytes, expected, fp64, relative_error
 
 # Logits of these models are below 2: the cap bends them.
