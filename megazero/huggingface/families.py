@@ -5,6 +5,7 @@ Shapes: h hidden, n heads, g groups of heads that share keys and values, d head 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -368,9 +369,14 @@ def _from_qwen_windows(config: PreTrainedConfig) -> Options:
 
 
 def _gemma_to_theirs(model: ModelConfig) -> Options:
+    scalar = round(model.attention_scale**-2) if model.attention_scale else model.head_dim
+    if model.attention_scale and not math.isclose(scalar**-0.5, model.attention_scale):
+        raise ValueError(
+            f"--attention-scale {model.attention_scale}: Gemma's is 1 / sqrt(N) of a whole N, such as {scalar**-0.5}"
+        )
     return windows(model) | {
         "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": round(model.attention_scale**-2, 9) if model.attention_scale else model.head_dim,
+        "query_pre_attn_scalar": scalar,
         "attn_logit_softcapping": model.attention_softcap or None,
         "final_logit_softcapping": model.final_softcap or None,
     }
@@ -426,14 +432,6 @@ MODELS = {
             "MistralForCausalLM",
             to_theirs=lambda model: {"sliding_window": model.window_size or None},
             expressed=("window_size",),
-            to_ours=from_windows,
-        ),
-        _llama(
-            "ministral",
-            "MinistralForCausalLM",
-            architecture="mistral",
-            to_theirs=windows,
-            expressed=WINDOWS,
             to_ours=from_windows,
         ),
         _llama(

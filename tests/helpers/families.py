@@ -9,16 +9,16 @@ from megazero.config.schema import ModelConfig
 
 SCALED = {"rope_scaling_factor": 4.0, "rope_trained_length": 8}
 NORMED = {"qk_layernorm": True, "kv_channels": 14}
-OLMO = {"qk_layernorm": True, "qk_norm_all_heads": True, "num_query_groups": 3, "untie_embeddings": True}
-GEMMA = {"num_query_groups": 3, "kv_channels": 14, "attention_scale": 0.35}
+OLMO = {"qk_layernorm": True, "qk_norm_all_heads": True, "num_query_groups": 2, "untie_embeddings": True}
+GEMMA = {"num_query_groups": 2, "kv_channels": 14, "attention_scale": 1 / 3}
 LOCAL = {"window_size": 4, "layer_pattern": "LLG"}
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "llama": {"num_query_groups": 2, "untie_embeddings": True, "rotary_base": 5e3} | SCALED,
-    "mistral": {"num_query_groups": 3, "window_size": 5, "kv_channels": 14},
+    "mistral": {"num_query_groups": 2, "window_size": 5, "kv_channels": 14},
     "qwen2": {"num_query_groups": 2, "add_qkv_bias": True, "window_size": 6, "layer_pattern": "GL"},
-    "qwen3": {"num_query_groups": 3, "rope_scaling_type": "yarn"} | NORMED | SCALED,
+    "qwen3": {"num_query_groups": 2, "rope_scaling_type": "yarn"} | NORMED | SCALED,
     "phi3": {"num_query_groups": 2, "window_size": 7, "rotary_percent": 0.5, "untie_embeddings": True},
     "smollm3": {"num_query_groups": 2, "layer_pattern": "GGN"},
     "granite": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -25,9 +26,9 @@ from tests.parallel.cases import MicroBatch
 # sqrt(hidden size) is whole: Gemma's factor of embeddings, which transformers keeps in fp32, is then exact in fp64.
 MODEL = ModelConfig(
     num_layers=4,
-    hidden_size=36,
+    hidden_size=64,
     ffn_hidden_size=44,
-    num_attention_heads=6,
+    num_attention_heads=8,
     seq_length=17,
     vocab_size=131,
     norm_epsilon=1e-4,
@@ -134,7 +135,7 @@ def test_transformers_defaults_are_a_model_of_ours(model_type: str) -> None:
     model = ModelConfig(**row.from_config(config))
     with torch.device("meta"):
         theirs = getattr(transformers, row.model_class)(config)
-    assert sum(spec.numel for spec in declare(model).params()) == sum(p.numel() for p in theirs.parameters())
+    assert sum(math.prod(spec.shape) for spec in declare(model).params()) == sum(p.numel() for p in theirs.parameters())
 
 
 @pytest.mark.parametrize(
