@@ -39,7 +39,11 @@ class ArchitectureTraits(NamedTuple):
     defaults: Mapping[str, Any] = MappingProxyType({})
 
 
-ROTARY = ("num-query-groups", "add-qkv-bias", "qk-layernorm", "rotary-base", "rope-scaling-factor")
+ROTARY = (
+    *("num-query-groups", "add-qkv-bias", "qk-layernorm"),
+    *("rotary-base", "rotary-percent", "rotary-interleaved", "local-rotary-base"),
+    *("rope-scaling-factor", "rope-scaling-type", "rope-trained-length"),
+)
 LLAMA = ArchitectureTraits(options=ROTARY, defaults={"untie-embeddings": True, "norm-epsilon": 1e-6})
 
 

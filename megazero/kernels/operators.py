@@ -62,7 +62,7 @@ _LAYER_NORM_GRAD = _operator(
 _SWIGLU_GRAD = _operator("swiglu_grad_(Tensor dy, Tensor(a!) x) -> Tensor(a!)", lambda dy, x: x)
 _ROTARY = _operator(
     "rotary_(Tensor q, Tensor k, Tensor v, Tensor(a!) rotated_q, Tensor(b!) rotated_k, Tensor(c!) copied_v,"
-    " Tensor cos, Tensor sin, Tensor? positions, bool back) -> ()",
+    " Tensor cos, Tensor sin, bool interleaved, Tensor? positions, bool back) -> ()",
     lambda *_: None,
 )
 swiglu = _operator("swiglu(Tensor x) -> Tensor", lambda x: x.new_empty(*x.shape[:-1], x.shape[-1] // 2))

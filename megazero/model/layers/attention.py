@@ -307,8 +307,7 @@ class GroupedAttention(Attention):
         h, n, g, tp = model.hidden_size, model.num_attention_heads, model.query_groups, context.tp.size
         d, std, biases = model.head_dim, model.init_method_std, model.traits.biases
         bias = model.add_qkv_bias or "qkv" in biases
-        rotary = Rotary(d, model.rotary_base, model.rope_scaling_factor)
-        self.tables = context.rotary_tables(rotary, model.seq_length)
+        self.tables = context.rotary_tables(Rotary.of(model, number), model.seq_length)
         group = self.first_head * g // n
         rows = slice(group, group + 1) if g < tp else None
         self.query = ColumnLinear(context, h, n, d, std=std, bias=bias)
