@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from megazero.config.schema import Config, ModelConfig
 from megazero.kernels import initial_values
 from megazero.kernels.dropout import Dropout, Rows
-from megazero.kernels.rotary import Rotary, RotaryScaling
+from megazero.kernels.rotary import Rotary
 from megazero.model.stage import declare
 from megazero.plan.layout.layers import stage_units
 from megazero.plan.layout.parameters import LocalBlock
@@ -180,9 +180,9 @@ def rotated(model: ModelConfig, kind: str, position: torch.Tensor, x: torch.Tens
     if kind == "L" and model.local_rotary_base:
         rotary = Rotary(d, model.local_rotary_base)
     elif model.rope_scaling_factor > 1:
-        scaling = RotaryScaling(model.rope_scaling_type, model.rope_scaling_factor, model.rope_trained_length)
-        rotary = Rotary(d, model.rotary_base, scaling)
-    size = 0.1 * math.log(rotary.scaling.factor) + 1 if rotary.scaling and rotary.scaling.kind == "yarn" else 1.0
+        scaling = model.rope_scaling_factor, model.rope_scaling_type, model.rope_trained_length
+        rotary = Rotary(d, model.rotary_base, *scaling)
+    size = 0.1 * math.log(rotary.scaling) + 1 if rotary.scaling_type == "yarn" else 1.0
     angles = (position[..., None].float() * rotary.frequencies(x.device))[:, None]
     turn = torch.complex((angles.cos() * size).to(x.dtype), (angles.sin() * size).to(x.dtype))
     part, rest = x[..., :d], x[..., d:]

@@ -45,17 +45,9 @@ class ArchitectureTraits(NamedTuple):
 
 
 ROTARY = (
-    "num-query-groups",
-    "add-qkv-bias",
-    "qk-layernorm",
-    "qk-norm-all-heads",
-    "rotary-base",
-    "rotary-percent",
-    "rotary-interleaved",
-    "rope-scaling-factor",
-    "rope-scaling-type",
-    "rope-trained-length",
-    "local-rotary-base",
+    *("num-query-groups", "add-qkv-bias", "qk-layernorm", "qk-norm-all-heads"),
+    *("rotary-base", "rotary-percent", "rotary-interleaved", "local-rotary-base"),
+    *("rope-scaling-factor", "rope-scaling-type", "rope-trained-length"),
 )
 LLAMA = ArchitectureTraits(options=ROTARY, defaults={"untie-embeddings": True, "norm-epsilon": 1e-6})
 

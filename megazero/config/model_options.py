@@ -23,6 +23,7 @@ from megazero.plan.schedule.schedules import SCHEDULES
 
 LARGE = "products of larger numbers overflow"
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
+RopeScaling = Literal["llama3", "linear", "yarn"]
 
 if TYPE_CHECKING:
     ScheduleName = str
@@ -67,21 +68,22 @@ class ModelConfig:
     rotary_base: Annotated[float, Bounds(0, 1e12, "no published model has a longer wavelength", least_open=True)] = 1e4
     """Base of the rotary frequencies (theta); llama 3 has 500000. Not for gpt2."""
     rope_scaling_factor: Annotated[float, Bounds(1, 1e6, "no published model is stretched as far")] = 1.0
-    """Factor by which rotary wavelengths are stretched, for longer contexts than --rope-trained-length. 1: none. Not for
+    """Factor by which rotary wavelengths are stretched for contexts longer than --rope-trained-length, in the way of
+    --rope-scaling-type. 1: none. Not for gpt2."""
+    rope_scaling_type: RopeScaling = "llama3"
+    """Wavelengths that --rope-scaling-factor stretches. llama3: long ones, as in Llama 3.1. linear: all, as in Gemma 3.
+    yarn: long ones, and queries and keys grow by 0.1 ln(factor) + 1, as in OLMo 3. Not for gpt2."""
+    rope_trained_length: Annotated[int, Bounds(1, 2**24, "no published model was trained on a longer context")] = 8192
+    """Context before the stretching, by which llama3 and yarn of --rope-scaling-type find the long wavelengths. Not for
     gpt2."""
-    rope_scaling_type: Literal["llama3", "linear", "yarn"] = "llama3"
-    """Wavelengths that --rope-scaling-factor stretches. llama3: those longer than --rope-trained-length, and in part
-    those longer than a quarter of it. linear: all. yarn: those longer than --rope-trained-length, and in part those
-    longer than a 32nd of it; it also makes scores larger. Not for gpt2."""
-    rope_trained_length: Annotated[int, Bounds(1, 2**31, "no context is as long")] = 8192
-    """Tokens of the contexts before --rope-scaling-factor stretches them. Not for gpt2."""
     rotary_percent: Annotated[float, Bounds(0, 1, "a head has no more dims", least_open=True)] = 1.0
-    """Share of each head's dims that rotary positions rotate: the first ones. GPT-NeoX has 0.25. Not for gpt2."""
+    """Share of each head that is rotated: its first dims, rounded down. Pythia has 0.25. Not for gpt2."""
     rotary_interleaved: bool = False
-    """Rotate dims 2 i and 2 i + 1 of a head together, as in GPT-J, instead of i and i + half. Not for gpt2."""
+    """Rotate dims 2 i and 2 i + 1 of a head together, as in GPT-J. By default dims i and i + half of them are. Not for
+    gpt2."""
     local_rotary_base: Annotated[float, Bounds(0, 1e12, "no published model has a longer wavelength")] = 0.0
-    """Base of the rotary frequencies in layers with a window, which are then not stretched. 0: as in other layers. Not
-    for gpt2."""
+    """Rotary base of the layers with a sliding window, which then have no scaling, as in Gemma 3. 0: that of the other
+    layers. Not for gpt2."""
     add_qkv_bias: bool = False
     """Add biases to queries, keys and values, as in Qwen 2. Not for gpt2."""
     qk_layernorm: bool = False
@@ -126,8 +128,8 @@ class ModelConfig:
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
-    def rotated_dim(self) -> int:
-        """Dims of a head that rotary positions rotate."""
+    def rotary_dim(self) -> int:
+        """Dims of an attention head that are rotated, rounded as transformers does."""
         return int(self.head_dim * self.rotary_percent)
 
     @property

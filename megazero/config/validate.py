@@ -32,6 +32,9 @@ NEEDS = {
     "partition-activations": "--recompute full",
     "checkpoint-in-cpu": "--recompute full",
     "contiguous-checkpointing": "--recompute full",
+    "rope-scaling-type": "--rope-scaling-factor F",
+    "rope-trained-length": "--rope-scaling-factor F",
+    "local-rotary-base": "--window-size W",
     "profile-iterations": "--log-dir DIR",
     "sample-prompts": "--sample-interval N",
     "sample-interval": "--sample-prompts FILE",
@@ -103,13 +106,24 @@ def _check_architecture(model: ModelConfig) -> None:
         raise ValueError(
             f"--num-query-groups {groups} does not divide --num-attention-heads {heads}; use one of {sizes}"
         )
-    if "rotary-base" in known and model.rotated_dim % 2:
-        width = f"--hidden-size {model.hidden_size} / --num-attention-heads {heads} = {model.head_dim}"
-        if model.kv_channels:
-            width = f"--kv-channels {model.kv_channels}"
-        raise ValueError(
-            f"{width}: rotary positions need heads of an even size; use --kv-channels {model.head_dim + 1}"
-        )
+    if "rotary-base" in known:
+        _check_rotary(model)
+
+
+def _check_rotary(model: ModelConfig) -> None:
+    rotated, width = model.rotary_dim, model.head_dim
+    if rotated >= 2 and rotated % 2 == 0:
+        return
+    head = f"--hidden-size {model.hidden_size} / --num-attention-heads {model.num_attention_heads} = {width}"
+    if model.kv_channels:
+        head = f"--kv-channels {width}"
+    if model.rotary_percent == 1 or width < 2:
+        raise ValueError(f"{head}: rotary positions need heads of an even size; use --kv-channels {width + 1}")
+    even = rotated - rotated % 2 or 2
+    raise ValueError(
+        f"--rotary-percent {model.rotary_percent:g} of {head} is {rotated}: rotary positions need an even number of "
+        f"dims; use {math.ceil((even + 0.01) / width * 1e4) / 1e4:g}, which is {even}"
+    )
 
 
 def _check_layer_pattern(model: ModelConfig) -> None:

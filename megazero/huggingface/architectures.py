@@ -179,7 +179,11 @@ class HuggingFaceModel:
 
         values = {theirs: getattr(model, RESOLVED.get(ours, ours)) for ours, theirs in self.options.items()}
         values |= {"tie_word_embeddings": not model.untie_embeddings}
-        values |= {"bos_token_id": eod, "eos_token_id": eod, "pad_token_id": None}  # theirs may be outside our vocabulary
+        values |= {
+            "bos_token_id": eod,
+            "eos_token_id": eod,
+            "pad_token_id": None,
+        }  # theirs may be outside our vocabulary
         return AutoConfig.for_model(self.model_type, **values, **self.to_theirs(model))
 
     def from_config(self, config: PreTrainedConfig) -> Options:

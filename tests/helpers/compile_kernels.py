@@ -69,8 +69,15 @@ def launch_all() -> None:
         operators.gelu_grad_(x, x.clone())
         many = torch.zeros(40, dtype=torch.int64)
         operators.add_rows(x.float(), many, many == 0, torch.zeros(40, columns, dtype=dtype))
-    for dim, dtype in ((64, torch.bfloat16), (128, torch.bfloat16), (128, torch.float32)):
-        tables = Rotary(dim, 10000.0).tables(2, dtype, torch.device("cpu"))
+    for dim, rotary, dtype in (
+        (64, Rotary(64, 1e4), torch.bfloat16),
+        (128, Rotary(128, 1e4), torch.bfloat16),
+        (128, Rotary(128, 1e4), torch.float32),
+        (128, Rotary(32, 1e4), torch.bfloat16),
+        (256, Rotary(64, 1e4, interleaved=True), torch.bfloat16),
+        (128, Rotary(0, 1e4), torch.bfloat16),
+    ):
+        tables = rotary.tables(2, dtype, torch.device("cpu"))
         heads = tuple(torch.zeros(1, 2, n, dim, dtype=dtype) for n in (32, 8, 8))
         for positions in (None, torch.zeros(1, 2, dtype=torch.int64)):
             operators.rotary(heads, heads, tables, positions, positions is None)

@@ -205,10 +205,12 @@ def check_gelu(rows: int, columns: int, dtype: torch.dtype, device: str) -> None
             assert_near(summed, dx.sum(0), torch.float32)
 
 
-def check_rotary(dtype: torch.dtype, device: str, heads: int = 3, groups: int = 1, dim: int = 12) -> None:
+def check_rotary(
+    dtype: torch.dtype, device: str, heads: int = 3, groups: int = 1, dim: int = 12, rotary: Rotary | None = None
+) -> None:
     """Compare with products of complex numbers in fp64: forward and back, of strided tensors, at given positions."""
     b, s = 2, 3
-    rotary = Rotary(dim, 100.0)
+    rotary = rotary or Rotary(dim, 100.0)
     tables = rotary.tables(s + 4, dtype, torch.device(device))
     angles = torch.arange(s + 4.0)[:, None, None].double() * rotary.frequencies(torch.device("cpu")).double()
     pair = [randn(b, s, heads if i == 0 else groups, dim, dtype=dtype, device=device, seed=i) for i in range(3)]
@@ -216,17 +218,27 @@ def check_rotary(dtype: torch.dtype, device: str, heads: int = 3, groups: int = 
     for positions in (None, torch.tensor([[0, 1, 0], [4, 5, 6]], device=device)):
         at = torch.arange(s).expand(b, s) if positions is None else positions.cpu()
         for given, back in ((pair, False), (strided, True)):
-            turn = torch.polar(torch.ones_like(angles[at]), -angles[at] if back else angles[at])
+            turn = torch.polar(torch.full_like(angles[at], rotary.amplitude), -angles[at] if back else angles[at])
             for kernels in (EAGER, TRITON):
                 joined = torch.full((b, s, groups, 2, dim), torch.nan, dtype=dtype, device=device)
-                results = (torch.empty_like(pair[0]), *joined.unbind(3))
+                results = (torch.full_like(pair[0], torch.nan), *joined.unbind(3))
                 kernels.rotary(tuple(given), results, tables, positions, back)
                 for x, found in zip(given[:2], results[:2], strict=True):
-                    halves = x.cpu().double().unflatten(-1, (2, -1))
-                    turned = torch.complex(halves[..., 0, :], halves[..., 1, :]) * turn
+                    rotated, rest = x.cpu().double().tensor_split([rotary.dim], -1)
+                    wanted = torch.cat([_turned(rotated, turn, rotary.interleaved), rest], -1)
                     # the tables are rounded, to fp32 at the least, where the angles too are
-                    assert_near(found.cpu(), torch.cat([turned.real, turned.imag], -1), dtype, 4)
+                    assert_near(found.cpu(), wanted, dtype, 4)
+                    assert torch.equal(found[..., rotary.dim :], x[..., rotary.dim :])
                 assert torch.equal(results[2], given[2])
+
+
+def _turned(x: torch.Tensor, turn: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """x [.., d], as complex numbers of the dims that are rotated together, times turn [.., d/2]."""
+    at = -1 if interleaved else -2
+    half = x.shape[-1] // 2
+    pairs = x.reshape(*x.shape[:-1], *((half, 2) if interleaved else (2, half)))
+    product = torch.complex(*pairs.unbind(at)) * turn
+    return torch.stack([product.real, product.imag], at).flatten(-2)
 
 
 def check_add_rows(dtype: torch.dtype, device: str, total: int = 11, columns: int = 20) -> None:

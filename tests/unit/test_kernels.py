@@ -16,6 +16,7 @@ from megazero.config.validate import check_device
 from megazero.kernels.choices import choose_kernels, triton_complaint
 from megazero.kernels.dropout import Dropout, Rows
 from megazero.kernels.eager import LogitMap
+from megazero.kernels.rotary import Rotary
 from megazero.kernels.table import EAGER, TRITON
 from megazero.model.stage import declare
 from megazero.plan.layout.layers import stage_units
@@ -118,8 +119,19 @@ def test_gelus_gradient_and_its_sum(dtype: torch.dtype, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rotary_positions(dtype: torch.dtype) -> None:
-    kernel_checks.check_rotary(dtype, DEVICE)
+@pytest.mark.parametrize(
+    "rotary",
+    [
+        Rotary(12, 100.0),
+        Rotary(12, 100.0, interleaved=True),
+        Rotary(6, 100.0, 4.0, "yarn", 32),
+        Rotary(2, 100.0, interleaved=True),
+        Rotary(0, 100.0),
+    ],
+    ids=str,
+)
+def test_rotary_positions(rotary: Rotary, dtype: torch.dtype) -> None:
+    kernel_checks.check_rotary(dtype, DEVICE, rotary=rotary)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -26,7 +26,7 @@ import torch.nn as nn
 from megazero.config.schema import ModelConfig
 from megazero.kernels.dropout import Dropout, Rows
 from megazero.kernels.matmul import upcasts
-from megazero.kernels.rotary import Rotary, RotaryScaling, RotaryTables
+from megazero.kernels.rotary import Rotary, RotaryTables
 from megazero.kernels.table import Kernels
 from megazero.model.layers.context import Context, MicroBatchInfo
 from megazero.model.layers.documents import Documents
@@ -219,18 +219,6 @@ class FusedAttention(Attention):
         return Heads(len(tokens.samples) if tokens.cache is None else 1, self.num_heads)
 
 
-def rotary_of(model: ModelConfig, number: int) -> Rotary:
-    """Return the rotary positions of a layer: they depend on its letter in --layer-pattern."""
-    letter, interleaved = model.attention_kind(number), model.rotary_interleaved
-    if letter == "N":
-        return Rotary(0, model.rotary_base)
-    if letter == "L" and model.local_rotary_base:
-        return Rotary(model.rotated_dim, model.local_rotary_base, None, interleaved)
-    scaling = RotaryScaling(model.rope_scaling_type, model.rope_scaling_factor, model.rope_trained_length)
-    scales = model.rope_scaling_factor != 1.0
-    return Rotary(model.rotated_dim, model.rotary_base, scaling if scales else None, interleaved)
-
-
 class GroupedAttention(Attention):
     """Groups of query heads share keys and values. Positions are rotary. q, k and v have biases if --add-qkv-bias.
 
@@ -250,7 +238,7 @@ class GroupedAttention(Attention):
         h, n, g, tp = model.hidden_size, model.num_attention_heads, model.query_groups, context.tp.size
         d, std, biases = model.head_dim, model.init_method_std, model.traits.biases
         bias = model.add_qkv_bias or "qkv" in biases
-        self.tables = context.rotary_tables(rotary_of(model, number), model.seq_length)
+        self.tables = context.rotary_tables(Rotary.of(model, number), model.seq_length)
         group = self.first_head * g // n
         rows = slice(group, group + 1) if g < tp else None
         self.query = ColumnLinear(context, h, n, d, std=std, bias=bias)
