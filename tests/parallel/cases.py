@@ -52,6 +52,10 @@ NAMED = {
     "num_query_groups",
     "kv_channels",
     "qk_layernorm",
+    "qk_norm_all_heads",
+    "embedding_multiplier",
+    "logits_divisor",
+    "final_softcap",
 }
 
 

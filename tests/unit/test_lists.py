@@ -207,6 +207,10 @@ def test_options_that_make_another_model() -> None:
             "num_query_groups": 4,
             "kv_channels": 10,
             "qk_layernorm": True,
+            "qk_norm_all_heads": False,
+            "embedding_multiplier": 2.0,
+            "logits_divisor": 2.0,
+            "final_softcap": 30.0,
             "architecture": "parallel",
         }
         assert changes.keys() == {field.name for field in fields(ModelConfig)}
