@@ -56,6 +56,7 @@ NAMED = {
     "embedding_multiplier",
     "logits_divisor",
     "final_softcap",
+    "residual_multiplier",
 }
 
 

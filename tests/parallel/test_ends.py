@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megazero.config.architectures import ARCHITECTURES
 from megazero.kernels.dropout import Rows
-from megazero.model.architectures.table import ARCHITECTURES
 from megazero.model.layers.context import MicroBatchInfo
 from megazero.model.layers.kv_cache import KVCache
 from megazero.price.bytes.estimate import estimate
@@ -55,8 +55,9 @@ BIASES = [
 
 @contextlib.contextmanager
 def biased() -> Iterator[None]:
-    """Within: a llama's logits have a bias."""
-    with patch.dict(ARCHITECTURES, {"llama": ARCHITECTURES["llama"]._replace(output_bias=True)}):
+    """Within: a llama's logits have a bias, and its embeddings are multiplied by the root of their width."""
+    llama = ARCHITECTURES["llama"]._replace(biases=("logits",), root_embedding=True)
+    with patch.dict(ARCHITECTURES, {"llama": llama}):
         yield
 
 

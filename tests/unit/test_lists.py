@@ -211,6 +211,9 @@ def test_options_that_make_another_model() -> None:
             "embedding_multiplier": 2.0,
             "logits_divisor": 2.0,
             "final_softcap": 30.0,
+            "residual_multiplier": 0.22,
+            "window_size": 8,
+            "layer_pattern": "GG",
             "architecture": "parallel",
         }
         assert changes.keys() == {field.name for field in fields(ModelConfig)}
