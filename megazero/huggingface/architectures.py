@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megazero.config.flags import as_flag
 from megazero.config.schema import ModelConfig
 from megazero.kernels.rotary import HIGH_FREQUENCY, LOW_FREQUENCY, TRAINED_LENGTH
 
@@ -31,6 +32,11 @@ LLAMA_3 = {
 }
 # Fields of ModelConfig whose default 0 stands for the value of a property.
 RESOLVED = {"ffn_hidden_size": "ffn_size", "num_query_groups": "query_groups"}
+# Fields of ModelConfig that change the computation. A row that names one in neither `flags` nor `options` has defaults.
+CHOICES = (
+    *("qk_norm_all_heads", "embedding_multiplier", "logits_divisor", "final_softcap"),
+    *("residual_multiplier", "window_size", "layer_pattern"),
+)
 # --architecture of llama's layers, which options make another model for Hugging Face
 LLAMAS = ("llama", "qwen3")
 
@@ -304,10 +310,17 @@ MODELS = {  # by model_type
 
 def architecture_of(model: ModelConfig) -> HuggingFaceModel:
     """Return their architecture that computes the same as `model`. ValueError if there is none."""
-    for found in MODELS.values():
-        if all(getattr(model, name) in values for name, values in found.flags.items()):
+    similar = [m for m in MODELS.values() if all(getattr(model, name) in values for name, values in m.flags.items())]
+    unknown = ""
+    for found in similar:
+        choices = {name: getattr(model, name) for name in CHOICES if name not in found.flags | found.options}
+        others = [name for name, value in choices.items() if value != getattr(ModelConfig, name)]
+        if not others:
             return found
+        unknown = as_flag(others[0].replace("_", "-"), choices[others[0]])
     name = model.architecture
+    if unknown:
+        raise ValueError(f"{unknown} with --architecture {name}: no model of Hugging Face in our table computes it")
     if name in LLAMAS:
         raise ValueError(
             f"--architecture {name} with --add-qkv-bias and --qk-layernorm: no model of Hugging Face has both"

@@ -107,7 +107,7 @@ def set_bias(bias: torch.Tensor, first: int) -> None:
 
 
 def cached_logits(rank: int, case: Case) -> torch.Tensor:
-    """Logits of two sequences, four tokens at first, then one at a time."""
+    """Return the logits of two sequences: of four tokens at first, then of one at a time."""
     with biased() if case.model == BIASED else contextlib.nullcontext():
         engine = new_engine(rank, case)
     stage, cache, found = engine.model, KVCache(2, case.model.seq_length), []
@@ -130,12 +130,12 @@ def cached_logits(rank: int, case: Case) -> torch.Tensor:
     ids=str,
 )
 def test_logits_with_a_cache(case: Case, ranks) -> None:
-    """Those of plain PyTorch without one."""
+    """The same as in plain PyTorch, which has no cache."""
     with biased() if case.model == BIASED else contextlib.nullcontext():
         weights = reference.initial_weights(case.config())
-    if case.model == BIASED:
-        set_bias(weights["head.output_bias"], 0)
-    wanted = reference.forward(case.config(), weights, global_batch(case, 0)[0][:2])
+        if case.model == BIASED:
+            set_bias(weights["head.output_bias"], 0)
+        wanted = reference.forward(case.config(), weights, global_batch(case, 0)[0][:2])
     for found in ranks(case.world).run(cached_logits, case):
         assert (found - wanted).abs().max() < TOLERANCE * wanted.abs().max()
 

@@ -67,7 +67,7 @@ def test_norms_of_heads_are_those_of_the_block(architecture: str, biases: bool) 
 
 
 def test_norms_over_all_heads_are_sharded_like_the_heads() -> None:
-    """Of groups that several ranks have, the norm's weight is replicated and its gradient summed."""
+    """The weight of groups that several ranks have is replicated, and its gradient summed."""
     model = replace(LLAMA, qk_layernorm=True, qk_norm_all_heads=True, kv_channels=20)
     for tp, keys in ((2, (((0, "tp"),), set())), (4, ((), {"tp"}))):
         specs = {spec.name.removeprefix("blocks.0.attention."): spec for spec in declare(model, tp).first_block.params}
