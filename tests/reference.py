@@ -64,7 +64,8 @@ def forward(
         return x * Dropout(probability, config.training.seed, layer, site).mask(x.detach(), rows)
 
     blocks = parallel_block if model.traits.parallel else sequential_block
-    x = F.embedding(ids, w["token_embedding.weight"]) * model.embedding_scale
+    root = model.hidden_size**0.5 if model.traits.root_embedding else 1.0
+    x = F.embedding(ids, w["token_embedding.weight"]) * root * model.embedding_multiplier
     if model.traits.learned_positions:
         x = x + w["position_embedding.weight"][position]
     x = drop(model.hidden_dropout, -1, "embedding", x)

@@ -110,7 +110,6 @@ class ModelConfig:
     """Divisor of the logits, as Granite's logits_scaling."""
     final_softcap: Annotated[float, Bounds(0, 1000, "logits are smaller")] = 0.0
     """Largest absolute logit, C: a logit x becomes C tanh(x / C), as in Gemma 2. 0: no limit."""
-
     residual_multiplier: Annotated[float, Bounds(0, 1000, "no published model has a larger one", least_open=True)] = 1.0
     """Factor of the results of attention and MLP before they are added to the residual stream; Granite has 0.22."""
 

@@ -52,19 +52,13 @@ class Head(Layer):
 
     use, end = Use.HEAD, End.LAST
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        norm: nn.Module,
-        tied: VocabularyTable | None,
-        context: Context,
-        bias: bool = False,
-    ) -> None:
+    def __init__(self, model: ModelConfig, norm: nn.Module, tied: VocabularyTable | None, context: Context) -> None:
         super().__init__()
         self.norm = norm
         self.output = VocabularyTable(model, context) if tied is None else None
         self.reads = () if tied is None else (TOKEN_EMBEDDING,)
-        self.output_bias = context.weight(model.vocab_size, sharded={0: "tp"}, pads=True) if bias else None
+        has_bias = "logits" in model.traits.biases
+        self.output_bias = context.weight(model.vocab_size, sharded={0: "tp"}, pads=True) if has_bias else None
         to_logits = LogitMap(1 / model.logits_divisor, model.final_softcap)
         table = tied or self.output
         assert table is not None
@@ -115,8 +109,7 @@ class Stage(nn.Module):
         for number in (name.removeprefix(BLOCKS) for name in names if name.startswith(BLOCKS)):
             self.blocks[number] = BLOCK_CLASSES[model.architecture](model, int(number), context)
         table = self.token_embedding if tied else None
-        norm = NORMS[model.traits.norm](model, context)
-        self.head = Head(model, norm, table, context, "logits" in model.traits.biases) if HEAD in names else None
+        self.head = Head(model, NORMS[model.traits.norm](model, context), table, context) if HEAD in names else None
         layers = dict.fromkeys([TOKEN_EMBEDDING] if tied else []) | dict.fromkeys(names)
         self.units: dict[str, list[Weight]] = {name: named_weights(self.layer(name), name, frozen) for name in layers}
 

@@ -56,6 +56,10 @@ NAMED = {
     "layer_pattern",
     "attention_softcap",
     "attention_scale",
+    "qk_norm_all_heads",
+    "embedding_multiplier",
+    "logits_divisor",
+    "final_softcap",
     "residual_multiplier",
 }
 

@@ -12,9 +12,16 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
-from megazero.model.architectures.table import ARCHITECTURES
+import torch
+import torch.nn.functional as F
 
-from tests.parallel.cases import MODEL, Case, Outcome, train
+from megazero.config.architectures import ARCHITECTURES
+from megazero.kernels.dropout import Rows
+from megazero.model.layers.context import MicroBatchInfo
+from megazero.model.layers.kv_cache import KVCache
+from megazero.price.bytes.estimate import estimate
+from tests import reference
+from tests.parallel.cases import MODEL, Case, Outcome, evaluate, global_batch, new_engine, train
 from tests.parallel.test_parity import TOLERANCE, check_bytes, expected, fp64, relative_error
 
 # Logits of these models are below 2: the cap bends them.
@@ -48,8 +55,9 @@ BIASES = [
 
 @contextlib.contextmanager
 def biased() -> Iterator[None]:
-    """Within: a llama's logits have a bias."""
-    with patch.dict(ARCHITECTURES, {"llama": ARCHITECTURES["llama"]._replace(output_bias=True)}):
+    """Within: a llama's logits have a bias, and its embeddings are multiplied by the root of their width."""
+    llama = ARCHITECTURES["llama"]._replace(biases=("logits",), root_embedding=True)
+    with patch.dict(ARCHITECTURES, {"llama": llama}):
         yield
 
 
@@ -81,3 +89,62 @@ def test_a_bias_of_the_logits(case: Case, ranks) -> None:
 def test_bytes_are_those_estimated_in_16_bits(precision: str, ranks) -> None:
     case = Case(tp=2, sp=True, zero=1, precision=precision, model=ALL_HEADS)
     check_bytes(case, ranks(2).run(train, case))
+
+
+@pytest.mark.parametrize("mode, passes", [("none", 2), ("full", 3)])
+def test_norms_over_all_heads_send_two_numbers_per_token(mode: str, passes: int) -> None:
+    """A pass, a block and a micro-batch: an all-reduce of the sums of queries and keys, in fp32."""
+    case = Case(
+        tp=2, recompute=mode, precision="bf16", model=replace(ALL_HEADS, qk_layernorm=False, qk_norm_all_heads=False)
+    )
+    traffic = [estimate(each.config(), each.layout).traffic["tp"] for each in (case._replace(model=ALL_HEADS), case)]
+    tokens = case.samples * case.model.seq_length
+    assert traffic[0] - traffic[1] == 2 * case.micro_batches * passes * tokens * 2 * 4
+
+
+def set_bias(bias: torch.Tensor, first: int) -> None:
+    bias.copy_(torch.arange(first, first + len(bias), dtype=bias.dtype).sin())
+
+
+def cached_logits(rank: int, case: Case) -> torch.Tensor:
+    """Return the logits of two sequences: of four tokens at first, then of one at a time."""
+    with biased() if case.model == BIASED else contextlib.nullcontext():
+        engine = new_engine(rank, case)
+    stage, cache, found = engine.model, KVCache(2, case.model.seq_length), []
+    assert stage.head is not None
+    if (bias := stage.head.output_bias) is not None:
+        set_bias(bias.data[: bias.block.shape[0]], bias.block.offset[0])
+    ids = global_batch(case, 0)[0][:2]
+    with torch.no_grad():
+        for part in (range(4), *(range(at, at + 1) for at in range(4, ids.shape[1]))):
+            rows = tuple(Rows(sample, part.start, len(part)) for sample in range(2))
+            tokens = MicroBatchInfo(0, (0, 1), False, rows, (part, part), cache)
+            x = stage.embed(ids[:, part.start : part.stop].reshape(1, -1), tokens)
+            found.append(stage.head.whole_logits(stage.body(x, tokens)).view(2, len(part), -1))
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [fp64(Case(tp=tp, model=model)) for tp, model in ((1, TIED), (2, TIED), (4, ALL_HEADS), (2, BIASED))],
+    ids=str,
+)
+def test_logits_with_a_cache(case: Case, ranks) -> None:
+    """The same as in plain PyTorch, which has no cache."""
+    with biased() if case.model == BIASED else contextlib.nullcontext():
+        weights = reference.initial_weights(case.config())
+        if case.model == BIASED:
+            set_bias(weights["head.output_bias"], 0)
+        wanted = reference.forward(case.config(), weights, global_batch(case, 0)[0][:2])
+    for found in ranks(case.world).run(cached_logits, case):
+        assert (found - wanted).abs().max() < TOLERANCE * wanted.abs().max()
+
+
+def test_an_evaluation_maps_logits_too(ranks) -> None:
+    case = fp64(Case(tp=2, model=ALL_HEADS))
+    ids, labels, mask = global_batch(case, 0)
+    logits = reference.forward(case.config(), reference.initial_weights(case.config()), ids)
+    each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    wanted = float((each * mask.flatten()).sum())
+    for loss, _ in ranks(2).run(evaluate, case):
+        assert abs(loss - wanted) < TOLERANCE * wanted

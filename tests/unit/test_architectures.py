@@ -66,12 +66,27 @@ def test_norms_of_heads_are_those_of_the_block(architecture: str, biases: bool) 
         assert (spec.shape, spec.sharded, spec.summed, spec.decays) == ((20,), (), {"tp"}, False)
 
 
+def test_norms_over_all_heads_are_sharded_like_the_heads() -> None:
+    """The weight of groups that several ranks have is replicated, and its gradient summed."""
+    model = replace(LLAMA, qk_layernorm=True, qk_norm_all_heads=True, kv_channels=20)
+    for tp, keys in ((2, (((0, "tp"),), set())), (4, ((), {"tp"}))):
+        specs = {spec.name.removeprefix("blocks.0.attention."): spec for spec in declare(model, tp).first_block.params}
+        query, key = specs["query_norm.weight"], specs["key_norm.weight"]
+        assert (query.shape, query.sharded, query.summed, query.decays) == ((8 * 20,), ((0, "tp"),), set(), False)
+        assert (key.shape, (key.sharded, key.summed), key.decays) == ((2 * 20,), keys, False)
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
         ({"num_query_groups": 2}, "--architecture gpt2 has no --num-query-groups 2; use one of llama, qwen3, parallel"),
         ({"add_qkv_bias": True}, "--architecture gpt2 has no --add-qkv-bias; use one of llama, qwen3, parallel"),
         ({"qk_layernorm": True}, "--architecture gpt2 has no --qk-layernorm; use one of llama, qwen3, parallel"),
+        (
+            {"qk_norm_all_heads": True},
+            "--architecture gpt2 has no --qk-norm-all-heads; use one of llama, qwen3, parallel",
+        ),
+        ({"architecture": "llama", "qk_norm_all_heads": True}, "--qk-norm-all-heads needs --qk-layernorm"),
         ({"architecture": "llama", "kv_channels": 5}, "--kv-channels 5: .* even size; use --kv-channels 6"),
         (
             {"architecture": "llama", "num_query_groups": 5},

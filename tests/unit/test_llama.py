@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from megazero.comm.mesh.mesh import Mesh
 from megazero.config.schema import Config, ModelConfig, TrainingConfig
+from megazero.huggingface.architectures import architecture_of
 from megazero.kernels.rotary import Rotary
 from megazero.model.layers.context import MicroBatchInfo
 from megazero.model.stage import declare
@@ -188,3 +189,18 @@ def test_angles_of_far_positions_are_not_rounded_to_the_precision(dtype: torch.d
         assert table.dtype == dtype
         error = (table.reshape(length, dim // 2).double() - exact).abs()
         assert (error <= torch.finfo(dtype).eps / 2 + 4 * torch.finfo(torch.float32).eps * angles).all()
+
+
+@pytest.mark.parametrize(
+    "options, flag",
+    [
+        ({"embedding_multiplier": 12.0}, "--embedding-multiplier 12.0"),
+        ({"logits_divisor": 8.0}, "--logits-divisor 8.0"),
+        ({"final_softcap": 30.0}, "--final-softcap 30.0"),
+        ({"architecture": "qwen3", "qk_layernorm": True, "qk_norm_all_heads": True}, "--qk-norm-all-heads"),
+    ],
+)
+def test_models_that_their_classes_do_not_compute_are_not_exported(options: dict[str, Any], flag: str) -> None:
+    with pytest.raises(ValueError, match=f"^{flag} with --architecture (llama|qwen3): no model of Hugging Face"):
+        architecture_of(replace(MODEL, **options))
+    assert architecture_of(MODEL).model_type == "llama"

@@ -246,9 +246,9 @@ class GroupedAttention(Attention):
         self.norms: EachHead | AllHeads | tuple[()] = ()
         if model.qk_norm_all_heads:
             self.norms = AllHeads(HeadsWeight(model, context, n), HeadsWeight(model, context, g, rows))
-            self.query_norm, self.key_norm = self.norms
         elif model.qk_layernorm:
             self.norms = EachHead(*(norm(model, context, d, summed=("tp",)) for _ in range(2)))
+        if self.norms:
             self.query_norm, self.key_norm = self.norms
         self.proj = RowLinear(context, n * d, h, std=model.residual_std, bias="proj" in biases)
         self.columns = (self.query, self.kv)
