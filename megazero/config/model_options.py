@@ -112,6 +112,11 @@ class ModelConfig:
         return pattern[number % len(pattern)]
 
     @property
+    def attention_kinds(self) -> str:
+        """The kinds of attention that its layers have, each once, such as GL."""
+        return "".join(sorted(set(map(self.attention_kind, range(self.num_layers)))))
+
+    @property
     def residual_std(self) -> float:
         """Standard deviation of weights that write to the residual stream, whose variance then stays put with depth."""
         return self.init_method_std / math.sqrt(2 * self.num_layers)

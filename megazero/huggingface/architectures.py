@@ -5,6 +5,7 @@ Shapes: h hidden, n heads, g groups of heads that share keys and values, d head 
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megazero.config.flags import as_flag
 from megazero.config.schema import ModelConfig
 from megazero.kernels.rotary import HIGH_FREQUENCY, LOW_FREQUENCY, TRAINED_LENGTH
 
@@ -31,6 +33,8 @@ LLAMA_3 = {
 }
 # Fields of ModelConfig whose default 0 stands for the value of a property.
 RESOLVED = {"ffn_hidden_size": "ffn_size", "num_query_groups": "query_groups"}
+# Fields of models whose attention has no options of scores.
+PLAIN_SCORES = {"attention_softcap": (0.0,), "attention_scale": (0.0,)}
 # --architecture of llama's layers, which options make another model for Hugging Face
 LLAMAS = ("llama", "qwen3")
 
@@ -85,6 +89,7 @@ class HuggingFaceModel:
 
     Attributes:
         model_type, model_class: of config.json.
+        kinds: of attention that its layers have: `ModelConfig.attention_kinds`.
         flags: fields of ModelConfig in which architectures differ: its values, of which an import sets the first.
         prefix: of the base model's names, which files of the base model alone lack.
         tensors: our name -> names.
@@ -96,6 +101,7 @@ class HuggingFaceModel:
 
     model_type: str
     model_class: str
+    kinds: tuple[str, ...]
     flags: dict[str, tuple[Any, ...]]
     prefix: str
     tensors: dict[str, TensorNames]
@@ -143,6 +149,49 @@ def _tensors(outside: dict[str, str], block: str, inside: dict[str, tuple[Any, .
     return {row.ours: row for row in rows}
 
 
+# -- sliding windows
+
+# model_type -> the fields of its configuration that describe the windows of its layers.
+WINDOWS = {
+    "llama": (),
+    "mistral": ("sliding_window",),
+    "ministral": ("sliding_window", "layer_types"),
+    **dict.fromkeys(("qwen2", "qwen3"), ("sliding_window", "layer_types", "use_sliding_window", "max_window_layers")),
+}
+LAYER_TYPES = {"L": "sliding_attention", "G": "full_attention"}
+
+
+def _windows_to_theirs(model: ModelConfig, model_type: str) -> Options:
+    letters = "".join(map(model.attention_kind, range(model.num_layers)))
+    options = {
+        "sliding_window": model.window_size or None,
+        "layer_types": [LAYER_TYPES[letter] for letter in letters],
+        "use_sliding_window": model.window_size > 0,
+        "max_window_layers": len(letters) - len(letters.lstrip("G")),  # theirs: the number of global ones before
+    }
+    return {name: options[name] for name in WINDOWS[model_type]}
+
+
+def _windows_to_ours(config: PreTrainedConfig) -> Options:
+    names = WINDOWS[config.model_type]
+    window = (config.sliding_window or 0) if "sliding_window" in names else 0
+    letters = "L" if window else "G"
+    if "layer_types" in names:
+        kinds = {theirs: ours for ours, theirs in LAYER_TYPES.items()}
+        if unknown := set(config.layer_types) - set(kinds):
+            raise ValueError(f"config.json has layer_types {min(unknown)}; this version computes {' and '.join(kinds)}")
+        letters = "".join(kinds[each] for each in config.layer_types)
+    if set(letters) == {"L", "G"}:
+        return {"window_size": window, "layer_pattern": shortest_pattern(letters)}
+    return {"window_size": window if "L" in letters else 0, "layer_pattern": ""}
+
+
+def shortest_pattern(letters: str) -> str:
+    """Return the shortest text whose repetition begins with `letters`."""
+    lengths = range(1, len(letters) + 1)
+    return next(letters[:n] for n in lengths if (letters[:n] * len(letters)).startswith(letters))
+
+
 # -- GPT-2
 
 
@@ -171,7 +220,8 @@ def _gpt2_to_ours(config: PreTrainedConfig) -> Options:
 GPT2 = HuggingFaceModel(
     "gpt2",
     "GPT2LMHeadModel",
-    flags={"architecture": ("gpt2",)},
+    kinds=("G",),
+    flags={"architecture": ("gpt2",)} | PLAIN_SCORES,
     prefix="transformer.",
     tensors=_tensors(
         {
@@ -214,14 +264,16 @@ GPT2 = HuggingFaceModel(
 )
 
 
-# -- Llama; Qwen 2, which has biases of queries, keys and values; Qwen 3, which has norms of queries and keys
+# -- Llama; Mistral, which has a window; Ministral, of which some layers have one; Qwen 2, which has biases of queries,
+# keys and values; Qwen 3, which has norms of queries and keys
 
 
-def _llama_to_theirs(model: ModelConfig) -> Options:
+def _llama_to_theirs(model_type: str, model: ModelConfig) -> Options:
     scaling: Options = {"rope_type": "default"}
     if model.rope_scaling_factor != 1.0:
         scaling = {"factor": model.rope_scaling_factor} | LLAMA_3
-    return {"rope_parameters": {"rope_theta": model.rotary_base} | scaling, "head_dim": model.head_dim}
+    rope = {"rope_parameters": {"rope_theta": model.rotary_base} | scaling}
+    return rope | {"head_dim": model.head_dim} | _windows_to_theirs(model, model_type)
 
 
 def _llama_to_ours(config: PreTrainedConfig) -> Options:
@@ -231,7 +283,6 @@ def _llama_to_ours(config: PreTrainedConfig) -> Options:
             "hidden_act": ("silu",),
             "attention_bias": (False,),
             "mlp_bias": (False,),
-            "use_sliding_window": (False,),
         },
     )
     usual = config.hidden_size // config.num_attention_heads
@@ -244,7 +295,7 @@ def _llama_to_ours(config: PreTrainedConfig) -> Options:
             f"config.json has rope_parameters {rope}; this version computes default and llama 3.1's rotary positions "
             f"({LLAMA_3}) only"
         )
-    return {
+    return _windows_to_ours(config) | {
         "kv_channels": 0 if head_dim == usual else head_dim,
         "rotary_base": base,
         "rope_scaling_factor": factor if rope == LLAMA_3 else 1.0,
@@ -252,12 +303,18 @@ def _llama_to_ours(config: PreTrainedConfig) -> Options:
 
 
 def _llama(
-    model_type: str, model_class: str, architectures: tuple[str, ...] = LLAMAS, bias: bool = False, norms: bool = False
+    model_type: str,
+    model_class: str,
+    kinds: tuple[str, ...],
+    architectures: tuple[str, ...] = LLAMAS,
+    bias: bool = False,
+    norms: bool = False,
 ) -> HuggingFaceModel:
     return HuggingFaceModel(
         model_type,
         model_class,
-        {"architecture": architectures, "add_qkv_bias": (bias,), "qk_layernorm": (norms,)},
+        kinds,
+        {"architecture": architectures, "add_qkv_bias": (bias,), "qk_layernorm": (norms,)} | PLAIN_SCORES,
         prefix="model.",
         tensors=_tensors(
             {"token_embedding.weight": "model.embed_tokens.weight", "head.norm.weight": "model.norm.weight"},
@@ -289,15 +346,17 @@ def _llama(
             "attention_dropout": "attention_dropout",
             "init_method_std": "initializer_range",
         },
-        to_theirs=_llama_to_theirs,
+        to_theirs=functools.partial(_llama_to_theirs, model_type),
         to_ours=_llama_to_ours,
     )
 
 
 MODELS = {  # by model_type
-    "llama": _llama("llama", "LlamaForCausalLM"),
-    "qwen2": _llama("qwen2", "Qwen2ForCausalLM", bias=True),
-    "qwen3": _llama("qwen3", "Qwen3ForCausalLM", LLAMAS[::-1], norms=True),
+    "llama": _llama("llama", "LlamaForCausalLM", ("G",)),
+    "mistral": _llama("mistral", "MistralForCausalLM", ("L",)),
+    "ministral": _llama("ministral", "MinistralForCausalLM", ("GL",)),
+    "qwen2": _llama("qwen2", "Qwen2ForCausalLM", ("G", "L", "GL"), bias=True),
+    "qwen3": _llama("qwen3", "Qwen3ForCausalLM", ("G", "L", "GL"), LLAMAS[::-1], norms=True),
     "gpt2": GPT2,
 }
 
@@ -305,11 +364,14 @@ MODELS = {  # by model_type
 def architecture_of(model: ModelConfig) -> HuggingFaceModel:
     """Return their architecture that computes the same as `model`. ValueError if there is none."""
     for found in MODELS.values():
-        if all(getattr(model, name) in values for name, values in found.flags.items()):
+        known = all(getattr(model, name) in values for name, values in found.flags.items())
+        if known and model.attention_kinds in found.kinds:
             return found
     name = model.architecture
-    if name in LLAMAS:
-        raise ValueError(
-            f"--architecture {name} with --add-qkv-bias and --qk-layernorm: no model of Hugging Face has both"
-        )
+    tables = [found for found in MODELS.values() if name in found.flags["architecture"]]
+    if tables:
+        fields = [field for field in (*tables[0].flags, "layer_pattern", "window_size") if field != "architecture"]
+        asked = {field: getattr(model, field) for field in fields}
+        given = [as_flag(n.replace("_", "-"), v) for n, v in asked.items() if v != getattr(ModelConfig, n)]
+        raise ValueError(f"--architecture {name} with {' and '.join(given)}: no model of Hugging Face is such a model")
     raise ValueError(f"--architecture {name} has no table that converts it to Hugging Face; see docs/extending.md")
