@@ -361,7 +361,9 @@ def _llama(
 
 
 def _qwen_windows(model: ModelConfig) -> Options:
-    return windows(model) | {"use_sliding_window": model.window_size > 0}
+    found = windows(model)
+    first = [*found["layer_types"], LOCAL].index(LOCAL)  # readers without layer_types take the layers before as global
+    return found | {"use_sliding_window": model.window_size > 0, "max_window_layers": first}
 
 
 def _from_qwen_windows(config: PreTrainedConfig) -> Options:
@@ -432,6 +434,14 @@ MODELS = {
             "MistralForCausalLM",
             to_theirs=lambda model: {"sliding_window": model.window_size or None},
             expressed=("window_size",),
+            to_ours=from_windows,
+        ),
+        _llama(
+            "ministral",
+            "MinistralForCausalLM",
+            architecture="mistral",
+            to_theirs=windows,
+            expressed=WINDOWS,
             to_ours=from_windows,
         ),
         _llama(

@@ -297,7 +297,7 @@ def test_options_choose_the_model_of_hugging_face(architecture: str) -> None:
     for bias, norms, wanted in ((False, False, "llama"), (True, False, "qwen2"), (False, True, "qwen3")):
         model = ModelConfig(architecture=architecture, add_qkv_bias=bias, qk_layernorm=norms)
         assert architecture_of(model).model_type == wanted
-    with pytest.raises(ValueError, match="with --add-qkv-bias and --qk-layernorm: no model of Hugging Face has both"):
+    with pytest.raises(ValueError, match="with --add-qkv-bias and --qk-layernorm: no model of Hugging Face is such"):
         architecture_of(ModelConfig(architecture=architecture, add_qkv_bias=True, qk_layernorm=True))
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -62,10 +62,19 @@ def test_every_path_of_a_gpu_is_in_order(case: Case, ranks) -> None:
     check_near(case, [outcome for outcome, _, _ in watched])
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
-def test_documents_on_a_gpu_without_flash_attention(architecture: str, ranks) -> None:
-    model = replace(MODEL, num_layers=2, architecture=architecture)
-    case = Case(model=model, kernels="eager", precision="fp16", reset="documents")
+@pytest.mark.parametrize(
+    ("architecture", "reset", "options"),
+    [
+        ("gpt2", "documents", {}),
+        ("llama", "documents", {"window_size": 3, "layer_pattern": "GL"}),
+        ("llama", "", {"window_size": 4, "num_query_groups": 2, "attention_scale": 0.2}),
+    ],
+)
+def test_documents_and_windows_on_a_gpu_without_flash_attention(
+    architecture: str, reset: str, options: dict[str, Any], ranks
+) -> None:
+    model = replace(MODEL, num_layers=2, architecture=architecture, **options)
+    case = Case(model=model, kernels="eager", precision="fp16", reset=reset)
     (watched,) = ranks(1).run(train_watched, case, None, (7, 0))
     assert watched.found == {}
     assert watched.waits == [["tolist"]] * STEPS

@@ -125,7 +125,7 @@ def test_a_configuration_goes_there_and_back(name: str) -> None:
     assert ModelConfig(**row.from_config(row.to_config(model, None))) == model
 
 
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("model_type", MODELS.keys() - {"ministral"})  # whose defaults have no width of heads
 def test_transformers_defaults_are_a_model_of_ours(model_type: str) -> None:
     """With as many parameters, at their default sizes."""
     import transformers

@@ -38,12 +38,25 @@ QWEN3 = replace(MODEL, architecture="qwen3", qk_layernorm=True, kv_channels=14)
 ROPE = {"rope_type": "default", "rope_theta": MODEL.rotary_base}
 LLAMA_3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA_3 |= {"rope_theta": MODEL.rotary_base, "original_max_position_embeddings": 8192}
+TURNS = ["full_attention", "sliding_attention", "full_attention"]
 CASES: dict[str, tuple[ModelConfig, str, dict[str, Any]]] = {
     "llama": (MODEL, "Llama", {"rope_parameters": ROPE}),
     "one group": (replace(MODEL, num_query_groups=1), "Llama", {"rope_parameters": ROPE}),
     "no groups, tied": (replace(MODEL, num_query_groups=0, untie_embeddings=False), "Llama", {"rope_parameters": ROPE}),
     "llama 3.1": (replace(MODEL, rope_scaling_factor=8.0), "Llama", {"rope_parameters": LLAMA_3}),
     "qwen 2": (replace(MODEL, add_qkv_bias=True), "Qwen2", {"rope_parameters": ROPE}),
+    "mistral": (replace(MODEL, window_size=5), "Mistral", {"rope_parameters": ROPE, "sliding_window": 5}),
+    "mistral without a window": (MODEL, "Mistral", {"rope_parameters": ROPE, "sliding_window": None}),
+    "ministral": (
+        replace(MODEL, num_layers=3, window_size=4, layer_pattern="GL"),
+        "Ministral",
+        {"rope_parameters": ROPE, "sliding_window": 4, "layer_types": TURNS},
+    ),
+    "qwen 2, windows in its last layers": (
+        replace(MODEL, num_layers=3, add_qkv_bias=True, window_size=6, layer_pattern="GLL"),
+        "Qwen2",
+        {"rope_parameters": ROPE, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    ),
     "wide heads": (replace(MODEL, kv_channels=14), "Llama", {"rope_parameters": ROPE}),
     "qwen 3": (QWEN3, "Qwen3", {"rope_parameters": ROPE}),
     "qwen 3, tied, narrow heads": (
@@ -91,6 +104,8 @@ def test_logits_and_gradients_are_those_of_transformers(
 ) -> None:
     import transformers
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
+    from transformers.models.ministral.modeling_ministral import MinistralRMSNorm
+    from transformers.models.mistral.modeling_mistral import MistralRMSNorm
     from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -113,7 +128,7 @@ def test_logits_and_gradients_are_those_of_transformers(
     tolerance = 1e-10 if precision == "fp64" else model_tolerance(model, dtype)
     theirs = getattr(transformers, f"{family}ForCausalLM")(hf).to(dtype)
     if precision == "fp64":
-        for norm in (LlamaRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm):
+        for norm in (LlamaRMSNorm, MistralRMSNorm, MinistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm):
             monkeypatch.setattr(norm, "forward", exact_norm)
     with torch.no_grad():
         for p in theirs.parameters():

@@ -46,7 +46,7 @@ def fused_attention(
     mask = _mask(q, scores.window)
     found = [_kernel(q[p.queries], k[p.keys], v[p.keys], scores, p.of(mask)).transpose(1, 2) for p in pieces]
     b, n, s, d = q.shape
-    return torch.cat([x.reshape(-1, n, d) for x in found]).view(b, s, n, d).transpose(1, 2)
+    return torch.cat(found, dim=1).view(b, s, n, d).transpose(1, 2)
 
 
 def _is_flash(q: torch.Tensor) -> bool:
@@ -67,8 +67,8 @@ def _kernel(
     if groups > 1 and q.device.type != "cpu" and not flash:  # the memory-efficient kernel has no groups
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
     if not q.is_meta:
-        gqa = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=gqa, scale=scale)
+        options = {"is_causal": mask is None, "enable_gqa": q.shape[1] != k.shape[1], "scale": scale}
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
     if flash:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=scale)[0]
     bias = None if mask is None else mask.expand(*q.shape[:2], *mask.shape)

@@ -1,4 +1,4 @@
-"""Llama, Qwen 2 and Qwen 3 between checkpoints of real runs and transformers: export, generation, import."""
+"""All families between checkpoints of real runs and transformers: export, generation, import."""
 
 from __future__ import annotations
 
@@ -10,35 +10,48 @@ from pathlib import Path
 import pytest
 import torch
 
+from megazero.config.flags import as_flag
 from megazero.config.schema import ModelConfig
+from megazero.huggingface.families import family_of
 from megazero.plan.layout.topology import Layout
 from tests.end_to_end.cli import metrics, pretrain
 from tests.end_to_end.test_generate import on_a_rank, write_tokenizer
 from tests.end_to_end.test_huggingface import assert_same_logits, export, import_, theirs
+from tests.helpers.families import FAMILIES, family
 from tests.helpers.ranks import Ranks
 from tests.helpers.rounding import model_tolerance
 from tests.reference_run import read_checkpoint, write_corpus
 
 LENGTH, WORDS = 20, 61
-SIZES = "--architecture llama --num-layers 2 --hidden-size 48 --ffn-hidden-size 40 --num-attention-heads 6".split()
+SIZES = "--num-layers 3 --hidden-size 48 --ffn-hidden-size 40 --num-attention-heads 6".split()
 SIZES += ["--seq-length", LENGTH, "--init-method-std", 0.2, "--global-batch-size", 4, "--lr", 1e-2]
-KINDS = {
-    "groups": ("LlamaForCausalLM", "--num-query-groups 2 --rotary-base 5e3"),
-    "one group, tied": (
-        "LlamaForCausalLM",
-        "--num-query-groups 1 --no-untie-embeddings --rope-scaling-factor 8",
+
+
+def flags_of(name: str) -> str:
+    """Return the flags of a small model of a family."""
+    options = {"architecture": name, "norm_epsilon": 1e-4} | FAMILIES[name]
+    return " ".join(as_flag(option.replace("_", "-"), value) for option, value in options.items())
+
+
+LLAMA = "--architecture llama --num-query-groups"
+KINDS = {name: (family_of(family(name, ModelConfig())).model_class, flags_of(name)) for name in FAMILIES} | {
+    "llama, one group, tied": ("LlamaForCausalLM", f"{LLAMA} 1 --no-untie-embeddings --rope-scaling-factor 8"),
+    "llama, wide heads": ("LlamaForCausalLM", f"{LLAMA} 2 --kv-channels 12"),
+    "llama with a window is mistral": ("MistralForCausalLM", f"{LLAMA} 2 --window-size 6"),
+    "llama with windows in turns is ministral": (
+        "MinistralForCausalLM",
+        f"{LLAMA} 2 --window-size 4 --layer-pattern LG",
     ),
-    "biases": ("Qwen2ForCausalLM", "--add-qkv-bias --norm-epsilon 1e-4"),
-    "wide heads": ("LlamaForCausalLM", "--num-query-groups 2 --kv-channels 12"),
-    "norms": ("Qwen3ForCausalLM", "--architecture qwen3 --num-query-groups 2 --kv-channels 12"),
-    "norms, tied": ("Qwen3ForCausalLM", "--qk-layernorm --num-query-groups 1 --no-untie-embeddings"),
+    "llama with biases is qwen2": ("Qwen2ForCausalLM", "--architecture llama --add-qkv-bias"),
+    "llama with norms is qwen3": ("Qwen3ForCausalLM", f"{LLAMA} 1 --qk-layernorm --no-untie-embeddings"),
 }
+BY_DEFAULT = ("llama", "gemma3", "gpt-neox")
 NEAR = model_tolerance(ModelConfig(2, 48, 0, 6, LENGTH, WORDS), torch.float32)
 PROMPTS = [[7], [7, 3, 55, 12], [60] * 9, [1, 2, 3]]
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind in ("groups", "norms") else pytest.mark.slow) for kind in KINDS]
+    "kind", [pytest.param(kind, marks=() if kind in BY_DEFAULT else pytest.mark.slow) for kind in KINDS]
 )
 def test_there_and_back(kind: str, tmp_path: Path, ranks: Callable[[int], Ranks]) -> None:
     """The same logits and likeliest tokens in transformers; after an import the same bits and the next loss."""
