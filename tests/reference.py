@@ -176,7 +176,9 @@ def parallel_block(
 
 def rotated(model: ModelConfig, kind: str, position: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """x [b, n, s, d], pairs of dims as complex numbers, turned by position [b, s] x frequency. `kind`: L, G or N."""
-    d = 0 if kind == "N" else int(x.shape[-1] * model.rotary_percent)
+    if kind == "N":
+        return x
+    d = int(x.shape[-1] * model.rotary_percent)
     rotary = Rotary(d, model.rotary_base)
     if kind == "L" and model.local_rotary_base:
         rotary = Rotary(d, model.local_rotary_base)

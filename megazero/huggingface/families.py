@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from megazero.config.flags import as_flag
 from megazero.config.schema import ModelConfig
 from megazero.huggingface.architectures import (
     HALVES,
@@ -530,5 +531,5 @@ def family_of(model: ModelConfig) -> HuggingFaceModel:
         raise ValueError(
             f"--architecture {model.architecture} has no table that converts it to Hugging Face; see docs/extending.md"
         )
-    names = ", ".join(f"--{name.replace('_', '-')}" for name in own[0].differences(model))
-    raise ValueError(f"no model of Hugging Face is {own[0].model_type} with {names}; see docs/huggingface.md")
+    flags = [as_flag(name.replace("_", "-"), getattr(model, name)) for name in own[0].differences(model)]
+    raise ValueError(f"no model of Hugging Face is a {own[0].model_type} with {', '.join(flags)}")

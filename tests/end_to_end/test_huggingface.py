@@ -21,7 +21,7 @@ from megazero.comm.mesh.mesh import Mesh
 from megazero.config.schema import ModelConfig
 from megazero.data.tokenizer import PROBE, load_tokenizer
 from megazero.generation.model import InferenceModel
-from megazero.huggingface.architectures import architecture_of
+from megazero.huggingface.families import family_of
 from megazero.model.layers.context import MicroBatchInfo
 from megazero.plan.layout.topology import Layout
 from megazero.run.run_state import RunState, run_tokenizer
@@ -250,7 +250,7 @@ def damaged(folder: Path, change: str) -> None:
     ("change", "words"),
     [
         ("other activation", "config.json has activation_function relu; this version computes gelu_new or"),
-        ("other architecture", "its model_type is 'bert'; known are llama, qwen2, qwen3, gpt2"),
+        ("other architecture", "its model_type is 'bert'; known are gpt2, .*, llama, "),
         ("more layers", "missing transformer.h.3.ln_1.weight, transformer.h.3.ln_1.bias, .* and 9 more, unknown none"),
         ("fewer layers", "missing none, unknown transformer.h.2.attn.c_attn.bias, .* and 9 more"),
         ("another shape", r"h.1.mlp.c_fc.weight is \[40, 24\], and config.json makes it \[24, 40\]"),
@@ -289,22 +289,35 @@ def test_an_export_appears_whole_or_not_at_all(tied, tmp_path: Path) -> None:
 
 def test_an_architecture_without_a_table_is_refused() -> None:
     with pytest.raises(ValueError, match="--architecture parallel has no table that converts"):
-        architecture_of(ModelConfig(architecture="parallel", add_qkv_bias=True))
+        family_of(ModelConfig(architecture="parallel", add_qkv_bias=True))
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
 def test_options_choose_the_model_of_hugging_face(architecture: str) -> None:
     for bias, norms, wanted in ((False, False, "llama"), (True, False, "qwen2"), (False, True, "qwen3")):
         model = ModelConfig(architecture=architecture, add_qkv_bias=bias, qk_layernorm=norms)
-        assert architecture_of(model).model_type == wanted
-    with pytest.raises(ValueError, match="with --add-qkv-bias and --qk-layernorm: no model of Hugging Face is such"):
-        architecture_of(ModelConfig(architecture=architecture, add_qkv_bias=True, qk_layernorm=True))
+        assert family_of(model).model_type == wanted
+    with pytest.raises(ValueError, match=r"^no model of Hugging Face is a (llama|qwen3) with --\S+"):
+        family_of(ModelConfig(architecture=architecture, add_qkv_bias=True, qk_layernorm=True))
 
 
-def test_gpt2_with_heads_of_another_width_is_refused() -> None:
-    with pytest.raises(ValueError, match="--kv-channels 80: Hugging Face's GPT-2 has no heads of another width"):
-        architecture_of(ModelConfig(kv_channels=80)).to_config(ModelConfig(kv_channels=80), None)
-    assert architecture_of(ModelConfig(kv_channels=64)).to_config(ModelConfig(kv_channels=64), None).n_head == 12
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"kv_channels": 80}, "gpt2 with --kv-channels 80"),
+        ({"residual_multiplier": 0.5, "window_size": 7}, "gpt2 with --window-size 7, --residual-multiplier 0.5"),
+        ({"architecture": "granite", "final_softcap": 3.0}, "granite with --final-softcap 3.0"),
+        ({"architecture": "olmo2", "qk_layernorm": False}, "olmo2 with --no-qk-layernorm, --no-qk-norm-all-heads"),
+    ],
+)
+def test_a_model_that_no_class_computes_is_refused_by_its_flags(options: dict[str, object], named: str) -> None:
+    with pytest.raises(ValueError, match=f"^no model of Hugging Face is a {named}"):
+        family_of(ModelConfig(**options))
+
+
+def test_a_width_of_heads_that_is_the_usual_one_is_no_difference() -> None:
+    model = ModelConfig(kv_channels=64, num_query_groups=12)
+    assert family_of(model).to_config(model, None).n_head == 12
 
 
 def test_values_beyond_fp16_are_refused(tied, tmp_path: Path) -> None:

@@ -99,7 +99,14 @@ def test_there_and_back(kind: str, tmp_path: Path, ranks: Callable[[int], Ranks]
     [
         ({"hidden_act": "gelu"}, "config.json has hidden_act gelu; this version computes silu only"),
         ({"attention_bias": True}, "config.json has attention_bias True"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "has rope_parameters .*yarn"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
+            "has rope_parameters of rope_type dynamic; this version computes default, llama3, yarn, linear only",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 16}},
+            "config.json has beta_fast 16 in rope_parameters of rope_type yarn",
+        ),
     ],
 )
 def test_what_ours_does_not_compute_is_refused(change: dict[str, object], words: str, tmp_path: Path) -> None:

@@ -15,9 +15,13 @@ from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 from megazero.plan.schedule.schedules import SCHEDULES
+from tests.helpers.families import FAMILIES
 from tests.parallel.cases import MODEL, RESETS, Case
 
 Choice = dict[str, Any]  # factor -> level
+
+# Families that have, together, every part and option of a family; tests/parallel/test_families.py has all families.
+COMBINED = ("qwen3", "olmo3", "gemma2", "gpt-neox")
 Factors = dict[str, tuple[Any, ...]]  # factor -> levels, the plainest first
 
 LAYOUT: Factors = {"pp": (1, 2, 3, 4), "dp": (1, 2, 3, 4), "tp": (1, 2, 3, 4)}
@@ -50,12 +54,11 @@ FACTORS: Factors = {
     "frozen": (False, True),
     "architecture": (
         "gpt2",
-        "llama",
-        "llama, 2 groups",
+        "llama, 2 groups",  # of heads that share keys and values
         "llama, 1 group",
-        "qwen3, 2 groups",  # with heads wider than hidden size / heads
         "parallel",
-    ),  # of heads that share keys and values
+        *COMBINED,
+    ),
     "scores": tuple(SCORES),
     "seq_length": (11, 12),  # under sp, 12 cuts in the middle of a sample
     "reset": tuple(RESETS),  # attention and positions that restart with a document
@@ -115,6 +118,18 @@ class Rule:
         return self.holds(*(choice[name] for name in self.factors))
 
 
+def _options(architecture: str) -> dict[str, Any]:
+    """Return the options of the model of a level."""
+    name, _, groups = architecture.partition(", ")
+    if architecture in COMBINED:
+        return {"architecture": name} | FAMILIES[name]
+    return {"architecture": name, "num_query_groups": int(groups.split()[0]) if groups else 0}
+
+
+def _groups(architecture: str) -> int:
+    return int(_options(architecture).get("num_query_groups", 0))
+
+
 RULES = [
     Rule("more ranks than a test starts", False, lambda pp, dp, tp: pp * dp * tp <= MAX_WORLD),
     Rule("over one rank every ZeRO stage is stage 0", False, lambda zero, dp: not zero or dp > 1),
@@ -136,7 +151,7 @@ RULES = [
     )),
     Rule("sequence parallelism needs tp", True, lambda sp, tp: not sp or tp > 1),
     Rule("tp divides the tokens", True, lambda sp, tp, seq_length: not sp or SAMPLES * seq_length % tp == 0),
-    Rule("2 groups on 3 ranks", True, lambda architecture, tp: not (tp == 3 and architecture.endswith("2 groups"))),
+    Rule("2 groups on 3 ranks", True, lambda architecture, tp: not (tp == 3 and _groups(architecture) == 2)),
     *(Rule("a CUDA graph repeats its capture", True, holds) for holds in (
         lambda graphs, zero: not graphs or zero < 3,
         lambda graphs, tp: not graphs or tp == 1,
@@ -156,7 +171,7 @@ def case_of(choice: Choice) -> Case:
     """The case that a choice of levels stands for; factors that it lacks are at their plainest, in fp64."""
     choice = {name: levels[0] for name, levels in FACTORS.items()} | {"precision": "fp64", "device": "cpu"} | choice
     dropout = {"hidden_dropout": 0.1, "attention_dropout": 0.2} if choice["dropout"] else {}
-    architecture, _, groups = choice["architecture"].partition(", ")
+    architecture = choice["architecture"].partition(",")[0]
     chunks = 2 if SCHEDULES[choice["schedule"]].virtual_stages else 1
     stages = choice["pp"] * chunks
     on_gpu = choice["device"] != "cpu"
@@ -174,13 +189,10 @@ def case_of(choice: Choice) -> Case:
             num_layers=layers,
             num_attention_heads=8 if choice["tp"] == 4 else MODEL.num_attention_heads,
             seq_length=choice["seq_length"],
-            untie_embeddings=choice["untied"],
-            architecture=architecture,
-            qk_layernorm=architecture == "qwen3",
-            kv_channels=14 if architecture == "qwen3" else 0,
-            num_query_groups=int(groups.split()[0]) if groups else 0,
-            **dropout,
-            **SCORES[choice["scores"]],
+            **_options(choice["architecture"])
+            | SCORES[choice["scores"]]
+            | dropout
+            | {"untie_embeddings": choice["untied"]},
         ),
         batch=choice["dp"] * choice["micro_batches"] * SAMPLES - choice["short"],
         micro_batch_size=SAMPLES if choice["short"] else 0,

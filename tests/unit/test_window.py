@@ -1,6 +1,6 @@
 """Sliding windows, soft caps and the scale of attention's scores: --window-size, --layer-pattern, --attention-softcap.
 
-`tests/parallel/matrix.py` has them as a factor; `test_llama.py` and `test_huggingface_llama.py` compare transformers.
+`tests/parallel/matrix.py` has them as a factor; `test_families.py` compares with transformers.
 """
 
 from __future__ import annotations
