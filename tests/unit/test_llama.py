@@ -1,4 +1,4 @@
-"""Llama, Qwen 2 and Qwen 3 against transformers' classes with the same weights: logits and gradients."""
+"""Llama, Qwen 2, Qwen 3 and Granite against transformers' classes with the same weights: logits and gradients."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ QWEN3 = replace(MODEL, architecture="qwen3", qk_layernorm=True, kv_channels=14)
 ROPE = {"rope_type": "default", "rope_theta": MODEL.rotary_base}
 LLAMA_3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA_3 |= {"rope_theta": MODEL.rotary_base, "original_max_position_embeddings": 8192}
+GRANITE = replace(MODEL, embedding_multiplier=12.0, residual_multiplier=0.22, logits_divisor=6.0)
 CASES: dict[str, tuple[ModelConfig, str, dict[str, Any]]] = {
     "llama": (MODEL, "Llama", {"rope_parameters": ROPE}),
     "one group": (replace(MODEL, num_query_groups=1), "Llama", {"rope_parameters": ROPE}),
@@ -45,6 +46,17 @@ CASES: dict[str, tuple[ModelConfig, str, dict[str, Any]]] = {
     "llama 3.1": (replace(MODEL, rope_scaling_factor=8.0), "Llama", {"rope_parameters": LLAMA_3}),
     "qwen 2": (replace(MODEL, add_qkv_bias=True), "Qwen2", {"rope_parameters": ROPE}),
     "wide heads": (replace(MODEL, kv_channels=14), "Llama", {"rope_parameters": ROPE}),
+    "granite, tied": (
+        replace(GRANITE, untie_embeddings=False),
+        "Granite",
+        {
+            "rope_parameters": ROPE,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 6.0,
+            "attention_multiplier": MODEL.head_dim**-0.5,
+        },
+    ),
     "qwen 3": (QWEN3, "Qwen3", {"rope_parameters": ROPE}),
     "qwen 3, tied, narrow heads": (
         replace(QWEN3, kv_channels=4, untie_embeddings=False),
@@ -90,6 +102,7 @@ def test_logits_and_gradients_are_those_of_transformers(
     case: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import transformers
+    from transformers.models.granite.modeling_granite import GraniteRMSNorm
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
     from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -113,7 +126,7 @@ def test_logits_and_gradients_are_those_of_transformers(
     tolerance = 1e-10 if precision == "fp64" else model_tolerance(model, dtype)
     theirs = getattr(transformers, f"{family}ForCausalLM")(hf).to(dtype)
     if precision == "fp64":
-        for norm in (LlamaRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm):
+        for norm in (GraniteRMSNorm, LlamaRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm):
             monkeypatch.setattr(norm, "forward", exact_norm)
     with torch.no_grad():
         for p in theirs.parameters():
