@@ -10,6 +10,7 @@ import torch
 
 from megazero.comm.mesh.mesh import Mesh
 from megazero.kernels.dropout import Rows
+from megazero.kernels.eager import LogitMap
 from megazero.step.engine import Engine
 from tests.helpers import kernel_checks
 from tests.parallel.cases import MODEL, STEPS, Case, micro_batches
@@ -31,7 +32,8 @@ def test_kernels_on_one_gpu_are_torchs_operators(dtype: torch.dtype) -> None:
         kernel_checks.check_dropout(rows, columns, dtype, "cuda")
     if dtype == torch.bfloat16 and torch.cuda.mem_get_info()[0] > 30 << 30:
         kernel_checks.check_large_dropout("cuda")
-    kernel_checks.check_loss(200, [25129, 25128], 25152, dtype, "cuda")
+    for to_logits, spread in ((LogitMap(), 3.0), (LogitMap(0.5, 30.0), 20.0)):
+        kernel_checks.check_loss(200, [25129, 25128], 25152, dtype, "cuda", to_logits, spread)
     for columns in (50, 768, 1600, 8192):
         kernel_checks.check_norms(700, columns, dtype, "cuda")
     for columns in (5, 11008):

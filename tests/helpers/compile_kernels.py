@@ -25,6 +25,7 @@ from triton.runtime.driver import driver
 
 from megazero.kernels import operators
 from megazero.kernels.dropout import Dropout, Rows
+from megazero.kernels.eager import LogitMap
 from megazero.kernels.rotary import Rotary
 from megazero.kernels.table import TRITON
 
@@ -54,8 +55,9 @@ def launch_all() -> None:
         dropout(x, rows)
         dropout.onto(x, x, rows)
         labels, numbers = torch.zeros(2, dtype=torch.int64), torch.zeros(2)
-        TRITON.loss.sums(x, labels, columns - 3)
-        TRITON.loss.grad_(x, labels, columns - 3, numbers, numbers)
+        for to_logits in (LogitMap(), LogitMap(0.5, 30.0)):
+            TRITON.loss.sums(x, labels, columns - 3, to_logits)
+            TRITON.loss.grad_(x, labels, columns - 3, numbers, numbers, to_logits)
 
     for columns, dtype in ((768, torch.bfloat16), (8192, torch.bfloat16), (8192, torch.float32), (51, torch.float32)):
         x, weight = torch.zeros(2, columns, dtype=dtype), torch.zeros(columns, dtype=dtype)

@@ -16,7 +16,8 @@ from megazero.model.stage import declare
 from megazero.plan.layout.layers import layer_costs
 from megazero.plan.layout.parameters import unit_layout
 from megazero.plan.layout.resolve import resolve
-from megazero.price.trace.trace import model_flops
+from megazero.price.trace.trace import model_flops, trace_block
+from tests.parallel.cases import Case
 from tests.unit.test_config import make
 
 LLAMA = ModelConfig(3, 64, 96, 8, 32, 1000, untie_embeddings=True, architecture="llama", num_query_groups=2)
@@ -132,3 +133,13 @@ def test_fewer_groups_than_ranks_are_replicated_and_their_gradients_summed() -> 
         flat = unit_layout(specs, {"tp": tp}, 1)
         assert sum(r.numel for r in flat.summed("tp", False)) == (0 if sharded else kv.local({}, {}).numel)
         assert flat.summed("tp", True) == flat.replicated("tp")
+
+
+@pytest.mark.parametrize("all_heads", [False, True])
+def test_norms_of_queries_and_keys_keep_copies_of_their_inputs(all_heads: bool) -> None:
+    """In fp32: queries and keys, not the values next to the keys; and a number per head, or two per token."""
+    plain = replace(LLAMA, kv_channels=20)
+    normed = replace(plain, qk_layernorm=True, qk_norm_all_heads=all_heads)
+    saved = [sum(trace_block(*Case(model=model).resolved(), "cpu").saved) for model in (normed, plain)]
+    tokens, heads = Case().samples * LLAMA.seq_length, 8 + 2
+    assert saved[0] - saved[1] == 4 * tokens * (heads * 20 + (2 if all_heads else heads))
