@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from megazero.config.architectures import ARCHITECTURES, ArchitectureTraits
 from megazero.config.limits import (
     FEW,
+    MOST_LAYERS,
     Bounds,
     DecayRate,
     Iterations,
@@ -35,7 +36,7 @@ else:
 class ModelConfig:
     """Architecture and sizes."""
 
-    num_layers: Annotated[int, Bounds(1, 4096, FEW)] = 12
+    num_layers: Annotated[int, Bounds(1, MOST_LAYERS, FEW)] = 12
     """Transformer blocks."""
     hidden_size: Annotated[int, Bounds(1, 2**20, "no published model is as wide")] = 768
     """Width of the residual stream."""

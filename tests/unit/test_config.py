@@ -43,7 +43,7 @@ COMING: set[str] = set()
 # that raises this number gives the reason. --preset and --help are not counted.
 # 113: heads of a width of their own (--kv-channels) and norms of queries and keys (--qk-layernorm), as in Qwen 3.
 # 116 and on: the parts of published families: factors, windows, layers that alternate, rotary scalings, soft caps.
-NUM_OPTIONS = 116
+NUM_OPTIONS = 118
 
 DEFAULTS = {
     "precision": "fp32",
