@@ -109,8 +109,8 @@ class ModelConfig:
 
     def attention_kind(self, number: int) -> str:
         """Return the kind of attention of a layer: L local, G global, N global without rotary positions."""
-        pattern = self.layer_pattern or ("L" if self.window_size else "G")
-        return pattern[number % len(pattern)]
+        pattern = self.layer_pattern
+        return pattern[number % len(pattern)] if pattern else "GL"[self.window_size > 0]
 
     @property
     def attention_kinds(self) -> str:
