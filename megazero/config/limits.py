@@ -43,6 +43,7 @@ FEW = "no published model has as many"
 ITERATIONS = "iterations are numbered in 9 digits"
 Positive = Annotated[int, Bounds(1, 10**9, ITERATIONS)]
 Iterations = Annotated[int, Bounds(0, 10**9, ITERATIONS)]
+MOST_LAYERS = 4096
 MOST_MINUTES = 10**6
 Minutes = Annotated[float, Bounds(0, MOST_MINUTES, "that is two years")]
 Ranks = Annotated[int, Bounds(1, 10**6, "no job has as many ranks")]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from megazero.config.architectures import ARCHITECTURES, ArchitectureTraits
 from megazero.config.limits import (
     FEW,
+    MOST_LAYERS,
     Bounds,
     DecayRate,
     Iterations,
@@ -37,7 +38,7 @@ else:
 class ModelConfig:
     """Architecture and sizes."""
 
-    num_layers: Annotated[int, Bounds(1, 4096, FEW)] = 12
+    num_layers: Annotated[int, Bounds(1, MOST_LAYERS, FEW)] = 12
     """Transformer blocks."""
     hidden_size: Annotated[int, Bounds(1, 2**20, "no published model is as wide")] = 768
     """Width of the residual stream."""
@@ -137,8 +138,8 @@ class ModelConfig:
 
     def attention_kind(self, number: int) -> str:
         """Return the kind of attention of a layer: L local, G global, N global without rotary positions."""
-        pattern = self.layer_pattern or ("L" if self.window_size else "G")
-        return pattern[number % len(pattern)]
+        pattern = self.layer_pattern
+        return pattern[number % len(pattern)] if pattern else "GL"[self.window_size > 0]
 
     @property
     def embedding_scale(self) -> float:

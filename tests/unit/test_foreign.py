@@ -116,6 +116,10 @@ SAME = [
     ("--mixed_precision no --zero-stage 3.0", "--precision fp32 --zero-stage 3"),
     ("--precision TF32", "--precision fp32 --tf32"),
     ("--cuda-graph-impl transformer_engine", "--cuda-graph-impl local"),
+    ("--window-size 127,0 --window-attn-skip-freq 4", "--window-size 128 --layer-pattern LLLG"),
+    ("--window-size (7,0) --window-attn-skip-freq [1,0,0]", "--window-size 8 --layer-pattern LGG"),
+    ("--window-size -1,0 --window-attn-skip-freq 1", "--layer-pattern G"),
+    ("--model_type mistral --config_overrides sliding_window=8", "--architecture llama --window-size 8"),
     ("--pipeline-schedule 1F1B", "--pipeline-schedule 1f1b"),
     ("--pipeline-schedule=Interleaved1F1B", "--pipeline-schedule interleaved"),
     ("--recompute uniform --loss-scale-window 500.0 --zero-shard-size 8.", "--recompute full --loss-scale-window 500 "
@@ -142,6 +146,8 @@ def test_the_last_of_two_spellings_wins() -> None:
 
 
 REFUSED = [
+    ("--window-size 8,0 --window-attn-skip-freq ([1]*3+[0])*2", "write it as --layer-pattern, such as LLLG"),
+    ("--window-size 8,4", "--window-size takes a whole number"),
     ("--swiglu", "--swiglu: --swiglu without --normalization RMSNorm"),
     (f"--architecture gpt2 {LLAMA}", "does not go with --architecture gpt2"),
     ("--architecture llama --normalization LayerNorm", "does not go with --architecture llama"),

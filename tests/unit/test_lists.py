@@ -214,6 +214,8 @@ def test_options_that_make_another_model() -> None:
             "residual_multiplier": 0.22,
             "window_size": 8,
             "layer_pattern": "GG",
+            "attention_softcap": 5.0,
+            "attention_scale": 0.5,
             "architecture": "parallel",
         }
         assert changes.keys() == {field.name for field in fields(ModelConfig)}

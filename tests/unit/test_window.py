@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from megazero.config.cli import parse
 from megazero.config.schema import ActivationConfig, Config, ModelConfig, TrainingConfig
+from megazero.huggingface.architectures import MODELS, architecture_of
 from megazero.kernels.dropout import Dropout, Rows
 from megazero.kernels.table import EAGER
 from megazero.model.layers.attention import CoreAttention
@@ -142,6 +144,56 @@ MODEL = ModelConfig(
 MATRICES = 2 * 48 * (2 * 6 + 2 * 2) * 8 + 2 * 3 * 48 * 80  # FLOPs per token: queries, output, keys, values; MLP
 
 
+def test_a_layer_has_the_scores_of_its_letter() -> None:
+    model = replace(MODEL, attention_scale=0.2, attention_softcap=3.0)
+    assert [Scores.of(model, number) for number in (1, 2)] == [Scores(8, 3.0, 0.2), Scores(0, 3.0, 0.2)]
+    assert Scores.of(replace(MODEL, seq_length=8), 1) == Scores(), "a window of whole samples is none"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys", "options"),
+    [
+        ("mistral", {"sliding_window": 8}, (8, "")),
+        ("mistral", {"sliding_window": None}, (0, "")),
+        ("ministral", {"sliding_window": 8, "layer_types": "GLLGL"}, (8, "GLL")),
+        ("ministral", {"sliding_window": 8, "layer_types": "GGGGG"}, (0, "")),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}, (8, "GGGLL")),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, (8, "")),
+        ("qwen3", {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 3}, (0, "")),
+        ("llama", {"sliding_window": 8}, (0, "")),  # a key that its class does not read
+    ],
+)
+def test_windows_of_hugging_face_are_a_pattern(
+    model_type: str, keys: dict[str, object], options: tuple[int, str]
+) -> None:
+    from transformers import AutoConfig
+
+    types = {"L": "sliding_attention", "G": "full_attention"}
+    keys = {key: [types[c] for c in value] if isinstance(value, str) else value for key, value in keys.items()}
+    config = AutoConfig.for_model(model_type, num_hidden_layers=5, **keys)
+    model = ModelConfig(**MODELS[model_type].from_config(config))
+    assert (model.window_size, model.layer_pattern) == options
+    back = architecture_of(model).to_config(model, None)
+    assert architecture_of(model).from_config(back) == MODELS[model_type].from_config(config)
+
+
+def test_kinds_of_layers_that_are_not_known_are_refused() -> None:
+    from transformers import MinistralConfig
+
+    config = MinistralConfig(num_hidden_layers=2, layer_types=["full_attention", "chunked_attention"])
+    with pytest.raises(ValueError, match=r"has layer_types chunked_attention; .* sliding_attention and full_attention"):
+        MODELS["ministral"].from_config(config)
+
+
+@pytest.mark.parametrize(
+    "options", [{"attention_softcap": 5.0}, {"attention_scale": 0.5}, {"architecture": "gpt2", "window_size": 4}]
+)
+def test_a_model_that_hugging_face_lacks_is_refused(options: dict[str, Any]) -> None:
+    model = replace(ModelConfig(architecture="llama", seq_length=16), **options)
+    with pytest.raises(ValueError, match=r"--(attention|window)-.*: no model of Hugging Face is such a model"):
+        architecture_of(model)
+
+
 @pytest.mark.parametrize(
     ("changes", "seen"),
     [
@@ -153,7 +205,7 @@ MATRICES = 2 * 48 * (2 * 6 + 2 * 2) * 8 + 2 * 3 * 48 * 80  # FLOPs per token: qu
     ],
 )
 def test_flops_count_the_keys_that_a_query_sees(changes: dict[str, object], seen: int) -> None:
-    """As the peers count: 4 n d per key of a sample, or of the window; causal or not."""
+    """The peers count 4 n d per key of a sample, or of the window; causal or not."""
     model = replace(MODEL, **changes)
     assert model_flops(model, 7) == 3 * 7 * 32 * (5 * MATRICES + 4 * seen * 48 + 2 * 101 * 48)
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePath
 
 from megazero.config.flags import flags
 from megazero.config.foreign.flag import FALSE, ForeignFlag, Refused, number
-from megazero.config.limits import MOST_MINUTES, is_number
+from megazero.config.limits import MOST_LAYERS, MOST_MINUTES, is_number
 
 
 def hint(name: str, others: Iterable[str] = ()) -> str:
@@ -108,6 +109,15 @@ def architecture(flag: ForeignFlag) -> list[str]:
     if not flag.get_whole("ffn-hidden-size"):
         ours += ["--ffn-hidden-size", str(int(4 * flag.get_whole("hidden-size") * 2 / 3 / 64) * 64)]
     return ours
+
+
+def layer_pattern(flag: ForeignFlag) -> list[str]:
+    """--layer-pattern: of N layers the last is global (G), the others are local (L); in a list, 1 is local"""
+    if re.fullmatch(r"\[[01](,[01])*\]", flag.value.replace(" ", "")):
+        return ["--layer-pattern", "".join("GL"[int(digit)] for digit in re.findall("[01]", flag.value))]
+    if "[" in flag.value or not 0 < flag.whole() <= MOST_LAYERS:
+        raise Refused("write it as --layer-pattern, such as LLLG")
+    return ["--layer-pattern", "L" * (flag.whole() - 1) + "G"]
 
 
 def max_positions(flag: ForeignFlag) -> list[str]:
@@ -318,7 +328,7 @@ CONVERSIONS: Mapping[str, Callable[[ForeignFlag], list[str]]] = {
     for function in (
         *(rename, words, choose, pairs, only, unneeded, refused, minutes, exit_duration, profile, validation_share),
         *(scale_power, betas, words_unless_given, architecture, virtual_stages, output, recomputed_layers),
-        *(max_positions, run_name, report, resume, accumulation),
+        *(layer_pattern, max_positions, run_name, report, resume, accumulation),
         *(train_length, in_iterations, interval, warmup_fraction, evaluation, tokenizer),
     )
 }

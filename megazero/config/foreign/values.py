@@ -12,6 +12,7 @@ from typing import Any
 from megazero.config.foreign.flag import Refused
 from megazero.config.foreign.table import Value, kebab
 
+WINDOW = re.compile(r"\(?(-1|[0-9]+),0\)?")  # Megatron-LM: (keys before a query, keys after it)
 FLOAT = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?([eE]\+?[0-9]{1,3})?")
 NUMBERS = {int: "a whole number", float: "a number"}
 
@@ -47,6 +48,8 @@ def translate_value(name: str, kind: Any, values: Sequence[str], rows: Callable[
     if len(values) == 1 and (values[0] in known if known else _is(kind, values[0])):
         return []
     word = kebab(values[0].lower()) if len(values) == 1 else ""
+    if name == "window-size" and (pair := WINDOW.fullmatch("".join(values).replace(" ", ""))):
+        return [f"--{name}", str(int(pair[1]) + 1)]
     for row in rows():
         if fnmatch.fnmatchcase(word, row.name):
             if row.answer:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 
 if TYPE_CHECKING:
     from tests.helpers.pretended_gpu.modes import Session
@@ -85,18 +84,61 @@ def varlen_attention(session: Session, capability: tuple[int, int]) -> Callable[
             raise RuntimeError("FlashAttention needs 16-bit tensors on an Ampere GPU or a newer one")
         before, after = window_size
         assert after == 0, "not causal"
+        assert enable_gqa or q.shape[1] == k.shape[1]
         with session.pausing():
-            bounds = q_bounds.tolist()
-        found = []
-        for first, stop in itertools.pairwise(bounds):
-            part = (x[first:stop].transpose(0, 1)[None] for x in (q, k, v))
-            mask = None
-            if 0 <= before < stop - first:
-                seen = q.new_ones(stop - first, stop - first, dtype=torch.bool).tril_().triu_(-before)
-                mask = q.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)
-            options = {"is_causal": mask is None, "enable_gqa": enable_gqa, "scale": scale}
-            y = F.scaled_dot_product_attention(*part, attn_mask=mask, **options)
-            found.append(y[0].transpose(0, 1))
-        return torch.cat(found)
+            documents = tuple(itertools.pairwise(q_bounds.tolist()))
+        return _Varlen.apply(q, k, v, q_bounds, documents, before, scale)
 
     return attend
+
+
+class _Varlen(torch.autograd.Function):
+    """q [T, n, d], k and v [T, g, d] -> [T, n, d], within documents of the tokens [first, stop)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        bounds: torch.Tensor,
+        documents: tuple[tuple[int, int], ...],
+        before: int,
+        scale: float | None,
+    ) -> torch.Tensor:
+        ctx.documents, ctx.before, ctx.scale = documents, before, scale
+        y, log_sums = torch.empty_like(q), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
+        for first, stop in documents:
+            parts, mask = _document((q, k, v), first, stop), _window(q, stop - first, before)
+            found = aten._scaled_dot_product_flash_attention_for_cpu(
+                *parts, 0.0, mask is None, attn_mask=mask, scale=scale
+            )
+            y[first:stop], log_sums[:, first:stop] = found[0][0].transpose(0, 1), found[1][0]
+        state = q.new_empty(2, dtype=torch.int64)  # of a random generator
+        ctx.save_for_backward(q, k, v, bounds, y, log_sums, state)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, _, y, log_sums, _ = ctx.saved_tensors
+        grads = [torch.empty_like(x) for x in (q, k, v)]
+        for first, stop in ctx.documents:
+            own, mask = _document((dy, q, k, v, y), first, stop), _window(q, stop - first, ctx.before)
+            found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *own, log_sums[None, :, first:stop], 0.0, mask is None, attn_mask=mask, scale=ctx.scale
+            )
+            for into, grad in zip(grads, found, strict=True):
+                into[first:stop] = grad[0].transpose(0, 1)
+        return *grads, None, None, None, None
+
+
+def _document(whole: tuple[torch.Tensor, ...], first: int, stop: int) -> list[torch.Tensor]:
+    return [x[first:stop].transpose(0, 1)[None] for x in whole]
+
+
+def _window(like: torch.Tensor, length: int, before: int) -> torch.Tensor | None:
+    """Return a mask of a query's own and `before` earlier keys; None if that is all of them."""
+    if not 0 <= before < length:
+        return None
+    seen = like.new_ones(length, length, dtype=torch.bool).tril_().triu_(-before)
+    return like.new_zeros(length, length).masked_fill_(~seen, -torch.inf)
