@@ -42,7 +42,8 @@ COMING: set[str] = set()
 # A budget: each flag is one more that a user has to understand, and that has to be tested with all others. A commit
 # that raises this number gives the reason. --preset and --help are not counted.
 # 113: heads of a width of their own (--kv-channels) and norms of queries and keys (--qk-layernorm), as in Qwen 3.
-NUM_OPTIONS = 113
+# 116 and on: the parts of published families: factors, windows, layers that alternate, rotary scalings, soft caps.
+NUM_OPTIONS = 116
 
 DEFAULTS = {
     "precision": "fp32",
@@ -356,6 +357,10 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         9,
         "--rehearse 4 with --plan: both end before training",
     ),
+    ({"layer_pattern": "LGX", "window_size": 8}, 1, 9, "--layer-pattern LGX has X; use the letters L .*, G .* and N"),
+    ({"layer_pattern": "LG"}, 1, 9, "--layer-pattern LG needs --window-size W for its local layers; add it"),
+    ({"layer_pattern": "GG", "window_size": 8}, 1, 9, "--window-size 8 needs a layer L in --layer-pattern GG; add one"),
+    ({"layer_pattern": "GN"}, 1, 9, "--layer-pattern GN: --architecture gpt2 has no rotary positions, .*; use G"),
     ({"hidden_size": 1024, "num_attention_heads": 15}, 1, 9, "--hidden-size 1024 .* --num-attention-heads 15; use 16"),
     (
         {"tensor_model_parallel_size": 5},
@@ -554,6 +559,20 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         for flag in ("attention-dropout", "hidden-dropout", "adam-beta1", "adam-beta2")
     ),
 ]
+
+
+@pytest.mark.parametrize(
+    ("options", "kinds"),
+    [
+        ({}, "GGGGG"),
+        ({"window_size": 8}, "LLLLL"),
+        ({"window_size": 8, "layer_pattern": "LLG"}, "LLGLL"),
+        ({"architecture": "llama", "layer_pattern": "GGGN"}, "GGGNG"),
+    ],
+)
+def test_kinds_of_attention_repeat_over_the_layers(options: dict[str, Any], kinds: str) -> None:
+    config, _ = resolve(make(num_layers=5, **options), 1, 9, declare)
+    assert "".join(map(config.model.attention_kind, range(5))) == kinds
 
 
 @pytest.mark.parametrize(("options", "ranks", "vocab_size", "said"), REFUSALS, ids=str)
