@@ -7,7 +7,6 @@ allocations without a write, are not recorded.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megazero.comm.mesh.collectives import Pending
 from megazero.comm.mesh.pretend import PretendAxis
 from megazero.model.layers.context import DTYPES
+from megazero.price.trace.differences import Differences, tensors_in
 
 PRODUCTS = ("mm", "addmm", "addmm_", "bmm")
 NO_WORK = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "_unsafe_view", "promote_types", "resize_")
@@ -81,12 +81,14 @@ class _Recording:
     """The method of `Recorder`. In a subclass of TorchDispatchMode, torch would wrap it and import its compiler."""
 
     events: list[Event]
+    differences: Differences
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func.__name__.split(".")[0]
         if not func.is_view and name not in NO_WORK:
             self.events.append(_operator(name, args, kwargs or {}, out))
+            self.differences.follow(func, args, kwargs or {}, out)
         return out
 
 
@@ -96,6 +98,7 @@ class Recorder(_Recording, TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
+        self.differences = Differences()
         self.issued = 0
 
     def take(self) -> Events:
@@ -107,22 +110,14 @@ class Recorder(_Recording, TorchDispatchMode):
         return _RecordedAxis(self, name, ranks, rank, needs_staging_buffer)
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
-
-
 def _size(x: torch.Tensor) -> int:
     """Return the bytes of a tensor in memory; an expanded tensor has only those of its storage."""
     return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
 
 
 def _operator(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Operator:
-    read = list(_tensors((*args, *(value for key, value in kwargs.items() if key not in RESULTS))))
-    written = list(_tensors([out]))
+    read = tensors_in((*args, *(value for key, value in kwargs.items() if key not in RESULTS)))
+    written = tensors_in([out])
     dtype = next((key for key, value in DTYPES.items() if read and read[0].dtype == value), "fp32")
     if name in LOOKUPS:  # the rows, not the table: indices, read, written
         rows = read[-1] if name.endswith("_") else written[0]
@@ -163,18 +158,21 @@ class _RecordedAxis(PretendAxis):
         self.recorder = recorder
 
     def _start(self, name: str, collective: Any, **options: Any) -> Pending:
-        touched = (*options.get("reads", ()), *options.get("writes", ()))
+        results = options.get("writes", ())
         if options.get("result") is not None:
-            touched = (*touched, options["result"])
+            results = (*results, options["result"])
+        touched = (*options.get("reads", ()), *results)
         recorder = self.recorder
         number = recorder.issued
         recorder.issued += 1
         recorder.events.append(Issue(number, self.name, name, max(x.numel() * x.element_size() for x in touched)))
+        recorder.differences.join(results, self.name)
         then = options.get("then")
 
         def arrive() -> None:
             recorder.events.append(Arrive(number))
             if then is not None:
                 then()
+                recorder.differences.join(results, self.name)
 
         return super()._start(name, collective, **(options | {"then": arrive}))

@@ -33,6 +33,7 @@ from megazero.plan.layout.parameters import ParamSpec
 from megazero.plan.layout.topology import Layout
 from megazero.plan.program.rank_spec import PlannedLayer, RankSpec
 from megazero.plan.sizes import LayerSizes
+from megazero.price.trace.differences import Differences
 from megazero.price.trace.kernels import Events, LayerEvents, Operator, Recorder
 
 SMALL = 1 << 24  # elements of a tensor, or of a layer's weights: tens of milliseconds
@@ -151,11 +152,12 @@ class _Gradients:
         taken: all contributions to gradients.
     """
 
-    def __init__(self, grad_dtype: str, add: bool, at_once: bool) -> None:
-        self.dtype, self.add, self.at_once = DTYPES[grad_dtype], add, at_once
+    def __init__(self, grad_dtype: str, add: bool, at_once: bool, differences: Differences) -> None:
+        self.dtype, self.add, self.at_once, self.differences = DTYPES[grad_dtype], add, at_once, differences
         self.taken: list[tuple[Weight, GradWriter]] = []
 
     def accumulate_grad(self, weight: Weight, write: GradWriter) -> None:
+        self.differences.check(weight, write)
         self.taken.append((weight, write))
         if self.at_once:
             self._compute(weight, write)
@@ -201,6 +203,7 @@ class Traced:
             # zeros instead of the default, an expanded NaN, because CPU products of NaN are slow
             weight.data = torch.zeros(shape, dtype=self.context.dtype, device=device)
             weight.owner = owner
+            recorder.differences.start_from([weight])
         self.compute = self.stage.layer(kind.layer).compute
         ids = torch.zeros(kind.micro_batch_size, model.seq_length, dtype=torch.int64, device=device)
         # the bytes do not depend on where documents begin
@@ -244,7 +247,8 @@ def _storage(tensor: torch.Tensor) -> int:
 def _trace(kind: Kind, grad_dtype: str, add: bool, at_once: bool) -> LayerTrace:
     """Run a layer of this kind forward, backward and, with full recompute, forward again."""
     with kind.stand_in() as device, torch.enable_grad():
-        gradients, recorder = _Gradients(grad_dtype, add, at_once), Recorder()
+        recorder = Recorder()
+        gradients = _Gradients(grad_dtype, add, at_once, recorder.differences)
         traced = Traced(kind, device, recorder, gradients)
         tables = dict(traced.context.table_bytes)
         saved: dict[int, torch.Tensor] = {}  # keep a tensor of each storage, so that its number is not reused

@@ -1,0 +1,127 @@
+"""Replicated weights whose gradient is a sum over tp: an omitted or a needless `summed` is refused by the trace."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Iterator
+from unittest.mock import patch
+
+import pytest
+
+from megazero.config.architectures import ARCHITECTURES as TRAITS
+from megazero.config.architectures import ArchitectureTraits
+from megazero.config.cli import parse
+from megazero.config.flags import flags
+from megazero.config.schema import Config, ModelConfig
+from megazero.model.block import BLOCK_CLASSES, ParallelBlock, SequentialBlock
+from megazero.model.layers.context import Context
+from megazero.model.layers.layer import Layer
+from megazero.model.layers.weight import weights_of
+from megazero.model.stage import declare
+from megazero.plan.layout.layers import Use
+from megazero.plan.layout.resolve import resolve
+from megazero.plan.program.rank_spec import PlannedLayer
+from megazero.price.trace.trace import trace
+
+SIZES = "--num-layers 4 --hidden-size 32 --num-attention-heads 8 --seq-length 8 --vocab-size 99 --micro-batch-size 2"
+LAYOUTS = ["", "--sequence-parallel", "--recompute selective", "--hidden-dropout 0.1 --attention-dropout 0.1"]
+
+
+# rows that families of models have, and some that none has yet
+ROWS = {
+    **TRAITS,
+    "after": TRAITS["llama"]._replace(norms="after", biases=("qkv", "proj", "mlp", "logits")),
+    "around": TRAITS["llama"]._replace(norms="around", norm="rmsnorm-1p", activation="geglu-tanh", root_embedding=True),
+    "two norms": TRAITS["llama"]._replace(parallel=2, norm="layernorm", biases=("qkv", "proj", "mlp")),
+    "fused": TRAITS["gpt2"]._replace(norms="after", norm="rmsnorm", biases=()),
+}
+
+
+@contextlib.contextmanager
+def known(architecture: str, traits: ArchitectureTraits, block: type[Layer]) -> Iterator[None]:
+    """Within: the tables of architectures have this one."""
+    with patch.dict(TRAITS, {architecture: traits}), patch.dict(BLOCK_CLASSES, {architecture: block}):
+        yield
+
+
+def parse_as(architecture: str, line: str) -> Config:
+    config = parse(line.split())
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, architecture=architecture))
+
+
+def trace_kinds(config: Config, device_type: str) -> None:
+    """Trace each kind of layer; all weights train."""
+    config, layout = resolve(config, config.parallel.tensor_model_parallel_size, 0, declare)
+    for kind in {kind.name: kind for kind in declare(config.model, layout.tp).kinds.values()}.values():
+        layer = PlannedLayer(
+            kind.name, (), kind.use, trains=True, passes_gradient=kind.use != Use.LOOKUP, kind=kind.name
+        )
+        for at_once in (True, False):
+            trace(config, layout, layer, {}, device_type, at_once)
+
+
+def options_of(architecture: str) -> Iterator[str]:
+    """Yield no flag, each switch of its own, and one group of keys and values in layers that differ."""
+    yield ""
+    options = ROWS[architecture].options
+    yield from (f"--{name}" for name in options if flags()[name].kind is bool)
+    if "num-query-groups" in options:
+        switches = (name for name in ("add-qkv-bias", "qk-layernorm") if name in options)
+        yield " ".join(
+            ["--num-query-groups 1 --layer-pattern LGN --window-size 3", *(f"--{name}" for name in switches)]
+        )
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("architecture", ROWS)
+def test_every_weight_is_declared_as_it_is_used(architecture: str, layout: str, device_type: str) -> None:
+    traits = ROWS[architecture]
+    block = BLOCK_CLASSES.get(architecture) or (ParallelBlock if traits.parallel else SequentialBlock)
+    with known(architecture, traits, block):
+        for options in options_of(architecture):
+            for tp in (1, 2):
+                if tp > 1 or "--sequence-parallel" not in layout:
+                    line = f"{SIZES} {options} {layout} --tensor-model-parallel-size {tp}"
+                    trace_kinds(parse_as(architecture, line), device_type)
+
+
+FORGOTTEN = [
+    ("llama", "--qk-layernorm", "attention.query_norm.weight"),
+    ("llama", "--qk-layernorm --num-query-groups 1", "attention.key_norm.weight"),
+    ("parallel", "--qk-layernorm", "attention.query_norm.bias"),
+    ("llama", "--num-query-groups 1", "attention.kv.weight"),
+    ("llama", "--num-query-groups 1 --add-qkv-bias", "attention.kv.bias"),
+]
+NEEDLESS = [("llama", "", "norm1.weight"), ("parallel", "", "norm.bias"), ("gpt2", "", "mlp.down.bias")]
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("architecture", "options", "path"), [*FORGOTTEN, *NEEDLESS])
+def test_a_wrong_declaration_is_refused_by_name(
+    architecture: str, options: str, path: str, layout: str, device_type: str
+) -> None:
+    """In every layout with tensor parallelism; without it, all declarations are right."""
+    forgotten = (architecture, options, path) in FORGOTTEN
+
+    class Planted(BLOCK_CLASSES[architecture]):  # type: ignore[misc]
+        def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
+            super().__init__(model, number, context)
+            weight = next(weight for name, weight in weights_of(self, "") if name == path)
+            summed = frozenset[str]() if forgotten else frozenset({"tp"})
+            weight.spec = dataclasses.replace(weight.spec, summed=summed)
+
+    said = "so its gradient is a sum over tp; declare it with" if forgotten else "declare it without"
+    with known("planted", TRAITS[architecture], Planted):
+        # another length for each case, because traces and declarations are remembered
+        case = [*FORGOTTEN, *NEEDLESS].index((architecture, options, path))
+        line = f"{SIZES} {options} {layout} --seq-length {16 + 4 * case}"
+        config = parse_as("planted", line)
+        if "--sequence-parallel" not in layout:
+            trace_kinds(config, device_type)
+        split = dataclasses.replace(config.parallel, tensor_model_parallel_size=2)
+        with pytest.raises(AssertionError, match=rf"blocks\.0\.{re.escape(path)} .*{said} summed=\('tp',\)"):
+            trace_kinds(dataclasses.replace(config, parallel=split), device_type)
