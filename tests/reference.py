@@ -7,7 +7,9 @@ once. In fp32, or with --precision fp64 in fp64, from the same weights.
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -66,12 +68,14 @@ def forward(
     x = drop(model.hidden_dropout, -1, "embedding", x)
     for i in range(model.num_layers):
         mine = {name.removeprefix(f"blocks.{i}."): t for name, t in w.items() if name.startswith(f"blocks.{i}.")}
-        x = blocks(model, mine, x, lambda p, site, x, i=i: drop(p, i, site, x), seen, position)
+        rotate = partial(rotated, model, i, position)
+        x = blocks(model, mine, x, lambda p, site, x, i=i: drop(p, i, site, x), seen, rotate)
     x = norm(model, w, "head.norm", x)
     return F.linear(x, w.get("head.output.weight", w["token_embedding.weight"]))
 
 
 Drop = Callable[[float, str, torch.Tensor], torch.Tensor]  # probability, site, x
+Rotate = Callable[[torch.Tensor], torch.Tensor]  # queries or keys [b, n, s, d]
 Weights = dict[str, torch.Tensor]
 
 
@@ -98,7 +102,7 @@ def attention(
 
 
 def grouped_attention(
-    model: ModelConfig, w: Weights, y: torch.Tensor, drop: Drop, seen: torch.Tensor, position: torch.Tensor
+    model: ModelConfig, w: Weights, y: torch.Tensor, drop: Drop, seen: torch.Tensor, rotate: Rotate
 ) -> torch.Tensor:
     b, s, _ = y.shape
     q = linear(w, "attention.query", y).view(b, s, model.num_attention_heads, -1).transpose(1, 2)
@@ -106,12 +110,12 @@ def grouped_attention(
     if model.qk_layernorm:
         q, k = norm(model, w, "attention.query_norm", q), norm(model, w, "attention.key_norm", k)
     each = model.num_attention_heads // model.query_groups
-    k, v = (t.repeat_interleave(each, dim=1) for t in (rotated(model, k, position), v))
-    return linear(w, "attention.proj", attention(model, rotated(model, q, position), k, v, drop, seen))
+    k, v = (t.repeat_interleave(each, dim=1) for t in (rotate(k), v))
+    return linear(w, "attention.proj", attention(model, rotate(q), k, v, drop, seen))
 
 
 def fused_attention(
-    model: ModelConfig, w: Weights, y: torch.Tensor, drop: Drop, seen: torch.Tensor, position: torch.Tensor
+    model: ModelConfig, w: Weights, y: torch.Tensor, drop: Drop, seen: torch.Tensor, rotate: Rotate
 ) -> torch.Tensor:
     """GPT-2's: one weight for queries, keys and values, by head; no rotation."""
     b, s, _ = y.shape
@@ -131,32 +135,55 @@ def mlp(model: ModelConfig, w: Weights, y: torch.Tensor) -> torch.Tensor:
 
 
 def sequential_block(
-    model: ModelConfig, w: Weights, x: torch.Tensor, drop: Drop, seen: torch.Tensor, position: torch.Tensor
+    model: ModelConfig, w: Weights, x: torch.Tensor, drop: Drop, seen: torch.Tensor, rotate: Rotate
 ) -> torch.Tensor:
     attend = fused_attention if "attention.qkv.weight" in w else grouped_attention
-    y = norm(model, w, "norm1_after", attend(model, w, norm(model, w, "norm1", x), drop, seen, position))
+    y = norm(model, w, "norm1_after", attend(model, w, norm(model, w, "norm1", x), drop, seen, rotate))
     x = x + drop(model.hidden_dropout, "attention", y * model.residual_multiplier)
     y = norm(model, w, "norm2_after", mlp(model, w, norm(model, w, "norm2", x)))
     return x + drop(model.hidden_dropout, "mlp", y * model.residual_multiplier)
 
 
 def parallel_block(
-    model: ModelConfig, w: Weights, x: torch.Tensor, drop: Drop, seen: torch.Tensor, position: torch.Tensor
+    model: ModelConfig, w: Weights, x: torch.Tensor, drop: Drop, seen: torch.Tensor, rotate: Rotate
 ) -> torch.Tensor:
     y = norm(model, w, "norm", x)
     z = norm(model, w, "mlp_norm", x) if "mlp_norm.weight" in w else y
-    both = grouped_attention(model, w, y, drop, seen, position) + mlp(model, w, z)
+    both = grouped_attention(model, w, y, drop, seen, rotate) + mlp(model, w, z)
     return x + drop(model.hidden_dropout, "block", both * model.residual_multiplier)
 
 
-def rotated(model: ModelConfig, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    """x [b, n, s, d], as complex numbers of dims i and i + d/2, turned by position [b, s] x base^(-2 i / d)."""
-    d = x.shape[-1]
-    rates = 1.0 / model.rotary_base ** (torch.arange(0, d, 2).float() / d)
+def rotated(model: ModelConfig, number: int, position: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """x [b, n, s, d], whose dims that are rotated together are complex numbers, turned by position [b, s] x rate."""
+    kind, d = model.attention_kind(number), int(x.shape[-1] * model.rotary_percent)
+    if kind == "N":
+        return x
+    local = kind == "L" and model.local_rotary_base > 0
+    rates = 1.0 / (model.local_rotary_base if local else model.rotary_base) ** (torch.arange(0, d, 2).float() / d)
+    longer = 1.0
+    if model.rope_scaling_factor > 1 and not local:
+        rates = scaled(model, rates)
+        longer = 0.1 * math.log(model.rope_scaling_factor) + 1 if model.rope_scaling_type == "yarn" else 1.0
     angles = (position[..., None].float() * rates)[:, None]
-    turn = torch.complex(angles.cos().to(x.dtype), angles.sin().to(x.dtype))
-    turned = torch.complex(*x.chunk(2, dim=-1)) * turn
-    return torch.cat([turned.real, turned.imag], dim=-1)
+    turn = torch.complex((angles.cos() * longer).to(x.dtype), (angles.sin() * longer).to(x.dtype))
+    where = -1 if model.rotary_interleaved else -2
+    pairs = x[..., :d].unflatten(-1, (d // 2, 2) if model.rotary_interleaved else (2, d // 2))
+    turned = torch.complex(*pairs.unbind(where)) * turn
+    return torch.cat([torch.stack([turned.real, turned.imag], where).flatten(-2), x[..., d:]], dim=-1)
+
+
+def scaled(model: ModelConfig, rates: torch.Tensor) -> torch.Tensor:
+    """Rates [d/2] for a context that is longer than the trained one."""
+    slow, context = rates / model.rope_scaling_factor, model.rope_trained_length
+    if model.rope_scaling_type == "linear":
+        return slow
+    if model.rope_scaling_type == "llama3":
+        share = (context / (2 * math.pi / rates) - 1) / 3  # from one turn in the context to four
+        return torch.where(share <= 0, slow, torch.where(share >= 1, rates, (1 - share) * slow + share * rates))
+    places = [len(rates) * math.log(context / (2 * math.pi * turns), model.rotary_base) for turns in (32, 1)]
+    low, high = max(math.floor(places[0]), 0), min(math.ceil(places[1]), 2 * len(rates) - 1)
+    share = ((torch.arange(len(rates)) - low) / max(high - low, 0.001)).clamp(0, 1)
+    return slow * share + rates * (1 - share)
 
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]

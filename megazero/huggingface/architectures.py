@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megazero.config.schema import ModelConfig
-from megazero.kernels.rotary import HIGH_FREQUENCY, LOW_FREQUENCY, TRAINED_LENGTH
+from megazero.huggingface.rotary import rope_parameters, rotary_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -22,13 +22,6 @@ Tensors = Sequence[torch.Tensor]
 Options = dict[str, Any]
 
 OUTPUT = "lm_head.weight"  # files of a tied model may hold it
-# Scaling of rotary positions in Llama 3.1, without its factor.
-LLAMA_3 = {
-    "rope_type": "llama3",
-    "low_freq_factor": LOW_FREQUENCY,
-    "high_freq_factor": HIGH_FREQUENCY,
-    "original_max_position_embeddings": TRAINED_LENGTH,
-}
 # Fields of ModelConfig whose default 0 stands for the value of a property.
 RESOLVED = {"ffn_hidden_size": "ffn_size", "num_query_groups": "query_groups"}
 # --architecture of llama's layers, which options make another model for Hugging Face
@@ -218,10 +211,7 @@ GPT2 = HuggingFaceModel(
 
 
 def _llama_to_theirs(model: ModelConfig) -> Options:
-    scaling: Options = {"rope_type": "default"}
-    if model.rope_scaling_factor != 1.0:
-        scaling = {"factor": model.rope_scaling_factor} | LLAMA_3
-    return {"rope_parameters": {"rope_theta": model.rotary_base} | scaling, "head_dim": model.head_dim}
+    return {"rope_parameters": rope_parameters(model), "head_dim": model.head_dim}
 
 
 def _llama_to_ours(config: PreTrainedConfig) -> Options:
@@ -236,19 +226,7 @@ def _llama_to_ours(config: PreTrainedConfig) -> Options:
     )
     usual = config.hidden_size // config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or usual
-    rope = dict(config.rope_parameters)
-    base, factor = float(rope.pop("rope_theta")), float(rope.pop("factor", 1.0))
-    rope = {key: value for key, value in rope.items() if value is not None}
-    if rope not in ({"rope_type": "default"}, LLAMA_3):
-        raise ValueError(
-            f"config.json has rope_parameters {rope}; this version computes default and llama 3.1's rotary positions "
-            f"({LLAMA_3}) only"
-        )
-    return {
-        "kv_channels": 0 if head_dim == usual else head_dim,
-        "rotary_base": base,
-        "rope_scaling_factor": factor if rope == LLAMA_3 else 1.0,
-    }
+    return {"kv_channels": 0 if head_dim == usual else head_dim, **rotary_options(config.rope_parameters)}
 
 
 def _llama(

@@ -52,7 +52,14 @@ NAMED = {
     "num_query_groups",
     "kv_channels",
     "qk_layernorm",
+    "rotary_percent",
+    "rotary_interleaved",
+    "rope_scaling_factor",
+    "rope_scaling_type",
+    "local_rotary_base",
     "residual_multiplier",
+    "window_size",
+    "layer_pattern",
 }
 
 

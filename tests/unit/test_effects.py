@@ -78,7 +78,12 @@ FLIPPED = {
 SEEN = {
     "init-method-std": "unit/test_parameters.py",
     "rotary-base": "unit/test_llama.py",
-    "rope-scaling-factor": "unit/test_llama.py",
+    "rope-scaling-factor": "unit/test_rotary.py",
+    "rope-scaling-type": "unit/test_rotary.py",
+    "rope-trained-length": "unit/test_rotary.py",
+    "rotary-percent": "unit/test_rotary.py",
+    "rotary-interleaved": "unit/test_rotary.py",
+    "local-rotary-base": "unit/test_rotary.py",
     "norm-epsilon": "unit/test_llama.py",
     "residual-multiplier": "parallel/test_parity.py",
     "window-size": "unit/test_config.py",

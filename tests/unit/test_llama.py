@@ -37,11 +37,27 @@ QWEN3 = replace(MODEL, architecture="qwen3", qk_layernorm=True, kv_channels=14)
 ROPE = {"rope_type": "default", "rope_theta": MODEL.rotary_base}
 LLAMA_3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA_3 |= {"rope_theta": MODEL.rotary_base, "original_max_position_embeddings": 8192}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, "rope_theta": MODEL.rotary_base}
 CASES: dict[str, tuple[ModelConfig, str, dict[str, Any]]] = {
     "llama": (MODEL, "Llama", {"rope_parameters": ROPE}),
     "one group": (replace(MODEL, num_query_groups=1), "Llama", {"rope_parameters": ROPE}),
     "no groups, tied": (replace(MODEL, num_query_groups=0, untie_embeddings=False), "Llama", {"rope_parameters": ROPE}),
     "llama 3.1": (replace(MODEL, rope_scaling_factor=8.0), "Llama", {"rope_parameters": LLAMA_3}),
+    "llama 3.1 of 4096": (
+        replace(MODEL, rope_scaling_factor=8.0, rope_trained_length=4096),
+        "Llama",
+        {"rope_parameters": LLAMA_3 | {"original_max_position_embeddings": 4096}},
+    ),
+    "linear": (
+        replace(MODEL, rope_scaling_factor=3.0, rope_scaling_type="linear"),
+        "Llama",
+        {"rope_parameters": ROPE | {"rope_type": "linear", "factor": 3.0}},
+    ),
+    "yarn": (
+        replace(MODEL, rope_scaling_factor=4.0, rope_scaling_type="yarn", rope_trained_length=4096),
+        "Llama",
+        {"rope_parameters": YARN},
+    ),
     "qwen 2": (replace(MODEL, add_qkv_bias=True), "Qwen2", {"rope_parameters": ROPE}),
     "wide heads": (replace(MODEL, kv_channels=14), "Llama", {"rope_parameters": ROPE}),
     "qwen 3": (QWEN3, "Qwen3", {"rope_parameters": ROPE}),
@@ -166,23 +182,11 @@ def test_layers_share_one_pair_of_tables() -> None:
     assert not {"aten::cos", "aten::sin"} & {event.key for event in profile.key_averages()}
 
 
-@pytest.mark.parametrize("scaling", [1.0, 8.0])
-def test_rotary_frequencies_are_transformers(scaling: float) -> None:
-    """At d = 128, where llama 3.1 has wavelengths that are kept, scaled, and between the two."""
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    rope = LLAMA_3 if scaling > 1 else ROPE
-    theirs = LlamaRotaryEmbedding(LlamaConfig(hidden_size=256, num_attention_heads=2, rope_parameters=rope))
-    found = Rotary(128, MODEL.rotary_base, scaling).frequencies(torch.device("cpu"))
-    assert torch.equal(found, theirs.inv_freq)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_angles_of_far_positions_are_not_rounded_to_the_precision(dtype: torch.dtype) -> None:
     """bf16 holds no odd number above 256, fp16 none above 2,048: only cos and sin are rounded."""
     length, dim, base = 6000, 4, 500.0
-    cos, sin = Rotary(dim, base).tables(length, dtype, torch.device("cpu"))
+    cos, sin, _ = Rotary(dim, base).tables(length, dtype, torch.device("cpu"))
     angles = torch.arange(length, dtype=torch.float64)[:, None] / torch.tensor([1.0, base**0.5], dtype=torch.float64)
     for table, exact in ((cos[..., :2], angles.cos()), (cos[..., 2:], angles.cos()), (sin, angles.sin())):
         assert table.dtype == dtype
