@@ -84,6 +84,7 @@ def forward(
 
 
 Drop = Callable[[float, str, torch.Tensor], torch.Tensor]  # probability, site, x
+Rotate = Callable[[torch.Tensor], torch.Tensor]  # queries or keys [b, n, s, d]
 Weights = dict[str, torch.Tensor]
 Turn = Callable[[torch.Tensor], torch.Tensor]  # queries or keys [b, n, s, d], by position
 

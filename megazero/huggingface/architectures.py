@@ -1,4 +1,4 @@
-"""How a model of Hugging Face is described: its tensors and options beside ours. `families` has the models.
+"""Conversion of models of Hugging Face: names of tensors and options on both sides. `families` has the models.
 
 Shapes: h hidden, n heads, g groups of heads that share keys and values, d head dim, f ffn.
 """

@@ -28,20 +28,14 @@ from megazero.huggingface.architectures import (
     TensorNames,
     require,
 )
-from megazero.huggingface.rotary import (
-    GLOBAL,
-    LOCAL,
-    by_kind_of_layer,
-    from_kinds_of_layer,
-    from_rope_parameters,
-    rope_parameters,
-)
+from megazero.huggingface.rotary import rope_parameters, rotary_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 Names = dict[str | tuple[str, ...], tuple[Any, ...]]  # ours -> form, theirs
 
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
 ROPE = ("rotary_base", "rope_scaling_factor", "rope_scaling_type", "rope_trained_length")
 WINDOWS = ("window_size", "layer_pattern")
 
@@ -205,12 +199,12 @@ GPTJ = HuggingFaceModel(
 
 
 def _neox_to_theirs(model: ModelConfig) -> Options:
-    return {"hidden_act": "gelu", "rope_parameters": rope_parameters(model)}
+    return {"hidden_act": "gelu", "rope_parameters": rope_parameters(model, partial=True)}
 
 
 def _neox_to_ours(config: PreTrainedConfig) -> Options:
     require(config, {"hidden_act": ("gelu",), "attention_bias": (True,), "use_parallel_residual": (True,)})
-    return from_rope_parameters(config.rope_parameters)
+    return rotary_options(config.rope_parameters, partial=True)
 
 
 NEOX = HuggingFaceModel(
@@ -337,12 +331,12 @@ def _llama(
     """
 
     def theirs(model: ModelConfig) -> Options:
-        rope = by_kind_of_layer(model) if local_rope else rope_parameters(model)
+        rope = rope_parameters(model, "rotary_percent" in expressed, local_rope)
         return {"rope_parameters": rope} | ({"head_dim": model.head_dim} if heads else {}) | to_theirs(model)
 
     def ours(config: PreTrainedConfig) -> Options:
         require(config, required)
-        rope = (from_kinds_of_layer if local_rope else from_rope_parameters)(config.rope_parameters)
+        rope = rotary_options(config.rope_parameters, "rotary_percent" in expressed)
         return (_head_dim(config) if heads else {}) | rope | to_ours(config)
 
     fields = (*ROPE, *expressed, *(["kv_channels"] if heads else []), *(["local_rotary_base"] if local_rope else []))

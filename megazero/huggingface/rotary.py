@@ -1,76 +1,102 @@
-"""Rotary positions in config.json: `rope_parameters`."""
+"""Rotary positions as `rope_parameters` of Hugging Face's configurations, and back."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from megazero.config.schema import ModelConfig
-from megazero.kernels.rotary import HIGH_FREQUENCY, LOW_FREQUENCY
+from megazero.kernels.rotary import FAST, HIGH_FREQUENCY, LOW_FREQUENCY, SLOW, Rotary
 
 Options = dict[str, Any]
-LOCAL, GLOBAL = "sliding_attention", "full_attention"
-# Options of a scaling that have one value here: of YaRN in turns per trained length, as in its paper.
-FIXED = {
-    "llama3": {"low_freq_factor": LOW_FREQUENCY, "high_freq_factor": HIGH_FREQUENCY},
-    "yarn": {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True},
-    "linear": {},
+
+
+class Scaling(NamedTuple):
+    """Keys of one rope_type."""
+
+    options: Mapping[str, str]  # their key -> field of ModelConfig
+    fixed: Mapping[str, float] = {}  # their key -> the value that ours computes
+
+
+FACTOR = {"factor": "rope_scaling_factor"}
+LENGTH = {"original_max_position_embeddings": "rope_trained_length"}
+SCALINGS = {  # by rope_type
+    "default": Scaling({}),
+    "linear": Scaling(FACTOR),
+    "llama3": Scaling(FACTOR | LENGTH, {"low_freq_factor": LOW_FREQUENCY, "high_freq_factor": HIGH_FREQUENCY}),
+    "yarn": Scaling(FACTOR | LENGTH, {"beta_fast": FAST, "beta_slow": SLOW, "truncate": True}),
 }
-TRAINED = "original_max_position_embeddings"
 
 
-def rope_parameters(model: ModelConfig) -> Options:
-    """Return the rotary positions of layers without a window."""
-    found: Options = {"rope_theta": model.rotary_base, "rope_type": "default"}
-    if model.rotary_percent != 1.0:
-        found["partial_rotary_factor"] = model.rotary_percent
-    if model.rope_scaling_factor != 1.0:
-        kind = model.rope_scaling_type
-        found |= {"rope_type": kind, "factor": model.rope_scaling_factor, **FIXED[kind]}
-        if kind != "linear":
-            found[TRAINED] = model.rope_trained_length
-    return found
+def rope_parameters(model: ModelConfig, partial: bool = False, by_kind: bool = False) -> Options:
+    """Return a model's rotary positions as theirs.
+
+    Args:
+        partial: whether their class can rotate a part of each head.
+        by_kind: whether their class has parameters of layers with a window and of others.
+
+    Raises:
+        ValueError: their class cannot compute these positions.
+    """
+    impossible = {
+        "--rotary-interleaved": model.rotary_interleaved,
+        f"--rotary-percent {model.rotary_percent:g}": model.rotary_percent != 1 and not partial,
+        f"--local-rotary-base {model.local_rotary_base:g}": model.local_rotary_base and not by_kind,
+    }
+    if flags := [flag for flag, given in impossible.items() if given]:
+        raise ValueError(f"{' '.join(flags)}: this architecture of Hugging Face has no such rotary positions")
+    part: Options = {"partial_rotary_factor": model.rotary_percent} if partial else {}
+    kind = "default" if model.rope_scaling_factor == 1 else model.rope_scaling_type
+    scaling = {theirs: getattr(model, ours) for theirs, ours in SCALINGS[kind].options.items()}
+    every = part | {"rope_type": kind, "rope_theta": model.rotary_base, **scaling, **SCALINGS[kind].fixed}
+    if not by_kind:
+        return every
+    local = part | {"rope_type": "default", "rope_theta": model.local_rotary_base}
+    return {"full_attention": every, "sliding_attention": local if model.local_rotary_base else dict(every)}
 
 
-def from_rope_parameters(theirs: Options) -> Options:
-    """Return the fields of ModelConfig. ValueError for a scaling that is not computed here."""
-    given = {key: value for key, value in theirs.items() if value is not None}
-    kind, ours = given.pop("rope_type"), {"rotary_base": float(given.pop("rope_theta"))}
-    if (share := float(given.pop("partial_rotary_factor", 1.0))) != 1.0:
-        ours["rotary_percent"] = share
-    if kind != "default":
-        if kind not in FIXED:
+def rotary_options(given: Mapping[str, Any], partial: bool = False) -> Options:
+    """Return the fields of ModelConfig for rope_parameters, those of all layers or those by kind.
+
+    Args:
+        partial: whether their class can rotate a part of each head.
+
+    Raises:
+        ValueError: they ask for another computation than ours. It names the key and its value.
+    """
+    if "full_attention" not in given:
+        return _options(given, partial)
+    found, local = _options(given["full_attention"], partial), _options(given["sliding_attention"], partial)
+    if local == found:
+        return found
+    base, percent = local["rotary_base"], found["rotary_percent"]
+    if local != {"rotary_base": base, "rotary_percent": percent}:
+        raise ValueError(
+            f"config.json has {given['sliding_attention']} in rope_parameters; this version computes layers with a "
+            "window with another rope_theta alone, unscaled"
+        )
+    return found | {"local_rotary_base": base}
+
+
+def _options(given: Mapping[str, Any], partial: bool) -> Options:
+    rope = {key: value for key, value in given.items() if value is not None and key != "type"}
+    kind = rope.pop("rope_type")
+    if kind not in SCALINGS:
+        raise ValueError(f"config.json has rope_type {kind}; this version computes {', '.join(SCALINGS)} only")
+    base, percent = float(rope.pop("rope_theta")), float(rope.pop("partial_rotary_factor", 1.0))
+    if percent != 1 and not partial:
+        raise ValueError(f"config.json has partial_rotary_factor {percent:g}; this architecture rotates whole heads")
+    found = {"rotary_base": base, "rotary_percent": percent}
+    options, fixed = SCALINGS[kind]
+    scaling: Options = {ours: rope.pop(theirs) for theirs, ours in options.items() if theirs in rope}
+    factor = scaling["rope_scaling_factor"] = float(scaling.get("rope_scaling_factor", 1.0))
+    if kind == "yarn":
+        fixed = {**fixed, "attention_factor": Rotary(0, 1.0, factor, "yarn").amplitude}
+    for key, value in rope.items():
+        if key not in fixed or not math.isclose(float(value), fixed[key], rel_tol=1e-9):
+            can = f"computes {fixed[key]:g} only" if key in fixed else "does not compute it"
             raise ValueError(
-                f"config.json has rope_parameters of rope_type {kind}; this version computes default, "
-                f"{', '.join(FIXED)} only"
+                f"config.json has {key} {value} in rope_parameters of rope_type {kind}; this version {can}"
             )
-        factor = float(given.pop("factor"))
-        ours |= {"rope_scaling_type": kind, "rope_scaling_factor": factor}
-        if TRAINED in given:
-            ours["rope_trained_length"] = int(given.pop(TRAINED))
-        if math.isclose(given.get("attention_factor", 0), 0.1 * math.log(factor) + 1, rel_tol=1e-6):
-            del given["attention_factor"]  # YaRN's own
-        given = {key: value for key, value in given.items() if FIXED[kind].get(key) != value}
-    if given:
-        key, value = next(iter(given.items()))
-        raise ValueError(
-            f"config.json has {key} {value} in rope_parameters of rope_type {kind}; this version does not compute that"
-        )
-    return ours
-
-
-def by_kind_of_layer(model: ModelConfig) -> Options:
-    """Return the rotary positions of layers with a window, and of those without."""
-    local = {"rope_theta": model.local_rotary_base or model.rotary_base, "rope_type": "default"}
-    return {LOCAL: local, GLOBAL: rope_parameters(model)}
-
-
-def from_kinds_of_layer(theirs: dict[str, Options]) -> Options:
-    """Return the fields of ModelConfig. ValueError for a scaling that is not computed here."""
-    local = from_rope_parameters(theirs[LOCAL])
-    if local.keys() != {"rotary_base"}:
-        raise ValueError(
-            f"config.json has rope_parameters {theirs[LOCAL]} for {LOCAL}; this version computes rope_type default "
-            "there only"
-        )
-    return from_rope_parameters(theirs[GLOBAL]) | {"local_rotary_base": local["rotary_base"]}
+    return found | ({} if factor == 1 else {"rope_scaling_type": kind, **scaling})

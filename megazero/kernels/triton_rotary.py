@@ -88,9 +88,12 @@ def rotary_(q: torch.Tensor, k: torch.Tensor, *others: Any) -> None:
     assert all(t.stride(-1) == 1 and t.dtype == q.dtype for t in tensors), [(t.dtype, t.stride()) for t in tensors]
     assert cos.is_contiguous() and sin.is_contiguous() and d >= rotated == 2 * sin.shape[-1], (cos.shape, d)
     assert positions is None or (positions.is_contiguous() and positions.shape == (b, s)), positions
-    half, rest, dims = (triton.next_power_of_2(n) for n in (max(rotated // 2, 1), d - rotated, d))
+    half, rest, dims = (triton.next_power_of_2(n) for n in (rotated // 2, d - rotated, d))
     together = max(1, min(triton.next_power_of_2(heads), 2048 // dims))
-    if q.numel():
+    if not rotated:
+        for source, result in zip((q, k, v), results, strict=True):
+            result.copy_(source)
+    elif q.numel():
         _rotary[(b * s,)](
             *tensors, cos, sin, positions, heads, k.shape[2], s, d, rotated // 2,
             *[stride for t in tensors for stride in t.stride()[:3]],

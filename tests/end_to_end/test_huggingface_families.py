@@ -101,7 +101,7 @@ def test_there_and_back(kind: str, tmp_path: Path, ranks: Callable[[int], Ranks]
         ({"attention_bias": True}, "config.json has attention_bias True"),
         (
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
-            "has rope_parameters of rope_type dynamic; this version computes default, llama3, yarn, linear only",
+            "has rope_type dynamic; this version computes default, linear, llama3, yarn only",
         ),
         (
             {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 16}},

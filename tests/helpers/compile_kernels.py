@@ -77,7 +77,6 @@ def launch_all() -> None:
         (128, Rotary(128, 1e4), torch.float32),
         (128, Rotary(32, 1e4), torch.bfloat16),
         (256, Rotary(64, 1e4, interleaved=True), torch.bfloat16),
-        (128, Rotary(0, 1e4), torch.bfloat16),
     ):
         tables = rotary.tables(2, dtype, torch.device("cpu"))
         heads = tuple(torch.zeros(1, 2, n, dim, dtype=dtype) for n in (32, 8, 8))

@@ -60,6 +60,11 @@ NAMED = {
     "embedding_multiplier",
     "logits_divisor",
     "final_softcap",
+    "rotary_percent",
+    "rotary_interleaved",
+    "rope_scaling_factor",
+    "rope_scaling_type",
+    "local_rotary_base",
     "residual_multiplier",
 }
 

@@ -45,6 +45,15 @@ PARALLEL_NORMS = replace(MODEL, num_layers=2, architecture="parallel", num_query
 ALL_BUT_NORMS_OF_HEADS = ("token*", "head*", "*.norm.*", "*.mlp.*", *(f"*.{n}.weight" for n in ("query", "kv", "proj")))
 
 
+# Kinds of rotary positions: parts of a head, interleaved, scaled, and layers that differ.
+LLAMA = replace(MODEL, num_layers=3, architecture="llama", num_query_groups=2, kv_channels=10)
+PART_OF_A_HEAD = replace(
+    LLAMA, architecture="parallel", rotary_percent=0.65, rotary_interleaved=True, qk_layernorm=True
+)
+YARN = replace(LLAMA, rope_scaling_factor=4.0, rope_scaling_type="yarn", rope_trained_length=64, rotary_percent=0.8)
+WITHOUT = replace(LLAMA, rope_scaling_factor=3.0, rope_scaling_type="linear", layer_pattern="NGG")
+
+
 def parameters(choices: list[matrix.Choice], *marks: pytest.MarkDecorator) -> list[object]:
     return [pytest.param(matrix.case_of(c), id=matrix.name_of(c), marks=marks) for c in choices]
 
@@ -87,6 +96,9 @@ def check_bytes(case: Case, outcomes: list[Outcome]) -> None:
         fp64(Case(tp=2, model=replace(SHALLOW, residual_multiplier=0.22), recompute="selective", sp=True)),
         fp64(Case(tp=2, model=PARALLEL_NORMS, recompute="selective", reset="documents")),
         fp64(Case(tp=2, model=PARALLEL_NORMS, frozen=ALL_BUT_NORMS_OF_HEADS)),
+        fp64(Case(dp=2, tp=2, zero=3, model=PART_OF_A_HEAD, recompute="full", reset="documents")),
+        fp64(Case(tp=2, model=YARN, sp=True, reset="positions")),
+        fp64(Case(pp=2, model=WITHOUT, recompute="selective")),
         *parameters(matrix.covers().slow + matrix.products(), pytest.mark.slow),
     ],
     ids=str,

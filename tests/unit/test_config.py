@@ -43,7 +43,7 @@ COMING: set[str] = set()
 # that raises this number gives the reason. --preset and --help are not counted.
 # 113: heads of a width of their own (--kv-channels) and norms of queries and keys (--qk-layernorm), as in Qwen 3.
 # 116 and on: the parts of published families: factors, windows, layers that alternate, rotary scalings, soft caps.
-NUM_OPTIONS = 120
+NUM_OPTIONS = 127
 
 DEFAULTS = {
     "precision": "fp32",
@@ -360,6 +360,32 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
     ({"layer_pattern": "LGX", "window_size": 8}, 1, 9, "--layer-pattern LGX has X; use the letters L .*, G .* and N"),
     ({"layer_pattern": "LG"}, 1, 9, "--layer-pattern LG needs --window-size W for its local layers; add it"),
     ({"layer_pattern": "GG", "window_size": 8}, 1, 9, "--window-size 8 needs a layer L in --layer-pattern GG; add one"),
+    (
+        {"architecture": "llama", "rotary_percent": 0.21, "hidden_size": 96},
+        1,
+        9,
+        "--rotary-percent 0.21 of --hidden-size 96 / --num-attention-heads 12 = 8 is 1: .*; use 0.2513, which is 2",
+    ),
+    (
+        {"architecture": "llama", "rotary_percent": 0.6, "kv_channels": 9},
+        1,
+        9,
+        "--rotary-percent 0.6 of --kv-channels 9 is 5: rotary positions .*; use 0.4456, which is 4",
+    ),
+    ({"architecture": "llama", "rope_scaling_type": "yarn"}, 1, 9, "--rope-scaling-type yarn needs --rope-scaling-fac"),
+    (
+        {"architecture": "llama", "rope_trained_length": 9},
+        1,
+        9,
+        "--rope-trained-length 9 needs --rope-scaling-factor F",
+    ),
+    (
+        {"architecture": "llama", "local_rotary_base": 9.0},
+        1,
+        9,
+        "--local-rotary-base 9.0 needs --window-size W; add it",
+    ),
+    ({"rotary_interleaved": True}, 1, 9, "--architecture gpt2 has no --rotary-interleaved; use one of"),
     ({"layer_pattern": "GN"}, 1, 9, "--layer-pattern GN: --architecture gpt2 has no rotary positions, .*; use G"),
     ({"hidden_size": 1024, "num_attention_heads": 15}, 1, 9, "--hidden-size 1024 .* --num-attention-heads 15; use 16"),
     (

@@ -81,9 +81,14 @@ FLIPPED = {
 # Flags that no plan can see -> a test that does; its file has the flag's name.
 SEEN = {
     "init-method-std": "unit/test_parameters.py",
-    "rotary-base": "unit/test_llama.py",
-    "rope-scaling-factor": "unit/test_llama.py",
-    "norm-epsilon": "unit/test_llama.py",
+    "rotary-base": "unit/test_rotary.py",
+    "rope-scaling-factor": "unit/test_rotary.py",
+    "rope-scaling-type": "unit/test_rotary.py",
+    "rope-trained-length": "unit/test_rotary.py",
+    "rotary-percent": "unit/test_rotary.py",
+    "rotary-interleaved": "unit/test_rotary.py",
+    "local-rotary-base": "unit/test_rotary.py",
+    "norm-epsilon": "unit/test_families.py",
     "embedding-multiplier": "parallel/test_ends.py",
     "logits-divisor": "parallel/test_ends.py",
     "final-softcap": "parallel/test_ends.py",

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from megazero.comm.mesh.mesh import Mesh
 from megazero.config.architectures import ARCHITECTURES
 from megazero.config.schema import Config, ModelConfig, TrainingConfig
+from megazero.huggingface.architectures import canonical
 from megazero.huggingface.families import MODELS, family_of, pattern_of
 from megazero.model.layers.context import MicroBatchInfo
 from megazero.model.stage import declare
@@ -33,6 +34,21 @@ MODEL = ModelConfig(
     vocab_size=131,
     norm_epsilon=1e-4,
 )
+
+
+VARIANTS = {
+    "llama, one group, tied": replace(MODEL, architecture="llama", num_query_groups=1),
+    "llama, narrow heads": replace(MODEL, architecture="llama", kv_channels=4, untie_embeddings=True),
+    "llama, linear": replace(MODEL, architecture="llama", rope_scaling_factor=3.0, rope_scaling_type="linear"),
+    "qwen2, windows in the last layers": replace(
+        MODEL, architecture="qwen2", add_qkv_bias=True, window_size=6, layer_pattern="GLLL"
+    ),
+    "mistral, a window in turns": replace(MODEL, architecture="mistral", window_size=5, layer_pattern="LG"),
+    "qwen3, wide heads, a window": replace(
+        MODEL, architecture="qwen3", qk_layernorm=True, kv_channels=20, window_size=3, untie_embeddings=True
+    ),
+}
+CASES = {name: family(name, MODEL) for name in FAMILIES} | VARIANTS
 
 
 def test_every_family_is_here() -> None:
@@ -69,13 +85,13 @@ def transformers_model(model: ModelConfig, dtype: torch.dtype) -> Any:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", CASES)
 def test_logits_and_gradients_are_those_of_transformers(
     name: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = family(name, MODEL)
+    model = CASES[name]
     row = family_of(model)
-    assert row.architecture == name
+    assert row.architecture == name.partition(",")[0]
     dtype = torch.float64 if precision == "fp64" else torch.float32
     tolerance = 1e-10 if precision == "fp64" else model_tolerance(model, dtype)
     theirs = transformers_model(model, dtype)
@@ -117,12 +133,12 @@ def test_logits_and_gradients_are_those_of_transformers(
     ours.zero.discard_gradients()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", CASES)
 def test_a_configuration_goes_there_and_back(name: str) -> None:
-    """With values that are no defaults, and as transformers makes it without any."""
-    model = replace(family(name, MODEL), init_method_std=0.5, untie_embeddings=True)
+    """No option of a family has its default."""
+    model = replace(CASES[name], init_method_std=0.5, untie_embeddings=True)
     row = family_of(model)
-    assert ModelConfig(**row.from_config(row.to_config(model, None))) == model
+    assert canonical(ModelConfig(**row.from_config(row.to_config(model, None)))) == canonical(model)
 
 
 @pytest.mark.parametrize("model_type", MODELS.keys() - {"ministral"})  # whose defaults have no width of heads

@@ -61,6 +61,12 @@ SAME = [
     (f"--architecture llama {LLAMA}", "--architecture llama"),
     ("--architecture llama --swiglu --position-embedding-type rope", "--architecture llama"),
     ("--normalization LayerNorm --position-embedding-type learned_absolute --add-bias-linear", ""),
+    ("--architecture llama --rotary_percent 0.5 --rotary-interleaved --rotary-seq-len-interpolation-factor 4",
+     "--architecture llama --rotary-percent 0.5 --rotary-interleaved --rope-scaling-type linear "
+     "--rope-scaling-factor 4"),
+    ("--rotary-percent 1.0 --rotary-seq-len-interpolation-factor 1", ""),
+    ("--model_type llama --config_overrides partial_rotary_factor=0.25,rope_theta=100", "--architecture llama "
+     "--rotary-percent 0.25 --rotary-base 100"),
     ("--group-query-attention --architecture llama", "--architecture llama --num-query-groups 1"),
     ("--group-query-attention --num-query-groups 4 --architecture llama", "--architecture llama --num-query-groups 4"),
     ("--recompute-activations", "--recompute selective"),
@@ -160,6 +166,7 @@ REFUSED = [
         "--context-parallel-size 2",
         "--context-parallel-size 2: only 1 is possible here; see --tensor-model-parallel-size",
     ),
+    ("--yarn-mscale 1.0", "--rope-scaling-type yarn with --rope-scaling-factor"),
     ("--num-experts 8 --moe-loss-coeff 0.1", "--num-experts 8: only 1 is possible here"),
     ("--optimizer sgd", "--optimizer sgd: only adam or adamw is possible here"),
     ("--tokenizer-type BertWordPieceLowerCase", "bertwordpiecelowercase: --tokenizer takes"),

@@ -130,6 +130,11 @@ def max_positions(flag: ForeignFlag) -> list[str]:
     return []
 
 
+def linear_scaling(flag: ForeignFlag) -> list[str]:
+    """--rope-scaling-type linear --rope-scaling-factor, unless it is 1"""
+    return ["--rope-scaling-type", "linear", "--rope-scaling-factor", flag.value] if flag.number() != 1 else []
+
+
 # -- duration and learning rate
 
 
@@ -328,7 +333,7 @@ CONVERSIONS: Mapping[str, Callable[[ForeignFlag], list[str]]] = {
     for function in (
         *(rename, words, choose, pairs, only, unneeded, refused, minutes, exit_duration, profile, validation_share),
         *(scale_power, betas, words_unless_given, architecture, virtual_stages, output, recomputed_layers),
-        *(layer_pattern, max_positions, run_name, report, resume, accumulation),
+        *(layer_pattern, linear_scaling, max_positions, run_name, report, resume, accumulation),
         *(train_length, in_iterations, interval, warmup_fraction, evaluation, tokenizer),
     )
 }
