@@ -143,7 +143,7 @@ def test_a_configuration_goes_there_and_back(name: str) -> None:
 
 @pytest.mark.parametrize("model_type", MODELS.keys() - {"ministral"})  # whose defaults have no width of heads
 def test_transformers_defaults_are_a_model_of_ours(model_type: str) -> None:
-    """With as many parameters, at their default sizes."""
+    """Both have the same number of parameters, at the default sizes."""
     import transformers
 
     row = MODELS[model_type]

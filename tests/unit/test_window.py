@@ -13,7 +13,7 @@ import torch
 
 from megazero.config.cli import parse
 from megazero.config.schema import ActivationConfig, Config, ModelConfig, TrainingConfig
-from megazero.huggingface.architectures import MODELS, architecture_of
+from megazero.huggingface.families import MODELS, family_of
 from megazero.kernels.dropout import Dropout, Rows
 from megazero.kernels.table import EAGER
 from megazero.model.layers.attention import CoreAttention
@@ -173,8 +173,8 @@ def test_windows_of_hugging_face_are_a_pattern(
     config = AutoConfig.for_model(model_type, num_hidden_layers=5, **keys)
     model = ModelConfig(**MODELS[model_type].from_config(config))
     assert (model.window_size, model.layer_pattern) == options
-    back = architecture_of(model).to_config(model, None)
-    assert architecture_of(model).from_config(back) == MODELS[model_type].from_config(config)
+    back = family_of(model).to_config(model, None)
+    assert family_of(model).from_config(back) == MODELS[model_type].from_config(config)
 
 
 def test_kinds_of_layers_that_are_not_known_are_refused() -> None:
@@ -186,12 +186,20 @@ def test_kinds_of_layers_that_are_not_known_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"attention_softcap": 5.0}, {"attention_scale": 0.5}, {"architecture": "gpt2", "window_size": 4}]
+    "options",
+    [
+        {"attention_softcap": 5.0},
+        {"layer_pattern": "GN", "qk_layernorm": True},
+        {"architecture": "gpt2", "window_size": 4},
+    ],
 )
 def test_a_model_that_hugging_face_lacks_is_refused(options: dict[str, Any]) -> None:
     model = replace(ModelConfig(architecture="llama", seq_length=16), **options)
-    with pytest.raises(ValueError, match=r"--(attention|window)-.*: no model of Hugging Face is such a model"):
-        architecture_of(model)
+    assert family_of(replace(ModelConfig(architecture="llama"), attention_scale=0.5)).model_type == "granite"
+    with pytest.raises(
+        ValueError, match=r"^no model of Hugging Face is a (llama|gpt2) with --(attention|window|layer)-"
+    ):
+        family_of(model)
 
 
 @pytest.mark.parametrize(
