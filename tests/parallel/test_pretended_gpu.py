@@ -81,16 +81,6 @@ def test_documents_and_windows_on_a_gpu_without_flash_attention(
     check_near(case, [watched.outcome])
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_windows_on_a_gpu(precision: str, ranks) -> None:
-    """FlashAttention knows the window; the kernel of fp32 computes pieces. Long enough for three of them."""
-    model = replace(MODEL, num_layers=2, architecture="llama", num_query_groups=2, seq_length=140, window_size=20)
-    case = Case(model=model, kernels="eager", precision=precision, batch=4)
-    (watched,) = ranks(1).run(train_watched, case)
-    assert watched.found == {}
-    check_near(case, [watched.outcome])
-
-
 SMALL = replace(MODEL, num_layers=3)
 OFFLOADED = Case(model=SMALL, kernels="eager", recompute="full", host=True, micro_batches=3)
 ROTARY = Case(model=replace(SMALL, architecture="llama"), kernels="eager")

@@ -35,6 +35,7 @@ SHAPES = {
     "llama-1b": (8, 20, 2048, 32, 1, 128, 1024),
     "llama-7b": (64, 32, 4096, 32, 1, 16, 1024),
     "llama-70b": (512, 80, 8192, 64, 8, 64, 1024),
+    "mistral-7b": (64, 32, 4096, 32, 1, 8, 512),
     "parallel-6b": (64, 28, 4096, 16, 1, 4, 256),
     "gpt-100b-h100": (512, 125, 8192, 64, 8, 16, 1024),
     "gpt-100b-h200": (256, 125, 8192, 64, 4, 16, 1024),
@@ -46,12 +47,13 @@ SHAPES = {
     "qwen3-1.7b": (8, 28, 2048, 16, 1, 64, 512),
 }
 # preset -> (width of the MLP, query groups, vocabulary, sequence, weights): llamas. The weights of those that are
-# published: Llama 2's, Qwen2's and Qwen3's, as transformers counts them.
+# published: Llama 2's, Mistral's, Qwen2's and Qwen3's, as transformers counts them.
 LLAMAS = {
     "llama-125m": (2048, 4, 32000, 2048, None),
     "llama-1b": (5632, 4, 32000, 2048, None),
     "llama-7b": (11008, 32, 32000, 4096, 6_738_415_616),
     "llama-70b": (28672, 8, 32000, 4096, 68_976_648_192),
+    "mistral-7b": (14336, 8, 32000, 8192, 7_241_732_096),
     "qwen2-0.5b": (4864, 2, 151936, 4096, 494_032_768),
     "qwen2-1.5b": (8960, 2, 151936, 4096, 1_543_714_304),
     "qwen3-0.6b": (3072, 8, 151936, 4096, 596_049_920),
@@ -101,11 +103,14 @@ def test_llamas_have_published_shapes_and_fit(name: str) -> None:
     config, layout = load(name)
     model, (ffn, groups, vocabulary, length, weights) = config.model, LLAMAS[name]
     architecture = "qwen3" if name.startswith("qwen3") else "llama"
-    epsilon = 1e-5 if name in ("llama-7b", "llama-70b") else 1e-6
+    epsilon = 1e-5 if name in ("llama-7b", "llama-70b", "mistral-7b") else 1e-6
     assert (model.architecture, model.norm_epsilon) == (architecture, epsilon)
     assert model.qk_layernorm == (architecture == "qwen3")
     assert (model.ffn_size, model.query_groups, model.vocab_size, model.seq_length) == (ffn, groups, vocabulary, length)
-    assert model.untie_embeddings == name.startswith("llama") and model.add_qkv_bias == name.startswith("qwen2")
+    assert model.untie_embeddings == name.startswith(("llama", "mistral")) and model.add_qkv_bias == name.startswith(
+        "qwen2"
+    )
+    assert model.window_size == (4096 if name == "mistral-7b" else 0)
     assert weights is None or num_parameters(declare(model)) == weights
     assert max(estimated(config, layout, stage, "cuda").total for stage in range(layout.pp)) < 80e9
 

@@ -27,6 +27,7 @@ from megazero.plan.program.rank_spec import rank_spec
 from megazero.price.plan import make_plan, plan_config
 from megazero.price.trace.kernels import Operator
 from megazero.price.trace.trace import model_flops, trace, trace_block
+from tests.helpers.pretended_gpu import GPU, pretended_gpu
 
 B, HEADS, GROUPS, LENGTH, DIM = 2, 4, 2, 300, 8
 STARTS = ((20, 200), (110,))  # further documents of the two samples, shorter and longer than the window of 70
@@ -82,6 +83,24 @@ def test_attention_sees_the_window(scores: Scores, fused: bool, documents: bool)
         assert (y - wanted).abs().max() < 1e-12 * wanted.abs().max()
         for found, want in zip(torch.autograd.grad(y, parts, dy), gradients, strict=True):
             assert (found - want).abs().max() < 1e-12 * want.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability"), [(torch.bfloat16, (9, 0)), (torch.float16, (7, 0)), (torch.float32, (9, 0))], ids=str
+)
+def test_a_gpu_sees_the_window(dtype: torch.dtype, capability: tuple[int, int]) -> None:
+    """FlashAttention, which knows windows; and pieces, without it and in fp32. A result is a sum of a few roundings."""
+    scores, parts = Scores(window=20, scale=0.3), heads(dtype)
+    wide = [part.detach().double().requires_grad_() for part in parts]
+    dy = torch.randn(B * LENGTH, HEADS * DIM, generator=torch.Generator().manual_seed(1)).to(dtype)
+    wanted = plain(*wide, scores).flatten(0, 1)
+    with pretended_gpu(capability):
+        there = [part.detach().to(GPU).requires_grad_() for part in parts]
+        y = CoreAttention(Dropout(0.0, 0, 0, "scores"), EAGER, False, scores)(*there, True, None)
+        found = [x.cpu().double() for x in (y.detach(), *torch.autograd.grad(y, there, dy.to(GPU)))]
+    tolerance = 4 * torch.finfo(dtype).eps
+    for ours, theirs in zip(found, (wanted, *torch.autograd.grad(wanted, wide, dy.double())), strict=True):
+        assert (ours - theirs).norm() < tolerance * theirs.norm()
 
 
 def test_a_capped_gradient_survives_16_bit() -> None:

@@ -20,6 +20,7 @@ from megazero.model.layers.documents import Documents
 from megazero.model.layers.scores import Scores
 
 FLASH_CAPABILITY = (8, 0)  # of a GPU: FlashAttention runs from Ampere on
+ALIGNMENT = 8  # elements of a mask's row that GPUs read together
 LEAST_CHUNK = 64  # queries of a window's pieces: fewer cost more in calls than they save in masked keys
 
 
@@ -125,8 +126,7 @@ def _chunk(window: int) -> int:
 def _pieces(documents: Documents | None, length: int, window: int) -> Iterator[_Piece]:
     """Yield a piece per document, or sample. Of a longer one than the window, the first piece is as long as that.
 
-    Each of the others has `_chunk` queries, and the keys of a window before them. The first of these keys is always
-    masked: it aligns the mask, which kernels of GPUs would otherwise copy.
+    Each of the others has `_chunk` queries, and the keys of a window before them, of which the first is always masked.
     """
     spans = [(slice(None), 0, length)]
     if documents is not None:
@@ -139,10 +139,14 @@ def _pieces(documents: Documents | None, length: int, window: int) -> Iterator[_
 
 
 def _mask(like: torch.Tensor, window: int) -> torch.Tensor | None:
-    """Return the mask of pieces that are not causal, [chunk, window + chunk]: 0 at keys that a query sees, or -inf."""
+    """Return the mask of pieces that are not causal, [chunk, window + chunk]: 0 at keys that a query sees, or -inf.
+
+    Rows are a multiple of ALIGNMENT long, because kernels of GPUs would copy others.
+    """
     if not window:
         return None
-    mask = like.new_full((_chunk(window), window + _chunk(window)), -torch.inf)
+    columns = -(-(window + _chunk(window)) // ALIGNMENT) * ALIGNMENT
+    mask = like.new_full((_chunk(window), columns), -torch.inf)
     return mask.triu_(window + 1) + mask.new_full(mask.shape, -torch.inf).tril_()
 
 
