@@ -51,7 +51,8 @@ PART_OF_A_HEAD = replace(
     LLAMA, architecture="parallel", rotary_percent=0.65, rotary_interleaved=True, qk_layernorm=True
 )
 YARN = replace(LLAMA, rope_scaling_factor=4.0, rope_scaling_type="yarn", rope_trained_length=64, rotary_percent=0.8)
-WITHOUT = replace(LLAMA, rope_scaling_factor=3.0, rope_scaling_type="linear", layer_pattern="NGG")
+LINEAR = replace(LLAMA, rope_scaling_factor=3.0, rope_scaling_type="linear")
+BY_LAYER = replace(LINEAR, layer_pattern="LNG", window_size=4, local_rotary_base=99.0)
 
 
 def parameters(choices: list[matrix.Choice], *marks: pytest.MarkDecorator) -> list[object]:
@@ -98,7 +99,7 @@ def check_bytes(case: Case, outcomes: list[Outcome]) -> None:
         fp64(Case(tp=2, model=PARALLEL_NORMS, frozen=ALL_BUT_NORMS_OF_HEADS)),
         fp64(Case(dp=2, tp=2, zero=3, model=PART_OF_A_HEAD, recompute="full", reset="documents")),
         fp64(Case(tp=2, model=YARN, sp=True, reset="positions")),
-        fp64(Case(pp=2, model=WITHOUT, recompute="selective")),
+        fp64(Case(pp=2, model=BY_LAYER, recompute="selective")),
         *parameters(matrix.covers().slow + matrix.products(), pytest.mark.slow),
     ],
     ids=str,
