@@ -146,6 +146,12 @@ def _check_layer_pattern(model: ModelConfig) -> None:
         )
 
 
+def tensor_parallel_sizes(model: ModelConfig) -> list[int]:
+    """Return the numbers of tensor-parallel ranks that can share the model's heads, their groups and its MLP."""
+    both, groups = divisors(math.gcd(model.num_attention_heads, model.ffn_size)), model.query_groups
+    return [n for n in both if groups % n == 0 or n % groups == 0]
+
+
 def _check_model(config: Config) -> None:
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     heads, hidden = model.num_attention_heads, model.hidden_size
@@ -156,8 +162,7 @@ def _check_model(config: Config) -> None:
     groups = model.query_groups
     for flag, size in (("num-attention-heads", heads), ("ffn-hidden-size", model.ffn_size)):
         if size % tp:
-            both = [n for n in divisors(math.gcd(heads, model.ffn_size)) if groups % n == 0 or n % groups == 0]
-            sizes = ", ".join(str(n) for n in both if n <= 64)
+            sizes = ", ".join(str(n) for n in tensor_parallel_sizes(model) if n <= 64)
             raise ValueError(
                 f"--{flag} {size} is not divisible by --tensor-model-parallel-size {tp}; "
                 f"use a --tensor-model-parallel-size of {sizes}, or another --{flag}"

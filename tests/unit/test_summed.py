@@ -2,53 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
-from collections.abc import Iterator
-from unittest.mock import patch
 
 import pytest
 
 from megazero.config.architectures import ARCHITECTURES as TRAITS
-from megazero.config.architectures import ArchitectureTraits
-from megazero.config.cli import parse
-from megazero.config.flags import flags
 from megazero.config.schema import Config, ModelConfig
-from megazero.model.block import BLOCK_CLASSES, ParallelBlock, SequentialBlock
+from megazero.model.block import BLOCK_CLASSES
 from megazero.model.layers.context import Context
-from megazero.model.layers.layer import Layer
 from megazero.model.layers.weight import weights_of
 from megazero.model.stage import declare
 from megazero.plan.layout.layers import Use
 from megazero.plan.layout.resolve import resolve
 from megazero.plan.program.rank_spec import PlannedLayer
 from megazero.price.trace.trace import trace
+from tests.helpers.rows import ROWS, known, known_row, options_of, parse_as
 
 SIZES = "--num-layers 4 --hidden-size 32 --num-attention-heads 8 --seq-length 8 --vocab-size 99 --micro-batch-size 2"
 LAYOUTS = ["", "--sequence-parallel", "--recompute selective", "--hidden-dropout 0.1 --attention-dropout 0.1"]
-
-
-# rows that families of models have, and some that none has yet
-ROWS = {
-    **TRAITS,
-    "after": TRAITS["llama"]._replace(norms="after", biases=("qkv", "proj", "mlp", "logits")),
-    "around": TRAITS["llama"]._replace(norms="around", norm="rmsnorm-1p", activation="geglu-tanh", root_embedding=True),
-    "two norms": TRAITS["llama"]._replace(parallel=2, norm="layernorm", biases=("qkv", "proj", "mlp")),
-    "fused": TRAITS["gpt2"]._replace(norms="after", norm="rmsnorm", biases=()),
-}
-
-
-@contextlib.contextmanager
-def known(architecture: str, traits: ArchitectureTraits, block: type[Layer]) -> Iterator[None]:
-    """Within: the tables of architectures have this one."""
-    with patch.dict(TRAITS, {architecture: traits}), patch.dict(BLOCK_CLASSES, {architecture: block}):
-        yield
-
-
-def parse_as(architecture: str, line: str) -> Config:
-    config = parse(line.split())
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, architecture=architecture))
 
 
 def trace_kinds(config: Config, device_type: str) -> None:
@@ -62,25 +34,11 @@ def trace_kinds(config: Config, device_type: str) -> None:
             trace(config, layout, layer, {}, device_type, at_once)
 
 
-def options_of(architecture: str) -> Iterator[str]:
-    """Yield no flag, each switch of its own, and one group of keys and values in layers that differ."""
-    yield ""
-    options = ROWS[architecture].options
-    yield from (f"--{name}" for name in options if flags()[name].kind is bool)
-    if "num-query-groups" in options:
-        switches = (name for name in ("add-qkv-bias", "qk-layernorm") if name in options)
-        yield " ".join(
-            ["--num-query-groups 1 --layer-pattern LGN --window-size 3", *(f"--{name}" for name in switches)]
-        )
-
-
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("architecture", ROWS)
 def test_every_weight_is_declared_as_it_is_used(architecture: str, layout: str, device_type: str) -> None:
-    traits = ROWS[architecture]
-    block = BLOCK_CLASSES.get(architecture) or (ParallelBlock if traits.parallel else SequentialBlock)
-    with known(architecture, traits, block):
+    with known_row(architecture):
         for options in options_of(architecture):
             for tp in (1, 2):
                 if tp > 1 or "--sequence-parallel" not in layout:

@@ -17,6 +17,7 @@ from megazero.config.schema import Config
 from megazero.config.validate import check_values
 from megazero.memory.host import Available, Machine
 from megazero.model.stage import declare
+from megazero.plan.layout.layers import num_parameters
 from megazero.plan.layout.parameters import unit_layout
 from megazero.plan.layout.resolve import check_block_runs, resolve
 from megazero.plan.layout.topology import Layout
@@ -206,4 +207,4 @@ def _presets(architecture: str) -> list[tuple[str, Config]]:
         preset = with_values(Config(), preset_values(name))
         if preset.model.architecture == architecture and preset.model.vocab_size:
             found.append((name, Config(model=preset.model, training=preset.training)))
-    return sorted(found, key=lambda preset: -preset[1].model.num_layers * preset[1].model.hidden_size ** 2)
+    return sorted(found, key=lambda preset: -num_parameters(declare(preset[1].model)))

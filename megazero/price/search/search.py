@@ -18,7 +18,7 @@ from megazero.config.batch_sizes import micro_batches
 from megazero.config.flags import with_values
 from megazero.config.limits import divisors
 from megazero.config.schema import Config
-from megazero.config.validate import check_values
+from megazero.config.validate import check_values, tensor_parallel_sizes
 from megazero.model.stage import declare
 from megazero.plan.layout.layers import End, Use
 from megazero.plan.layout.parameters import unit_layout
@@ -82,8 +82,8 @@ class Candidate(NamedTuple):
 def candidates(config: Config, world: int, device: Device) -> Iterator[Candidate]:
     """Yield every layout of the model on `world` devices."""
     model, batch = config.model, config.training.global_batch_size
-    for tp in divisors(math.gcd(world, model.num_attention_heads, model.ffn_size)):
-        if tp > device.devices_per_node or (model.query_groups % tp and tp % model.query_groups):
+    for tp in tensor_parallel_sizes(model):
+        if tp > device.devices_per_node or world % tp:
             continue
         for pp in divisors(data_parallel_size(world, tp=tp)):
             dp = data_parallel_size(world, pp, tp)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -36,7 +37,7 @@ from megazero.plan.sizes import LayerSizes
 from megazero.price.trace.differences import Differences
 from megazero.price.trace.kernels import Events, LayerEvents, Operator, Recorder
 
-SMALL = 1 << 24  # elements of a tensor, or of a layer's weights: tens of milliseconds
+SMALL, SMALL_FLOPS = 1 << 24, 1 << 32  # elements of a layer's weights, FLOPs of its forward: tenths of a second
 
 
 class LayerTrace(NamedTuple):
@@ -99,13 +100,11 @@ class Kind(NamedTuple):
 
     @property
     def small(self) -> bool:
-        """True if there are few activations and weights; on a CPU, the layer then runs on real tensors."""
-        model, tokens = self.model, self.micro_batch_size * self.model.seq_length
-        scores = tokens * model.seq_length * model.num_attention_heads
-        width = max(model.hidden_size, model.num_attention_heads * model.head_dim)
-        activations = tokens * (model.vocab_size + 4 * width + model.ffn_size)
-        weights = model.hidden_size * (model.vocab_size + 4 * width + 3 * model.ffn_size)
-        return max(scores, activations, weights) // self.tp <= SMALL
+        """True if all layers have few weights and products; on a CPU, they then run on real tensors."""
+        kinds, tokens = declare(self.model, self.tp).kinds.values(), self.micro_batch_size * self.model.seq_length
+        flops = [kind.matrix_flops + kind.score_flops for kind in kinds]
+        weights = [math.prod(spec.shape) for kind in kinds for spec in kind.params]
+        return max(weights) <= SMALL * self.tp and tokens * max(flops) <= SMALL_FLOPS * self.tp
 
     @contextlib.contextmanager
     def stand_in(self) -> Iterator[torch.device]:

@@ -1,0 +1,61 @@
+"""Rows of the table of architectures, with some that no family has yet and blocks that differ by number."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from unittest.mock import patch
+
+from megazero.config.architectures import ARCHITECTURES as TRAITS
+from megazero.config.architectures import ArchitectureTraits
+from megazero.config.cli import parse
+from megazero.config.flags import flags
+from megazero.config.schema import Config
+from megazero.model.block import BLOCK_CLASSES, ParallelBlock, SequentialBlock
+from megazero.model.layers.layer import Layer
+from tests.parallel.test_kinds import WIDE, AlternatingBlock
+
+LLAMA = TRAITS["llama"]
+ROWS = {
+    **TRAITS,
+    "after": LLAMA._replace(norms="after", biases=("qkv", "proj", "mlp", "logits")),
+    "around": LLAMA._replace(norms="around", norm="rmsnorm-1p", activation="geglu-tanh", root_embedding=True),
+    "two norms": LLAMA._replace(parallel=2, norm="layernorm", biases=("qkv", "proj", "mlp")),
+    "fused": TRAITS["gpt2"]._replace(norms="after", norm="rmsnorm", biases=()),
+    **dict.fromkeys(WIDE, LLAMA),
+}
+
+
+@contextlib.contextmanager
+def known(architecture: str, traits: ArchitectureTraits, block: type[Layer]) -> Iterator[None]:
+    """Within: the tables of architectures have this one."""
+    with patch.dict(TRAITS, {architecture: traits}), patch.dict(BLOCK_CLASSES, {architecture: block}):
+        yield
+
+
+@contextlib.contextmanager
+def known_row(architecture: str) -> Iterator[None]:
+    """Within: the tables have an architecture of `ROWS`."""
+    general = ParallelBlock if ROWS[architecture].parallel else SequentialBlock
+    block = AlternatingBlock if architecture in WIDE else BLOCK_CLASSES.get(architecture, general)
+    with known(architecture, ROWS[architecture], block):
+        yield
+
+
+def parse_as(architecture: str, line: str) -> Config:
+    """Parse flags for an architecture that the parser may not know."""
+    config = parse(line.split())
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, architecture=architecture))
+
+
+def options_of(architecture: str) -> Iterator[str]:
+    """Yield no flag, each switch of an architecture, and one group of keys and values in layers that differ."""
+    yield ""
+    options = ROWS[architecture].options
+    yield from (f"--{name}" for name in options if flags()[name].kind is bool)
+    if "num-query-groups" in options:
+        switches = (name for name in ("add-qkv-bias", "qk-layernorm") if name in options)
+        yield " ".join(
+            ["--num-query-groups 1 --layer-pattern LGN --window-size 3", *(f"--{name}" for name in switches)]
+        )
