@@ -165,6 +165,11 @@ def _gpt2_to_ours(config: PreTrainedConfig) -> Options:
             "add_cross_attention": (False,),
         },
     )
+    if config.embd_pdrop != config.resid_pdrop:
+        raise ValueError(
+            f"config.json has embd_pdrop {config.embd_pdrop} and resid_pdrop {config.resid_pdrop}; this version "
+            "computes equal ones only, which are --hidden-dropout"
+        )
     return {"ffn_hidden_size": config.n_inner or 4 * config.n_embd}
 
 

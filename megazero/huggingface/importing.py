@@ -19,9 +19,9 @@ from safetensors import SafetensorError, safe_open
 from megazero.checkpoint.streaming import bands, write_checkpoint
 from megazero.config.flags import to_toml
 from megazero.config.schema import Config, DataConfig, ModelConfig
-from megazero.data.tokenizer import hub_hint
-from megazero.files import new_folder, open_regular, read_json_object, read_regular, write_atomically
-from megazero.huggingface.architectures import MODELS, OUTPUT, SAME, HuggingFaceModel, TensorNames
+from megazero.files import new_folder, open_regular, read_regular, write_atomically
+from megazero.huggingface.architectures import OUTPUT, SAME, HuggingFaceModel, TensorNames
+from megazero.huggingface.configuration import read_config
 from megazero.huggingface.export import INDEX, WEIGHTS, shapes_of
 from megazero.huggingface.tokenizer import read_tokenizer
 from megazero.plan.layout.topology import Layout
@@ -85,29 +85,6 @@ def _opened(path: Path) -> Iterator[Any]:
             yield file
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
-
-
-def read_config(folder: Path) -> tuple[HuggingFaceModel, ModelConfig]:
-    """Return the model that config.json describes.
-
-    Raises:
-        ValueError: there is no config.json, or it asks for another architecture or computation than ours.
-    """
-    from transformers import AutoConfig
-
-    if not folder.exists():
-        raise ValueError(f"--from hf {folder}: no such folder{hub_hint(str(folder))}")
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"--from hf {folder}: it has no config.json; name the folder of a Hugging Face model")
-    model_type = read_json_object(folder / "config.json").get("model_type")
-    if model_type not in MODELS:
-        known = ", ".join(MODELS)
-        raise ValueError(f"--from hf {folder}: its model_type is {str(model_type)[:80]!r}; known are {known}")
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    try:
-        return MODELS[model_type], ModelConfig(**MODELS[model_type].from_config(config))
-    except ValueError as error:
-        raise ValueError(f"--from hf {folder}: {error}") from None
 
 
 def import_model(source: Path, output: Path, advance: Callable[[int], None] = lambda _: None) -> bool:
