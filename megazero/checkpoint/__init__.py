@@ -4,7 +4,7 @@ Besides `comm`, the only package that may import torch.distributed.
 """
 
 from megazero.checkpoint.agreement import AgreedFailure
-from megazero.checkpoint.api import find, load, lock, read_state, save
+from megazero.checkpoint.api import fill, find, load, lock, read_state, save
 from megazero.checkpoint.background import BackgroundSaver
 from megazero.checkpoint.folders import checkpoints, prune
 from megazero.checkpoint.manifest import Damaged
@@ -16,6 +16,7 @@ __all__ = [
     "Damaged",
     "LocalShard",
     "checkpoints",
+    "fill",
     "find",
     "load",
     "lock",

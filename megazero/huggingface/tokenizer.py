@@ -61,13 +61,18 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> bool:
     return _gives_the_same_ids(tokenizer, folder)
 
 
+def has_tokenizer(source: Path) -> bool:
+    """Return whether a Hugging Face folder holds a tokenizer."""
+    return any((source / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model"))
+
+
 def read_tokenizer(source: Path, folder: Path) -> Tokenizer | None:
     """Copy a Hugging Face model's tokenizer into an existing folder; None where `source` has none.
 
     Raises:
         ValueError: it has one that cannot be read.
     """
-    if not any((source / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
+    if not has_tokenizer(source):
         return None
     tokenizer = load_tokenizer(str(source))
     copy_files(source, folder)

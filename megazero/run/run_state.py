@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -56,6 +57,7 @@ class RunState:
     fingerprints: tuple[Fingerprint, ...] = ()  # of the corpora of --data-path, in order
     weights_only: bool = False  # imported: there are no optimizer states to resume from
     saved_tokenizer: Annotated[str, Meta(pattern=SAVED_TOKENIZER)] = ""  # SPEC in the checkpoint; "": none
+    source_digest: str = ""  # of the config.json from which the model came, config["hf_config"]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"fingerprints": list(self.fingerprints)}
@@ -150,6 +152,12 @@ def run_tokenizer(path: Path, state: RunState) -> Tokenizer:
         if state.saved_tokenizer:
             raise
         raise ValueError(f"--load {path} has no copy of its run's tokenizer, and {error}; give --tokenizer") from None
+
+
+def source_digest(source: str) -> str:
+    """Return a hash of --hf-config, a config.json or its folder; empty if there is none."""
+    file = Path(source) / "config.json" if Path(source).is_dir() else Path(source)
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if source and file.is_file() else ""
 
 
 def is_hugging_face(folder: Path) -> bool:

@@ -15,6 +15,7 @@ from megazero.huggingface.configuration import HARMLESS, read_config
 SMALL = {
     "hidden_size": 48,
     "num_attention_heads": 6,
+    "num_key_value_heads": 2,
     "num_hidden_layers": 2,
     "vocab_size": 61,
     "max_position_embeddings": 20,
@@ -33,7 +34,9 @@ def written(folder: Path, model_type: str, **changes: Any) -> Path:
     """Write the config.json of a small model of theirs, with changes; returns the file."""
     from transformers import AutoConfig
 
-    AutoConfig.for_model(model_type, **SMALL).save_pretrained(folder)
+    known = AutoConfig.for_model(model_type)
+    sizes = {key: size for key, size in SMALL.items() if hasattr(known, key)}
+    AutoConfig.for_model(model_type, **sizes).save_pretrained(folder)
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     return file
@@ -128,9 +131,9 @@ def test_published_files_of_older_versions_are_read(tmp_path: Path) -> None:
 
 
 def test_missing_files_and_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="--hf-config openai/gpt2: no such .* hf download openai/gpt2"):
+    with pytest.raises(ValueError, match=r"--hf-config openai/gpt2: no such .* hf download openai/gpt2"):
         read_config(Path("openai/gpt2"), "--hf-config")
-    with pytest.raises(ValueError, match="it has no config.json"):
+    with pytest.raises(ValueError, match=r"it has no config\.json"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ValueError, match="holds a JSON list, not an object"):

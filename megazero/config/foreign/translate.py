@@ -22,7 +22,7 @@ TYPES = {
     **dict.fromkeys(("float64", "double", "fp64", "torch.float64"), "fp64"),
 }  # spellings of number types -> ours
 POWER = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?[eE]\+?[0-9]{1,3}")
-OWN_WORDS = ("preset", "help")  # flags of the parser, not of the configuration
+OWN_WORDS = ("preset", "hf-config", "help")  # flags of the parser, not of the configuration
 DEEPSPEED_FLAGS = ("deepspeed", "deepspeed-config", "ds-config")  # a JSON file may follow
 
 
