@@ -1,4 +1,4 @@
-"""Read a config.json of Hugging Face as a model of ours; refuse by key and value what we do not compute.
+"""Read a config.json of Hugging Face as a model of ours; refuse unsupported options by key and value.
 
 Note [Every key is read]
 transformers' class parses config.json, and the family's row in MODELS converts the result; the attributes that the row

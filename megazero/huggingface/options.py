@@ -23,8 +23,8 @@ class _Saved(NamedTuple):
 def find_model(hf_config: str, loads: list[str]) -> ModelFlags | None:
     """Return the flags of the model that a command line names by a config.json; None if it names none.
 
-    A run that resumes has the model of its checkpoint: config.json may have changed, or be gone. So a batch script
-    may resume by one more --load behind its own.
+    A run that resumes has the model of its checkpoint: config.json may have changed, or be gone, and need not be named
+    again. A batch script may resume by one more --load behind its own.
 
     Args:
         hf_config: value of --hf-config; empty: none.
@@ -35,18 +35,16 @@ def find_model(hf_config: str, loads: list[str]) -> ModelFlags | None:
             of --load describe different models.
     """
     folders = [load for load in loads if (Path(load) / "config.json").is_file()]
-    if not (hf_config or folders or len(loads) > 1):
+    if not (hf_config or loads):
         return None
     from megazero.huggingface.configuration import config_file, read_config
     from megazero.huggingface.tokenizer import has_tokenizer
-    from megazero.run.run_state import source_digest
 
     source = hf_config or (folders[-1] if folders else "")
-    if loads and (saved := _saved_model(loads[-1])) and saved.source in (hf_config, *loads):
-        digest = source_digest(saved.source)
-        change = "has changed" if digest else "is gone"
-        note = f"{saved.source} {change} since this run began; the model is that of the checkpoint"
-        return _flags(saved.source, saved.model, saved.tokenizer, [note] if digest != saved.digest else [])
+    if loads and loads[-1] not in folders:
+        saved = _saved_model(loads[-1], folders)
+        if saved is not None and (not source or saved.source in (hf_config, *loads)):
+            return _resumed(saved)
     if not source:
         return None
     start = time.perf_counter()
@@ -58,19 +56,37 @@ def find_model(hf_config: str, loads: list[str]) -> ModelFlags | None:
     return _flags(source, model, tokenizer, [note.format(time.perf_counter() - start)])
 
 
+def _resumed(saved: _Saved) -> ModelFlags:
+    from megazero.run.run_state import source_digest
+
+    digest = source_digest(saved.source)
+    change = "has changed" if digest else "is gone"
+    note = f"{saved.source} {change} since this run began; the model is that of the checkpoint"
+    return _flags(saved.source, saved.model, saved.tokenizer, [] if digest == saved.digest else [note])
+
+
 def _flags(source: str, model: ModelConfig, tokenizer: str, notes: list[str]) -> ModelFlags:
     values = {name.replace("_", "-"): value for name, value in asdict(model).items()}
     return ModelFlags(source, values, tokenizer, notes)
 
 
-def _saved_model(load: str) -> _Saved | None:
-    """Return the model of the checkpoint that --load names, if it came from a config.json."""
+def _saved_model(load: str, folders: list[str]) -> _Saved | None:
+    """Return the model of the checkpoint that --load names, if it came from a config.json.
+
+    Raises:
+        ValueError: there is no checkpoint, and earlier values of --load name `folders` of Hugging Face.
+    """
     from megazero import checkpoint
     from megazero.checkpoint.manifest import unchecked_state
     from megazero.run.run_state import RunState
 
-    folders = [Path(load)] if Path(load).name.startswith("iter_") else checkpoint.checkpoints(Path(load))[::-1]
-    for folder in folders:
+    found = [Path(load)] if Path(load).name.startswith("iter_") else checkpoint.checkpoints(Path(load))[::-1]
+    if folders and not found:
+        raise ValueError(
+            f"--load {load} holds no checkpoint, and is given last, so that --load {folders[-1]} has no effect; leave out "
+            "one of them"
+        )
+    for folder in found:
         try:
             state = RunState.parse(unchecked_state(folder))
             model = state.typed_model(folder)

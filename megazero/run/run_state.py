@@ -169,8 +169,8 @@ def other_folder(folder: Path) -> str:
     """Return the advice for a `folder` without a checkpoint."""
     if is_hugging_face(folder):
         return (
-            "it is a Hugging Face model; convert it: python scripts/checkpoint.py import "
-            f"--from hf {folder} --output DIR"
+            "it is a Hugging Face model: pretrain_gpt.py trains it, and python scripts/checkpoint.py import "
+            f"--from hf {folder} --output DIR makes a checkpoint of it"
         )
     return "give the --save folder of a run, or one of its iter_NNNNNNN"
 
