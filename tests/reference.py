@@ -59,11 +59,9 @@ def forward(
         rows = tuple(Rows(sample, 0, x[0, ..., 0].numel()) for sample in samples)
         return x * Dropout(probability, config.training.seed, layer, site).mask(x.detach(), rows)
 
-    blocks = {"gpt2": gpt2_block, "llama": llama_block, "qwen3": llama_block, "parallel": parallel_block}[
-        model.architecture
-    ]
+    blocks = parallel_block if model.traits.parallel else sequential_block
     x = F.embedding(ids, w["token_embedding.weight"])
-    if model.architecture == "gpt2":
+    if model.traits.learned_positions:
         x = x + w["position_embedding.weight"][position]
     x = drop(model.hidden_dropout, -1, "embedding", x)
     for i in range(model.num_layers):
@@ -78,9 +76,12 @@ Weights = dict[str, torch.Tensor]
 
 
 def norm(model: ModelConfig, w: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
-    if f"{name}.bias" in w:
+    """x itself, if there is no norm of that name."""
+    if f"{name}.weight" not in w:
+        return x
+    if model.traits.norm == "layernorm":
         return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], model.norm_epsilon)
-    return F.rms_norm(x, x.shape[-1:], w[f"{name}.weight"], model.norm_epsilon)
+    return F.rms_norm(x, x.shape[-1:], w[f"{name}.weight"] + (model.traits.norm == "rmsnorm-1p"), model.norm_epsilon)
 
 
 def linear(w: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -96,17 +97,6 @@ def attention(
     return (drop(model.attention_dropout, "scores", scores.softmax(-1)) @ v).transpose(1, 2).flatten(2)
 
 
-def gpt2_block(
-    model: ModelConfig, w: Weights, x: torch.Tensor, drop: Drop, seen: torch.Tensor, position: torch.Tensor
-) -> torch.Tensor:
-    b, s, _ = x.shape
-    qkv = linear(w, "attention.qkv", norm(model, w, "norm1", x)).view(b, s, model.num_attention_heads, 3, -1)
-    a = attention(model, *qkv.transpose(1, 2).unbind(3), drop, seen)
-    x = x + drop(model.hidden_dropout, "attention", linear(w, "attention.proj", a))
-    inner = F.gelu(linear(w, "mlp.up", norm(model, w, "norm2", x)), approximate="tanh")
-    return x + drop(model.hidden_dropout, "mlp", linear(w, "mlp.down", inner))
-
-
 def grouped_attention(
     model: ModelConfig, w: Weights, y: torch.Tensor, drop: Drop, seen: torch.Tensor, position: torch.Tensor
 ) -> torch.Tensor:
@@ -120,22 +110,43 @@ def grouped_attention(
     return linear(w, "attention.proj", attention(model, rotated(model, q, position), k, v, drop, seen))
 
 
-def llama_block(
+def fused_attention(
+    model: ModelConfig, w: Weights, y: torch.Tensor, drop: Drop, seen: torch.Tensor, position: torch.Tensor
+) -> torch.Tensor:
+    """GPT-2's: one weight for queries, keys and values, by head; no rotation."""
+    b, s, _ = y.shape
+    qkv = linear(w, "attention.qkv", y).view(b, s, model.num_attention_heads, 3, -1)
+    return linear(w, "attention.proj", attention(model, *qkv.transpose(1, 2).unbind(3), drop, seen))
+
+
+def mlp(model: ModelConfig, w: Weights, y: torch.Tensor) -> torch.Tensor:
+    inner = linear(w, "mlp.up", y)
+    gate, value = inner.chunk(2, dim=-1)
+    return linear(w, "mlp.down", {
+        "gelu": lambda: F.gelu(inner),
+        "gelu-tanh": lambda: F.gelu(inner, approximate="tanh"),
+        "swiglu": lambda: F.silu(gate) * value,
+        "geglu-tanh": lambda: F.gelu(gate, approximate="tanh") * value,
+    }[model.traits.activation]())  # fmt: skip
+
+
+def sequential_block(
     model: ModelConfig, w: Weights, x: torch.Tensor, drop: Drop, seen: torch.Tensor, position: torch.Tensor
 ) -> torch.Tensor:
-    y = grouped_attention(model, w, norm(model, w, "norm1", x), drop, seen, position)
-    x = x + drop(model.hidden_dropout, "attention", y)
-    gate, value = linear(w, "mlp.up", norm(model, w, "norm2", x)).chunk(2, dim=-1)
-    return x + drop(model.hidden_dropout, "mlp", linear(w, "mlp.down", F.silu(gate) * value))
+    attend = fused_attention if "attention.qkv.weight" in w else grouped_attention
+    y = norm(model, w, "norm1_after", attend(model, w, norm(model, w, "norm1", x), drop, seen, position))
+    x = x + drop(model.hidden_dropout, "attention", y * model.residual_multiplier)
+    y = norm(model, w, "norm2_after", mlp(model, w, norm(model, w, "norm2", x)))
+    return x + drop(model.hidden_dropout, "mlp", y * model.residual_multiplier)
 
 
 def parallel_block(
     model: ModelConfig, w: Weights, x: torch.Tensor, drop: Drop, seen: torch.Tensor, position: torch.Tensor
 ) -> torch.Tensor:
     y = norm(model, w, "norm", x)
-    inner = F.gelu(linear(w, "mlp.up", y), approximate="tanh")
-    both = grouped_attention(model, w, y, drop, seen, position) + linear(w, "mlp.down", inner)
-    return x + drop(model.hidden_dropout, "block", both)
+    z = norm(model, w, "mlp_norm", x) if "mlp_norm.weight" in w else y
+    both = grouped_attention(model, w, y, drop, seen, position) + mlp(model, w, z)
+    return x + drop(model.hidden_dropout, "block", both * model.residual_multiplier)
 
 
 def rotated(model: ModelConfig, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from benchmarks.reports.blocks import markdown, write_blocks
 from megazero.config.cli import parse
 from megazero.config.flags import flags
 from megazero.config.foreign.conversions import CONVERSIONS
-from megazero.config.foreign.table import FLAGS, Foreign, kebab, read_table
+from megazero.config.foreign.table import FLAGS, Foreign, kebab, read_table, read_values
 from megazero.config.foreign.translate import Answer, Translated, is_ours, split_items, translate
 from megazero.config.schema import CheckpointConfig, DataConfig, LogConfig
 from megazero.model.stage import declare
@@ -51,7 +51,9 @@ def translated(script: Script) -> Translated:
 
 def answers(script: Script) -> tuple[int, tuple[Answer, ...]]:
     """Return the number of a script's flags that are ours too, and the answers to the others."""
-    return sum(is_ours(item.name) for item in split_items(script.flags.split())), translated(script).answers
+    found = translated(script).answers
+    ours = sum(is_ours(item.name) for item in split_items(script.flags.split()))
+    return ours - sum(is_ours(answer.item.name) for answer in found), found
 
 
 def complaint(script: Script) -> str:
@@ -106,12 +108,23 @@ def flag_list(entries: list[Foreign]) -> str:
     return "\n".join(f"- {', '.join(names)}{here and f': {here}'}" for here, names in lines.items())
 
 
+def value_list() -> str:
+    """Format other systems' values of our flags, those with one result in one line."""
+    lines: dict[str, dict[str, None]] = {}
+    for name, rows in read_values().items():
+        for row in rows:
+            here = f"--{name} {row.words}" if row.words else row.answer
+            lines.setdefault(here, {})[f"`--{name} {row.name}`"] = None
+    return "\n".join(f"- {', '.join(names)}: {here}" for here, names in lines.items())
+
+
 def blocks() -> Iterator[tuple[str, str]]:
     """Yield the names of the page's blocks, and their texts."""
     yield "scripts", script_table()
     entries = [entry for table in FLAGS if table != "retired" for entry in read_table(table)]
     needless, refused = ("only", "unneeded"), ("refused",)
     yield "translated", flag_list([entry for entry in entries if entry.by not in needless + refused])
+    yield "values", value_list()
     yield "nothing to do", flag_list([entry for entry in entries if entry.by in needless])
     yield "refused", flag_list([entry for entry in entries if entry.by in refused])
 

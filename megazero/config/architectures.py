@@ -1,29 +1,64 @@
-"""Architectures by name; `model.architectures.table` has their layers. To add one: see docs/extending.md."""
+"""Architectures: each is a row of traits, from which `model.block` builds its layers. To add one: docs/extending.md."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+NormName = Literal["layernorm", "rmsnorm", "rmsnorm-1p"]
+ActivationName = Literal["gelu", "gelu-tanh", "swiglu", "geglu-tanh"]
 
 
 class ArchitectureTraits(NamedTuple):
-    """The part of an architecture that can be described without torch.
+    """The traits of an architecture that no flag changes, and its defaults of flags.
 
     Attributes:
+        norm: kind of all norms. rmsnorm-1p multiplies by 1 + weight.
+        norms: where they are in a branch of a block: x + branch(norm(x)), x + norm(branch(x)), or both ("around").
+        parallel: norms of a block whose attention and MLP read the same x, as in x + attention(norm(x)) +
+            mlp(norm(x)): 1 if they share it, 2 if each has its own. 0: attention, then the MLP.
+        activation: of the MLP; swiglu and geglu-tanh multiply a value by the activation of a gate.
+        biases: linear layers that have biases: qkv, proj (of attention), mlp, logits (the output matrix).
+        fused_qkv: queries, keys and values are one weight.
+        learned_positions: a table of positions is added to the embeddings; otherwise positions are rotary.
+        root_embedding: embeddings are multiplied by sqrt(hidden size).
         options: flags that its layers read, and that some other architecture does not have.
         defaults: flags whose defaults differ for it. A preset overrides them.
     """
 
+    norm: NormName = "rmsnorm"
+    norms: Literal["before", "after", "around"] = "before"
+    parallel: Literal[0, 1, 2] = 0
+    activation: ActivationName = "swiglu"
+    biases: tuple[Literal["qkv", "proj", "mlp", "logits"], ...] = ()
+    fused_qkv: bool = False
+    learned_positions: bool = False
+    root_embedding: bool = False
     options: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = MappingProxyType({})
 
 
 ROTARY = ("num-query-groups", "add-qkv-bias", "qk-layernorm", "rotary-base", "rope-scaling-factor")
-LLAMA = {"untie-embeddings": True, "norm-epsilon": 1e-6}
+LLAMA = ArchitectureTraits(options=ROTARY, defaults={"untie-embeddings": True, "norm-epsilon": 1e-6})
+
+
+def _llama(defaults: Mapping[str, Any], **traits: Any) -> ArchitectureTraits:
+    """Return llama with other traits, and with `defaults` besides its own."""
+    return LLAMA._replace(defaults={**LLAMA.defaults, **defaults}, **traits)
+
+
 ARCHITECTURES = {
-    "gpt2": ArchitectureTraits(),
-    "llama": ArchitectureTraits(ROTARY, LLAMA),
-    "qwen3": ArchitectureTraits(ROTARY, LLAMA | {"qk-layernorm": True, "rotary-base": 1e6}),
-    "parallel": ArchitectureTraits(ROTARY),
+    "gpt2": ArchitectureTraits(
+        norm="layernorm",
+        activation="gelu-tanh",
+        biases=("qkv", "proj", "mlp"),
+        fused_qkv=True,
+        learned_positions=True,
+    ),
+    "llama": LLAMA,
+    "qwen3": _llama({"qk-layernorm": True, "rotary-base": 1e6}),
+    "parallel": ArchitectureTraits(
+        norm="layernorm", parallel=1, activation="gelu-tanh", biases=("mlp",), options=ROTARY
+    ),
 }

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from megazero.config.architectures import ARCHITECTURES
+from megazero.config.architectures import ARCHITECTURES, ArchitectureTraits
 from megazero.config.limits import (
     FEW,
     Bounds,
@@ -73,8 +73,20 @@ class ModelConfig:
     qk_layernorm: bool = False
     """Norm each attention head's queries and keys, as in Qwen 3, by the kind of norm that the block has. Not for
     gpt2."""
+    window_size: Annotated[int, Bounds(0, 2**24, "attention over more tokens is not feasible")] = 0
+    """Tokens that a query attends to, itself included, in layers with a sliding window. 0: all earlier tokens."""
+    layer_pattern: str = ""
+    """Kinds of attention of the layers, such as LLLG, repeated over them. L: local, with the window of --window-size;
+    G: global; N: global, without rotary positions. Empty: all L with --window-size, otherwise all G."""
     norm_epsilon: Annotated[float, Bounds(0, 1, "it only keeps a norm's divisor from 0", least_open=True)] = 1e-5
     """Added to the variance in a norm. The default for llama and qwen3 is 1e-6."""
+
+    residual_multiplier: Annotated[float, Bounds(0, 1000, "no published model has a larger one", least_open=True)] = 1.0
+    """Factor of the results of attention and MLP before they are added to the residual stream; Granite has 0.22."""
+
+    @property
+    def traits(self) -> ArchitectureTraits:
+        return ARCHITECTURES[self.architecture]
 
     @property
     def ffn_size(self) -> int:
@@ -88,6 +100,11 @@ class ModelConfig:
     @property
     def query_groups(self) -> int:
         return self.num_query_groups or self.num_attention_heads
+
+    def attention_kind(self, number: int) -> str:
+        """Return the kind of attention of a layer: L local, G global, N global without rotary positions."""
+        pattern = self.layer_pattern or ("L" if self.window_size else "G")
+        return pattern[number % len(pattern)]
 
     @property
     def residual_std(self) -> float:

@@ -95,6 +95,7 @@ def _check_architecture(model: ModelConfig) -> None:
             raise ValueError(
                 f"--architecture {model.architecture} has no {as_flag(name, value)}; use one of {others}, or drop it"
             )
+    _check_layer_pattern(model)
     heads, groups = model.num_attention_heads, model.query_groups
     if heads % groups:
         sizes = ", ".join(str(n) for n in divisors(heads) if n <= 64)
@@ -107,6 +108,26 @@ def _check_architecture(model: ModelConfig) -> None:
             width = f"--kv-channels {model.kv_channels}"
         raise ValueError(
             f"{width}: rotary positions need heads of an even size; use --kv-channels {model.head_dim + 1}"
+        )
+
+
+def _check_layer_pattern(model: ModelConfig) -> None:
+    pattern, window = model.layer_pattern, model.window_size
+    if unknown := set(pattern) - set("LGN"):
+        raise ValueError(
+            f"--layer-pattern {shorten(pattern)} has {min(unknown)}; use the letters L (local, with a window), G "
+            "(global) and N (global, without rotary positions)"
+        )
+    if "L" in pattern and not window:
+        raise ValueError(f"--layer-pattern {shorten(pattern)} needs --window-size W for its local layers; add it")
+    if window and pattern and "L" not in pattern:
+        raise ValueError(
+            f"--window-size {window} needs a layer L in --layer-pattern {shorten(pattern)}; add one, or drop the window"
+        )
+    if "N" in pattern and "rotary-base" not in ARCHITECTURES[model.architecture].options:
+        raise ValueError(
+            f"--layer-pattern {shorten(pattern)}: --architecture {model.architecture} has no rotary positions, which N "
+            "leaves out; use G"
         )
 
 

@@ -83,8 +83,8 @@ def _saved_model(load: str, folders: list[str]) -> _Saved | None:
     found = [Path(load)] if Path(load).name.startswith("iter_") else checkpoint.checkpoints(Path(load))[::-1]
     if folders and not found:
         raise ValueError(
-            f"--load {load} holds no checkpoint, and is given last, so that --load {folders[-1]} has no effect; leave out "
-            "one of them"
+            f"--load {load} holds no checkpoint, and is given last, so that --load {folders[-1]} has no effect; "
+            "leave out one of them"
         )
     for folder in found:
         try:

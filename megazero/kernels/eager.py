@@ -33,6 +33,27 @@ def gelu_grad(dy: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, None]:
     return torch.ops.aten.gelu_backward.grad_input(dy, x, approximate="tanh", grad_input=dy), None
 
 
+def exact_gelu(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x)
+
+
+def exact_gelu_grad(dy: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return torch.ops.aten.gelu_backward.grad_input(dy, x, grad_input=dy), None
+
+
+def geglu(x: torch.Tensor) -> torch.Tensor:
+    gate, value = x.chunk(2, dim=-1)
+    return gelu(gate).mul_(value)
+
+
+def geglu_grad(dy: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+    gate, value = x.chunk(2, dim=-1)
+    dgelu = dy * value
+    torch.mul(dy, gelu(gate), out=value)
+    gate.copy_(gelu_grad(dgelu, gate)[0])
+    return x, None
+
+
 def swiglu(x: torch.Tensor) -> torch.Tensor:
     gate, value = x.chunk(2, dim=-1)
     return F.silu(gate).mul_(value)

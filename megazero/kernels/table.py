@@ -7,7 +7,10 @@ from typing import NamedTuple
 
 import torch
 
+from megazero.config.architectures import ActivationName
 from megazero.kernels import dropout, eager, operators
+
+GATED = ("swiglu", "geglu-tanh")  # activations of [.., 2 f], gates and values -> [.., f]
 
 
 class Activation(NamedTuple):
@@ -46,7 +49,9 @@ class Kernels(NamedTuple):
     # (dy, x, weight, bias, mean, 1 / deviation, None or another gradient of x) -> dx, dweight, dbias
     layer_norm_grad: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     gelu: Activation  # by tanh
+    exact_gelu: Activation
     swiglu: Activation  # [.., 2 f], gates and values -> silu(gates) * values
+    geglu: Activation  # gelu(gates) * values, by tanh
     # (scores [b, n, s, s], None or [b, s]: the first key that each query sees) -> weights; may overwrite scores
     causal_softmax: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
     # (weights, weights after dropout, gradient of those, scale) -> gradient of the scores
@@ -58,6 +63,14 @@ class Kernels(NamedTuple):
     # same bits every time
     add_rows: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], object]
 
+    def activation(self, name: ActivationName) -> Activation:
+        return {
+            "gelu": self.exact_gelu,
+            "gelu-tanh": self.gelu,
+            "swiglu": self.swiglu,
+            "geglu-tanh": self.geglu,
+        }[name]
+
 
 EAGER = Kernels(
     dropout.eager,
@@ -66,7 +79,9 @@ EAGER = Kernels(
     eager.rms_norm_grad,
     eager.layer_norm_grad,
     Activation(eager.gelu, eager.gelu_grad),
+    Activation(eager.exact_gelu, eager.exact_gelu_grad),
     Activation(eager.swiglu, eager.swiglu_grad),
+    Activation(eager.geglu, eager.geglu_grad),
     eager.causal_softmax,
     eager.scores_grad,
     eager.rotary,

@@ -1,4 +1,4 @@
 """Models: parts (`layers`), families (`architectures`), the layers of a rank (`stage`).
 
-Imports `kernels` and all below. Begin with `architectures.gpt2`.
+Imports `kernels` and all below. Begin with `block`.
 """

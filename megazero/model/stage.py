@@ -15,9 +15,11 @@ import torch.nn as nn
 from megazero.comm.mesh.pretend import pretend_mesh
 from megazero.config.schema import ModelConfig
 from megazero.memory.tracker import MemoryTracker
-from megazero.model.architectures.table import ARCHITECTURES
-from megazero.model.layers.block import Architecture, Layer
+from megazero.model.block import BLOCK_CLASSES
 from megazero.model.layers.context import Context, DeviceBatch, MicroBatchInfo, ResidualStream
+from megazero.model.layers.embedding import PositionEmbedding
+from megazero.model.layers.layer import Layer
+from megazero.model.layers.norm import NORMS
 from megazero.model.layers.vocabulary import VocabularyTable, vocabulary_loss
 from megazero.model.layers.weight import Weight, named_weights
 from megazero.plan.layout.layers import End, LayerKind, Layers, Use
@@ -31,9 +33,9 @@ class TokenEmbedding(VocabularyTable, Layer):
 
     use, end = Use.LOOKUP, End.FIRST
 
-    def __init__(self, model: ModelConfig, made: Architecture, context: Context) -> None:
+    def __init__(self, model: ModelConfig, context: Context) -> None:
         super().__init__(model, context)
-        probability = model.hidden_dropout if made.positions is None else 0.0
+        probability = 0.0 if model.traits.learned_positions else model.hidden_dropout
         self.dropout = context.dropout(probability, -1, "embedding")
 
     def forward(self, ids: torch.Tensor, tokens: MicroBatchInfo) -> torch.Tensor:
@@ -97,16 +99,16 @@ class Stage(nn.Module):
         """
         super().__init__()
         assert model.vocab_size > 0, "the vocabulary size is not resolved yet"
-        made, names = ARCHITECTURES[model.architecture], list(names)
+        names = list(names)
         self.stream = context.stream
         tied = not model.untie_embeddings and HEAD in names
-        self.token_embedding = TokenEmbedding(model, made, context) if tied or TOKEN_EMBEDDING in names else None
-        self.position_embedding = made.positions(model, context) if POSITION_EMBEDDING in names else None
+        self.token_embedding = TokenEmbedding(model, context) if tied or TOKEN_EMBEDDING in names else None
+        self.position_embedding = PositionEmbedding(model, context) if POSITION_EMBEDDING in names else None
         self.blocks = nn.ModuleDict()
         for number in (name.removeprefix(BLOCKS) for name in names if name.startswith(BLOCKS)):
-            self.blocks[number] = made.block(model, int(number), context)
+            self.blocks[number] = BLOCK_CLASSES[model.architecture](model, int(number), context)
         table = self.token_embedding if tied else None
-        self.head = Head(model, made.norm(model, context), table, context) if HEAD in names else None
+        self.head = Head(model, NORMS[model.traits.norm](model, context), table, context) if HEAD in names else None
         layers = dict.fromkeys([TOKEN_EMBEDDING] if tied else []) | dict.fromkeys(names)
         self.units: dict[str, list[Weight]] = {name: named_weights(self.layer(name), name, frozen) for name in layers}
 
@@ -131,13 +133,13 @@ def declare(model: ModelConfig, tp: int = 1) -> Layers:
     """Return the declarations of a model's layers on `tp` tensor-parallel ranks. Each kind of layer is built once."""
     mesh = pretend_mesh(Layout(tp=tp), 0, torch.device("meta"), needs_staging_buffer=False)
     context = Context(ResidualStream(mesh.tp, sharded=False), MemoryTracker(), "fp32", mesh.device)
-    made, first = ARCHITECTURES[model.architecture], dict[Hashable, str]()
+    first: dict[Hashable, str] = {}
     kind_of = {TOKEN_EMBEDDING: TOKEN_EMBEDDING}
-    if made.positions is not None:
+    if model.traits.learned_positions:
         kind_of[POSITION_EMBEDDING] = POSITION_EMBEDDING
     for number in range(model.num_layers):
         name = f"{BLOCKS}{number}"
-        kind_of[name] = first.setdefault(made.kind(model, number), name)
+        kind_of[name] = first.setdefault(BLOCK_CLASSES[model.architecture].kind(model, number), name)
     kind_of[HEAD] = HEAD
     stage = Stage(model, dict.fromkeys(kind_of.values()), context)
     kinds = {name: _declared(name, stage) for name in stage.units}

@@ -52,6 +52,7 @@ NAMED = {
     "num_query_groups",
     "kv_channels",
     "qk_layernorm",
+    "residual_multiplier",
 }
 
 

@@ -74,7 +74,7 @@ def test_norms_of_heads_are_captured(ranks) -> None:
 def test_a_number_of_the_host_is_frozen(ranks) -> None:
     """A block that multiplies by the number of its first sample learns something else in graphs than without."""
     fault = Fault(
-        "megazero.model.layers.block", "PreNormBlock", "forward", "x = self", "x = (1 + tokens.samples[0]) * self"
+        "megazero.model.block", "SequentialBlock", "forward", "x = self", "x = (1 + tokens.samples[0]) * self"
     )
     assert difference(run(ranks, GRAPHS).outcome, run(ranks, EAGER).outcome) < 1e-10
     assert not difference(run(ranks, GRAPHS, fault).outcome, run(ranks, EAGER, fault).outcome) < 1e-4

@@ -16,11 +16,10 @@ import pytest
 from megazero.config.architectures import ARCHITECTURES as OPTIONS
 from megazero.config.cli import parse
 from megazero.config.schema import ModelConfig
-from megazero.model.architectures.table import ARCHITECTURES
+from megazero.model.block import BLOCK_CLASSES, SequentialBlock
 from megazero.model.layers.attention import GroupedAttention
-from megazero.model.layers.block import Architecture, PreNormBlock
 from megazero.model.layers.context import Context
-from megazero.model.layers.mlp import GeluMLP, SwigluMLP
+from megazero.model.layers.mlp import MLP
 from megazero.model.layers.norm import LayerNorm, RMSNorm
 from megazero.model.stage import declare
 from megazero.plan.layout.layers import layer_costs
@@ -51,15 +50,20 @@ NARROW = 2 * 48 * (2 * 6 + 2 * 2) * 8 + 2 * 2 * 48 * 96 + 4 * 11 * 6 * 8
 WIDER = 2 * 48 * (2 * 6 + 2 * 2) * HEAD_DIM + 2 * 3 * 48 * FFN + 4 * 11 * 6 * HEAD_DIM
 
 
-class Block(PreNormBlock):
+class AlternatingBlock(SequentialBlock):
     def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
         super().__init__(model, number, context)
         self.norm1, self.norm2 = LayerNorm(model, context), RMSNorm(model, context)
-        if WIDE[model.architecture](model, number):
+        if self.kind(model, number):
             wide = replace(model, kv_channels=HEAD_DIM, qk_layernorm=True, ffn_hidden_size=FFN)
-            self.attention, self.mlp = GroupedAttention(wide, number, context, RMSNorm), SwigluMLP(wide, context)
+            self.attention, self.mlp = GroupedAttention(wide, number, context, RMSNorm), MLP(wide, context)
         else:
-            self.attention, self.mlp = GroupedAttention(model, number, context, RMSNorm), GeluMLP(model, context)
+            self.attention = GroupedAttention(model, number, context, RMSNorm)
+            self.mlp = MLP(model, context, "gelu-tanh", bias=True)
+
+    @staticmethod
+    def kind(model: ModelConfig, number: int) -> bool:
+        return WIDE[model.architecture](model, number)
 
 
 WIDE: dict[str, Callable[[ModelConfig, int], bool]] = {
@@ -71,8 +75,10 @@ WIDE: dict[str, Callable[[ModelConfig, int], bool]] = {
 @contextlib.contextmanager
 def known() -> Iterator[None]:
     """Within: the tables of architectures have those of this file."""
-    layers = {name: Architecture(Block, RMSNorm, None, kind) for name, kind in WIDE.items()}
-    with patch.dict(ARCHITECTURES, layers), patch.dict(OPTIONS, dict.fromkeys(WIDE, OPTIONS["llama"])):
+    with (
+        patch.dict(BLOCK_CLASSES, dict.fromkeys(WIDE, AlternatingBlock)),
+        patch.dict(OPTIONS, dict.fromkeys(WIDE, OPTIONS["llama"])),
+    ):
         yield
 
 

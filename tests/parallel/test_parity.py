@@ -84,6 +84,7 @@ def check_bytes(case: Case, outcomes: list[Outcome]) -> None:
         fp64(Case(dp=2, zero=3, micro_batches=1, options=(("reduce_bucket_size", 1),), model=SHALLOW)),  # 64 at a time
         fp64(Case(tp=4, model=SHARED_GROUPS)),
         fp64(Case(tp=4, model=replace(SHARED_GROUPS, kv_channels=4, qk_layernorm=True))),
+        fp64(Case(tp=2, model=replace(SHALLOW, residual_multiplier=0.22), recompute="selective", sp=True)),
         fp64(Case(tp=2, model=PARALLEL_NORMS, recompute="selective", reset="documents")),
         fp64(Case(tp=2, model=PARALLEL_NORMS, frozen=ALL_BUT_NORMS_OF_HEADS)),
         *parameters(matrix.covers().slow + matrix.products(), pytest.mark.slow),

@@ -13,8 +13,8 @@ import pytest
 from benchmarks.eight_layouts import LAYOUTS
 from megazero.config.cli import parse
 from megazero.config.flags import flags
-from megazero.config.foreign.translate import OWN_WORDS
 from megazero.config.foreign.table import find_entry, retired
+from megazero.config.foreign.translate import OWN_WORDS
 from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
 from tests.helpers.programs import ROOT

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import typing
 from collections import Counter
 from pathlib import Path
 
@@ -13,16 +14,21 @@ from benchmarks.reports import foreign as report
 from megazero.config.cli import parse, read
 from megazero.config.flags import flags
 from megazero.config.foreign.conversions import CONVERSIONS
+from megazero.config.foreign.flag import Refused
 from megazero.config.foreign.table import (
     DEEPSPEED_FILE,
     FLAGS,
     FOLDER,
+    VALUES,
+    Value,
     find_entry,
     kebab,
     read_table,
     read_tables,
+    read_values,
 )
 from megazero.config.foreign.translate import DEEPSPEED_FLAGS, is_ours, refusals, translate
+from megazero.config.foreign.values import choices, spell, translate_value
 from megazero.config.presets import read_preset
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,6 +108,18 @@ SAME = [
     ("--wandb-project p --run_name a --lr_scheduler_type inverse_sqrt",
      "--wandb-project p --wandb-name a --lr-decay-style inverse-square-root"),
     ("--num-experts 1 --moe-loss-coeff 0.01", ""),
+    ("--lr-decay-style inverse_sqrt --lr-wsd-decay-style MINUS-SQRT",
+     "--lr-decay-style inverse-square-root --lr-wsd-decay-style minus_sqrt"),
+    ("--lr_decay_style warmup_stable_decay --lr-wsd-decay-style 1-sqrt",
+     "--lr-decay-style wsd --lr-wsd-decay-style minus_sqrt"),
+    ("--precision 16-mixed --grad-dtype torch.float64", "--precision fp16 --grad-dtype fp64"),
+    ("--mixed_precision no --zero-stage 3.0", "--precision fp32 --zero-stage 3"),
+    ("--precision TF32", "--precision fp32 --tf32"),
+    ("--cuda-graph-impl transformer_engine", "--cuda-graph-impl local"),
+    ("--pipeline-schedule 1F1B", "--pipeline-schedule 1f1b"),
+    ("--pipeline-schedule=Interleaved1F1B", "--pipeline-schedule interleaved"),
+    ("--recompute uniform --loss-scale-window 500.0 --zero-shard-size 8.", "--recompute full --loss-scale-window 500 "
+     "--zero-shard-size 8"),
 ]  # fmt: skip
 
 
@@ -150,7 +168,76 @@ REFUSED = [
     ("--num_train_epochs 3", "--train-iters: epochs x tokens"),
     ("--report_to wandb", "needs --wandb-project"),
     ("--deepspeed_config missing.json", "missing.json cannot be read"),
+    ("--precision fp8-hybrid", "--precision fp8-hybrid: there is nothing smaller than bf16 and fp16"),
+    ("--torch_dtype auto", "--torch_dtype auto: there are bf16, fp16, fp32 and fp64; name one"),
+    ("--lr-decay-style polynomial", "--lr-decay-style polynomial: --lr-decay-style linear with --min-lr"),
+    ("--cuda-graph-impl full_iteration", "a whole iteration is not possible"),
+    ("--architecture lama", "--architecture lama: there are gpt2, llama"),
+    ("--architecture lama", "; did you mean llama?"),
+    ("--zero-stage 4", "--zero-stage 4: there are 0, 1, 2, 3"),
+    ("--zero-stage 1.5", "--zero-stage 1.5: there are 0, 1, 2, 3"),
+    ("--lr-decay-style=", "--lr-decay-style '': there are constant, linear"),
+    ("--recompute full selective", "--recompute full selective: there are none, selective, full"),
+    ("--recompute", "--recompute: there are none, selective, full"),
+    ("--num-layers many", "--num-layers many: --num-layers takes a whole number"),
+    ("--encoder-num-layers 1.5", "--encoder-num-layers 1.5: --num-layers takes a whole number"),
+    ("--lr high", "--lr high: --lr takes a number"),
 ]
+
+
+def test_every_value_of_few_is_refused_by_name_value_and_choices() -> None:
+    """In one line, with the nearest value."""
+    few = {name: typing.get_args(flag.kind) for name, flag in flags().items() if choices(flag.kind)}
+    assert len(few) >= 16
+    for name, values in few.items():
+        with pytest.raises(ValueError, match=re.escape(f"--{name} {values[-1]}x: there are")) as refused:
+            parse([f"--{name}", f"{values[-1]}x"])
+        assert "\n" not in str(refused.value)
+        assert all(str(value) in str(refused.value) for value in values)
+        assert isinstance(values[0], int) or str(refused.value).endswith(f"; did you mean {values[-1]}?")
+
+
+def test_a_foreign_value_of_our_flag_is_reported() -> None:
+    assert read("--lr-decay-style inverse_sqrt --precision tf32 --zero-stage 2.0 --recompute FULL".split()).notes == [
+        "translated: --lr-decay-style inverse_sqrt is --lr-decay-style inverse-square-root; --precision tf32 is "
+        "--precision fp32 --tf32"
+    ]
+
+
+def test_a_flag_of_ours_can_translate_and_answer_foreign_values() -> None:
+    """A flag that we may have one day: its values, other systems' names for them, and answers to the others."""
+    rows = [
+        Value("fusedadam", "adamw", ""),
+        Value("dist-*", "muon --zero-stage 1", ""),
+        Value("sgd", "", "no momentum"),
+    ]
+    kind = typing.Literal["adamw", "muon"]
+    found = {
+        word: translate_value("optimizer", kind, [spell(kind, word)], lambda: rows)
+        for word in ("adamw", "Muon", "FusedAdam", "dist_muon")
+    }
+    assert found == {
+        "adamw": [],
+        "Muon": [],
+        "FusedAdam": ["--optimizer", "adamw"],
+        "dist_muon": ["--optimizer", "muon", "--zero-stage", "1"],
+    }
+    for word, said in (("SGD", "no momentum"), ("adam", "there are adamw, muon; did you mean adamw?")):
+        with pytest.raises(Refused, match=re.escape(said)):
+            translate_value("optimizer", kind, [word], lambda: rows)
+
+
+def test_the_values_of_other_systems_name_flags_and_values_of_ours() -> None:
+    for name, rows in read_values().items():
+        known = choices(flags()[name].kind)
+        assert len({row.name for row in rows}) == len(rows)
+        for row in rows:
+            assert row.name == kebab(row.name.lower()) and row.name not in map(kebab, known)
+            assert bool(row.words) != bool(row.answer)
+            if row.words:
+                assert not translate(["--" + name, *row.words.split()]).answers, row
+            named = re.findall(r"(?<![-\w])--([a-z0-9-]+[a-z0-9])", row.answer)
+            assert all(map(is_ours, named)), row
 
 
 @pytest.mark.parametrize(("line", "said"), REFUSED)
@@ -219,8 +306,8 @@ def test_a_value_that_is_refused_under_our_name_is_reported_with_its_translation
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):
-        parse(["--encoder-num-layers", "many"])
-    assert "--encoder-num-layers many is --num-layers many" in capsys.readouterr().err
+        parse(["--tokenizer_name", "a", "b"])
+    assert "--tokenizer_name a b is --tokenizer a b" in capsys.readouterr().err
 
 
 def test_a_deepspeed_file_with_absurd_values_is_refused_by_its_keys(tmp_path: Path) -> None:
@@ -242,7 +329,7 @@ def test_a_deepspeed_file_with_absurd_values_is_refused_by_its_keys(tmp_path: Pa
         ('{"optimizer": {"params": {"betas": [0.9]}}}', "optimizer.params.betas [0.9]: it must be two numbers"),
         ('{"gradient_accumulation_steps": 0}', "gradient_accumulation_steps 0: it must be at least 1"),
         ('{"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": "x"}',
-         "gradient_accumulation_steps 2: --micro-batch-size x is not a number"),
+         "train_micro_batch_size_per_gpu x: --micro-batch-size takes a whole number"),
         ("[" * 100_000, "ds.json is no JSON: maximum recursion depth"),
         ('{"a":' * 1000 + "1" + "}" * 1000, "ds.json"),
     ],
@@ -280,15 +367,16 @@ def test_the_given_flags_are_known(tmp_path: Path) -> None:
 
 def test_the_tables_are_read_whole() -> None:
     """Every file is read, every function of `conversions` is in a table, and every function in a table exists."""
-    assert {path.stem for path in FOLDER.glob("*.toml")} == {*FLAGS, DEEPSPEED_FILE}
+    assert {path.stem for path in FOLDER.glob("*.toml")} == {*FLAGS, DEEPSPEED_FILE, VALUES}
     assert {entry.by for entry in [*ENTRIES, *read_table(DEEPSPEED_FILE)]} == set(CONVERSIONS)
 
 
 def test_the_tables_are_read_for_foreign_flags_alone() -> None:
     """A command line of ours starts without them."""
     read_tables.cache_clear()
-    read("--num_layers 3 --lr=1e-3 --no-compile".split())
-    assert read_tables.cache_info().misses == 0
+    read_values.cache_clear()
+    read("--num_layers 3 --lr=1e-3 --no-compile --precision BF16".split())
+    assert read_tables.cache_info().misses == read_values.cache_info().misses == 0
     read("--encoder-num-layers 3".split())
     assert read_tables.cache_info().misses == 1
 
@@ -353,5 +441,5 @@ def test_the_page_says_what_the_table_says() -> None:
 
 def test_no_preset_needs_a_translation() -> None:
     for path in (ROOT / "scripts" / "presets").glob("*.toml"):
-        assert not translate([f"--{name}" for name in read_preset(str(path)).values]).answers
+        assert all(map(is_ours, read_preset(str(path)).values))
     assert not [name for name in flags() if name != name.lower()]

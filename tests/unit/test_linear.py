@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 import torch.nn as nn
@@ -12,9 +14,9 @@ from megazero.config.schema import ModelConfig
 from megazero.kernels.eager import wide
 from megazero.memory.tracker import MemoryTracker
 from megazero.model.layers.context import Context, ResidualStream
-from megazero.model.layers.linear import Call, ColumnLinear, ResidualRows, RowLinear
-from megazero.model.layers.mlp import GeluMLP, SwigluMLP
-from megazero.model.layers.norm import LayerNorm
+from megazero.model.layers.linear import Call, ColumnLinear, Residual, ResidualRows, RowLinear
+from megazero.model.layers.mlp import MLP
+from megazero.model.layers.norm import NORMS, NoNorm
 from megazero.model.layers.weight import GradWriter, Weight, named_weights
 from megazero.plan.layout.topology import Layout
 
@@ -47,32 +49,65 @@ def test_a_bias_gradient_is_not_rounded_to_the_precision(kind: type, dtype: str,
     if isinstance(layer, ColumnLinear):
         layer.add_gradients(x, dy)
     else:
-        rows = ResidualRows((layer,), (None,), context.dropout(0.0, 0, "mlp"))
+        rows = ResidualRows((layer,), (None,), Residual(context.dropout(0.0, 0, "mlp")))
         rows.backward(dy, Call(mask=None, output=True), (True,), (x,))
     assert owner[layer.bias].tolist() == [3 + step] * 5
 
 
-def plain_mlp(kind: type, x: torch.Tensor, w: dict[str, torch.Tensor]) -> torch.Tensor:
-    y = F.layer_norm(x, (H,), w["norm.weight"], w["norm.bias"], 1e-5)
-    if kind is GeluMLP:
-        inner = F.gelu(F.linear(y, w["mlp.up.weight"], w["mlp.up.bias"]), approximate="tanh")
-        return x + F.linear(inner, w["mlp.down.weight"], w["mlp.down.bias"])
-    gate, value = (y @ part.t() for part in w["mlp.up.weight"])
-    return x + F.linear(F.silu(gate) * value, w["mlp.down.weight"])
+class MLPCase(NamedTuple):
+    """An MLP, the norms before and after it, and the factor of its result."""
+
+    activation: str
+    bias: bool = False
+    before: str = "layernorm"
+    after: str = ""
+    multiplier: float = 1.0
 
 
-@pytest.mark.parametrize("frozen", [(), ("norm.*", "mlp.up.*"), ("norm.*",), ("mlp.down.*",)], ids=str)
+MLPS = [
+    MLPCase("gelu-tanh", bias=True),
+    MLPCase("swiglu"),
+    MLPCase("gelu", before="rmsnorm", after="layernorm", multiplier=0.3),
+    MLPCase("geglu-tanh", bias=True, before="rmsnorm-1p", after="rmsnorm-1p"),
+    MLPCase("swiglu", bias=True, before="", after="rmsnorm", multiplier=1.7),
+]
+
+
+def plain_norm(kind: str, x: torch.Tensor, w: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    if kind == "layernorm":
+        return F.layer_norm(x, (H,), w[f"{name}.weight"], w[f"{name}.bias"], 1e-5)
+    return F.rms_norm(x, (H,), w[f"{name}.weight"] + (kind == "rmsnorm-1p"), 1e-5) if kind else x
+
+
+def plain_mlp(case: MLPCase, x: torch.Tensor, w: dict[str, torch.Tensor]) -> torch.Tensor:
+    y = plain_norm(case.before, x, w, "norm")
+    up, bias = w["mlp.up.weight"].reshape(-1, H), w["mlp.up.bias"].flatten() if case.bias else None
+    inner = F.linear(y, up, bias)
+    gate, value = inner.chunk(2, dim=-1)
+    activated = {
+        "gelu": lambda: F.gelu(inner),
+        "gelu-tanh": lambda: F.gelu(inner, approximate="tanh"),
+        "swiglu": lambda: F.silu(gate) * value,
+        "geglu-tanh": lambda: F.gelu(gate, approximate="tanh") * value,
+    }[case.activation]()
+    result = F.linear(activated, w["mlp.down.weight"], w.get("mlp.down.bias"))
+    return x + case.multiplier * plain_norm(case.after, result, w, "after")
+
+
+@pytest.mark.parametrize("frozen", [(), ("norm.*", "mlp.up.*"), ("norm.*",), ("mlp.down.*",), ("after.*",)], ids=str)
 @pytest.mark.parametrize("needs_dx", [True, False])
 @pytest.mark.parametrize("selective", [True, False])
-@pytest.mark.parametrize("kind", [GeluMLP, SwigluMLP])
-def test_an_mlp_and_its_norm_are_one_function(
-    kind: type, selective: bool, needs_dx: bool, frozen: tuple[str, ...]
+@pytest.mark.parametrize("case", MLPS, ids=str)
+def test_an_mlp_and_its_norms_are_one_function(
+    case: MLPCase, selective: bool, needs_dx: bool, frozen: tuple[str, ...]
 ) -> None:
     """Output and every gradient against plain PyTorch, for any combination of trained parts; without dropout."""
     stream = ResidualStream(pretend_mesh(Layout(), 0, CPU, needs_staging_buffer=False).tp, sharded=False)
     context = Context(stream, MemoryTracker(), "fp64", CPU, selective=selective)
     model = ModelConfig(1, H, 9, 2, 5, 11)
-    layers = nn.ModuleDict({"norm": LayerNorm(model, context), "mlp": kind(model, context)})
+    layers = nn.ModuleDict({"mlp": MLP(model, context, case.activation, case.bias)})
+    layers["norm"] = NORMS[case.before](model, context) if case.before else NoNorm()
+    after = layers["after"] = NORMS[case.after](model, context) if case.after else None
     owner, generator = Collected(), torch.Generator().manual_seed(0)
     weights = {weight.spec.name[2:]: weight for weight in named_weights(layers, "l", tuple(f"l.{f}" for f in frozen))}
     for weight in weights.values():
@@ -80,13 +115,16 @@ def test_an_mlp_and_its_norm_are_one_function(
         weight.owner = owner
     x, dy = (torch.randn(7, H, generator=generator, dtype=torch.float64) for _ in range(2))
     x.requires_grad_(needs_dx)
-    y = layers["mlp"](x, layers["norm"], context.dropout(0.0, 0, "mlp"), Call(mask=None, output=True))
-    y.backward(dy)
+    residual = Residual(context.dropout(0.0, 0, "mlp"), after, case.multiplier)
+    given = dy.clone()
+    y = layers["mlp"](x, layers["norm"], residual, Call(mask=None, output=True))
+    y.backward(given)
 
     theirs = {name: weight.data.clone().requires_grad_() for name, weight in weights.items()}
     leaf = x.detach().clone().requires_grad_()
-    wanted = plain_mlp(kind, leaf, theirs)
+    wanted = plain_mlp(case, leaf, theirs)
     wanted.backward(dy)
+    assert torch.equal(given, dy)
     assert torch.allclose(y.detach(), wanted.detach(), rtol=1e-12, atol=1e-12)
     assert (x.grad is not None) == needs_dx
     assert not needs_dx or torch.allclose(x.grad, leaf.grad, rtol=1e-12, atol=1e-12)

@@ -207,6 +207,9 @@ def test_options_that_make_another_model() -> None:
             "num_query_groups": 4,
             "kv_channels": 10,
             "qk_layernorm": True,
+            "residual_multiplier": 0.22,
+            "window_size": 8,
+            "layer_pattern": "GG",
             "architecture": "parallel",
         }
         assert changes.keys() == {field.name for field in fields(ModelConfig)}

@@ -69,7 +69,7 @@ class ForeignFlag:
         return words[0] if len(words) == 1 else ""
 
     def get_whole(self, ours: str) -> int:
-        return whole(self.get(ours), f"--{ours} ")
+        return int(self.get(ours))
 
     def data_parallel(self) -> int:
         """Data-parallel ranks of the run: all ranks, or --world-size of a plan, over tensor x pipeline."""
@@ -96,11 +96,11 @@ def number(word: str, name: str = "") -> float:
     return found
 
 
-def whole(word: str, name: str = "") -> int:
+def whole(word: str) -> int:
     """Return a word as a whole number, as `number` does."""
-    found = number(word, name)
+    found = number(word)
     if not found.is_integer():
-        raise Refused(f"{name}{word} is not a whole number")
+        raise Refused(f"{word} is not a whole number")
     return int(found)
 
 

@@ -11,6 +11,10 @@ Note [sections of a table]: flags are separated by spaces, without dashes; * sta
     refused: replacement = flags. They are refused unless they are switched off.
 
 A flag that is missing in the table is unknown: the answer names the nearest flags.
+
+`values.toml` has values of flags that are ours too, by the names of our flags:
+    value.FLAGS: our value, and further words of ours = values.
+    answer.FLAGS: way out = values. They are refused.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from typing import Any, NamedTuple
 FOLDER = Path(__file__).parent
 FLAGS = ("retired", "megatron", "deepspeed", "huggingface")
 DEEPSPEED_FILE = "deepspeed_file"  # keys of DeepSpeed's JSON file
+VALUES = "values"  # of our own flags
 
 
 class Foreign(NamedTuple):
@@ -60,6 +65,34 @@ def read_tables() -> Mapping[str, Foreign]:
     """Return all entries by name in kebab-case. A key of DeepSpeed's file has a name that begins with "file."."""
     found = {kebab(entry.name): entry for table in FLAGS for entry in read_table(table)}
     return found | {kebab(f"file.{entry.name}"): entry for entry in read_table(DEEPSPEED_FILE)}
+
+
+class Value(NamedTuple):
+    """A value that another system has for a flag of ours, in lower case and kebab-case.
+
+    Attributes:
+        words: our value, and further words of ours; empty if the value is refused.
+        answer: why it is refused, or the way out.
+    """
+
+    name: str
+    words: str
+    answer: str
+
+
+@functools.cache
+def read_values() -> Mapping[str, tuple[Value, ...]]:
+    """Return other systems' values of our flags, by the flag's name without dashes."""
+    found = dict[str, tuple[Value, ...]]()
+    for section, tables in tomllib.loads((FOLDER / f"{VALUES}.toml").read_text(encoding="utf-8")).items():
+        for names, rows in tables.items():
+            values = tuple(
+                Value(kebab(theirs), ours, "") if section == "value" else Value(kebab(theirs), "", ours)
+                for ours, several in rows.items()
+                for theirs in several.split()
+            )
+            found |= {name: (*found.get(name, ()), *values) for name in names.split()}
+    return found
 
 
 @functools.cache

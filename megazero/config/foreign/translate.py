@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megazero.config.flags import flags
 from megazero.config.foreign.conversions import CONVERSIONS, ORDER, hint
 from megazero.config.foreign.flag import FALSE, TRUE, ForeignFlag, Refused
-from megazero.config.foreign.table import FLAGS, find_entry, kebab, read_table
+from megazero.config.foreign.table import FLAGS, find_entry, kebab, read_table, read_values
+from megazero.config.foreign.values import spell, translate_value
 from megazero.config.limits import shorten
 from megazero.files import read_json_object
 
-TYPES = {
-    **dict.fromkeys(("bfloat16", "bf16", "bf16-mixed", "torch.bfloat16"), "bf16"),
-    **dict.fromkeys(("float16", "half", "fp16", "16-mixed", "torch.float16"), "fp16"),
-    **dict.fromkeys(("float32", "float", "fp32", "no", "torch.float32"), "fp32"),
-    **dict.fromkeys(("float64", "double", "fp64", "torch.float64"), "fp64"),
-}  # spellings of number types -> ours
-POWER = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?[eE]\+?[0-9]{1,3}")
 OWN_WORDS = ("preset", "hf-config", "help")  # flags of the parser, not of the configuration
 DEEPSPEED_FLAGS = ("deepspeed", "deepspeed-config", "ds-config")  # a JSON file may follow
 
@@ -47,7 +39,7 @@ class Item(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The translation of a foreign flag.
+    """The translation of a foreign flag, or of a foreign value of a flag of ours.
 
     Attributes:
         words: ours; none if there is nothing to do.
@@ -62,7 +54,7 @@ class Answer(NamedTuple):
 
 
 class Translated(NamedTuple):
-    """A command line in our words, and an answer for each foreign flag, in their order."""
+    """A command line in our words, and an answer for each foreign flag or value, in their order."""
 
     args: list[str]
     answers: tuple[Answer, ...]
@@ -112,8 +104,17 @@ def translate(
     theirs = {at: find_entry(item.name) for at, item in enumerate(items) if item.name and not is_ours(item.name)}
     foreign = {items[at].name.lower(): items[at].values for at in theirs}
     known = {name: (str(value),) for name, value in (preset or {}).items()}
-    became: dict[int, list[Item]] = {at: [item] for at, item in enumerate(items) if at not in theirs}
+    became: dict[int, list[Item]] = {}
     answers: dict[int, Answer] = {}
+    for at, item in enumerate(items):
+        if at not in theirs:
+            try:
+                became[at] = _own(item)
+            except Refused as reason:
+                answers[at] = Answer(item, (), str(reason))
+                continue
+            if became[at] != [item]:
+                answers[at] = Answer(item, _words(became[at]))
     for at, entry in sorted(theirs.items(), key=lambda found: (ORDER[found[1].by] if found[1] else 0, found[0])):
         item = items[at]
         if entry is None:
@@ -123,15 +124,19 @@ def translate(
         ours = known | {own.name if own.name in flags() else own.name.removeprefix("no-"): own.values for own in so_far}
         try:
             flag = ForeignFlag(item.name.lower(), item.values, entry.argument, foreign, ours, count_ranks)
-            words = tuple(CONVERSIONS[entry.by](flag))
+            owns = [own for word in split_items(CONVERSIONS[entry.by](flag)) for own in _own(_spell(word))]
         except Refused as reason:
             answers[at] = Answer(item, (), str(reason))
             continue
-        answers[at] = Answer(item, words)
+        answers[at] = Answer(item, _words(owns))
         place = at + len(items) if entry.by == "tokenizer" else at  # at the end, its --vocab-size wins
-        became[place] = [_spell(own) for own in split_items(words)]
-    args = [word for at in sorted(became) for own in became[at] for word in own.words()]
+        became[place] = owns
+    args = [word for at in sorted(became) for word in _words(became[at])]
     return Translated(args, tuple(answers[at] for at in sorted(answers)))
+
+
+def _words(items: Sequence[Item]) -> tuple[str, ...]:
+    return tuple(word for item in items for word in item.words())
 
 
 def _spell(item: Item) -> Item:
@@ -143,13 +148,20 @@ def _spell(item: Item) -> Item:
         return item._replace(values=())
     if kind is bool and word.lower() in FALSE:
         return item._replace(name=f"no-{item.name}", values=())
-    if kind is int and POWER.fullmatch(word) and float(word).is_integer():
-        word = str(int(float(word)))
-    if typing.get_origin(kind) is typing.Literal and word.lower() in typing.get_args(kind):
-        word = word.lower()
-    if item.name in ("precision", "grad-dtype"):
-        word = TYPES.get(word.lower(), word)
-    return item._replace(values=(word,))
+    return item._replace(values=(spell(kind, word),))
+
+
+def _own(item: Item) -> list[Item]:
+    """Return a flag of ours with a value that it takes, and further flags if a foreign value stands for several.
+
+    Raises:
+        Refused: it does not take the value.
+    """
+    if item.name not in flags():
+        return [item]
+    kind = flags()[item.name].kind
+    words = translate_value(item.name, kind, item.values, lambda: read_values().get(item.name, ()))
+    return split_items(words) if words else [item]
 
 
 def _unknown(item: Item) -> Answer:
@@ -165,7 +177,8 @@ def refusals(answers: Sequence[Answer]) -> str:
     by_reason: dict[str, dict[str, None]] = {}
     for answer in answers:
         if answer.refusal:
-            shown = f"{shorten(answer.item.spelled)} {shorten(' '.join(answer.item.values))}".rstrip()
+            values = " ".join(value or "''" for value in answer.item.values)
+            shown = f"{shorten(answer.item.spelled)} {shorten(values)}".rstrip()
             by_reason.setdefault(answer.refusal, {})[shown] = None
     return "\n".join(f"{', '.join(items)}: {why}" for why, items in by_reason.items())
 

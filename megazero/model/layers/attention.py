@@ -31,7 +31,16 @@ from megazero.kernels.rotary import Rotary, RotaryTables
 from megazero.kernels.table import Kernels
 from megazero.model.layers.context import Context, MicroBatchInfo
 from megazero.model.layers.documents import Documents, DocumentSpan
-from megazero.model.layers.linear import Call, ColumnLinear, RowLinear, Split, Tensors, normed_columns, rows_onto
+from megazero.model.layers.linear import (
+    Call,
+    ColumnLinear,
+    Residual,
+    RowLinear,
+    Split,
+    Tensors,
+    normed_columns,
+    rows_onto,
+)
 from megazero.model.layers.norm import Norm
 
 FLASH_CAPABILITY = (8, 0)  # of a GPU: FlashAttention runs from Ampere on
@@ -218,7 +227,7 @@ def is_fused(device_type: str, precision: str, dropout: bool, documents: bool = 
     return not dropout and (precision in ("bf16", "fp16") or (precision == "fp32" and not documents))
 
 
-class _Attention(nn.Module):
+class Attention(nn.Module):
     """Causal self-attention; heads are sharded over tp.
 
     Attributes:
@@ -237,11 +246,11 @@ class _Attention(nn.Module):
         dropout = context.dropout(model.attention_dropout, number, "scores")
         self.core = CoreAttention(dropout, context.kernels, context.selective)
 
-    def forward(self, x: torch.Tensor, norm: Norm, dropout: Dropout, tokens: MicroBatchInfo) -> torch.Tensor:
-        """x [T', h] -> x + dropout(attention(norm(x))) [T', h]"""
+    def forward(self, x: torch.Tensor, norm: Norm, residual: Residual, tokens: MicroBatchInfo) -> torch.Tensor:
+        """x [T', h] -> x + attention(norm(x)) [T', h]; `residual` joins them."""
         *heads, x = normed_columns(x, norm, self.columns, self.split(tokens))
         y = self.attend(heads, tokens)  # [T, n/tp * d]
-        return rows_onto(x, (y,), (self.proj,), (None,), dropout, Call(tokens.dropout_rows, output=True))
+        return rows_onto(x, (y,), (self.proj,), (None,), residual, Call(tokens.dropout_rows, output=True))
 
     def split(self, tokens: MicroBatchInfo) -> Split:
         """Return the function from the outputs of `columns` to queries, keys and values.
@@ -266,7 +275,7 @@ class _Attention(nn.Module):
         return self.core(*heads, fused, rows, documents)
 
 
-class Attention(_Attention):
+class FusedAttention(Attention):
     """GPT-2's: one weight for queries, keys and values; biases; positions are added to embeddings, not here."""
 
     def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
@@ -280,7 +289,7 @@ class Attention(_Attention):
         return Heads(len(tokens.samples) if tokens.cache is None else 1, self.num_heads)
 
 
-class GroupedAttention(_Attention):
+class GroupedAttention(Attention):
     """Groups of query heads share keys and values. Positions are rotary. q, k and v have biases if --add-qkv-bias.
 
     Queries are one weight [n, d, h]; keys and values another [groups, 2, d, h], sharded over tp by group. If there are
@@ -296,7 +305,8 @@ class GroupedAttention(_Attention):
     def __init__(self, model: ModelConfig, number: int, context: Context, norm: type[Norm]) -> None:
         super().__init__(model, number, context)
         h, n, g, tp = model.hidden_size, model.num_attention_heads, model.query_groups, context.tp.size
-        d, std, bias = model.head_dim, model.init_method_std, model.add_qkv_bias
+        d, std, biases = model.head_dim, model.init_method_std, model.traits.biases
+        bias = model.add_qkv_bias or "qkv" in biases
         rotary = Rotary(d, model.rotary_base, model.rope_scaling_factor)
         self.tables = context.rotary_tables(rotary, model.seq_length)
         group = self.first_head * g // n
@@ -307,7 +317,7 @@ class GroupedAttention(_Attention):
         if model.qk_layernorm:
             self.query_norm, self.key_norm = (norm(model, context, d, summed=("tp",)) for _ in range(2))
             self.norms = self.query_norm, self.key_norm
-        self.proj = RowLinear(context, n * d, h, std=model.residual_std, bias=False)
+        self.proj = RowLinear(context, n * d, h, std=model.residual_std, bias="proj" in biases)
         self.columns = (self.query, self.kv)
 
     def split(self, tokens: MicroBatchInfo) -> Split:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 
 from megazero.config.schema import ModelConfig
-from megazero.model.layers.block import Layer
 from megazero.model.layers.context import Context, DeviceBatch, MicroBatchInfo
+from megazero.model.layers.layer import Layer
 from megazero.model.layers.weight import GradWriter
 from megazero.plan.layout.layers import End, Use
 

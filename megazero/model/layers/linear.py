@@ -26,7 +26,7 @@ from megazero.kernels.matmul import as_matrix, write_or_add
 from megazero.kernels.table import Activation
 from megazero.model.layers.context import Context
 from megazero.model.layers.norm import Norm
-from megazero.model.layers.weight import GradWriter, handle_of
+from megazero.model.layers.weight import GradWriter, HasWeights, handle_of
 
 
 class ColumnLinear(nn.Module):
@@ -154,6 +154,37 @@ class NormedColumns(NamedTuple):
         return norm.input_grad(reducing.wait(), residual, x, *(kept if context.selective else kept[:-1]))
 
 
+class Residual(NamedTuple):
+    """The sum of a branch's result y with the residual: residual + dropout(multiplier * norm(y))."""
+
+    dropout: Dropout
+    norm: Norm | None = None  # None: y itself
+    multiplier: float = 1.0
+
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        return () if self.norm is None else (self.norm,)
+
+    def join(
+        self, residual: torch.Tensor, y: torch.Tensor, mask: tuple[Rows, ...] | None
+    ) -> tuple[torch.Tensor, Tensors]:
+        """residual, y [T', h] -> their sum, and the tensors that `branch_grad` needs. May overwrite y."""
+        kept: Tensors = ()
+        if self.norm is not None:
+            normed, *statistics = self.norm.normalise(y)
+            y, kept = normed, (y, *statistics)
+        if self.multiplier != 1.0:
+            y.mul_(self.multiplier)
+        return self.dropout.onto(residual, y, mask), kept
+
+    def branch_grad(self, dy: torch.Tensor, mask: tuple[Rows, ...] | None, kept: Tensors) -> torch.Tensor:
+        """The gradient of the sum [T', h], which is also the residual's -> that of y."""
+        dy = self.dropout.grad(dy, mask)
+        if self.multiplier != 1.0:
+            dy = dy * self.multiplier
+        return dy if self.norm is None else self.norm.input_grad(dy, None, *kept)
+
+
 class Call(NamedTuple):
     """The arguments of a call of `ResidualRows` that are no tensors."""
 
@@ -162,11 +193,15 @@ class Call(NamedTuple):
 
 
 class ResidualRows(NamedTuple):
-    """residual + dropout(sum over layers of layer(activation(its input))), summed over tp once."""
+    """residual + sum over layers of layer(activation(its input)), summed over tp once and joined by `residual`."""
 
     layers: tuple[RowLinear, ...]
     activations: tuple[Activation | None, ...]  # per layer; None: the input itself
-    dropout: Dropout
+    residual: Residual
+
+    @property
+    def parts(self) -> tuple[HasWeights, ...]:
+        return *self.layers, *self.residual.norms
 
     def forward(self, xs: Tensors, residual: torch.Tensor, call: Call) -> tuple[torch.Tensor, Tensors]:
         """xs [T, in/tp], residual [T', out] -> [T', out], and the tensors to save for `backward`."""
@@ -178,13 +213,13 @@ class ResidualRows(NamedTuple):
                 inner = activation.forward(x)
                 if not context.selective:
                     kept.append(inner)
-            if call.output:
+            if call.output or self.residual.norm is not None:  # backward needs the norm's input
                 part = layer.part(inner)
                 total = part if total is None else total.add_(part)
         if total is None:
             return torch.empty_like(residual), tuple(kept)
-        y = context.stream.start_reduce(total).wait()
-        return self.dropout.onto(residual, y, call.mask), tuple(kept)
+        y, joined = self.residual.join(residual, context.stream.start_reduce(total).wait(), call.mask)
+        return y, (*kept, *joined)
 
     def backward(
         self, dy: torch.Tensor, call: Call, wanted: tuple[bool, ...], kept: Tensors
@@ -193,8 +228,10 @@ class ResidualRows(NamedTuple):
 
         The residual's gradient is dy. A bias' gradient is a sum over this rank's T' tokens.
         """
-        context, saved, dxs = self.layers[0].context, iter(kept), []
-        dy = self.dropout.grad(dy, call.mask)
+        context, dxs = self.layers[0].context, []
+        of_inputs = sum(1 + (activation is not None and not context.selective) for activation in self.activations)
+        saved = iter(kept[:of_inputs])
+        dy = self.residual.branch_grad(dy, call.mask, kept[of_inputs:])
         unsharding = context.stream.start_unshard(dy)
         for layer in self.layers:
             if layer.bias is not None:
@@ -224,6 +261,18 @@ class Split(Protocol):
 
     def backward(self, grads: Sequence[torch.Tensor], kept: Tensors) -> Tensors:
         """Return the gradients of the outputs."""
+
+
+class Unsplit(NamedTuple):
+    """The outputs as they are."""
+
+    norms = ()
+
+    def forward(self, *ys: torch.Tensor) -> tuple[Tensors, Tensors]:
+        return ys, ()
+
+    def backward(self, grads: Sequence[torch.Tensor], kept: Tensors) -> Tensors:
+        return tuple(grads)
 
 
 class _Columns(torch.autograd.Function):
@@ -288,13 +337,14 @@ def rows_onto(
     xs: Tensors,
     layers: tuple[RowLinear, ...],
     activations: tuple[Activation | None, ...],
-    dropout: Dropout,
+    join: Residual,
     call: Call,
 ) -> torch.Tensor:
-    """Return residual [T', out] + dropout(sum over layers of layer(activation(x))), for xs [T, in/tp]."""
-    return _Rows.apply(ResidualRows(layers, activations, dropout), call, handle_of(*layers), residual, *xs)
+    """Return residual [T', out] and the sum over layers of layer(activation(x)) for xs [T, in/tp], joined by `join`."""
+    rows = ResidualRows(layers, activations, join)
+    return _Rows.apply(rows, call, handle_of(*rows.parts), residual, *xs)
 
 
 def columns_and_rows(x: torch.Tensor, columns: NormedColumns, rows: ResidualRows, call: Call) -> torch.Tensor:
-    """x [T', h] -> x + dropout(rows(activation(columns(norm(x))))), in one Function."""
-    return _ColumnsAndRows.apply(x, columns, rows, call, handle_of(columns.norm, *columns.layers, *rows.layers))
+    """x [T', h] -> x + rows(activation(columns(norm(x)))), in one Function."""
+    return _ColumnsAndRows.apply(x, columns, rows, call, handle_of(columns.norm, *columns.layers, *rows.parts))

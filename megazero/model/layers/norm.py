@@ -10,7 +10,9 @@ from collections.abc import Iterable
 import torch
 import torch.nn as nn
 
+from megazero.config.architectures import NormName
 from megazero.config.schema import ModelConfig
+from megazero.kernels.eager import wide
 from megazero.model.layers.context import Context
 from megazero.model.layers.weight import Weight, handle_of
 
@@ -19,6 +21,7 @@ class Norm(nn.Module):
     """A norm as two functions below autograd, for the Functions of linear layers; or called by itself."""
 
     has_bias = False
+    mean = 1.0  # of the initial weights, which are all the same
     weights: tuple[Weight, ...]
 
     def __init__(
@@ -27,7 +30,7 @@ class Norm(nn.Module):
         """`summed`: axes over which ranks norm parts of one token, such as its heads; see `Context.weight`."""
         super().__init__()
         self.eps, self.kernels, width = model.norm_epsilon, context.kernels, width or model.hidden_size
-        self.weight = context.weight(width, mean=1.0, summed=summed)
+        self.weight = context.weight(width, mean=self.mean, summed=summed)
         self.weights = (self.weight,)
         if self.has_bias:
             self.bias = context.weight(width, summed=summed)
@@ -82,12 +85,46 @@ class LayerNorm(Norm):
 class RMSNorm(Norm):
     """x / sqrt(mean(x^2) + eps) * weight"""
 
+    @property
+    def factor(self) -> torch.Tensor:
+        return self.weight.data
+
     def normalise(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return self.kernels.rms_norm(x, self.weight.data, self.eps)
+        return self.kernels.rms_norm(x, self.factor, self.eps)
 
     def input_grad(
         self, dy: torch.Tensor, residual: torch.Tensor | None, x: torch.Tensor, *statistics: torch.Tensor
     ) -> torch.Tensor:
-        dx, dweight = self.kernels.rms_norm_grad(dy, x, self.weight.data, *statistics, residual)
+        dx, dweight = self.kernels.rms_norm_grad(dy, x, self.factor, *statistics, residual)
         self.weight.add_grad(dweight)
         return dx
+
+
+class RMSNorm1p(RMSNorm):
+    """x / sqrt(mean(x^2) + eps) * (1 + weight), as in Gemma. The sum is not rounded to 16 bit."""
+
+    mean = 0.0
+
+    @property
+    def factor(self) -> torch.Tensor:
+        return self.weight.data.to(wide(self.weight.data)) + 1
+
+
+class NoNorm(Norm):
+    """x itself."""
+
+    weights = ()
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+
+    def normalise(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x,)
+
+    def input_grad(
+        self, dy: torch.Tensor, residual: torch.Tensor | None, x: torch.Tensor, *statistics: torch.Tensor
+    ) -> torch.Tensor:
+        return dy if residual is None else dy.add_(residual)
+
+
+NORMS: dict[NormName, type[Norm]] = {"layernorm": LayerNorm, "rmsnorm": RMSNorm, "rmsnorm-1p": RMSNorm1p}

@@ -1,0 +1,66 @@
+"""Values of our own flags as other systems spell or name them, and refusals of values that a flag does not take."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megazero.config.foreign.flag import Refused
+from megazero.config.foreign.table import Value, kebab
+
+FLOAT = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?([eE]\+?[0-9]{1,3})?")
+NUMBERS = {int: "a whole number", float: "a number"}
+
+
+def choices(kind: Any) -> list[str]:
+    """Return the values of a flag of few values as words; none if it is not one."""
+    return list(map(str, typing.get_args(kind))) if typing.get_origin(kind) is typing.Literal else []
+
+
+def spell(kind: Any, word: str) -> str:
+    """Return a value as our parser reads it: 1e5 and 100000.0 as 100000, WSD as wsd, inverse_sqrt as inverse-sqrt."""
+    known = choices(kind)
+    whole = kind is int or all(map(str.isdigit, known or "x"))
+    if whole and not _is(int, word) and FLOAT.fullmatch(word) and float(word).is_integer():
+        return str(int(float(word)))
+    return {kebab(choice.lower()): choice for choice in known}.get(kebab(word.lower()), word)
+
+
+def translate_value(name: str, kind: Any, values: Sequence[str], rows: Callable[[], Sequence[Value]]) -> list[str]:
+    """Return words of ours for a value of another system; none if the flag takes the value as it is.
+
+    Args:
+        name: of a flag of ours, without dashes.
+        kind: its type. Flags of few values and of numbers are checked, others take any words.
+        rows: returns values of other systems. Called only if the flag does not take the value.
+
+    Raises:
+        Refused: the flag does not take the value, and no row translates it.
+    """
+    known = choices(kind)
+    if not known and kind not in NUMBERS:
+        return []
+    if len(values) == 1 and (values[0] in known if known else _is(kind, values[0])):
+        return []
+    word = kebab(values[0].lower()) if len(values) == 1 else ""
+    for row in rows():
+        if fnmatch.fnmatchcase(word, row.name):
+            if row.answer:
+                raise Refused(row.answer)
+            return [f"--{name}", *row.words.split()]
+    if not known:
+        raise Refused(f"--{name} takes {NUMBERS[kind]}")
+    close = difflib.get_close_matches(word, known, n=1)
+    raise Refused(f"there are {', '.join(known)}" + (f"; did you mean {close[0]}?" if close else ""))
+
+
+def _is(kind: Callable[[str], object], word: str) -> bool:
+    try:
+        kind(word)
+    except ValueError:
+        return False
+    return True

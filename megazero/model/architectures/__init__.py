@@ -1,1 +1,0 @@
-"""Architectures: which layers a model has."""
