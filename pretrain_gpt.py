@@ -150,9 +150,11 @@ def prepare(command: Command, world: World) -> Plan:
     from megazero.comm.launch import launch, scheduler
     from megazero.comm.launch.machine import bind_to_near_cpus, machine
     from megazero.data.remembered import data_tokenizer
+    from megazero.huggingface.export import check_export
     from megazero.huggingface.loading import open_weights
     from megazero.model.stage import declare
     from megazero.price.bytes.capacity import check_memory
+    from megazero.run.exports import guard_exports
     from megazero.run.inputs import open_data, require_data
     from megazero.run.resume import find_checkpoint
     from megazero.run.run_state import is_hugging_face
@@ -176,6 +178,9 @@ def prepare(command: Command, world: World) -> Plan:
             load = find_checkpoint(config)
             if load is not None and is_hugging_face(load):
                 open_weights(load, config.model)
+            guard_exports(options, load)
+            if options.save_hf:
+                check_export(config.model, tokenizer)
             save_minutes = options.save_interval_minutes if options.save and not options.save_interval else 0.0
             ends = options.exit_duration_minutes, options.exit_before_minutes
             clock = Clock(*ends, scheduler.job_end, save_minutes=save_minutes)
@@ -227,10 +232,12 @@ def pretrain(command: Command, world: World, signals: Signals) -> Wish | None:
     from megazero import checkpoint
     from megazero.comm.launch import failures, launch
     from megazero.comm.launch.machine import environment
+    from megazero.huggingface.export import export_run
     from megazero.huggingface.loading import open_weights
     from megazero.observe import start_report
     from megazero.observe.watchdog import Watchdog
     from megazero.run.checkpoints import Checkpoints
+    from megazero.run.exports import Exports
     from megazero.run.resume import find_checkpoint
     from megazero.run.run import TrainingRun
     from megazero.run.trainer import Trainer
@@ -247,7 +254,8 @@ def pretrain(command: Command, world: World, signals: Signals) -> Wish | None:
     trainer = Trainer(config, mesh, datasets, eod, watchdog, tokenizer)
     saves = Checkpoints(trainer.config, trainer.engine, datasets, tokenizer, watchdog, command.given, open_weights)
     stop_file = Path(config.log.log_dir) / "stop" if world.rank == 0 and config.log.log_dir else None
-    run = TrainingRun(trainer, saves, Wishes(signals, plan.clock, stop_file), command)
+    exports = Exports(saves, lambda path, output: export_run(path, output, config.training.precision))
+    run = TrainingRun(trainer, saves, Wishes(signals, plan.clock, stop_file), command, exports)
     if world.rank == 0:
         details = start_report.details(config, plan.layout, plan.machine, hosts, environment(), trainer.choices)
         start_report.hand_out(config, screen, details)

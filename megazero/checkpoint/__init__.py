@@ -3,9 +3,9 @@
 Besides `comm`, the only package that may import torch.distributed.
 """
 
-from megazero.checkpoint.agreement import AgreedFailure
+from megazero.checkpoint.agreement import AgreedFailure, together
 from megazero.checkpoint.api import fill, find, load, lock, read_state, save
-from megazero.checkpoint.background import BackgroundSaver
+from megazero.checkpoint.background import BackgroundSaver, slow_group
 from megazero.checkpoint.folders import checkpoints, prune
 from megazero.checkpoint.manifest import Damaged
 from megazero.checkpoint.shards import LocalShard
@@ -23,4 +23,6 @@ __all__ = [
     "prune",
     "read_state",
     "save",
+    "slow_group",
+    "together",
 ]

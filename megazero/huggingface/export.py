@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,13 +16,15 @@ from megazero.checkpoint.tensor_file import TensorFile
 from megazero.config.schema import ModelConfig
 from megazero.data.tokenizer import Tokenizer, end_of_document
 from megazero.files import new_folder, write_atomically
-from megazero.huggingface.architectures import SAME, TensorNames, architecture_of
-from megazero.huggingface.tokenizer import write_tokenizer
+from megazero.huggingface.architectures import SAME, HuggingFaceModel, TensorNames, architecture_of
+from megazero.huggingface.tokenizer import check_tokenizer, write_tokenizer
 from megazero.model.layers.context import DTYPES
 from megazero.model.stage import declare
-from megazero.run.run_state import RunState
+from megazero.run.run_state import RunState, run_tokenizer
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+# Options of training alone; and the architecture, which several of theirs may share.
+NOT_EXPORTED = ("hidden_dropout", "attention_dropout", "init_method_std", "architecture")
 
 
 class Shard(NamedTuple):
@@ -77,14 +80,51 @@ def export(
     Raises:
         ValueError: the checkpoint is damaged, `output` exists already, or a weight is beyond the range of the dtype.
     """
-    state = RunState.read(path)
+    state = RunState.read_alone(path)
     model = state.model_config(path)
+    exported(model)
     shards = plan_shards(model, DTYPES[dtype], shard_bytes)
     with new_folder(output) as folder:
         same = tokenizer is None or write_tokenizer(tokenizer, folder)
         _write_config(model, folder, dtype, end_of_document(tokenizer) if tokenizer is not None else None)
         _write_weights(TensorReader(path), model, shards, folder, dtype, advance)
     return same
+
+
+def export_run(path: Path, output: Path, dtype: str) -> bool:
+    """Export as `export`, with the tokenizer of the run, if it has one."""
+    state = RunState.read_alone(path)
+    return export(path, output, run_tokenizer(path, state) if state.tokenizer(path) else None, dtype)
+
+
+def check_export(model: ModelConfig, tokenizer: Tokenizer | None) -> None:
+    """Refuse a run whose export would compute another model. ValueError names the options, or the tokenizer."""
+    exported(model)
+    if tokenizer is not None:
+        check_tokenizer(tokenizer)
+
+
+def exported(model: ModelConfig) -> HuggingFaceModel:
+    """Return their architecture that computes `model`, as its own conversion back proves. ValueError if none does."""
+    architecture = architecture_of(model)
+    back = ModelConfig(**architecture.from_config(architecture.to_config(model, None)))
+    ours, theirs = _computation(model), _computation(back)
+    lost = [f"--{name.replace('_', '-')} {value}" for name, value in ours.items() if value != theirs[name]]
+    if lost:
+        raise ValueError(
+            f"{', '.join(lost)}: Hugging Face's {architecture.model_type}, the export of --architecture "
+            f"{model.architecture}, has no such option; leave it out, or the export"
+        )
+    return architecture
+
+
+def _computation(model: ModelConfig) -> dict[str, object]:
+    """Return the options on which the loss of given weights depends, without synonyms."""
+    found = {name: value for name, value in asdict(model).items() if name not in NOT_EXPORTED}
+    kinds = [model.attention_kind(number) for number in range(model.num_layers)]
+    found |= {"ffn_hidden_size": model.ffn_size, "num_query_groups": model.query_groups, "kv_channels": model.head_dim}
+    found |= {"layer_pattern": "".join(kinds), "window_size": model.window_size if "L" in kinds else 0}
+    return found
 
 
 def _write_weights(

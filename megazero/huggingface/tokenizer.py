@@ -43,11 +43,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> bool:
         True if transformers gives the same ids for texts of many kinds. It does not for a SentencePiece model with a
         normaliser of its own, because it knows only Llama's.
     """
-    if isinstance(tokenizer, TiktokenTokenizer):
-        raise ValueError(
-            f"--tokenizer {tokenizer.spec}: transformers reads no tiktoken file with a pattern of its own; name a "
-            "Hugging Face tokenizer of the same ids"
-        )
+    check_tokenizer(tokenizer)
     source = Path(tokenizer.spec)
     if source.is_dir() and (source / "tokenizer.json").is_file():
         copy_files(source, folder)
@@ -59,6 +55,15 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> bool:
         if isinstance(tokenizer, SentencePieceTokenizer):
             write_atomically(folder / "tokenizer_config.json", json.dumps(SENTENCEPIECE, indent=2).encode())
     return _gives_the_same_ids(tokenizer, folder)
+
+
+def check_tokenizer(tokenizer: Tokenizer) -> None:
+    """Raise ValueError for a tokenizer that cannot be exported."""
+    if isinstance(tokenizer, TiktokenTokenizer):
+        raise ValueError(
+            f"--tokenizer {tokenizer.spec}: transformers reads no tiktoken file with a pattern of its own; name a "
+            "Hugging Face tokenizer of the same ids"
+        )
 
 
 def has_tokenizer(source: Path) -> bool:

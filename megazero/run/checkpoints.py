@@ -6,6 +6,7 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
 
@@ -61,6 +62,7 @@ class Checkpoints:
         minutes = config.parallel.distributed_timeout_minutes
         self.saver = checkpoint.BackgroundSaver(minutes) if config.checkpoint.async_save else None
         self.saving_since = 0.0
+        self.reading: Future[None] | None = None  # an export, which reads the newest checkpoint
         packed = tokenizer if self.mesh.rank == 0 and config.checkpoint.save else None
         self.saved_tokenizer, self.attached = attached_tokenizer(packed)
 
@@ -127,10 +129,13 @@ class Checkpoints:
         if path is not None:
             log.info(f"saved {path} in {time.perf_counter() - self.saving_since:.1f} s")
             if self.mesh.rank == 0:
-                self._prune()
+                self.prune()
 
-    def _prune(self) -> None:
+    def prune(self) -> None:
+        """Delete old checkpoints, on rank 0, unless one is being read: then the end of the export does."""
         options = self.config.checkpoint
+        if self.reading is not None and not self.reading.done():
+            return
         try:
             checkpoint.prune(Path(options.save), options.keep_last, options.keep_every, self.run_id)
         except (OSError, checkpoint.Damaged) as error:  # perhaps for a while only; the next save prunes

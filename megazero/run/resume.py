@@ -35,6 +35,9 @@ def find_checkpoint(config: Config, group: Any = None, passing_over: Mapping[str
         Damaged: the selected checkpoint is damaged, and there is no older one.
     """
     options = config.checkpoint
+    if options.load and is_hugging_face(Path(options.load)):
+        _guard_save(options.load, options.save, None, options.finetune)
+        return Path(options.load)
     path, known = None, dict(passing_over or {})
     while options.load:
         path = checkpoint.find(Path(options.load), group, passing_over=known, exact=options.load_exact)
@@ -49,9 +52,6 @@ def find_checkpoint(config: Config, group: Any = None, passing_over: Mapping[str
             continue
         check_model(path, state.typed_model(path), config.model)
         break
-    if options.load and path is None and is_hugging_face(Path(options.load)):
-        _guard_save(options.load, options.save, None, options.finetune)
-        return Path(options.load)
     if config.evaluation.eval_only and path is None:
         raise ValueError(f"--eval-only: --load {options.load} holds no checkpoint; give the --save folder of a run")
     _guard_save(options.load, options.save, path, options.finetune)

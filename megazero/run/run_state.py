@@ -13,6 +13,8 @@ from msgspec import Meta
 
 from megazero import checkpoint
 from megazero.checkpoint import Damaged
+from megazero.checkpoint.folders import LATEST
+from megazero.checkpoint.manifest import read_state
 from megazero.config.schema import Config, ModelConfig
 from megazero.config.validate import check_values
 from megazero.data.tokenizer import Tokenizer, beside, load_tokenizer, pack
@@ -69,7 +71,15 @@ class RunState:
         Raises:
             Damaged: it cannot be read, or a field is missing or of another type.
         """
-        content = checkpoint.read_state(path, group)
+        return cls._of(path, checkpoint.read_state(path, group))
+
+    @classmethod
+    def read_alone(cls, path: Path) -> RunState:
+        """Read as `read`, in this process, whatever other ranks do."""
+        return cls._of(path, read_state(path))
+
+    @classmethod
+    def _of(cls, path: Path, content: dict[str, Any]) -> RunState:
         try:
             return cls.parse(content)
         except ValueError as error:
@@ -161,8 +171,8 @@ def source_digest(source: str) -> str:
 
 
 def is_hugging_face(folder: Path) -> bool:
-    """Return whether `folder` holds a model of transformers."""
-    return (folder / "config.json").is_file()
+    """Return whether `folder` holds a model of transformers, and no checkpoints."""
+    return (folder / "config.json").is_file() and not (folder / LATEST).exists()
 
 
 def other_folder(folder: Path) -> str:

@@ -80,7 +80,13 @@ def loss_of_theirs(folder: Path, corpus: Path, first: int = 0) -> float:
 
 @pytest.mark.parametrize(
     ("model_type", "layout"),
-    [("llama", "tp 2"), ("qwen3", "pp 2"), ("gpt2", "zero 3"), ("gpt2", "tp 2"), ("llama", "zero 3")],
+    [
+        ("llama", "tp 2"),
+        ("qwen3", "pp 2"),
+        ("gpt2", "zero 3"),
+        pytest.param("gpt2", "tp 2", marks=pytest.mark.slow),
+        pytest.param("llama", "zero 3", marks=pytest.mark.slow),
+    ],
 )
 def test_the_first_loss_is_transformers_own(model_type: str, layout: str, theirs, corpus: Path, tmp_path: Path) -> None:
     folder = theirs(model_type)
@@ -154,3 +160,91 @@ def test_refusals(change: str, flags: str, words: str, theirs, corpus: Path, tmp
     assert f"--load {folder}" in done.stderr + done.stdout or change == "quantised"
     assert words in done.stderr, done.stderr
     assert not list(tmp_path.glob("run/iter_*"))
+
+
+# -- --save-hf
+
+
+def keys_of(folder: Path, name: str) -> set[str]:
+    return set(json.loads((folder / name).read_text()))
+
+
+def tensors(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    weights = {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+    return {name: (tuple(value.shape), value.dtype) for name, value in weights.items()}
+
+
+EACH = [pytest.param(name, marks=() if name == "llama" else pytest.mark.slow) for name in MODELS]
+
+
+@pytest.mark.parametrize("model_type", EACH)
+def test_continued_pretraining_there_and_back(model_type: str, theirs, corpus: Path, tmp_path: Path) -> None:
+    """Two ranks train transformers' model; transformers computes the loss of the next batch from their export."""
+    folder, flags = theirs(model_type), ["--data-path", corpus, "--global-batch-size", BATCH, "--lr", 1e-2]
+    flags += ["--save", tmp_path / "run", "--save-hf", tmp_path / "exports"]
+    first = ["--load", folder, "--train-iters", 3, "--save-hf-interval", 2, "--log-dir", tmp_path / "a"]
+    done = pretrain(*flags, *first, "--tensor-model-parallel-size", 2, ranks=2)
+    assert done.returncode == 0, done.stderr
+    losses = [record["loss"] for record in metrics(tmp_path / "a")]
+    assert abs(losses[0] - loss_of_theirs(folder, corpus)) < 1e-5 and losses[0] - losses[-1] > 1e-3
+    assert sorted(path.name for path in (tmp_path / "exports").iterdir()) == ["iter_0000002", "iter_0000003"]
+    export = tmp_path / "exports" / "iter_0000002"
+    assert abs(losses[2] - loss_of_theirs(export, corpus, first=2 * BATCH)) < 1e-5
+    written = export.stat().st_mtime_ns
+
+    # a resume by --load alone, whose model is that of the checkpoint, repeats no export
+    again = ["--load", tmp_path / "run", "--train-iters", 4, "--log-dir", tmp_path / "b"]
+    done = pretrain(*flags, *again, "--zero-stage", 3, ranks=2)
+    assert done.returncode == 0, done.stderr
+    (record,) = metrics(tmp_path / "b")
+    assert abs(record["loss"] - loss_of_theirs(tmp_path / "exports" / "iter_0000003", corpus, 3 * BATCH)) < 1e-5
+    assert export.stat().st_mtime_ns == written and (tmp_path / "exports" / "iter_0000004").is_dir()
+
+    # an export begins the next run
+    done = pretrain("--load", export, "--data-path", corpus, "--train-iters", 1, "--log-dir", tmp_path / "c")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("model_type", EACH)
+def test_an_export_has_the_files_and_keys_that_transformers_writes(
+    model_type: str, theirs, corpus: Path, tmp_path: Path
+) -> None:
+    """Its model and tokenizer, read and saved by transformers: the same files, keys, tensors, shapes and types."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    flags = ["--load", theirs(model_type), "--data-path", corpus, "--train-iters", 1, "--precision", "bf16"]
+    done = pretrain(*flags, "--save", tmp_path / "run", "--save-hf", tmp_path / "exports")
+    assert done.returncode == 0, done.stderr
+    (export,) = (tmp_path / "exports").iterdir()
+    model = AutoModelForCausalLM.from_pretrained(export, local_files_only=True)
+    assert model.dtype == torch.bfloat16
+    model.save_pretrained(tmp_path / "saved")
+    AutoTokenizer.from_pretrained(export).save_pretrained(tmp_path / "saved")
+    saved = tmp_path / "saved"
+    assert {path.name for path in export.iterdir()} == {path.name for path in saved.iterdir()}
+    for name in ("config.json", "generation_config.json"):
+        assert keys_of(export, name) == keys_of(saved, name), name
+    assert tensors(export) == tensors(saved)
+    given = json.loads((theirs(model_type) / "config.json").read_text())
+    found = json.loads((export / "config.json").read_text())
+    changed = {key for key in given if given[key] != found.get(key)}
+    assert changed <= {"dtype", "bos_token_id", "eos_token_id", "pad_token_id"}, changed
+
+
+def test_exports_of_another_run_are_not_replaced(theirs, corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "exports" / "iter_0000007").mkdir(parents=True)
+    flags = ["--load", theirs("llama"), "--data-path", corpus, "--train-iters", 1, "--save", tmp_path / "run"]
+    done = pretrain(*flags, "--save-hf", tmp_path / "exports")
+    assert done.returncode == 1 and "holds iter_0000007 of an earlier run; name another folder" in done.stderr
+
+
+def test_a_model_that_an_export_would_change_is_refused(corpus: Path, tmp_path: Path) -> None:
+    model = "--num-layers 1 --hidden-size 24 --num-attention-heads 4 --seq-length 16 --vocab-size 61 --train-iters 1"
+    flags = [*model.split(), "--data-path", corpus, "--save", tmp_path / "run", "--save-hf", tmp_path / "exports"]
+    for option, words in (
+        ("--architecture parallel", "--architecture parallel has no table that converts"),
+        ("--architecture llama --residual-multiplier 0.5", "--residual-multiplier 0.5: Hugging Face's llama"),
+    ):
+        done = pretrain(*flags, *option.split())
+        assert done.returncode == 1 and words in done.stderr, done.stderr
+        assert not (tmp_path / "exports").exists()

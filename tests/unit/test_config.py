@@ -42,8 +42,9 @@ COMING: set[str] = set()
 # A budget: each flag is one more that a user has to understand, and that has to be tested with all others. A commit
 # that raises this number gives the reason. --preset and --help are not counted.
 # 113: heads of a width of their own (--kv-channels) and norms of queries and keys (--qk-layernorm), as in Qwen 3.
+# 118: --save-hf and --save-hf-interval.
 # 116 and on: the parts of published families: factors, windows, layers that alternate, rotary scalings, soft caps.
-NUM_OPTIONS = 116
+NUM_OPTIONS = 118
 OWN = ("preset", "hf_config")  # flags of the parser, which no group has
 
 DEFAULTS = {
@@ -468,6 +469,9 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         "--partition-activations needs a --tensor-model-parallel-size of at least 2; raise it",
     ),
     ({"save_interval": 5}, 1, 9, "--save-interval 5 needs --save DIR"),
+    ({"save_hf": "x"}, 1, 9, "--save-hf x needs --save DIR"),
+    ({"save": "x", "save_hf_interval": 5}, 1, 9, "--save-hf-interval 5 needs --save-hf DIR"),
+    ({"save": "x", "save_hf": "./x"}, 1, 9, "--save-hf ./x is the folder of --save"),
     (
         {"virtual_pipeline_stages": 2},
         1,
