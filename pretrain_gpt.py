@@ -254,7 +254,9 @@ def pretrain(command: Command, world: World, signals: Signals) -> Wish | None:
     trainer = Trainer(config, mesh, datasets, eod, watchdog, tokenizer)
     saves = Checkpoints(trainer.config, trainer.engine, datasets, tokenizer, watchdog, command.given, open_weights)
     stop_file = Path(config.log.log_dir) / "stop" if world.rank == 0 and config.log.log_dir else None
-    exports = Exports(saves, lambda path, output: export_run(path, output, config.training.precision))
+    precision, exports = config.training.precision, None
+    if config.checkpoint.save_hf and config.trains:
+        exports = Exports(saves, lambda path, output: export_run(path, output, precision))
     run = TrainingRun(trainer, saves, Wishes(signals, plan.clock, stop_file), command, exports)
     if world.rank == 0:
         details = start_report.details(config, plan.layout, plan.machine, hosts, environment(), trainer.choices)

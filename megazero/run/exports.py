@@ -35,25 +35,23 @@ def guard_exports(options: CheckpointConfig, load: Path | None) -> None:
 
 
 class Exports:
-    """One rank's part in the exports of a run; all ranks call each method together, and rank 0 writes.
+    """One rank's part in the exports of a run with --save-hf; all ranks call each method together, and rank 0 writes.
 
     An export is made from the checkpoint of its iteration. One runs at a time: a second one waits for it.
     """
 
     def __init__(self, checkpoints: Checkpoints, write: Write) -> None:
-        self.checkpoints, self.write, self.mesh = checkpoints, write, checkpoints.mesh
+        self.checkpoints, self.write = checkpoints, write
         self.options = checkpoints.config.checkpoint
         self.root, self.leads = Path(self.options.save_hf), checkpoints.mesh.rank == 0
         self.exported_at: int | None = None  # iteration of the newest export
         minutes = checkpoints.config.parallel.distributed_timeout_minutes
-        self._group = checkpoint.slow_group(minutes) if self.options.save_hf else None
+        self._group = checkpoint.slow_group(minutes)
         self._thread = ThreadPoolExecutor(1, "export")
         self._running: Future[None] | None = None
 
     def resume(self, progress: Progress) -> None:
         """Clear the remains of an export that was killed, and repeat it if it was of the checkpoint that is loaded."""
-        if not self.options.save_hf:
-            return
         if self.leads:
             for leftover in self.root.glob(".iter_*.partial"):
                 shutil.rmtree(leftover, ignore_errors=True)
@@ -72,17 +70,15 @@ class Exports:
         Raises:
             ValueError, AgreedFailure: the last export cannot be written. Others are reported by a warning.
         """
-        if not self.options.save_hf:
-            return
-        self.finish()
-        self.checkpoints.save(progress, last)
-        self.checkpoints.finish_save(last)
-        if self.checkpoints.saved_at == progress.iteration != self.exported_at:  # else the save failed, or it is done
-            self.exported_at = progress.iteration
-            if self.leads:
-                self.checkpoints.reading = self._running = self._thread.submit(
-                    self._export, folder_name(progress.iteration)
-                )
+        iteration = progress.iteration
+        if self.exported_at != iteration:
+            self.finish()
+            self.checkpoints.save(progress, last)
+            self.checkpoints.finish_save(last)
+            if self.checkpoints.saved_at == iteration:  # else the save failed, and has reported it
+                self.exported_at = iteration
+                if self.leads:
+                    self._running = self.checkpoints.reading = self._thread.submit(self._export, folder_name(iteration))
         if last:
             self.finish(all_ranks=True, strict=True)
 
@@ -101,12 +97,12 @@ class Exports:
             try:
                 if running is not None:
                     running.result()
-            except (OSError, ValueError) as error:
+            except Exception as error:  # of the thread: training continues without its export
                 if strict:
                     raise
                 log.warning(f"cannot export to --save-hf {self.root}: {error}. Training continues")
 
-        if all_ranks and self.options.save_hf:
+        if all_ranks:
             checkpoint.together(f"exporting to {self.root}", self._group, wait, lambda done: done)
         else:
             wait()

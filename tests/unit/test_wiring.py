@@ -206,6 +206,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "checkpoints": Kind("Checkpoints"),
         "wishes": Kind("Wishes"),
         "command": Kind("Command"),
+        "exports": None,
     },
     "choose_matmul_backend": {"config": CONFIG, "mesh": MESH, "measure": Kind("function")},
     "choose_kernels": {"config": CONFIG, "mesh": MESH, "complaint": None},
