@@ -23,6 +23,7 @@ from megazero.config.gpu_defaults import gpu_defaults
 from megazero.config.schema import Config
 from megazero.config.validate import check_device, check_values, plans
 from megazero.files import explain
+from megazero.huggingface.options import find_model
 from megazero.log import log, log_as
 from megazero.optional import missing_package
 from megazero.plan.layout.resolve import resolve
@@ -43,7 +44,7 @@ HANG_PATIENCE_SECONDS = 10.0  # in which the watchdogs of the other ranks see th
 def main(argv: list[str]) -> None:
     world = World(0, 1, 0, "single")
     try:
-        command = read(argv, lambda: read_world().size)
+        command = read(argv, lambda: read_world().size, find_model)
         config = command.config
         if not plans(config.plan):
             world = read_world()
@@ -149,10 +150,14 @@ def prepare(command: Command, world: World) -> Plan:
     from megazero.comm.launch import launch, scheduler
     from megazero.comm.launch.machine import bind_to_near_cpus, machine
     from megazero.data.remembered import data_tokenizer
+    from megazero.huggingface.export import check_export
+    from megazero.huggingface.loading import open_weights
     from megazero.model.stage import declare
     from megazero.price.bytes.capacity import check_memory
+    from megazero.run.exports import guard_exports
     from megazero.run.inputs import open_data, require_data
     from megazero.run.resume import find_checkpoint
+    from megazero.run.run_state import is_hugging_face
 
     device = launch.pick_device(world)
     config, chosen = with_gpu_defaults(command, launch.fastest_precision(device) if device.type == "cuda" else "")
@@ -170,7 +175,12 @@ def prepare(command: Command, world: World) -> Plan:
     options, clock, refusal = config.checkpoint, None, ""
     if world.rank == 0:
         try:
-            find_checkpoint(config)
+            load = find_checkpoint(config)
+            if load is not None and is_hugging_face(load):
+                open_weights(load, config.model)
+            guard_exports(options, load)
+            if options.save_hf:
+                check_export(config.model, tokenizer)
             save_minutes = options.save_interval_minutes if options.save and not options.save_interval else 0.0
             ends = options.exit_duration_minutes, options.exit_before_minutes
             clock = Clock(*ends, scheduler.job_end, save_minutes=save_minutes)
@@ -222,9 +232,12 @@ def pretrain(command: Command, world: World, signals: Signals) -> Wish | None:
     from megazero import checkpoint
     from megazero.comm.launch import failures, launch
     from megazero.comm.launch.machine import environment
+    from megazero.huggingface.export import export_run
+    from megazero.huggingface.loading import open_weights
     from megazero.observe import start_report
     from megazero.observe.watchdog import Watchdog
     from megazero.run.checkpoints import Checkpoints
+    from megazero.run.exports import Exports
     from megazero.run.resume import find_checkpoint
     from megazero.run.run import TrainingRun
     from megazero.run.trainer import Trainer
@@ -239,9 +252,12 @@ def pretrain(command: Command, world: World, signals: Signals) -> Wish | None:
     watchdog = Watchdog(config.monitor.hang_timeout, lambda place: failures.end_hung(world, place, hosts, patience))
     eod = tokenizer.eod if tokenizer and config.data.document_flags else None
     trainer = Trainer(config, mesh, datasets, eod, watchdog, tokenizer)
-    saves = Checkpoints(trainer.config, trainer.engine, datasets, tokenizer, watchdog, command.given)
+    saves = Checkpoints(trainer.config, trainer.engine, datasets, tokenizer, watchdog, command.given, open_weights)
     stop_file = Path(config.log.log_dir) / "stop" if world.rank == 0 and config.log.log_dir else None
-    run = TrainingRun(trainer, saves, Wishes(signals, plan.clock, stop_file), command)
+    precision, exports = config.training.precision, None
+    if config.checkpoint.save_hf and config.trains:
+        exports = Exports(saves, lambda path, output: export_run(path, output, precision))
+    run = TrainingRun(trainer, saves, Wishes(signals, plan.clock, stop_file), command, exports)
     if world.rank == 0:
         details = start_report.details(config, plan.layout, plan.machine, hosts, environment(), trainer.choices)
         start_report.hand_out(config, screen, details)

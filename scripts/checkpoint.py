@@ -219,8 +219,9 @@ def export_checkpoint(options: Export) -> int:
 
 
 def import_checkpoint(options: Import) -> int:
+    from megazero.huggingface.configuration import read_config
     from megazero.huggingface.export import shapes_of
-    from megazero.huggingface.importing import import_model, read_config
+    from megazero.huggingface.importing import import_model
 
     _, model = read_config(options.folder)
     total = BYTES["fp32"] * sum(prod(shape) for shape in shapes_of(model).values())

@@ -15,6 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megazero.config.cli import parse
+from megazero.huggingface.options import find_model
 from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
 from megazero.plan.program.program import program, text
@@ -32,7 +33,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--rank", type=int, default=0)
     options, rest = parser.parse_known_args(argv)
     world_size, rank = options.world_size, options.rank
-    config, layout = resolve(parse(rest), world_size, 0, declare)
+    config, layout = resolve(parse(rest, find_model), world_size, 0, declare)
     if not 0 <= rank < world_size:
         raise ValueError(f"--rank {rank}: there are ranks 0 to {world_size - 1}; name one, or raise --world-size")
     spec = rank_spec(config, layout, layout.coord(rank).pp, declare)

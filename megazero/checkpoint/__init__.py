@@ -3,9 +3,9 @@
 Besides `comm`, the only package that may import torch.distributed.
 """
 
-from megazero.checkpoint.agreement import AgreedFailure
-from megazero.checkpoint.api import find, load, lock, read_state, save
-from megazero.checkpoint.background import BackgroundSaver
+from megazero.checkpoint.agreement import AgreedFailure, together
+from megazero.checkpoint.api import fill, find, load, lock, read_state, save
+from megazero.checkpoint.background import BackgroundSaver, slow_group
 from megazero.checkpoint.folders import checkpoints, prune
 from megazero.checkpoint.manifest import Damaged
 from megazero.checkpoint.shards import LocalShard
@@ -16,10 +16,13 @@ __all__ = [
     "Damaged",
     "LocalShard",
     "checkpoints",
+    "fill",
     "find",
     "load",
     "lock",
     "prune",
     "read_state",
     "save",
+    "slow_group",
+    "together",
 ]

@@ -1,7 +1,7 @@
 """save and load, which all ranks call together. `planning` divides the work, `storage` writes and reads the files."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -75,6 +75,16 @@ def load(path: Path, shards: Mapping[str, LocalShard], group: Group = None, *, p
 
     together(f"loading {path}", group, lambda: table_of(shards), check)
     together(f"loading {path}", group, lambda: ChunkReader(path, content).fill(shards), lambda filled: filled)
+
+
+def fill(
+    path: Path, shards: Mapping[str, LocalShard], read: Callable[[Mapping[str, LocalShard]], None], group: Group = None
+) -> None:
+    """Call `read` with each rank's shards, to fill their `data` from another format than a checkpoint's.
+
+    All ranks of `group` call it. Raises on every rank as `load`, if `read` raises on one of them.
+    """
+    together(f"loading {path}", group, lambda: read(shards), lambda filled: filled)
 
 
 def find(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megazero.checkpoint.agreement import Group
 from megazero.checkpoint.api import NOTHING, save
 from megazero.checkpoint.shards import LocalShard
 
@@ -23,12 +24,17 @@ from megazero.checkpoint.shards import LocalShard
 LEAST_TIMEOUT_MINUTES = 60.0
 
 
+def slow_group(timeout_minutes: float) -> Group:
+    """Make a group of all ranks whose waits outlast the slowest rank's write. All ranks call it together."""
+    timeout = datetime.timedelta(minutes=max(timeout_minutes, LEAST_TIMEOUT_MINUTES))
+    return dist.new_group(backend="gloo", timeout=timeout) if dist.is_initialized() else None
+
+
 class BackgroundSaver:
     """Runs one save at a time. All ranks create it together, and call `start` and `finish` in the same order."""
 
     def __init__(self, timeout_minutes: float) -> None:
-        timeout = datetime.timedelta(minutes=max(timeout_minutes, LEAST_TIMEOUT_MINUTES))
-        self._group = dist.new_group(backend="gloo", timeout=timeout) if dist.is_initialized() else None
+        self._group = slow_group(timeout_minutes)
         self._thread = ThreadPoolExecutor(1, "save")
         self._buffers: dict[str, torch.Tensor] = {}
         self._running: Future[Path] | None = None

@@ -13,7 +13,7 @@ from megazero.config.schema import Config
 # The flags of a normal run, in the order in which one thinks of them.
 NORMAL = {
     "data": ("data-path", "tokenizer"),
-    "model": ("preset", "num-layers", "hidden-size", "num-attention-heads", "seq-length"),
+    "model": ("preset", "hf-config", "num-layers", "hidden-size", "num-attention-heads", "seq-length"),
     "batch": ("micro-batch-size", "global-batch-size", "train-iters", "precision"),
     "parallelism": ("tensor-model-parallel-size", "pipeline-model-parallel-size", "zero-stage"),
     "learning rate": ("lr", "lr-warmup-iters", "lr-decay-style"),
@@ -33,7 +33,7 @@ def show_normal(program: str) -> None:
     """
     usual = [name for names in NORMAL.values() for name in names]
     print(f"usage: {program} [FLAGS]\n\n{inspect.cleandoc(Config.__doc__ or '')}\n")
-    print(f"These are the {len(usual)} flags of a normal run; --help-all shows all {len(flags()) + 1}.")
+    print(f"These are the {len(usual)} flags of a normal run; --help-all shows all {len(flags()) + 2}.")
     print("Flags of Megatron-LM, DeepSpeed and Hugging Face are understood: docs/megatron.md.")
     for title, names in NORMAL.items():
         print(f"\n{title}:", *map(_described, names), sep="\n")

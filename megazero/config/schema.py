@@ -46,6 +46,12 @@ class Config:
     plan: PlanConfig = field(default_factory=PlanConfig)
     preset: str = ""
     """TOML file of flags (without the dashes), or the name of one in scripts/presets. Flags override it."""
+    hf_config: str = ""
+    """config.json of a Hugging Face model, or a folder with one: the model to train. Flags override it: --num-layers 2
+    makes a small copy, --seq-length shortens the samples. The folder's tokenizer is the default of --tokenizer. Options
+    that this version does not compute are refused by key and value. Reading it takes about two seconds, in which
+    transformers is imported. A resumed run has the model of its checkpoint instead. A Hugging Face folder as --load
+    implies it."""
 
     @property
     def trains(self) -> bool:

@@ -18,13 +18,15 @@ from megazero.config.schema import CheckpointConfig, Config, ModelConfig, PlanCo
 from megazero.files import explain
 
 # Flags that name a file or a folder. --data-path and --tokenizer hold other words too, all of them shorter.
-PATHS = ("data-path", "tokenizer", "save", "load", "log-dir", "tensorboard-dir", "device-type")
+PATHS = ("data-path", "tokenizer", "save", "save-hf", "load", "log-dir", "tensorboard-dir", "device-type")
 
 # Flags that need another one: with any value (in capitals), or with this value.
 NEEDS = {
     "keep-last": "--save DIR",
     "keep-every": "--keep-last N",
     "save-interval": "--save DIR",
+    "save-hf": "--save DIR",
+    "save-hf-interval": "--save-hf DIR",
     "finetune": "--load DIR",
     "eval-only": "--load DIR",
     "eval-split": "--eval-only",
@@ -269,7 +271,13 @@ def _check_saving(config: Config) -> None:
             f"--save-interval-minutes {minutes:g} with --save-interval {checkpoint.save_interval}: checkpoints are "
             "saved by time or by iterations; give one of them"
         )
-    folders = {"save": checkpoint.save, "log-dir": config.log.log_dir, "tensorboard-dir": config.log.tensorboard_dir}
+    folders = {"save": checkpoint.save, "save-hf": checkpoint.save_hf, "log-dir": config.log.log_dir}
+    folders["tensorboard-dir"] = config.log.tensorboard_dir
+    if checkpoint.save_hf and Path(checkpoint.save_hf).resolve() == Path(checkpoint.save).resolve():
+        raise ValueError(
+            f"--save-hf {shorten(checkpoint.save_hf)} is the folder of --save, whose checkpoints have the same names; "
+            "name another"
+        )
     for flag, path in folders.items():
         # a plan or a rehearsal may be made on another machine than that of the run, and writes to --log-dir alone
         if path and (flag == "log-dir" or not (plans(config.plan) or config.plan.rehearse)):

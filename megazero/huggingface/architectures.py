@@ -124,6 +124,7 @@ class HuggingFaceModel:
         expressed: the fields of ModelConfig that `to_theirs` reads. All others have their defaults, or `needed`.
         to_ours: the other fields of ModelConfig. ValueError if their configuration asks for another computation.
         needed: fields of ModelConfig -> the value that all its models have.
+        kinds: letters of --layer-pattern that its layers can have.
         buffers: ends of names in old files that are not weights.
     """
 
@@ -137,6 +138,7 @@ class HuggingFaceModel:
     expressed: tuple[str, ...]
     to_ours: Callable[[PreTrainedConfig], Options]
     needed: Options
+    kinds: str = "G"
     buffers: tuple[str, ...] = ()
 
     def names(self, ours: str) -> TensorNames:
@@ -171,6 +173,8 @@ class HuggingFaceModel:
             value = getattr(model, field.name)
             if field.name not in free and value != self.needed.get(field.name, field.default):
                 found.append(field.name)
+        if not {model.attention_kind(number) for number in range(model.num_layers)} <= set(self.kinds):
+            found = list(dict.fromkeys([*found, "layer_pattern"]))
         return found
 
     def to_config(self, model: ModelConfig, eod: int | None) -> PreTrainedConfig:

@@ -18,10 +18,10 @@ from megazero.data.tokenizer import Tokenizer, end_of_document
 from megazero.files import new_folder, write_atomically
 from megazero.huggingface.architectures import SAME, TensorNames
 from megazero.huggingface.families import family_of
-from megazero.huggingface.tokenizer import write_tokenizer
+from megazero.huggingface.tokenizer import check_tokenizer, write_tokenizer
 from megazero.model.layers.context import DTYPES
 from megazero.model.stage import declare
-from megazero.run.run_state import RunState
+from megazero.run.run_state import RunState, run_tokenizer
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -81,7 +81,7 @@ def export(
     Raises:
         ValueError: the checkpoint is damaged, `output` exists already, or a weight is beyond the range of the dtype.
     """
-    state = RunState.read(path)
+    state = RunState.read_alone(path)
     model = state.model_config(path)
     shards = plan_shards(model, DTYPES[dtype], shard_bytes)
     with new_folder(output) as folder:
@@ -89,6 +89,19 @@ def export(
         _write_config(model, folder, dtype, end_of_document(tokenizer) if tokenizer is not None else None)
         _write_weights(TensorReader(path), model, shards, folder, dtype, advance)
     return same
+
+
+def export_run(path: Path, output: Path, dtype: str) -> bool:
+    """Export as `export`, with the tokenizer of the run, if it has one."""
+    state = RunState.read_alone(path)
+    return export(path, output, run_tokenizer(path, state) if state.tokenizer(path) else None, dtype)
+
+
+def check_export(model: ModelConfig, tokenizer: Tokenizer | None) -> None:
+    """Refuse a run whose export would compute another model. ValueError names the options, or the tokenizer."""
+    family_of(model).to_config(model, None)
+    if tokenizer is not None:
+        check_tokenizer(tokenizer)
 
 
 def _write_weights(

@@ -80,12 +80,13 @@ def pattern_of(letters: str) -> str:
 
 def from_windows(config: PreTrainedConfig) -> Options:
     """Return window_size and layer_pattern of `sliding_window` and `layer_types`."""
-    size, kinds = config.sliding_window, getattr(config, "layer_types", None)
+    size = config.sliding_window if getattr(config, "use_sliding_window", True) else None
+    kinds = getattr(config, "layer_types", None)
     if kinds is None:
         kinds = [LOCAL if size else GLOBAL] * config.num_hidden_layers
     if unknown := set(kinds) - {LOCAL, GLOBAL}:
         raise ValueError(f"config.json has layer_types {min(unknown)}; this version computes {LOCAL} and {GLOBAL} only")
-    letters = "".join("L" if kind == LOCAL else "G" for kind in kinds)
+    letters = "".join("L" if kind == LOCAL and size else "G" for kind in kinds)
     return {"window_size": size if "L" in letters else 0, "layer_pattern": pattern_of(letters)}
 
 
@@ -128,6 +129,11 @@ def _gpt_to_ours(config: PreTrainedConfig) -> Options:
             "add_cross_attention": (False,),
         },
     )
+    if config.embd_pdrop != config.resid_pdrop:
+        raise ValueError(
+            f"config.json has embd_pdrop {config.embd_pdrop} and resid_pdrop {config.resid_pdrop}; this version "
+            "computes equal ones only, which are --hidden-dropout"
+        )
     return {"ffn_hidden_size": config.n_inner or 4 * config.n_embd}
 
 
@@ -315,6 +321,7 @@ def _llama(
     required: dict[str, tuple[Any, ...]] = SILU,
     to_theirs: Callable[[ModelConfig], Options] = lambda model: {},
     expressed: tuple[str, ...] = (),
+    kinds: str = "GL",
     to_ours: Callable[[PreTrainedConfig], Options] = lambda config: {},
     heads: bool = True,
     local_rope: bool = False,
@@ -323,7 +330,7 @@ def _llama(
 
     Args:
         layers: names of the tensors in blocks.
-        options, needed, expressed: besides Llama's; see `HuggingFaceModel`.
+        options, needed, expressed, kinds: besides Llama's; see `HuggingFaceModel`.
         required: of their configuration.
         to_theirs, to_ours: of options besides rotary positions and the width of heads.
         heads: whether it has heads of a width of their own.
@@ -351,6 +358,7 @@ def _llama(
         fields,
         ours,
         needed or {},
+        kinds,
         buffers=(".rotary_emb.inv_freq",),
     )
 
@@ -359,10 +367,6 @@ def _qwen_windows(model: ModelConfig) -> Options:
     found = windows(model)
     first = [*found["layer_types"], LOCAL].index(LOCAL)  # readers without layer_types take the layers before as global
     return found | {"use_sliding_window": model.window_size > 0, "max_window_layers": first}
-
-
-def _from_qwen_windows(config: PreTrainedConfig) -> Options:
-    return from_windows(config) if config.use_sliding_window else {}
 
 
 def _gemma_to_theirs(model: ModelConfig) -> Options:
@@ -445,7 +449,7 @@ MODELS = {
             needed={"add_qkv_bias": True},
             to_theirs=_qwen_windows,
             expressed=WINDOWS,
-            to_ours=_from_qwen_windows,
+            to_ours=from_windows,
             heads=False,
         ),
         _llama(
@@ -454,7 +458,7 @@ MODELS = {
             needed={"qk_layernorm": True},
             to_theirs=_qwen_windows,
             expressed=WINDOWS,
-            to_ours=_from_qwen_windows,
+            to_ours=from_windows,
         ),
         _llama("olmo2", "Olmo2ForCausalLM", **OLMO),
         _llama(
@@ -495,6 +499,7 @@ MODELS = {
             required=SILU | {"use_sliding_window": (False,)},
             to_theirs=_no_rope_layers,
             expressed=("layer_pattern",),
+            kinds="GN",
             to_ours=_from_no_rope_layers,
             heads=False,
         ),

@@ -19,11 +19,10 @@ from safetensors import SafetensorError, safe_open
 from megazero.checkpoint.streaming import bands, write_checkpoint
 from megazero.config.flags import to_toml
 from megazero.config.schema import Config, DataConfig, ModelConfig
-from megazero.data.tokenizer import hub_hint
-from megazero.files import new_folder, open_regular, read_json_object, read_regular, write_atomically
+from megazero.files import new_folder, open_regular, read_regular, write_atomically
 from megazero.huggingface.architectures import OUTPUT, SAME, HuggingFaceModel, TensorNames
+from megazero.huggingface.configuration import read_config
 from megazero.huggingface.export import INDEX, WEIGHTS, shapes_of
-from megazero.huggingface.families import MODELS
 from megazero.huggingface.tokenizer import read_tokenizer
 from megazero.plan.layout.topology import Layout
 from megazero.run.run_state import TOKENIZER, RunState, attached_tokenizer
@@ -42,9 +41,9 @@ class Index(msgspec.Struct):
 class Source:
     """The safetensors of a Hugging Face folder, read one tensor at a time."""
 
-    def __init__(self, folder: Path) -> None:
-        """ValueError if there are none, or their index names a file outside the folder."""
-        self.folder = folder
+    def __init__(self, folder: Path, where: str) -> None:
+        """`where`: names the folder in messages. ValueError if there are none, or the index names a file elsewhere."""
+        self.folder, self.where = folder, where
         index = folder / INDEX
         if index.is_file():
             self.files = decode(read_regular(index), Index, index).weight_map
@@ -55,7 +54,7 @@ class Source:
             pickles = sorted(path.name for path in folder.glob("*.bin"))
             found = f"only {pickles[0]}, a pickle, which could run code" if pickles else "none"
             raise ValueError(
-                f"--from hf {folder}: expected {WEIGHTS} or {INDEX}, and found {found}; save the model with "
+                f"{where}: expected {WEIGHTS} or {INDEX}, and found {found}; save the model with "
                 "transformers' save_pretrained, which writes safetensors"
             )
 
@@ -88,29 +87,6 @@ def _opened(path: Path) -> Iterator[Any]:
         raise ValueError(f"{path} cannot be read: {error}") from None
 
 
-def read_config(folder: Path) -> tuple[HuggingFaceModel, ModelConfig]:
-    """Return the model that config.json describes.
-
-    Raises:
-        ValueError: there is no config.json, or it asks for another architecture or computation than ours.
-    """
-    from transformers import AutoConfig
-
-    if not folder.exists():
-        raise ValueError(f"--from hf {folder}: no such folder{hub_hint(str(folder))}")
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"--from hf {folder}: it has no config.json; name the folder of a Hugging Face model")
-    model_type = read_json_object(folder / "config.json").get("model_type")
-    if model_type not in MODELS:
-        known = ", ".join(MODELS)
-        raise ValueError(f"--from hf {folder}: its model_type is {str(model_type)[:80]!r}; known are {known}")
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    try:
-        return MODELS[model_type], ModelConfig(**MODELS[model_type].from_config(config))
-    except ValueError as error:
-        raise ValueError(f"--from hf {folder}: {error}") from None
-
-
 def import_model(source: Path, output: Path, advance: Callable[[int], None] = lambda _: None) -> bool:
     """Write the Hugging Face model `source` as checkpoint 0 of the folder `output`, which appears whole or not at all.
 
@@ -127,8 +103,9 @@ def import_model(source: Path, output: Path, advance: Callable[[int], None] = la
         ValueError: this version cannot compute the model `source`, or `output` exists already.
     """
     architecture, model = read_config(source)
-    files = Source(source)
-    names = _theirs(architecture, model, files)
+    files = Source(source, f"--from hf {source}")
+    names = names_in(files, architecture, model)
+    check_shapes(files, architecture, model, names)
     shapes = {f"model.{name}": shape for name, shape in shapes_of(model).items()}
     with new_folder(output) as folder:
         (folder / TOKENIZER).mkdir()
@@ -156,7 +133,7 @@ def _state(config: Config, saved_tokenizer: str) -> RunState:
     return RunState(0, 0, 0, None, model, layout, saved, run, weights_only=True, saved_tokenizer=saved_tokenizer)
 
 
-def _theirs(architecture: HuggingFaceModel, model: ModelConfig, files: Source) -> dict[str, str]:
+def names_in(files: Source, architecture: HuggingFaceModel, model: ModelConfig) -> dict[str, str]:
     """Return their name -> its name in the files. ValueError unless these hold the model's tensors and no others."""
     wanted = list(dict.fromkeys(theirs for name in shapes_of(model) for theirs in architecture.names(name).theirs))
     names = {name: name for name in wanted}
@@ -167,10 +144,25 @@ def _theirs(architecture: HuggingFaceModel, model: ModelConfig, files: Source) -
     left = {name for name in left if not name.endswith(architecture.buffers)}
     if missing or left:
         raise ValueError(
-            f"--from hf {files.folder} does not hold the tensors of its config.json: missing {_some(missing)}, "
+            f"{files.where} does not hold the tensors of its config.json: missing {_some(missing)}, "
             f"unknown {_some(sorted(left))}"
         )
     return names
+
+
+def check_shapes(files: Source, architecture: HuggingFaceModel, model: ModelConfig, names: dict[str, str]) -> None:
+    """Refuse tensors of other shapes than the model's. `names`: as `names_in` returns them."""
+    shapes = shapes_of(model)
+    for name in shapes:
+        row = architecture.names(name)
+        wanted = row.form.split([torch.empty(shapes[ours], device="meta") for ours in row.ours], model)
+        for each, expected in zip(row.theirs, wanted, strict=True):
+            found = files.shape(names[each])
+            if found != expected.shape:
+                raise ValueError(
+                    f"{files.where}: {each} is {list(found)}, and the model of config.json and the flags needs "
+                    f"{list(expected.shape)}"
+                )
 
 
 def _some(names: list[str]) -> str:
@@ -192,19 +184,10 @@ def _tensors(
         ours = joined[row.ours.index(name)]
         ours = ours.to(torch.float32).contiguous()
         if not all(math.isfinite(float(end)) for end in torch.aminmax(ours)):  # allocates no tensor of its size
-            raise ValueError(f"--from hf {files.folder}: {name} holds values that are not finite")
+            raise ValueError(f"{files.where}: {name} holds values that are not finite")
         advance(ours.nbytes)
         return ours
 
-    shapes = shapes_of(model)
-    for name, shape in shapes.items():
+    for name, shape in shapes_of(model).items():
         row = architecture.names(name)
-        wanted = row.form.split([torch.empty(shapes[ours], device="meta") for ours in row.ours], model)
-        for each, expected in zip(row.theirs, wanted, strict=True):
-            found = files.shape(names[each])
-            if found != expected.shape:
-                raise ValueError(
-                    f"--from hf {files.folder}: {each} is {list(found)}, and config.json makes it "
-                    f"{list(expected.shape)}"
-                )
         yield map(functools.partial(read, row, name), bands(shape) if row.form is SAME else [WHOLE])

@@ -43,11 +43,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> bool:
         True if transformers gives the same ids for texts of many kinds. It does not for a SentencePiece model with a
         normaliser of its own, because it knows only Llama's.
     """
-    if isinstance(tokenizer, TiktokenTokenizer):
-        raise ValueError(
-            f"--tokenizer {tokenizer.spec}: transformers reads no tiktoken file with a pattern of its own; name a "
-            "Hugging Face tokenizer of the same ids"
-        )
+    check_tokenizer(tokenizer)
     source = Path(tokenizer.spec)
     if source.is_dir() and (source / "tokenizer.json").is_file():
         copy_files(source, folder)
@@ -61,13 +57,27 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> bool:
     return _gives_the_same_ids(tokenizer, folder)
 
 
+def check_tokenizer(tokenizer: Tokenizer) -> None:
+    """Raise ValueError for a tokenizer that cannot be exported."""
+    if isinstance(tokenizer, TiktokenTokenizer):
+        raise ValueError(
+            f"--tokenizer {tokenizer.spec}: transformers reads no tiktoken file with a pattern of its own; name a "
+            "Hugging Face tokenizer of the same ids"
+        )
+
+
+def has_tokenizer(source: Path) -> bool:
+    """Return whether a Hugging Face folder holds a tokenizer."""
+    return any((source / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model"))
+
+
 def read_tokenizer(source: Path, folder: Path) -> Tokenizer | None:
     """Copy a Hugging Face model's tokenizer into an existing folder; None where `source` has none.
 
     Raises:
         ValueError: it has one that cannot be read.
     """
-    if not any((source / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
+    if not has_tokenizer(source):
         return None
     tokenizer = load_tokenizer(str(source))
     copy_files(source, folder)

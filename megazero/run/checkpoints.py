@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,15 +15,18 @@ import torch
 from megazero import checkpoint
 from megazero.checkpoint import LocalShard
 from megazero.comm.mesh.collectives import MIN
-from megazero.config.schema import Config
+from megazero.config.schema import Config, ModelConfig
 from megazero.data.corpora import Datasets
 from megazero.data.tokenizer import Tokenizer
 from megazero.log import log
 from megazero.observe.watchdog import Watchdog
 from megazero.run.resume import changed_options, check_data, find_checkpoint
-from megazero.run.run_state import Progress, RunState, attached_tokenizer
+from megazero.run.run_state import Progress, RunState, attached_tokenizer, is_hugging_face, source_digest
 from megazero.run.stopping import DeadRun
 from megazero.step.engine import Engine
+
+# Opens a Hugging Face folder for a model; returns the function that fills a rank's shards.
+OpenWeights = Callable[[Path, ModelConfig], Callable[[Mapping[str, LocalShard]], None]]
 
 
 class Checkpoints:
@@ -36,6 +40,7 @@ class Checkpoints:
         tokenizer: Tokenizer | None,
         watchdog: Watchdog,
         given: Collection[str] | None = None,
+        open_weights: OpenWeights | None = None,
     ) -> None:
         """Prepare to save into --save, if it is given.
 
@@ -46,15 +51,18 @@ class Checkpoints:
             tokenizer: rank 0 puts a copy into every checkpoint.
             watchdog: paused during a save, because waits in a save have limits of their own.
             given: names of the flags that were given, without dashes; None: all were.
+            open_weights: reads the weights of a Hugging Face folder, which --load may name.
         """
         self.config, self.engine, self.mesh = config, engine, engine.mesh
         self.fingerprints, self.split_by_tokens = tuple(datasets.fingerprints()), datasets.split_by_tokens
-        self.watchdog, self.given = watchdog, given
+        self.watchdog, self.given, self.open_weights = watchdog, given, open_weights
+        self.source_digest = source_digest(config.hf_config)
         self.saved_at: int | None = None  # iteration of the newest checkpoint in --save
         self.run_id = uuid.uuid4().hex  # a resume from the same folder replaces it by that of the run
         minutes = config.parallel.distributed_timeout_minutes
         self.saver = checkpoint.BackgroundSaver(minutes) if config.checkpoint.async_save else None
         self.saving_since = 0.0
+        self.reading: Future[None] | None = None  # an export, which reads the newest checkpoint
         packed = tokenizer if self.mesh.rank == 0 and config.checkpoint.save else None
         self.saved_tokenizer, self.attached = attached_tokenizer(packed)
 
@@ -87,6 +95,7 @@ class Checkpoints:
             sound=progress.skipped_in_a_row == 0,
             fingerprints=self.fingerprints,
             saved_tokenizer=self.saved_tokenizer,
+            source_digest=self.source_digest,
         ).to_json()
         root, group = Path(options.save), self.mesh.host_group
         self.saved_at = iteration
@@ -120,10 +129,13 @@ class Checkpoints:
         if path is not None:
             log.info(f"saved {path} in {time.perf_counter() - self.saving_since:.1f} s")
             if self.mesh.rank == 0:
-                self._prune()
+                self.prune()
 
-    def _prune(self) -> None:
+    def prune(self) -> None:
+        """Delete old checkpoints, on rank 0, unless one is being read: then the end of the export does."""
         options = self.config.checkpoint
+        if self.reading is not None and not self.reading.done():
+            return
         try:
             checkpoint.prune(Path(options.save), options.keep_last, options.keep_every, self.run_id)
         except (OSError, checkpoint.Damaged) as error:  # perhaps for a while only; the next save prunes
@@ -163,11 +175,13 @@ class Checkpoints:
 
     def _load(self, path: Path) -> Progress:
         start = time.perf_counter()
+        if is_hugging_face(path):
+            self._load_weights(path)
+            log.info(f"loaded the weights of {path} in {time.perf_counter() - start:.1f} s")
+            return Progress()
         state = RunState.read(path, self.mesh.host_group)
         if self.config.checkpoint.finetune or self.config.evaluation.eval_only or state.weights_only:
-            weights = {name: shard for name, shard in self.engine.shards().items() if name.startswith("model.")}
-            self._load_shards(path, weights, partial=True)
-            self.engine.load_state_dict({"updates": 0, "loss_scale": None})  # with fresh optimizer states
+            self._load_weights(path)
             log.info(f"loaded the weights of {path} in {time.perf_counter() - start:.1f} s")
             return Progress(state.iteration, state.consumed_samples) if self.config.evaluation.eval_only else Progress()
         check_data(path, state, self.config, self.fingerprints, self.split_by_tokens)
@@ -177,15 +191,26 @@ class Checkpoints:
             log.info(difference)
         if path.parent.resolve() == Path(self.config.checkpoint.save or ".").resolve():
             self.saved_at = state.iteration
-            self.run_id = state.run
+            self.run_id, self.source_digest = state.run, state.source_digest
         log.info(f"loaded {path} in {time.perf_counter() - start:.1f} s")
         return Progress(state.iteration, state.consumed_samples, state.skipped_in_a_row)
+
+    def _load_weights(self, path: Path) -> None:
+        """Load the weights alone; optimizer states stay fresh."""
+        weights = {name: shard for name, shard in self.engine.shards().items() if name.startswith("model.")}
+        self._load_shards(path, weights, partial=True)
+        self.engine.load_state_dict({"updates": 0, "loss_scale": None})
 
     def _load_shards(self, path: Path, shards: dict[str, LocalShard], partial: bool = False) -> None:
         self.engine.wait()  # an all-gather of initial weights in flight would overwrite the loaded ones
         self.mesh.in_flight.check("loading a checkpoint", writes=[shard.data for shard in shards.values()])
         with self.mesh.world.peer_errors(f"loading {path}"):
-            checkpoint.load(path, shards, self.mesh.host_group, partial=partial)
+            if is_hugging_face(path):
+                assert self.open_weights is not None
+                model, opened = self.config.model, self.open_weights
+                checkpoint.fill(path, shards, lambda shards: opened(path, model)(shards), self.mesh.host_group)
+            else:
+                checkpoint.load(path, shards, self.mesh.host_group, partial=partial)
 
 
 def _finite(shard: LocalShard) -> bool:

@@ -14,8 +14,9 @@ from megazero.config.flags import as_flag
 from megazero.config.schema import Config, ModelConfig
 from megazero.data import fingerprint
 from megazero.data.corpora import parse_data_path, read_data_args
+from megazero.data.tokenizer import hub_hint
 from megazero.model.stage import declare
-from megazero.run.run_state import RunState, is_hugging_face, other_folder
+from megazero.run.run_state import RunState, is_hugging_face
 
 ALWAYS = ("architecture", "vocab_size")  # options with which a model is always another
 
@@ -23,6 +24,7 @@ ALWAYS = ("architecture", "vocab_size")  # options with which a model is always 
 def find_checkpoint(config: Config, group: Any = None, passing_over: Mapping[str, str] | None = None) -> Path | None:
     """Return the checkpoint folder that --load selects; None: start fresh. Rank 0 reads for all ranks of `group`.
 
+    A Hugging Face folder is returned as it is: the run starts from its weights.
     In a folder of checkpoints damaged ones are passed over, with a warning, unless --load-exact is given.
 
     Args:
@@ -33,6 +35,9 @@ def find_checkpoint(config: Config, group: Any = None, passing_over: Mapping[str
         Damaged: the selected checkpoint is damaged, and there is no older one.
     """
     options = config.checkpoint
+    if options.load and is_hugging_face(Path(options.load)):
+        _guard_save(options.load, options.save, None, options.finetune)
+        return Path(options.load)
     path, known = None, dict(passing_over or {})
     while options.load:
         path = checkpoint.find(Path(options.load), group, passing_over=known, exact=options.load_exact)
@@ -47,8 +52,6 @@ def find_checkpoint(config: Config, group: Any = None, passing_over: Mapping[str
             continue
         check_model(path, state.typed_model(path), config.model)
         break
-    if options.load and path is None and is_hugging_face(Path(options.load)):
-        raise ValueError(f"--load {options.load} holds no checkpoint; {other_folder(Path(options.load))}")
     if config.evaluation.eval_only and path is None:
         raise ValueError(f"--eval-only: --load {options.load} holds no checkpoint; give the --save folder of a run")
     _guard_save(options.load, options.save, path, options.finetune)
@@ -57,7 +60,7 @@ def find_checkpoint(config: Config, group: Any = None, passing_over: Mapping[str
         there = next(str(folder) for folder in Path(options.load).absolute().parents if folder.is_dir())
         raise ValueError(
             f"--load {options.load}: there is no such folder, only {there}; correct it, or give the same folder as "
-            "--save to start a new run there"
+            f"--save to start a new run there{hub_hint(options.load)}"
         )
     return path
 

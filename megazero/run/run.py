@@ -12,6 +12,7 @@ from megazero.observe.events import RunEvents
 from megazero.observe.loggers import Writers, open_writers
 from megazero.run.checkpoints import Checkpoints
 from megazero.run.evaluation import Evaluation, Stopped, line
+from megazero.run.exports import Exports
 from megazero.run.replicas import check_replicas
 from megazero.run.stopping import DeadRun, Wish, Wishes, stopped_words
 from megazero.run.trainer import Trainer
@@ -23,9 +24,15 @@ class TrainingRun:
     """One rank's part in a run; all ranks call each method together."""
 
     def __init__(
-        self, trainer: Trainer, checkpoints: Checkpoints, wishes: Wishes, command: Command | None = None
+        self,
+        trainer: Trainer,
+        checkpoints: Checkpoints,
+        wishes: Wishes,
+        command: Command | None = None,
+        exports: Exports | None = None,
     ) -> None:
         """`wishes`: the requests to save or stop that this rank sees; `command`: its flags go into config.toml."""
+        self.exports = exports
         self.trainer, self.checkpoints, self.wishes, self.command = trainer, checkpoints, wishes, command
         self.config, self.mesh, self.watchdog = trainer.config, trainer.mesh, trainer.watchdog
 
@@ -42,6 +49,8 @@ class TrainingRun:
         self.describe(load)
         events, stop = RunEvents(self.command, config, self.mesh), None
         writers = self._open_writers(events)
+        if self.exports is not None:
+            self.exports.resume(progress)
         if progress.iteration < last:
             events.start(progress.iteration)
         try:
@@ -58,6 +67,8 @@ class TrainingRun:
                     check_replicas(trainer.engine, progress.iteration)
                 if trainer.due(config.checkpoint.save_interval):
                     self.checkpoints.save(progress)
+                if self.exports is not None and trainer.due(config.checkpoint.save_hf_interval):
+                    self.exports.export(progress)
                 if trainer.due(config.checkpoint.exit_interval):
                     log.info(f"--exit-interval {config.checkpoint.exit_interval}: stopping")
                     break
@@ -71,6 +82,7 @@ class TrainingRun:
         self.watchdog.doing = ""
         if progress.iteration:
             self.checkpoints.save(progress, last=True)
+            self._export_last()
         trainer.engine.wait()
         if stop is not None:
             kept = self.checkpoints.saved_at == progress.iteration
@@ -79,6 +91,15 @@ class TrainingRun:
             progress.iteration, stop.why if stop else "done" if progress.iteration >= last else "--exit-interval"
         )
         return stop
+
+    def _export_last(self) -> None:
+        """Export the last iteration of the run. A run that stops earlier only waits for an export that has begun."""
+        if self.exports is None:
+            return
+        if self.trainer.progress.iteration >= self.config.training.train_iters:
+            self.exports.export(self.trainer.progress, last=True)
+        else:
+            self.exports.finish(all_ranks=True)
 
     def evaluate(self, load: Path) -> Wish | None:
         """Evaluate the weights of `load` on --eval-split; returns the request that stopped it earlier."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,6 +13,8 @@ from msgspec import Meta
 
 from megazero import checkpoint
 from megazero.checkpoint import Damaged
+from megazero.checkpoint.folders import LATEST
+from megazero.checkpoint.manifest import read_state
 from megazero.config.schema import Config, ModelConfig
 from megazero.config.validate import check_values
 from megazero.data.tokenizer import Tokenizer, beside, load_tokenizer, pack
@@ -56,6 +59,7 @@ class RunState:
     fingerprints: tuple[Fingerprint, ...] = ()  # of the corpora of --data-path, in order
     weights_only: bool = False  # imported: there are no optimizer states to resume from
     saved_tokenizer: Annotated[str, Meta(pattern=SAVED_TOKENIZER)] = ""  # SPEC in the checkpoint; "": none
+    source_digest: str = ""  # of the config.json from which the model came, config["hf_config"]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"fingerprints": list(self.fingerprints)}
@@ -67,7 +71,15 @@ class RunState:
         Raises:
             Damaged: it cannot be read, or a field is missing or of another type.
         """
-        content = checkpoint.read_state(path, group)
+        return cls._of(path, checkpoint.read_state(path, group))
+
+    @classmethod
+    def read_alone(cls, path: Path) -> RunState:
+        """Read as `read`, in this process alone."""
+        return cls._of(path, read_state(path))
+
+    @classmethod
+    def _of(cls, path: Path, content: dict[str, Any]) -> RunState:
         try:
             return cls.parse(content)
         except ValueError as error:
@@ -152,17 +164,23 @@ def run_tokenizer(path: Path, state: RunState) -> Tokenizer:
         raise ValueError(f"--load {path} has no copy of its run's tokenizer, and {error}; give --tokenizer") from None
 
 
+def source_digest(source: str) -> str:
+    """Return a hash of --hf-config, a config.json or its folder; empty if there is none."""
+    file = Path(source) / "config.json" if Path(source).is_dir() else Path(source)
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if source and file.is_file() else ""
+
+
 def is_hugging_face(folder: Path) -> bool:
-    """Return whether `folder` holds a model of transformers."""
-    return (folder / "config.json").is_file()
+    """Return whether `folder` holds a model of transformers, and no checkpoints."""
+    return (folder / "config.json").is_file() and not (folder / LATEST).exists()
 
 
 def other_folder(folder: Path) -> str:
     """Return the advice for a `folder` without a checkpoint."""
     if is_hugging_face(folder):
         return (
-            "it is a Hugging Face model; convert it: python scripts/checkpoint.py import "
-            f"--from hf {folder} --output DIR"
+            "it is a Hugging Face model: pretrain_gpt.py trains it, and python scripts/checkpoint.py import "
+            f"--from hf {folder} --output DIR makes a checkpoint of it"
         )
     return "give the --save folder of a run, or one of its iter_NNNNNNN"
 

@@ -253,7 +253,10 @@ def damaged(folder: Path, change: str) -> None:
         ("other architecture", "its model_type is 'bert'; known are gpt2, .*, llama, "),
         ("more layers", "missing transformer.h.3.ln_1.weight, transformer.h.3.ln_1.bias, .* and 9 more, unknown none"),
         ("fewer layers", "missing none, unknown transformer.h.2.attn.c_attn.bias, .* and 9 more"),
-        ("another shape", r"h.1.mlp.c_fc.weight is \[40, 24\], and config.json makes it \[24, 40\]"),
+        (
+            "another shape",
+            r"h.1.mlp.c_fc.weight is \[40, 24\], and the model of config.json and the flags needs \[24, 40\]",
+        ),
         ("quantised", "transformer.h.1.mlp.c_fc.weight is of int8, a quantised weight perhaps"),
         ("not finite", "blocks.1.mlp.up.weight holds values that are not finite"),
         ("a pickle", "found only pytorch_model.bin, a pickle, which could run code; save the model with"),

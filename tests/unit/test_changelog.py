@@ -11,6 +11,7 @@ import pytest
 
 from megazero.config.flags import flags
 from megazero.config.foreign.table import read_tables
+from megazero.config.foreign.translate import OWN_WORDS
 from tests.helpers.programs import ROOT
 
 HEADINGS = ["Added", "Changed", "Fixed"]
@@ -24,7 +25,7 @@ def entries(text: str) -> list[str]:
 
 def known_flags() -> set[str]:
     """Return our flags, and those of other systems or retired ones that are answered."""
-    return {*flags(), *read_tables()}
+    return {*flags(), *OWN_WORDS, *read_tables()}
 
 
 def faults(text: str) -> Iterator[str]:

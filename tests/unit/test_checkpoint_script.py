@@ -91,5 +91,5 @@ def test_help_keeps_its_lines() -> None:
 def test_a_name_of_the_hub_is_downloaded_first(tmp_path: Path) -> None:
     refused = script("import", "--from", "hf", "gpt2", "--output", tmp_path / "out")
     assert refused.returncode == 1
-    assert "--from hf gpt2: no such folder (a model of" in refused.stderr
+    assert "--from hf gpt2: no such file or folder (a model of" in refused.stderr
     assert "hf download gpt2 --local-dir DIR" in refused.stderr

@@ -14,6 +14,7 @@ from benchmarks.eight_layouts import LAYOUTS
 from megazero.config.cli import parse
 from megazero.config.flags import flags
 from megazero.config.foreign.table import find_entry, retired
+from megazero.config.foreign.translate import OWN_WORDS
 from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
 from tests.helpers.programs import ROOT
@@ -51,7 +52,8 @@ def test_every_feature_of_the_readme_has_a_flag_and_a_test() -> None:
     assert len(rows) > 15
     for feature, flag, test in rows:
         for name in re.findall(r"`([^`]+)`", flag):
-            assert name[2:] in flags() if name.startswith("--") else (ROOT / name).is_file(), f"{feature}: {name}"
+            known = {*flags(), *OWN_WORDS}
+            assert name[2:] in known if name.startswith("--") else (ROOT / name).is_file(), f"{feature}: {name}"
         (path,) = re.findall(r"`([^`]+)`", test)
         assert (ROOT / "tests" / path).is_file(), f"{feature}: {path}"
 

@@ -99,7 +99,7 @@ def _fault_of_program(program: str, words: list[str]) -> str:
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:
             if program == PRETRAIN:
-                read(_with_values(words))
+                read(_with_values(words), find_model=lambda hf_config, loads: None)
             elif unfinished or not _parse(program, words):
                 source = (ROOT / program).read_text()
                 named = {word.partition("=")[0] for word in words if word.startswith("--")}

@@ -130,6 +130,8 @@ SEEN = {
     "finetune": "parallel/test_run_life.py",
     "load-exact": "unit/test_resume.py",
     "save-interval": "end_to_end/test_pretrain.py",
+    "save-hf": "end_to_end/test_continued_pretraining.py",
+    "save-hf-interval": "end_to_end/test_continued_pretraining.py",
     "save-interval-minutes": "unit/test_stopping.py",
     "keep-last": "end_to_end/test_pretrain.py",
     "keep-every": "unit/test_resume.py",

@@ -175,7 +175,6 @@ REFUSED = [
     ("--lr-warmup-fraction 1.5", "1.5 is not a fraction"),
     ("--bf16 maybe", "maybe is neither true nor false"),
     ("--train-samples many", "many is not a number"),
-    ("--model_name_or_path gpt2", "scripts/checkpoint.py import"),
     ("--do_eval --max_steps 70", "--eval-only --load DIR evaluates a checkpoint alone, --eval-interval 70 the"),
     ("--do_train --do_eval --eval_strategy steps --max_steps 70", "--eval-interval N, such as 7"),
     ("--validation_split_percentage 100", "100 is not a percentage"),

@@ -34,7 +34,7 @@ from megazero.run.resume import changed_options, check_data, check_model
 from megazero.run.run_state import RunState
 from megazero.run.same_run import LOCAL_FLAGS, run_values
 
-GROUPS = {field.name for field in fields(Config) if field.name != "preset"}
+GROUPS = {field.name for field in fields(Config) if field.name not in ("preset", "hf_config")}
 
 
 def other(value: Any, kind: Any) -> Any:

@@ -60,10 +60,10 @@ def test_saving_where_another_run_saved_is_refused(tmp_path: Path) -> None:
         find_checkpoint(config(load=tmp_path / "typo", save=other))
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "config.json").write_text("{}")
-    with pytest.raises(
-        ValueError, match=r"theirs holds no checkpoint; it is a Hugging Face model; .* import --from hf"
-    ):
-        find_checkpoint(config(load=tmp_path / "theirs"))
+    theirs = config(load=tmp_path / "theirs", save=other)
+    with pytest.raises(ValueError, match=r"--load .*theirs holds no checkpoint; --load .*other resumes it"):
+        find_checkpoint(theirs)
+    assert find_checkpoint(config(load=tmp_path / "theirs", save=tmp_path / "new")) == tmp_path / "theirs"
     with pytest.raises(ValueError, match=r"add --load .*other to resume it"):
         find_checkpoint(config(save=other))
 

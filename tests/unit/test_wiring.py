@@ -22,6 +22,7 @@ from megazero.comm.launch.world import World
 from megazero.config.batch_sizes import BatchSizes
 from megazero.config.optimizers import OPTIMIZERS
 from megazero.data import loader
+from megazero.huggingface.loading import open_weights
 from megazero.kernels.matmul import TORCH
 from megazero.kernels.table import EAGER
 from megazero.model.stage import declare
@@ -205,6 +206,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "checkpoints": Kind("Checkpoints"),
         "wishes": Kind("Wishes"),
         "command": Kind("Command"),
+        "exports": None,
     },
     "choose_matmul_backend": {"config": CONFIG, "mesh": MESH, "measure": Kind("function")},
     "choose_kernels": {"config": CONFIG, "mesh": MESH, "complaint": None},
@@ -217,6 +219,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "tokenizer": As("Trainer.tokenizer"),
         "watchdog": As("Trainer.watchdog"),
         "given": As("TrainingRun.command.given"),
+        "open_weights": open_weights,
     },
     "Batches": {
         "dataset": As("Trainer.datasets.train"),

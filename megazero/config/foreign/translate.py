@@ -14,7 +14,7 @@ from megazero.config.foreign.values import spell, translate_value
 from megazero.config.limits import shorten
 from megazero.files import read_json_object
 
-OWN_WORDS = ("preset", "help")  # flags of the parser, not of the configuration
+OWN_WORDS = ("preset", "hf-config", "help")  # flags of the parser, not of the configuration
 DEEPSPEED_FLAGS = ("deepspeed", "deepspeed-config", "ds-config")  # a JSON file may follow
 
 

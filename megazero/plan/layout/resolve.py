@@ -63,10 +63,9 @@ def resolve(config: Config, world_size: int, vocab_size: int, declare: Declare) 
             lr_decay_iters=config.optimizer.lr_decay_iters or config.training.train_iters,
         ),
     )
-    if (
-        not config.trains
-    ):  # an evaluation saves and keeps nothing; the flags may come from the preset of the training run
-        config = replace(config, checkpoint=replace(config.checkpoint, save=""), activations=ActivationConfig())
+    if not config.trains:  # it saves and keeps nothing; the flags may come from the preset of the training run
+        checkpoint = replace(config.checkpoint, save="", save_hf="")
+        config = replace(config, checkpoint=checkpoint, activations=ActivationConfig())
     _check_ramp(config)
     model, activations = config.model, config.activations
     layout = replace(layout, split=layer_split(config, lambda: layer_costs(declare(model), model, activations)))

@@ -1,0 +1,144 @@
+"""Read a config.json of Hugging Face as a model of ours; refuse unsupported options by key and value.
+
+Note [Every key is read]
+transformers' class parses config.json, and the family's row in MODELS converts the result; the attributes that the row
+reads are recorded. A key of the file is *read* if the row reads its attribute, or if an attribute that the row reads
+is another without the key: `rope_theta` of old files becomes a part of `rope_parameters`. Then the file is parsed again
+with the keys that are read alone. An attribute that differs between both is one that the file sets away from its
+default, and that nothing of ours computes: it is refused, unless no computation depends on it (`HARMLESS`). So a row
+needs no list of the keys that it does not support, and a key that a later transformers adds is refused too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megazero.config.schema import ModelConfig
+from megazero.data.tokenizer import hub_hint
+from megazero.files import explain, read_json_object
+from megazero.huggingface.architectures import HuggingFaceModel
+from megazero.huggingface.families import MODELS
+from megazero.optional import load_optional
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+CONFIG = "config.json"
+
+# Keys on which no loss of a text depends: of the file, of heads other than the language model's, of generation.
+HARMLESS = frozenset(
+    """
+    _name_or_path architectures dtype torch_dtype transformers_version model_type name_or_path is_llama_config
+    transformers.js_config tokenizer_class prefix task_specific_params finetuning_task
+    use_cache cache_implementation bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id
+    return_dict output_hidden_states output_attentions torchscript gradient_checkpointing chunk_size_feed_forward
+    id2label label2id num_labels problem_type classifier_dropout classifier_dropout_prob hidden_dropout_prob
+    summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout
+    do_sample early_stopping max_length min_length max_new_tokens num_beams num_return_sequences temperature top_k top_p
+    typical_p repetition_penalty length_penalty no_repeat_ngram_size diversity_penalty num_beam_groups bad_words_ids
+    encoder_no_repeat_ngram_size exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+    forced_bos_token_id forced_eos_token_id remove_invalid_values return_dict_in_generate output_scores
+    pretraining_tp n_ctx max_window_layers _sliding_window_pattern no_rope_layer_interval
+    attn_implementation _attn_implementation
+    """.split()
+)  # pretraining_tp cuts products in parts; n_ctx repeats n_positions; the next three act through layer_types or
+# no_rope_layers alone
+# Keys that ask for other weights, code of their own, or layers that differ.
+NEVER = ("quantization_config", "auto_map", "per_layer_config")
+# Keys that no class has any more, with the values that ask for nothing.
+WITHOUT_EFFECT: Mapping[str, Any] = {"rope_interleaved": False, "rotary": True, "tie_encoder_decoder": False}
+
+
+class _Recorded:
+    """A configuration of theirs that records the names of the attributes that are read."""
+
+    def __init__(self, config: PreTrainedConfig, read: set[str]) -> None:
+        self._config, self._read = config, read
+
+    def __getattr__(self, name: str) -> Any:
+        self._read.add(name)
+        return getattr(self._config, name)
+
+
+def config_file(path: Path) -> Path:
+    """Return config.json for the folder that holds it, and any other path as it is."""
+    return path / CONFIG if path.is_dir() else path
+
+
+def read_config(path: Path, flag: str = "--from hf") -> tuple[HuggingFaceModel, ModelConfig]:
+    """Return the model that a config.json describes.
+
+    Args:
+        path: the file, or its folder.
+        flag: names `path` in messages.
+
+    Raises:
+        ValueError: it is missing, or asks for another architecture or computation than ours.
+    """
+    where, file = f"{flag} {path}", config_file(path)
+    if not path.exists():
+        raise ValueError(f"{where}: no such file or folder{hub_hint(str(path))}")
+    if not file.is_file():
+        raise ValueError(f"{where}: it has no {CONFIG}; name the folder of a Hugging Face model")
+    try:
+        keys = read_json_object(file)
+    except OSError as error:
+        raise ValueError(f"{where}: {explain(error)}") from None
+    model_type = keys.get("model_type")
+    if model_type not in MODELS:
+        raise ValueError(f"{where}: its model_type is {str(model_type)[:80]!r}; known are {', '.join(MODELS)}")
+    auto = load_optional("transformers", where).AutoConfig
+    try:
+        return MODELS[model_type], _converted(MODELS[model_type], type(auto.for_model(model_type)), keys)
+    except Exception as error:  # transformers' checks raise classes of several libraries
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{where}: {reason}") from (None if isinstance(error, ValueError) else error)
+
+
+def _converted(architecture: HuggingFaceModel, parser: type[PreTrainedConfig], keys: Mapping[str, Any]) -> ModelConfig:
+    """Convert the keys of a config.json. ValueError if they ask for a computation that is not ours."""
+    _refuse({key: keys[key] for key in NEVER if keys.get(key)})
+    whole, read = parser.from_dict(dict(keys)), set[str]()
+    model = ModelConfig(**architecture.from_config(_Recorded(whole, read)))  # type: ignore[arg-type]
+    _refuse_unread(parser, keys, whole, read)
+    return model
+
+
+def _refuse_unread(
+    parser: type[PreTrainedConfig], keys: Mapping[str, Any], whole: PreTrainedConfig, read: set[str]
+) -> None:
+    """Refuse keys that change an attribute that is neither read nor harmless. See Note [Every key is read]."""
+
+    def differing(other: PreTrainedConfig, names: set[str]) -> list[str]:
+        return [name for name in sorted(names) if getattr(whole, name, None) != getattr(other, name, None)]
+
+    def parsed(left: set[str]) -> PreTrainedConfig:
+        return parser.from_dict({key: value for key, value in keys.items() if key not in left})
+
+    asked = {key for key, value in keys.items() if key not in HARMLESS and not _without_effect(key, value)}
+    unread = {key for key in asked - read if not differing(parsed({key}), read)}
+    known = {name for name in vars(whole) if not name.startswith("_")} - HARMLESS - read
+    faults = dict.fromkeys(differing(parsed(unread), known))
+    faults |= dict.fromkeys(sorted(unread - known))
+    _refuse({name: keys.get(name, getattr(whole, name, None)) for name in faults})
+
+
+def _refuse(asked: Mapping[str, Any]) -> None:
+    if asked:
+        found = ", ".join(f"{name} {_shown(value)}" for name, value in asked.items())
+        raise ValueError(
+            f"config.json has {found}; this version does not compute it. If the model's loss does not depend on it, "
+            "delete it from config.json"
+        )
+
+
+def _without_effect(key: str, value: Any) -> bool:
+    """Return whether a key asks for nothing: it is null, or one that no class has any more, switched off."""
+    return value is None or (key in WITHOUT_EFFECT and WITHOUT_EFFECT[key] == value)
+
+
+def _shown(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,155 @@
+"""config.json as the model: every key of every family is read, or refused by key and value."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megazero.config.schema import ModelConfig
+from megazero.huggingface.configuration import HARMLESS, read_config
+from megazero.huggingface.families import MODELS
+
+SMALL = {
+    "hidden_size": 48,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 61,
+    "max_position_embeddings": 20,
+}
+PLANTED = {  # keys that no class has, or that ask for code
+    "quantization_config": {"quant_method": "gptq", "bits": 4},
+    "num_experts": 8,
+    "auto_map": {"AutoModelForCausalLM": "modeling_mine.Mine"},
+    "rope_interleaved": True,
+    "an_option_of_next_year": "wide",
+    "per_layer_config": {"0": {"hidden_act": "relu"}},
+}
+
+
+def written(folder: Path, model_type: str, **changes: Any) -> Path:
+    """Write the config.json of a small model of theirs, with changes; returns the file."""
+    from transformers import AutoConfig
+
+    known = AutoConfig.for_model(model_type)
+    sizes = {key: size for key, size in SMALL.items() if hasattr(known, key)}
+    windows = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+    sizes |= windows if model_type.startswith("qwen") else {}
+    AutoConfig.for_model(model_type, **sizes).save_pretrained(folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return file
+
+
+def another(value: Any) -> Any:
+    """Return another value of the same type, if it has one."""
+    if value is None or isinstance(value, bool):
+        return not value
+    if isinstance(value, float):
+        return value / 2 or 0.5
+    if isinstance(value, int):
+        return value * 2 or 1
+    return f"{value}_other" if isinstance(value, str) else value
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_a_file_and_its_folder_are_the_same_model(model_type: str, tmp_path: Path) -> None:
+    architecture, model = read_config(written(tmp_path, model_type))
+    assert (architecture, model) == read_config(tmp_path) and architecture.model_type == model_type
+    assert (model.hidden_size, model.num_attention_heads, model.num_layers) == (48, 6, 2)
+    assert (model.vocab_size, model.seq_length) == (61, 20)
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_every_key_changes_the_model_or_is_refused_by_its_name(model_type: str, tmp_path: Path) -> None:
+    """Each key of the class in turn, with another value; those without an effect are in HARMLESS."""
+    file = written(tmp_path, model_type)
+    keys = json.loads(file.read_text())
+    _, model = read_config(file)
+    ignored = set()
+    for key in keys.keys() - HARMLESS:
+        file.write_text(json.dumps(keys | {key: another(keys[key])}))
+        try:
+            changed = read_config(file)[1] != model
+        except ValueError as error:
+            changed = key in str(error) or "model_type" in str(error)
+        if not changed and another(keys[key]) != keys[key]:
+            ignored.add(key)
+    assert not ignored
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("key", PLANTED)
+def test_a_planted_key_is_refused_by_name_and_value(model_type: str, key: str, tmp_path: Path) -> None:
+    file = written(tmp_path, model_type, **{key: PLANTED[key]})
+    with pytest.raises(ValueError, match=rf"--hf-config .*config.json: .*{key}") as refusal:
+        read_config(file, "--hf-config")
+    assert str(PLANTED[key])[:40] in str(refusal.value)
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_harmless_keys_change_nothing(model_type: str, tmp_path: Path) -> None:
+    _, model = read_config(written(tmp_path, model_type))
+    more = {"torch_dtype": "bfloat16", "use_cache": False, "eos_token_id": [3, 4], "_name_or_path": "x/y"}
+    more |= {"id2label": {"0": "good"}, "quantization_config": None, "rope_interleaved": False, "temperature": 0.6}
+    assert read_config(written(tmp_path, model_type, **more))[1] == model
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change", "words"),
+    [
+        ("smollm3", {"use_sliding_window": True}, "use_sliding_window True"),
+        ("gpt2", {"embd_pdrop": 0.3}, "embd_pdrop 0.3 and resid_pdrop 0.1; this version computes equal ones only"),
+        ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn True; this version does not compute it"),
+        ("llama", {"is_decoder": True, "mlp_bias": True}, "mlp_bias True"),
+        ("llama", {"hidden_size": "wide"}, "hidden_size"),
+        ("llama", {"num_experts": 4, "expert_bias": 1}, "expert_bias 1, num_experts 4; this version does"),
+    ],
+)
+def test_refusals(model_type: str, change: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=words):
+        read_config(written(tmp_path, model_type, **change))
+
+
+def test_published_files_of_older_versions_are_read(tmp_path: Path) -> None:
+    """Keys as the hub has them: SmolLM-135M (written from memory), and Qwen2.5's windows that are switched off."""
+    smol = {
+        **{"architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 0},
+        **{"eos_token_id": 0, "hidden_act": "silu", "hidden_size": 576, "initializer_range": 0.041666666666666664},
+        **{"intermediate_size": 1536, "is_llama_config": True, "max_position_embeddings": 8192, "mlp_bias": False},
+        **{"model_type": "llama", "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3},
+        **{"pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_interleaved": False, "rope_scaling": None},
+        **{"rope_theta": 100000, "tie_word_embeddings": True, "torch_dtype": "float32", "vocab_size": 49152},
+        **{"transformers_version": "4.55.0.dev0", "use_cache": True, "transformers.js_config": {"dtype": "q4"}},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(smol))
+    _, model = read_config(tmp_path)
+    assert model.rotary_base == 1e5 and model.num_query_groups == 3 and not model.untie_embeddings
+    windows = {"use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 21}
+    assert read_config(written(tmp_path, "qwen2", **windows))[1].window_size == 0
+
+
+def test_missing_files_and_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"--hf-config openai/gpt2: no such .* hf download openai/gpt2"):
+        read_config(Path("openai/gpt2"), "--hf-config")
+    with pytest.raises(ValueError, match=r"it has no config\.json"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="holds a JSON list, not an object"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(ValueError, match=r"its model_type is 'bert'; known are gpt2, .*, llama, "):
+        read_config(tmp_path)
+    written(tmp_path, "llama")
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    with pytest.raises(ValueError, match=r"--hf-config .*: needs the Python package transformers.*megazero\[hf\]"):
+        read_config(tmp_path, "--hf-config")
+
+
+def test_the_defaults_of_a_model_are_none_of_ours(tmp_path: Path) -> None:
+    """GPT-2 of transformers has dropout; ours has none."""
+    _, model = read_config(written(tmp_path, "gpt2"))
+    assert model.hidden_dropout == model.attention_dropout == 0.1 != ModelConfig().hidden_dropout
