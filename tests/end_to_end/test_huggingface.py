@@ -250,7 +250,7 @@ def damaged(folder: Path, change: str) -> None:
     ("change", "words"),
     [
         ("other activation", "config.json has activation_function relu; this version computes gelu_new or"),
-        ("other architecture", "its model_type is 'bert'; known are llama, qwen2, qwen3, gpt2"),
+        ("other architecture", "its model_type is 'bert'; known are llama, mistral, ministral, qwen2, qwen3, gpt2"),
         ("more layers", "missing transformer.h.3.ln_1.weight, transformer.h.3.ln_1.bias, .* and 9 more, unknown none"),
         ("fewer layers", "missing none, unknown transformer.h.2.attn.c_attn.bias, .* and 9 more"),
         ("another shape", r"h.1.mlp.c_fc.weight is \[40, 24\], and config.json makes it \[24, 40\]"),
