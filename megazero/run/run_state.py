@@ -75,7 +75,7 @@ class RunState:
 
     @classmethod
     def read_alone(cls, path: Path) -> RunState:
-        """Read as `read`, in this process, whatever other ranks do."""
+        """Read as `read`, in this process alone."""
         return cls._of(path, read_state(path))
 
     @classmethod
