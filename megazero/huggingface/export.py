@@ -14,11 +14,11 @@ import torch
 from megazero.checkpoint.streaming import TensorReader, bands
 from megazero.checkpoint.tensor_file import TensorFile
 from megazero.config.schema import ModelConfig
-from megazero.data.tokenizer import Tokenizer, end_of_document
+from megazero.data.tokenizer import Tokenizer
 from megazero.files import new_folder, write_atomically
 from megazero.huggingface.architectures import SAME, TensorNames
 from megazero.huggingface.families import family_of
-from megazero.huggingface.tokenizer import check_tokenizer, write_tokenizer
+from megazero.huggingface.tokenizer import check_tokenizer, special_ids, write_tokenizer
 from megazero.model.layers.context import DTYPES
 from megazero.model.stage import declare
 from megazero.run.run_state import RunState, run_tokenizer
@@ -86,7 +86,7 @@ def export(
     shards = plan_shards(model, DTYPES[dtype], shard_bytes)
     with new_folder(output) as folder:
         same = tokenizer is None or write_tokenizer(tokenizer, folder)
-        _write_config(model, folder, dtype, end_of_document(tokenizer) if tokenizer is not None else None)
+        _write_config(model, folder, dtype, special_ids(tokenizer, folder) if tokenizer is not None else {})
         _write_weights(TensorReader(path), model, shards, folder, dtype, advance)
     return same
 
@@ -144,11 +144,12 @@ def _parts(
         yield from ([part.contiguous()] for part in parts)
 
 
-def _write_config(model: ModelConfig, folder: Path, dtype: str, eod: int | None) -> None:
+def _write_config(model: ModelConfig, folder: Path, dtype: str, ids: dict[str, int | None]) -> None:
     from transformers import GenerationConfig
 
     family = family_of(model)
-    config = family.to_config(model, eod)
+    config = family.to_config(model, ids.get("eos_token_id"))
+    config.bos_token_id = ids.get("bos_token_id")
     config.architectures, config.dtype = [family.model_class], str(DTYPES[dtype]).removeprefix("torch.")
     config.save_pretrained(folder)
-    GenerationConfig(bos_token_id=eod, eos_token_id=eod, pad_token_id=eod).save_pretrained(folder)
+    GenerationConfig(**ids).save_pretrained(folder)

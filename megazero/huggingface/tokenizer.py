@@ -57,6 +57,18 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> bool:
     return _gives_the_same_ids(tokenizer, folder)
 
 
+def special_ids(tokenizer: Tokenizer, folder: Path) -> dict[str, int | None]:
+    """Return the ids of special tokens: the end of document, unless the tokenizer in `folder` names others."""
+    path, eod, known = folder / "tokenizer_config.json", end_of_document(tokenizer), tokenizer.vocabulary()
+    settings = read_json_object(path) if path.is_file() else {}
+
+    def named(name: str) -> int | None:
+        token = settings.get(name)
+        return known.get(token["content"] if isinstance(token, dict) else token or "", eod)
+
+    return {"bos_token_id": named("bos_token"), "eos_token_id": eod, "pad_token_id": named("pad_token")}
+
+
 def check_tokenizer(tokenizer: Tokenizer) -> None:
     """Raise ValueError for a tokenizer that cannot be exported."""
     if isinstance(tokenizer, TiktokenTokenizer):

@@ -198,6 +198,25 @@ def test_tokenizers(tied, tmp_path: Path) -> None:
     assert run_tokenizer(path, RunState.read(path)).identity == load_tokenizer(str(flags[-1])).identity
 
 
+def test_special_tokens_that_the_tokenizer_names(tied, tmp_path: Path) -> None:
+    """The beginning of a text and padding are not the end of a document."""
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    folder, _ = tied
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", 5)
+    settings = {
+        "bos_token": "w1",
+        "pad_token": {"content": "w2", "__type": "AddedToken"},
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps(settings))
+    output = export(folder, tmp_path / "export", tokenizer=str(tokenizer))
+    for found in (AutoTokenizer.from_pretrained(output), GenerationConfig.from_pretrained(output)):
+        assert (found.bos_token_id, found.eos_token_id, found.pad_token_id) == (1, 5, 2)
+    config = AutoConfig.from_pretrained(output)
+    assert (config.bos_token_id, config.eos_token_id) == (1, 5)
+
+
 def test_bytes_as_a_tokenizer_of_theirs(corpus: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 

@@ -101,9 +101,9 @@ def start(argv: list[str], world_size: int, vocab_size: int = 257) -> tuple[Conf
 
 def one_sentence(said: str) -> bool:
     """Return whether a refusal is one line that names a flag of the command line or one that it goes with."""
-    return (
-        said.startswith("--") and "\n" not in said and len(said) < 1000 and said.split()[0][2:] in [*flags(), "preset"]
-    )
+    first = said.split()[0]
+    known = [*flags(), "preset", "hf-config"]
+    return first.startswith("--") and "\n" not in said and len(said) < 1000 and first[2:].rstrip(":") in known
 
 
 def senseless_value(rng: random.Random, flag: str) -> list[str]:
