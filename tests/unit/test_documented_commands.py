@@ -8,6 +8,8 @@ import io
 import itertools
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -187,3 +189,26 @@ def test_the_commands_are_found() -> None:
 )
 def test_a_wrong_command_is_found(line: str, said: str) -> None:
     assert said in fault(line)
+
+
+# a name that a reader of the guide adds -> one that exists
+ADDED = {"gpipe-reversed": "zero-bubble-v"}
+PYTEST = sorted({line for path in DOCUMENTS for line in re.findall(r"python -m pytest ([^\n`]+)", path.read_text())})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("line", PYTEST)
+def test_a_pytest_command_selects_what_it_names(line: str) -> None:
+    """In each of its files a test; with -k, tests with this name alone."""
+    words = [ADDED.get(word, word) for word in shlex.split(line)]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "--color=no", *words, "-n", "0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.findall(r"^(tests/\S+\.py)::(.*)$", done.stdout, re.MULTILINE)
+    assert {file for file, _ in found} == {word for word in words if word.endswith(".py")}
+    if "-k" in words:
+        assert all(words[words.index("-k") + 1] in name for _, name in found), found
+
+
+def test_the_pytest_commands_are_found() -> None:
+    assert len(PYTEST) >= 4 and any("-k qwen3" in line for line in PYTEST)

@@ -177,7 +177,7 @@ def refusals(answers: Sequence[Answer]) -> str:
     by_reason: dict[str, dict[str, None]] = {}
     for answer in answers:
         if answer.refusal:
-            values = " ".join(value or "''" for value in answer.item.values)
+            values = " ".join(value if value.strip() else repr(value) for value in answer.item.values)
             shown = f"{shorten(answer.item.spelled)} {shorten(values)}".rstrip()
             by_reason.setdefault(answer.refusal, {})[shown] = None
     return "\n".join(f"{', '.join(items)}: {why}" for why, items in by_reason.items())

@@ -17,15 +17,18 @@ from typing import NamedTuple
 from megazero.config.batch_sizes import micro_batches
 from megazero.config.flags import with_values
 from megazero.config.limits import divisors
-from megazero.config.schema import Config
+from megazero.config.schema import ActivationConfig, Config
 from megazero.config.validate import check_values, tensor_parallel_sizes
 from megazero.model.stage import declare
-from megazero.plan.layout.layers import End, Use
+from megazero.plan.layout.layers import End, Use, layer_costs
 from megazero.plan.layout.parameters import unit_layout
 from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout, data_parallel_size
 from megazero.plan.program.operations import Backward, Forward
 from megazero.plan.program.rank_spec import rank_spec
+from megazero.plan.schedule.schedules import SCHEDULES as ORDERS
+from megazero.plan.schedule.schedules import placement
+from megazero.plan.schedule.split import split_by_cost
 from megazero.plan.sizes import Rates, States
 from megazero.price.plan import Plan, plan_if_it_fits
 from megazero.price.time.costs import StepCosts
@@ -82,8 +85,8 @@ class Candidate(NamedTuple):
 def candidates(config: Config, world: int, device: Device) -> Iterator[Candidate]:
     """Yield every layout of the model on `world` devices."""
     model, batch = config.model, config.training.global_batch_size
-    for tp in tensor_parallel_sizes(model):
-        if tp > device.devices_per_node or world % tp:
+    for tp in sorted({*tensor_parallel_sizes(model)} & {*divisors(world)}):
+        if tp > device.devices_per_node:
             continue
         for pp in divisors(data_parallel_size(world, tp=tp)):
             dp = data_parallel_size(world, pp, tp)
@@ -118,6 +121,24 @@ class _Block(NamedTuple):
     hidden: int  # its input
 
 
+class _Saved(NamedTuple):
+    """Bytes that autograd saves in a block, with its input and without."""
+
+    whole: int
+    without_input: int
+
+
+def _live(c: Candidate, m: int) -> tuple[int, ...]:
+    """Return the least number of micro-batches that each chunk of the first pipeline rank holds at once.
+
+    With virtual stages, warm-up begins another round of the first chunk before the first backward.
+    """
+    least = min(m, c.pp)
+    if c.schedule == "zero-bubble-v":
+        return min(m, 2 * c.pp - 1), 0
+    return (min(m, 2 * c.pp - 1), *[least] * (c.chunks - 1)) if c.chunks > 1 else (least,)
+
+
 class ClosedTerms:
     """Memory and time of layouts by formulas, for ranking. Values that many layouts share are computed once."""
 
@@ -126,8 +147,11 @@ class ClosedTerms:
         self.config, self.world, self.device = config, world, device
         self.rates = Rates.of(config)
         self.block = functools.cache(self._block)
+        self.saved = functools.cache(self._saved)
         self.ends = functools.cache(self._ends)
+        self.elements = functools.cache(self._elements)
         self.numel = functools.cache(self._numel)
+        self.first = functools.cache(self._first)
         self.network = functools.cache(self._network)
         self.states = functools.cache(self._states)
         self._usable = functools.cache(device.usable_bytes)
@@ -155,8 +179,15 @@ class ClosedTerms:
 
         forward = mean(lambda name: costs.of_layer(Forward(name, 0, True)).seconds)
         backward = mean(lambda name: costs.of_layer(Backward(name, 0)).seconds)
-        saved = mean(lambda name: trace_block(costs.config, costs.layout, self.device.kind, name).kept(own_input=True))
+        saved = mean(lambda name: self.saved(tp, micro, sequence, selective)[name].whole)
         return _Block(forward, backward, math.ceil(saved), costs.sizes.hidden)
+
+    def _saved(self, tp: int, micro: int, sequence: bool, selective: bool) -> dict[str, _Saved]:
+        """Return the saved bytes of each kind of block."""
+        costs = self._costs(tp, micro, sequence, selective)
+        kinds = {kind.name for kind in declare(costs.config.model, tp).kinds.values() if kind.end is None}
+        traced = {name: trace_block(costs.config, costs.layout, self.device.kind, name) for name in kinds}
+        return {name: _Saved(sizes.kept(own_input=True), sizes.kept(own_input=False)) for name, sizes in traced.items()}
 
     def _ends(self, tp: int, micro: int) -> float:
         """Seconds of embedding and head, forward and backward."""
@@ -165,16 +196,26 @@ class ClosedTerms:
         forward = sum(costs.of_layer(Forward(name, 0, True)).seconds for name in names)
         return forward + sum(costs.of_layer(Backward(name, 0)).seconds for name in names)
 
+    def _elements(self, tp: int) -> dict[str, int]:
+        """Return the elements of each kind of layer, on one rank."""
+        kinds = {kind.name: kind for kind in declare(shallow(self.config.model), tp).kinds.values()}
+        return {name: unit_layout(kind.params, {"tp": tp}, 1).numel for name, kind in kinds.items()}
+
     def _numel(self, tp: int) -> tuple[int, int]:
         """Elements of a mean block and of the tables, on one rank."""
-        layers = declare(shallow(self.config.model), tp)
-        numel = {
-            name: unit_layout(layers.kinds[name].params, {"tp": tp}, 1).numel
-            for name in dict.fromkeys(k.name for k in layers.kinds.values())
-        }
-        found = [(kind.end, numel[kind.name]) for kind in layers.kinds.values()]
+        layers, elements = declare(shallow(self.config.model), tp), self.elements(tp)
+        found = [(kind.end, elements[kind.name]) for kind in layers.kinds.values()]
         blocks, table = (sum(n for end, n in found if end is wanted) for wanted in (None, End.FIRST))
         return blocks // len(layers.blocks), table
+
+    def _first(self, pp: int, schedule: str, chunks: int, full: bool) -> tuple[Counter[str], ...]:
+        """Count the blocks of each chunk of the first pipeline rank, by kind."""
+        model, v_shaped = self.config.model, ORDERS[schedule].v_shaped
+        layers, activations = declare(model), ActivationConfig("full" if full else "none")
+        split = split_by_cost(placement(pp, chunks, v_shaped), layer_costs(layers, model, activations))
+        layout = Layout(pp, chunks=chunks, split=split, v_shaped=v_shaped)
+        kinds = [[layers.kinds[name] for name in layers.chunk(layout, 0, chunk)] for chunk in range(chunks)]
+        return tuple(Counter(kind.name for kind in chunk if kind.end is None) for chunk in kinds)
 
     def _layout(self, tp: int, pp: int = 1, shard: int = 0, chunks: int = 1, v_shaped: bool = False) -> Layout:
         return Layout(pp, data_parallel_size(self.world, pp, tp), tp, shard, chunks, v_shaped=v_shaped)
@@ -190,23 +231,30 @@ class ClosedTerms:
         dp = data_parallel_size(self.world, c.pp, c.tp)
         return micro_batches(self.config.training.global_batch_size, c.micro_batch, dp)
 
-    def _states(self, tp: int, pp: int, zero_stage: int, shard: int) -> int:
-        """Return the bytes of states of the first stage while gradients are accumulated."""
+    def _states(self, tp: int, pp: int, zero_stage: int, shard: int, numel: int) -> tuple[int, int, int]:
+        """Return the bytes of states between steps, of accumulated gradients, and of gradients at the end."""
         states = States.of(with_values(self.config, {"zero-stage": zero_stage}), self._layout(tp, pp, shard))
-        each, table = self.numel(tp)
-        numel = self.config.model.num_layers // pp * each + table
-        return sum(states.at_rest(numel).values()) + states.accumulated.of(numel)
+        return sum(states.at_rest(numel).values()), states.accumulated.of(numel), states.gradients.of(numel)
 
     def memory(self, c: Candidate) -> float:
-        """Return a lower bound of the bytes of a device of the first stage."""
-        block, blocks = self.of(c), self.config.model.num_layers // c.pp
-        held = self.states(c.tp, c.pp, c.zero_stage, c.shard)
-        in_flight = c.pp * (1 + 1 / c.chunks) if c.schedule == "interleaved" else c.pp
-        live = min(self.micro_batches(c), in_flight)
+        """Return a lower bound of the bytes of a device of the first pipeline rank."""
+        chunks, m = self.first(c.pp, c.schedule, c.chunks, c.recompute == "full"), self.micro_batches(c)
+        saved = self.saved(c.tp, c.micro_batch, c.sequence, c.recompute == "selective")
+        elements = self.elements(c.tp)
+        numel = self.numel(c.tp)[1] + sum(n * elements[kind] for chunk in chunks for kind, n in chunk.items())
+        rest, accumulated, gradients = self.states(c.tp, c.pp, c.zero_stage, c.shard, numel)
+        held = 0.0
+        for live, chunk in zip(_live(c, m), chunks, strict=True):
+            if c.recompute == "full":
+                hidden = 0 if self.config.activations.checkpoint_in_cpu else self.of(c).hidden
+                held += live * sum(chunk.values()) * hidden / (c.tp if c.partition else 1)
+            else:
+                held += live * sum(n * saved[kind].whole for kind, n in chunk.items())
         if c.recompute == "full":
-            kept = 0.0 if self.config.activations.checkpoint_in_cpu else block.hidden / (c.tp if c.partition else 1)
-            return held + live * blocks * kept + block.saved
-        return held + live * blocks * block.saved
+            held += min(each.without_input for each in saved.values())
+        # later forwards, which hold as much, follow the first backward of each chunk
+        steady = m >= 3 * c.pp if c.chunks > 1 else m > c.pp
+        return rest + (accumulated + held if steady else max(gradients, held))
 
     def seconds(self, c: Candidate) -> float:
         """Return about the seconds of a step."""
