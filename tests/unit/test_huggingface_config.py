@@ -99,7 +99,6 @@ def test_harmless_keys_change_nothing(model_type: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model_type", "change", "words"),
     [
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "use_sliding_window True"),
         ("gpt2", {"embd_pdrop": 0.3}, "embd_pdrop 0.3 and resid_pdrop 0.1; this version computes equal ones only"),
         ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn True; this version does not compute it"),
         ("llama", {"is_decoder": True, "mlp_bias": True}, "mlp_bias True"),
