@@ -103,9 +103,9 @@ class CheckpointConfig:
     """Write checkpoints in the background. Training stops only for a copy to host memory, which needs as much memory as
     a rank saves. A save that is due waits for the one before it."""
     save_hf: str = ""
-    """Folder for exports, iter_NNNNNNN each, that transformers, vLLM and llama.cpp's converter read: weights in
-    --precision, config.json, generation_config.json and the tokenizer. The last iteration of --train-iters is always
-    exported. Rank 0 writes them from checkpoints while training continues. Empty: none."""
+    """Folder for exports, iter_NNNNNNN each, as transformers writes models: weights in --precision, config.json,
+    generation_config.json and the tokenizer. The last iteration of --train-iters is always exported. Rank 0 writes them
+    from checkpoints while training continues. Empty: none."""
     save_hf_interval: Iterations = 0
     """Iterations between exports to --save-hf. A checkpoint is saved for each. 0: export only at the end."""
     exit_interval: Iterations = 0

@@ -11,7 +11,7 @@ from megazero.config.cli import ModelFlags
 from megazero.config.schema import ModelConfig
 
 
-class _Saved(NamedTuple):
+class _ResumedModel(NamedTuple):
     """The model of a run that is resumed, as its checkpoint has it."""
 
     source: str  # the config.json from which it came, as it was named
@@ -42,7 +42,7 @@ def find_model(hf_config: str, loads: list[str]) -> ModelFlags | None:
 
     source = hf_config or (folders[-1] if folders else "")
     if loads and loads[-1] not in folders:
-        saved = _saved_model(loads[-1], folders)
+        saved = _resumed_model(loads[-1], folders)
         if saved is not None and (not source or saved.source in (hf_config, *loads)):
             return _resumed(saved)
     if not source:
@@ -56,7 +56,7 @@ def find_model(hf_config: str, loads: list[str]) -> ModelFlags | None:
     return _flags(source, model, tokenizer, [note.format(time.perf_counter() - start)])
 
 
-def _resumed(saved: _Saved) -> ModelFlags:
+def _resumed(saved: _ResumedModel) -> ModelFlags:
     from megazero.run.run_state import source_digest
 
     digest = source_digest(saved.source)
@@ -70,7 +70,7 @@ def _flags(source: str, model: ModelConfig, tokenizer: str, notes: list[str]) ->
     return ModelFlags(source, values, tokenizer, notes)
 
 
-def _saved_model(load: str, folders: list[str]) -> _Saved | None:
+def _resumed_model(load: str, folders: list[str]) -> _ResumedModel | None:
     """Return the model of the checkpoint that --load names, if it came from a config.json.
 
     Raises:
@@ -93,7 +93,7 @@ def _saved_model(load: str, folders: list[str]) -> _Saved | None:
         except ValueError:  # damaged: another checkpoint of the run has the same model
             continue
         source = state.config.get("hf_config", "")
-        return _Saved(str(source), state.source_digest, model, state.tokenizer(folder)) if source else None
+        return _ResumedModel(str(source), state.source_digest, model, state.tokenizer(folder)) if source else None
     return None
 
 

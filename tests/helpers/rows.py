@@ -53,7 +53,8 @@ def options_of(architecture: str) -> Iterator[str]:
     """Yield no flag, each switch of an architecture, and one group of keys and values in layers that differ."""
     yield ""
     options = ROWS[architecture].options
-    yield from (f"--{name}" for name in options if flags()[name].kind is bool)
+    switches = (name for name in options if flags()[name].kind is bool)
+    yield from ("--qk-layernorm " * (name == "qk-norm-all-heads") + f"--{name}" for name in switches)
     if "num-query-groups" in options:
         switches = (name for name in ("add-qkv-bias", "qk-layernorm") if name in options)
         yield " ".join(
