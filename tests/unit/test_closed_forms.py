@@ -33,7 +33,7 @@ def blocks(layers: Layers) -> Iterator[LayerKind]:
 
 
 def flops(events: Events) -> int:
-    return sum(event.flops for event in events if isinstance(event, Operator))
+    return sum(event.product.flops for event in events if isinstance(event, Operator) and event.product is not None)
 
 
 @pytest.mark.parametrize("architecture", ROWS)
