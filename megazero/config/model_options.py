@@ -59,9 +59,11 @@ class ModelConfig:
     untie_embeddings: bool = False
     """Give the output head a matrix of its own. By default it uses the token table."""
     architecture: ArchitectureName = "gpt2"
-    """gpt2: learned positions, LayerNorm, tanh GELU, biases, tied embeddings. llama: rotary positions, RMSNorm, SwiGLU,
-    grouped-query attention, no biases, untied embeddings. qwen3: llama with --qk-layernorm and --rotary-base 1e6.
-    parallel: GPT-J's block, in which attention and MLP read the same input, with rotary positions."""
+    """Family of the model: its layers, and its defaults of other flags. gpt2: learned positions, LayerNorm, tanh GELU,
+    biases, tied embeddings. llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention, no biases, untied
+    embeddings; mistral, qwen2, qwen3, phi3, smollm3 and granite have its layers. olmo2, olmo3: norms behind attention
+    and MLP. gemma2, gemma3: norms before and behind them. gpt-neox (Pythia), gptj: attention and MLP read the
+    same input. parallel: gptj without its bias and defaults. See docs/results/families.md."""
     num_query_groups: Annotated[int, Bounds(0, 2**20, FEW)] = 0
     """Groups of attention heads that share keys and values. 0: one per head. Not for gpt2."""
     kv_channels: Annotated[int, Bounds(0, 2**16, "no published model has as wide heads")] = 0

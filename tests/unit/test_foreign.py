@@ -125,7 +125,7 @@ SAME = [
     ("--window-size 127,0 --window-attn-skip-freq 4", "--window-size 128 --layer-pattern LLLG"),
     ("--window-size (7,0) --window-attn-skip-freq [1,0,0]", "--window-size 8 --layer-pattern LGG"),
     ("--window-size -1,0 --window-attn-skip-freq 1", "--layer-pattern G"),
-    ("--model_type mistral --config_overrides sliding_window=8", "--architecture llama --window-size 8"),
+    ("--model_type mistral --config_overrides sliding_window=8", "--architecture mistral --window-size 8"),
     ("--pipeline-schedule 1F1B", "--pipeline-schedule 1f1b"),
     ("--pipeline-schedule=Interleaved1F1B", "--pipeline-schedule interleaved"),
     ("--recompute uniform --loss-scale-window 500.0 --zero-shard-size 8.", "--recompute full --loss-scale-window 500 "
