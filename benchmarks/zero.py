@@ -78,7 +78,7 @@ class Options:
     trainer_python: str = ""
     """Python of an environment with transformers' Trainer and accelerate, which train a llama. Empty: without them."""
     starts: int = 0
-    """Times that each system is started anew, to measure the seconds from its processes' start to its first loss."""
+    """Times that each system is started again, to measure the seconds from its processes' start to its first loss."""
     json: str = ""
     """FILE for all that was measured."""
     quick: bool = False
