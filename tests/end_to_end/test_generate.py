@@ -303,7 +303,7 @@ def test_a_tokenizer_of_fewer_tokens_is_refused(run, tmp_path: Path) -> None:
 
 def test_a_hugging_face_folder_is_not_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match=f"a Hugging Face model; .* import --from hf {tmp_path} --output DIR"):
+    with pytest.raises(ValueError, match=f"a Hugging Face model: .* import --from hf {tmp_path} --output DIR"):
         generate(Options(load=str(tmp_path)))
 
 

@@ -39,7 +39,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_scaling_type": "linear",
         "rope_scaling_factor": 8.0,
     },
-    "gpt-neox": {"rotary_percent": 0.5, "untie_embeddings": True},
+    "gpt-neox": {"rotary_percent": 0.34, "untie_embeddings": True},
     "gptj": {"rotary_percent": 0.5, "rotary_interleaved": True, "untie_embeddings": True},
 }
 

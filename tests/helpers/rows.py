@@ -54,7 +54,8 @@ def options_of(architecture: str) -> Iterator[str]:
     yield ""
     options = ROWS[architecture].options
     switches = (name for name in options if flags()[name].kind is bool)
-    yield from ("--qk-layernorm " * (name == "qk-norm-all-heads") + f"--{name}" for name in switches)
+    needed = {"qk-norm-all-heads": "--qk-layernorm "}
+    yield from (f"{needed.get(name, '')}--{name}" for name in switches)
     if "num-query-groups" in options:
         switches = (name for name in ("add-qkv-bias", "qk-layernorm") if name in options)
         yield " ".join(

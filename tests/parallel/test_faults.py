@@ -195,7 +195,7 @@ def test_a_parameter_without_a_gradient_is_named() -> None:
     case = Case()
     engine = new_engine(0, case)
     block = engine.model.blocks["4"]
-    block.forward = lambda x, tokens, output: block.attention(x, block.norm1, block.dropout1, tokens)
+    block.forward = lambda x, tokens, output: block.attention(x, block.norm1, block.residuals[0], tokens)
     with pytest.raises(RuntimeError, match=r"blocks.4.norm2.weight.*blocks.4.mlp.down.bias received no gradient"):
         engine.train_step(1, micro_batches(case, engine.mesh, 0))
 

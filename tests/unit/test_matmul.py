@@ -195,4 +195,4 @@ def test_16_bit_products_go_straight_into_wider_gradients() -> None:
     assert writes_wide(gpu, torch.bfloat16) and not writes_wide(gpu, torch.float32)
     assert not writes_wide(torch.device("cpu"), torch.bfloat16)
     engine = Engine(Case(precision="bf16").config(), pretend_mesh(Layout(), 0, gpu, needs_staging_buffer=False))
-    assert engine.model.head.context.products.in_place
+    assert engine.model.head.vocabulary.table.context.products.in_place
