@@ -226,6 +226,7 @@ def test_the_page_of_families_is_that_of_their_rows() -> None:
     assert (ROOT / "docs" / "results" / "families.md").read_text() == page
     rows = {line.split("`")[1]: line for line in page.splitlines() if line.startswith("| `")}
     assert rows.keys() == ARCHITECTURES.keys()
+    assert f"[{len(rows) - 1} families](docs/results/families.md)" in (ROOT / "README.md").read_text()
     assert (
         "| `gemma3_text`, Gemma3ForCausalLM | RMSNorm of weight 1 + w before and after attention and MLP; tanh GEGLU; "
         "no biases; rotary positions; embeddings x sqrt(hidden size) |" in rows["gemma3"]
