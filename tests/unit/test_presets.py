@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import pretrain_gpt
 from megazero.config.architectures import ARCHITECTURES
 from megazero.config.cli import parse
 from megazero.config.presets import PRESETS, preset_values
@@ -179,6 +180,15 @@ def test_families_have_published_shapes_and_fit(name: str) -> None:
     )
     assert weights is None or num_parameters(declare(config.model)) == weights
     assert max(estimated(config, layout, stage, "cuda").total for stage in range(layout.pp)) < 80e9
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_preset_is_planned(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    world = str(SHAPES[name][0])
+    pretrain_gpt.main(["--preset", name, "--plan", "--world-size", world, "--device-type", "h100-80gb"])
+    printed = capsys.readouterr().out
+    said = f"{num_parameters(declare(load(name)[0].model)) / 1e9:.2f} B parameters on {world} x h100-80gb"
+    assert said in printed and "speed: " in printed
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if FAMILIES[name][5]])
