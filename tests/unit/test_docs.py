@@ -23,7 +23,7 @@ README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 MAX_WORDS = 20_000  # written by hand in docs/
 # Programs of `benchmarks/reports` write these pages whole; of other pages they write marked blocks.
-GENERATED = {"results/modules.md", "results/flags.md", "results/paper_speed.md"}
+GENERATED = {"results/families.md", "results/modules.md", "results/flags.md", "results/paper_speed.md"}
 # Flags of sbatch, srun, salloc, torchrun, pip, git and lm_eval.
 FOREIGN = "nodes ntasks-per-node gpus-per-node gpus-per-task cpus-per-task exclusive exclude time partition mem "
 FOREIGN += "account signal requeue dependency job-name cpu-bind nproc-per-node nproc_per_node nnodes hostfile "

@@ -10,13 +10,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import pretrain_gpt
 from megazero.comm.mesh.mesh import Mesh
 from megazero.config.architectures import ARCHITECTURES
+from megazero.config.cli import parse
 from megazero.config.schema import Config, ModelConfig, TrainingConfig
 from megazero.huggingface.architectures import canonical
 from megazero.huggingface.families import MODELS, family_of, pattern_of
 from megazero.model.layers.context import MicroBatchInfo
 from megazero.model.stage import declare
+from megazero.plan.layout.layers import num_parameters
 from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout
 from megazero.step.engine import Engine
@@ -131,6 +134,18 @@ def test_logits_and_gradients_are_those_of_transformers(
             gradient = gradient[tuple(map(slice, want.shape))]
             assert (gradient - want).abs().max() < tolerance * want.abs().max(), member.spec.name
     ours.zero.discard_gradients()
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_family_is_planned(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The plan of its default flags is printed, with its number of parameters."""
+    sizes = "--num-layers 6 --hidden-size 4096 --num-attention-heads 16 --seq-length 32 --vocab-size 128".split()
+    layout = "--world-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --zero-stage 1".split()
+    pretrain_gpt.main(["--architecture", name, *sizes, *layout, "--plan", "--device-type", "h100-80gb"])
+    printed = capsys.readouterr().out
+    parameters = num_parameters(declare(parse(["--architecture", name, *sizes]).model))
+    assert f"{parameters / 1e9:.2f} B parameters on 8 x h100-80gb: pp 2 x dp 2 x tp 2" in printed
+    assert "step: 0.0" in printed
 
 
 @pytest.mark.parametrize("name", CASES)

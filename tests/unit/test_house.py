@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.reports import modules
+from benchmarks.reports import families, modules
+from megazero.config.architectures import ARCHITECTURES
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megazero"
@@ -217,6 +218,26 @@ def test_the_page_of_modules_is_that_of_their_docstrings() -> None:
     page = list(modules.page())
     assert (ROOT / "docs" / "results" / "modules.md").read_text() == "\n".join(page)
     assert any("| `flat_layout` | Arithmetic of a unit's flat buffer. Pure: integers only. |" in line for line in page)
+
+
+def test_the_page_of_families_is_that_of_their_rows() -> None:
+    """Made again by `python -m benchmarks.reports.families`."""
+    page = "\n".join(families.page())
+    assert (ROOT / "docs" / "results" / "families.md").read_text() == page
+    rows = {line.split("`")[1]: line for line in page.splitlines() if line.startswith("| `")}
+    assert rows.keys() == ARCHITECTURES.keys()
+    assert f"[{len(rows) - 1} families](docs/results/families.md)" in (ROOT / "README.md").read_text()
+    assert (
+        "| `gemma3_text`, Gemma3ForCausalLM | RMSNorm of weight 1 + w before and after attention and MLP; tanh GEGLU; "
+        "no biases; rotary positions; embeddings x sqrt(hidden size) |" in rows["gemma3"]
+    )
+    assert "`--untie-embeddings`, `--rotary-percent 0.25` | `pythia-1.4b`, `pythia-160m` |" in rows["gpt-neox"]
+
+
+def test_lines_of_a_family_are_its_row_and_what_it_alone_uses() -> None:
+    known = families.definitions(ast.parse("shared = 1\ndef own(\n):\n    return deep\ndeep = (\n    2)\nidle = 3\n"))
+    rows = {name: [ast.parse(text, mode="eval").body] for name, text in (("a", "shared + own()"), ("b", "shared"))}
+    assert families.own_lines(families.Source(rows, {"a": 4, "b": 1}, known)) == ({"a": 4 + 3 + 2, "b": 1}, 1)
 
 
 def test_links_of_pages_lead_to_files() -> None:

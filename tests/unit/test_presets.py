@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
+import pretrain_gpt
+from megazero.config.architectures import ARCHITECTURES
 from megazero.config.cli import parse
-from megazero.config.presets import PRESETS
-from megazero.config.schema import Config
+from megazero.config.presets import PRESETS, preset_values
+from megazero.config.schema import Config, ModelConfig
+from megazero.huggingface.families import family_of
 from megazero.model.stage import declare
 from megazero.plan.layout.layers import num_parameters
 from megazero.plan.layout.resolve import resolve
@@ -45,19 +51,77 @@ SHAPES = {
     "qwen2-1.5b": (8, 28, 1536, 12, 1, 64, 512),
     "qwen3-0.6b": (8, 28, 1024, 16, 1, 64, 512),
     "qwen3-1.7b": (8, 28, 2048, 16, 1, 64, 512),
+    "qwen3-8b": (64, 36, 4096, 32, 1, 16, 1024),
+    "llama-3.2-1b": (8, 16, 2048, 32, 1, 64, 512),
+    "llama-3.1-8b": (64, 32, 4096, 32, 1, 8, 512),
+    "smollm2-135m": (8, 30, 576, 9, 1, 64, 512),
+    "smollm3-3b": (64, 36, 2048, 16, 1, 9, 576),
+    "granite-2b": (64, 40, 2048, 32, 1, 16, 1024),
+    "phi3-mini-3.8b": (64, 32, 3072, 32, 1, 16, 1024),
+    "olmo2-7b": (64, 32, 4096, 32, 1, 16, 1024),
+    "olmo3-7b": (64, 32, 4096, 32, 1, 8, 512),
+    "gemma2-2b": (64, 26, 2304, 8, 1, 8, 512),
+    "gemma3-1b": (8, 26, 1152, 4, 1, 64, 512),
+    "pythia-160m": (8, 12, 768, 12, 1, 128, 1024),
+    "pythia-1.4b": (8, 24, 2048, 16, 1, 128, 1024),
+    "gptj-6b": (64, 28, 4096, 16, 1, 4, 256),
 }
-# preset -> (width of the MLP, query groups, vocabulary, sequence, weights): llamas. The weights of those that are
-# published: Llama 2's, Mistral's, Qwen2's and Qwen3's, as transformers counts them.
-LLAMAS = {
-    "llama-125m": (2048, 4, 32000, 2048, None),
-    "llama-1b": (5632, 4, 32000, 2048, None),
-    "llama-7b": (11008, 32, 32000, 4096, 6_738_415_616),
-    "llama-70b": (28672, 8, 32000, 4096, 68_976_648_192),
-    "mistral-7b": (14336, 8, 32000, 8192, 7_241_732_096),
-    "qwen2-0.5b": (4864, 2, 151936, 4096, 494_032_768),
-    "qwen2-1.5b": (8960, 2, 151936, 4096, 1_543_714_304),
-    "qwen3-0.6b": (3072, 8, 151936, 4096, 596_049_920),
-    "qwen3-1.7b": (6144, 8, 151936, 4096, 1_720_574_976),
+LLAMA_3 = {"rotary_base": 5e5, "rope_trained_length": 8192}
+TIED = {"norm_epsilon": 1e-6}
+UNTIED = {"norm_epsilon": 1e-6, "untie_embeddings": True}
+QWEN2 = TIED | {"rotary_base": 1e6, "add_qkv_bias": True}
+QWEN3 = TIED | {"rotary_base": 1e6, "qk_layernorm": True}
+OLMO = UNTIED | {"rotary_base": 5e5, "qk_layernorm": True, "qk_norm_all_heads": True}
+OLMO3 = {"window_size": 4096, "layer_pattern": "LLLG", "local_rotary_base": 5e5}
+GEMMA = TIED | {"kv_channels": 256}
+NEOX = {"untie_embeddings": True, "rotary_percent": 0.25}
+# preset -> (architecture, width of the MLP, query groups, vocabulary, sequence, weights, options that have not GPT-2's
+# defaults). The weights of those that are published, as transformers counts them.
+FAMILIES: dict[str, tuple[str, int, int, int, int, int | None, dict[str, Any]]] = {
+    "llama-125m": ("llama", 2048, 4, 32000, 2048, None, UNTIED),
+    "llama-1b": ("llama", 5632, 4, 32000, 2048, None, UNTIED),
+    "llama-7b": ("llama", 11008, 32, 32000, 4096, 6_738_415_616, {"untie_embeddings": True}),
+    "llama-70b": ("llama", 28672, 8, 32000, 4096, 68_976_648_192, {"untie_embeddings": True}),
+    "llama-3.2-1b": ("llama", 8192, 8, 128256, 8192, 1_235_814_400, LLAMA_3 | {"rope_scaling_factor": 32}),
+    "llama-3.1-8b": (
+        *("llama", 14336, 8, 128256, 8192, 8_030_261_248),
+        LLAMA_3 | {"rope_scaling_factor": 8, "untie_embeddings": True},
+    ),
+    "smollm2-135m": ("llama", 1536, 3, 49152, 2048, 134_515_008, {"rotary_base": 1e5}),
+    "mistral-7b": ("mistral", 14336, 8, 32000, 8192, 7_241_732_096, {"untie_embeddings": True, "window_size": 4096}),
+    "qwen2-0.5b": ("qwen2", 4864, 2, 151936, 4096, 494_032_768, QWEN2),
+    "qwen2-1.5b": ("qwen2", 8960, 2, 151936, 4096, 1_543_714_304, QWEN2),
+    "qwen3-0.6b": ("qwen3", 3072, 8, 151936, 4096, 596_049_920, QWEN3 | {"kv_channels": 128}),
+    "qwen3-1.7b": ("qwen3", 6144, 8, 151936, 4096, 1_720_574_976, QWEN3 | {"kv_channels": 128}),
+    "qwen3-8b": ("qwen3", 12288, 8, 151936, 4096, 8_190_735_360, QWEN3 | {"untie_embeddings": True}),
+    "phi3-mini-3.8b": ("phi3", 8192, 32, 32064, 4096, 3_821_079_552, {"untie_embeddings": True, "window_size": 2047}),
+    "smollm3-3b": (
+        *("smollm3", 11008, 4, 128256, 4096, 3_075_098_624),
+        TIED | {"rotary_base": 5e6, "layer_pattern": "GGGN"},
+    ),
+    "granite-2b": (
+        *("granite", 8192, 8, 49152, 4096, 2_533_525_504),
+        {"embedding_multiplier": 12, "residual_multiplier": 0.22, "logits_divisor": 8, "attention_scale": 1 / 64},
+    ),
+    "olmo2-7b": ("olmo2", 11008, 32, 100352, 4096, 7_298_617_344, OLMO),
+    "olmo3-7b": (
+        *("olmo3", 11008, 32, 100278, 8192, 7_298_011_136),
+        OLMO | OLMO3 | {"rope_scaling_factor": 8, "rope_scaling_type": "yarn"},
+    ),
+    "gemma2-2b": (
+        *("gemma2", 9216, 4, 256000, 8192, 2_614_341_888),
+        GEMMA | {"window_size": 4096, "layer_pattern": "LG", "attention_softcap": 50, "final_softcap": 30},
+    ),
+    "gemma3-1b": (
+        *("gemma3", 6912, 1, 262144, 8192, 999_885_952),
+        GEMMA
+        | {"qk_layernorm": True, "window_size": 512, "layer_pattern": "LLLLLG"}
+        | {"rotary_base": 1e6, "local_rotary_base": 1e4},
+    ),
+    "pythia-160m": ("gpt-neox", 3072, 12, 50304, 2048, 162_322_944, NEOX),
+    "pythia-1.4b": ("gpt-neox", 8192, 16, 50304, 2048, 1_414_647_808, NEOX),
+    "gptj-6b": ("gptj", 16384, 16, 50400, 2048, 6_050_882_784, NEOX | {"rotary_interleaved": True}),
+    "parallel-6b": ("parallel", 16384, 16, 50400, 2048, None, {"untie_embeddings": True}),
 }
 SMALL = (
     "quickstart",
@@ -88,7 +152,7 @@ def test_shape_and_batch(name: str) -> None:
     samples = training.micro_batch_size * config.micro_batches(layout.dp)
     shape = (model.num_layers, model.hidden_size, model.num_attention_heads)
     assert (layout.world_size, *shape, layout.tp, samples, training.global_batch_size) == SHAPES[name]
-    if name in LLAMAS or name == "parallel-6b":
+    if name in FAMILIES:
         return
     assert model.ffn_hidden_size == 4 * model.hidden_size
     if name in TODAY:
@@ -97,30 +161,66 @@ def test_shape_and_batch(name: str) -> None:
         assert (model.seq_length, model.vocab_size, training.precision) == (1024, 50257, "bf16")
 
 
-@pytest.mark.parametrize("name", LLAMAS)
-def test_llamas_have_published_shapes_and_fit(name: str) -> None:
-    """Each fits a GPU of 80 GB, its activations included."""
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_have_published_shapes_and_fit(name: str) -> None:
+    """Each fits GPUs of 80 GB, its activations included."""
     config, layout = load(name)
-    model, (ffn, groups, vocabulary, length, weights) = config.model, LLAMAS[name]
-    architecture = "qwen3" if name.startswith("qwen3") else "llama"
-    epsilon = 1e-5 if name in ("llama-7b", "llama-70b", "mistral-7b") else 1e-6
-    assert (model.architecture, model.norm_epsilon) == (architecture, epsilon)
-    assert model.qk_layernorm == (architecture == "qwen3")
-    assert (model.ffn_size, model.query_groups, model.vocab_size, model.seq_length) == (ffn, groups, vocabulary, length)
-    assert model.untie_embeddings == name.startswith(("llama", "mistral")) and model.add_qkv_bias == name.startswith(
-        "qwen2"
+    architecture, ffn, groups, vocabulary, length, weights, options = FAMILIES[name]
+    _, layers, hidden, heads, *_ = SHAPES[name]
+    assert replace(config.model, num_query_groups=config.model.query_groups, ffn_hidden_size=ffn) == ModelConfig(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        architecture=architecture,
+        ffn_hidden_size=config.model.ffn_size,
+        num_query_groups=groups,
+        vocab_size=vocabulary,
+        seq_length=length,
+        **options,
     )
-    assert model.window_size == (4096 if name == "mistral-7b" else 0)
-    assert weights is None or num_parameters(declare(model)) == weights
+    assert weights is None or num_parameters(declare(config.model)) == weights
     assert max(estimated(config, layout, stage, "cuda").total for stage in range(layout.pp)) < 80e9
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_preset_is_planned(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    world = str(SHAPES[name][0])
+    pretrain_gpt.main(["--preset", name, "--plan", "--world-size", world, "--device-type", "h100-80gb"])
+    printed = capsys.readouterr().out
+    said = f"{num_parameters(declare(load(name)[0].model)) / 1e9:.2f} B parameters on {world} x h100-80gb"
+    assert said in printed and "speed: " in printed
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if FAMILIES[name][5]])
+def test_transformers_has_as_many_weights(name: str) -> None:
+    """Its class of the exported configuration, on the meta device."""
+    import transformers
+
+    model = load(name)[0].model
+    family = family_of(model)
+    assert family.architecture == model.architecture
+    with torch.device("meta"):
+        theirs = getattr(transformers, family.model_class)(family.to_config(model, None))
+    assert sum(p.numel() for p in theirs.parameters()) == num_parameters(declare(model))
+
+
+def test_every_architecture_has_a_preset() -> None:
+    assert {family[0] for family in FAMILIES.values()} == ARCHITECTURES.keys() - {"gpt2"}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_defaults_of_the_architecture_are_not_repeated(name: str) -> None:
+    given, defaults = preset_values(name), ARCHITECTURES[FAMILIES[name][0]].defaults
+    assert [flag for flag in given.keys() & defaults.keys() if given[flag] == defaults[flag]] == []
 
 
 @pytest.mark.parametrize("name", [name for name in SHAPES if name not in SMALL])
 def test_the_name_says_the_size(name: str) -> None:
-    said = re.fullmatch(r"\w+-([\d.]+)([mb])(-\w+)?", name)
+    """Within a twentieth, or rounded down to a whole billion, as some developers do."""
+    said = re.fullmatch(r"[\w.]+(?:-[\w.]+)??-([\d.]+)([mb])(?:-\w+)?", name)
     assert said
-    size = float(said[1]) * {"m": 1e6, "b": 1e9}[said[2]]
-    assert num_parameters(declare(load(name)[0].model)) == pytest.approx(size, rel=0.05)
+    size, found = float(said[1]) * {"m": 1e6, "b": 1e9}[said[2]], num_parameters(declare(load(name)[0].model))
+    assert found == pytest.approx(size, rel=0.05) or found // 1e9 * 1e9 == size
 
 
 # The ZeRO paper's Table 3; all with CB and MD: ZeRO stage, Pa, Pa+cpu
