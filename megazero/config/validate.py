@@ -21,6 +21,7 @@ from megazero.files import explain
 PATHS = ("data-path", "tokenizer", "save", "save-hf", "load", "log-dir", "tensorboard-dir", "device-type")
 
 # Flags that need another one: with any value (in capitals), or with this value.
+FLASH_WIDTH, FLASH_STEP = 256, 8  # of attention heads: the largest, and the divisor of all that FlashAttention takes
 NEEDS = {
     "keep-last": "--save DIR",
     "keep-every": "--keep-last N",
@@ -334,8 +335,8 @@ def check_device(config: Config, device_type: str) -> None:
     """Refuse flags that the device does not support.
 
     Raises:
-        ValueError: gradients of a type that a GPU's matrix products do not return; Triton's kernels or CUDA graphs on
-            a CPU.
+        ValueError: gradients of a type that a GPU's matrix products do not return; heads that a GPU's attention does
+            not compute; Triton's kernels or CUDA graphs on a CPU.
     """
     precision, grad_dtype = config.training.precision, config.training.grad_dtype
     for flag, other in (("fused-kernels triton", "auto or eager"), ("cuda-graph-impl local", "none")):
@@ -347,6 +348,23 @@ def check_device(config: Config, device_type: str) -> None:
         raise ValueError(
             f"--grad-dtype {grad_dtype} with --precision {precision}: a GPU's matrix products return the type of their "
             f"factors, or fp32; use --grad-dtype {either}"
+        )
+    if device_type == "cuda" and precision in ("bf16", "fp16"):
+        _check_flash_heads(config)
+
+
+def _check_flash_heads(config: Config) -> None:
+    """Refuse heads that FlashAttention does not compute where torch has no other kernel: of documents and windows."""
+    model, width = config.model, config.model.head_dim
+    explicit = model.attention_dropout > 0 or model.attention_softcap > 0
+    flag = "--reset-attention-mask" if config.data.reset_attention_mask else f"--window-size {model.window_size}"
+    if explicit or not (config.data.reset_attention_mask or model.window_size):
+        return
+    if width > FLASH_WIDTH or width % FLASH_STEP:
+        near = min(FLASH_WIDTH, -(-width // FLASH_STEP) * FLASH_STEP)
+        raise ValueError(
+            f"{flag} with heads of width {width} in {config.training.precision} on a GPU: FlashAttention needs "
+            f"a multiple of {FLASH_STEP}, at most {FLASH_WIDTH}; use --kv-channels {near}, or --precision fp32"
         )
 
 

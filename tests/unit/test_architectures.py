@@ -12,6 +12,7 @@ from megazero.config.architectures import ARCHITECTURES
 from megazero.config.cli import parse
 from megazero.config.flags import flags, to_toml
 from megazero.config.schema import ActivationConfig, ModelConfig
+from megazero.config.validate import check_device
 from megazero.model.stage import declare
 from megazero.plan.layout.layers import layer_costs
 from megazero.plan.layout.parameters import unit_layout
@@ -104,6 +105,26 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> 
     config = make(vocab_size=50257, **options)
     with pytest.raises(ValueError, match=f"^{message}"):
         resolve(config, config.parallel.tensor_model_parallel_size, 0, declare)
+
+
+@pytest.mark.parametrize(
+    ("flags", "width", "near"),
+    [
+        ("--window-size 8", 20, 24),
+        ("--window-size 8", 320, 256),
+        ("--reset-attention-mask --tokenizer byte", 12, 16),
+        ("--reset-attention-mask --tokenizer byte --precision fp16", 264, 256),
+    ],
+)
+def test_heads_that_flash_attention_lacks_are_refused(flags: str, width: int, near: int) -> None:
+    """Where torch has no other kernel: within documents and windows, in 16 bit on a GPU."""
+    line = f"--architecture llama --kv-channels {width} --precision bf16 {flags}"
+    with pytest.raises(ValueError, match=rf"of width {width} in .* at most 256; use --kv-channels {near}, or"):
+        check_device(parse(line.split()), "cuda")
+    check_device(parse(line.split()), "cpu")
+    for other in ("--precision fp32", "--attention-dropout 0.1", f"--kv-channels {near}"):
+        check_device(parse(f"{line} {other}".split()), "cuda")
+    check_device(parse(f"--architecture llama --kv-channels {width} --precision bf16".split()), "cuda")
 
 
 def test_options_of_architectures_are_flags_of_the_model() -> None:
