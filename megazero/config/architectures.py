@@ -123,6 +123,11 @@ ARCHITECTURES = {
         options=ROTARY,
         defaults={"untie-embeddings": True, "rotary-percent": 0.25, "rotary-interleaved": True},
     ),
+    "stablelm": ArchitectureTraits(
+        norm="layernorm",
+        options=ROTARY,
+        defaults={"untie-embeddings": True, "rotary-percent": 0.25},
+    ),
     "parallel": ArchitectureTraits(
         norm="layernorm", parallel=1, activation="gelu-tanh", biases=("mlp",), options=ROTARY
     ),

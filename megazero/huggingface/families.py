@@ -274,6 +274,7 @@ LLAMA_OPTIONS = {
 LLAMA_OUTSIDE = {
     "token_embedding.weight": "model.embed_tokens.weight",
     "head.norm.weight": "model.norm.weight",
+    "head.norm.bias": "model.norm.bias",
     "head.output.weight": OUTPUT,
 }
 BEFORE = _same(norm1__weight="input_layernorm.weight", norm2__weight="post_attention_layernorm.weight")
@@ -501,6 +502,22 @@ MODELS = {
             expressed=("layer_pattern",),
             kinds="GN",
             to_ours=_from_no_rope_layers,
+            heads=False,
+        ),
+        _llama(
+            "stablelm",
+            "StableLmForCausalLM",
+            layers=_both("norm1", SAME, "input_layernorm")
+            | _both("norm2", SAME, "post_attention_layernorm")
+            | ATTENTION
+            | GATED_MLP,
+            options={
+                "norm_epsilon": "layer_norm_eps",
+                "add_qkv_bias": "use_qkv_bias",
+                "hidden_dropout": "hidden_dropout",
+            },
+            required=SILU | {"use_parallel_residual": (False,), "qk_layernorm": (False,)},
+            expressed=("rotary_percent",),
             heads=False,
         ),
         _llama(

@@ -28,6 +28,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "embedding_multiplier": 3.0,
         "logits_divisor": 1.5,
     },
+    "stablelm": {"num_query_groups": 2, "rotary_percent": 0.34, "add_qkv_bias": True},
     "olmo2": OLMO,
     "olmo3": OLMO | LOCAL | SCALED | {"rope_scaling_type": "yarn", "rotary_base": 5e3, "local_rotary_base": 3e3},
     "gemma2": GEMMA | LOCAL | {"attention_softcap": 1.5, "final_softcap": 2.5},

@@ -56,6 +56,7 @@ SHAPES = {
     "llama-3.1-8b": (64, 32, 4096, 32, 1, 8, 512),
     "smollm2-135m": (8, 30, 576, 9, 1, 64, 512),
     "smollm3-3b": (64, 36, 2048, 16, 1, 9, 576),
+    "stablelm-1.6b": (64, 24, 2048, 32, 1, 16, 1024),
     "granite-2b": (64, 40, 2048, 32, 1, 16, 1024),
     "phi3-mini-3.8b": (64, 32, 3072, 32, 1, 16, 1024),
     "olmo2-7b": (64, 32, 4096, 32, 1, 16, 1024),
@@ -99,6 +100,7 @@ FAMILIES: dict[str, tuple[str, int, int, int, int, int | None, dict[str, Any]]] 
         *("smollm3", 11008, 4, 128256, 4096, 3_075_098_624),
         TIED | {"rotary_base": 5e6, "layer_pattern": "GGGN"},
     ),
+    "stablelm-1.6b": ("stablelm", 5632, 32, 100352, 4096, 1_644_515_328, NEOX | {"add_qkv_bias": True}),
     "granite-2b": (
         *("granite", 8192, 8, 49152, 4096, 2_533_525_504),
         {"embedding_multiplier": 12, "residual_multiplier": 0.22, "logits_divisor": 8, "attention_scale": 1 / 64},
