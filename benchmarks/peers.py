@@ -12,6 +12,8 @@ Shapes: b micro-batch, s sequence, h hidden, n heads, d head dim, v vocabulary.
 from __future__ import annotations
 
 import contextlib
+import queue
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -338,6 +340,75 @@ def deepspeed(work: Work, device: torch.device, stage: int) -> Training:
     return Training(step)
 
 
+def trainer(work: Work, device: torch.device, sharded: bool) -> Training:
+    """transformers' Trainer with its own loop, in a thread that waits between steps. It reads a rank's batches, clips,
+    updates by torch's fused AdamW and logs nothing. `sharded`: its FSDP2, a unit per block; otherwise its DDP.
+    """
+    import threading
+
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    if work.architecture != "llama":
+        raise ValueError("--trainer-python compares a llama; add --architecture llama")
+    config = work.config(0)
+    o, batches, losses = config.optimizer, queue.Queue[Any](), queue.Queue[float]()
+    plain = plain_model(config)
+
+    class Fed(torch.utils.data.IterableDataset):
+        def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+            while (batch := batches.get()) is not None:
+                yield batch
+
+    class Stepped(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(self.train_dataset, batch_size=None)  # this rank's batches alone
+
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            ids, labels = inputs["ids"].to(device), inputs["labels"].to(device)
+            self.shown = model(ids, labels=labels, shift_labels=labels).loss
+            return self.shown
+
+    class Told(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            losses.put(float(made.shown.item()))
+
+    fsdp: dict[str, Any] = {}
+    if sharded:
+        fsdp = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_version": 2, "reshard_after_forward": True}}
+        fsdp["fsdp_config"]["transformer_layer_cls_to_wrap"] = ["LlamaDecoderLayer"]
+    arguments = TrainingArguments(
+        output_dir=tempfile.mkdtemp(),
+        use_cpu=device.type == "cpu",
+        per_device_train_batch_size=work.micro_batch_size,
+        max_steps=1 << 30,
+        learning_rate=o.lr,
+        lr_scheduler_type="constant",
+        weight_decay=o.weight_decay,
+        adam_beta1=o.adam_beta1,
+        adam_beta2=o.adam_beta2,
+        adam_epsilon=o.adam_eps,
+        max_grad_norm=o.clip_grad,
+        optim="adamw_torch_fused",
+        bf16=work.precision == "bf16",
+        report_to=[],
+        logging_strategy="no",
+        save_strategy="no",
+        disable_tqdm=True,
+        ddp_find_unused_parameters=False,
+        average_tokens_across_devices=False,
+        **fsdp,
+    )
+    made = Stepped(model=plain.llama, args=arguments, train_dataset=Fed(), callbacks=[Told()])
+    assert made.is_fsdp_enabled == sharded and (not sharded or "FSDP" in str(made.accelerator.distributed_type))
+    threading.Thread(target=made.train, daemon=True).start()
+
+    def step(ids: torch.Tensor, labels: torch.Tensor) -> float:
+        batches.put({"ids": ids, "labels": labels})
+        return losses.get(timeout=600)
+
+    return Training(step)
+
+
 def megazero(work: Work, device: torch.device, stage: int) -> Training:
     """Its own engine; the loss is the mean over all ranks."""
     import torch.distributed as dist
@@ -374,6 +445,8 @@ SYSTEMS = {
     "fsdp2-keep": System(2, "FSDP2, reshard_after_forward=False", lambda w, d: fsdp2(w, d, False)),
     "fsdp2": System(3, "FSDP2, reshard_after_forward=True", lambda w, d: fsdp2(w, d, True)),
     "torchtitan": System(3, "torchtitan's model, FSDP2", torchtitan),
+    "trainer0": System(0, "transformers' Trainer, DDP", lambda w, d: trainer(w, d, False)),
+    "trainer3": System(3, "transformers' Trainer, FSDP2", lambda w, d: trainer(w, d, True)),
     "deepspeed1": System(1, "DeepSpeed stage 1", lambda w, d: deepspeed(w, d, 1)),
     "deepspeed2": System(2, "DeepSpeed stage 2", lambda w, d: deepspeed(w, d, 2)),
     "deepspeed3": System(3, "DeepSpeed stage 3", lambda w, d: deepspeed(w, d, 3)),

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""megazero's ZeRO stages against torch DDP, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed, stage by stage, side by side.
+"""megazero's ZeRO stages against torch DDP, ZeroRedundancyOptimizer, FSDP2, DeepSpeed and transformers' Trainer.
 
 The same GPT, initial weights, data and AdamW in fp32 (bf16 on a GPU). Every system has its own processes, which stay
 alive; one system computes at a time, a few steps a turn, and the others wait on a pipe. Systems of one stage take
@@ -13,6 +13,8 @@ Settings of the peers: `peers.py`. Examples:
     python benchmarks/zero.py --deepspeed-python deepspeed-venv/bin/python
     python3 -m venv titan-venv && titan-venv/bin/pip install torch==2.13.0 torchtitan==0.3.0 triton transformers tyro
     python benchmarks/zero.py --architecture llama --stages 3 --torchtitan-python titan-venv/bin/python
+    python3 -m venv trainer-venv && trainer-venv/bin/pip install -r requirements.txt accelerate==1.15.0
+    python benchmarks/zero.py --architecture llama --stages 0 3 --trainer-python trainer-venv/bin/python
     python benchmarks/zero.py --ranks 1 --stages 3 --layers 24 --hidden 2048 --heads 16   # one GPU: FSDP2 and megazero
 """
 
@@ -23,6 +25,7 @@ import json
 import os
 import statistics
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -72,6 +75,10 @@ class Options:
     """Python of an environment with DeepSpeed. Empty: without it."""
     torchtitan_python: str = ""
     """Python of an environment with torchtitan, whose model code is compared as a llama. Empty: without it."""
+    trainer_python: str = ""
+    """Python of an environment with transformers' Trainer and accelerate, which train a llama. Empty: without them."""
+    starts: int = 0
+    """Times that each system is started again, to measure the seconds from its processes' start to its first loss."""
     json: str = ""
     """FILE for all that was measured."""
     quick: bool = False
@@ -80,7 +87,9 @@ class Options:
     def python_of(self, system: str) -> str:
         """The Python that a system runs with; empty if it is to be left out."""
         named = {"deepspeed": self.deepspeed_python, "torchtitan": self.torchtitan_python}
-        return named.get(system.rstrip("123"), sys.executable)
+        # accelerate 1.15 trains DDP on CPUs even if FSDP is asked for
+        named["trainer"] = self.trainer_python if system == "trainer0" or torch.cuda.is_available() else ""
+        return named.get(system.rstrip("0123"), sys.executable)
 
     def work(self) -> Work:
         precision = "bf16" if torch.cuda.is_available() else "fp32"
@@ -118,6 +127,19 @@ def measure_speed(names: list[str], work: Work, options: Options, isolated: bool
     return {name: {**found[name], "losses": losses[name]} for name in names}
 
 
+def measure_starts(names: list[str], work: Work, options: Options) -> dict[str, list[float]]:
+    """Return the seconds from the start of a system's processes to the loss of its first step, in turns."""
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(options.starts):
+        for name in names:
+            start = time.perf_counter()
+            with alive(jobs([name], work, options, {})) as (system,):
+                system.ask("build")
+                system.ask("losses", 1)
+                found[name].append(time.perf_counter() - start)
+    return found
+
+
 def choose(options: Options) -> dict[int, list[str]]:
     """stage -> systems, megazero last."""
     return {
@@ -144,6 +166,7 @@ def show(results: dict[int, dict[str, Any]], reference: list[float], options: Op
         "megazero / it",
         "CPU ms",
         "MiB of a step",
+        "start s",
         "wire B/param.",
         "loss",
         "gap",
@@ -157,10 +180,11 @@ def show(results: dict[int, dict[str, Any]], reference: list[float], options: Op
             ratio = "" if found["seconds"] is ours else shown(quotients(found["seconds"], ours), 2)
             memory = f"{found['memory']['step'] / 2**20:.0f}" if "memory" in found else "not measured"
             wire = f"{statistics.median(found['wire']) / parameters:.2f}" if found["wire"] else "not measured"
+            start = shown(found["starts"], 1) if "starts" in found else "not measured"
             loss = f"{found['losses'][0]:.4f} to {found['losses'][-1]:.4f}"
             cpu = f"{1000 * statistics.median(found['cpu']):.0f}"
             distance = f"{gap(found['losses'], reference):.0e}"
-            table.add_row(str(stage), SYSTEMS[name].label, speed, ratio, cpu, memory, wire, loss, distance)
+            table.add_row(str(stage), SYSTEMS[name].label, speed, ratio, cpu, memory, start, wire, loss, distance)
         table.add_section()
     console.print(table)
 
@@ -174,7 +198,7 @@ def main(options: Options) -> None:
         raise SystemExit(
             f"--ranks {options.ranks}: there are {torch.cuda.device_count()} GPUs, and a rank needs its own"
         )
-    work, console = options.work(), Console(width=150 if not sys.stdout.isatty() else None)
+    work, console = options.work(), Console(width=165 if not sys.stdout.isatty() else None)
     isolated = not torch.cuda.is_available() and isolate()
     if not options.deepspeed_python:
         console.print("DeepSpeed is left out: --deepspeed-python names the Python of an environment that has it.")
@@ -184,6 +208,8 @@ def main(options: Options) -> None:
         results[stage] = measure_speed(names, work, options, isolated)
         for name, found in memory.items():
             results[stage][name]["memory"] = found
+        for name, seconds in measure_starts(names, work, options).items() if options.starts else ():
+            results[stage][name]["starts"] = seconds
     if 0 in results:
         reference = results[0]["megazero0"]["losses"]
     else:
