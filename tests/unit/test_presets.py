@@ -206,7 +206,7 @@ def test_transformers_has_as_many_weights(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_preset_is_sought_with_the_defaults_of_its_architecture(name: str) -> None:
-    """By a run that does not fit, which names a smaller preset."""
+    """A run that does not fit names a smaller preset."""
     found: list[Config] = []
     largest_preset(parse(["--architecture", FAMILIES[name][0]]), lambda config, _: found.append(config) or False)
     assert load(name)[0].model in [config.model for config in found]
