@@ -12,12 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from megazero.config.architectures import ARCHITECTURES
-from megazero.config.flags import flags, to_toml, toml_value, value_of, with_values
+from megazero.config.flags import flags, to_toml, toml_value, value_of
 from megazero.config.foreign.translate import OWN_WORDS, refusals, split_items, translate
 from megazero.config.help import show_normal
 from megazero.config.limits import check_text
-from megazero.config.presets import Preset, read_preset
+from megazero.config.presets import Preset, over_defaults, read_preset
 from megazero.config.schema import Config
 from megazero.log import log
 
@@ -117,7 +116,7 @@ def read(argv: list[str], count_ranks: Callable[[], int] = lambda: 1, find_model
     if found := find_model(*_named(args, preset.values)):
         values, source = _over_preset(found, preset.values, args), found.source
         notes += found.notes
-    defaults = replace(_defaults(_last_value(args, "architecture"), values), hf_config=source)
+    defaults = replace(over_defaults(values, _last_value(args, "architecture")), hf_config=source)
     try:
         config = tyro.cli(Config, default=defaults, args=args, prog=PROGRAM, config=(tyro.conf.OmitArgPrefixes,))
     except SystemExit as stop:
@@ -140,12 +139,6 @@ def _over_preset(found: ModelFlags, preset: Mapping[str, Any], args: list[str]) 
     if found.source in (_last_value(args, "hf-config"), *_values(args, "load")):
         return tokenizer | {**preset} | found.values
     return tokenizer | found.values | {**preset}
-
-
-def _defaults(architecture: str, preset: Mapping[str, Any]) -> Config:
-    """Return the configuration that the command line changes."""
-    entry = ARCHITECTURES.get(architecture or preset.get("architecture", ""))
-    return with_values(Config(), {**(entry.defaults if entry else {}), **preset})
 
 
 def names_of(args: list[str]) -> frozenset[str]:

@@ -6,13 +6,16 @@ import difflib
 import json
 import tomllib
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from megazero.config.flags import flags
+from megazero.config.architectures import ARCHITECTURES
+from megazero.config.flags import flags, with_values
 from megazero.config.foreign.table import retired
+from megazero.config.schema import Config
 
 PRESETS = Path(__file__).parent / "presets"  # a link to scripts/presets; files of the package where it is installed
 
@@ -35,6 +38,12 @@ def preset_names() -> list[str]:
 
 def preset_values(name: str) -> dict[str, Any]:
     return read_preset(name).values
+
+
+def over_defaults(values: Mapping[str, Any], architecture: str = "") -> Config:
+    """Return the configuration of flags over the defaults of an architecture, by default that which they name."""
+    entry = ARCHITECTURES.get(architecture or values.get("architecture", ""))
+    return with_values(Config(), {**(entry.defaults if entry else {}), **values})
 
 
 def read_preset(name: str) -> Preset:

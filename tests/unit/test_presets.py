@@ -19,7 +19,7 @@ from megazero.model.stage import declare
 from megazero.plan.layout.layers import num_parameters
 from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout
-from megazero.price.bytes.capacity import estimated
+from megazero.price.bytes.capacity import estimated, largest_preset
 from megazero.price.bytes.estimate import estimate
 
 # preset -> (ranks, layers, hidden, heads, tensor parallelism, samples a model replica, global batch): the ZeRO paper,
@@ -204,6 +204,14 @@ def test_transformers_has_as_many_weights(name: str) -> None:
     with torch.device("meta"):
         theirs = getattr(transformers, family.model_class)(family.to_config(model, None))
     assert sum(p.numel() for p in theirs.parameters()) == num_parameters(declare(model))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_preset_is_sought_with_the_defaults_of_its_architecture(name: str) -> None:
+    """A run that does not fit names a smaller preset."""
+    found: list[Config] = []
+    largest_preset(parse(["--architecture", FAMILIES[name][0]]), lambda config, _: found.append(config) or False)
+    assert load(name)[0].model in [config.model for config in found]
 
 
 def test_every_architecture_has_a_preset() -> None:

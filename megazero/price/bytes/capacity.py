@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megazero.config.flags import as_flag, with_values
-from megazero.config.presets import preset_names, preset_values
+from megazero.config.presets import over_defaults, preset_names, preset_values
 from megazero.config.schema import Config
 from megazero.config.validate import check_values
 from megazero.memory.host import Available, Machine
@@ -191,7 +191,7 @@ def largest_preset(config: Config, fits: Fits) -> str:
                 "precision": given.precision,
                 "grad-dtype": given.grad_dtype,
                 "micro-batch-size": 1,
-                "global-batch-size": 1,
+                "global-batch-size": 2,  # gradients of micro-batches are added
                 "recompute": "full",
             },
         )
@@ -204,7 +204,7 @@ def _presets(architecture: str) -> list[tuple[str, Config]]:
     """Return the models and batches of presets that name their vocabulary, largest first."""
     found = []
     for name in preset_names():
-        preset = with_values(Config(), preset_values(name))
+        preset = over_defaults(preset_values(name))
         if preset.model.architecture == architecture and preset.model.vocab_size:
             found.append((name, Config(model=preset.model, training=preset.training)))
     return sorted(found, key=lambda preset: -num_parameters(declare(preset[1].model)))
