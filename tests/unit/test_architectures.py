@@ -117,7 +117,7 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> 
     ],
 )
 def test_heads_that_flash_attention_lacks_are_refused(flags: str, width: int, near: int) -> None:
-    """Where torch has no other kernel: within documents and windows, in 16 bit on a GPU."""
+    """Within documents and windows, in 16 bit on a GPU, torch has no other kernel."""
     line = f"--architecture llama --kv-channels {width} --precision bf16 {flags}"
     with pytest.raises(ValueError, match=rf"of width {width} in .* at most 256; use --kv-channels {near}, or"):
         check_device(parse(line.split()), "cuda")
