@@ -68,7 +68,7 @@ class ModelConfig:
     """Groups of attention heads that share keys and values. 0: one per head. Not for gpt2."""
     kv_channels: Annotated[int, Bounds(0, 2**16, "no published model has as wide heads")] = 0
     """Width of an attention head. 0: --hidden-size / --num-attention-heads."""
-    rotary_base: Annotated[float, Bounds(0, 1e12, "no published model has a longer wavelength", least_open=True)] = 1e4
+    rotary_base: Annotated[float, Bounds(1, 1e12, "no published model has a longer wavelength", least_open=True)] = 1e4
     """Base of the rotary frequencies (theta); llama 3 has 500000. Not for gpt2."""
     rope_scaling_factor: Annotated[float, Bounds(1, 1e6, "no published model is stretched as far")] = 1.0
     """Factor by which rotary wavelengths are stretched for contexts longer than --rope-trained-length, in the way of

@@ -20,6 +20,8 @@ from megazero.files import explain
 # Flags that name a file or a folder. --data-path and --tokenizer hold other words too, all of them shorter.
 PATHS = ("data-path", "tokenizer", "save", "save-hf", "load", "log-dir", "tensorboard-dir", "device-type")
 
+FLASH_WIDTH = 256  # of a head
+
 # Flags that need another one: with any value (in capitals), or with this value.
 NEEDS = {
     "keep-last": "--save DIR",
@@ -334,8 +336,8 @@ def check_device(config: Config, device_type: str) -> None:
     """Refuse flags that the device does not support.
 
     Raises:
-        ValueError: gradients of a type that a GPU's matrix products do not return; Triton's kernels or CUDA graphs on
-            a CPU.
+        ValueError: gradients of a type that a GPU's matrix products do not return; heads wider than FlashAttention's
+            with documents or windows; Triton's kernels or CUDA graphs on a CPU.
     """
     precision, grad_dtype = config.training.precision, config.training.grad_dtype
     for flag, other in (("fused-kernels triton", "auto or eager"), ("cuda-graph-impl local", "none")):
@@ -347,6 +349,15 @@ def check_device(config: Config, device_type: str) -> None:
         raise ValueError(
             f"--grad-dtype {grad_dtype} with --precision {precision}: a GPU's matrix products return the type of their "
             f"factors, or fp32; use --grad-dtype {either}"
+        )
+    model, fused = config.model, not (config.model.attention_dropout or config.model.attention_softcap)
+    flags = {"--reset-attention-mask": config.data.reset_attention_mask}
+    flags |= {f"--window-size {model.window_size}": 0 < model.window_size < model.seq_length}
+    given = [flag for flag, restricts in flags.items() if restricts]
+    if device_type == "cuda" and precision in ("bf16", "fp16") and fused and given and model.head_dim > FLASH_WIDTH:
+        raise ValueError(
+            f"{given[0]} with heads of {model.head_dim}: in {precision}, FlashAttention computes heads of at most "
+            f"{FLASH_WIDTH} on a GPU; use --kv-channels {FLASH_WIDTH}, --precision fp32, or leave it out"
         )
 
 

@@ -72,7 +72,7 @@ def windows(model: ModelConfig) -> Options:
 
 def pattern_of(letters: str) -> str:
     """Return the shortest pattern that repeats to `letters`; empty if all are L or all are G."""
-    if set(letters) in ({"L"}, {"G"}):
+    if set(letters) <= {"L"} or set(letters) <= {"G"}:
         return ""
     sizes = range(1, len(letters) + 1)
     return next(letters[:n] for n in sizes if (letters[:n] * len(letters))[: len(letters)] == letters)
@@ -88,6 +88,11 @@ def from_windows(config: PreTrainedConfig) -> Options:
         raise ValueError(f"config.json has layer_types {min(unknown)}; this version computes {LOCAL} and {GLOBAL} only")
     letters = "".join("L" if kind == LOCAL and size else "G" for kind in kinds)
     return {"window_size": size if "L" in letters else 0, "layer_pattern": pattern_of(letters)}
+
+
+def _window_of_all_layers(config: PreTrainedConfig) -> Options:
+    """Return window_size of classes that have `sliding_window` without `layer_types`."""
+    return {"window_size": config.sliding_window or 0}
 
 
 # -- GPT-2, GPT-J
@@ -433,7 +438,7 @@ MODELS = {
             "MistralForCausalLM",
             to_theirs=lambda model: {"sliding_window": model.window_size or None},
             expressed=("window_size",),
-            to_ours=from_windows,
+            to_ours=_window_of_all_layers,
         ),
         _llama(
             "ministral",
@@ -490,7 +495,7 @@ MODELS = {
                 "original_max_position_embeddings": model.seq_length,
             },
             expressed=("window_size", "rotary_percent"),
-            to_ours=from_windows,
+            to_ours=_window_of_all_layers,
             heads=False,
         ),
         _llama(

@@ -171,7 +171,7 @@ def test_transformers_defaults_are_a_model_of_ours(model_type: str) -> None:
 
 @pytest.mark.parametrize(
     ("letters", "pattern"),
-    [("GGGG", ""), ("LLL", ""), ("LGLGLG", "LG"), ("LGLGL", "LG"), ("GGLL", "GGLL"), ("NNN", "N"), ("LLGLLGLL", "LLG")],
+    [("", ""), ("GGGG", ""), ("LLL", ""), ("LGLGLG", "LG"), ("LGLGL", "LG"), ("GGLL", "GGLL"), ("NNN", "N"), ("LLGLLGLL", "LLG")],
 )
 def test_patterns_are_the_shortest(letters: str, pattern: str) -> None:
     assert pattern_of(letters) == pattern
