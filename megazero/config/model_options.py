@@ -106,7 +106,7 @@ class ModelConfig:
     """--qk-layernorm: one RMSNorm over the queries of all heads and one over all keys, as in OLMo 2, instead of a norm
     of each head."""
     norm_epsilon: Annotated[float, Bounds(0, 1, "it only keeps a norm's divisor from 0", least_open=True)] = 1e-5
-    """Added to the variance in a norm. The default for llama and qwen3 is 1e-6."""
+    """Added to the variance in a norm. Most families with RMSNorm have 1e-6."""
     embedding_multiplier: Annotated[float, Bounds(0, 1e6, LARGE, least_open=True)] = 1.0
     """Factor of the token embeddings, as in Granite. A tied output matrix is not multiplied."""
     logits_divisor: Annotated[float, Bounds(0, 1e6, LARGE, least_open=True)] = 1.0
@@ -142,6 +142,11 @@ class ModelConfig:
         """Return the kind of attention of a layer: L local, G global, N global without rotary positions."""
         pattern = self.layer_pattern
         return pattern[number % len(pattern)] if pattern else "GL"[self.window_size > 0]
+
+    @property
+    def attention_kinds(self) -> str:
+        """The kinds of attention of all layers."""
+        return "".join(map(self.attention_kind, range(self.num_layers)))
 
     @property
     def embedding_scale(self) -> float:

@@ -4,9 +4,10 @@ Note [Every key is read]
 transformers' class parses config.json, and the family's row in MODELS converts the result; the attributes that the row
 reads are recorded. A key of the file is *read* if the row reads its attribute, or if an attribute that the row reads
 is another without the key, or with 1 as its number: `rope_theta` of old files becomes a part of `rope_parameters`, and
-may be the default. Then the file is parsed again with the keys that are read alone. An attribute that differs between both is one that the file sets away from its
-default, and that nothing of ours computes: it is refused, unless no computation depends on it (`HARMLESS`). So a row
-needs no list of the keys that it does not support, and a key that a later transformers adds is refused too.
+may have the default value. Then the file is parsed again with the keys that are read alone. An attribute that differs
+between both is one that the file sets away from its default, and that nothing of ours computes: it is refused, unless
+no computation depends on it (`HARMLESS`). So a row needs no list of the keys that it does not support, and a key that a
+later transformers adds is refused too.
 """
 
 from __future__ import annotations

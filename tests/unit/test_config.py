@@ -576,7 +576,7 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         )
     ),
     *(
-        ({flag.replace("-", "_"): -1}, 1, 9, f"--{flag} -1: must (not be negative|be more than 0|be at least 1)")
+        ({flag.replace("-", "_"): -1}, 1, 9, f"--{flag} -1: must (not be negative|be more than [01]|be at least 1)")
         for flag, (_, kind, *_) in flags().items()
         if kind in (int, float) and flag != "seed"
     ),
@@ -644,7 +644,10 @@ WIDE_HEADS = {"architecture": "llama", "kv_channels": 264, "precision": "bf16", 
 @pytest.mark.parametrize(
     ("options", "refusal"),
     [
-        ({"window_size": 8}, "--window-size 8 with heads of 264: in bf16, FlashAttention.*at most 256.*--kv-channels 256"),
+        (
+            {"window_size": 8},
+            "--window-size 8 with heads of 264: in bf16, FlashAttention.*at most 256.*--kv-channels 256",
+        ),
         ({"reset_attention_mask": True}, "--reset-attention-mask with heads of 264"),
         ({"window_size": 64}, ""),
         ({"window_size": 8, "kv_channels": 256}, ""),
