@@ -113,7 +113,7 @@ def read(argv: list[str], count_ranks: Callable[[], int] = lambda: 1, find_model
         raise ValueError(refused)
     args, notes = translated.args, [*preset.notes, *translated.notes]
     values, source = preset.values, ""
-    if found := find_model(*_named(args, preset.values)):
+    if found := find_model(*_sources(args, preset.values)):
         values, source = _over_preset(found, preset.values, args), found.source
         notes += found.notes
     defaults = replace(over_defaults(values, _last_value(args, "architecture")), hf_config=source)
@@ -126,7 +126,7 @@ def read(argv: list[str], count_ranks: Callable[[], int] = lambda: 1, find_model
     return Command(config, args, frozenset(values) | names_of(args), notes)
 
 
-def _named(args: list[str], preset: Mapping[str, Any]) -> tuple[str, list[str]]:
+def _sources(args: list[str], preset: Mapping[str, Any]) -> tuple[str, list[str]]:
     """Return --hf-config, and every --load that is given, the preset's first."""
     hf_config, loads = _last_value(args, "hf-config"), _values(args, "load")
     check_text("hf-config", hf_config, is_path=True)

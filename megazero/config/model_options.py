@@ -78,8 +78,8 @@ class ModelConfig:
     """Wavelengths that --rope-scaling-factor stretches. llama3: long ones, as in Llama 3.1. linear: all, as in Gemma 3.
     yarn: long ones, and queries and keys grow by 0.1 ln(factor) + 1, as in OLMo 3. Not for gpt2."""
     rope_trained_length: Annotated[int, Bounds(1, 2**24, "no published model was trained on a longer context")] = 8192
-    """Context before the stretching, by which llama3 and yarn of --rope-scaling-type find the long wavelengths. Not for
-    gpt2."""
+    """Context length before --rope-scaling-factor. llama3 and yarn stretch the wavelengths that are long compared with
+    it. Not for gpt2."""
     rotary_percent: Annotated[float, Bounds(0, 1, "a head has no more dims", least_open=True)] = 1.0
     """Share of each head that is rotated: its first dims, rounded down. Pythia has 0.25. Not for gpt2."""
     rotary_interleaved: bool = False
@@ -104,8 +104,8 @@ class ModelConfig:
     attention_scale: Annotated[float, Bounds(0, 1000, "the softmax would pick one key")] = 0.0
     """Factor of attention scores, as in Granite and Gemma. 0: 1 / sqrt(width of a head)."""
     qk_norm_all_heads: bool = False
-    """--qk-layernorm: one RMSNorm over the queries of all heads and one over all keys, as in OLMo 2, instead of a norm
-    of each head."""
+    """With --qk-layernorm: norm the queries of all heads of a token together, and their keys together, by an RMSNorm
+    each, as in OLMo 2. Not for gpt2."""
     norm_epsilon: Annotated[float, Bounds(0, 1, "it only keeps a norm's divisor from 0", least_open=True)] = 1e-5
     """Added to the variance in a norm. Most families with RMSNorm have 1e-6."""
     embedding_multiplier: Annotated[float, Bounds(0, 1e6, LARGE, least_open=True)] = 1.0
