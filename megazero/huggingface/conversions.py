@@ -24,8 +24,10 @@ def _windows(model: ModelConfig) -> Options:
 
 def _qwen_windows(model: ModelConfig) -> Options:
     found = _windows(model)
+    if not model.window_size:
+        return found | {"use_sliding_window": False}
     first = [*found["layer_types"], LOCAL].index(LOCAL)  # readers without layer_types take the layers before as global
-    return found | {"use_sliding_window": model.window_size > 0, "max_window_layers": first}
+    return found | {"use_sliding_window": True, "max_window_layers": first}
 
 
 def pattern_of(letters: str) -> str:
