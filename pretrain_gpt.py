@@ -23,7 +23,7 @@ from megazero.config.gpu_defaults import gpu_defaults
 from megazero.config.schema import Config
 from megazero.config.validate import check_device, check_values, plans
 from megazero.files import explain
-from megazero.huggingface.options import find_model
+from megazero.huggingface.model_flags import find_model
 from megazero.log import log, log_as
 from megazero.optional import missing_package
 from megazero.plan.layout.resolve import resolve

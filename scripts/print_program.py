@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megazero.config.cli import parse
-from megazero.huggingface.options import find_model
+from megazero.huggingface.model_flags import find_model
 from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
 from megazero.plan.program.program import program, text

@@ -9,6 +9,12 @@ from typing import Any, Literal, NamedTuple
 NormName = Literal["layernorm", "rmsnorm", "rmsnorm-1p"]
 ActivationName = Literal["gelu", "gelu-tanh", "swiglu", "geglu-tanh"]
 
+ROTARY = (
+    *("num-query-groups", "add-qkv-bias", "qk-layernorm", "qk-norm-all-heads"),
+    *("rotary-base", "rotary-percent", "rotary-interleaved", "local-rotary-base"),
+    *("rope-scaling-factor", "rope-scaling-type", "rope-trained-length"),
+)
+
 
 class ArchitectureTraits(NamedTuple):
     """The traits of an architecture that no flag changes, and its defaults of flags.
@@ -35,7 +41,7 @@ class ArchitectureTraits(NamedTuple):
     fused_qkv: bool = False
     learned_positions: bool = False
     root_embedding: bool = False
-    options: tuple[str, ...] = ()
+    options: tuple[str, ...] = ROTARY
     defaults: Mapping[str, Any] = MappingProxyType({})
 
     @property
@@ -44,30 +50,21 @@ class ArchitectureTraits(NamedTuple):
         return self._replace(options=(), defaults={})
 
 
-ROTARY = (
-    *("num-query-groups", "add-qkv-bias", "qk-layernorm", "qk-norm-all-heads"),
-    *("rotary-base", "rotary-percent", "rotary-interleaved", "local-rotary-base"),
-    *("rope-scaling-factor", "rope-scaling-type", "rope-trained-length"),
-)
-LLAMA = ArchitectureTraits(options=ROTARY, defaults={"untie-embeddings": True, "norm-epsilon": 1e-6})
+def _with(row: ArchitectureTraits, defaults: Mapping[str, Any], **traits: Any) -> ArchitectureTraits:
+    """Return `row` with other traits, and with `defaults` besides its own."""
+    return row._replace(defaults={**row.defaults, **defaults}, **traits)
 
 
-OLMO = {"rotary-base": 5e5, "qk-layernorm": True, "qk-norm-all-heads": True}
+LLAMA = ArchitectureTraits(defaults={"untie-embeddings": True, "norm-epsilon": 1e-6})
+OLMO2 = _with(LLAMA, {"rotary-base": 5e5, "qk-layernorm": True, "qk-norm-all-heads": True}, norms="after")
 GEMMA = ArchitectureTraits(
     norm="rmsnorm-1p",
     norms="around",
     activation="geglu-tanh",
     root_embedding=True,
-    options=ROTARY,
     defaults={"norm-epsilon": 1e-6, "kv-channels": 256},
 )
-
-
-def _llama(defaults: Mapping[str, Any], **traits: Any) -> ArchitectureTraits:
-    """Return llama with other traits, and with `defaults` besides its own."""
-    return LLAMA._replace(defaults={**LLAMA.defaults, **defaults}, **traits)
-
-
+GPTJ = ArchitectureTraits(norm="layernorm", parallel=1, activation="gelu-tanh", biases=("mlp",))
 ARCHITECTURES = {
     "gpt2": ArchitectureTraits(
         norm="layernorm",
@@ -75,60 +72,37 @@ ARCHITECTURES = {
         biases=("qkv", "proj", "mlp"),
         fused_qkv=True,
         learned_positions=True,
+        options=(),
     ),
     "llama": LLAMA,
-    "mistral": _llama({"rotary-base": 1e6, "norm-epsilon": 1e-5}),
-    "qwen2": _llama({"rotary-base": 1e6, "add-qkv-bias": True}),
-    "qwen3": _llama({"rotary-base": 1e6, "qk-layernorm": True}),
-    "phi3": _llama({"norm-epsilon": 1e-5}),
-    "smollm3": _llama({"rotary-base": 5e6, "layer-pattern": "GGGN", "untie-embeddings": False}),
-    "granite": _llama({"norm-epsilon": 1e-5, "untie-embeddings": False}),
-    "olmo2": _llama(OLMO, norms="after"),
-    "olmo3": _llama(
-        {**OLMO, "window-size": 4096, "layer-pattern": "LLLG", "local-rotary-base": 5e5},
-        norms="after",
+    "mistral": _with(LLAMA, {"rotary-base": 1e6, "norm-epsilon": 1e-5}),
+    "qwen2": _with(LLAMA, {"rotary-base": 1e6, "add-qkv-bias": True}),
+    "qwen3": _with(LLAMA, {"rotary-base": 1e6, "qk-layernorm": True}),
+    "phi3": _with(LLAMA, {"norm-epsilon": 1e-5}),
+    "smollm3": _with(LLAMA, {"rotary-base": 5e6, "layer-pattern": "GGGN", "untie-embeddings": False}),
+    "granite": _with(LLAMA, {"norm-epsilon": 1e-5, "untie-embeddings": False}),
+    "olmo2": OLMO2,
+    "olmo3": _with(OLMO2, {"window-size": 4096, "layer-pattern": "LLLG", "local-rotary-base": 5e5}),
+    "gemma2": _with(
+        GEMMA, {"window-size": 4096, "layer-pattern": "LG", "attention-softcap": 50.0, "final-softcap": 30.0}
     ),
-    "gemma2": GEMMA._replace(
-        defaults={
-            **GEMMA.defaults,
-            "window-size": 4096,
-            "layer-pattern": "LG",
-            "attention-softcap": 50.0,
-            "final-softcap": 30.0,
-        }
-    ),
-    "gemma3": GEMMA._replace(
-        defaults={
-            **GEMMA.defaults,
-            "qk-layernorm": True,
-            "window-size": 1024,
-            "layer-pattern": "LLLLLG",
-            "rotary-base": 1e6,
-            "local-rotary-base": 1e4,
-        }
+    "gemma3": _with(
+        GEMMA,
+        {"window-size": 1024, "layer-pattern": "LLLLLG", "rotary-base": 1e6, "local-rotary-base": 1e4}
+        | {"qk-layernorm": True},
     ),
     "gpt-neox": ArchitectureTraits(
         norm="layernorm",
         parallel=2,
         activation="gelu",
         biases=("qkv", "proj", "mlp"),
-        options=ROTARY,
         defaults={"untie-embeddings": True, "rotary-percent": 0.25},
     ),
-    "gptj": ArchitectureTraits(
-        norm="layernorm",
-        parallel=1,
-        activation="gelu-tanh",
+    "gptj": _with(
+        GPTJ,
+        {"untie-embeddings": True, "rotary-percent": 0.25, "rotary-interleaved": True},
         biases=("mlp", "logits"),
-        options=ROTARY,
-        defaults={"untie-embeddings": True, "rotary-percent": 0.25, "rotary-interleaved": True},
     ),
-    "stablelm": ArchitectureTraits(
-        norm="layernorm",
-        options=ROTARY,
-        defaults={"untie-embeddings": True, "rotary-percent": 0.25},
-    ),
-    "parallel": ArchitectureTraits(
-        norm="layernorm", parallel=1, activation="gelu-tanh", biases=("mlp",), options=ROTARY
-    ),
+    "stablelm": ArchitectureTraits(norm="layernorm", defaults={"untie-embeddings": True, "rotary-percent": 0.25}),
+    "parallel": GPTJ,
 }

@@ -69,7 +69,7 @@ class ModelConfig:
     """Groups of attention heads that share keys and values. 0: one per head. Not for gpt2."""
     kv_channels: Annotated[int, Bounds(0, 2**16, "no published model has as wide heads")] = 0
     """Width of an attention head. 0: --hidden-size / --num-attention-heads."""
-    rotary_base: Annotated[float, Bounds(0, 1e12, "no published model has a longer wavelength", least_open=True)] = 1e4
+    rotary_base: Annotated[float, Bounds(1, 1e12, "no published model has a longer wavelength", least_open=True)] = 1e4
     """Base of the rotary frequencies (theta); llama 3 has 500000. Not for gpt2."""
     rope_scaling_factor: Annotated[float, Bounds(1, 1e6, "no published model is stretched as far")] = 1.0
     """Factor by which rotary wavelengths are stretched for contexts longer than --rope-trained-length, in the way of
@@ -107,7 +107,7 @@ class ModelConfig:
     """--qk-layernorm: one RMSNorm over the queries of all heads and one over all keys, as in OLMo 2, instead of a norm
     of each head."""
     norm_epsilon: Annotated[float, Bounds(0, 1, "it only keeps a norm's divisor from 0", least_open=True)] = 1e-5
-    """Added to the variance in a norm. The default for llama and qwen3 is 1e-6."""
+    """Added to the variance in a norm. Most families with RMSNorm have 1e-6."""
     embedding_multiplier: Annotated[float, Bounds(0, 1e6, LARGE, least_open=True)] = 1.0
     """Factor of the token embeddings, as in Granite. A tied output matrix is not multiplied."""
     logits_divisor: Annotated[float, Bounds(0, 1e6, LARGE, least_open=True)] = 1.0
@@ -143,6 +143,11 @@ class ModelConfig:
         """Return the kind of attention of a layer: L local, G global, N global without rotary positions."""
         pattern = self.layer_pattern
         return pattern[number % len(pattern)] if pattern else "GL"[self.window_size > 0]
+
+    @property
+    def attention_kinds(self) -> str:
+        """The kinds of attention of all layers."""
+        return "".join(map(self.attention_kind, range(self.num_layers)))
 
     @property
     def embedding_scale(self) -> float:

@@ -20,8 +20,9 @@ from megazero.files import explain
 # Flags that name a file or a folder. --data-path and --tokenizer hold other words too, all of them shorter.
 PATHS = ("data-path", "tokenizer", "save", "save-hf", "load", "log-dir", "tensorboard-dir", "device-type")
 
-# Flags that need another one: with any value (in capitals), or with this value.
 FLASH_WIDTH, FLASH_STEP = 256, 8  # of attention heads: the largest, and the divisor of all that FlashAttention takes
+
+# Flags that need another one: with any value (in capitals), or with this value.
 NEEDS = {
     "keep-last": "--save DIR",
     "keep-every": "--keep-last N",
@@ -357,8 +358,9 @@ def _check_flash_heads(config: Config) -> None:
     """Refuse heads that FlashAttention does not compute where torch has no other kernel: of documents and windows."""
     model, width = config.model, config.model.head_dim
     explicit = model.attention_dropout > 0 or model.attention_softcap > 0
-    flag = "--reset-attention-mask" if config.data.reset_attention_mask else f"--window-size {model.window_size}"
-    if explicit or not (config.data.reset_attention_mask or model.window_size):
+    documents, window = config.data.reset_attention_mask, model.window_size
+    flag = "--reset-attention-mask" if documents else f"--window-size {window}"
+    if explicit or not (documents or 0 < window < model.seq_length):
         return
     if width > FLASH_WIDTH or width % FLASH_STEP:
         near = min(FLASH_WIDTH, -(-width // FLASH_STEP) * FLASH_STEP)

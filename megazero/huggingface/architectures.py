@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -110,6 +110,20 @@ class TensorNames:
         return TensorNames(ours, theirs, self.form)
 
 
+class Conversion(NamedTuple):
+    """Conversion of options that have another form on each side.
+
+    Attributes:
+        expressed: the fields of ModelConfig that `to_theirs` reads.
+        to_theirs: returns fields of their configuration.
+        to_ours: returns fields of ModelConfig. ValueError if their configuration asks for another computation.
+    """
+
+    expressed: tuple[str, ...]
+    to_theirs: Callable[[ModelConfig], Options]
+    to_ours: Callable[[PreTrainedConfig], Options]
+
+
 @dataclass(frozen=True)
 class HuggingFaceModel:
     """A family on both sides.
@@ -120,9 +134,8 @@ class HuggingFaceModel:
         prefix: of the base model's names, which files of the base model alone lack.
         tensors: rows of names.
         options: fields of ModelConfig -> fields of their configuration with the same value.
-        to_theirs: the other fields of their configuration.
-        expressed: the fields of ModelConfig that `to_theirs` reads. All others have their defaults, or `needed`.
-        to_ours: the other fields of ModelConfig. ValueError if their configuration asks for another computation.
+        conversions: of the other options. All other fields of ModelConfig have their defaults, or `needed`.
+        required: fields of their configuration -> the values that ours computes; the first is that of a missing field.
         needed: fields of ModelConfig -> the value that all its models have.
         kinds: letters of --layer-pattern that its layers can have.
         buffers: ends of names in old files that are not weights.
@@ -134,9 +147,8 @@ class HuggingFaceModel:
     prefix: str
     tensors: tuple[TensorNames, ...]
     options: dict[str, str]
-    to_theirs: Callable[[ModelConfig], Options]
-    expressed: tuple[str, ...]
-    to_ours: Callable[[PreTrainedConfig], Options]
+    conversions: tuple[Conversion, ...]
+    required: Mapping[str, tuple[Any, ...]]
     needed: Options
     kinds: str = "G"
     buffers: tuple[str, ...] = ()
@@ -167,13 +179,13 @@ class HuggingFaceModel:
         """Return the fields of `model` that this family cannot have."""
         mine = ARCHITECTURES[self.architecture]
         found = ["architecture"] if model.traits.structure != mine.structure else []
-        free = {*self.options, *self.expressed, *OF_TRAINING, "untie_embeddings"}
+        free = {*self.options, *OF_TRAINING, "untie_embeddings"}.union(*(each.expressed for each in self.conversions))
         model = canonical(model)
         for field in fields(ModelConfig):
             value = getattr(model, field.name)
             if field.name not in free and value != self.needed.get(field.name, field.default):
                 found.append(field.name)
-        if not {model.attention_kind(number) for number in range(model.num_layers)} <= set(self.kinds):
+        if not set(model.attention_kinds) <= set(self.kinds):
             found = list(dict.fromkeys([*found, "layer_pattern"]))
         return found
 
@@ -183,25 +195,20 @@ class HuggingFaceModel:
 
         values = {theirs: getattr(model, RESOLVED.get(ours, ours)) for ours, theirs in self.options.items()}
         values |= {"tie_word_embeddings": not model.untie_embeddings}
-        values |= {
-            "bos_token_id": eod,
-            "eos_token_id": eod,
-            "pad_token_id": None,
-        }  # theirs may be outside our vocabulary
-        return AutoConfig.for_model(self.model_type, **values, **self.to_theirs(model))
+        values |= {"bos_token_id": eod, "eos_token_id": eod, "pad_token_id": None}  # theirs may exceed our vocabulary
+        for conversion in self.conversions:
+            values |= conversion.to_theirs(model)
+        return AutoConfig.for_model(self.model_type, **values)
 
     def from_config(self, config: PreTrainedConfig) -> Options:
         """Return the fields of ModelConfig. ValueError if their configuration asks for another computation."""
+        for key, values in self.required.items():
+            if (found := getattr(config, key, values[0])) not in values:
+                can = " or ".join(map(str, values))
+                raise ValueError(f"config.json has {key} {found}; this version computes {can} only")
         ours = {ours: getattr(config, theirs) for ours, theirs in self.options.items()}
         ours = {name: float(v) if isinstance(getattr(ModelConfig, name), float) else v for name, v in ours.items()}
-        ours |= {"architecture": self.architecture} | self.needed
-        return ours | {"untie_embeddings": not config.tie_word_embeddings} | self.to_ours(config)
-
-
-def require(config: PreTrainedConfig, wanted: dict[str, tuple[Any, ...]]) -> None:
-    """Refuse options of theirs that ask for another computation. A missing option has the first of its values."""
-    for key, values in wanted.items():
-        found = getattr(config, key, values[0])
-        if found not in values:
-            can = " or ".join(map(str, values))
-            raise ValueError(f"config.json has {key} {found}; this version computes {can} only")
+        ours |= {"architecture": self.architecture, "untie_embeddings": not config.tie_word_embeddings} | self.needed
+        for conversion in self.conversions:
+            ours |= conversion.to_ours(config)
+        return ours

@@ -3,10 +3,11 @@
 Note [Every key is read]
 transformers' class parses config.json, and the family's row in MODELS converts the result; the attributes that the row
 reads are recorded. A key of the file is *read* if the row reads its attribute, or if an attribute that the row reads
-is another without the key: `rope_theta` of old files becomes a part of `rope_parameters`. Then the file is parsed again
-with the keys that are read alone. An attribute that differs between both is one that the file sets away from its
-default, and that nothing of ours computes: it is refused, unless no computation depends on it (`HARMLESS`). So a row
-needs no list of the keys that it does not support, and a key that a later transformers adds is refused too.
+is another without the key, or with 1 as its number: `rope_theta` of old files becomes a part of `rope_parameters`, and
+may have the default value. Then the file is parsed again with the keys that are read alone. An attribute that differs
+between both is one that the file sets away from its default, and that nothing of ours computes: it is refused, unless
+no computation depends on it (`HARMLESS`). So a row needs no list of the keys that it does not support, and a key that a
+later transformers adds is refused too.
 """
 
 from __future__ import annotations
@@ -41,14 +42,17 @@ HARMLESS = frozenset(
     encoder_no_repeat_ngram_size exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
     forced_bos_token_id forced_eos_token_id remove_invalid_values return_dict_in_generate output_scores
     pretraining_tp n_ctx max_window_layers _sliding_window_pattern no_rope_layer_interval
-    attn_implementation _attn_implementation
+    attn_implementation _attn_implementation original_max_position_embeddings
     """.split()
 )  # pretraining_tp cuts products in parts; n_ctx repeats n_positions; the next three act through layer_types or
-# no_rope_layers alone
+# no_rope_layers alone, and the last one through rope_parameters
 # Keys that ask for other weights, code of their own, or layers that differ.
 NEVER = ("quantization_config", "auto_map", "per_layer_config")
-# Keys that no class has any more, with the values that ask for nothing.
-WITHOUT_EFFECT: Mapping[str, Any] = {"rope_interleaved": False, "rotary": True, "tie_encoder_decoder": False}
+# Keys that no class reads any more, with the values that ask for nothing. Gemma's activation is hidden_activation.
+WITHOUT_EFFECT: Mapping[str, Any] = {
+    **{"rope_interleaved": False, "rotary": True, "tie_encoder_decoder": False, "use_mrope": False},
+    "hidden_act": "gelu_pytorch_tanh",
+}
 
 
 class _Recorded:
@@ -86,9 +90,9 @@ def read_config(path: Path, flag: str = "--from hf") -> tuple[HuggingFaceModel, 
         keys = read_json_object(file)
     except OSError as error:
         raise ValueError(f"{where}: {explain(error)}") from None
-    model_type = keys.get("model_type")
+    model_type = str(keys.get("model_type"))
     if model_type not in MODELS:
-        raise ValueError(f"{where}: its model_type is {str(model_type)[:80]!r}; known are {', '.join(MODELS)}")
+        raise ValueError(f"{where}: its model_type is {model_type[:80]!r}; known are {', '.join(MODELS)}")
     auto = load_optional("transformers", where).AutoConfig
     try:
         return MODELS[model_type], _converted(MODELS[model_type], type(auto.for_model(model_type)), keys)
@@ -114,11 +118,16 @@ def _refuse_unread(
     def differing(other: PreTrainedConfig, names: set[str]) -> list[str]:
         return [name for name in sorted(names) if getattr(whole, name, None) != getattr(other, name, None)]
 
-    def parsed(left: set[str]) -> PreTrainedConfig:
-        return parser.from_dict({key: value for key, value in keys.items() if key not in left})
+    def parsed(left: set[str], **others: Any) -> PreTrainedConfig:
+        return parser.from_dict({key: value for key, value in keys.items() if key not in left} | others)
+
+    def is_read(key: str) -> bool:
+        value = keys[key]
+        others = [{}, {key: type(value)(2 if value == 1 else 1)}] if type(value) in (int, float) else [{}]
+        return any(differing(parsed({key}, **other), read) for other in others)
 
     asked = {key for key, value in keys.items() if key not in HARMLESS and not _without_effect(key, value)}
-    unread = {key for key in asked - read if not differing(parsed({key}), read)}
+    unread = {key for key in asked - read if not is_read(key)}
     known = {name for name in vars(whole) if not name.startswith("_")} - HARMLESS - read
     faults = dict.fromkeys(differing(parsed(unread), known))
     faults |= dict.fromkeys(sorted(unread - known))

@@ -5,9 +5,7 @@ Shapes: h hidden, n heads, g groups of heads that share keys and values, d head 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megazero.config.flags import as_flag
 from megazero.config.schema import ModelConfig
@@ -22,22 +20,27 @@ from megazero.huggingface.architectures import (
     SAME,
     STACKED,
     TRANSPOSED,
+    Conversion,
     Form,
     HuggingFaceModel,
     Options,
     TensorNames,
-    require,
 )
-from megazero.huggingface.rotary import rope_parameters, rotary_options
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+from megazero.huggingface.conversions import (
+    ATTENTION_MULTIPLIER,
+    GEMMA_SCORES,
+    GPT,
+    HEAD_DIM,
+    NO_ROPE_LAYERS,
+    PHI3,
+    QWEN_WINDOWS,
+    ROTARY_DIM,
+    WINDOW,
+    WINDOWS,
+)
+from megazero.huggingface.rotary import LOCAL_ROTARY, PARTIAL_ROTARY, ROTARY
 
 Names = dict[str | tuple[str, ...], tuple[Any, ...]]  # ours -> form, theirs
-
-LOCAL, GLOBAL = "sliding_attention", "full_attention"
-ROPE = ("rotary_base", "rope_scaling_factor", "rope_scaling_type", "rope_trained_length")
-WINDOWS = ("window_size", "layer_pattern")
 
 
 def _rows(outside: dict[str, str], block: str, *inside: Names) -> tuple[TensorNames, ...]:
@@ -59,35 +62,6 @@ def _both(ours: str, form: Form, *theirs: str) -> Names:
 
 def _same(**names: str) -> Names:
     return {name.replace("__", "."): (SAME, theirs) for name, theirs in names.items()}
-
-
-# -- Windows and kinds of layers
-
-
-def windows(model: ModelConfig) -> Options:
-    """Return `sliding_window` and `layer_types`."""
-    kinds = [LOCAL if model.attention_kind(i) == "L" else GLOBAL for i in range(model.num_layers)]
-    return {"sliding_window": model.window_size or None, "layer_types": kinds}
-
-
-def pattern_of(letters: str) -> str:
-    """Return the shortest pattern that repeats to `letters`; empty if all are L or all are G."""
-    if set(letters) in ({"L"}, {"G"}):
-        return ""
-    sizes = range(1, len(letters) + 1)
-    return next(letters[:n] for n in sizes if (letters[:n] * len(letters))[: len(letters)] == letters)
-
-
-def from_windows(config: PreTrainedConfig) -> Options:
-    """Return window_size and layer_pattern of `sliding_window` and `layer_types`."""
-    size = config.sliding_window if getattr(config, "use_sliding_window", True) else None
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        kinds = [LOCAL if size else GLOBAL] * config.num_hidden_layers
-    if unknown := set(kinds) - {LOCAL, GLOBAL}:
-        raise ValueError(f"config.json has layer_types {min(unknown)}; this version computes {LOCAL} and {GLOBAL} only")
-    letters = "".join("L" if kind == LOCAL and size else "G" for kind in kinds)
-    return {"window_size": size if "L" in letters else 0, "layer_pattern": pattern_of(letters)}
 
 
 # -- GPT-2, GPT-J
@@ -113,39 +87,12 @@ GPT_OUTSIDE = {
     "head.output.weight": OUTPUT,
     "head.output_bias": "lm_head.bias",
 }
-
-
-def _gpt_to_theirs(model: ModelConfig) -> Options:
-    return {"activation_function": "gelu_new", "embd_pdrop": model.hidden_dropout}
-
-
-def _gpt_to_ours(config: PreTrainedConfig) -> Options:
-    require(
-        config,
-        {
-            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-            "scale_attn_weights": (True,),
-            "scale_attn_by_inverse_layer_idx": (False,),
-            "add_cross_attention": (False,),
-        },
-    )
-    if config.embd_pdrop != config.resid_pdrop:
-        raise ValueError(
-            f"config.json has embd_pdrop {config.embd_pdrop} and resid_pdrop {config.resid_pdrop}; this version "
-            "computes equal ones only, which are --hidden-dropout"
-        )
-    return {"ffn_hidden_size": config.n_inner or 4 * config.n_embd}
-
-
-def _gptj_to_theirs(model: ModelConfig) -> Options:
-    return _gpt_to_theirs(model) | {"rotary_dim": int(model.head_dim * model.rotary_percent)}
-
-
-def _gptj_to_ours(config: PreTrainedConfig) -> Options:
-    head_dim = config.n_embd // config.n_head
-    return _gpt_to_ours(config) | {"rotary_percent": (config.rotary_dim or config.n_embd) / head_dim}
-
-
+GPT_REQUIRED: dict[str, tuple[Any, ...]] = {
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+}
 GPT2 = HuggingFaceModel(
     "gpt2",
     "GPT2LMHeadModel",
@@ -169,9 +116,8 @@ GPT2 = HuggingFaceModel(
         },
     ),
     GPT_OPTIONS,
-    _gpt_to_theirs,
-    (),
-    _gpt_to_ours,
+    (GPT,),
+    GPT_REQUIRED,
     needed={},
     buffers=(".attn.bias", ".attn.masked_bias"),
 )
@@ -193,66 +139,10 @@ GPTJ = HuggingFaceModel(
         _both("mlp.down", SAME, "mlp.fc_out"),
     ),
     GPT_OPTIONS,
-    _gptj_to_theirs,
-    ("rotary_percent",),
-    _gptj_to_ours,
+    (GPT, ROTARY_DIM),
+    GPT_REQUIRED,
     needed={"rotary_interleaved": True},
     buffers=(".attn.bias", ".attn.masked_bias"),
-)
-
-
-# -- GPT-NeoX, as Pythia
-
-
-def _neox_to_theirs(model: ModelConfig) -> Options:
-    return {"hidden_act": "gelu", "rope_parameters": rope_parameters(model, partial=True)}
-
-
-def _neox_to_ours(config: PreTrainedConfig) -> Options:
-    require(config, {"hidden_act": ("gelu",), "attention_bias": (True,), "use_parallel_residual": (True,)})
-    return rotary_options(config.rope_parameters, partial=True)
-
-
-NEOX = HuggingFaceModel(
-    "gpt_neox",
-    "GPTNeoXForCausalLM",
-    "gpt-neox",
-    "gpt_neox.",
-    _rows(
-        {
-            "token_embedding.weight": "gpt_neox.embed_in.weight",
-            "head.norm.weight": "gpt_neox.final_layer_norm.weight",
-            "head.norm.bias": "gpt_neox.final_layer_norm.bias",
-            "head.output.weight": OUTPUT,
-        },
-        "gpt_neox.layers.{}.",
-        _both("norm", SAME, "input_layernorm"),
-        {
-            (f"attention.query.{kind}", f"attention.kv.{kind}"): (QKV_BY_HEAD, f"attention.query_key_value.{kind}")
-            for kind in ("weight", "bias")
-        },
-        _both("attention.proj", SAME, "attention.dense"),
-        _both("mlp_norm", SAME, "post_attention_layernorm"),
-        _both("mlp.up", SAME, "mlp.dense_h_to_4h"),
-        _both("mlp.down", SAME, "mlp.dense_4h_to_h"),
-    ),
-    {
-        "vocab_size": "vocab_size",
-        "seq_length": "max_position_embeddings",
-        "hidden_size": "hidden_size",
-        "num_layers": "num_hidden_layers",
-        "num_attention_heads": "num_attention_heads",
-        "ffn_hidden_size": "intermediate_size",
-        "norm_epsilon": "layer_norm_eps",
-        "hidden_dropout": "hidden_dropout",
-        "attention_dropout": "attention_dropout",
-        "init_method_std": "initializer_range",
-    },
-    _neox_to_theirs,
-    (*ROPE, "rotary_percent"),
-    _neox_to_ours,
-    needed={},
-    buffers=(".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"),
 )
 
 
@@ -303,51 +193,29 @@ PHI3_LAYERS: Names = {
 }
 NO_BIASES = {"attention_bias": (False,), "mlp_bias": (False,)}
 SILU = NO_BIASES | {"hidden_act": ("silu",)}
-
-
-def _head_dim(config: PreTrainedConfig) -> Options:
-    usual = config.hidden_size // config.num_attention_heads
-    found = getattr(config, "head_dim", None) or usual
-    return {"kv_channels": 0 if found == usual else found}
+GEMMA_REQUIRED = NO_BIASES | {
+    "hidden_activation": ("gelu_pytorch_tanh",),
+    "use_bidirectional_attention": (None, False),
+}
 
 
 def _llama(
     model_type: str,
     model_class: str,
-    *,
+    *conversions: Conversion,
     architecture: str = "",
     layers: Names = BEFORE | ATTENTION | GATED_MLP,
     options: dict[str, str] | None = None,
     needed: Options | None = None,
     required: dict[str, tuple[Any, ...]] = SILU,
-    to_theirs: Callable[[ModelConfig], Options] = lambda model: {},
-    expressed: tuple[str, ...] = (),
     kinds: str = "GL",
-    to_ours: Callable[[PreTrainedConfig], Options] = lambda config: {},
-    heads: bool = True,
-    local_rope: bool = False,
 ) -> HuggingFaceModel:
     """Return a relative of Llama.
 
     Args:
         layers: names of the tensors in blocks.
-        options, needed, expressed, kinds: besides Llama's; see `HuggingFaceModel`.
-        required: of their configuration.
-        to_theirs, to_ours: of options besides rotary positions and the width of heads.
-        heads: whether it has heads of a width of their own.
-        local_rope: whether rotary positions are given by kind of layer.
+        options: besides Llama's; see `HuggingFaceModel`.
     """
-
-    def theirs(model: ModelConfig) -> Options:
-        rope = rope_parameters(model, "rotary_percent" in expressed, local_rope)
-        return {"rope_parameters": rope} | ({"head_dim": model.head_dim} if heads else {}) | to_theirs(model)
-
-    def ours(config: PreTrainedConfig) -> Options:
-        require(config, required)
-        rope = rotary_options(config.rope_parameters, "rotary_percent" in expressed)
-        return (_head_dim(config) if heads else {}) | rope | to_ours(config)
-
-    fields = (*ROPE, *expressed, *(["kv_channels"] if heads else []), *(["local_rotary_base"] if local_rope else []))
     return HuggingFaceModel(
         model_type,
         model_class,
@@ -355,71 +223,54 @@ def _llama(
         "model.",
         _rows(LLAMA_OUTSIDE, "model.layers.{}.", layers),
         LLAMA_OPTIONS | (options or {}),
-        theirs,
-        fields,
-        ours,
+        conversions,
+        required,
         needed or {},
         kinds,
         buffers=(".rotary_emb.inv_freq",),
     )
 
 
-def _qwen_windows(model: ModelConfig) -> Options:
-    found = windows(model)
-    first = [*found["layer_types"], LOCAL].index(LOCAL)  # readers without layer_types take the layers before as global
-    return found | {"use_sliding_window": model.window_size > 0, "max_window_layers": first}
-
-
-def _gemma_to_theirs(model: ModelConfig) -> Options:
-    scalar = round(model.attention_scale**-2) if model.attention_scale else model.head_dim
-    if model.attention_scale and not math.isclose(scalar**-0.5, model.attention_scale):
-        raise ValueError(
-            f"--attention-scale {model.attention_scale}: Gemma's is 1 / sqrt(N) of a whole N, such as {scalar**-0.5}"
-        )
-    return windows(model) | {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": scalar,
-        "attn_logit_softcapping": model.attention_softcap or None,
-        "final_logit_softcapping": model.final_softcap or None,
-    }
-
-
-def _gemma_to_ours(config: PreTrainedConfig) -> Options:
-    scalar = config.query_pre_attn_scalar
-    return from_windows(config) | {
-        "attention_scale": 0.0 if scalar == config.head_dim else scalar**-0.5,
-        "attention_softcap": config.attn_logit_softcapping or 0.0,
-        "final_softcap": config.final_logit_softcapping or 0.0,
-    }
-
-
-GEMMA: Options = {
-    "layers": AROUND | ATTENTION | GATED_MLP,
-    "required": NO_BIASES | {"hidden_activation": ("gelu_pytorch_tanh",), "use_bidirectional_attention": (None, False)},
-    "to_theirs": _gemma_to_theirs,
-    "expressed": (*WINDOWS, "attention_scale", "attention_softcap", "final_softcap"),
-    "to_ours": _gemma_to_ours,
-}
+GEMMA: Options = {"layers": AROUND | ATTENTION | GATED_MLP, "required": GEMMA_REQUIRED}
 OLMO: Options = {
     "layers": AFTER | ATTENTION | GATED_MLP,
     "needed": {"qk_layernorm": True, "qk_norm_all_heads": True},
-    "heads": False,
 }
 
 
-def _no_rope_layers(model: ModelConfig) -> Options:
-    letters = [model.attention_kind(i) for i in range(model.num_layers)]
-    return {"no_rope_layers": [int(letter != "N") for letter in letters], "layer_types": [GLOBAL] * model.num_layers}
+# -- GPT-NeoX, as Pythia
 
 
-def _from_no_rope_layers(config: PreTrainedConfig) -> Options:
-    return {"layer_pattern": pattern_of("".join("G" if rotates else "N" for rotates in config.no_rope_layers))}
-
-
-def _granite_to_ours(config: PreTrainedConfig) -> Options:
-    head_dim = config.hidden_size // config.num_attention_heads
-    usual = config.attention_multiplier == head_dim**-0.5
-    return {"attention_scale": 0.0 if usual else float(config.attention_multiplier)}
+NEOX = HuggingFaceModel(
+    "gpt_neox",
+    "GPTNeoXForCausalLM",
+    "gpt-neox",
+    "gpt_neox.",
+    _rows(
+        {
+            "token_embedding.weight": "gpt_neox.embed_in.weight",
+            "head.norm.weight": "gpt_neox.final_layer_norm.weight",
+            "head.norm.bias": "gpt_neox.final_layer_norm.bias",
+            "head.output.weight": OUTPUT,
+        },
+        "gpt_neox.layers.{}.",
+        _both("norm", SAME, "input_layernorm"),
+        {
+            (f"attention.query.{kind}", f"attention.kv.{kind}"): (QKV_BY_HEAD, f"attention.query_key_value.{kind}")
+            for kind in ("weight", "bias")
+        },
+        _both("attention.proj", SAME, "attention.dense"),
+        _both("mlp_norm", SAME, "post_attention_layernorm"),
+        _both("mlp.up", SAME, "mlp.dense_h_to_4h"),
+        _both("mlp.down", SAME, "mlp.dense_4h_to_h"),
+    ),
+    {name: theirs for name, theirs in LLAMA_OPTIONS.items() if name != "num_query_groups"}
+    | {"norm_epsilon": "layer_norm_eps", "hidden_dropout": "hidden_dropout"},
+    (PARTIAL_ROTARY,),
+    {"hidden_act": ("gelu",), "attention_bias": (True,), "use_parallel_residual": (True,)},
+    needed={},
+    buffers=(".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"),
+)
 
 
 MODELS = {
@@ -428,85 +279,40 @@ MODELS = {
         GPT2,
         GPTJ,
         NEOX,
-        _llama("llama", "LlamaForCausalLM"),
-        _llama(
-            "mistral",
-            "MistralForCausalLM",
-            to_theirs=lambda model: {"sliding_window": model.window_size or None},
-            expressed=("window_size",),
-            to_ours=from_windows,
-        ),
-        _llama(
-            "ministral",
-            "MinistralForCausalLM",
-            architecture="mistral",
-            to_theirs=windows,
-            expressed=WINDOWS,
-            to_ours=from_windows,
-        ),
-        _llama(
-            "qwen2",
-            "Qwen2ForCausalLM",
-            needed={"add_qkv_bias": True},
-            to_theirs=_qwen_windows,
-            expressed=WINDOWS,
-            to_ours=from_windows,
-            heads=False,
-        ),
-        _llama(
-            "qwen3",
-            "Qwen3ForCausalLM",
-            needed={"qk_layernorm": True},
-            to_theirs=_qwen_windows,
-            expressed=WINDOWS,
-            to_ours=from_windows,
-        ),
-        _llama("olmo2", "Olmo2ForCausalLM", **OLMO),
-        _llama(
-            "olmo3",
-            "Olmo3ForCausalLM",
-            **OLMO,
-            to_theirs=windows,
-            expressed=WINDOWS,
-            to_ours=from_windows,
-            local_rope=True,
-        ),
-        _llama("gemma2", "Gemma2ForCausalLM", **GEMMA),
+        _llama("llama", "LlamaForCausalLM", ROTARY, HEAD_DIM),
+        _llama("mistral", "MistralForCausalLM", ROTARY, HEAD_DIM, WINDOW),
+        _llama("ministral", "MinistralForCausalLM", ROTARY, HEAD_DIM, WINDOWS, architecture="mistral"),
+        _llama("qwen2", "Qwen2ForCausalLM", ROTARY, QWEN_WINDOWS, needed={"add_qkv_bias": True}),
+        _llama("qwen3", "Qwen3ForCausalLM", ROTARY, HEAD_DIM, QWEN_WINDOWS, needed={"qk_layernorm": True}),
+        _llama("olmo2", "Olmo2ForCausalLM", ROTARY, **OLMO),
+        _llama("olmo3", "Olmo3ForCausalLM", LOCAL_ROTARY, WINDOWS, **OLMO),
+        _llama("gemma2", "Gemma2ForCausalLM", ROTARY, HEAD_DIM, WINDOWS, GEMMA_SCORES, **GEMMA),
         _llama(
             "gemma3_text",
             "Gemma3ForCausalLM",
-            architecture="gemma3",
+            *(LOCAL_ROTARY, HEAD_DIM, WINDOWS, GEMMA_SCORES),
             **GEMMA,
+            architecture="gemma3",
             needed={"qk_layernorm": True},
-            local_rope=True,
         ),
         _llama(
             "phi3",
             "Phi3ForCausalLM",
+            *(PARTIAL_ROTARY, WINDOW, PHI3),
             layers=BEFORE | PHI3_LAYERS,
             options={"hidden_dropout": "resid_pdrop"},
-            to_theirs=lambda model: {
-                "sliding_window": model.window_size or None,
-                "embd_pdrop": model.hidden_dropout,
-                "original_max_position_embeddings": model.seq_length,
-            },
-            expressed=("window_size", "rotary_percent"),
-            to_ours=from_windows,
-            heads=False,
         ),
         _llama(
             "smollm3",
             "SmolLM3ForCausalLM",
+            *(ROTARY, NO_ROPE_LAYERS),
             required=SILU | {"use_sliding_window": (False,)},
-            to_theirs=_no_rope_layers,
-            expressed=("layer_pattern",),
             kinds="GN",
-            to_ours=_from_no_rope_layers,
-            heads=False,
         ),
         _llama(
             "stablelm",
             "StableLmForCausalLM",
+            PARTIAL_ROTARY,
             layers=_both("norm1", SAME, "input_layernorm")
             | _both("norm2", SAME, "post_attention_layernorm")
             | ATTENTION
@@ -517,21 +323,16 @@ MODELS = {
                 "hidden_dropout": "hidden_dropout",
             },
             required=SILU | {"use_parallel_residual": (False,), "qk_layernorm": (False,)},
-            expressed=("rotary_percent",),
-            heads=False,
         ),
         _llama(
             "granite",
             "GraniteForCausalLM",
+            *(ROTARY, ATTENTION_MULTIPLIER),
             options={
                 "embedding_multiplier": "embedding_multiplier",
                 "residual_multiplier": "residual_multiplier",
                 "logits_divisor": "logits_scaling",
             },
-            to_theirs=lambda model: {"attention_multiplier": model.attention_scale or model.head_dim**-0.5},
-            expressed=("attention_scale",),
-            to_ours=_granite_to_ours,
-            heads=False,
         ),
     )
 }

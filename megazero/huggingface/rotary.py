@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from megazero.config.schema import ModelConfig
+from megazero.huggingface.architectures import Conversion, Options
 from megazero.kernels.rotary import FAST, HIGH_FREQUENCY, LOW_FREQUENCY, SLOW, Rotary
-
-Options = dict[str, Any]
 
 
 class Scaling(NamedTuple):
@@ -35,17 +34,7 @@ def rope_parameters(model: ModelConfig, partial: bool = False, by_kind: bool = F
     Args:
         partial: whether their class can rotate a part of each head.
         by_kind: whether their class has parameters of layers with a window and of others.
-
-    Raises:
-        ValueError: their class cannot compute these positions.
     """
-    impossible = {
-        "--rotary-interleaved": model.rotary_interleaved,
-        f"--rotary-percent {model.rotary_percent:g}": model.rotary_percent != 1 and not partial,
-        f"--local-rotary-base {model.local_rotary_base:g}": model.local_rotary_base and not by_kind,
-    }
-    if flags := [flag for flag, given in impossible.items() if given]:
-        raise ValueError(f"{' '.join(flags)}: this architecture of Hugging Face has no such rotary positions")
     part: Options = {"partial_rotary_factor": model.rotary_percent} if partial else {}
     kind = "default" if model.rope_scaling_factor == 1 else model.rope_scaling_type
     scaling = {theirs: getattr(model, ours) for theirs, ours in SCALINGS[kind].options.items()}
@@ -100,3 +89,18 @@ def _options(given: Mapping[str, Any], partial: bool) -> Options:
                 f"config.json has {key} {value} in rope_parameters of rope_type {kind}; this version {can}"
             )
     return found | ({} if factor == 1 else {"rope_scaling_type": kind, **scaling})
+
+
+def _rotary(*further: str) -> Conversion:
+    """Return the conversion of rotary positions. further: the options of ours that not all of their classes have."""
+    partial, by_kind = "rotary_percent" in further, "local_rotary_base" in further
+    return Conversion(
+        ("rotary_base", "rope_scaling_factor", "rope_scaling_type", "rope_trained_length", *further),
+        lambda model: {"rope_parameters": rope_parameters(model, partial, by_kind)},
+        lambda config: rotary_options(config.rope_parameters, partial),
+    )
+
+
+ROTARY = _rotary()
+PARTIAL_ROTARY = _rotary("rotary_percent")
+LOCAL_ROTARY = _rotary("local_rotary_base")

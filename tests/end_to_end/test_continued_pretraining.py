@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from megazero.config.cli import parse
 from megazero.data.corpora import open_datasets
-from megazero.huggingface.options import find_model
+from megazero.huggingface.model_flags import find_model
 from tests.end_to_end.cli import metrics, pretrain
 from tests.end_to_end.test_generate import write_tokenizer
 from tests.reference_run import read_checkpoint, write_corpus
@@ -81,8 +81,8 @@ def loss_of_theirs(folder: Path, corpus: Path, first: int = 0) -> float:
 @pytest.mark.parametrize(
     ("model_type", "layout"),
     [
-        ("llama", "tp 2"),
-        ("qwen3", "pp 2"),
+        pytest.param("llama", "tp 2", marks=pytest.mark.slow),  # in the next test too
+        pytest.param("qwen3", "pp 2", marks=pytest.mark.slow),
         ("gpt2", "zero 3"),
         pytest.param("gpt2", "tp 2", marks=pytest.mark.slow),
         pytest.param("llama", "zero 3", marks=pytest.mark.slow),

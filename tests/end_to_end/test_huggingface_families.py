@@ -45,7 +45,7 @@ KINDS = {name: (family_of(family(name, ModelConfig())).model_class, flags_of(nam
     "llama with biases is qwen2": ("Qwen2ForCausalLM", "--architecture llama --add-qkv-bias"),
     "llama with norms is qwen3": ("Qwen3ForCausalLM", f"{LLAMA} 1 --qk-layernorm --no-untie-embeddings"),
 }
-BY_DEFAULT = ("llama", "gemma3", "gpt-neox")
+BY_DEFAULT = ("gemma3", "gpt-neox")
 NEAR = model_tolerance(ModelConfig(2, 48, 0, 6, LENGTH, WORDS), torch.float32)
 PROMPTS = [[7], [7, 3, 55, 12], [60] * 9, [1, 2, 3]]
 

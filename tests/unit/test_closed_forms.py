@@ -77,7 +77,7 @@ def test_costs_of_passes_are_those_of_their_trace(architecture: str, recompute: 
             assert costs[1] == pytest.approx(inputs)
 
 
-@pytest.mark.parametrize("vocabulary", [130, 5000])
+@pytest.mark.parametrize("vocabulary", [130, pytest.param(5000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("architecture", ROWS)
 def test_bounds_of_memory_are_bounds(architecture: str, vocabulary: int) -> None:
     """A search leaves layouts out by one, and a run is refused by another; neither is more than the estimate."""

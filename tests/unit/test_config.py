@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import tomllib
@@ -575,7 +576,7 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         )
     ),
     *(
-        ({flag.replace("-", "_"): -1}, 1, 9, f"--{flag} -1: must (not be negative|be more than 0|be at least 1)")
+        ({flag.replace("-", "_"): -1}, 1, 9, f"--{flag} -1: must (not be negative|be more than [01]|be at least 1)")
         for flag, (_, kind, *_) in flags().items()
         if kind in (int, float) and flag != "seed"
     ),
@@ -635,6 +636,30 @@ def test_corpora_that_the_metrics_tell_apart() -> None:
     """Named with weights or without; a blend of many has no numbers per corpus."""
     for words, count in (((), 1), (("a",), 1), (("a", "b", "c"), 3), (("1", "a", ".5", "b"), 2), (("a",) * 101, 1)):
         assert DataConfig(data_path=words).named_corpora == count, words
+
+
+WIDE_HEADS = {"architecture": "llama", "kv_channels": 264, "precision": "bf16", "seq_length": 64, "vocab_size": 9}
+
+
+@pytest.mark.parametrize(
+    ("options", "refusal"),
+    [
+        (
+            {"window_size": 8},
+            "--window-size 8 with heads of width 264 in bf16.*FlashAttention.*at most 256; use --kv-channels 256",
+        ),
+        ({"reset_attention_mask": True}, "--reset-attention-mask with heads of width 264"),
+        ({"window_size": 64}, ""),
+        ({"window_size": 8, "kv_channels": 256}, ""),
+        ({"window_size": 8, "precision": "fp32"}, ""),
+        ({"window_size": 8, "attention_softcap": 5.0}, ""),
+    ],
+)
+def test_documents_and_windows_on_a_gpu_have_heads_of_flash_attention(options: dict[str, Any], refusal: str) -> None:
+    config = make(**WIDE_HEADS | options)
+    check_device(config, "cpu")
+    with pytest.raises(ValueError, match=refusal) if refusal else contextlib.nullcontext():
+        check_device(config, "cuda")
 
 
 def test_graphs_need_a_gpu() -> None:

@@ -16,7 +16,8 @@ from megazero.config.architectures import ARCHITECTURES
 from megazero.config.cli import parse
 from megazero.config.schema import Config, ModelConfig, TrainingConfig
 from megazero.huggingface.architectures import canonical
-from megazero.huggingface.families import MODELS, family_of, pattern_of
+from megazero.huggingface.conversions import pattern_of
+from megazero.huggingface.families import MODELS, family_of
 from megazero.model.layers.context import MicroBatchInfo
 from megazero.model.stage import declare
 from megazero.plan.layout.layers import num_parameters
@@ -171,7 +172,16 @@ def test_transformers_defaults_are_a_model_of_ours(model_type: str) -> None:
 
 @pytest.mark.parametrize(
     ("letters", "pattern"),
-    [("GGGG", ""), ("LLL", ""), ("LGLGLG", "LG"), ("LGLGL", "LG"), ("GGLL", "GGLL"), ("NNN", "N"), ("LLGLLGLL", "LLG")],
+    [
+        ("", ""),
+        ("GGGG", ""),
+        ("LLL", ""),
+        ("LGLGLG", "LG"),
+        ("LGLGL", "LG"),
+        ("GGLL", "GGLL"),
+        ("NNN", "N"),
+        ("LLGLLGLL", "LLG"),
+    ],
 )
 def test_patterns_are_the_shortest(letters: str, pattern: str) -> None:
     assert pattern_of(letters) == pattern

@@ -132,6 +132,54 @@ def test_published_files_of_older_versions_are_read(tmp_path: Path) -> None:
     assert read_config(written(tmp_path, "qwen2", **windows))[1].window_size == 0
 
 
+# Keys as the hub has them, in short: many of their values are the defaults of transformers' classes.
+PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "pythia": (
+        {"model_type": "gpt_neox", "rotary_emb_base": 10000, "rotary_pct": 0.25, "use_parallel_residual": True},
+        {"rotary_base": 1e4, "rotary_percent": 0.25},
+    ),
+    "mistral-7b": (
+        {"model_type": "mistral", "sliding_window": 4096, "rope_theta": 10000.0},
+        {"window_size": 4096, "layer_pattern": "", "rotary_base": 1e4},
+    ),
+    "phi-4": (
+        {"model_type": "phi3", "max_position_embeddings": 16384, "original_max_position_embeddings": 16384}
+        | {"rope_theta": 250000, "sliding_window": None},
+        {"rotary_base": 250000.0, "window_size": 0, "seq_length": 16384},
+    ),
+    "qwen2.5": (
+        {"model_type": "qwen2", "use_mrope": False, "use_sliding_window": False, "max_window_layers": 21},
+        {"window_size": 0},
+    ),
+    "gemma-2": (
+        {"model_type": "gemma2", "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+        | {"rope_theta": 10000.0, "sliding_window": 4096, "query_pre_attn_scalar": 256},
+        {"window_size": 4096, "layer_pattern": "LG", "attention_scale": 0.0},
+    ),
+    "gemma-3": (
+        {"model_type": "gemma3_text", "rope_theta": 1000000, "rope_local_base_freq": 10000, "sliding_window": 512}
+        | {"sliding_window_pattern": 6, "num_hidden_layers": 26},
+        {"window_size": 512, "layer_pattern": "LLLLLG", "rotary_base": 1e6, "local_rotary_base": 1e4},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_keys_with_the_value_of_the_class_are_read(name: str, tmp_path: Path) -> None:
+    keys, options = PUBLISHED[name]
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    model = read_config(tmp_path)[1]
+    assert {option: getattr(model, option) for option in options} == options
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "phi3"])
+def test_classes_without_kinds_of_layers_refuse_them(model_type: str, tmp_path: Path) -> None:
+    """transformers' model ignores the key: all layers have the window."""
+    kinds = ["full_attention", "sliding_attention"]
+    with pytest.raises(ValueError, match=r"config\.json has layer_types \['full_attention"):
+        read_config(written(tmp_path, model_type, sliding_window=7, layer_types=kinds))
+
+
 def test_missing_files_and_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"--hf-config openai/gpt2: no such .* hf download openai/gpt2"):
         read_config(Path("openai/gpt2"), "--hf-config")

@@ -17,7 +17,7 @@ from megazero.checkpoint import LocalShard
 from megazero.config.cli import Command, parse, read
 from megazero.config.flags import flags
 from megazero.config.schema import Config, ModelConfig
-from megazero.huggingface.options import find_model
+from megazero.huggingface.model_flags import find_model
 from megazero.run.run_state import RunState, source_digest
 from tests.end_to_end.test_generate import write_tokenizer
 from tests.unit.test_huggingface_config import written

@@ -215,19 +215,6 @@ def test_other_rope_parameters_are_refused(given: dict[str, Any], words: str) ->
         rotary_options(whole)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"rotary_interleaved": True}, "--rotary-interleaved: this architecture of Hugging Face has no"),
-        ({"rotary_percent": 0.5}, "--rotary-percent 0.5: this"),
-        ({"local_rotary_base": 10.0, "window_size": 4}, "--local-rotary-base 10: this"),
-    ],
-)
-def test_positions_that_a_class_does_not_have_are_not_exported(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        rope_parameters(replace(MODEL, **options))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_angles_of_far_positions_are_not_rounded_to_the_precision(dtype: torch.dtype) -> None:
     """bf16 holds no odd number above 256, fp16 none above 2,048: only cos and sin are rounded."""

@@ -1,0 +1,138 @@
+"""Options of families of Hugging Face that have another form on each side; `rotary` has those of positions."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from megazero.config.schema import ModelConfig
+from megazero.huggingface.architectures import Conversion, Options
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+
+
+# -- Windows and kinds of layers
+
+
+def _windows(model: ModelConfig) -> Options:
+    kinds = [LOCAL if kind == "L" else GLOBAL for kind in model.attention_kinds]
+    return {"sliding_window": model.window_size or None, "layer_types": kinds}
+
+
+def _qwen_windows(model: ModelConfig) -> Options:
+    found = _windows(model)
+    first = [*found["layer_types"], LOCAL].index(LOCAL)  # readers without layer_types take the layers before as global
+    return found | {"use_sliding_window": model.window_size > 0, "max_window_layers": first}
+
+
+def pattern_of(letters: str) -> str:
+    """Return the shortest pattern that repeats to `letters`; empty if all are L or all are G."""
+    if set(letters) <= {"L"} or set(letters) <= {"G"}:
+        return ""
+    sizes = range(1, len(letters) + 1)
+    return next(letters[:n] for n in sizes if (letters[:n] * len(letters))[: len(letters)] == letters)
+
+
+def _from_windows(config: PreTrainedConfig) -> Options:
+    """Return window_size and layer_pattern of `sliding_window` and `layer_types`."""
+    size = config.sliding_window if getattr(config, "use_sliding_window", True) else None
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        kinds = [LOCAL if size else GLOBAL] * config.num_hidden_layers
+    if unknown := set(kinds) - {LOCAL, GLOBAL}:
+        raise ValueError(f"config.json has layer_types {min(unknown)}; this version computes {LOCAL} and {GLOBAL} only")
+    letters = "".join("L" if kind == LOCAL and size else "G" for kind in kinds)
+    return {"window_size": size if "L" in letters else 0, "layer_pattern": pattern_of(letters)}
+
+
+def _no_rope_layers(model: ModelConfig) -> Options:
+    kinds = model.attention_kinds
+    return {"no_rope_layers": [int(kind != "N") for kind in kinds], "layer_types": [GLOBAL] * len(kinds)}
+
+
+def _from_no_rope_layers(config: PreTrainedConfig) -> Options:
+    return {"layer_pattern": pattern_of("".join("G" if rotates else "N" for rotates in config.no_rope_layers))}
+
+
+WINDOW = Conversion(  # of all layers
+    ("window_size",),
+    lambda model: {"sliding_window": model.window_size or None},
+    lambda config: {"window_size": config.sliding_window or 0},
+)
+WINDOWS = Conversion(("window_size", "layer_pattern"), _windows, _from_windows)
+QWEN_WINDOWS = WINDOWS._replace(to_theirs=_qwen_windows)
+NO_ROPE_LAYERS = Conversion(("layer_pattern",), _no_rope_layers, _from_no_rope_layers)
+
+
+# -- Heads and scores
+
+
+def _head_dim(config: PreTrainedConfig) -> Options:
+    usual = config.hidden_size // config.num_attention_heads
+    found = getattr(config, "head_dim", None) or usual
+    return {"kv_channels": 0 if found == usual else found}
+
+
+def _gemma_scores(model: ModelConfig) -> Options:
+    scalar = round(model.attention_scale**-2) if model.attention_scale else model.head_dim
+    if model.attention_scale and not math.isclose(scalar**-0.5, model.attention_scale):
+        raise ValueError(
+            f"--attention-scale {model.attention_scale}: Gemma's is 1 / sqrt(N) of a whole N, such as {scalar**-0.5}"
+        )
+    return {
+        "query_pre_attn_scalar": scalar,
+        "attn_logit_softcapping": model.attention_softcap or None,
+        "final_logit_softcapping": model.final_softcap or None,
+    }
+
+
+def _from_gemma_scores(config: PreTrainedConfig) -> Options:
+    scalar = config.query_pre_attn_scalar
+    return {
+        "attention_scale": 0.0 if scalar == config.head_dim else scalar**-0.5,
+        "attention_softcap": config.attn_logit_softcapping or 0.0,
+        "final_softcap": config.final_logit_softcapping or 0.0,
+    }
+
+
+def _from_attention_multiplier(config: PreTrainedConfig) -> Options:
+    head_dim = config.hidden_size // config.num_attention_heads
+    usual = config.attention_multiplier == head_dim**-0.5
+    return {"attention_scale": 0.0 if usual else float(config.attention_multiplier)}
+
+
+HEAD_DIM = Conversion(("kv_channels",), lambda model: {"head_dim": model.head_dim}, _head_dim)
+GEMMA_SCORES = Conversion(("attention_scale", "attention_softcap", "final_softcap"), _gemma_scores, _from_gemma_scores)
+ATTENTION_MULTIPLIER = Conversion(
+    ("attention_scale",),
+    lambda model: {"attention_multiplier": model.attention_scale or model.head_dim**-0.5},
+    _from_attention_multiplier,
+)
+
+
+# -- GPT-2 and GPT-J, Phi-3
+
+
+def _from_gpt(config: PreTrainedConfig) -> Options:
+    if config.embd_pdrop != config.resid_pdrop:
+        raise ValueError(
+            f"config.json has embd_pdrop {config.embd_pdrop} and resid_pdrop {config.resid_pdrop}; this version "
+            "computes equal ones only, which are --hidden-dropout"
+        )
+    return {"ffn_hidden_size": config.n_inner or 4 * config.n_embd}
+
+
+def _from_rotary_dim(config: PreTrainedConfig) -> Options:
+    return {"rotary_percent": (config.rotary_dim or config.n_embd) / (config.n_embd // config.n_head)}
+
+
+GPT = Conversion((), lambda model: {"activation_function": "gelu_new", "embd_pdrop": model.hidden_dropout}, _from_gpt)
+ROTARY_DIM = Conversion(("rotary_percent",), lambda model: {"rotary_dim": model.rotary_dim}, _from_rotary_dim)
+PHI3 = Conversion(
+    (),
+    lambda model: {"embd_pdrop": model.hidden_dropout, "original_max_position_embeddings": model.seq_length},
+    lambda config: {},
+)
