@@ -342,17 +342,20 @@ def deepspeed(work: Work, device: torch.device, stage: int) -> Training:
 
 def trainer(work: Work, device: torch.device, sharded: bool) -> Training:
     """transformers' Trainer with its own loop, in a thread that waits between steps. It reads a rank's batches, clips,
-    updates by torch's fused AdamW and logs nothing. `sharded`: its FSDP2, a unit per block; otherwise its DDP.
+    updates by torch's fused AdamW and logs nothing. `sharded`: FSDP2 by transformers' DistributedConfig, which runs on
+    CPUs too; TrainingArguments.fsdp does not, because accelerate 1.15 ignores it there and trains DDP. Otherwise: DDP.
     """
     import threading
 
+    from torch.distributed.tensor import DTensor
     from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers.distributed import DistributedConfig
 
     if work.architecture != "llama":
         raise ValueError("--trainer-python compares a llama; add --architecture llama")
     config = work.config(0)
     o, batches, losses = config.optimizer, queue.Queue[Any](), queue.Queue[float]()
-    plain = plain_model(config)
+    llama = plain_model(config).llama
 
     class Fed(torch.utils.data.IterableDataset):
         def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -372,10 +375,9 @@ def trainer(work: Work, device: torch.device, sharded: bool) -> Training:
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             losses.put(float(made.shown.item()))
 
-    fsdp: dict[str, Any] = {}
-    if sharded:
-        fsdp = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_version": 2, "reshard_after_forward": True}}
-        fsdp["fsdp_config"]["transformer_layer_cls_to_wrap"] = ["LlamaDecoderLayer"]
+    if sharded:  # as from_pretrained(distributed_config=...) does
+        shards, _, mesh = llama.prepare_distribute_model(DistributedConfig(fsdp_size=work.ranks))
+        llama = llama.maybe_distribute_model(llama, shards, mesh)
     arguments = TrainingArguments(
         output_dir=tempfile.mkdtemp(),
         use_cpu=device.type == "cpu",
@@ -396,10 +398,9 @@ def trainer(work: Work, device: torch.device, sharded: bool) -> Training:
         disable_tqdm=True,
         ddp_find_unused_parameters=False,
         average_tokens_across_devices=False,
-        **fsdp,
     )
-    made = Stepped(model=plain.llama, args=arguments, train_dataset=Fed(), callbacks=[Told()])
-    assert made.is_fsdp_enabled == sharded and (not sharded or "FSDP" in str(made.accelerator.distributed_type))
+    made = Stepped(model=llama, args=arguments, train_dataset=Fed(), callbacks=[Told()])
+    assert all(isinstance(p, DTensor) for p in llama.parameters()) == sharded
     threading.Thread(target=made.train, daemon=True).start()
 
     def step(ids: torch.Tensor, labels: torch.Tensor) -> float:

@@ -86,9 +86,11 @@ class Options:
 
     def python_of(self, system: str) -> str:
         """The Python that a system runs with; empty if it is to be left out."""
-        named = {"deepspeed": self.deepspeed_python, "torchtitan": self.torchtitan_python}
-        # accelerate 1.15 trains DDP on CPUs even if FSDP is asked for
-        named["trainer"] = self.trainer_python if system == "trainer0" or torch.cuda.is_available() else ""
+        named = {
+            "deepspeed": self.deepspeed_python,
+            "torchtitan": self.torchtitan_python,
+            "trainer": self.trainer_python,
+        }
         return named.get(system.rstrip("0123"), sys.executable)
 
     def work(self) -> Work:
