@@ -104,8 +104,8 @@ class ModelConfig:
     attention_scale: Annotated[float, Bounds(0, 1000, "the softmax would pick one key")] = 0.0
     """Factor of attention scores, as in Granite and Gemma. 0: 1 / sqrt(width of a head)."""
     qk_norm_all_heads: bool = False
-    """With --qk-layernorm: norm the queries of all heads of a token together, and their keys together, by an RMSNorm
-    each, as in OLMo 2. Not for gpt2."""
+    """The norms of --qk-layernorm are over all heads of a token: one RMSNorm of its queries and one of its keys, as in
+    OLMo 2. Not for gpt2."""
     norm_epsilon: Annotated[float, Bounds(0, 1, "it only keeps a norm's divisor from 0", least_open=True)] = 1e-5
     """Added to the variance in a norm. Most families with RMSNorm have 1e-6."""
     embedding_multiplier: Annotated[float, Bounds(0, 1e6, LARGE, least_open=True)] = 1.0
