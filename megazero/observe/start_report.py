@@ -104,21 +104,24 @@ def _queue_warning(config: Config, layout: Layout, device_type: str) -> str:
 def drawing(config: Config, layout: Layout) -> list[str]:
     """Return a line per pipeline stage, with its layers and its ranks; nothing for a single rank.
 
-    Ranks in brackets share one copy of a stage's weights by tensor parallelism.
+    Ranks in brackets share one copy of a stage's weights by tensor parallelism; those in braces share the tokens of a
+    sample by context parallelism.
     """
     if layout.world_size == 1:
         return []
-    axes = [(layout.pp, "pipeline stages"), (layout.dp, "data-parallel"), (layout.tp, "tensor-parallel")]
+    axes = [(layout.pp, "pipeline stages"), (layout.dp, "data-parallel"), (layout.cp, "context-parallel")]
+    axes.append((layout.tp, "tensor-parallel"))
     head = " x ".join(f"{n} {name}" for n, name in axes if n > 1) + f" = {layout.world_size} ranks"
     stage = config.zero.zero_stage
     if stage and layout.shard > 1:
         copies = f", {layout.replica} copies" if layout.replica > 1 else ""
-        head += f"; ZeRO stage {stage}: {ZERO[stage]} sharded over {layout.shard} data-parallel ranks{copies}"
-    elif layout.dp > 1:
-        head += "; ZeRO stage 0: nothing sharded over data-parallel ranks"
+        head += f"; ZeRO stage {stage}: {ZERO[stage]} sharded over {layout.shard} {_data_words(layout)}{copies}"
+    elif layout.data > 1:
+        head += f"; ZeRO stage 0: nothing sharded over {_data_words(layout)}"
     if layout.pp == 1:
         each = "each [ ] one copy of the model" if layout.tp > 1 else "each a copy of the model"
-        return [head, f"ranks {_groups(layout, 0)}: {each}"]
+        tokens = ", each { } a sample's tokens" if layout.cp > 1 else ""
+        return [head, f"ranks {_groups(layout, 0)}: {each}{tokens}"]
     stages = []
     for pp in range(layout.pp):
         chunks = [layout.chunk_layers(config.model.num_layers, pp, chunk) for chunk in range(layout.chunks)]
@@ -131,9 +134,19 @@ def drawing(config: Config, layout: Layout) -> list[str]:
 
 def _groups(layout: Layout, pp: int) -> str:
     """Name the ranks of a stage: "0-3" if each holds a copy, "[0-3] [4-7]" if four share one."""
-    if layout.tp == 1:
+    copies = [ranges(layout.tensor_ranks(pp, at))[0] for at in range(layout.data)]
+    if layout.tp > 1:
+        copies = [f"[{copy}]" for copy in copies]
+    if layout.cp > 1:
+        samples = (copies[at : at + layout.cp] for at in range(0, layout.data, layout.cp))
+        copies = [f"{{{' '.join(_shortened(sample))}}}" for sample in samples]
+    elif layout.tp == 1:
         return ", ".join(ranges(layout.stage_ranks(pp)))
-    return " ".join(_shortened([f"[{ranges(layout.tensor_ranks(pp, dp))[0]}]" for dp in range(layout.dp)]))
+    return " ".join(_shortened(copies))
+
+
+def _data_words(layout: Layout) -> str:
+    return "data-parallel x context-parallel ranks" if layout.cp > 1 else "data-parallel ranks"
 
 
 def _shortened(texts: list[str]) -> list[str]:
