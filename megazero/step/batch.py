@@ -38,7 +38,14 @@ class Uploaded(NamedTuple):
     micro_batches: list[DeviceBatch]
     targets: torch.Tensor  # number of unmasked targets per corpus, counted on the host: [num_corpora] fp64
     corpora: torch.Tensor  # number of each sample's corpus, [M b] int64
-    work: list[tuple[int, ...]]  # micro-batch -> pairs of query and key of each context-parallel rank
+    work: list[tuple[int, ...]]  # micro-batch -> pairs of query and key of each context-parallel rank; empty: one rank
+
+    @property
+    def imbalance(self) -> float | None:
+        """Return how much longer attention takes than with even work, because ranks wait in every micro-batch."""
+        if not self.work:
+            return None
+        return sum(map(max, self.work)) * len(self.work[0]) / sum(map(sum, self.work)) - 1
 
 
 class Dealer(NamedTuple):
@@ -51,9 +58,7 @@ class Dealer(NamedTuple):
 
     @classmethod
     def of(cls, config: Config, layout: Layout, rank: int) -> Dealer:
-        model = config.model
-        windows = tuple(Scores.of(model, number).window for number in range(model.num_layers))
-        return cls(layout.cp, rank, dealt_multiple(config), windows)
+        return cls(layout.cp, rank, dealt_multiple(config), Scores.windows(config.model))
 
     def deal(self, length: int, samples: list[list[int]]) -> tuple[DealtTokens, tuple[int, ...]]:
         """Deal a micro-batch, given the first tokens of each sample's documents. Return also each rank's work."""

@@ -55,6 +55,7 @@ class StepResult(NamedTuple):
     skipped: bool  # no update, because the gradients are not finite or no target counts
     skip_reason: str | None  # if skipped
     gradient_bytes: int  # just before the update
+    imbalance: float | None = None  # of attention over the context-parallel ranks, see `plan.layout.dealing`; None: one
     loss_by_corpus: tuple[float | None, ...] = ()  # None: no target of the corpus counts; empty: one corpus
 
 
@@ -225,7 +226,7 @@ class Engine:
         self.scale = self.scale and self.scale.after(skipped and targets > 0)
         means = tuple(loss / n if n else None for loss, n in zip(sums, targets_by_corpus, strict=True))
         by_corpus = means if self.num_corpora > 1 else ()
-        return StepResult(mean, norm, lr, scale, skipped, skip_reason, gradient_bytes, by_corpus)
+        return StepResult(mean, norm, lr, scale, skipped, skip_reason, gradient_bytes, uploaded.imbalance, by_corpus)
 
     def _parts(self, batches: Sequence[Batch], samples: int) -> int:
         """Count the micro-batches of all replicas that are not padding."""

@@ -169,7 +169,7 @@ class Case(NamedTuple):
             config.parallel,
             tensor_model_parallel_size=self.tp,
             context_parallel_size=self.cp,
-            cp_exchange=self.exchange if self.cp > 1 else "auto",
+            cp_exchange=self.exchange if self.cp > 1 or self.exchange == "ring" else "auto",
             pipeline_model_parallel_size=self.pp,
             pipeline_schedule=self.schedule,
             virtual_pipeline_stages=self.chunks,

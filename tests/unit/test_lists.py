@@ -362,7 +362,7 @@ def test_every_option_is_on_the_screen() -> None:
     assert SHOWN_OPTIONS == {
         *("architecture", "num-layers", "hidden-size", "num-attention-heads", "seq-length", "vocab-size", "precision"),
         *("micro-batch-size", "global-batch-size", "train-iters", "zero-stage"),
-        *("tensor-model-parallel-size", "pipeline-model-parallel-size"),
+        *("tensor-model-parallel-size", "context-parallel-size", "pipeline-model-parallel-size"),
     }
     for flag, (group, *_) in flags().items():
         if group in GROUPS and flag not in SHOWN_OPTIONS:
