@@ -169,7 +169,7 @@ def prepare(command: Command, world: World) -> Plan:
     tokenizer = data_tokenizer(config)
     config, layout = resolve(config, world.size, tokenizer.vocab_size if tokenizer else 0, declare)
     check_device(config, device.type)
-    config = choose_exchange(config, layout, find_card(launch.card(device)))
+    config = choose_exchange(config, layout, find_card(launch.card_name(device)))
     if config.training.deterministic_mode and device.type == "cuda":
         launch.make_deterministic()
     memory = machine(world, device)

@@ -217,9 +217,7 @@ def _check_context(config: Config) -> None:
             "this flag"
         )
     if parallel.cp_exchange == "ring" and (flag := gathers_keys(config)):
-        raise ValueError(
-            f"--cp-exchange ring with {flag}: its attention needs all keys at once; use all-gather, or auto"
-        )
+        raise ValueError(f"--cp-exchange ring with {flag}, which needs all keys at once; use all-gather, or auto")
 
 
 def gathers_keys(config: Config) -> str:

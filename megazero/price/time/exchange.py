@@ -20,8 +20,13 @@ def choose_exchange(config: Config, layout: Layout, device: Device | None) -> Co
     if config.parallel.cp_exchange != "auto" or config.parallel.context_parallel_size == 1:
         return config
     documents = config.data.reset_attention_mask  # pieces of documents in each block are many small kernels
-    ring = not (device is None or device.kind == "cpu" or documents or gathers_keys(config))
-    ring = ring and config.training.precision in ("bf16", "fp16") and ring_hides(config, layout, device)
+    ring = (
+        device is not None
+        and device.kind == "cuda"
+        and config.training.precision in ("bf16", "fp16")
+        and not (documents or gathers_keys(config))
+        and ring_hides(config, layout, device)
+    )
     return with_values(config, {"cp-exchange": "ring" if ring else "all-gather"})
 
 
@@ -29,8 +34,7 @@ def ring_hides(config: Config, layout: Layout, device: Device) -> bool:
     """Return whether a block of keys and values is sent in less time than attention to the last one takes.
 
     A rank's queries see half of a block's keys on average: 2 b T^2 n d FLOPs for T tokens, against 2 b T g d elements.
-    So a ring hides if T is at least e F / (B g'), with FLOP/s F, bytes/s B, e bytes of an element and g' = n / g queries
-    per group.
+    So a ring hides if T is at least e F / (B n / g), with FLOP/s F, bytes/s B and e bytes of an element.
     """
     model, training, tokens = config.model, config.training, dealt_tokens(config, layout)
     heads, groups = (max(1, count // layout.tp) for count in (model.num_attention_heads, model.query_groups))
