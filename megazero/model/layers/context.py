@@ -19,6 +19,7 @@ from megazero.kernels.matmul import TORCH, Products
 from megazero.kernels.rotary import Rotary, RotaryTables
 from megazero.kernels.table import EAGER, Kernels
 from megazero.memory.tracker import Allocation, MemoryTracker
+from megazero.model.layers.dealt import DealtTokens
 from megazero.model.layers.documents import Documents
 from megazero.model.layers.kv_cache import KVCache
 from megazero.model.layers.weight import GradWriter, Weight
@@ -94,6 +95,8 @@ class Context:
     selective: bool = False  # recompute large and cheap tensors in backward
     products: Products = TORCH
     kernels: Kernels = EAGER
+    cp: Axis | None = None
+    ring: bool = False  # exchange keys in a ring where attention can
 
     @property
     def dtype(self) -> torch.dtype:
@@ -169,6 +172,7 @@ class MicroBatchInfo(NamedTuple):
     cache: KVCache | None = None  # in generation: keys and values of earlier tokens, to which these are added
     attention_documents: Documents | None = None  # to which attention is restricted; None: whole samples
     position_documents: Documents | None = None  # with which positions restart; None: with every sample
+    dealt: DealtTokens | None = None  # of each rank of context parallelism; None: this rank has all tokens
 
     @classmethod
     def of(
