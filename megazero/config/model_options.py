@@ -264,10 +264,17 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Division of the model over ranks. Data-parallel ranks = all ranks / (tensor x pipeline)."""
+    """Division of the model over ranks. Data-parallel ranks = all ranks / (tensor x context x pipeline)."""
 
     tensor_model_parallel_size: Ranks = 1
     """Ranks that share each matrix of a layer."""
+    context_parallel_size: Ranks = 1
+    """Ranks that share the tokens of each sample, for sequences whose activations do not fit one device. Any length and
+    any documents: ranks have equally many tokens, up to one, and nearly equal work in attention."""
+    cp_exchange: Literal["auto", "all-gather", "ring"] = "auto"
+    """Exchange of keys and values between context-parallel ranks. all-gather: all of a layer's at once, before attention.
+    ring: those of one rank at a time, during attention to those before; it holds less memory. auto: the ring where
+    its messages should take less time than the computation that hides them."""
     pipeline_model_parallel_size: Ranks = 1
     """Pipeline stages, which share the layers."""
     pipeline_schedule: ScheduleName = "1f1b"
@@ -294,8 +301,8 @@ class ZeroConfig:
     """ZeRO-DP: sharding over the data-parallel ranks."""
 
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """States that are sharded over data-parallel ranks. 0: none; 1: optimizer states; 2: also gradients; 3: also
-    parameters."""
+    """States that are sharded over data-parallel x context-parallel ranks. 0: none; 1: optimizer states; 2: also
+    gradients; 3: also parameters."""
     zero_shard_size: Annotated[int, Bounds(0, 10**6, "no job has as many ranks; 0 stands for all")] = 0
     """Shard within groups of this many data-parallel ranks, such as those of a node, and replicate over the groups. 0:
     all ranks are one group."""

@@ -111,7 +111,7 @@ class Generator:
     def _gathered(self, texts: list[Text]) -> list[Text]:
         """Return the texts of all data-parallel ranks, on rank 0; nothing on the others."""
         mesh = self.model.mesh
-        own = [astuple(text) for text in texts] if mesh.tp.is_first and mesh.pp.is_first else []
+        own = [astuple(text) for text in texts] if mesh.tp.is_first and mesh.cp.is_first and mesh.pp.is_first else []
         found = [Text(*each) for data in mesh.gather_bytes(json.dumps(own).encode()) for each in json.loads(data)]
         return sorted(found, key=lambda text: text.number)
 

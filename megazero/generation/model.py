@@ -33,7 +33,7 @@ class InferenceModel:
         """
         self.model, self.mesh, self.dtype, self.window = model, mesh, DTYPES[precision], model.seq_length
         self.stream = ResidualStream(mesh.tp, sharded=False)
-        context = Context(self.stream, MemoryTracker(), precision, mesh.device)
+        context = Context(self.stream, MemoryTracker(), precision, mesh.device, cp=mesh.cp)
         names = declare(model, mesh.layout.tp).of_rank(mesh.layout, mesh.pp.rank)
         self.stage = Stage(model, names, context)
         shards = {}

@@ -17,7 +17,9 @@ from megazero.config.schema import Config
 from megazero.files import explain, replace_file
 from megazero.log import log
 from megazero.memory.host import Machine
+from megazero.model.layers.scores import Scores
 from megazero.model.stage import declare
+from megazero.plan.layout.dealing import causal_imbalance, dealt_multiple, dealt_tokens
 from megazero.plan.layout.layers import num_parameters
 from megazero.plan.layout.topology import Layout
 from megazero.price.bytes.estimate import KINDS, StageBytes, stage_bytes
@@ -41,7 +43,7 @@ FAST_TYPES = {"bf16": ("amx_bf16", "avx512_bf16"), "fp16": ("amx_fp16", "avx512_
 SHOWN_OPTIONS = {
     *("architecture", "num-layers", "hidden-size", "num-attention-heads", "seq-length", "vocab-size", "precision"),
     *("micro-batch-size", "global-batch-size", "train-iters", "zero-stage"),
-    *("tensor-model-parallel-size", "pipeline-model-parallel-size"),
+    *("tensor-model-parallel-size", "context-parallel-size", "pipeline-model-parallel-size"),
 }
 
 
@@ -104,21 +106,26 @@ def _queue_warning(config: Config, layout: Layout, device_type: str) -> str:
 def drawing(config: Config, layout: Layout) -> list[str]:
     """Return a line per pipeline stage, with its layers and its ranks; nothing for a single rank.
 
-    Ranks in brackets share one copy of a stage's weights by tensor parallelism.
+    Ranks in brackets share one copy of a stage's weights by tensor parallelism; those in braces share the tokens of a
+    sample by context parallelism.
     """
     if layout.world_size == 1:
         return []
-    axes = [(layout.pp, "pipeline stages"), (layout.dp, "data-parallel"), (layout.tp, "tensor-parallel")]
+    axes = [(layout.pp, "pipeline stages"), (layout.dp, "data-parallel"), (layout.cp, "context-parallel")]
+    axes.append((layout.tp, "tensor-parallel"))
     head = " x ".join(f"{n} {name}" for n, name in axes if n > 1) + f" = {layout.world_size} ranks"
-    stage = config.zero.zero_stage
+    stage, tokens = config.zero.zero_stage, []
+    if layout.cp > 1:
+        tokens = [_dealt_words(config, layout)]
     if stage and layout.shard > 1:
         copies = f", {layout.replica} copies" if layout.replica > 1 else ""
-        head += f"; ZeRO stage {stage}: {ZERO[stage]} sharded over {layout.shard} data-parallel ranks{copies}"
-    elif layout.dp > 1:
-        head += "; ZeRO stage 0: nothing sharded over data-parallel ranks"
+        head += f"; ZeRO stage {stage}: {ZERO[stage]} sharded over {layout.shard} {_data_words(layout)}{copies}"
+    elif layout.data > 1:
+        head += f"; ZeRO stage 0: nothing sharded over {_data_words(layout)}"
     if layout.pp == 1:
         each = "each [ ] one copy of the model" if layout.tp > 1 else "each a copy of the model"
-        return [head, f"ranks {_groups(layout, 0)}: {each}"]
+        samples = ", each { } the tokens of a sample" if layout.cp > 1 else ""
+        return [head, f"ranks {_groups(layout, 0)}: {each}{samples}", *tokens]
     stages = []
     for pp in range(layout.pp):
         chunks = [layout.chunk_layers(config.model.num_layers, pp, chunk) for chunk in range(layout.chunks)]
@@ -126,14 +133,35 @@ def drawing(config: Config, layout: Layout) -> list[str]:
         held = f"token table, {held}" if pp == 0 else held
         held = f"{held}, head" if pp == layout.last_pp else held
         stages.append(f"stage {pp}: {held}: ranks {_groups(layout, pp)}")
-    return [head, *_shortened(stages)]
+    return [head, *_shortened(stages), *tokens]
+
+
+def _dealt_words(config: Config, layout: Layout) -> str:
+    """Report the tokens of a sample on a context-parallel rank, and the imbalance of attention."""
+    model = config.model
+    uneven = causal_imbalance(model.seq_length, layout.cp, Scores.windows(model), dealt_multiple(config))
+    documents = "; of documents: cp_imbalance in metrics.jsonl" if config.data.reset_attention_mask else ""
+    return (
+        f"tokens: {dealt_tokens(config, layout):,} of a sample on each of {layout.cp} context-parallel ranks; work of "
+        f"attention even within {uneven:.1%}{documents}"
+    )
 
 
 def _groups(layout: Layout, pp: int) -> str:
     """Name the ranks of a stage: "0-3" if each holds a copy, "[0-3] [4-7]" if four share one."""
-    if layout.tp == 1:
+    copies = [ranges(layout.tensor_ranks(pp, at))[0] for at in range(layout.data)]
+    if layout.tp > 1:
+        copies = [f"[{copy}]" for copy in copies]
+    if layout.cp > 1:
+        samples = (copies[at : at + layout.cp] for at in range(0, layout.data, layout.cp))
+        copies = [f"{{{' '.join(_shortened(sample))}}}" for sample in samples]
+    elif layout.tp == 1:
         return ", ".join(ranges(layout.stage_ranks(pp)))
-    return " ".join(_shortened([f"[{ranges(layout.tensor_ranks(pp, dp))[0]}]" for dp in range(layout.dp)]))
+    return " ".join(_shortened(copies))
+
+
+def _data_words(layout: Layout) -> str:
+    return "data-parallel x context-parallel ranks" if layout.cp > 1 else "data-parallel ranks"
 
 
 def _shortened(texts: list[str]) -> list[str]:

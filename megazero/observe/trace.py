@@ -116,7 +116,7 @@ class Trace:
     def _arrow(self, op: Send | Recv, track: int, at: int) -> None:
         """Add one half of an arrow between ranks; both halves have one id."""
         place = self.mesh.coord
-        known = (self._iteration, place.dp, place.tp, op.what, op.to, op.micro_batch)
+        known = (self._iteration, place.dp, place.cp, place.tp, op.what, op.to, op.micro_batch)
         event = {"cat": "message", "name": "message", "id": "/".join(map(str, known)), "ts": self._time(at)}
         half = {"ph": "s"} if isinstance(op, Send) else {"ph": "f", "bp": "e"}
         self.events.append(half | event | {"pid": self.mesh.rank, "tid": track})
@@ -134,7 +134,7 @@ class Trace:
         """Name the process and its tracks, and set their order."""
         rank, place = self.mesh.rank, self.mesh.coord
         about = {"ph": "M", "pid": rank}
-        name = f"rank {rank}: pp {place.pp}, dp {place.dp}, tp {place.tp}"
+        name = f"rank {rank}: {place}"
         yield about | {"name": "process_name", "args": {"name": name}}
         yield about | {"name": "process_sort_index", "args": {"sort_index": rank}}
         tracks = [(COMPUTE, "compute", 0)]  # track, name, place from above

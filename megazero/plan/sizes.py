@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from megazero.config.schema import BYTES, Config
 from megazero.memory import COPY_DEPTH
+from megazero.plan.layout.dealing import dealt_tokens
 from megazero.plan.layout.flat_layout import Range, partition_numel
 from megazero.plan.layout.topology import TRAFFIC, Layout, ring_bytes
 from megazero.plan.layout.zero_policy import (
@@ -182,25 +183,25 @@ class LayerSizes(NamedTuple):
         return max(0, sum(self.saved) + (self.saved_input if own_input else 0) - self.logits)
 
 
-def hidden_bytes(config: Config, layout: Layout) -> int:
+def hidden_bytes(config: Config, layout: Layout, cp_rank: int = 0) -> int:
     """Return the bytes of a block's input, and of a message between stages: a rank's part of the residual stream."""
     training, model = config.training, config.model
-    tokens = training.micro_batch_size * model.seq_length
+    tokens = training.micro_batch_size * dealt_tokens(config, layout, cp_rank)
     rows = tokens // layout.tp if config.parallel.sequence_parallel else tokens
     return rows * model.hidden_size * BYTES[training.precision]
 
 
-def kept_bytes(config: Config, layout: Layout) -> int:
+def kept_bytes(config: Config, layout: Layout, cp_rank: int = 0) -> int:
     """Return the bytes of a block's input that is kept for recompute: with Pa, a rank's part of it."""
     each = BYTES[config.training.precision]
     parts = layout.tp if config.activations.partition_activations else 1
-    return partition_numel(hidden_bytes(config, layout) // each, parts) * each
+    return partition_numel(hidden_bytes(config, layout, cp_rank) // each, parts) * each
 
 
-def logits_bytes(config: Config, layout: Layout) -> int:
+def logits_bytes(config: Config, layout: Layout, cp_rank: int = 0) -> int:
     """Return the bytes of a micro-batch's logits on a rank of the last stage, without the vocabulary's padding."""
     training, model = config.training, config.model
-    rows = training.micro_batch_size * model.seq_length
+    rows = training.micro_batch_size * dealt_tokens(config, layout, cp_rank)
     return rows * model.vocab_size * BYTES[training.precision] // layout.tp
 
 
@@ -248,7 +249,8 @@ class StepSizes:
         """
         self.config, self.layout, self.spec = config, layout, spec
         self.layers, self.places, self.rates = layers or {}, places, Rates.of(config)
-        self.hidden, self.kept = hidden_bytes(config, layout), kept_bytes(config, layout)
+        cp_rank = places["cp"] if places is not None else 0
+        self.hidden, self.kept = hidden_bytes(config, layout, cp_rank), kept_bytes(config, layout, cp_rank)
         self.numel = {name: unit.numel for name, unit in spec.units.items()}
         arena, micro_batches = config.activations.contiguous_checkpointing, config.micro_batches(layout.dp)
         self.persistent = {u: persistent_gradients(spec.policy(u), arena, micro_batches) for u in spec.units}
@@ -349,7 +351,7 @@ class StepSizes:
 
     def agreed(self) -> tuple[Moved, ...]:
         """Return the all-reduces of a step outside its program: of counts of targets, and of losses."""
-        return agreement("dp", "dp", "pp", numbers=self.config.data.named_corpora)
+        return agreement("data", "data", "pp", numbers=self.config.data.named_corpora)
 
     def traffic(self, op: Op) -> Sent:
         """Return the bytes that this rank sends in an operation, by kind of traffic."""

@@ -28,6 +28,7 @@ ADVICE = {
     "recompute": "--recompute selective, or none, if there is memory for it",
     "optimizer": "a higher --zero-stage, which updates less per device, or a larger --global-batch-size",
     "tp": "a smaller --tensor-model-parallel-size, within a node; a larger --micro-batch-size; --sequence-parallel",
+    "cp": "more tokens per rank (a smaller --context-parallel-size), context-parallel ranks within a node",
     "dp": "a larger --global-batch-size; --zero-stage 1; --zero-reduce-every step; --zero-shard-size of a node",
     "pp": "a smaller --pipeline-model-parallel-size, or fewer --virtual-pipeline-stages",
     "host": "more compute per block (a larger --micro-batch-size), or --no-checkpoint-in-cpu",
@@ -193,7 +194,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     return {
         "device_type": plan.device.name,
         "world_size": layout.world_size,
-        "layout": {"pp": layout.pp, "dp": layout.dp, "tp": layout.tp, "shard": layout.shard, "chunks": layout.chunks},
+        "layout": {name: getattr(layout, name) for name in ("pp", "dp", "cp", "tp", "shard", "chunks")},
         "parameters": num_parameters(declare(model)),
         "fits": plan.free >= 0,
         "device_bytes": int(plan.device["memory.capacity"]),

@@ -25,6 +25,7 @@ PART_NAMES = {
     "recompute": "recompute",
     "optimizer": "optimizer and norm",
     "tp": "waiting for tensor-parallel communication",
+    "cp": "waiting for keys and values of other ranks",
     "dp": "waiting for data-parallel communication",
     "pp": "waiting for messages between stages",
     "host": "waiting for copies from the host",

@@ -13,7 +13,7 @@ from megazero.config.schema import Config
 from megazero.config.validate import check_device
 from megazero.files import write_atomically
 from megazero.model.stage import declare
-from megazero.plan.layout.resolve import resolve
+from megazero.plan.layout.resolve import replica_layout, replica_words, resolve
 from megazero.plan.layout.topology import Layout
 from megazero.rehearse.rehearsal import Rehearsal, RehearsalDevice, rehearse
 
@@ -27,7 +27,7 @@ def pretended_world(config: Config, world: World) -> int:
     Raises:
         ValueError: it is malformed, is no multiple of the model-parallel size, or this process is one of several.
     """
-    text, parallel = config.plan.rehearse, config.parallel
+    text = config.plan.rehearse
     if world.launcher != "single":
         raise ValueError(
             f"--rehearse {text} needs a single process, and {world.launcher} started {world.size}; start it with python"
@@ -38,14 +38,13 @@ def pretended_world(config: Config, world: World) -> int:
     if not found or int(found[1]) == 0:
         raise ValueError(f"--rehearse {text}: not a number of ranks; {FORM}")
     size = int(found[1])
-    model_parallel = Layout(parallel.pipeline_model_parallel_size, tp=parallel.tensor_model_parallel_size).world_size
-    if size % model_parallel:
-        fits = size // model_parallel * model_parallel
-        either = f"{fits} or {fits + model_parallel}" if fits else f"{model_parallel}"
+    each = replica_layout(config.parallel).world_size
+    if size % each:
+        fits = size // each * each
+        either = f"{fits} or {fits + each}" if fits else f"{each}"
         raise ValueError(
-            f"--rehearse {text}: {size} ranks are not divisible by --tensor-model-parallel-size "
-            f"{parallel.tensor_model_parallel_size} x --pipeline-model-parallel-size "
-            f"{parallel.pipeline_model_parallel_size} = {model_parallel}; rehearse {either}, or change either"
+            f"--rehearse {text}: {size} ranks are not divisible by {replica_words(config.parallel)}; "
+            f"rehearse {either}, or change either"
         )
     return size
 
@@ -100,7 +99,7 @@ def run_rehearsal(config: Config, world: World, vocab_size: int) -> list[Rehears
 def table(found: Rehearsal) -> str:
     """Format one rank's bytes: rehearsed, estimated, and their difference."""
     coord, save = found.coord, found.save
-    rows = [f"rank {found.rank}: pp {coord.pp}, dp {coord.dp}, tp {coord.tp}"]
+    rows = [f"rank {found.rank}: {coord}"]
     rows.append(f"  {'bytes':<28}{'rehearsal':>20}{'estimate':>20}{'difference':>14}")
     pairs = [(kind, found.memory[kind], found.estimated_memory[kind]) for kind in found.memory]
     pairs += [(f"{kind} traffic", found.traffic[kind], found.estimated_traffic[kind]) for kind in found.traffic]

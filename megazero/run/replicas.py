@@ -51,7 +51,7 @@ def copies(engine: Engine) -> Iterator[tuple[Axis, str, torch.Tensor]]:
         if unit.flat.policy.syncs and unit.weights.unsharded is not None:
             for member in unit.flat.members:
                 window = unit.weights.unsharded[member.window.slice()]
-                yield mesh.dp, f"the weights of {member.spec.name}", window
+                yield mesh.data, f"the weights of {member.spec.name}", window
 
 
 def check_replicas(engine: Engine, iteration: int) -> None:

@@ -150,6 +150,8 @@ class Trainer:
             "memory_bytes": self.engine.memory_bytes(result),
             "traffic_bytes": traffic,
         }
+        if result.imbalance is not None:
+            record["cp_imbalance"] = result.imbalance
         if self.leads and self.profiler.traces:
             found = device_fragmentation(self.mesh.device)
             if found is not None:

@@ -11,10 +11,14 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from megazero.config.schema import DataConfig
+from megazero.config.schema import Config, DataConfig
 from megazero.memory.upload import upload
 from megazero.model.layers.context import DeviceBatch, MicroBatchInfo, ResidualStream
+from megazero.model.layers.dealt import DealtTokens
 from megazero.model.layers.documents import Documents
+from megazero.model.layers.scores import Scores
+from megazero.plan.layout.dealing import deal_samples, dealt_multiple
+from megazero.plan.layout.topology import Layout
 
 
 class Batch(Protocol):
@@ -34,6 +38,33 @@ class Uploaded(NamedTuple):
     micro_batches: list[DeviceBatch]
     targets: torch.Tensor  # number of unmasked targets per corpus, counted on the host: [num_corpora] fp64
     corpora: torch.Tensor  # number of each sample's corpus, [M b] int64
+    work: list[tuple[int, ...]]  # micro-batch -> pairs of query and key of each context-parallel rank; empty: one rank
+
+    @property
+    def imbalance(self) -> float | None:
+        """Return how much longer attention takes than with even work, because ranks wait in every micro-batch."""
+        if not self.work:
+            return None
+        return sum(map(max, self.work)) * len(self.work[0]) / sum(map(sum, self.work)) - 1
+
+
+class Dealer(NamedTuple):
+    """Deals the tokens of samples to the context-parallel ranks."""
+
+    ranks: int
+    rank: int
+    multiple: int  # tokens of a rank are a multiple of this
+    windows: tuple[int, ...]  # of the layers; 0: none
+
+    @classmethod
+    def of(cls, config: Config, layout: Layout, rank: int) -> Dealer:
+        return cls(layout.cp, rank, dealt_multiple(config), Scores.windows(config.model))
+
+    def deal(self, length: int, samples: list[list[int]]) -> tuple[DealtTokens, tuple[int, ...]]:
+        """Deal a micro-batch, given the first tokens of each sample's documents. Return also each rank's work."""
+        found = deal_samples(length, self.ranks, samples, self.windows, self.multiple)
+        work = tuple(sum(each) for each in zip(*(one.work for one in found), strict=True))
+        return DealtTokens.of(tuple(one.ranges for one in found), self.rank, length), work
 
 
 def upload_step(
@@ -41,25 +72,41 @@ def upload_step(
     stream: ResidualStream,
     data: DataConfig,
     device: torch.device,
+    dealer: Dealer,
     *,
     training: bool,
     num_corpora: int,
 ) -> Uploaded:
-    """Copy a step's micro-batches to the device in one asynchronous copy."""
+    """Copy this rank's part of a step's micro-batches to the device in one asynchronous copy."""
     assert batches, "no micro-batch"
     numbers = [number for batch in batches for number in batch.corpora or (0,) * len(batch.samples)]
-    counts = torch.cat([batch.loss_mask.sum(-1, dtype=torch.float64) for batch in batches])
-    of_sample = torch.tensor(numbers)
-    documents = [_documents(batch) for batch in batches]
-    host = [sum_by_corpus(counts, of_sample, num_corpora), of_sample]
-    for batch, found in zip(batches, documents, strict=True):
-        host += [batch.ids, batch.labels, batch.loss_mask, *([found.starts, found.bounds] if found else [])]
-    targets, corpora, *parts = upload(host, device)
-    there, arrived = [], iter(parts)
-    for batch, found in zip(batches, documents, strict=True):
+    of_sample, counts, host, works, made = torch.tensor(numbers), [], [], [], []
+    for batch in batches:
+        found, dealt = _documents(batch), None
+        parts = batch.ids, batch.labels, batch.loss_mask
+        if dealer.ranks > 1:
+            spans = found.spans if found is not None and data.reset_attention_mask else ()
+            firsts = [[span.first for span in spans if span.sample == i] for i in range(len(batch.samples))]
+            dealt, work = dealer.deal(batch.ids.shape[1], firsts)
+            works.append(work)
+            parts = tuple(part.gather(1, dealt.indices) for part in parts)
+        counts.append(parts[2].sum(-1, dtype=torch.float64))
+        host += [
+            *parts,
+            *([found.starts, found.bounds] if found else []),
+            *([dealt.indices, dealt.rows] if dealt else []),
+        ]
+        made.append((batch, found, dealt))
+    targets, corpora, *there = upload(
+        [sum_by_corpus(torch.cat(counts), of_sample, num_corpora), of_sample, *host], device
+    )
+    micro_batches, arrived = [], iter(there)
+    for batch, found, dealt in made:
         ids, labels, mask = next(arrived), next(arrived), next(arrived)
         if found is not None:
             found = replace(found, starts=next(arrived), bounds=next(arrived))
+        if dealt is not None:
+            dealt = dealt._replace(indices=next(arrived), rows=next(arrived))
         info = MicroBatchInfo.of(
             batch.ids,
             batch.samples,
@@ -67,9 +114,10 @@ def upload_step(
             training=training,
             attention_documents=found if data.reset_attention_mask else None,
             position_documents=found if data.reset_position_ids else None,
+            dealt=dealt,
         )
-        there.append(DeviceBatch(ids, labels, mask, info))
-    return Uploaded(there, targets, corpora)
+        micro_batches.append(DeviceBatch(ids, labels, mask, info))
+    return Uploaded(micro_batches, targets, corpora, works)
 
 
 def sum_by_corpus(values: torch.Tensor, corpora: torch.Tensor, num_corpora: int) -> torch.Tensor:

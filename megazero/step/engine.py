@@ -27,11 +27,12 @@ from megazero.memory.tracker import MemoryTracker
 from megazero.model.layers.context import DTYPES, Context, DeviceBatch, ResidualStream
 from megazero.model.stage import Stage, declare
 from megazero.optim.step import StepParams
+from megazero.plan.layout.dealing import dealt_tokens
 from megazero.plan.program.program import Program, program
 from megazero.plan.program.rank_spec import rank_spec
 from megazero.plan.schedule.schedules import EVALUATION
 from megazero.step.bad_step import Inspector, first_bad_result
-from megazero.step.batch import Batch, Uploaded, sum_by_corpus, upload_step
+from megazero.step.batch import Batch, Dealer, Uploaded, sum_by_corpus, upload_step
 from megazero.step.graphs import ActivationSpec, BlockGraphs
 from megazero.step.interpreter import Compute, Interpreter
 from megazero.step.memory_report import is_out_of_memory, memory_report
@@ -54,6 +55,7 @@ class StepResult(NamedTuple):
     skipped: bool  # no update, because the gradients are not finite or no target counts
     skip_reason: str | None  # if skipped
     gradient_bytes: int  # just before the update
+    imbalance: float | None = None  # of attention over the context-parallel ranks, see `plan.layout.dealing`; None: one
     loss_by_corpus: tuple[float | None, ...] = ()  # None: no target of the corpus counts; empty: one corpus
 
 
@@ -90,13 +92,16 @@ class Engine:
                 in_place=writes_wide(mesh.device, DTYPES[config.training.precision]),
             ),
             kernels,
+            mesh.cp,
+            self.config.parallel.cp_exchange == "ring",
         )
         model = config.model
+        self.dealer = Dealer.of(config, mesh.layout, mesh.cp.rank)
         self.model = Stage(model, list(self.spec.layers), context, config.training.freeze_parameters)
         self.zero = Zero(self._zero_options(), self.model.units, self.spec)
         step = self.program(config.schedule, config.micro_batches(mesh.layout.dp))
         self.zero.reserve(step.arena_numel)
-        tokens = stream.num_tokens(config.training.micro_batch_size * model.seq_length)
+        tokens = len(stream.tokens(config.training.micro_batch_size * dealt_tokens(config, mesh.layout, mesh.cp.rank)))
         activation = ActivationSpec((tokens, model.hidden_size), context.dtype, mesh.device)
         computes = {name: self.model.layer(name).compute for name in self.spec.layers}
         graphs = None
@@ -221,7 +226,7 @@ class Engine:
         self.scale = self.scale and self.scale.after(skipped and targets > 0)
         means = tuple(loss / n if n else None for loss, n in zip(sums, targets_by_corpus, strict=True))
         by_corpus = means if self.num_corpora > 1 else ()
-        return StepResult(mean, norm, lr, scale, skipped, skip_reason, gradient_bytes, by_corpus)
+        return StepResult(mean, norm, lr, scale, skipped, skip_reason, gradient_bytes, uploaded.imbalance, by_corpus)
 
     def _parts(self, batches: Sequence[Batch], samples: int) -> int:
         """Count the micro-batches of all replicas that are not padding."""
@@ -281,13 +286,19 @@ class Engine:
     @torch.no_grad()
     def next_logits(self, batch: Batch, places: Sequence[int]) -> torch.Tensor | None:
         """Return the logits [b, v] after one place in each sample of a micro-batch, on the last stage; else None."""
-        uploaded, length = self._upload([batch], training=False), batch.ids.shape[1]
-        rows = torch.tensor([row * length + place for row, place in enumerate(places)], device=self.mesh.device)
+        uploaded, wanted = self._upload([batch], training=False), torch.tensor(places, device=self.mesh.device)
+        [(ids, *_, tokens)] = uploaded.micro_batches
+        own = torch.arange(batch.ids.shape[1], device=wanted.device).expand_as(batch.ids)
+        if tokens.dealt is not None:
+            own = tokens.dealt.indices
+        here = own == wanted[:, None]  # [b, t]: in each sample one token, of one context-parallel rank
+        rows = torch.arange(len(places), device=wanted.device) * ids.shape[1] + here.int().argmax(1)
         found = []
 
         def head(x: torch.Tensor | None, micro_batch: DeviceBatch, output: bool) -> torch.Tensor:
             assert x is not None and self.model.head is not None
-            found.append(self.model.head.whole_logits(self.model.stream.start_unshard(x).wait()[rows]))
+            logits = self.model.head.whole_logits(self.model.stream.start_unshard(x).wait()[rows])
+            found.append(self.mesh.cp.all_reduce_(logits * here.any(1)[:, None]))
             return torch.zeros(len(places), dtype=torch.float64, device=self.mesh.device)
 
         self._run(self.program(EVALUATION, 1), uploaded, head=head)
@@ -295,7 +306,8 @@ class Engine:
 
     def _upload(self, batches: Sequence[Batch], training: bool) -> Uploaded:
         data, device = self.config.data, self.mesh.device
-        return upload_step(batches, self.model.stream, data, device, training=training, num_corpora=self.num_corpora)
+        options = {"training": training, "num_corpora": self.num_corpora}
+        return upload_step(batches, self.model.stream, data, device, self.dealer, **options)
 
     def _read(self, *tensors: torch.Tensor) -> list[list[float]]:
         """Return the values of 1D tensors, which are read together: see Note [one wait]."""
@@ -318,10 +330,10 @@ class Engine:
 
     def _count_targets(self, own: torch.Tensor) -> torch.Tensor:
         """Sum the ranks' unmasked targets per corpus, [num_corpora]. Loss and gradients are divided by their sum."""
-        return self.mesh.control_sum(own, self.mesh.dp)
+        return self.mesh.control_sum(own, self.mesh.data)
 
     def _global_losses(self, losses: Mapping[int, torch.Tensor], uploaded: Uploaded) -> torch.Tensor:
-        """Sum losses per corpus over data-parallel ranks and send them to all stages: [num_corpora].
+        """Sum losses per corpus over the ranks of `data` and send them to all stages: [num_corpora].
 
         Args:
             losses: micro-batch -> its samples' losses, [b]; empty except on the last stage.
@@ -330,7 +342,7 @@ class Engine:
         if losses:
             each = torch.cat([losses[i] for i in range(len(uploaded.micro_batches))])
             sums = sum_by_corpus(each, uploaded.corpora, self.num_corpora)
-        return self.mesh.control_sum(sums, self.mesh.dp, self.mesh.pp)
+        return self.mesh.control_sum(sums, self.mesh.data, self.mesh.pp)
 
     # -- state
 

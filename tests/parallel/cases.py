@@ -75,6 +75,8 @@ class Case(NamedTuple):
     pp: int = 1
     dp: int = 1
     tp: int = 1
+    cp: int = 1
+    exchange: str = "all-gather"
     zero: int = 0
     recompute: str = "none"
     pa: bool = False
@@ -98,6 +100,7 @@ class Case(NamedTuple):
     corpora: int = 1
     device: str = "cpu"
     graphs: bool = False
+    targets: str = "most"
     micro_batch_size: int = 0  # 0: the batch is whole micro-batches, equally many on each replica
 
     @property
@@ -111,12 +114,13 @@ class Case(NamedTuple):
 
     @property
     def world(self) -> int:
-        return self.pp * self.dp * self.tp
+        return self.pp * self.dp * self.cp * self.tp
 
     def __str__(self) -> str:
         recompute = {"none": "", "full": "recompute", "selective": "selective"}[self.recompute]
         words = [
             (True, f"pp{self.pp}-dp{self.dp}-tp{self.tp}-zero{self.zero}-M{self.micro_batches}"),
+            (self.cp > 1, f"cp{self.cp}-{self.exchange}"),
             (self.pp > 1 or self.schedule != "1f1b", self.schedule),
             (self.chunks > 1, f"v{self.chunks}"),
             (self.split, f"split{self.split}"),
@@ -128,6 +132,7 @@ class Case(NamedTuple):
             *((True, f"{name}={value}") for name, value in self.options),
             (self.frozen, "frozen"),
             (self.reset, f"reset-{self.reset}"),
+            (self.targets != "most", f"targets-{self.targets}"),
             (self.kernels != "auto", self.kernels),
             (self.device != "cpu", self.device.replace(" ", "-")),
             (self.corpora > 1, f"corpora{self.corpora}"),
@@ -163,6 +168,8 @@ class Case(NamedTuple):
         parallel = replace(
             config.parallel,
             tensor_model_parallel_size=self.tp,
+            context_parallel_size=self.cp,
+            cp_exchange=self.exchange if self.cp > 1 or self.exchange == "ring" else "auto",
             pipeline_model_parallel_size=self.pp,
             pipeline_schedule=self.schedule,
             virtual_pipeline_stages=self.chunks,
@@ -199,6 +206,8 @@ def global_batch(case: Case, step: int) -> tuple[torch.Tensor, torch.Tensor, tor
     shape = case.batch, case.model.seq_length + 1
     tokens = torch.randint(0, case.model.vocab_size, shape, generator=generator)
     mask = (torch.rand(case.batch, case.model.seq_length, generator=generator) < 0.8).float()
+    if case.targets == "last":
+        mask[:, :-2] = 0.0
     return tokens[:, :-1], tokens[:, 1:], mask
 
 

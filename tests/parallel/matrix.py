@@ -24,7 +24,7 @@ Choice = dict[str, Any]  # factor -> level
 COMBINED = ("qwen3", "olmo3", "gemma2", "gpt-neox")
 Factors = dict[str, tuple[Any, ...]]  # factor -> levels, the plainest first
 
-LAYOUT: Factors = {"pp": (1, 2, 3, 4), "dp": (1, 2, 3, 4), "tp": (1, 2, 3, 4)}
+LAYOUT: Factors = dict.fromkeys(("pp", "dp", "cp", "tp"), (1, 2, 3, 4))
 SCORES: dict[str, dict[str, Any]] = {  # options of attention's scores
     "": {},
     "window": {"window_size": 4},
@@ -33,6 +33,7 @@ SCORES: dict[str, dict[str, Any]] = {  # options of attention's scores
 }
 FACTORS: Factors = {
     **LAYOUT,
+    "exchange": ("all-gather", "ring"),
     "schedule": ("1f1b", *(name for name in SCHEDULES if name != "1f1b")),
     "by_hand": (False, True),  # layers split over the stages: the first has none
     "backlog": (0, 1),
@@ -62,6 +63,7 @@ FACTORS: Factors = {
     "scores": tuple(SCORES),
     "seq_length": (11, 12),  # under sp, 12 cuts in the middle of a sample
     "reset": tuple(RESETS),  # attention and positions that restart with a document
+    "targets": ("most", "last"),  # tokens that count: of the last ones alone, some context-parallel ranks have none
     "short": (0, 1, 3),  # samples that the batch lacks: of half a micro-batch, or of one and a half
 }
 # A smaller matrix: the precisions that users train in, with the factors that each may change.
@@ -86,7 +88,10 @@ ON_GPU: Factors = {
         for name in ("grad_dtype", "micro_batches", "reduce_bucket_size", "architecture", "reset", "short")
     },
     "scores": tuple(SCORES),
-    **{name: FACTORS[name] for name in ("schedule", "zero", "zero_reduce_every", "zero_gather_every", "overlap_comm")},
+    **{
+        name: FACTORS[name]
+        for name in ("exchange", "schedule", "zero", "zero_reduce_every", "zero_gather_every", "overlap_comm")
+    },
     **{name: FACTORS[name] for name in ("recompute", "pa", "host", "md", "sp", "dropout", "untied", "frozen")},
     "graphs": (False, True),
 }
@@ -131,17 +136,17 @@ def _groups(architecture: str) -> int:
 
 
 RULES = [
-    Rule("more ranks than a test starts", False, lambda pp, dp, tp: pp * dp * tp <= MAX_WORLD),
-    Rule("over one rank every ZeRO stage is stage 0", False, lambda zero, dp: not zero or dp > 1),
+    Rule("more ranks than a test starts", False, lambda pp, dp, cp, tp: pp * dp * cp * tp <= MAX_WORLD),
+    Rule("over one rank every ZeRO stage is stage 0", False, lambda zero, dp, cp: not zero or dp * cp > 1),
     Rule("shard groups need ZeRO", True, lambda zero_shard_size, zero: not zero_shard_size or zero > 0),
-    Rule("two shard groups", False, lambda zero_shard_size, dp: not zero_shard_size or dp == 2 * zero_shard_size),
+    Rule("two shard groups", False, lambda zero_shard_size, dp, cp: zero_shard_size in (0, dp * cp / 2)),
     Rule("stages 0, 1: once a step", True, lambda zero_reduce_every, zero: zero_reduce_every != "step" or zero > 1),
     Rule("only stage 3 gathers", True, lambda zero_gather_every, zero: zero_gather_every != "step" or zero == 3),
     Rule("stage 0 has no buckets", False, lambda reduce_bucket_size, zero: reduce_bucket_size > 1000 or zero > 0),
     Rule("one stage has all layers", False, lambda by_hand, pp: not by_hand or pp > 1),
     Rule("virtual stages need a pipeline", True, lambda schedule, pp: pp > 1 or not SCHEDULES[schedule].virtual_stages),
     Rule("only zero-bubble has a backlog", True, lambda backlog, schedule: not backlog or SCHEDULES[schedule].backlog),
-    Rule("nothing to overlap", False, lambda overlap_comm, dp: overlap_comm or dp > 1),
+    Rule("nothing to overlap", False, lambda overlap_comm, dp, cp: overlap_comm or dp * cp > 1),
     Rule("parts need tp ranks", True, lambda pa, tp: not pa or tp > 1),
     Rule("sequence parallelism keeps parts already", True, lambda pa, sp: not (pa and sp)),
     *(Rule("full recompute alone keeps inputs", True, holds) for holds in (
@@ -154,17 +159,24 @@ RULES = [
     Rule("2 groups on 3 ranks", True, lambda architecture, tp: not (tp == 3 and _groups(architecture) == 2)),
     *(Rule("a CUDA graph repeats its capture", True, holds) for holds in (
         lambda graphs, zero: not graphs or zero < 3,
-        lambda graphs, tp: not graphs or tp == 1,
+        lambda graphs, tp, cp: not graphs or tp * cp == 1,
         lambda graphs, recompute: not graphs or recompute != "full",
         lambda graphs, schedule: not graphs or not SCHEDULES[schedule].backlog,
         lambda graphs, dropout: not graphs or not dropout,
         lambda graphs, reset: not graphs or not reset,
     )),
     Rule("a replica has one padded micro-batch at most", False, lambda short, dp: short < dp * SAMPLES),
+    *(Rule("a ring has blocks of keys, to which fused attention without windows attends", True, holds) for holds in (
+        lambda exchange, cp: exchange != "ring" or cp > 1,
+        lambda exchange, dropout: exchange != "ring" or not dropout,
+        lambda exchange, scores: exchange != "ring" or not scores,
+        lambda exchange, architecture: exchange != "ring" or architecture not in ("olmo3", "gemma2"),
+    )),
+    Rule("FlashAttention is in 16 bit", False, lambda exchange, precision: exchange != "ring" or precision[2:] == "16"),
     Rule("no third type", False, lambda grad_dtype, precision: grad_dtype in ("fp32", precision)),
 ]  # fmt: skip
 # Factors of many rules; a rule has at most one factor besides these.
-SHARED = ("pp", "dp", "tp", "zero", "recompute", "sp", "schedule", "precision", "graphs")
+SHARED = ("pp", "dp", "cp", "tp", "exchange", "zero", "recompute", "sp", "schedule", "precision", "graphs")
 
 
 def case_of(choice: Choice) -> Case:
@@ -245,7 +257,7 @@ class Matrix:
                 for level in self.factors[name]:
                     if all(rule.allows(choice | {name: level}) for rule in self.rules[name]):
                         mask |= 1 << self.number[name, level]
-            yield choice["pp"] * choice["dp"] * choice["tp"], mask
+            yield choice["pp"] * choice["dp"] * choice["cp"] * choice["tp"], mask
 
     def _unions(self, masks: Iterable[int]) -> list[int]:
         """Return, per level, the levels that are in one of the masks with it, other levels of its factor left out."""
@@ -312,6 +324,7 @@ ANCHORS: list[Choice] = [
     {"pp": 2, "dp": 2, "tp": 2, "zero": 3, "recompute": "full", "pa": True, "micro_batches": 3},
     {"dp": 2, "tp": 2, "zero": 1, "recompute": "selective", "sp": True, "micro_batches": 3},
     {"pp": 2, "dp": 2, "zero": 2, "schedule": "zero-bubble", "micro_batches": 3, "untied": True},
+    {"cp": 2, "tp": 2, "zero": 1, "recompute": "selective", "sp": True, "reset": "documents", "seq_length": 12},
 ]
 
 

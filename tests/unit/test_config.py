@@ -45,7 +45,7 @@ COMING: set[str] = set()
 # 113: heads of a width of their own (--kv-channels) and norms of queries and keys (--qk-layernorm), as in Qwen 3.
 # 118: --save-hf and --save-hf-interval.
 # 116 and on: the parts of published families: factors, windows, layers that alternate, rotary scalings, soft caps.
-NUM_OPTIONS = 129
+NUM_OPTIONS = 131
 OWN = ("preset", "hf_config")  # flags of the parser, which no group has
 
 DEFAULTS = {

@@ -21,6 +21,7 @@ BASE = (
     "--train-iters 20 --plan --world-size 8 --device-type h100-80gb"
 )
 TP, PP, FULL = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--recompute full"
+CP = "--context-parallel-size 2"
 # Flags whose flip changes `seen`: the flip, and the flags that it needs.
 FLIPPED = {
     "num-layers": ("--num-layers 8", ""),
@@ -58,6 +59,8 @@ FLIPPED = {
     "lr-wsd-decay-style": ("--lr-wsd-decay-style linear", "--lr-decay-style wsd --lr-wsd-decay-iters 10"),
     "clip-grad": ("--clip-grad 0.5", ""),
     "tensor-model-parallel-size": (TP, ""),
+    "context-parallel-size": (CP, ""),
+    "cp-exchange": ("--cp-exchange ring", CP),
     "pipeline-model-parallel-size": (PP, ""),
     "pipeline-schedule": ("--pipeline-schedule gpipe", PP),
     "virtual-pipeline-stages": ("--virtual-pipeline-stages 2 --pipeline-schedule interleaved", PP),

@@ -163,8 +163,8 @@ REFUSED = [
     ("--loss-scale 8192", "--loss-scale 8192: only 0 is possible here; see --min-loss-scale"),
     ("--fp8-format hybrid", "--precision is bf16, fp16, fp32 or fp64"),
     (
-        "--context-parallel-size 2",
-        "--context-parallel-size 2: only 1 is possible here; see --tensor-model-parallel-size",
+        "--expert-model-parallel-size 2",
+        "--expert-model-parallel-size 2: only 1 is possible here; see --pipeline-model-parallel-size",
     ),
     ("--yarn-mscale 1.0", "--rope-scaling-type yarn with --rope-scaling-factor"),
     ("--num-experts 8 --moe-loss-coeff 0.1", "--num-experts 8: only 1 is possible here"),

@@ -94,9 +94,9 @@ def only_comm_compares_sizes(sources: Sources) -> Iterator[str]:
 
 
 # Numbers of ranks along an axis, and of a rank along one.
-AXIS_SIZES = {"pp", "dp", "tp", "shard", "shards", "replica", "replicas", "world", "world_size"}
-AXIS_SIZES |= {f"{axis}_{of}" for axis in ("pp", "dp", "tp") for of in ("size", "rank")}
-AXIS_SIZES |= {f"{axis}_model_parallel_size" for axis in ("tensor", "pipeline")} | {"zero_shard_size"}
+AXIS_SIZES = {"pp", "dp", "cp", "data", "tp", "shard", "shards", "replica", "replicas", "world", "world_size"}
+AXIS_SIZES |= {f"{axis}_{of}" for axis in ("pp", "dp", "cp", "tp") for of in ("size", "rank")}
+AXIS_SIZES |= {f"{axis}_model_parallel_size" for axis in ("tensor", "context", "pipeline")} | {"zero_shard_size"}
 RANKS = {"rank", "ranks", "stage", "coord"}
 
 

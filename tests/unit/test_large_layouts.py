@@ -199,6 +199,8 @@ def test_groups_of_every_axis_lie_on_these_nodes() -> None:
         "shard": GroupNodes(1, 1, 1, 8),
         "replica": GroupNodes(2, 1, 2, 4),
         "dp": GroupNodes(2, 1, 2, 4),
+        "cp": GroupNodes(1, 1, 1, 8),
+        "data": GroupNodes(2, 1, 2, 4),
         "pp": GroupNodes(8, 2, 4, 2),
         "embedding": GroupNodes(2, 2, 1, 8),  # ranks 0 and 14
     }
@@ -207,9 +209,13 @@ def test_groups_of_every_axis_lie_on_these_nodes() -> None:
         "shard": GroupNodes(4, 1, 4, 2),
         "replica": GroupNodes(4, 2, 2, 4),
         "dp": GroupNodes(16, 2, 8, 1),
+        "cp": GroupNodes(1, 1, 1, 8),
+        "data": GroupNodes(16, 2, 8, 1),
         "pp": GroupNodes(2, 2, 1, 8),
         "embedding": GroupNodes(2, 2, 1, 8),
     }
+    groups = Network(device, Layout(dp=2, cp=8, tp=2)).groups  # a rank of cp is two nodes away from the last
+    assert groups["cp"] == GroupNodes(8, 2, 4, 2) and groups["data"] == GroupNodes(16, 4, 4, 2)
     v = Layout(pp=2, dp=16, chunks=2, v_shaped=True)
     assert Network(device, v).groups["embedding"] == GroupNodes(1, 1, 1, 8)
 

@@ -8,7 +8,7 @@ import pytest
 
 from megazero.plan.layout.topology import AXES, SUB_AXES, Coord, Layout, data_parallel_size, ring_bytes
 
-LAYOUTS = [Layout(*sizes) for sizes in itertools.product((1, 2, 3, 4), repeat=3)]
+LAYOUTS = [Layout(*sizes, cp=cp) for *sizes, cp in itertools.product((1, 2, 3, 4), repeat=4)]
 
 
 def test_ranks_and_coordinates_are_one_to_one() -> None:
@@ -18,14 +18,24 @@ def test_ranks_and_coordinates_are_one_to_one() -> None:
         assert [layout.rank(coord) for coord in coords] == list(range(layout.world_size))
 
 
-def _sizes(layout: Layout) -> tuple[int, int, int]:
-    return layout.pp, layout.dp, layout.tp
+def _sizes(layout: Layout) -> tuple[int, ...]:
+    return layout.pp, layout.dp, layout.cp, layout.tp
 
 
 def test_tensor_parallel_neighbours_are_adjacent_ranks() -> None:
     assert Layout(pp=2, dp=2, tp=2).groups("tp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert Layout(pp=2, dp=2, tp=2).groups("dp") == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert Layout(pp=2, dp=2, tp=2).groups("pp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+def test_context_parallel_ranks_are_between_data_and_tensor() -> None:
+    layout = Layout(dp=2, cp=3, tp=2, shards=3)
+    assert layout.groups("cp") == [[0, 2, 4], [1, 3, 5], [6, 8, 10], [7, 9, 11]]
+    assert layout.groups("dp") == [[0, 6], [1, 7], [2, 8], [3, 9], [4, 10], [5, 11]]
+    assert layout.groups("data") == [[0, 2, 4, 6, 8, 10], [1, 3, 5, 7, 9, 11]]
+    assert layout.groups("shard") == layout.groups("cp") and layout.groups("replica") == layout.groups("dp")
+    assert layout.sizes == {"pp": 1, "dp": 2, "cp": 3, "tp": 2, "data": 6, "shard": 3, "replica": 2}
+    assert layout.places(layout.coord(9)) == {"pp": 0, "dp": 1, "cp": 1, "tp": 1, "data": 4, "shard": 1, "replica": 1}
 
 
 @pytest.mark.parametrize("axis", AXES)
@@ -41,24 +51,29 @@ def test_groups_partition_the_world(axis: str) -> None:
 
 
 def test_strides_and_ranges_are_those_of_the_groups() -> None:
-    sharded = [Layout(pp, 6, tp, shards) for pp, tp, shards in itertools.product((1, 2, 3), (1, 2), (2, 3))]
+    sharded = [
+        Layout(pp, 6 // cp, tp, shards, cp=cp)
+        for pp, tp, shards, cp in itertools.product((1, 2), (1, 2), (2, 3), (1, 2, 3))
+    ]
     for layout in [*LAYOUTS, *sharded]:
         for axis in (*AXES, *SUB_AXES):
             for group in layout.groups(axis):
                 assert {b - a for a, b in itertools.pairwise(group)} <= {layout.stride(axis)}
         for rank, coord in ((rank, layout.coord(rank)) for rank in range(layout.world_size)):
-            assert rank in layout.stage_ranks(coord.pp) and rank in layout.tensor_ranks(coord.pp, coord.dp)
+            assert rank in layout.stage_ranks(coord.pp) and rank in layout.tensor_ranks(
+                coord.pp, layout.data_rank(coord)
+            )
             [group] = [group for group in layout.groups("shard") if rank in group]
             assert group.index(rank) == layout.shard_rank(coord)
         stages = [layout.stage_ranks(pp) for pp in range(layout.pp)]
         assert list(itertools.chain(*stages)) == list(range(layout.world_size))
-        assert data_parallel_size(layout.world_size, layout.pp, layout.tp) == layout.dp
+        assert data_parallel_size(layout.world_size, layout.pp, layout.tp, layout.cp) == layout.dp
 
 
 def test_ends_join_the_first_and_the_last_stage() -> None:
     for layout in LAYOUTS:
         groups = layout.groups("embedding")
-        assert len(groups) == layout.dp * layout.tp
+        assert len(groups) == layout.data * layout.tp
         for group in groups:
             coords = [layout.coord(rank) for rank in group]
             assert [c.pp for c in coords] == ([0] if layout.pp == 1 else [0, layout.pp - 1])
@@ -81,3 +96,4 @@ def test_ring_bytes() -> None:
 
 def test_it_is_shown_as_it_is_asked_for() -> None:
     assert str(Layout(pp=2, dp=3, tp=4)) == "pp 2 x dp 3 x tp 4"
+    assert str(Layout(pp=2, dp=3, tp=4, cp=5, shards=5)) == "pp 2 x dp 3 x cp 5 (3 x 5) x tp 4"

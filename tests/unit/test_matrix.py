@@ -74,10 +74,10 @@ def test_every_case_is_legal_and_every_legal_pair_meets() -> None:
 def test_what_a_rule_calls_refused_is_refused() -> None:
     """Every such rule is tried with a choice that breaks no other."""
     seen = set()
-    small = FACTORS | {"pp": (1, 2), "dp": (2, 4), "tp": (1, 2, 3, 4)}
-    met = "pp", "dp", "tp", "zero", "recompute", "schedule", "dropout", "reset"
+    small = FACTORS | {"pp": (1, 2), "dp": (2, 4), "cp": (1, 2), "tp": (1, 2, 3, 4)}
+    met = "pp", "dp", "cp", "tp", "zero", "recompute", "schedule", "dropout", "reset"
     graphs = {name: ON_GPU[name] for name in met} | {"graphs": (True,)}
-    for choice in random_choices(small, 20_000) + random_choices(graphs, 2_000):
+    for choice in random_choices(small, 60_000) + random_choices(graphs, 2_000):
         rules = broken(choice)
         if len(rules) == 1 and rules[0].refused and rules[0] not in seen:
             seen.add(rules[0])

@@ -234,7 +234,9 @@ def test_numbers_that_bytes_are_made_of() -> None:
         ("fp64", False): (8, 0),
     }
     # axis -> the kind that its bytes are counted as, where that is another name
-    assert TRAFFIC == {"shard": "dp", "replica": "dp", "embedding": "pp", "world": "control", "host": "control"}
+    assert TRAFFIC == {"data": "dp", "shard": "dp", "replica": "dp", "embedding": "pp"} | dict.fromkeys(
+        ("world", "host"), "control"
+    )
 
 
 def test_micro_batches_of_a_step() -> None:

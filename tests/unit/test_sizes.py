@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import itertools
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 from megazero.comm.mesh.pretend import pretend_mesh
 from megazero.config.cli import parse
 from megazero.model.layers.context import MicroBatchInfo, ResidualStream
+from megazero.model.layers.dealt import DealtTokens
 from megazero.model.layers.documents import Documents
 from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
@@ -47,7 +47,7 @@ FLAGS = (
 
 def sizes_of(flags: str, shard_rank: int | None = None, layers: dict[str, LayerSizes] | None = None) -> StepSizes:
     config, layout = resolve(parse(f"{FLAGS} {flags}".split()), 16, 0, declare)
-    places = None if shard_rank is None else {"shard": shard_rank}
+    places = None if shard_rank is None else {"shard": shard_rank, "cp": 0}
     return StepSizes(config, layout, rank_spec(config, layout, 0, declare), layers, places)
 
 
@@ -74,7 +74,7 @@ def test_every_operation_moves_its_buffer_along_its_axis() -> None:
     whole = sizes_of("--zero-stage 0")
     assert whole.moves(Reduce("blocks.0")) == (Moved("shard", "all-reduce", 4 * whole.numel["blocks.0"]),)
     assert [move.axis for move in whole.moves(GradNorm())] == ["tp", "pp"]
-    assert [move.axis for move in whole.agreed()] == ["dp", "dp", "pp"]
+    assert [move.axis for move in whole.agreed()] == ["data", "data", "pp"]
 
 
 def test_ranks_of_a_shard_sum_the_replicated_part_that_they_own() -> None:
@@ -139,30 +139,27 @@ def test_bytes_are_derived_in_one_place() -> None:
         assert not names & {"BYTES", "ring_bytes", "partition_numel"} and ".for_stage(" not in path.read_text(), path
 
 
-@dataclass(frozen=True)
-class TwoPieces(ResidualStream):
-    """A rank that holds the first and the last quarter of the tokens."""
-
-    def tokens(self, total: int) -> tuple[range, ...]:
-        return range(total // 4), range(3 * total // 4, total)
-
-
 def test_a_rank_may_hold_several_ranges_of_tokens() -> None:
-    """Three samples of eight tokens, of which it holds 0 to 5 and 18 to 23; documents of three and five tokens."""
-    mesh = pretend_mesh(Layout(), 0, torch.device("cpu"), needs_staging_buffer=False)
-    stream = TwoPieces(mesh.tp, sharded=True)
-    ids = torch.zeros(3, 8, dtype=torch.int64)
-    info = MicroBatchInfo.of(ids, (5, 6, 7), stream, training=True)
-    assert stream.num_tokens(24) == 12
-    assert [tuple(row) for row in info.rows] == [(5, 0, 6), (7, 2, 6)]
-    assert info.positions(torch.device("cpu")).tolist() == [*range(6), *range(2, 8)]
-    starts = torch.tensor([[0, 0, 0, 3, 3, 3, 3, 3]]).repeat(3, 1)
-    bounded = MicroBatchInfo.of(ids, (5, 6, 7), stream, training=True, position_documents=Documents.of(starts))
-    assert list(itertools.chain(*bounded.runs)) == [0, 1, 2, 0, 1, 2, 2, 0, 1, 2, 3, 4]
+    """Two samples of eight tokens, dealt to two ranks; documents of three and five tokens.
 
-
-def test_a_micro_batch_that_is_one_range_is_as_before() -> None:
+    The second rank of tp has the second half of the rows of the first rank of cp: those of sample 7.
+    """
     mesh = pretend_mesh(Layout(tp=2), 1, torch.device("cpu"), needs_staging_buffer=False)
-    assert ResidualStream(mesh.tp, sharded=True).tokens(24) == (range(12, 24),)
-    assert ResidualStream(mesh.tp, sharded=False).tokens(24) == (range(24),)
-    assert [ResidualStream(mesh.tp, sharded).num_tokens(24) for sharded in (False, True)] == [24, 12]
+    ids, stream = torch.zeros(2, 8, dtype=torch.int64), ResidualStream(mesh.tp, sharded=True)
+    own = ((range(1), range(3, 6)), (range(1, 2), range(4, 7)))
+    other = ((range(1, 3), range(6, 8)), (range(1), range(2, 4), range(7, 8)))
+    dealt = DealtTokens.of(tuple(zip(own, other, strict=True)), 0, 8)
+    info = MicroBatchInfo.of(ids, (6, 7), stream, training=True, dealt=dealt)
+    assert [tuple(row) for row in info.rows] == [(7, 1, 1), (7, 4, 3)]
+    assert info.positions(torch.device("cpu")).tolist() == [1, 4, 5, 6]
+    assert info.head_positions is not None and info.head_positions.tolist() == [[0, 3, 4, 5], [1, 4, 5, 6]]
+    documents = Documents.of(torch.tensor([[0, 0, 0, 3, 3, 3, 3, 3]]).repeat(2, 1))
+    bounded = MicroBatchInfo.of(ids, (6, 7), stream, training=True, position_documents=documents, dealt=dealt)
+    assert list(itertools.chain(*bounded.runs)) == [1, 1, 2, 3]
+    assert bounded.head_positions is not None and bounded.head_positions.tolist() == [[0, 0, 1, 2], [1, 1, 2, 3]]
+
+
+def test_a_stream_that_is_sharded_has_its_part_of_the_tokens() -> None:
+    mesh = pretend_mesh(Layout(tp=2), 1, torch.device("cpu"), needs_staging_buffer=False)
+    assert ResidualStream(mesh.tp, sharded=True).tokens(24) == range(12, 24)
+    assert ResidualStream(mesh.tp, sharded=False).tokens(24) == range(24)

@@ -26,6 +26,7 @@ from megazero.huggingface.loading import open_weights
 from megazero.kernels.matmul import TORCH
 from megazero.kernels.table import EAGER
 from megazero.model.stage import declare
+from megazero.step.batch import Dealer
 from megazero.step.memory_report import device_in_use
 from tests.helpers.notes import As, Call, Kind, Notes, calls_of, differences
 from tests.unit.data_helpers import write_corpus
@@ -294,6 +295,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "stream": As("Checkpoints.engine.model.stream"),
         "data": As("Trainer.config.data"),
         "device": CPU,
+        "dealer": Dealer(1, 0, 1, (0,) * 3),
         "training": True,
         "num_corpora": 2,
     },
@@ -361,6 +363,8 @@ GENERATED: dict[str, Call] = {
     },
     "Context": {
         "stream": Kind("ResidualStream"),
+        "cp": As("InferenceModel.mesh.cp"),
+        "ring": False,
         "tracker": Kind("MemoryTracker"),
         "precision": "fp64",
         "device": CPU,
@@ -413,6 +417,8 @@ def test_layers_are_built_with_the_runs_own_context(runs: Runs) -> None:
         "selective": False,
         "products": TORCH,
         "kernels": EAGER,
+        "cp": engine.mesh.cp,
+        "ring": False,
     }
     (stage,) = [call for call in calls_of(runs.training, "Stage") if call["context"].tracker is engine.tracker]
     assert stage == {

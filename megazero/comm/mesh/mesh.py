@@ -16,15 +16,16 @@ from megazero.comm.mesh.groups import GroupMaker
 from megazero.comm.mesh.in_flight import InFlight
 from megazero.plan.layout.topology import AXES, SUB_AXES, TRAFFIC, Coord, Layout
 
-URGENT = ("tp", "shard")  # computation waits for these axes within a layer
+URGENT = ("tp", "cp", "shard")  # computation waits for these axes within a layer
 
 
 @dataclass(frozen=True)
 class Mesh:
     """This rank's coordinates and axes.
 
+    `cp` joins the ranks that share the tokens of a sample; `data` all of dp x cp, which hold the same weights.
     `embedding` joins the first and the last stage, which both hold a tied token table; `world` joins all ranks.
-    `shard` and `replica` divide dp: ZeRO partitions within `shard`, and ranks along `replica` own the same range.
+    `shard` and `replica` divide `data`: ZeRO partitions within `shard`, and ranks along `replica` own the same range.
     """
 
     layout: Layout
@@ -32,6 +33,8 @@ class Mesh:
     device: torch.device
     pp: Axis
     dp: Axis
+    cp: Axis
+    data: Axis
     shard: Axis
     replica: Axis
     tp: Axis
@@ -89,8 +92,8 @@ class Mesh:
     @property
     def axes(self) -> tuple[Axis, ...]:
         """All axes, in the same order on every rank."""
-        found = self.pp, self.dp, self.shard, self.replica, self.tp, self.embedding, self.world
-        return found if self.host is self.world else (*found, self.host)
+        axes = (self.pp, self.dp, self.cp, self.data, self.shard, self.replica, self.tp, self.embedding, self.world)
+        return axes if self.host is self.world else (*axes, self.host)
 
     def axis(self, name: str) -> Axis:
         """Return the axis of this name."""
@@ -122,7 +125,7 @@ class Mesh:
 
     def sent(self) -> dict[str, int]:
         """Return the bytes sent so far, by kind of traffic."""
-        total: Counter[str] = Counter({"dp": 0, "tp": 0, "pp": 0, "control": 0})
+        total: Counter[str] = Counter({"dp": 0, "cp": 0, "tp": 0, "pp": 0, "control": 0})
         for axis in self.axes:
             for kind, num_bytes in axis.sent.items():
                 total[TRAFFIC.get(kind, kind)] += num_bytes

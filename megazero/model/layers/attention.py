@@ -278,15 +278,9 @@ class GroupedAttention(Attention):
         self.columns = (self.query, self.kv)
 
     def split(self, tokens: MicroBatchInfo) -> Split:
-        batch, positions = len(tokens.samples), None
+        batch, positions = len(tokens.samples), tokens.head_positions
         if tokens.cache is not None:
             batch, positions = 1, tokens.positions(self.context.device)[None]
-        elif tokens.position_documents is not None:
-            positions = tokens.position_documents.positions
-            if tokens.dealt is not None:
-                positions = positions.gather(1, tokens.dealt.indices)
-        elif tokens.dealt is not None:
-            positions = tokens.dealt.indices
         return Groups(batch, self.num_heads, self.norms, self.context.kernels.rotary, self.tables, positions)
 
 

@@ -1,13 +1,14 @@
 """Values that layers share: declaration of weights, layout of the residual stream, tokens of a micro-batch.
 
-Shapes: b micro-batch, s sequence, T = b s tokens, T' those of the residual stream on this rank, c any width.
+Shapes: b micro-batch, s sequence, t tokens of a sample on this context-parallel rank, T = b t tokens, T' those of the
+residual stream on this rank, c any width.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -70,17 +71,13 @@ class ResidualStream:
         scratch = part.new_empty(self.tp.scratch_numel(out.numel()) if self.tp.needs_staging_buffer else 0)
         return AsyncTensor(out, self.tp.start_reduce_scatter(part.view(-1), out.view(-1), False, scratch))
 
-    def tokens(self, total: int) -> tuple[range, ...]:
-        """Return the ranges of a micro-batch's T tokens that this rank has, in the order of its rows."""
+    def tokens(self, total: int) -> range:
+        """Return which of T = `total` tokens this rank has: T' of them."""
         if not self.sharded:
-            return (range(total),)
+            return range(total)
         assert total % self.tp.size == 0, (total, self.tp.size)
         each = total // self.tp.size
-        return (range(self.tp.rank * each, (self.tp.rank + 1) * each),)
-
-    def num_tokens(self, total: int) -> int:
-        """Return T'."""
-        return sum(map(len, self.tokens(total)))
+        return range(self.tp.rank * each, (self.tp.rank + 1) * each)
 
 
 @dataclass(frozen=True)
@@ -95,8 +92,8 @@ class Context:
     selective: bool = False  # recompute large and cheap tensors in backward
     products: Products = TORCH
     kernels: Kernels = EAGER
-    cp: Axis | None = None
-    ring: bool = False  # exchange keys in a ring where attention can
+    cp: Axis = field(default_factory=lambda: Axis("cp", [0], 0))  # the ranks that share the tokens of a sample
+    ring: bool = False  # exchange keys and values in a ring, not all at once
 
     @property
     def dtype(self) -> torch.dtype:
@@ -172,7 +169,8 @@ class MicroBatchInfo(NamedTuple):
     cache: KVCache | None = None  # in generation: keys and values of earlier tokens, to which these are added
     attention_documents: Documents | None = None  # to which attention is restricted; None: whole samples
     position_documents: Documents | None = None  # with which positions restart; None: with every sample
-    dealt: DealtTokens | None = None  # of each rank of context parallelism; None: this rank has all tokens
+    dealt: DealtTokens | None = None  # this rank's part of each sample; None: all of it
+    head_positions: torch.Tensor | None = None  # positions of the T tokens, [b, t]; None: 0 to s - 1 in every sample
 
     @classmethod
     def of(
@@ -184,19 +182,26 @@ class MicroBatchInfo(NamedTuple):
         training: bool,
         attention_documents: Documents | None = None,
         position_documents: Documents | None = None,
+        dealt: DealtTokens | None = None,
     ) -> MicroBatchInfo:
-        """ids [b, s]"""
+        """ids [b, s]: of whole samples"""
         assert len(samples) == len(ids), (samples, ids.shape)
-        ranges, length, rows = stream.tokens(ids.numel()), ids.shape[1], []
-        for held in ranges:
-            for sample in range(held.start // length, -(-held.stop // length)):
-                begin = sample * length
-                first, stop = max(held.start, begin) - begin, min(held.stop, begin + length) - begin
-                rows.append(Rows(samples[sample], first, stop - first))
-        runs = tuple(range(row.first, row.first + row.count) for row in rows)
-        if position_documents is not None:
-            runs = tuple(run for held in ranges for run in position_documents.runs(held))
-        return cls(length, samples, training, tuple(rows), runs, None, attention_documents, position_documents)
+        length, positions = ids.shape[1], None if position_documents is None else position_documents.positions
+        parts = [(sample, range(length)) for sample in range(len(samples))]
+        if dealt is not None:
+            parts = [(sample, part) for sample in range(len(samples)) for part in dealt.ranges[sample][dealt.rank]]
+            positions = dealt.indices if positions is None else positions.gather(1, dealt.indices)
+        held = stream.tokens(sum(len(part) for _, part in parts))
+        rows, runs, begin = [], [], 0
+        for sample, whole in parts:
+            part = whole[max(0, held.start - begin) : max(0, held.stop - begin)]
+            begin += len(whole)
+            if part:
+                rows.append(Rows(samples[sample], part.start, len(part)))
+                at = range(sample * length + part.start, sample * length + part.stop)
+                runs += [part] if position_documents is None else position_documents.runs(at)
+        documents = attention_documents, position_documents
+        return cls(length, samples, training, tuple(rows), tuple(runs), None, *documents, dealt, positions)
 
     def positions(self, device: torch.device) -> torch.Tensor:
         """Return the position of each of the T' tokens, [T'] int64."""
@@ -211,7 +216,7 @@ class MicroBatchInfo(NamedTuple):
 class DeviceBatch(NamedTuple):
     """A micro-batch on this rank's device, as layers read it."""
 
-    ids: torch.Tensor  # [b, s] int64
-    labels: torch.Tensor  # [b, s] int64
-    loss_mask: torch.Tensor  # [b, s] fp32, 1 where the target counts
+    ids: torch.Tensor  # [b, t] int64
+    labels: torch.Tensor  # [b, t] int64
+    loss_mask: torch.Tensor  # [b, t] fp32, 1 where the target counts
     tokens: MicroBatchInfo

@@ -26,6 +26,11 @@ class Scores(NamedTuple):
         local = model.attention_kind(number) == "L" and model.window_size < model.seq_length
         return cls(model.window_size if local else 0, model.attention_softcap, model.attention_scale)
 
+    @classmethod
+    def windows(cls, model: ModelConfig) -> tuple[int, ...]:
+        """Return the window of every layer."""
+        return tuple(cls.of(model, number).window for number in range(model.num_layers))
+
     def factor(self, head_dim: int) -> float:
         """Return the factor of q k."""
         return self.scale or head_dim**-0.5

@@ -37,7 +37,13 @@ MEDIANS = (
     ("TFLOP/s per device", "tflops_per_device", ".3g"),
     ("MFU", "mfu", ".1%"),
 )
-TRAFFIC = {"dp": "data-parallel and ZeRO", "tp": "tensor-parallel", "pp": "pipeline", "control": "losses, norms, flags"}
+TRAFFIC = {
+    "dp": "data-parallel and ZeRO",
+    "cp": "context-parallel",
+    "tp": "tensor-parallel",
+    "pp": "pipeline",
+    "control": "losses, norms, flags",
+}
 
 
 def write_report(folder: Path) -> Path:
@@ -191,7 +197,7 @@ def _layout(start: Record) -> dict[str, Any] | None:
     if stage and layout.shard > 1:
         text += f"; {SHARDED[stage]} sharded over {layout.shard} data-parallel ranks"
     stages = [
-        (", ".join(ranges(layout.layers(layers, pp))), [layout.tensor_ranks(pp, dp) for dp in range(layout.dp)])
+        (", ".join(ranges(layout.layers(layers, pp))), [layout.tensor_ranks(pp, at) for at in range(layout.data)])
         for pp in range(layout.pp)
     ]
     return {"text": f"{text}.", "stages": stages if 1 < layout.world_size <= MAX_DRAWN_RANKS else [], "tp": layout.tp}

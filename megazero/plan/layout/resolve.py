@@ -7,10 +7,11 @@ import difflib
 import fnmatch
 
 from megazero.config.limits import divisors, shorten
-from megazero.config.schema import ActivationConfig, Config
+from megazero.config.schema import ActivationConfig, Config, ParallelConfig
 from megazero.config.validate import check_values
+from megazero.plan.layout.dealing import dealt_multiple
 from megazero.plan.layout.layers import Declare, layer_costs
-from megazero.plan.layout.topology import Layout, data_parallel_size
+from megazero.plan.layout.topology import Layout
 from megazero.plan.schedule.schedules import SCHEDULES
 from megazero.plan.schedule.split import layer_split
 
@@ -33,6 +34,7 @@ def resolve(config: Config, world_size: int, vocab_size: int, declare: Declare) 
     _check_schedule(config)
     if config.training.cuda_graph_impl == "local":
         _check_graphs(config)
+    _check_context(config)
     layout = make_layout(config, world_size)
     vocabulary = config.model.vocab_size or vocab_size
     if not vocabulary and config.data.mock_data:
@@ -115,27 +117,42 @@ def _check_frozen(names: list[str], patterns: tuple[str, ...]) -> None:
         )
 
 
+def replica_layout(parallel: ParallelConfig) -> Layout:
+    """Return the layout of the ranks that compute a sample together."""
+    cp = parallel.context_parallel_size
+    return Layout(parallel.pipeline_model_parallel_size, 1, parallel.tensor_model_parallel_size, cp=cp)
+
+
+def replica_words(parallel: ParallelConfig) -> str:
+    """Name the flags of `replica_layout` and their product."""
+    replica = replica_layout(parallel)
+    context = f" x --context-parallel-size {replica.cp}" if replica.cp > 1 else ""
+    return (
+        f"--tensor-model-parallel-size {replica.tp}{context} x --pipeline-model-parallel-size {replica.pp} = "
+        f"{replica.world_size}"
+    )
+
+
 def make_layout(config: Config, world_size: int) -> Layout:
-    """Return the layout of `world_size` ranks: pp and tp are flags, dp is derived, layers are split evenly."""
-    tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
-    once = Layout(pp, 1, tp).world_size
+    """Return the layout of `world_size` ranks: pp, cp and tp are flags, dp is derived, layers are split evenly."""
+    replica = replica_layout(config.parallel)
+    once = replica.world_size
     if world_size % once:
         fits = max(1, world_size // once) * once
         raise ValueError(
-            f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} = {once} does not "
-            f"divide the {world_size} ranks that were started; start {fits} or {fits + once} "
-            f"(bash scripts/launch.sh --nproc {fits} ...), or change either"
+            f"{replica_words(config.parallel)} does not divide the {world_size} ranks that were started; start {fits} "
+            f"or {fits + once} (bash scripts/launch.sh --nproc {fits} ...), or change either"
         )
-    dp, shards = data_parallel_size(world_size, pp, tp), config.zero.zero_shard_size
-    if shards and shards not in divisors(dp):
-        sizes = ", ".join(str(n) for n in divisors(dp) if n > 1)
+    whole, shards = dataclasses.replace(replica, dp=world_size // once), config.zero.zero_shard_size
+    if shards and shards not in divisors(whole.data):
+        sizes = ", ".join(str(n) for n in divisors(whole.data) if n > 1)
         raise ValueError(
-            f"--zero-shard-size {shards} does not divide the {dp} data-parallel ranks; "
-            f"use {f'{sizes}, or ' if sizes else ''}0 for all"
+            f"--zero-shard-size {shards} does not divide the {whole.data} data-parallel ranks"
+            f"{' (x context-parallel)' if replica.cp > 1 else ''}; use {f'{sizes}, or ' if sizes else ''}0 for all"
         )
     parallel = config.parallel
     v_shaped = SCHEDULES[parallel.pipeline_schedule].v_shaped
-    return Layout(pp, dp, tp, shards, parallel.virtual_pipeline_stages, v_shaped=v_shaped)
+    return dataclasses.replace(whole, shards=shards, chunks=parallel.virtual_pipeline_stages, v_shaped=v_shaped)
 
 
 def _check_schedule(config: Config) -> None:
@@ -184,14 +201,43 @@ def _check_schedule(config: Config) -> None:
         )
 
 
+def _check_context(config: Config) -> None:
+    """Refuse more context-parallel ranks than there are tokens, and a ring where attention gathers all keys."""
+    parallel, model, multiple = config.parallel, config.model, dealt_multiple(config)
+    cp, most = parallel.context_parallel_size, model.seq_length // multiple
+    if cp > most:
+        units = f"groups of {multiple} tokens, which --sequence-parallel cannot divide," if multiple > 1 else "tokens"
+        raise ValueError(
+            f"--context-parallel-size {cp}: --seq-length {model.seq_length} has only {most} {units} to deal to the "
+            f"ranks; use at most {most}"
+        )
+    if parallel.cp_exchange != "auto" and cp == 1:
+        raise ValueError(
+            f"--cp-exchange {parallel.cp_exchange} needs a --context-parallel-size of at least 2; raise it, or drop "
+            "this flag"
+        )
+    gathers = {
+        f"--attention-dropout {model.attention_dropout:g}": model.attention_dropout > 0,
+        f"--attention-softcap {model.attention_softcap:g}": model.attention_softcap > 0,
+        f"--window-size {model.window_size}": model.window_size > 0,
+    }
+    for flag, given in gathers.items():
+        if given and parallel.cp_exchange == "ring":
+            raise ValueError(
+                f"--cp-exchange ring with {flag}: its attention needs all keys at once; use all-gather, or auto"
+            )
+
+
 def _check_graphs(config: Config) -> None:
     """Refuse flags that change a block's kernels, addresses or random numbers between replays of its graph."""
     model, data, name = config.model, config.data, config.parallel.pipeline_schedule
     tp, masks = config.parallel.tensor_model_parallel_size, "a graph would repeat the masks of its capture; use 0"
+    cp = config.parallel.context_parallel_size
     documents = "attention depends on the starts of documents; drop it"
     refused = {
         "--zero-stage 3": (config.zero.zero_stage == 3, "weights are gathered to other addresses; use 2"),
         f"--tensor-model-parallel-size {tp}": (tp > 1, "collectives are not captured; use 1"),
+        f"--context-parallel-size {cp}": (cp > 1, "collectives are not captured; use 1"),
         f"--hidden-dropout {model.hidden_dropout:g}": (model.hidden_dropout > 0, masks),
         f"--attention-dropout {model.attention_dropout:g}": (model.attention_dropout > 0, masks),
         "--recompute full": (

@@ -1,4 +1,4 @@
-"""The pipeline, data and tensor axes of a world of ranks. Pure: integers only, no process group.
+"""The pipeline, data, context and tensor axes of a world of ranks. Pure: integers only, no process group.
 
 Ranks are numbered pp-major, tp-minor: tensor-parallel neighbours share a node.
 """
@@ -13,10 +13,11 @@ from typing import NamedTuple
 from megazero.plan.schedule.schedules import placement
 from megazero.plan.schedule.split import even_split
 
-AXES = ("pp", "dp", "tp")
-SUB_AXES = ("shard", "replica", "embedding")  # parts of dp and of pp
+AXES = ("pp", "dp", "cp", "tp")
+# all of dp x cp, which hold the same weights; parts of these ranks; part of pp
+SUB_AXES = ("data", "shard", "replica", "embedding")
 # axis -> kind of traffic of its collectives, if different from its name
-TRAFFIC = {"shard": "dp", "replica": "dp", "embedding": "pp", "world": "control", "host": "control"}
+TRAFFIC = {"data": "dp", "shard": "dp", "replica": "dp", "embedding": "pp", "world": "control", "host": "control"}
 Ranks = tuple[int, ...]  # global ranks, ascending
 
 
@@ -25,7 +26,11 @@ class Coord(NamedTuple):
 
     pp: int
     dp: int
+    cp: int
     tp: int
+
+    def __str__(self) -> str:
+        return ", ".join(f"{axis} {place}" for axis, place in self._asdict().items())
 
 
 class Route(NamedTuple):
@@ -51,10 +56,10 @@ def route(place: tuple[int, ...], what: str, to: int) -> Route:
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the axes: pipeline stages, data-parallel ranks, tensor-parallel parts.
+    """Sizes of the axes: pipeline stages, data-parallel ranks, tensor-parallel parts, context-parallel ranks.
 
     Attributes:
-        shards: neighbouring data-parallel ranks that ZeRO shards over; the dp / shards groups are replicas. 0: all dp.
+        shards: neighbouring ranks of dp x cp that ZeRO shards over; the dp x cp / shards groups are replicas. 0: all.
         chunks: virtual stages of each pipeline rank, placed in turn or as a V: see `placement`.
         split: number of layers of every virtual stage; (): even.
     """
@@ -66,9 +71,10 @@ class Layout:
     chunks: int = 1
     split: tuple[int, ...] = ()
     v_shaped: bool = False
+    cp: int = 1
 
     def __post_init__(self) -> None:
-        assert self.dp % (self.shards or self.dp) == 0, self
+        assert self.data % (self.shards or self.data) == 0, self
 
     @property
     def placement(self) -> tuple[int, ...]:
@@ -95,14 +101,19 @@ class Layout:
         return sorted(found)
 
     @property
+    def data(self) -> int:
+        """Ranks that hold the same weights."""
+        return self.dp * self.cp
+
+    @property
     def shard(self) -> int:
         """Ranks that share one copy of the sharded states."""
-        return self.shards or self.dp
+        return self.shards or self.data
 
     @property
     def replica(self) -> int:
         """Copies of the sharded states."""
-        return self.dp // self.shard
+        return self.data // self.shard
 
     def communicators(self) -> int:
         """Return the number of NCCL communicators of a rank: the world's, and one per split of `GroupMaker`.
@@ -111,7 +122,8 @@ class Layout:
         """
         if self.world_size == 1:
             return 0
-        data = 3 if 1 < self.shard < self.dp else int(self.dp > 1)  # dp, shard and replica, or dp alone
+        parts = {"dp": self.dp, "cp": self.cp, "data": self.data, "shard": self.shard, "replica": self.replica}
+        data = len({(size, self.stride(axis)) for axis, size in parts.items() if size > 1})
         tied = self.pp > 2 and self.last_pp > 0
         pairs: dict[tuple[int, int], list[Ranks]] = {}
         for first, *way in self.links():
@@ -120,31 +132,36 @@ class Layout:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Return the size of every axis, and of the two that divide dp."""
-        return {"pp": self.pp, "dp": self.dp, "tp": self.tp, "shard": self.shard, "replica": self.replica}
+        """Return the size of every axis, and of all sub-axes but the embedding's."""
+        return {axis: getattr(self, axis) for axis in (*AXES, "data", "shard", "replica")}
 
     def places(self, coord: Coord) -> dict[str, int]:
         """Return a rank's place along each of `sizes`."""
-        return coord._asdict() | {"shard": self.shard_rank(coord), "replica": coord.dp // self.shard}
+        data = self.data_rank(coord)
+        return coord._asdict() | {"data": data, "shard": data % self.shard, "replica": data // self.shard}
 
     @property
     def world_size(self) -> int:
-        return self.pp * self.dp * self.tp
+        return self.pp * self.data * self.tp
 
     def coord(self, rank: int) -> Coord:
-        return Coord(rank // (self.dp * self.tp), rank // self.tp % self.dp, rank % self.tp)
+        return Coord(*(rank // self.stride(axis) % getattr(self, axis) for axis in AXES))
 
     def rank(self, coord: Coord) -> int:
-        return (coord.pp * self.dp + coord.dp) * self.tp + coord.tp
+        return sum(place * self.stride(axis) for axis, place in coord._asdict().items())
+
+    def data_rank(self, coord: Coord) -> int:
+        """Return a rank's place among those that hold the same weights."""
+        return coord.dp * self.cp + coord.cp
 
     def shard_rank(self, coord: Coord) -> int:
         """Return a rank's place among those that share one copy of the sharded states."""
-        return coord.dp % self.shard
+        return self.data_rank(coord) % self.shard
 
     def stride(self, axis: str) -> int:
         """Return the difference of two neighbours' ranks along an axis or a sub-axis."""
-        shard = self.tp * self.shard
-        strides = {"tp": 1, "dp": self.tp, "shard": self.tp, "replica": shard, "pp": self.dp * self.tp}
+        own = dict.fromkeys(("cp", "data", "shard"), self.tp)  # neighbours along cp are neighbours in `data`
+        strides = own | {"tp": 1, "dp": self.cp * self.tp, "replica": self.shard * self.tp, "pp": self.data * self.tp}
         return strides[axis] if axis != "embedding" else self.last_pp * strides["pp"]
 
     def stage_ranks(self, pp: int) -> range:
@@ -152,26 +169,19 @@ class Layout:
         size = self.stride("pp")
         return range(pp * size, (pp + 1) * size)
 
-    def tensor_ranks(self, pp: int, dp: int) -> range:
-        """Return the tensor-parallel ranks of one data-parallel replica of a stage."""
-        first = self.rank(Coord(pp, dp, 0))
+    def tensor_ranks(self, pp: int, data: int) -> range:
+        """Return the tensor-parallel ranks of one copy of a stage's weights."""
+        first = pp * self.stride("pp") + data * self.tp
         return range(first, first + self.tp)
 
     def groups(self, axis: str) -> list[list[int]]:
         """Return all groups of ranks along an axis or a sub-axis; "embedding" joins the first and last stage."""
-        found: dict[Coord, list[int]] = {}
-        for rank in range(self.world_size):
-            coord = self.coord(rank)
-            if axis == "embedding":
-                if coord.pp in (0, self.last_pp):
-                    found.setdefault(coord._replace(pp=0), []).append(rank)
-            elif axis == "shard":
-                found.setdefault(coord._replace(dp=coord.dp // self.shard), []).append(rank)
-            elif axis == "replica":
-                found.setdefault(coord._replace(dp=self.shard_rank(coord)), []).append(rank)
-            else:
-                found.setdefault(coord._replace(**{axis: 0}), []).append(rank)
-        return list(found.values())
+        if axis == "embedding":
+            both = (0, self.stride(axis)) if self.last_pp else (0,)
+            return [[first + step for step in both] for first in self.stage_ranks(0)]
+        stride, size = self.stride(axis), self.sizes[axis]
+        firsts = (rank for rank in range(self.world_size) if rank // stride % size == 0)
+        return [list(range(first, first + size * stride, stride)) for first in firsts]
 
     def chunk_layers(self, num_layers: int, rank: int, chunk: int) -> range:
         """Return the numbers of the layers of one chunk of pipeline rank `rank`."""
@@ -190,12 +200,13 @@ class Layout:
         chunks = f" ({self.chunks} virtual stages each{shape})" if self.chunks > 1 else ""
         parts = f" ({self.replica} x {self.shard})" if self.replica > 1 else ""
         split = f" (layers {','.join(map(str, self.split))})" if self.split else ""
-        return f"pp {self.pp}{chunks}{split} x dp {self.dp}{parts} x tp {self.tp}"
+        context = f" x cp {self.cp}" if self.cp > 1 else ""
+        return f"pp {self.pp}{chunks}{split} x dp {self.dp}{context}{parts} x tp {self.tp}"
 
 
-def data_parallel_size(world_size: int, pp: int = 1, tp: int = 1) -> int:
-    """Return dp, given that pp x tp divides `world_size`."""
-    return world_size // (pp * tp)
+def data_parallel_size(world_size: int, pp: int = 1, tp: int = 1, cp: int = 1) -> int:
+    """Return dp, given that pp x cp x tp divides `world_size`."""
+    return world_size // (pp * cp * tp)
 
 
 def disjoint(groups: Iterable[Ranks]) -> list[list[Ranks]]:

@@ -190,10 +190,10 @@ class _Walk:
         self.config, self.needs_staging_buffer = config, needs_staging_buffer
         coord = layout.coord(rank)
         self.spec = rank_spec(config, layout, coord.pp, declare)
-        layers = layer_sizes(config, layout, self.spec, "cpu" if needs_staging_buffer else "cuda")
+        layers = layer_sizes(config, layout, self.spec, "cpu" if needs_staging_buffer else "cuda", coord.cp)
         self.sizes = StepSizes(config, layout, self.spec, layers, layout.places(coord))
         self.tracker = MemoryTracker()
-        self.traffic: Counter[str] = Counter({"dp": 0, "tp": 0, "pp": 0, "control": 0})
+        self.traffic: Counter[str] = Counter({"dp": 0, "cp": 0, "tp": 0, "pp": 0, "control": 0})
         self.allocations: dict[object, Allocation] = {}
         self.saved: dict[tuple[str, int], int] = {}
         self.activations, self.queued = _Level(), _Level()

@@ -37,7 +37,8 @@ def _memory_formulas(config: Config, layout: Layout) -> dict[str, str]:
     states, w = States.of(config, layout), Rates.of(config).weights
     activations, full = config.activations, config.activations.recompute == "full"
     parts = f" / {layout.tp}" if activations.partition_activations or config.parallel.sequence_parallel else ""
-    kept = f"{w} b s h{parts} for each block and micro-batch in flight" if full else ""
+    tokens = f"s / {layout.cp}" if layout.cp > 1 else "s"
+    kept = f"{w} b {tokens} h{parts} for each block and micro-batch in flight" if full else ""
     arenas = ", arenas" if activations.contiguous_checkpointing else ""
     return {
         "activations": f"autograd's saved tensors of {'one recomputed block, and the ends' if full else 'all layers'}",
@@ -46,7 +47,7 @@ def _memory_formulas(config: Config, layout: Layout) -> dict[str, str]:
         "gradients": str(states.gradients) if states.gradients.each else "",
         "activation_checkpoints": "" if activations.checkpoint_in_cpu else kept,
         "buffers": f"arena of gathered weights, buckets, unreduced gradients, messages, rotary tables{arenas}",
-        "logits": f"{w} b s v / tp",
+        "logits": f"{w} b {tokens} v / tp",
         "peak": "highest sum of all these but activations",
         "host": f"{kept}, in host memory" if activations.checkpoint_in_cpu else "",
     }
@@ -67,6 +68,7 @@ def _traffic_formulas(config: Config, layout: Layout, found: StageBytes) -> dict
     dp = f"{each} Psi x (N-1)/N, N = {layout.shard}{replicas}" if terms else ""
     return {
         "dp traffic": dp,
+        "cp traffic": "keys and values of the other ranks, and their gradients" if layout.cp > 1 else "",
         "tp traffic": "activations and losses",
         "pp traffic": "messages, tied table",
         "control traffic": "norms, losses, counts",

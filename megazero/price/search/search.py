@@ -17,7 +17,7 @@ from typing import NamedTuple
 from megazero.config.batch_sizes import micro_batches
 from megazero.config.flags import with_values
 from megazero.config.limits import divisors
-from megazero.config.schema import ActivationConfig, Config
+from megazero.config.schema import ActivationConfig, Config, ModelConfig
 from megazero.config.validate import check_values, tensor_parallel_sizes
 from megazero.model.stage import declare
 from megazero.plan.layout.layers import End, Use, layer_costs
@@ -38,8 +38,9 @@ from megazero.price.trace.trace import shallow, trace_block
 
 TRIED = 48  # best-ranked layouts whose memory is estimated
 SIMULATED = 12  # of those, the most that are simulated, because they fit
-SAME_SIZES = 4  # of the layouts tried, the most with the same tensor and pipeline parallelism
+SAME_SIZES = 4  # of the layouts tried, the most with the same tensor, context and pipeline parallelism
 MOST_STAGES = 64
+LEAST_DEALT = 4096  # tokens of a sample on a context-parallel rank: of fewer, tensor parallelism is as good
 MOST_OF_A_V = 512  # stages x micro-batches: finding the order of a longer V takes many seconds
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 SCHEDULES = (("1f1b", 1), ("zero-bubble", 1), ("zero-bubble-v", 2), *(("interleaved", v) for v in (2, 3, 4, 6, 8)))
@@ -51,6 +52,7 @@ class Candidate(NamedTuple):
     """The flags of a layout."""
 
     tp: int
+    cp: int
     pp: int
     schedule: str
     chunks: int
@@ -66,6 +68,7 @@ class Candidate(NamedTuple):
         activations, full = config.activations, self.recompute == "full"
         values = {
             "tensor-model-parallel-size": self.tp,
+            "context-parallel-size": self.cp,
             "pipeline-model-parallel-size": self.pp,
             "pipeline-schedule": self.schedule,
             "pipeline-split": "",
@@ -85,31 +88,41 @@ class Candidate(NamedTuple):
 def candidates(config: Config, world: int, device: Device) -> Iterator[Candidate]:
     """Yield every layout of the model on `world` devices."""
     model, batch = config.model, config.training.global_batch_size
+    for tp, cp, pp in _sizes(model, world, device):
+        dp = data_parallel_size(world, pp, tp, cp)
+        data = Layout(pp, dp, tp, cp=cp).data
+        if pp > min(model.num_layers, MOST_STAGES) or batch < dp:
+            continue
+        share = micro_batches(batch, 1, dp)  # samples of the first replica, which has the most
+        node = max(1, device.devices_per_node // tp)
+        zeros = [(0, 0), (1, 0), (2, 0), (3, 0)] if data > 1 else [(0, 0)]
+        if 1 < node < data and data % node == 0:
+            zeros += [(1, node), (2, node), (3, node)]
+        sizes = [n for n in MICRO_BATCHES if share % n == 0]
+        schedules = [s for s in SCHEDULES if pp > 1 and pp * s[1] <= model.num_layers] or [SCHEDULES[0]]
+        keeps = [("full", False)] if tp == 1 else [("full", False), ("full", True)]
+        if not config.activations.checkpoint_in_cpu:
+            keeps = [("none", False), ("selective", False), *keeps]
+        for (schedule, chunks), (stage, shard), (recompute, partition), sequence, micro in itertools.product(
+            schedules, zeros, keeps, (False, True) if tp > 1 else (False,), sizes
+        ):
+            if sequence and (partition or micro * model.seq_length % tp):
+                continue
+            if schedule == "zero-bubble-v" and pp * (share // micro) > MOST_OF_A_V:
+                continue
+            yield Candidate(tp, cp, pp, schedule, chunks, stage, shard, recompute, partition, sequence, micro)
+
+
+def _sizes(model: ModelConfig, world: int, device: Device) -> Iterator[tuple[int, int, int]]:
+    """Yield tensor-parallel, context-parallel and pipeline sizes."""
     for tp in sorted({*tensor_parallel_sizes(model)} & {*divisors(world)}):
         if tp > device.devices_per_node:
             continue
-        for pp in divisors(data_parallel_size(world, tp=tp)):
-            dp = data_parallel_size(world, pp, tp)
-            if pp > min(model.num_layers, MOST_STAGES) or batch < dp:
-                continue
-            share = micro_batches(batch, 1, dp)  # samples of the first replica, which has the most
-            node = max(1, device.devices_per_node // tp)
-            zeros = [(0, 0), (1, 0), (2, 0), (3, 0)] if dp > 1 else [(0, 0)]
-            if 1 < node < dp and dp % node == 0:
-                zeros += [(1, node), (2, node), (3, node)]
-            sizes = [n for n in MICRO_BATCHES if share % n == 0]
-            schedules = [s for s in SCHEDULES if pp > 1 and pp * s[1] <= model.num_layers] or [SCHEDULES[0]]
-            keeps = [("full", False)] if tp == 1 else [("full", False), ("full", True)]
-            if not config.activations.checkpoint_in_cpu:
-                keeps = [("none", False), ("selective", False), *keeps]
-            for (schedule, chunks), (stage, shard), (recompute, partition), sequence, micro in itertools.product(
-                schedules, zeros, keeps, (False, True) if tp > 1 else (False,), sizes
-            ):
-                if sequence and (partition or micro * model.seq_length % tp):
-                    continue
-                if schedule == "zero-bubble-v" and pp * (share // micro) > MOST_OF_A_V:
-                    continue
-                yield Candidate(tp, pp, schedule, chunks, stage, shard, recompute, partition, sequence, micro)
+        for cp in divisors(data_parallel_size(world, tp=tp)):
+            if cp > max(1, model.seq_length // LEAST_DEALT):
+                break
+            for pp in divisors(data_parallel_size(world, tp=tp, cp=cp)):
+                yield tp, cp, pp
 
 
 class _Block(NamedTuple):
@@ -157,20 +170,20 @@ class ClosedTerms:
         self._usable = functools.cache(device.usable_bytes)
 
     def of(self, c: Candidate) -> _Block:
-        return self.block(c.tp, c.micro_batch, c.sequence, c.recompute == "selective")
+        return self.block(c.tp, c.cp, c.micro_batch, c.sequence, c.recompute == "selective")
 
-    def _costs(self, tp: int, micro: int, sequence: bool, selective: bool) -> StepCosts:
+    def _costs(self, tp: int, cp: int, micro: int, sequence: bool, selective: bool) -> StepCosts:
         """Return the costs of the `shallow` model without pipeline and recompute."""
         kept = "selective" if selective else "none"
-        c = Candidate(tp, 1, "1f1b", 1, 0, 0, kept, False, sequence, micro)
+        c = Candidate(tp, cp, 1, "1f1b", 1, 0, 0, kept, False, sequence, micro)
         config = c.apply(self.config)
         config = dataclasses.replace(config, model=shallow(config.model))
-        layout = self._layout(tp)
+        layout = self._layout(tp, cp)
         return StepCosts(config, layout, rank_spec(config, layout, 0, declare), self.device)
 
-    def _block(self, tp: int, micro: int, sequence: bool, selective: bool) -> _Block:
+    def _block(self, tp: int, cp: int, micro: int, sequence: bool, selective: bool) -> _Block:
         """Return the mean block; each kind is traced once."""
-        costs = self._costs(tp, micro, sequence, selective)
+        costs = self._costs(tp, cp, micro, sequence, selective)
         layers = declare(costs.config.model, tp)
         blocks = Counter(layers.kinds[name].name for name in layers.blocks)
 
@@ -179,19 +192,19 @@ class ClosedTerms:
 
         forward = mean(lambda name: costs.of_layer(Forward(name, 0, True)).seconds)
         backward = mean(lambda name: costs.of_layer(Backward(name, 0)).seconds)
-        saved = mean(lambda name: self.saved(tp, micro, sequence, selective)[name].whole)
+        saved = mean(lambda name: self.saved(tp, cp, micro, sequence, selective)[name].whole)
         return _Block(forward, backward, math.ceil(saved), costs.sizes.hidden)
 
-    def _saved(self, tp: int, micro: int, sequence: bool, selective: bool) -> dict[str, _Saved]:
+    def _saved(self, tp: int, cp: int, micro: int, sequence: bool, selective: bool) -> dict[str, _Saved]:
         """Return the saved bytes of each kind of block."""
-        costs = self._costs(tp, micro, sequence, selective)
+        costs = self._costs(tp, cp, micro, sequence, selective)
         kinds = {kind.name for kind in declare(costs.config.model, tp).kinds.values() if kind.end is None}
         traced = {name: trace_block(costs.config, costs.layout, self.device.kind, name) for name in kinds}
         return {name: _Saved(sizes.kept(own_input=True), sizes.kept(own_input=False)) for name, sizes in traced.items()}
 
-    def _ends(self, tp: int, micro: int) -> float:
+    def _ends(self, tp: int, cp: int, micro: int) -> float:
         """Seconds of embedding and head, forward and backward."""
-        costs = self._costs(tp, micro, False, False)
+        costs = self._costs(tp, cp, micro, False, False)
         names = [name for name, layer in costs.spec.layers.items() if layer.use is not Use.LAYER]
         forward = sum(costs.of_layer(Forward(name, 0, True)).seconds for name in names)
         return forward + sum(costs.of_layer(Backward(name, 0)).seconds for name in names)
@@ -217,32 +230,33 @@ class ClosedTerms:
         kinds = [[layers.kinds[name] for name in layers.chunk(layout, 0, chunk)] for chunk in range(chunks)]
         return tuple(Counter(kind.name for kind in chunk if kind.end is None) for chunk in kinds)
 
-    def _layout(self, tp: int, pp: int = 1, shard: int = 0, chunks: int = 1, v_shaped: bool = False) -> Layout:
-        return Layout(pp, data_parallel_size(self.world, pp, tp), tp, shard, chunks, v_shaped=v_shaped)
+    def _layout(self, tp: int, cp: int, pp: int = 1, shard: int = 0, chunks: int = 1, v_shaped: bool = False) -> Layout:
+        dp = data_parallel_size(self.world, pp, tp, cp)
+        return Layout(pp, dp, tp, shard, chunks, v_shaped=v_shaped, cp=cp)
 
-    def _network(self, tp: int, pp: int, shard: int) -> Network:
-        return Network(self.device, self._layout(tp, pp, shard))
+    def _network(self, tp: int, cp: int, pp: int, shard: int) -> Network:
+        return Network(self.device, self._layout(tp, cp, pp, shard))
 
     def fits(self, c: Candidate) -> bool:
-        layout = self._layout(c.tp, c.pp, c.shard, c.chunks, c.schedule == "zero-bubble-v")
+        layout = self._layout(c.tp, c.cp, c.pp, c.shard, c.chunks, c.schedule == "zero-bubble-v")
         return self.memory(c) <= self._usable(layout)
 
     def micro_batches(self, c: Candidate) -> int:
-        dp = data_parallel_size(self.world, c.pp, c.tp)
+        dp = data_parallel_size(self.world, c.pp, c.tp, c.cp)
         return micro_batches(self.config.training.global_batch_size, c.micro_batch, dp)
 
-    def _states(self, tp: int, pp: int, zero_stage: int, shard: int, numel: int) -> tuple[int, int, int]:
+    def _states(self, tp: int, cp: int, pp: int, zero_stage: int, shard: int, numel: int) -> tuple[int, int, int]:
         """Return the bytes of states between steps, of accumulated gradients, and of gradients at the end."""
-        states = States.of(with_values(self.config, {"zero-stage": zero_stage}), self._layout(tp, pp, shard))
+        states = States.of(with_values(self.config, {"zero-stage": zero_stage}), self._layout(tp, cp, pp, shard))
         return sum(states.at_rest(numel).values()), states.accumulated.of(numel), states.gradients.of(numel)
 
     def memory(self, c: Candidate) -> float:
         """Return a lower bound of the bytes of a device of the first pipeline rank."""
         chunks, m = self.first(c.pp, c.schedule, c.chunks, c.recompute == "full"), self.micro_batches(c)
-        saved = self.saved(c.tp, c.micro_batch, c.sequence, c.recompute == "selective")
+        saved = self.saved(c.tp, c.cp, c.micro_batch, c.sequence, c.recompute == "selective")
         elements = self.elements(c.tp)
         numel = self.numel(c.tp)[1] + sum(n * elements[kind] for chunk in chunks for kind, n in chunk.items())
-        rest, accumulated, gradients = self.states(c.tp, c.pp, c.zero_stage, c.shard, numel)
+        rest, accumulated, gradients = self.states(c.tp, c.cp, c.pp, c.zero_stage, c.shard, numel)
         held = 0.0
         for live, chunk in zip(_live(c, m), chunks, strict=True):
             if c.recompute == "full":
@@ -262,10 +276,10 @@ class ClosedTerms:
         again = block.forward if c.recompute == "full" else 0.0
         passes = block.forward + block.backward + again
         blocks = math.ceil(layers / (c.pp * c.chunks)) * c.chunks
-        stage = max(blocks * passes, (layers * passes + self.ends(c.tp, c.micro_batch)) / c.pp)
+        stage = max(blocks * passes, (layers * passes + self.ends(c.tp, c.cp, c.micro_batch)) / c.pp)
         rounds = 1 if c.schedule == "zero-bubble-v" else c.chunks
         bubble = (c.pp - 1) / rounds * BUBBLE[c.schedule] * stage
-        network = self.network(c.tp, c.pp, c.shard)
+        network = self.network(c.tp, c.cp, c.pp, c.shard)
         rebuild = m * layers / c.pp * network.one_pass("tp", block.hidden) if c.partition else 0.0
         message = network.message(block.hidden, 0, 1) if c.pp > 1 else 0.0
         forward, backward = layers / c.pp * block.forward, layers / c.pp * (block.backward + again)
@@ -273,7 +287,7 @@ class ClosedTerms:
 
     def _units(self, c: Candidate, m: int, forward: float, backward: float) -> float:
         """Return the seconds of updates, and of communication over dp that these passes do not hide."""
-        rates, network = self.rates, self.network(c.tp, c.pp, c.shard)
+        rates, network = self.rates, self.network(c.tp, c.cp, c.pp, c.shard)
         each, table = self.numel(c.tp)
         numel = self.config.model.num_layers / c.pp * each + table
         owned = numel / (network.groups["shard"].ranks if c.zero_stage else 1)
@@ -345,10 +359,10 @@ class Search:
 
 
 def _varied(ranked: list[tuple[float, Candidate]]) -> list[Candidate]:
-    """Return the first TRIED, skipping those after SAME_SIZES with the same tensor and pipeline parallelism."""
-    count, found = Counter[tuple[int, int]](), list[Candidate]()
+    """Return the first TRIED, skipping those after SAME_SIZES with the same tensor, context and pipeline sizes."""
+    count, found = Counter[tuple[int, int, int]](), list[Candidate]()
     for _, c in ranked:
-        count[c.tp, c.pp] += 1
-        if count[c.tp, c.pp] <= SAME_SIZES:
+        count[c.tp, c.cp, c.pp] += 1
+        if count[c.tp, c.cp, c.pp] <= SAME_SIZES:
             found.append(c)
     return found[:TRIED]

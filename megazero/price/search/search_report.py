@@ -22,6 +22,7 @@ COLUMNS = "step s, TFLOP/s, GB, tp, pp, virtual, schedule, dp, ZeRO, shard, reco
 # flags that a search sets, in the order of a command line
 CHOSEN = (
     "tensor-model-parallel-size",
+    "context-parallel-size",
     "pipeline-model-parallel-size",
     "pipeline-schedule",
     "virtual-pipeline-stages",
@@ -64,7 +65,7 @@ def _row(plan: Plan) -> list[str]:
         f"{plan.seconds:.4g}",
         f"{plan.tflops:.1f}",
         f"{plan.stages[plan.fullest].peak / 1e9:.1f}",
-        *(layout.tp, layout.pp, layout.chunks, parallel.pipeline_schedule, layout.dp),
+        *(layout.tp, layout.cp, layout.pp, layout.chunks, parallel.pipeline_schedule, layout.dp),
         *(config.zero.zero_stage, layout.shard, activations.recompute),
         "yes" if parallel.sequence_parallel else "",
         "yes" if activations.partition_activations else "",

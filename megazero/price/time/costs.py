@@ -7,6 +7,8 @@ and a layer takes at least the host's time to issue its operators. docs/plan.md 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from megazero.config.schema import Config
@@ -80,10 +82,10 @@ class Roofline:
 
 
 class Cost(NamedTuple):
-    """Seconds of an operation on the compute stream; during `exposed` of them it waits for tensor parallelism."""
+    """Seconds of an operation on the compute stream; `exposed`: those in which it waits, by axis, tp or cp."""
 
     seconds: float
-    exposed: float = 0.0
+    exposed: Mapping[str, float]
 
 
 class StepCosts:
@@ -141,7 +143,7 @@ class StepCosts:
         if key not in self.known:
             found = self.events.get((kind, at_once))
             if found is None:
-                found = trace(self.config, self.layout, layer, self.specs, self.device.kind, at_once).events
+                found = trace(self.config, self.layout, layer, self.specs, self.device.kind, at_once=at_once).events
                 self.events[kind, at_once] = found
             passes = {Forward: found.forward, Recompute: found.recompute, Backward: found.backward}
             self.known[key] = self._simulate(passes.get(type(op), found.weight_gradients))
@@ -149,9 +151,10 @@ class StepCosts:
 
     def _simulate(self, events: Events) -> Cost:
         """Simulate a layer's events: a compute stream, a stream for each axis, and the host."""
-        now = exposed = 0.0
+        now = 0.0
+        exposed: dict[str, float] = defaultdict(float)  # axis -> seconds of waiting for it
         free: dict[str, float] = {}  # axis -> when its stream becomes idle
-        done: dict[int, float] = {}
+        done: dict[int, tuple[str, float]] = {}
         calls = 0
         for event in events:
             if isinstance(event, Operator):
@@ -160,10 +163,12 @@ class StepCosts:
             elif isinstance(event, Issue):
                 now += self.device.collective_overhead
                 seconds = self.network.collective(event.axis, event.collective, event.num_bytes)
-                free[event.axis] = done[event.number] = max(now, free.get(event.axis, 0.0)) + seconds
-            elif isinstance(event, Arrive) and done[event.number] > now:
-                exposed += done[event.number] - now
-                now = done[event.number]
+                free[event.axis] = max(now, free.get(event.axis, 0.0)) + seconds
+                done[event.number] = event.axis, free[event.axis]
+            elif isinstance(event, Arrive) and done[event.number][1] > now:
+                axis, at = done[event.number]
+                exposed[axis] += at - now
+                now = at
         host = calls * self.device["overhead.call"] + self.device["overhead.operation"]
         return Cost(now + host if self.device.kind == "cpu" else max(now, host), exposed)
 

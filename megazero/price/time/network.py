@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from megazero.plan.layout.topology import Layout
+from megazero.plan.layout.topology import AXES, Layout
 from megazero.price.time.devices import Device, interpolate
 
 
@@ -49,7 +49,7 @@ class Network:
         self.exchanges = device.kind == "cpu"  # gloo: every rank sends to every other rank at once
         world, each = layout.world_size, device.devices_per_node
         self.sharing = min(world, each)  # devices of a node
-        sizes = {axis: getattr(layout, axis) for axis in ("tp", "shard", "replica", "dp", "pp")}
+        sizes = {axis: getattr(layout, axis) for axis in (*AXES, "data", "shard", "replica")}
         sizes["embedding"] = 2 if layout.last_pp else 1
         self.groups = {axis: group_of(size, layout.stride(axis), world, each) for axis, size in sizes.items()}
         self.layout, self.each = layout, each
@@ -87,7 +87,10 @@ class Network:
         return 2 * min(self._hops(group), self._tree(group)) + passes
 
     def collective(self, axis: str, name: str, num_bytes: float) -> float:
-        """Return the seconds of an all-reduce, all-gather or reduce-scatter of a whole buffer of `num_bytes`."""
+        """Return the seconds of a collective over a whole buffer of `num_bytes`; of a shift, of each rank's message."""
+        group = self.groups[axis]
+        if name == "shift" and group.ranks > 1:
+            return self._hops(group) / (group.ranks - 1) + num_bytes / self.bandwidth(group)
         return self.all_reduce(axis, num_bytes) if name == "all-reduce" else self.one_pass(axis, num_bytes)
 
     def message(self, num_bytes: float, sender: int, receiver: int) -> float:

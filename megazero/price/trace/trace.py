@@ -26,12 +26,14 @@ from megazero.kernels.matmul import Products
 from megazero.kernels.table import KERNELS
 from megazero.memory.tracker import MemoryTracker
 from megazero.model.layers.context import DTYPES, Context, DeviceBatch, MicroBatchInfo, ResidualStream, kept_bytes
+from megazero.model.layers.dealt import DealtTokens
 from megazero.model.layers.documents import Documents
 from megazero.model.layers.weight import GradWriter, Owner, Weight
 from megazero.model.stage import Stage, declare
+from megazero.plan.layout.dealing import deal, dealt_multiple, dealt_tokens, share
 from megazero.plan.layout.layers import Use, stage_units
 from megazero.plan.layout.parameters import ParamSpec
-from megazero.plan.layout.topology import Layout
+from megazero.plan.layout.topology import Coord, Layout
 from megazero.plan.program.rank_spec import PlannedLayer, RankSpec
 from megazero.plan.sizes import LayerSizes
 from megazero.price.trace.differences import Differences
@@ -47,10 +49,13 @@ class LayerTrace(NamedTuple):
     events: LayerEvents
 
 
-def layer_sizes(config: Config, layout: Layout, spec: RankSpec, device_type: str) -> dict[str, LayerSizes]:
-    """Trace every layer of a pipeline rank, each kind once."""
+def layer_sizes(
+    config: Config, layout: Layout, spec: RankSpec, device_type: str, cp_rank: int = 0
+) -> dict[str, LayerSizes]:
+    """Trace every layer of a rank, each kind once. spec: of its pipeline rank; cp_rank: 0 has the most tokens."""
     specs = stage_units(declare(config.model, layout.tp), layout, spec.rank, config.training.freeze_parameters)
-    return {name: trace(config, layout, layer, specs, device_type).sizes for name, layer in spec.layers.items()}
+    traces = {name: trace(config, layout, layer, specs, device_type, cp_rank) for name, layer in spec.layers.items()}
+    return {name: traced.sizes for name, traced in traces.items()}
 
 
 def trace_block(config: Config, layout: Layout, device_type: str, name: str = "") -> LayerSizes:
@@ -66,6 +71,7 @@ def trace(
     layer: PlannedLayer,
     specs: dict[str, list[ParamSpec]],
     device_type: str,
+    cp_rank: int = 0,
     at_once: bool = True,
 ) -> LayerTrace:
     """Trace a layer of `plan.program.rank_spec`.
@@ -73,10 +79,11 @@ def trace(
     Args:
         config: resolved.
         specs: of its pipeline rank.
+        cp_rank: of the rank; 0 has the most tokens.
         at_once: whether the backward computes the weight gradients, instead of queueing them.
     """
     training = config.training
-    kind = Kind.of(config, layout, layer, specs, device_type)
+    kind = Kind.of(config, layout, layer, specs, device_type, cp_rank)
     return _trace(kind, training.grad_dtype, config.micro_batches(layout.dp) > 1, at_once)
 
 
@@ -97,6 +104,10 @@ class Kind(NamedTuple):
     reset_attention_mask: bool = False
     reset_position_ids: bool = False
     kernels: str = "eager"
+    cp: int = 1
+    tokens: int = 0  # of a sample on this rank; 0: all
+    multiple: int = 1  # see `plan.sizes.dealt_multiple`
+    ring: bool = False
 
     @property
     def small(self) -> bool:
@@ -121,7 +132,13 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(
-        cls, config: Config, layout: Layout, layer: PlannedLayer, specs: dict[str, list[ParamSpec]], device_type: str
+        cls,
+        config: Config,
+        layout: Layout,
+        layer: PlannedLayer,
+        specs: dict[str, list[ParamSpec]],
+        device_type: str,
+        cp_rank: int = 0,
     ) -> Kind:
         frozen = (
             s.name.replace(layer.name, layer.kind, 1) for unit in layer.units for s in specs[unit] if not s.trains
@@ -141,6 +158,10 @@ class Kind(NamedTuple):
             config.data.reset_attention_mask,
             config.data.reset_position_ids,
             config.training.kernels_on(device_type),
+            layout.cp,
+            dealt_tokens(config, layout, cp_rank),
+            dealt_multiple(config),
+            config.parallel.cp_exchange == "ring",
         )
 
 
@@ -185,7 +206,10 @@ class Traced:
         """
         self.kind, model = kind, kind.model
         staging = kind.device_type == "cpu"
-        self.mesh = pretend_mesh(Layout(tp=kind.tp), 0, device, staging, recorder.axis)
+        length, layout = model.seq_length, Layout(tp=kind.tp, cp=kind.cp)
+        most = kind.tokens in (0, share(length, kind.cp, 0, kind.multiple))
+        rank = layout.rank(Coord(0, 0, 0 if most else kind.cp - 1, 0))  # ranks with as many tokens cost the same
+        self.mesh = pretend_mesh(layout, rank, device, staging, recorder.axis)
         self.tracker = MemoryTracker()
         self.context = Context(
             ResidualStream(self.mesh.tp, sharded=kind.sequence_parallel),
@@ -195,6 +219,8 @@ class Traced:
             selective=kind.recompute == "selective",
             kernels=KERNELS[kind.kernels],
             products=Products(in_place=kind.device_type == "cuda"),
+            cp=self.mesh.cp,
+            ring=kind.ring,
         )
         self.stage = Stage(model, [kind.layer], self.context, kind.frozen)
         for weight in [weight for unit in self.stage.units.values() for weight in unit]:
@@ -204,9 +230,13 @@ class Traced:
             weight.owner = owner
             recorder.differences.start_from([weight])
         self.compute = self.stage.layer(kind.layer).compute
-        ids = torch.zeros(kind.micro_batch_size, model.seq_length, dtype=torch.int64, device=device)
+        ids = torch.zeros(kind.micro_batch_size, length, dtype=torch.int64, device=device)
         # the bytes do not depend on where documents begin
-        self.documents = Documents.whole(kind.micro_batch_size, model.seq_length, device)
+        self.documents, self.dealt = Documents.whole(kind.micro_batch_size, length, device), None
+        if kind.cp > 1:
+            ranges = deal(length, kind.cp, multiple=kind.multiple).ranges
+            dealt = DealtTokens.of((ranges,) * kind.micro_batch_size, self.mesh.cp.rank, length)
+            self.dealt = dealt._replace(indices=dealt.indices.to(device), rows=dealt.rows.to(device))
         tokens = MicroBatchInfo.of(
             ids,
             tuple(range(len(ids))),
@@ -214,7 +244,10 @@ class Traced:
             training=True,
             attention_documents=self.documents if kind.reset_attention_mask else None,
             position_documents=self.documents if kind.reset_position_ids else None,
+            dealt=self.dealt,
         )
+        if self.dealt is not None:
+            ids = torch.zeros_like(self.dealt.indices)
         self.batch = DeviceBatch(ids, ids, ids.float(), tokens)
 
     def take_sent(self) -> Counter[str]:
@@ -226,7 +259,7 @@ class Traced:
         return found
 
     def input(self) -> torch.Tensor:
-        rows = self.context.stream.num_tokens(self.batch.ids.numel())
+        rows = len(self.context.stream.tokens(self.batch.ids.numel()))
         x = torch.zeros(rows, self.kind.model.hidden_size, dtype=self.context.dtype, device=self.mesh.device)
         return x.requires_grad_(self.kind.passes_gradient)
 
@@ -235,6 +268,9 @@ class Traced:
         found = [weight.data for unit in self.stage.units.values() for weight in unit]
         found += [t for t in self.batch if isinstance(t, torch.Tensor)]
         found += [self.documents.starts, self.documents.positions, self.documents.bounds]
+        if self.dealt is not None:
+            found += [self.dealt.indices, self.dealt.rows]
+            found += [t for t in self.batch.tokens if isinstance(t, torch.Tensor)]
         return {_storage(t) for t in found}
 
 
