@@ -36,8 +36,11 @@ def _swiglu_grad(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.cat([dy * value * s * (1 + gate * (1 - s)), dy * gate * s], dim=-1)
 
 
-def _causal_softmax(scores: torch.Tensor, starts: torch.Tensor | None = None) -> torch.Tensor:
-    return scores.to(wide(scores)).masked_fill(unseen(scores, starts), -torch.inf).softmax(-1).to(scores.dtype)
+def _causal_softmax(
+    scores: torch.Tensor, starts: torch.Tensor | None = None, indices: torch.Tensor | None = None
+) -> torch.Tensor:
+    seen = scores.to(wide(scores)).masked_fill(unseen(scores, starts, indices), -torch.inf)
+    return seen.softmax(-1).to(scores.dtype)
 
 
 def compiled(kernels: Kernels, device: torch.device) -> Kernels:

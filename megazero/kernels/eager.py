@@ -70,15 +70,18 @@ def swiglu_grad(dy: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, None]:
     return x, None
 
 
-def unseen(scores: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
-    """Return a mask of the keys that a query does not see: [s, s], or [b, 1, s, s]."""
+def unseen(scores: torch.Tensor, starts: torch.Tensor | None, indices: torch.Tensor | None = None) -> torch.Tensor:
+    """Return a mask of the keys that a query does not see: [s, s], or [b, 1, t, s]."""
     at = torch.arange(scores.shape[-1], device=scores.device)
-    future = at > at[:, None]
+    future = at > (at[:, None] if indices is None else indices[:, None, :, None])
     return future if starts is None else future | (at < starts[:, None, :, None])
 
 
-def causal_softmax(scores: torch.Tensor, starts: torch.Tensor | None = None) -> torch.Tensor:
-    return scores.masked_fill_(unseen(scores, starts), -torch.inf).softmax(-1, dtype=wide(scores)).to(scores.dtype)
+def causal_softmax(
+    scores: torch.Tensor, starts: torch.Tensor | None = None, indices: torch.Tensor | None = None
+) -> torch.Tensor:
+    scores = scores.masked_fill_(unseen(scores, starts, indices), -torch.inf)
+    return scores.softmax(-1, dtype=wide(scores)).to(scores.dtype)
 
 
 def scores_grad(weights: torch.Tensor, dropped: torch.Tensor, ddropped: torch.Tensor, scale: float) -> torch.Tensor:

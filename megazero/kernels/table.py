@@ -54,8 +54,9 @@ class Kernels(NamedTuple):
     exact_gelu: Activation
     swiglu: Activation  # [.., 2 f], gates and values -> silu(gates) * values
     geglu: Activation  # gelu(gates) * values, by tanh
-    # (scores [b, n, s, s], None or [b, s]: the first key that each query sees) -> weights; may overwrite scores
-    causal_softmax: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+    # (scores [b, n, t, s]; the first key that each query sees, [b, t], None: 0; the last one, its own index, [b, t],
+    # None: 0 to s - 1) -> weights; may overwrite scores
+    causal_softmax: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
     # (weights, weights after dropout, gradient of those, scale) -> gradient of the scores
     scores_grad: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
     # (q, k, v; as many results; tables; positions [b, s], None: 0 to s - 1; back): rotates q and k, copies v. All are

@@ -222,6 +222,27 @@ class Axis:
         works += [dist.isend(x, self.ranks[i], group, tag) for i, x in sends.items()]
         return _Works(works)
 
+    def start_shift(self, x: torch.Tensor, out: torch.Tensor, step: int) -> Pending:
+        """Send `x` to the rank `step` further along the axis, which is a ring, and receive `out` from `step` before.
+
+        All ranks call this. On NCCL it is an all-to-all of one message per rank, so a send does not wait for a receive.
+        """
+        assert x.shape == out.shape and out.is_contiguous(), (x.shape, out.shape)
+        if self.size == 1:
+            out.copy_(x)
+            return Pending()
+        self._count("shift", x, 0, None)
+        to, source = ((self.rank + way) % self.size for way in (step, -step))
+        if self.needs_staging_buffer:
+            return self._start("shift", lambda: self._exchange({to: x}, {source: out}), reads=(x,), writes=(out,))
+        sent, received = ([x.numel() if rank == other else 0 for rank in range(self.size)] for other in (to, source))
+        return self._start(
+            "shift",
+            lambda: dist.all_to_all_single(out.view(-1), x.view(-1), received, sent, self.group, async_op=True),
+            reads=(x,),
+            writes=(out,),
+        )
+
     def start_send(self, x: torch.Tensor, step: int, lane: int, tag: int) -> Pending:
         """Send `x` to the next (step +1) or the previous (-1) rank of the axis, which is a ring.
 

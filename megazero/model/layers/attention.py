@@ -1,16 +1,18 @@
 """Causal self-attention, and its core: attention of the heads that are on this rank, fused or explicit.
 
-Fused: see `fused_attention`. Explicit: attention weights, [s, s] per head, which are saved for backward or recomputed
+Fused: see `fused_attention`. Explicit: attention weights, [t, s] per head, which are saved for backward or recomputed
 (selective recompute). It is used where the fused kernels are missing or slow:
 - with dropout, whose masks depend on coordinates;
 - with a soft cap. The capped scores are saved in place of the weights, as many bytes;
 - in 16 bit on a CPU, where they are 8 times slower;
 - in fp64 on a GPU, and with documents in fp32 on a GPU.
 
-Both can restrict attention to documents, and to a window of tokens.
+Both can restrict attention to documents, and to a window of tokens. With context parallelism, queries are those of this
+rank's tokens, and keys and values of other tokens come from the other ranks: see `key_exchange`.
 
-Shapes: b micro-batch, s sequence, T = b s tokens, T' tokens of the residual stream on this rank, h hidden, n heads of
-the model, n/tp heads of this rank, g groups of keys and values of this rank, d head dim.
+Shapes: b micro-batch, s tokens of a sample, t those of a sample on this rank, T = b t, T' tokens of the residual stream
+on this rank, h hidden, n heads of the model, n/tp heads of this rank, g groups of keys and values of this rank, d head
+dim.
 """
 
 from __future__ import annotations
@@ -23,15 +25,18 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 
+from megazero.comm.mesh.collectives import Axis
 from megazero.config.schema import ModelConfig
 from megazero.kernels.dropout import Dropout, Rows
 from megazero.kernels.matmul import upcasts
 from megazero.kernels.rotary import Rotary, RotaryTables
 from megazero.kernels.table import Kernels
 from megazero.model.layers.context import Context, MicroBatchInfo
+from megazero.model.layers.dealt import DealtTokens, score_rows
 from megazero.model.layers.documents import Documents
 from megazero.model.layers.fused_attention import fused_attention, is_fused
 from megazero.model.layers.head_norms import AllHeads, EachHead, HeadsWeight
+from megazero.model.layers.key_exchange import AllKeys, GatheredKeys, RingKeys
 from megazero.model.layers.linear import (
     Call,
     ColumnLinear,
@@ -52,8 +57,10 @@ class CoreAttention:
 
     dropout: Dropout
     kernels: Kernels
-    recompute: bool  # compute explicit attention weights again in backward instead of saving them
+    recompute: bool  # make explicit attention weights, and gather keys, again in backward instead of saving them
     scores: Scores = PLAIN
+    cp: Axis | None = None  # over which tokens are dealt; None: over none
+    ring: bool = False  # exchange keys in a ring where the kernel can
 
     def __call__(
         self,
@@ -63,30 +70,43 @@ class CoreAttention:
         fused: bool,
         rows: tuple[Rows, ...] | None,
         documents: Documents | None = None,
+        dealt: DealtTokens | None = None,
     ) -> torch.Tensor:
-        """q [b, n/tp, s, d], k and v [b, g, s, d] -> [T, n/tp * d]
+        """q [b, n/tp, t, d], k and v [b, g, t, d] -> [T, n/tp * d]
 
         Args:
             rows: numbers of the dropout mask's rows, one for each head and query; None without dropout.
-            documents: restrict attention to these; None: to samples.
+            documents: restrict attention to these, of whole samples; None: to samples.
+            dealt: the tokens of each rank; None: this rank has all.
         """
+        keys = self.exchange(fused, dealt)
         if not fused:
-            y = _ExplicitAttention.apply(q, k, v, self, rows, documents)
+            y = _ExplicitAttention.apply(q, k, v, self, rows, documents, dealt, keys)
         else:
             assert rows is None, "the fused kernels draw masks that depend on the layout"
-            y = fused_attention(q, k, v, self.scores, documents)
+            y = fused_attention(q, k, v, self.scores, documents, dealt, keys)
         return y.transpose(1, 2).reshape(q.shape[0] * q.shape[2], -1)
 
+    def exchange(self, fused: bool, dealt: DealtTokens | None) -> AllKeys:
+        if dealt is None or self.cp is None:
+            return AllKeys()
+        if self.ring and fused and not self.scores.window:
+            return RingKeys(self.cp, dealt)
+        return GatheredKeys(self.cp, dealt, self.recompute)
+
     def capped(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        """Return scale x q k^T under the soft cap, [b, n/tp, s, s] in q's dtype.
+        """Return scale x q k^T under the soft cap, [b, n/tp, t, s] in q's dtype.
 
         Queries are scaled, not scores, because q k^T alone can overflow in fp16.
         """
         return self.scores.cap_(_matmul(q * self.scores.factor(q.shape[-1]), k.transpose(-1, -2)))
 
-    def weights(self, capped: torch.Tensor, documents: Documents | None) -> torch.Tensor:
+    def weights(
+        self, capped: torch.Tensor, documents: Documents | None, dealt: DealtTokens | None = None
+    ) -> torch.Tensor:
         """Return the softmax of scores over the keys that each query sees; may overwrite the scores."""
-        return self.kernels.causal_softmax(capped, self.scores.first_seen(capped, documents))
+        indices = None if dealt is None else dealt.indices
+        return self.kernels.causal_softmax(capped, self.scores.first_seen(capped, documents, indices), indices)
 
 
 class Heads(NamedTuple):
@@ -106,44 +126,47 @@ class Heads(NamedTuple):
         return (torch.stack([part.transpose(1, 2) for part in grads], dim=3).view(b * s, n * 3 * d),)
 
 
-def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b. 16-bit products on a CPU are computed in fp32, which is some 60 times faster."""
-    if upcasts(a):
-        return (a.float() @ b.float()).to(a.dtype)
-    return a @ b
+def _matmul(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """a @ b, in `dtype`. 16-bit products on a CPU are computed in fp32, which is some 60 times faster."""
+    product = a.float() @ b.float() if upcasts(a) else a @ b
+    return product.to(dtype or a.dtype)
 
 
 class _ExplicitAttention(torch.autograd.Function):
-    """q [b, n/tp, s, d], k and v [b, g, s, d] -> [b, n/tp, s, d]"""
+    """q [b, n/tp, t, d], k and v [b, g, t, d] -> [b, n/tp, t, d]"""
 
     @staticmethod
-    def forward(ctx, q, k, v, core, rows, documents):
+    def forward(ctx, q, k, v, core, rows, documents, dealt, keys):
         groups = ctx.groups = q.shape[1] // k.shape[1]
+        local = k, v
+        k, v = keys.gather(k, v)
         capped = core.capped(q, _repeat(k, groups))
         kept = [capped.clone()] if core.scores.softcap else []
-        weights = core.weights(capped, documents)
-        ctx.save_for_backward(q, k, v, *([] if core.recompute else kept or [weights]))
-        ctx.core, ctx.rows, ctx.documents = core, rows, documents
+        weights = core.weights(capped, documents, dealt)
+        ctx.save_for_backward(q, *(local if keys.again else (k, v)), *([] if core.recompute else kept or [weights]))
+        ctx.core, ctx.rows, ctx.documents, ctx.dealt, ctx.keys = core, rows, documents, dealt, keys
         return _matmul(core.dropout(weights, rows), _repeat(v, groups))
 
     @staticmethod
     def backward(ctx, dy):
-        core, softcap = ctx.core, ctx.core.scores.softcap > 0
+        core, keys, softcap = ctx.core, ctx.keys, ctx.core.scores.softcap > 0
         q, k, v, *kept = ctx.saved_tensors
-        k, v = _repeat(k, ctx.groups), _repeat(v, ctx.groups)
+        k, v = (_repeat(x, ctx.groups) for x in (keys.gather(k, v) if keys.again else (k, v)))
         saved = kept[0] if kept else core.capped(q, k)
         if softcap:
-            weights = core.weights(saved.clone(), ctx.documents)
+            weights = core.weights(saved.clone(), ctx.documents, ctx.dealt)
         else:
-            weights = saved if kept else core.weights(saved, ctx.documents)
+            weights = saved if kept else core.weights(saved, ctx.documents, ctx.dealt)
         dropped = core.dropout(weights, ctx.rows)
-        dv = _matmul(dropped.transpose(-1, -2), dy)
+        dtype = keys.grad_dtype(k)
+        dv = _sum_groups(_matmul(dropped.transpose(-1, -2), dy, dtype), ctx.groups)
         ddropped = _matmul(dy, v.transpose(-1, -2))
         dscores = core.kernels.scores_grad(weights, dropped, ddropped, core.scores.factor(q.shape[-1]))
         if softcap:
             dscores = core.scores.uncap_grad_(dscores, saved)
-        dk = _matmul(dscores.transpose(-1, -2), q)
-        return _matmul(dscores, k), _sum_groups(dk, ctx.groups), _sum_groups(dv, ctx.groups), None, None, None
+        dk = _sum_groups(_matmul(dscores.transpose(-1, -2), q, dtype), ctx.groups)
+        dk, dv = (x.to(q.dtype) for x in keys.reduce([(dk, dv)]))
+        return _matmul(dscores, k), dk, dv, None, None, None, None, None
 
 
 def _repeat(x: torch.Tensor, groups: int) -> torch.Tensor:
@@ -173,7 +196,8 @@ class Attention(nn.Module):
         self.num_heads = model.num_attention_heads // context.tp.size
         self.first_head = context.tp.rank * self.num_heads
         dropout = context.dropout(model.attention_dropout, number, "scores")
-        self.core = CoreAttention(dropout, context.kernels, context.selective, scores)
+        again, ring = context.selective, context.ring
+        self.core = CoreAttention(dropout, context.kernels, again, scores, context.cp, ring)
 
     def forward(self, x: torch.Tensor, norm: Norm, residual: Residual, tokens: MicroBatchInfo) -> torch.Tensor:
         """x [T', h] -> x + attention(norm(x)) [T', h]; `residual` joins them."""
@@ -189,20 +213,20 @@ class Attention(nn.Module):
         raise NotImplementedError
 
     def attend(self, heads: list[torch.Tensor], tokens: MicroBatchInfo) -> torch.Tensor:
-        """Queries [b, n/tp, s, d], keys and values [b, g, s, d] -> [T, n/tp * d]"""
-        documents = tokens.attention_documents
+        """Queries [b, n/tp, t, d], keys and values [b, g, t, d] -> [T, n/tp * d]"""
+        documents, dealt = tokens.attention_documents, tokens.dealt
         if tokens.training and self.core.dropout.probability > 0:
-            first, count = self.first_head * tokens.length, self.num_heads * tokens.length
-            rows = tuple(Rows(sample, first, count) for sample in tokens.samples)
+            mine = range(self.first_head, self.first_head + self.num_heads)
+            rows = score_rows(tokens.samples, mine, tokens.length, dealt)
         else:
             rows = None
         device, precision, softcap = self.context.device.type, self.context.precision, self.core.scores.softcap > 0
-        fused = is_fused(device, precision, rows is not None, documents is not None, softcap)
+        fused = is_fused(device, precision, rows is not None, documents is not None, softcap, dealt is not None)
         if tokens.cache is not None:
             new = (part[0].transpose(0, 1) for part in heads)
             prompt = functools.partial(self.core, fused=fused, rows=None)
             return tokens.cache.attend(self.number, self.core.scores, prompt, *new, tokens.rows)
-        return self.core(*heads, fused, rows, documents)
+        return self.core(*heads, fused, rows, documents, dealt)
 
 
 class FusedAttention(Attention):

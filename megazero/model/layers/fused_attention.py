@@ -1,50 +1,76 @@
 """Attention by torch's fused kernels, which save queries, keys, values, output and log-sum-exp per query.
 
-Documents and windows divide attention into pieces: a piece is a range of queries, and the keys that they see.
-FlashAttention on newer GPUs has all pieces in one call. Elsewhere each piece is a call, which takes less time than
-attention over whole samples, and saves the same memory on a CPU. On GPUs without FlashAttention, outputs are saved
-twice, and a window's mask is saved with each layer, 5/16 of the window squared.
+Documents, windows and context parallelism divide attention into pieces: a piece is a range of queries, and the keys
+that they see. FlashAttention on newer GPUs has all pieces of whole samples in one call. Elsewhere each piece is a call,
+which takes less time than attention over whole samples, and saves the same memory on a CPU. On GPUs without
+FlashAttention, outputs are saved twice, and a window's mask is saved with each layer, 5/16 of the window squared; with
+context parallelism, these have explicit attention.
 
-Shapes: b micro-batch, s sequence, n/tp heads of this rank, g groups of keys and values of this rank, d head dim.
+Shapes: b micro-batch, s tokens of a sample, t those of a sample on this rank, n/tp heads of this rank, g groups of keys
+and values of this rank, d head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 
+from megazero.kernels.eager import wide
+from megazero.model.layers.dealt import DealtTokens
 from megazero.model.layers.documents import Documents
+from megazero.model.layers.key_exchange import AllKeys, Block, Pair
+from megazero.model.layers.piece_kernels import CpuKernel, FlashKernel, PieceKernel, merge_
+from megazero.model.layers.pieces import Part, Piece, parts, pieces_of, window_mask
 from megazero.model.layers.scores import Scores
 
 FLASH_CAPABILITY = (8, 0)  # of a GPU: FlashAttention runs from Ampere on
-ALIGNMENT = 8  # elements of a mask's row that GPUs read together
-LEAST_CHUNK = 64  # queries of a window's pieces: fewer cost more in calls than they save in masked keys
 
 
-def is_fused(device_type: str, precision: str, dropout: bool, documents: bool = False, softcap: bool = False) -> bool:
-    """Return whether attention is computed by a fused kernel. `documents`: whether it is restricted to documents."""
+def is_fused(
+    device_type: str,
+    precision: str,
+    dropout: bool,
+    documents: bool = False,
+    softcap: bool = False,
+    dealt: bool = False,
+) -> bool:
+    """Return whether attention is computed by a fused kernel.
+
+    Args:
+        documents: attention is restricted to documents.
+        dealt: this rank has a part of a sample's tokens.
+    """
     if dropout or softcap:
         return False
     if device_type == "cpu":
         return precision in ("fp32", "fp64")
-    return precision in ("bf16", "fp16") or (precision == "fp32" and not documents)
+    if dealt and device_type == "cuda" and torch.cuda.get_device_capability() < FLASH_CAPABILITY:
+        return False
+    return precision in ("bf16", "fp16") or (precision == "fp32" and not documents and not dealt)
 
 
 def fused_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores, documents: Documents | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scores: Scores,
+    documents: Documents | None,
+    dealt: DealtTokens | None,
+    keys: AllKeys,
 ) -> torch.Tensor:
-    """q [b, n/tp, s, d], k and v [b, g, s, d] -> [b, n/tp, s, d]"""
-    if documents is None and not scores.window:
-        return _kernel(q, k, v, scores)
-    if q.device.type != "cpu" and _is_flash(q):
-        return _flash_pieces(q, k, v, scores, documents)
-    pieces = list(_pieces(documents, q.shape[2], scores.window))
-    if q.device.type == "cpu":
-        return _PiecewiseAttention.apply(q, k, v, scores, pieces)
-    mask = _mask(q, scores.window)
+    """q [b, n/tp, t, d], k and v [b, g, t, d] -> [b, n/tp, t, d]"""
+    on_cpu, length = q.device.type == "cpu", q.shape[2] if dealt is None else dealt.length
+    if dealt is None:
+        if documents is None and not scores.window:
+            return _kernel(q, k, v, scores)
+        if not on_cpu and _is_flash(q):
+            return _flash_pieces(q, k, v, scores, documents)
+    pieces = list(pieces_of(documents, length, scores.window, dealt, chunks=on_cpu or dealt is None))
+    if on_cpu or dealt is not None:
+        return _PiecewiseAttention.apply(q, k, v, scores, pieces, keys)
+    mask = window_mask(q, scores.window)
     found = [_kernel(q[p.queries], k[p.keys], v[p.keys], scores, p.of(mask)).transpose(1, 2) for p in pieces]
     b, n, s, d = q.shape
     return torch.cat(found, dim=1).view(b, s, n, d).transpose(1, 2)
@@ -94,97 +120,64 @@ def _flash_pieces(
     return y.view(b, s, n, d).transpose(1, 2)
 
 
-class _Piece(NamedTuple):
-    """The queries [first, stop) of some samples, which see keys of [seen, stop)."""
-
-    samples: slice
-    first: int
-    stop: int
-    seen: int
-
-    @property
-    def queries(self) -> tuple[slice, slice, slice]:
-        """The index of its queries in [b, heads, s, ..]."""
-        return self.samples, slice(None), slice(self.first, self.stop)
-
-    @property
-    def keys(self) -> tuple[slice, slice, slice]:
-        return self.samples, slice(None), slice(self.seen, self.stop)
-
-    def of(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """Return its part of a window's mask; None if it is causal."""
-        if self.seen == self.first:
-            return None
-        assert mask is not None
-        return mask[: self.stop - self.first, : self.stop - self.seen]
-
-
-def _chunk(window: int) -> int:
-    return max(LEAST_CHUNK, window // 4)
-
-
-def _pieces(documents: Documents | None, length: int, window: int) -> Iterator[_Piece]:
-    """Yield a piece per document, or sample. Of a longer one than the window, the first piece is as long as that.
-
-    Each of the others has `_chunk` queries, and the keys of a window before them, of which the first is always masked.
-    """
-    spans = [(slice(None), 0, length)]
-    if documents is not None:
-        spans = [(slice(span.sample, span.sample + 1), span.first, span.stop) for span in documents.spans]
-    for samples, first, stop in spans:
-        causal = min(first + window, stop) if window else stop
-        yield _Piece(samples, first, causal, first)
-        for at in range(causal, stop, _chunk(window)):
-            yield _Piece(samples, at, min(at + _chunk(window), stop), at - window)
-
-
-def _mask(like: torch.Tensor, window: int) -> torch.Tensor | None:
-    """Return the mask of pieces that are not causal, [chunk, window + chunk]: 0 at keys that a query sees, or -inf.
-
-    Rows are a multiple of ALIGNMENT long, because kernels of GPUs would copy others.
-    """
-    if not window:
-        return None
-    columns = -(-(window + _chunk(window)) // ALIGNMENT) * ALIGNMENT
-    mask = like.new_full((_chunk(window), columns), -torch.inf)
-    return mask.triu_(window + 1) + mask.new_full(mask.shape, -torch.inf).tril_()
-
-
 class _PiecewiseAttention(torch.autograd.Function):
-    """q [b, n/tp, s, d], k and v [b, g, s, d] -> [b, n/tp, s, d], in memory [b, s, n/tp, d].
+    """q [b, n/tp, t, d], k and v [b, g, t, d] -> [b, n/tp, t, d], in memory [b, t, n/tp, d].
 
-    torch's kernel for CPUs, called per piece. The outputs are parts of one tensor, which is saved once: as much as
-    one call for whole samples saves. Calls under autograd would save each output and the joined tensor.
+    A kernel is called per part. The outputs are written into one tensor, which is saved once: as much as one call for
+    whole samples saves. Calls under autograd would save each output and the joined tensor. Queries whose earlier keys
+    are a part of their own have the outputs merged by their log-sum-exp.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, scores, pieces):
-        b, n, s, d = q.shape
-        mask, options = _mask(q, scores.window), {"scale": scores.scale or None}
-        y = q.new_empty(b, s, n, d).transpose(1, 2)
-        log_sums = q.new_empty(b, s, n).transpose(1, 2)
-        for piece in pieces:
-            own, bias = (q[piece.queries], k[piece.keys], v[piece.keys]), piece.of(mask)
-            found = _CPU_KERNEL(*own, 0.0, bias is None, attn_mask=bias, **options)
-            y[piece.queries], log_sums[piece.queries] = found
-        ctx.save_for_backward(q, k, v, y, log_sums)
-        ctx.pieces, ctx.window, ctx.options = pieces, scores.window, options
+    def forward(ctx, q, k, v, scores, pieces, keys):
+        b, n, t, d = q.shape
+        held, kernel = keys.gather(k, v), _piece_kernel(q, scores)
+        merges = keys.merges or not kernel.joined
+        y = q.new_empty(b, t, n, d, dtype=wide(q) if merges else q.dtype).transpose(1, 2)
+        log_sums = q.new_empty(b, t, n, dtype=wide(q)).transpose(1, 2)
+        for block in keys.blocks(*held):
+            for part in _parts(pieces, block, kernel):
+                queries = part.piece.queries
+                found = kernel.forward(part, q[queries], block.keys[part.keys], block.values[part.keys])
+                if part.own:
+                    y[queries], log_sums[queries] = found
+                else:
+                    merge_(y[queries], log_sums[queries], *found)
+        y = y.to(q.dtype)
+        ctx.save_for_backward(q, *((k, v) if keys.again else held), y, log_sums)
+        ctx.scores, ctx.pieces, ctx.keys = scores, pieces, keys
         return y
 
     @staticmethod
     def backward(ctx, dy):
         q, k, v, *results = ctx.saved_tensors
-        mask = _mask(dy, ctx.window)
-        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for piece in ctx.pieces:
-            queries, keys, bias = piece.queries, piece.keys, piece.of(mask)
-            own = q[queries], k[keys], v[keys], *(x[queries] for x in results)
-            found = _CPU_KERNEL_BACKWARD(dy[queries], *own, 0.0, bias is None, attn_mask=bias, **ctx.options)
-            dq[queries] = found[0]
-            dk[keys] += found[1]  # pieces of a window share keys
-            dv[keys] += found[2]
-        return dq, dk, dv, None, None
+        pieces, keys, kernel = ctx.pieces, ctx.keys, _piece_kernel(q, ctx.scores)
+        dq = torch.empty_like(q, dtype=wide(q) if keys.merges or not kernel.joined else q.dtype)
+
+        def gradients() -> Iterator[Pair]:
+            for block in keys.blocks(*(keys.gather(k, v) if keys.again else (k, v))):
+                dk, dv = (torch.zeros_like(x, dtype=keys.grad_dtype(x)) for x in (block.keys, block.values))
+                for part in _parts(pieces, block, kernel):
+                    queries = part.piece.queries
+                    own = q[queries], block.keys[part.keys], block.values[part.keys], *(x[queries] for x in results)
+                    found = kernel.backward(part, dy[queries], *own)
+                    if part.own:
+                        dq[queries] = found[0]
+                    else:
+                        dq[queries] += found[0]
+                    dk[part.keys] += found[1]  # pieces share keys
+                    dv[part.keys] += found[2]
+                yield dk, dv
+
+        dk, dv = keys.reduce(gradients())
+        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None, None, None
 
 
-_CPU_KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_CPU_KERNEL_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+def _parts(pieces: Sequence[Piece], block: Block, kernel: PieceKernel) -> Iterator[Part]:
+    for piece in pieces:
+        yield from parts(piece, block.ranges, block.own, kernel.joined)
+
+
+def _piece_kernel(q: torch.Tensor, scores: Scores) -> PieceKernel:
+    """Return the kernel of a pass. It is not kept between passes, because a window's mask is large."""
+    return CpuKernel(q, scores) if q.device.type == "cpu" else FlashKernel(scores)

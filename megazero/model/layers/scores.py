@@ -1,6 +1,6 @@
 """Scores of attention: their scale and soft cap, and the keys that a query sees.
 
-Shapes: b micro-batch, s sequence.
+Shapes: b micro-batch, s tokens of a sample, t those of a sample on this rank.
 """
 
 from __future__ import annotations
@@ -43,15 +43,24 @@ class Scores(NamedTuple):
         """Turn the gradient of capped scores into that of the scores, in place: tanh' = 1 - tanh^2."""
         return gradient.sub_(gradient * (capped / self.softcap).square_())
 
-    def first_seen(self, scores: torch.Tensor, documents: Documents | None) -> torch.Tensor | None:
-        """Return the first key that each query of `scores` [.., s, s] sees, [b, s] or [1, s]; None: the first of all.
+    def first_seen(
+        self, scores: torch.Tensor, documents: Documents | None, indices: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """Return the first key that each query of `scores` [.., t, s] sees, [b, t] or [1, t]; None: the first of all.
 
         It is negative where a window begins before its sample.
+
+        Args:
+            indices: of the queries in their samples, [b, t]; None: 0 to s - 1.
         """
         starts = None if documents is None else documents.starts
+        if starts is not None and indices is not None:
+            starts = starts.gather(1, indices)
         if not self.window:
             return starts
-        begins = torch.arange(scores.shape[-1], device=scores.device)[None] - (self.window - 1)
+        if indices is None:
+            indices = torch.arange(scores.shape[-1], device=scores.device)[None]
+        begins = indices - (self.window - 1)
         return begins if starts is None else begins.maximum(starts)
 
 
