@@ -154,6 +154,8 @@ def prepare(command: Command, world: World) -> Plan:
     from megazero.huggingface.loading import open_weights
     from megazero.model.stage import declare
     from megazero.price.bytes.capacity import check_memory
+    from megazero.price.time.devices import find_card
+    from megazero.price.time.exchange import choose_exchange
     from megazero.run.exports import guard_exports
     from megazero.run.inputs import open_data, require_data
     from megazero.run.resume import find_checkpoint
@@ -167,6 +169,7 @@ def prepare(command: Command, world: World) -> Plan:
     tokenizer = data_tokenizer(config)
     config, layout = resolve(config, world.size, tokenizer.vocab_size if tokenizer else 0, declare)
     check_device(config, device.type)
+    config = choose_exchange(config, layout, find_card(launch.card_name(device)))
     if config.training.deterministic_mode and device.type == "cuda":
         launch.make_deterministic()
     memory = machine(world, device)

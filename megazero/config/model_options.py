@@ -272,9 +272,9 @@ class ParallelConfig:
     """Ranks that share the tokens of each sample, for sequences whose activations do not fit one device. Any length and
     any documents: ranks have equally many tokens, up to one, and nearly equal work in attention."""
     cp_exchange: Literal["auto", "all-gather", "ring"] = "auto"
-    """Exchange of keys and values between context-parallel ranks. all-gather: all of a layer's at once, before attention.
-    ring: those of one rank at a time, during attention to those before; it holds less memory. auto: the ring where
-    its messages should take less time than the computation that hides them."""
+    """Exchange of keys and values between context-parallel ranks. all-gather: all of a layer's at once, before its
+    attention. ring: those of one rank at a time, during attention to those before; it holds less. auto: the ring
+    where its messages should take less time than the computation that hides them."""
     pipeline_model_parallel_size: Ranks = 1
     """Pipeline stages, which share the layers."""
     pipeline_schedule: ScheduleName = "1f1b"

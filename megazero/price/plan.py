@@ -16,6 +16,7 @@ from megazero.plan.layout.topology import Layout
 from megazero.price.bytes.capacity import allowed, flags_that_fit, largest_preset, least
 from megazero.price.bytes.estimate import StageBytes, stage_bytes
 from megazero.price.time.devices import Device, load_device
+from megazero.price.time.exchange import choose_exchange
 from megazero.price.time.step_time import StepTime, step_time
 from megazero.price.trace.trace import model_flops
 
@@ -98,7 +99,7 @@ def plan_config(config: Config) -> tuple[Config, Layout, Device]:
     device = load_device(config.plan.device_type).multiplying(config.training)
     config, layout = resolve(config, config.plan.world_size or 1, vocabulary(config), declare)
     check_device(config, device.kind)
-    return config, layout, device
+    return choose_exchange(config, layout, device), layout, device
 
 
 def vocabulary(config: Config) -> int:

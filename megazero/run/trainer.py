@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import torch
-
+from megazero.comm.launch.launch import card_name
 from megazero.comm.mesh.mesh import Mesh
 from megazero.config.batch_sizes import BatchSizes
 from megazero.config.schema import Config
@@ -63,8 +62,7 @@ class Trainer:
         self.progress = Progress()
         self.skip_reason: str | None = None  # cause, if the last iteration made no update
         self.left_out = skipped_samples(config)
-        card = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else ""
-        self.peak_flops = peak_flops(card, config.training)
+        self.peak_flops = peak_flops(card_name(mesh.device), config.training)
         samples = config.log.sample_interval > 0 and config.trains
         self.sampler = TextSampler(config, self.engine, tokenizer) if samples else None
 

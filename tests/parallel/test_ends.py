@@ -67,7 +67,7 @@ def train_biased(rank: int, case: Case) -> Outcome:
 
 
 def check(case: Case, outcomes: list[Outcome]) -> None:
-    losses, norms = expected(case.model, case.frozen, case.batch, case.reset)
+    losses, norms = expected(case)
     for outcome in outcomes:
         assert relative_error(outcome.losses, losses) < TOLERANCE
         assert relative_error(outcome.norms, norms) < TOLERANCE

@@ -32,7 +32,7 @@ LAYOUTS = [
 def test_every_layout_of_a_family_is_the_same_model(name: str, case: Case, ranks) -> None:
     model = replace(family(name, MODEL), num_layers=4 if case.pp > 1 else 3, hidden_dropout=0.1 if case.sp else 0.0)
     case = fp64(case._replace(model=replace(model, num_attention_heads=8, hidden_size=64) if case.tp == 4 else model))
-    losses, norms = expected(case.model, case.frozen, case.batch, case.reset)
+    losses, norms = expected(case)
     outcomes = ranks(case.world).run(train, case)
     for outcome in outcomes:
         assert relative_error(outcome.losses, losses) < TOLERANCE

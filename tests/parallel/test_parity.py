@@ -63,12 +63,16 @@ def fp64(case: Case) -> Case:
     return case._replace(precision="fp64")
 
 
-@functools.cache
-def expected(
-    model: ModelConfig, frozen: tuple[str, ...], batch: int, reset: str = ""
-) -> tuple[list[float], list[float]]:
+def expected(case: Case) -> tuple[list[float], list[float]]:
     """Losses and norms of plain PyTorch in fp64."""
-    case = fp64(Case(model=model, frozen=frozen, batch=batch, micro_batches=1, reset=reset))
+    return _expected(case.model, case.frozen, case.batch, case.reset, case.targets)
+
+
+@functools.cache
+def _expected(
+    model: ModelConfig, frozen: tuple[str, ...], batch: int, reset: str, targets: str
+) -> tuple[list[float], list[float]]:
+    case = fp64(Case(model=model, frozen=frozen, batch=batch, micro_batches=1, reset=reset, targets=targets))
     return reference.train(case.config(), reference_batches(case))
 
 
@@ -105,7 +109,7 @@ def check_bytes(case: Case, outcomes: list[Outcome]) -> None:
     ids=str,
 )
 def test_every_layout_is_the_same_model(case: Case, ranks) -> None:
-    losses, norms = expected(case.model, case.frozen, case.batch, case.reset)
+    losses, norms = expected(case)
     outcomes = ranks(case.world).run(train, case)
     for outcome in outcomes:
         assert relative_error(outcome.losses, losses) < TOLERANCE
@@ -129,7 +133,7 @@ def test_every_layout_is_the_same_model(case: Case, ranks) -> None:
 )  # fmt: skip
 def test_replicas_with_unequal_numbers_of_micro_batches_are_the_same_model(case: Case, ranks) -> None:
     """A batch that three replicas cannot share equally: the first take one more."""
-    losses, norms = expected(case.model, case.frozen, case.batch, case.reset)
+    losses, norms = expected(case)
     outcomes = ranks(case.world).run(train, case)
     for outcome in outcomes:
         assert relative_error(outcome.losses, losses) < TOLERANCE
@@ -186,7 +190,7 @@ NEAR = {
 
 def check_near(case: Case, outcomes: list[Outcome]) -> None:
     """Compare losses and norms with plain PyTorch's in fp64."""
-    losses, norms = expected(case.model, case.frozen, case.batch, case.reset)
+    losses, norms = expected(case)
     first_loss, first_norm, any_loss, any_norm = NEAR[case.precision]
     any_loss *= 4 if case.model.architecture == "llama" else 1
     for outcome in outcomes:

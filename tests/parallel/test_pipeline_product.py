@@ -58,7 +58,7 @@ def check(cases: list[Case], ranks: Any) -> None:
     """Losses and norms against plain PyTorch; bytes as estimated; the same bits with and without overlap."""
     answers = ranks(cases[0].world).run(train_all, cases)
     for number, case in enumerate(cases):
-        losses, norms = expected(case.model, case.frozen, case.batch)
+        losses, norms = expected(case)
         for rank, (outcome, *others) in enumerate(answer[number] for answer in answers):
             assert relative_error(outcome.losses, losses[:STEPS]) < TOLERANCE, case
             assert relative_error(outcome.norms, norms[:STEPS]) < TOLERANCE, case

@@ -91,7 +91,7 @@ POLICIES = [
 )
 def test_every_pipeline_is_the_same_model(case: Case, ranks) -> None:
     """Losses and norms against plain PyTorch in fp64; bytes of every rank, to the byte, as estimated."""
-    losses, norms = expected(case.model, case.frozen, case.batch)
+    losses, norms = expected(case)
     case = fp64(case)
     for rank, outcome in enumerate(ranks(case.world).run(train, case)):
         assert relative_error(outcome.losses, losses) < TOLERANCE

@@ -62,7 +62,7 @@ def case_of(zero: int, dp: int = 4, **changes: object) -> Case:
 @pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_units_in_several_groups_are_the_same_model(zero: int, ranks) -> None:
     case = case_of(zero, micro_batches=3)
-    losses, norms = expected(case.model, case.frozen, case.batch, case.reset)
+    losses, norms = expected(case)
     outcomes = ranks(case.world).run(train_in_groups, case)
     for outcome in outcomes:
         assert relative_error(outcome.losses, losses) < TOLERANCE

@@ -61,6 +61,11 @@ def pick_device(world: World) -> torch.device:
     return torch.device("cuda", index)
 
 
+def card_name(device: torch.device) -> str:
+    """Return the name of a GPU, such as "NVIDIA H200"; empty for a CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
+
 def make_deterministic() -> None:
     """Make torch, cuBLAS and NCCL use deterministic algorithms on a GPU. Call it before the first matrix product.
 

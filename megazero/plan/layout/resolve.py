@@ -216,16 +216,19 @@ def _check_context(config: Config) -> None:
             f"--cp-exchange {parallel.cp_exchange} needs a --context-parallel-size of at least 2; raise it, or drop "
             "this flag"
         )
-    gathers = {
+    if parallel.cp_exchange == "ring" and (flag := gathers_keys(config)):
+        raise ValueError(f"--cp-exchange ring with {flag}, which needs all keys at once; use all-gather, or auto")
+
+
+def gathers_keys(config: Config) -> str:
+    """Return the flag for whose sake attention needs all keys of a query at once; empty if there is none."""
+    model = config.model
+    flags = {
         f"--attention-dropout {model.attention_dropout:g}": model.attention_dropout > 0,
         f"--attention-softcap {model.attention_softcap:g}": model.attention_softcap > 0,
         f"--window-size {model.window_size}": model.window_size > 0,
     }
-    for flag, given in gathers.items():
-        if given and parallel.cp_exchange == "ring":
-            raise ValueError(
-                f"--cp-exchange ring with {flag}: its attention needs all keys at once; use all-gather, or auto"
-            )
+    return next((flag for flag, given in flags.items() if given), "")
 
 
 def _check_graphs(config: Config) -> None:

@@ -33,6 +33,7 @@ from megazero.plan.sizes import Rates, States
 from megazero.price.plan import Plan, plan_if_it_fits
 from megazero.price.time.costs import StepCosts
 from megazero.price.time.devices import Device
+from megazero.price.time.exchange import choose_exchange
 from megazero.price.time.network import Network
 from megazero.price.trace.trace import shallow, trace_block
 
@@ -355,7 +356,7 @@ class Search:
             config, layout = resolve(changed, self.world, self.vocabulary, declare)
         except ValueError:
             return None
-        return plan_if_it_fits(config, layout, self.device)
+        return plan_if_it_fits(choose_exchange(config, layout, self.device), layout, self.device)
 
 
 def _varied(ranked: list[tuple[float, Candidate]]) -> list[Candidate]:
