@@ -141,11 +141,11 @@ def _operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
 def _num_scores(name: str, q: torch.Tensor, k: torch.Tensor, given: dict[str, Any]) -> int:
     """Return the scores that a fused kernel computes, of all heads.
 
-    Causal queries see the keys before the last ones, as many as there are queries, and half of these; in a window, whose
-    kernel knows it, its width at most. All keys that a mask hides are computed.
+    Causal queries see half of the last keys, of as many as there are queries, and all keys before; in a window, if the
+    kernel knows it, its width at most. Keys that a mask hides are computed.
     """
     if k.dim() == 3:  # documents as long as the longest: [T, heads, d]
-        length, window = given["max_q"], given["window_size"][0] + 1
+        length, window = int(given["max_q"]), int(given["window_size"][0]) + 1
         return q.shape[0] * q.shape[1] * _twice_seen(0, length, window) // (2 * length)
     dim = 1 if name.startswith("_flash_attention") else 2  # [b, s, heads, d], or [b, heads, s, d]
     queries, keys, before = q.shape[dim], k.shape[dim], given.get("window_size_left")

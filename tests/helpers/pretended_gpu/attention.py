@@ -145,7 +145,7 @@ def _window(like: torch.Tensor, length: int, before: int) -> torch.Tensor | None
 
 
 def flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *limits: Any, **options: Any) -> tuple[Any, ...]:
-    """FlashAttention of samples: q [b, s, n, d], k and v [b, L, g, d] -> output, log-sum-exp, and what is not used."""
+    """FlashAttention of samples: q [b, s, n, d], k and v [b, L, g, d] -> output, log-sum-exp, three unused tensors."""
     causal, kwargs = _aligned(q, k, limits[5], options)
     heads = [x.transpose(1, 2) for x in (q, k, v)]
     y, log_sums = aten._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, causal, **kwargs)
@@ -167,7 +167,7 @@ def _aligned(q: torch.Tensor, k: torch.Tensor, causal: bool, options: dict[str, 
         raise RuntimeError("FlashAttention needs 16-bit tensors")
     queries, keys, left = q.shape[1], k.shape[1], options.get("window_size_left")
     scale = options.get("scale")
-    if causal and queries == keys or not causal and left is None:
+    if (causal and queries == keys) or (not causal and left is None):
         return causal, {"scale": scale}
     assert causal or options["window_size_right"] == 0, "not causal"
     seen = q.new_ones(queries, keys, dtype=torch.bool).tril_(keys - queries)
