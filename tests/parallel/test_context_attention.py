@@ -21,9 +21,11 @@ from megazero.kernels.table import EAGER
 from megazero.model.layers.attention import CoreAttention
 from megazero.model.layers.dealt import DealtTokens, score_rows
 from megazero.model.layers.documents import Documents
+from megazero.model.layers.fused_attention import is_fused
 from megazero.model.layers.scores import Scores
 from megazero.plan.layout.topology import Layout
 from tests.helpers.late import late_collectives
+from tests.helpers.pretended_gpu import GPU, pretended_gpu
 from tests.helpers.rounding import error_bound
 
 B, HEADS, DIM = 2, 4, 8
@@ -289,3 +291,47 @@ def test_16_bit_errs_no_more_on_eight_ranks(ranks) -> None:
     found = torch.tensor(ranks(8).run(rounded, 8, Case(96, "shuffled", fused=False, groups=1)))
     several, alone = found.sum(0).unbind(-1)
     assert (several <= alone * (1 + 2**-8)).all(), (several, alone)
+
+
+# -- a GPU
+
+
+def on_a_gpu(rank: int, ranks: int, cases: list[Case]) -> tuple[list[list[float]], dict[str, int]]:
+    """Norms of errors against fp64, over the norms of all; and findings."""
+    found = []
+    with pretended_gpu() as findings:
+        axis = Mesh.build(Layout(dp=ranks), rank, GPU).dp
+        for case in cases:
+            documents, parts = documents_of(case.length, ranks, case.documents), given(case, torch.bfloat16)
+            dealt = DealtTokens.of(deal(case.deal, case.length, ranks), rank, case.length)
+            wanted = attend(case, Given(*(x.double() for x in parts)), documents)
+            there = dealt._replace(indices=dealt.indices.to(GPU), rows=dealt.rows.to(GPU))
+            mine = Given(*(of_this_rank(x, dealt).to(GPU) for x in parts))
+            ours = [x.cpu().double() for x in attend(case, mine, documents, axis, there)]
+            wanted = [of_this_rank(x, dealt) for x in wanted]
+            found.append([float((x - y).norm() / y.norm()) for x, y in zip(ours, wanted, strict=True)])
+    return found, dict(findings.found)
+
+
+def test_flash_attention_takes_the_pieces_of_a_gpu(ranks) -> None:
+    """One call per run of queries and document; the ring merges. A result is a sum of a few roundings."""
+    wanted = [
+        Case(length, kind, documents, ring=ring, again=again)
+        for length, kind, again in ((37, "pairs", False), (200, "shuffled", True))
+        for documents in ("", "any")
+        for ring in (False, True)
+    ]
+    wanted += [Case(200, documents=kind, scores=Scores(window=20, scale=0.3)) for kind in ("", "any")]
+    for found, findings in ranks(3).run(on_a_gpu, 3, wanted):
+        assert findings == {}
+        for case, errors in zip(wanted, found, strict=True):
+            assert all(error < 4 * torch.finfo(torch.bfloat16).eps for error in errors), (case, errors)
+
+
+def test_a_gpu_without_flash_attention_has_explicit_weights() -> None:
+    with pretended_gpu((7, 0)):
+        assert is_fused("cuda", "fp16", False) and not is_fused("cuda", "fp16", False, dealt=True)
+    with pretended_gpu((8, 0)):
+        assert is_fused("cuda", "bf16", False, True, dealt=True)
+        assert is_fused("cuda", "fp32", False) and not is_fused("cuda", "fp32", False, dealt=True)
+    assert is_fused("meta", "bf16", False, dealt=True) and is_fused("cpu", "fp32", False, dealt=True)

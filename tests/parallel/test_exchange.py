@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from benchmarks.rank import forget_peak, resident
 from megazero.comm.mesh.mesh import Mesh
 from megazero.plan.layout.topology import Layout
+from tests.helpers.late import late_collectives
 
 CPU = torch.device("cpu")
 
@@ -47,6 +49,29 @@ def many_in_flight(rank: int, dtype: torch.dtype) -> list[bool]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_any_number_in_flight_arrive_where_they_belong(dtype: torch.dtype, ranks) -> None:
     assert ranks(3).run(many_in_flight, dtype) == [[True] * 6] * 3
+
+
+def shifts(rank: int, ranks: int, late: bool) -> list[bool]:
+    """Messages round the ring in both directions, in flight at once; each is counted once."""
+    axis, right = Mesh.build(Layout(dp=ranks), rank, CPU).dp, []
+    with late_collectives() if late else nullcontext():
+        for dtype in (torch.float64, torch.bfloat16):
+            started = []
+            for k, step in enumerate((1, -1, 1)):
+                x, out = (torch.empty(2, 3 + k, dtype=dtype) for _ in range(2))
+                x.copy_(part_of(rank, k, x.numel()).view_as(x))
+                started.append((axis.start_shift(x, out, step), out, part_of((rank - step) % ranks, k, x.numel())))
+            for pending, out, wanted in started[::-1]:
+                pending.wait()
+                right.append(torch.equal(out.view(-1), wanted.to(dtype)))
+    sent = 2 * (3 + 4 + 5) * (8 + 2) if ranks > 1 else 0
+    return [*right, axis.sent["dp"] == sent]
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_shift_sends_to_one_neighbour_and_receives_from_the_other(count: int, late: bool, ranks) -> None:
+    assert ranks(count).run(shifts, count, late) == [[True] * 7] * count
 
 
 def taken_by_a_gather(rank: int, numel: int) -> int:

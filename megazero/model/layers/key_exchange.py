@@ -73,11 +73,10 @@ class GatheredKeys(AllKeys):
     again: bool = False
 
     def gather(self, k: torch.Tensor, v: torch.Tensor) -> Pair:
-        part = _packed((k, v), self.dealt.most)
-        b, most, *others = part.shape
-        whole = part.new_empty(self.axis.size * b * most, *others)
+        part = _packed((k, v), self.dealt.most).flatten(0, 1)
+        whole = part.new_empty(self.axis.size * len(part), *part.shape[1:])
         self.axis.all_gather(part, whole)
-        return _unpacked(whole.index_select(0, self.dealt.rows).view(b, self.dealt.length, *others))
+        return _unpacked(whole.index_select(0, self.dealt.rows).view(len(k), self.dealt.length, *part.shape[1:]))
 
     def grad_dtype(self, k: torch.Tensor) -> torch.dtype:
         return wide(k)

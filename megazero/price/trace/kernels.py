@@ -54,8 +54,8 @@ class Issue(NamedTuple):
 
     number: int
     axis: str
-    collective: str  # all-reduce, all-gather, reduce-scatter
-    num_bytes: int  # of the whole buffer
+    collective: str  # all-reduce, all-gather, reduce-scatter, shift
+    num_bytes: int  # of the whole buffer; of a shift, of a rank's message
 
 
 class Arrive(NamedTuple):
@@ -87,7 +87,7 @@ class _Recording:
         out = func(*args, **(kwargs or {}))
         name = func.__name__.split(".")[0]
         if not func.is_view and name not in NO_WORK:
-            self.events.append(_operator(name, args, kwargs or {}, out))
+            self.events.append(_operator(func, args, kwargs or {}, out))
             self.differences.follow(func, args, kwargs or {}, out)
         return out
 
@@ -115,7 +115,8 @@ def _size(x: torch.Tensor) -> int:
     return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
 
 
-def _operator(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Operator:
+def _operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Operator:
+    name = func.__name__.split(".")[0]
     read = tensors_in((*args, *(value for key, value in kwargs.items() if key not in RESULTS)))
     written = tensors_in([out])
     dtype = next((key for key, value in DTYPES.items() if read and read[0].dtype == value), "fp32")
@@ -130,24 +131,35 @@ def _operator(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     if any(word in name for word in ATTENTION):
         backward = "backward" in name  # its first argument is the gradient of the output
         q, k = read[backward], read[backward + 1]
-        flops = 4 * q.shape[-1] * _num_scores(q, k, args)
+        names = (argument.name for argument in func._schema.arguments)
+        given = dict(zip(names, args, strict=False)) | kwargs
+        flops = 4 * q.shape[-1] * _num_scores(name, q, k, given)
         return Operator(name, num_bytes, dtype, None, flops * 5 // 2 if backward else flops, q.shape[-1])
     return Operator(name, num_bytes, dtype)
 
 
-def _num_scores(q: torch.Tensor, k: torch.Tensor, args: tuple[Any, ...]) -> int:
+def _num_scores(name: str, q: torch.Tensor, k: torch.Tensor, given: dict[str, Any]) -> int:
     """Return the scores that a fused kernel computes, of all heads.
 
-    Causal attention computes half of them; and a window, whose kernel knows it, its width per query, less the
-    triangle before the first tokens. If there are more keys than queries, it is a mask that selects them.
+    Causal queries see half of the last keys, of as many as there are queries, and all keys before; in a window, if the
+    kernel knows it, its width at most. Keys that a mask hides are computed.
     """
-    if k.dim() == 4:  # [b, heads, s, d]
-        whole = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
-        return whole if k.shape[2] > q.shape[2] else whole // 2
-    length = max((a for a in args if type(a) is int), default=k.shape[0])  # [T, heads, d]: of the longest document
-    window = next((a[0] + 1 for a in args if isinstance(a, list)), 0)
-    window = window if 0 < window < length else length
-    return q.shape[0] * q.shape[1] * window * (2 * length - window) // (2 * length)
+    if k.dim() == 3:  # documents as long as the longest: [T, heads, d]
+        length, window = int(given["max_q"]), int(given["window_size"][0]) + 1
+        return q.shape[0] * q.shape[1] * _twice_seen(0, length, window) // (2 * length)
+    dim = 1 if name.startswith("_flash_attention") else 2  # [b, s, heads, d], or [b, heads, s, d]
+    queries, keys, before = q.shape[dim], k.shape[dim], given.get("window_size_left")
+    heads = q.numel() // (queries * q.shape[-1])
+    if not given.get("is_causal") and before is None:
+        return heads * queries * keys
+    return heads * _twice_seen(keys - queries, keys, 0 if before is None else before + 1) // 2
+
+
+def _twice_seen(first: int, stop: int, window: int) -> int:
+    """Return twice the keys that the causal queries [first, stop) see, half a key per query less; window 0: none."""
+    window = window or stop
+    full = min(max(window, first), stop)  # the first query that sees a whole window
+    return full**2 - first**2 + 2 * (stop - full) * window
 
 
 class _RecordedAxis(PretendAxis):

@@ -142,3 +142,35 @@ def _window(like: torch.Tensor, length: int, before: int) -> torch.Tensor | None
         return None
     seen = like.new_ones(length, length, dtype=torch.bool).tril_().triu_(-before)
     return like.new_zeros(length, length).masked_fill_(~seen, -torch.inf)
+
+
+def flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *limits: Any, **options: Any) -> tuple[Any, ...]:
+    """FlashAttention of samples: q [b, s, n, d], k and v [b, L, g, d] -> output, log-sum-exp, three unused tensors."""
+    causal, kwargs = _aligned(q, k, limits[5], options)
+    heads = [x.transpose(1, 2) for x in (q, k, v)]
+    y, log_sums = aten._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, causal, **kwargs)
+    return y.transpose(1, 2), log_sums, *(q.new_empty(0) for _ in range(3))
+
+
+def flash_backward(dy: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *others: Any, **options: Any) -> tuple[Any, ...]:
+    v, y, log_sums, *limits = others
+    assert log_sums.is_contiguous(), "the kernel reads no strides of the log-sum-exp"
+    causal, kwargs = _aligned(q, k, limits[5], options)
+    heads = [x.transpose(1, 2) for x in (dy, q, k, v, y)]
+    found = aten._scaled_dot_product_flash_attention_for_cpu_backward(*heads, log_sums, 0.0, causal, **kwargs)
+    return tuple(x.transpose(1, 2) for x in found)
+
+
+def _aligned(q: torch.Tensor, k: torch.Tensor, causal: bool, options: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
+    """Return arguments of the CPU's kernel. The last query sees the last key."""
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        raise RuntimeError("FlashAttention needs 16-bit tensors")
+    queries, keys, left = q.shape[1], k.shape[1], options.get("window_size_left")
+    scale = options.get("scale")
+    if (causal and queries == keys) or (not causal and left is None):
+        return causal, {"scale": scale}
+    assert causal or options["window_size_right"] == 0, "not causal"
+    seen = q.new_ones(queries, keys, dtype=torch.bool).tril_(keys - queries)
+    if left is not None:
+        seen.triu_(keys - queries - left)
+    return False, {"attn_mask": q.new_zeros(queries, keys).masked_fill_(~seen, -torch.inf), "scale": scale}

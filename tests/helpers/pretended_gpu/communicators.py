@@ -29,6 +29,7 @@ OPERATIONS = {
     "_allgather_base_": ("all-gather", [1], [0]),
     "allgather_": ("all-gather", [1], [0]),
     "_reduce_scatter_base_": ("reduce-scatter", [1], [0]),
+    "alltoall_base_": ("all-to-all", [1], [0]),
     "send": ("send", [0], []),
     "recv_": ("receive", [], [0]),
 }

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megazero.plan.program.operations import Op
+from tests.helpers.pretended_gpu.attention import flash_backward, flash_forward
 from tests.helpers.pretended_gpu.clocks import HOST, Clocks, Line
 from tests.helpers.pretended_gpu.communicators import Communicators
 from tests.helpers.pretended_gpu.findings import MIXED_DEVICES, Findings
@@ -41,6 +42,8 @@ INSTEAD = {  # operators that a build for CPUs computes in another way
     aten.native_layer_norm_backward.default: lambda dy, x, shape, mean, rstd, *args: aten.native_layer_norm_backward(
         dy, x, shape, mean.to(x.dtype), rstd.to(x.dtype), *args
     ),
+    aten._flash_attention_forward.default: flash_forward,
+    aten._flash_attention_backward.default: flash_backward,
 }
 
 
