@@ -85,7 +85,7 @@ def test_what_a_rank_keeps_falls_as_the_number_of_ranks(architecture: str, recom
 
 
 def test_gathered_keys_are_kept_without_recompute() -> None:
-    """Each block then has the keys and values of 48 other tokens of both samples: 2 groups of 16 elements of 4 bytes."""
+    """Each block has the keys and values of 48 other tokens of both samples: 2 groups of 16 elements of 4 bytes."""
     flags = f"{LLAMA} --seq-length 64 --context-parallel-size 4 --cp-exchange"
     gathered, ring = (stage_bytes(*resolved(f"{flags} {each}", 4), 0, "cpu") for each in ("all-gather", "ring"))
     assert gathered.activations - ring.activations == 3 * 2 * 2 * (64 - 16) * 2 * 16 * 4
