@@ -79,11 +79,11 @@ def starts(ids: np.ndarray) -> Documents:
 
 def in_documents(documents: Documents, tokens: range) -> Iterator[range]:
     """Yield the parts of a range of tokens, counted from the start of their document."""
-    first, last = bisect_right(documents, tokens.start) - 1, bisect_left(documents, tokens.stop)
-    edges = [tokens.start, *documents[first + 1 : last], tokens.stop]
-    for document, (start, stop) in zip(documents[first:last], itertools.pairwise(edges), strict=True):
-        if start < stop:
-            yield range(start - document, stop - document)
+    at = bisect_right(documents, tokens.start) - 1
+    last = bisect_left(documents, tokens.stop)
+    edges = [tokens.start, *documents[at + 1 : last], tokens.stop] if tokens else []
+    for document, (start, stop) in zip(documents[at:], itertools.pairwise(edges), strict=False):
+        yield range(start - document, stop - document)
 
 
 def pairs(run: range) -> int:
@@ -127,7 +127,7 @@ def ours(micro_batch: Sequence[Documents]) -> list[Dealt]:
     return counted
 
 
-# how samples of a micro-batch are divided -> what its ranks get
+# a way to divide the samples of a micro-batch -> the work and the runs of its ranks
 WAYS: dict[str, Callable[[Sequence[Documents]], list[Dealt]]] = {
     "contiguous": lambda samples: [contiguous(each) for each in samples],
     "heads and tails": lambda samples: [of_the_sample(each) for each in samples],
