@@ -355,12 +355,16 @@ def check_device(config: Config, device_type: str) -> None:
 
 
 def _check_flash_heads(config: Config) -> None:
-    """Refuse heads that FlashAttention does not compute where torch has no other kernel: of documents and windows."""
-    model, width = config.model, config.model.head_dim
+    """Refuse heads that FlashAttention does not compute if torch has no other kernel: of pieces of samples."""
+    model, width, cp = config.model, config.model.head_dim, config.parallel.context_parallel_size
     explicit = model.attention_dropout > 0 or model.attention_softcap > 0
-    documents, window = config.data.reset_attention_mask, model.window_size
-    flag = "--reset-attention-mask" if documents else f"--window-size {window}"
-    if explicit or not (documents or 0 < window < model.seq_length):
+    flags = {
+        "--reset-attention-mask": config.data.reset_attention_mask,
+        f"--window-size {model.window_size}": 0 < model.window_size < model.seq_length,
+        f"--context-parallel-size {cp}": cp > 1,
+    }
+    flag = next((flag for flag, given in flags.items() if given), "")
+    if explicit or not flag:
         return
     if width > FLASH_WIDTH or width % FLASH_STEP:
         near = min(FLASH_WIDTH, -(-width // FLASH_STEP) * FLASH_STEP)

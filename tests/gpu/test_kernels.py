@@ -11,6 +11,7 @@ import torch
 from megazero.comm.mesh.mesh import Mesh
 from megazero.kernels.dropout import Rows
 from megazero.kernels.eager import LogitMap
+from megazero.model.layers.fused_attention import FLASH_CAPABILITY
 from megazero.step.engine import Engine
 from tests.helpers import kernel_checks
 from tests.parallel.cases import MODEL, STEPS, Case, micro_batches
@@ -41,6 +42,18 @@ def test_kernels_on_one_gpu_are_torchs_operators(dtype: torch.dtype) -> None:
         kernel_checks.check_gelu(700, columns, dtype, "cuda")
     kernel_checks.check_rotary(dtype, "cuda", 32, 8, 128)
     kernel_checks.check_add_rows(dtype, "cuda", 1100, 1600)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < FLASH_CAPABILITY, reason="no FlashAttention"
+)
+def test_flash_attention_takes_pieces(dtype: torch.dtype) -> None:
+    """Runs of queries, of one too, within more keys, whose last is the last query's."""
+    pairs = [[range(0, 171), range(855, 1025)], [range(171, 342), range(684, 855)], [range(342, 684)]]
+    for ranges in (pairs, [[range(0, 1), range(300, 900)], [range(1, 300), range(900, 901)], [range(901, 1025)]]):
+        for heads, groups, width in ((8, 8, 64), (8, 2, 128)):
+            kernel_checks.check_flash_pieces(dtype, "cuda", [ranges] * 2, heads, groups, width)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

@@ -26,6 +26,8 @@ CASES = [
     Case(dp=2, zero=3, micro_batches=3, options=(("overlap_comm", False),)),
     Case(dp=2, zero=3, recompute="full", micro_batches=3, options=(("reduce_bucket_size", 1000),)),
     Case(tp=2),
+    Case(cp=2, zero=1, micro_batches=3),
+    Case(cp=2, recompute="selective"),
     Case(tp=2, sp=True, recompute="selective"),
     Case(tp=2, recompute="full", pa=True, host=True),
     Case(pp=2, micro_batches=1),

@@ -6,6 +6,9 @@ to the nearest: so bf16 is equal to one unit of the last place on a CPU, and to 
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
 import torch
 import torch.nn.functional as F
 
@@ -13,6 +16,11 @@ from megazero.kernels.dropout import Dropout, Rows
 from megazero.kernels.eager import PRODUCTS, LogitMap, wide
 from megazero.kernels.rotary import Rotary
 from megazero.kernels.table import EAGER, TRITON, LossKernels
+from megazero.model.layers.dealt import DealtTokens, Ranges
+from megazero.model.layers.documents import Documents
+from megazero.model.layers.fused_attention import fused_attention
+from megazero.model.layers.key_exchange import AllKeys, Block, Pair
+from megazero.model.layers.scores import Scores
 
 
 def randn(*shape: int, dtype: torch.dtype, device: str, seed: int = 0) -> torch.Tensor:
@@ -253,3 +261,74 @@ def check_add_rows(dtype: torch.dtype, device: str, total: int = 11, columns: in
             kernels.add_rows(into, torch.where(mine, rows, 0), mine, values)
         assert_near(found[0], wanted, torch.float32)
         assert torch.equal(*found)
+
+
+class _Blocks(AllKeys):
+    """Whole keys in the blocks of a ring's ranks, the first of which is `rank`'s. Its gradients are of whole keys."""
+
+    merges = True
+
+    def __init__(self, dealt: DealtTokens) -> None:
+        self.dealt = dealt
+
+    def blocks(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[Block]:
+        for step in range(self.dealt.size):
+            ranges = self.dealt.of_rank((self.dealt.rank - step) % self.dealt.size)
+            yield Block(*(self._of(x, ranges) for x in (k, v)), ranges, step == 0)
+
+    def reduce(self, gradients: Iterable[Pair]) -> Pair:
+        whole = [torch.cat(parts, 2) for parts in zip(*gradients, strict=True)]
+        order = [(self.dealt.rank - step) % self.dealt.size for step in range(self.dealt.size)]
+        for x in whole:
+            for row, sample in zip(x, self.dealt.ranges, strict=True):
+                at = torch.tensor([index for rank in order for run in sample[rank] for index in run], device=x.device)
+                row[:, at] = row.clone()
+        return whole[0], whole[1]
+
+    def _of(self, x: torch.Tensor, ranges: tuple[Ranges, ...]) -> torch.Tensor:
+        parts = [
+            torch.cat([row[:, run.start : run.stop] for run in own], 1) for row, own in zip(x, ranges, strict=True)
+        ]
+        return torch.stack(parts)
+
+
+def check_flash_pieces(
+    dtype: torch.dtype, device: str, ranges: Sequence[Sequence[Sequence[range]]], heads: int, groups: int, width: int
+) -> None:
+    """Compare the attention of the second rank's queries with plain PyTorch in fp64: of whole keys, and of a ring's.
+
+    Pieces of one query, with a window or documents. Results are sums of a few roundings.
+    """
+    b, length = len(ranges), max(run.stop for own in ranges[0] for run in own)
+    dealt = DealtTokens.of(ranges, 1, length)
+    tokens = dealt.indices.shape[1]
+    wide = [
+        torch.randn(b, n, s, width, generator=torch.Generator().manual_seed(n + s)).to(dtype).double()
+        for n, s in ((heads, tokens), (groups, length), (groups, length + 1), (heads, tokens + 1))
+    ]
+    wide[2:] = [x[:, :, 1:] for x in wide[2:]]
+    starts = torch.zeros(b, length, dtype=torch.int64)
+    starts[:, length // 3 :] = length // 3
+    at = torch.arange(length)
+    for scores, documents, ring in itertools.product(
+        (Scores(), Scores(window=length // 5, scale=0.3)), (None, Documents.of(starts)), (False, True)
+    ):
+        if ring and scores.window:
+            continue
+        seen = at <= dealt.indices[..., None]
+        if documents is not None:
+            seen &= at >= starts.gather(1, dealt.indices)[..., None]
+        if scores.window:
+            seen &= at > dealt.indices[..., None] - scores.window
+        q, k, v = (x.clone().requires_grad_() for x in wide[:3])
+        repeated = (x.repeat_interleave(heads // groups, 1) for x in (k, v))
+        weights = q * scores.factor(width) @ next(repeated).mT
+        y = weights.masked_fill(~seen[:, None], -torch.inf).softmax(-1) @ next(repeated)
+        wanted = [y, *torch.autograd.grad(y, (q, k, v), wide[3])]
+        there = dealt._replace(indices=dealt.indices.to(device), rows=dealt.rows.to(device))
+        given = [x.detach().to(dtype).to(device).requires_grad_() for x in (q, k, v)]
+        y = fused_attention(*given, scores, documents, there, _Blocks(dealt) if ring else AllKeys())
+        found = [y, *torch.autograd.grad(y, given, wide[3].to(dtype).to(device))]
+        for ours, theirs in zip(found, wanted, strict=True):
+            error = (ours.detach().cpu().double() - theirs.detach()).norm() / theirs.detach().norm()
+            assert error < 4 * torch.finfo(dtype).eps, (scores, documents is not None, ring, error)

@@ -649,13 +649,15 @@ WIDE_HEADS = {"architecture": "llama", "kv_channels": 264, "precision": "bf16", 
             "--window-size 8 with heads of width 264 in bf16.*FlashAttention.*at most 256; use --kv-channels 256",
         ),
         ({"reset_attention_mask": True}, "--reset-attention-mask with heads of width 264"),
+        ({"context_parallel_size": 2}, "--context-parallel-size 2 with heads of width 264"),
+        ({"context_parallel_size": 2, "kv_channels": 128}, ""),
         ({"window_size": 64}, ""),
         ({"window_size": 8, "kv_channels": 256}, ""),
         ({"window_size": 8, "precision": "fp32"}, ""),
         ({"window_size": 8, "attention_softcap": 5.0}, ""),
     ],
 )
-def test_documents_and_windows_on_a_gpu_have_heads_of_flash_attention(options: dict[str, Any], refusal: str) -> None:
+def test_pieces_of_samples_on_a_gpu_have_heads_of_flash_attention(options: dict[str, Any], refusal: str) -> None:
     config = make(**WIDE_HEADS | options)
     check_device(config, "cpu")
     with pytest.raises(ValueError, match=refusal) if refusal else contextlib.nullcontext():

@@ -19,6 +19,8 @@ from megazero.model.layers.piece_kernels import merge_
 from megazero.model.layers.pieces import Piece, parts, pieces_of
 from megazero.model.layers.scores import PLAIN, Scores
 from megazero.price.trace.kernels import Operator, Recorder
+from tests.helpers import kernel_checks
+from tests.helpers.pretended_gpu import pretended_gpu
 from tests.parallel.test_context_attention import DIM, HEADS, B, deal, documents_of
 
 LENGTH, GROUPS, RANKS = 200, 2, 3
@@ -119,6 +121,13 @@ def test_saved_bytes_are_those_of_the_formula_for_any_documents(
                 y = core(axis, again, ring)(*heads(device, dtype, tokens), fused, None, bounded, dealt)
             assert sum(sizes.values()) == wanted, (kind, documents)
             y.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_flash_attention_takes_pieces(dtype: torch.dtype) -> None:
+    """The check of a GPU (`tests/gpu`), on a pretended one."""
+    with pretended_gpu():
+        kernel_checks.check_flash_pieces(dtype, "cuda", deal("shuffled", 61, 3), 4, 2, 8)
 
 
 @pytest.mark.parametrize("window", [0, 24])

@@ -22,7 +22,7 @@ NO_WORK = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "_unsa
 RESULTS = ("out", "grad_input")  # names of output arguments
 OVERWRITES = ("copy_", "zero_", "fill_")  # operators that do not read their output
 ATTENTION = ("attention", "varlen_attn")  # in the names of fused kernels: torch's, and that of documents
-LOOKUPS = ("embedding", "index_select", "gather", "index_add_", "scatter_add_", "add_rows_")
+LOOKUPS = ("embedding", "index_select", "gather", "index_add_", "index_copy_", "scatter_add_", "add_rows_")
 
 
 class Product(NamedTuple):
