@@ -337,7 +337,7 @@ def check_device(config: Config, device_type: str) -> None:
 
     Raises:
         ValueError: gradients of a type that a GPU's matrix products do not return; heads that a GPU's attention does
-            not compute; Triton's kernels or CUDA graphs on a CPU.
+            not compute; a ring of keys without fused attention; Triton's kernels or CUDA graphs on a CPU.
     """
     precision, grad_dtype = config.training.precision, config.training.grad_dtype
     for flag, other in (("fused-kernels triton", "auto or eager"), ("cuda-graph-impl local", "none")):
@@ -350,7 +350,13 @@ def check_device(config: Config, device_type: str) -> None:
             f"--grad-dtype {grad_dtype} with --precision {precision}: a GPU's matrix products return the type of their "
             f"factors, or fp32; use --grad-dtype {either}"
         )
-    if device_type == "cuda" and precision in ("bf16", "fp16"):
+    fused = ("bf16", "fp16") if device_type == "cuda" else ("fp32", "fp64")
+    if config.parallel.cp_exchange == "ring" and precision not in fused:
+        raise ValueError(
+            f"--cp-exchange ring with --precision {precision} on {device_type}: attention to blocks of keys needs "
+            f"{' or '.join(fused)} there; use one of them, or all-gather, or auto"
+        )
+    if device_type == "cuda" and precision in fused:
         _check_flash_heads(config)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from megazero.config.cli import parse
 from megazero.config.schema import Config
+from megazero.config.validate import check_device
 from megazero.model.stage import declare
 from megazero.observe.start_report import drawing
 from megazero.plan.layout.resolve import resolve
@@ -89,6 +90,19 @@ def test_gathered_keys_are_kept_without_recompute() -> None:
     flags = f"{LLAMA} --seq-length 64 --context-parallel-size 4 --cp-exchange"
     gathered, ring = (stage_bytes(*resolved(f"{flags} {each}", 4), 0, "cpu") for each in ("all-gather", "ring"))
     assert gathered.activations - ring.activations == 3 * 2 * 2 * (64 - 16) * 2 * 16 * 4
+
+
+@pytest.mark.parametrize(
+    ("precision", "device", "possible"),
+    [("fp32", "cpu", True), ("bf16", "cpu", False), ("fp32", "cuda", False), ("fp16", "cuda", True)],
+)
+def test_a_ring_needs_fused_attention(precision: str, device: str, possible: bool) -> None:
+    config, _ = resolved(f"--context-parallel-size 2 --cp-exchange ring --precision {precision}", 2)
+    if possible:
+        check_device(config, device)
+        return
+    with pytest.raises(ValueError, match=f"--cp-exchange ring with --precision {precision} on {device}: "):
+        check_device(config, device)
 
 
 def test_an_odd_length_leaves_some_ranks_a_token_less() -> None:
