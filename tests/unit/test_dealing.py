@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from benchmarks.reports.dealing import PAGE, one_document
 from megazero.plan.layout.dealing import Deal, causal_imbalance, deal, deal_samples, imbalance, share
 
 
@@ -147,3 +148,8 @@ def test_dealing_is_fast(length: int, ranks: int, count: int, seconds: float) ->
 def test_bad_values_are_faults_of_the_caller(bad: tuple) -> None:
     with pytest.raises(AssertionError):
         deal(*bad)
+
+
+def test_the_page_has_the_imbalance_of_one_document() -> None:
+    """Made again by `python -m benchmarks.reports.dealing`."""
+    assert one_document()["one document"] in PAGE.read_text()

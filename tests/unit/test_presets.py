@@ -55,6 +55,8 @@ SHAPES = {
     "qwen3-8b": (64, 36, 4096, 32, 1, 16, 1024),
     "llama-3.2-1b": (8, 16, 2048, 32, 1, 64, 512),
     "llama-3.1-8b": (64, 32, 4096, 32, 1, 8, 512),
+    "llama-3.1-8b-128k": (64, 32, 4096, 32, 2, 4, 32),
+    "llama-3.1-8b-1m": (512, 32, 4096, 32, 8, 1, 4),
     "smollm2-135m": (8, 30, 576, 9, 1, 64, 512),
     "smollm2-1.7b": (8, 24, 2048, 32, 1, 128, 1024),
     "smollm3-3b": (64, 36, 2048, 16, 1, 9, 576),
@@ -89,6 +91,14 @@ FAMILIES: dict[str, tuple[str, int, int, int, int, int | None, dict[str, Any]]] 
     "llama-3.1-8b": (
         *("llama", 14336, 8, 128256, 8192, 8_030_261_248),
         LLAMA_3 | {"rope_scaling_factor": 8, "untie_embeddings": True},
+    ),
+    "llama-3.1-8b-128k": (
+        *("llama", 14336, 8, 128256, 131_072, 8_030_261_248),
+        LLAMA_3 | {"rope_scaling_factor": 8, "untie_embeddings": True},
+    ),
+    "llama-3.1-8b-1m": (
+        *("llama", 14336, 8, 128256, 1_048_576, 8_030_261_248),
+        LLAMA_3 | {"rope_scaling_factor": 128, "untie_embeddings": True},
     ),
     "smollm2-135m": ("llama", 1536, 3, 49152, 2048, 134_515_008, {"rotary_base": 1e5}),
     "smollm2-1.7b": ("llama", 8192, 32, 49152, 2048, 1_711_376_384, {"rotary_base": 1.3e5}),

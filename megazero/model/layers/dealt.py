@@ -38,14 +38,14 @@ class DealtTokens(NamedTuple):
         dealt = tuple(tuple(tuple(filter(len, own)) for own in sample) for sample in ranges)
         indices = [torch.cat([torch.arange(run.start, run.stop) for run in sample[rank]]) for sample in dealt]
         most = max(num_tokens(own) for sample in dealt for own in sample)
-        rows = torch.full((len(dealt), length), -1)
+        assert all(sum(map(num_tokens, sample)) == length for sample in dealt), "a token has no rank, or two"
+        rows = torch.empty(len(dealt), length, dtype=torch.int64)
         for number, sample in enumerate(dealt):
             for holder, own in enumerate(sample):
                 row = (holder * len(dealt) + number) * most
                 for run in own:
                     rows[number, run.start : run.stop] = torch.arange(row, row + len(run))
                     row += len(run)
-        assert int(rows.min()) >= 0, "a token has no rank"
         return cls(dealt, rank, length, torch.stack(indices), rows.view(-1))
 
     @property

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SHOWN, PRINTED = 10, 5  # rows of the table, command lines
-COLUMNS = "step s, TFLOP/s, GB, tp, pp, virtual, schedule, dp, ZeRO, shard, recompute, SP, Pa, micro, bubble, dp wait"
+COLUMNS = "step s, TFLOP/s, GB, tp, cp, pp, virtual, schedule, dp, ZeRO, shard, recompute, SP, Pa, micro, bubble, dp wait"
 
 # flags that a search sets, in the order of a command line
 CHOSEN = (
