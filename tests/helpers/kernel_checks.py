@@ -19,7 +19,7 @@ from megazero.kernels.table import EAGER, TRITON, LossKernels
 from megazero.model.layers.dealt import DealtTokens, Ranges
 from megazero.model.layers.documents import Documents
 from megazero.model.layers.fused_attention import fused_attention
-from megazero.model.layers.key_exchange import AllKeys, Block, Pair
+from megazero.model.layers.key_exchange import AllKeys, Pair
 from megazero.model.layers.scores import Scores
 
 
@@ -271,18 +271,21 @@ class _Blocks(AllKeys):
     def __init__(self, dealt: DealtTokens) -> None:
         self.dealt = dealt
 
-    def blocks(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[Block]:
-        for step in range(self.dealt.size):
-            ranges = self.dealt.of_rank((self.dealt.rank - step) % self.dealt.size)
-            yield Block(*(self._of(x, ranges) for x in (k, v)), ranges, step == 0)
+    def tokens(self, batch: int, length: int) -> list[tuple[Ranges, ...]]:
+        order = [(self.dealt.rank - step) % self.dealt.size for step in range(self.dealt.size)]
+        return [self.dealt.of_rank(rank) for rank in order]
+
+    def blocks(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[Pair]:
+        for ranges in self.tokens(len(k), k.shape[2]):
+            yield self._of(k, ranges), self._of(v, ranges)
 
     def reduce(self, gradients: Iterable[Pair]) -> Pair:
         whole = [torch.cat(parts, 2) for parts in zip(*gradients, strict=True)]
-        order = [(self.dealt.rank - step) % self.dealt.size for step in range(self.dealt.size)]
+        found = self.tokens(len(whole[0]), whole[0].shape[2])
         for x in whole:
-            for row, sample in zip(x, self.dealt.ranges, strict=True):
-                at = torch.tensor([index for rank in order for run in sample[rank] for index in run], device=x.device)
-                row[:, at] = row.clone()
+            for number, row in enumerate(x):
+                at = [index for ranges in found for run in ranges[number] for index in run]
+                row[:, torch.tensor(at, device=x.device)] = row.clone()
         return whole[0], whole[1]
 
     def _of(self, x: torch.Tensor, ranges: tuple[Ranges, ...]) -> torch.Tensor:

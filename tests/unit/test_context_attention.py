@@ -58,7 +58,7 @@ def test_pieces_are_runs_within_documents_and_see_what_came_before() -> None:
 
 
 def keys_of(piece: Piece, rank: int, own: bool, joined: bool) -> list[tuple[int, int, bool]]:
-    found = parts(piece, DealtTokens.of(DEALT, 1, 11).of_rank(rank), own, joined)
+    found = parts([piece], DealtTokens.of(DEALT, 1, 11).of_rank(rank), own, joined)
     return [(part.keys[2].start, part.keys[2].stop, part.own) for part in found]
 
 

@@ -72,11 +72,6 @@ def num_tokens(ranges: Ranges) -> int:
     return sum(map(len, ranges))
 
 
-def num_before(ranges: Ranges, index: int) -> int:
-    """Return the number of tokens of `ranges` before `index`, which is the row of `index` if they have it."""
-    return sum(len(run[: max(0, index - run.start)]) for run in ranges)
-
-
 def score_rows(samples: Sequence[int], heads: range, length: int, dealt: DealtTokens | None) -> tuple[Rows, ...]:
     """Return the rows of the dropout masks of scores [b, heads, t, s]: head * s + query.
 

@@ -12,7 +12,7 @@ and values of this rank, d head dim.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from megazero.kernels.eager import wide
 from megazero.model.layers.dealt import DealtTokens
 from megazero.model.layers.documents import Documents
-from megazero.model.layers.key_exchange import AllKeys, Block, Pair
+from megazero.model.layers.key_exchange import AllKeys, Pair
 from megazero.model.layers.piece_kernels import CpuKernel, FlashKernel, PieceKernel, merge_
-from megazero.model.layers.pieces import Part, Piece, parts, pieces_of, window_mask
+from megazero.model.layers.pieces import parts, pieces_of, window_mask
 from megazero.model.layers.scores import Scores
 
 FLASH_CAPABILITY = (8, 0)  # of a GPU: FlashAttention runs from Ampere on
@@ -69,7 +69,9 @@ def fused_attention(
             return _flash_pieces(q, k, v, scores, documents)
     pieces = list(pieces_of(documents, length, scores.window, dealt, chunks=on_cpu or dealt is None))
     if on_cpu or dealt is not None:
-        return _PiecewiseAttention.apply(q, k, v, scores, pieces, keys)
+        blocks = enumerate(keys.tokens(len(q), length))
+        steps = [list(parts(pieces, tokens, step == 0, not on_cpu)) for step, tokens in blocks]
+        return _PiecewiseAttention.apply(q, k, v, scores, steps, keys)
     mask = window_mask(q, scores.window)
     found = [_kernel(q[p.queries], k[p.keys], v[p.keys], scores, p.of(mask)).transpose(1, 2) for p in pieces]
     b, n, s, d = q.shape
@@ -124,42 +126,45 @@ class _PiecewiseAttention(torch.autograd.Function):
     """q [b, n/tp, t, d], k and v [b, g, t, d] -> [b, n/tp, t, d], in memory [b, t, n/tp, d].
 
     A kernel is called per part. The outputs are written into one tensor, which is saved once: as much as one call for
-    whole samples saves. Calls under autograd would save each output and the joined tensor. Queries whose earlier keys
-    are a part of their own have the outputs merged by their log-sum-exp.
+    whole samples saves. Calls under autograd would save each output and the joined tensor. Outputs of the same queries
+    are merged by their log-sum-exp.
+
+    `steps`: the parts of attention to each block of keys.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, scores, pieces, keys):
+    def forward(ctx, q, k, v, scores, steps, keys):
         b, n, t, d = q.shape
         held, kernel = keys.gather(k, v), _piece_kernel(q, scores)
         merges = keys.merges or not kernel.joined
         y = q.new_empty(b, t, n, d, dtype=wide(q) if merges else q.dtype).transpose(1, 2)
         log_sums = q.new_empty(b, t, n, dtype=wide(q)).transpose(1, 2)
-        for block in keys.blocks(*held):
-            for part in _parts(pieces, block, kernel):
+        for step, block in zip(steps, keys.blocks(*held), strict=True):
+            for part in step:
                 queries = part.piece.queries
-                found = kernel.forward(part, q[queries], block.keys[part.keys], block.values[part.keys])
+                found = kernel.forward(part, q[queries], *(x[part.keys] for x in block))
                 if part.own:
                     y[queries], log_sums[queries] = found
                 else:
                     merge_(y[queries], log_sums[queries], *found)
         y = y.to(q.dtype)
         ctx.save_for_backward(q, *((k, v) if keys.again else held), y, log_sums)
-        ctx.scores, ctx.pieces, ctx.keys = scores, pieces, keys
+        ctx.scores, ctx.steps, ctx.keys = scores, steps, keys
         return y
 
     @staticmethod
     def backward(ctx, dy):
         q, k, v, *results = ctx.saved_tensors
-        pieces, keys, kernel = ctx.pieces, ctx.keys, _piece_kernel(q, ctx.scores)
+        keys, kernel = ctx.keys, _piece_kernel(q, ctx.scores)
         dq = torch.empty_like(q, dtype=wide(q) if keys.merges or not kernel.joined else q.dtype)
 
         def gradients() -> Iterator[Pair]:
-            for block in keys.blocks(*(keys.gather(k, v) if keys.again else (k, v))):
-                dk, dv = (torch.zeros_like(x, dtype=keys.grad_dtype(x)) for x in (block.keys, block.values))
-                for part in _parts(pieces, block, kernel):
+            held = keys.gather(k, v) if keys.again else (k, v)
+            for step, block in zip(ctx.steps, keys.blocks(*held), strict=True):
+                dk, dv = (torch.zeros_like(x, dtype=keys.grad_dtype(x)) for x in block)
+                for part in step:
                     queries = part.piece.queries
-                    own = q[queries], block.keys[part.keys], block.values[part.keys], *(x[queries] for x in results)
+                    own = q[queries], *(x[part.keys] for x in block), *(x[queries] for x in results)
                     found = kernel.backward(part, dy[queries], *own)
                     if part.own:
                         dq[queries] = found[0]
@@ -171,11 +176,6 @@ class _PiecewiseAttention(torch.autograd.Function):
 
         dk, dv = keys.reduce(gradients())
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None, None, None
-
-
-def _parts(pieces: Sequence[Piece], block: Block, kernel: PieceKernel) -> Iterator[Part]:
-    for piece in pieces:
-        yield from parts(piece, block.ranges, block.own, kernel.joined)
 
 
 def _piece_kernel(q: torch.Tensor, scores: Scores) -> PieceKernel:

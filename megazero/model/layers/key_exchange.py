@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -20,20 +19,6 @@ from megazero.kernels.eager import wide
 from megazero.model.layers.dealt import DealtTokens, Ranges
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-
-
-class Block(NamedTuple):
-    """Keys and values [b, g, L, d] of some tokens of each sample.
-
-    Attributes:
-        ranges: indices of the tokens, per sample.
-        own: whether they include this rank's tokens.
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    ranges: tuple[Ranges, ...]
-    own: bool
 
 
 class AllKeys:
@@ -50,9 +35,13 @@ class AllKeys:
         """Keys and values [b, g, t, d] of this rank -> those of which `blocks` are made."""
         return k, v
 
-    def blocks(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[Block]:
-        """Yield blocks of all keys. The first has this rank's own."""
-        yield Block(k, v, ((range(k.shape[2]),),) * len(k), True)
+    def blocks(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[Pair]:
+        """Yield blocks of all keys and values, [b, g, L, d] each. The first has this rank's own."""
+        yield k, v
+
+    def tokens(self, batch: int, length: int) -> list[tuple[Ranges, ...]]:
+        """Return the indices of the tokens of each block, per sample of s = `length` tokens."""
+        return [((range(length),),) * batch]
 
     def grad_dtype(self, k: torch.Tensor) -> torch.dtype:
         """Return the type in which gradients are summed."""
@@ -104,17 +93,19 @@ class RingKeys(AllKeys):
     dealt: DealtTokens
     again = merges = True
 
-    def blocks(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[Block]:
+    def blocks(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[Pair]:
         buffer = _packed((k, v), self.dealt.most)
         for step in range(self.axis.size):
             arriving, pending = buffer, Pending()
             if step + 1 < self.axis.size:
                 arriving = torch.empty_like(buffer)
                 pending = self.axis.start_shift(buffer, arriving, 1)
-            holder = (self.axis.rank - step) % self.axis.size
-            yield Block(*_unpacked(buffer), self.dealt.of_rank(holder), step == 0)
+            yield _unpacked(buffer)
             pending.wait()
             buffer = arriving
+
+    def tokens(self, batch: int, length: int) -> list[tuple[Ranges, ...]]:
+        return [self.dealt.of_rank((self.axis.rank - step) % self.axis.size) for step in range(self.axis.size)]
 
     def grad_dtype(self, k: torch.Tensor) -> torch.dtype:
         return wide(k)

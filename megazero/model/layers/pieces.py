@@ -5,17 +5,20 @@ Shapes: b micro-batch, s tokens of a sample, t those of a sample on this rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 import torch
 
-from megazero.model.layers.dealt import DealtTokens, Ranges, num_before
+from megazero.model.layers.dealt import DealtTokens, Ranges
 from megazero.model.layers.documents import Documents
 
 ALIGNMENT = 8  # elements of a mask's row that GPUs read together
 LEAST_CHUNK = 64  # queries of a window's pieces: fewer cost more in calls than they save in masked keys
 
+EVERY = slice(None)
 Index = tuple[slice, slice, slice]  # of [b, heads, tokens, ..]
 
 
@@ -36,12 +39,12 @@ class Piece(NamedTuple):
 
     @property
     def queries(self) -> Index:
-        return self.samples, slice(None), slice(self.row, self.row + self.stop - self.first)
+        return self.samples, EVERY, slice(self.row, self.row + self.stop - self.first)
 
     @property
     def keys(self) -> Index:
         """The index of its keys among those of the whole samples."""
-        return self.samples, slice(None), slice(self.seen, self.stop)
+        return self.samples, EVERY, slice(self.seen, self.stop)
 
     def of(self, mask: torch.Tensor | None) -> torch.Tensor | None:
         """Return its part of a window's mask; None if it is causal."""
@@ -49,6 +52,23 @@ class Piece(NamedTuple):
             return None
         assert mask is not None
         return mask[: self.stop - self.first, : self.stop - self.seen]
+
+
+class BlockRows(NamedTuple):
+    """The rows of a block of keys, of one sample: those of each range follow those of the one before."""
+
+    ranges: Ranges
+    starts: list[int]
+    rows: list[int]  # of each range's first token
+
+    @classmethod
+    def of(cls, ranges: Ranges) -> BlockRows:
+        return cls(ranges, [run.start for run in ranges], [0, *accumulate(map(len, ranges))])
+
+    def before(self, index: int) -> int:
+        """Return the number of tokens before `index`, which is the row of `index` if the block has it."""
+        at = bisect_right(self.starts, index) - 1
+        return self.rows[at] + min(index - self.starts[at], len(self.ranges[at])) if at >= 0 else 0
 
 
 class Part(NamedTuple):
@@ -59,25 +79,26 @@ class Part(NamedTuple):
     own: bool
 
 
-def parts(piece: Piece, block: tuple[Ranges, ...], own: bool, joined: bool) -> Iterator[Part]:
-    """Yield the parts of a piece's attention to a block of keys.
+def parts(pieces: Sequence[Piece], block: tuple[Ranges, ...], own: bool, joined: bool) -> Iterator[Part]:
+    """Yield the parts of the pieces' attention to a block of keys.
 
     Args:
         block: the ranges of each sample whose keys the block has.
         own: the block has the queries' own keys.
         joined: a kernel takes own and earlier keys together; else they are two parts.
     """
-    ranges = block[piece.samples.start or 0]
-    seen, first = num_before(ranges, piece.seen), num_before(ranges, piece.first)
-
-    def part(start: int, stop: int, own: bool) -> Part:
-        return Part(piece, (piece.samples, slice(None), slice(start, stop)), own)
-
-    if own:
-        joined = joined or piece.masked
-        yield part(seen if joined else first, first + piece.stop - piece.first, True)
-    if seen < first and not (own and joined):
-        yield part(seen, first, False)
+    rows = [BlockRows.of(ranges) for ranges in block]
+    for piece in pieces:
+        samples, _, _, _, _, masked = piece
+        before = rows[samples.start or 0].before
+        first = before(piece.first)
+        seen = first if piece.seen == piece.first else before(piece.seen)
+        together = own and (joined or masked)
+        if own:
+            stop = first + piece.stop - piece.first
+            yield Part(piece, (samples, EVERY, slice(seen if together else first, stop)), True)
+        if seen < first and not together:
+            yield Part(piece, (samples, EVERY, slice(seen, first)), False)
 
 
 def pieces_of(
@@ -89,30 +110,30 @@ def pieces_of(
     and the keys of a window before them, of which the first is always masked. Without `chunks`, the kernel knows the
     window: a piece sees the keys that any of its queries sees.
     """
-    for samples, own, begin, end in _documents(documents, length, dealt):
+    for samples, own, ends in _samples(documents, length, dealt):
         row = 0
         for run in own:
-            first, stop = max(run.start, begin), min(run.stop, end)
-            if first < stop:
-                at = row + first - run.start
-                yield from _cut(samples, at, range(first, stop), begin, window, chunks)
-            row += len(run)
+            first = run.start
+            while first < run.stop:
+                number = bisect_right(ends, first)
+                queries = range(first, min(run.stop, ends[number]))
+                yield from _cut(samples, row, queries, ends[number - 1] if number else 0, window, chunks)
+                row, first = row + len(queries), queries.stop
 
 
-def _documents(
+def _samples(
     documents: Documents | None, length: int, dealt: DealtTokens | None
-) -> Iterator[tuple[slice, Ranges, int, int]]:
-    """Yield documents: their samples, this rank's ranges of these, and the first and last index."""
-    everything = ((range(length),),) if dealt is None else dealt.of_rank(dealt.rank)
+) -> Iterator[tuple[slice, Ranges, list[int]]]:
+    """Yield samples, this rank's ranges of them, and the ends of their documents. Equal samples come together."""
+    if documents is None and (dealt is None or dealt.alike):
+        yield slice(None), (range(length),) if dealt is None else dealt.of_rank(dealt.rank)[0], [length]
+        return
+    ends = [[length]] * (0 if dealt is None else len(dealt.ranges))
     if documents is not None:
-        for span in documents.spans:
-            own = everything[span.sample if dealt is not None else 0]
-            yield slice(span.sample, span.sample + 1), own, span.first, span.stop
-    elif dealt is None or dealt.alike:
-        yield slice(None), everything[0], 0, length
-    else:
-        for sample, own in enumerate(everything):
-            yield slice(sample, sample + 1), own, 0, length
+        ends = [[span.stop for span in spans] for _, spans in groupby(documents.spans, lambda span: span.sample)]
+    everything = ((range(length),),) * len(ends) if dealt is None else dealt.of_rank(dealt.rank)
+    for sample, (own, stops) in enumerate(zip(everything, ends, strict=True)):
+        yield slice(sample, sample + 1), own, stops
 
 
 def _cut(samples: slice, row: int, queries: range, begin: int, window: int, chunks: bool) -> Iterator[Piece]:
