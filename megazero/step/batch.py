@@ -72,7 +72,7 @@ def _deals(dealer: Dealer, length: int, samples: tuple[tuple[int, ...], ...]) ->
     return deal_samples(length, dealer.ranks, samples, dealer.windows, dealer.multiple)
 
 
-# Without documents, all micro-batches are dealt alike.
+# Without documents, all micro-batches are dealt in the same way.
 _deals_of_whole_samples = functools.lru_cache(maxsize=8)(_deals)
 
 

@@ -1,4 +1,4 @@
-"""Context parallelism, without ranks: refusals, what a rank keeps, the exchange that is chosen, reports."""
+"""Context parallelism, without ranks: refusals, kept activations, the exchange that is chosen, reports."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from megazero.plan.layout.topology import Layout
 from megazero.price.bytes.estimate import estimate, stage_bytes
 from megazero.price.time.devices import load_device
 from megazero.price.time.exchange import choose_exchange, ring_hides
+from megazero.price.time.step_time import step_time
 from megazero.step.batch import Uploaded
 
 MODEL = "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --vocab-size 200 --micro-batch-size 2"
@@ -132,6 +133,23 @@ def test_the_ring_is_chosen_where_it_hides() -> None:
     assert [hides(tokens, "", tp=8) for tokens in (19_000, 20_500)] == [False, True]
     grouped = "--architecture llama --num-query-groups 8"
     assert [hides(tokens, grouped, tp=8) for tokens in (4700, 6500)] == [False, True]
+
+
+def test_waiting_for_keys_is_a_part_of_a_step() -> None:
+    """A gather before attention is waited for; of a ring's messages the last alone."""
+    h100 = load_device("h100-80gb")
+    flags = "--num-attention-heads 32 --hidden-size 4096 --precision bf16 --context-parallel-size 8 --seq-length 65536"
+    waits = {}
+    for exchange in ("all-gather", "ring"):
+        config, layout = resolved(f"{flags} --micro-batch-size 1 --cp-exchange {exchange}", 8)
+        parts = step_time(config, layout, h100, with_range=False).expected.parts
+        waits[exchange] = parts["cp"]
+        assert parts["tp"] == 0
+    # 3 layers gather twice 65,536 tokens of 4,096 elements of 2 bytes, and reduce them in 4 bytes
+    sent = 3 * 2 * 65536 * 4096 * (2 + 4) * 7 / 8
+    assert waits["all-gather"] == pytest.approx(sent / (h100["node.bandwidth"] * h100["node.fraction"]), rel=0.05)
+    last = 3 * 2 * 8192 * 4096 * 4  # a ring's last gradients, behind which nothing is left to compute
+    assert waits["ring"] == pytest.approx(last / (h100["node.bandwidth"] * h100["node.fraction"]), rel=0.05)
 
 
 def test_what_a_ring_cannot_do_is_gathered() -> None:
