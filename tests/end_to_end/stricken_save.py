@@ -1,14 +1,12 @@
-"""pretrain_gpt.py, of which one rank is struck inside its first save: worker|interrupt RANK FLAGS...
+"""pretrain_gpt.py, of which one rank is struck inside its first save: error|interrupt RANK FLAGS...
 
-`worker`: its data worker is killed while it exchanges messages with the other ranks. `interrupt`: a second SIGINT comes
+`error`: an error of its own comes while it exchanges messages with the other ranks. `interrupt`: a second SIGINT comes
 while it writes.
 """
 
-import multiprocessing
 import os
 import signal
 import sys
-import time
 
 import pretrain_gpt
 from megazero.checkpoint import agreement, tensor_file
@@ -16,11 +14,8 @@ from megazero.checkpoint import agreement, tensor_file
 how, rank = sys.argv[1:3]
 
 
-def lose_worker(*_):
-    (worker,) = multiprocessing.active_children()
-    worker.kill()
-    while True:  # until the signal's handler raises
-        time.sleep(0.01)
+def fail(*_):
+    raise RuntimeError("struck between two messages")
 
 
 def interrupt(*_):
@@ -29,8 +24,8 @@ def interrupt(*_):
 
 
 if os.environ["RANK"] == rank:
-    if how == "worker":
-        agreement.gather = lose_worker
+    if how == "error":
+        agreement.gather = fail
     else:
         tensor_file.host_bytes = interrupt
 pretrain_gpt.main(sys.argv[3:])

@@ -129,10 +129,10 @@ def test_a_rank_lost_in_a_save_is_named(how: str, model: list[Any], start: Start
 @pytest.mark.parametrize(
     ("how", "code", "words"),
     [
-        ("worker", 1, r"rank 1: RuntimeError: DataLoader worker \(pid \d+\) is killed by signal: Killed"),
+        ("error", 1, r"rank 1: RuntimeError: struck between two messages"),
         ("interrupt", 130, r"^rank \d: interrupted; --load resumes"),
     ],
-    ids=["worker", "interrupt"],
+    ids=["error", "interrupt"],
 )
 def test_a_rank_that_is_struck_in_a_save_ends_the_run_with_its_cause(
     how: str, code: int, words: str, model: list[Any], start: Start, tmp_path: Path

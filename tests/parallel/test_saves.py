@@ -194,7 +194,7 @@ def test_a_save_by_time_begins_the_time_anew(corpus: str, tmp_path: Path) -> Non
 
 
 def test_an_evaluation_alone_ends_when_it_is_asked_to(corpus: str, tmp_path: Path) -> None:
-    """Send the signal in the first global batch of --eval-only. The processes that read ahead end too."""
+    """Send the signal in the first global batch of --eval-only. The threads that read ahead end too."""
     quietly(run_of(0, 1, configured(corpus, tmp_path, 1)))
     config = configured(corpus, "", 1, load=str(tmp_path))
     only = EvaluationConfig(eval_only=True, eval_iters=3, eval_split="train")
@@ -212,7 +212,7 @@ def test_an_evaluation_alone_ends_when_it_is_asked_to(corpus: str, tmp_path: Pat
         with contextlib.redirect_stdout(open(os.devnull, "w")):
             assert run.evaluate(tmp_path / "iter_0000001") == Wish.STOP_SIGUSR1
     ((_, batches, _),) = run.trainer.evaluator.parts
-    assert len(calls) == 1 and batches._ahead is None
+    assert len(calls) == 1 and batches._pool is None
 
 
 # -- over a resume
