@@ -111,11 +111,7 @@ class Batches:
             self._ahead.append(self._pool.submit(self._read, self._last))
             self._last += sizes.at(self._last)
         self._first += sizes.at(self._first)
-        try:
-            return self._ahead.popleft().result()
-        except BaseException:
-            self.close()  # the step after a failed one is not the next
-            raise
+        return self._ahead.popleft().result()
 
     def close(self) -> None:
         """End the threads, without waiting for what they read; a later `batch` starts new ones."""
