@@ -113,7 +113,7 @@ def readers_of(before: str) -> dict[str, Callable[..., Any]]:
 
 
 def samples_per_second(batches: Any) -> float:
-    """Of the loader alone, without its start."""
+    """Return the pace of a loader without training, and without its start."""
     size, start = batches.assignment.sizes.at(0), 0.0
     for step in range(ALONE):
         if step == 20:
@@ -168,10 +168,11 @@ def loader(folder: Path, model: str, rounds: int, before: str) -> str:
     for k, name in enumerate(readers):
         ratios = pace[:, k] / pace[:, 0]
         low, high = interval(ratios.tolist())
+        first, later = np.median(wait[:, k, 0]), np.median(wait[:, k, SETTLED:])
         lines.append(
             f"  {name}: {alone[k]:,.0f} samples/s alone; {np.median(pace[:, k]):,.0f} tokens/s, "
-            f"{np.median(ratios):.3f} [{low:.3f}, {high:.3f}] of those with 0 threads; waits {np.median(wait[:, k, SETTLED:]):.2f} "
-            f"ms, at the first step {np.median(wait[:, k, 0]):.1f}"
+            f"{np.median(ratios):.3f} [{low:.3f}, {high:.3f}] of those with 0 threads; waits {later:.2f} ms, "
+            f"at the first step {first:.1f}"
         )
     return "\n".join(lines)
 

@@ -114,7 +114,7 @@ class Batches:
         return self._ahead.popleft().result()
 
     def close(self) -> None:
-        """End the threads, without waiting for what they read; a later `batch` starts new ones."""
+        """End the threads, without waiting for their reads; a later `batch` starts new ones."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
         self._pool = None

@@ -296,7 +296,7 @@ def test_what_nobody_wants_is_not_waited_for() -> None:
 
 
 def test_an_interrupt_while_a_batch_is_awaited_ends_the_threads() -> None:
-    """And the next batch is read anew."""
+    """The same batch can then be read again."""
     samples = Gate()
     batches = loader(samples, 1, 1, num_workers=1)
     main = threading.get_ident()
