@@ -8,6 +8,8 @@ Each part runs in a process of its own; CPU seconds and the highest resident mem
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
 import io
 import json
 import resource
@@ -15,11 +17,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tyro
 
+from benchmarks.measure import interval
 from megazero.data.indexed import HEADER, MAGIC, VERSION
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -85,52 +90,121 @@ def blend(folder: Path, count: int) -> str:
     )
 
 
-def loader(folder: Path, workers: int) -> str:
-    """The share of a step that a run waits for its batch: the tiny preset's model on random bytes."""
-    import pretrain_gpt
+MODELS = {
+    "small": "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --micro-batch-size 8 --global-batch-size 16",
+    "medium": "--num-layers 6 --hidden-size 512 --num-attention-heads 8 --vocab-size 8192 --global-batch-size 4",
+}
+TURN, SETTLED = 8, 3  # steps of a turn, and those of them that are not measured
+ALONE = 300  # steps that are read without training
+
+
+def readers_of(before: str) -> dict[str, Callable[..., Any]]:
+    """The loader with 0, 1 and 2 threads, and one of another revision, in the file `before`, with one worker."""
     from megazero.data.loader import Batches
+
+    readers = {f"{number} threads": functools.partial(Batches, num_workers=number) for number in (0, 1, 2)}
+    if before:
+        spec = importlib.util.spec_from_file_location("before", before)
+        assert spec is not None and spec.loader is not None, before
+        module = sys.modules["before"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        readers["before"] = functools.partial(module.Batches, num_workers=1)
+    return readers
+
+
+def samples_per_second(batches: Any) -> float:
+    """Return the pace of a loader without training, and without its start."""
+    size, start = batches.assignment.sizes.at(0), 0.0
+    for step in range(ALONE):
+        if step == 20:
+            start = time.perf_counter()
+        batches.batch(step * size)
+    batches.close()
+    return (ALONE - 20) * size / (time.perf_counter() - start)
+
+
+def loader(folder: Path, model: str, rounds: int, before: str) -> str:
+    """Samples per second of the loader alone, and its cost to training steps, by readers that take turns in a run."""
+    import pretrain_gpt
     from megazero.data.writer import IndexedWriter
+    from megazero.run import trainer
 
-    prefix = folder / f"bytes{workers}"
-    with IndexedWriter(prefix, np.uint16) as writer:
-        for _ in range(200):
-            writer.add(np.random.default_rng(0).integers(0, 256, 5000))
-    spent: list[float] = []
-    read = Batches.batch
+    draw = np.random.default_rng(0)
+    with IndexedWriter(folder / "bytes", np.uint16) as writer:
+        for length in draw.integers(100, 1100, 2000):
+            writer.add(draw.integers(0, 256, length))
+    readers = readers_of(before)
+    alone: list[float] = []
+    waits: list[float] = []
 
-    def timed(self: Batches, consumed: int):
-        start = time.perf_counter()
-        found = read(self, consumed)
-        spent.append(time.perf_counter() - start)
-        return found
+    class Turns:
+        """The batches of a run, by each reader in turn."""
 
-    Batches.batch = timed  # type: ignore[method-assign]
-    flags = f"--preset tiny --data-path {prefix} --tokenizer byte --train-iters 30 --lr-warmup-iters 0"
-    flags += " --split 1 --eval-interval 0"
+        def __init__(self, *args: Any, num_workers: int, **kwargs: Any) -> None:
+            self.all = [make(*args, **kwargs) for make in readers.values()]
+            if num_workers:  # training
+                alone.extend(map(samples_per_second, self.all))
+
+        def batch(self, consumed: int) -> Any:
+            start = time.perf_counter()
+            found = self.all[len(waits) // TURN % len(self.all)].batch(consumed)
+            waits.append(time.perf_counter() - start)
+            return found
+
+        def close(self) -> None:
+            for each in self.all:
+                each.close()
+
+    trainer.Batches = Turns  # type: ignore[misc, assignment]
+    flags = f"{MODELS[model]} --seq-length 256 --data-path {folder / 'bytes'} --tokenizer byte --split 1"
+    flags += f" --eval-interval 0 --lr-warmup-iters 0 --log-dir {folder / 'log'}"
     with contextlib.redirect_stdout(io.StringIO()):
-        pretrain_gpt.main([*flags.split(), "--log-dir", str(folder / "log"), "--num-workers", str(workers)])
-    lines = (folder / "log" / "metrics.jsonl").read_text().splitlines()[5:]  # the first steps start the workers
-    steps = sorted(json.loads(line)["step_seconds"] for line in lines)
-    step, wait = steps[len(steps) // 2], sorted(spent[5:])[len(spent[5:]) // 2]
-    return f"--num-workers {workers}: {wait * 1e3:.2f} ms of a step of {step * 1e3:.0f} ms: {wait / step:.2%}"
+        pretrain_gpt.main([*flags.split(), "--train-iters", str(rounds * TURN * len(readers))])
+    records = [json.loads(line) for line in (folder / "log" / "metrics.jsonl").read_text().splitlines()]
+    speeds = np.array([record["tokens_per_second"] for record in records]).reshape(rounds, len(readers), TURN)
+    pace = np.median(speeds[:, :, SETTLED:], axis=-1)
+    wait = 1e3 * np.array(waits).reshape(rounds, len(readers), TURN)
+    lines = [f"{model} model, {rounds} turns of {TURN} steps"]
+    for k, name in enumerate(readers):
+        ratios = pace[:, k] / pace[:, 0]
+        low, high = interval(ratios.tolist())
+        first, later = np.median(wait[:, k, 0]), np.median(wait[:, k, SETTLED:])
+        lines.append(
+            f"  {name}: {alone[k]:,.0f} samples/s alone; {np.median(pace[:, k]):,.0f} tokens/s, "
+            f"{np.median(ratios):.3f} [{low:.3f}, {high:.3f}] of those with 0 threads; waits {later:.2f} ms, "
+            f"at the first step {first:.1f}"
+        )
+    return "\n".join(lines)
 
 
 def main(
-    part: str = "", documents: int = 10_000_000, epochs: int = 10, corpora: int = 10_000, workers: int = 1
+    part: str = "",
+    documents: int = 10_000_000,
+    epochs: int = 10,
+    corpora: int = 10_000,
+    model: str = "small",
+    rounds: int = 10,
+    before: str = "",
 ) -> None:
-    """Run a part (tables, blend, loader), or all, each in a process of its own."""
+    """Run a part (tables, blend, loader), or all, each in a process of its own.
+
+    Args:
+        model: of the loader's run, small or medium.
+        before: loader.py of another revision, whose reader with one worker takes turns too.
+    """
     if part:
         with tempfile.TemporaryDirectory(prefix="data-serving-") as name:
             folder = Path(name)
             work = {
                 "tables": lambda: tables(folder, documents, epochs),
                 "blend": lambda: blend(folder, corpora),
-                "loader": lambda: loader(folder, workers),
+                "loader": lambda: loader(folder, model, rounds, before),
             }[part]
             print(f"{part}: {work()}", flush=True)
         return
-    sizes = [f"--documents={documents}", f"--epochs={epochs}", f"--corpora={corpora}"]
-    for words in (["tables"], ["blend"], ["loader", "--workers=0"], ["loader", "--workers=1"]):
+    sizes = [f"--documents={documents}", f"--epochs={epochs}", f"--corpora={corpora}", f"--rounds={rounds}"]
+    sizes += [f"--before={before}"]
+    for words in (["tables"], ["blend"], *(["loader", f"--model={name}"] for name in MODELS)):
         command = [sys.executable, "-m", "benchmarks.data_serving", "--part", words[0], *words[1:], *sizes]
         subprocess.run(command, cwd=ROOT, check=True)
 

@@ -22,8 +22,7 @@ KINDS = (KeyboardInterrupt, Damaged, ValueError, OSError)
 class AgreedFailure(RuntimeError):
     """Failure of some ranks to write or read their files, which every rank raises with the same message.
 
-    Any other error may be one rank's alone, in the middle of a collective: the death of a data worker raises
-    RuntimeError in its parent between any two instructions.
+    Any other error may be one rank's alone, in the middle of a collective.
     """
 
 

@@ -1,7 +1,7 @@
 """The lock of a folder of checkpoints: one run at a time saves into it.
 
-A POSIX record lock on the file `.lock`. The system releases it when the process ends, however it ends, and data workers
-forked from the process do not share it. The file stays; it names the process that holds the lock, or held it last.
+A POSIX record lock on the file `.lock`. The system releases it when the process ends, however it ends, and its child
+processes do not share it. The file stays; it names the process that holds the lock, or held it last.
 """
 
 import datetime

@@ -40,8 +40,8 @@ class DataConfig:
     skip_samples: str = ""
     """A:B leaves out samples A to B - 1. To pass a loss spike, load an earlier checkpoint and skip the samples of the
     spike, by their consumed_samples in metrics.jsonl."""
-    num_workers: Annotated[int, Bounds(0, 64, "one process per rank is ahead of any step")] = 1
-    """Processes per rank that read batches ahead. 0: read in the training process."""
+    num_workers: Annotated[int, Bounds(0, 64, "one thread per rank is ahead of any step")] = 1
+    """Threads per rank that read batches ahead. 0: read in the training thread."""
 
     @property
     def named_corpora(self) -> int:

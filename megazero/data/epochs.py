@@ -124,8 +124,7 @@ def load_table(data: HasDocuments, key: EpochKey, epoch: int) -> EpochTable:
 
     Small tables are computed at once: that takes milliseconds, and a blend of 10,000 corpora would have 10,000 files.
     If several processes need a table at the same time, one computes it, and the others wait for it and map it. They
-    wait for a lock, not at a barrier, because a later epoch begins at different moments on different ranks, and in data
-    workers.
+    wait for a lock, not at a barrier, because a later epoch begins at different moments on different ranks.
     """
     first, stop = key.sample_range(epoch)
     num_documents = key.stop_document - key.first_document

@@ -71,12 +71,8 @@ def _open(path: str, identity: Identity) -> io.FileIO:
     file = io.FileIO(path)
     if _identity(file.fileno()) != identity:
         file.close()
-        raise _changed(path)
+        raise OSError(errno.ESTALE, "the file was replaced or written to while it was in use", path)
     return file
-
-
-def _changed(path: str) -> OSError:
-    return OSError(errno.ESTALE, "the file was replaced or written to while it was in use", path)
 
 
 class IndexedDataset:
@@ -86,9 +82,7 @@ class IndexedDataset:
     a mapped file, the next access kills this process with SIGBUS; a short read is an error that we can report. The
     index is mapped (read, if it is small), and its size is compared before it is used.
 
-    Args:
-        prefix: path of both files without their suffixes.
-        identity: of `.bin`, in the process that opened it first.
+    `prefix` is the path of both files without their suffixes.
 
     Attributes: `dtype` of a token; `lengths` int32 [S], tokens per sequence; `offsets` int64 [S], bytes;
     `document_indices` int64 [D]; `num_documents` = D - 1; `num_tokens` in the whole file.
@@ -96,20 +90,16 @@ class IndexedDataset:
     Raises ValueError naming --data-path if a file is missing, truncated, of another format or inconsistent.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str], identity: Identity | None = None) -> None:
+    def __init__(self, prefix: str | os.PathLike[str]) -> None:
         self.prefix = str(prefix)
         self._require_pair()
         try:
             self._map_index()
             self._check_sequences()
             self._check_documents()
-            self._check_tokens(identity)
+            self._check_tokens()
         except OSError as error:
             raise self._refusal(explain(error)) from error
-
-    def __reduce__(self) -> tuple[type["IndexedDataset"], tuple[str, Identity]]:
-        # Pickling a memory map would copy the index: a worker process opens the files again instead.
-        return IndexedDataset, (self.prefix, self._identity)
 
     def tokens(self, start: int, stop: int) -> Tokens:
         """Tokens [start, stop) of the whole file, read-only, of type `dtype`.
@@ -260,12 +250,10 @@ class IndexedDataset:
                 f"the file is damaged: {REMAKE}"
             )
 
-    def _check_tokens(self, identity: Identity | None) -> None:
-        """Check that `.bin` has the size that the index describes; OSError unless its identity is `identity`."""
+    def _check_tokens(self) -> None:
+        """Check that `.bin` has the size that the index describes."""
         path, expected = self.prefix + ".bin", self.num_tokens * self.dtype.itemsize
         self._identity = _identity(path)
-        if self._identity != (identity or self._identity):
-            raise _changed(path)
         size = self._identity[0]
         if size != expected:
             fault = "is truncated" if size < expected else "does not belong to this .idx"

@@ -11,8 +11,9 @@ length of the run, the batch size or the layout: a run can be extended, or resum
 
 import functools
 import os
+import threading
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -25,7 +26,7 @@ NO_TOKEN = -1  # the id of padding, as an input or a target: it counts in no los
 
 
 class Samples(Protocol):
-    """Anything with samples numbered from 0 without end: `samples[i]` is int64 [s + 1]."""
+    """Anything with samples numbered from 0 without end: `samples[i]` is int64 [s + 1]. Several threads may read it."""
 
     def __getitem__(self, index: int) -> Int64s: ...
 
@@ -118,7 +119,6 @@ class GPTDataset:
     ) -> None:
         assert seq_length > 0 and split_name in SPLITS, (seq_length, split_name)
         self.data = data if isinstance(data, IndexedDataset) else IndexedDataset(data)
-        self._arguments = (self.data, split, split_name, seq_length, seed, vocab_size, split_by)
         self.split, self.split_name = split, split_name
         self.seq_length, self.vocab_size = seq_length, vocab_size
         self.by_tokens = splits_by_tokens(split, split_by, self.data.num_documents)
@@ -133,14 +133,12 @@ class GPTDataset:
         self.num_documents = stop - first
         self._range, self._seed = (first, stop), seed
         self._tables: dict[int, EpochTable] = {}  # by epoch, oldest use first
+        self._tables_lock = threading.Lock()
 
     @functools.cached_property
     def _key(self) -> EpochKey:
         # Computed at the first sample, because most of 10,000 corpora are not read for a long time.
         return EpochKey(self._source.index_fingerprint, *self._range, self.num_tokens, self.seq_length, self._seed)
-
-    def __reduce__(self) -> tuple[type["GPTDataset"], tuple[Any, ...]]:
-        return GPTDataset, self._arguments  # a worker process maps the files itself
 
     def check(self) -> None:
         """Raise ValueError if the split is too short for a single sample."""
@@ -176,10 +174,11 @@ class GPTDataset:
         return ids
 
     def _table(self, epoch: int) -> EpochTable:
-        table = self._tables.pop(epoch, None) or load_table(self._source, self._key, epoch)
-        self._tables[epoch] = table
-        if len(self._tables) > KEPT_EPOCHS:
-            del self._tables[next(iter(self._tables))]
+        with self._tables_lock:  # a thread that needs a table waits for the one that computes it
+            table = self._tables.pop(epoch, None) or load_table(self._source, self._key, epoch)
+            self._tables[epoch] = table
+            if len(self._tables) > KEPT_EPOCHS:
+                del self._tables[next(iter(self._tables))]
         return table
 
     def _stream(self, position: int, count: int) -> Int64s:

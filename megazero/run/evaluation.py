@@ -79,7 +79,7 @@ class Evaluator:
         start = reported = time.monotonic()
         for name, batches, count in self.parts:
             names = self.named or (name,)
-            with contextlib.closing(batches):  # or workers would live on for half a minute
+            with contextlib.closing(batches):  # or threads would read on
                 for i in range(count):
                     if (why := stop()) is not None:
                         return Stopped(why, done / last)

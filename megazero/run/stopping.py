@@ -11,7 +11,6 @@ Note [Exit codes]
 from __future__ import annotations
 
 import enum
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -63,13 +62,11 @@ class Signals:
     """Notes the signals that ask for a stop, for as long as the context lasts.
 
     The run finishes its current step. Repeated signals change nothing, except SIGINT: the second one raises
-    KeyboardInterrupt. Use it in the main thread only. A forked process that inherits the handlers dies of the signal
-    as it would without them.
+    KeyboardInterrupt. Use it in the main thread only.
     """
 
     def __init__(self) -> None:
         self.noted: signal.Signals | None = None
-        self._process = os.getpid()
 
     def __enter__(self) -> Signals:
         self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
@@ -80,10 +77,7 @@ class Signals:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        elif number == signal.SIGINT and self.noted == signal.SIGINT:
+        if number == signal.SIGINT and self.noted == signal.SIGINT:
             raise KeyboardInterrupt
         else:
             self.noted = signal.Signals(number)

@@ -1,26 +1,11 @@
-"""pretrain_gpt.py, of which one rank is struck inside its first save: worker|interrupt RANK FLAGS...
+"""pretrain_gpt.py, of which one rank takes a second SIGINT while it writes its first save: RANK FLAGS..."""
 
-`worker`: its data worker is killed while it exchanges messages with the other ranks. `interrupt`: a second SIGINT comes
-while it writes.
-"""
-
-import multiprocessing
 import os
 import signal
 import sys
-import time
 
 import pretrain_gpt
-from megazero.checkpoint import agreement, tensor_file
-
-how, rank = sys.argv[1:3]
-
-
-def lose_worker(*_):
-    (worker,) = multiprocessing.active_children()
-    worker.kill()
-    while True:  # until the signal's handler raises
-        time.sleep(0.01)
+from megazero.checkpoint import tensor_file
 
 
 def interrupt(*_):
@@ -28,9 +13,6 @@ def interrupt(*_):
         os.kill(os.getpid(), signal.SIGINT)
 
 
-if os.environ["RANK"] == rank:
-    if how == "worker":
-        agreement.gather = lose_worker
-    else:
-        tensor_file.host_bytes = interrupt
-pretrain_gpt.main(sys.argv[3:])
+if os.environ["RANK"] == sys.argv[1]:
+    tensor_file.host_bytes = interrupt
+pretrain_gpt.main(sys.argv[2:])

@@ -38,7 +38,6 @@ def _run(program: str, arguments: list[str], env: dict[str, str], output: tuple[
     os.chdir(ROOT)
     os.environ.clear()
     os.environ.update(env)
-    multiprocessing.set_start_method(None, force=True)  # else the program's own children come by way of a fork server
     torch.set_num_threads(int(env["OMP_NUM_THREADS"]))  # torch read the variable when it was imported
     sys.argv = [program, *arguments]
     sys.path.insert(0, str((ROOT / program).parent))

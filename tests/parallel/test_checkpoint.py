@@ -24,11 +24,11 @@ TIME_LIMIT = 600.0  # seconds, for a group of ranks
 
 
 def on_ranks(world: int, function: Callable, tmp_path: Path, *args: Any) -> list[Any]:
-    """`function(rank, *args)` on `world` forked processes, a gloo group. Return the results by rank.
+    """`function(rank, *args)` on `world` processes, a gloo group. Return the results by rank.
 
     RuntimeError with the tracebacks of the ranks that raised; TimeoutError if they do not end in time.
     """
-    context = mp.get_context("fork")
+    context = mp.get_context("forkserver")  # forking a process with threads can deadlock
     store = tmp_path / f"store_{time.monotonic_ns()}"
     pipes, processes = [], []
     for rank in range(world):

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from megazero import checkpoint
-from megazero.checkpoint import tensor_file
+from megazero.checkpoint import agreement, tensor_file
 from megazero.config.schema import Config, EvaluationConfig
 from megazero.run.run import TrainingRun
 from megazero.run.run_state import Progress
@@ -47,6 +47,17 @@ def test_the_watchdog_does_not_watch_a_save_and_watches_again_after_one_that_fai
     run.watchdog.doing = "what follows iteration 1"
     run.checkpoints.save(Progress(1, 4))
     assert seen == [""] and run.watchdog.doing == "what follows iteration 1"
+
+
+def test_an_error_of_one_rank_alone_ends_the_run(corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes between two messages of a save, of which the other ranks may know nothing."""
+
+    def struck(*_: Any) -> None:
+        raise RuntimeError("struck")
+
+    monkeypatch.setattr(agreement, "gather", struck)
+    with pytest.raises(RuntimeError, match="struck"):
+        run_of(0, 1, configured(corpus, tmp_path, 3)).checkpoints.save(Progress(1, 4))
 
 
 def test_what_cannot_be_deleted_does_not_end_the_run(
@@ -194,7 +205,7 @@ def test_a_save_by_time_begins_the_time_anew(corpus: str, tmp_path: Path) -> Non
 
 
 def test_an_evaluation_alone_ends_when_it_is_asked_to(corpus: str, tmp_path: Path) -> None:
-    """Send the signal in the first global batch of --eval-only. The processes that read ahead end too."""
+    """Send the signal in the first global batch of --eval-only. The threads that read ahead end too."""
     quietly(run_of(0, 1, configured(corpus, tmp_path, 1)))
     config = configured(corpus, "", 1, load=str(tmp_path))
     only = EvaluationConfig(eval_only=True, eval_iters=3, eval_split="train")
@@ -212,7 +223,7 @@ def test_an_evaluation_alone_ends_when_it_is_asked_to(corpus: str, tmp_path: Pat
         with contextlib.redirect_stdout(open(os.devnull, "w")):
             assert run.evaluate(tmp_path / "iter_0000001") == Wish.STOP_SIGUSR1
     ((_, batches, _),) = run.trainer.evaluator.parts
-    assert len(calls) == 1 and batches._ahead is None
+    assert len(calls) == 1 and batches._pool is None
 
 
 # -- over a resume

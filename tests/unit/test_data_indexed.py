@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import struct
 import zlib
 from pathlib import Path
@@ -119,13 +118,6 @@ def test_writer_refuses_ids_that_do_not_fit(tmp_path: Path, ids: list[int]) -> N
 
 def test_dtype_for() -> None:
     assert (dtype_for(65499), dtype_for(65500)) == (np.uint16, np.int32)
-
-
-def test_pickling_opens_the_files_again(tmp_path: Path) -> None:
-    prefix = write_corpus(tmp_path / "c", [[7] * 5000])
-    stored = pickle.dumps(IndexedDataset(prefix))
-    assert len(stored) < 1000
-    assert pickle.loads(stored).tokens(0, 2).tolist() == [7, 7]
 
 
 GOOD = pack_index(8, [3, 1, 4], [0, 1, 2, 3])

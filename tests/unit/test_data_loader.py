@@ -1,9 +1,11 @@
-"""Samples of each rank, masks, and worker processes that change nothing."""
+"""Samples of each rank, masks, and threads that read ahead and change nothing."""
 
-import os
+import signal
+import threading
+import time
 from dataclasses import replace
 from fractions import Fraction
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from megazero.config.batch_sizes import PADDING, BatchSizes, micro_batches
 from megazero.config.schema import Config, DataConfig, ModelConfig
 from megazero.data.blending import BlendedDataset
 from megazero.data.corpora import Datasets
-from megazero.data.loader import Assignment, Batches
+from megazero.data.loader import PREFETCHED_STEPS, Assignment, Batches
 from megazero.data.samples import GPTDataset, WholeSplit
 from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
@@ -208,58 +210,142 @@ def flat(batch: list) -> list:
     return [(m.ids.tolist(), m.labels.tolist(), m.loss_mask.tolist(), m.samples) for m in batch]
 
 
-def test_workers_change_nothing(dataset: GPTDataset) -> None:
-    here, there = (loader(dataset, 2, 2, 1, 2, eod=EOD, num_workers=workers) for workers in (0, 2))
-    for consumed in [0, 8, 16, 24, 32, 400, 408, 8, 16]:  # in order, a jump ahead, and back
-        assert flat(there.batch(consumed)) == flat(here.batch(consumed))
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_workers_change_nothing(dataset: GPTDataset, num_workers: int) -> None:
+    blend = BlendedDataset([dataset, dataset], [1, 3])
+    here, there = (loader(blend, 2, 2, 1, 2, eod=EOD, document_end=EOD, num_workers=n) for n in (0, num_workers))
+    for consumed in [*range(0, 800, 8), 1600, 1608, 8, 16]:  # in order over several epochs, a jump ahead, and back
+        for found, wanted in zip(there.batch(consumed), here.batch(consumed), strict=True):
+            for one, other in zip(found, wanted, strict=True):
+                assert one.equal(other) and one.is_contiguous() if isinstance(one, torch.Tensor) else one == other
     there.close()
     assert flat(there.batch(24)) == flat(here.batch(24))
     there.close()
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
 def test_errors_come_through(tmp_path: Path, num_workers: int) -> None:
+    """At the step that holds the bad token, although it was read ahead."""
     prefix = write_corpus(tmp_path / "c", [[1, 2, 3, 4, 5, 300, 7, 8, 9, 10]])
     dataset = GPTDataset(prefix, "1", "train", 3, seed=1, vocab_size=256)
     (bad,) = [i for i in range(4) if 300 in GPTDataset(prefix, "1", "train", 3, seed=1)[i]]
     assert bad > 0  # so that the workers have started
     batches = loader(dataset, 1, 1, num_workers=num_workers)
     for _ in range(2):  # the second time too, not the step after it
-        with pytest.raises(ValueError, match=r"--data-path .*token id 300"):
-            for consumed in range(bad + 1):
-                batches.batch(consumed)
-        with pytest.raises(ValueError, match=r"^--data-path .*token id 300") as caught:
-            batches.batch(bad)
-        assert "\n" not in str(caught.value)  # no traceback of a worker
+        for consumed in range(bad):
+            batches.batch(consumed)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"^--data-path .*token id 300") as caught:
+                batches.batch(bad)
+            assert "\n" not in str(caught.value)
+    batches.close()
+
+
+class Gate:
+    """Samples that hold their number. One is read once the gate is open, or if it is below `free`."""
+
+    def __init__(self, free: int = 0) -> None:
+        self.free, self.asked, self.gate = free, list[int](), threading.Event()
+        self.threads = set[str]()
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        self.asked.append(index)
+        self.threads.add(threading.current_thread().name)
+        assert index < self.free or self.gate.wait(60)
+        return np.full(3, index)
+
+
+def eventually(true: Any) -> None:
+    for wait in count():
+        if true():
+            return
+        assert wait < 3000
+        time.sleep(0.01)
+
+
+def threads_of(samples: Gate) -> set[str]:
+    return samples.threads & {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_each_thread_reads_two_steps_ahead_and_no_more(num_workers: int) -> None:
+    samples = Gate(free=10**9)
+    batches = loader(samples, 1, 1, num_workers=num_workers)
+    for step in range(5):
+        assert int(batches.batch(step)[0].ids[0, 0]) == step
+        last = step + PREFETCHED_STEPS * num_workers
+        eventually(lambda last=last: sorted(samples.asked) == list(range(last + 1)))
+        time.sleep(0.02)
+        assert max(samples.asked) == last
+    batches.close()
+
+
+def test_what_nobody_wants_is_not_waited_for() -> None:
+    """A read that hangs does not hold up the end of a run, nor a batch that is asked for out of order."""
+    samples = Gate(free=1)
+    batches = loader(samples, 1, 1, num_workers=1)
+    assert int(batches.batch(0)[0].ids[0, 0]) == 0
+    eventually(lambda: samples.asked == [0, 1])  # where it hangs
+    samples.free, samples.asked = 10**9, []
+    assert int(batches.batch(100)[0].ids[0, 0]) == 100
+    batches.close()
+    eventually(lambda: len(threads_of(samples)) == 1)  # the one that hangs
+    samples.gate.set()
+    eventually(lambda: not threads_of(samples))
+    assert 1 not in samples.asked and 2 not in samples.asked  # dropped with the step that hung
+
+
+def test_an_interrupt_while_a_batch_is_awaited_ends_the_threads() -> None:
+    """The same batch can then be read again."""
+    samples = Gate()
+    batches = loader(samples, 1, 1, num_workers=1)
+    main = threading.get_ident()
+    interrupt = threading.Timer(0.2, lambda: signal.pthread_kill(main, signal.SIGINT))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        batches.batch(7)
+    samples.gate.set()
+    assert int(batches.batch(7)[0].ids[0, 0]) == 7
+    batches.close()
+    eventually(lambda: not threads_of(samples))
 
 
 class WhoReads:
-    """Samples that hold the number of the process that reads them."""
+    """Samples that hold the number of the thread that reads them. The first `count` of them are read at once."""
+
+    def __init__(self, count: int) -> None:
+        self.together, self.count = threading.Barrier(count), count
 
     def __getitem__(self, index: int) -> np.ndarray:
-        return np.full(3, os.getpid())
+        if index < self.count:
+            self.together.wait(60)
+        return np.full(3, threading.get_ident())
+
+
+def readers(batches: Batches) -> set[int]:
+    found = {int(batches.batch(step)[0].ids[0, 0]) for step in range(6)}
+    batches.close()
+    return found
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
 def test_workers_read_and_nobody_else(num_workers: int) -> None:
-    """Batches come from as many processes as were asked for, and without any from this one."""
-    batches = loader(WhoReads(), 1, 1, num_workers=num_workers)
-    readers = {int(batches.batch(step)[0].ids[0, 0]) for step in range(6)}
-    batches.close()
-    assert len(readers) == max(1, num_workers)
-    assert (os.getpid() in readers) == (num_workers == 0)
+    """Batches come from as many threads as were asked for, and none from this one."""
+    found = readers(loader(WhoReads(max(1, num_workers)), 1, 1, num_workers=num_workers))
+    assert len(found) == max(1, num_workers)
+    assert (threading.get_ident() in found) == (num_workers == 0)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_run_trains_on_what_its_workers_read(num_workers: int) -> None:
-    """--num-workers reaches the loader of the training split; evaluation reads in this process."""
+    """--num-workers reaches the loader of the training split; evaluation reads in this thread."""
     model = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=2, vocab_size=5)
     config = replace(Config(), model=model, data=DataConfig(num_workers=num_workers))
     config, layout = resolve(config, 1, 0, declare)
     mesh = Mesh.build(layout, 0, torch.device("cpu"))
-    trainer = Trainer(config, mesh, Datasets(WhoReads(), WhoReads(), WhoReads()), None)
-    readers = {int(trainer.train_batches.batch(step)[0].ids[0, 0]) for step in range(4)}
-    trainer.train_batches.close()
-    assert len(readers) == max(1, num_workers) and (os.getpid() in readers) == (num_workers == 0)
+    samples = WhoReads(max(1, num_workers)), WhoReads(1), WhoReads(1)
+    trainer = Trainer(config, mesh, Datasets(*samples), None)
+    found = readers(trainer.train_batches)
+    assert len(found) == max(1, num_workers) and (threading.get_ident() in found) == (num_workers == 0)
     ((_, validation, _),) = trainer.evaluator.parts
-    assert int(validation.batch(0)[0].ids[0, 0]) == os.getpid()
+    assert readers(validation) == {threading.get_ident()}

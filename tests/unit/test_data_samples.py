@@ -1,11 +1,13 @@
 """Tokens of sample i: coverage, order, splits, the cache, and every refusal."""
 
 import os
-import pickle
+import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -105,7 +107,7 @@ def test_order_depends_on_neither_access_nor_path_nor_cache(tmp_path: Path) -> N
     moved = write_corpus(tmp_path / "elsewhere" / "d", documents)
     backwards = GPTDataset(moved, "8,2", "train", 6, seed=3)  # without a cache
     assert [backwards[i].tolist() for i in reversed(range(120))] == expected[::-1]
-    cached = pickle.loads(pickle.dumps(GPTDataset(prefix, "80,20,0", "train", 6, seed=3)))
+    cached = GPTDataset(prefix, "80,20,0", "train", 6, seed=3)
     jumps = np.random.default_rng(0).permutation(120).tolist()
     assert [cached[i].tolist() for i in jumps] == [expected[i] for i in jumps]
 
@@ -291,7 +293,7 @@ def test_few_documents_are_split_by_tokens(tmp_path: Path) -> None:
         data.test[0]
     with pytest.raises(ValueError, match=r"train split .* such as --split 1$"):
         open_datasets((one,), "1,999,0", 8, 1, None)
-    again = pickle.loads(pickle.dumps(data.train))
+    again = open_datasets((one,), "969,30,1", 8, 1, None).train
     assert [again[i].tolist() for i in range(300)] == [data.train[i].tolist() for i in range(300)]
 
     # Empty documents, and borders inside, at and between documents.
@@ -389,6 +391,51 @@ def test_few_tables_are_kept(tmp_path: Path) -> None:
     for i in range(200):
         dataset[i]
     assert len(dataset._tables) == samples.KEPT_EPOCHS
+
+
+@pytest.fixture
+def impatient() -> Iterator[None]:
+    """Threads take turns after every few instructions."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("cached", [0, 1 << 20], ids=["stored", "computed"])
+def test_threads_share_a_dataset(cached: int, impatient: None, tmp_path: Path, monkeypatch) -> None:
+    """Read by five threads over the borders of more epochs than are kept, and evaluated by one.
+
+    Meanwhile its files are closed, as they are when many corpora are open.
+    """
+    monkeypatch.setattr(epochs, "CACHED_BYTES", cached)
+    monkeypatch.setattr(indexed, "RESIDENT_BYTES", 0)
+    prefix = write_corpus(tmp_path / "c", numbered_documents(20))
+    alone, shared = (GPTDataset(prefix, ALL, "train", 4, seed=1) for _ in range(2))
+    expected = {i: alone[i].tolist() for i in range(300)}
+    whole = [alone.in_order(i).tolist() for i in range(300)]
+    orders = [np.random.default_rng(k).permutation(300).tolist() for k in range(3)] + [list(range(300))] * 2
+    with ThreadPoolExecutor(6) as pool:
+        read = [pool.submit(lambda order=order: {i: shared[i].tolist() for i in order}) for order in orders]
+        evaluated = pool.submit(lambda: [shared.in_order(i).tolist() for i in range(300)])
+        while not all(each.done() for each in (*read, evaluated)):
+            indexed._open.cache_clear()
+    assert all(each.result() == expected for each in read) and evaluated.result() == whole
+
+
+def test_one_thread_computes_a_table_and_the_others_wait(tmp_path: Path, monkeypatch) -> None:
+    calls, load = [], epochs.load_table
+
+    def slow(data: Any, key: Any, epoch: int) -> Any:
+        calls.append(epoch)
+        time.sleep(0.05)
+        return load(data, key, epoch)
+
+    monkeypatch.setattr(samples, "load_table", slow)
+    dataset = GPTDataset(write_corpus(tmp_path / "c", numbered_documents(10)), ALL, "train", 4, seed=1)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: dataset[0].tolist(), range(8)))
+    assert found == [dataset[0].tolist()] * 8 and sorted(calls) == sorted(set(calls))
 
 
 def test_fingerprint_sees_both_ends(tmp_path: Path, monkeypatch) -> None:

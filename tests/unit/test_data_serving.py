@@ -4,12 +4,12 @@ import hashlib
 import json
 import multiprocessing
 import os
-import pickle
 import random
 import resource
 import shutil
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from tests.unit.data_helpers import numbered_documents, write_corpus
 
 @pytest.fixture(autouse=True)
 def own_temporary_directory(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(epochs.tempfile, "gettempdir", lambda: str(tmp_path / "system"))
+    monkeypatch.setattr(epochs, "tempfile", SimpleNamespace(gettempdir=lambda: str(tmp_path / "system")))
     monkeypatch.setattr(epochs, "CACHED_BYTES", 0)
 
 
@@ -48,13 +48,14 @@ def read_at_once(prefix: Path, built: Any, asked: Any, count: int, results: Any)
         return build(*arguments)
 
     epochs._cache_folders, epochs.build_table = asking, building
+    epochs.tempfile, epochs.CACHED_BYTES = SimpleNamespace(gettempdir=lambda: str(prefix.parent / "system")), 0
     dataset = GPTDataset(prefix, "1", "train", 6, seed=3)
     results.put([dataset[i].tolist() for i in range(9)])
 
 
 def at_once(prefix: Path, count: int) -> tuple[int, list[Any]]:
     """(Number of processes that computed the table, the samples that each of them read.)"""
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("forkserver")  # forking a process with threads can deadlock
     built, asked, results = context.Value("i", 0), context.Value("i", 0), context.Queue()
     arguments = (prefix, built, asked, count, results)
     processes = [context.Process(target=read_at_once, args=arguments) for _ in range(count)]
@@ -154,16 +155,13 @@ def test_a_corpus_made_anew_is_not_read_through_the_old_index(tmp_path: Path, ch
     one, other = (indexed.IndexedDataset(write_corpus(tmp_path / n, [[1, 2, 3], [4, 5]])) for n in "cd")
     assert one.tokens(0, 2).tolist() == other.tokens(0, 2).tolist() == [1, 2]
     anew = write_corpus(tmp_path / "e", [[1, 2], [3, 4, 5] + ([6] if change == "longer" else [])])
-    handed = pickle.dumps(one)
-    assert pickle.loads(handed).tokens(0, 2).tolist() == [1, 2]
     for end in (".bin", ".idx"):
         put = shutil.copyfile if change == "the same inode" else os.replace
         put(f"{anew}{end}", f"{tmp_path / 'c'}{end}")
     indexed._open.cache_clear()
     os.utime(tmp_path / "c.bin", ns=(5, 5))  # some file systems count in steps longer than this test takes
-    for read in (lambda: one.tokens(0, 2), lambda: pickle.loads(handed)):
-        with pytest.raises(ValueError, match=r"-path .*/c: .*/c.bin: the file was replaced .*last checkpoint"):
-            read()
+    with pytest.raises(ValueError, match=r"-path .*/c: .*/c.bin: the file was replaced .*last checkpoint"):
+        one.tokens(0, 2)
     assert other.tokens(0, 2).tolist() == [1, 2]
 
 

@@ -159,6 +159,18 @@ def a_class_name_has_one_meaning(sources: Sources) -> Iterator[str]:
                 yield f"{module}:{node.lineno} {node.name} is a class of {found[node.name]} too"
 
 
+def nothing_forks(sources: Sources) -> Iterator[str]:
+    """A rank has threads of gloo or NCCL: a lock that one of them holds would stay locked in a forked child."""
+    for module, tree in sources.items():
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                names = {alias.name for alias in node.names} | {getattr(node, "module", None)}
+            else:
+                names = {node.attr} if isinstance(node, ast.Attribute) else set()
+            if found := names & {"multiprocessing", "fork", "DataLoader", "ProcessPoolExecutor"}:
+                yield f"{module}:{node.lineno} {found}"
+
+
 LAYER_NAMES = {"token_embedding", "position_embedding", "blocks.", "blocks.0", "head"}
 RULES: list[Callable[[Sources], Iterator[str]]] = [
     no_module_level_state,
@@ -166,6 +178,7 @@ RULES: list[Callable[[Sources], Iterator[str]]] = [
     only_layout_multiplies_axes,
     only_the_stage_names_layers,
     only_the_log_prints,
+    nothing_forks,
     a_class_name_has_one_meaning,
 ]
 
@@ -193,6 +206,9 @@ FAULTS = [
     (a_class_name_has_one_meaning, "zero.zero", "class Pipeline: ..."),
     (only_the_log_prints, "zero.zero", "def f():\n    print('slow')"),
     (only_the_log_prints, "zero.zero", "import sys\nsys.stderr.write('slow')"),
+    (nothing_forks, "zero.zero", "from torch.utils.data import DataLoader"),
+    (nothing_forks, "zero.zero", "import os\nos.fork()"),
+    (nothing_forks, "zero.zero", "import multiprocessing"),
 ]
 
 

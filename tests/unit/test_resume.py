@@ -158,7 +158,7 @@ def test_a_second_run_in_one_folder_is_refused_and_a_crash_leaves_no_lock(tmp_pa
     SaveLock(tmp_path).release()
 
 
-def test_a_forked_worker_neither_holds_nor_drops_the_lock(tmp_path: Path) -> None:
+def test_a_forked_process_neither_holds_nor_drops_the_lock(tmp_path: Path) -> None:
     lock = SaveLock(tmp_path)
     os.waitpid(forked(lambda: None), 0)  # closes its copy of the descriptor
 

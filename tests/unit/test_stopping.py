@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -63,17 +61,6 @@ def test_the_first_signal_is_noted_and_the_second_interrupt_is_not() -> None:
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
-def test_a_forked_process_dies_of_a_signal_as_ever() -> None:
-    """Else multiprocessing could not end its workers."""
-    with Signals():
-        for number in SIGNALS:
-            child = os.fork()
-            if child == 0:
-                os.kill(os.getpid(), number)
-                os._exit(0)
-            assert os.WTERMSIG(os.waitpid(child, 0)[1]) == number
-
-
 def test_the_stop_file(tmp_path: Path) -> None:
     wishes = Wishes(stop_file=tmp_path / "stop")
     assert wishes.now() == Wish.CONTINUE
@@ -81,39 +68,6 @@ def test_the_stop_file(tmp_path: Path) -> None:
     assert wishes.now() == Wish.STOP_FILE
     wishes.obey(Wish.STOP_FILE)
     assert wishes.now() == Wish.CONTINUE
-
-
-WORKER = """
-import os, signal
-import numpy as np
-from megazero.config.batch_sizes import BatchSizes
-from megazero.data.loader import Batches
-class Slow:
-    def __getitem__(self, i):
-        return np.full(5, i)
-if __name__ == "__main__":
-    batches = Batches(Slow(), 4, BatchSizes(2), 1, num_workers=1)
-    for step in range(6):
-        os.killpg(0, signal.SIGTERM), os.killpg(0, signal.SIGUSR1), os.killpg(0, signal.SIGINT)
-        print([batch.ids[0, 0].item() for batch in batches.batch(2 * step)], flush=True)
-    batches.close()
-"""
-
-
-@pytest.mark.long
-def test_a_signal_to_the_whole_job_leaves_the_workers_reading() -> None:
-    """A scheduler's signal: the training process notes it, and its step still gets its batches."""
-    ignoring = "import signal\nfor n in (15, 10, 2): signal.signal(n, lambda *_: None)\n"
-    program = ignoring + WORKER
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        start_new_session=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [str([2 * i, 2 * i + 1]) for i in range(6)]
 
 
 def test_outside_a_job_there_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:

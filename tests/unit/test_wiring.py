@@ -21,7 +21,6 @@ import pretrain_gpt
 from megazero.comm.launch.world import World
 from megazero.config.batch_sizes import BatchSizes
 from megazero.config.optimizers import OPTIMIZERS
-from megazero.data import loader
 from megazero.huggingface.loading import open_weights
 from megazero.kernels.matmul import TORCH
 from megazero.kernels.table import EAGER
@@ -60,7 +59,7 @@ PARTS = """
     megazero.step.engine:Context megazero.step.engine:Stage megazero.step.engine:ZeroOptions
     megazero.step.engine:Zero megazero.step.engine:Interpreter megazero.step.engine:KeptInputs
     megazero.step.engine:upload_step megazero.step.engine:learning_rate megazero.step.engine:rank_spec
-    megazero.data.loader:DataLoader megazero.data.corpora:BlendedDataset
+    megazero.data.loader:ThreadPoolExecutor megazero.data.corpora:BlendedDataset
 """.split()
 GENERATION = """
     generate:Sampling generate:Generator generate:InferenceModel generate:tokenizer_for generate:packed_prompts
@@ -399,7 +398,7 @@ def test_generation_hands_its_parts_what_the_flags_say(part: str, runs: Runs) ->
 
 
 def test_every_part_that_is_noted_has_a_table(runs: Runs) -> None:
-    others = {"Context", "Stage", "DataLoader"}  # see the next tests
+    others = {"Context", "Stage", "ThreadPoolExecutor"}  # see the next tests
     assert {name.rpartition(":")[2].removeprefix("Mesh.") for name in PARTS} == {*FIRST, *others}
     assert {name.rpartition(":")[2].removeprefix("Mesh.") for name in GENERATION} == {*GENERATED}
 
@@ -429,14 +428,11 @@ def test_layers_are_built_with_the_runs_own_context(runs: Runs) -> None:
     }
 
 
-def test_processes_read_ahead_as_told(runs: Runs) -> None:
-    """Two of them, in training and where an evaluation is all that is done; they leave signals to the run."""
-    for notes, number in ((runs.training, 1), (runs.evaluation, 1)):
-        calls = calls_of(notes, "DataLoader")
-        assert len(calls) == number
-        assert calls[0]["num_workers"] == 2 and calls[0]["batch_size"] is None and calls[0]["prefetch_factor"] == 2
-        assert calls[0]["worker_init_fn"] is loader._leave_signals_to_the_parent
-        assert calls[0]["sampler"]._consumed == 0 and type(calls[0]["dataset"]).__name__ == "_Steps"
+def test_threads_read_ahead_as_told(runs: Runs) -> None:
+    """Two of them, in training and where an evaluation is all that is done."""
+    for notes in (runs.training, runs.evaluation):
+        made = calls_of(notes, "ThreadPoolExecutor")
+        assert [call["max_workers"] for call in made if call["thread_name_prefix"] == "data"] == [2]
 
 
 def test_an_evaluation_reads_its_split_ahead(runs: Runs) -> None:
