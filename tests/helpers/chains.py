@@ -40,7 +40,7 @@ TOLERANCE = {"fp32": 1e-6, "fp64": 1e-10}  # of a loss of 5.5 nats: fp32 rounds 
 Curve = list[tuple[int, float]]  # iteration, loss
 Layout = tuple[int, dict[str, Any], dict[str, Any]]  # ranks, ParallelConfig, ZeroConfig
 
-TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 LAYOUTS: dict[str, Layout] = {
     "alone": (1, {}, {}),
     "dp2 zero0": (2, {}, {"zero_stage": 0}),
@@ -55,6 +55,8 @@ LAYOUTS: dict[str, Layout] = {
     "pp2 dp2 zero-bubble": (4, {PP: 2, "pipeline_schedule": "zero-bubble"}, {"zero_stage": 2}),
     "pp2 tp2": (4, {PP: 2, TP: 2}, {}),
     "pp4 by hand": (4, {PP: 4, "pipeline_split": "2,1,1,1"}, {}),
+    "cp3 zero2": (3, {CP: 3}, {"zero_stage": 2}),
+    "cp2 tp2 ring": (4, {CP: 2, TP: 2, "sequence_parallel": True, "cp_exchange": "ring"}, {"zero_stage": 3}),
     "dp3 zero3": (3, {}, {"zero_stage": 3}),  # which cannot share a batch of 8 equally
 }
 

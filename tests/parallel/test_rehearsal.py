@@ -20,8 +20,10 @@ CASES = [
     Case(dp=2, tp=2, zero=2, recompute="full", pa=True, host=True, md=True, precision="bf16", grad_dtype="bf16"),
     Case(pp=2, dp=2, zero=3, recompute="selective", model=LLAMA, micro_batches=3),
     Case(dp=3, zero=2, micro_batches=3, batch=8, micro_batch_size=1),
+    Case(cp=3, zero=3, model=LLAMA, recompute="selective"),
 ]
 SLOW = [
+    Case(cp=2, tp=2, zero=1, model=LLAMA, exchange="ring", sp=True, recompute="full"),
     Case(pp=2, tp=2, zero=1, recompute="full", md=True, sp=True, schedule="gpipe", micro_batches=3),
     Case(dp=4, zero=1, batch=16, options=(("zero_shard_size", 2), ("reduce_bucket_size", 1000))),
 ]
