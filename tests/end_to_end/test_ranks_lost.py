@@ -59,7 +59,7 @@ class Rank:
 
 
 def wait(happened: Callable[[], bool], *ranks: Rank) -> None:
-    """Wait for it; if that is ended, by the test's own limit, print what all ranks said and where they are."""
+    """Wait for it; if that is ended, by the test's own limit, print the logs of all ranks, with their stacks."""
     try:
         while not happened():
             time.sleep(0.05)

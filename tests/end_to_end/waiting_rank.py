@@ -1,4 +1,4 @@
-"""Waits for ever, as a data worker of its own does: WORDS of where it says to be."""
+"""Waits for ever, as a data worker of its own does: WORDS of its place."""
 
 import multiprocessing
 import sys

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Clean processes are forked ("forkserver"), not this one: forking one that has run autograd can deadlock.
 CONTEXT = multiprocessing.get_context("forkserver")
-PRELOADED = ["torch", "torch.distributed", "torch._subclasses.fake_tensor", "megazero.run.trainer", "pretrain_gpt"]
+PRELOADED = ["tests.helpers.preloaded"]
 CONTEXT.set_forkserver_preload(PRELOADED)
 
 STACKS = signal.SIGUSR2  # has a warm program print the stacks of all its threads
