@@ -11,11 +11,12 @@ import pkgutil
 import megazero
 
 OWN = [module.name for module in pkgutil.walk_packages(megazero.__path__, "megazero.")]
-OTHERS = "torch._subclasses.fake_tensor torch.fx.experimental.symbolic_shapes numpy.ma jinja2 tyro pytest".split()
-MODELS = "transformers.models"  # those of a config.json and of a tokenizer's folder
-THEIRS = [f"{MODELS}.auto.tokenization_auto", f"{MODELS}.auto.modeling_auto", f"{MODELS}.llama.configuration_llama"]
+LIBRARIES = "torch._subclasses.fake_tensor torch.fx.experimental.symbolic_shapes numpy.ma jinja2 tyro pytest".split()
+MODELS = "auto.tokenization_auto auto.modeling_auto llama.configuration_llama".split()  # of a Hugging Face folder
 
-for name in [*OWN, *OTHERS, *THEIRS, "pretrain_gpt"]:
+OURS = ["pretrain_gpt", "tests.parallel.test_pretended_gpu"]  # half a second in each rank: it makes the matrix
+
+for name in [*OWN, *LIBRARIES, *(f"transformers.models.{name}" for name in MODELS), *OURS]:
     importlib.import_module(name)
 gc.collect()
 gc.freeze()  # a collection in a forked process then neither looks at these objects nor copies their pages
