@@ -13,9 +13,6 @@ import socket
 import sys
 import time
 
-import torch
-import torch.distributed as dist
-
 
 def coordinates() -> tuple[int, int, int]:
     """(rank, world size, local rank)."""
@@ -27,21 +24,29 @@ def coordinates() -> tuple[int, int, int]:
     return 0, 1, 0
 
 
+def sum_of_ranks(rank: int, world_size: int) -> int:
+    import torch
+    import torch.distributed as dist
+
+    total = torch.tensor(rank + 1)
+    timeout = datetime.timedelta(seconds=600)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timeout)
+    dist.all_reduce(total)
+    dist.destroy_process_group()  # a gloo that is still up at exit may abort, with any exit code
+    return int(total)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fail-rank", type=int, help="the rank that exits with --fail-code")
     parser.add_argument("--fail-code", type=int, default=1)
+    parser.add_argument("--alone", action="store_true", help="sum nothing, which needs no torch")
     parser.add_argument("--hang", action="store_true", help="then all other ranks wait, until a TERM")
     args, _ = parser.parse_known_args()
 
     rank, world_size, local_rank = coordinates()
-    total = torch.tensor(rank + 1)
-    if world_size > 1:
-        timeout = datetime.timedelta(seconds=600)
-        dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timeout)
-        dist.all_reduce(total)
-        dist.destroy_process_group()  # a gloo that is still up at exit may abort, with any exit code
-    report = {"rank": rank, "world_size": world_size, "local_rank": local_rank, "total": total.item()}
+    total = rank + 1 if world_size == 1 or args.alone else sum_of_ranks(rank, world_size)
+    report = {"rank": rank, "world_size": world_size, "local_rank": local_rank, "total": total}
     report |= {"host": socket.gethostname(), "argv": sys.argv[1:], "tty": sys.stdout.isatty()}
     for name in (
         "SLURM_CPU_BIND_TYPE",

@@ -150,12 +150,12 @@ def changed(folder: Path, change: str) -> None:
         ("none", "--add-qkv-bias", "is a llama, which has no --add-qkv-bias; leave it out"),
     ],
 )
-def test_refusals(change: str, flags: str, words: str, theirs, corpus: Path, tmp_path: Path) -> None:
+def test_refusals(change: str, flags: str, words: str, theirs, corpus: Path, tmp_path: Path, refusal) -> None:
     folder = tmp_path / "theirs"
     shutil.copytree(theirs("llama"), folder)
     changed(folder, change)
     words_of_run = ["--load", folder, "--data-path", corpus, "--train-iters", 1, *flags.split()]
-    done = pretrain(*words_of_run, "--save", tmp_path / "run")
+    done = refusal(*words_of_run, "--save", tmp_path / "run")
     assert done.returncode == 1
     assert f"--load {folder}" in done.stderr + done.stdout or change == "quantised"
     assert words in done.stderr, done.stderr
@@ -231,14 +231,14 @@ def test_an_export_has_the_files_and_keys_that_transformers_writes(
     assert changed <= {"dtype", "bos_token_id", "eos_token_id", "pad_token_id"}, changed
 
 
-def test_exports_of_another_run_are_not_replaced(theirs, corpus: Path, tmp_path: Path) -> None:
+def test_exports_of_another_run_are_not_replaced(theirs, corpus: Path, tmp_path: Path, refusal) -> None:
     (tmp_path / "exports" / "iter_0000007").mkdir(parents=True)
     flags = ["--load", theirs("llama"), "--data-path", corpus, "--train-iters", 1, "--save", tmp_path / "run"]
-    done = pretrain(*flags, "--save-hf", tmp_path / "exports")
+    done = refusal(*flags, "--save-hf", tmp_path / "exports")
     assert done.returncode == 1 and "holds iter_0000007 of an earlier run; name another folder" in done.stderr
 
 
-def test_a_model_that_an_export_would_change_is_refused(corpus: Path, tmp_path: Path) -> None:
+def test_a_model_that_an_export_would_change_is_refused(corpus: Path, tmp_path: Path, refusal) -> None:
     model = "--num-layers 1 --hidden-size 24 --num-attention-heads 4 --seq-length 16 --vocab-size 61 --train-iters 1"
     flags = [*model.split(), "--data-path", corpus, "--save", tmp_path / "run", "--save-hf", tmp_path / "exports"]
     for option, words in (
@@ -248,6 +248,6 @@ def test_a_model_that_an_export_would_change_is_refused(corpus: Path, tmp_path: 
             "no model of Hugging Face is a gpt2 with --residual-multiplier 0.5",
         ),
     ):
-        done = pretrain(*flags, *option.split())
+        done = refusal(*flags, *option.split())
         assert done.returncode == 1 and words in done.stderr, done.stderr
         assert not (tmp_path / "exports").exists()

@@ -52,7 +52,7 @@ def test_ranks_meet_and_log_under_the_log_dir(tmp_path):
 
 def test_the_last_words_are_those_of_the_rank_that_failed_first(tmp_path):
     """Its exit code is the launcher's. Without a message left for torchrun, the end of its stderr."""
-    done = launch("--nproc", "2", "--fail-rank", "1", "--fail-code", "7", "--hang", cwd=tmp_path)
+    done = launch("--nproc", "2", "--fail-rank", "1", "--fail-code", "7", "--hang", "--alone", cwd=tmp_path)
     assert done.returncode == 7
     end = done.stderr.splitlines()[-2:]
     assert re.fullmatch(r"rank 1 ended with exit code 7 \(.*/1/stderr\.log\):", end[0]) and end[1] == "rank 1 fails"
@@ -74,7 +74,7 @@ def test_a_refusal_is_the_last_line(tmp_path):
 def test_on_a_terminal_rank_0_has_it(tmp_path):
     """So its progress bar is one; the other rank's output is in its file."""
     ours, theirs = pty.openpty()
-    command = ["bash", LAUNCH, "--nproc", "2"]
+    command = ["bash", LAUNCH, "--nproc", "2", "--alone"]
     done = subprocess.run(command, cwd=tmp_path, env=environment(), stdout=theirs, stderr=theirs)
     os.close(theirs)
     said = read_terminal(ours)

@@ -18,17 +18,26 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.programs import ROOT, WarmProgram, free_port, rank_environment, runs
+from tests.helpers.programs import (
+    ROOT,
+    STACKS,
+    WarmProgram,
+    can_print_stacks,
+    descendants,
+    free_port,
+    rank_environment,
+    runs,
+)
 
 LASTING = ["--train-iters", 100000, "--log-interval", 1]
 FOREVER = [*LASTING, "--distributed-timeout-minutes", 0.15]  # a time-out is waited for
 
 
 class Rank:
-    """A running program whose output goes to a file."""
+    """A running program whose output goes to a file, one of those that a test `started`."""
 
-    def __init__(self, log: Path, process: Any) -> None:
-        self.log, self.process = log, process
+    def __init__(self, log: Path, process: Any, started: list[Rank] | None = None) -> None:
+        self.log, self.process, self.started = log, process, [self] if started is None else started
 
     @property
     def said(self) -> str:
@@ -50,22 +59,26 @@ class Rank:
 
 
 def wait(happened: Callable[[], bool], *ranks: Rank) -> None:
+    """Wait for it; if that is ended, by the test's own limit, print the logs of all ranks, with their stacks."""
     try:
         while not happened():
             time.sleep(0.05)
-    except BaseException:  # the test's own limit
-        print(*(rank.said for rank in ranks), sep="\n")
+    except BaseException:
+        started = list(dict.fromkeys(each for rank in ranks for each in rank.started))
+        for rank in started:
+            print_stacks(rank)
+            print(f"{rank.log.name}:\n{rank.said}")
         raise
 
 
-def test_a_wait_that_is_ended_prints_the_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def limit() -> bool:
-        pytest.fail("time-out")
-
-    (tmp_path / "log").write_text("stuck in operation 7")
-    with pytest.raises(pytest.fail.Exception):
-        wait(limit, Rank(tmp_path / "log", None))
-    assert "stuck in operation 7" in capsys.readouterr().out
+def print_stacks(rank: Rank) -> None:
+    """Have a rank and its data workers write their stacks to its log. One that is frozen does not."""
+    for pid in descendants(rank.process.pid):
+        if runs(pid) and can_print_stacks(pid):
+            before, until = rank.said.count("Current thread"), time.monotonic() + 5
+            os.kill(pid, STACKS)
+            while rank.said.count("Current thread") == before and time.monotonic() < until:
+                time.sleep(0.05)
 
 
 Start = Callable[..., list[Rank]]
@@ -82,7 +95,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         for rank, words in enumerate(flags):
             log = tmp_path / f"{len(started)}.log"
             env = rank_environment(rank, len(flags), port)
-            ranks.append(Rank(log, WarmProgram(program[0], [*program[1:], *words], env, (log, log))))
+            ranks.append(Rank(log, WarmProgram(program[0], [*program[1:], *words], env, (log, log)), started))
             started.append(ranks[-1])
         return ranks
 
@@ -90,6 +103,24 @@ def start(tmp_path: Path) -> Iterator[Start]:
     for rank in started:
         rank.process.kill()
         rank.process.wait()
+
+
+def test_a_wait_that_is_ended_prints_all_logs_and_stacks(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    """Wait for one of two ranks, each with a data worker."""
+    ranks = start([["operation 7"], ["operation 8"]], program=("tests/end_to_end/waiting_rank.py",))
+
+    def limit() -> bool:
+        if all("the worker waits" in rank.said and "operation" in rank.said for rank in ranks):
+            pytest.fail("time-out")
+        return False
+
+    with pytest.raises(pytest.fail.Exception):
+        wait(limit, ranks[0])
+    printed = capsys.readouterr().out
+    assert "0.log:\n" in printed and "1.log:\n" in printed
+    assert "waits in operation 7" in printed and "waits in operation 8" in printed
+    for function in ("in_the_rank", "in_its_worker"):
+        assert printed.count(f" in {function}\n") == 2, printed
 
 
 @pytest.mark.slow  # half a minute of time-outs

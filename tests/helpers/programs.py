@@ -8,8 +8,10 @@ working folder, output, signals and exit code.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
+import re
 import runpy
 import signal
 import socket
@@ -23,8 +25,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Clean processes are forked ("forkserver"), not this one: forking one that has run autograd can deadlock.
 CONTEXT = multiprocessing.get_context("forkserver")
-PRELOADED = ["torch", "torch.distributed", "torch._subclasses.fake_tensor", "megazero.run.trainer", "pretrain_gpt"]
+PRELOADED = ["tests.helpers.preloaded"]
 CONTEXT.set_forkserver_preload(PRELOADED)
+
+STACKS = signal.SIGUSR2  # has a warm program print the stacks of all its threads
 
 
 def _run(program: str, arguments: list[str], env: dict[str, str], output: tuple[str, str]) -> None:
@@ -35,6 +39,7 @@ def _run(program: str, arguments: list[str], env: dict[str, str], output: tuple[
         os.dup2(file, number)
         os.close(file)
     sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    faulthandler.register(STACKS, file=2)  # processes that it forks, such as data workers, inherit this
     os.chdir(ROOT)
     os.environ.clear()
     os.environ.update(env)
@@ -106,6 +111,21 @@ def runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def descendants(pid: int) -> list[int]:
+    """A process and all that it started, except those that have ended."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [pid, *(each for child in children for each in descendants(int(child)))]
+
+
+def can_print_stacks(pid: int) -> bool:
+    """Return whether it is a warm program, or a process that one forked."""
+    caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (STACKS - 1) & 1)
 
 
 def warm(program: str, *arguments: object, ranks: int = 1) -> subprocess.CompletedProcess[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator
 from unittest.mock import patch
 
@@ -43,9 +44,14 @@ def known_row(architecture: str) -> Iterator[None]:
         yield
 
 
+@functools.cache  # a test has the same line for each row
+def _parsed(line: str) -> Config:
+    return parse(line.split())
+
+
 def parse_as(architecture: str, line: str) -> Config:
     """Parse flags for an architecture that the parser may not know."""
-    config = parse(line.split())
+    config = _parsed(line)
     return dataclasses.replace(config, model=dataclasses.replace(config.model, architecture=architecture))
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ from megazero.config.foreign.table import find_entry, retired
 from megazero.config.foreign.translate import OWN_WORDS
 from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
-from tests.helpers.programs import ROOT
+from tests.helpers.programs import ROOT, warm
 
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
@@ -62,7 +60,7 @@ def test_the_printed_program_of_the_readme_is_printed() -> None:
     command, shown = re.search(
         r"```bash\npython (scripts/print_program.py [^\n]*)\n```\n.*?```\n(.*?)```", README.read_text(), re.DOTALL
     ).groups()
-    done = subprocess.run([sys.executable, *shlex.split(command)], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = warm(*shlex.split(command))
     assert len(shown.splitlines()) == 12
     assert shown in done.stdout
 
@@ -72,7 +70,7 @@ def test_the_prediction_of_the_readme_is_printed() -> None:
         r"```bash\npython (pretrain_gpt.py [^`]*--plan [^`]*)\n```\n\n```\n([^`]*)```", README.read_text()
     ).groups()
     words = shlex.split(command.replace("\\\n", " "))
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = warm(*words)
     assert shown in done.stdout
 
 

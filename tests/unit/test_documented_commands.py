@@ -8,18 +8,17 @@ import io
 import itertools
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import pytest.__main__
 import tyro
 
 from megazero.config.cli import read
 from megazero.config.flags import flags
-from tests.helpers.programs import ROOT
+from tests.helpers.programs import ROOT, warm
 
 # The log and the decisions quote commands of earlier versions.
 DOCUMENTS = [ROOT / "README.md", ROOT / "data_tools" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -201,8 +200,7 @@ PYTEST = sorted({line for path in DOCUMENTS for line in re.findall(r"python -m p
 def test_a_pytest_command_selects_what_it_names(line: str) -> None:
     """In each of its files a test; with -k, tests with this name alone."""
     words = [ADDED.get(word, word) for word in shlex.split(line)]
-    command = [sys.executable, "-m", "pytest", "--collect-only", "--color=no", *words, "-n", "0"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = warm(pytest.__main__.__file__, "--collect-only", "--color=no", *words, "-n", "0")
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.findall(r"^(tests/\S+\.py)::(.*)$", done.stdout, re.MULTILINE)
     assert {file for file, _ in found} == {word for word in words if word.endswith(".py")}

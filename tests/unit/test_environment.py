@@ -75,17 +75,35 @@ def test_limits_that_make_torch_overwrite_memory_are_refused(
         assert launch.pick_device(World(0, 1, 0, "single")) == torch.device("cuda", 0)
 
 
-@pytest.mark.long
+def python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a new process without settings of OpenMP."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("GOMP_", "OMP_"))}
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env | variables, capture_output=True, text=True)
+
+
+AT_IMPORT_OF_TORCH = """
+import os, sys
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            print(os.environ.get("GOMP_SPINCOUNT"), flush=True)
+            os._exit(0)
+sys.meta_path.insert(0, Finder())
+"""
+
+
 @pytest.mark.parametrize(
     "program", ["pretrain_gpt", "scripts.generate", "data_tools.preprocess_data", "scripts.measure_device"]
 )
-def test_openmp_reads_the_setting_when_a_program_loads_torch(program: str) -> None:
+def test_a_program_sets_its_defaults_before_it_imports_torch(program: str) -> None:
+    done = python(f"{AT_IMPORT_OF_TORCH}\nimport {program}, torch")
+    assert (done.returncode, done.stdout) == (0, "1000\n"), done.stderr
+
+
+@pytest.mark.long
+def test_openmp_reads_the_setting_when_a_program_loads_torch() -> None:
     """GNU OpenMP prints its settings as it is loaded."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("GOMP_", "OMP_"))}
-    code = f"import {program}, torch"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=env | {"OMP_DISPLAY_ENV": "verbose"}, capture_output=True, text=True
-    )
+    done = python("import megazero, torch", OMP_DISPLAY_ENV="verbose")
     assert done.returncode == 0, done.stderr
     if "GOMP_SPINCOUNT" not in done.stderr:
         pytest.skip("torch has another OpenMP than GNU's")

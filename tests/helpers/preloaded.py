@@ -1,0 +1,23 @@
+"""All that a program or a rank of a test imports sooner or later: the fork server imports it once.
+
+A run of a tiny model takes three times the CPU time without: autograd alone imports sympy, at its first backward.
+"""
+
+import atexit
+import gc
+import importlib
+import pkgutil
+
+import megazero
+
+OWN = [module.name for module in pkgutil.walk_packages(megazero.__path__, "megazero.")]
+LIBRARIES = "torch._subclasses.fake_tensor torch.fx.experimental.symbolic_shapes numpy.ma jinja2 tyro pytest".split()
+MODELS = "auto.tokenization_auto auto.modeling_auto llama.configuration_llama".split()  # of a Hugging Face folder
+
+OURS = ["pretrain_gpt", "tests.parallel.test_pretended_gpu"]  # half a second in each rank: it makes the matrix
+
+for name in [*OWN, *LIBRARIES, *(f"transformers.models.{name}" for name in MODELS), *OURS]:
+    importlib.import_module(name)
+gc.collect()
+gc.freeze()  # a collection in a forked process then neither looks at these objects nor copies their pages
+atexit.register(gc.unfreeze)  # else Triton's bindings report leaks
