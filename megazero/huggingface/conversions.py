@@ -115,6 +115,21 @@ ATTENTION_MULTIPLIER = Conversion(
 )
 
 
+# -- Dropout
+
+
+def _from_starcoder2(config: PreTrainedConfig) -> Options:
+    if config.embedding_dropout != config.residual_dropout:
+        raise ValueError(
+            f"config.json has embedding_dropout {config.embedding_dropout} and residual_dropout "
+            f"{config.residual_dropout}; this version computes equal ones only, which are --hidden-dropout"
+        )
+    return {}
+
+
+STARCODER2 = Conversion((), lambda model: {"embedding_dropout": model.hidden_dropout}, _from_starcoder2)
+
+
 # -- GPT-2 and GPT-J, Phi-3
 
 

@@ -35,6 +35,7 @@ from megazero.huggingface.conversions import (
     PHI3,
     QWEN_WINDOWS,
     ROTARY_DIM,
+    STARCODER2,
     WINDOW,
     WINDOWS,
 )
@@ -323,6 +324,23 @@ MODELS = {
                 "hidden_dropout": "hidden_dropout",
             },
             required=SILU | {"use_parallel_residual": (False,), "qk_layernorm": (False,)},
+        ),
+        _llama(
+            "starcoder2",
+            "Starcoder2ForCausalLM",
+            *(ROTARY, WINDOW, STARCODER2),
+            layers=_both("norm1", SAME, "input_layernorm")
+            | _both("norm2", SAME, "post_attention_layernorm")
+            | ATTENTION
+            | _same(attention__proj__bias="self_attn.o_proj.bias")
+            | _both("mlp.up", SAME, "mlp.c_fc")
+            | _both("mlp.down", SAME, "mlp.c_proj"),
+            options={"norm_epsilon": "norm_epsilon", "hidden_dropout": "residual_dropout"},
+            required={
+                "hidden_act": ("gelu_pytorch_tanh",),
+                "use_bias": (True,),
+                **{"mlp_type": ("default",), "norm_type": ("layer_norm",)},  # of the published files; no class reads them
+            },
         ),
         _llama(
             "granite",
