@@ -108,7 +108,7 @@ ARCHITECTURES = {
         norm="layernorm",
         activation="gelu-tanh",
         biases=("qkv", "proj", "mlp"),
-        defaults={"rotary-base": 1e6, "window-size": 4096},
+        defaults={"rotary-base": 1e6},
     ),
     "parallel": GPTJ,
 }

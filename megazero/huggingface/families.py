@@ -30,12 +30,13 @@ from megazero.huggingface.conversions import (
     ATTENTION_MULTIPLIER,
     GEMMA_SCORES,
     GPT,
+    GPT_DROPOUT,
     HEAD_DIM,
     NO_ROPE_LAYERS,
     PHI3,
     QWEN_WINDOWS,
     ROTARY_DIM,
-    STARCODER2,
+    STARCODER2_DROPOUT,
     WINDOW,
     WINDOWS,
 )
@@ -117,7 +118,7 @@ GPT2 = HuggingFaceModel(
         },
     ),
     GPT_OPTIONS,
-    (GPT,),
+    (GPT, GPT_DROPOUT),
     GPT_REQUIRED,
     needed={},
     buffers=(".attn.bias", ".attn.masked_bias"),
@@ -140,7 +141,7 @@ GPTJ = HuggingFaceModel(
         _both("mlp.down", SAME, "mlp.fc_out"),
     ),
     GPT_OPTIONS,
-    (GPT, ROTARY_DIM),
+    (GPT, GPT_DROPOUT, ROTARY_DIM),
     GPT_REQUIRED,
     needed={"rotary_interleaved": True},
     buffers=(".attn.bias", ".attn.masked_bias"),
@@ -328,7 +329,7 @@ MODELS = {
         _llama(
             "starcoder2",
             "Starcoder2ForCausalLM",
-            *(ROTARY, WINDOW, STARCODER2),
+            *(ROTARY, WINDOW, STARCODER2_DROPOUT),
             layers=_both("norm1", SAME, "input_layernorm")
             | _both("norm2", SAME, "post_attention_layernorm")
             | ATTENTION
@@ -336,11 +337,8 @@ MODELS = {
             | _both("mlp.up", SAME, "mlp.c_fc")
             | _both("mlp.down", SAME, "mlp.c_proj"),
             options={"norm_epsilon": "norm_epsilon", "hidden_dropout": "residual_dropout"},
-            required={
-                "hidden_act": ("gelu_pytorch_tanh",),
-                "use_bias": (True,),
-                **{"mlp_type": ("default",), "norm_type": ("layer_norm",)},  # of the published files; no class reads them
-            },
+            required={"hidden_act": ("gelu_pytorch_tanh",), "use_bias": (True,)}
+            | {"mlp_type": ("default",), "norm_type": ("layer_norm",)},  # of published files; their class has neither
         ),
         _llama(
             "granite",
