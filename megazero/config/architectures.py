@@ -104,5 +104,11 @@ ARCHITECTURES = {
         biases=("mlp", "logits"),
     ),
     "stablelm": ArchitectureTraits(norm="layernorm", defaults={"untie-embeddings": True, "rotary-percent": 0.25}),
+    "starcoder2": ArchitectureTraits(
+        norm="layernorm",
+        activation="gelu-tanh",
+        biases=("qkv", "proj", "mlp"),
+        defaults={"rotary-base": 1e6},
+    ),
     "parallel": GPTJ,
 }

@@ -61,10 +61,8 @@ class ModelConfig:
     architecture: ArchitectureName = "gpt2"
     """Family of the model: its layers, and its defaults of other flags. gpt2: learned positions, LayerNorm, tanh GELU,
     biases, tied embeddings. llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention, no biases, untied
-    embeddings; mistral, qwen2, qwen3, phi3, smollm3 and granite have its layers. olmo2, olmo3: norms behind attention
-    and MLP. gemma2, gemma3: norms before and behind them. gpt-neox (Pythia), gptj: attention and MLP read the
-    same input. stablelm: llama with LayerNorm. parallel: gptj without its bias and defaults. docs/results/families.md
-    has a table of them."""
+    embeddings. The others differ from these two in norms, activations, biases or defaults; gpt-neox is Pythia's, and
+    parallel is gptj without its bias and defaults. docs/results/families.md has a table of them."""
     num_query_groups: Annotated[int, Bounds(0, 2**20, FEW)] = 0
     """Groups of attention heads that share keys and values. 0: one per head. Not for gpt2."""
     kv_channels: Annotated[int, Bounds(0, 2**16, "no published model has as wide heads")] = 0

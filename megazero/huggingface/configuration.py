@@ -93,9 +93,9 @@ def read_config(path: Path, flag: str = "--from hf") -> tuple[HuggingFaceModel, 
     model_type = str(keys.get("model_type"))
     if model_type not in MODELS:
         raise ValueError(f"{where}: its model_type is {model_type[:80]!r}; known are {', '.join(MODELS)}")
-    auto = load_optional("transformers", where).AutoConfig
+    classes = load_optional("transformers", where).CONFIG_MAPPING
     try:
-        return MODELS[model_type], _converted(MODELS[model_type], type(auto.for_model(model_type)), keys)
+        return MODELS[model_type], _converted(MODELS[model_type], classes[model_type], keys)
     except Exception as error:  # transformers' checks raise classes of several libraries
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"{where}: {reason}") from (None if isinstance(error, ValueError) else error)

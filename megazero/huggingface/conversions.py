@@ -115,23 +115,40 @@ ATTENTION_MULTIPLIER = Conversion(
 )
 
 
+# -- Dropout
+
+
+def _equal_dropout(embedding: str, residual: str) -> Conversion:
+    """Return the conversion of a dropout of embeddings, by the names of theirs: it must be that of the branches."""
+
+    def check(config: PreTrainedConfig) -> Options:
+        rates = getattr(config, embedding), getattr(config, residual)
+        if rates[0] != rates[1]:
+            raise ValueError(
+                f"config.json has {embedding} {rates[0]} and {residual} {rates[1]}; this version computes equal ones "
+                "only, which are --hidden-dropout"
+            )
+        return {}
+
+    return Conversion((), lambda model: {embedding: model.hidden_dropout}, check)
+
+
+GPT_DROPOUT = _equal_dropout("embd_pdrop", "resid_pdrop")
+STARCODER2_DROPOUT = _equal_dropout("embedding_dropout", "residual_dropout")
+
+
 # -- GPT-2 and GPT-J, Phi-3
-
-
-def _from_gpt(config: PreTrainedConfig) -> Options:
-    if config.embd_pdrop != config.resid_pdrop:
-        raise ValueError(
-            f"config.json has embd_pdrop {config.embd_pdrop} and resid_pdrop {config.resid_pdrop}; this version "
-            "computes equal ones only, which are --hidden-dropout"
-        )
-    return {"ffn_hidden_size": config.n_inner or 4 * config.n_embd}
 
 
 def _from_rotary_dim(config: PreTrainedConfig) -> Options:
     return {"rotary_percent": (config.rotary_dim or config.n_embd) / (config.n_embd // config.n_head)}
 
 
-GPT = Conversion((), lambda model: {"activation_function": "gelu_new", "embd_pdrop": model.hidden_dropout}, _from_gpt)
+GPT = Conversion(
+    (),
+    lambda model: {"activation_function": "gelu_new"},
+    lambda config: {"ffn_hidden_size": config.n_inner or 4 * config.n_embd},
+)
 ROTARY_DIM = Conversion(("rotary_percent",), lambda model: {"rotary_dim": model.rotary_dim}, _from_rotary_dim)
 PHI3 = Conversion(
     (),

@@ -30,11 +30,13 @@ from megazero.huggingface.conversions import (
     ATTENTION_MULTIPLIER,
     GEMMA_SCORES,
     GPT,
+    GPT_DROPOUT,
     HEAD_DIM,
     NO_ROPE_LAYERS,
     PHI3,
     QWEN_WINDOWS,
     ROTARY_DIM,
+    STARCODER2_DROPOUT,
     WINDOW,
     WINDOWS,
 )
@@ -116,7 +118,7 @@ GPT2 = HuggingFaceModel(
         },
     ),
     GPT_OPTIONS,
-    (GPT,),
+    (GPT, GPT_DROPOUT),
     GPT_REQUIRED,
     needed={},
     buffers=(".attn.bias", ".attn.masked_bias"),
@@ -139,7 +141,7 @@ GPTJ = HuggingFaceModel(
         _both("mlp.down", SAME, "mlp.fc_out"),
     ),
     GPT_OPTIONS,
-    (GPT, ROTARY_DIM),
+    (GPT, GPT_DROPOUT, ROTARY_DIM),
     GPT_REQUIRED,
     needed={"rotary_interleaved": True},
     buffers=(".attn.bias", ".attn.masked_bias"),
@@ -323,6 +325,20 @@ MODELS = {
                 "hidden_dropout": "hidden_dropout",
             },
             required=SILU | {"use_parallel_residual": (False,), "qk_layernorm": (False,)},
+        ),
+        _llama(
+            "starcoder2",
+            "Starcoder2ForCausalLM",
+            *(ROTARY, WINDOW, STARCODER2_DROPOUT),
+            layers=_both("norm1", SAME, "input_layernorm")
+            | _both("norm2", SAME, "post_attention_layernorm")
+            | ATTENTION
+            | _same(attention__proj__bias="self_attn.o_proj.bias")
+            | _both("mlp.up", SAME, "mlp.c_fc")
+            | _both("mlp.down", SAME, "mlp.c_proj"),
+            options={"norm_epsilon": "norm_epsilon", "hidden_dropout": "residual_dropout"},
+            required={"hidden_act": ("gelu_pytorch_tanh",), "use_bias": (True,)}
+            | {"mlp_type": ("default",), "norm_type": ("layer_norm",)},  # of published files; their class has neither
         ),
         _llama(
             "granite",

@@ -41,6 +41,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_scaling_factor": 8.0,
     },
     "gpt-neox": {"rotary_percent": 0.34, "untie_embeddings": True},
+    "starcoder2": {"num_query_groups": 2, "window_size": 5, "rotary_base": 5e3},
     "gptj": {"rotary_percent": 0.5, "rotary_interleaved": True, "untie_embeddings": True},
 }
 

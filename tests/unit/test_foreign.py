@@ -30,6 +30,7 @@ from megazero.config.foreign.table import (
 from megazero.config.foreign.translate import DEEPSPEED_FLAGS, is_ours, refusals, translate
 from megazero.config.foreign.values import choices, spell, translate_value
 from megazero.config.presets import read_preset
+from megazero.huggingface.families import MODELS
 
 ROOT = Path(__file__).resolve().parents[2]
 ENTRIES = [entry for table in FLAGS for entry in read_table(table)]
@@ -382,6 +383,14 @@ def test_the_tables_are_read_whole() -> None:
     """Every file is read, every function of `conversions` is in a table, and every function in a table exists."""
     assert {path.stem for path in FOLDER.glob("*.toml")} == {*FLAGS, DEEPSPEED_FILE, VALUES}
     assert {entry.by for entry in [*ENTRIES, *read_table(DEEPSPEED_FILE)]} == set(CONVERSIONS)
+
+
+def test_each_model_type_of_hugging_face_is_its_architecture() -> None:
+    """One line of choose.model_type in huggingface.toml for each row of MODELS."""
+    choices = read_tables()["model-type"].argument
+    assert choices.keys() == MODELS.keys()
+    found = {name: parse(words.split()).model.architecture for name, words in choices.items()}
+    assert found == {name: row.architecture for name, row in MODELS.items()}
 
 
 def test_the_tables_are_read_for_foreign_flags_alone() -> None:

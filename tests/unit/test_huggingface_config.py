@@ -104,6 +104,9 @@ def test_harmless_keys_change_nothing(model_type: str, tmp_path: Path) -> None:
         ("smollm3", {"use_sliding_window": True}, "use_sliding_window True"),
         ("gpt2", {"embd_pdrop": 0.3}, "embd_pdrop 0.3 and resid_pdrop 0.1; this version computes equal ones only"),
         ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn True; this version does not compute it"),
+        ("starcoder2", {"embedding_dropout": 0.3}, "embedding_dropout 0.3 and residual_dropout 0.0; this version"),
+        ("starcoder2", {"use_bias": False}, "use_bias False; this version computes True only"),
+        ("starcoder2", {"norm_type": "rms_norm"}, "norm_type rms_norm; this version computes layer_norm only"),
         ("llama", {"is_decoder": True, "mlp_bias": True}, "mlp_bias True"),
         ("llama", {"hidden_size": "wide"}, "hidden_size"),
         ("llama", {"num_experts": 4, "expert_bias": 1}, "expert_bias 1, num_experts 4; this version does"),
@@ -160,6 +163,11 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model_type": "gemma3_text", "rope_theta": 1000000, "rope_local_base_freq": 10000, "sliding_window": 512}
         | {"sliding_window_pattern": 6, "num_hidden_layers": 26},
         {"window_size": 512, "layer_pattern": "LLLLLG", "rotary_base": 1e6, "local_rotary_base": 1e4},
+    ),
+    "starcoder2-3b": (
+        {"model_type": "starcoder2", "mlp_type": "default", "norm_type": "layer_norm", "sliding_window": 4096}
+        | {"embedding_dropout": 0.1, "residual_dropout": 0.1, "rope_theta": 999999.4420358813, "use_bias": True},
+        {"window_size": 4096, "hidden_dropout": 0.1, "rotary_base": 999999.4420358813, "untie_embeddings": False},
     ),
 }
 

@@ -62,6 +62,7 @@ SHAPES = {
     "smollm2-1.7b": (8, 24, 2048, 32, 1, 128, 1024),
     "smollm3-3b": (64, 36, 2048, 16, 1, 9, 576),
     "stablelm-1.6b": (64, 24, 2048, 32, 1, 16, 1024),
+    "starcoder2-3b": (64, 30, 3072, 24, 1, 2, 128),
     "granite-2b": (64, 40, 2048, 32, 1, 16, 1024),
     "phi3-mini-3.8b": (64, 32, 3072, 32, 1, 16, 1024),
     "olmo2-7b": (64, 32, 4096, 32, 1, 16, 1024),
@@ -119,6 +120,10 @@ FAMILIES: dict[str, tuple[str, int, int, int, int, int | None, dict[str, Any]]] 
         TIED | {"rotary_base": 5e6, "layer_pattern": "GGGN"},
     ),
     "stablelm-1.6b": ("stablelm", 5632, 32, 100352, 4096, 1_644_515_328, NEOX | {"add_qkv_bias": True}),
+    "starcoder2-3b": (
+        *("starcoder2", 12288, 2, 49152, 16384, 3_030_371_328),
+        {"rotary_base": 999999.4420358813, "window_size": 4096, "init_method_std": 0.018042},
+    ),
     "granite-2b": (
         *("granite", 8192, 8, 49152, 4096, 2_533_525_504),
         {"embedding_multiplier": 12, "residual_multiplier": 0.22, "logits_divisor": 8, "attention_scale": 1 / 64},
