@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Generate text from a checkpoint of any layout: in one process, or on tensor- and pipeline-parallel ranks.
+"""Generate text from a checkpoint of any layout: in one process, or on ranks that share the model and the prompts.
 
 python scripts/generate.py --load runs/a --prompt "HAMLET:" --prompt "OPHELIA:" --max-new-tokens 100
 PROGRAM=scripts/generate.py bash scripts/launch.sh --nproc 2 --load runs/a --tensor-model-parallel-size 2
@@ -70,7 +70,10 @@ class Options:
     tensor_model_parallel_size: int = 1
     """Ranks that share every matrix of a layer; start them with torchrun, srun or scripts/launch.sh."""
     pipeline_model_parallel_size: int = 1
-    """Stages that share the layers. Ranks beyond tensor x pipeline generate other texts."""
+    """Stages that share the layers. Ranks beyond tensor x context x pipeline generate other texts."""
+    context_parallel_size: int = 1
+    """Ranks that share the tokens of each prompt, and the keys and values of all tokens, for texts that are too long
+    for one device."""
 
 
 def read_prompts(options: Options) -> list[str]:
@@ -103,8 +106,11 @@ def _prompt_of(path: str, number: int, line: str) -> str:
 
 def layout_of(model: ModelConfig, options: Options, world: launch.World) -> Layout:
     """Return the layout of the ranks that were started. ValueError if it does not divide the model or the ranks."""
-    tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
-    parallel = ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=options.tensor_model_parallel_size,
+        context_parallel_size=options.context_parallel_size,
+        pipeline_model_parallel_size=options.pipeline_model_parallel_size,
+    )
     _, layout = resolve(Config(model=model, parallel=parallel), world.size, 0, declare)
     return layout
 

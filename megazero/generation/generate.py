@@ -37,7 +37,10 @@ class TokenModel(Protocol):
         """Return an empty cache; None if every call of `logits` needs whole sequences."""
 
     def logits(self, new: Sequence[NewTokens], cache: KVCache | None) -> torch.Tensor | None:
-        """Return [b, v] after the last new token of each sequence, on one pipeline rank; None on the others."""
+        """Return [b, v] after the last new token of each sequence, on one pipeline rank; None on the others.
+
+        Context-parallel ranks all return it. The first of them draws, so that the last bits of the others do not count.
+        """
 
 
 @dataclass
@@ -93,10 +96,10 @@ class Generator:
             if not growing:
                 continue
             drawn = torch.zeros(len(growing), dtype=torch.int64)
-            if logits is not None:
+            if logits is not None and model.mesh.cp.is_first:
                 for row, text in enumerate(growing):
                     drawn[row] = self.sampling.draw(logits[row].float().cpu(), generators[text.number])
-            agreed = model.mesh.control_sum(drawn.to(model.mesh.device), model.mesh.pp)
+            agreed = model.mesh.control_sum(drawn.to(model.mesh.device), model.mesh.pp, model.mesh.cp)
             for text, token in zip(growing, agreed.tolist(), strict=True):
                 if token == self.eod:
                     text.finish = "end of document"

@@ -15,6 +15,7 @@ from megazero.generation.generate import NewTokens
 from megazero.kernels.dropout import Rows
 from megazero.memory.tracker import MemoryTracker
 from megazero.model.layers.context import DTYPES, Context, MicroBatchInfo, ResidualStream
+from megazero.model.layers.dealt import Ranges, num_tokens
 from megazero.model.layers.kv_cache import KVCache
 from megazero.model.layers.weight import Weight
 from megazero.model.stage import Stage, declare
@@ -50,22 +51,37 @@ class InferenceModel:
         return flat.view(block.stored), own
 
     def new_cache(self, num_sequences: int, capacity: int) -> KVCache:
-        return KVCache(num_sequences, capacity)
+        return KVCache(num_sequences, capacity, self.mesh.cp)
 
     @torch.no_grad()
     def logits(self, new: Sequence[NewTokens], cache: KVCache) -> torch.Tensor | None:
         """Return [b, v] after the last new token of each sequence, on the last stage. Cache row i is sequence i."""
-        ids = torch.tensor([token for one in new for token in one.ids], device=self.mesh.device)
-        x = self._hidden(ids[None], self._tokens(new, cache))
+        device, cp = self.mesh.device, self.mesh.cp
+        deals = [cache.dealt(len(one.ids), device) for one in new]
+        own = [
+            (range(len(one.ids)),) if dealt is None else dealt.ranges[0][cp.rank]
+            for one, dealt in zip(new, deals, strict=True)
+        ]
+        ids = torch.tensor([one.ids[i] for one, part in zip(new, own, strict=True) for run in part for i in run])
+        x = self._hidden(ids[None].to(device), self._tokens(new, own, cache))
         if not self.mesh.pp.is_last:
             return None
         assert self.stage.head is not None
-        ends = torch.tensor([len(one.ids) for one in new], device=self.mesh.device).cumsum(0) - 1
-        return self.stage.head.whole_logits(x[ends])
+        last = x[torch.tensor([num_tokens(part) for part in own], device=device).cumsum(0) - 1]
+        if any(deals):  # one rank has the last token of a dealt sequence, all have that of another
+            firsts = (cp.is_first if dealt is None else True for dealt in deals)
+            here = [first and part[-1].stop == len(one.ids) for first, part, one in zip(firsts, own, new, strict=True)]
+            cp.all_reduce_(last.masked_fill_(~torch.tensor(here, device=device)[:, None], 0))
+        return self.stage.head.whole_logits(last)
 
-    def _tokens(self, new: Sequence[NewTokens], cache: KVCache) -> MicroBatchInfo:
+    def _tokens(self, new: Sequence[NewTokens], own: Sequence[Ranges], cache: KVCache) -> MicroBatchInfo:
+        """own: this rank's of the new tokens"""
         rows = tuple(Rows(number, one.first, len(one.ids)) for number, one in enumerate(new))
-        runs = tuple(range(one.first, one.first + len(one.ids)) for one in new)
+        runs = tuple(
+            range(one.first + run.start, one.first + run.stop)
+            for one, part in zip(new, own, strict=True)
+            for run in part
+        )
         return MicroBatchInfo(0, tuple(range(len(new))), False, rows, runs, cache)
 
     def _hidden(self, ids: torch.Tensor, tokens: MicroBatchInfo) -> torch.Tensor:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -49,6 +49,8 @@ from megazero.model.layers.linear import (
 )
 from megazero.model.layers.norm import Norm
 from megazero.model.layers.scores import PLAIN, Scores
+
+PROMPT_SCORES = 1 << 26  # scores that are made at once
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,27 @@ class CoreAttention:
         if self.ring and fused and not self.scores.window:
             return RingKeys(self.cp, dealt)
         return GatheredKeys(self.cp, dealt, self.recompute)
+
+    def prompt(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        fused: bool,
+        dealt: DealtTokens | None,
+        most: int = PROMPT_SCORES,
+    ) -> torch.Tensor:
+        """Attend to keys of all ranks, without a gradient: q [1, n/tp, t, d], k and v [1, g, s, d] -> [t, n/tp * d]
+
+        A prompt that is dealt may be long: at most `most` of its scores are made at once.
+        """
+        whole = replace(self, cp=None)
+        if fused or dealt is None:
+            return whole(q, k, v, fused, None, None, dealt)
+        count = max(1, most // (q.shape[1] * k.shape[2]))
+        queries, indices = q.split(count, dim=2), dealt.indices.split(count, dim=1)
+        some = (dealt._replace(indices=part) for part in indices)
+        return torch.cat([whole(q, k, v, fused, None, None, part) for q, part in zip(queries, some, strict=True)])
 
     def capped(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         """Return scale x q k^T under the soft cap, [b, n/tp, t, s] in q's dtype.
@@ -221,12 +244,15 @@ class Attention(nn.Module):
         else:
             rows = None
         device, precision, softcap = self.context.device.type, self.context.precision, self.core.scores.softcap > 0
-        fused = is_fused(device, precision, rows is not None, documents is not None, softcap, dealt is not None)
-        if tokens.cache is not None:
-            new = (part[0].transpose(0, 1) for part in heads)
-            prompt = functools.partial(self.core, fused=fused, rows=None)
-            return tokens.cache.attend(self.number, self.core.scores, prompt, *new, tokens.rows)
-        return self.core(*heads, fused, rows, documents, dealt)
+        fused = functools.partial(is_fused, device, precision, rows is not None, documents is not None, softcap)
+        if tokens.cache is None:
+            return self.core(*heads, fused(dealt is not None), rows, documents, dealt)
+
+        def prompt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dealt: DealtTokens | None) -> torch.Tensor:
+            return self.core.prompt(q, k, v, fused(dealt is not None), dealt)
+
+        new = (part[0].transpose(0, 1) for part in heads)
+        return tokens.cache.attend(self.number, self.core.scores, prompt, *new, tokens.rows)
 
 
 class FusedAttention(Attention):
