@@ -67,7 +67,8 @@ def test_the_whole_split_once(run) -> None:
     """46 targets in five samples, the last of two targets, on global batches of four; every layout."""
     folder, documents = run
     wanted = whole_loss(folder, documents[9])
-    layouts = (1, []), (2, ["--pipeline-model-parallel-size", 2, "--micro-batch-size", 2]), (3, ["--zero-stage", 3])
+    layouts = [(1, []), (2, ["--pipeline-model-parallel-size", 2, "--micro-batch-size", 2]), (3, ["--zero-stage", 3])]
+    layouts += [(2, ["--context-parallel-size", 2])]
     for ranks, flags in layouts:
         said, record = evaluate(folder, "--eval-split", "test", "--eval-iters", 0, *flags, ranks=ranks)
         assert record["targets"] == len(documents[9]) - 1

@@ -284,6 +284,12 @@ def test_prompts_of_a_file(run, tmp_path: Path, capsys: pytest.CaptureFixture[st
         ({"batch_size": 0}, "--batch-size 0: must be at least 1"),
         ({"tokenizer": "byte"}, "--tokenizer byte has 257 tokens, and the model"),
         ({"tensor_model_parallel_size": 3}, "= 3 does not divide the 1 ranks that were started"),
+        (
+            {"context_parallel_size": 2},
+            "--context-parallel-size 2 x --pipeline-model-parallel-size 1 = 2 does not divide the 1 ranks .*; start 2",
+        ),
+        ({"context_parallel_size": 12}, "--context-parallel-size 12: --seq-length 11 has only 11 tokens .*at most 11"),
+        ({"context_parallel_size": 0}, "--context-parallel-size 0"),
     ],
 )
 def test_bad_options_are_refused(flags: dict[str, Any], said: str, run) -> None:
@@ -317,11 +323,11 @@ def on_a_rank(rank: int, path: Path, layout: Layout, prompts: list[list[int]]) -
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout(tp=3), Layout(pp=2), pytest.param(Layout(pp=2, dp=2), marks=pytest.mark.slow), Layout(dp=2)],
+    [Layout(tp=3), Layout(pp=2), pytest.param(Layout(pp=2, dp=2), marks=pytest.mark.slow), Layout(dp=2), Layout(cp=2)],
     ids=str,
 )
 def test_every_layout_says_the_same(layout: Layout, run, ranks: Callable[[int], Ranks]) -> None:
-    """An odd vocabulary over tp, stages, and prompts divided over dp."""
+    """An odd vocabulary over tp, stages, prompts divided over dp, and each of them over cp."""
     folder, theirs = run
     path = folder / "saved" / "iter_0000002"
     first, *others = ranks(layout.world_size).run(on_a_rank, path, layout, BATCH)

@@ -123,7 +123,7 @@ def name(part: object) -> str:
 def test_every_rank_has_the_logits_of_one(
     layout: Layout, model: ModelConfig, sampling: Sampling, tmp_path: Path, ranks: Callable[[int], Ranks]
 ) -> None:
-    """Of every prompt and new token, within and behind the window, of texts that end at different times."""
+    """Prompts and new tokens within the window and behind it, of texts that end at different times."""
     free = [text.new_ids for text in wanted(model, sampling, None).texts]
     eod = Counter(token for new in free for token in set(new[1:])).most_common(1)[0][0]
     texts, logits = wanted(model, sampling, eod)
@@ -156,7 +156,7 @@ def drawn_of_unlike_ranks(rank: int, path: Path, layout: Layout) -> list[list[in
 
 
 def test_the_first_rank_draws_for_all(tmp_path: Path, ranks: Callable[[int], Ranks]) -> None:
-    """Ranks whose logits differ in the last bits would draw other tokens, and go on with other texts."""
+    """Ranks whose logits differ in the last bits would draw other tokens, and then have other texts."""
     first, second = ranks(2).run(drawn_of_unlike_ranks, saved(GPT2, tmp_path), Layout(cp=2))
     assert first == second == [text.new_ids[:3] for text in wanted(GPT2, GREEDY, None).texts]
 

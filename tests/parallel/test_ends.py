@@ -140,11 +140,12 @@ def test_logits_with_a_cache(case: Case, ranks) -> None:
         assert (found - wanted).abs().max() < TOLERANCE * wanted.abs().max()
 
 
-def test_an_evaluation_maps_logits_too(ranks) -> None:
-    case = fp64(Case(tp=2, model=ALL_HEADS))
+@pytest.mark.parametrize("cp", [1, 2])
+def test_an_evaluation_maps_logits_too(cp: int, ranks) -> None:
+    case = fp64(Case(tp=2, cp=cp, model=ALL_HEADS))
     ids, labels, mask = global_batch(case, 0)
     logits = reference.forward(case.config(), reference.initial_weights(case.config()), ids)
     each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
     wanted = float((each * mask.flatten()).sum())
-    for loss, _ in ranks(2).run(evaluate, case):
+    for loss, _ in ranks(case.world).run(evaluate, case):
         assert abs(loss - wanted) < TOLERANCE * wanted

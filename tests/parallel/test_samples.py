@@ -52,6 +52,8 @@ def expected(case: Case) -> list[str]:
         Case(model=BYTES, precision="fp64", batch=4),  # two at once, so two rounds
         Case(pp=2, dp=2, zero=3, model=BYTES, precision="fp64"),
         Case(tp=2, dp=2, zero=3, sp=True, micro_batches=1, model=BYTES, precision="fp64"),
+        Case(cp=2, batch=4, model=BYTES, precision="fp64"),
+        Case(tp=2, cp=2, sp=True, zero=3, exchange="ring", model=BYTES, precision="fp64"),
         Case(pp=2, schedule="zero-bubble-v", chunks=2, recompute="full", model=BYTES, precision="fp64"),
     ],
     ids=str,

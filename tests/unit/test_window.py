@@ -125,7 +125,9 @@ def test_a_cache_attends_as_whole_sequences_do(scores: Scores) -> None:
         """Check tokens [first, stop) of sequences, and return the last of each."""
         rows = tuple(Rows(row, first, stop - first) for row, (_, first, stop) in enumerate(new))
         given = [torch.cat([sequences[i][j][first:stop] for i, first, stop in new]) for j in range(3)]
-        found = cache.attend(7, scores, lambda q, k, v: core(q, k, v, not scores.softcap, None), *given, rows)
+        found = cache.attend(
+            7, scores, lambda q, k, v, dealt: core.prompt(q, k, v, not scores.softcap, dealt), *given, rows
+        )
         return list(found.split([row.count for row in rows]))
 
     wholes = [plain(*(part.transpose(0, 1)[None] for part in parts), scores)[0] for parts in sequences]

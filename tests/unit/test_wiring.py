@@ -346,7 +346,11 @@ GENERATED: dict[str, Call] = {
         "precision": "fp64",
     },
     "packed_prompts": {"data": Kind("dict"), "prompts": [[98]] * 3, "eod": 256},
-    "KVCache": {"num_sequences": 2, "capacity": 4},  # a prompt of one token and three new ones, of a window of 8
+    "KVCache": {
+        "num_sequences": 2,
+        "capacity": 4,  # a prompt of one token and three new ones, of a window of 8
+        "cp": As("InferenceModel.mesh.cp"),
+    },
     "Generator": {
         "model": Kind("InferenceModel"),
         "sampling": Kind("Sampling"),
