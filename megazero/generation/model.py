@@ -69,8 +69,10 @@ class InferenceModel:
         assert self.stage.head is not None
         last = x[torch.tensor([num_tokens(part) for part in own], device=device).cumsum(0) - 1]
         if any(deals):  # one rank has the last token of a dealt sequence, all have that of another
-            firsts = (cp.is_first if dealt is None else True for dealt in deals)
-            here = [first and part[-1].stop == len(one.ids) for first, part, one in zip(firsts, own, new, strict=True)]
+            here = [
+                part[-1].stop == len(one.ids) and (dealt is not None or cp.is_first)
+                for one, dealt, part in zip(new, deals, own, strict=True)
+            ]
             cp.all_reduce_(last.masked_fill_(~torch.tensor(here, device=device)[:, None], 0))
         return self.stage.head.whole_logits(last)
 

@@ -80,6 +80,8 @@ def test_a_checkpoint_generates_the_same_text(run: Path, tmp_path: Path) -> None
     text, _ = on_gpu(tmp_path / "report", "scripts/generate.py", "--load", run / "saved", *flags)
     assert text.startswith("THE")
     assert text == warm("scripts/generate.py", "--load", run / "saved", *flags).stdout
+    dealt = *flags, "--context-parallel-size", 2
+    assert text == on_gpu(tmp_path / "dealt", "scripts/generate.py", "--load", run / "saved", *dealt, ranks=2)[0]
 
 
 @pytest.mark.slow

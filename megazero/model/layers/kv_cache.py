@@ -125,9 +125,10 @@ class KVCache:
         """
         (b, n, d), (_, g, slots, _), (c, rank) = q.shape, keys.shape, (self.cp.size, self.cp.rank)
         positions = torch.tensor([row.first for row in rows], device=q.device)
-        own = torch.tensor([i for i, row in enumerate(rows) if row.first % c == rank], device=q.device).long()
-        at = positions[own] // c % slots
-        keys[own, :, at], values[own, :, at] = k[own], v[own]
+        sequences = torch.arange(b, device=q.device)
+        at, mine = positions // c % slots, (positions % c == rank)[:, None, None]
+        for cached, new in ((keys, k), (values, v)):
+            cached[sequences, :, at] = torch.where(mine, new, cached[sequences, :, at])
         used = min(max(row.first for row in rows) // c + 1, slots)
         keys, values = keys[:, :, :used], values[:, :, :used]
         last = ((positions - rank) // c)[:, None]  # number of the last of this rank's positions; -1: it has none
@@ -159,5 +160,6 @@ class KVCache:
         log_sums = capped.logsumexp(-1, keepdim=True)
         y = (capped - log_sums.clamp_min(torch.finfo(dtype).min)).exp_() @ values.to(dtype)
         part = torch.cat([y, log_sums], -1)
-        whole = self.cp.all_gather(part, part.new_empty(self.cp.size, *part.shape))
+        whole = self.cp.all_gather(part, part.new_empty(self.cp.size * len(part), *part.shape[1:]))
+        whole = whole.view(self.cp.size, *part.shape)
         return (whole[..., :d] * whole[..., d:].softmax(0)).sum(0).to(q.dtype)
