@@ -17,6 +17,8 @@ from megazero.config.schema import Config
 from megazero.kernels.dropout import Dropout, Rows
 from megazero.kernels.matmul import FASTER, has_onednn, onednn_gain
 from megazero.kernels.table import EAGER, TRITON
+from megazero.plan.layout.dealing import dealt_tokens
+from megazero.plan.layout.topology import Layout
 
 LEAST, MOST = 10**8, 2 * 10**9  # FLOPs of a product: below the first oneDNN gains nothing; the second takes long enough
 
@@ -91,16 +93,16 @@ def choose_matmul_backend(
         return _with(config, matmul_backend="torch"), line
     if training.matmul_backend != "auto":
         return config, ""
-    gain = _highest(mesh, _gain(config, mesh.layout.tp, measure) if mesh.rank == 0 else 0.0)
+    gain = _highest(mesh, _gain(config, mesh.layout, measure) if mesh.rank == 0 else 0.0)
     chosen = "onednn" if gain >= FASTER else "torch"
     line = f"--matmul-backend {chosen}: torch takes {gain:.2f} times as long as oneDNN" if gain else ""
     return _with(config, matmul_backend=chosen), line
 
 
-def _gain(config: Config, tp: int, measure: Callable[[int, int, int], float]) -> float:
+def _gain(config: Config, layout: Layout, measure: Callable[[int, int, int], float]) -> float:
     """Return torch's time over oneDNN's for an MLP's first product; 0 if there is no choice or no gain."""
     model, training = config.model, config.training
-    tokens, outer = training.micro_batch_size * model.seq_length, model.ffn_size // tp
+    tokens, outer = training.micro_batch_size * dealt_tokens(config, layout), model.ffn_size // layout.tp
     per_token = 2 * model.hidden_size * outer
     if training.precision == "fp64" or not has_onednn() or tokens * per_token < LEAST:
         return 0.0

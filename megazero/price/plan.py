@@ -165,7 +165,8 @@ def _what_fits(plan: Plan) -> str:
     if lower:
         return f"it fits with {lower}"
     if plan.layout.world_size > 1:
-        return "use more devices, or a larger --tensor-model-parallel-size or --pipeline-model-parallel-size"
+        sizes = "--tensor-model-parallel-size, --context-parallel-size or --pipeline-model-parallel-size"
+        return f"use more devices, or a larger {sizes}"
 
     def fits(smaller: Config, layout: Layout) -> bool:
         usable = plan.device.usable_bytes(layout)

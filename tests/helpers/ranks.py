@@ -222,6 +222,8 @@ def serve(group: Group, connection: Connection) -> None:
         )
     groups = _Groups() if group.reuse_groups else None
     gc.freeze()  # imported modules stay: a collection then looks only at objects that functions leave behind
+    if groups is not None:
+        gc.set_threshold(20_000, 20, 20)  # there is one after each function
     while True:
         try:
             fn, args = connection.recv()

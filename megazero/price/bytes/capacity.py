@@ -128,7 +128,8 @@ def _way_out(config: Config, layout: Layout, rank: int, machine: Machine) -> str
     lower = flags_that_fit(config, layout, machine.device_type, fits)
     if lower:
         return f"it fits with {lower}"
-    ways = ["use more ranks, with --zero-stage 3, --tensor-model-parallel-size or --pipeline-model-parallel-size"]
+    sizes = "--tensor-model-parallel-size, --context-parallel-size or --pipeline-model-parallel-size"
+    ways = [f"use more ranks, with --zero-stage 3, {sizes}"]
     if layout.world_size == 1:
         ways += [preset for preset in [largest_preset(config, fits)] if preset]
     layers, fewest = config.model.num_layers, layout.pp * layout.chunks
