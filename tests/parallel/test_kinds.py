@@ -154,7 +154,7 @@ def test_a_search_ranks_layouts_by_the_mean_block() -> None:
     for layers in (1, 2, 5):
         model = replace(MODEL, num_layers=layers)
         terms = ClosedTerms(replace(config, model=model), 2, load_device("h100-80gb"))
-        saved.append(terms.block(1, 2, False, False)._replace(hidden=0) + terms.numel(1)[:1])
+        saved.append(terms.block(1, 1, 2, False, False)._replace(hidden=0) + terms.numel(1)[:1])
     narrow, pair, five = saved
     for one, two, all_five in zip(narrow, pair, five, strict=True):
         wide = 2 * two - one

@@ -135,7 +135,7 @@ def test_ranks_are_processes_named_by_their_coordinates(run) -> None:
     case, _, events = run
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     place = [case.layout.coord(rank) for rank in range(2)]
-    assert names == {r: f"rank {r}: pp {c.pp}, dp {c.dp}, tp {c.tp}" for r, c in enumerate(place)}
+    assert names == {r: f"rank {r}: pp {c.pp}, dp {c.dp}, cp {c.cp}, tp {c.tp}" for r, c in enumerate(place)}
 
 
 def test_arrows_join_a_send_with_its_receive(run) -> None:

@@ -41,13 +41,13 @@ def test_a_gpus_rank_is_rehearsed_without_one(tmp_path, capsys) -> None:
         for each in text["collectives"]:
             sent[each["kind"]] += each["bytes"]
         assert sent == found.traffic
-    assert last.coord == (0, 31, 1)
+    assert last.coord == (0, 31, 0, 1)
     # fp32: 12 bytes of master weights and moments a parameter, each written by one of its ranks
     _, layout = resolve(config, 64, 0, declare)
     assert layout.dp == 32
     assert first.save.checkpoint_bytes == last.save.checkpoint_bytes > 20 * first.save.written_bytes > 0
     printed = capsys.readouterr().out
-    assert "rank 63: pp 0, dp 31, tp 1" in printed and f"{last.memory['host']:,}" in printed
+    assert "rank 63: pp 0, dp 31, cp 0, tp 1" in printed and f"{last.memory['host']:,}" in printed
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])

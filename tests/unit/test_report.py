@@ -137,7 +137,9 @@ def test_a_queue_of_weight_gradients_is_reported_and_with_full_recompute_warned_
     The last of 4 ranks, with 3 blocks, puts off 3 micro-batches, and holds a fourth while it computes the first.
     """
     model = ModelConfig(12, 64, 0, 4, 16, 101)
-    parallel = ParallelConfig(1, 4, "zero-bubble", zero_bubble_backlog=backlog)
+    parallel = ParallelConfig(
+        pipeline_model_parallel_size=4, pipeline_schedule="zero-bubble", zero_bubble_backlog=backlog
+    )
     for recompute in ("none", "full"):
         config = Config(model, TrainingConfig(2, 16), parallel=parallel, activations=ActivationConfig(recompute))
         line = queue_line(*resolve(config, 4, 0, declare))

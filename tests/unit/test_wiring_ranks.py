@@ -67,7 +67,7 @@ def test_ranks_join_and_part_within_the_limits_given(
 
 def test_a_mesh_makes_its_groups_with_the_time_out_given() -> None:
     """And hands its axes the hosts, the group and the check of buffers in flight."""
-    layout, hosts = Layout(pp=2, dp=2, tp=2, shards=1), tuple("abcdefgh")
+    layout, hosts = Layout(pp=2, dp=2, tp=2, shards=1, cp=2), tuple("abcdefghijklmnop")
     with pytest.MonkeyPatch.context() as patch:
         notes = Notes(patch)
         makers = notes.of("megazero.comm.mesh.mesh:GroupMaker")
@@ -79,22 +79,26 @@ def test_a_mesh_makes_its_groups_with_the_time_out_given() -> None:
     # computation waits for these within a layer: their groups have streams of high priority
     assert {call["name"]: call["urgent"] for call in named} == {
         "tp": True,
+        "cp": True,
         "shard": True,
         "pp": False,
         "dp": False,
+        "data": False,
         "replica": False,
         "embedding": False,
     }
     assert all(call["groups"] == layout.groups(call["name"]) for call in named)
     made = {call["name"]: (call["ranks"], call["group"]) for call in axes if call["hosts"]}
     assert made == {
-        "pp": ([1, 5], "pp"),
-        "dp": ([5, 7], "dp"),
+        "pp": ([5, 13], "pp"),
+        "dp": ([1, 5], "dp"),
+        "cp": ([5, 7], "cp"),
+        "data": ([1, 3, 5, 7], "data"),
         "tp": ([4, 5], "tp"),
         "shard": ([5], "shard"),
-        "replica": ([5, 7], "replica"),
-        "embedding": ([1, 5], "embedding"),
-        "world": ([*range(8)], torch.distributed.group.WORLD),
+        "replica": ([1, 3, 5, 7], "replica"),
+        "embedding": ([5, 13], "embedding"),
+        "world": ([*range(16)], torch.distributed.group.WORLD),
     }
     assert all(call["rank"] == 5 and call["hosts"] == hosts for call in axes if call["hosts"])
     assert all(call["in_flight"] is mesh.in_flight for call in axes if call["hosts"])
