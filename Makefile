@@ -17,7 +17,7 @@ format:  ## rewrite all files in the house's format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-test:  ## the default suite, as CI runs it
+test:  ## the default suite, as CI runs it: less than five minutes on two cores
 	bash scripts/test.sh
 
 test-all:  ## and what is marked slow

@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import io
 import json
+import random
 import resource
 import subprocess
 import sys
@@ -92,9 +93,9 @@ def blend(folder: Path, count: int) -> str:
 
 MODELS = {
     "small": "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --micro-batch-size 8 --global-batch-size 16",
-    "medium": "--num-layers 6 --hidden-size 512 --num-attention-heads 8 --vocab-size 8192 --global-batch-size 4",
+    "medium": "--num-layers 6 --hidden-size 256 --num-attention-heads 4 --micro-batch-size 4 --global-batch-size 4",
 }
-TURN, SETTLED = 8, 3  # steps of a turn, and those of them that are not measured
+SETTLED = 3  # rounds of a run that are not measured
 ALONE = 300  # steps that are read without training
 
 
@@ -112,15 +113,15 @@ def readers_of(before: str) -> dict[str, Callable[..., Any]]:
     return readers
 
 
-def samples_per_second(batches: Any) -> float:
-    """Return the pace of a loader without training, and without its start."""
-    size, start = batches.assignment.sizes.at(0), 0.0
-    for step in range(ALONE):
-        if step == 20:
-            start = time.perf_counter()
+def alone(batches: Any) -> tuple[float, float]:
+    """Return seconds of a loader's first step, and samples per second of later ones, without training."""
+    size, start = batches.assignment.sizes.at(0), time.perf_counter()
+    batches.batch(0)
+    begun = time.perf_counter()
+    for step in range(1, ALONE):
         batches.batch(step * size)
     batches.close()
-    return (ALONE - 20) * size / (time.perf_counter() - start)
+    return begun - start, (ALONE - 1) * size / (time.perf_counter() - begun)
 
 
 def loader(folder: Path, model: str, rounds: int, before: str) -> str:
@@ -134,21 +135,24 @@ def loader(folder: Path, model: str, rounds: int, before: str) -> str:
         for length in draw.integers(100, 1100, 2000):
             writer.add(draw.integers(0, 256, length))
     readers = readers_of(before)
-    alone: list[float] = []
+    draws = random.Random(0)
+    order = [k for _ in range(rounds) for k in draws.sample(range(len(readers)), len(readers))]  # of the run's steps
     waits: list[float] = []
+    unloaded: list[tuple[float, float]] = []
 
     class Turns:
-        """The batches of a run, by each reader in turn."""
+        """The batches of a run: in each round of steps, one of each reader, which reads all of its samples in order."""
 
         def __init__(self, *args: Any, num_workers: int, **kwargs: Any) -> None:
-            self.all = [make(*args, **kwargs) for make in readers.values()]
+            self.all, self.turns = [make(*args, **kwargs) for make in readers.values()], [0] * len(readers)
             if num_workers:  # training
-                alone.extend(map(samples_per_second, self.all))
+                unloaded.extend(map(alone, self.all))
 
         def batch(self, consumed: int) -> Any:
-            start = time.perf_counter()
-            found = self.all[len(waits) // TURN % len(self.all)].batch(consumed)
+            k, start = order[len(waits)], time.perf_counter()
+            found = self.all[k].batch(self.turns[k] * self.all[k].assignment.sizes.at(0))
             waits.append(time.perf_counter() - start)
+            self.turns[k] += 1
             return found
 
         def close(self) -> None:
@@ -159,20 +163,21 @@ def loader(folder: Path, model: str, rounds: int, before: str) -> str:
     flags = f"{MODELS[model]} --seq-length 256 --data-path {folder / 'bytes'} --tokenizer byte --split 1"
     flags += f" --eval-interval 0 --lr-warmup-iters 0 --log-dir {folder / 'log'}"
     with contextlib.redirect_stdout(io.StringIO()):
-        pretrain_gpt.main([*flags.split(), "--train-iters", str(rounds * TURN * len(readers))])
+        pretrain_gpt.main([*flags.split(), "--train-iters", str(len(order))])
     records = [json.loads(line) for line in (folder / "log" / "metrics.jsonl").read_text().splitlines()]
-    speeds = np.array([record["tokens_per_second"] for record in records]).reshape(rounds, len(readers), TURN)
-    pace = np.median(speeds[:, :, SETTLED:], axis=-1)
-    wait = 1e3 * np.array(waits).reshape(rounds, len(readers), TURN)
-    lines = [f"{model} model, {rounds} turns of {TURN} steps"]
+    of_round = np.argsort(np.array(order).reshape(rounds, -1), axis=-1)  # steps of a round, by reader
+    paces = np.array([record["tokens_per_second"] for record in records]).reshape(rounds, -1)
+    paces = np.take_along_axis(paces, of_round, axis=-1)[SETTLED:]
+    waited = np.take_along_axis(np.array(waits).reshape(rounds, -1), of_round, axis=-1)[SETTLED:]
+    lines = [f"{model} model, {rounds} rounds"]
     for k, name in enumerate(readers):
-        ratios = pace[:, k] / pace[:, 0]
+        ratios = paces[:, k] / paces[:, 0]
         low, high = interval(ratios.tolist())
-        first, later = np.median(wait[:, k, 0]), np.median(wait[:, k, SETTLED:])
+        first, speed = unloaded[k]
         lines.append(
-            f"  {name}: {alone[k]:,.0f} samples/s alone; {np.median(pace[:, k]):,.0f} tokens/s, "
-            f"{np.median(ratios):.3f} [{low:.3f}, {high:.3f}] of those with 0 threads; waits {later:.2f} ms, "
-            f"at the first step {first:.1f}"
+            f"  {name}: {speed:,.0f} samples/s alone, after {1e3 * first:.1f} ms for the first step; "
+            f"{np.median(paces[:, k]):,.0f} tokens/s, {np.median(ratios):.3f} [{low:.3f}, {high:.3f}] of those with 0 "
+            f"threads; a step waits {1e3 * np.median(waited[:, k]):.2f} ms"
         )
     return "\n".join(lines)
 
@@ -183,7 +188,7 @@ def main(
     epochs: int = 10,
     corpora: int = 10_000,
     model: str = "small",
-    rounds: int = 10,
+    rounds: int = 100,
     before: str = "",
 ) -> None:
     """Run a part (tables, blend, loader), or all, each in a process of its own.

@@ -77,6 +77,7 @@ def test_costs_of_passes_are_those_of_their_trace(architecture: str, recompute: 
             assert costs[1] == pytest.approx(inputs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("vocabulary", "tried"), [(130, 3), *(pytest.param(v, 8, marks=pytest.mark.slow) for v in (129, 5000))]
 )

@@ -137,6 +137,7 @@ def test_logits_and_gradients_are_those_of_transformers(
     ours.zero.discard_gradients()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_family_is_planned(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The plan of its default flags is printed, with its number of parameters."""

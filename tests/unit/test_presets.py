@@ -212,6 +212,7 @@ def test_families_have_published_shapes_and_fit(name: str) -> None:
 PLANNED = {architecture: name for name, (architecture, *_) in reversed(FAMILIES.items())}.values()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in PLANNED else pytest.mark.slow) for name in FAMILIES]
 )

@@ -44,6 +44,7 @@ def cases() -> Iterator[object]:
         yield pytest.param([*ROWS][row], layout, ("cpu", "cuda")[device], marks=() if near else pytest.mark.slow)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("architecture", "layout", "device_type"), list(cases()))
 def test_every_weight_is_declared_as_it_is_used(architecture: str, layout: str, device_type: str) -> None:
     with known_row(architecture):
