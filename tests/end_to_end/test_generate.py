@@ -323,7 +323,10 @@ def on_a_rank(rank: int, path: Path, layout: Layout, prompts: list[list[int]]) -
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout(tp=3), Layout(pp=2), pytest.param(Layout(pp=2, dp=2), marks=pytest.mark.slow), Layout(dp=2), Layout(cp=2)],
+    [
+        *(Layout(tp=3), Layout(pp=2), Layout(dp=2), Layout(cp=2)),
+        *(pytest.param(Layout(dp=2, **more), marks=pytest.mark.slow) for more in ({"pp": 2}, {"cp": 2})),
+    ],
     ids=str,
 )
 def test_every_layout_says_the_same(layout: Layout, run, ranks: Callable[[int], Ranks]) -> None:
