@@ -83,9 +83,12 @@ class PlainBlock(nn.Module):
         qkv = self.attention["qkv"](self.norm1(x))
         b, s, _ = qkv.shape  # not x's: under sequence parallelism a rank's x has a part of the sequence
         q, k, v = qkv.view(b, s, self.num_heads, 3, -1).transpose(1, 2).unbind(3)  # [b, n, s, d]
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = self.attend(q, k, v)
         x = x + self.attention["proj"](y.transpose(1, 2).reshape(b, s, -1))
         return x + self.mlp["down"](F.gelu(self.mlp["up"](self.norm2(x)), approximate="tanh"))
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def initial_weights(model: ModelConfig, seed: int) -> Iterator[tuple[str, torch.Tensor]]:

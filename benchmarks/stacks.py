@@ -85,9 +85,9 @@ class Stack(NamedTuple):
 
 
 class PlainStack(nn.Module):
-    def __init__(self, model: ModelConfig, seed: int) -> None:
+    def __init__(self, model: ModelConfig, seed: int, block: type[PlainBlock] = PlainBlock) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(PlainBlock(model) for _ in range(model.num_layers))
+        self.blocks = nn.ModuleList(block(model) for _ in range(model.num_layers))
         draw_weights(self, model, seed)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -161,10 +161,18 @@ class _SilentAxis(Axis):
         return self.size > 1 and dist.get_backend() == "gloo"
 
 
-def megazero(work: Work, device: torch.device, sharded: bool, silent: bool, own_products: bool) -> Training:
-    """The Engine's own blocks, ZeRO stage 0, with gradients, sums and update as in a training step."""
+def megazero(
+    work: Work, device: torch.device, sharded: bool, silent: bool, own_products: bool, exchange: str = ""
+) -> Training:
+    """The Engine's own blocks, ZeRO stage 0, with gradients, sums and update as in a training step.
+
+    exchange: of keys, by ranks of context parallelism; empty: they are ranks of tensor parallelism.
+    """
     config = work.config()
-    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, sequence_parallel=sharded))
+    parallel: dict[str, Any] = {"sequence_parallel": sharded}
+    if exchange and work.ranks > 1:
+        parallel = {"tensor_model_parallel_size": 1, "context_parallel_size": work.ranks, "cp_exchange": exchange}
+    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **parallel))
     config, layout = resolve(config, work.ranks, 0, declare)
     mesh = Mesh.build(layout, dist.get_rank(), device)
     if own_products:
@@ -174,8 +182,12 @@ def megazero(work: Work, device: torch.device, sharded: bool, silent: bool, own_
     engine = Engine(config, mesh)
     zero, stage = engine.zero, engine.model
     ids = torch.zeros(work.micro_batch_size, work.seq_length, dtype=torch.long)  # blocks see their number alone
-    tokens = MicroBatchInfo.of(ids, tuple(range(len(ids))), stage.stream, training=False)
-    held = stage.stream.tokens(ids.numel())
+    dealt = None
+    if layout.cp > 1:
+        dealt, _ = engine.dealer.deal(work.seq_length, ((),) * work.micro_batch_size)
+    tokens = MicroBatchInfo.of(ids, tuple(range(len(ids))), stage.stream, training=False, dealt=dealt)
+    own = torch.arange(work.seq_length).expand_as(ids) if dealt is None else dealt.indices
+    held = stage.stream.tokens(own.numel())
     change = StepParams(config.optimizer, config.optimizer.lr, torch.ones((), device=device))
     spec = _blocks_alone(engine.spec)
     step = program(spec, "1f1b", 1)
@@ -209,13 +221,18 @@ def megazero(work: Work, device: torch.device, sharded: bool, silent: bool, own_
         work,
         device,
         Stack(
-            part=lambda whole: torch.cat([whole.detach().flatten(0, 1)[span.start : span.stop] for span in held]),
+            part=lambda whole: _tokens(whole, own).flatten(0, 1)[held.start : held.stop],
             forward=forward,
             backward=backward,
             gradients=gradients,
             update=lambda: run.update(step, change),
         ),
     )
+
+
+def _tokens(whole: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Whole samples [b, s, h], indices [b, t] -> [b, t, h]"""
+    return whole.detach().gather(1, indices[..., None].expand(-1, -1, whole.shape[-1]))
 
 
 def _blocks_alone(spec: RankSpec) -> RankSpec:
@@ -285,7 +302,11 @@ def plain(work: Work, device: torch.device) -> Training:
 
 
 def _torch_training(
-    work: Work, device: torch.device, stack: PlainStack, part: Callable[[torch.Tensor], torch.Tensor]
+    work: Work,
+    device: torch.device,
+    stack: PlainStack,
+    part: Callable[[torch.Tensor], torch.Tensor],
+    backward: Callable[[torch.Tensor, torch.Tensor], None] = lambda y, dy: y.backward(dy),
 ) -> Training:
     optimizer = _adamw(stack, work)
 
@@ -299,7 +320,7 @@ def _torch_training(
             assert grad is not None, name
             yield Gradient(name, grad.full_tensor() if hasattr(grad, "full_tensor") else grad, lambda whole: whole)
 
-    return training(work, device, Stack(part, stack, lambda y, dy: y.backward(dy), gradients, update))
+    return training(work, device, Stack(part, stack, backward, gradients, update))
 
 
 def _adamw(stack: PlainStack, work: Work) -> torch.optim.Optimizer:
@@ -324,6 +345,63 @@ class System(NamedTuple):
     make: Callable[[Work, torch.device], Training]
 
 
+# -- context parallelism
+
+
+class _RingAttention(torch.autograd.Function):
+    """torch's ring attention, heads and tails on each rank, around torch's kernel for CPUs.
+
+    torch's `context_parallel` replaces scaled_dot_product_attention on GPUs only: its table of kernels (`custom_ops` in
+    torch/distributed/tensor/experimental/_context_parallel/_attention.py) lacks that for CPUs. The ring itself takes
+    any kernel. By torch's default, keys are all-gathered, and gradients go round by all-to-all.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        y, log_sums = ring._templated_ring_attention(dist.group.WORLD, 2, kernel, q, k, v, is_causal=True)
+        ctx.save_for_backward(q, k, v, y, log_sums)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
+        def kernel(*, grad_out, query, key, value, out, logsumexp, is_causal):
+            inputs = grad_out, query, key, value, out, logsumexp.contiguous()
+            return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, 0.0, is_causal)
+
+        return ring._templated_ring_attention_backward(
+            dist.group.WORLD, 2, kernel, dy.contiguous(), "grad_out", *ctx.saved_tensors, is_causal=True
+        )
+
+
+class _RingBlock(PlainBlock):
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = _RingAttention.apply(q, k, v)
+        return y
+
+
+def ring(work: Work, device: torch.device) -> Training:
+    """Plain blocks with torch's ring attention. Gradients of weights are summed by one all-reduce."""
+    config, rank, each = work.config(), dist.get_rank(), work.seq_length // (2 * work.ranks)
+    stack = PlainStack(config.model, config.training.seed, _RingBlock).to(device)
+    places = [torch.arange(piece * each, (piece + 1) * each) for piece in (rank, 2 * work.ranks - 1 - rank)]
+    indices = torch.cat(places).expand(work.micro_batch_size, -1)
+
+    def backward(y: torch.Tensor, dy: torch.Tensor) -> None:
+        y.backward(dy)
+        gradients = [p.grad for p in stack.parameters() if p.grad is not None]
+        flat = torch.cat([grad.flatten() for grad in gradients])
+        dist.all_reduce(flat)
+        for grad, summed in zip(gradients, flat.split([grad.numel() for grad in gradients]), strict=True):
+            grad.copy_(summed.view_as(grad))
+
+    return _torch_training(work, device, stack, lambda whole: _tokens(whole, indices), backward)
+
+
 def _systems() -> dict[str, System]:
     """Named system-stream, with -silent behind; system-alone."""
     systems = {
@@ -345,6 +423,10 @@ def _systems() -> dict[str, System]:
             systems[f"megazero/torch{end}"] = System(
                 "megazero, torch's products", partial(megazero, **here, own_products=False)
             )
+    systems["ring"] = System("torch's ring attention", ring)
+    for name, exchange in (("megazero-gathered", "all-gather"), ("megazero-ring", "ring")):
+        options = {"sharded": False, "silent": False, "own_products": False, "exchange": exchange}
+        systems[name] = System(f"megazero, {exchange}", partial(megazero, **options))
     return systems
 
 

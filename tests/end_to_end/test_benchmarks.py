@@ -83,6 +83,14 @@ def test_tensor_parallelism_against_dtensor_runs() -> None:
 
 
 @pytest.mark.slow
+def test_context_parallelism_against_torchs_ring_runs() -> None:
+    """The program refuses to time blocks whose results differ from the plain blocks'."""
+    done = run(sys.executable, "benchmarks/context_parallel.py", "--quick")
+    assert done.returncode == 0, done.stderr
+    assert "torch's ring attention" in done.stdout
+
+
+@pytest.mark.slow
 def test_checkpoints_of_ranks_that_are_not_there() -> None:
     """400 ranks of the 100B preset take half a minute; here a model of 4 layers on 8."""
     small = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 257 --tensor-model-parallel-size 2"
