@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Context parallelism of a stack of transformer blocks, on CPUs: side by side in one run.
 
-megazero, by all-gather and in a ring, against torch's ring attention on as many ranks (see `stacks.ring` for the parts of
-torch's `context_parallel` that run on CPUs), and against megazero's tensor parallelism with sequence parallelism. Before
-anything is timed, every system's output and gradients have to agree with whole plain blocks.
+megazero, by all-gather and in a ring, against torch's ring attention on as many ranks (`stacks.ring` describes it), and
+against megazero's tensor parallelism with sequence parallelism. Before anything is timed, every system's output and
+gradients have to agree with whole plain blocks.
 
 All systems multiply with torch's own products. Turns and intervals are as in `zero.py`. Examples:
 
