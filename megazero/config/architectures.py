@@ -78,6 +78,20 @@ ARCHITECTURES = {
     "mistral": _with(LLAMA, {"rotary-base": 1e6, "norm-epsilon": 1e-5}),
     "qwen2": _with(LLAMA, {"rotary-base": 1e6, "add-qkv-bias": True}),
     "qwen3": _with(LLAMA, {"rotary-base": 1e6, "qk-layernorm": True}),
+    "qwen2-moe": _with(
+        LLAMA,
+        {"rotary-base": 1e6, "add-qkv-bias": True, "num-experts": 60, "moe-router-topk": 4}
+        | {"moe-router-pre-softmax": True, "moe-shared-expert-gate": True},
+    ),
+    "qwen3-moe": _with(
+        LLAMA, {"rotary-base": 1e6, "qk-layernorm": True, "num-experts": 128, "moe-router-topk": 8}
+    ),
+    "mixtral": _with(LLAMA, {"rotary-base": 1e6, "norm-epsilon": 1e-5, "num-experts": 8}),
+    "olmoe": _with(
+        LLAMA,
+        {"norm-epsilon": 1e-5, "qk-layernorm": True, "qk-norm-all-heads": True, "num-experts": 64}
+        | {"moe-router-topk": 8, "moe-router-pre-softmax": True},
+    ),
     "phi3": _with(LLAMA, {"norm-epsilon": 1e-5}),
     "smollm3": _with(LLAMA, {"rotary-base": 5e6, "layer-pattern": "GGGN", "untie-embeddings": False}),
     "granite": _with(LLAMA, {"norm-epsilon": 1e-5, "untie-embeddings": False}),

@@ -115,6 +115,30 @@ class ModelConfig:
     residual_multiplier: Annotated[float, Bounds(0, 1000, "no published model has a larger one", least_open=True)] = 1.0
     """Factor of the results of attention and MLP before they are added to the residual stream; Granite has 0.22."""
 
+    num_experts: Annotated[int, Bounds(0, 2**14, FEW)] = 0
+    """Replace the MLP by this many experts, each an MLP, in the layers of --moe-layer-freq. A router sends each token
+    to --moe-router-topk of them. 0: none."""
+    moe_router_topk: Annotated[int, Bounds(1, 2**10, FEW)] = 2
+    """Experts of a token."""
+    moe_router_pre_softmax: bool = False
+    """Multiply the result of an expert by its probability among all experts, as in OLMoE. By default the probabilities
+    of a token's experts are divided by their sum, as in Mixtral."""
+    moe_ffn_hidden_size: Annotated[int, Bounds(0, 2**23, "no published model is as wide")] = 0
+    """Width inside an expert. 0: --ffn-hidden-size."""
+    moe_layer_freq: str = "1"
+    """Layers that have experts. A number N: layers 0, N, 2 N and so on. Or letters, repeated over the layers: DE is a
+    layer with a dense MLP, then one with experts."""
+    moe_shared_expert_intermediate_size: Annotated[int, Bounds(0, 2**23, "no published model is as wide")] = 0
+    """Width inside an MLP that all tokens pass besides their experts. 0: there is none."""
+    moe_shared_expert_gate: bool = False
+    """Multiply the result of the shared expert by the sigmoid of a product with the token, as in Qwen 2 MoE."""
+    moe_aux_loss_coeff: Annotated[float, Bounds(0, 1e6, LARGE)] = 0.0
+    """Factor of the loss that balances the experts: per sample and layer, number of experts x sum over experts of (share
+    of the choices) x (mean probability), which is 1 if they are balanced. It does not depend on layout or batches."""
+    moe_z_loss_coeff: Annotated[float, Bounds(0, 1e6, LARGE)] = 0.0
+    """Factor of the loss that keeps router logits small: per layer, the mean over tokens of the squared log of the sum
+    of exp(logit). 0.001 is usual."""
+
     @property
     def traits(self) -> ArchitectureTraits:
         return ARCHITECTURES[self.architecture]
@@ -122,6 +146,23 @@ class ModelConfig:
     @property
     def ffn_size(self) -> int:
         return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def expert_size(self) -> int:
+        """Width inside an expert."""
+        return self.moe_ffn_hidden_size or self.ffn_size
+
+    def has_experts(self, number: int) -> bool:
+        """Return whether the MLP of a layer is a mixture of experts."""
+        pattern = self.moe_layer_freq
+        if pattern.isdecimal():
+            return self.num_experts > 0 and number % int(pattern) == 0
+        return self.num_experts > 0 and pattern[number % len(pattern)] == "E"
+
+    @property
+    def expert_layers(self) -> list[int]:
+        """The layers with experts."""
+        return [number for number in range(self.num_layers) if self.has_experts(number)]
 
     @property
     def head_dim(self) -> int:
