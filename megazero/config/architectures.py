@@ -83,9 +83,7 @@ ARCHITECTURES = {
         {"rotary-base": 1e6, "add-qkv-bias": True, "num-experts": 60, "moe-router-topk": 4}
         | {"moe-router-pre-softmax": True, "moe-shared-expert-gate": True},
     ),
-    "qwen3-moe": _with(
-        LLAMA, {"rotary-base": 1e6, "qk-layernorm": True, "num-experts": 128, "moe-router-topk": 8}
-    ),
+    "qwen3-moe": _with(LLAMA, {"rotary-base": 1e6, "qk-layernorm": True, "num-experts": 128, "moe-router-topk": 8}),
     "mixtral": _with(LLAMA, {"rotary-base": 1e6, "norm-epsilon": 1e-5, "num-experts": 8}),
     "olmoe": _with(
         LLAMA,

@@ -133,7 +133,7 @@ class ModelConfig:
     moe_shared_expert_gate: bool = False
     """Multiply the result of the shared expert by the sigmoid of a product with the token, as in Qwen 2 MoE."""
     moe_aux_loss_coeff: Annotated[float, Bounds(0, 1e6, LARGE)] = 0.0
-    """Factor of the loss that balances the experts: per sample and layer, number of experts x sum over experts of (share
+    """Factor of the loss that balances the experts: per sample and layer, experts x sum over experts of (share
     of the choices) x (mean probability), which is 1 if they are balanced. It does not depend on layout or batches."""
     moe_z_loss_coeff: Annotated[float, Bounds(0, 1e6, LARGE)] = 0.0
     """Factor of the loss that keeps router logits small: per layer, the mean over tokens of the squared log of the sum

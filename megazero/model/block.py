@@ -11,6 +11,7 @@ from megazero.config.architectures import ARCHITECTURES
 from megazero.config.schema import ModelConfig
 from megazero.model.layers.attention import Attention, FusedAttention, GroupedAttention
 from megazero.model.layers.context import Context, MicroBatchInfo
+from megazero.model.layers.experts import Experts
 from megazero.model.layers.layer import Layer
 from megazero.model.layers.linear import Call, Residual, Unsplit, normed_columns, rows_onto
 from megazero.model.layers.mlp import MLP
@@ -35,7 +36,7 @@ class SequentialBlock(Layer):
         self.attention = attention_of(model, number, context)
         self.norm1_after = norm(model, context) if after else None
         self.norm2: Norm = norm(model, context) if before else NoNorm()
-        self.mlp = MLP(model, context)
+        self.mlp: Experts | MLP = Experts(model, number, context) if model.has_experts(number) else MLP(model, context)
         self.norm2_after = norm(model, context) if after else None
         dropouts = (context.dropout(model.hidden_dropout, number, site) for site in ("attention", "mlp"))
         self.residuals = [
@@ -46,7 +47,7 @@ class SequentialBlock(Layer):
     def forward(self, x: torch.Tensor, tokens: MicroBatchInfo, output: bool = True) -> torch.Tensor:
         """x [T', h] -> [T', h]. If `output` is False, callers use only the graph: the last sum over tp is omitted."""
         x = self.attention(x, self.norm1, self.residuals[0], tokens)
-        return self.mlp(x, self.norm2, self.residuals[1], Call(tokens.dropout_rows, output))
+        return self.mlp(x, self.norm2, self.residuals[1], tokens, output)
 
 
 class ParallelBlock(Layer):

@@ -25,6 +25,7 @@ from megazero.model.layers.vocabulary import Output, VocabularyTable
 from megazero.model.layers.weight import Weight, named_weights
 from megazero.plan.layout.layers import End, LayerKind, Layers, Use
 from megazero.plan.layout.topology import Layout
+from megazero.plan.program.rank_spec import RankSpec
 
 TOKEN_EMBEDDING, POSITION_EMBEDDING, BLOCKS, HEAD = "token_embedding", "position_embedding", "blocks.", "head"
 
@@ -127,6 +128,12 @@ class Stage(nn.Module):
         for block in self.blocks.values():
             x = block(x, tokens)
         return x
+
+
+def recomputed_blocks(spec: RankSpec) -> frozenset[int]:
+    """Return the numbers of the blocks that a rank's backward computes again."""
+    names = (layer.name for chunk in spec.chunks for layer in chunk if spec.recomputes(layer))
+    return frozenset(int(name.removeprefix(BLOCKS)) for name in names)
 
 
 @functools.lru_cache(maxsize=64)

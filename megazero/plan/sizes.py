@@ -44,6 +44,7 @@ from megazero.plan.program.operations import (
 from megazero.plan.program.rank_spec import RankSpec
 
 NUMBER = 8  # bytes of a number that ranks agree on: fp64
+ROUTER_SUMS = 3  # of a layer's router, besides its experts' loads: of the entropy and of two balance losses
 Sent = tuple[tuple[str, int], ...]  # (kind of traffic, bytes)
 PASSES = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}  # collective -> passes of its buffer around a ring
 
@@ -177,6 +178,7 @@ class LayerSizes(NamedTuple):
     saved: tuple[int, ...]  # of every tensor that autograd saves, except its input
     saved_input: int  # of its input, if autograd saves it
     tables: dict[Hashable, int]  # of each table that is allocated at startup; layers share equal tables
+    routes: int = 0  # of its experts' choices, held from its Forward to its Recompute
 
     def kept(self, own_input: bool) -> int:
         """Return the bytes that autograd saves in a forward, without logits, which are a separate kind."""
@@ -350,8 +352,12 @@ class StepSizes:
         return (Moved("pp", "message", self.hidden),) if isinstance(op, Send) else ()
 
     def agreed(self) -> tuple[Moved, ...]:
-        """Return the all-reduces of a step outside its program: of counts of targets, and of losses."""
-        return agreement("data", "data", "pp", numbers=self.config.data.named_corpora)
+        """Return the all-reduces of a step outside its program: of counts of targets, of losses and of routers."""
+        model = self.config.model
+        found = agreement("data", "data", "pp", numbers=self.config.data.named_corpora)
+        if layers := len(model.expert_layers):
+            found += agreement("data", "pp", numbers=layers * (model.num_experts + ROUTER_SUMS))
+        return found
 
     def traffic(self, op: Op) -> Sent:
         """Return the bytes that this rank sends in an operation, by kind of traffic."""

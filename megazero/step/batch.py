@@ -85,8 +85,13 @@ def upload_step(
     *,
     training: bool,
     num_corpora: int,
+    by_sample: bool,
 ) -> Uploaded:
-    """Copy this rank's part of a step's micro-batches to the device in one asynchronous copy."""
+    """Copy this rank's part of a step's micro-batches to the device in one asynchronous copy.
+
+    Args:
+        by_sample: also the number of targets of each sample.
+    """
     assert batches, "no micro-batch"
     numbers = [number for batch in batches for number in batch.corpora or (0,) * len(batch.samples)]
     of_sample, counts, host, works, made = torch.tensor(numbers), [], [], [], []
@@ -104,6 +109,7 @@ def upload_step(
             *parts,
             *([found.starts, found.bounds] if found else []),
             *([dealt.indices, dealt.rows] if dealt else []),
+            *([batch.loss_mask.sum(-1, dtype=torch.float64)] if by_sample else []),
         ]
         made.append((batch, found, dealt))
     targets, corpora, *there = upload(
@@ -125,7 +131,7 @@ def upload_step(
             position_documents=found if data.reset_position_ids else None,
             dealt=dealt,
         )
-        micro_batches.append(DeviceBatch(ids, labels, mask, info))
+        micro_batches.append(DeviceBatch(ids, labels, mask, info, next(arrived) if by_sample else None))
     return Uploaded(micro_batches, targets, corpora, works)
 
 

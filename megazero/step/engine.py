@@ -25,7 +25,7 @@ from megazero.kernels.matmul import Products, writes_wide
 from megazero.kernels.table import KERNELS
 from megazero.memory.tracker import MemoryTracker
 from megazero.model.layers.context import DTYPES, Context, DeviceBatch, ResidualStream
-from megazero.model.stage import Stage, declare
+from megazero.model.stage import Stage, declare, recomputed_blocks
 from megazero.optim.step import StepParams
 from megazero.plan.layout.dealing import dealt_tokens
 from megazero.plan.program.program import Program, program
@@ -33,6 +33,7 @@ from megazero.plan.program.rank_spec import rank_spec
 from megazero.plan.schedule.schedules import EVALUATION
 from megazero.step.bad_step import Inspector, first_bad_result
 from megazero.step.batch import Batch, Dealer, Uploaded, sum_by_corpus, upload_step
+from megazero.step.expert_loads import ExpertLoads, Routers
 from megazero.step.graphs import ActivationSpec, BlockGraphs
 from megazero.step.interpreter import Compute, Interpreter
 from megazero.step.memory_report import is_out_of_memory, memory_report
@@ -57,6 +58,7 @@ class StepResult(NamedTuple):
     gradient_bytes: int  # just before the update
     imbalance: float | None = None  # of attention over the context-parallel ranks, see `plan.layout.dealing`; None: one
     loss_by_corpus: tuple[float | None, ...] = ()  # None: no target of the corpus counts; empty: one corpus
+    experts: ExpertLoads | None = None  # None: the model has no experts
 
 
 class Engine:
@@ -94,10 +96,12 @@ class Engine:
             kernels,
             mesh.cp,
             self.config.parallel.cp_exchange == "ring",
+            recomputed_blocks(self.spec),
         )
         model = config.model
         self.dealer = Dealer.of(config, mesh.layout, mesh.cp.rank)
         self.model = Stage(model, list(self.spec.layers), context, config.training.freeze_parameters)
+        self.routers = Routers.of(model, self.model)
         self.zero = Zero(self._zero_options(), self.model.units, self.spec)
         step = self.program(config.schedule, config.micro_batches(mesh.layout.dp))
         self.zero.reserve(step.arena_numel)
@@ -199,8 +203,8 @@ class Engine:
         # `scalar / tensor` multiplies by a rounded reciprocal; div_ rounds once
         seed_gradient = torch.full_like(counted[0], scale * parts).div_(counted.sum().clamp(min=1))
         losses = self._run(step, uploaded, seed_gradient)
-        targets_by_corpus, sums, [square_sum] = self._read(
-            counted, self._global_losses(losses, uploaded), interpreter.square_sum[None]
+        targets_by_corpus, sums, [square_sum], routed = self._read(
+            counted, self._global_losses(losses, uploaded), interpreter.square_sum[None], self.routers.summed(self.mesh)
         )
         targets = sum(targets_by_corpus)
         norm = math.sqrt(square_sum) / (scale * parts)
@@ -226,7 +230,10 @@ class Engine:
         self.scale = self.scale and self.scale.after(skipped and targets > 0)
         means = tuple(loss / n if n else None for loss, n in zip(sums, targets_by_corpus, strict=True))
         by_corpus = means if self.num_corpora > 1 else ()
-        return StepResult(mean, norm, lr, scale, skipped, skip_reason, gradient_bytes, uploaded.imbalance, by_corpus)
+        return StepResult(
+            *(mean, norm, lr, scale, skipped, skip_reason, gradient_bytes, uploaded.imbalance, by_corpus),
+            self.routers.read(routed, targets),
+        )
 
     def _parts(self, batches: Sequence[Batch], samples: int) -> int:
         """Count the micro-batches of all replicas that are not padding."""
@@ -241,6 +248,7 @@ class Engine:
     def begin(self) -> None:
         """Reset per-iteration peaks and discard state left by a failed step."""
         self.interpreter.reset()
+        self.routers.reset()
         self.tracker.begin_iteration()
         if self.mesh.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.mesh.device)
@@ -306,7 +314,8 @@ class Engine:
 
     def _upload(self, batches: Sequence[Batch], training: bool) -> Uploaded:
         data, device = self.config.data, self.mesh.device
-        options = {"training": training, "num_corpora": self.num_corpora}
+        experts = self.config.model.num_experts > 0
+        options = {"training": training, "num_corpora": self.num_corpora, "by_sample": experts and training}
         return upload_step(batches, self.model.stream, data, device, self.dealer, **options)
 
     def _read(self, *tensors: torch.Tensor) -> list[list[float]]:
@@ -321,8 +330,11 @@ class Engine:
         seed_gradient: torch.Tensor | None = None,
         head: Compute | None = None,
     ) -> dict[int, torch.Tensor]:
+        micro_batches = uploaded.micro_batches
+        if seed_gradient is not None and self.config.model.num_experts:
+            micro_batches = [each.balanced(seed_gradient) for each in micro_batches]
         with self._reporting_memory(step):
-            return self.interpreter.run(step, uploaded.micro_batches, seed_gradient, head)
+            return self.interpreter.run(step, micro_batches, seed_gradient, head)
 
     def wait(self) -> None:
         """Wait for all outstanding collectives; call before shutdown."""

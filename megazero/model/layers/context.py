@@ -20,6 +20,7 @@ from megazero.kernels.matmul import TORCH, Products
 from megazero.kernels.rotary import Rotary, RotaryTables
 from megazero.kernels.table import EAGER, Kernels
 from megazero.memory.tracker import Allocation, MemoryTracker
+from megazero.model.layers.balance import Balance
 from megazero.model.layers.dealt import DealtTokens
 from megazero.model.layers.documents import Documents
 from megazero.model.layers.kv_cache import KVCache
@@ -94,6 +95,7 @@ class Context:
     kernels: Kernels = EAGER
     cp: Axis = field(default_factory=lambda: Axis("cp", [0], 0))  # the ranks that share the tokens of a sample
     ring: bool = False  # exchange keys and values in a ring, not all at once
+    recomputed: frozenset[int] = frozenset()  # numbers of the blocks that backward computes again
 
     @property
     def dtype(self) -> torch.dtype:
@@ -137,6 +139,7 @@ class Context:
         decays: bool = False,
         pads: bool = False,
         summed: Iterable[str] = (),
+        per_token: tuple[int, int] = (1, 1),
     ) -> Weight:
         """Declare a weight of the global `shape`, without memory. Its name will be its path in the model.
 
@@ -146,8 +149,10 @@ class Context:
             decays: weight decay applies.
             pads: rows of the shard may be padding, as of the vocabulary.
             summed: axes over which its gradient is a sum, besides the data-parallel ones.
+            per_token: the share of it that a token is multiplied with: (experts of a token, all experts).
         """
-        spec = ParamSpec("", shape, tuple((sharded or {}).items()), decays, std, mean, pads, frozenset(summed))
+        axes = tuple((sharded or {}).items())
+        spec = ParamSpec("", shape, axes, decays, std, mean, pads, frozenset(summed), per_token=per_token)
         block = spec.local({"tp": self.tp.rank}, {"tp": self.tp.size})
         return Weight(spec, block, self.seed, self.released)
 
@@ -170,6 +175,7 @@ class MicroBatchInfo(NamedTuple):
     attention_documents: Documents | None = None  # to which attention is restricted; None: whole samples
     position_documents: Documents | None = None  # with which positions restart; None: with every sample
     dealt: DealtTokens | None = None  # this rank's part of each sample; None: all of it
+    balance: Balance | None = None  # of a training step of a model with experts
     head_positions: torch.Tensor | None = None  # positions of the T tokens, [b, t]; None: 0 to s - 1 in every sample
 
     @classmethod
@@ -201,7 +207,9 @@ class MicroBatchInfo(NamedTuple):
                 at = range(sample * length + part.start, sample * length + part.stop)
                 runs += [part] if position_documents is None else position_documents.runs(at)
         documents = attention_documents, position_documents
-        return cls(length, samples, training, tuple(rows), tuple(runs), None, *documents, dealt, positions)
+        return cls(
+            length, samples, training, tuple(rows), tuple(runs), None, *documents, dealt, head_positions=positions
+        )
 
     def positions(self, device: torch.device) -> torch.Tensor:
         """Return the position of each of the T' tokens, [T'] int64."""
@@ -220,3 +228,9 @@ class DeviceBatch(NamedTuple):
     labels: torch.Tensor  # [b, t] int64
     loss_mask: torch.Tensor  # [b, t] fp32, 1 where the target counts
     tokens: MicroBatchInfo
+    targets: torch.Tensor | None = None  # of each whole sample, [b] fp64; of a model with experts
+
+    def balanced(self, seed: torch.Tensor) -> DeviceBatch:
+        """Return the micro-batch with what balance losses need; seed: d objective / d loss, a scalar."""
+        assert self.targets is not None
+        return self._replace(tokens=self.tokens._replace(balance=Balance(self.targets, seed)))

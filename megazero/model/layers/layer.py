@@ -34,7 +34,7 @@ class Layer(nn.Module):
     @staticmethod
     def kind(model: ModelConfig, number: int) -> Hashable:
         """Return a block's kind. Blocks of one kind differ in their number only, and are declared and traced once."""
-        return model.attention_kind(number)
+        return model.attention_kind(number), model.has_experts(number)
 
     def compute(self, x: torch.Tensor | None, batch: DeviceBatch, output: bool) -> torch.Tensor:
         """Call the layer with the parts of a micro-batch that it reads. x [T', h]; None for the first layer.

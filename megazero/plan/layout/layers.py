@@ -71,8 +71,9 @@ class LayerKind:
 
     @property
     def matrix_flops(self) -> int:
-        """FLOPs per token of the forward's products with its own weights: 2 per element."""
-        return 2 * sum(math.prod(spec.shape) for spec in self.params if spec.decays)
+        """FLOPs per token of the forward's products with its own weights: 2 per element that the token meets."""
+        matrices = (spec for spec in self.params if spec.decays)
+        return 2 * sum(math.prod(spec.shape) * spec.per_token[0] // spec.per_token[1] for spec in matrices)
 
     def params_of(self, layer: str, frozen: tuple[str, ...] = ()) -> list[ParamSpec]:
         """Return the weights of layer `layer` of this kind; names that match a pattern of `frozen` do not train."""

@@ -46,6 +46,7 @@ class ParamSpec:
     pads: bool = False  # rows are padded: the vocabulary
     summed: frozenset[str] = frozenset()  # axes that sum its gradient, besides the data-parallel ones
     trains: bool = True  # False: frozen; it has no gradient and does not decay
+    per_token: tuple[int, int] = (1, 1)  # the share of it that a token is multiplied with: (its experts, all experts)
 
     @property
     def axes(self) -> frozenset[str]:

@@ -290,12 +290,15 @@ class _Walk:
         layer = self.sizes.layers[op.layer]
         if op.graph and not self.spec.captures(self.spec.layers[op.layer]):
             self._save(op, layer.kept(own_input=True))
+        if layer.routes and self.spec.recomputes(self.spec.layers[op.layer]):
+            self.allocations["routes", op.key] = self.tracker.allocate("activation_checkpoints", layer.routes)
         if layer.logits:
             logits = self.tracker.allocate("logits", layer.logits)
             if op.graph:
                 self.allocations["logits", op.micro_batch] = logits
 
     def _recompute(self, op: Recompute) -> None:
+        self.allocations.pop(("routes", op.key), None)
         # its input is counted as the kept input, unless it was gathered from parts
         self._save(op, self.sizes.layers[op.layer].kept(own_input=self.spec.partitioned))
 

@@ -18,6 +18,7 @@ from megazero.model.layers.context import DTYPES
 from megazero.price.trace.differences import Differences, tensors_in
 
 PRODUCTS = ("mm", "addmm", "addmm_", "bmm")
+GROUPED = "_grouped_mm"  # of rows with the matrix of their group, or of the groups' rows with each other
 NO_WORK = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "_unsafe_view", "promote_types", "resize_")
 RESULTS = ("out", "grad_input")  # names of output arguments
 OVERWRITES = ("copy_", "zero_", "fill_")  # operators that do not read their output
@@ -128,6 +129,9 @@ def _operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
         a, b = read[-2:]
         dtype = next(key for key, value in DTYPES.items() if a.dtype == value)  # an addend may be wider
         return Operator(name, num_bytes, dtype, Product(math.prod(a.shape[:-2]), a.shape[-2], b.shape[-1], a.shape[-1]))
+    if name == GROUPED:
+        a, b = read[:2]
+        return Operator(name, num_bytes, dtype, Product(1, a.shape[0], b.shape[-1], a.shape[-1]))
     if any(word in name for word in ATTENTION):
         backward = "backward" in name  # its first argument is the gradient of the output
         q, k = read[backward], read[backward + 1]

@@ -29,7 +29,7 @@ from megazero.model.layers.context import DTYPES, Context, DeviceBatch, MicroBat
 from megazero.model.layers.dealt import DealtTokens
 from megazero.model.layers.documents import Documents
 from megazero.model.layers.weight import GradWriter, Owner, Weight
-from megazero.model.stage import Stage, declare
+from megazero.model.stage import BLOCKS, Stage, declare
 from megazero.plan.layout.dealing import deal, dealt_multiple, dealt_tokens, share
 from megazero.plan.layout.layers import Use, stage_units
 from megazero.plan.layout.parameters import ParamSpec
@@ -205,7 +205,9 @@ class Traced:
             padded: include the rows that pad a rank's shard of the vocabulary.
         """
         self.kind, model = kind, kind.model
-        staging = kind.device_type == "cpu"
+        staging, recomputed = kind.device_type == "cpu", frozenset[int]()
+        if kind.recompute == "full" and kind.use is Use.LAYER:
+            recomputed = frozenset({int(kind.layer.removeprefix(BLOCKS))})
         length, layout = model.seq_length, Layout(tp=kind.tp, cp=kind.cp)
         most = kind.tokens in (0, share(length, kind.cp, 0, kind.multiple))
         rank = layout.rank(Coord(0, 0, 0 if most else kind.cp - 1, 0))  # ranks with as many tokens cost the same
@@ -221,6 +223,7 @@ class Traced:
             products=Products(in_place=kind.device_type == "cuda"),
             cp=self.mesh.cp,
             ring=kind.ring,
+            recomputed=recomputed,
         )
         self.stage = Stage(model, [kind.layer], self.context, kind.frozen)
         for weight in [weight for unit in self.stage.units.values() for weight in unit]:
@@ -249,6 +252,9 @@ class Traced:
         if self.dealt is not None:
             ids = torch.zeros_like(self.dealt.indices)
         self.batch = DeviceBatch(ids, ids, ids.float(), tokens)
+        if model.num_experts:
+            numbers = torch.zeros(kind.micro_batch_size + 1, dtype=torch.float64, device=device)
+            self.batch = self.batch._replace(targets=numbers[1:]).balanced(numbers[0])
 
     def take_sent(self) -> Counter[str]:
         """Return axis -> bytes sent since the last call."""
@@ -307,10 +313,14 @@ def _trace(kind: Kind, grad_dtype: str, add: bool, at_once: bool) -> LayerTrace:
             with torch.no_grad():
                 gradients.compute_queued()
             queued = recorder.take()
-            recompute: Events = ()
-            if kind.recompute == "full" and kind.use is Use.LAYER:
+            recompute, routes = Events(), 0
+            if traced.context.recomputed:
                 again = traced.input()
-                recorder.take()
+                if kind.model.num_experts:
+                    with torch.no_grad():
+                        traced.compute(again, traced.batch, True)
+                    routes = traced.tracker.now["activation_checkpoints"]
+                recorder.take(), traced.take_sent()
                 traced.compute(again, traced.batch, False)
                 recompute = recorder.take()
         saved_input = saved.pop(_storage(x), None)
@@ -325,6 +335,7 @@ def _trace(kind: Kind, grad_dtype: str, add: bool, at_once: bool) -> LayerTrace:
             saved=tuple(sorted(kept)),
             saved_input=0 if saved_input is None else saved_input.untyped_storage().nbytes(),
             tables=tables,
+            routes=routes,
         )
     return LayerTrace(sizes, LayerEvents(forward, recompute, backward, queued))
 

@@ -1,0 +1,49 @@
+"""The choices of a micro-batch's routers, and the numbers with which balance losses enter the objective.
+
+Shapes: b micro-batch, T tokens of this rank, k experts of a token, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from megazero.memory.tracker import Allocation, MemoryTracker
+
+
+class Route(NamedTuple):
+    """The experts that tokens pass.
+
+    Attributes:
+        ids: [T, k] int16.
+        counts: choices of each expert in each whole sample, [b, E]; None: there is no loss that needs them.
+    """
+
+    ids: torch.Tensor
+    counts: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Balance:
+    """A micro-batch of a training step.
+
+    Attributes:
+        targets: of each whole sample, [b] fp64.
+        seed: d objective / d loss, a scalar in fp64; see `Interpreter.run`.
+    """
+
+    targets: torch.Tensor
+    seed: torch.Tensor
+    _kept: dict[int, tuple[Route, Allocation]] = field(default_factory=dict)
+
+    def keep(self, layer: int, route: Route, tracker: MemoryTracker) -> None:
+        """Keep the choices of a layer's Forward, so that its Recompute makes the same."""
+        num_bytes = sum(part.nbytes for part in route if part is not None)
+        self._kept[layer] = route, tracker.allocate("activation_checkpoints", num_bytes)
+
+    def take(self, layer: int) -> Route | None:
+        """Return kept choices, once."""
+        route, _ = self._kept.pop(layer, (None, None))
+        return route
