@@ -23,7 +23,7 @@ from megazero.kernels.matmul import Products, write_or_add
 ALIGN = 8  # the grouped kernel needs widths that are multiples of 16 bytes
 
 
-class Groups(NamedTuple):
+class RowGroups(NamedTuple):
     """Division of sorted rows into groups.
 
     Attributes:
@@ -35,7 +35,7 @@ class Groups(NamedTuple):
     sizes: tuple[int, ...] | None
 
     @classmethod
-    def of(cls, counts: torch.Tensor, rows: int, on_host: bool) -> Groups:
+    def of(cls, counts: torch.Tensor, rows: int, on_host: bool) -> RowGroups:
         """counts [E] int64: rows of each group. on_host: wait for the sizes."""
         sizes = None
         if on_host and is_stand_in(counts):  # as even as possible
@@ -46,7 +46,7 @@ class Groups(NamedTuple):
         return cls(counts.cumsum(0).to(torch.int32), sizes)
 
     @classmethod
-    def one(cls, x: torch.Tensor) -> Groups:
+    def one(cls, x: torch.Tensor) -> RowGroups:
         """All rows of x [R, c] are one group."""
         return cls(torch.full((1,), len(x), dtype=torch.int32, device=x.device), (len(x),))
 
@@ -72,7 +72,7 @@ class GroupedProducts:
 
     products: Products
 
-    def output(self, x: torch.Tensor, weight: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def output(self, x: torch.Tensor, weight: torch.Tensor, groups: RowGroups) -> torch.Tensor:
         """x [R, in], weight [E, out, in] -> [R, out]"""
         if groups.sizes is None:
             return F.grouped_mm(x, weight.transpose(1, 2), offs=groups.ends)
@@ -82,7 +82,7 @@ class GroupedProducts:
                 out[rows] = self.products.output(x[rows], matrix)
         return out
 
-    def input_grad(self, dy: torch.Tensor, weight: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def input_grad(self, dy: torch.Tensor, weight: torch.Tensor, groups: RowGroups) -> torch.Tensor:
         """dy [R, out], weight [E, out, in] -> [R, in]"""
         if groups.sizes is None:
             return F.grouped_mm(dy, weight, offs=groups.ends)
@@ -92,7 +92,7 @@ class GroupedProducts:
                 out[rows] = self.products.input_grad(dy[rows], matrix)
         return out
 
-    def weight_grad(self, groups: Groups, x: torch.Tensor, dy: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+    def weight_grad(self, groups: RowGroups, x: torch.Tensor, dy: torch.Tensor, out: torch.Tensor, add: bool) -> None:
         """Write dy.T @ x of each group to out [E, out, in], or add it. A group without rows has the gradient 0."""
         out = out.view(len(groups.ends), dy.shape[1], x.shape[1])
         if groups.sizes is None:

@@ -25,7 +25,6 @@ from megazero.model.layers.vocabulary import Output, VocabularyTable
 from megazero.model.layers.weight import Weight, named_weights
 from megazero.plan.layout.layers import End, LayerKind, Layers, Use
 from megazero.plan.layout.topology import Layout
-from megazero.plan.program.rank_spec import RankSpec
 
 TOKEN_EMBEDDING, POSITION_EMBEDDING, BLOCKS, HEAD = "token_embedding", "position_embedding", "blocks.", "head"
 
@@ -130,9 +129,8 @@ class Stage(nn.Module):
         return x
 
 
-def recomputed_blocks(spec: RankSpec) -> frozenset[int]:
-    """Return the numbers of the blocks that a rank's backward computes again."""
-    names = (layer.name for chunk in spec.chunks for layer in chunk if spec.recomputes(layer))
+def block_numbers(names: Iterable[str]) -> frozenset[int]:
+    """Return the numbers of the blocks of these names."""
     return frozenset(int(name.removeprefix(BLOCKS)) for name in names)
 
 

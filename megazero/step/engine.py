@@ -25,7 +25,7 @@ from megazero.kernels.matmul import Products, writes_wide
 from megazero.kernels.table import KERNELS
 from megazero.memory.tracker import MemoryTracker
 from megazero.model.layers.context import DTYPES, Context, DeviceBatch, ResidualStream
-from megazero.model.stage import Stage, declare, recomputed_blocks
+from megazero.model.stage import Stage, block_numbers, declare
 from megazero.optim.step import StepParams
 from megazero.plan.layout.dealing import dealt_tokens
 from megazero.plan.program.program import Program, program
@@ -96,7 +96,7 @@ class Engine:
             kernels,
             mesh.cp,
             self.config.parallel.cp_exchange == "ring",
-            recomputed_blocks(self.spec),
+            block_numbers(name for name, layer in self.spec.layers.items() if self.spec.recomputes(layer)),
         )
         model = config.model
         self.dealer = Dealer.of(config, mesh.layout, mesh.cp.rank)

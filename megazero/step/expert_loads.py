@@ -35,7 +35,7 @@ class ExpertLoads(NamedTuple):
 
     @property
     def imbalance(self) -> tuple[float, ...]:
-        """By layer: choices of the expert with the most, over the mean."""
+        """Layer by layer, the choices of the busiest expert over the mean of all experts."""
         return tuple(max(each) * len(each) / max(1, sum(each)) for each in self.choices)
 
 

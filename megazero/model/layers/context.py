@@ -231,6 +231,6 @@ class DeviceBatch(NamedTuple):
     targets: torch.Tensor | None = None  # of each whole sample, [b] fp64; of a model with experts
 
     def balanced(self, seed: torch.Tensor) -> DeviceBatch:
-        """Return the micro-batch with what balance losses need; seed: d objective / d loss, a scalar."""
+        """Return the micro-batch with the numbers that balance losses need; seed: d objective / d loss, a scalar."""
         assert self.targets is not None
         return self._replace(tokens=self.tokens._replace(balance=Balance(self.targets, seed)))

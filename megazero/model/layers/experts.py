@@ -18,7 +18,7 @@ import torch.nn as nn
 
 from megazero.config.schema import ModelConfig
 from megazero.kernels.eager import wide
-from megazero.kernels.grouped import GroupedProducts, Groups, is_fused
+from megazero.kernels.grouped import GroupedProducts, RowGroups, is_fused
 from megazero.kernels.table import GATED
 from megazero.model.layers.balance import Route
 from megazero.model.layers.context import Context, MicroBatchInfo
@@ -59,16 +59,16 @@ class GroupedLinear(nn.Module):
         data = self.weight.data
         return data.view(self.count, -1, data.shape[-1])
 
-    def output(self, x: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def output(self, x: torch.Tensor, groups: RowGroups) -> torch.Tensor:
         return self.products.output(x, self.matrices, groups)
 
-    def backward(self, dy: torch.Tensor, x: torch.Tensor, groups: Groups) -> None:
+    def backward(self, dy: torch.Tensor, x: torch.Tensor, groups: RowGroups) -> None:
         """Hand over the weight's gradient."""
 
         write = functools.partial(self.products.weight_grad, groups)
         self.weight.accumulate_grad(GradWriter(write, (x, dy)))
 
-    def input_grad(self, dy: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def input_grad(self, dy: torch.Tensor, groups: RowGroups) -> torch.Tensor:
         return self.products.input_grad(dy, self.matrices, groups)
 
 
@@ -86,7 +86,7 @@ class ExpertMLPs(nn.Module):
         self.activation, self.selective = context.kernels.activation(name), context.selective
 
     def forward(
-        self, x: torch.Tensor, weights: torch.Tensor | None, groups: Groups, output: bool
+        self, x: torch.Tensor, weights: torch.Tensor | None, groups: RowGroups, output: bool
     ) -> tuple[torch.Tensor | None, Tensors]:
         """x [R, h], weights [R], None: 1 -> this rank's summand [R, h], None unless `output`; and tensors to save."""
         up = self.up.output(x, groups)
@@ -95,7 +95,7 @@ class ExpertMLPs(nn.Module):
         return (self.down.output(_scaled(inner, weights), groups) if output else None), kept
 
     def backward(
-        self, dy: torch.Tensor, x: torch.Tensor, weights: torch.Tensor | None, groups: Groups, kept: Tensors
+        self, dy: torch.Tensor, x: torch.Tensor, weights: torch.Tensor | None, groups: RowGroups, kept: Tensors
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """dy [R, h] -> gradients of x and, this rank's summand, of the weights."""
         up = kept[0]
@@ -145,14 +145,14 @@ class Sorted(NamedTuple):
     """
 
     order: torch.Tensor
-    groups: Groups
+    groups: RowGroups
 
     @classmethod
     def of(cls, ids: torch.Tensor, experts: int, on_host: bool) -> Sorted:
         """ids [T, k]"""
         flat = ids.flatten().long()
         counts = flat.new_zeros(experts).scatter_add_(0, flat, torch.ones_like(flat))
-        return cls(flat.argsort(stable=True), Groups.of(counts, len(flat), on_host))
+        return cls(flat.argsort(stable=True), RowGroups.of(counts, len(flat), on_host))
 
     def rows(self, x: torch.Tensor, top: int) -> torch.Tensor:
         """x [T, c] -> [R, c], the rows of its k choices"""
@@ -199,7 +199,7 @@ class _Branch(NamedTuple):
     residual: Residual
     tokens: MicroBatchInfo
 
-    def forward(self, x: torch.Tensor, output: bool, has_graph: bool) -> tuple[torch.Tensor, list[Tensors], Groups]:
+    def forward(self, x: torch.Tensor, output: bool, has_graph: bool) -> tuple[torch.Tensor, list[Tensors], RowGroups]:
         """x [T', h] -> [T', h], tensors to save by part, and the experts' rows"""
         layer, context = self.layer, self.layer.context
         y, *numbers = self.norm.normalise(x)
@@ -214,7 +214,7 @@ class _Branch(NamedTuple):
         kept_shared: Tensors = ()
         if layer.shared is not None:
             gate = None if layer.shared_gate is None else layer.shared_gate(whole)
-            part, kept_shared = layer.shared(whole, gate, Groups.one(whole), output)
+            part, kept_shared = layer.shared(whole, gate, RowGroups.one(whole), output)
             total = total.add_(part) if output else None
         result, joined = torch.empty_like(x), ()
         if total is not None:
@@ -228,7 +228,7 @@ class _Branch(NamedTuple):
         ]
         return result, saved, by_expert.groups
 
-    def backward(self, dy: torch.Tensor, wanted: bool, saved: list[Tensors], groups: Groups) -> torch.Tensor | None:
+    def backward(self, dy: torch.Tensor, wanted: bool, saved: list[Tensors], groups: RowGroups) -> torch.Tensor | None:
         """dy [T', h] -> the gradient of x, if it is wanted"""
         layer, context, top = self.layer, self.layer.context, self.layer.top
         normed, (logits, ids, *counts), kept, kept_shared, joined = saved
@@ -250,7 +250,7 @@ class _Branch(NamedTuple):
         total += layer.router.backward(by_expert.unsorted(dweights).view(-1, top), whole, routed, self.tokens)
         if layer.shared is not None:
             gate = None if layer.shared_gate is None else layer.shared_gate(whole)
-            dshared, dgate = layer.shared.backward(upper, whole, gate, Groups.one(whole), kept_shared)
+            dshared, dgate = layer.shared.backward(upper, whole, gate, RowGroups.one(whole), kept_shared)
             total += dshared
             if layer.shared_gate is not None:
                 total += layer.shared_gate.backward(dgate, whole)

@@ -29,7 +29,7 @@ from megazero.model.layers.context import DTYPES, Context, DeviceBatch, MicroBat
 from megazero.model.layers.dealt import DealtTokens
 from megazero.model.layers.documents import Documents
 from megazero.model.layers.weight import GradWriter, Owner, Weight
-from megazero.model.stage import BLOCKS, Stage, declare
+from megazero.model.stage import Stage, block_numbers, declare
 from megazero.plan.layout.dealing import deal, dealt_multiple, dealt_tokens, share
 from megazero.plan.layout.layers import Use, stage_units
 from megazero.plan.layout.parameters import ParamSpec
@@ -207,7 +207,7 @@ class Traced:
         self.kind, model = kind, kind.model
         staging, recomputed = kind.device_type == "cpu", frozenset[int]()
         if kind.recompute == "full" and kind.use is Use.LAYER:
-            recomputed = frozenset({int(kind.layer.removeprefix(BLOCKS))})
+            recomputed = block_numbers([kind.layer])
         length, layout = model.seq_length, Layout(tp=kind.tp, cp=kind.cp)
         most = kind.tokens in (0, share(length, kind.cp, 0, kind.multiple))
         rank = layout.rank(Coord(0, 0, 0 if most else kind.cp - 1, 0))  # ranks with as many tokens cost the same
