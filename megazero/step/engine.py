@@ -295,7 +295,8 @@ class Engine:
     def next_logits(self, batch: Batch, places: Sequence[int]) -> torch.Tensor | None:
         """Return the logits [b, v] after one place in each sample of a micro-batch, on the last stage; else None."""
         uploaded, wanted = self._upload([batch], training=False), torch.tensor(places, device=self.mesh.device)
-        [(ids, *_, tokens)] = uploaded.micro_batches
+        [micro_batch] = uploaded.micro_batches
+        ids, tokens = micro_batch.ids, micro_batch.tokens
         own = torch.arange(batch.ids.shape[1], device=wanted.device).expand_as(batch.ids)
         if tokens.dealt is not None:
             own = tokens.dealt.indices
