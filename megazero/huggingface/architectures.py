@@ -116,7 +116,8 @@ def _canonical_experts(model: ModelConfig) -> Options:
     if len(model.expert_layers) == model.num_layers:  # no MLP but those of experts
         return found | {"moe_layer_freq": "1", "ffn_hidden_size": model.expert_size, "moe_ffn_hidden_size": 0}
     letters = "".join("DE"[model.has_experts(number)] for number in range(model.num_layers))
-    return found | {"moe_layer_freq": pattern_of(letters), "moe_ffn_hidden_size": model.expert_size}
+    width = 0 if model.expert_size == model.ffn_size else model.expert_size
+    return found | {"moe_layer_freq": pattern_of(letters), "moe_ffn_hidden_size": width}
 
 
 def canonical(model: ModelConfig) -> ModelConfig:

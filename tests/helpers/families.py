@@ -10,7 +10,8 @@ from megazero.config.schema import ModelConfig
 SCALED = {"rope_scaling_factor": 4.0, "rope_trained_length": 8}
 NORMED = {"qk_layernorm": True, "kv_channels": 14}
 OLMO = {"qk_layernorm": True, "qk_norm_all_heads": True, "num_query_groups": 2, "untie_embeddings": True}
-EXPERTS = {"num_query_groups": 2, "num_experts": 6, "moe_ffn_hidden_size": 28, "moe_layer_freq": "EDE"}
+EXPERTS = {"num_query_groups": 2, "num_experts": 6, "moe_router_topk": 3, "moe_ffn_hidden_size": 28}
+EXPERTS |= {"moe_layer_freq": "EDE"}
 GEMMA = {"num_query_groups": 2, "kv_channels": 14, "attention_scale": 1 / 3}
 LOCAL = {"window_size": 4, "layer_pattern": "LLG"}
 

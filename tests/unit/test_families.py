@@ -51,6 +51,17 @@ VARIANTS = {
     "qwen3, wide heads, a window": replace(
         MODEL, architecture="qwen3", qk_layernorm=True, kv_channels=20, window_size=3, untie_embeddings=True
     ),
+    "qwen2-moe, renormalised": replace(
+        family("qwen2-moe", MODEL), moe_router_pre_softmax=False, moe_layer_freq="2", window_size=0, layer_pattern=""
+    ),
+    "qwen3-moe, not renormalised": replace(
+        family("qwen3-moe", MODEL), moe_router_pre_softmax=True, moe_layer_freq="DEED", kv_channels=0, window_size=0
+    ),
+    "qwen3-moe, experts in all layers": replace(
+        family("qwen3-moe", MODEL), moe_layer_freq="E", moe_ffn_hidden_size=0, moe_router_topk=6
+    ),
+    "olmoe, one expert of a token": replace(family("olmoe", MODEL), moe_router_topk=1),
+    "olmoe, renormalised": replace(family("olmoe", MODEL), moe_router_pre_softmax=False, moe_ffn_hidden_size=36),
 }
 CASES = {name: family(name, MODEL) for name in FAMILIES} | VARIANTS
 
