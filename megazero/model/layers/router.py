@@ -7,8 +7,10 @@ to that of the logits in backward:
     objective = sum over samples of n / N * (mean cross-entropy + sum over layers of aux * E * sum_i f_i P_i
                                              + z * mean over tokens of logsumexp(logits)^2)
 
-with n targets of the sample and N of the global batch, f_i the share of expert i in the sample's choices, and P_i its
-mean probability. A sample without targets, such as padding, counts nothing.
+with n targets of the sample and N of the global batch, f_i the share of expert i in the sample's choices, and P_i the
+mean over tokens of its share in the scores: its probability, or with sigmoid scores s_i / sum_j s_j, as in DeepSeek-V3
+(arXiv:2412.19437, equations 17 to 20). There and here, f_i counts the experts with the largest scores, without bias and
+groups. A sample without targets, such as padding, counts nothing.
 
 Shapes: b micro-batch, s sequence, t tokens of a sample on this context-parallel rank, T = b t tokens, E experts, k
 experts of a token, h hidden.
@@ -26,6 +28,7 @@ from megazero.config.schema import ModelConfig
 from megazero.kernels.eager import wide
 from megazero.model.layers.balance import Balance, Route
 from megazero.model.layers.context import Context, MicroBatchInfo
+from megazero.model.layers.expert_scores import ExpertScores
 from megazero.model.layers.weight import GradWriter
 from megazero.plan.sizes import ROUTER_SUMS
 
@@ -45,7 +48,7 @@ class Routed(NamedTuple):
 
 
 class Router(nn.Module):
-    """softmax(x @ weight.T): a token passes the k experts with the largest probabilities.
+    """x @ weight.T: a token passes the k experts with the largest scores, see `ExpertScores`.
 
     All tensor-parallel ranks route all T tokens. Each has a part of the experts' inner width, so the gradient of a
     chosen expert's weight in the sum is a summand of that rank, and the router's gradients are too.
@@ -53,17 +56,21 @@ class Router(nn.Module):
     Attributes:
         statistics: of this step, of the samples with targets, [E + 3] fp64: choices of each expert, the sum over tokens
             of the entropy, and sums over samples of n times the balance losses without their factors.
+        bias: added to the scores for the choice, [E] fp64, see `Routers`; None: nothing is.
     """
 
     def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
         super().__init__()
         self.model, self.number, self.context = model, number, context
-        self.experts, self.top = model.num_experts, model.moe_router_topk
+        self.experts, self.top, self.scores = model.num_experts, model.moe_router_topk, ExpertScores(model)
         self.weight = context.weight(
             self.experts, model.hidden_size, std=model.init_method_std, decays=True, summed=("tp",)
         )
         self.weights = (self.weight,)
         self.statistics = torch.zeros(self.experts + ROUTER_SUMS, dtype=torch.float64, device=context.device)
+        self.bias: torch.Tensor | None = None
+        if model.moe_router_enable_expert_bias:
+            self.bias = self.statistics.new_zeros(self.experts)
 
     def forward(self, x: torch.Tensor, tokens: MicroBatchInfo, has_graph: bool) -> Routed:
         """x [T, h], of which all tensor-parallel ranks have the same, below autograd."""
@@ -76,53 +83,53 @@ class Router(nn.Module):
         return Routed(logits, route, self.mixed(logits, route))
 
     def _choose(self, logits: torch.Tensor, tokens: MicroBatchInfo, has_graph: bool) -> Route:
-        ids, balance = logits.topk(self.top).indices, tokens.balance
+        ids, balance = self.scores.choose(logits, self.bias), tokens.balance
         route = Route(ids.to(torch.int16), None)
         if balance is None:
             return route
-        flat = ids.view(len(tokens.samples), -1)
-        loads = logits.new_zeros(len(flat), self.experts).scatter_add_(1, flat, logits.new_ones(flat.shape))
+        loads = self._loads(ids, len(tokens.samples), logits.dtype)
         if self.model.moe_aux_loss_coeff:
-            route = route._replace(counts=self.context.cp.all_reduce_(loads.clone()))
+            best = self.scores.best(logits) if self.scores.are_restricted else ids
+            counts = self._loads(best, len(tokens.samples), logits.dtype)
+            route = route._replace(counts=self.context.cp.all_reduce_(counts))
         self._record(logits, loads, route, tokens.length, balance)
         if not has_graph and self.number in self.context.recomputed:
             balance.keep(self.number, route, self.context.tracker)
         return route
 
+    def _loads(self, ids: torch.Tensor, samples: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the choices of each expert in each sample, [b, E], of ids [T, k]."""
+        flat = ids.view(samples, -1)
+        zeros = torch.zeros(samples, self.experts, dtype=dtype, device=ids.device)
+        return zeros.scatter_add_(1, flat, torch.ones_like(flat, dtype=dtype))
+
     def _record(self, logits: torch.Tensor, loads: torch.Tensor, route: Route, length: int, balance: Balance) -> None:
         """Add a micro-batch to the statistics. loads [b, E]: this rank's choices."""
         counted = (balance.targets > 0).to(logits.dtype)
         by_sample = logits.view(len(counted), -1, self.experts)
-        norm, probabilities = by_sample.logsumexp(-1), by_sample.softmax(-1)
-        entropy = (norm - (probabilities * by_sample).sum(-1)).sum(1)
+        logs = self.scores.logs(by_sample)
+        shares = logs.softmax(-1)
+        entropy = (logs.logsumexp(-1) - (shares * logs).sum(-1)).sum(1)
         aux = z = torch.zeros_like(entropy)
         if route.counts is not None:
-            aux = self._aux_factor(length) * (route.counts * probabilities.sum(1)).sum(1)
+            aux = self._aux_factor(length) * (route.counts * shares.sum(1)).sum(1)
         if self.model.moe_z_loss_coeff:
-            z = norm.square().sum(1) / length
+            z = by_sample.logsumexp(-1).square().sum(1) / length
         sums = torch.stack([entropy.double() @ counted.double(), *(x.double() @ balance.targets for x in (aux, z))])
         self.statistics += torch.cat([(counted @ loads).double(), sums])
 
     def _aux_factor(self, length: int) -> float:
-        """Return the factor of sum over experts of choices x sum of probabilities, of a sample of `length` tokens."""
+        """Return the factor of sum over experts of choices x sum of shares, of a sample of `length` tokens."""
         return self.experts / (self.top * length**2)
 
     def mixed(self, logits: torch.Tensor, route: Route) -> torch.Tensor:
         """Return the weights of the chosen experts' results, [T, k]."""
-        ids = route.ids.long()
-        if self.model.moe_router_pre_softmax:
-            return logits.softmax(-1).gather(1, ids)
-        return logits.gather(1, ids).softmax(-1)
+        return self.scores.weights(logits, route.ids.long())
 
     def backward(self, dweights: torch.Tensor, x: torch.Tensor, routed: Routed, tokens: MicroBatchInfo) -> torch.Tensor:
         """Hand over the gradient of the router. dweights [T, k]: summands of this rank. Return that of x [T, h]."""
         logits, route, weights = routed
-        ids, dlogits = route.ids.long(), torch.zeros_like(logits)
-        inner = (dweights * weights).sum(-1, keepdim=True)
-        if self.model.moe_router_pre_softmax:
-            dlogits.scatter_(1, ids, dweights * weights).sub_(logits.softmax(-1).mul_(inner))
-        else:
-            dlogits.scatter_(1, ids, (dweights - inner) * weights)
+        dlogits = self.scores.weights_grad(dweights, weights, logits, route.ids.long())
         if self.context.tp.is_first:  # every rank has the same balance losses
             self._add_balance_grad(dlogits, logits, route, tokens)
         self.weight.accumulate_grad(GradWriter(self.context.products.weight_grad, (x.to(logits.dtype), dlogits)))
@@ -137,12 +144,12 @@ class Router(nn.Module):
             return
         shape = len(balance.targets), -1, self.experts
         by_sample, out = logits.view(shape), dlogits.view(shape)
-        probabilities = by_sample.softmax(-1)
         scale = (balance.targets * balance.seed).to(logits.dtype)[:, None, None]  # of each sample's mean loss
         if route.counts is not None:
+            shares = self.scores.logs(by_sample).softmax(-1)
             slope = route.counts[:, None] * (model.moe_aux_loss_coeff * self._aux_factor(tokens.length))
-            slope = slope - (slope * probabilities).sum(-1, keepdim=True)
-            out += scale * slope * probabilities
+            slope = slope - (slope * shares).sum(-1, keepdim=True)
+            out += self.scores.logits_grad(scale * slope * shares, by_sample)
         if model.moe_z_loss_coeff:
-            norm = by_sample.logsumexp(-1, keepdim=True)
+            norm, probabilities = by_sample.logsumexp(-1, keepdim=True), by_sample.softmax(-1)
             out += (2 * model.moe_z_loss_coeff / tokens.length) * scale * norm * probabilities

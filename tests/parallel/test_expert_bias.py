@@ -1,0 +1,134 @@
+"""Biases that balance experts: the same in every layout, also of a run that stops and resumes in another one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from megazero import checkpoint
+from megazero.step.engine import Engine
+from tests.parallel.cases import MODEL, Case, micro_batches, new_engine
+
+RATE = 0.05
+EXPERTS = replace(
+    MODEL,
+    num_layers=3,
+    architecture="mixtral",
+    ffn_hidden_size=36,
+    num_query_groups=2,
+    num_experts=6,
+    moe_router_topk=2,
+    moe_layer_freq="EDE",
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+    moe_router_bias_update_rate=RATE,
+    moe_router_num_groups=3,
+    moe_router_group_topk=2,
+    moe_router_topk_scaling_factor=2.5,
+    moe_aux_loss_coeff=0.1,
+    moe_z_loss_coeff=0.01,
+)
+STOP, END = 2, 5
+TOLERANCE = 1e-10
+ONE = Case(precision="fp64", model=EXPERTS, batch=12, micro_batches=1)
+LAYOUTS = [
+    ONE._replace(tp=2, sp=True, recompute="full", micro_batches=2, zero=1),
+    ONE._replace(pp=2, micro_batches=4, schedule="zero-bubble"),
+    ONE._replace(dp=2, zero=3, micro_batches=2, recompute="full"),
+    ONE._replace(cp=2, zero=2, micro_batches=3, recompute="selective"),
+]
+
+
+class Found(NamedTuple):
+    """The steps of a rank."""
+
+    losses: list[float]
+    norms: list[float]
+    choices: list[tuple[tuple[int, ...], ...]]  # of experts, by layer
+    biases: list[dict[str, list[float]]]  # after each step
+
+
+def steps(engine: Engine, case: Case, first: int, last: int) -> Found:
+    found = Found([], [], [], [])
+    for step in range(first, last):
+        result = engine.train_step(step + 1, micro_batches(case, engine.mesh, step), case.batch)
+        assert result.experts is not None
+        found.losses.append(result.loss)
+        found.norms.append(result.grad_norm)
+        found.choices.append(result.experts.choices)
+        found.biases.append(engine.state_dict()["expert_biases"])
+    return found
+
+
+def train(rank: int, case: Case) -> Found:
+    return steps(new_engine(rank, case), case, 0, END)
+
+
+def train_and_save(rank: int, case: Case, folder: Path) -> Found:
+    engine = new_engine(rank, case)
+    found = steps(engine, case, 0, STOP)
+    engine.wait()
+    checkpoint.save(folder, STOP, engine.shards(), engine.state_dict(), engine.mesh.host_group)
+    return found
+
+
+def resume(rank: int, case: Case, path: Path) -> Found:
+    engine = new_engine(rank, case)
+    engine.wait()
+    checkpoint.load(path, engine.shards(), engine.mesh.host_group)
+    engine.load_state_dict(checkpoint.read_state(path))
+    return steps(engine, case, STOP, END)
+
+
+def close(found: list[float], wanted: list[float]) -> bool:
+    return all(abs(a - b) < TOLERANCE * abs(b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.fixture(scope="module")
+def alone(ranks) -> Found:
+    """One process that never stops."""
+    (found,) = ranks(1).run(train, ONE)
+    return found
+
+
+def test_biases_follow_the_loads_of_the_global_batch(alone: Found) -> None:
+    """b_i += rate * sign(mean - load_i), in every layer with experts and in no other; they change later choices."""
+    biases = {"0": [0.0] * 6, "2": [0.0] * 6}
+    for choices, after in zip(alone.choices, alone.biases, strict=True):
+        for loads, of_layer in zip(choices, biases.values(), strict=True):
+            assert sum(loads) == 2 * 11 * 12
+            for i, load in enumerate(loads):
+                of_layer[i] += RATE * ((load < sum(loads) / 6) - (load > sum(loads) / 6))
+        assert after == biases
+
+
+def imbalance(choices: tuple[tuple[int, ...], ...]) -> float:
+    return max(max(loads) / sum(loads) * len(loads) for loads in choices)
+
+
+def test_biases_balance_the_experts(alone: Found) -> None:
+    """Without a loss, and by choices alone: nothing is learned."""
+    frozen = ONE._replace(
+        model=replace(EXPERTS, moe_aux_loss_coeff=0.0, moe_z_loss_coeff=0.0, moe_router_bias_update_rate=0.01),
+        frozen=("*",),
+    )
+    assert imbalance(alone.choices[-1]) < imbalance(alone.choices[0])
+
+
+@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+def test_every_layout_has_the_same_biases(case: Case, alone: Found, ranks) -> None:
+    for found in ranks(case.world).run(train, case):
+        assert found.choices == alone.choices and found.biases == alone.biases
+        assert close(found.losses, alone.losses) and close(found.norms, alone.norms)
+
+
+@pytest.mark.parametrize("number", range(len(LAYOUTS)))
+def test_a_run_resumes_in_another_layout(number: int, alone: Found, tmp_path: Path, ranks) -> None:
+    first, second = LAYOUTS[number], LAYOUTS[(number + 1) % len(LAYOUTS)]
+    ranks(first.world).run(train_and_save, first, tmp_path)
+    for found in ranks(second.world).run(resume, second, checkpoint.find(tmp_path)):
+        assert found.choices == alone.choices[STOP:] and found.biases == alone.biases[STOP:]
+        assert close(found.losses, alone.losses[STOP:]) and close(found.norms, alone.norms[STOP:])
