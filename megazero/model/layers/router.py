@@ -12,8 +12,7 @@ mean over tokens of its share in the scores: its probability, or with sigmoid sc
 (arXiv:2412.19437, equations 17 to 20). There and here, f_i counts the experts with the largest scores, without bias and
 groups. A sample without targets, such as padding, counts nothing.
 
-Shapes: b micro-batch, s sequence, t tokens of a sample on this context-parallel rank, T = b t tokens, E experts, k
-experts of a token, h hidden.
+Shapes: b micro-batch, s sequence, T tokens that this rank routes, E experts, k experts of a token, h hidden.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ class Routed(NamedTuple):
 class Router(nn.Module):
     """x @ weight.T: a token passes the k experts with the largest scores, see `ExpertScores`.
 
-    All tensor-parallel ranks route all T tokens. Each has a part of the experts' inner width, so the gradient of a
-    chosen expert's weight in the sum is a summand of that rank, and the router's gradients are too.
+    The ranks that share each expert (etp) route the same T tokens. Each has a part of the experts' inner width, so the
+    gradient of a chosen expert's weight in the sum is a summand of that rank, and the router's gradients are too.
 
     Attributes:
         statistics: of this step, of the samples with targets, [E + 3] fp64: choices of each expert, the sum over tokens
@@ -73,7 +72,7 @@ class Router(nn.Module):
             self.bias = self.statistics.new_zeros(self.experts)
 
     def forward(self, x: torch.Tensor, tokens: MicroBatchInfo, has_graph: bool) -> Routed:
-        """x [T, h], of which all tensor-parallel ranks have the same, below autograd."""
+        """x [T, h], of which all ranks of etp have the same, below autograd."""
         exact, route = wide(x), None
         logits = F.linear(x.to(exact), self.weight.data.to(exact))
         if has_graph and tokens.balance is not None:
@@ -83,38 +82,49 @@ class Router(nn.Module):
         return Routed(logits, route, self.mixed(logits, route))
 
     def _choose(self, logits: torch.Tensor, tokens: MicroBatchInfo, has_graph: bool) -> Route:
-        ids, balance = self.scores.choose(logits, self.bias), tokens.balance
+        ids, balance, context = self.scores.choose(logits, self.bias), tokens.balance, self.context
         route = Route(ids.to(torch.int16), None)
         if balance is None:
             return route
-        loads = self._loads(ids, len(tokens.samples), logits.dtype)
+        samples = torch.zeros(len(balance.targets), len(ids), dtype=logits.dtype, device=ids.device)
+        samples.scatter_(0, self._samples(len(ids), tokens)[None], float(context.etp.is_first))
+        loads = samples @ torch.zeros_like(logits).scatter_(1, ids, 1.0)
         if self.model.moe_aux_loss_coeff:
             best = self.scores.best(logits) if self.scores.are_restricted else ids
-            counts = self._loads(best, len(tokens.samples), logits.dtype)
-            route = route._replace(counts=self.context.cp.all_reduce_(counts))
-        self._record(logits, loads, route, tokens.length, balance)
-        if not has_graph and self.number in self.context.recomputed:
-            balance.keep(self.number, route, self.context.tracker)
+            counts = context.cp.all_reduce_(samples @ torch.zeros_like(logits).scatter_(1, best, 1.0))
+            route = route._replace(counts=context.tp.all_reduce_(counts) if context.shares_tokens else counts)
+        self._record(logits, samples, loads, route, tokens.length, balance)
+        if not has_graph and self.number in context.recomputed:
+            balance.keep(self.number, route, context.tracker)
         return route
 
-    def _loads(self, ids: torch.Tensor, samples: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the choices of each expert in each sample, [b, E], of ids [T, k]."""
-        flat = ids.view(samples, -1)
-        zeros = torch.zeros(samples, self.experts, dtype=dtype, device=ids.device)
-        return zeros.scatter_add_(1, flat, torch.ones_like(flat, dtype=dtype))
+    def _samples(self, count: int, tokens: MicroBatchInfo) -> torch.Tensor:
+        """Return the sample of each of this rank's `count` tokens, [T]."""
+        stream, etp = self.context.stream, self.context.etp.size
+        groups = stream.tp.size // etp if stream.sharded else 1  # of tensor-parallel ranks with tokens of their own
+        first = stream.tp.rank // etp * count if stream.sharded else 0
+        each = count * groups // len(tokens.samples)
+        return torch.arange(first, first + count, device=self.weight.data.device) // each
 
-    def _record(self, logits: torch.Tensor, loads: torch.Tensor, route: Route, length: int, balance: Balance) -> None:
-        """Add a micro-batch to the statistics. loads [b, E]: this rank's choices."""
+    def _record(
+        self,
+        logits: torch.Tensor,
+        samples: torch.Tensor,
+        loads: torch.Tensor,
+        route: Route,
+        length: int,
+        balance: Balance,
+    ) -> None:
+        """Add a micro-batch to the statistics. samples [b, T]: 1 for a sample's tokens; loads [b, E]: their choices."""
         counted = (balance.targets > 0).to(logits.dtype)
-        by_sample = logits.view(len(counted), -1, self.experts)
-        logs = self.scores.logs(by_sample)
+        logs = self.scores.logs(logits)
         shares = logs.softmax(-1)
-        entropy = (logs.logsumexp(-1) - (shares * logs).sum(-1)).sum(1)
+        entropy = samples @ (logs.logsumexp(-1) - (shares * logs).sum(-1))
         aux = z = torch.zeros_like(entropy)
         if route.counts is not None:
-            aux = self._aux_factor(length) * (route.counts * shares.sum(1)).sum(1)
+            aux = self._aux_factor(length) * (route.counts * (samples @ shares)).sum(1)
         if self.model.moe_z_loss_coeff:
-            z = by_sample.logsumexp(-1).square().sum(1) / length
+            z = samples @ logits.logsumexp(-1).square() / length
         sums = torch.stack([entropy.double() @ counted.double(), *(x.double() @ balance.targets for x in (aux, z))])
         self.statistics += torch.cat([(counted @ loads).double(), sums])
 
@@ -130,7 +140,7 @@ class Router(nn.Module):
         """Hand over the gradient of the router. dweights [T, k]: summands of this rank. Return that of x [T, h]."""
         logits, route, weights = routed
         dlogits = self.scores.weights_grad(dweights, weights, logits, route.ids.long())
-        if self.context.tp.is_first:  # every rank has the same balance losses
+        if self.context.etp.is_first:  # ranks with the same tokens have the same balance losses
             self._add_balance_grad(dlogits, logits, route, tokens)
         self.weight.accumulate_grad(GradWriter(self.context.products.weight_grad, (x.to(logits.dtype), dlogits)))
         return self.context.products.input_grad(dlogits, self.weight.data.to(logits.dtype)).to(x.dtype)
@@ -142,14 +152,13 @@ class Router(nn.Module):
         balance, model = tokens.balance, self.model
         if balance is None or not (model.moe_aux_loss_coeff or model.moe_z_loss_coeff):
             return
-        shape = len(balance.targets), -1, self.experts
-        by_sample, out = logits.view(shape), dlogits.view(shape)
-        scale = (balance.targets * balance.seed).to(logits.dtype)[:, None, None]  # of each sample's mean loss
+        sample = self._samples(len(logits), tokens)
+        scale = (balance.targets * balance.seed).to(logits.dtype)[sample, None]  # of the mean losses of a sample
         if route.counts is not None:
-            shares = self.scores.logs(by_sample).softmax(-1)
-            slope = route.counts[:, None] * (model.moe_aux_loss_coeff * self._aux_factor(tokens.length))
-            slope = slope - (slope * shares).sum(-1, keepdim=True)
-            out += self.scores.logits_grad(scale * slope * shares, by_sample)
+            slope = route.counts[sample] * (model.moe_aux_loss_coeff * self._aux_factor(tokens.length))
+            shares = self.scores.logs(logits).softmax(-1)
+            slope -= (slope * shares).sum(-1, keepdim=True)
+            dlogits += self.scores.logits_grad(scale * slope * shares, logits)
         if model.moe_z_loss_coeff:
-            norm, probabilities = by_sample.logsumexp(-1, keepdim=True), by_sample.softmax(-1)
-            out += (2 * model.moe_z_loss_coeff / tokens.length) * scale * norm * probabilities
+            norm, probabilities = logits.logsumexp(-1, keepdim=True), logits.softmax(-1)
+            dlogits += (2 * model.moe_z_loss_coeff / tokens.length) * scale * norm * probabilities
