@@ -60,9 +60,9 @@ class RunState:
     fingerprints: tuple[Fingerprint, ...] = ()  # of the corpora of --data-path, in order
     weights_only: bool = False  # imported: there are no optimizer states to resume from
     saved_tokenizer: Annotated[str, Meta(pattern=SAVED_TOKENIZER)] = ""  # SPEC in the checkpoint; "": none
+    source_digest: str = ""  # of the config.json from which the model came, config["hf_config"]
     # layer -> biases of its experts, of --moe-router-enable-expert-bias
     expert_biases: dict[str, list[Finite]] = field(default_factory=dict)
-    source_digest: str = ""  # of the config.json from which the model came, config["hf_config"]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"fingerprints": list(self.fingerprints)}

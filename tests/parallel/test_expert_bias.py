@@ -7,9 +7,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from megazero import checkpoint
+from megazero.comm.mesh.mesh import Mesh
+from megazero.generation.generate import NewTokens
+from megazero.generation.model import InferenceModel
+from megazero.plan.layout.topology import Layout
 from megazero.step.engine import Engine
+from tests.helpers import chains
 from tests.parallel.cases import MODEL, Case, micro_batches, new_engine
 
 RATE = 0.05
@@ -122,7 +128,7 @@ def train_skewed(rank: int, case: Case) -> list[float]:
 
 
 def test_biases_balance_the_experts_of_skewed_data(ranks) -> None:
-    """By choices alone: only the head learns. The largest load becomes 1.2 of the mean at most, and without biases stays above 1.4."""
+    """Only the head learns. The largest load becomes 1.2 of the mean at most, and without biases stays above 1.4."""
     free = replace(EXPERTS, moe_router_num_groups=0, moe_router_group_topk=0, moe_aux_loss_coeff=0.0)
     fixed = ONE._replace(frozen=("blocks.*", "token_embedding.*"))
     cases = [fixed._replace(model=replace(free, moe_router_bias_update_rate=rate)) for rate in (0.004, 0.0)]
@@ -145,3 +151,48 @@ def test_a_run_resumes_in_another_layout(number: int, alone: Found, tmp_path: Pa
     for found in ranks(second.world).run(resume, second, checkpoint.find(tmp_path)):
         assert found.choices == alone.choices[STOP:] and found.biases == alone.biases[STOP:]
         assert close(found.losses, alone.losses[STOP:]) and close(found.norms, alone.norms[STOP:])
+
+
+def test_a_skipped_step_changes_no_bias() -> None:
+    case = ONE._replace(precision="fp16")
+    engine = new_engine(0, case)
+    assert engine.scale is not None
+    engine.scale = replace(engine.scale, value=1e30)
+    before = engine.state_dict()["expert_biases"]
+    result = engine.train_step(1, micro_batches(case, engine.mesh, 0), case.batch)
+    assert result.skipped and result.experts is not None and imbalance(result.experts.choices) > 1
+    assert engine.state_dict()["expert_biases"] == before
+
+
+def test_a_stopped_run_keeps_its_biases(tmp_path: Path, ranks) -> None:
+    """Through the checkpoints of `pretrain_gpt.py`, from a pipeline to tensor parallelism."""
+    corpus, model = chains.make_corpus(tmp_path), replace(EXPERTS, seq_length=8, vocab_size=257)
+
+    def run(name: str, end: int, **folders: str) -> chains.Curve:
+        config = replace(chains.configured(name, corpus, end, "fp64", **folders), model=model)
+        world = chains.LAYOUTS[name][0]
+        curves = ranks(world).run(chains.train, world, config)
+        return curves[0]
+
+    whole, save = run("alone", END), str(tmp_path / "stopped")
+    run("pp2", STOP, save=save)
+    assert chains.deviation(run("tp2 sp", END, load=save), whole) < TOLERANCE * 6
+
+
+def test_evaluation_and_generation_use_the_biases(tmp_path: Path) -> None:
+    """The logits of a checkpoint are those of the engine that saved it; without biases both are far off."""
+    engine = new_engine(0, ONE)
+    steps(engine, ONE, 0, STOP)
+    path = checkpoint.save(tmp_path, STOP, engine.shards(), engine.state_dict(), None)
+    [batch] = micro_batches(ONE._replace(batch=2), engine.mesh, 7)
+    places = [10, 6]
+    wanted, loss = engine.next_logits(batch, places), engine.evaluate([batch])[0]
+    inference = InferenceModel(path, EXPERTS, Mesh.build(Layout(), 0, torch.device("cpu")), "fp64")
+    new = [NewTokens(row[: place + 1], 0) for row, place in zip(batch.ids.tolist(), places, strict=True)]
+    found = inference.logits(new, inference.new_cache(2, 11))
+    assert found is not None and wanted is not None
+    assert (found - wanted).abs().max() < TOLERANCE
+    engine.routers.load_state_dict({})
+    unbiased = engine.next_logits(batch, places)
+    assert unbiased is not None and (unbiased - wanted).abs().max() > 1e-3
+    assert abs(engine.evaluate([batch])[0] - loss) > 1e-3
