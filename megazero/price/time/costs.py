@@ -82,7 +82,7 @@ class Roofline:
 
 
 class Cost(NamedTuple):
-    """Seconds of an operation on the compute stream; `exposed`: those in which it waits, by kind of traffic: tp, cp, ep."""
+    """Seconds of an operation on the compute stream; `exposed`: those of waiting, by kind of traffic: tp, cp, ep."""
 
     seconds: float
     exposed: Mapping[str, float]

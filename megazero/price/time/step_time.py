@@ -29,8 +29,8 @@ class Parts(NamedTuple):
     """Seconds of a step, and how its busiest pipeline rank spends them.
 
     Attributes:
-        parts: they add up to `seconds`: compute, recompute and optimizer; waiting for communication along tp, cp, ep, dp
-            or pp, for copies from the host, or for other pipeline ranks (bubble); copying inputs kept for recompute.
+        parts: they add up to `seconds`: compute, recompute and optimizer; waiting for communication along tp, cp, ep,
+            dp or pp, for copies from the host, or for other pipeline ranks (bubble); copying inputs kept for recompute.
         compute: of every pipeline rank, recompute included.
         rank: the busiest.
     """
