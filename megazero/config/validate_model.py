@@ -11,16 +11,20 @@ from megazero.config.limits import divisors, shorten
 from megazero.config.schema import Config, ModelConfig
 
 
-def split_widths(model: ModelConfig) -> dict[str, int]:
-    """Return the widths that tensor-parallel ranks share, by flag."""
+def split_widths(model: ModelConfig, expert_tp: int = 0) -> dict[str, int]:
+    """Return the widths that tensor-parallel ranks share, by flag. expert_tp: of the experts; 0: the same ranks."""
     widths = {"num-attention-heads": model.num_attention_heads}
     if len(model.expert_layers) < model.num_layers:
         widths["ffn-hidden-size"] = model.ffn_size
-    if model.num_experts:
-        widths["moe-ffn-hidden-size" if model.moe_ffn_hidden_size else "ffn-hidden-size"] = model.expert_size
+    if model.num_experts and not expert_tp:
+        widths[_expert_width(model)] = model.expert_size
     if model.moe_shared_expert_intermediate_size:
         widths["moe-shared-expert-intermediate-size"] = model.moe_shared_expert_intermediate_size
     return widths
+
+
+def _expert_width(model: ModelConfig) -> str:
+    return "moe-ffn-hidden-size" if model.moe_ffn_hidden_size else "ffn-hidden-size"
 
 
 def tensor_parallel_sizes(model: ModelConfig) -> list[int]:
@@ -36,19 +40,26 @@ def check_model(config: Config) -> None:
         ValueError: naming the flag, its value and the way out.
     """
     model, tp = config.model, config.parallel.tensor_model_parallel_size
+    etp = config.parallel.expert_tensor_parallel_size
     heads, hidden = model.num_attention_heads, model.hidden_size
     if hidden % heads and not model.kv_channels:
         fits = min(divisors(hidden), key=lambda n: abs(n - heads))
         raise ValueError(f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; use {fits} heads")
     _check_architecture(model)
     _check_experts(model)
-    for flag, size in split_widths(model).items():
+    for flag, size in split_widths(model, etp).items():
         if size % tp:
             sizes = ", ".join(str(n) for n in tensor_parallel_sizes(model) if n <= 64)
             raise ValueError(
                 f"--{flag} {size} is not divisible by --tensor-model-parallel-size {tp}; "
                 f"use a --tensor-model-parallel-size of {sizes}, or another --{flag}"
             )
+    if etp and model.expert_size % etp:
+        sizes = ", ".join(str(n) for n in divisors(model.expert_size) if n <= 64)
+        raise ValueError(
+            f"--{_expert_width(model)} {model.expert_size} is not divisible by --expert-tensor-parallel-size {etp}; "
+            f"use an --expert-tensor-parallel-size of {sizes}"
+        )
     groups = model.query_groups
     if groups % tp and tp % groups:
         possible = ", ".join(str(n) for n in divisors(heads) if n % tp == 0 or tp % n == 0)

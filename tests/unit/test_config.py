@@ -45,8 +45,8 @@ COMING: set[str] = set()
 # 113: heads of a width of their own (--kv-channels) and norms of queries and keys (--qk-layernorm), as in Qwen 3.
 # 118: --save-hf and --save-hf-interval.
 # 116 and on: the parts of published families: factors, windows, layers that alternate, rotary scalings, soft caps.
-# 140: --num-experts and eight --moe-*: mixture of experts.
-NUM_OPTIONS = 140
+# 142: --num-experts, eight --moe-* and two sizes of layouts: mixture of experts.
+NUM_OPTIONS = 142
 OWN = ("preset", "hf_config")  # flags of the parser, which no group has
 
 DEFAULTS = {
@@ -611,7 +611,7 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         {**EXPERTS, "moe_shared_expert_gate": True},
         1,
         9,
-        "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size W; add it, or drop --moe-shared-expert-gate",
+        "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size W; add it, or drop",
     ),
     *(
         ({**EXPERTS, "num_attention_heads": 6, "hidden_size": 48, "tensor_model_parallel_size": 2, **given}, 2, 9, said)
@@ -621,6 +621,10 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
                 "--moe-ffn-hidden-size 33 is not divisible by --tensor-model-parallel-size 2; ",
             ),
             ({"ffn_hidden_size": 33}, "--ffn-hidden-size 33 is not divisible by --tensor-model-parallel-size 2; use a"),
+            (
+                {"moe_ffn_hidden_size": 33, "expert_tensor_parallel_size": 2},
+                "--moe-ffn-hidden-size 33 is not divisible by --expert-tensor-parallel-size 2; use an --expert-tensor-",
+            ),
             (
                 {"ffn_hidden_size": 33, "moe_ffn_hidden_size": 32, "moe_layer_freq": "2"},
                 "--ffn-hidden-size 33 is not divisible by --tensor-model-parallel-size 2; use a",
@@ -720,6 +724,11 @@ def test_resolve_accepts_what_is_just_inside() -> None:
         ({**EXPERTS, "moe_router_topk": 4, "moe_layer_freq": "E"}, 1),
         ({**EXPERTS, "moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_layer_freq": "DE"}, 1),
         ({**EXPERTS, "moe_layer_freq": "999", "num_layers": 2}, 1),  # layer 0
+        (
+            {**EXPERTS, "moe_ffn_hidden_size": 33, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+            | {"sequence_parallel": True},
+            2,
+        ),
         ({**EXPERTS, "ffn_hidden_size": 33, "moe_ffn_hidden_size": 32, "tensor_model_parallel_size": 2}, 2),
     ]:
         config, layout = resolve(make(**options), ranks, 9, declare)

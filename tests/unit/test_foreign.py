@@ -118,7 +118,8 @@ SAME = [
     ("--topk 3 --moe-loss-coeff 0.01 --architecture llama --num-experts 8 --moe-router-load-balancing-type aux_loss",
      "--moe-router-topk 3 --moe-aux-loss-coeff 0.01 --architecture llama --num-experts 8"),
     ("--architecture llama --num-experts 8 --moe-router-score-function softmax --moe-token-dispatcher-type alltoall "
-     "--moe-grouped-gemm --moe-z-loss-coeff 1e-3", "--architecture llama --num-experts 8 --moe-z-loss-coeff 1e-3"),
+     "--moe-grouped-gemm --moe-expert-parallel-size 2 --moe-z-loss-coeff 1e-3",
+     "--architecture llama --num-experts 8 --expert-model-parallel-size 2 --moe-z-loss-coeff 1e-3"),
     ("--lr-decay-style inverse_sqrt --lr-wsd-decay-style MINUS-SQRT",
      "--lr-decay-style inverse-square-root --lr-wsd-decay-style minus_sqrt"),
     ("--lr_decay_style warmup_stable_decay --lr-wsd-decay-style 1-sqrt",
@@ -167,10 +168,6 @@ REFUSED = [
     ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2", "each from its own input"),
     ("--loss-scale 8192", "--loss-scale 8192: only 0 is possible here; see --min-loss-scale"),
     ("--fp8-format hybrid", "--precision is bf16, fp16, fp32 or fp64"),
-    (
-        "--expert-model-parallel-size 2",
-        "--expert-model-parallel-size 2: only 1 is possible here; see --pipeline-model-parallel-size",
-    ),
     ("--yarn-mscale 1.0", "--rope-scaling-type yarn with --rope-scaling-factor"),
     ("--num-experts 8 --moe-expert-capacity-factor 1.25", "no token is dropped, and no expert has a capacity; drop it"),
     ("--num-experts 8 --moe-router-enable-expert-bias", "--moe-router-enable-expert-bias: the router is a softmax"),
