@@ -2,8 +2,8 @@
 frequencies, which are transformers' (tests/unit/test_rotary.py).
 
 F.linear, F.cross_entropy, clip_grad_norm_ and torch.optim.AdamW over whole tensors, in one process, the global batch at
-once. In fp32, or with --precision fp64 in fp64, from the same weights. Every expert computes all tokens, times 0 where a
-token does not pass it.
+once. In fp32, or with --precision fp64 in fp64, from the same weights. Every expert computes all tokens; its result is
+multiplied by 0 for those that do not pass it.
 
 Shapes: b samples, s tokens of a sample, h hidden, f inner width, E experts, k experts of a token.
 """
