@@ -144,7 +144,7 @@ def compare(name: str, precision: str, tolerance: float, frozen: tuple[str, ...]
 @pytest.mark.parametrize(("needs_dx", "selective"), [(True, False), (True, True), (False, True)])
 @pytest.mark.parametrize("name", MODELS)
 def test_experts_are_one_function(name: str, needs_dx: bool, selective: bool, frozen: tuple[str, ...]) -> None:
-    """With --moe-router-pre-softmax, --moe-aux-loss-coeff and --moe-z-loss-coeff; one sample has no target."""
+    """Flags: --moe-router-pre-softmax, --moe-aux-loss-coeff, --moe-z-loss-coeff. One of the samples has no target."""
     compare(name, "fp64", 1e-12, frozen, needs_dx=needs_dx, selective=selective)
 
 
@@ -198,7 +198,7 @@ def test_only_samples_with_targets_are_counted() -> None:
 
 
 def test_equal_probabilities_are_balanced() -> None:
-    """The balance loss is 1 whatever the choices, the entropy log E, and the z-loss its square."""
+    """The balance loss is 1 for all choices, the entropy log E, and the z-loss its square."""
     router, x = routed(replace(MODEL, num_experts=5, moe_router_topk=3), context_of())
     router.weight.data.zero_()
     router(x, micro_batch(Balance(TARGETS, torch.tensor(1.0, dtype=torch.float64))), True)
