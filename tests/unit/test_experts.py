@@ -22,7 +22,7 @@ from megazero.memory.tracker import MemoryTracker
 from megazero.model.layers.balance import Balance
 from megazero.model.layers.context import Context, MicroBatchInfo, ResidualStream
 from megazero.model.layers.experts import Experts
-from megazero.model.layers.linear import Residual
+from megazero.model.layers.linear import Call, Residual
 from megazero.model.layers.norm import NORMS, NoNorm
 from megazero.model.layers.router import Router
 from megazero.model.layers.weight import named_weights
@@ -120,7 +120,7 @@ def compare(name: str, precision: str, tolerance: float, frozen: tuple[str, ...]
     residual = Residual(context.dropout(0.0, 0, "mlp"), after, model.residual_multiplier)
     tokens = micro_batch(Balance(TARGETS, torch.tensor(SEED, dtype=torch.float64)))
     given = dy.clone()
-    y = layers["mlp"](x, layers["norm"], residual, tokens, True)
+    y = layers["mlp"](x, layers["norm"], residual, Call(None, True, tokens))
     y.backward(given)
 
     theirs = {name: weight.data.double().requires_grad_() for name, weight in weights.items()}
