@@ -2,11 +2,38 @@ from dataclasses import replace
 import pytest, torch
 from megazero.price.bytes.estimate import estimate
 from tests.parallel.cases import MODEL, Case, train
-M = replace(MODEL, num_layers=3, architecture="mixtral", ffn_hidden_size=36, num_query_groups=2, num_experts=5, moe_router_topk=2, moe_aux_loss_coeff=0.3, moe_z_loss_coeff=0.2, moe_shared_expert_intermediate_size=24, moe_shared_expert_gate=True, moe_layer_freq="ED")
+
+M = replace(
+    MODEL,
+    num_layers=3,
+    architecture="mixtral",
+    ffn_hidden_size=36,
+    num_query_groups=2,
+    num_experts=5,
+    moe_router_topk=2,
+    moe_aux_loss_coeff=0.3,
+    moe_z_loss_coeff=0.2,
+    moe_shared_expert_intermediate_size=24,
+    moe_shared_expert_gate=True,
+    moe_layer_freq="ED",
+)
 F = dict(precision="fp64", model=M)
 ONE = {}
-CASES=[Case(**F), Case(recompute="full", **F), Case(tp=2, **F), Case(tp=2, sp=True, micro_batches=3, recompute="full", **F), Case(cp=2,**F), Case(cp=3, tp=2, sp=False, recompute="full", **F),
-  Case(pp=2, dp=2, zero=1, **F), Case(dp=2,zero=3,recompute="selective",**F), Case(pp=2, schedule="zero-bubble", tp=2, zero=2, micro_batches=4, **F), Case(dp=3, zero=2, micro_batches=1,batch=8, micro_batch_size=3, **F), Case(batch=8, micro_batches=1, **F)]
+CASES = [
+    Case(**F),
+    Case(recompute="full", **F),
+    Case(tp=2, **F),
+    Case(tp=2, sp=True, micro_batches=3, recompute="full", **F),
+    Case(cp=2, **F),
+    Case(cp=3, tp=2, sp=False, recompute="full", **F),
+    Case(pp=2, dp=2, zero=1, **F),
+    Case(dp=2, zero=3, recompute="selective", **F),
+    Case(pp=2, schedule="zero-bubble", tp=2, zero=2, micro_batches=4, **F),
+    Case(dp=3, zero=2, micro_batches=1, batch=8, micro_batch_size=3, **F),
+    Case(batch=8, micro_batches=1, **F),
+]
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_it(case, ranks):
     out = ranks(case.world).run(train, case)
@@ -15,11 +42,17 @@ def test_it(case, ranks):
     key = case.batch
     ref = ONE.setdefault(key, (o.losses, o.norms))
     for a, b in zip(ref, (o.losses, o.norms)):
-        assert torch.allclose(torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64), rtol=1e-10, atol=0), (a, b)
+        assert torch.allclose(
+            torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64), rtol=1e-10, atol=0
+        ), (a, b)
     config = case.config()
     for rank, o in enumerate(out):
         e = estimate(config, case.layout, rank)
         for step in range(3):
-            m = {k: (o.memory[step][k], e.memory[k]) for k in e.memory if k in o.memory[step] and o.memory[step][k] != e.memory[k]}
+            m = {
+                k: (o.memory[step][k], e.memory[k])
+                for k in e.memory
+                if k in o.memory[step] and o.memory[step][k] != e.memory[k]
+            }
             s = {k: (o.sent[step][k], e.traffic[k]) for k in e.traffic if o.sent[step][k] != e.traffic[k]}
             assert not m and not s, (rank, step, m, s)
