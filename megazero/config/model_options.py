@@ -314,6 +314,12 @@ class ParallelConfig:
     """Exchange of keys and values between context-parallel ranks. all-gather: all of a layer's at once, before its
     attention. ring: those of one rank at a time, during attention to those before; it holds less. auto: the ring
     where its messages should take less time than the computation that hides them."""
+    expert_model_parallel_size: Ranks = 1
+    """Ranks that the experts of a layer are divided over. Tokens are sent to them and back. These are neighbours among
+    all ranks of a pipeline stage, so there may be more of them than data-parallel ranks. With tensor parallelism, only
+    together with --sequence-parallel."""
+    expert_tensor_parallel_size: Annotated[int, Bounds(0, 10**6, "no job has as many ranks")] = 0
+    """Ranks that share the inner width of each expert; it must divide --tensor-model-parallel-size. 0: as many."""
     pipeline_model_parallel_size: Ranks = 1
     """Pipeline stages, which share the layers."""
     pipeline_schedule: ScheduleName = "1f1b"

@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from megazero.kernels.eager import is_stand_in
 from megazero.kernels.matmul import Products, write_or_add
 
 ALIGN = 8  # the grouped kernel needs widths that are multiples of 16 bytes
@@ -35,14 +34,8 @@ class RowGroups(NamedTuple):
     sizes: tuple[int, ...] | None
 
     @classmethod
-    def of(cls, counts: torch.Tensor, rows: int, on_host: bool) -> RowGroups:
-        """counts [E] int64: rows of each group. on_host: wait for the sizes."""
-        sizes = None
-        if on_host and is_stand_in(counts):  # as even as possible
-            each, more = divmod(rows, len(counts))
-            sizes = tuple(each + (i < more) for i in range(len(counts)))
-        elif on_host:
-            sizes = tuple(counts.tolist())
+    def of(cls, counts: torch.Tensor, sizes: tuple[int, ...] | None) -> RowGroups:
+        """counts [E] int64: rows of each group; sizes: the same on the host, or None."""
         return cls(counts.cumsum(0).to(torch.int32), sizes)
 
     @classmethod

@@ -24,6 +24,7 @@ from megazero.model.layers.norm import NORMS
 from megazero.model.layers.vocabulary import Output, VocabularyTable
 from megazero.model.layers.weight import Weight, named_weights
 from megazero.plan.layout.layers import End, LayerKind, Layers, Use
+from megazero.plan.layout.parameters import EXPERTS, unit_of
 from megazero.plan.layout.topology import Layout
 
 TOKEN_EMBEDDING, POSITION_EMBEDDING, BLOCKS, HEAD = "token_embedding", "position_embedding", "blocks.", "head"
@@ -110,8 +111,12 @@ class Stage(nn.Module):
             self.blocks[number] = BLOCK_CLASSES[model.architecture](model, int(number), context)
         table = self.token_embedding if tied else None
         self.head = Head(model, NORMS[model.traits.norm](model, context), table, context) if HEAD in names else None
-        layers = dict.fromkeys([TOKEN_EMBEDDING] if tied else []) | dict.fromkeys(names)
-        self.units: dict[str, list[Weight]] = {name: named_weights(self.layer(name), name, frozen) for name in layers}
+        self.layers = tuple(dict.fromkeys([TOKEN_EMBEDDING] if tied else []) | dict.fromkeys(names))
+        self.units: dict[str, list[Weight]] = {}
+        for name in self.layers:
+            self.units[name] = []
+            for weight in named_weights(self.layer(name), name, frozen):
+                self.units.setdefault(unit_of(name, weight.spec), []).append(weight)
 
     def layer(self, name: str) -> Layer:
         return self.get_submodule(name)
@@ -148,11 +153,12 @@ def declare(model: ModelConfig, tp: int = 1) -> Layers:
         kind_of[name] = first.setdefault(BLOCK_CLASSES[model.architecture].kind(model, number), name)
     kind_of[HEAD] = HEAD
     stage = Stage(model, dict.fromkeys(kind_of.values()), context)
-    kinds = {name: _declared(name, stage) for name in stage.units}
+    kinds = {name: _declared(name, stage) for name in stage.layers}
     return Layers(tp, {name: kinds[kind] for name, kind in kind_of.items()})
 
 
 def _declared(name: str, stage: Stage) -> LayerKind:
-    layer, params = stage.layer(name), tuple(weight.spec for weight in stage.units[name])
+    layer, units = stage.layer(name), (stage.units[name], stage.units.get(name + EXPERTS, []))
+    params = tuple(weight.spec for unit in units for weight in unit)
     score_flops = sum(getattr(part, "score_flops", 0) for part in layer.modules())
     return LayerKind(name, layer.use, layer.end, params, layer.reads, score_flops)

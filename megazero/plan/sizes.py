@@ -345,8 +345,8 @@ class StepSizes:
         if isinstance(op, SumTied):
             return (Moved("embedding", "all-reduce", self.owned_gradients(op.unit)),)
         if isinstance(op, GradNorm):
-            sharded = [group.axis for group in spec.groups.values() if group.policy.optimizer]
-            return agreement("tp", "pp", numbers=len(spec.groups)) + agreement(*sharded)
+            axes = [group.norm_axis for group in spec.groups.values() if group.norm_axis]
+            return agreement("tp", "pp", numbers=len(spec.groups)) + agreement(*axes)
         if isinstance(op, Rebuild):
             return (Moved("tp", "all-gather", self.kept * self.layout.tp),)
         return (Moved("pp", "message", self.hidden),) if isinstance(op, Send) else ()
@@ -356,7 +356,7 @@ class StepSizes:
         model = self.config.model
         found = agreement("data", "data", "pp", numbers=self.config.data.named_corpora)
         if layers := len(model.expert_layers):
-            found += agreement("data", "pp", numbers=layers * (model.num_experts + ROUTER_SUMS))
+            found += agreement("data", "tp", "pp", numbers=layers * (model.num_experts + ROUTER_SUMS))
         return found
 
     def traffic(self, op: Op) -> Sent:

@@ -30,6 +30,7 @@ ADVICE = {
     "optimizer": "a higher --zero-stage, which updates less per device, or a larger --global-batch-size",
     "tp": "a smaller --tensor-model-parallel-size, within a node; a larger --micro-batch-size; --sequence-parallel",
     "cp": "more tokens per rank (a smaller --context-parallel-size), context-parallel ranks within a node",
+    "ep": "a smaller --expert-model-parallel-size, its ranks within a node; a shared expert, which hides the exchange",
     "dp": "a larger --global-batch-size; --zero-stage 1; --zero-reduce-every step; --zero-shard-size of a node",
     "pp": "a smaller --pipeline-model-parallel-size, or fewer --virtual-pipeline-stages",
     "host": "more compute per block (a larger --micro-batch-size), or --no-checkpoint-in-cpu",

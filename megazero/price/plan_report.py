@@ -26,6 +26,7 @@ PART_NAMES = {
     "optimizer": "optimizer and norm",
     "tp": "waiting for tensor-parallel communication",
     "cp": "waiting for keys and values of other ranks",
+    "ep": "waiting for tokens of experts",
     "dp": "waiting for data-parallel communication",
     "pp": "waiting for messages between stages",
     "host": "waiting for copies from the host",

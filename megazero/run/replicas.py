@@ -41,7 +41,7 @@ def copies(engine: Engine) -> Iterator[tuple[Axis, str, torch.Tensor]]:
             axes = [unit.flat.replica]
             if not unit.flat.policy.optimizer:
                 axes.append(unit.flat.shard)
-            if "tp" not in part.spec.axes:
+            if unit.flat.group.over_tp and "tp" not in part.spec.axes:
                 axes.append(mesh.tp)
             if unit.name == engine.layers.tied:
                 axes.append(mesh.embedding)
@@ -51,7 +51,10 @@ def copies(engine: Engine) -> Iterator[tuple[Axis, str, torch.Tensor]]:
         if unit.flat.policy.syncs and unit.weights.unsharded is not None:
             for member in unit.flat.members:
                 window = unit.weights.unsharded[member.window.slice()]
-                yield mesh.data, f"the weights of {member.spec.name}", window
+                yield from (
+                    (axis, f"the weights of {member.spec.name}", window)
+                    for axis in (unit.flat.shard, unit.flat.replica)
+                )
 
 
 def check_replicas(engine: Engine, iteration: int) -> None:

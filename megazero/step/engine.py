@@ -97,6 +97,8 @@ class Engine:
             mesh.cp,
             self.config.parallel.cp_exchange == "ring",
             block_numbers(name for name, layer in self.spec.layers.items() if self.spec.recomputes(layer)),
+            mesh.ep,
+            mesh.etp,
         )
         model = config.model
         self.dealer = Dealer.of(config, mesh.layout, mesh.cp.rank)

@@ -80,7 +80,7 @@ class Routers:
         found = torch.zeros(len(self.model.expert_layers), width, dtype=torch.float64, device=mesh.device)
         for place, router in self.held.items():
             found[place] = router.statistics
-        return mesh.control_sum(found.flatten(), mesh.data, mesh.pp) if len(found) else found.flatten()
+        return mesh.control_sum(found.flatten(), mesh.data, mesh.tp, mesh.pp) if len(found) else found.flatten()
 
     def read(self, values: Sequence[float], targets: float) -> ExpertLoads | None:
         """Return the loads, given the values of `summed` and the step's targets; None without experts."""

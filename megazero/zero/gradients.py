@@ -130,7 +130,7 @@ class UnitGradients:
 
     def start_sum_replicated(self) -> Pending:
         """Sum over tp the gradients of tp-replicated parameters (with sequence parallelism)."""
-        summed = self.unit.layout.summed("tp", self.options.sequence_parallel)
+        summed = self.unit.group.summed(self.unit.layout, self.options.sequence_parallel)
         parts = [self.sharded_grad[part.slice()] for part in self.unit.owned_in(summed)]
         return together([self.mesh.tp.start_all_reduce(part) for part in parts])
 
@@ -143,8 +143,13 @@ class UnitGradients:
     def counted(self, replicated: bool) -> list[torch.Tensor]:
         """Return the pieces of the sharded gradient that this rank adds to the norm: see `square_sum`.
 
-        These are the gradients of tp-sharded parameters and, if `replicated`, of tp-replicated ones.
+        These are the gradients of tp-sharded parameters and, if `replicated`, of tp-replicated ones. Of equal gradients
+        of experts the first rank adds its own.
         """
+        if not self.unit.group.over_tp:
+            equal = [self.unit.replica, *([] if self.unit.policy.optimizer else [self.unit.shard])]
+            replicated = all(axis.is_first for axis in equal)
+            return [self.sharded_grad] if replicated else []
         ranges = [Range(0, self.unit.numel)] if replicated else self.unit.layout.sharded("tp")
         return [self.sharded_grad[part.slice()] for part in self.unit.owned_in(ranges)]
 

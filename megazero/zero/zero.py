@@ -123,8 +123,8 @@ class Zero:
             sums.append(square_sum(pieces, mesh.device))
         total = mesh.control_sum(torch.stack(sums), mesh.tp, mesh.pp)
         for group, part in zip(self.groups, total.split(1), strict=True):
-            if group.policy.optimizer:
-                mesh.control_sum(part, mesh.axis(group.axis))  # in place: `part` is a view of `total`
+            if group.norm_axis:
+                mesh.control_sum(part, mesh.axis(group.norm_axis))  # in place: `part` is a view of `total`
         return total.sum()
 
     def discard_gradients(self) -> None:

@@ -77,6 +77,8 @@ class Case(NamedTuple):
     tp: int = 1
     cp: int = 1
     exchange: str = "all-gather"
+    ep: int = 1
+    etp: int = 0
     zero: int = 0
     recompute: str = "none"
     pa: bool = False
@@ -121,6 +123,7 @@ class Case(NamedTuple):
         words = [
             (True, f"pp{self.pp}-dp{self.dp}-tp{self.tp}-zero{self.zero}-M{self.micro_batches}"),
             (self.cp > 1, f"cp{self.cp}-{self.exchange}"),
+            (self.ep > 1 or self.etp, f"ep{self.ep}-etp{self.etp}"),
             (self.pp > 1 or self.schedule != "1f1b", self.schedule),
             (self.chunks > 1, f"v{self.chunks}"),
             (self.split, f"split{self.split}"),
@@ -170,6 +173,8 @@ class Case(NamedTuple):
             tensor_model_parallel_size=self.tp,
             context_parallel_size=self.cp,
             cp_exchange=self.exchange if self.cp > 1 or self.exchange == "ring" else "auto",
+            expert_model_parallel_size=self.ep,
+            expert_tensor_parallel_size=self.etp,
             pipeline_model_parallel_size=self.pp,
             pipeline_schedule=self.schedule,
             virtual_pipeline_stages=self.chunks,

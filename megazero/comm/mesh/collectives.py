@@ -6,6 +6,7 @@ all_reduce silently returns wrong sums for others, and counts the bytes that thi
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -33,7 +34,10 @@ class Axis:
 
     Attributes:
         sent: kind of traffic -> bytes that this rank has sent. The kind is the axis' name, or "control".
+        pretended: whether there are no other ranks, so that nothing arrives.
     """
+
+    pretended = False
 
     def __init__(
         self,
@@ -242,6 +246,34 @@ class Axis:
             reads=(x,),
             writes=(out,),
         )
+
+    def start_all_to_all(self, x: torch.Tensor, out: torch.Tensor, sends: list[int], receives: list[int]) -> Pending:
+        """Send the first `sends[0]` rows of `x` to the axis' first rank, and so on; receive `out` in the same order.
+
+        All ranks call this, also with no rows. Shapes: x [sum(sends), ..], out [sum(receives), ..].
+        """
+        assert len(x) == sum(sends) and len(out) == sum(receives), (x.shape, out.shape, sends, receives)
+        if self.size == 1:
+            out.copy_(x)
+            return Pending()
+        own, per_row = self.rank, x.element_size() * math.prod(x.shape[1:])
+        self._issued("all-to-all", self.name, (len(x) - sends[own]) * per_row)
+        if not self.needs_staging_buffer:
+            return self._start(
+                "all-to-all",
+                lambda: dist.all_to_all_single(out, x, receives, sends, self.group, async_op=True),
+                reads=(x,),
+                writes=(out,),
+            )
+        sent, received = x.split(sends), out.split(receives)
+
+        def exchange() -> _Work:
+            received[own].copy_(sent[own])
+            return self._exchange(
+                {i: sent[i] for i in self._others if sends[i]}, {i: received[i] for i in self._others if receives[i]}
+            )
+
+        return self._start("all-to-all", exchange, reads=(x,), writes=(out,))
 
     def start_send(self, x: torch.Tensor, step: int, lane: int, tag: int) -> Pending:
         """Send `x` to the next (step +1) or the previous (-1) rank of the axis, which is a ring.

@@ -14,9 +14,9 @@ from megazero.comm.launch.errors import peer_errors
 from megazero.comm.mesh.collectives import Axis
 from megazero.comm.mesh.groups import GroupMaker
 from megazero.comm.mesh.in_flight import InFlight
-from megazero.plan.layout.topology import AXES, SUB_AXES, TRAFFIC, Coord, Layout
+from megazero.plan.layout.topology import AXES, KINDS_OF_TRAFFIC, SUB_AXES, TRAFFIC, Coord, Layout
 
-URGENT = ("tp", "cp", "shard")  # computation waits for these axes within a layer
+URGENT = ("tp", "cp", "shard", "etp", "ep", "expert_shard")  # computation waits for these axes within a layer
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Mesh:
 
     `cp` joins the ranks that share the tokens of a sample; `data` all of dp x cp, which hold the same weights.
     `embedding` joins the first and the last stage, which both hold a tied token table; `world` joins all ranks.
+    `ep` joins the ranks that share the experts of a layer, `etp` those that share each expert.
     `shard` and `replica` divide `data`: ZeRO partitions within `shard`, and ranks along `replica` own the same range.
     """
 
@@ -39,6 +40,10 @@ class Mesh:
     replica: Axis
     tp: Axis
     embedding: Axis
+    etp: Axis
+    ep: Axis
+    expert_shard: Axis
+    expert_replica: Axis
     world: Axis
     host: Axis  # all ranks, for tensors in host memory: `world`, or on a GPU an axis of its own, over gloo
     in_flight: InFlight  # shared by all axes
@@ -92,7 +97,7 @@ class Mesh:
     @property
     def axes(self) -> tuple[Axis, ...]:
         """All axes, in the same order on every rank."""
-        axes = (self.pp, self.dp, self.cp, self.data, self.shard, self.replica, self.tp, self.embedding, self.world)
+        axes = (*(getattr(self, name) for name in (*AXES, *SUB_AXES)), self.world)
         return axes if self.host is self.world else (*axes, self.host)
 
     def axis(self, name: str) -> Axis:
@@ -125,7 +130,7 @@ class Mesh:
 
     def sent(self) -> dict[str, int]:
         """Return the bytes sent so far, by kind of traffic."""
-        total: Counter[str] = Counter({"dp": 0, "cp": 0, "tp": 0, "pp": 0, "control": 0})
+        total: Counter[str] = Counter(dict.fromkeys(KINDS_OF_TRAFFIC, 0))
         for axis in self.axes:
             for kind, num_bytes in axis.sent.items():
                 total[TRAFFIC.get(kind, kind)] += num_bytes

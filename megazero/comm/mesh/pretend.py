@@ -30,6 +30,8 @@ class PretendAxis(Axis):
         issued: (kind of traffic, operation) -> (calls, bytes that this rank would have sent).
     """
 
+    pretended = True
+
     def __init__(self, name: str, ranks: list[int], rank: int, needs_staging_buffer: bool) -> None:
         super().__init__(name, ranks, rank, None, InFlight(checks=False))
         self._needs_staging_buffer = needs_staging_buffer

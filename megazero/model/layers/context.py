@@ -96,6 +96,8 @@ class Context:
     cp: Axis = field(default_factory=lambda: Axis("cp", [0], 0))  # the ranks that share the tokens of a sample
     ring: bool = False  # exchange keys and values in a ring, not all at once
     recomputed: frozenset[int] = frozenset()  # numbers of the blocks that backward computes again
+    ep: Axis = field(default_factory=lambda: Axis("ep", [0], 0))  # the ranks that share a layer's experts
+    expert_tp: Axis | None = None  # the ranks that share the inner width of an expert; None: tp
 
     @property
     def dtype(self) -> torch.dtype:
@@ -104,6 +106,20 @@ class Context:
     @property
     def tp(self) -> Axis:
         return self.stream.tp
+
+    @property
+    def etp(self) -> Axis:
+        return self.expert_tp or self.tp
+
+    @property
+    def shares_tokens(self) -> bool:
+        """Whether tensor-parallel ranks route different tokens to experts."""
+        return self.stream.sharded and self.etp.size < self.tp.size
+
+    @property
+    def expert_stream(self) -> ResidualStream:
+        """The residual stream as experts read it: gathered over the ranks that share each expert alone."""
+        return ResidualStream(self.etp, self.stream.sharded and self.etp.size > 1)
 
     def dropout(self, probability: float, layer: int, site: str) -> Dropout:
         return Dropout(probability, self.seed, layer, site, self.kernels.dropout)
@@ -153,7 +169,10 @@ class Context:
         """
         axes = tuple((sharded or {}).items())
         spec = ParamSpec("", shape, axes, decays, std, mean, pads, frozenset(summed), per_token=per_token)
-        block = spec.local({"tp": self.tp.rank}, {"tp": self.tp.size})
+        held = {"tp": self.tp, "ep": self.ep, "etp": self.etp}
+        block = spec.local(
+            {name: axis.rank for name, axis in held.items()}, {name: axis.size for name, axis in held.items()}
+        )
         return Weight(spec, block, self.seed, self.released)
 
 

@@ -21,7 +21,8 @@ from megazero.kernels.eager import wide
 from megazero.kernels.grouped import GroupedProducts, RowGroups, is_fused
 from megazero.kernels.table import GATED
 from megazero.model.layers.balance import Route
-from megazero.model.layers.context import Context, MicroBatchInfo
+from megazero.model.layers.context import Context, MicroBatchInfo, ResidualStream
+from megazero.model.layers.dispatch import Dispatch, SortedRows, arranged, as_arrived
 from megazero.model.layers.linear import Residual
 from megazero.model.layers.norm import Norm
 from megazero.model.layers.router import Routed, Router
@@ -41,12 +42,12 @@ class GroupedLinear(nn.Module):
 
     def __init__(self, context: Context, *shape: int, experts: int, top: int, sharded: int, std: float) -> None:
         super().__init__()
-        self.context, self.count = context, experts or 1
+        self.context, self.count = context, experts // context.ep.size or 1
         self.products = GroupedProducts(context.products)
         self.weight = context.weight(
             *((experts,) if experts else ()),
             *shape,
-            sharded={sharded + (experts > 0): "tp"},
+            sharded={0: "ep", sharded + 1: "etp"} if experts else {sharded: "tp"},
             std=std,
             decays=True,
             per_token=(top, experts) if experts else (1, 1),
@@ -136,37 +137,6 @@ class Gate(nn.Module):
         return torch.outer(dy, self.weight.data[0].to(exact)).to(x.dtype)
 
 
-class Sorted(NamedTuple):
-    """Tokens sorted by expert; a token has k rows.
-
-    Attributes:
-        order: row -> its place among the choices [T, k] of all tokens.
-        groups: the experts' rows.
-    """
-
-    order: torch.Tensor
-    groups: RowGroups
-
-    @classmethod
-    def of(cls, ids: torch.Tensor, experts: int, on_host: bool) -> Sorted:
-        """ids [T, k]"""
-        flat = ids.flatten().long()
-        counts = flat.new_zeros(experts).scatter_add_(0, flat, torch.ones_like(flat))
-        return cls(flat.argsort(stable=True), RowGroups.of(counts, len(flat), on_host))
-
-    def rows(self, x: torch.Tensor, top: int) -> torch.Tensor:
-        """x [T, c] -> [R, c], the rows of its k choices"""
-        return x.index_select(0, self.order // top)
-
-    def sum_rows(self, rows: torch.Tensor, top: int) -> torch.Tensor:
-        """rows [R, c] -> [T, c], summed over the k choices in a fixed order"""
-        return self.unsorted(rows).view(-1, top, rows.shape[1]).sum(1)
-
-    def unsorted(self, rows: torch.Tensor) -> torch.Tensor:
-        """rows [R, ..] in the order of the choices"""
-        return torch.empty_like(rows).index_copy_(0, self.order, rows)
-
-
 class Experts(nn.Module):
     """The experts of a block, their router and, if there is one, the expert that all tokens pass."""
 
@@ -180,7 +150,7 @@ class Experts(nn.Module):
         self.shared_gate = Gate(model, context) if model.moe_shared_expert_gate else None
         parts = self.router, self.experts, self.shared, self.shared_gate
         self.parts = [part for part in parts if part is not None]
-        widths = model.hidden_size, model.expert_size // context.tp.size
+        widths = model.hidden_size, model.expert_size // context.etp.size
         self.on_host = not is_fused(context.dtype, context.device, *widths)
 
     def forward(
@@ -192,76 +162,118 @@ class Experts(nn.Module):
 
 
 class _Branch(NamedTuple):
-    """Forward and backward of a micro-batch, below autograd."""
+    """Forward and backward of a micro-batch, below autograd.
+
+    The experts' tokens are gathered over etp, those of the shared expert over tp, like an MLP's. These are the same
+    tokens, and sums over the same ranks, if experts are divided over tp.
+    """
 
     layer: Experts
     norm: Norm
     residual: Residual
     tokens: MicroBatchInfo
 
-    def forward(self, x: torch.Tensor, output: bool, has_graph: bool) -> tuple[torch.Tensor, list[Tensors], RowGroups]:
-        """x [T', h] -> [T', h], tensors to save by part, and the experts' rows"""
-        layer, context = self.layer, self.layer.context
-        y, *numbers = self.norm.normalise(x)
-        whole = context.stream.start_unshard(y).wait()
-        routed = layer.router(whole, self.tokens, has_graph)
-        route = routed.route
-        by_expert = Sorted.of(route.ids, layer.count, layer.on_host)
+    @property
+    def streams(self) -> tuple[ResidualStream, ResidualStream]:
+        """The residual stream of the experts, and that of the shared expert."""
+        context = self.layer.context
+        return context.expert_stream, context.stream
+
+    @property
+    def together(self) -> bool:
+        """Whether the shared expert has the experts' tokens."""
+        return self.layer.context.etp.size == self.layer.context.tp.size
+
+    def forward(self, x: torch.Tensor, output: bool, has_graph: bool) -> tuple[torch.Tensor, list[Tensors], Dispatch]:
+        """x [T', h] -> [T', h], tensors to save by part, and the exchange of rows"""
+        layer, (stream, shared_stream) = self.layer, self.streams
         output = output or self.residual.norm is not None  # backward needs that norm's input
-        weights = routed.weights.flatten().index_select(0, by_expert.order)
-        rows, kept = layer.experts(by_expert.rows(whole, layer.top), weights, by_expert.groups, output)
-        total = by_expert.sum_rows(rows, layer.top) if output else None
-        kept_shared: Tensors = ()
-        if layer.shared is not None:
-            gate = None if layer.shared_gate is None else layer.shared_gate(whole)
-            part, kept_shared = layer.shared(whole, gate, RowGroups.one(whole), output)
-            total = total.add_(part) if output else None
-        result, joined = torch.empty_like(x), ()
-        if total is not None:
-            result, joined = self.residual.join(x, context.stream.start_reduce(total).wait(), self.tokens.dropout_rows)
+        y, *numbers = self.norm.normalise(x)
+        whole = stream.start_unshard(y).wait()
+        routed = layer.router(whole, self.tokens, has_graph)
+        by_expert = SortedRows.of(routed.route.ids)
+        dispatch, order = Dispatch.of(layer.context.ep, routed.route.ids, layer.count, layer.on_host)
+        arriving = dispatch.start(by_expert.rows(whole)), dispatch.start(by_expert.choices(routed.weights))
+        total, kept_shared = None, Tensors()
+        if layer.shared is not None:  # while rows are exchanged
+            tokens = whole if self.together else shared_stream.start_unshard(y).wait()
+            gate = None if layer.shared_gate is None else layer.shared_gate(tokens)
+            total, kept_shared = layer.shared(tokens, gate, RowGroups.one(tokens), output)
+            if total is not None and not self.together:
+                total = shared_stream.start_reduce(total).wait()
+        rows, weights = (arranged(each.wait(), order) for each in arriving)
+        part, kept = layer.experts(rows, weights, dispatch.groups, output)
+        result, joined = torch.empty_like(x), Tensors()
+        if part is not None:
+            part = by_expert.sum_rows(dispatch.start_back(as_arrived(part, order)).wait())
+            if total is not None and self.together:
+                part += total
+            part = stream.start_reduce(part).wait()
+            if total is not None and not self.together:
+                part += total
+            result, joined = self.residual.join(x, part, self.tokens.dropout_rows)
         saved = [
-            (x, *numbers) if context.selective else (x, *numbers, y),
-            (routed.logits, *(part for part in route if part is not None)),
+            (x, *numbers) if layer.context.selective else (x, *numbers, y),
+            (routed.logits, *(each for each in routed.route if each is not None)),
             kept,
+            () if order is None else (order, rows, weights),
             kept_shared,
             joined,
         ]
-        return result, saved, by_expert.groups
+        return result, saved, dispatch
 
-    def backward(self, dy: torch.Tensor, wanted: bool, saved: list[Tensors], groups: RowGroups) -> torch.Tensor | None:
+    def backward(self, dy: torch.Tensor, wanted: bool, saved: list[Tensors], dispatch: Dispatch) -> torch.Tensor | None:
         """dy [T', h] -> the gradient of x, if it is wanted"""
-        layer, context, top = self.layer, self.layer.context, self.layer.top
-        normed, (logits, ids, *counts), kept, kept_shared, joined = saved
-        (x, *numbers), y = (normed, None) if context.selective else (normed[:-1], normed[-1])
-        y = self.norm.normalise(x)[0] if y is None else y
-        unsharding = context.stream.start_unshard(y)
+        layer, (stream, shared_stream) = self.layer, self.streams
+        normed, (logits, ids, *counts), kept, arrived, kept_shared, joined = saved
+        x, *numbers = normed if layer.context.selective else normed[:-1]
+        y = self.norm.normalise(x)[0] if layer.context.selective else normed[-1]
+        unsharding = stream.start_unshard(y)
         upper = self.residual.branch_grad(dy, self.tokens.dropout_rows, joined)
-        upper = context.stream.start_unshard(upper).wait()
+        uppers = stream.start_unshard(upper).wait()
         whole = unsharding.wait()
         route = Route(ids, counts[0] if counts else None)
         routed = Routed(logits, route, layer.router.mixed(logits, route))
-        by_expert = Sorted(ids.flatten().argsort(stable=True), groups)
-        weights = routed.weights.flatten().index_select(0, by_expert.order)
-        drows, dweights = layer.experts.backward(
-            by_expert.rows(upper, top), by_expert.rows(whole, top), weights, groups, kept
-        )
-        assert dweights is not None
-        total = by_expert.sum_rows(drows, top)
-        total += layer.router.backward(by_expert.unsorted(dweights).view(-1, top), whole, routed, self.tokens)
+        by_expert = SortedRows.of(ids)
+        order, rows, weights = arrived or (None, by_expert.rows(whole), by_expert.choices(routed.weights))
+        arriving = dispatch.start(by_expert.rows(uppers))
+        total = None
         if layer.shared is not None:
-            gate = None if layer.shared_gate is None else layer.shared_gate(whole)
-            dshared, dgate = layer.shared.backward(upper, whole, gate, RowGroups.one(whole), kept_shared)
-            total += dshared
-            if layer.shared_gate is not None:
-                total += layer.shared_gate.backward(dgate, whole)
-        dx = self.norm.input_grad(context.stream.start_reduce(total).wait(), dy, x, *numbers)
+            total = self._shared_backward(y, upper, whole, uppers, kept_shared)
+        drows, dweights = layer.experts.backward(arranged(arriving.wait(), order), rows, weights, dispatch.groups, kept)
+        assert dweights is not None
+        back = [dispatch.start_back(as_arrived(each, order)) for each in (drows, dweights)]
+        part = by_expert.sum_rows(back[0].wait())
+        part += layer.router.backward(by_expert.unsorted(back[1].wait()), whole, routed, self.tokens)
+        if total is not None and self.together:
+            part += total
+        part = stream.start_reduce(part).wait()
+        if total is not None and not self.together:
+            part += shared_stream.start_reduce(total).wait()
+        dx = self.norm.input_grad(part, dy, x, *numbers)
         return dx if wanted else None
+
+    def _shared_backward(
+        self, y: torch.Tensor, upper: torch.Tensor, whole: torch.Tensor, uppers: torch.Tensor, kept: Tensors
+    ) -> torch.Tensor:
+        """Return this rank's summand of the gradient of the shared expert's tokens, [T, h].
+
+        y, upper [T', h]: the input and the gradient of the result; whole, uppers: of the experts' tokens.
+        """
+        layer, (_, stream) = self.layer, self.streams
+        assert layer.shared is not None
+        if not self.together:
+            both = stream.start_unshard(y), stream.start_unshard(upper)
+            whole, uppers = both[0].wait(), both[1].wait()
+        gate = None if layer.shared_gate is None else layer.shared_gate(whole)
+        dx, dgate = layer.shared.backward(uppers, whole, gate, RowGroups.one(whole), kept)
+        return dx if layer.shared_gate is None else dx.add_(layer.shared_gate.backward(dgate, whole))
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, branch, options, handle):
-        y, saved, ctx.groups = branch.forward(x, *options)
+        y, saved, ctx.dispatch = branch.forward(x, *options)
         ctx.save_for_backward(*(tensor for part in saved for tensor in part))
         ctx.branch, ctx.lengths = branch, [len(part) for part in saved]
         return y
@@ -270,4 +282,4 @@ class _Experts(torch.autograd.Function):
     def backward(ctx, dy):
         tensors = iter(ctx.saved_tensors)
         saved = [tuple(next(tensors) for _ in range(length)) for length in ctx.lengths]
-        return ctx.branch.backward(dy, ctx.needs_input_grad[0], saved, ctx.groups), None, None, None
+        return ctx.branch.backward(dy, ctx.needs_input_grad[0], saved, ctx.dispatch), None, None, None

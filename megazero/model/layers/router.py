@@ -10,8 +10,7 @@ to that of the logits in backward:
 with n targets of the sample and N of the global batch, f_i the share of expert i in the sample's choices, and P_i its
 mean probability. A sample without targets, such as padding, counts nothing.
 
-Shapes: b micro-batch, s sequence, t tokens of a sample on this context-parallel rank, T = b t tokens, E experts, k
-experts of a token, h hidden.
+Shapes: b micro-batch, s sequence, T tokens that this rank routes, E experts, k experts of a token, h hidden.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ class Routed(NamedTuple):
 class Router(nn.Module):
     """softmax(x @ weight.T): a token passes the k experts with the largest probabilities.
 
-    All tensor-parallel ranks route all T tokens. Each has a part of the experts' inner width, so the gradient of a
-    chosen expert's weight in the sum is a summand of that rank, and the router's gradients are too.
+    The ranks that share each expert (etp) route the same T tokens. Each has a part of the experts' inner width, so the
+    gradient of a chosen expert's weight in the sum is a summand of that rank, and the router's gradients are too.
 
     Attributes:
         statistics: of this step, of the samples with targets, [E + 3] fp64: choices of each expert, the sum over tokens
@@ -66,7 +65,7 @@ class Router(nn.Module):
         self.statistics = torch.zeros(self.experts + ROUTER_SUMS, dtype=torch.float64, device=context.device)
 
     def forward(self, x: torch.Tensor, tokens: MicroBatchInfo, has_graph: bool) -> Routed:
-        """x [T, h], of which all tensor-parallel ranks have the same, below autograd."""
+        """x [T, h], of which all ranks of etp have the same, below autograd."""
         exact, route = wide(x), None
         logits = F.linear(x.to(exact), self.weight.data.to(exact))
         if has_graph and tokens.balance is not None:
@@ -76,30 +75,47 @@ class Router(nn.Module):
         return Routed(logits, route, self.mixed(logits, route))
 
     def _choose(self, logits: torch.Tensor, tokens: MicroBatchInfo, has_graph: bool) -> Route:
-        ids, balance = logits.topk(self.top).indices, tokens.balance
+        ids, balance, context = logits.topk(self.top).indices, tokens.balance, self.context
         route = Route(ids.to(torch.int16), None)
         if balance is None:
             return route
-        flat = ids.view(len(tokens.samples), -1)
-        loads = logits.new_zeros(len(flat), self.experts).scatter_add_(1, flat, logits.new_ones(flat.shape))
+        samples = torch.zeros(len(balance.targets), len(ids), dtype=logits.dtype, device=ids.device)
+        samples.scatter_(0, self._samples(len(ids), tokens)[None], float(context.etp.is_first))
+        loads = samples @ torch.zeros_like(logits).scatter_(1, ids, 1.0)
         if self.model.moe_aux_loss_coeff:
-            route = route._replace(counts=self.context.cp.all_reduce_(loads.clone()))
-        self._record(logits, loads, route, tokens.length, balance)
-        if not has_graph and self.number in self.context.recomputed:
-            balance.keep(self.number, route, self.context.tracker)
+            counts = context.cp.all_reduce_(loads.clone())
+            route = route._replace(counts=context.tp.all_reduce_(counts) if context.shares_tokens else counts)
+        self._record(logits, samples, loads, route, tokens.length, balance)
+        if not has_graph and self.number in context.recomputed:
+            balance.keep(self.number, route, context.tracker)
         return route
 
-    def _record(self, logits: torch.Tensor, loads: torch.Tensor, route: Route, length: int, balance: Balance) -> None:
-        """Add a micro-batch to the statistics. loads [b, E]: this rank's choices."""
+    def _samples(self, count: int, tokens: MicroBatchInfo) -> torch.Tensor:
+        """Return the sample of each of this rank's `count` tokens, [T]."""
+        stream, etp = self.context.stream, self.context.etp.size
+        groups = stream.tp.size // etp if stream.sharded else 1  # of tensor-parallel ranks with tokens of their own
+        first = stream.tp.rank // etp * count if stream.sharded else 0
+        each = count * groups // len(tokens.samples)
+        return torch.arange(first, first + count, device=self.weight.data.device) // each
+
+    def _record(
+        self,
+        logits: torch.Tensor,
+        samples: torch.Tensor,
+        loads: torch.Tensor,
+        route: Route,
+        length: int,
+        balance: Balance,
+    ) -> None:
+        """Add a micro-batch to the statistics. samples [b, T]: 1 for a sample's tokens; loads [b, E]: their choices."""
         counted = (balance.targets > 0).to(logits.dtype)
-        by_sample = logits.view(len(counted), -1, self.experts)
-        norm, probabilities = by_sample.logsumexp(-1), by_sample.softmax(-1)
-        entropy = (norm - (probabilities * by_sample).sum(-1)).sum(1)
+        norm, probabilities = logits.logsumexp(-1), logits.softmax(-1)
+        entropy = samples @ (norm - (probabilities * logits).sum(-1))
         aux = z = torch.zeros_like(entropy)
         if route.counts is not None:
-            aux = self._aux_factor(length) * (route.counts * probabilities.sum(1)).sum(1)
+            aux = self._aux_factor(length) * (route.counts * (samples @ probabilities)).sum(1)
         if self.model.moe_z_loss_coeff:
-            z = norm.square().sum(1) / length
+            z = samples @ norm.square() / length
         sums = torch.stack([entropy.double() @ counted.double(), *(x.double() @ balance.targets for x in (aux, z))])
         self.statistics += torch.cat([(counted @ loads).double(), sums])
 
@@ -123,7 +139,7 @@ class Router(nn.Module):
             dlogits.scatter_(1, ids, dweights * weights).sub_(logits.softmax(-1).mul_(inner))
         else:
             dlogits.scatter_(1, ids, (dweights - inner) * weights)
-        if self.context.tp.is_first:  # every rank has the same balance losses
+        if self.context.etp.is_first:  # ranks with the same tokens have the same balance losses
             self._add_balance_grad(dlogits, logits, route, tokens)
         self.weight.accumulate_grad(GradWriter(self.context.products.weight_grad, (x.to(logits.dtype), dlogits)))
         return self.context.products.input_grad(dlogits, self.weight.data.to(logits.dtype)).to(x.dtype)
@@ -135,14 +151,12 @@ class Router(nn.Module):
         balance, model = tokens.balance, self.model
         if balance is None or not (model.moe_aux_loss_coeff or model.moe_z_loss_coeff):
             return
-        shape = len(balance.targets), -1, self.experts
-        by_sample, out = logits.view(shape), dlogits.view(shape)
-        probabilities = by_sample.softmax(-1)
-        scale = (balance.targets * balance.seed).to(logits.dtype)[:, None, None]  # of each sample's mean loss
+        sample, probabilities = self._samples(len(logits), tokens), logits.softmax(-1)
+        scale = (balance.targets * balance.seed).to(logits.dtype)[sample, None]  # of the mean losses of a sample
         if route.counts is not None:
-            slope = route.counts[:, None] * (model.moe_aux_loss_coeff * self._aux_factor(tokens.length))
-            slope = slope - (slope * probabilities).sum(-1, keepdim=True)
-            out += scale * slope * probabilities
+            slope = route.counts[sample] * (model.moe_aux_loss_coeff * self._aux_factor(tokens.length))
+            slope -= (slope * probabilities).sum(-1, keepdim=True)
+            dlogits += scale * slope * probabilities
         if model.moe_z_loss_coeff:
-            norm = by_sample.logsumexp(-1, keepdim=True)
-            out += (2 * model.moe_z_loss_coeff / tokens.length) * scale * norm * probabilities
+            norm = logits.logsumexp(-1, keepdim=True)
+            dlogits += (2 * model.moe_z_loss_coeff / tokens.length) * scale * norm * probabilities

@@ -41,6 +41,7 @@ MEDIANS = (
 TRAFFIC = {
     "dp": "data-parallel and ZeRO",
     "cp": "context-parallel",
+    "ep": "expert-parallel",
     "tp": "tensor-parallel",
     "pp": "pipeline",
     "control": "losses, norms, flags",

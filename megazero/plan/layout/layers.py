@@ -15,7 +15,7 @@ from enum import Enum
 from typing import Protocol
 
 from megazero.config.schema import ActivationConfig, ModelConfig
-from megazero.plan.layout.parameters import ParamSpec
+from megazero.plan.layout.parameters import ParamSpec, unit_of
 from megazero.plan.layout.topology import Layout
 from megazero.plan.schedule.schedules import Costs
 from megazero.plan.schedule.split import LayerCosts
@@ -57,7 +57,7 @@ class LayerKind:
     Attributes:
         name: of the first layer of this kind.
         end: of the model; None: a block.
-        params: weights of the first layer. They form a unit with the layer's name.
+        params: weights of the first layer.
         reads: units of other layers that it also reads, such as a tied token table.
         score_flops: FLOPs per token of the forward's products of activations with each other: attention.
     """
@@ -73,6 +73,13 @@ class LayerKind:
     def matrix_flops(self) -> int:
         """FLOPs per token of the forward's products with its own weights: 2 per element that the token meets."""
         return 2 * sum(spec.active for spec in self.params if spec.decays)
+
+    def units_of(self, layer: str, frozen: tuple[str, ...] = ()) -> dict[str, list[ParamSpec]]:
+        """Return unit -> its weights, of layer `layer` of this kind."""
+        found: dict[str, list[ParamSpec]] = {layer: []}
+        for spec in self.params_of(layer, frozen):
+            found.setdefault(unit_of(layer, spec), []).append(spec)
+        return found
 
     def params_of(self, layer: str, frozen: tuple[str, ...] = ()) -> list[ParamSpec]:
         """Return the weights of layer `layer` of this kind; names that match a pattern of `frozen` do not train."""
@@ -137,8 +144,8 @@ class Layers:
         """Return all layers of pipeline rank `pp`."""
         return [name for chunk in range(layout.chunks) for name in self.chunk(layout, pp, chunk)]
 
-    def units(self, layout: Layout, pp: int) -> list[str]:
-        """Return the units that pipeline rank `pp` holds: its layers' own, after those of other layers that they read.
+    def held(self, layout: Layout, pp: int) -> list[str]:
+        """Return the layers whose units pipeline rank `pp` holds: its own, after others that they read.
 
         The first and the last stage both hold a tied token table.
         """
@@ -152,7 +159,10 @@ def stage_units(layers: Layers, layout: Layout, pp: int, frozen: tuple[str, ...]
     Args:
         frozen: patterns of the names of parameters that do not train.
     """
-    return {name: layers.kinds[name].params_of(name, frozen) for name in layers.units(layout, pp)}
+    found: dict[str, list[ParamSpec]] = {}
+    for name in layers.held(layout, pp):
+        found |= layers.kinds[name].units_of(name, frozen)
+    return found
 
 
 def num_parameters(layers: Layers) -> int:

@@ -2,7 +2,8 @@
 
 Layers declare them (`model.layers.weight`). Initial values, checkpoints and `estimate` read them.
 
-A *unit* is gathered, reduced and updated as one buffer: a block, the token table, the position table or the head.
+A *unit* is gathered, reduced and updated as one buffer: a block without its experts, the experts of a block, the token
+table, the position table or the head.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 
 from megazero.plan.layout.flat_layout import FlatLayout, FlatParam, flat_layout, round_up
 
+EXPERTS = ".experts"  # end of the name of a unit of experts; it begins with their layer's
 VOCABULARY_ALIGN = 64  # rows of a rank's part of the token table: keeps the logits' matrix product aligned
 
 
@@ -76,6 +78,11 @@ class ParamSpec:
             shape[dim] = min(whole, offset[dim] + each) - offset[dim]
             stored[dim] = each
         return LocalBlock(tuple(offset), tuple(shape), tuple(stored))
+
+
+def unit_of(layer: str, spec: ParamSpec) -> str:
+    """Return the name of the unit of one of a layer's parameters: experts have their own, as they lie otherwise."""
+    return layer + EXPERTS if "ep" in spec.axes else layer
 
 
 def unit_layout(specs: Iterable[ParamSpec], sizes: Mapping[str, int], shards: int) -> FlatLayout:

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import fnmatch
 
+from megazero.config.flags import as_flag
 from megazero.config.limits import divisors, shorten
 from megazero.config.schema import ActivationConfig, Config, ParallelConfig
 from megazero.config.validate import check_values
@@ -151,8 +152,47 @@ def make_layout(config: Config, world_size: int) -> Layout:
             f"{' (x context-parallel)' if replica.cp > 1 else ''}; use {f'{sizes}, or ' if sizes else ''}0 for all"
         )
     parallel = config.parallel
-    v_shaped = SCHEDULES[parallel.pipeline_schedule].v_shaped
-    return dataclasses.replace(whole, shards=shards, chunks=parallel.virtual_pipeline_stages, v_shaped=v_shaped)
+    _check_experts(config, whole)
+    return dataclasses.replace(
+        whole,
+        shards=shards,
+        chunks=parallel.virtual_pipeline_stages,
+        v_shaped=SCHEDULES[parallel.pipeline_schedule].v_shaped,
+        ep=parallel.expert_model_parallel_size,
+        expert_tp=parallel.expert_tensor_parallel_size,
+    )
+
+
+def _check_experts(config: Config, layout: Layout) -> None:
+    """Refuse a division of experts that the ranks of a stage do not allow. layout: of the ranks, without experts."""
+    parallel, model, shards = config.parallel, config.model, config.zero.zero_shard_size
+    ep, etp, tp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size or layout.tp, layout.tp
+    if ep == 1 and etp == tp:
+        return
+    flag, ranks = as_flag("expert-model-parallel-size", ep), layout.data * tp
+    if etp != tp:
+        flag = as_flag("expert-tensor-parallel-size", etp)
+    if not model.num_experts:
+        raise ValueError(f"{flag} needs --num-experts E; add it, or drop the flag")
+    if tp % etp:
+        sizes = ", ".join(map(str, divisors(tp)))
+        raise ValueError(f"{flag} does not divide --tensor-model-parallel-size {tp}; use one of {sizes}")
+    if model.num_experts % ep or ranks % (ep * etp):
+        fits = [n for n in divisors(model.num_experts) if ranks % (n * etp) == 0]
+        raise ValueError(
+            f"--expert-model-parallel-size {ep} must divide --num-experts {model.num_experts}, and {ep} x {etp} (ranks "
+            f"per expert) the {ranks} ranks of a pipeline stage; use one of {', '.join(map(str, fits))}"
+        )
+    if tp > 1 and not parallel.sequence_parallel:
+        raise ValueError(
+            f"{flag} with --tensor-model-parallel-size {tp}: tensor-parallel ranks must have tokens of their own to "
+            "send; add --sequence-parallel"
+        )
+    if shards and shards * tp % (ep * etp):
+        raise ValueError(
+            f"--zero-shard-size {shards} with {flag}: {shards} x {tp} (tensor-parallel) ranks must be whole copies of "
+            f"the experts, a multiple of {ep * etp}; use another, or 0 for all"
+        )
 
 
 def _check_schedule(config: Config) -> None:

@@ -14,10 +14,16 @@ from megazero.plan.schedule.schedules import placement
 from megazero.plan.schedule.split import even_split
 
 AXES = ("pp", "dp", "cp", "tp")
-# all of dp x cp, which hold the same weights; parts of these ranks; part of pp
-SUB_AXES = ("data", "shard", "replica", "embedding")
+# All of dp x cp, which hold the same weights; parts of these ranks; part of pp. Then a stage's ranks as experts divide
+# them: parts of an expert, experts, and the ranks with the same part of the same experts, in two factors.
+SUB_AXES = ("data", "shard", "replica", "embedding", "etp", "ep", "expert_shard", "expert_replica")
 # axis -> kind of traffic of its collectives, if different from its name
-TRAFFIC = {"data": "dp", "shard": "dp", "replica": "dp", "embedding": "pp", "world": "control", "host": "control"}
+TRAFFIC = {"data": "dp", "shard": "dp", "replica": "dp", "embedding": "pp", "world": "control", "host": "control"} | {
+    "etp": "tp",
+    "expert_shard": "dp",
+    "expert_replica": "dp",
+}
+KINDS_OF_TRAFFIC = ("dp", "cp", "ep", "tp", "pp", "control")
 Ranks = tuple[int, ...]  # global ranks, ascending
 
 
@@ -62,6 +68,8 @@ class Layout:
         shards: neighbouring ranks of dp x cp that ZeRO shards over; the dp x cp / shards groups are replicas. 0: all.
         chunks: virtual stages of each pipeline rank, placed in turn or as a V: see `placement`.
         split: number of layers of every virtual stage; (): even.
+        ep, expert_tp: ranks of a stage that the experts of a layer are divided over, and those that share the inner
+            width of an expert, neighbours; 0: tp.
     """
 
     pp: int = 1
@@ -72,9 +80,12 @@ class Layout:
     split: tuple[int, ...] = ()
     v_shaped: bool = False
     cp: int = 1
+    ep: int = 1
+    expert_tp: int = 0
 
     def __post_init__(self) -> None:
         assert self.data % (self.shards or self.data) == 0, self
+        assert self.data * self.tp % (self.ep * self.etp) == 0, self
 
     @property
     def placement(self) -> tuple[int, ...]:
@@ -115,6 +126,26 @@ class Layout:
         """Copies of the sharded states."""
         return self.data // self.shard
 
+    @property
+    def etp(self) -> int:
+        """Ranks that share the inner width of an expert."""
+        return self.expert_tp or self.tp
+
+    @property
+    def divides_experts(self) -> bool:
+        """Whether experts lie otherwise than MLPs do: each rank then sends tokens of its own."""
+        return self.ep > 1 or self.etp != self.tp
+
+    @property
+    def expert_shard(self) -> int:
+        """Ranks that share one copy of the sharded states of their experts: those within `shard` x tp ranks."""
+        return max(1, self.shard * self.tp // (self.ep * self.etp))
+
+    @property
+    def expert_replica(self) -> int:
+        """Copies of the sharded states of experts."""
+        return self.data * self.tp // (self.ep * self.etp * self.expert_shard)
+
     def communicators(self) -> int:
         """Return the number of NCCL communicators of a rank: the world's, and one per split of `GroupMaker`.
 
@@ -122,23 +153,25 @@ class Layout:
         """
         if self.world_size == 1:
             return 0
-        parts = {"dp": self.dp, "cp": self.cp, "data": self.data, "shard": self.shard, "replica": self.replica}
-        data = len({(size, self.stride(axis)) for axis, size in parts.items() if size > 1})
+        parts = {axis: size for axis, size in self.sizes.items() if axis != "pp"}
+        inner = len({(size, self.stride(axis)) for axis, size in parts.items() if size > 1})
         tied = self.pp > 2 and self.last_pp > 0
         pairs: dict[tuple[int, int], list[Ranks]] = {}
         for first, *way in self.links():
             pairs.setdefault((way[0], way[1]), []).append((first, (first + 1) % self.pp))
-        return 1 + (self.tp > 1) + data + (self.pp > 1) + tied + sum(map(len, map(disjoint, pairs.values())))
+        return 1 + inner + (self.pp > 1) + tied + sum(map(len, map(disjoint, pairs.values())))
 
     @property
     def sizes(self) -> dict[str, int]:
         """Return the size of every axis, and of all sub-axes but the embedding's."""
-        return {axis: getattr(self, axis) for axis in (*AXES, "data", "shard", "replica")}
+        return {axis: getattr(self, axis) for axis in (*AXES, *SUB_AXES) if axis != "embedding"}
 
     def places(self, coord: Coord) -> dict[str, int]:
         """Return a rank's place along each of `sizes`."""
         data = self.data_rank(coord)
-        return coord._asdict() | {"data": data, "shard": data % self.shard, "replica": data // self.shard}
+        found = coord._asdict() | {"data": data, "shard": data % self.shard, "replica": data // self.shard}
+        within, parts = data * self.tp + coord.tp, ("etp", "ep", "expert_shard", "expert_replica")
+        return found | {axis: within // self.stride(axis) % self.sizes[axis] for axis in parts}
 
     @property
     def world_size(self) -> int:
@@ -162,6 +195,8 @@ class Layout:
         """Return the difference of two neighbours' ranks along an axis or a sub-axis."""
         own = dict.fromkeys(("cp", "data", "shard"), self.tp)  # neighbours along cp are neighbours in `data`
         strides = own | {"tp": 1, "dp": self.cp * self.tp, "replica": self.shard * self.tp, "pp": self.data * self.tp}
+        expert = self.ep * self.etp
+        strides |= {"etp": 1, "ep": self.etp, "expert_shard": expert, "expert_replica": expert * self.expert_shard}
         return strides[axis] if axis != "embedding" else self.last_pp * strides["pp"]
 
     def stage_ranks(self, pp: int) -> range:
@@ -201,7 +236,8 @@ class Layout:
         parts = f" ({self.replica} x {self.shard})" if self.replica > 1 else ""
         split = f" (layers {','.join(map(str, self.split))})" if self.split else ""
         context = f" x cp {self.cp}" if self.cp > 1 else ""
-        return f"pp {self.pp}{chunks}{split} x dp {self.dp}{context}{parts} x tp {self.tp}"
+        experts = f", ep {self.ep} x etp {self.etp}" if self.divides_experts else ""
+        return f"pp {self.pp}{chunks}{split} x dp {self.dp}{context}{parts} x tp {self.tp}{experts}"
 
 
 def data_parallel_size(world_size: int, pp: int = 1, tp: int = 1, cp: int = 1) -> int:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from megazero.config.schema import Config, ZeroConfig
 from megazero.plan.layout.flat_layout import ALIGN, Cut, FlatLayout, Range, equal_ranges, whole_windows
+from megazero.plan.layout.parameters import EXPERTS
 from megazero.plan.layout.topology import Layout
 
 
@@ -44,6 +45,7 @@ class ShardingGroup:
         axis, shards: the axis of the ranks that share a copy, and its size.
         replica_axis, replicas: the axis of the ranks that own the same range of different copies, and its size.
         cut: the function that cuts a sharded unit into the ranks' ranges.
+        over_tp: whether tensor-parallel ranks hold parts or copies of the units: of all but experts.
     """
 
     policy: ZeroPolicy
@@ -52,9 +54,10 @@ class ShardingGroup:
     replica_axis: str
     replicas: int
     cut: Cut = equal_ranges
+    over_tp: bool = True
 
     @classmethod
-    def of(cls, config: Config, layout: Layout, axis: str, replica_axis: str) -> ShardingGroup:
+    def of(cls, config: Config, layout: Layout, axis: str, replica_axis: str, over_tp: bool = True) -> ShardingGroup:
         """Return the group along `axis`. With one rank, its policy is stage 0."""
         shards, whole = layout.sizes[axis], config.optimizer.rule.whole_matrices
         return cls(
@@ -64,6 +67,7 @@ class ShardingGroup:
             replica_axis,
             layout.sizes[replica_axis],
             whole_windows if whole else equal_ranges,
+            over_tp,
         )
 
     @property
@@ -75,18 +79,32 @@ class ShardingGroup:
         """Return the range that the group's rank `place` owns, which it updates and saves."""
         return self.cut(flat, place, self.shards) if self.policy.optimizer else Range(0, flat.numel)
 
+    def summed(self, flat: FlatLayout, sequence_parallel: bool) -> list[Range]:
+        """Return the ranges of a unit whose gradient is a sum over tp."""
+        return flat.summed("tp", sequence_parallel) if self.over_tp else []
 
-DENSE = "dense"
+    @property
+    def norm_axis(self) -> str:
+        """The axis over which its ranks' squares of gradients are summed, after tp and pp; empty: none."""
+        if self.over_tp:
+            return self.axis if self.policy.optimizer else ""
+        return "data"
+
+
+DENSE, EXPERT = "dense", "expert"
 
 
 def sharding_groups(config: Config, layout: Layout) -> dict[str, ShardingGroup]:
     """Return name -> sharding group of a run; equal and in the same order on every rank."""
-    return {DENSE: ShardingGroup.of(config, layout, "shard", "replica")}
+    found = {DENSE: ShardingGroup.of(config, layout, "shard", "replica")}
+    if config.model.num_experts:
+        found[EXPERT] = ShardingGroup.of(config, layout, "expert_shard", "expert_replica", over_tp=False)
+    return found
 
 
 def group_of(unit: str) -> str:
     """Return the name of a unit's sharding group."""
-    return DENSE
+    return EXPERT if unit.endswith(EXPERTS) else DENSE
 
 
 class PersistentGradients(NamedTuple):

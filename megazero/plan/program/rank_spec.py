@@ -9,7 +9,7 @@ from typing import NamedTuple
 from megazero.config.schema import Config
 from megazero.plan.layout.flat_layout import Range
 from megazero.plan.layout.layers import Declare, Use, pass_costs, stage_units
-from megazero.plan.layout.parameters import ParamSpec, unit_layout
+from megazero.plan.layout.parameters import EXPERTS, ParamSpec, unit_layout
 from megazero.plan.layout.topology import Layout, Route, route
 from megazero.plan.layout.zero_policy import DENSE, ShardingGroup, ZeroPolicy, group_of, sharding_groups
 from megazero.plan.program.operations import Transfer
@@ -131,7 +131,7 @@ def rank_spec(config: Config, layout: Layout, pp: int, declare: Declare) -> Rank
         tuple[str, str, tuple[bool, ...]], Unit
     ] = {}  # one per kind of layer: units of a kind differ only in their name
     for name, params in specs.items():
-        key = layers.kinds[name].name, group_of(name), tuple(spec.trains for spec in params)
+        key = layers.kinds[name.removesuffix(EXPERTS)].name, group_of(name), tuple(spec.trains for spec in params)
         units[name] = known[key] = known.get(key) or _unit(name, params, config, layout, groups)
     chunks: list[tuple[PlannedLayer, ...]] = []
     for chunk, stage in enumerate(layout.stages(pp)):
@@ -139,7 +139,7 @@ def rank_spec(config: Config, layout: Layout, pp: int, declare: Declare) -> Rank
         passes = stage > 0
         for name in layers.chunk(layout, pp, chunk):
             kind = layers.kinds[name]
-            names = (name, *kind.reads)
+            names = (*kind.units_of(name), *kind.reads)
             trains = any(units[n].trains for n in names)
             found.append(PlannedLayer(name, names, kind.use, trains, passes, kind.name))
             passes = passes or trains
@@ -166,8 +166,8 @@ def rank_spec(config: Config, layout: Layout, pp: int, declare: Declare) -> Rank
 
 
 def _unit(name: str, specs: list[ParamSpec], config: Config, layout: Layout, groups: dict[str, ShardingGroup]) -> Unit:
-    group, sequence_parallel = group_of(name), config.parallel.sequence_parallel
-    flat = unit_layout(specs, layout.sizes, groups[group].shards)
-    summed = tuple(flat.summed("tp", sequence_parallel))
-    trains = any(spec.trains for spec in specs)
-    return Unit(flat.numel, trains, sequence_parallel or bool(summed), summed, group)
+    group, sequence_parallel = groups[group_of(name)], config.parallel.sequence_parallel
+    flat = unit_layout(specs, layout.sizes, group.shards)
+    summed = tuple(group.summed(flat, sequence_parallel))
+    sums = bool(summed) or (sequence_parallel and group.over_tp)
+    return Unit(flat.numel, any(spec.trains for spec in specs), sums, summed, group_of(name))

@@ -56,7 +56,7 @@ def check_memory(config: Config, layout: Layout, rank: int, machine: Machine) ->
 def least(config: Config, layout: Layout, stage: int) -> Needs:
     """Bound the bytes of a rank of a pipeline stage from below, counting layers by kind."""
     layers = declare(config.model, layout.tp)
-    kinds = [layers.kinds[name] for name in layers.units(layout, stage)]
+    kinds = [layers.kinds[name] for name in layers.held(layout, stage)]
     different = {kind.name: kind for kind in kinds}.values()
     numel = {kind.name: unit_layout(kind.params, layout.sizes, layout.shard).numel for kind in different}
     blocks = sum(kind.end is None for kind in kinds)

@@ -16,7 +16,7 @@ from megazero.config.flags import with_values
 from megazero.config.schema import Config
 from megazero.memory.tracker import Allocation, MemoryTracker
 from megazero.model.stage import declare
-from megazero.plan.layout.topology import Layout
+from megazero.plan.layout.topology import KINDS_OF_TRAFFIC, Layout
 from megazero.plan.program.operations import (
     Backward,
     BackwardWeights,
@@ -193,7 +193,7 @@ class _Walk:
         layers = layer_sizes(config, layout, self.spec, "cpu" if needs_staging_buffer else "cuda", coord.cp)
         self.sizes = StepSizes(config, layout, self.spec, layers, layout.places(coord))
         self.tracker = MemoryTracker()
-        self.traffic: Counter[str] = Counter({"dp": 0, "cp": 0, "tp": 0, "pp": 0, "control": 0})
+        self.traffic: Counter[str] = Counter(dict.fromkeys(KINDS_OF_TRAFFIC, 0))
         self.allocations: dict[object, Allocation] = {}
         self.saved: dict[tuple[str, int], int] = {}
         self.activations, self.queued = _Level(), _Level()

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from megazero.config.schema import Config
 from megazero.model.stage import declare
 from megazero.plan.layout.layers import stage_units
-from megazero.plan.layout.topology import Layout, route
+from megazero.plan.layout.topology import TRAFFIC, Layout, route
 from megazero.plan.program.operations import (
     COMPUTE,
     Backward,
@@ -82,7 +82,7 @@ class Roofline:
 
 
 class Cost(NamedTuple):
-    """Seconds of an operation on the compute stream; `exposed`: those in which it waits, by axis, tp or cp."""
+    """Seconds of an operation on the compute stream; `exposed`: those of waiting, by kind of traffic: tp, cp, ep."""
 
     seconds: float
     exposed: Mapping[str, float]
@@ -152,7 +152,7 @@ class StepCosts:
     def _simulate(self, events: Events) -> Cost:
         """Simulate a layer's events: a compute stream, a stream for each axis, and the host."""
         now = 0.0
-        exposed: dict[str, float] = defaultdict(float)  # axis -> seconds of waiting for it
+        exposed: dict[str, float] = defaultdict(float)  # kind of traffic -> seconds of waiting for it
         free: dict[str, float] = {}  # axis -> when its stream becomes idle
         done: dict[int, tuple[str, float]] = {}
         calls = 0
@@ -167,7 +167,7 @@ class StepCosts:
                 done[event.number] = event.axis, free[event.axis]
             elif isinstance(event, Arrive) and done[event.number][1] > now:
                 axis, at = done[event.number]
-                exposed[axis] += at - now
+                exposed[TRAFFIC.get(axis, axis)] += at - now
                 now = at
         host = calls * self.device["overhead.call"] + self.device["overhead.operation"]
         return Cost(now + host if self.device.kind == "cpu" else max(now, host), exposed)

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from megazero.plan.layout.topology import AXES, Layout
+from megazero.plan.layout.topology import Layout
 from megazero.price.time.devices import Device, interpolate
 
 
@@ -49,8 +49,7 @@ class Network:
         self.exchanges = device.kind == "cpu"  # gloo: every rank sends to every other rank at once
         world, each = layout.world_size, device.devices_per_node
         self.sharing = min(world, each)  # devices of a node
-        sizes = {axis: getattr(layout, axis) for axis in (*AXES, "data", "shard", "replica")}
-        sizes["embedding"] = 2 if layout.last_pp else 1
+        sizes = layout.sizes | {"embedding": 2 if layout.last_pp else 1}
         self.groups = {axis: group_of(size, layout.stride(axis), world, each) for axis, size in sizes.items()}
         self.layout, self.each = layout, each
 

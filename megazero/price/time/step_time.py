@@ -20,17 +20,17 @@ from megazero.price.time.devices import Device
 from megazero.price.time.network import Network
 from megazero.price.time.simulate import simulate
 
+WITHIN = ("tp", "cp", "ep")  # kinds of traffic inside a layer
 COMPUTATIONS = (Forward, Backward, BackwardWeights)
-PARTS = ("compute", "recompute", "optimizer", "tp", "cp", "dp", "pp", "host", "bubble", "copies")
+PARTS = ("compute", "recompute", "optimizer", "tp", "cp", "ep", "dp", "pp", "host", "bubble", "copies")
 
 
 class Parts(NamedTuple):
     """Seconds of a step, and how its busiest pipeline rank spends them.
 
     Attributes:
-        parts: they add up to `seconds`: compute, recompute and optimizer; waiting for communication along tp, cp, dp or
-            pp,
-            for copies from the host, or for other pipeline ranks (bubble); copying inputs kept for recompute.
+        parts: they add up to `seconds`: compute, recompute and optimizer; waiting for communication along tp, cp, ep,
+            dp or pp, for copies from the host, or for other pipeline ranks (bubble); copying inputs kept for recompute.
         compute: of every pipeline rank, recompute included.
         rank: the busiest.
     """
@@ -69,20 +69,19 @@ def _simulate(programs: list[Ops], costs: list[StepCosts]) -> Parts:
     compute = tuple(sum((spent[op.__name__] for op in COMPUTE), 0.0) for spent in timing.spent)
     rank = max(range(len(programs)), key=lambda r: compute[r])
     spent = timing.spent[rank]
-    exposed = {(kind, axis): 0.0 for kind in ("compute", "recompute") for axis in ("tp", "cp")}
+    exposed = {(kind, axis): 0.0 for kind in ("compute", "recompute") for axis in WITHIN}
     for op in programs[rank]:
         if isinstance(op, COMPUTE):
             for axis, seconds in costs[rank].of_layer(op).exposed.items():
                 exposed["recompute" if isinstance(op, Recompute) else "compute", axis] += seconds
-    waits = {
-        kind: sum(exposed[each] for each in exposed if kind in each) for kind in ("compute", "recompute", "tp", "cp")
-    }
+    waits = {kind: sum(exposed[each] for each in exposed if kind in each) for kind in ("compute", "recompute", *WITHIN)}
     parts = {
         "compute": sum(spent[op.__name__] for op in COMPUTATIONS) - waits["compute"] + spent["issue"],
         "recompute": spent["Recompute"] - waits["recompute"],
         "optimizer": spent["Update"] + spent["GradNorm"],
         "tp": waits["tp"] + spent["tp"] + spent["Rebuild"],
         "cp": waits["cp"],
+        "ep": waits["ep"],
         "dp": spent["dp"],
         "pp": spent["pp"],
         "host": spent["host"],

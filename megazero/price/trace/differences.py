@@ -35,13 +35,15 @@ class Differences:
     """The axes over whose ranks the values of a storage differ. A storage without an entry has the same everywhere."""
 
     def __init__(self) -> None:
+        self.sums_replicated = False  # gradients of replicated weights are summed over tp, whatever they declare
         self._axes: dict[StorageWeakRef, frozenset[str]] = {}  # a weak reference keeps its number from being reused
 
     def start_from(self, weights: Iterable[Weight]) -> None:
         """Add the weights of which this rank has a part."""
         for weight in weights:
-            if weight.block.shape != weight.spec.shape:
-                self._axes[_reference(weight.data)] = weight.spec.axes
+            parts, whole = weight.block.shape, weight.spec.shape
+            if axes := _merged(axis for dim, axis in weight.spec.sharded if parts[dim] != whole[dim]):
+                self._axes[_reference(weight.data)] = axes
 
     def of(self, tensors: Iterable[torch.Tensor]) -> frozenset[str]:
         if not self._axes:
@@ -65,21 +67,27 @@ class Differences:
         for tensor in tensors:
             reference = _reference(tensor)
             if reference in self._axes:
-                self._axes[reference] -= {axis}
+                self._axes[reference] -= _merged({axis})
 
     def check(self, weight: Weight, write: GradWriter) -> None:
         """Refuse a replicated weight whose declaration does not fit its gradient; see Note [summed]."""
-        summands = self.of(write.tensors) - weight.spec.axes
+        summands = self.of(write.tensors) - _merged(weight.spec.axes)
         missing = summands - weight.spec.summed
         assert not missing, (
             f"{weight.spec.name} is used for this rank's heads or columns only, so its gradient is a sum over "
             f"{' and '.join(missing)}; declare it with summed={tuple(missing)}"
         )
-        needless = weight.spec.summed - summands if self._axes else ()
+        known = frozenset().union(*self._axes.values())
+        needless = (weight.spec.summed & known) - summands if not self.sums_replicated else ()
         assert not needless, (
             f"{weight.spec.name} has the same gradient on all ranks of {' and '.join(needless)}; "
             f"declare it without summed={tuple(needless)}"
         )
+
+
+def _merged(axes: Iterable[str]) -> frozenset[str]:
+    """Replace etp by tp: its ranks are some of those, and what differs over it is summed over tp."""
+    return frozenset("tp" if axis == "etp" else axis for axis in axes)
 
 
 def _reference(tensor: torch.Tensor) -> StorageWeakRef:

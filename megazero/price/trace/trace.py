@@ -108,6 +108,8 @@ class Kind(NamedTuple):
     tokens: int = 0  # of a sample on this rank; 0: all
     multiple: int = 1  # see `plan.sizes.dealt_multiple`
     ring: bool = False
+    ep: int = 1
+    expert_tp: int = 0
 
     @property
     def small(self) -> bool:
@@ -162,6 +164,8 @@ class Kind(NamedTuple):
             dealt_tokens(config, layout, cp_rank),
             dealt_multiple(config),
             config.parallel.cp_exchange == "ring",
+            layout.ep,
+            layout.expert_tp,
         )
 
 
@@ -208,7 +212,10 @@ class Traced:
         staging, recomputed = kind.device_type == "cpu", frozenset[int]()
         if kind.recompute == "full" and kind.use is Use.LAYER:
             recomputed = block_numbers([kind.layer])
-        length, layout = model.seq_length, Layout(tp=kind.tp, cp=kind.cp)
+        length, experts = model.seq_length, kind.ep * (kind.expert_tp or kind.tp)
+        dp = experts // math.gcd(experts, kind.cp * kind.tp)  # the fewest replicas over which experts can be divided
+        layout = Layout(dp=dp, tp=kind.tp, cp=kind.cp, ep=kind.ep, expert_tp=kind.expert_tp)
+        recorder.differences.sums_replicated = kind.sequence_parallel and layout.etp < layout.tp
         most = kind.tokens in (0, share(length, kind.cp, 0, kind.multiple))
         rank = layout.rank(Coord(0, 0, 0 if most else kind.cp - 1, 0))  # ranks with as many tokens cost the same
         self.mesh = pretend_mesh(layout, rank, device, staging, recorder.axis)
@@ -224,6 +231,8 @@ class Traced:
             cp=self.mesh.cp,
             ring=kind.ring,
             recomputed=recomputed,
+            ep=self.mesh.ep,
+            expert_tp=self.mesh.etp,
         )
         self.stage = Stage(model, [kind.layer], self.context, kind.frozen)
         for weight in [weight for unit in self.stage.units.values() for weight in unit]:
