@@ -28,6 +28,7 @@ from megazero.price.bytes.estimate import estimate
 SHAPES = {
     "quickstart": (2, 4, 192, 6, 1, 8, 16),
     **{f"c{i}": (4, 4, 256, 8, 2, 8, 16) for i in (1, 2, 3, 4, 5)},
+    "tiny-experts": (1, 4, 128, 4, 1, 16, 16),
     "tiny": (1, 4, 256, 4, 1, 16, 16),
     "gpt2-124m": (8, 12, 768, 12, 1, 64, 512),
     "gpt2-345m": (8, 24, 1024, 16, 1, 64, 512),
@@ -145,12 +146,18 @@ FAMILIES: dict[str, tuple[str, int, int, int, int, int | None, dict[str, Any]]] 
     ),
     "pythia-160m": ("gpt-neox", 3072, 12, 50304, 2048, 162_322_944, NEOX),
     "pythia-1.4b": ("gpt-neox", 8192, 16, 50304, 2048, 1_414_647_808, NEOX),
+    "tiny-experts": (
+        *("mixtral", 512, 4, 257, 128, None),
+        {"untie_embeddings": True, "rotary_base": 1e6, "num_experts": 8, "moe_ffn_hidden_size": 256}
+        | {"moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 1e-3},
+    ),
     "gptj-6b": ("gptj", 16384, 16, 50400, 2048, 6_050_882_784, NEOX | {"rotary_interleaved": True}),
     "parallel-6b": ("parallel", 16384, 16, 50400, 2048, None, {"untie_embeddings": True}),
 }
 SMALL = (
     "quickstart",
     "tiny",
+    "tiny-experts",
     "c1",
     "c2",
     "c3",
