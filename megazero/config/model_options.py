@@ -154,10 +154,11 @@ class ModelConfig:
 
     def has_experts(self, number: int) -> bool:
         """Return whether the MLP of a layer is a mixture of experts."""
+        return self.num_experts > 0 and self._gets_experts(number)
+
+    def _gets_experts(self, number: int) -> bool:
         pattern = self.moe_layer_freq
-        if pattern.isdecimal():
-            return self.num_experts > 0 and number % int(pattern) == 0
-        return self.num_experts > 0 and pattern[number % len(pattern)] == "E"
+        return number % int(pattern) == 0 if pattern.isdecimal() else pattern[number % len(pattern)] == "E"
 
     @property
     def expert_layers(self) -> list[int]:

@@ -47,7 +47,7 @@ class SequentialBlock(Layer):
     def forward(self, x: torch.Tensor, tokens: MicroBatchInfo, output: bool = True) -> torch.Tensor:
         """x [T', h] -> [T', h]. If `output` is False, callers use only the graph: the last sum over tp is omitted."""
         x = self.attention(x, self.norm1, self.residuals[0], tokens)
-        return self.mlp(x, self.norm2, self.residuals[1], tokens, output)
+        return self.mlp(x, self.norm2, self.residuals[1], Call(tokens.dropout_rows, output, tokens))
 
 
 class ParallelBlock(Layer):

@@ -203,6 +203,10 @@ def test_groups_of_every_axis_lie_on_these_nodes() -> None:
         "data": GroupNodes(2, 1, 2, 4),
         "pp": GroupNodes(8, 2, 4, 2),
         "embedding": GroupNodes(2, 2, 1, 8),  # ranks 0 and 14
+        "etp": GroupNodes(1, 1, 1, 8),
+        "ep": GroupNodes(1, 1, 1, 8),
+        "expert_shard": GroupNodes(1, 1, 1, 8),
+        "expert_replica": GroupNodes(2, 1, 2, 4),
     }
     assert Network(device, Layout(pp=2, dp=16, shards=4)).groups == {
         "tp": GroupNodes(1, 1, 1, 8),
@@ -213,6 +217,10 @@ def test_groups_of_every_axis_lie_on_these_nodes() -> None:
         "data": GroupNodes(16, 2, 8, 1),
         "pp": GroupNodes(2, 2, 1, 8),
         "embedding": GroupNodes(2, 2, 1, 8),
+        "etp": GroupNodes(1, 1, 1, 8),
+        "ep": GroupNodes(1, 1, 1, 8),
+        "expert_shard": GroupNodes(4, 1, 4, 2),
+        "expert_replica": GroupNodes(4, 2, 2, 4),
     }
     groups = Network(device, Layout(dp=2, cp=8, tp=2)).groups  # a rank of cp is two nodes away from the last
     assert groups["cp"] == GroupNodes(8, 2, 4, 2) and groups["data"] == GroupNodes(16, 4, 4, 2)

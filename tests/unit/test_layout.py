@@ -34,8 +34,29 @@ def test_context_parallel_ranks_are_between_data_and_tensor() -> None:
     assert layout.groups("dp") == [[0, 6], [1, 7], [2, 8], [3, 9], [4, 10], [5, 11]]
     assert layout.groups("data") == [[0, 2, 4, 6, 8, 10], [1, 3, 5, 7, 9, 11]]
     assert layout.groups("shard") == layout.groups("cp") and layout.groups("replica") == layout.groups("dp")
-    assert layout.sizes == {"pp": 1, "dp": 2, "cp": 3, "tp": 2, "data": 6, "shard": 3, "replica": 2}
-    assert layout.places(layout.coord(9)) == {"pp": 0, "dp": 1, "cp": 1, "tp": 1, "data": 4, "shard": 1, "replica": 1}
+    dense = {"pp": 1, "dp": 2, "cp": 3, "tp": 2, "data": 6, "shard": 3, "replica": 2}
+    assert layout.sizes == dense | {"etp": 2, "ep": 1, "expert_shard": 3, "expert_replica": 2}
+    places = {"pp": 0, "dp": 1, "cp": 1, "tp": 1, "data": 4, "shard": 1, "replica": 1}
+    assert layout.places(layout.coord(9)) == places | {"etp": 1, "ep": 0, "expert_shard": 1, "expert_replica": 1}
+
+
+def test_experts_are_divided_over_all_ranks_of_a_stage() -> None:
+    """Two stages of 12 ranks: four parts of the experts, whole ones, over neighbours of any axis; three copies."""
+    layout = Layout(pp=2, dp=3, cp=2, tp=2, ep=4, expert_tp=1)
+    assert layout.groups("ep")[:3] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert layout.groups("expert_shard")[:4] == [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7, 11]]
+    assert layout.groups("etp") == layout.groups("expert_replica") == [[rank] for rank in range(24)]
+    halves = Layout(dp=4, tp=2, ep=2, shards=2)  # each expert on two ranks; ZeRO within two replicas
+    assert halves.groups("etp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert halves.groups("ep") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert (halves.expert_shard, halves.groups("expert_replica")) == (1, [[0, 4], [1, 5], [2, 6], [3, 7]])
+    assert halves.places(halves.coord(5)) == {"pp": 0, "dp": 2, "cp": 0, "tp": 1, "data": 2, "shard": 0} | {
+        "replica": 1,
+        "etp": 1,
+        "ep": 0,
+        "expert_shard": 0,
+        "expert_replica": 1,
+    }
 
 
 @pytest.mark.parametrize("axis", AXES)

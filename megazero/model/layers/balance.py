@@ -13,7 +13,7 @@ import torch
 from megazero.memory.tracker import Allocation, MemoryTracker
 
 
-class Route(NamedTuple):
+class Choices(NamedTuple):
     """The experts that tokens pass.
 
     Attributes:
@@ -36,14 +36,14 @@ class Balance:
 
     targets: torch.Tensor
     seed: torch.Tensor
-    _kept: dict[int, tuple[Route, Allocation]] = field(default_factory=dict)
+    _kept: dict[int, tuple[Choices, Allocation]] = field(default_factory=dict)
 
-    def keep(self, layer: int, route: Route, tracker: MemoryTracker) -> None:
+    def keep(self, layer: int, route: Choices, tracker: MemoryTracker) -> None:
         """Keep the choices of a layer's Forward, so that its Recompute makes the same."""
         num_bytes = sum(part.nbytes for part in route if part is not None)
         self._kept[layer] = route, tracker.allocate("activation_checkpoints", num_bytes)
 
-    def take(self, layer: int) -> Route | None:
+    def take(self, layer: int) -> Choices | None:
         """Return kept choices, once."""
         route, _ = self._kept.pop(layer, (None, None))
         return route

@@ -113,13 +113,13 @@ class Context:
 
     @property
     def shares_tokens(self) -> bool:
-        """Whether tensor-parallel ranks route different tokens to experts."""
+        """True if tensor-parallel ranks route different tokens to experts."""
         return self.stream.sharded and self.etp.size < self.tp.size
 
     @property
     def expert_stream(self) -> ResidualStream:
         """The residual stream as experts read it: gathered over the ranks that share each expert alone."""
-        return ResidualStream(self.etp, self.stream.sharded and self.etp.size > 1)
+        return ResidualStream(self.etp, self.stream.sharded and bool(self.etp.peers))
 
     def dropout(self, probability: float, layer: int, site: str) -> Dropout:
         return Dropout(probability, self.seed, layer, site, self.kernels.dropout)

@@ -77,7 +77,7 @@ class Dispatch(NamedTuple):
         """
         flat = ids.flatten().long()
         counts = flat.new_zeros(experts).scatter_add_(0, flat, torch.ones_like(flat))
-        if axis.size == 1:
+        if not axis.peers:
             sizes = _sizes(counts, len(flat), axis) if on_host else None
             return cls(axis, [len(flat)], [len(flat)], RowGroups.of(counts, sizes)), None
         table = torch.empty_like(counts)
@@ -96,14 +96,14 @@ class Dispatch(NamedTuple):
 
     def start(self, rows: torch.Tensor) -> AsyncTensor:
         """rows [R, ..] -> [R', ..], at the ranks of their experts"""
-        if self.axis.size == 1:
+        if not self.axis.peers:
             return AsyncTensor(rows, Pending())
         out = rows.new_empty(sum(self.receives), *rows.shape[1:])
         return AsyncTensor(out, self.axis.start_all_to_all(rows, out, self.sends, self.receives))
 
     def start_back(self, rows: torch.Tensor) -> AsyncTensor:
         """rows [R', ..] -> [R, ..], at the ranks of their tokens"""
-        if self.axis.size == 1:
+        if not self.axis.peers:
             return AsyncTensor(rows, Pending())
         out = rows.new_empty(sum(self.sends), *rows.shape[1:])
         return AsyncTensor(out, self.axis.start_all_to_all(rows, out, self.receives, self.sends))

@@ -20,10 +20,10 @@ from megazero.config.schema import ModelConfig
 from megazero.kernels.eager import wide
 from megazero.kernels.grouped import GroupedProducts, RowGroups, is_fused
 from megazero.kernels.table import GATED
-from megazero.model.layers.balance import Route
+from megazero.model.layers.balance import Choices
 from megazero.model.layers.context import Context, MicroBatchInfo, ResidualStream
 from megazero.model.layers.dispatch import Dispatch, SortedRows, arranged, as_arrived
-from megazero.model.layers.linear import Residual
+from megazero.model.layers.linear import Call, Residual
 from megazero.model.layers.norm import Norm
 from megazero.model.layers.router import Routed, Router
 from megazero.model.layers.weight import GradWriter, handle_of
@@ -153,12 +153,13 @@ class Experts(nn.Module):
         widths = model.hidden_size, model.expert_size // context.etp.size
         self.on_host = not is_fused(context.dtype, context.device, *widths)
 
-    def forward(
-        self, x: torch.Tensor, norm: Norm, residual: Residual, tokens: MicroBatchInfo, output: bool
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, norm: Norm, residual: Residual, call: Call) -> torch.Tensor:
         """x [T', h] -> x + experts(norm(x)) [T', h]; `residual` joins them."""
+        assert call.tokens is not None
         handle = handle_of(norm, *self.parts, *residual.norms)
-        return _Experts.apply(x, _Branch(self, norm, residual, tokens), (output, torch.is_grad_enabled()), handle)
+        return _Experts.apply(
+            x, _Branch(self, norm, residual, call.tokens), (call.output, torch.is_grad_enabled()), handle
+        )
 
 
 class _Branch(NamedTuple):
@@ -181,7 +182,7 @@ class _Branch(NamedTuple):
 
     @property
     def together(self) -> bool:
-        """Whether the shared expert has the experts' tokens."""
+        """True if the shared expert has the experts' tokens."""
         return self.layer.context.etp.size == self.layer.context.tp.size
 
     def forward(self, x: torch.Tensor, output: bool, has_graph: bool) -> tuple[torch.Tensor, list[Tensors], Dispatch]:
@@ -232,7 +233,7 @@ class _Branch(NamedTuple):
         upper = self.residual.branch_grad(dy, self.tokens.dropout_rows, joined)
         uppers = stream.start_unshard(upper).wait()
         whole = unsharding.wait()
-        route = Route(ids, counts[0] if counts else None)
+        route = Choices(ids, counts[0] if counts else None)
         routed = Routed(logits, route, layer.router.mixed(logits, route))
         by_expert = SortedRows.of(ids)
         order, rows, weights = arrived or (None, by_expert.rows(whole), by_expert.choices(routed.weights))

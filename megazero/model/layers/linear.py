@@ -24,7 +24,7 @@ from megazero.kernels.dropout import Dropout, Rows
 from megazero.kernels.eager import wide
 from megazero.kernels.matmul import as_matrix, write_or_add
 from megazero.kernels.table import Activation
-from megazero.model.layers.context import Context
+from megazero.model.layers.context import Context, MicroBatchInfo
 from megazero.model.layers.norm import Norm
 from megazero.model.layers.weight import GradWriter, HasWeights, handle_of
 
@@ -190,6 +190,7 @@ class Call(NamedTuple):
 
     mask: tuple[Rows, ...] | None  # rows of the dropout's mask; None: no dropout
     output: bool  # False: callers use only the graph and the result's shape, so its values are not computed
+    tokens: MicroBatchInfo | None = None  # for experts
 
 
 class ResidualRows(NamedTuple):

@@ -8,7 +8,7 @@ import torch.nn as nn
 from megazero.config.architectures import ActivationName
 from megazero.config.schema import ModelConfig
 from megazero.kernels.table import GATED
-from megazero.model.layers.context import Context, MicroBatchInfo
+from megazero.model.layers.context import Context
 from megazero.model.layers.linear import (
     Call,
     ColumnLinear,
@@ -36,9 +36,7 @@ class MLP(nn.Module):
         self.down = RowLinear(context, f, h, std=model.residual_std, bias=bias)
         self.activation = context.kernels.activation(name)
 
-    def forward(
-        self, x: torch.Tensor, norm: Norm, residual: Residual, tokens: MicroBatchInfo, output: bool
-    ) -> torch.Tensor:
-        """x [T', h] -> x + mlp(norm(x)) [T', h]; `residual` joins them. output: see `Call`."""
+    def forward(self, x: torch.Tensor, norm: Norm, residual: Residual, call: Call) -> torch.Tensor:
+        """x [T', h] -> x + mlp(norm(x)) [T', h]; `residual` joins them."""
         rows = ResidualRows((self.down,), (self.activation,), residual)
-        return columns_and_rows(x, NormedColumns(norm, (self.up,)), rows, Call(tokens.dropout_rows, output))
+        return columns_and_rows(x, NormedColumns(norm, (self.up,)), rows, call)

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from megazero.config.schema import ModelConfig
 from megazero.kernels.eager import wide
-from megazero.model.layers.balance import Balance, Route
+from megazero.model.layers.balance import Balance, Choices
 from megazero.model.layers.context import Context, MicroBatchInfo
 from megazero.model.layers.weight import GradWriter
 from megazero.plan.sizes import ROUTER_SUMS
@@ -39,7 +39,7 @@ class Routed(NamedTuple):
     """
 
     logits: torch.Tensor
-    route: Route
+    route: Choices
     weights: torch.Tensor
 
 
@@ -74,9 +74,9 @@ class Router(nn.Module):
             route = self._choose(logits, tokens, has_graph)
         return Routed(logits, route, self.mixed(logits, route))
 
-    def _choose(self, logits: torch.Tensor, tokens: MicroBatchInfo, has_graph: bool) -> Route:
+    def _choose(self, logits: torch.Tensor, tokens: MicroBatchInfo, has_graph: bool) -> Choices:
         ids, balance, context = logits.topk(self.top).indices, tokens.balance, self.context
-        route = Route(ids.to(torch.int16), None)
+        route = Choices(ids.to(torch.int16), None)
         if balance is None:
             return route
         samples = torch.zeros(len(balance.targets), len(ids), dtype=logits.dtype, device=ids.device)
@@ -103,7 +103,7 @@ class Router(nn.Module):
         logits: torch.Tensor,
         samples: torch.Tensor,
         loads: torch.Tensor,
-        route: Route,
+        route: Choices,
         length: int,
         balance: Balance,
     ) -> None:
@@ -123,7 +123,7 @@ class Router(nn.Module):
         """Return the factor of sum over experts of choices x sum of probabilities, of a sample of `length` tokens."""
         return self.experts / (self.top * length**2)
 
-    def mixed(self, logits: torch.Tensor, route: Route) -> torch.Tensor:
+    def mixed(self, logits: torch.Tensor, route: Choices) -> torch.Tensor:
         """Return the weights of the chosen experts' results, [T, k]."""
         ids = route.ids.long()
         if self.model.moe_router_pre_softmax:
@@ -145,7 +145,7 @@ class Router(nn.Module):
         return self.context.products.input_grad(dlogits, self.weight.data.to(logits.dtype)).to(x.dtype)
 
     def _add_balance_grad(
-        self, dlogits: torch.Tensor, logits: torch.Tensor, route: Route, tokens: MicroBatchInfo
+        self, dlogits: torch.Tensor, logits: torch.Tensor, route: Choices, tokens: MicroBatchInfo
     ) -> None:
         """Add the gradient of the balance losses to dlogits [T, E]."""
         balance, model = tokens.balance, self.model

@@ -81,7 +81,7 @@ class ParamSpec:
 
 
 def unit_of(layer: str, spec: ParamSpec) -> str:
-    """Return the name of the unit of one of a layer's parameters: experts have their own, as they lie otherwise."""
+    """Return the name of the unit of a layer's parameter: experts, which are on other ranks, have a unit of their own."""
     return layer + EXPERTS if "ep" in spec.axes else layer
 
 

@@ -169,7 +169,7 @@ def _check_experts(config: Config, layout: Layout) -> None:
     ep, etp, tp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size or layout.tp, layout.tp
     if ep == 1 and etp == tp:
         return
-    flag, ranks = as_flag("expert-model-parallel-size", ep), layout.data * tp
+    flag, ranks, copy = as_flag("expert-model-parallel-size", ep), layout.stride("pp"), ep * etp
     if etp != tp:
         flag = as_flag("expert-tensor-parallel-size", etp)
     if not model.num_experts:
@@ -177,8 +177,8 @@ def _check_experts(config: Config, layout: Layout) -> None:
     if tp % etp:
         sizes = ", ".join(map(str, divisors(tp)))
         raise ValueError(f"{flag} does not divide --tensor-model-parallel-size {tp}; use one of {sizes}")
-    if model.num_experts % ep or ranks % (ep * etp):
-        fits = [n for n in divisors(model.num_experts) if ranks % (n * etp) == 0]
+    if model.num_experts % ep or ranks % copy:
+        fits = [n for n in divisors(model.num_experts) if ranks // etp % n == 0]
         raise ValueError(
             f"--expert-model-parallel-size {ep} must divide --num-experts {model.num_experts}, and {ep} x {etp} (ranks "
             f"per expert) the {ranks} ranks of a pipeline stage; use one of {', '.join(map(str, fits))}"
@@ -188,10 +188,11 @@ def _check_experts(config: Config, layout: Layout) -> None:
             f"{flag} with --tensor-model-parallel-size {tp}: tensor-parallel ranks must have tokens of their own to "
             "send; add --sequence-parallel"
         )
-    if shards and shards * tp % (ep * etp):
+    within = dataclasses.replace(layout, shards=shards).stride("replica")
+    if shards and within % copy:
         raise ValueError(
-            f"--zero-shard-size {shards} with {flag}: {shards} x {tp} (tensor-parallel) ranks must be whole copies of "
-            f"the experts, a multiple of {ep * etp}; use another, or 0 for all"
+            f"--zero-shard-size {shards} with {flag}: its {within} ranks, tensor-parallel ones included, must "
+            f"hold whole copies of the experts, on {copy} ranks each; use another, or 0 for all"
         )
 
 

@@ -5,6 +5,7 @@ Ranks are numbered pp-major, tp-minor: tensor-parallel neighbours share a node.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -87,6 +88,12 @@ class Layout:
         assert self.data % (self.shards or self.data) == 0, self
         assert self.data * self.tp % (self.ep * self.etp) == 0, self
 
+    @classmethod
+    def least(cls, tp: int, cp: int, ep: int, expert_tp: int) -> Layout:
+        """Return the layout of one stage with as few replicas as these axes allow."""
+        whole, each = ep * (expert_tp or tp), cp * tp
+        return cls(dp=whole // math.gcd(whole, each), tp=tp, cp=cp, ep=ep, expert_tp=expert_tp)
+
     @property
     def placement(self) -> tuple[int, ...]:
         """The pipeline rank of every virtual stage."""
@@ -133,7 +140,7 @@ class Layout:
 
     @property
     def divides_experts(self) -> bool:
-        """Whether experts lie otherwise than MLPs do: each rank then sends tokens of its own."""
+        """True if experts are on other ranks than an MLP would be. Each rank then sends tokens of its own."""
         return self.ep > 1 or self.etp != self.tp
 
     @property

@@ -10,6 +10,7 @@ from megazero.config.schema import Config, ModelConfig
 from megazero.model.stage import declare
 from megazero.plan.layout.layers import active_parameters, layer_costs, num_parameters
 from megazero.plan.layout.topology import Layout
+from megazero.plan.layout.zero_policy import sharding_groups
 from megazero.plan.schedule.schedules import SCHEDULES
 from megazero.plan.schedule.split import rank_costs
 from megazero.plan.sizes import Rates, States
@@ -35,17 +36,20 @@ def report_rows(config: Config, layout: Layout, device_type: str = "cpu") -> lis
 
 
 def _memory_formulas(config: Config, layout: Layout) -> dict[str, str]:
-    states, w = States.of(config, layout), Rates.of(config).weights
+    states = [States.of_group(config, group) for group in sharding_groups(config, layout).values()]
+    w, formulas = Rates.of(config).weights, {"optimizer": "", "gradients": ""}
     activations, full = config.activations, config.activations.recompute == "full"
     parts = f" / {layout.tp}" if activations.partition_activations or config.parallel.sequence_parallel else ""
     tokens = f"s / {layout.cp}" if layout.cp > 1 else "s"
     kept = f"{w} b {tokens} h{parts} for each block and micro-batch in flight" if full else ""
     arenas = ", arenas" if activations.contiguous_checkpointing else ""
-    return {
+    return formulas | {
         "activations": f"autograd's saved tensors of {'one recomputed block, and the ends' if full else 'all layers'}",
-        "parameters": str(states.parameters),
-        "optimizer": str(states.optimizer) if states.optimizer.each else "",
-        "gradients": str(states.gradients) if states.gradients.each else "",
+        **{
+            kind: " and, of experts, ".join(dict.fromkeys(str(getattr(each, kind)) for each in states))
+            for kind in ("parameters", "optimizer", "gradients")
+            if getattr(states[0], kind).each
+        },
         "activation_checkpoints": "" if activations.checkpoint_in_cpu else kept,
         "buffers": f"arena of gathered weights, buckets, unreduced gradients, messages, rotary tables{arenas}",
         "logits": f"{w} b {tokens} v / tp",
@@ -66,10 +70,12 @@ def _traffic_formulas(config: Config, layout: Layout, found: StageBytes) -> dict
     if layout.replica > 1 and found.reductions:
         replicas = f" + 2 x {states.gradients} x ({layout.replica}-1)/{layout.replica}"
     each = f"({' + '.join(terms)})" if len(terms) > 1 else "".join(terms)
-    dp = f"{each} Psi x (N-1)/N, N = {layout.shard}{replicas}" if terms else ""
+    experts = f" (experts: {layout.expert_shard})" if layout.divides_experts else ""
+    dp = f"{each} Psi x (N-1)/N, N = {layout.shard}{experts}{replicas}" if terms else ""
     return {
         "dp traffic": dp,
         "cp traffic": "keys and values of the other ranks, and their gradients" if layout.cp > 1 else "",
+        "ep traffic": "rows of tokens to and from their experts, if all get as many" if layout.ep > 1 else "",
         "tp traffic": "activations and losses",
         "ep traffic": "tokens, to the ranks of their experts and back, and their gradients" if layout.ep > 1 else "",
         "pp traffic": "messages, tied table",

@@ -35,7 +35,7 @@ class Differences:
     """The axes over whose ranks the values of a storage differ. A storage without an entry has the same everywhere."""
 
     def __init__(self) -> None:
-        self.sums_replicated = False  # gradients of replicated weights are summed over tp, whatever they declare
+        self.sums_replicated = False  # gradients of all replicated weights are summed over tp
         self._axes: dict[StorageWeakRef, frozenset[str]] = {}  # a weak reference keeps its number from being reused
 
     def start_from(self, weights: Iterable[Weight]) -> None:
@@ -86,7 +86,7 @@ class Differences:
 
 
 def _merged(axes: Iterable[str]) -> frozenset[str]:
-    """Replace etp by tp: its ranks are some of those, and what differs over it is summed over tp."""
+    """Replace etp by tp, of whose ranks it has some: gradients that differ over it are summed over tp."""
     return frozenset("tp" if axis == "etp" else axis for axis in axes)
 
 

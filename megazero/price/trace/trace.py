@@ -212,9 +212,7 @@ class Traced:
         staging, recomputed = kind.device_type == "cpu", frozenset[int]()
         if kind.recompute == "full" and kind.use is Use.LAYER:
             recomputed = block_numbers([kind.layer])
-        length, experts = model.seq_length, kind.ep * (kind.expert_tp or kind.tp)
-        dp = experts // math.gcd(experts, kind.cp * kind.tp)  # the fewest replicas over which experts can be divided
-        layout = Layout(dp=dp, tp=kind.tp, cp=kind.cp, ep=kind.ep, expert_tp=kind.expert_tp)
+        length, layout = model.seq_length, Layout.least(kind.tp, kind.cp, kind.ep, kind.expert_tp)
         recorder.differences.sums_replicated = kind.sequence_parallel and layout.etp < layout.tp
         most = kind.tokens in (0, share(length, kind.cp, 0, kind.multiple))
         rank = layout.rank(Coord(0, 0, 0 if most else kind.cp - 1, 0))  # ranks with as many tokens cost the same
