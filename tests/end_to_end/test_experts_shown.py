@@ -1,4 +1,4 @@
-"""What a run with experts shows: fields of metrics.jsonl, progress lines, the start screen, report.html."""
+"""The loads of experts that a run shows: in metrics.jsonl, progress lines, the start screen and report.html."""
 
 from __future__ import annotations
 

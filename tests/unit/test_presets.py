@@ -146,11 +146,6 @@ FAMILIES: dict[str, tuple[str, int, int, int, int, int | None, dict[str, Any]]] 
     ),
     "pythia-160m": ("gpt-neox", 3072, 12, 50304, 2048, 162_322_944, NEOX),
     "pythia-1.4b": ("gpt-neox", 8192, 16, 50304, 2048, 1_414_647_808, NEOX),
-    "tiny-experts": (
-        *("mixtral", 512, 4, 257, 128, None),
-        {"untie_embeddings": True, "rotary_base": 1e6, "num_experts": 8, "moe_ffn_hidden_size": 256}
-        | {"moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 1e-3},
-    ),
     "gptj-6b": ("gptj", 16384, 16, 50400, 2048, 6_050_882_784, NEOX | {"rotary_interleaved": True}),
     "parallel-6b": ("parallel", 16384, 16, 50400, 2048, None, {"untie_embeddings": True}),
 }

@@ -77,7 +77,6 @@ def _traffic_formulas(config: Config, layout: Layout, found: StageBytes) -> dict
         "cp traffic": "keys and values of the other ranks, and their gradients" if layout.cp > 1 else "",
         "ep traffic": "rows of tokens to and from their experts, if all get as many" if layout.ep > 1 else "",
         "tp traffic": "activations and losses",
-        "ep traffic": "tokens, to the ranks of their experts and back, and their gradients" if layout.ep > 1 else "",
         "pp traffic": "messages, tied table",
         "control traffic": "norms, losses, counts",
     }
