@@ -81,7 +81,7 @@ class ParamSpec:
 
 
 def unit_of(layer: str, spec: ParamSpec) -> str:
-    """Return the name of the unit of a layer's parameter: experts, which are on other ranks, have a unit of their own."""
+    """Return the name of the unit of a parameter: experts, which are on other ranks, have a unit of their own."""
     return layer + EXPERTS if "ep" in spec.axes else layer
 
 
