@@ -39,6 +39,12 @@ NEEDS = {
     "rope-scaling-type": "--rope-scaling-factor F",
     "rope-trained-length": "--rope-scaling-factor F",
     "local-rotary-base": "--window-size W",
+    "moe-router-score-function": "--num-experts E",
+    "moe-router-enable-expert-bias": "--num-experts E",
+    "moe-router-topk-scaling-factor": "--num-experts E",
+    "moe-router-bias-update-rate": "--moe-router-enable-expert-bias",
+    "moe-router-num-groups": "--num-experts E, and --moe-router-group-topk K",
+    "moe-router-group-topk": "--moe-router-num-groups G",
     "profile-iterations": "--log-dir DIR",
     "sample-prompts": "--sample-interval N",
     "sample-interval": "--sample-prompts FILE",
@@ -104,6 +110,7 @@ def _check_architecture(model: ModelConfig) -> None:
                 f"--architecture {model.architecture} has no {as_flag(name, value)}; use one of {others}, or drop it"
             )
     _check_layer_pattern(model)
+    _check_groups(model)
     heads, groups = model.num_attention_heads, model.query_groups
     if heads % groups:
         sizes = ", ".join(str(n) for n in divisors(heads) if n <= 64)
@@ -112,6 +119,28 @@ def _check_architecture(model: ModelConfig) -> None:
         )
     if "rotary-base" in known:
         _check_rotary(model)
+
+
+def _check_groups(model: ModelConfig) -> None:
+    """Refuse groups of experts that no token could pass."""
+    experts, groups, chosen = model.num_experts, model.moe_router_num_groups, model.moe_router_group_topk
+    if not groups or not chosen:
+        return
+    if experts % groups:
+        sizes = ", ".join(str(n) for n in divisors(experts) if n <= 64)
+        raise ValueError(
+            f"--moe-router-num-groups {groups} does not divide --num-experts {experts}; use one of {sizes}"
+        )
+    if chosen > groups:
+        raise ValueError(
+            f"--moe-router-group-topk {chosen} is more than --moe-router-num-groups {groups}; use at most {groups}"
+        )
+    if chosen * (experts // groups) < model.moe_router_topk:
+        raise ValueError(
+            f"--moe-router-topk {model.moe_router_topk}: the groups of --moe-router-group-topk {chosen} have only "
+            f"{chosen * (experts // groups)} experts; use a --moe-router-group-topk of at least "
+            f"{math.ceil(model.moe_router_topk * groups / experts)}"
+        )
 
 
 def _check_rotary(model: ModelConfig) -> None:

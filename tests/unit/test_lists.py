@@ -221,6 +221,12 @@ def test_options_that_make_another_model() -> None:
             "layer_pattern": "GG",
             "attention_softcap": 5.0,
             "attention_scale": 0.5,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_bias_update_rate": 0.5,
+            "moe_router_num_groups": 2,
+            "moe_router_group_topk": 1,
+            "moe_router_topk_scaling_factor": 2.5,
             "architecture": "parallel",
         }
         assert changes.keys() == {field.name for field in fields(ModelConfig)}
