@@ -51,6 +51,12 @@ class ParamSpec:
     per_token: tuple[int, int] = (1, 1)  # the share of it that a token is multiplied with: (its experts, all experts)
 
     @property
+    def active(self) -> int:
+        """Elements that a token is multiplied with."""
+        mine, experts = self.per_token
+        return math.prod(self.shape) * mine // experts
+
+    @property
     def axes(self) -> frozenset[str]:
         """Axes that shard it."""
         return frozenset(axis for _, axis in self.sharded)
@@ -75,7 +81,7 @@ class ParamSpec:
 
 
 def unit_of(layer: str, spec: ParamSpec) -> str:
-    """Return the name of the unit of a layer's parameter: experts, which are on other ranks, have a unit of their own."""
+    """Return the name of the unit of a parameter: experts, which are on other ranks, have a unit of their own."""
     return layer + EXPERTS if "ep" in spec.axes else layer
 
 
