@@ -126,8 +126,8 @@ def _from_sparse_layers(config: PreTrainedConfig) -> Options:
     letters = "".join("DE"[(i + 1) % step == 0 and i not in dense and config.num_experts > 0] for i in layers)
     if "E" not in letters:
         raise ValueError(
-            f"config.json has num_experts {config.num_experts}, decoder_sparse_step {step} and mlp_only_layers {dense}; "
-            "no layer has experts, and this version computes such a model as the family without them"
+            f"config.json has num_experts {config.num_experts}, decoder_sparse_step {step} and mlp_only_layers "
+            f"{dense}; no layer has experts, and this version computes such a model as the family without them"
         )
     return {"moe_layer_freq": pattern_of(letters) if "D" in letters else "1"}
 

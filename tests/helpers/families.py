@@ -21,7 +21,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"num_query_groups": 2, "window_size": 5, "kv_channels": 14},
     "qwen2": {"num_query_groups": 2, "add_qkv_bias": True, "window_size": 6, "layer_pattern": "GL"},
     "qwen3": {"num_query_groups": 2, "rope_scaling_type": "yarn"} | NORMED | SCALED,
-    "mixtral": {"num_query_groups": 2, "window_size": 5, "num_experts": 5, "moe_router_topk": 3, "untie_embeddings": True},
+    "mixtral": {
+        "num_query_groups": 2,
+        "window_size": 5,
+        "num_experts": 5,
+        "moe_router_topk": 3,
+        "untie_embeddings": True,
+    },
     "qwen2-moe": EXPERTS
     | {"add_qkv_bias": True, "moe_shared_expert_intermediate_size": 20, "moe_shared_expert_gate": True}
     | {"window_size": 6, "layer_pattern": "GL", "moe_router_pre_softmax": True},

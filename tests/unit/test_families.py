@@ -92,7 +92,12 @@ def transformers_model(model: ModelConfig, dtype: torch.dtype) -> Any:
     row = family_of(model)
     config = row.to_config(model, None)
     torch.manual_seed(0)
-    made = getattr(transformers, row.model_class)._from_config(config, attn_implementation="eager", experts_implementation="eager").to(dtype).eval()
+    made = (
+        getattr(transformers, row.model_class)
+        ._from_config(config, attn_implementation="eager", experts_implementation="eager")
+        .to(dtype)
+        .eval()
+    )
     with torch.no_grad():
         for p in made.parameters():
             p.add_(torch.randn_like(p) * 0.1)
