@@ -168,10 +168,10 @@ def test_a_recompute_takes_the_choices_of_its_forward_and_counts_nothing() -> No
     first = router(x, tokens, False)
     counted = router.statistics.clone()
     again = router(-x, tokens, True)
-    assert torch.equal(again.route.ids, first.route.ids) and torch.equal(again.route.counts, first.route.counts)
-    assert torch.equal(again.weights, (-first.logits).gather(1, first.route.ids.long()).softmax(-1))
+    assert torch.equal(again.choices.ids, first.choices.ids) and torch.equal(again.choices.counts, first.choices.counts)
+    assert torch.equal(again.weights, (-first.logits).gather(1, first.choices.ids.long()).softmax(-1))
     assert torch.equal(router.statistics, counted)
-    assert not torch.equal(router(-x, tokens, True).route.ids, first.route.ids), "choices are taken once"
+    assert not torch.equal(router(-x, tokens, True).choices.ids, first.choices.ids), "choices are taken once"
 
 
 def test_only_samples_with_targets_are_counted() -> None:
@@ -179,7 +179,7 @@ def test_only_samples_with_targets_are_counted() -> None:
     routed_ = router(x, micro_batch(Balance(TARGETS, torch.tensor(1.0, dtype=torch.float64))), True)
     real = torch.arange(B * S) // S != 1
     *loads, entropy, aux, z = router.statistics.tolist()
-    assert loads == routed_.route.ids[real].flatten().bincount(minlength=4).tolist()
+    assert loads == routed_.choices.ids[real].flatten().bincount(minlength=4).tolist()
     exact = torch.distributions.Categorical(logits=routed_.logits[real]).entropy().sum().item()
     assert entropy == pytest.approx(exact, rel=1e-12)
     factors = (
