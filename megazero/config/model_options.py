@@ -121,8 +121,24 @@ class ModelConfig:
     moe_router_topk: Annotated[int, Bounds(1, 2**10, FEW)] = 2
     """Experts of a token."""
     moe_router_pre_softmax: bool = False
-    """Multiply the result of an expert by its probability among all experts, as in OLMoE. By default the probabilities
-    of a token's experts are divided by their sum, as in Mixtral."""
+    """Multiply the result of an expert by its score among all experts, as in OLMoE. By default the scores of a token's
+    experts are divided by their sum, as in Mixtral."""
+    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    """Score of an expert. softmax: its probability among all experts. sigmoid: the sigmoid of its own logit, as in
+    DeepSeek-V3."""
+    moe_router_enable_expert_bias: bool = False
+    """Balance the experts without a loss, as in DeepSeek-V3: a token passes the experts with the largest sums of score
+    and bias. After each iteration the bias of each expert changes by --moe-router-bias-update-rate: up if the global
+    batch chose it less often than the mean of all experts, down if more often. Results are weighted by scores alone."""
+    moe_router_bias_update_rate: Annotated[float, Bounds(0, 1000, "scores are at most 1")] = 1e-3
+    """Change of a bias in an iteration, with --moe-router-enable-expert-bias."""
+    moe_router_num_groups: Annotated[int, Bounds(0, 2**14, FEW)] = 0
+    """Groups of neighbouring experts. A token passes experts of --moe-router-group-topk groups alone. 0: no groups."""
+    moe_router_group_topk: Annotated[int, Bounds(0, 2**14, FEW)] = 0
+    """Groups of a token, with --moe-router-num-groups: those in which the scores of the best two experts have the
+    largest sums."""
+    moe_router_topk_scaling_factor: Annotated[float, Bounds(0, 1e6, LARGE, least_open=True)] = 1.0
+    """Factor of the weights of experts; DeepSeek-V3 has 2.5."""
     moe_ffn_hidden_size: Annotated[int, Bounds(0, 2**23, "no published model is as wide")] = 0
     """Width inside an expert. 0: --ffn-hidden-size."""
     moe_layer_freq: str = "1"
@@ -134,7 +150,8 @@ class ModelConfig:
     """Multiply the result of the shared expert by the sigmoid of a product with the token, as in Qwen 2 MoE."""
     moe_aux_loss_coeff: Annotated[float, Bounds(0, 1e6, LARGE)] = 0.0
     """Factor of the loss that balances the experts: per sample and layer, experts x sum over experts of (share
-    of the choices) x (mean probability), which is 1 if they are balanced. It does not depend on layout or batches."""
+    of the choices) x (mean share of the scores), which is 1 if they are balanced. It does not depend on layout or
+    batches."""
     moe_z_loss_coeff: Annotated[float, Bounds(0, 1e6, LARGE)] = 0.0
     """Factor of the loss that keeps router logits small: per layer, the mean over tokens of the squared log of the sum
     of exp(logit). 0.001 is usual."""

@@ -19,6 +19,7 @@ from megazero.model.layers.dealt import Ranges, num_tokens
 from megazero.model.layers.kv_cache import KVCache
 from megazero.model.layers.weight import Weight
 from megazero.model.stage import Stage, declare
+from megazero.step.expert_loads import Routers
 
 
 class InferenceModel:
@@ -42,6 +43,9 @@ class InferenceModel:
             for weight in weights:
                 weight.data, shards[f"model.{weight.spec.name}"] = self._memory(weight)
         checkpoint.load(path, shards, mesh.host_group, partial=True)
+        if model.moe_router_enable_expert_bias:
+            biases = checkpoint.read_state(path, mesh.host_group)["expert_biases"]
+            Routers.of(model, self.stage, mesh.device).load_state_dict(biases)
 
     def _memory(self, weight: Weight) -> tuple[torch.Tensor, LocalShard]:
         """Return the memory of a weight, and the shard that fills it. The vocabulary's padding stays zero."""

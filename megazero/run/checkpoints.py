@@ -176,17 +176,19 @@ class Checkpoints:
     def _load(self, path: Path) -> Progress:
         start = time.perf_counter()
         if is_hugging_face(path):
-            self._load_weights(path)
+            self._load_weights(path, {})
             log.info(f"loaded the weights of {path} in {time.perf_counter() - start:.1f} s")
             return Progress()
         state = RunState.read(path, self.mesh.host_group)
         if self.config.checkpoint.finetune or self.config.evaluation.eval_only or state.weights_only:
-            self._load_weights(path)
+            self._load_weights(path, state.expert_biases)
             log.info(f"loaded the weights of {path} in {time.perf_counter() - start:.1f} s")
             return Progress(state.iteration, state.consumed_samples) if self.config.evaluation.eval_only else Progress()
         check_data(path, state, self.config, self.fingerprints, self.split_by_tokens)
         self._load_shards(path, self.engine.shards())
-        self.engine.load_state_dict({"updates": state.updates, "loss_scale": state.loss_scale})
+        self.engine.load_state_dict(
+            {"updates": state.updates, "loss_scale": state.loss_scale, "expert_biases": state.expert_biases}
+        )
         for difference in changed_options(state.config, self.config, self.given):
             log.info(difference)
         if path.parent.resolve() == Path(self.config.checkpoint.save or ".").resolve():
@@ -195,11 +197,11 @@ class Checkpoints:
         log.info(f"loaded {path} in {time.perf_counter() - start:.1f} s")
         return Progress(state.iteration, state.consumed_samples, state.skipped_in_a_row)
 
-    def _load_weights(self, path: Path) -> None:
-        """Load the weights alone; optimizer states stay fresh."""
+    def _load_weights(self, path: Path, expert_biases: Mapping[str, list[float]]) -> None:
+        """Load the weights alone, with the biases of experts; optimizer states stay fresh."""
         weights = {name: shard for name, shard in self.engine.shards().items() if name.startswith("model.")}
         self._load_shards(path, weights, partial=True)
-        self.engine.load_state_dict({"updates": 0, "loss_scale": None})
+        self.engine.load_state_dict({"updates": 0, "loss_scale": None, "expert_biases": expert_biases})
 
     def _load_shards(self, path: Path, shards: dict[str, LocalShard], partial: bool = False) -> None:
         self.engine.wait()  # an all-gather of initial weights in flight would overwrite the loaded ones

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
@@ -22,6 +22,7 @@ from megazero.data.tokenizer import Tokenizer, beside, load_tokenizer, pack
 TOKENIZER = "tokenizer"  # folder of the tokenizer in a checkpoint
 SAVED_TOKENIZER = r"^((byte|((sentencepiece|tiktoken):)?tokenizer(/[A-Za-z0-9_.-]+)?)?)\Z"
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 Fingerprint = Annotated[str, Meta(pattern=r"^[^:]*:[^:]*\Z")]
 
 
@@ -60,6 +61,8 @@ class RunState:
     weights_only: bool = False  # imported: there are no optimizer states to resume from
     saved_tokenizer: Annotated[str, Meta(pattern=SAVED_TOKENIZER)] = ""  # SPEC in the checkpoint; "": none
     source_digest: str = ""  # of the config.json from which the model came, config["hf_config"]
+    # layer -> biases of its experts, of --moe-router-enable-expert-bias
+    expert_biases: dict[str, list[Finite]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"fingerprints": list(self.fingerprints)}

@@ -103,7 +103,7 @@ class Engine:
         model = config.model
         self.dealer = Dealer.of(config, mesh.layout, mesh.cp.rank)
         self.model = Stage(model, list(self.spec.layers), context, config.training.freeze_parameters)
-        self.routers = Routers.of(model, self.model)
+        self.routers = Routers.of(model, self.model, mesh.device)
         self.zero = Zero(self._zero_options(), self.model.units, self.spec)
         step = self.program(config.schedule, config.micro_batches(mesh.layout.dp))
         self.zero.reserve(step.arena_numel)
@@ -205,8 +205,9 @@ class Engine:
         # `scalar / tensor` multiplies by a rounded reciprocal; div_ rounds once
         seed_gradient = torch.full_like(counted[0], scale * parts).div_(counted.sum().clamp(min=1))
         losses = self._run(step, uploaded, seed_gradient)
+        choices = self.routers.summed(self.mesh)
         targets_by_corpus, sums, [square_sum], routed = self._read(
-            counted, self._global_losses(losses, uploaded), interpreter.square_sum[None], self.routers.summed(self.mesh)
+            counted, self._global_losses(losses, uploaded), interpreter.square_sum[None], choices
         )
         targets = sum(targets_by_corpus)
         norm = math.sqrt(square_sum) / (scale * parts)
@@ -220,6 +221,7 @@ class Engine:
             with self._reporting_memory(step):
                 divisor = scale * parts / clip_factor(norm, optimizer.clip_grad)
                 interpreter.update(step, self._step_params(lr, divisor))
+            self.routers.update(choices)
             self.updates += 1
         mean = sum(sums) / targets if targets else math.nan
         if skipped and targets and (self.scale is None or not math.isfinite(mean)):  # not an ordinary fp16 overflow
@@ -377,13 +379,15 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of a checkpoint besides `shards`, the same on all ranks."""
-        return {"updates": self.updates, "loss_scale": asdict(self.scale) if self.scale else None}
+        scale = asdict(self.scale) if self.scale else None
+        return {"updates": self.updates, "loss_scale": scale, "expert_biases": self.routers.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a checkpoint whose tensors have been read into `shards`. All ranks call this."""
         self.wait()
         self.zero.sync_params()
         self.updates = state["updates"]
+        self.routers.load_state_dict(state["expert_biases"])
         if self.scale and state["loss_scale"]:
             known = state["loss_scale"]
             self.scale = replace(self.scale, **{key: known[key] for key in ("value", "left", "good")})

@@ -1,4 +1,4 @@
-"""The loads of experts in a step, counted by the routers and summed over all ranks.
+"""The loads of experts in a step, counted by the routers and summed over all ranks; and the biases that balance them.
 
 Shapes: L layers with experts of the model, E experts.
 """
@@ -41,19 +41,53 @@ class ExpertLoads(NamedTuple):
 
 @dataclass(frozen=True)
 class Routers:
-    """The routers of this rank's layers.
+    """The routers of this rank's layers, and the biases of all layers.
 
     Attributes:
         held: place among the L layers -> router.
+        biases: of --moe-router-enable-expert-bias, [L, E] fp64, the same on all ranks. Routers have its rows.
     """
 
     model: ModelConfig
     held: Mapping[int, Router]
+    biases: torch.Tensor | None
 
     @classmethod
-    def of(cls, model: ModelConfig, stage: Stage) -> Routers:
+    def of(cls, model: ModelConfig, stage: Stage, device: torch.device) -> Routers:
         places = {number: place for place, number in enumerate(model.expert_layers)}
-        return cls(model, {places[part.number]: part for part in stage.modules() if isinstance(part, Router)})
+        held = {places[part.number]: part for part in stage.modules() if isinstance(part, Router)}
+        if not model.moe_router_enable_expert_bias:
+            return cls(model, held, None)
+        biases = torch.zeros(len(places), model.num_experts, dtype=torch.float64, device=device)
+        for place, router in held.items():
+            router.bias = biases[place]
+        return cls(model, held, biases)
+
+    def update(self, summed: torch.Tensor) -> None:
+        """Change the biases after a step, on the device: up by the rate where an expert's load is less than the mean.
+
+        Wang et al. 2024 (arXiv:2408.15664), algorithm 1.
+
+        Args:
+            summed: the result of the method `summed`.
+        """
+        if self.biases is not None:
+            loads = summed.view(-1, self.model.num_experts + ROUTER_SUMS)[:, : self.model.num_experts]
+            ahead = (loads * self.model.num_experts - loads.sum(1, keepdim=True)).sign()  # of exact integers
+            self.biases.sub_(ahead, alpha=self.model.moe_router_bias_update_rate)
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """Return the biases by number of their layer."""
+        if self.biases is None:
+            return {}
+        return dict(zip(map(str, self.model.expert_layers), self.biases.tolist(), strict=True))
+
+    def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
+        """Read the biases of a checkpoint; those of a run without biases are 0."""
+        if self.biases is not None:
+            none = [0.0] * self.model.num_experts
+            rows = [state.get(str(number), none) for number in self.model.expert_layers]
+            self.biases.copy_(torch.tensor(rows, dtype=torch.float64))
 
     def reset(self) -> None:
         for router in self.held.values():

@@ -7,8 +7,10 @@ to that of the logits in backward:
     objective = sum over samples of n / N * (mean cross-entropy + sum over layers of aux * E * sum_i f_i P_i
                                              + z * mean over tokens of logsumexp(logits)^2)
 
-with n targets of the sample and N of the global batch, f_i the share of expert i in the sample's choices, and P_i its
-mean probability. A sample without targets, such as padding, counts nothing.
+with n targets of the sample and N of the global batch, f_i the share of expert i in the sample's choices, and P_i the
+mean over tokens of its share in the scores: its probability, or with sigmoid scores s_i / sum_j s_j, as in DeepSeek-V3
+(arXiv:2412.19437, equations 17 to 20). There and here, f_i counts the experts with the largest scores, without bias and
+groups. A sample without targets, such as padding, counts nothing.
 
 Shapes: b micro-batch, s sequence, T tokens that this rank routes, E experts, k experts of a token, h hidden.
 """
@@ -27,6 +29,7 @@ from megazero.kernels.grouped import is_fused
 from megazero.model.layers.balance import Balance, Choices
 from megazero.model.layers.context import Context, MicroBatchInfo
 from megazero.model.layers.dispatch import Dispatch
+from megazero.model.layers.expert_scores import ExpertScores
 from megazero.model.layers.weight import GradWriter
 from megazero.plan.sizes import ROUTER_SUMS
 
@@ -46,7 +49,7 @@ class Routed(NamedTuple):
 
 
 class Router(nn.Module):
-    """softmax(x @ weight.T): a token passes the k experts with the largest probabilities.
+    """x @ weight.T: a token passes the k experts with the largest scores, see `ExpertScores`.
 
     The ranks that share each expert (etp) route the same T tokens. Each has a part of the experts' inner width, so the
     gradient of a chosen expert's weight in the sum is a summand of that rank, and the router's gradients are too.
@@ -54,12 +57,13 @@ class Router(nn.Module):
     Attributes:
         statistics: of this step, of the samples with targets, [E + 3] fp64: choices of each expert, the sum over tokens
             of the entropy, and sums over samples of n times the balance losses without their factors.
+        bias: added to the scores for the choice, [E] fp64, see `Routers`; None: nothing is.
     """
 
     def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
         super().__init__()
         self.model, self.number, self.context = model, number, context
-        self.experts, self.top = model.num_experts, model.moe_router_topk
+        self.experts, self.top, self.scores = model.num_experts, model.moe_router_topk, ExpertScores(model)
         self.weight = context.weight(
             self.experts, model.hidden_size, std=model.init_method_std, decays=True, summed=("tp",)
         )
@@ -67,6 +71,9 @@ class Router(nn.Module):
         widths = model.hidden_size, model.expert_size // context.etp.size
         self.on_host = not is_fused(context.dtype, context.device, *widths)
         self.statistics = torch.zeros(self.experts + ROUTER_SUMS, dtype=torch.float64, device=context.device)
+        self.bias: torch.Tensor | None = None
+        if model.moe_router_enable_expert_bias:
+            self.bias = self.statistics.new_zeros(self.experts)
 
     def forward(self, x: torch.Tensor, tokens: MicroBatchInfo, has_graph: bool) -> Routed:
         """x [T, h], of which all ranks of etp have the same, below autograd."""
@@ -79,7 +86,7 @@ class Router(nn.Module):
         return Routed(logits, choices, self.mixed(logits, choices))
 
     def _choose(self, logits: torch.Tensor, tokens: MicroBatchInfo, has_graph: bool) -> Choices:
-        ids, balance, context = logits.topk(self.top).indices, tokens.balance, self.context
+        ids, balance, context = self.scores.choose(logits, self.bias), tokens.balance, self.context
         dispatch = Dispatch.of(context.ep, ids, self.experts, self.on_host)
         choices = Choices(ids.to(torch.int16), None, dispatch)
         if balance is None:
@@ -88,7 +95,8 @@ class Router(nn.Module):
         samples.scatter_(0, self._samples(len(ids), tokens)[None], float(context.etp.is_first))
         loads = samples @ torch.zeros_like(logits).scatter_(1, ids, 1.0)
         if self.model.moe_aux_loss_coeff:
-            counts = context.cp.all_reduce_(loads.clone())
+            best = self.scores.best(logits) if self.scores.are_restricted else ids
+            counts = context.cp.all_reduce_(samples @ torch.zeros_like(logits).scatter_(1, best, 1.0))
             choices = choices._replace(counts=context.tp.all_reduce_(counts) if context.shares_tokens else counts)
         self._record(logits, samples, loads, choices, tokens.length, balance)
         if not has_graph and self.number in context.recomputed:
@@ -114,36 +122,29 @@ class Router(nn.Module):
     ) -> None:
         """Add a micro-batch to the statistics. samples [b, T]: 1 for a sample's tokens; loads [b, E]: their choices."""
         counted = (balance.targets > 0).to(logits.dtype)
-        norm, probabilities = logits.logsumexp(-1), logits.softmax(-1)
-        entropy = samples @ (norm - (probabilities * logits).sum(-1))
+        logs = self.scores.logs(logits)
+        shares = logs.softmax(-1)
+        entropy = samples @ (logs.logsumexp(-1) - (shares * logs).sum(-1))
         aux = z = torch.zeros_like(entropy)
         if choices.counts is not None:
-            aux = self._aux_factor(length) * (choices.counts * (samples @ probabilities)).sum(1)
+            aux = self._aux_factor(length) * (choices.counts * (samples @ shares)).sum(1)
         if self.model.moe_z_loss_coeff:
-            z = samples @ norm.square() / length
+            z = samples @ logits.logsumexp(-1).square() / length
         sums = torch.stack([entropy.double() @ counted.double(), *(x.double() @ balance.targets for x in (aux, z))])
         self.statistics += torch.cat([(counted @ loads).double(), sums])
 
     def _aux_factor(self, length: int) -> float:
-        """Return the factor of sum over experts of choices x sum of probabilities, of a sample of `length` tokens."""
+        """Return the factor of sum over experts of choices x sum of shares, of a sample of `length` tokens."""
         return self.experts / (self.top * length**2)
 
     def mixed(self, logits: torch.Tensor, choices: Choices) -> torch.Tensor:
         """Return the weights of the chosen experts' results, [T, k]."""
-        ids = choices.ids.long()
-        if self.model.moe_router_pre_softmax:
-            return logits.softmax(-1).gather(1, ids)
-        return logits.gather(1, ids).softmax(-1)
+        return self.scores.weights(logits, choices.ids.long())
 
     def backward(self, dweights: torch.Tensor, x: torch.Tensor, routed: Routed, tokens: MicroBatchInfo) -> torch.Tensor:
         """Hand over the gradient of the router. dweights [T, k]: summands of this rank. Return that of x [T, h]."""
         logits, choices, weights = routed
-        ids, dlogits = choices.ids.long(), torch.zeros_like(logits)
-        inner = (dweights * weights).sum(-1, keepdim=True)
-        if self.model.moe_router_pre_softmax:
-            dlogits.scatter_(1, ids, dweights * weights).sub_(logits.softmax(-1).mul_(inner))
-        else:
-            dlogits.scatter_(1, ids, (dweights - inner) * weights)
+        dlogits = self.scores.weights_grad(dweights, weights, logits, choices.ids.long())
         if self.context.etp.is_first:  # ranks with the same tokens have the same balance losses
             self._add_balance_grad(dlogits, logits, choices, tokens)
         self.weight.accumulate_grad(GradWriter(self.context.products.weight_grad, (x.to(logits.dtype), dlogits)))
@@ -156,12 +157,13 @@ class Router(nn.Module):
         balance, model = tokens.balance, self.model
         if balance is None or not (model.moe_aux_loss_coeff or model.moe_z_loss_coeff):
             return
-        sample, probabilities = self._samples(len(logits), tokens), logits.softmax(-1)
+        sample = self._samples(len(logits), tokens)
         scale = (balance.targets * balance.seed).to(logits.dtype)[sample, None]  # of the mean losses of a sample
         if choices.counts is not None:
             slope = choices.counts[sample] * (model.moe_aux_loss_coeff * self._aux_factor(tokens.length))
-            slope -= (slope * probabilities).sum(-1, keepdim=True)
-            dlogits += scale * slope * probabilities
+            shares = self.scores.logs(logits).softmax(-1)
+            slope -= (slope * shares).sum(-1, keepdim=True)
+            dlogits += self.scores.logits_grad(scale * slope * shares, logits)
         if model.moe_z_loss_coeff:
-            norm = logits.logsumexp(-1, keepdim=True)
+            norm, probabilities = logits.logsumexp(-1, keepdim=True), logits.softmax(-1)
             dlogits += (2 * model.moe_z_loss_coeff / tokens.length) * scale * norm * probabilities
