@@ -130,6 +130,11 @@ SAME = [
     ("--cuda-graph-impl transformer_engine", "--cuda-graph-impl local"),
     ("--window-size 127,0 --window-attn-skip-freq 4", "--window-size 128 --layer-pattern LLLG"),
     ("--window-size (7,0) --window-attn-skip-freq [1,0,0]", "--window-size 8 --layer-pattern LGG"),
+    ("--window-size 8,0 --window-attn-skip-freq ([1]*3+[0])*2", "--window-size 9 --layer-pattern LLLGLLLG"),
+    ("--architecture llama --num-experts 8 --moe-layer-freq ([0]*2+[1]*3)", "--architecture llama --num-experts 8 "
+     "--moe-layer-freq DDEEE"),
+    ("--architecture llama --num-experts 8 --moe-layer-freq ([0] + [1])*2", "--architecture llama --num-experts 8 "
+     "--moe-layer-freq DEDE"),
     ("--window-size -1,0 --window-attn-skip-freq 1", "--layer-pattern G"),
     ("--model_type mistral --config_overrides sliding_window=8", "--architecture mistral --window-size 8"),
     ("--pipeline-schedule 1F1B", "--pipeline-schedule 1f1b"),
@@ -158,7 +163,13 @@ def test_the_last_of_two_spellings_wins() -> None:
 
 
 REFUSED = [
-    ("--window-size 8,0 --window-attn-skip-freq ([1]*3+[0])*2", "write it as --layer-pattern, such as LLLG"),
+    ("--window-size 8,0 --window-attn-skip-freq 0", "write it as --layer-pattern, such as LLLG"),
+    ("--window-size 8,0 --window-attn-skip-freq [1,2]", "no list of 0 and 1 for at most 4096 layers; give letters"),
+    ("--num-experts 8 --moe-layer-freq [1]*9999999999", "; give letters, such as DE"),
+    ("--num-experts 8 --moe-layer-freq ([1]*4096+[0])*4096", "; give letters, such as DE"),
+    ("--num-experts 8 --moe-layer-freq [1]+__import__('os')", "; give letters, such as DE"),
+    ("--num-experts 8 --moe-layer-freq []", "; give letters, such as DE"),
+    ("--num-experts 8 --moe-layer-freq [True]*2**9", "; give letters, such as DE"),
     ("--window-size 8,4", "--window-size takes a whole number"),
     ("--swiglu", "--swiglu: --swiglu without --normalization RMSNorm"),
     (f"--architecture gpt2 {LLAMA}", "does not go with --architecture gpt2"),

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import difflib
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePath
 
 from megazero.config.architectures import ARCHITECTURES, LLAMA
 from megazero.config.flags import flags
-from megazero.config.foreign.flag import FALSE, ForeignFlag, Refused, number
+from megazero.config.foreign.flag import FALSE, ForeignFlag, Refused, layer_letters, number
 from megazero.config.limits import MOST_LAYERS, MOST_MINUTES, is_number
 
 
@@ -128,9 +127,9 @@ def architecture(flag: ForeignFlag) -> list[str]:
 
 def layer_pattern(flag: ForeignFlag) -> list[str]:
     """--layer-pattern: of N layers the last is global (G), the others are local (L); in a list, 1 is local"""
-    if re.fullmatch(r"\[[01](,[01])*\]", flag.value.replace(" ", "")):
-        return ["--layer-pattern", "".join("GL"[int(digit)] for digit in re.findall("[01]", flag.value))]
-    if "[" in flag.value or not 0 < flag.whole() <= MOST_LAYERS:
+    if "[" in flag.value:
+        return ["--layer-pattern", layer_letters(flag.value, "GL")]
+    if not 0 < flag.whole() <= MOST_LAYERS:
         raise Refused("write it as --layer-pattern, such as LLLG")
     return ["--layer-pattern", "L" * (flag.whole() - 1) + "G"]
 
