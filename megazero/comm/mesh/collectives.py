@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -344,6 +344,17 @@ class Pending:
         if self._then is not None:
             self._then()
         self._wait, self._held, self._then = None, (), None
+
+
+class AsyncTensor(NamedTuple):
+    """The result of a collective that may be in flight."""
+
+    data: torch.Tensor
+    pending: Pending
+
+    def wait(self) -> torch.Tensor:
+        self.pending.wait()
+        return self.data
 
 
 def together(pending: Sequence[Pending]) -> Pending:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from megazero.memory.tracker import Allocation, MemoryTracker
+from megazero.model.layers.dispatch import Dispatch
 
 
 class Choices(NamedTuple):
@@ -19,10 +20,12 @@ class Choices(NamedTuple):
     Attributes:
         ids: [T, k] int16.
         counts: choices of each expert in each whole sample, [b, E]; None: there is no loss that needs them.
+        dispatch: the way of their rows to the experts.
     """
 
     ids: torch.Tensor
     counts: torch.Tensor | None
+    dispatch: Dispatch
 
 
 @dataclass(frozen=True)
@@ -38,12 +41,13 @@ class Balance:
     seed: torch.Tensor
     _kept: dict[int, tuple[Choices, Allocation]] = field(default_factory=dict)
 
-    def keep(self, layer: int, route: Choices, tracker: MemoryTracker) -> None:
+    def keep(self, layer: int, choices: Choices, tracker: MemoryTracker) -> None:
         """Keep the choices of a layer's Forward, so that its Recompute makes the same."""
-        num_bytes = sum(part.nbytes for part in route if part is not None)
-        self._kept[layer] = route, tracker.allocate("activation_checkpoints", num_bytes)
+        parts = choices.ids, choices.counts, choices.dispatch.table
+        num_bytes = sum(part.nbytes for part in parts if part is not None)
+        self._kept[layer] = choices, tracker.allocate("activation_checkpoints", num_bytes)
 
     def take(self, layer: int) -> Choices | None:
         """Return kept choices, once."""
-        route, _ = self._kept.pop(layer, (None, None))
-        return route
+        choices, _ = self._kept.pop(layer, (None, None))
+        return choices

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megazero.comm.mesh.collectives import Axis, Pending
+from megazero.comm.mesh.collectives import AsyncTensor, Axis, Pending
 from megazero.kernels.dropout import Dropout, Rows
 from megazero.kernels.matmul import TORCH, Products
 from megazero.kernels.rotary import Rotary, RotaryTables
@@ -28,17 +28,6 @@ from megazero.model.layers.weight import GradWriter, Weight
 from megazero.plan.layout.parameters import ParamSpec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-
-
-class AsyncTensor(NamedTuple):
-    """The result of a collective that may be in flight."""
-
-    data: torch.Tensor
-    pending: Pending
-
-    def wait(self) -> torch.Tensor:
-        self.pending.wait()
-        return self.data
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from megazero.comm.mesh.collectives import Axis, Pending
+from megazero.comm.mesh.collectives import AsyncTensor, Axis, Pending
 from megazero.kernels.eager import is_stand_in
 from megazero.kernels.grouped import RowGroups
-from megazero.model.layers.context import AsyncTensor
 
 
 class SortedRows(NamedTuple):
@@ -59,51 +58,57 @@ class Dispatch(NamedTuple):
     Attributes:
         sends, receives: rows to and from each rank.
         groups: the received rows, by expert of this rank.
+        table: rows that each rank sends to each expert of this rank, [p, E / p] int64; None: rows stay on their rank.
     """
 
     axis: Axis
     sends: list[int]
     receives: list[int]
     groups: RowGroups
+    table: torch.Tensor | None
 
     @classmethod
-    def of(cls, axis: Axis, ids: torch.Tensor, experts: int, on_host: bool) -> tuple[Dispatch, torch.Tensor | None]:
-        """Agree on the numbers of rows. Return also the order of `arranged`; None if rows stay on their rank.
+    def of(cls, axis: Axis, ids: torch.Tensor, experts: int, on_host: bool) -> Dispatch:
+        """Agree on the numbers of rows.
 
         Args:
-            ids: the experts of tokens, [T, k].
+            ids: the experts of tokens, [T, k] int64.
             experts: of the layer.
-            on_host: the products need the sizes of groups on the host. The exchange always does: the host waits once.
+            on_host: the products need the sizes of groups on the host. An exchange always does: the host waits once.
         """
-        flat = ids.flatten().long()
-        counts = flat.new_zeros(experts).scatter_add_(0, flat, torch.ones_like(flat))
+        flat = ids.flatten()
+        counts, pretends = flat.new_zeros(experts).scatter_add_(0, flat, torch.ones_like(flat)), axis.pretended
         if not axis.peers:
-            sizes = _sizes(counts, len(flat), axis) if on_host else None
-            return cls(axis, [len(flat)], [len(flat)], RowGroups.of(counts, sizes)), None
-        table = torch.empty_like(counts)
-        axis.start_all_to_all(counts.view(axis.size, -1), table.view(axis.size, -1), *[[1] * axis.size] * 2).wait()
-        both = _sizes(torch.cat([counts, table]), 2 * len(flat), axis)
-        each = experts // axis.size
+            sizes = _sizes(counts, len(flat), pretends) if on_host else None
+            return cls(axis, [len(flat)], [len(flat)], RowGroups.of(counts, sizes), None)
+        table, each = torch.empty_like(counts).view(axis.size, -1), experts // axis.size
+        axis.start_all_to_all(counts.view_as(table), table, *[[1] * axis.size] * 2).wait()
+        both = _sizes(torch.cat([counts, table.flatten()]), 2 * len(flat), pretends)
         sent, received = both[:experts], both[experts:]
+        if pretends:
+            table.copy_(torch.tensor(received).view_as(table))
         sends, receives = ([sum(sizes[i : i + each]) for i in range(0, experts, each)] for sizes in (sent, received))
-        own = table.view(axis.size, each)
-        local = torch.arange(each, device=ids.device).repeat(axis.size)
-        if axis.pretended or is_stand_in(table):
-            own = torch.tensor(received, device=ids.device).view_as(own)
-        arrived = local.repeat_interleave(own.flatten(), output_size=sum(receives))
-        groups = RowGroups.of(own.sum(0), tuple(sum(received[i::each]) for i in range(each)) if on_host else None)
-        return cls(axis, sends, receives, groups), arrived.argsort(stable=True)
+        sizes = tuple(sum(received[i::each]) for i in range(each)) if on_host else None
+        return cls(axis, sends, receives, RowGroups.of(table.sum(0), sizes), table)
+
+    def order(self) -> torch.Tensor | None:
+        """Return the order of `arranged`; None if rows stay on their rank."""
+        if self.table is None:
+            return None
+        local = torch.arange(self.table.shape[1], device=self.table.device).repeat(self.axis.size)
+        arrived = local.repeat_interleave(self.table.flatten(), output_size=sum(self.receives))
+        return arrived.argsort(stable=True)
 
     def start(self, rows: torch.Tensor) -> AsyncTensor:
         """rows [R, ..] -> [R', ..], at the ranks of their experts"""
-        if not self.axis.peers:
+        if self.table is None:
             return AsyncTensor(rows, Pending())
         out = rows.new_empty(sum(self.receives), *rows.shape[1:])
         return AsyncTensor(out, self.axis.start_all_to_all(rows, out, self.sends, self.receives))
 
     def start_back(self, rows: torch.Tensor) -> AsyncTensor:
         """rows [R', ..] -> [R, ..], at the ranks of their tokens"""
-        if not self.axis.peers:
+        if self.table is None:
             return AsyncTensor(rows, Pending())
         out = rows.new_empty(sum(self.sends), *rows.shape[1:])
         return AsyncTensor(out, self.axis.start_all_to_all(rows, out, self.receives, self.sends))
@@ -119,9 +124,9 @@ def as_arrived(rows: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
     return rows if order is None else torch.empty_like(rows).index_copy_(0, order, rows)
 
 
-def _sizes(counts: torch.Tensor, total: int, axis: Axis) -> tuple[int, ...]:
+def _sizes(counts: torch.Tensor, total: int, pretends: bool) -> tuple[int, ...]:
     """Return the values of counts, whose sum is `total`; of a trace or a rehearsal, as even ones as possible."""
-    if axis.pretended or is_stand_in(counts):
+    if pretends or is_stand_in(counts):
         each, more = divmod(total, len(counts))
         return tuple(each + (i < more) for i in range(len(counts)))
     return tuple(counts.tolist())

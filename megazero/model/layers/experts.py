@@ -18,7 +18,7 @@ import torch.nn as nn
 
 from megazero.config.schema import ModelConfig
 from megazero.kernels.eager import wide
-from megazero.kernels.grouped import GroupedProducts, RowGroups, is_fused
+from megazero.kernels.grouped import GroupedProducts, RowGroups
 from megazero.kernels.table import GATED
 from megazero.model.layers.balance import Choices
 from megazero.model.layers.context import Context, MicroBatchInfo, ResidualStream
@@ -142,7 +142,7 @@ class Experts(nn.Module):
 
     def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
         super().__init__()
-        self.context, self.top, self.count = context, model.moe_router_topk, model.num_experts
+        self.context = context
         self.router = Router(model, number, context)
         self.experts = ExpertMLPs(model, context, model.expert_size, model.num_experts)
         shared = model.moe_shared_expert_intermediate_size
@@ -150,8 +150,6 @@ class Experts(nn.Module):
         self.shared_gate = Gate(model, context) if model.moe_shared_expert_gate else None
         parts = self.router, self.experts, self.shared, self.shared_gate
         self.parts = [part for part in parts if part is not None]
-        widths = model.hidden_size, model.expert_size // context.etp.size
-        self.on_host = not is_fused(context.dtype, context.device, *widths)
 
     def forward(self, x: torch.Tensor, norm: Norm, residual: Residual, call: Call) -> torch.Tensor:
         """x [T', h] -> x + experts(norm(x)) [T', h]; `residual` joins them."""
@@ -192,8 +190,9 @@ class _Branch(NamedTuple):
         y, *numbers = self.norm.normalise(x)
         whole = stream.start_unshard(y).wait()
         routed = layer.router(whole, self.tokens, has_graph)
-        by_expert = SortedRows.of(routed.route.ids)
-        dispatch, order = Dispatch.of(layer.context.ep, routed.route.ids, layer.count, layer.on_host)
+        choices = routed.choices
+        by_expert, dispatch = SortedRows.of(choices.ids), choices.dispatch
+        order = dispatch.order()
         arriving = dispatch.start(by_expert.rows(whole)), dispatch.start(by_expert.choices(routed.weights))
         total, kept_shared = None, Tensors()
         if layer.shared is not None:  # while rows are exchanged
@@ -215,7 +214,7 @@ class _Branch(NamedTuple):
             result, joined = self.residual.join(x, part, self.tokens.dropout_rows)
         saved = [
             (x, *numbers) if layer.context.selective else (x, *numbers, y),
-            (routed.logits, *(each for each in routed.route if each is not None)),
+            (routed.logits, choices.ids, *(() if choices.counts is None else (choices.counts,))),
             kept,
             () if order is None else (order, rows, weights),
             kept_shared,
@@ -233,8 +232,8 @@ class _Branch(NamedTuple):
         upper = self.residual.branch_grad(dy, self.tokens.dropout_rows, joined)
         uppers = stream.start_unshard(upper).wait()
         whole = unsharding.wait()
-        route = Choices(ids, counts[0] if counts else None)
-        routed = Routed(logits, route, layer.router.mixed(logits, route))
+        choices = Choices(ids, counts[0] if counts else None, dispatch)
+        routed = Routed(logits, choices, layer.router.mixed(logits, choices))
         by_expert = SortedRows.of(ids)
         order, rows, weights = arrived or (None, by_expert.rows(whole), by_expert.choices(routed.weights))
         arriving = dispatch.start(by_expert.rows(uppers))

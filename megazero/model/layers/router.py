@@ -25,8 +25,10 @@ import torch.nn.functional as F
 
 from megazero.config.schema import ModelConfig
 from megazero.kernels.eager import wide
+from megazero.kernels.grouped import is_fused
 from megazero.model.layers.balance import Balance, Choices
 from megazero.model.layers.context import Context, MicroBatchInfo
+from megazero.model.layers.dispatch import Dispatch
 from megazero.model.layers.expert_scores import ExpertScores
 from megazero.model.layers.weight import GradWriter
 from megazero.plan.sizes import ROUTER_SUMS
@@ -37,12 +39,12 @@ class Routed(NamedTuple):
 
     Attributes:
         logits: [T, E] in fp32, or fp64 of fp64.
-        route: the choices.
+        choices: the choices.
         weights: of the chosen experts' results, [T, k].
     """
 
     logits: torch.Tensor
-    route: Choices
+    choices: Choices
     weights: torch.Tensor
 
 
@@ -66,6 +68,8 @@ class Router(nn.Module):
             self.experts, model.hidden_size, std=model.init_method_std, decays=True, summed=("tp",)
         )
         self.weights = (self.weight,)
+        widths = model.hidden_size, model.expert_size // context.etp.size
+        self.on_host = not is_fused(context.dtype, context.device, *widths)
         self.statistics = torch.zeros(self.experts + ROUTER_SUMS, dtype=torch.float64, device=context.device)
         self.bias: torch.Tensor | None = None
         if model.moe_router_enable_expert_bias:
@@ -73,30 +77,31 @@ class Router(nn.Module):
 
     def forward(self, x: torch.Tensor, tokens: MicroBatchInfo, has_graph: bool) -> Routed:
         """x [T, h], of which all ranks of etp have the same, below autograd."""
-        exact, route = wide(x), None
+        exact, choices = wide(x), None
         logits = F.linear(x.to(exact), self.weight.data.to(exact))
         if has_graph and tokens.balance is not None:
-            route = tokens.balance.take(self.number)  # of the Forward that this Recompute repeats
-        if route is None:
-            route = self._choose(logits, tokens, has_graph)
-        return Routed(logits, route, self.mixed(logits, route))
+            choices = tokens.balance.take(self.number)  # of the Forward that this Recompute repeats
+        if choices is None:
+            choices = self._choose(logits, tokens, has_graph)
+        return Routed(logits, choices, self.mixed(logits, choices))
 
     def _choose(self, logits: torch.Tensor, tokens: MicroBatchInfo, has_graph: bool) -> Choices:
         ids, balance, context = self.scores.choose(logits, self.bias), tokens.balance, self.context
-        route = Choices(ids.to(torch.int16), None)
+        dispatch = Dispatch.of(context.ep, ids, self.experts, self.on_host)
+        choices = Choices(ids.to(torch.int16), None, dispatch)
         if balance is None:
-            return route
+            return choices
         samples = torch.zeros(len(balance.targets), len(ids), dtype=logits.dtype, device=ids.device)
         samples.scatter_(0, self._samples(len(ids), tokens)[None], float(context.etp.is_first))
         loads = samples @ torch.zeros_like(logits).scatter_(1, ids, 1.0)
         if self.model.moe_aux_loss_coeff:
             best = self.scores.best(logits) if self.scores.are_restricted else ids
             counts = context.cp.all_reduce_(samples @ torch.zeros_like(logits).scatter_(1, best, 1.0))
-            route = route._replace(counts=context.tp.all_reduce_(counts) if context.shares_tokens else counts)
-        self._record(logits, samples, loads, route, tokens.length, balance)
+            choices = choices._replace(counts=context.tp.all_reduce_(counts) if context.shares_tokens else counts)
+        self._record(logits, samples, loads, choices, tokens.length, balance)
         if not has_graph and self.number in context.recomputed:
-            balance.keep(self.number, route, context.tracker)
-        return route
+            balance.keep(self.number, choices, context.tracker)
+        return choices
 
     def _samples(self, count: int, tokens: MicroBatchInfo) -> torch.Tensor:
         """Return the sample of each of this rank's `count` tokens, [T]."""
@@ -111,7 +116,7 @@ class Router(nn.Module):
         logits: torch.Tensor,
         samples: torch.Tensor,
         loads: torch.Tensor,
-        route: Choices,
+        choices: Choices,
         length: int,
         balance: Balance,
     ) -> None:
@@ -121,8 +126,8 @@ class Router(nn.Module):
         shares = logs.softmax(-1)
         entropy = samples @ (logs.logsumexp(-1) - (shares * logs).sum(-1))
         aux = z = torch.zeros_like(entropy)
-        if route.counts is not None:
-            aux = self._aux_factor(length) * (route.counts * (samples @ shares)).sum(1)
+        if choices.counts is not None:
+            aux = self._aux_factor(length) * (choices.counts * (samples @ shares)).sum(1)
         if self.model.moe_z_loss_coeff:
             z = samples @ logits.logsumexp(-1).square() / length
         sums = torch.stack([entropy.double() @ counted.double(), *(x.double() @ balance.targets for x in (aux, z))])
@@ -132,21 +137,21 @@ class Router(nn.Module):
         """Return the factor of sum over experts of choices x sum of shares, of a sample of `length` tokens."""
         return self.experts / (self.top * length**2)
 
-    def mixed(self, logits: torch.Tensor, route: Choices) -> torch.Tensor:
+    def mixed(self, logits: torch.Tensor, choices: Choices) -> torch.Tensor:
         """Return the weights of the chosen experts' results, [T, k]."""
-        return self.scores.weights(logits, route.ids.long())
+        return self.scores.weights(logits, choices.ids.long())
 
     def backward(self, dweights: torch.Tensor, x: torch.Tensor, routed: Routed, tokens: MicroBatchInfo) -> torch.Tensor:
         """Hand over the gradient of the router. dweights [T, k]: summands of this rank. Return that of x [T, h]."""
-        logits, route, weights = routed
-        dlogits = self.scores.weights_grad(dweights, weights, logits, route.ids.long())
+        logits, choices, weights = routed
+        dlogits = self.scores.weights_grad(dweights, weights, logits, choices.ids.long())
         if self.context.etp.is_first:  # ranks with the same tokens have the same balance losses
-            self._add_balance_grad(dlogits, logits, route, tokens)
+            self._add_balance_grad(dlogits, logits, choices, tokens)
         self.weight.accumulate_grad(GradWriter(self.context.products.weight_grad, (x.to(logits.dtype), dlogits)))
         return self.context.products.input_grad(dlogits, self.weight.data.to(logits.dtype)).to(x.dtype)
 
     def _add_balance_grad(
-        self, dlogits: torch.Tensor, logits: torch.Tensor, route: Choices, tokens: MicroBatchInfo
+        self, dlogits: torch.Tensor, logits: torch.Tensor, choices: Choices, tokens: MicroBatchInfo
     ) -> None:
         """Add the gradient of the balance losses to dlogits [T, E]."""
         balance, model = tokens.balance, self.model
@@ -154,8 +159,8 @@ class Router(nn.Module):
             return
         sample = self._samples(len(logits), tokens)
         scale = (balance.targets * balance.seed).to(logits.dtype)[sample, None]  # of the mean losses of a sample
-        if route.counts is not None:
-            slope = route.counts[sample] * (model.moe_aux_loss_coeff * self._aux_factor(tokens.length))
+        if choices.counts is not None:
+            slope = choices.counts[sample] * (model.moe_aux_loss_coeff * self._aux_factor(tokens.length))
             shares = self.scores.logs(logits).softmax(-1)
             slope -= (slope * shares).sum(-1, keepdim=True)
             dlogits += self.scores.logits_grad(scale * slope * shares, logits)

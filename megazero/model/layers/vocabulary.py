@@ -12,10 +12,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from megazero.comm.mesh.collectives import MAX, Pending
+from megazero.comm.mesh.collectives import MAX, AsyncTensor, Pending
 from megazero.config.schema import ModelConfig
 from megazero.kernels.eager import LogitMap, wide
-from megazero.model.layers.context import AsyncTensor, Context
+from megazero.model.layers.context import Context
 from megazero.model.layers.weight import GradWriter, Weight, handle_of
 
 
