@@ -38,11 +38,11 @@ BAND_BYTES = 256 << 20  # limit of a band, in fp32: the part of a large table th
 
 
 def bands(shape: tuple[int, ...]) -> list[slice]:
-    """Divide the rows of an fp32 tensor into bands of at most BAND_BYTES, each of whole chunks."""
-    chunks = _chunks(shape)
-    if not shape or any(chunk.size[1:] != shape[1:] for chunk in chunks):
+    """Divide the rows of an fp32 tensor into bands of at most BAND_BYTES, or of one row, each of whole chunks."""
+    if not shape:
         return [slice(None)]
-    rows = chunks[0].size[0] * max(1, BAND_BYTES // CHUNK_BYTES)
+    chunk, *_ = _chunks(shape)
+    rows = chunk.size[0] * max(1, BAND_BYTES // CHUNK_BYTES) if chunk.size[1:] == shape[1:] else 1
     return [slice(at, min(at + rows, shape[0])) for at in range(0, shape[0], rows)]
 
 
@@ -77,14 +77,16 @@ def write_checkpoint(
     tensors: Iterator[Iterable[torch.Tensor]],
     state: Any,
     attached: Mapping[str, bytes],
+    dtype: torch.dtype = torch.float32,
 ) -> Path:
-    """Write the fp32 checkpoint `root/iter_NNNNNNN` and point `root/latest` at it; returns its path.
+    """Write the checkpoint `root/iter_NNNNNNN` and point `root/latest` at it; returns its path.
 
     Args:
         shapes: of all tensors, by global name.
         tensors: yields them in that order, each as its `bands`, or as one; each is freed before the next is asked for.
         state: JSON.
         attached: files, as in `save`.
+        dtype: of all tensors.
     """
     folder = partial_folder(root, iteration)
     folder.mkdir(parents=True)
@@ -94,12 +96,12 @@ def write_checkpoint(
     for number, names in enumerate(_files(shapes)):
         name = file_name(number)
         chunks = {tensor: _chunks(shapes[tensor]) for tensor in names}
-        announced = [(key(t, c.offset), torch.float32, c.size) for t, parts in chunks.items() for c in parts]
+        announced = [(key(t, c.offset), dtype, c.size) for t, parts in chunks.items() for c in parts]
         with TensorFile(folder / name, announced) as file:
             for tensor, regions in chunks.items():
                 tiling = tilings.setdefault(Tiling.of(regions, [name] * len(regions)), len(tilings))
                 checksums = _append(file, next(tensors), regions)
-                stored[tensor] = StoredTensor(dtype_name(torch.float32), shapes[tensor], tiling, tuple(checksums))
+                stored[tensor] = StoredTensor(dtype_name(dtype), shapes[tensor], tiling, tuple(checksums))
         files[name] = file.num_bytes
     text = json.dumps(state | {"save_number": 1}).encode()
     write_durably(folder / STATE, text)
