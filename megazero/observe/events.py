@@ -27,7 +27,7 @@ from megazero.log import log
 from megazero.model.stage import declare
 from megazero.observe.progress_line import Record
 from megazero.observe.report.runs import EVENTS
-from megazero.plan.layout.layers import num_parameters
+from megazero.plan.layout.layers import active_parameters, num_parameters
 
 ROOT = Path(__file__).resolve().parents[2]
 GIT_SECONDS = 2.0
@@ -54,6 +54,7 @@ class RunEvents:
             "given": sorted(name.replace("-", "_") for name in self.command.given) if self.command else [],
             "layout": asdict(self.mesh.layout),
             "parameters": num_parameters(declare(self.config.model)),
+            "active_parameters": active_parameters(declare(self.config.model)),
             "environment": environment(self.mesh),
         }
 

@@ -221,7 +221,7 @@ def flatten(record: Record) -> dict[str, float]:
     flat: dict[str, float] = {}
     for key, value in record.items():
         if isinstance(value, dict):
-            flat |= {f"{key}/{inner}": v for inner, v in value.items() if v is not None}
+            flat |= {f"{key}/{inner}": v for inner, v in value.items() if isinstance(v, (int, float))}
         elif isinstance(value, (int, float)) and key != "iteration":
             flat[key] = value
     return flat

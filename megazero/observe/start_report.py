@@ -23,7 +23,7 @@ from megazero.plan.layout.dealing import causal_imbalance, dealt_multiple, dealt
 from megazero.plan.layout.layers import num_parameters
 from megazero.plan.layout.topology import Layout
 from megazero.price.bytes.estimate import KINDS, StageBytes, stage_bytes
-from megazero.price.bytes.report import padding_warning, padding_words, queue_line, table
+from megazero.price.bytes.report import expert_words, padding_warning, padding_words, queue_line, table
 from megazero.units import count, ranges, size
 
 WIDTH, MARGIN = 120, 10  # columns of the screen; of the name before each paragraph
@@ -80,6 +80,7 @@ def screen(
         "model": f"{model.architecture}, {count(num_parameters(declare(model)))} parameters: {model.num_layers} "
         f"layers, hidden size {model.hidden_size}, {model.num_attention_heads} heads, vocabulary "
         f"{model.vocab_size}; {training.precision} on {layout.world_size} x {device}",
+        "experts": expert_words(model),
         "layout": "\n".join(drawing(config, layout)),
         "memory": _memory(config, layout, machine),
         "plan": f"{training.train_iters:,} iterations of {training.global_batch_size:,} samples ({batch}"

@@ -10,7 +10,7 @@ from megazero.config.schema import Config
 from megazero.config.validate import check_device, check_values
 from megazero.data.remembered import data_tokenizer
 from megazero.model.stage import declare
-from megazero.plan.layout.layers import num_parameters
+from megazero.plan.layout.layers import active_parameters, num_parameters
 from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout
 from megazero.price.bytes.capacity import allowed, flags_that_fit, largest_preset, least
@@ -199,6 +199,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "world_size": layout.world_size,
         "layout": {name: getattr(layout, name) for name in ("pp", "dp", "cp", "tp", "shard", "chunks")},
         "parameters": num_parameters(declare(model)),
+        "active_parameters": active_parameters(declare(model)),
         "fits": plan.free >= 0,
         "device_bytes": int(plan.device["memory.capacity"]),
         "reserved_bytes": plan.device.reserved_bytes(layout),

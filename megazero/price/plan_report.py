@@ -12,7 +12,7 @@ from megazero.model.stage import declare
 from megazero.plan.layout.layers import num_parameters
 from megazero.plan.program.operations import Backward, BackwardWeights, Forward, Recompute
 from megazero.price.bytes.estimate import KINDS, stage_moments
-from megazero.price.bytes.report import padding_warning, padding_words
+from megazero.price.bytes.report import expert_words, padding_warning, padding_words
 from megazero.price.plan import SECONDS_PER_DAY, Plan, advice, as_json
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ def show(plan: Plan, console: Console) -> None:
         f"{config.micro_batches(layout.dp)} micro-batches of {config.training.micro_batch_size}"
         f"{padding_words(config, layout)}"
     )
+    if words := expert_words(config.model):
+        console.print(f"experts: {words}", highlight=False)
     if warning := padding_warning(config, layout):
         console.print(f"warning: {warning}", highlight=False)
     stages = [(str(number), plan.stages[number]) for number in _rows(plan)]

@@ -150,6 +150,9 @@ class Trainer:
         }
         if result.imbalance is not None:
             record["cp_imbalance"] = result.imbalance
+        if result.experts is not None:
+            ends = self.due(config.evaluation.eval_interval) or self.due(config.training.train_iters)
+            record |= result.experts.metrics(config.model, choices=ends)
         if self.leads and self.profiler.traces:
             found = device_fragmentation(self.mesh.device)
             if found is not None:

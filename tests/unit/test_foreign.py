@@ -114,7 +114,12 @@ SAME = [
      "--lr-decay-style wsd --lr-wsd-decay-iters 8 --global-batch-size 8"),
     ("--wandb-project p --run_name a --lr_scheduler_type inverse_sqrt",
      "--wandb-project p --wandb-name a --lr-decay-style inverse-square-root"),
-    ("--num-experts 1 --moe-loss-coeff 0.01", ""),
+    ("--num-experts 1 --moe-loss-coeff 0.01 --topk 1 --moe-train-capacity-factor 1.0", "--num-experts 0"),
+    ("--topk 3 --moe-loss-coeff 0.01 --architecture llama --num-experts 8 --moe-router-load-balancing-type aux_loss",
+     "--moe-router-topk 3 --moe-aux-loss-coeff 0.01 --architecture llama --num-experts 8"),
+    ("--architecture llama --num-experts 8 --moe-router-score-function softmax --moe-token-dispatcher-type alltoall "
+     "--moe-grouped-gemm --moe-expert-parallel-size 2 --moe-z-loss-coeff 1e-3",
+     "--architecture llama --num-experts 8 --expert-model-parallel-size 2 --moe-z-loss-coeff 1e-3"),
     ("--lr-decay-style inverse_sqrt --lr-wsd-decay-style MINUS-SQRT",
      "--lr-decay-style inverse-square-root --lr-wsd-decay-style minus_sqrt"),
     ("--lr_decay_style warmup_stable_decay --lr-wsd-decay-style 1-sqrt",
@@ -125,6 +130,11 @@ SAME = [
     ("--cuda-graph-impl transformer_engine", "--cuda-graph-impl local"),
     ("--window-size 127,0 --window-attn-skip-freq 4", "--window-size 128 --layer-pattern LLLG"),
     ("--window-size (7,0) --window-attn-skip-freq [1,0,0]", "--window-size 8 --layer-pattern LGG"),
+    ("--window-size 8,0 --window-attn-skip-freq ([1]*3+[0])*2", "--window-size 9 --layer-pattern LLLGLLLG"),
+    ("--architecture llama --num-experts 8 --moe-layer-freq ([0]*2+[1]*3)", "--architecture llama --num-experts 8 "
+     "--moe-layer-freq DDEEE"),
+    ("--architecture llama --num-experts 8 --moe-layer-freq ([0] + [1])*2", "--architecture llama --num-experts 8 "
+     "--moe-layer-freq DEDE"),
     ("--window-size -1,0 --window-attn-skip-freq 1", "--layer-pattern G"),
     ("--model_type mistral --config_overrides sliding_window=8", "--architecture mistral --window-size 8"),
     ("--pipeline-schedule 1F1B", "--pipeline-schedule 1f1b"),
@@ -153,7 +163,13 @@ def test_the_last_of_two_spellings_wins() -> None:
 
 
 REFUSED = [
-    ("--window-size 8,0 --window-attn-skip-freq ([1]*3+[0])*2", "write it as --layer-pattern, such as LLLG"),
+    ("--window-size 8,0 --window-attn-skip-freq 0", "write it as --layer-pattern, such as LLLG"),
+    ("--window-size 8,0 --window-attn-skip-freq [1,2]", "no list of 0 and 1 for at most 4096 layers; give letters"),
+    ("--num-experts 8 --moe-layer-freq [1]*9999999999", "; give letters, such as DE"),
+    ("--num-experts 8 --moe-layer-freq ([1]*4096+[0])*4096", "; give letters, such as DE"),
+    ("--num-experts 8 --moe-layer-freq [1]+__import__('os')", "; give letters, such as DE"),
+    ("--num-experts 8 --moe-layer-freq []", "; give letters, such as DE"),
+    ("--num-experts 8 --moe-layer-freq [True]*2**9", "; give letters, such as DE"),
     ("--window-size 8,4", "--window-size takes a whole number"),
     ("--swiglu", "--swiglu: --swiglu without --normalization RMSNorm"),
     (f"--architecture gpt2 {LLAMA}", "does not go with --architecture gpt2"),
@@ -163,12 +179,12 @@ REFUSED = [
     ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2", "each from its own input"),
     ("--loss-scale 8192", "--loss-scale 8192: only 0 is possible here; see --min-loss-scale"),
     ("--fp8-format hybrid", "--precision is bf16, fp16, fp32 or fp64"),
-    (
-        "--expert-model-parallel-size 2",
-        "--expert-model-parallel-size 2: only 1 is possible here; see --pipeline-model-parallel-size",
-    ),
     ("--yarn-mscale 1.0", "--rope-scaling-type yarn with --rope-scaling-factor"),
-    ("--num-experts 8 --moe-loss-coeff 0.1", "--num-experts 8: only 1 is possible here"),
+    ("--num-experts 8 --moe-expert-capacity-factor 1.25", "no token is dropped, and no expert has a capacity; drop it"),
+    ("--num-experts 8 --moe-router-enable-expert-bias", "--moe-router-enable-expert-bias: the router is a softmax"),
+    ("--num-experts 8 --moe-router-load-balancing-type sinkhorn", "only seq_aux_loss or aux_loss or none is"),
+    ("--num-experts 8 --moe-router-score-function sigmoid", "only softmax is possible here"),
+    ("--architecture olmoe --moe-expert-capacity-factor 1.25", "no token is dropped"),
     ("--optimizer sgd", "--optimizer sgd: only adam or adamw is possible here"),
     ("--tokenizer-type BertWordPieceLowerCase", "bertwordpiecelowercase: --tokenizer takes"),
     ("--tokenizer-type SentencePieceTokenizer", "needs its file: --tokenizer sentencepiece:PATH"),

@@ -252,6 +252,15 @@ def test_flatten() -> None:
     assert all(isinstance(value, (int, float)) for value in flat.values())
 
 
+def test_loads_of_experts_are_flattened_by_layer_and_their_choices_left_out(tmp_path: Path) -> None:
+    found = record(1, moe_load={"0": 1.5, "2": 1.25}, moe_choices={"0": [3, 1], "2": [2, 2]})
+    assert flatten(found) == flatten(record(1)) | {"moe_load/0": 1.5, "moe_load/2": 1.25}
+    writer = TensorBoard(str(tmp_path), 0)
+    writer.write(found)
+    writer.close()
+    assert scalars(tmp_path)["moe_load/2"] == [(1, 1.25)]
+
+
 def test_a_key_that_some_iterations_have_is_written_and_flattened(tmp_path: Path) -> None:
     """`fragmentation` comes every --log-interval iterations, and not on a CPU."""
     path, found = tmp_path / "metrics.jsonl", {"reserved": 30, "allocated": 10, "largest_free": 5}

@@ -28,6 +28,7 @@ from megazero.price.bytes.estimate import estimate
 SHAPES = {
     "quickstart": (2, 4, 192, 6, 1, 8, 16),
     **{f"c{i}": (4, 4, 256, 8, 2, 8, 16) for i in (1, 2, 3, 4, 5)},
+    "tiny-experts": (1, 4, 128, 4, 1, 16, 16),
     "tiny": (1, 4, 256, 4, 1, 16, 16),
     "gpt2-124m": (8, 12, 768, 12, 1, 64, 512),
     "gpt2-345m": (8, 24, 1024, 16, 1, 64, 512),
@@ -151,6 +152,7 @@ FAMILIES: dict[str, tuple[str, int, int, int, int, int | None, dict[str, Any]]] 
 SMALL = (
     "quickstart",
     "tiny",
+    "tiny-experts",
     "c1",
     "c2",
     "c3",

@@ -32,6 +32,9 @@ def test_line() -> None:
     assert " | 3.00 GB | " in line(record(7), 10, 1000, (3 * 10**9, 0), "")
     odd = line(record(10, validation_loss=2.5, skipped=True, grad_norm=math.nan, loss_scale=2.0**16), 10, 1, None, "")
     assert "| validation 2.5000 | norm nan |" in odd and odd.endswith("| scale 65536 | SKIPPED")
+    assert line(record(7, moe_load={"0": 1.5, "2": 2.25}), 10, 1, None, "0:09 left").endswith(
+        "| 0:09 left | expert load 2.25"
+    )
 
 
 def test_units() -> None:

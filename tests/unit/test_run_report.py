@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from megazero.observe.report import runs as reading
-from megazero.observe.report.chart import BOTTOM, LEFT, RIGHT, TOP, Line, line_chart, log_ticks, ticks
+from megazero.observe.report.chart import BOTTOM, LEFT, RIGHT, TOP, Line, heat_map, line_chart, log_ticks, ticks
 from megazero.observe.report.page import write_report
 from megazero.observe.report.runs import Curve, axis_values, curve, read_run, short, smooth, thin
 from scripts.plot_metrics import dashes, plot, twins
@@ -232,6 +232,77 @@ def test_a_chart_is_within_its_frame(y: list[float], options: dict[str, bool]) -
 
 def test_a_chart_without_points_is_left_out() -> None:
     assert line_chart([Line("a", Curve(np.array([]), np.array([])), 0)], "t") is None
+
+
+# -- heat maps of experts
+
+
+def cells(page: str) -> list[list[tuple[int, float, float, float, float]]]:
+    """Read back the cells of every heat map: colour, left and right edge, middle, height."""
+    section = page[page.index("<h2>Experts") :]
+    found = []
+    for svg in re.findall(r"<svg.*?</svg>", section, re.DOTALL):
+        paths = re.findall(r'<path class="h(\d)" stroke-width="([\d.]+)" d="([^"]*)"', svg)
+        found.append(
+            [
+                (int(color), float(x), float(x) + float(width), float(y), float(height))
+                for color, height, steps in paths
+                for x, y, width in re.findall(r"M([\d.]+) ([\d.]+)h([\d.]+)", steps)
+            ]
+        )
+    return found
+
+
+def test_a_report_of_experts_draws_loads_by_layer_over_the_iterations_and_by_expert(tmp_path: Path) -> None:
+    """Layer 3 is balanced from iteration 5 on, of 10. Of four experts of layer 1 one is idle, another is chosen 2.4 x
+    the mean."""
+    choices = {"1": [10, 0, 24, 6], "3": [5, 5, 5, 5]}
+    records = [record(i, moe_load={"1": 2.4, "3": 1.7 if i < 5 else 1.0}) for i in range(1, 11)]
+    records[3] |= {"moe_choices": {"1": [1, 1, 1, 1], "3": [9, 0, 0, 0]}}
+    records[6] |= {"moe_choices": choices}
+    text, page = report_of(write_run(tmp_path / "run", records, [START | {"active_parameters": 300_000_000}]))
+    assert "300 M parameters active per token" in page.text and "Loads of all experts in iteration 7" in page.text
+    assert "layer 1 layer 3" in page.text
+    over, last = cells(text)
+    step, upper, lower = (RIGHT - LEFT) / 10, TOP + (BOTTOM - TOP) / 4, TOP + (BOTTOM - TOP) * 3 / 4
+    near = [(color, round(left), round(right), round(middle)) for color, left, right, middle, _ in over]
+    changes = round(LEFT + 4 * step)
+    assert sorted(near) == sorted(
+        [(6, LEFT, RIGHT, round(upper)), (5, LEFT, changes, round(lower)), (3, changes, RIGHT, round(lower))]
+    )
+    by_place = {(round(middle), round((left - LEFT) / (RIGHT - LEFT) * 4)): color for color, left, _, middle, _ in last}
+    first = [by_place[round(upper), expert] for expert in range(4)]
+    assert first == [3, 0, 6, 2] and by_place[round(lower), 0] == 3 and len(last) == 5
+    for words in ("below 0.1", "0.5 to 0.8", "0.8 to 1.25", "1.5 to 2", "2 to 3"):
+        assert words in page.text
+    assert "0.1 to 0.5" not in page.text
+
+
+def test_a_large_heat_map_keeps_the_largest_of_what_it_joins(tmp_path: Path) -> None:
+    """94 layers of 256 experts over 5,000 iterations, of which one has an idle layer's peak."""
+    layers = [str(number) for number in range(94)]
+    records = [record(i, moe_load=dict.fromkeys(layers, 1.1)) for i in range(1, 5001)]
+    records[1234]["moe_load"]["93"] = 40.0
+    records[-1]["moe_choices"] = {layer: [10] * 255 + [11] for layer in layers}
+    text, _ = report_of(write_run(tmp_path / "run", records))
+    over, last = cells(text)
+    (peak,) = [cell for cell in over if cell[0] == 8]
+    assert peak[1] <= LEFT + 1234 / 5000 * (RIGHT - LEFT) <= peak[2] and peak[3] > BOTTOM - 5
+    assert {cell[0] for cell in last} == {3} and len(text) < 200_000
+    draw = random.Random(0)
+    worst = np.array([[draw.choice([0.0, 1.0, 9.0]) for _ in range(4000)] for _ in range(200)])
+    drawn = heat_map("t", "x", layers * 3, worst, (0, 3999))
+    assert drawn is not None and len(str(drawn.bands)) < 300_000
+
+
+def test_unknown_loads_are_not_drawn() -> None:
+    assert heat_map("t", "x", [], np.empty((0, 0)), (0, 0)) is None
+    assert heat_map("t", "x", ["a"], np.full((1, 3), np.nan), (0, 2)) is None
+    drawn = heat_map("t", "x", ["a"], np.array([[1.0, np.nan, 1.0]]), (7, 9))
+    assert drawn is not None and [len(found) for _, _, found in drawn.bands] == [2]
+    assert [text for _, text in drawn.x_ticks] == ["7", "8", "9"]
+    alone = heat_map("t", "x", ["a"], np.array([[1.0]]), (5, 5))
+    assert alone is not None and alone.x_ticks == [((LEFT + RIGHT) / 2, "5")]
 
 
 # -- the scripts

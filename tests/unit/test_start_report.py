@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import pretrain_gpt
 from megazero.config.cli import parse
 from megazero.config.schema import Config
 from megazero.memory.host import Available, Machine
@@ -54,6 +55,33 @@ def test_a_screen_is_short_and_says_the_essentials() -> None:
     flags = "--preset gpt-1000b --pipeline-model-parallel-size 64 --data-path a b --save x --async-save --keep-last 2"
     huge = shown(flags, 1024, "cuda")
     assert len(huge) <= 15 and all(len(line) <= 120 for line in huge)
+
+
+MIXTRAL = (  # of Mixtral 8x7B
+    "--architecture mixtral --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --num-query-groups 8 "
+    "--ffn-hidden-size 14336 --seq-length 4096 --vocab-size 32000"
+)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("", "8 in each of 32 layers, 2 active per token: 46.7 B parameters, 12.9 B active per token"),
+        (
+            "--moe-layer-freq 2 --moe-shared-expert-intermediate-size 8192",
+            "8 in each of 16 layers, 2 active per token, and a shared one: 28.6 B parameters, 11.7 B active per token",
+        ),
+    ],
+)
+def test_experts_are_counted_and_parameters_that_are_active(
+    more: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Mixtral's numbers as published; by hand, 8 or 2 x 3 x 4096 x 14336 in 16 layers, and shared ones of 3 x 4096 x
+    8192."""
+    flags = f"{MIXTRAL} {more}"
+    assert f"experts   {said}" in shown(flags, 1)
+    pretrain_gpt.main([*flags.split(), "--plan", "--world-size", "64", "--device-type", "h100-80gb"])
+    assert f"experts: {said}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megazero.config.flags import flags
+from megazero.config.limits import MOST_LAYERS
 
+LONGEST = 1000  # characters of a list of layers
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
@@ -102,6 +105,38 @@ def whole(word: str) -> int:
     if not found.is_integer():
         raise Refused(f"{word} is not a whole number")
     return int(found)
+
+
+def layer_letters(word: str, letters: str) -> str:
+    """Return the letter of each layer, for a list of 0 and 1 in Python's words, such as ([1]*3+[0])*2.
+
+    Args:
+        letters: for 0 and for 1.
+
+    Raises:
+        Refused: it is no such list.
+    """
+    try:
+        found = _digits(ast.parse(word.strip() if len(word) < LONGEST else "", mode="eval").body)
+    except (SyntaxError, ValueError):
+        found = ""
+    if not found:
+        raise Refused(f"it is no list of 0 and 1 for at most {MOST_LAYERS} layers; give letters, such as {letters}")
+    return found.translate({ord("0"): letters[0], ord("1"): letters[1]})
+
+
+def _digits(node: ast.expr) -> str:
+    """Return the digits of a list, of a sum of lists, or of a list times a number; ValueError for anything else."""
+    match node:
+        case ast.List(elts=items) if all(isinstance(item, ast.Constant) and item.value in (0, 1) for item in items):
+            found = "".join(str(int(ast.literal_eval(item))) for item in items)
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            found = _digits(left) + _digits(right)
+        case ast.BinOp(left=left, op=ast.Mult(), right=ast.Constant(value=int() as times)) if times <= MOST_LAYERS:
+            found = _digits(left) * times
+        case _:
+            raise ValueError
+    return found if len(found) <= MOST_LAYERS else ""
 
 
 def truth(word: str) -> bool:

@@ -9,7 +9,7 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megazero.config.foreign.flag import Refused
+from megazero.config.foreign.flag import Refused, layer_letters
 from megazero.config.foreign.table import Value, kebab
 
 WINDOW = re.compile(r"\(?(-1|[0-9]+),0\)?")  # Megatron-LM: (keys before a query, keys after it)
@@ -43,8 +43,12 @@ def translate_value(name: str, kind: Any, values: Sequence[str], rows: Callable[
         Refused: the flag does not take the value, and no row translates it.
     """
     known = choices(kind)
+    if name == "moe-layer-freq" and "[" in "".join(values):  # Megatron-LM: 1 for each layer with experts
+        return [f"--{name}", layer_letters("".join(values), "DE")]
     if not known and kind not in NUMBERS:
         return []
+    if name == "num-experts" and list(values) == ["1"]:  # Megatron-DeepSpeed: one expert is a dense MLP
+        return ["--num-experts", "0"]
     if len(values) == 1 and (values[0] in known if known else _is(kind, values[0])):
         return []
     word = kebab(values[0].lower()) if len(values) == 1 else ""

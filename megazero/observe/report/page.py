@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import jinja2
 import numpy as np
 
 from megazero.files import replace_file
-from megazero.observe.report.chart import Chart, Line, line_chart
+from megazero.observe.report.chart import MOST_COLUMNS, Chart, HeatMap, Line, heat_map, line_chart
 from megazero.observe.report.runs import METRICS, Curve, Record, Run, curve, keys_of, read_run, smooth
 from megazero.plan.layout.topology import Layout
 from megazero.units import count, duration, ranges, size, things
@@ -70,6 +71,7 @@ def page(run: Run) -> str:
         cards=_cards(run),
         read=f"One of {run.stride} iterations of {METRICS} was read." if run.stride > 1 else "",
         charts=_charts(run),
+        loads=[each for each in (_loads(run), _last_loads(run)) if each is not None],
         sampled=next((record for record in reversed(run.records) if record.get("samples")), None),
         layout=_layout(start),
         memory=_bars(last.get("memory_bytes"), MEMORY),
@@ -91,7 +93,10 @@ def _cards(run: Run) -> list[tuple[str, str]]:
     loss, validation, peak = curve(run, "loss"), curve(run, "validation_loss"), curve(run, "memory_bytes/peak").y
     cards = [("iterations", f"{run.records[-1]['iteration']:,}")]
     if "parameters" in run.start:
-        cards.append(("parameters", count(run.start["parameters"])))
+        whole, active = run.start["parameters"], run.start.get("active_parameters", run.start["parameters"])
+        cards.append(("parameters", count(whole)))
+        if active != whole:
+            cards.append(("parameters active per token", count(active)))
     if len(loss.y):
         cards.append(("training loss, mean of the last hundredth", f"{smooth(loss, 0).y[-1]:.4f}"))
     if len(validation.y):
@@ -149,6 +154,11 @@ def _charts(run: Run) -> list[Chart]:
 
     validation = Line("validation", curve(run, "validation_loss"), 1, points=True)
     peak, scale = curve(run, "memory_bytes/peak"), curve(run, "loss_scale")
+    entropy = Line("", curve(run, "moe_router_entropy"), 0)
+    balance = [
+        Line("auxiliary loss", curve(run, "moe_aux_loss"), 0),
+        Line("z-loss", curve(run, "moe_z_loss"), 1),
+    ]
     charts = [
         chart("Loss, nats per token", [*smoothed("training", "loss"), validation], log=True),
         chart("Training loss by corpus", _by_corpus(run, "loss_by_corpus"), log=True),
@@ -157,6 +167,8 @@ def _charts(run: Run) -> list[Chart]:
         chart("Learning rate", [Line("", curve(run, "lr"), 0)], from_zero=True, y_format=lambda v: f"{v:.2g}"),
         chart("Throughput, tokens/s", smoothed("", "tokens_per_second"), from_zero=True),
         chart("Peak memory of rank 0, bytes", [Line("", peak, 0)], from_zero=True) if _varies(peak) else None,
+        chart("Entropy of routers, nats", [entropy]),
+        chart("Balance losses of routers, without their factors", balance, from_zero=True),
         chart("Loss scale", [Line("", scale, 0)], log=True) if _varies(scale) else None,
     ]
     return [each for each in charts if each is not None]
@@ -169,6 +181,33 @@ def _by_corpus(run: Run, key: str) -> list[Line]:
         Line(label, smooth(curve(run, f"{key}/{name}"), 1 if points else 0), number, points=points)
         for number, (name, label) in enumerate(zip(names, _short_names(names), strict=True))
     ]
+
+
+def _loads(run: Run) -> HeatMap | None:
+    """Draw the load of the busiest expert over the iterations; of several in one column, the largest."""
+    layers = keys_of(run, "moe_load")
+    found = [curve(run, f"moe_load/{layer}") for layer in layers]
+    first, last = run.records[0]["iteration"], run.records[-1]["iteration"]
+    columns = min(MOST_COLUMNS, last - first + 1)
+    values = np.full((len(layers), columns), np.nan)
+    for row, each in zip(values, found, strict=True):
+        np.fmax.at(row, ((each.x - first) * columns // (last - first + 1)).astype(int), each.y)
+    return heat_map("Load of each layer's busiest expert", "iteration", _layers(layers), values, (first, last))
+
+
+def _last_loads(run: Run) -> HeatMap | None:
+    """Draw the loads of all experts in the last iteration that has them."""
+    record = next((record for record in reversed(run.records) if record.get("moe_choices")), None)
+    if record is None:
+        return None
+    choices = np.array(list(record["moe_choices"].values()), dtype=np.float64)
+    loads = choices / np.maximum(choices.mean(1, keepdims=True), 1e-9)
+    title = f"Loads of all experts in iteration {record['iteration']:,}"
+    return heat_map(title, "expert", _layers(record["moe_choices"]), loads, (0, loads.shape[1] - 1))
+
+
+def _layers(numbers: Iterable[str]) -> list[str]:
+    return [f"layer {number}" for number in numbers]
 
 
 def _varies(found: Curve) -> bool:

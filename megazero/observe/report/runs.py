@@ -17,6 +17,7 @@ XAxis = Literal["iteration", "tokens", "hours"]
 
 METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
 MAX_BYTES = 64 << 20  # of metrics.jsonl; of a longer file, every n-th iteration is read
+ALWAYS_READ = b'"validation_loss"', b'"samples"', b'"moe_choices"'  # keys of iterations that are read in any case
 POINTS = 600  # of a drawn curve: about one per pixel
 
 
@@ -26,7 +27,7 @@ class Run:
 
     Attributes:
         records: iterations, in order. If the file exceeds `MAX_BYTES`: every `stride`-th iteration, and those with a
-            validation loss or samples.
+            key of `ALWAYS_READ`.
         events: starts and ends of the run, in order; empty for folders of older versions.
     """
 
@@ -65,7 +66,7 @@ def read_run(folder: Path) -> Run:
     found: dict[int, Record] = {}
     with metrics.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if number % stride == 0 or b'"validation_loss"' in line or b'"samples"' in line:
+            if number % stride == 0 or any(key in line for key in ALWAYS_READ):
                 record = _parse(line)
                 if isinstance(record.get("iteration"), int) and "loss" in record:  # else --eval-only wrote it
                     found[record["iteration"]] = record

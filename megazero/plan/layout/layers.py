@@ -72,8 +72,7 @@ class LayerKind:
     @property
     def matrix_flops(self) -> int:
         """FLOPs per token of the forward's products with its own weights: 2 per element that the token meets."""
-        matrices = (spec for spec in self.params if spec.decays)
-        return 2 * sum(math.prod(spec.shape) * spec.per_token[0] // spec.per_token[1] for spec in matrices)
+        return 2 * sum(spec.active for spec in self.params if spec.decays)
 
     def units_of(self, layer: str, frozen: tuple[str, ...] = ()) -> dict[str, list[ParamSpec]]:
         """Return unit -> its weights, of layer `layer` of this kind."""
@@ -169,6 +168,11 @@ def stage_units(layers: Layers, layout: Layout, pp: int, frozen: tuple[str, ...]
 def num_parameters(layers: Layers) -> int:
     """Count the elements of the whole model, each parameter once, padding excluded."""
     return sum(math.prod(s.shape) for kind in layers.kinds.values() for s in kind.params)
+
+
+def active_parameters(layers: Layers) -> int:
+    """Count the elements that a token passes: of a mixture of experts, those of its experts alone."""
+    return sum(s.active for kind in layers.kinds.values() for s in kind.params)
 
 
 def layer_costs(layers: Layers, model: ModelConfig, activations: ActivationConfig) -> LayerCosts:

@@ -51,6 +51,12 @@ class ParamSpec:
     per_token: tuple[int, int] = (1, 1)  # the share of it that a token is multiplied with: (its experts, all experts)
 
     @property
+    def active(self) -> int:
+        """Elements that a token is multiplied with."""
+        mine, experts = self.per_token
+        return math.prod(self.shape) * mine // experts
+
+    @property
     def axes(self) -> frozenset[str]:
         """Axes that shard it."""
         return frozenset(axis for _, axis in self.sharded)

@@ -6,15 +6,16 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megazero.config.batch_sizes import micro_batches
-from megazero.config.schema import Config
+from megazero.config.schema import Config, ModelConfig
 from megazero.model.stage import declare
-from megazero.plan.layout.layers import layer_costs
+from megazero.plan.layout.layers import active_parameters, layer_costs, num_parameters
 from megazero.plan.layout.topology import Layout
 from megazero.plan.layout.zero_policy import sharding_groups
 from megazero.plan.schedule.schedules import SCHEDULES
 from megazero.plan.schedule.split import rank_costs
 from megazero.plan.sizes import Rates, States
 from megazero.price.bytes.estimate import StageBytes, stage_bytes
+from megazero.units import count
 
 
 class ReportRow(NamedTuple):
@@ -110,6 +111,17 @@ def split_line(config: Config, layout: Layout) -> str:
         f"layers per virtual stage: {','.join(map(str, layout.split))}; the head costs {known.head:.1f} blocks, so "
         f"that pipeline ranks cost {', '.join(f'{cost:.1f}' for cost in costs)} blocks "
         "(--pipeline-split changes the layers)"
+    )
+
+
+def expert_words(model: ModelConfig) -> str:
+    """Count the experts, and the parameters that a token passes; empty without experts."""
+    if not model.num_experts:
+        return ""
+    layers, shared = declare(model), ", and a shared one" if model.moe_shared_expert_intermediate_size else ""
+    return (
+        f"{model.num_experts} in each of {len(model.expert_layers)} layers, {model.moe_router_topk} active per token"
+        f"{shared}: {count(num_parameters(layers))} parameters, {count(active_parameters(layers))} active per token"
     )
 
 

@@ -1,0 +1,49 @@
+"""The loads of experts that a run shows: in metrics.jsonl, progress lines, the start screen and report.html."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.cli import metrics, pretrain
+
+EXPERTS, TOP, LENGTH, SAMPLES = 5, 3, 24, 4
+SIZES = ["--architecture", "mixtral", "--num-layers", 3, "--hidden-size", 32, "--num-attention-heads", 4]
+SIZES += ["--ffn-hidden-size", 48, "--seq-length", LENGTH, "--vocab-size", 61, "--mock-data", "--lr", 1e-2]
+SIZES += ["--global-batch-size", SAMPLES, "--train-iters", 3, "--eval-interval", 2, "--eval-iters", 1]
+SIZES += ["--num-experts", EXPERTS, "--moe-router-topk", TOP, "--moe-layer-freq", "EDE", "--init-method-std", 0.3]
+
+
+@pytest.mark.parametrize(("factor", "absent"), [("aux", "z"), ("z", "aux")])
+def test_the_fields_are_those_of_the_global_batch(factor: str, absent: str, tmp_path: Path) -> None:
+    done = pretrain(*SIZES, f"--moe-{factor}-loss-coeff", 0.01, "--log-dir", tmp_path, ranks=2)
+    assert done.returncode == 0, done.stderr
+    records = metrics(tmp_path)
+    assert ["moe_choices" in record for record in records] == [False, True, True]  # an evaluation, and the last
+    for record in records:
+        loads, choices = record["moe_load"], record.get("moe_choices", {})
+        assert loads.keys() == {"0", "2"} and all(1 <= load <= EXPERTS / TOP for load in loads.values())
+        assert 0 < record["moe_router_entropy"] < math.log(EXPERTS) and record[f"moe_{factor}_loss"] > 0
+        assert f"moe_{absent}_loss" not in record
+        for layer, counts in choices.items():
+            assert len(counts) == EXPERTS and sum(counts) == SAMPLES * LENGTH * TOP  # of both ranks
+            assert loads[layer] == pytest.approx(max(counts) * EXPERTS / sum(counts), rel=1e-12)
+        assert f"| expert load {max(loads.values()):.2f}" in done.stdout
+    assert f"experts   {EXPERTS} in each of 2 layers, {TOP} active per token: " in done.stdout
+    start = json.loads((tmp_path / "events.jsonl").read_text().splitlines()[0])
+    unused = 2 * (EXPERTS - TOP) * 3 * 32 * 48
+    assert start["parameters"] - start["active_parameters"] == unused
+    page = (tmp_path / "report.html").read_text()
+    assert "Loads of all experts in iteration 3" in page and "parameters active per token" in page
+
+
+def test_a_dense_run_shows_no_experts(tmp_path: Path) -> None:
+    done = pretrain(*SIZES[: SIZES.index("--num-experts")], "--num-experts", 0, "--log-dir", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert not any(key.startswith("moe") for record in metrics(tmp_path) for key in record)
+    assert "expert" not in done.stdout.replace("--num-experts 0", "")
+    page = (tmp_path / "report.html").read_text()
+    assert "Loads of all experts" not in page and "active per token" not in page
