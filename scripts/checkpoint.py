@@ -101,7 +101,7 @@ class Import:
 class Upcycle:
     """Write a dense checkpoint as one with experts, from which --load starts a run. Its first loss is the dense one's.
 
-    Every expert is a copy of the MLP in its place. Routers get initial weights, and optimizer states begin anew.
+    Every expert is a copy of the MLP in its place. Routers and optimizer states are initialised.
     """
 
     load: Path
@@ -109,13 +109,13 @@ class Upcycle:
     save: Path
     """Folder of checkpoints to make: it appears whole or not at all."""
     num_experts: int
-    """As --num-experts of pretrain_gpt.py."""
+    """Experts of a layer, as --num-experts of pretrain_gpt.py."""
     moe_router_topk: int = 2
-    """As there. Other flags of routers are given to the run that loads the checkpoint."""
+    """Experts of a token. Other flags of routers are given to the run that loads the checkpoint."""
     moe_router_pre_softmax: bool = False
     """Refused, because the weights of a token's experts would not add up to 1."""
     moe_layer_freq: str = "1"
-    """As there: the layers that get experts."""
+    """Layers that get experts, as --moe-layer-freq of pretrain_gpt.py."""
     seed: int = 1234
     """Seed of the routers' initial weights."""
 

@@ -1,7 +1,7 @@
 """Upcycling: a checkpoint of a dense model becomes one of a model with experts, which computes the same.
 
-Every expert is a copy of the MLP in its place. The weights of a token's experts add up to 1, and so does their result
-to that of the MLP, whatever the router chooses. Sparse Upcycling (Komatsuzaki et al. 2022, arXiv:2212.05055).
+Every expert is a copy of the MLP in its place. The weights of a token's experts add up to 1, and so the sum of their
+results is that of the MLP for any choice of the router. Sparse Upcycling (Komatsuzaki et al. 2022, arXiv:2212.05055).
 """
 
 from __future__ import annotations
