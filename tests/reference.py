@@ -2,7 +2,10 @@
 frequencies, which are transformers' (tests/unit/test_rotary.py).
 
 F.linear, F.cross_entropy, clip_grad_norm_ and torch.optim.AdamW over whole tensors, in one process, the global batch at
-once. In fp32, or with --precision fp64 in fp64, from the same weights.
+once. In fp32, or with --precision fp64 in fp64, from the same weights. Every expert computes all tokens; its result is
+multiplied by 0 for those that do not pass it.
+
+Shapes: b samples, s tokens of a sample, h hidden, f inner width, E experts, k experts of a token.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import fnmatch
 import functools
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -42,12 +46,14 @@ def forward(
     ids: torch.Tensor,
     samples: range | None = None,
     starts: torch.Tensor | None = None,
+    note: Note = lambda choice: None,
 ) -> torch.Tensor:
     """ids [b, s] -> logits [b, s, v].
 
     Args:
         samples: their global numbers in training, where dropout drops.
         starts: where the document of each token begins [b, s], for the flags that reset something there.
+        note: gets the choices of each layer with experts, in order.
     """
     model, s = config.model, ids.shape[1]
     places = torch.arange(s).expand(ids.shape)
@@ -74,7 +80,7 @@ def forward(
         near = places[:, :, None] - places[:, None, :] < model.window_size
         sees = seen & near if model.attention_kind(i) == "L" else seen
         turn = functools.partial(rotated, model, model.attention_kind(i), position)
-        x = blocks(model, mine, x, lambda p, site, x, i=i: drop(p, i, site, x), sees, turn)
+        x = blocks(model, mine, x, lambda p, site, x, i=i: drop(p, i, site, x), sees, turn, note)
     x = norm(model, w, "head.norm", x)
     table = w.get("head.output.weight", w["token_embedding.weight"])
     logits = F.linear(x, table, w.get("head.output_bias")) / model.logits_divisor
@@ -83,6 +89,14 @@ def forward(
     return logits
 
 
+class Choice(NamedTuple):
+    """A router's logits [b, s, E], and the numbers of the experts of each token [b, s, k]."""
+
+    logits: torch.Tensor
+    experts: torch.Tensor
+
+
+Note = Callable[[Choice], None]
 Drop = Callable[[float, str, torch.Tensor], torch.Tensor]  # probability, site, x
 Rotate = Callable[[torch.Tensor], torch.Tensor]  # queries or keys [b, n, s, d]
 Weights = dict[str, torch.Tensor]
@@ -145,33 +159,57 @@ def fused_attention(
     return linear(w, "attention.proj", attention(model, *qkv.transpose(1, 2).unbind(3), drop, seen))
 
 
-def mlp(model: ModelConfig, w: Weights, y: torch.Tensor) -> torch.Tensor:
-    inner = linear(w, "mlp.up", y)
+def mlp(model: ModelConfig, up: torch.Tensor, down: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """down [h, f] @ activation(up [f or 2 f, h] @ y)"""
+    return F.linear(activated(model, F.linear(y, up)), down)
+
+
+def activated(model: ModelConfig, inner: torch.Tensor) -> torch.Tensor:
     gate, value = inner.chunk(2, dim=-1)
-    return linear(w, "mlp.down", {
+    return {
         "gelu": lambda: F.gelu(inner),
         "gelu-tanh": lambda: F.gelu(inner, approximate="tanh"),
         "swiglu": lambda: F.silu(gate) * value,
         "geglu-tanh": lambda: F.gelu(gate, approximate="tanh") * value,
-    }[model.traits.activation]())  # fmt: skip
+    }[model.traits.activation]()
+
+
+def mlp_or_experts(model: ModelConfig, w: Weights, y: torch.Tensor, note: Note) -> torch.Tensor:
+    if "mlp.router.weight" not in w:
+        return linear(w, "mlp.down", activated(model, linear(w, "mlp.up", y)))
+    logits = F.linear(y, w["mlp.router.weight"])
+    probabilities = logits.softmax(-1)
+    best, chosen = probabilities.topk(model.moe_router_topk)
+    note(Choice(logits, chosen))
+    if not model.moe_router_pre_softmax:
+        best = best / best.sum(-1, keepdim=True)
+    total = torch.zeros_like(y)
+    for e, (up, down) in enumerate(zip(w["mlp.experts.up.weight"], w["mlp.experts.down.weight"], strict=True)):
+        weight = (best * (chosen == e)).sum(-1, keepdim=True)
+        total = total + weight * mlp(model, up.reshape(-1, y.shape[-1]), down, y)
+    if "mlp.shared.up.weight" in w:
+        shared = mlp(model, w["mlp.shared.up.weight"].reshape(-1, y.shape[-1]), w["mlp.shared.down.weight"], y)
+        gate = w.get("mlp.shared_gate.weight")
+        total = total + (shared if gate is None else F.linear(y, gate).sigmoid() * shared)
+    return total
 
 
 def sequential_block(
-    model: ModelConfig, w: Weights, x: torch.Tensor, drop: Drop, seen: torch.Tensor, turn: Turn
+    model: ModelConfig, w: Weights, x: torch.Tensor, drop: Drop, seen: torch.Tensor, turn: Turn, note: Note
 ) -> torch.Tensor:
     attend = fused_attention if "attention.qkv.weight" in w else grouped_attention
     y = norm(model, w, "norm1_after", attend(model, w, norm(model, w, "norm1", x), drop, seen, turn))
     x = x + drop(model.hidden_dropout, "attention", y * model.residual_multiplier)
-    y = norm(model, w, "norm2_after", mlp(model, w, norm(model, w, "norm2", x)))
+    y = norm(model, w, "norm2_after", mlp_or_experts(model, w, norm(model, w, "norm2", x), note))
     return x + drop(model.hidden_dropout, "mlp", y * model.residual_multiplier)
 
 
 def parallel_block(
-    model: ModelConfig, w: Weights, x: torch.Tensor, drop: Drop, seen: torch.Tensor, turn: Turn
+    model: ModelConfig, w: Weights, x: torch.Tensor, drop: Drop, seen: torch.Tensor, turn: Turn, note: Note
 ) -> torch.Tensor:
     y = norm(model, w, "norm", x)
     z = norm(model, w, "mlp_norm", x) if "mlp_norm.weight" in w else y
-    both = grouped_attention(model, w, y, drop, seen, turn) + mlp(model, w, z)
+    both = grouped_attention(model, w, y, drop, seen, turn) + mlp_or_experts(model, w, z, note)
     return x + drop(model.hidden_dropout, "block", both * model.residual_multiplier)
 
 
@@ -196,15 +234,56 @@ def rotated(model: ModelConfig, kind: str, position: torch.Tensor, x: torch.Tens
     return torch.cat([back, rest], dim=-1)
 
 
+class Balance(NamedTuple):
+    """The balance of a step's experts, of the samples with targets.
+
+    Attributes:
+        choices: of each expert, by layer with experts.
+        entropy: of the probabilities in nats, the mean over tokens and layers.
+        aux_loss, z_loss: without their factors, the mean over samples by their targets, and over layers.
+    """
+
+    choices: tuple[tuple[int, ...], ...]
+    entropy: float
+    aux_loss: float
+    z_loss: float
+
+
+def sample_losses(choice: Choice) -> tuple[torch.Tensor, torch.Tensor]:
+    """The balance losses of each sample [b]: of the loads of experts, and of the size of logits."""
+    logits, experts = choice
+    count = logits.shape[-1]
+    share = F.one_hot(experts, count).to(logits.dtype).mean((1, 2))  # of the sample's choices, [b, E]
+    aux = count * (share * logits.softmax(-1).mean(1)).sum(-1)
+    return aux, logits.logsumexp(-1).square().mean(1)
+
+
+def balance(choices: list[Choice], targets: torch.Tensor) -> Balance:
+    """`targets`: of each sample [b]."""
+    weight, real = targets / targets.sum(), targets > 0
+    losses = [sample_losses(choice) for choice in choices]
+    entropy = [torch.distributions.Categorical(logits=logits[real]).entropy().mean() for logits, _ in choices]
+    return Balance(
+        tuple(
+            tuple(experts[real].flatten().bincount(minlength=logits.shape[-1]).tolist()) for logits, experts in choices
+        ),
+        float(torch.stack(entropy).mean()),
+        *(float(torch.stack([weight @ each[i] for each in losses]).mean()) for i in range(2)),
+    )
+
+
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 def train(
-    config: Config, batches: list[Batch], tell: Callable[[torch.Tensor], None] = lambda losses: None
+    config: Config,
+    batches: list[Batch],
+    tell: Callable[[torch.Tensor], None] = lambda losses: None,
+    tell_balance: Callable[[Balance], None] = lambda balance: None,
 ) -> tuple[list, list]:
     """losses and gradient norms over global batches of (ids, labels, loss mask, where documents begin).
 
-    `tell` gets each batch's losses of targets [B, s], 0 where none counts.
+    `tell` gets each batch's losses of targets [B, s], 0 where none counts; `tell_balance` that of its experts.
     """
     o = config.optimizer
     w = initial_weights(config)
@@ -218,12 +297,23 @@ def train(
     optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
     losses, norms = [], []
     for step, (ids, labels, mask, starts) in enumerate(batches):
-        logits = forward(config, w, ids, range(step * len(ids), (step + 1) * len(ids)), starts)
+        choices: list[Choice] = []
+        logits = forward(config, w, ids, range(step * len(ids), (step + 1) * len(ids)), starts, choices.append)
         each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
         loss = (each * mask.flatten()).sum() / mask.sum()
         tell((each.detach() * mask.flatten()).view_as(mask))
         optimizer.zero_grad()
-        loss.backward()
+        objective, weight = loss, mask.double().sum(1) / mask.double().sum()
+        for choice in choices:
+            aux, z = sample_losses(choice)
+            objective = objective + weight.to(aux.dtype) @ (
+                config.model.moe_aux_loss_coeff * aux + config.model.moe_z_loss_coeff * z
+            )
+        objective.backward()
+        if choices:
+            tell_balance(
+                balance([Choice(each.logits.detach(), each.experts) for each in choices], mask.sum(1).double())
+            )
         norms.append(torch.nn.utils.clip_grad_norm_(trained.values(), o.clip_grad).item())
         losses.append(loss.item())
         optimizer.step()

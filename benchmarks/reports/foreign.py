@@ -84,9 +84,9 @@ def result(entry: Foreign) -> str:
     """Return the translation of an entry, or its replacement; empty if there is nothing to do."""
     argument: Any = entry.argument
     match entry.by:
-        case "rename":
+        case "rename" | "rename_with_experts":
             return f"--{argument}"
-        case "words" | "refused":
+        case "words" | "refused" | "refused_with_experts":
             return str(argument)
         case "words_unless_given":
             return f"{argument}, unless it is given"
@@ -122,7 +122,7 @@ def blocks() -> Iterator[tuple[str, str]]:
     """Yield the names of the page's blocks, and their texts."""
     yield "scripts", script_table()
     entries = [entry for table in FLAGS if table != "retired" for entry in read_table(table)]
-    needless, refused = ("only", "unneeded"), ("refused",)
+    needless, refused = ("only", "unneeded"), ("refused", "refused_with_experts")
     yield "translated", flag_list([entry for entry in entries if entry.by not in needless + refused])
     yield "values", value_list()
     yield "nothing to do", flag_list([entry for entry in entries if entry.by in needless])

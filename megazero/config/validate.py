@@ -11,10 +11,10 @@ import re
 import tempfile
 from pathlib import Path
 
-from megazero.config.architectures import ARCHITECTURES
 from megazero.config.flags import as_flag, flags, value_of
-from megazero.config.limits import check_text, divisors, shorten
-from megazero.config.schema import CheckpointConfig, Config, ModelConfig, PlanConfig
+from megazero.config.limits import check_text, shorten
+from megazero.config.schema import CheckpointConfig, Config, PlanConfig
+from megazero.config.validate_model import check_model
 from megazero.files import explain
 
 # Flags that name a file or a folder. --data-path and --tokenizer hold other words too, all of them shorter.
@@ -69,7 +69,7 @@ def check_values(config: Config) -> None:
         for text in given if isinstance(given, tuple) else (given,):
             if isinstance(text, str):
                 check_text(name, text, is_path=name in PATHS)
-    _check_model(config)
+    check_model(config)
     _check_needs(config)
     if re.search(WANDB_REFUSES, config.log.wandb_project):
         raise ValueError(
@@ -97,121 +97,6 @@ def _check_needs(config: Config) -> None:
             if found == flags()[other].default if value.isupper() or not value else found != value:
                 them = "both" if len(others) > 1 else "it"
                 raise ValueError(f"{shorten(as_flag(name, given))} needs {needed}; add {them}, or drop --{name}")
-
-
-def _check_architecture(model: ModelConfig) -> None:
-    """Refuse options that only other architectures have."""
-    known = ARCHITECTURES[model.architecture].options
-    for name in sorted({option for traits in ARCHITECTURES.values() for option in traits.options} - set(known)):
-        value = getattr(model, name.replace("-", "_"))
-        if value != flags()[name].default:
-            others = ", ".join(other for other, traits in ARCHITECTURES.items() if name in traits.options)
-            raise ValueError(
-                f"--architecture {model.architecture} has no {as_flag(name, value)}; use one of {others}, or drop it"
-            )
-    _check_layer_pattern(model)
-    _check_groups(model)
-    heads, groups = model.num_attention_heads, model.query_groups
-    if heads % groups:
-        sizes = ", ".join(str(n) for n in divisors(heads) if n <= 64)
-        raise ValueError(
-            f"--num-query-groups {groups} does not divide --num-attention-heads {heads}; use one of {sizes}"
-        )
-    if "rotary-base" in known:
-        _check_rotary(model)
-
-
-def _check_groups(model: ModelConfig) -> None:
-    """Refuse groups of experts that no token could pass."""
-    experts, groups, chosen = model.num_experts, model.moe_router_num_groups, model.moe_router_group_topk
-    if not groups or not chosen:
-        return
-    if experts % groups:
-        sizes = ", ".join(str(n) for n in divisors(experts) if n <= 64)
-        raise ValueError(
-            f"--moe-router-num-groups {groups} does not divide --num-experts {experts}; use one of {sizes}"
-        )
-    if chosen > groups:
-        raise ValueError(
-            f"--moe-router-group-topk {chosen} is more than --moe-router-num-groups {groups}; use at most {groups}"
-        )
-    if chosen * (experts // groups) < model.moe_router_topk:
-        raise ValueError(
-            f"--moe-router-topk {model.moe_router_topk}: the groups of --moe-router-group-topk {chosen} have only "
-            f"{chosen * (experts // groups)} experts; use a --moe-router-group-topk of at least "
-            f"{math.ceil(model.moe_router_topk * groups / experts)}"
-        )
-
-
-def _check_rotary(model: ModelConfig) -> None:
-    rotated, width = model.rotary_dim, model.head_dim
-    if rotated >= 2 and rotated % 2 == 0:
-        return
-    head = f"--hidden-size {model.hidden_size} / --num-attention-heads {model.num_attention_heads} = {width}"
-    if model.kv_channels:
-        head = f"--kv-channels {width}"
-    if model.rotary_percent == 1 or width < 2:
-        raise ValueError(f"{head}: rotary positions need heads of an even size; use --kv-channels {width + 1}")
-    even = rotated - rotated % 2 or 2
-    raise ValueError(
-        f"--rotary-percent {model.rotary_percent:g} of {head} is {rotated}: rotary positions need an even number of "
-        f"dims; use {math.ceil((even + 0.01) / width * 1e4) / 1e4:g}, which is {even}"
-    )
-
-
-def _check_layer_pattern(model: ModelConfig) -> None:
-    pattern, window = model.layer_pattern, model.window_size
-    if unknown := set(pattern) - set("LGN"):
-        raise ValueError(
-            f"--layer-pattern {shorten(pattern)} has {min(unknown)}; use the letters L (local, with a window), G "
-            "(global) and N (global, without rotary positions)"
-        )
-    if "L" in pattern and not window:
-        raise ValueError(f"--layer-pattern {shorten(pattern)} needs --window-size W for its local layers; add it")
-    if window and pattern and "L" not in pattern:
-        raise ValueError(
-            f"--window-size {window} needs a layer L in --layer-pattern {shorten(pattern)}; add one, or drop the window"
-        )
-    if "N" in pattern and "rotary-base" not in ARCHITECTURES[model.architecture].options:
-        raise ValueError(
-            f"--layer-pattern {shorten(pattern)}: --architecture {model.architecture} has no rotary positions, which N "
-            "leaves out; use G"
-        )
-
-
-def tensor_parallel_sizes(model: ModelConfig) -> list[int]:
-    """Return the numbers of tensor-parallel ranks that can share the model's heads, their groups and its MLP."""
-    both, groups = divisors(math.gcd(model.num_attention_heads, model.ffn_size)), model.query_groups
-    return [n for n in both if groups % n == 0 or n % groups == 0]
-
-
-def _check_model(config: Config) -> None:
-    model, tp = config.model, config.parallel.tensor_model_parallel_size
-    heads, hidden = model.num_attention_heads, model.hidden_size
-    if hidden % heads and not model.kv_channels:
-        fits = min(divisors(hidden), key=lambda n: abs(n - heads))
-        raise ValueError(f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; use {fits} heads")
-    _check_architecture(model)
-    groups = model.query_groups
-    for flag, size in (("num-attention-heads", heads), ("ffn-hidden-size", model.ffn_size)):
-        if size % tp:
-            sizes = ", ".join(str(n) for n in tensor_parallel_sizes(model) if n <= 64)
-            raise ValueError(
-                f"--{flag} {size} is not divisible by --tensor-model-parallel-size {tp}; "
-                f"use a --tensor-model-parallel-size of {sizes}, or another --{flag}"
-            )
-    if groups % tp and tp % groups:
-        possible = ", ".join(str(n) for n in divisors(heads) if n % tp == 0 or tp % n == 0)
-        raise ValueError(
-            f"--num-query-groups {groups} and --tensor-model-parallel-size {tp}: one must divide the other; "
-            f"use {possible} groups"
-        )
-    pp = config.parallel.pipeline_model_parallel_size
-    if pp > model.num_layers:
-        raise ValueError(
-            f"--pipeline-model-parallel-size {pp} is more than --num-layers {model.num_layers}, so that a stage has no "
-            f"layer; use at most {model.num_layers}"
-        )
 
 
 def _check_precision_and_zero(config: Config) -> None:

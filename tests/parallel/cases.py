@@ -24,6 +24,7 @@ from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout
 from megazero.step.engine import Engine
+from megazero.step.expert_loads import ExpertLoads
 
 # Odd on purpose: 5 layers, 6 heads, a prime vocabulary, a sequence that no axis divides. Weights of 0.05: with 0.02 in
 # so narrow a model, gradients of queries and keys come near fp32's rounding, and Adam makes a full step of their noise.
@@ -66,6 +67,15 @@ NAMED = {
     "rope_scaling_type",
     "local_rotary_base",
     "residual_multiplier",
+    "num_experts",
+    "moe_router_topk",
+    "moe_router_pre_softmax",
+    "moe_ffn_hidden_size",
+    "moe_layer_freq",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
 }
 
 
@@ -213,6 +223,9 @@ def global_batch(case: Case, step: int) -> tuple[torch.Tensor, torch.Tensor, tor
     mask = (torch.rand(case.batch, case.model.seq_length, generator=generator) < 0.8).float()
     if case.targets == "last":
         mask[:, :-2] = 0.0
+    if case.targets == "uneven":  # from none to all of a sample
+        kept = torch.arange(case.model.seq_length) < (torch.arange(case.batch) % 4 / 3 * case.model.seq_length)[:, None]
+        mask = kept.float()
     return tokens[:, :-1], tokens[:, 1:], mask
 
 
@@ -253,6 +266,7 @@ class Outcome(NamedTuple):
     sent: list[dict[str, int]]
     memory: list[dict[str, int]]
     by_corpus: list[tuple[float | None, ...]]
+    experts: list[ExpertLoads | None]
 
 
 def new_engine(rank: int, case: Case) -> Engine:
@@ -277,7 +291,7 @@ def train_on(
 ) -> Outcome:
     """Train a few steps on a mesh of the case's layout."""
     engine = Engine(case.config(), mesh, case.corpora)
-    outcome = Outcome([], [], [], [], [])
+    outcome = Outcome([], [], [], [], [], [])
     before = mesh.sent()
     for step in range(steps):
         batches = micro_batches(case, mesh, step)
@@ -289,5 +303,6 @@ def train_on(
         outcome.sent.append({kind: after[kind] - before[kind] for kind in after})
         outcome.memory.append(engine.memory_bytes(result))
         outcome.by_corpus.append(result.loss_by_corpus)
+        outcome.experts.append(result.experts)
         before = after
     return outcome

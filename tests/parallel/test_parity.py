@@ -65,15 +65,16 @@ def fp64(case: Case) -> Case:
 
 def expected(case: Case) -> tuple[list[float], list[float]]:
     """Losses and norms of plain PyTorch in fp64."""
-    return _expected(case.model, case.frozen, case.batch, case.reset, case.targets)
+    return _expected(case.model, case.frozen, case.batch, case.reset, case.targets)[:2]
 
 
 @functools.cache
 def _expected(
     model: ModelConfig, frozen: tuple[str, ...], batch: int, reset: str, targets: str
-) -> tuple[list[float], list[float]]:
-    case = fp64(Case(model=model, frozen=frozen, batch=batch, micro_batches=1, reset=reset, targets=targets))
-    return reference.train(case.config(), reference_batches(case))
+) -> tuple[list[float], list[float], list[reference.Balance]]:
+    case, balance = Case(model=model, frozen=frozen, batch=batch, micro_batches=1, reset=reset, targets=targets), []
+    case = fp64(case)
+    return *reference.train(case.config(), reference_batches(case), tell_balance=balance.append), balance
 
 
 def relative_error(found: list[float], wanted: list[float]) -> float:
@@ -81,6 +82,23 @@ def relative_error(found: list[float], wanted: list[float]) -> float:
     assert len(found) == len(wanted)
     a, b = torch.tensor(found, dtype=torch.float64), torch.tensor(wanted, dtype=torch.float64)
     return float(((a - b) / b).abs().max())
+
+
+def check_balance(case: Case, outcomes: list[Outcome]) -> None:
+    """Compare loads of experts to the integer, and the rest to rounding, with plain PyTorch."""
+    wanted = _expected(case.model, case.frozen, case.batch, case.reset, case.targets)[2]
+    factors = case.model.moe_aux_loss_coeff, case.model.moe_z_loss_coeff
+    for outcome in outcomes:
+        for found, step in zip((each for each in outcome.experts if each is not None), wanted, strict=True):
+            assert found.choices == step.choices
+            wide = [max(row) / (sum(row) / len(row)) for row in step.choices]
+            assert found.imbalance == pytest.approx(wide, rel=1e-12)
+            given = [True, *(factor > 0 for factor in factors)]
+            numbers = [number for number, use in zip(step[1:], given, strict=True) if use]
+            assert (
+                relative_error([number for number, use in zip(found[1:], given, strict=True) if use], numbers) < 1e-12
+            )
+            assert all(number == 0 for number, use in zip(found[1:], given, strict=True) if not use)
 
 
 def check_bytes(case: Case, outcomes: list[Outcome]) -> None:
@@ -114,6 +132,7 @@ def test_every_layout_is_the_same_model(case: Case, ranks) -> None:
     for outcome in outcomes:
         assert relative_error(outcome.losses, losses) < TOLERANCE
         assert relative_error(outcome.norms, norms) < TOLERANCE
+    check_balance(case, outcomes)
     check_bytes(case, outcomes)
 
 

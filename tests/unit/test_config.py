@@ -45,8 +45,9 @@ COMING: set[str] = set()
 # 113: heads of a width of their own (--kv-channels) and norms of queries and keys (--qk-layernorm), as in Qwen 3.
 # 118: --save-hf and --save-hf-interval.
 # 116 and on: the parts of published families: factors, windows, layers that alternate, rotary scalings, soft caps.
+# 142: --num-experts, eight --moe-* and two sizes of layouts: mixture of experts.
 # 6 more: --moe-router-score-function and others, DeepSeek-V3's router.
-NUM_OPTIONS = 131 + 6
+NUM_OPTIONS = 142 + 6
 OWN = ("preset", "hf_config")  # flags of the parser, which no group has
 
 DEFAULTS = {
@@ -336,6 +337,7 @@ def test_resolve_keeps_what_is_asked_for() -> None:
 
 
 # (options, ranks, vocabulary of the tokenizer, message)
+EXPERTS = {"architecture": "llama", "num_experts": 4}
 REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
     ({"precision": "fp64", "fused_kernels": "triton"}, 1, 9, "--fused-kernels triton with --precision fp64: there are"),
     *(
@@ -346,6 +348,7 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
             ({"hidden_dropout": 0.1}, "--hidden-dropout 0.1: a graph would repeat the masks"),
             ({"attention_dropout": 0.2}, "--attention-dropout 0.2: a graph would repeat the masks"),
             ({"recompute": "full"}, "--recompute full: a graph keeps the memory that recompute frees"),
+            (EXPERTS, "--num-experts 4: tokens of an expert vary; drop it"),
             (
                 {"pipeline_schedule": "zero-bubble", "pipeline_model_parallel_size": 2},
                 "--pipeline-schedule zero-bubble: weight gradients are made with the others; use 1f1b",
@@ -609,6 +612,76 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         ]
     ),
     *(
+        (
+            {"num_experts": 4, "architecture": name},
+            1,
+            9,
+            f"--num-experts 4 with --architecture {name}: .* llama, .*drop",
+        )
+        for name in ("gpt2", "gpt-neox", "gptj", "starcoder2", "parallel")
+    ),
+    *(
+        ({"architecture": "llama", **given}, 1, 9, f"{flag} needs --num-experts E; add it, or drop {flag.split()[0]}")
+        for given, flag in [
+            ({"moe_router_topk": 3}, "--moe-router-topk 3"),
+            ({"moe_router_pre_softmax": True}, "--moe-router-pre-softmax"),
+            ({"moe_ffn_hidden_size": 24}, "--moe-ffn-hidden-size 24"),
+            ({"moe_layer_freq": "DE"}, "--moe-layer-freq DE"),
+            ({"moe_shared_expert_intermediate_size": 24}, "--moe-shared-expert-intermediate-size 24"),
+            ({"moe_shared_expert_gate": True}, "--moe-shared-expert-gate"),
+            ({"moe_aux_loss_coeff": 0.01}, "--moe-aux-loss-coeff 0.01"),
+            ({"moe_z_loss_coeff": 0.001}, "--moe-z-loss-coeff 0.001"),
+        ]
+    ),
+    ({**EXPERTS, "moe_router_topk": 5}, 1, 9, "--moe-router-topk 5 is more than --num-experts 4; use at most 4"),
+    (
+        {**EXPERTS, "moe_router_topk": 1},
+        1,
+        9,
+        "--moe-router-topk 1 without --moe-router-pre-softmax: .* would not learn",
+    ),
+    *(
+        (
+            {**EXPERTS, "moe_layer_freq": pattern},
+            1,
+            9,
+            f"--moe-layer-freq {pattern or chr(39) * 2}: give a number .* such as DE$",
+        )
+        for pattern in ("0", "", "de", "D E", "DEX", "-1", "1.5", "01", "\uff11", "9" * 10)
+    ),
+    *(
+        ({**EXPERTS, "num_layers": 3, "moe_layer_freq": pattern}, 1, 9, f"--moe-layer-freq {pattern} leaves none of")
+        for pattern in ("D", "DDDE")
+    ),
+    (
+        {**EXPERTS, "moe_shared_expert_gate": True},
+        1,
+        9,
+        "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size W; add it, or drop",
+    ),
+    *(
+        ({**EXPERTS, "num_attention_heads": 6, "hidden_size": 48, "tensor_model_parallel_size": 2, **given}, 2, 9, said)
+        for given, said in [
+            (
+                {"moe_ffn_hidden_size": 33},
+                "--moe-ffn-hidden-size 33 is not divisible by --tensor-model-parallel-size 2; ",
+            ),
+            ({"ffn_hidden_size": 33}, "--ffn-hidden-size 33 is not divisible by --tensor-model-parallel-size 2; use a"),
+            (
+                {"moe_ffn_hidden_size": 33, "expert_tensor_parallel_size": 2},
+                "--moe-ffn-hidden-size 33 is not divisible by --expert-tensor-parallel-size 2; use an --expert-tensor-",
+            ),
+            (
+                {"ffn_hidden_size": 33, "moe_ffn_hidden_size": 32, "moe_layer_freq": "2"},
+                "--ffn-hidden-size 33 is not divisible by --tensor-model-parallel-size 2; use a",
+            ),
+            (
+                {"moe_shared_expert_intermediate_size": 33},
+                "--moe-shared-expert-intermediate-size 33 is not divisible by --tensor-model-parallel-size 2; use a",
+            ),
+        ]
+    ),
+    *(
         ({flag.replace("-", "_"): True}, 1, 9, f"--{flag} needs --tokenizer")
         for flag in ("eod-mask-loss", "reset-attention-mask", "reset-position-ids")
     ),
@@ -653,6 +726,27 @@ def test_kinds_of_attention_repeat_over_the_layers(options: dict[str, Any], kind
     assert "".join(map(config.model.attention_kind, range(5))) == kinds
 
 
+@pytest.mark.parametrize(
+    ("pattern", "layers"), [("1", [0, 1, 2, 3, 4]), ("2", [0, 2, 4]), ("7", [0]), ("DE", [1, 3]), ("EED", [0, 1, 3, 4])]
+)
+def test_layers_with_experts_repeat(pattern: str, layers: list[int]) -> None:
+    config, _ = resolve(make(num_layers=5, **EXPERTS, moe_layer_freq=pattern), 1, 9, declare)
+    assert config.model.expert_layers == layers
+    assert [number for number in range(5) if any(
+        spec.name == f"blocks.{number}.mlp.router.weight" for spec in declare(config.model).params()
+    )] == layers  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", ["qwen2-moe", "qwen3-moe", "mixtral", "olmoe"])
+def test_architectures_with_experts_go_without(architecture: str) -> None:
+    """Their defaults of other flags are no user's choice. A gate without a shared expert has no weight."""
+    for flags_ in ([], ["--num-experts", "0"]):
+        config, _ = resolve(parse(["--architecture", architecture, *flags_]), 1, 9, declare)
+        names = {spec.name.split(".", 2)[-1] for spec in declare(config.model).params() if ".mlp." in spec.name}
+        dense = {"mlp.up.weight", "mlp.down.weight"}
+        assert names == (dense if flags_ else {"mlp.router.weight", "mlp.experts.up.weight", "mlp.experts.down.weight"})
+
+
 @pytest.mark.parametrize(("options", "ranks", "vocab_size", "said"), REFUSALS, ids=str)
 def test_resolve_refuses(options: dict[str, Any], ranks: int, vocab_size: int, said: str) -> None:
     with pytest.raises(ValueError, match=f"^{said}" if said.startswith("--") else said):
@@ -673,6 +767,15 @@ def test_resolve_accepts_what_is_just_inside() -> None:
         ({"eod_mask_loss": True, "tokenizer": "byte"}, 1),
         ({"cuda_graph_impl": "local", "zero_stage": 2, "recompute": "selective"}, 2),
         ({"vocab_size": 9}, 1),
+        ({**EXPERTS, "moe_router_topk": 4, "moe_layer_freq": "E"}, 1),
+        ({**EXPERTS, "moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_layer_freq": "DE"}, 1),
+        ({**EXPERTS, "moe_layer_freq": "999", "num_layers": 2}, 1),  # layer 0
+        (
+            {**EXPERTS, "moe_ffn_hidden_size": 33, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+            | {"sequence_parallel": True},
+            2,
+        ),
+        ({**EXPERTS, "ffn_hidden_size": 33, "moe_ffn_hidden_size": 32, "tensor_model_parallel_size": 2}, 2),
     ]:
         config, layout = resolve(make(**options), ranks, 9, declare)
         assert layout.world_size == ranks and config.model.vocab_size == 9

@@ -21,7 +21,7 @@ BASE = (
     "--train-iters 20 --plan --world-size 8 --device-type h100-80gb"
 )
 TP, PP, FULL = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--recompute full"
-CP = "--context-parallel-size 2"
+CP, EXPERTS = "--context-parallel-size 2", "--architecture llama --num-experts 4"
 # Flags whose flip changes `seen`: the flip, and the flags that it needs.
 FLIPPED = {
     "num-layers": ("--num-layers 8", ""),
@@ -40,6 +40,17 @@ FLIPPED = {
     "layer-pattern": ("--layer-pattern LG", "--window-size 8"),
     "attention-softcap": ("--attention-softcap 5", ""),
     "add-qkv-bias": ("--add-qkv-bias", "--architecture llama"),
+    "num-experts": ("--num-experts 4", "--architecture llama"),
+    "moe-router-topk": ("--moe-router-topk 3", EXPERTS),
+    "moe-ffn-hidden-size": ("--moe-ffn-hidden-size 100", EXPERTS),
+    "expert-model-parallel-size": ("--expert-model-parallel-size 2", EXPERTS),
+    "expert-tensor-parallel-size": ("--expert-tensor-parallel-size 1", f"{EXPERTS} {TP} --sequence-parallel"),
+    "moe-layer-freq": ("--moe-layer-freq DE", EXPERTS),
+    "moe-shared-expert-intermediate-size": ("--moe-shared-expert-intermediate-size 100", EXPERTS),
+    "moe-shared-expert-gate": (
+        "--moe-shared-expert-gate",
+        f"{EXPERTS} --moe-shared-expert-intermediate-size 100",
+    ),
     "micro-batch-size": ("--micro-batch-size 2", ""),
     "global-batch-size": ("--global-batch-size 32", ""),
     "train-iters": ("--train-iters 10", "--lr-decay-style linear"),
@@ -103,6 +114,9 @@ SEEN = {
     "moe-router-num-groups": "unit/test_expert_scores.py",
     "moe-router-group-topk": "unit/test_expert_scores.py",
     "moe-router-topk-scaling-factor": "unit/test_expert_scores.py",
+    "moe-router-pre-softmax": "unit/test_experts.py",
+    "moe-aux-loss-coeff": "unit/test_experts.py",
+    "moe-z-loss-coeff": "unit/test_experts.py",
     "seed": "end_to_end/test_reference_run.py",
     "rampup-batch-size": "parallel/test_resume_layouts.py",
     "max-skipped-iterations": "parallel/test_run_life.py",

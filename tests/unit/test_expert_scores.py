@@ -182,7 +182,7 @@ def test_balance_losses_join_the_gradient(options: dict[str, Any]) -> None:
     dx = router.backward(dweights, x.detach(), routed, tokens)
 
     weight = router.weight.data.clone().requires_grad_()
-    logits, ids = x @ weight.T, routed.route.ids.long()
+    logits, ids = x @ weight.T, routed.choices.ids.long()
     objective = (weights_of(model, logits, ids) * dweights).sum()
     sums = [0.0, 0.0, 0.0]
     for n, rows in zip(targets, logits.view(2, length, E), strict=True):

@@ -185,10 +185,18 @@ def test_options_that_make_another_model() -> None:
             "llama",
             {"num_layers", "hidden_size", "ffn_hidden_size", "vocab_size", "untie_embeddings", "num_query_groups"},
         ),
+        (
+            "mixtral",
+            {"num_layers", "hidden_size", "ffn_hidden_size", "vocab_size", "untie_embeddings", "num_query_groups"}
+            | {"moe_ffn_hidden_size", "moe_layer_freq", "moe_shared_expert_intermediate_size"}
+            | {"moe_shared_expert_gate"},
+        ),
     ):
         model = ModelConfig(2, 64, 96, 4, 16, 100, architecture=architecture, untie_embeddings=architecture != "gpt2")
-        if architecture == "llama":
+        if architecture != "gpt2":
             model = replace(model, num_query_groups=2)
+        if architecture == "mixtral":
+            model = replace(model, num_experts=4, moe_layer_freq="2", moe_shared_expert_intermediate_size=24)
         changes: dict[str, Any] = {
             "num_layers": 3,
             "hidden_size": 128,
@@ -228,6 +236,15 @@ def test_options_that_make_another_model() -> None:
             "moe_router_group_topk": 1,
             "moe_router_topk_scaling_factor": 2.5,
             "architecture": "parallel",
+            "num_experts": 5,
+            "moe_router_topk": 3,
+            "moe_router_pre_softmax": True,
+            "moe_ffn_hidden_size": 24,
+            "moe_layer_freq": "DE",
+            "moe_shared_expert_intermediate_size": 32,
+            "moe_shared_expert_gate": True,
+            "moe_aux_loss_coeff": 0.1,
+            "moe_z_loss_coeff": 0.1,
         }
         assert changes.keys() == {field.name for field in fields(ModelConfig)}
         refused = set()
@@ -237,8 +254,13 @@ def test_options_that_make_another_model() -> None:
             except ValueError as error:
                 assert f"it has --{name.replace('_', '-')} {value}, not {getattr(model, name)}" in str(error)
                 refused.add(name)
-        wanted |= {"num_attention_heads", "kv_channels", "architecture"}  # heads: shapes of queries, keys and values
-        wanted |= {"add_qkv_bias", "qk_layernorm"} if architecture == "llama" else set()
+        wanted |= {
+            "num_attention_heads",
+            "kv_channels",
+            "architecture",
+            "num_experts",
+        }  # heads: shapes of queries, keys and values
+        wanted |= {"add_qkv_bias", "qk_layernorm"} if architecture != "gpt2" else set()
         assert refused == wanted, architecture
 
 

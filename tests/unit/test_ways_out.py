@@ -43,6 +43,13 @@ CASES = [
      "--tensor-model-parallel-size 4", 0, "use a --tensor-model-parallel-size of *, or", "tensor-model-parallel-size"),
     ("--architecture llama --num-query-groups 4 --tensor-model-parallel-size 5", 0,
      "use a --tensor-model-parallel-size of *, or", "tensor-model-parallel-size"),
+    ("--architecture llama --num-experts 6 --moe-router-topk 7", 1, "use at most *", "moe-router-topk"),
+    ("--architecture llama --num-experts 6 --moe-router-topk 1", 1, "or use *", "moe-router-topk"),
+    ("--architecture llama --num-experts 6 --moe-layer-freq DDDDDDDDDDDDE", 1, "use *", "moe-layer-freq"),
+    ("--architecture llama --num-experts 6 --moe-ffn-hidden-size 20 --tensor-model-parallel-size 3", 0,
+     "use a --tensor-model-parallel-size of *, or", "tensor-model-parallel-size"),
+    ("--architecture llama --num-experts 6 --moe-shared-expert-intermediate-size 20 --tensor-model-parallel-size 3", 0,
+     "use a --tensor-model-parallel-size of *, or", "tensor-model-parallel-size"),
     ("--global-batch-size 64 --rampup-batch-size 4 7 1000", 4, "use *", "rampup-batch-size 4 {} 1000"),
     ("--global-batch-size 56 --rampup-batch-size 8 49 1000", 4, "use *", "rampup-batch-size 8 {} 1000"),
 ]  # fmt: skip

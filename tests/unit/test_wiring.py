@@ -297,6 +297,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "dealer": Dealer(1, 0, 1, (0,) * 3),
         "training": True,
         "num_corpora": 2,
+        "by_sample": False,
     },
     "learning_rate": {"config": As("Trainer.config.optimizer"), "iteration": 1},
     "rank_spec": {"config": CONFIG, "layout": As("Trainer.mesh.layout"), "pp": 0, "declare": declare},
@@ -375,6 +376,9 @@ GENERATED: dict[str, Call] = {
         "selective": False,
         "products": TORCH,
         "kernels": EAGER,
+        "recomputed": frozenset(),
+        "ep": Kind("_HAS_DEFAULT_FACTORY_CLASS"),  # each rank has all experts
+        "expert_tp": None,
     },
 }
 
@@ -422,6 +426,9 @@ def test_layers_are_built_with_the_runs_own_context(runs: Runs) -> None:
         "kernels": EAGER,
         "cp": engine.mesh.cp,
         "ring": False,
+        "recomputed": frozenset(range(3)),
+        "ep": engine.mesh.ep,
+        "expert_tp": engine.mesh.etp,
     }
     (stage,) = [call for call in calls_of(runs.training, "Stage") if call["context"].tracker is engine.tracker]
     assert stage == {

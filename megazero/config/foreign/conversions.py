@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePath
 
+from megazero.config.architectures import ARCHITECTURES, LLAMA
 from megazero.config.flags import flags
 from megazero.config.foreign.flag import FALSE, ForeignFlag, Refused, layer_letters, number
 from megazero.config.limits import MOST_LAYERS, MOST_MINUTES, is_number
@@ -28,6 +29,16 @@ def hint(name: str, others: Iterable[str] = ()) -> str:
 
 def rename(flag: ForeignFlag) -> list[str]:
     return [f"--{flag.argument}", *flag.values]
+
+
+def has_experts(flag: ForeignFlag) -> bool:
+    """Return whether a flag or the architecture gives the model experts."""
+    architecture = ARCHITECTURES.get(flag.get("architecture"), LLAMA)
+    return int(*flag.ours.get("num-experts", (architecture.defaults.get("num-experts", 0),))) > 0
+
+
+def rename_with_experts(flag: ForeignFlag) -> list[str]:
+    return rename(flag) if has_experts(flag) else []
 
 
 def words(flag: ForeignFlag) -> list[str]:
@@ -72,6 +83,10 @@ def refused(flag: ForeignFlag) -> list[str]:
     if len(flag.values) == 1 and flag.value.lower() in FALSE[:3]:
         return []
     raise Refused(flag.argument)
+
+
+def refused_with_experts(flag: ForeignFlag) -> list[str]:
+    return refused(flag) if has_experts(flag) else []
 
 
 # -- Megatron-LM: the model
@@ -333,7 +348,16 @@ CONVERSIONS: Mapping[str, Callable[[ForeignFlag], list[str]]] = {
         *(rename, words, choose, pairs, only, unneeded, refused, minutes, exit_duration, profile, validation_share),
         *(scale_power, betas, words_unless_given, architecture, virtual_stages, output, recomputed_layers),
         *(layer_pattern, linear_scaling, max_positions, run_name, report, resume, accumulation),
-        *(train_length, in_iterations, interval, warmup_fraction, evaluation, tokenizer),
+        *(
+            rename_with_experts,
+            refused_with_experts,
+            train_length,
+            in_iterations,
+            interval,
+            warmup_fraction,
+            evaluation,
+            tokenizer,
+        ),
     )
 }
 ORDER = {name: place for place, name in enumerate(CONVERSIONS)}

@@ -2,6 +2,7 @@
 
 Note [sections of a table]: flags are separated by spaces, without dashes; * stands for any characters.
     rename: our flag = flags. The values stay.
+    rename_with_experts: the same where there are experts; elsewhere, the flags need no translation.
     words, words_unless_given: words of ours = switches.
     choose.FLAG: value = words of ours. Other values are refused.
     pairs.FLAG: our flag = keys, if the value is KEY=VALUE,KEY=VALUE.
@@ -9,6 +10,7 @@ Note [sections of a table]: flags are separated by spaces, without dashes; * sta
     only: values = flags. These values need no translation; others are refused.
     unneeded: subject = flags that need no translation, with any value.
     refused: replacement = flags. They are refused unless they are switched off.
+    refused_with_experts: the same where there are experts; elsewhere, the flags need no translation.
 
 A flag that is missing in the table is unknown: the answer names the nearest flags.
 

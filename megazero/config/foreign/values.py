@@ -47,6 +47,8 @@ def translate_value(name: str, kind: Any, values: Sequence[str], rows: Callable[
         return [f"--{name}", layer_letters("".join(values), "DE")]
     if not known and kind not in NUMBERS:
         return []
+    if name == "num-experts" and list(values) == ["1"]:  # Megatron-DeepSpeed: one expert is a dense MLP
+        return ["--num-experts", "0"]
     if len(values) == 1 and (values[0] in known if known else _is(kind, values[0])):
         return []
     word = kebab(values[0].lower()) if len(values) == 1 else ""

@@ -147,7 +147,7 @@ class Experts(nn.Module):
         self.experts = ExpertMLPs(model, context, model.expert_size, model.num_experts)
         shared = model.moe_shared_expert_intermediate_size
         self.shared = ExpertMLPs(model, context, shared) if shared else None
-        self.shared_gate = Gate(model, context) if model.moe_shared_expert_gate else None
+        self.shared_gate = Gate(model, context) if shared and model.moe_shared_expert_gate else None
         parts = self.router, self.experts, self.shared, self.shared_gate
         self.parts = [part for part in parts if part is not None]
 

@@ -291,6 +291,7 @@ def _check_graphs(config: Config) -> None:
         f"--pipeline-schedule {name}": (SCHEDULES[name].backlog, "weight gradients are made with the others; use 1f1b"),
         "--reset-attention-mask": (data.reset_attention_mask, documents),
         "--reset-position-ids": (data.reset_position_ids, documents),
+        f"--num-experts {model.num_experts}": (model.num_experts > 0, "tokens of an expert vary; drop it"),
         "--compile": (config.training.compile, "captures of compiled kernels are not tested; drop it"),
     }
     for flag, (given, reason) in refused.items():

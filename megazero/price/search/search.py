@@ -18,7 +18,8 @@ from megazero.config.batch_sizes import micro_batches
 from megazero.config.flags import with_values
 from megazero.config.limits import divisors
 from megazero.config.schema import ActivationConfig, Config, ModelConfig
-from megazero.config.validate import check_values, tensor_parallel_sizes
+from megazero.config.validate import check_values
+from megazero.config.validate_model import tensor_parallel_sizes
 from megazero.model.stage import declare
 from megazero.plan.layout.layers import End, Use, layer_costs
 from megazero.plan.layout.parameters import unit_layout
