@@ -46,8 +46,8 @@ COMING: set[str] = set()
 # 118: --save-hf and --save-hf-interval.
 # 116 and on: the parts of published families: factors, windows, layers that alternate, rotary scalings, soft caps.
 # 142: --num-experts, eight --moe-* and two sizes of layouts: mixture of experts.
-# 6 more: --moe-router-score-function and others, DeepSeek-V3's router.
-NUM_OPTIONS = 142 + 6
+# 148: --moe-router-score-function and others, DeepSeek-V3's router.
+NUM_OPTIONS = 148
 OWN = ("preset", "hf_config")  # flags of the parser, which no group has
 
 DEFAULTS = {
@@ -567,51 +567,6 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
     ({"wandb_project": "n" * 129, "log_dir": "l"}, 1, 9, "--wandb-project n+.*: Weights & Biases allows"),
     ({"wandb_name": "a"}, 1, 9, "--wandb-name a needs --wandb-project PROJECT"),
     *(
-        ({"architecture": "llama", **given}, 1, 9, f"{said}; add (it|both), or drop {said.split()[0]}")
-        for given, said in [
-            ({"moe_router_score_function": "sigmoid"}, "--moe-router-score-function sigmoid needs --num-experts E"),
-            ({"moe_router_enable_expert_bias": True}, "--moe-router-enable-expert-bias needs --num-experts E"),
-            (
-                {"moe_router_topk_scaling_factor": 2.5},
-                "--moe-router-topk-scaling-factor 2.5 needs --num-experts E",
-            ),
-            (
-                {"moe_router_bias_update_rate": 0.1, "num_experts": 4},
-                "--moe-router-bias-update-rate 0.1 needs --moe-router-enable-expert-bias",
-            ),
-            (
-                {"moe_router_num_groups": 2, "num_experts": 4},
-                "--moe-router-num-groups 2 needs --num-experts E, and --moe-router-group-topk K",
-            ),
-            (
-                {"moe_router_group_topk": 1, "num_experts": 4},
-                "--moe-router-group-topk 1 needs --moe-router-num-groups G",
-            ),
-        ]
-    ),
-    *(
-        (
-            {"architecture": "llama", "num_experts": 12, **given},
-            1,
-            9,
-            said,
-        )
-        for given, said in [
-            (
-                {"moe_router_num_groups": 5, "moe_router_group_topk": 1},
-                "--moe-router-num-groups 5 does not divide --num-experts 12; use one of 1, 2, 3, 4, 6, 12$",
-            ),
-            (
-                {"moe_router_num_groups": 2, "moe_router_group_topk": 3},
-                "--moe-router-group-topk 3 is more than --moe-router-num-groups 2; use at most 2$",
-            ),
-            (
-                {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 7},
-                "--moe-router-topk 7: the groups of --moe-router-group-topk 2 have only 6 experts; use .* at least 3$",
-            ),
-        ]
-    ),
-    *(
         (
             {"num_experts": 4, "architecture": name},
             1,
@@ -678,6 +633,51 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
             (
                 {"moe_shared_expert_intermediate_size": 33},
                 "--moe-shared-expert-intermediate-size 33 is not divisible by --tensor-model-parallel-size 2; use a",
+            ),
+        ]
+    ),
+    *(
+        ({"architecture": "llama", **given}, 1, 9, f"{said}; add (it|both), or drop {said.split()[0]}")
+        for given, said in [
+            ({"moe_router_score_function": "sigmoid"}, "--moe-router-score-function sigmoid needs --num-experts E"),
+            ({"moe_router_enable_expert_bias": True}, "--moe-router-enable-expert-bias needs --num-experts E"),
+            (
+                {"moe_router_topk_scaling_factor": 2.5},
+                "--moe-router-topk-scaling-factor 2.5 needs --num-experts E",
+            ),
+            (
+                {"moe_router_bias_update_rate": 0.1, "num_experts": 4},
+                "--moe-router-bias-update-rate 0.1 needs --moe-router-enable-expert-bias",
+            ),
+            (
+                {"moe_router_num_groups": 2, "num_experts": 4},
+                "--moe-router-num-groups 2 needs --moe-router-group-topk K",
+            ),
+            (
+                {"moe_router_group_topk": 1, "num_experts": 4},
+                "--moe-router-group-topk 1 needs --moe-router-num-groups G",
+            ),
+        ]
+    ),
+    *(
+        (
+            {"architecture": "llama", "num_experts": 12, **given},
+            1,
+            9,
+            said,
+        )
+        for given, said in [
+            (
+                {"moe_router_num_groups": 5, "moe_router_group_topk": 1},
+                "--moe-router-num-groups 5 does not divide --num-experts 12; use one of 1, 2, 3, 4, 6, 12$",
+            ),
+            (
+                {"moe_router_num_groups": 2, "moe_router_group_topk": 3},
+                "--moe-router-group-topk 3 is more than --moe-router-num-groups 2; use at most 2$",
+            ),
+            (
+                {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 7},
+                "--moe-router-topk 7: the groups of --moe-router-group-topk 2 have only 6 experts; use .* at least 3$",
             ),
         ]
     ),

@@ -181,9 +181,11 @@ REFUSED = [
     ("--fp8-format hybrid", "--precision is bf16, fp16, fp32 or fp64"),
     ("--yarn-mscale 1.0", "--rope-scaling-type yarn with --rope-scaling-factor"),
     ("--num-experts 8 --moe-expert-capacity-factor 1.25", "no token is dropped, and no expert has a capacity; drop it"),
-    ("--num-experts 8 --moe-router-enable-expert-bias", "--moe-router-enable-expert-bias: the router is a softmax"),
+    (
+        "--num-experts 8 --moe-input-jitter-eps 1e-2",
+        "--moe-input-jitter-eps 1e-2: the router has no such part; drop it",
+    ),
     ("--num-experts 8 --moe-router-load-balancing-type sinkhorn", "only seq_aux_loss or aux_loss or none is"),
-    ("--num-experts 8 --moe-router-score-function sigmoid", "only softmax is possible here"),
     ("--architecture olmoe --moe-expert-capacity-factor 1.25", "no token is dropped"),
     ("--optimizer sgd", "--optimizer sgd: only adam or adamw is possible here"),
     ("--tokenizer-type BertWordPieceLowerCase", "bertwordpiecelowercase: --tokenizer takes"),
