@@ -364,16 +364,8 @@ CONVERSIONS: Mapping[str, Callable[[ForeignFlag], list[str]]] = {
         *(rename, words, choose, pairs, only, unneeded, refused, minutes, exit_duration, profile, validation_share),
         *(scale_power, betas, words_unless_given, architecture, virtual_stages, output, recomputed_layers),
         *(layer_pattern, linear_scaling, max_positions, run_name, report, resume, accumulation),
-        *(
-            rename_with_experts,
-            refused_with_experts,
-            train_length,
-            in_iterations,
-            interval,
-            warmup_fraction,
-            evaluation,
-            tokenizer,
-        ),
+        *(rename_with_experts, refused_with_experts, expert_layers, balance),
+        *(train_length, in_iterations, interval, warmup_fraction, evaluation, tokenizer),
     )
 }
 ORDER = {name: place for place, name in enumerate(CONVERSIONS)}
