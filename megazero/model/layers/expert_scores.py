@@ -32,7 +32,7 @@ class ExpertScores:
 
     @property
     def are_restricted(self) -> bool:
-        """True if the experts of a token are not those with the largest scores: biases or groups decide too."""
+        """True if biases or groups decide the choice besides the scores."""
         return self.model.moe_router_enable_expert_bias or self.model.moe_router_num_groups > 0
 
     def logs(self, logits: torch.Tensor) -> torch.Tensor:
