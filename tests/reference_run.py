@@ -279,7 +279,7 @@ class Model:
         return each[counts.flatten()].sum(), int(counts.sum())
 
     def penalty(self) -> torch.Tensor | float:
-        """Return what the objective has besides the loss of the last call, as a sum over targets."""
+        """Return the part of the objective besides the loss of the last call, as a sum over targets."""
         return 0.0
 
     def read_balance(self) -> dict[str, Any]:

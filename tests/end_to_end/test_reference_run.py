@@ -193,7 +193,7 @@ CASES = {
         ),
         *FP64,
     ),
-    # Samples have unequal numbers of targets. Experts lie over other ranks in each part.
+    # Samples have unequal numbers of targets. Experts are divided over other ranks in each part.
     "experts": Case(
         EXPERTS,
         (
