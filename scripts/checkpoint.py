@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""List, verify and show checkpoints; export them to Hugging Face, and import models from there.
+"""List, verify and show checkpoints; export them to Hugging Face, and import models from there; add experts.
 
 examples:
   python scripts/checkpoint.py list runs/a
@@ -12,6 +12,8 @@ examples:
     write a folder for transformers' from_pretrained
   python scripts/checkpoint.py import --from hf exports/a --output runs/b
     write weights for --load runs/b --finetune
+  python scripts/checkpoint.py upcycle --load runs/a --save runs/c --num-experts 8
+    write weights of a model whose experts are copies of the MLPs of runs/a
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from megazero.checkpoint.manifest import MANIFEST, read_manifest, unchecked_stat
 from megazero.config.schema import BYTES
 from megazero.data.tokenizer import Tokenizer
 from megazero.files import explain
+from megazero.model.stage import declare
 from megazero.optional import missing_package
 from megazero.run.run_state import RunState, other_folder, tokenizer_for
 from megazero.units import size
@@ -94,6 +97,29 @@ class Import:
     """hf: a Hugging Face model."""
 
 
+@dataclass(frozen=True)
+class Upcycle:
+    """Write a dense checkpoint as one with experts, from which --load starts a run. Its first loss is the dense one's.
+
+    Every expert is a copy of the MLP in its place. Routers and optimizer states are initialised.
+    """
+
+    load: Path
+    """One iter_NNNNNNN, or a folder of them: then the one that a resume loads."""
+    save: Path
+    """Folder of checkpoints to make: it appears whole or not at all."""
+    num_experts: int
+    """Experts of a layer, as --num-experts of pretrain_gpt.py."""
+    moe_router_topk: int = 2
+    """Experts of a token. Other flags of routers are given to the run that loads the checkpoint."""
+    moe_router_pre_softmax: bool = False
+    """Refused, because the weights of a token's experts would not add up to 1."""
+    moe_layer_freq: str = "1"
+    """Layers that get experts, as --moe-layer-freq of pretrain_gpt.py."""
+    seed: int = 1234
+    """Seed of the routers' initial weights."""
+
+
 def printed(rows: list[tuple[str, ...]]) -> None:
     """Print a table; the first row is its head."""
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
@@ -117,6 +143,14 @@ def folders(folder: Path) -> list[Path]:
     if not found:
         raise ValueError(f"{folder} holds no checkpoint; {other_folder(folder)}")
     return found
+
+
+def found_checkpoint(folder: Path) -> Path:
+    """Return the checkpoint that `folder` means. ValueError if there is none."""
+    path = checkpoint.find(folder)
+    if path is None:
+        raise ValueError(f"{folder} holds no checkpoint; {other_folder(folder)}")
+    return path
 
 
 def list_checkpoints(options: List) -> int:
@@ -158,9 +192,7 @@ def verify_checkpoints(options: Verify) -> int:
 
 
 def show_checkpoint(options: Show) -> int:
-    path = checkpoint.find(options.folder)
-    if path is None:
-        raise ValueError(f"{options.folder} holds no checkpoint; {other_folder(options.folder)}")
+    path = found_checkpoint(options.folder)
     state, manifest = RunState.read(path), read_manifest(path)
     model = " ".join(f"{key.replace('_', '-')}={value}" for key, value in state.model.items())
     parameters = sum(prod(e.shape) for name, e in manifest.tensors.items() if name.startswith("model."))
@@ -196,9 +228,7 @@ def tokenizer_of(spec: str, state: RunState, path: Path, vocab_size: int) -> Tok
 def export_checkpoint(options: Export) -> int:
     from megazero.huggingface.export import export, shapes_of
 
-    path = checkpoint.find(options.folder)
-    if path is None:
-        raise ValueError(f"{options.folder} holds no checkpoint; {other_folder(options.folder)}")
+    path = found_checkpoint(options.folder)
     if not 0 < options.max_shard_size < float("inf"):
         raise ValueError(f"--max-shard-size {options.max_shard_size}: must be a number of GiB above 0, such as 5")
     state = RunState.read(path)
@@ -236,18 +266,45 @@ def import_checkpoint(options: Import) -> int:
     return 0
 
 
+def upcycle_checkpoint(options: Upcycle) -> int:
+    from megazero.run.upcycle import upcycle, with_experts
+
+    if options.moe_router_pre_softmax:
+        raise ValueError(
+            "--moe-router-pre-softmax: the weights of a token's experts would not add up to 1, so that the first loss "
+            "would not be that of the dense model; drop it"
+        )
+    path = found_checkpoint(options.load)
+    state = RunState.read(path)
+    model = with_experts(
+        path,
+        state.model_config(path),
+        num_experts=options.num_experts,
+        moe_router_topk=options.moe_router_topk,
+        moe_layer_freq=options.moe_layer_freq,
+    )
+    parameters = sum(prod(spec.shape) for spec in declare(model).params())
+    total = BYTES[state.master_precision] * parameters
+    with progress_bar("upcycling", total) as bar:
+        upcycle(path, options.save, model, options.seed, lambda n: bar.advance(n, n))
+    print(f"wrote {options.save}: {parameters:,} parameters, {size(total)}, of {path}. To train on from there:")
+    print(f"  python pretrain_gpt.py --preset {options.save}/config.toml --load {options.save} --data-path PREFIX ...")
+    return 0
+
+
 COMMANDS = {
     List: list_checkpoints,
     Verify: verify_checkpoints,
     Show: show_checkpoint,
     Export: export_checkpoint,
     Import: import_checkpoint,
+    Upcycle: upcycle_checkpoint,
 }
 
 
 if __name__ == "__main__":
     try:
-        chosen = tyro.cli(List | Verify | Show | Export | Import, description=__doc__)
+        chosen = tyro.cli(List | Verify | Show | Export | Import | Upcycle, description=__doc__)
         sys.exit(COMMANDS[type(chosen)](chosen))
     except ModuleNotFoundError as error:
         sys.exit(f"this {missing_package(error)}")

@@ -79,14 +79,16 @@ def write_checkpoint(
     tensors: Iterator[Iterable[torch.Tensor]],
     state: Any,
     attached: Mapping[str, bytes],
+    dtype: torch.dtype = torch.float32,
 ) -> Path:
-    """Write the fp32 checkpoint `root/iter_NNNNNNN` and point `root/latest` at it; returns its path.
+    """Write the checkpoint `root/iter_NNNNNNN` and point `root/latest` at it; returns its path.
 
     Args:
         shapes: of all tensors, by global name.
         tensors: yields them in that order, each as its `bands`, or as one; each is freed before the next is asked for.
         state: JSON.
         attached: files, as in `save`.
+        dtype: of all tensors.
     """
     folder = partial_folder(root, iteration)
     folder.mkdir(parents=True)
@@ -96,12 +98,12 @@ def write_checkpoint(
     for number, names in enumerate(_files(shapes)):
         name = file_name(number)
         chunks = {tensor: _chunks(shapes[tensor]) for tensor in names}
-        announced = [(key(t, c.offset), torch.float32, c.size) for t, parts in chunks.items() for c in parts]
+        announced = [(key(t, c.offset), dtype, c.size) for t, parts in chunks.items() for c in parts]
         with TensorFile(folder / name, announced) as file:
             for tensor, regions in chunks.items():
                 tiling = tilings.setdefault(Tiling.of(regions, [name] * len(regions)), len(tilings))
                 checksums = _append(file, next(tensors), regions)
-                stored[tensor] = StoredTensor(dtype_name(torch.float32), shapes[tensor], tiling, tuple(checksums))
+                stored[tensor] = StoredTensor(dtype_name(dtype), shapes[tensor], tiling, tuple(checksums))
         files[name] = file.num_bytes
     text = json.dumps(state | {"save_number": 1}).encode()
     write_durably(folder / STATE, text)

@@ -165,7 +165,7 @@ def test_a_skipped_step_changes_no_bias() -> None:
 
 
 def test_a_stopped_run_keeps_its_biases(tmp_path: Path, ranks) -> None:
-    """The checkpoints are those of `pretrain_gpt.py`; a pipeline saves and tensor-parallel ranks resume."""
+    """A run of `pretrain_gpt.py` is resumed by its checkpoints, from a pipeline to tensor parallelism."""
     corpus, model = chains.make_corpus(tmp_path), replace(EXPERTS, seq_length=8, vocab_size=257)
 
     def run(name: str, end: int, **folders: str) -> chains.Curve:

@@ -79,11 +79,12 @@ class Dispatch(NamedTuple):
         flat = ids.flatten()
         counts, pretends = flat.new_zeros(experts).scatter_add_(0, flat, torch.ones_like(flat)), axis.pretended
         if not axis.peers:
-            sizes = _sizes(counts[None], len(flat), pretends)[0] if on_host else None
+            sizes = _sizes(counts, len(flat), pretends) if on_host else None
             return cls(axis, [len(flat)], [len(flat)], RowGroups.of(counts, sizes), None)
         table, each = torch.empty_like(counts).view(axis.size, -1), experts // axis.size
         axis.start_all_to_all(counts.view_as(table), table, *[[1] * axis.size] * 2).wait()
-        sent, received = _sizes(torch.stack([counts, table.flatten()]), len(flat), pretends)
+        both = _sizes(torch.stack([counts, table.flatten()]), len(flat), pretends)
+        sent, received = both[:experts], both[experts:]
         if pretends:
             table.copy_(torch.tensor(received).view_as(table))
         sends, receives = ([sum(sizes[i : i + each]) for i in range(0, experts, each)] for sizes in (sent, received))
@@ -123,9 +124,9 @@ def as_arrived(rows: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
     return rows if order is None else torch.empty_like(rows).index_copy_(0, order, rows)
 
 
-def _sizes(counts: torch.Tensor, total: int, pretends: bool) -> tuple[tuple[int, ...], ...]:
-    """Return the rows of counts [n, E]. Those of a trace or a rehearsal add up to `total`, as evenly as possible."""
+def _sizes(counts: torch.Tensor, total: int, pretends: bool) -> tuple[int, ...]:
+    """Return the values of counts [.., E], each E of sum `total`; of a trace or a rehearsal, as even ones as possible."""
     if pretends or is_stand_in(counts):
-        each, more = divmod(total, counts.shape[1])
-        return (tuple(each + (i < more) for i in range(counts.shape[1])),) * len(counts)
-    return tuple(map(tuple, counts.tolist()))
+        each, more = divmod(total, counts.shape[-1])
+        return tuple(each + (i < more) for i in range(counts.shape[-1])) * (counts.numel() // counts.shape[-1])
+    return tuple(counts.flatten().tolist())
