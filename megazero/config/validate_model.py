@@ -202,25 +202,3 @@ def _check_layer_pattern(model: ModelConfig) -> None:
             f"--layer-pattern {shorten(pattern)}: --architecture {model.architecture} has no rotary positions, which N "
             "leaves out; use G"
         )
-
-
-def _check_groups(model: ModelConfig) -> None:
-    """Refuse groups of experts that no token could pass."""
-    experts, groups, chosen = model.num_experts, model.moe_router_num_groups, model.moe_router_group_topk
-    if not groups or not chosen:
-        return
-    if experts % groups:
-        sizes = ", ".join(str(n) for n in divisors(experts) if n <= 64)
-        raise ValueError(
-            f"--moe-router-num-groups {groups} does not divide --num-experts {experts}; use one of {sizes}"
-        )
-    if chosen > groups:
-        raise ValueError(
-            f"--moe-router-group-topk {chosen} is more than --moe-router-num-groups {groups}; use at most {groups}"
-        )
-    if chosen * (experts // groups) < model.moe_router_topk:
-        raise ValueError(
-            f"--moe-router-topk {model.moe_router_topk}: the groups of --moe-router-group-topk {chosen} have only "
-            f"{chosen * (experts // groups)} experts; use a --moe-router-group-topk of at least "
-            f"{math.ceil(model.moe_router_topk * groups / experts)}"
-        )
