@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
@@ -38,11 +39,12 @@ BAND_BYTES = 256 << 20  # limit of a band, in fp32: the part of a large table th
 
 
 def bands(shape: tuple[int, ...]) -> list[slice]:
-    """Divide the rows of an fp32 tensor into bands of at most BAND_BYTES, or of one row, each of whole chunks."""
+    """Divide the rows of an fp32 tensor into bands of at most BAND_BYTES, or one row, each of whole chunks."""
     if not shape:
         return [slice(None)]
-    chunk, *_ = _chunks(shape)
-    rows = chunk.size[0] * max(1, BAND_BYTES // CHUNK_BYTES) if chunk.size[1:] == shape[1:] else 1
+    chunk = _chunks(shape)[0].size
+    at_once, limit = (chunk[0], CHUNK_BYTES) if chunk[1:] == shape[1:] else (1, 4 * math.prod(shape[1:]))
+    rows = at_once * max(1, BAND_BYTES // limit)
     return [slice(at, min(at + rows, shape[0])) for at in range(0, shape[0], rows)]
 
 

@@ -1,12 +1,12 @@
 """Conversion of models of Hugging Face: names of tensors and options on both sides. `families` has the models.
 
-Shapes: h hidden, n heads, g groups of heads that share keys and values, d head dim, f ffn.
+Shapes: h hidden, n heads, g groups of heads that share keys and values, d head dim, f ffn, E experts.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,17 +23,23 @@ Options = dict[str, Any]
 
 OUTPUT = "lm_head.weight"  # files of a tied model may hold it
 # Fields of ModelConfig whose default 0 stands for the value of a property.
-RESOLVED = {"ffn_hidden_size": "ffn_size", "num_query_groups": "query_groups"}
+RESOLVED = {"ffn_hidden_size": "ffn_size", "num_query_groups": "query_groups", "moe_ffn_hidden_size": "expert_size"}
 # Fields that change no result of a trained model.
 OF_TRAINING = {"architecture", "hidden_dropout", "attention_dropout", "init_method_std"}
+OF_TRAINING |= {"moe_aux_loss_coeff", "moe_z_loss_coeff"}
 
 
 @dataclass(frozen=True)
 class Form:
-    """Conversion of some of our tensors to some of theirs, and back. Results may be views."""
+    """Conversion of some of our tensors to some of theirs, and back. Results may be views.
+
+    Attributes:
+        by_rows: rows of one of ours are rows of one of theirs.
+    """
 
     split: Callable[[Tensors, ModelConfig], Tensors]
     join: Callable[[Tensors, ModelConfig], Tensors]
+    by_rows: bool = False
 
 
 def _qkv_columns(ours: Tensors, model: ModelConfig) -> Tensors:
@@ -73,7 +79,7 @@ def _from_heads(theirs: Tensors, model: ModelConfig) -> Tensors:
     return heads[:, 0], heads[:, 1:]
 
 
-SAME = Form(lambda xs, _: xs, lambda xs, _: xs)
+SAME = Form(lambda xs, _: xs, lambda xs, _: xs, by_rows=True)
 TRANSPOSED = Form(*[lambda xs, _: (xs[0].t(),)] * 2)  # Conv1D multiplies x [.., in] with [in, out]
 QKV_COLUMNS = Form(_qkv_columns, _qkv_heads)
 QKV_ROWS = Form(_all_rows, _by_kind)
@@ -88,26 +94,65 @@ KEYS_AND_VALUES = Form(  # [g, 2, d, ...] and two [g d, ...]
 )
 STACKED = Form(lambda xs, _: xs[0].unbind(0), lambda xs, _: (torch.stack(list(xs)),))  # [2, f, ...] and two [f, ...]
 HALVES = Form(lambda xs, _: (xs[0].flatten(0, 1),), lambda xs, _: (xs[0].unflatten(0, (2, -1)),))  # [2 f, ...]
+EXPERT = Form(lambda xs, _: xs[0][0].unbind(0), lambda xs, _: (torch.stack(list(xs))[None],))  # [1, 2, f, h] and two
+EXPERTS_HALVES = Form(  # [E, 2, f, h] and [E, 2 f, h]
+    lambda xs, _: (xs[0].flatten(1, 2),), lambda xs, _: (xs[0].unflatten(1, (2, -1)),), by_rows=True
+)
+
+
+def pattern_of(letters: str) -> str:
+    """Return the shortest pattern that repeats to `letters`."""
+    sizes = range(1, len(letters) + 1)
+    return next(letters[:n] for n in sizes if (letters[:n] * len(letters))[: len(letters)] == letters)
+
+
+def _canonical_experts(model: ModelConfig) -> Options:
+    """Return the options of experts with the defaults where they change nothing."""
+    if not model.expert_layers:
+        names = [field.name for field in fields(ModelConfig) if field.name.startswith("moe_")]
+        return {"num_experts": 0} | {name: getattr(ModelConfig, name) for name in names}
+    gate = model.moe_shared_expert_gate and model.moe_shared_expert_intermediate_size > 0
+    found: Options = {"moe_shared_expert_gate": gate}
+    if len(model.expert_layers) == model.num_layers:  # no MLP but those of experts
+        return found | {"moe_layer_freq": "1", "ffn_hidden_size": model.expert_size, "moe_ffn_hidden_size": 0}
+    letters = "".join("DE"[model.has_experts(number)] for number in range(model.num_layers))
+    width = 0 if model.expert_size == model.ffn_size else model.expert_size
+    return found | {"moe_layer_freq": pattern_of(letters), "moe_ffn_hidden_size": width}
 
 
 def canonical(model: ModelConfig) -> ModelConfig:
-    """Return the model with 0, the default, for widths and groups that are the usual ones."""
+    """Return the model with defaults for widths and groups that are the usual ones, and for experts without effect."""
     usual = model.hidden_size // model.num_attention_heads
     heads = 0 if model.head_dim == usual else model.head_dim
-    return replace(model, kv_channels=heads, num_query_groups=model.query_groups % model.num_attention_heads)
+    model = replace(model, kv_channels=heads, num_query_groups=model.query_groups % model.num_attention_heads)
+    return replace(model, **_canonical_experts(model))
 
 
 @dataclass(frozen=True)
 class TensorNames:
-    """Some of our tensors, and those of theirs that hold them. `{}` is the number of the block."""
+    """Some of our tensors, and those of theirs that hold them. `{}` is the number of the block.
+
+    Attributes:
+        expert: the row of ours that theirs hold, whose names have `{expert}`. None: they hold all rows.
+    """
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
     form: Form = SAME
+    expert: int | None = None
 
-    def numbered(self, number: str) -> TensorNames:
-        ours, theirs = (tuple(name.format(number) for name in names) for names in (self.ours, self.theirs))
-        return TensorNames(ours, theirs, self.form)
+    @property
+    def rows(self) -> slice:
+        return slice(None) if self.expert is None else slice(self.expert, self.expert + 1)
+
+    def numbered(self, number: str, num_experts: int) -> list[TensorNames]:
+        """Return the row of a block, or those of its experts."""
+        each = range(num_experts) if "{expert}" in self.theirs[0] else (None,)
+        ours = tuple(name.format(number) for name in self.ours)
+        return [
+            TensorNames(ours, tuple(name.format(number, expert=expert) for name in self.theirs), self.form, expert)
+            for expert in each
+        ]
 
 
 class Conversion(NamedTuple):
@@ -132,7 +177,7 @@ class HuggingFaceModel:
         model_type, model_class: of config.json.
         architecture: ours, which an import gives. A model of another one with the same traits is exported too.
         prefix: of the base model's names, which files of the base model alone lack.
-        tensors: rows of names.
+        tensors: rows of names. Files can hold the tensors of any row of ours; an export writes those of the first.
         options: fields of ModelConfig -> fields of their configuration with the same value.
         conversions: of the other options. All other fields of ModelConfig have their defaults, or `needed`.
         required: fields of their configuration -> the values that ours computes; the first is that of a missing field.
@@ -153,27 +198,35 @@ class HuggingFaceModel:
     kinds: str = "G"
     buffers: tuple[str, ...] = ()
 
-    def names(self, ours: str) -> TensorNames:
-        """Return the row of one of our tensors, with the number of its block."""
+    def names(self, ours: str, model: ModelConfig, held: Container[str] = ()) -> list[TensorNames]:
+        """Return the rows of one of our tensors, of its block: one, or one for each expert.
+
+        held: names of theirs. The row is the first with one of them, or else the first.
+        """
         number = re.search(r"\.(\d+)\.", ours)
         general = re.sub(r"\.\d+\.", ".{}.", ours)
-        return next(row for row in self.tensors if general in row.ours).numbered(number[1] if number else "")
+        found = [
+            row.numbered(number[1] if number else "", model.num_experts) for row in self.tensors if general in row.ours
+        ]
+        return next((rows for rows in found if any(name in held for row in rows for name in row.theirs)), found[0])
 
     def split(self, ours: Mapping[str, torch.Tensor], model: ModelConfig) -> dict[str, torch.Tensor]:
         """Return all of our tensors, or gradients of them, under their names and in their shapes."""
         found = {}
-        for row in dict.fromkeys(map(self.names, ours)):
-            found |= dict(zip(row.theirs, row.form.split([ours[name] for name in row.ours], model), strict=True))
+        for row in dict.fromkeys(row for name in ours for row in self.names(name, model)):
+            parts = row.form.split([ours[name][row.rows] for name in row.ours], model)
+            found |= dict(zip(row.theirs, parts, strict=True))
         return found
 
     def join(
         self, theirs: Mapping[str, torch.Tensor], names: Iterable[str], model: ModelConfig
     ) -> dict[str, torch.Tensor]:
         """Return our tensors of these names, made of theirs."""
-        found = {}
-        for row in dict.fromkeys(map(self.names, names)):
-            found |= dict(zip(row.ours, row.form.join([theirs[name] for name in row.theirs], model), strict=True))
-        return found
+        found: dict[str, list[torch.Tensor]] = {}
+        for row in dict.fromkeys(row for name in names for row in self.names(name, model, theirs)):
+            for name, part in zip(row.ours, row.form.join([theirs[name] for name in row.theirs], model), strict=True):
+                found.setdefault(name, []).append(part)
+        return {name: parts[0] if len(parts) == 1 else torch.cat(parts) for name, parts in found.items()}
 
     def differences(self, model: ModelConfig) -> list[str]:
         """Return the fields of `model` that this family cannot have."""
@@ -181,6 +234,7 @@ class HuggingFaceModel:
         found = ["architecture"] if model.traits.structure != mine.structure else []
         free = {*self.options, *OF_TRAINING, "untie_embeddings"}.union(*(each.expressed for each in self.conversions))
         model = canonical(model)
+        found += ["num_experts"] * ("num_experts" in free and not model.num_experts)
         for field in fields(ModelConfig):
             value = getattr(model, field.name)
             if field.name not in free and value != self.needed.get(field.name, field.default):

@@ -43,9 +43,12 @@ HARMLESS = frozenset(
     forced_bos_token_id forced_eos_token_id remove_invalid_values return_dict_in_generate output_scores
     pretraining_tp n_ctx max_window_layers _sliding_window_pattern no_rope_layer_interval
     attn_implementation _attn_implementation original_max_position_embeddings
+    output_router_logits router_aux_loss_coef
     """.split()
 )  # pretraining_tp cuts products in parts; n_ctx repeats n_positions; the next three act through layer_types or
-# no_rope_layers alone, and the last one through rope_parameters
+# no_rope_layers alone, and original_max_position_embeddings through rope_parameters. The last two ask for a loss that
+# balances experts, which is a choice of training: ours is --moe-aux-loss-coeff, per layer and sample, so that no factor
+# converts theirs, which pools all layers of a batch.
 # Keys that ask for other weights, code of their own, or layers that differ.
 NEVER = ("quantization_config", "auto_map", "per_layer_config")
 # Keys that no class reads any more, with the values that ask for nothing. Gemma's activation is hidden_activation.

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from megazero.config.schema import ModelConfig
-from megazero.huggingface.architectures import Conversion, Options
+from megazero.huggingface.architectures import Conversion, Options, pattern_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -30,12 +30,9 @@ def _qwen_windows(model: ModelConfig) -> Options:
     return found | {"use_sliding_window": True, "max_window_layers": first}
 
 
-def pattern_of(letters: str) -> str:
+def layer_pattern(letters: str) -> str:
     """Return the shortest pattern that repeats to `letters`; empty if all are L or all are G."""
-    if set(letters) <= {"L"} or set(letters) <= {"G"}:
-        return ""
-    sizes = range(1, len(letters) + 1)
-    return next(letters[:n] for n in sizes if (letters[:n] * len(letters))[: len(letters)] == letters)
+    return "" if set(letters) <= {"L"} or set(letters) <= {"G"} else pattern_of(letters)
 
 
 def _from_windows(config: PreTrainedConfig) -> Options:
@@ -47,7 +44,7 @@ def _from_windows(config: PreTrainedConfig) -> Options:
     if unknown := set(kinds) - {LOCAL, GLOBAL}:
         raise ValueError(f"config.json has layer_types {min(unknown)}; this version computes {LOCAL} and {GLOBAL} only")
     letters = "".join("L" if kind == LOCAL and size else "G" for kind in kinds)
-    return {"window_size": size if "L" in letters else 0, "layer_pattern": pattern_of(letters)}
+    return {"window_size": size if "L" in letters else 0, "layer_pattern": layer_pattern(letters)}
 
 
 def _no_rope_layers(model: ModelConfig) -> Options:
@@ -56,13 +53,18 @@ def _no_rope_layers(model: ModelConfig) -> Options:
 
 
 def _from_no_rope_layers(config: PreTrainedConfig) -> Options:
-    return {"layer_pattern": pattern_of("".join("G" if rotates else "N" for rotates in config.no_rope_layers))}
+    return {"layer_pattern": layer_pattern("".join("G" if rotates else "N" for rotates in config.no_rope_layers))}
 
 
 WINDOW = Conversion(  # of all layers
     ("window_size",),
     lambda model: {"sliding_window": model.window_size or None},
     lambda config: {"window_size": config.sliding_window or 0},
+)
+SWITCHED_WINDOW = Conversion(
+    ("window_size",),
+    lambda model: {"use_sliding_window": model.window_size > 0, "sliding_window": model.window_size or None},
+    lambda config: {"window_size": (config.sliding_window or 0) if config.use_sliding_window else 0},
 )
 WINDOWS = Conversion(("window_size", "layer_pattern"), _windows, _from_windows)
 QWEN_WINDOWS = WINDOWS._replace(to_theirs=_qwen_windows)
@@ -113,6 +115,37 @@ ATTENTION_MULTIPLIER = Conversion(
     lambda model: {"attention_multiplier": model.attention_scale or model.head_dim**-0.5},
     _from_attention_multiplier,
 )
+
+
+# -- Experts
+
+
+def _from_sparse_layers(config: PreTrainedConfig) -> Options:
+    step, dense = config.decoder_sparse_step, config.mlp_only_layers
+    layers = range(config.num_hidden_layers)
+    letters = "".join("DE"[(i + 1) % step == 0 and i not in dense and config.num_experts > 0] for i in layers)
+    if "E" not in letters:
+        raise ValueError(
+            f"config.json has num_experts {config.num_experts}, decoder_sparse_step {step} and mlp_only_layers "
+            f"{dense}; no layer has experts, and this version computes such a model as the family without them"
+        )
+    return {"moe_layer_freq": pattern_of(letters) if "D" in letters else "1"}
+
+
+def _sparse_layers(model: ModelConfig) -> Options:
+    dense = [number for number in range(model.num_layers) if not model.has_experts(number)]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+SPARSE_LAYERS = Conversion(("moe_layer_freq",), _sparse_layers, _from_sparse_layers)
+# The factor of their balance loss, router_aux_loss_coef, is not converted: theirs pools all layers and the batch, and
+# ours is per layer and sample. Import takes none, and export leaves the class's default.
+TOPK_PROB = Conversion(
+    ("moe_router_pre_softmax",),
+    lambda model: {"norm_topk_prob": not model.moe_router_pre_softmax},
+    lambda config: {"moe_router_pre_softmax": not config.norm_topk_prob},
+)
+ONE_WIDTH = Conversion((), lambda model: {"intermediate_size": model.expert_size}, lambda config: {})
 
 
 # -- Dropout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -42,11 +43,9 @@ def shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 def plan_shards(model: ModelConfig, dtype: torch.dtype, shard_bytes: int) -> list[Shard]:
     """Divide the model's tensors, in order, into files of at most `shard_bytes`, or of one tensor that is larger."""
     family, shapes, shards = family_of(model), shapes_of(model), [Shard([], [], 0)]
-    for name in shapes:
-        row = family.names(name)
-        if name != row.ours[0]:
-            continue  # with the first of them
-        parts = row.form.split([torch.empty(shapes[ours], dtype=dtype, device="meta") for ours in row.ours], model)
+    for row in dict.fromkeys(row for name in shapes for row in family.names(name, model)):
+        ours = [torch.empty(shapes[name], dtype=dtype, device="meta")[row.rows] for name in row.ours]
+        parts = row.form.split(ours, model)
         announced = [(theirs, dtype, part.shape) for theirs, part in zip(row.theirs, parts, strict=True)]
         size = sum(part.nbytes for part in parts)
         if shards[-1].rows and shards[-1].num_bytes + size > shard_bytes:
@@ -116,15 +115,15 @@ def _write_weights(
         write_atomically(folder / INDEX, json.dumps(content, indent=2).encode())
     for name, shard in zip(names, shards, strict=True):
         with TensorFile(folder / name, shard.announced, {"format": "pt"}) as file:
-            for row in shard.rows:
-                for part in _parts(reader, row, model, dtype, advance):
+            for _, rows in itertools.groupby(shard.rows, key=lambda row: row.ours):
+                for part in _parts(reader, list(rows), model, dtype, advance):
                     file.append(part)
 
 
 def _parts(
-    reader: TensorReader, row: TensorNames, model: ModelConfig, dtype: str, advance: Callable[[int], None]
+    reader: TensorReader, same: list[TensorNames], model: ModelConfig, dtype: str, advance: Callable[[int], None]
 ) -> Iterator[Iterable[torch.Tensor]]:
-    """Yield their tensors of a row, in their dtype, each as bands of its rows."""
+    """Yield their tensors of rows with the same tensors of ours, in their dtype, each as bands of its rows."""
 
     def read(name: str, rows: slice) -> torch.Tensor:
         ours = reader.read(f"model.{name}", rows).to(DTYPES[dtype])
@@ -136,12 +135,20 @@ def _parts(
         advance(ours.nbytes)
         return ours
 
+    name, row = same[0].ours[0], same[0]
+    in_bands = bands(reader.manifest.tensors[f"model.{name}"].shape)
     if row.form is SAME:
-        (name,) = row.ours
-        yield map(functools.partial(read, name), bands(reader.manifest.tensors[f"model.{name}"].shape))
-    else:
+        yield map(functools.partial(read, name), in_bands)
+    elif row.expert is None:
         parts = row.form.split([read(name, slice(None)) for name in row.ours], model)
         yield from ([part.contiguous()] for part in parts)
+    else:
+        for band in in_bands:
+            experts = [each for each in same if band.start <= each.rows.start < band.stop]
+            if experts:
+                ours = read(name, slice(experts[0].rows.start, experts[-1].rows.stop))
+                for each, expert in zip(experts, ours.split(1), strict=True):
+                    yield from ([part] for part in each.form.split([expert], model))
 
 
 def _write_config(model: ModelConfig, folder: Path, dtype: str, ids: dict[str, int | None]) -> None:

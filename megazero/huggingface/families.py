@@ -1,6 +1,6 @@
 """The families of models that Hugging Face's transformers has: one row of MODELS each.
 
-Shapes: h hidden, n heads, g groups of heads that share keys and values, d head dim, f ffn.
+Shapes: h hidden, n heads, g groups of heads that share keys and values, d head dim, f ffn, E experts.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from typing import Any
 from megazero.config.flags import as_flag
 from megazero.config.schema import ModelConfig
 from megazero.huggingface.architectures import (
+    EXPERT,
+    EXPERTS_HALVES,
     HALVES,
     HEADS,
     KEYS_AND_VALUES,
@@ -33,10 +35,14 @@ from megazero.huggingface.conversions import (
     GPT_DROPOUT,
     HEAD_DIM,
     NO_ROPE_LAYERS,
+    ONE_WIDTH,
     PHI3,
     QWEN_WINDOWS,
     ROTARY_DIM,
+    SPARSE_LAYERS,
     STARCODER2_DROPOUT,
+    SWITCHED_WINDOW,
+    TOPK_PROB,
     WINDOW,
     WINDOWS,
 )
@@ -187,6 +193,30 @@ GATED_MLP: Names = {
     "mlp.up.weight": (STACKED, "mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "mlp.down.weight": (SAME, "mlp.down_proj.weight"),
 }
+EXPERTS: Names = {
+    "mlp.router.weight": (SAME, "mlp.gate.weight"),
+    "mlp.experts.up.weight": (
+        *(EXPERT, "mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"),
+    ),
+    "mlp.experts.down.weight": (STACKED, "mlp.experts.{expert}.down_proj.weight"),
+}
+EXPERTS_IN_MEMORY: Names = {
+    "mlp.router.weight": (SAME, "mlp.gate.weight"),
+    "mlp.experts.up.weight": (EXPERTS_HALVES, "mlp.experts.gate_up_proj"),
+    "mlp.experts.down.weight": (SAME, "mlp.experts.down_proj"),
+}
+MIXTRAL_EXPERTS: Names = {
+    "mlp.router.weight": (SAME, "block_sparse_moe.gate.weight"),
+    "mlp.experts.up.weight": (
+        *(EXPERT, "block_sparse_moe.experts.{expert}.w1.weight", "block_sparse_moe.experts.{expert}.w3.weight"),
+    ),
+    "mlp.experts.down.weight": (STACKED, "block_sparse_moe.experts.{expert}.w2.weight"),
+}
+SHARED_EXPERT: Names = {
+    "mlp.shared.up.weight": (STACKED, "mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
+    "mlp.shared.down.weight": (SAME, "mlp.shared_expert.down_proj.weight"),
+    "mlp.shared_gate.weight": (SAME, "mlp.shared_expert_gate.weight"),
+}
 PHI3_LAYERS: Names = {
     ("attention.query.weight", "attention.kv.weight"): (QKV_ROWS, "self_attn.qkv_proj.weight"),
     "attention.proj.weight": (SAME, "self_attn.o_proj.weight"),
@@ -223,7 +253,7 @@ def _llama(
         model_class,
         architecture or model_type,
         "model.",
-        _rows(LLAMA_OUTSIDE, "model.layers.{}.", layers),
+        _rows(LLAMA_OUTSIDE, "model.layers.{}.", layers, EXPERTS_IN_MEMORY),
         LLAMA_OPTIONS | (options or {}),
         conversions,
         required,
@@ -238,6 +268,10 @@ OLMO: Options = {
     "layers": AFTER | ATTENTION | GATED_MLP,
     "needed": {"qk_layernorm": True, "qk_norm_all_heads": True},
 }
+
+
+ROUTED = {"num_experts": "num_experts", "moe_router_topk": "num_experts_per_tok"}
+ROUTED_AND_DENSE = ROUTED | {"moe_ffn_hidden_size": "moe_intermediate_size"}
 
 
 # -- GPT-NeoX, as Pythia
@@ -286,6 +320,40 @@ MODELS = {
         _llama("ministral", "MinistralForCausalLM", ROTARY, HEAD_DIM, WINDOWS, architecture="mistral"),
         _llama("qwen2", "Qwen2ForCausalLM", ROTARY, QWEN_WINDOWS, needed={"add_qkv_bias": True}),
         _llama("qwen3", "Qwen3ForCausalLM", ROTARY, HEAD_DIM, QWEN_WINDOWS, needed={"qk_layernorm": True}),
+        _llama(
+            "mixtral",
+            "MixtralForCausalLM",
+            *(ROTARY, HEAD_DIM, WINDOW, ONE_WIDTH),
+            layers=BEFORE | ATTENTION | MIXTRAL_EXPERTS,
+            options=ROUTED,
+        ),
+        _llama(
+            "qwen2_moe",
+            "Qwen2MoeForCausalLM",
+            *(ROTARY, QWEN_WINDOWS, SPARSE_LAYERS, TOPK_PROB),
+            architecture="qwen2-moe",
+            layers=BEFORE | ATTENTION | GATED_MLP | EXPERTS | SHARED_EXPERT,
+            options=ROUTED_AND_DENSE
+            | {"add_qkv_bias": "qkv_bias", "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size"},
+            needed={"moe_shared_expert_gate": True},
+        ),
+        _llama(
+            "qwen3_moe",
+            "Qwen3MoeForCausalLM",
+            *(ROTARY, HEAD_DIM, SWITCHED_WINDOW, SPARSE_LAYERS, TOPK_PROB),
+            architecture="qwen3-moe",
+            layers=BEFORE | ATTENTION | GATED_MLP | EXPERTS,
+            options=ROUTED_AND_DENSE,
+            needed={"qk_layernorm": True},
+        ),
+        _llama(
+            "olmoe",
+            "OlmoeForCausalLM",
+            *(ROTARY, TOPK_PROB, ONE_WIDTH),
+            layers=BEFORE | ATTENTION | EXPERTS,
+            options=ROUTED,
+            needed={"qk_layernorm": True, "qk_norm_all_heads": True},
+        ),
         _llama("olmo2", "Olmo2ForCausalLM", ROTARY, **OLMO),
         _llama("olmo3", "Olmo3ForCausalLM", LOCAL_ROTARY, WINDOWS, **OLMO),
         _llama("gemma2", "Gemma2ForCausalLM", ROTARY, HEAD_DIM, WINDOWS, GEMMA_SCORES, **GEMMA),

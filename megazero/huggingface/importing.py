@@ -20,7 +20,7 @@ from megazero.checkpoint.streaming import bands, write_checkpoint
 from megazero.config.flags import to_toml
 from megazero.config.schema import Config, DataConfig, ModelConfig
 from megazero.files import new_folder, open_regular, read_regular, write_atomically
-from megazero.huggingface.architectures import OUTPUT, SAME, HuggingFaceModel, TensorNames
+from megazero.huggingface.architectures import OUTPUT, HuggingFaceModel
 from megazero.huggingface.configuration import read_config
 from megazero.huggingface.export import INDEX, WEIGHTS, shapes_of
 from megazero.huggingface.tokenizer import read_tokenizer
@@ -135,10 +135,12 @@ def _state(config: Config, saved_tokenizer: str) -> RunState:
 
 def names_in(files: Source, architecture: HuggingFaceModel, model: ModelConfig) -> dict[str, str]:
     """Return their name -> its name in the files. ValueError unless these hold the model's tensors and no others."""
-    wanted = list(dict.fromkeys(theirs for name in shapes_of(model) for theirs in architecture.names(name).theirs))
-    names = {name: name for name in wanted}
-    if wanted[0] not in files.files:  # saved as the base model alone
-        names = {name: name.removeprefix(architecture.prefix) for name in wanted}
+    shapes = shapes_of(model)
+    first = architecture.names(next(iter(shapes)), model)[0].theirs[0]
+    prefix = "" if first in files.files else architecture.prefix  # saved as the base model alone
+    held = {prefix + name for name in files.files}
+    wanted = (theirs for name in shapes for row in architecture.names(name, model, held) for theirs in row.theirs)
+    names = {name: name.removeprefix(prefix) for name in wanted}
     missing = [name for name in names.values() if name not in files.files]
     left = files.files.keys() - names.values() - {OUTPUT}
     left = {name for name in left if not name.endswith(architecture.buffers)}
@@ -153,9 +155,9 @@ def names_in(files: Source, architecture: HuggingFaceModel, model: ModelConfig) 
 def check_shapes(files: Source, architecture: HuggingFaceModel, model: ModelConfig, names: dict[str, str]) -> None:
     """Refuse tensors of other shapes than the model's. `names`: as `names_in` returns them."""
     shapes = shapes_of(model)
-    for name in shapes:
-        row = architecture.names(name)
-        wanted = row.form.split([torch.empty(shapes[ours], device="meta") for ours in row.ours], model)
+    for row in dict.fromkeys(row for name in shapes for row in architecture.names(name, model, names)):
+        empty = [torch.empty(shapes[ours], device="meta")[row.rows] for ours in row.ours]
+        wanted = row.form.split(empty, model)
         for each, expected in zip(row.theirs, wanted, strict=True):
             found = files.shape(names[each])
             if found != expected.shape:
@@ -170,6 +172,21 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + more if names else "none"
 
 
+def read_rows(
+    files: Source, architecture: HuggingFaceModel, model: ModelConfig, names: dict[str, str], name: str, asked: slice
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield the rows `asked` of our tensor, or all, in parts, each with the number of its first row.
+
+    A part is an expert, if files hold experts apart. names: as `names_in` returns them.
+    """
+    for row in architecture.names(name, model, names):
+        if row.expert is not None and not asked.start <= row.expert < asked.stop:
+            continue
+        rows, first = (asked, asked.start) if row.form.by_rows else (WHOLE, row.expert or 0)
+        joined = row.form.join([files.read(names[each], rows) for each in row.theirs], model)
+        yield first, joined[row.ours.index(name)]
+
+
 def _tensors(
     architecture: HuggingFaceModel,
     model: ModelConfig,
@@ -179,15 +196,15 @@ def _tensors(
 ) -> Iterator[Iterator[torch.Tensor]]:
     """Yield our tensors, one after another, each as bands of its rows in fp32. ValueError if a number is not finite."""
 
-    def read(row: TensorNames, name: str, rows: slice) -> torch.Tensor:
-        joined = row.form.join([files.read(names[each], rows) for each in row.theirs], model)
-        ours = joined[row.ours.index(name)]
-        ours = ours.to(torch.float32).contiguous()
+    def read(name: str, rows: slice) -> torch.Tensor:
+        parts = [part.float() for _, part in read_rows(files, architecture, model, names, name, rows)]
+        ours = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
         if not all(math.isfinite(float(end)) for end in torch.aminmax(ours)):  # allocates no tensor of its size
             raise ValueError(f"{files.where}: {name} holds values that are not finite")
         advance(ours.nbytes)
         return ours
 
     for name, shape in shapes_of(model).items():
-        row = architecture.names(name)
-        yield map(functools.partial(read, row, name), bands(shape) if row.form is SAME else [WHOLE])
+        row = architecture.names(name, model, names)[0]
+        in_parts = row.form.by_rows or row.expert is not None
+        yield map(functools.partial(read, name), bands(shape) if in_parts else [slice(0, shape[0])])

@@ -12,11 +12,10 @@ from megazero.checkpoint import LocalShard
 from megazero.config.flags import as_flag
 from megazero.config.schema import ModelConfig
 from megazero.files import read_json_object
-from megazero.huggingface.architectures import SAME, TensorNames
 from megazero.huggingface.configuration import CONFIG
 from megazero.huggingface.families import MODELS
-from megazero.huggingface.importing import Source, check_shapes, names_in
-from megazero.plan.layout.regions import Region
+from megazero.huggingface.importing import Source, check_shapes, names_in, read_rows
+from megazero.plan.layout.regions import Region, intersection
 
 Fill = Callable[[Mapping[str, LocalShard]], None]
 
@@ -39,28 +38,25 @@ def open_weights(folder: Path, model: ModelConfig) -> Fill:
     names = names_in(files, architecture, model)
     check_shapes(files, architecture, model, names)
 
-    def read(row: TensorNames, name: str, regions: list[Region]) -> tuple[torch.Tensor, int]:
-        """Return our tensor, or the rows of it that the regions are in, and the number of its first row."""
-        theirs = [names[each] for each in row.theirs]
-        if row.form is not SAME:
-            joined = row.form.join([files.read(each) for each in theirs], model)
-            return joined[row.ours.index(name)], 0
-        first = min(region.offset[0] for region in regions)
-        last = max(region.offset[0] + region.size[0] for region in regions)
-        return files.read(theirs[0], slice(first, last)), first
-
     def fill(shards: Mapping[str, LocalShard]) -> None:
         for name, shard in shards.items():
             regions = shard.regions()
             if not regions:
                 continue
-            name = name.removeprefix("model.")
-            ours, first = read(architecture.names(name), name, regions)
-            for region, target in zip(regions, shard.views(regions), strict=True):
-                at = [slice(offset, offset + size) for offset, size in zip(region.offset, region.size, strict=True)]
-                at[0] = slice(at[0].start - first, at[0].stop - first)
-                target.copy_(ours[tuple(at)])
+            name, targets = name.removeprefix("model."), list(shard.views(regions))
+            rows = slice(min(r.offset[0] for r in regions), max(r.offset[0] + r.size[0] for r in regions))
+            for first, ours in read_rows(files, architecture, model, names, name, rows):
+                part = Region((first, *[0] * (ours.dim() - 1)), tuple(ours.shape))
+                for region, target in zip(regions, targets, strict=True):
+                    if common := intersection(region, part):
+                        target[_within(common, region)] = ours[_within(common, part)]
             if not all(math.isfinite(float(end)) for end in torch.aminmax(shard.data)):
                 raise ValueError(f"{flag}: {name} holds values that are not finite")
 
     return fill
+
+
+def _within(part: Region, region: Region) -> tuple[slice, ...]:
+    """Return the indices of `part` in a tensor of `region`."""
+    starts = [offset - first for offset, first in zip(part.offset, region.offset, strict=True)]
+    return tuple(slice(start, start + size) for start, size in zip(starts, part.size, strict=True))

@@ -34,6 +34,7 @@ from tests.reference_run import read_checkpoint, write_corpus
 LAYERS, HIDDEN, HEADS, LENGTH, WORDS = 3, 24, 4, 12, 61
 SIZES = ["--num-layers", LAYERS, "--hidden-size", HIDDEN, "--num-attention-heads", HEADS, "--seq-length", LENGTH]
 SIZES += ["--ffn-hidden-size", 40, "--init-method-std", 0.3, "--global-batch-size", 4, "--lr", 1e-2]
+OLMO2 = {"qk_layernorm": True, "qk_norm_all_heads": True}
 KINDS = {"tied": [], "untied": ["--untie-embeddings"]}
 NEAR = model_tolerance(ModelConfig(LAYERS, HIDDEN, 0, HEADS, LENGTH, WORDS), torch.float32)
 
@@ -329,12 +330,32 @@ def test_options_choose_the_model_of_hugging_face(architecture: str) -> None:
         ({"kv_channels": 80}, "gpt2 with --kv-channels 80"),
         ({"residual_multiplier": 0.5, "window_size": 7}, "gpt2 with --window-size 7, --residual-multiplier 0.5"),
         ({"architecture": "granite", "final_softcap": 3.0}, "granite with --final-softcap 3.0"),
+        ({"architecture": "mixtral", "num_experts": 4, "moe_layer_freq": "DE"}, "mixtral with --moe-layer-freq DE"),
+        ({"architecture": "olmo2", "num_experts": 8} | OLMO2, "olmo2 with --num-experts 8"),
         ({"architecture": "olmo2", "qk_layernorm": False}, "olmo2 with --no-qk-layernorm, --no-qk-norm-all-heads"),
     ],
 )
 def test_a_model_that_no_class_computes_is_refused_by_its_flags(options: dict[str, object], named: str) -> None:
     with pytest.raises(ValueError, match=f"^no model of Hugging Face is a {named}"):
         family_of(ModelConfig(**options))
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({}, "mixtral"),
+        ({"moe_ffn_hidden_size": 256, "moe_aux_loss_coeff": 0.01, "window_size": 5}, "mixtral"),
+        ({"moe_router_pre_softmax": True, "qk_layernorm": True}, "qwen3_moe"),
+        ({"moe_layer_freq": "DDDDDDDDDDDDE"}, "llama"),  # of its 12 layers none has experts
+        ({"qk_layernorm": True, "qk_norm_all_heads": True}, "olmoe"),
+        ({"qk_layernorm": True, "moe_layer_freq": "2"}, "qwen3_moe"),
+        ({"add_qkv_bias": True, "moe_shared_expert_intermediate_size": 9, "moe_shared_expert_gate": True}, "qwen2_moe"),
+    ],
+)
+def test_a_llama_with_experts_is_the_family_that_computes_it(options: dict[str, object], wanted: str) -> None:
+    for architecture in ("llama", "mixtral"):
+        model = ModelConfig(architecture=architecture, num_experts=4, **options)  # type: ignore[arg-type]
+        assert family_of(model).model_type == wanted
 
 
 def test_a_width_of_heads_that_is_the_usual_one_is_no_difference() -> None:

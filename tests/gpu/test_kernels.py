@@ -11,6 +11,8 @@ import torch
 from megazero.comm.mesh.mesh import Mesh
 from megazero.kernels.dropout import Rows
 from megazero.kernels.eager import LogitMap
+from megazero.kernels.grouped import GroupedProducts, RowGroups
+from megazero.kernels.matmul import Products
 from megazero.model.layers.fused_attention import FLASH_CAPABILITY
 from megazero.step.engine import Engine
 from tests.helpers import kernel_checks
@@ -74,3 +76,27 @@ def test_steps_on_one_gpu_are_those_of_torchs_operators(precision: str, how: dic
     tolerance = 1e-4 if precision == "fp32" else 2**-7
     for ours, theirs in zip(found["triton"], found["eager"], strict=True):
         assert relative_error(ours, theirs) < tolerance
+
+
+@pytest.mark.parametrize("sizes", [(300, 0, 17, 707), (0, 0, 0, 1024), (256, 256, 256, 256)], ids=str)
+def test_grouped_products_are_those_of_each_group(sizes: tuple[int, ...]) -> None:
+    """torch's grouped kernel in bf16, with groups without rows, against a product for each group."""
+    products, generator = GroupedProducts(Products()), torch.Generator("cuda").manual_seed(1)
+    x, dy, weight = (
+        torch.randn(*shape, dtype=torch.bfloat16, device="cuda", generator=generator)
+        for shape in ((sum(sizes), 64), (sum(sizes), 96), (len(sizes), 96, 64))
+    )
+    counts = torch.tensor(sizes, device="cuda")
+    fused, looped = RowGroups.of(counts, None), RowGroups.of(counts, sizes)
+    for add in (False, True):
+        for found, wanted in zip(*(_three(products, x, dy, weight, g, add) for g in (fused, looped)), strict=True):
+            error = (found.double() - wanted.double()).abs().max()
+            assert error <= 2**-7 * wanted.double().abs().max()  # both round a sum in fp32 to bf16
+
+
+def _three(
+    products: GroupedProducts, x: torch.Tensor, dy: torch.Tensor, weight: torch.Tensor, groups: RowGroups, add: bool
+) -> tuple[torch.Tensor, ...]:
+    gradient = torch.ones_like(weight, dtype=torch.float32)
+    products.weight_grad(groups, x, dy, gradient, add)
+    return products.output(x, weight, groups), products.input_grad(dy, weight, groups), gradient

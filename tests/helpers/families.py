@@ -10,6 +10,8 @@ from megazero.config.schema import ModelConfig
 SCALED = {"rope_scaling_factor": 4.0, "rope_trained_length": 8}
 NORMED = {"qk_layernorm": True, "kv_channels": 14}
 OLMO = {"qk_layernorm": True, "qk_norm_all_heads": True, "num_query_groups": 2, "untie_embeddings": True}
+EXPERTS = {"num_query_groups": 2, "num_experts": 6, "moe_router_topk": 3, "moe_ffn_hidden_size": 28}
+EXPERTS |= {"moe_layer_freq": "EDE"}
 GEMMA = {"num_query_groups": 2, "kv_channels": 14, "attention_scale": 1 / 3}
 LOCAL = {"window_size": 4, "layer_pattern": "LLG"}
 
@@ -19,6 +21,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"num_query_groups": 2, "window_size": 5, "kv_channels": 14},
     "qwen2": {"num_query_groups": 2, "add_qkv_bias": True, "window_size": 6, "layer_pattern": "GL"},
     "qwen3": {"num_query_groups": 2, "rope_scaling_type": "yarn"} | NORMED | SCALED,
+    "mixtral": {
+        "num_query_groups": 2,
+        "window_size": 5,
+        "num_experts": 5,
+        "moe_router_topk": 3,
+        "untie_embeddings": True,
+    },
+    "qwen2-moe": EXPERTS
+    | {"add_qkv_bias": True, "moe_shared_expert_intermediate_size": 20, "moe_shared_expert_gate": True}
+    | {"window_size": 6, "layer_pattern": "GL", "moe_router_pre_softmax": True},
+    "qwen3-moe": EXPERTS | NORMED | {"window_size": 6, "rotary_base": 5e3},
+    "olmoe": OLMO | {"num_experts": 6, "moe_router_topk": 3, "moe_router_pre_softmax": True},
     "phi3": {"num_query_groups": 2, "window_size": 7, "rotary_percent": 0.5, "untie_embeddings": True},
     "smollm3": {"num_query_groups": 2, "layer_pattern": "GGN"},
     "granite": {

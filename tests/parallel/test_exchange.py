@@ -74,6 +74,31 @@ def test_a_shift_sends_to_one_neighbour_and_receives_from_the_other(count: int, 
     assert ranks(count).run(shifts, count, late) == [[True] * 7] * count
 
 
+ROWS = [[2, 0, 3], [1, 4, 0], [0, 0, 0]]  # rows that each rank sends to each; the last has none, and receives from one
+
+
+def all_to_alls(rank: int, late: bool) -> list[bool]:
+    """Unequal parts, two exchanges in flight at once; the rows that stay are not counted."""
+    axis, right = Mesh.build(Layout(dp=3), rank, CPU).dp, []
+    sends, receives, started = ROWS[rank], [row[rank] for row in ROWS], []
+    with late_collectives() if late else nullcontext():
+        for k, dtype in enumerate((torch.float32, torch.int64)):
+            parts = [part_of(3 * rank + to, k, 5 * n).view(n, 5) for to, n in enumerate(sends)]
+            wanted = [part_of(3 * source + rank, k, 5 * n).view(n, 5) for source, n in enumerate(receives)]
+            out = torch.full((sum(receives), 5), -1.0).to(dtype)
+            x = torch.cat(parts).to(dtype)
+            started.append((axis.start_all_to_all(x, out, sends, receives), out, torch.cat(wanted).to(dtype)))
+        for pending, out, wanted in started[::-1]:
+            pending.wait()
+            right.append(torch.equal(out, wanted))
+    return [*right, axis.sent == {"dp": (sum(sends) - sends[rank]) * 5 * (4 + 8)}]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_all_to_all_sends_rows_to_every_rank(late: bool, ranks) -> None:
+    assert ranks(3).run(all_to_alls, late) == [[True] * 3] * 3
+
+
 def taken_by_a_gather(rank: int, numel: int) -> int:
     """Bytes of resident memory that an all-gather takes besides its input and its output."""
     mesh = Mesh.build(Layout(dp=2), rank, CPU)

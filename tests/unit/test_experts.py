@@ -27,6 +27,7 @@ from megazero.model.layers.norm import NORMS, NoNorm
 from megazero.model.layers.router import Router
 from megazero.model.layers.weight import named_weights
 from megazero.plan.layout.topology import Layout
+from megazero.price.trace.trace import model_flops
 from tests.helpers.rounding import assert_sum, error_bound, model_tolerance
 from tests.unit.test_linear import CPU, Collected, plain_norm
 
@@ -241,3 +242,28 @@ def test_grouped_products_are_those_of_each_group(sizes: tuple[int, ...], dtype:
     products.weight_grad(groups, x, dy, gradient, True)
     bound = error_bound(magnitude + 1, rows + 1, torch.float32, stored)
     assert bool(((gradient - 1 - exact).abs() <= bound).all())
+
+
+def test_flops_are_those_of_the_parameters_that_a_token_meets() -> None:
+    """Two layers of six heads of width 8, dense and with experts: products of 17 tokens, and attention."""
+    model = ModelConfig(
+        architecture="qwen3-moe",
+        num_layers=2,
+        hidden_size=48,
+        ffn_hidden_size=40,
+        num_attention_heads=6,
+        num_query_groups=3,
+        seq_length=17,
+        vocab_size=100,
+        num_experts=8,
+        moe_router_topk=3,
+        moe_ffn_hidden_size=24,
+        moe_layer_freq="DE",
+        moe_shared_expert_intermediate_size=16,
+        moe_shared_expert_gate=True,
+        untie_embeddings=True,
+    )
+    attention, dense = 48 * (6 + 3 + 3) * 8 + 48 * 48, 3 * 48 * 40
+    experts = 3 * (3 * 48 * 24) + 48 * 8 + 3 * 48 * 16 + 48  # three experts, router, shared expert, gate
+    matrices, scores = 2 * attention + dense + experts + 48 * 100, 2 * (2 * 17 * 48)
+    assert model_flops(model, 5) == 3 * 5 * 17 * 2 * (matrices + scores)

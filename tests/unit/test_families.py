@@ -16,7 +16,7 @@ from megazero.config.architectures import ARCHITECTURES
 from megazero.config.cli import parse
 from megazero.config.schema import Config, ModelConfig, TrainingConfig
 from megazero.huggingface.architectures import canonical
-from megazero.huggingface.conversions import pattern_of
+from megazero.huggingface.conversions import layer_pattern
 from megazero.huggingface.families import MODELS, family_of
 from megazero.model.layers.context import MicroBatchInfo
 from megazero.model.stage import declare
@@ -51,6 +51,17 @@ VARIANTS = {
     "qwen3, wide heads, a window": replace(
         MODEL, architecture="qwen3", qk_layernorm=True, kv_channels=20, window_size=3, untie_embeddings=True
     ),
+    "qwen2-moe, renormalised": replace(
+        family("qwen2-moe", MODEL), moe_router_pre_softmax=False, moe_layer_freq="2", window_size=0, layer_pattern=""
+    ),
+    "qwen3-moe, not renormalised": replace(
+        family("qwen3-moe", MODEL), moe_router_pre_softmax=True, moe_layer_freq="DEED", kv_channels=0, window_size=0
+    ),
+    "qwen3-moe, experts in all layers": replace(
+        family("qwen3-moe", MODEL), moe_layer_freq="E", moe_ffn_hidden_size=0, moe_router_topk=6
+    ),
+    "olmoe, one expert of a token": replace(family("olmoe", MODEL), moe_router_topk=1),
+    "olmoe, renormalised": replace(family("olmoe", MODEL), moe_router_pre_softmax=False, moe_ffn_hidden_size=36),
 }
 CASES = {name: family(name, MODEL) for name in FAMILIES} | VARIANTS
 
@@ -81,7 +92,12 @@ def transformers_model(model: ModelConfig, dtype: torch.dtype) -> Any:
     row = family_of(model)
     config = row.to_config(model, None)
     torch.manual_seed(0)
-    made = getattr(transformers, row.model_class)._from_config(config, attn_implementation="eager").to(dtype).eval()
+    made = (
+        getattr(transformers, row.model_class)
+        ._from_config(config, attn_implementation="eager", experts_implementation="eager")
+        .to(dtype)
+        .eval()
+    )
     with torch.no_grad():
         for p in made.parameters():
             p.add_(torch.randn_like(p) * 0.1)
@@ -104,7 +120,8 @@ def test_logits_and_gradients_are_those_of_transformers(
     ours = Engine(config, Mesh.build(Layout(), 0, torch.device("cpu")))
     weights = {weight.spec.name: weight for unit in ours.model.units.values() for weight in unit}
     parameters = dict(theirs.named_parameters())
-    assert {name for ours in weights for name in row.names(ours).theirs} == parameters.keys()
+    rows = [each for ours in weights for each in row.names(ours, model, parameters)]
+    assert {name for each in rows for name in each.theirs} == parameters.keys()
     for weight, value in row.join(parameters, weights, model).items():
         weights[weight].data[tuple(map(slice, value.shape))] = value.detach()  # the vocabulary is padded
 
@@ -186,4 +203,4 @@ def test_transformers_defaults_are_a_model_of_ours(model_type: str) -> None:
     ],
 )
 def test_patterns_are_the_shortest(letters: str, pattern: str) -> None:
-    assert pattern_of(letters) == pattern
+    assert layer_pattern(letters) == pattern

@@ -22,7 +22,7 @@ SMALL = {
 }
 PLANTED = {  # keys that no class has, or that ask for code
     "quantization_config": {"quant_method": "gptq", "bits": 4},
-    "num_experts": 8,
+    "n_routed_experts": 8,
     "auto_map": {"AutoModelForCausalLM": "modeling_mine.Mine"},
     "rope_interleaved": True,
     "an_option_of_next_year": "wide",
@@ -110,6 +110,15 @@ def test_harmless_keys_change_nothing(model_type: str, tmp_path: Path) -> None:
         ("llama", {"is_decoder": True, "mlp_bias": True}, "mlp_bias True"),
         ("llama", {"hidden_size": "wide"}, "hidden_size"),
         ("llama", {"num_experts": 4, "expert_bias": 1}, "expert_bias 1, num_experts 4; this version does"),
+        ("mixtral", {"router_jitter_noise": 0.01}, "router_jitter_noise 0.01; this version does not compute it"),
+        ("mixtral", {"norm_topk_prob": False}, "norm_topk_prob False; this version does not compute it"),
+        ("mixtral", {"moe_intermediate_size": 64}, "moe_intermediate_size 64; this version does not compute it"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv 8.0; this version does not compute it"),
+        ("olmoe", {"sliding_window": 7}, "sliding_window 7; this version does not compute it"),
+        ("qwen3_moe", {"mlp_only_layers": [0, 1]}, r"mlp_only_layers \[0, 1\]; no layer has experts"),
+        ("qwen2_moe", {"decoder_sparse_step": 4}, "decoder_sparse_step 4 and .* no layer has experts"),
+        ("qwen2_moe", {"num_experts": 0}, "num_experts 0, .* no layer has experts"),
+        ("qwen2_moe", {"first_k_dense_replace": 1}, "first_k_dense_replace 1; this version does not compute it"),
     ],
 )
 def test_refusals(model_type: str, change: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -164,6 +173,40 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         | {"sliding_window_pattern": 6, "num_hidden_layers": 26},
         {"window_size": 512, "layer_pattern": "LLLLLG", "rotary_base": 1e6, "local_rotary_base": 1e4},
     ),
+    "mixtral-8x7b": (
+        {"model_type": "mixtral", "intermediate_size": 14336, "num_local_experts": 8, "num_experts_per_tok": 2}
+        | {"output_router_logits": False, "router_aux_loss_coef": 0.02, "sliding_window": None, "rope_theta": 1e6},
+        {"num_experts": 8, "moe_router_topk": 2, "expert_size": 14336, "moe_router_pre_softmax": False}
+        | {"moe_layer_freq": "1", "moe_aux_loss_coeff": 0.0, "window_size": 0, "rotary_base": 1e6},
+    ),
+    "qwen1.5-moe": (
+        {"model_type": "qwen2_moe", "decoder_sparse_step": 1, "moe_intermediate_size": 1408, "num_experts": 60}
+        | {"shared_expert_intermediate_size": 5632, "norm_topk_prob": False, "max_window_layers": 21}
+        | {"use_sliding_window": False, "sliding_window": 32768, "rope_theta": 1e6},
+        {"num_experts": 60, "moe_router_topk": 4, "expert_size": 1408, "moe_shared_expert_intermediate_size": 5632}
+        | {"moe_router_pre_softmax": True, "moe_shared_expert_gate": True, "add_qkv_bias": True, "window_size": 0},
+    ),
+    "qwen3-30b-a3b": (
+        {"model_type": "qwen3_moe", "decoder_sparse_step": 1, "head_dim": 128, "mlp_only_layers": []}
+        | {"moe_intermediate_size": 768, "norm_topk_prob": True, "num_experts": 128, "num_experts_per_tok": 8}
+        | {"max_window_layers": 48, "sliding_window": None, "use_sliding_window": False, "rope_theta": 1e6},
+        {"num_experts": 128, "moe_router_topk": 8, "expert_size": 768, "ffn_hidden_size": 6144, "head_dim": 128}
+        | {"moe_router_pre_softmax": False, "moe_layer_freq": "1", "window_size": 0},
+    ),
+    "qwen3-moe, dense layers": (
+        {"model_type": "qwen3_moe", "num_hidden_layers": 8, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+        {"moe_layer_freq": "DEDDDE", "moe_router_pre_softmax": True, "expert_size": 768},
+    ),
+    "qwen3-moe, every third layer": (
+        {"model_type": "qwen3_moe", "num_hidden_layers": 8, "decoder_sparse_step": 3, "use_sliding_window": True},
+        {"moe_layer_freq": "DDE", "window_size": 4096, "layer_pattern": ""},
+    ),
+    "olmoe-1b-7b": (
+        {"model_type": "olmoe", "clip_qkv": None, "intermediate_size": 1024, "norm_topk_prob": False}
+        | {"num_experts": 64, "num_experts_per_tok": 8, "router_aux_loss_coef": 0.01, "rope_scaling": None},
+        {"num_experts": 64, "moe_router_topk": 8, "expert_size": 1024, "moe_router_pre_softmax": True}
+        | {"qk_layernorm": True, "qk_norm_all_heads": True, "rotary_base": 1e4},
+    ),
     "starcoder2-3b": (
         {"model_type": "starcoder2", "mlp_type": "default", "norm_type": "layer_norm", "sliding_window": 4096}
         | {"embedding_dropout": 0.1, "residual_dropout": 0.1, "rope_theta": 999999.4420358813, "use_bias": True},
@@ -180,7 +223,7 @@ def test_keys_with_the_value_of_the_class_are_read(name: str, tmp_path: Path) ->
     assert {option: getattr(model, option) for option in options} == options
 
 
-@pytest.mark.parametrize("model_type", ["mistral", "phi3"])
+@pytest.mark.parametrize("model_type", ["mistral", "phi3", "mixtral", "qwen3_moe"])
 def test_classes_without_kinds_of_layers_refuse_them(model_type: str, tmp_path: Path) -> None:
     """transformers' model ignores the key: all layers have the window."""
     kinds = ["full_attention", "sliding_attention"]

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 from megazero.config.schema import ModelConfig
 from megazero.kernels.eager import wide
@@ -65,7 +66,6 @@ class GroupedLinear(nn.Module):
 
     def backward(self, dy: torch.Tensor, x: torch.Tensor, groups: RowGroups) -> None:
         """Hand over the weight's gradient."""
-
         write = functools.partial(self.products.weight_grad, groups)
         self.weight.accumulate_grad(GradWriter(write, (x, dy)))
 
@@ -127,7 +127,7 @@ class Gate(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, h] -> [T]"""
         exact = wide(x)
-        return (x.to(exact) @ self.weight.data[0].to(exact)).sigmoid_()
+        return F.linear(x.to(exact), self.weight.data.to(exact)).flatten().sigmoid_()
 
     def backward(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """dy [T], this rank's summand -> that of the gradient of x [T, h]."""

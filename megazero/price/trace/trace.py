@@ -373,7 +373,8 @@ def _matrix_flops(model: ModelConfig, layer: str, use: Use) -> int:
     with kind.stand_in() as device, torch.no_grad():
         recorder = Recorder()
         traced = Traced(kind, device, recorder, padded=False)
+        batch = traced.batch._replace(tokens=traced.batch.tokens._replace(balance=None))  # no statistics of routers
         with recorder:
-            traced.compute(traced.input(), traced.batch, True)
+            traced.compute(traced.input(), batch, True)
     operators = (event for event in recorder.take() if isinstance(event, Operator))
     return sum(op.product.flops for op in operators if op.product is not None)
