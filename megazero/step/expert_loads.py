@@ -91,11 +91,12 @@ class Routers:
             ahead = (loads * self.model.num_experts - loads.sum(1, keepdim=True)).sign()  # of exact integers
             self.biases.sub_(ahead, alpha=self.model.moe_router_bias_update_rate)
 
-    def state_dict(self) -> dict[str, list[float]]:
+    def state_dict(self, mesh: Mesh) -> dict[str, list[float]]:
         """Return the biases by number of their layer."""
         if self.biases is None:
             return {}
-        return dict(zip(map(str, self.model.expert_layers), self.biases.tolist(), strict=True))
+        values, experts = mesh.read(self.biases.flatten()), self.model.num_experts
+        return {str(n): values[at * experts : (at + 1) * experts] for at, n in enumerate(self.model.expert_layers)}
 
     def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
         """Read the biases of a checkpoint; those of a run without biases are 0."""
@@ -121,9 +122,10 @@ class Routers:
         layers, experts = len(self.model.expert_layers), self.model.num_experts
         if not layers:
             return None
-        rows = torch.tensor(values, dtype=torch.float64).view(layers, -1)
-        tokens = float(rows[:, :experts].sum()) / self.model.moe_router_topk
-        entropy, aux, z = rows[:, experts:].sum(0).tolist()
-        choices = tuple(tuple(map(int, row)) for row in rows[:, :experts].tolist())
+        width = experts + ROUTER_SUMS
+        rows = [values[at : at + width] for at in range(0, len(values), width)]
+        choices = tuple(tuple(map(int, row[:experts])) for row in rows)
+        tokens = sum(map(sum, choices)) / self.model.moe_router_topk
+        entropy, aux, z = (sum(column) for column in zip(*(row[experts:] for row in rows), strict=True))
         parts = max(1.0, targets) * layers
         return ExpertLoads(choices, entropy / max(1.0, tokens), aux / parts, z / parts)
