@@ -44,6 +44,7 @@ class Source:
     def __init__(self, folder: Path, where: str) -> None:
         """`where`: names the folder in messages. ValueError if there are none, or the index names a file elsewhere."""
         self.folder, self.where = folder, where
+        self.shapes: dict[str, dict[str, tuple[int, ...]]] = {}  # file -> tensor -> shape
         index = folder / INDEX
         if index.is_file():
             self.files = decode(read_regular(index), Index, index).weight_map
@@ -59,9 +60,14 @@ class Source:
             )
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape. ValueError if the file cannot be read."""
-        with _opened(self.folder / self.files[name]) as file:
-            return tuple(file.get_slice(name).get_shape())
+        """Return a tensor's shape. ValueError if the file cannot be read, or lacks it."""
+        held = self.files[name]
+        if held not in self.shapes:  # the header of a file takes milliseconds, and experts are thousands of tensors
+            with _opened(self.folder / held) as file:
+                self.shapes[held] = {each: tuple(file.get_slice(each).get_shape()) for each in file.keys()}
+        if name not in self.shapes[held]:
+            raise ValueError(f"{self.folder / held} has no {name}, which {INDEX} names")
+        return self.shapes[held][name]
 
     def read(self, name: str, rows: slice = WHOLE) -> torch.Tensor:
         """Return a tensor, or rows of it. ValueError if it cannot be read, or is not floating-point."""

@@ -264,6 +264,10 @@ def damaged(folder: Path, change: str) -> None:
     elif change == "names a file elsewhere":
         index = {"weight_map": dict.fromkeys(weights, "../model.safetensors")}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    elif change == "names a tensor elsewhere":
+        index = {"weight_map": dict.fromkeys(weights, "model.safetensors")}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        save_file({each: x for each, x in weights.items() if each != name}, folder / "model.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -281,6 +285,10 @@ def damaged(folder: Path, change: str) -> None:
         ("not finite", "blocks.1.mlp.up.weight holds values that are not finite"),
         ("a pickle", "found only pytorch_model.bin, a pickle, which could run code; save the model with"),
         ("cut off", "model.safetensors cannot be read: "),
+        (
+            "names a tensor elsewhere",
+            "model.safetensors has no transformer.h.1.mlp.c_fc.weight, which model.safetensors",
+        ),
         ("names a file elsewhere", r"index.json: Expected `str` matching regex .* `\$.weight_map"),
     ],
 )
