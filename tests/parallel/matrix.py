@@ -132,12 +132,12 @@ FROZEN_ROTARY = ("token_embedding.*", "blocks.0.*", "blocks.1.attention.kv.*", "
 FROZEN_ON_GPU = ("token_embedding.*", "blocks.0.*", "blocks.1.mlp.*")  # its models are smaller
 SAMPLES = 2  # of a micro-batch
 EXPERTS_BY_DEFAULT = 10  # cases of up to two ranks; the others are slow
-NUMBERS_BY_DEFAULT = 12  # they hold most pairs of the matrix of precisions
-ON_GPU_BY_DEFAULT = 14, 2  # and of that on the pretended GPU: cases of up to two ranks, of four
+NUMBERS_BY_DEFAULT = 10  # they hold most pairs of the matrix of precisions
+ON_GPU_BY_DEFAULT = 9, 2  # and of that on the pretended GPU: cases of up to two ranks, of four
 MAX_WORLD = 8
 BEGINNINGS, TRIES = 6, 12  # of the search for a case: pairs that it begins from, layouts that it tries
-# Generated cases in the default suite: those that add most pairs. The others of two ranks add one or two pairs each.
-BY_DEFAULT, LARGER = 36, 6  # of up to two ranks; of three and four
+# Generated cases in the default suite: those that add most pairs. The others of two ranks add ten pairs or fewer each.
+BY_DEFAULT, LARGER = 24, 6  # of up to two ranks; of three and four
 
 
 @dataclass(frozen=True)

@@ -284,7 +284,7 @@ def test_defaults_of_the_architecture_are_not_repeated(name: str) -> None:
     assert [flag for flag in given.keys() & defaults.keys() if given[flag] == defaults[flag]] == []
 
 
-MIXTURES = ("mixtral-8x7b", "qwen1.5-moe-a2.7b", "qwen3-30b-a3b", "olmoe-1b-7b")  # their names say other sizes
+MIXTURES = ("mixtral-8x7b", "qwen1.5-moe-a2.7b", "qwen3-30b-a3b", "olmoe-1b-7b")  # named by other sizes
 
 
 @pytest.mark.parametrize("name", [name for name in SHAPES if name not in (*SMALL, *MIXTURES)])

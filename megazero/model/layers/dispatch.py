@@ -125,7 +125,7 @@ def as_arrived(rows: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
 
 
 def _sizes(counts: torch.Tensor, total: int, pretends: bool) -> tuple[int, ...]:
-    """Return the values of counts [.., E], E of sum `total`; of a trace or a rehearsal, as even ones as possible."""
+    """Return the values of counts [.., E]; of a trace or a rehearsal as even ones as possible, whose sum is `total`."""
     if pretends or is_stand_in(counts):
         each, more = divmod(total, counts.shape[-1])
         return tuple(each + (i < more) for i in range(counts.shape[-1])) * (counts.numel() // counts.shape[-1])
