@@ -164,12 +164,17 @@ def initial_weights(flags: Flags) -> Weights:
         constant[f"{block}.attention.qkv.bias"] = (0.0, (heads, 3, h // heads))
         constant[f"{block}.mlp.up.bias"] = (0.0, (f,))
         constant |= {f"{block}.{name}.bias": (0.0, (h,)) for name in ("attention.proj", "mlp.down")}
+    return drawn(flags, normal, constant)
+
+
+def drawn(flags: Flags, normal: dict[str, Any], constant: dict[str, Any]) -> Weights:
+    """Draw weights of (standard deviation, shape), and fill those of (value, shape)."""
     weights = {name: torch.full(shape, value) for name, (value, shape) in constant.items()}
     for name, (deviation, shape) in normal.items():
         blocks = -(-math.prod(shape) // 65536)
         seeds = [blake(flags["seed"], name, block) for block in range(blocks)]
-        drawn = torch.cat([torch.empty(65536).normal_(generator=torch.Generator().manual_seed(s)) for s in seeds])
-        weights[name] = drawn[: math.prod(shape)].view(shape) * deviation
+        numbers = torch.cat([torch.empty(65536).normal_(generator=torch.Generator().manual_seed(s)) for s in seeds])
+        weights[name] = numbers[: math.prod(shape)].view(shape) * deviation
     return weights
 
 
@@ -266,12 +271,20 @@ class Model:
         return Round.apply(x, self.half, self.largest) if self.half else x
 
     def loss(self, samples: list[list[int]], numbers: list[int] | None) -> tuple[torch.Tensor, int]:
-        """The sum of the cross-entropies of samples of s + 1 tokens, and the number of targets."""
+        """Return the sum of the cross-entropies of samples of s + 1 tokens, and the number of targets."""
         tokens = torch.tensor(samples)
         ids, labels = tokens[:, :-1], tokens[:, 1:]
         counts = ids != self.flags["eod"] if self.flags["eod-mask-loss"] else torch.ones_like(ids, dtype=torch.bool)
         each = F.cross_entropy(self(ids, numbers).flatten(0, 1), labels.flatten(), reduction="none")
         return each[counts.flatten()].sum(), int(counts.sum())
+
+    def penalty(self) -> torch.Tensor | float:
+        """Return the part of the objective besides the loss of the last call, as a sum over targets."""
+        return 0.0
+
+    def read_balance(self) -> dict[str, Any]:
+        """Return the metrics of all calls since the last time, and forget these."""
+        return {}
 
 
 # -- the run
@@ -308,8 +321,8 @@ class Run:
     def __init__(self, flags: Flags) -> None:
         self.flags, self.metrics, self.margin, self.consumed = flags, [], math.inf, 0
         self.train, self.validation = (open_blend(flags, which) for which in (0, 1))
-        self.weights = {name: t.double().requires_grad_() for name, t in initial_weights(flags).items()}
-        self.model = Model(flags, self.weights)
+        self.weights = {name: t.double().requires_grad_() for name, t in self._initial_weights().items()}
+        self.model = self._model()
         decayed = {n: n.endswith("weight") and "norm" not in n for n in self.weights}
         groups = [
             {"params": [t for n, t in self.weights.items() if decayed[n] == on], "weight_decay": decay}
@@ -328,6 +341,12 @@ class Run:
         )
         self.forgiven = flags["hysteresis"]  # overflows until the scale halves
 
+    def _initial_weights(self) -> Weights:
+        return initial_weights(self.flags)
+
+    def _model(self) -> Model:
+        return Model(self.flags, self.weights)
+
     def step(self) -> dict[str, Any]:
         """Return the next iteration's object in metrics.jsonl, without values that depend on clock or layout."""
         flags, iteration, batch = self.flags, len(self.metrics) + 1, self._batch_size()
@@ -342,12 +361,14 @@ class Run:
         self.optimizer.zero_grad()
         size = flags["micro-batch-size"]
         parts = [numbers[at : at + size] for at in range(0, batch, size)]
-        losses, counts = zip(
-            *(self.model.loss([self.train.sample(n) for n in part], part) for part in parts), strict=True
+        self.model.read_balance()
+        losses, counts, penalties = zip(
+            *((*self.model.loss([self.train.sample(n) for n in part], part), self.model.penalty()) for part in parts),
+            strict=True,
         )
         more = len(parts) if self.scaler.is_enabled() else 1  # the divisor of a micro-batch is a mean one
-        for loss in losses:
-            self.scaler.scale(loss * more / sum(counts)).backward()
+        for loss, penalty in zip(losses, penalties, strict=True):
+            self.scaler.scale((loss + penalty) * more / sum(counts)).backward()
         self.scaler.unscale_(self.optimizer)
         for weight in self.weights.values():
             weight.grad /= more
@@ -365,6 +386,7 @@ class Run:
             "skipped": skipped,
             "flops": self._flops(batch),
             "loss_by_corpus": by_corpus,
+            **self.model.read_balance(),
         }
         if flags["eval-interval"] and iteration % flags["eval-interval"] == 0:
             validation = range(flags["eval-iters"] * flags["global-batch-size"])

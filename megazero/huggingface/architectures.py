@@ -234,7 +234,8 @@ class HuggingFaceModel:
         found = ["architecture"] if model.traits.structure != mine.structure else []
         free = {*self.options, *OF_TRAINING, "untie_embeddings"}.union(*(each.expressed for each in self.conversions))
         model = canonical(model)
-        found += ["num_experts"] * ("num_experts" in free and not model.num_experts)
+        if "num_experts" in free and not model.num_experts:
+            found.append("num_experts")
         for field in fields(ModelConfig):
             value = getattr(model, field.name)
             if field.name not in free and value != self.needed.get(field.name, field.default):

@@ -5,6 +5,7 @@ Shapes: L layers with experts of the model, E experts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -121,9 +122,10 @@ class Routers:
         layers, experts = len(self.model.expert_layers), self.model.num_experts
         if not layers:
             return None
-        rows = torch.tensor(values, dtype=torch.float64).view(layers, -1)
-        tokens = float(rows[:, :experts].sum()) / self.model.moe_router_topk
-        entropy, aux, z = rows[:, experts:].sum(0).tolist()
-        choices = tuple(tuple(map(int, row)) for row in rows[:, :experts].tolist())
+        width = experts + ROUTER_SUMS
+        rows = [values[first : first + width] for first in range(0, len(values), width)]
+        choices = tuple(tuple(map(int, row[:experts])) for row in rows)
+        tokens = sum(map(sum, choices)) / self.model.moe_router_topk
+        entropy, aux, z = map(math.fsum, zip(*(row[experts:] for row in rows), strict=True))
         parts = max(1.0, targets) * layers
         return ExpertLoads(choices, entropy / max(1.0, tokens), aux / parts, z / parts)

@@ -23,13 +23,13 @@ from tests.reference_run import read_checkpoint, write_corpus
 LENGTH, WORDS, BATCH, SEED = 16, 61, 4, 5
 SHAPE = {"hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": 3, "vocab_size": WORDS}
 SHAPE |= {"max_position_embeddings": LENGTH, "initializer_range": 0.2}
-EXPERTS = {"num_key_value_heads": 2, "intermediate_size": 40, "moe_intermediate_size": 28, "num_experts": 4}
-EXPERTS |= {"num_experts_per_tok": 3}
+EXPERTS = {"num_key_value_heads": 2, "intermediate_size": 40, "num_experts_per_tok": 3, "num_experts": 4}
+NARROW = {"moe_intermediate_size": 28, "shared_expert_intermediate_size": 20, "mlp_only_layers": [1]}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 2, "intermediate_size": 40, "rms_norm_eps": 1e-5},
     "qwen3": {"num_key_value_heads": 2, "intermediate_size": 40, "head_dim": 8, "tie_word_embeddings": True},
-    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 20, "mlp_only_layers": [1]},
-    "mixtral": EXPERTS | {"num_local_experts": 4},
+    "qwen2_moe": EXPERTS | NARROW,
+    "mixtral": EXPERTS,
     "gpt2": {"n_inner": 40, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
 }
 LAYOUTS = {

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.end_to_end.cli import metrics, pretrain
+from tests.reference_experts import ExpertRun
 from tests.reference_run import Flags, Run, read_checkpoint, write_corpus
 
 EOD = 256  # of the byte tokenizer
@@ -34,6 +35,14 @@ NO_RESET: Flags = {"reset-attention-mask": False, "reset-position-ids": False}
 FP16: Flags = {
     **COMMON,
     **{"precision": "fp16", "seed": 10, "initial-loss-scale": 2.75 * 2.0**18, "loss-scale-window": 3},
+}
+
+EXPERTS: Flags = {
+    **{name: value for name, value in COMMON.items() if "dropout" not in name},
+    **{"architecture": "llama", "num-layers": 3, "num-query-groups": 2, "ffn-hidden-size": 40, "norm-epsilon": 1e-6},
+    **{"num-experts": 4, "moe-router-topk": 2, "moe-router-pre-softmax": False, "moe-ffn-hidden-size": 12},
+    **{"moe-layer-freq": "DE", "moe-shared-expert-intermediate-size": 20, "moe-shared-expert-gate": True},
+    **{"moe-aux-loss-coeff": 0.3, "moe-z-loss-coeff": 0.2, "precision": "fp64"},
 }
 
 
@@ -82,7 +91,12 @@ def compare(found: list[dict[str, Any]], wanted: list[dict[str, Any]], worlds: l
             assert ours[key] == theirs[key], (where, key)
         assert math.isclose(ours["lr"], theirs["lr"], rel_tol=1e-12), where
         assert ("validation_loss" in ours) == ("validation_loss" in theirs), where
-        for key, rtol in (("loss", case.loss), ("grad_norm", case.norm), ("validation_loss", case.loss)):
+        assert ours.get("moe_load", {}).keys() == theirs.get("moe_load", {}).keys(), where
+        for layer, load in theirs.get("moe_load", {}).items():
+            assert math.isclose(ours["moe_load"][layer], load, rel_tol=1e-12), (where, layer)
+        balance = ("moe_router_entropy", "moe_aux_loss", "moe_z_loss")
+        numbers = (("loss", case.loss), ("grad_norm", case.norm), ("validation_loss", case.loss))
+        for key, rtol in (*numbers, *((key, case.loss) for key in balance)):
             if theirs.get(key) is None:
                 assert ours.get(key) is None, (where, key)
             else:
@@ -99,9 +113,10 @@ def compare(found: list[dict[str, Any]], wanted: list[dict[str, Any]], worlds: l
         flops = ours["tflops_per_device"] * 1e12 * ours["step_seconds"] * world
         assert math.isclose(flops, theirs["flops"], rel_tol=1e-9), where
     start = 0
-    # Evaluation is not counted: all iterations of a layout have the same traffic, unless their batches grow.
+    # Evaluation is not counted: all iterations of a layout have the same traffic, but for tokens on their way to
+    # experts, unless their batches grow.
     for part in () if "rampup-batch-size" in case.flags else case.parts:
-        traffic = [m["traffic_bytes"] for m in found[start : part.stop] if not m["skipped"]]
+        traffic = [m["traffic_bytes"] | {"ep": 0} for m in found[start : part.stop] if not m["skipped"]]
         assert all(each == traffic[0] for each in traffic), traffic
         start = part.stop
 
@@ -178,6 +193,25 @@ CASES = {
         ),
         *FP64,
     ),
+    # Samples have unequal numbers of targets. Experts are divided over other ranks in each part.
+    "experts": Case(
+        EXPERTS,
+        (
+            Part(4, 2, "--expert-model-parallel-size 2 --zero-stage 3 --recompute full"),
+            Part(7, 2, f"{TWO_PARTS} --sequence-parallel --expert-tensor-parallel-size 1 --zero-stage 2"),
+            Part(12, 4, f"{TWO_STAGES} {TWO_PARTS} --recompute selective"),
+        ),
+        *FP64,
+    ),
+    "experts, unequal": Case(
+        {**EXPERTS, "global-batch-size": 7, "moe-router-pre-softmax": True, "moe-layer-freq": "EED"},
+        (
+            Part(5, 3, "--zero-stage 3 --recompute full"),
+            Part(9, 4, "--context-parallel-size 2 --expert-model-parallel-size 4 --zero-stage 1"),
+            Part(12, 1, ""),
+        ),
+        *FP64,
+    ),
     "bf16": Case(
         {**COMMON, "precision": "bf16"},
         (Part(4, 2, "--zero-stage 1"), Part(12, 4, f"{TWO_STAGES} --zero-stage 2 --recompute full")),
@@ -187,12 +221,12 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in ("fp32", "fp16") else pytest.mark.slow) for n in CASES]
+    "name", [pytest.param(n, marks=() if n in ("fp32", "fp16", "experts") else pytest.mark.slow) for n in CASES]
 )
 def test_a_run_with_everything_on(name: str, blend: list[str], tmp_path: Path) -> None:
     case = CASES[name]
     flags = {**case.flags, "data-path": blend}
-    reference = Run(flags)
+    reference = ExpertRun(flags) if "num-experts" in flags else Run(flags)
     wanted = [reference.step() for _ in range(flags["train-iters"])]
     assert reference.margin > 1.1  # else rounding might decide whether an iteration is skipped
     folders = ["--save", tmp_path, "--load", tmp_path, "--log-dir", tmp_path]

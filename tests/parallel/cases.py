@@ -224,8 +224,8 @@ def global_batch(case: Case, step: int) -> tuple[torch.Tensor, torch.Tensor, tor
     if case.targets == "last":
         mask[:, :-2] = 0.0
     if case.targets == "uneven":  # from none to all of a sample
-        kept = torch.arange(case.model.seq_length) < (torch.arange(case.batch) % 4 / 3 * case.model.seq_length)[:, None]
-        mask = kept.float()
+        kept = (torch.arange(case.batch) + 1) % 4 / 3 * case.model.seq_length
+        mask = (torch.arange(case.model.seq_length) < kept[:, None]).float()
     return tokens[:, :-1], tokens[:, 1:], mask
 
 

@@ -77,6 +77,39 @@ NUMBERS: Factors = {
     "reset": ("", "documents"),
     "short": (0, 2),  # less of a batch would have more rounding
 }
+# Mixtures of experts: a matrix of its own, with the factors that decide which tokens and weights a rank has.
+BALANCED = {"moe_ffn_hidden_size": 24, "moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.2}
+SHARED_EXPERT = {"moe_shared_expert_intermediate_size": 36, "moe_layer_freq": "DE"}
+EXPERTS: dict[str, dict[str, Any]] = {
+    "2 of 4": BALANCED | {"num_experts": 4},
+    "3 of 5, shared": BALANCED
+    | SHARED_EXPERT
+    | {"num_experts": 5, "moe_router_topk": 3, "moe_router_pre_softmax": True, "moe_aux_loss_coeff": 0.0},
+    "all of 4, gated": BALANCED
+    | SHARED_EXPERT
+    | {"num_experts": 4, "moe_router_topk": 4, "moe_shared_expert_gate": True, "moe_layer_freq": "2"},
+    "2 of 40": BALANCED | {"num_experts": 40, "moe_ffn_hidden_size": 12},  # of which many get no token
+}
+DIVISIONS = {  # level -> ranks that the experts of a layer are divided over, and that share an expert; 0: tp
+    "": (1, 0),
+    "ep 2": (2, 0),
+    "ep 4": (4, 0),
+    "whole": (1, 1),
+    "ep 2, whole": (2, 1),
+    "ep 4, whole": (4, 1),
+}
+WITH_EXPERTS: Factors = {
+    **dict.fromkeys(LAYOUT, (1, 2)),
+    "experts": tuple(EXPERTS),
+    "division": tuple(DIVISIONS),
+    "schedule": ("1f1b", "zero-bubble"),
+    "micro_batches": (1, 3),
+    **{name: FACTORS[name] for name in ("zero", "zero_shard_size", "zero_reduce_every", "zero_gather_every")},
+    **{name: FACTORS[name] for name in ("reduce_bucket_size", "overlap_comm", "recompute", "pa", "host", "sp")},
+    **{name: FACTORS[name] for name in ("dropout", "frozen", "seq_length", "reset", "short")},
+    "architecture": ("llama, 2 groups", "qwen3", "gemma2"),
+    "targets": ("most", "last", "uneven"),
+}
 # The paths of a GPU, on the pretended one (tests/helpers/pretended_gpu): a matrix whose twin on a CPU is `FACTORS`.
 ON_GPU: Factors = {
     **dict.fromkeys(LAYOUT, (1, 2)),
@@ -98,12 +131,13 @@ FROZEN = ("token_embedding.*", "position*", "blocks.0.*", "blocks.2.mlp.*", "blo
 FROZEN_ROTARY = ("token_embedding.*", "blocks.0.*", "blocks.1.attention.kv.*", "blocks.2.mlp.*", "blocks.3.norm*")
 FROZEN_ON_GPU = ("token_embedding.*", "blocks.0.*", "blocks.1.mlp.*")  # its models are smaller
 SAMPLES = 2  # of a micro-batch
-NUMBERS_BY_DEFAULT = 12  # they hold most pairs of the matrix of precisions
-ON_GPU_BY_DEFAULT = 14, 2  # and of that on the pretended GPU: cases of up to two ranks, of four
+EXPERTS_BY_DEFAULT = 10  # cases of up to two ranks; the others are slow
+NUMBERS_BY_DEFAULT = 10  # they hold most pairs of the matrix of precisions
+ON_GPU_BY_DEFAULT = 9, 2  # and of that on the pretended GPU: cases of up to two ranks, of four
 MAX_WORLD = 8
 BEGINNINGS, TRIES = 6, 12  # of the search for a case: pairs that it begins from, layouts that it tries
-# Generated cases in the default suite: those that add most pairs. The others of two ranks add one or two pairs each.
-BY_DEFAULT, LARGER = 36, 6  # of up to two ranks; of three and four
+# Generated cases in the default suite: those that add most pairs. The others of two ranks add ten pairs or fewer each.
+BY_DEFAULT, LARGER = 24, 6  # of up to two ranks; of three and four
 
 
 @dataclass(frozen=True)
@@ -129,6 +163,20 @@ def _options(architecture: str) -> dict[str, Any]:
     if architecture in COMBINED:
         return {"architecture": name} | FAMILIES[name]
     return {"architecture": name, "num_query_groups": int(groups.split()[0]) if groups else 0}
+
+
+def _ranks(division: str, tp: int) -> int:
+    """Return the ranks that hold one copy of the experts."""
+    ep, etp = DIVISIONS[division]
+    return ep * (etp or tp)
+
+
+def _divides(division: str, dp: int, cp: int, tp: int) -> bool:
+    return dp * cp * tp % _ranks(division, tp) == 0
+
+
+def _shares(experts: str, division: str) -> bool:
+    return bool(EXPERTS[experts]["num_experts"] % DIVISIONS[division][0] == 0)
 
 
 def _groups(architecture: str) -> int:
@@ -165,6 +213,13 @@ RULES = [
         lambda graphs, dropout: not graphs or not dropout,
         lambda graphs, reset: not graphs or not reset,
     )),
+    Rule("ep x etp divides the ranks of a stage", True, _divides),
+    Rule("5 experts on 2 ranks", True, _shares),
+    Rule("tensor-parallel ranks send their own tokens", True, lambda division, tp, sp: not division or tp == 1 or sp),
+    Rule("shards are whole copies of the experts", True, lambda zero_shard_size, division, tp: (
+        not zero_shard_size or zero_shard_size * tp % _ranks(division, tp) == 0
+    )),
+    Rule("one rank shares what one rank shares", False, lambda division, tp: DIVISIONS[division][1] != 1 or tp > 1),
     Rule("a replica has one padded micro-batch at most", False, lambda short, dp: short < dp * SAMPLES),
     *(Rule("a ring has blocks of keys, to which fused attention without windows attends", True, holds) for holds in (
         lambda exchange, cp: exchange != "ring" or cp > 1,
@@ -176,7 +231,7 @@ RULES = [
     Rule("no third type", False, lambda grad_dtype, precision: grad_dtype in ("fp32", precision)),
 ]  # fmt: skip
 # Factors of many rules; a rule has at most one factor besides these.
-SHARED = ("pp", "dp", "cp", "tp", "exchange", "zero", "recompute", "sp", "schedule", "precision", "graphs")
+SHARED = ("pp", "dp", "cp", "tp", "exchange", "division", "zero", "recompute", "sp", "schedule", "precision", "graphs")
 
 
 def case_of(choice: Choice) -> Case:
@@ -189,11 +244,14 @@ def case_of(choice: Choice) -> Case:
     on_gpu = choice["device"] != "cpu"
     layers = max(3 if on_gpu else MODEL.num_layers, stages + 1)
     frozen = FROZEN_ON_GPU if on_gpu else FROZEN if architecture == "gpt2" else FROZEN_ROTARY
+    ep, etp = DIVISIONS[choice.get("division", "")]
     flags = ("zero_shard_size", "zero_reduce_every", "zero_gather_every", "reduce_bucket_size", "overlap_comm")
     return Case(
         **{name: choice[name] for name in Case._fields if name in choice and name != "frozen"},
         frozen=frozen if choice["frozen"] else (),
         options=tuple((name, choice[name]) for name in flags if choice[name] != FACTORS[name][0]),
+        ep=ep,
+        etp=etp,
         chunks=chunks,
         split=",".join(map(str, [0, *[1] * (stages - 2), layers - stages + 2])) if choice["by_hand"] else "",
         model=replace(
@@ -203,6 +261,7 @@ def case_of(choice: Choice) -> Case:
             seq_length=choice["seq_length"],
             **_options(choice["architecture"])
             | SCORES[choice["scores"]]
+            | EXPERTS.get(choice.get("experts", ""), {})
             | dropout
             | {"untie_embeddings": choice["untied"]},
         ),
@@ -214,7 +273,7 @@ def case_of(choice: Choice) -> Case:
 
 def name_of(choice: Choice) -> str:
     """The levels that are not the plainest."""
-    words, factors = [], ON_GPU if "device" in choice else NUMBERS | FACTORS
+    words, factors = [], ON_GPU if "device" in choice else WITH_EXPERTS if "experts" in choice else NUMBERS | FACTORS
     for name, level in choice.items():
         if level != factors[name][0]:
             words.append(name if level is True else f"{name}={level}")
@@ -356,6 +415,14 @@ def numbers() -> list[Choice]:
 
 
 @cache
+def with_experts() -> Covers:
+    """The matrix of experts, on up to four ranks, in fp64."""
+    matrix = Matrix(WITH_EXPERTS)
+    two = list(matrix.cover(max_world=2))
+    return Covers(two[:EXPERTS_BY_DEFAULT], two[EXPERTS_BY_DEFAULT:] + list(matrix.cover(max_world=4)))
+
+
+@cache
 def on_gpu() -> tuple[list[Choice], list[Choice]]:
     """The matrix on the pretended GPU, on up to four ranks: cases of the default suite, and slow ones."""
     matrix, (small, large) = Matrix(ON_GPU), ON_GPU_BY_DEFAULT
@@ -386,6 +453,8 @@ def main() -> None:
         ("default suite, fp64", found.default),
         ("slow, fp64", found.slow),
         ("slow, fp64: products", products()),
+        ("default suite, experts in fp64", with_experts().default),
+        ("slow, experts in fp64", with_experts().slow),
         ("default suite, fp32, bf16, fp16", numbers()[:NUMBERS_BY_DEFAULT]),
         ("slow, fp32, bf16, fp16", numbers()[NUMBERS_BY_DEFAULT:]),
         ("default suite, on the pretended GPU", on_gpu()[0]),

@@ -6,7 +6,7 @@ Explicit and fused, keys gathered or sent round in a ring: output, gradients and
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from itertools import groupby
 from typing import NamedTuple
@@ -163,8 +163,8 @@ def errors(rank: int, ranks: int, cases: list[Case], late: bool = False) -> list
     return found
 
 
-def cases() -> Iterator[Case]:
-    for length in (11, 13, 37, 200):
+def cases(lengths: Iterable[int]) -> Iterator[Case]:
+    for length in lengths:
         for kind in ("pairs", "shuffled"):
             for documents in ("", "any"):
                 for groups in (1, 2):
@@ -184,10 +184,11 @@ def cases() -> Iterator[Case]:
             yield from (Case(length, "in order", documents, ring=ring) for ring in (False, True))
 
 
+# Lengths modulo ranks: every remainder of two ranks, and unequal shares of three.
 @pytest.mark.parametrize("count", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_dealt_tokens_attend_as_whole_samples_do(count: int, ranks) -> None:
     """Masks of dropout are those of one rank, too."""
-    wanted = list(cases())
+    wanted = list(cases((11, 13, 37, 200) if count == 4 else (11, 37, 200)))
     for rank, found in enumerate(ranks(count).run(errors, count, wanted)):
         for case, differences in zip(wanted, found, strict=True):
             assert all(difference < 1e-10 for difference in differences), (rank, case, differences)

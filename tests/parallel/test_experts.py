@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.parallel import matrix
 from tests.parallel.cases import MODEL, Case, train
 from tests.parallel.test_parity import TOLERANCE, check_balance, check_bytes, expected, fp64, relative_error
 
@@ -37,25 +38,44 @@ def check(case: Case, ranks) -> None:
     check_bytes(case, outcomes)
 
 
+CASES = [
+    Case(model=RENORMALISED, micro_batches=1),
+    Case(model=SHARED, micro_batches=3),
+    Case(model=UNBALANCED, recompute="full", reset="documents", targets="uneven"),
+    Case(model=GATED, tp=2, sp=True, recompute="full", micro_batches=3),
+    Case(model=GATED, cp=2, recompute="selective", reset="documents", targets="uneven"),
+    Case(model=RENORMALISED, dp=3, zero=3, micro_batches=3, batch=8, micro_batch_size=1, targets="uneven"),
+    Case(model=MANY, dp=2, zero=3, batch=2, micro_batches=1),
+    Case(model=RENORMALISED, tp=2, sp=True, etp=1, zero=3, micro_batches=3),  # replicas of experts alone
+    Case(model=GATED, tp=2, dp=2, sp=True, ep=2, etp=1, zero=3, recompute="full", micro_batches=3, targets="uneven"),
+]
+
+
+def matrix_cases(choices: list[matrix.Choice], *marks: pytest.MarkDecorator) -> list[object]:
+    return [pytest.param(matrix.case_of(choice), id=matrix.name_of(choice), marks=marks) for choice in choices]
+
+
 @pytest.mark.parametrize(
     "case",
     [
-        fp64(case)
-        for case in (
-            Case(model=RENORMALISED, micro_batches=1),
-            Case(model=SHARED, micro_batches=3),
-            Case(model=GATED, targets="uneven", micro_batches=2),
-            Case(model=UNBALANCED, recompute="full", reset="documents", targets="uneven"),
-            Case(model=GATED, tp=2, sp=True, recompute="full", micro_batches=3),
-            Case(model=GATED, cp=2, recompute="selective", reset="documents", targets="uneven"),
-            Case(model=SHARED, pp=2, dp=2, zero=2, micro_batches=3),
-            Case(model=SHARED, dp=2, zero=3, recompute="full", targets="uneven"),
-            Case(model=GATED, pp=2, schedule="zero-bubble", micro_batches=4),
-            Case(model=MANY, dp=2, zero=3, batch=2, micro_batches=1, targets="uneven"),
-            Case(model=RENORMALISED, dp=3, zero=3, micro_batches=3, batch=8, micro_batch_size=1, targets="uneven"),
-        )
+        *[pytest.param(fp64(case), id=str(case)) for case in CASES],
+        *matrix_cases(matrix.with_experts().default),
+        *matrix_cases(matrix.with_experts().slow, pytest.mark.slow),
     ],
-    ids=str,
 )
 def test_every_layout_has_the_same_experts(case: Case, ranks) -> None:
     check(case, ranks)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_rank_whose_experts_get_no_token(recompute: str, ranks) -> None:
+    """Two tokens a step, each with one of 64 experts, on two ranks."""
+    model = replace(
+        LLAMA, seq_length=1, num_experts=64, moe_router_topk=1, moe_router_pre_softmax=True, moe_ffn_hidden_size=6
+    )
+    case = fp64(Case(model=model, dp=2, ep=2, zero=2, batch=2, micro_batches=1, recompute=recompute))
+    check(case, ranks)
+    (outcome, _) = ranks(2).run(train, case)
+    loads = [loads for step in outcome.experts if step is not None for loads in step.choices]
+    assert min(min(sum(each[:32]), sum(each[32:])) for each in loads) == 0
+    assert all(sum(each) == 2 for each in loads)

@@ -17,13 +17,15 @@ LAYOUTS = [
     Case(pp=2, tp=2, zero=1, schedule="zero-bubble", micro_batches=3),
     Case(tp=4, recompute="full"),
 ]
+# Levels of the matrix; and families whose parts others have, which on one rank are transformers' (tests/unit).
+SLOW = (*COMBINED, "gpt2", "llama", "mistral", "qwen2", "phi3", "olmo2", "starcoder2")
 
 
 @pytest.mark.parametrize(
     ("name", "case"),
     [
-        # in the default suite, families that are no level of the matrix, in one layout
-        pytest.param(name, case, marks=pytest.mark.slow if number or name in (*COMBINED, "gpt2", "llama") else ())
+        # in the default suite, other families in one layout
+        pytest.param(name, case, marks=pytest.mark.slow if number or name in SLOW else ())
         for name in FAMILIES
         for number, case in enumerate(LAYOUTS)
     ],

@@ -101,12 +101,26 @@ def check_balance(case: Case, outcomes: list[Outcome]) -> None:
             assert all(number == 0 for number, use in zip(found[1:], given, strict=True) if not use)
 
 
+UNBALANCED = (
+    "ep",
+    "activation_checkpoints",
+    "buffers",
+    "peak",
+    "host",
+)  # bytes that depend on the loads of a rank's experts
+
+
 def check_bytes(case: Case, outcomes: list[Outcome]) -> None:
     """On every rank, in every iteration: the first allocates the buffers that later ones reuse."""
+    model = case.model
+    even = case.ep == 1 or (model.moe_router_topk == model.num_experts and model.seq_length % case.cp == 0)
     for rank, outcome in enumerate(outcomes):
         memory, traffic = estimate(case.config(), case.layout, rank)
-        assert outcome.sent == [traffic] * STEPS
-        assert outcome.memory == [memory] * STEPS
+        for counted, predicted in ((outcome.sent, traffic), (outcome.memory, memory)):
+            kinds = [kind for kind in predicted if even or kind not in UNBALANCED]
+            assert [{kind: each[kind] for kind in kinds} for each in counted] == [
+                {k: predicted[k] for k in kinds}
+            ] * STEPS
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,10 @@ SAME = [
     ("--window-size 127,0 --window-attn-skip-freq 4", "--window-size 128 --layer-pattern LLLG"),
     ("--window-size (7,0) --window-attn-skip-freq [1,0,0]", "--window-size 8 --layer-pattern LGG"),
     ("--window-size 8,0 --window-attn-skip-freq ([1]*3+[0])*2", "--window-size 9 --layer-pattern LLLGLLLG"),
+    ("--architecture llama --num-experts 8 --expert-interval 3 --moe-router-load-balancing-type none "
+     "--moe-aux-loss-coeff 0.0 --moe-layer-recompute --moe-router-dtype fp32 --moe-input-jitter-eps 0",
+     "--architecture llama --num-experts 8 --moe-layer-freq DDE --recompute selective"),
+    ("--expert-interval 3 --num-experts 1", "--num-experts 0"),
     ("--architecture llama --num-experts 8 --moe-layer-freq ([0]*2+[1]*3)", "--architecture llama --num-experts 8 "
      "--moe-layer-freq DDEEE"),
     ("--architecture llama --num-experts 8 --moe-layer-freq ([0] + [1])*2", "--architecture llama --num-experts 8 "
@@ -163,6 +167,14 @@ def test_the_last_of_two_spellings_wins() -> None:
 
 
 REFUSED = [
+    (
+        "--num-experts 8 --moe-router-load-balancing-type none --moe-loss-coeff 0.1",
+        "--moe-router-load-balancing-type none: --moe-aux-loss-coeff gives the experts a balance loss",
+    ),
+    ("--num-experts 8 --moe-router-load-balancing-type global_aux_loss", "there are seq_aux_loss, with"),
+    ("--num-experts 8 --moe-router-dtype fp64", "only fp32 is possible here"),
+    ("--num-experts 8 --expert-interval 0", "write it as --moe-layer-freq, such as DE"),
+    ("--num-experts 8 --moe-apply-probs-on-input", "weights multiply the results of experts"),
     ("--window-size 8,0 --window-attn-skip-freq 0", "write it as --layer-pattern, such as LLLG"),
     ("--window-size 8,0 --window-attn-skip-freq [1,2]", "no list of 0 and 1 for at most 4096 layers; give letters"),
     ("--num-experts 8 --moe-layer-freq [1]*9999999999", "; give letters, such as DE"),
@@ -183,9 +195,12 @@ REFUSED = [
     ("--num-experts 8 --moe-expert-capacity-factor 1.25", "no token is dropped, and no expert has a capacity; drop it"),
     (
         "--num-experts 8 --moe-input-jitter-eps 1e-2",
-        "--moe-input-jitter-eps 1e-2: the router has no such part; drop it",
+        "--moe-input-jitter-eps 1e-2: only 0 is possible here",
     ),
-    ("--num-experts 8 --moe-router-load-balancing-type sinkhorn", "only seq_aux_loss or aux_loss or none is"),
+    (
+        "--num-experts 8 --moe-router-load-balancing-type sinkhorn",
+        "there are seq_aux_loss, with --moe-aux-loss-coeff, and none",
+    ),
     ("--architecture olmoe --moe-expert-capacity-factor 1.25", "no token is dropped"),
     ("--optimizer sgd", "--optimizer sgd: only adam or adamw is possible here"),
     ("--tokenizer-type BertWordPieceLowerCase", "bertwordpiecelowercase: --tokenizer takes"),

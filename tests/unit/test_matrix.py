@@ -13,6 +13,7 @@ from tests.parallel.matrix import (
     NUMBERS,
     ON_GPU,
     RULES,
+    WITH_EXPERTS,
     Choice,
     Factors,
     Matrix,
@@ -22,6 +23,7 @@ from tests.parallel.matrix import (
     numbers,
     on_gpu,
     products,
+    with_experts,
 )
 
 
@@ -35,7 +37,9 @@ def broken(choice: Choice) -> list[Rule]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("factors", [FACTORS, NUMBERS, ON_GPU], ids=["fp64", "numbers", "on a GPU"])
+@pytest.mark.parametrize(
+    "factors", [FACTORS, NUMBERS, ON_GPU, WITH_EXPERTS], ids=["fp64", "numbers", "on a GPU", "experts"]
+)
 def test_a_pair_is_legal_where_some_choice_has_it(factors: Factors) -> None:
     """Against random choices, which meet all rules by themselves or do not count."""
     matrix = Matrix(factors)
@@ -62,6 +66,12 @@ def test_every_case_is_legal_and_every_legal_pair_meets() -> None:
         case_of(choice).config()
         small.meet(choice)
     assert not any(missing & reach for missing, reach in zip(small.missing, small.reach(2), strict=True))
+    experts = Matrix(WITH_EXPERTS)
+    for choice in itertools.chain(*with_experts()):
+        assert case_of(choice).world <= 4 and not broken(choice)
+        case_of(choice).config()
+        experts.meet(choice)
+    assert not any(missing & reach for missing, reach in zip(experts.missing, experts.reach(4), strict=True))
     gpu = Matrix(ON_GPU)
     for choice in itertools.chain(*on_gpu()):
         assert case_of(choice).world <= 4
@@ -77,7 +87,8 @@ def test_what_a_rule_calls_refused_is_refused() -> None:
     small = FACTORS | {"pp": (1, 2), "dp": (2, 4), "cp": (1, 2), "tp": (1, 2, 3, 4)}
     met = "pp", "dp", "cp", "tp", "zero", "recompute", "schedule", "dropout", "reset"
     graphs = {name: ON_GPU[name] for name in met} | {"graphs": (True,)}
-    for choice in random_choices(small, 60_000) + random_choices(graphs, 2_000):
+    samples = random_choices(small, 60_000) + random_choices(graphs, 2_000) + random_choices(WITH_EXPERTS, 20_000)
+    for choice in samples:
         rules = broken(choice)
         if len(rules) == 1 and rules[0].refused and rules[0] not in seen:
             seen.add(rules[0])

@@ -64,6 +64,10 @@ SHAPES = {
     "smollm3-3b": (64, 36, 2048, 16, 1, 9, 576),
     "stablelm-1.6b": (64, 24, 2048, 32, 1, 16, 1024),
     "starcoder2-3b": (64, 30, 3072, 24, 1, 2, 128),
+    "mixtral-8x7b": (64, 32, 4096, 32, 1, 16, 1024),
+    "qwen1.5-moe-a2.7b": (64, 24, 2048, 16, 1, 16, 1024),
+    "qwen3-30b-a3b": (64, 48, 2048, 32, 1, 16, 1024),
+    "olmoe-1b-7b": (64, 16, 2048, 16, 1, 16, 1024),
     "granite-2b": (64, 40, 2048, 32, 1, 16, 1024),
     "phi3-mini-3.8b": (64, 32, 3072, 32, 1, 16, 1024),
     "olmo2-7b": (64, 32, 4096, 32, 1, 16, 1024),
@@ -115,6 +119,28 @@ FAMILIES: dict[str, tuple[str, int, int, int, int, int | None, dict[str, Any]]] 
     "qwen3-0.6b": ("qwen3", 3072, 8, 151936, 4096, 596_049_920, QWEN3 | {"kv_channels": 128}),
     "qwen3-1.7b": ("qwen3", 6144, 8, 151936, 4096, 1_720_574_976, QWEN3 | {"kv_channels": 128}),
     "qwen3-8b": ("qwen3", 12288, 8, 151936, 4096, 8_190_735_360, QWEN3 | {"untie_embeddings": True}),
+    "mixtral-8x7b": (
+        *("mixtral", 14336, 8, 32000, 4096, 46_702_792_704),
+        {"untie_embeddings": True, "rotary_base": 1e6, "num_experts": 8, "moe_aux_loss_coeff": 0.01},
+    ),
+    "qwen1.5-moe-a2.7b": (
+        *("qwen2-moe", 8192, 16, 151936, 4096, 14_315_784_192),
+        QWEN2
+        | {"untie_embeddings": True, "num_experts": 60, "moe_router_topk": 4, "moe_router_pre_softmax": True}
+        | {"moe_ffn_hidden_size": 1408, "moe_shared_expert_intermediate_size": 5632, "moe_shared_expert_gate": True}
+        | {"moe_aux_loss_coeff": 0.001},
+    ),
+    "qwen3-30b-a3b": (
+        *("qwen3-moe", 8192, 4, 151936, 4096, 30_532_122_624),
+        QWEN3
+        | {"untie_embeddings": True, "kv_channels": 128, "num_experts": 128, "moe_router_topk": 8}
+        | {"moe_ffn_hidden_size": 768, "moe_aux_loss_coeff": 0.001},
+    ),
+    "olmoe-1b-7b": (
+        *("olmoe", 1024, 16, 50304, 4096, 6_919_161_856),
+        {"untie_embeddings": True, "qk_layernorm": True, "qk_norm_all_heads": True, "num_experts": 64}
+        | {"moe_router_topk": 8, "moe_router_pre_softmax": True, "moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.001},
+    ),
     "phi3-mini-3.8b": ("phi3", 8192, 32, 32064, 4096, 3_821_079_552, {"untie_embeddings": True, "window_size": 2047}),
     "smollm3-3b": (
         *("smollm3", 11008, 4, 128256, 4096, 3_075_098_624),
@@ -258,7 +284,10 @@ def test_defaults_of_the_architecture_are_not_repeated(name: str) -> None:
     assert [flag for flag in given.keys() & defaults.keys() if given[flag] == defaults[flag]] == []
 
 
-@pytest.mark.parametrize("name", [name for name in SHAPES if name not in SMALL])
+MIXTURES = ("mixtral-8x7b", "qwen1.5-moe-a2.7b", "qwen3-30b-a3b", "olmoe-1b-7b")  # named by other sizes
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if name not in (*SMALL, *MIXTURES)])
 def test_the_name_says_the_size(name: str) -> None:
     """Within a twentieth, or rounded down to a whole billion, as some developers do."""
     said = re.fullmatch(r"[\w.]+(?:-[\w.]+)??-([\d.]+)([mb])(?:-\w+)?", name)

@@ -163,13 +163,14 @@ def test_a_report_of_many_iterations_is_small(tmp_path: Path) -> None:
 
 
 def test_a_long_file_is_read_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every third iteration, and each with a validation; hours and tokens are those of all."""
+    """Every third iteration, and each with a validation or experts' choices; hours and tokens are those of all."""
     records = [record(i) | ({"validation_loss": 1.0} if i == 100 else {}) for i in range(1, 301)]
+    records[199]["moe_choices"] = {"0": [1, 2]}
     folder = write_run(tmp_path / "run", records)
     whole = read_run(folder)
     monkeypatch.setattr(reading, "MAX_BYTES", (folder / "metrics.jsonl").stat().st_size // 2 - 1)
     part = read_run(folder)
-    assert (part.stride, len(part.records)) == (3, 101) and list(curve(part, "validation_loss").x) == [100]
+    assert (part.stride, len(part.records)) == (3, 102) and list(curve(part, "validation_loss").x) == [100]
     for axis in ("iteration", "tokens", "hours"):
         assert axis_values(part, axis)[-1] == pytest.approx(axis_values(whole, axis)[-1], rel=1e-12)
     assert axis_values(whole, "tokens")[-1] == 300 * 1024 and axis_values(whole, "hours")[-1] == 150 / 3600

@@ -134,6 +134,22 @@ def layer_pattern(flag: ForeignFlag) -> list[str]:
     return ["--layer-pattern", "L" * (flag.whole() - 1) + "G"]
 
 
+def expert_layers(flag: ForeignFlag) -> list[str]:
+    """--moe-layer-freq: of N layers the last has experts (E), the others are dense (D)"""
+    if not 0 < flag.whole() <= MOST_LAYERS:
+        raise Refused("write it as --moe-layer-freq, such as DE")
+    return ["--moe-layer-freq", "D" * (flag.whole() - 1) + "E"] if has_experts(flag) else []
+
+
+def balance(flag: ForeignFlag) -> list[str]:
+    """nothing: the loss of --moe-aux-loss-coeff is seq_aux_loss; with none, that must be 0"""
+    if flag.value not in ("seq_aux_loss", "aux_loss", "none"):
+        raise Refused(f"{flag.value}: there are seq_aux_loss, with --moe-aux-loss-coeff, and none")
+    if flag.value == "none" and number(flag.get("moe-aux-loss-coeff")):
+        raise Refused("--moe-aux-loss-coeff gives the experts a balance loss; drop one of the two")
+    return []
+
+
 def max_positions(flag: ForeignFlag) -> list[str]:
     """nothing if it is --seq-length, or positions are rotary"""
     if flag.get("architecture") == "gpt2" and flag.whole() != flag.get_whole("seq-length"):
@@ -348,16 +364,8 @@ CONVERSIONS: Mapping[str, Callable[[ForeignFlag], list[str]]] = {
         *(rename, words, choose, pairs, only, unneeded, refused, minutes, exit_duration, profile, validation_share),
         *(scale_power, betas, words_unless_given, architecture, virtual_stages, output, recomputed_layers),
         *(layer_pattern, linear_scaling, max_positions, run_name, report, resume, accumulation),
-        *(
-            rename_with_experts,
-            refused_with_experts,
-            train_length,
-            in_iterations,
-            interval,
-            warmup_fraction,
-            evaluation,
-            tokenizer,
-        ),
+        *(rename_with_experts, refused_with_experts, expert_layers, balance),
+        *(train_length, in_iterations, interval, warmup_fraction, evaluation, tokenizer),
     )
 }
 ORDER = {name: place for place, name in enumerate(CONVERSIONS)}

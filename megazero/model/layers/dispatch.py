@@ -83,7 +83,7 @@ class Dispatch(NamedTuple):
             return cls(axis, [len(flat)], [len(flat)], RowGroups.of(counts, sizes), None)
         table, each = torch.empty_like(counts).view(axis.size, -1), experts // axis.size
         axis.start_all_to_all(counts.view_as(table), table, *[[1] * axis.size] * 2).wait()
-        both = _sizes(torch.cat([counts, table.flatten()]), 2 * len(flat), pretends)
+        both = _sizes(torch.stack([counts, table.flatten()]), len(flat), pretends)
         sent, received = both[:experts], both[experts:]
         if pretends:
             table.copy_(torch.tensor(received).view_as(table))
@@ -125,8 +125,8 @@ def as_arrived(rows: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
 
 
 def _sizes(counts: torch.Tensor, total: int, pretends: bool) -> tuple[int, ...]:
-    """Return the values of counts, whose sum is `total`; of a trace or a rehearsal, as even ones as possible."""
+    """Return the values of counts [.., E]; of a trace or a rehearsal as even ones as possible, whose sum is `total`."""
     if pretends or is_stand_in(counts):
-        each, more = divmod(total, len(counts))
-        return tuple(each + (i < more) for i in range(len(counts)))
-    return tuple(counts.tolist())
+        each, more = divmod(total, counts.shape[-1])
+        return tuple(each + (i < more) for i in range(counts.shape[-1])) * (counts.numel() // counts.shape[-1])
+    return tuple(counts.flatten().tolist())

@@ -62,12 +62,17 @@ class Differences:
                 reference = _reference(tensor)
                 self._axes[reference] = self._axes.get(reference, frozenset()) | axes
 
-    def join(self, tensors: Iterable[torch.Tensor], axis: str) -> None:
-        """Take results of a collective along `axis` for the same on its ranks, or for each rank's own tokens."""
+    def join(self, tensors: Iterable[torch.Tensor], axis: str, reads: Iterable[torch.Tensor] = ()) -> None:
+        """Take results of a collective along `axis` for the same on its ranks, or for each rank's own tokens.
+
+        Args:
+            reads: the tensors that the collective reads. Its results differ as they do along other axes.
+        """
+        axes = self.of(reads)
         for tensor in tensors:
             reference = _reference(tensor)
-            if reference in self._axes:
-                self._axes[reference] -= _merged({axis})
+            if axes or reference in self._axes:
+                self._axes[reference] = (self._axes.get(reference, frozenset()) | axes) - _merged({axis})
 
     def check(self, weight: Weight, write: GradWriter) -> None:
         """Refuse a replicated weight whose declaration does not fit its gradient; see Note [summed]."""

@@ -182,7 +182,7 @@ class _RecordedAxis(PretendAxis):
         number = recorder.issued
         recorder.issued += 1
         recorder.events.append(Issue(number, self.name, name, max(x.numel() * x.element_size() for x in touched)))
-        recorder.differences.join(results, self.name)
+        recorder.differences.join(results, self.name, options.get("reads", ()))
         then = options.get("then")
 
         def arrive() -> None:
