@@ -125,8 +125,7 @@ def drawing(config: Config, layout: Layout) -> list[str]:
         head += f"; ZeRO stage 0: nothing sharded over {_data_words(layout)}"
     if layout.pp == 1:
         each = "each [ ] one copy of the model" if layout.tp > 1 else "each a copy of the model"
-        samples = ", each { } the tokens of a sample" if layout.cp > 1 else ""
-        return [head, f"ranks {_groups(layout, 0)}: {each}{samples}", *tokens]
+        return [head, f"ranks {_groups(layout, 0)}: {each}", *tokens]
     stages = []
     for pp in range(layout.pp):
         chunks = [layout.chunk_layers(config.model.num_layers, pp, chunk) for chunk in range(layout.chunks)]
@@ -143,8 +142,8 @@ def _dealt_words(config: Config, layout: Layout) -> str:
     uneven = causal_imbalance(model.seq_length, layout.cp, Scores.windows(model), dealt_multiple(config))
     documents = "; of documents: cp_imbalance in metrics.jsonl" if config.data.reset_attention_mask else ""
     return (
-        f"tokens: {dealt_tokens(config, layout):,} of a sample on each of {layout.cp} context-parallel ranks; work of "
-        f"attention even within {uneven:.1%}{documents}"
+        f"tokens: ranks in {{ }} share each sample, {dealt_tokens(config, layout):,} tokens each; work of attention "
+        f"even within {uneven:.1%}{documents}; --cp-exchange {config.parallel.cp_exchange}"
     )
 
 

@@ -40,8 +40,9 @@ def show(plan: Plan, console: Console) -> None:
     """Print a plan."""
     config, layout = plan.config, plan.layout
     parameters = num_parameters(declare(config.model))
+    exchange = f"--cp-exchange {config.parallel.cp_exchange}, " if layout.cp > 1 else ""
     console.print(
-        f"{parameters / 1e9:.2f} B parameters on {layout.world_size} x {plan.device.name}: {layout}, "
+        f"{parameters / 1e9:.2f} B parameters on {layout.world_size} x {plan.device.name}: {layout}, {exchange}"
         f"{config.micro_batches(layout.dp)} micro-batches of {config.training.micro_batch_size}"
         f"{padding_words(config, layout)}"
     )

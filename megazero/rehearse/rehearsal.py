@@ -55,6 +55,11 @@ class RehearsalDevice:
         return cls(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"), real=True)
 
     @property
+    def kind(self) -> str:
+        """Return the kind of device whose options, kernels and collectives are rehearsed: cuda or cpu."""
+        return "cpu" if self.device.type == "cpu" else "cuda"
+
+    @property
     def needs_staging_buffer(self) -> bool:
         """True if collectives are gloo's, as on CPUs; else they are NCCL's."""
         return self.device.type == "cpu"

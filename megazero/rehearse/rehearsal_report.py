@@ -15,6 +15,7 @@ from megazero.files import write_atomically
 from megazero.model.stage import declare
 from megazero.plan.layout.resolve import replica_layout, replica_words, resolve
 from megazero.plan.layout.topology import Layout
+from megazero.price.time.exchange import choose_exchange
 from megazero.rehearse.rehearsal import Rehearsal, RehearsalDevice, rehearse
 
 FORM = "write WORLD, WORLD:RANK, WORLD:RANK,RANK,... or WORLD:stages"
@@ -74,10 +75,13 @@ def run_rehearsal(config: Config, world: World, vocab_size: int) -> list[Rehears
     text, asked, start = config.plan.rehearse, config.plan.rehearse_on, time.perf_counter()
     on, found = RehearsalDevice.of(asked), []
     config, layout = resolve(config, pretended_world(config, world), vocab_size, declare)
-    check_device(config, on.device.type)
+    check_device(config, on.kind)
+    config = choose_exchange(config, layout, None)  # a rehearsal knows no speeds
     ranks = rehearsed_ranks(text, layout)
     tensors = f"real tensors on {on.device}" if on.real else f"stand-ins for tensors of a {asked.upper()}"
-    print(f"rehearsing {layout.world_size} ranks, {layout}, ZeRO stage {config.zero.zero_stage}, with {tensors}")
+    exchange = f"--cp-exchange {config.parallel.cp_exchange}, " if layout.cp > 1 else ""
+    stage = config.zero.zero_stage
+    print(f"rehearsing {layout.world_size} ranks, {layout}, {exchange}ZeRO stage {stage}, with {tensors}")
     for rank in ranks:
         found.append(rehearse(config, layout, rank, on))
         print(table(found[-1]), flush=True)

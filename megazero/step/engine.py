@@ -380,7 +380,7 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of a checkpoint besides `shards`, the same on all ranks."""
         scale = asdict(self.scale) if self.scale else None
-        return {"updates": self.updates, "loss_scale": scale, "expert_biases": self.routers.state_dict()}
+        return {"updates": self.updates, "loss_scale": scale, "expert_biases": self.routers.state_dict(self.mesh)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a checkpoint whose tensors have been read into `shards`. All ranks call this."""

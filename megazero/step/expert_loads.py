@@ -5,7 +5,6 @@ Shapes: L layers with experts of the model, E experts.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -92,11 +91,12 @@ class Routers:
             ahead = (loads * self.model.num_experts - loads.sum(1, keepdim=True)).sign()  # of exact integers
             self.biases.sub_(ahead, alpha=self.model.moe_router_bias_update_rate)
 
-    def state_dict(self) -> dict[str, list[float]]:
+    def state_dict(self, mesh: Mesh) -> dict[str, list[float]]:
         """Return the biases by number of their layer."""
         if self.biases is None:
             return {}
-        return dict(zip(map(str, self.model.expert_layers), self.biases.tolist(), strict=True))
+        values, experts = mesh.read(self.biases.flatten()), self.model.num_experts
+        return {str(n): values[at * experts : (at + 1) * experts] for at, n in enumerate(self.model.expert_layers)}
 
     def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
         """Read the biases of a checkpoint; those of a run without biases are 0."""
@@ -123,9 +123,9 @@ class Routers:
         if not layers:
             return None
         width = experts + ROUTER_SUMS
-        rows = [values[first : first + width] for first in range(0, len(values), width)]
+        rows = [values[at : at + width] for at in range(0, len(values), width)]
         choices = tuple(tuple(map(int, row[:experts])) for row in rows)
         tokens = sum(map(sum, choices)) / self.model.moe_router_topk
-        entropy, aux, z = map(math.fsum, zip(*(row[experts:] for row in rows), strict=True))
+        entropy, aux, z = (sum(column) for column in zip(*(row[experts:] for row in rows), strict=True))
         parts = max(1.0, targets) * layers
         return ExpertLoads(choices, entropy / max(1.0, tokens), aux / parts, z / parts)

@@ -156,6 +156,7 @@ def test_every_layout_is_the_same_model(case: Case, ranks) -> None:
         *(fp64(Case(dp=3, zero=z, micro_batches=3, batch=8, micro_batch_size=1)) for z in range(4)),
         fp64(Case(dp=3, zero=3, micro_batches=1, batch=1, micro_batch_size=1)),  # one replica computes for three
         fp64(Case(dp=3, zero=2, micro_batches=2, batch=4, micro_batch_size=1, corpora=4)),
+        fp64(Case(dp=2, cp=2, zero=2, micro_batches=2, batch=3, micro_batch_size=1, reset="documents", corpora=3)),
         *(
             pytest.param(fp64(Case(pp=2, dp=3, zero=z, micro_batches=3, batch=8, micro_batch_size=1, schedule=s)),
                          marks=pytest.mark.slow)
@@ -180,6 +181,7 @@ def test_replicas_with_unequal_numbers_of_micro_batches_are_the_same_model(case:
         fp64(Case(corpora=4)),
         fp64(Case(pp=2, dp=2, zero=2, micro_batches=3, recompute="full", corpora=4)),
         fp64(Case(dp=2, tp=2, zero=3, sp=True, micro_batches=1, corpora=4)),
+        fp64(Case(cp=2, zero=3, micro_batches=3, targets="last", corpora=4)),
         fp64(Case(pp=2, schedule="zero-bubble", micro_batches=4, corpora=4)),
     ],
     ids=str,
@@ -277,6 +279,7 @@ def test_every_place_of_hidden_dropout_is_used(monkeypatch: pytest.MonkeyPatch) 
         Case(pp=2, dp=2, zero=1, precision="fp64"),
         Case(tp=2, precision="bf16"),
         Case(dp=2, zero=3, precision="fp64", batch=9, micro_batches=3, micro_batch_size=2),
+        Case(cp=3, zero=3, precision="fp64", targets="last", exchange="ring"),
     ],
     ids=str,
 )

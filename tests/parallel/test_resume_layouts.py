@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.chains import LAYOUTS, TOLERANCE, configured, deviation, make_corpus, train
+from tests.helpers.chains import LAYOUTS, MODEL, TOLERANCE, Curve, configured, deviation, make_corpus, train
 
 STOP, END = 2, 4  # iterations
 NAMES = list(LAYOUTS)
@@ -107,3 +107,35 @@ def test_chains_of_three(runs: Runs, at: int) -> None:
     whole, rest = runs("fp32", END + STOP, "alone"), runs("fp32", END + STOP, *names)
     assert [iteration for iteration, _ in rest] == [5, 6]
     assert deviation(rest, whole) < TOLERANCE["fp32"]
+
+
+# Four experts on four ranks; then parts of all experts on two; then pairs of experts on each of two stages.
+OF_EXPERTS: tuple[tuple[int, dict[str, Any], dict[str, Any]], ...] = (
+    (4, {"expert_model_parallel_size": 4}, {"zero_stage": 2}),
+    (2, {"tensor_model_parallel_size": 2}, {"zero_stage": 1}),
+    (4, {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}, {"zero_stage": 3}),
+)
+
+
+def test_experts_resume_on_other_ranks(ranks: Any, tmp_path: Path) -> None:
+    model = replace(
+        MODEL,
+        architecture="mixtral",
+        num_experts=4,
+        moe_ffn_hidden_size=24,
+        moe_layer_freq="DEE",
+        moe_aux_loss_coeff=0.1,
+    )
+    corpus = make_corpus(tmp_path)
+
+    def part(end: int, world: int, parallel: dict[str, Any], zero: dict[str, Any], **folders: str) -> Curve:
+        config = configured("alone", corpus, end, "fp64", **folders)
+        config = replace(config, model=model, parallel=replace(config.parallel, **parallel))
+        return ranks(world).run(train, world, replace(config, zero=replace(config.zero, **zero)))[0]
+
+    whole, rest, before = part(6, 1, {}, {}), Curve(), ""
+    for end, layout in zip((2, 4, 6), OF_EXPERTS, strict=True):
+        rest += part(end, *layout, save=str(tmp_path / str(end)), load=before)
+        before = str(tmp_path / str(end))
+    assert [iteration for iteration, _ in rest] == [1, 2, 3, 4, 5, 6]
+    assert deviation(rest, whole) < TOLERANCE["fp64"]

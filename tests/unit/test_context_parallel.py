@@ -34,12 +34,12 @@ def resolved(flags: str, world: int) -> tuple[Config, Layout]:
         (
             "--seq-length 3 --context-parallel-size 4",
             4,
-            "--seq-length 3 has only 3 tokens to deal to the ranks; use at most 3",
+            "--context-parallel-size 4 is too large for --seq-length 3: every rank needs tokens; use at most 3, or ",
         ),
         (
             "--seq-length 8 --context-parallel-size 5 --tensor-model-parallel-size 4 --sequence-parallel",
             20,
-            "only 4 groups of 2 tokens, which --sequence-parallel cannot divide, to deal to the ranks; use at most 4",
+            "tokens; with --sequence-parallel, a rank's tokens are a multiple of 2; use at most 4, or longer samples",
         ),
         (
             "--seq-length 8 --context-parallel-size 3 --tensor-model-parallel-size 2",
@@ -47,7 +47,11 @@ def resolved(flags: str, world: int) -> tuple[Config, Layout]:
             "--tensor-model-parallel-size 2 x --context-parallel-size 3 x --pipeline-model-parallel-size 1 = 6 does "
             "not divide the 8 ranks that were started; start 6 or 12",
         ),
-        ("--cp-exchange ring", 1, "--cp-exchange ring needs a --context-parallel-size of at least 2"),
+        (
+            "--cp-exchange ring",
+            1,
+            "--cp-exchange ring needs a --context-parallel-size of at least 2; raise it, or use --cp-exchange auto",
+        ),
         ("--cp-exchange all-gather", 1, "--cp-exchange all-gather needs a --context-parallel-size of at least 2"),
         (
             "--context-parallel-size 2 --cp-exchange ring --attention-dropout 0.25",
@@ -168,8 +172,9 @@ def test_the_start_screen_shows_who_shares_a_sample() -> None:
     assert drawing(config, layout) == [
         "2 data-parallel x 2 context-parallel x 2 tensor-parallel = 8 ranks; ZeRO stage 1: optimizer states sharded "
         "over 4 data-parallel x context-parallel ranks",
-        "ranks {[0-1] [2-3]} {[4-5] [6-7]}: each [ ] one copy of the model, each { } the tokens of a sample",
-        "tokens: 501 of a sample on each of 2 context-parallel ranks; work of attention even within 0.2%",
+        "ranks {[0-1] [2-3]} {[4-5] [6-7]}: each [ ] one copy of the model",
+        "tokens: ranks in { } share each sample, 501 tokens each; work of attention even within 0.2%; "
+        "--cp-exchange auto",
     ]
 
 

@@ -80,6 +80,18 @@ def test_a_rank_with_experts_holds_what_is_estimated() -> None:
         assert found.memory == found.estimated_memory and found.traffic == found.estimated_traffic
 
 
+@pytest.mark.parametrize(("asked", "rehearsed"), [("ring", "ring"), ("auto", "all-gather")])
+def test_an_exchange_of_keys_is_rehearsed_as_on_a_gpu(asked: str, rehearsed: str, capsys) -> None:
+    """Its kernels take bf16, which a CPU's do not. Without speeds, auto is all-gather."""
+    flags = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 33 --vocab-size 101 --precision bf16 "
+    flags += f"--context-parallel-size 3 --rehearse 6:4 --rehearse-on gpu --cp-exchange {asked}"
+    (found,) = run_rehearsal(parse(flags.split()), SINGLE, 0)
+    assert (found.memory, found.traffic) == (found.estimated_memory, found.estimated_traffic)
+    shifts = {each.operation for each in found.collectives if each.axis == "cp"}
+    assert shifts == {"ring": {"shift"}, "all-gather": {"all-gather", "reduce-scatter"}}[rehearsed]
+    assert f"cp 3 x tp 1, --cp-exchange {rehearsed}, ZeRO stage 1" in capsys.readouterr().out
+
+
 def test_what_cannot_be_rehearsed_is_refused() -> None:
     config = parse(SMALL)
     refusals = [

@@ -293,7 +293,7 @@ def test_a_large_heat_map_keeps_the_largest_of_what_it_joins(tmp_path: Path) -> 
     draw = random.Random(0)
     worst = np.array([[draw.choice([0.0, 1.0, 9.0]) for _ in range(4000)] for _ in range(200)])
     drawn = heat_map("t", "x", layers * 3, worst, (0, 3999))
-    assert drawn is not None and len(str(drawn.bands)) < 300_000
+    assert drawn is not None and [text for _, text, _ in drawn.bands] == ["from 5"]  # each cell joins 93 loads
 
 
 def test_unknown_loads_are_not_drawn() -> None:

@@ -247,15 +247,15 @@ def _check_context(config: Config) -> None:
     parallel, model, multiple = config.parallel, config.model, dealt_multiple(config)
     cp, most = parallel.context_parallel_size, model.seq_length // multiple
     if cp > most:
-        units = f"groups of {multiple} tokens, which --sequence-parallel cannot divide," if multiple > 1 else "tokens"
+        reason = f"; with --sequence-parallel, a rank's tokens are a multiple of {multiple}" if multiple > 1 else ""
         raise ValueError(
-            f"--context-parallel-size {cp}: --seq-length {model.seq_length} has only {most} {units} to deal to the "
-            f"ranks; use at most {most}"
+            f"--context-parallel-size {cp} is too large for --seq-length {model.seq_length}: every rank needs tokens"
+            f"{reason}; use at most {most}, or longer samples"
         )
     if parallel.cp_exchange != "auto" and cp == 1:
         raise ValueError(
-            f"--cp-exchange {parallel.cp_exchange} needs a --context-parallel-size of at least 2; raise it, or drop "
-            "this flag"
+            f"--cp-exchange {parallel.cp_exchange} needs a --context-parallel-size of at least 2; raise it, or use "
+            "--cp-exchange auto"
         )
     if parallel.cp_exchange == "ring" and (flag := gathers_keys(config)):
         raise ValueError(f"--cp-exchange ring with {flag}, which needs all keys at once; use all-gather, or auto")
