@@ -96,7 +96,8 @@ def test_bands_of_experts_are_the_experts(
 
     def recording(*args: Any) -> Any:
         name, rows = args[-2:]
-        read.extend([rows.stop - rows.start] * (name == "blocks.1.mlp.experts.up.weight"))
+        if name == "blocks.1.mlp.experts.up.weight":
+            read.append(rows.stop - rows.start)
         return original(*args)
 
     monkeypatch.setattr(importing, "read_rows", recording)
@@ -113,7 +114,7 @@ def test_bands_of_experts_are_the_experts(
 def test_a_rank_reads_the_tensors_of_its_own_experts(
     apart: bool, saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two ranks the last has experts 3 and 4, half of their width, and half of these elements."""
+    """Its shard begins within expert 3, in one half of the experts' width, and ends with expert 4."""
     folder = saved("qwen3_moe", apart)
     _, model = read_config(folder)
     fill, read = open_weights(folder, model), []
