@@ -159,6 +159,8 @@ def test_logits_and_gradients_are_those_of_transformers(
 def test_a_family_is_planned(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The plan of its default flags is printed, with its number of parameters."""
     sizes = "--num-layers 6 --hidden-size 4096 --num-attention-heads 16 --seq-length 32 --vocab-size 128".split()
+    if "num-experts" in ARCHITECTURES[name].defaults:
+        sizes += ["--moe-ffn-hidden-size", "256"]
     layout = "--world-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --zero-stage 1".split()
     pretrain_gpt.main(["--architecture", name, *sizes, *layout, "--plan", "--device-type", "h100-80gb"])
     printed = capsys.readouterr().out
