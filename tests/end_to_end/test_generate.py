@@ -288,7 +288,7 @@ def test_prompts_of_a_file(run, tmp_path: Path, capsys: pytest.CaptureFixture[st
             {"context_parallel_size": 2},
             "--context-parallel-size 2 x --pipeline-model-parallel-size 1 = 2 does not divide the 1 ranks .*; start 2",
         ),
-        ({"context_parallel_size": 12}, "--context-parallel-size 12: --seq-length 11 has only 11 tokens .*at most 11"),
+        ({"context_parallel_size": 12}, "--context-parallel-size 12 is too large for --seq-length 11: .* at most 11"),
         ({"context_parallel_size": 0}, "--context-parallel-size 0"),
     ],
 )

@@ -62,7 +62,7 @@ def test_a_mesh_is_connected_before_the_first_step(ranks) -> None:
         stage = case.layout.coord(rank).pp
         both = ["embedding"] if stage != 1 else []
         assert {name for name in started if "all-reduce" in name} == {
-            f"all-reduce over {axis}" for axis in ("pp", "tp", "world", *both)
+            f"all-reduce over {axis}" for axis in ("pp", "tp", "etp", "world", *both)
         }
         links = 1 + (stage == 1)  # with one neighbour, or two
         assert started["send over pp"] == started["receive over pp"] == links

@@ -234,9 +234,8 @@ def test_numbers_that_bytes_are_made_of() -> None:
         ("fp64", False): (8, 0),
     }
     # axis -> the kind that its bytes are counted as, where that is another name
-    assert TRAFFIC == {"data": "dp", "shard": "dp", "replica": "dp", "embedding": "pp"} | dict.fromkeys(
-        ("world", "host"), "control"
-    )
+    dense = {"data": "dp", "shard": "dp", "replica": "dp", "embedding": "pp", "world": "control", "host": "control"}
+    assert TRAFFIC == dense | {"etp": "tp", "expert_shard": "dp", "expert_replica": "dp"}
 
 
 def test_micro_batches_of_a_step() -> None:

@@ -86,6 +86,10 @@ def test_a_mesh_makes_its_groups_with_the_time_out_given() -> None:
         "data": False,
         "replica": False,
         "embedding": False,
+        "etp": True,
+        "ep": True,
+        "expert_shard": True,
+        "expert_replica": False,
     }
     assert all(call["groups"] == layout.groups(call["name"]) for call in named)
     made = {call["name"]: (call["ranks"], call["group"]) for call in axes if call["hosts"]}
@@ -98,6 +102,10 @@ def test_a_mesh_makes_its_groups_with_the_time_out_given() -> None:
         "shard": ([5], "shard"),
         "replica": ([1, 3, 5, 7], "replica"),
         "embedding": ([5, 13], "embedding"),
+        "etp": ([4, 5], "etp"),
+        "ep": ([5], "ep"),
+        "expert_shard": ([5], "expert_shard"),
+        "expert_replica": ([1, 3, 5, 7], "expert_replica"),
         "world": ([*range(16)], torch.distributed.group.WORLD),
     }
     assert all(call["rank"] == 5 and call["hosts"] == hosts for call in axes if call["hosts"])

@@ -74,12 +74,17 @@ class LayerKind:
         """FLOPs per token of the forward's products with its own weights: 2 per element that the token meets."""
         return 2 * sum(spec.active for spec in self.params if spec.decays)
 
+    @functools.cached_property
+    def suffixes(self) -> tuple[str, ...]:
+        """The ends of the names of its units, after the layer's name: "" and perhaps that of experts."""
+        return tuple(dict.fromkeys(["", *(unit_of("", spec) for spec in self.params)]))
+
     def units_of(self, layer: str, frozen: tuple[str, ...] = ()) -> dict[str, list[ParamSpec]]:
         """Return unit -> its weights, of layer `layer` of this kind."""
-        found: dict[str, list[ParamSpec]] = {layer: []}
-        for spec in self.params_of(layer, frozen):
-            found.setdefault(unit_of(layer, spec), []).append(spec)
-        return found
+        params = self.params_of(layer, frozen)
+        if len(self.suffixes) == 1:
+            return {layer: params}
+        return {layer + end: [spec for spec in params if unit_of(layer, spec) == layer + end] for end in self.suffixes}
 
     def params_of(self, layer: str, frozen: tuple[str, ...] = ()) -> list[ParamSpec]:
         """Return the weights of layer `layer` of this kind; names that match a pattern of `frozen` do not train."""

@@ -139,7 +139,7 @@ def rank_spec(config: Config, layout: Layout, pp: int, declare: Declare) -> Rank
         passes = stage > 0
         for name in layers.chunk(layout, pp, chunk):
             kind = layers.kinds[name]
-            names = (*kind.units_of(name), *kind.reads)
+            names = (*(name + end for end in kind.suffixes), *kind.reads)
             trains = any(units[n].trains for n in names)
             found.append(PlannedLayer(name, names, kind.use, trains, passes, kind.name))
             passes = passes or trains
