@@ -21,6 +21,7 @@ COLUMNS = (
     "step s, TFLOP/s, GB, tp, cp, pp, virtual, schedule, dp, ZeRO, shard, recompute, SP, Pa, micro, bubble, dp wait"
 )
 
+OF_PLANS = ("world-size", "device-type", "moe-plan-imbalance")  # flags with a value that runs refuse
 # flags that a search sets, in the order of a command line
 CHOSEN = (
     "tensor-model-parallel-size",
@@ -101,8 +102,8 @@ def _without_plan(argv: list[str]) -> list[str]:
     left, rest = list[str](), iter(argv)
     for arg in rest:
         name = arg.removeprefix("--").partition("=")[0].replace("_", "-")
-        if not arg.startswith("--") or name not in ("plan", "plan-search", "world-size", "device-type"):
+        if not arg.startswith("--") or name not in ("plan", "plan-search", *OF_PLANS):
             left.append(arg)
-        elif name in ("world-size", "device-type") and "=" not in arg:
+        elif name in OF_PLANS and "=" not in arg:
             next(rest, None)
     return left
