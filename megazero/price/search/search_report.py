@@ -27,6 +27,8 @@ CHOSEN = (
     "tensor-model-parallel-size",
     "context-parallel-size",
     "pipeline-model-parallel-size",
+    "expert-model-parallel-size",
+    "expert-tensor-parallel-size",
     "pipeline-schedule",
     "virtual-pipeline-stages",
     "pipeline-split",
@@ -55,7 +57,13 @@ def run_search(config: Config, argv: list[str], console: Console) -> list[Plan]:
         return []
     plans = simulated[:SHOWN]
     console.print(f"{layouts} on {cluster}, {len(simulated)} of them simulated; the {len(plans)} fastest:")
-    console.print(table("", COLUMNS.split(", "), map(_row, plans)))
+    columns, rows = COLUMNS.split(", "), [_row(plan) for plan in plans]
+    if config.model.num_experts:
+        at = columns.index("virtual")
+        columns.insert(at, "ep")
+        for plan, row in zip(plans, rows, strict=True):
+            row.insert(at, str(plan.layout.ep))
+    console.print(table("", columns, rows))
     for plan in plans[:PRINTED]:
         console.print(command(plan, config, argv), soft_wrap=True, highlight=False, markup=False)
     return plans
