@@ -60,9 +60,9 @@ def run_search(config: Config, argv: list[str], console: Console) -> list[Plan]:
     columns, rows = COLUMNS.split(", "), [_row(plan) for plan in plans]
     if config.model.num_experts:
         at = columns.index("virtual")
-        columns.insert(at, "ep")
-        for plan, row in zip(plans, rows, strict=True):
-            row.insert(at, str(plan.layout.ep))
+        divided = [("ep", "etp"), *((plan.layout.ep, plan.layout.etp) for plan in plans)]
+        for cells, more in zip([columns, *rows], divided, strict=True):
+            cells[at:at] = map(str, more)
     console.print(table("", columns, rows))
     for plan in plans[:PRINTED]:
         console.print(command(plan, config, argv), soft_wrap=True, highlight=False, markup=False)
