@@ -16,7 +16,7 @@ from megazero.plan.program.rank_spec import rank_spec
 from megazero.plan.sizes import LayerSizes
 from megazero.price.bytes.capacity import estimated, least
 from megazero.price.plan import make_plan, plan_config
-from megazero.price.search.search import ClosedTerms, candidates
+from megazero.price.search.search import ClosedTerms, Sizes, candidates
 from megazero.price.search.search_report import command, run_search
 from megazero.price.time.devices import load_device
 from megazero.price.trace.kernels import LayerEvents, Operator
@@ -120,3 +120,22 @@ def test_a_model_without_experts_has_no_divisions_of_them(capsys: pytest.Capture
     assert {(c.ep, c.etp) for c in candidates(parse(argv), 4, H100)} == {(1, 0)}
     run_search(parse(argv), argv, Console(width=200))
     assert " ep " not in capsys.readouterr().out
+
+
+def test_divided_experts_are_sent_to_fewer_ranks() -> None:
+    """On eight ranks that hold an eighth of the experts each, ZeRO-3 gathers and reduces the dense weights alone."""
+    config = parse(f"{BOUNDED} --moe-ffn-hidden-size 4096".split())
+    terms, seconds = ClosedTerms(config, 8, H100), {}
+    for c in candidates(config, 8, H100):
+        if (c.tp, c.pp, c.zero_stage, c.shard, c.recompute, c.micro_batch) == (1, 1, 3, 0, "none", 1):
+            seconds[c.ep] = terms._units(c, 1, 0.0, 0.0)
+    block, table = terms.numel(Sizes(1, 1))["dense"]
+    experts, dense = 3 * 48 * 4096 * 8, 6 * block + table
+    assert terms.numel(Sizes(1, 1, 8))["expert"] == (experts // 8, 0)
+    network, (weights, gradients, *_) = terms.network(Sizes(1, 1, 8), 1, 0), terms.rates
+
+    def passes(*units: int) -> float:
+        return sum(2 * network.one_pass("shard", n * weights) + network.one_pass("shard", n * gradients) for n in units)
+
+    update = seconds[8] - passes(dense)
+    assert update > 0 and seconds[1] - passes(dense, 6 * experts) == pytest.approx(update)
