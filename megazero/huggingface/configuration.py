@@ -47,8 +47,7 @@ HARMLESS = frozenset(
     """.split()
 )  # pretraining_tp cuts products in parts; n_ctx repeats n_positions; the next three act through layer_types or
 # no_rope_layers alone, and original_max_position_embeddings through rope_parameters. The last two ask for a loss that
-# balances experts, which is a choice of training: ours is --moe-aux-loss-coeff, per layer and sample, so that no factor
-# converts theirs, which pools all layers of a batch.
+# balances experts, which is a choice of training: --moe-aux-loss-coeff, of a loss that differs (docs/experts.md).
 # Keys that ask for other weights, code of their own, or layers that differ.
 NEVER = ("quantization_config", "auto_map", "per_layer_config")
 # Keys that no class reads any more, with the values that ask for nothing. Gemma's activation is hidden_activation.

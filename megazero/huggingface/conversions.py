@@ -138,8 +138,8 @@ def _sparse_layers(model: ModelConfig) -> Options:
 
 
 SPARSE_LAYERS = Conversion(("moe_layer_freq",), _sparse_layers, _from_sparse_layers)
-# The factor of their balance loss, router_aux_loss_coef, is not converted: theirs pools all layers and the batch, and
-# ours is per layer and sample. Import takes none, and export leaves the class's default.
+# The factor of their balance loss, router_aux_loss_coef, is not converted: theirs is of all layers and samples
+# together, ours of each, so that no factor makes them equal. An import has none, and an export the class's default.
 TOPK_PROB = Conversion(
     ("moe_router_pre_softmax",),
     lambda model: {"norm_topk_prob": not model.moe_router_pre_softmax},

@@ -141,9 +141,10 @@ def _dealt_words(config: Config, layout: Layout) -> str:
     model = config.model
     uneven = causal_imbalance(model.seq_length, layout.cp, Scores.windows(model), dealt_multiple(config))
     documents = "; of documents: cp_imbalance in metrics.jsonl" if config.data.reset_attention_mask else ""
+    tokens = " to ".join(f"{n:,}" for n in sorted({dealt_tokens(config, layout, rank) for rank in (0, layout.cp - 1)}))
     return (
-        f"tokens: ranks in {{ }} share each sample, {dealt_tokens(config, layout):,} tokens each; work of attention "
-        f"even within {uneven:.1%}{documents}; --cp-exchange {config.parallel.cp_exchange}"
+        f"tokens: ranks in {{ }} share each sample, {tokens} tokens each; work of attention even within {uneven:.1%}"
+        f"{documents}; --cp-exchange {config.parallel.cp_exchange}"
     )
 
 

@@ -29,13 +29,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 2, "intermediate_size": 40, "rms_norm_eps": 1e-5},
     "qwen3": {"num_key_value_heads": 2, "intermediate_size": 40, "head_dim": 8, "tie_word_embeddings": True},
     "qwen2_moe": EXPERTS | NARROW,
-    "mixtral": EXPERTS,
+    "mixtral": EXPERTS | {"head_dim": 6},
     "gpt2": {"n_inner": 40, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
 }
 LAYOUTS = {
     "tp 2": ["--tensor-model-parallel-size", 2, "--zero-stage", 0],
     "pp 2": ["--pipeline-model-parallel-size", 2, "--global-batch-size", BATCH],
     "zero 3": ["--zero-stage", 3],
+    "ep 2": ["--expert-model-parallel-size", 2, "--zero-stage", 3],
 }
 
 
@@ -90,6 +91,9 @@ def loss_of_theirs(folder: Path, corpus: Path, first: int = 0) -> float:
         ("gpt2", "zero 3"),
         pytest.param("gpt2", "tp 2", marks=pytest.mark.slow),
         pytest.param("llama", "zero 3", marks=pytest.mark.slow),
+        ("qwen2_moe", "ep 2"),
+        pytest.param("mixtral", "tp 2", marks=pytest.mark.slow),
+        pytest.param("mixtral", "pp 2", marks=pytest.mark.slow),
     ],
 )
 def test_the_first_loss_is_transformers_own(model_type: str, layout: str, theirs, corpus: Path, tmp_path: Path) -> None:

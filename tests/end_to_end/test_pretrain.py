@@ -346,9 +346,9 @@ def test_a_rank_that_raises_ends_the_run(model, corpus: Path, tmp_path: Path) ->
     del about["checksum"]  # which would find it at the start
     (tmp_path / "bad.json").write_text(json.dumps(about))
     with (tmp_path / "bad.bin").open("r+b") as file:
-        file.seek(20000)
+        file.seek(27000)
         file.write(b"\xff\xff")  # PREFIX.json, which the start trusts, excludes such a token
-    # Its sample comes after 120 iterations, and is rank 1's: rank 0 would take the store of all reports with it.
+    # Its sample comes after 25 iterations, and is rank 1's: rank 0 would take the store of all reports with it.
     small = ["--num-layers", 1, "--micro-batch-size", 6, "--split-by", "documents"]
     flags = [*small, "--data-path", tmp_path / "bad", "--train-iters", 500, "--distributed-timeout-minutes", 5]
     done = pretrain(*model, *flags, ranks=2)  # which waits for less than the time-out

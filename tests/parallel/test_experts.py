@@ -25,6 +25,7 @@ SHARED = replace(
 )
 GATED = replace(RENORMALISED, moe_shared_expert_intermediate_size=24, moe_shared_expert_gate=True, moe_layer_freq="2")
 MANY = replace(LLAMA, num_experts=97, moe_ffn_hidden_size=6, **BALANCED)  # more than the choices of a step
+SIX = replace(SHARED, num_experts=6, moe_layer_freq="1")
 UNBALANCED = replace(RENORMALISED, moe_aux_loss_coeff=0.0)
 
 
@@ -38,17 +39,18 @@ def check(case: Case, ranks) -> None:
     check_bytes(case, outcomes)
 
 
-CASES = [
-    Case(model=RENORMALISED, micro_batches=1),
-    Case(model=SHARED, micro_batches=3),
-    Case(model=UNBALANCED, recompute="full", reset="documents", targets="uneven"),
-    Case(model=GATED, tp=2, sp=True, recompute="full", micro_batches=3),
-    Case(model=GATED, cp=2, recompute="selective", reset="documents", targets="uneven"),
-    Case(model=RENORMALISED, dp=3, zero=3, micro_batches=3, batch=8, micro_batch_size=1, targets="uneven"),
-    Case(model=MANY, dp=2, zero=3, batch=2, micro_batches=1),
-    Case(model=RENORMALISED, tp=2, sp=True, etp=1, zero=3, micro_batches=3),  # replicas of experts alone
-    Case(model=GATED, tp=2, dp=2, sp=True, ep=2, etp=1, zero=3, recompute="full", micro_batches=3, targets="uneven"),
-]
+CASES = {
+    "one rank": Case(model=RENORMALISED, micro_batches=1),
+    "three micro-batches": Case(model=SHARED, micro_batches=3),
+    "no auxiliary loss": Case(model=UNBALANCED, recompute="full", reset="documents", targets="uneven"),
+    "tp": Case(model=GATED, tp=2, sp=True, recompute="full", micro_batches=3),
+    "cp": Case(model=GATED, cp=2, recompute="selective", reset="documents", targets="uneven"),
+    "dp 3": Case(model=RENORMALISED, dp=3, zero=3, micro_batches=3, batch=8, micro_batch_size=1, targets="uneven"),
+    "more experts than choices": Case(model=MANY, dp=2, zero=3, batch=2, micro_batches=1),
+    "replicas of experts alone": Case(model=RENORMALISED, tp=2, sp=True, etp=1, zero=3, micro_batches=3),
+    "ep": Case(model=GATED, tp=2, dp=2, sp=True, ep=2, etp=1, zero=3, recompute="full", micro_batches=3),
+    "ep x etp": Case(model=SIX, tp=2, dp=2, sp=True, ep=2, zero=1, micro_batches=3, targets="uneven"),
+}
 
 
 def matrix_cases(choices: list[matrix.Choice], *marks: pytest.MarkDecorator) -> list[object]:
@@ -58,7 +60,7 @@ def matrix_cases(choices: list[matrix.Choice], *marks: pytest.MarkDecorator) -> 
 @pytest.mark.parametrize(
     "case",
     [
-        *[pytest.param(fp64(case), id=str(case)) for case in CASES],
+        *[pytest.param(fp64(case), id=name) for name, case in CASES.items()],
         *matrix_cases(matrix.with_experts().default),
         *matrix_cases(matrix.with_experts().slow, pytest.mark.slow),
     ],

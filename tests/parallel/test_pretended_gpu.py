@@ -62,6 +62,51 @@ def test_every_path_of_a_gpu_is_in_order(case: Case, ranks) -> None:
     check_near(case, [outcome for outcome, _, _ in watched])
 
 
+# Widths of multiples of 8, which torch's grouped kernel needs; all experts of a token, as many rows as a plan assumes.
+EXPERTS = replace(
+    MODEL,
+    num_layers=3,
+    hidden_size=64,
+    num_attention_heads=8,
+    seq_length=12,
+    architecture="mixtral",
+    num_experts=4,
+    moe_router_topk=4,
+    moe_ffn_hidden_size=48,
+    moe_layer_freq="2",
+    moe_aux_loss_coeff=0.1,
+    moe_shared_expert_intermediate_size=16,
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "waits"),
+    [
+        (Case(model=EXPERTS, precision="bf16", recompute="full"), 0),  # the grouped kernel reads sizes on the GPU
+        (Case(model=EXPERTS, precision="bf16", dp=2, ep=2, zero=3), 1),  # an exchange needs them on the host
+        pytest.param(
+            Case(model=EXPERTS, precision="bf16", tp=2, sp=True, ep=2, etp=1, recompute="full"),
+            1,  # in the Forward; its Recompute repeats the exchange
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(Case(model=EXPERTS, dp=2, zero=2), 1, marks=pytest.mark.slow),  # fp32: a product per expert
+    ],
+    ids=str,
+)
+def test_the_host_waits_for_experts_at_most_once_per_layer(case: Case, waits: int, ranks) -> None:
+    case = case._replace(device="pretended gpu", kernels="eager")
+    layers_of_micro_batches = 2 * case.micro_batches
+    for rank, (outcome, found, seen) in enumerate(ranks(case.world).run(train_watched, case)):
+        assert found == {}
+        in_layers = [[wait for wait in step if "Forward blocks." in wait] for step in seen]
+        assert [len(step) for step in in_layers] == [waits * layers_of_micro_batches] * STEPS
+        assert [len(step) for step in seen] == [waits * layers_of_micro_batches + 1] * STEPS
+        memory, traffic = estimate(case.config(), case.layout, rank, needs_staging_buffer=False)
+        assert outcome.sent == [traffic] * STEPS
+        for measured in outcome.memory:
+            assert measured | {"peak": 0} == memory | {"peak": 0}
+
+
 @pytest.mark.parametrize(
     ("architecture", "reset", "options"),
     [

@@ -14,6 +14,8 @@ from tests.parallel.cases import MODEL, Case, train
 
 UNTIED = replace(MODEL, untie_embeddings=True)
 LLAMA = replace(UNTIED, architecture="llama", num_query_groups=2, add_qkv_bias=True)
+# All experts of a token: as many rows for each, as a plan assumes.
+EXPERTS = replace(LLAMA, num_layers=2, num_experts=4, moe_router_topk=4, moe_ffn_hidden_size=24, moe_aux_loss_coeff=0.1)
 
 # The slow ones are the product of ZeRO's stages and ZeRO-R's options, and of schedules, layouts and architectures.
 CASES = [
@@ -21,6 +23,7 @@ CASES = [
     Case(pp=2, dp=2, zero=3, recompute="selective", model=LLAMA, micro_batches=3),
     Case(dp=3, zero=2, micro_batches=3, batch=8, micro_batch_size=1),
     Case(cp=3, zero=3, model=LLAMA, recompute="selective"),
+    Case(tp=2, sp=True, ep=2, etp=1, zero=2, model=EXPERTS, recompute="full", micro_batches=3),
 ]
 SLOW = [
     Case(cp=2, tp=2, zero=1, model=LLAMA, exchange="ring", sp=True, recompute="full"),

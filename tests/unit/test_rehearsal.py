@@ -71,6 +71,15 @@ def test_a_rank_with_graphs_holds_what_is_estimated(architecture: str) -> None:
         run_rehearsal(on_cpu, SINGLE, 0)
 
 
+def test_a_rank_with_experts_holds_what_is_estimated() -> None:
+    """Its router has biases, and its tokens are taken as balanced."""
+    flags = "--architecture mixtral --num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 16 "
+    flags += "--vocab-size 101 --moe-router-score-function sigmoid --moe-router-enable-expert-bias --recompute full "
+    flags += "--moe-aux-loss-coeff 0.01 --expert-model-parallel-size 2 --rehearse 4:0,3 --precision bf16"
+    for found in run_rehearsal(parse(flags.split()), SINGLE, 0):
+        assert found.memory == found.estimated_memory and found.traffic == found.estimated_traffic
+
+
 @pytest.mark.parametrize(("asked", "rehearsed"), [("ring", "ring"), ("auto", "all-gather")])
 def test_an_exchange_of_keys_is_rehearsed_as_on_a_gpu(asked: str, rehearsed: str, capsys) -> None:
     """Its kernels take bf16, which a CPU's do not. Without speeds, auto is all-gather."""

@@ -25,9 +25,9 @@ SIZES = "--num-layers 4 --hidden-size 32 --num-attention-heads 8 --seq-length 8 
 LAYOUTS = ["", "--sequence-parallel", "--recompute selective", "--hidden-dropout 0.1 --attention-dropout 0.1"]
 
 
-def trace_kinds(config: Config, device_type: str) -> None:
+def trace_kinds(config: Config, device_type: str, replicas: int = 1) -> None:
     """Trace each kind of layer; all weights train."""
-    config, layout = resolve(config, config.parallel.tensor_model_parallel_size, 0, declare)
+    config, layout = resolve(config, replicas * config.parallel.tensor_model_parallel_size, 0, declare)
     for kind in {kind.name: kind for kind in declare(config.model, layout.tp).kinds.values()}.values():
         layer = PlannedLayer(
             kind.name, (), kind.use, trains=True, passes_gradient=kind.use != Use.LOOKUP, kind=kind.name
@@ -53,6 +53,21 @@ def test_every_weight_is_declared_as_it_is_used(architecture: str, layout: str, 
                 if tp > 1 or "--sequence-parallel" not in layout:
                     line = f"{SIZES} {options} {layout} --tensor-model-parallel-size {tp}"
                     trace_kinds(parse_as(architecture, line), device_type)
+
+
+EXPERTS = (
+    "--num-experts 4 --moe-layer-freq DE --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.1 --sequence-parallel "
+    "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate --tensor-model-parallel-size 2"
+)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("ep", [1, 2, 4])
+@pytest.mark.parametrize("etp", [1, 2])
+def test_routers_are_declared_as_they_are_used(ep: int, etp: int, recompute: str) -> None:
+    """A difference over tp passes through the exchange of rows over ep."""
+    line = f"{SIZES} {EXPERTS} --expert-model-parallel-size {ep} --expert-tensor-parallel-size {etp}"
+    trace_kinds(parse_as("llama", f"{line} --recompute {recompute}"), "cpu", replicas=4)
 
 
 FORGOTTEN = [

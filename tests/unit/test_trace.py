@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import resource
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 
@@ -63,10 +65,16 @@ def test_a_frozen_layer_sends_no_gradients() -> None:
     assert costs["blocks.1"].backward["tp"] > 0
 
 
-@pytest.mark.parametrize("tp, sp", [(1, False), (2, False), (4, True)])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("recompute", ["none", "selective"])
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def saving_cases() -> Iterator[object]:
+    """Yield the product of four options; half of it, in which every pair meets, is in the default suite."""
+    options = [(1, False), (2, False), (4, True)], ["fp32", "bf16"], ["none", "selective"], [0.0, 0.1]
+    for levels in itertools.product(*map(enumerate, options)):
+        slow = sum(number for number, _ in levels) % 2
+        (tp, sp), *others = (level for _, level in levels)
+        yield pytest.param(tp, sp, *others, marks=pytest.mark.slow if slow else ())
+
+
+@pytest.mark.parametrize(("tp", "sp", "precision", "recompute", "dropout"), list(saving_cases()))
 def test_a_block_saves_what_the_formula_lists(
     tp: int, sp: bool, precision: str, recompute: str, dropout: float
 ) -> None:

@@ -131,7 +131,7 @@ class Router(nn.Module):
         if self.model.moe_z_loss_coeff:
             z = samples @ logits.logsumexp(-1).square() / length
         sums = torch.stack([entropy.double() @ counted.double(), *(x.double() @ balance.targets for x in (aux, z))])
-        self.statistics += torch.cat([(counted @ loads).double(), sums])
+        self.statistics += torch.cat([counted.double() @ loads.double(), sums])
 
     def _aux_factor(self, length: int) -> float:
         """Return the factor of sum over experts of choices x sum of shares, of a sample of `length` tokens."""

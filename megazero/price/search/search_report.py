@@ -81,7 +81,7 @@ def _row(plan: Plan) -> list[str]:
         "yes" if parallel.sequence_parallel else "",
         "yes" if activations.partition_activations else "",
         config.training.micro_batch_size,
-        f"{parts['bubble'] / plan.seconds:.1%}",
+        f"{parts['bubble'] / plan.seconds:z.1%}",
         f"{parts['dp'] / plan.seconds:.1%}",
     )
     return list(map(str, cells))
