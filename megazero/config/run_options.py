@@ -176,6 +176,9 @@ class PlanConfig:
     device_type: str = ""
     """--plan, --plan-search: a device of scripts/devices, such as h100-80gb, or a TOML file like those.
     scripts/measure_device.py writes one for the machine on which it runs."""
+    moe_plan_imbalance: Annotated[float, Bounds(1, 1e3, "few runs have as many ranks of experts")] = 1.0
+    """--plan, --plan-search: rows of tokens that the busiest rank of --expert-model-parallel-size receives, over the
+    mean of these ranks. The plan is that of this rank, whose experts get equally many tokens."""
     rehearse: str = ""
     """WORLD[:RANKS]: instead of training, run two steps of one rank of WORLD without the other ranks, and report its
     bytes by kind, every collective and its part of a checkpoint, next to the estimate. Needs no data and no GPU. RANKS:

@@ -238,9 +238,10 @@ def _check_plan(plan: PlanConfig) -> None:
     if plans(plan) and plan.rehearse:
         asked = "--plan-search" if plan.plan_search else "--plan"
         raise ValueError(f"--rehearse {plan.rehearse} with {asked}: both end before training; use one after the other")
-    for flag, value in (("world-size", plan.world_size), ("device-type", plan.device_type)):
-        if value and not plans(plan):
-            raise ValueError(f"--{flag} {value} needs --plan or --plan-search; add one of them, or drop it")
+    for flag in ("world-size", "device-type", "moe-plan-imbalance"):
+        value = getattr(plan, flag.replace("-", "_"))
+        if value != flags()[flag].default and not plans(plan):
+            raise ValueError(f"{as_flag(flag, value)} needs --plan or --plan-search; add one of them, or drop it")
 
 
 def check_device(config: Config, device_type: str) -> None:

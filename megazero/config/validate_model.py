@@ -6,7 +6,7 @@ import math
 import re
 
 from megazero.config.architectures import ARCHITECTURES, ArchitectureTraits
-from megazero.config.flags import as_flag, flags
+from megazero.config.flags import as_flag, flags, value_of
 from megazero.config.limits import divisors, shorten
 from megazero.config.schema import Config, ModelConfig
 
@@ -46,7 +46,7 @@ def check_model(config: Config) -> None:
         fits = min(divisors(hidden), key=lambda n: abs(n - heads))
         raise ValueError(f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; use {fits} heads")
     _check_architecture(model)
-    _check_experts(model)
+    _check_experts(config)
     for flag, size in split_widths(model, etp).items():
         if size % tp:
             sizes = ", ".join(str(n) for n in tensor_parallel_sizes(model) if n <= 64)
@@ -75,12 +75,13 @@ def check_model(config: Config) -> None:
         )
 
 
-def _check_experts(model: ModelConfig) -> None:
+def _check_experts(config: Config) -> None:
     """Refuse flags of experts without experts, and experts in blocks that have no place for them."""
+    model = config.model
     experts, top, traits = model.num_experts, model.moe_router_topk, model.traits
     if not experts:
         for name in (name for name in flags() if name.startswith("moe-")):
-            value, default = getattr(model, name.replace("-", "_")), flags()[name].default
+            value, default = value_of(config, name), flags()[name].default
             if value not in (default, traits.defaults.get(name, default)):
                 raise ValueError(f"{as_flag(name, value)} needs --num-experts E; add it, or drop --{name}")
         return

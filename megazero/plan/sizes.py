@@ -15,11 +15,14 @@ from megazero.config.schema import BYTES, Config
 from megazero.memory import COPY_DEPTH
 from megazero.plan.layout.dealing import dealt_tokens
 from megazero.plan.layout.flat_layout import Range, partition_numel
+from megazero.plan.layout.layers import LayerKind
+from megazero.plan.layout.parameters import unit_layout
 from megazero.plan.layout.topology import TRAFFIC, Layout, ring_bytes
 from megazero.plan.layout.zero_policy import (
     DENSE,
     Buckets,
     ShardingGroup,
+    group_of,
     persistent_gradients,
     plan_buckets,
     sharding_groups,
@@ -108,7 +111,12 @@ class States(NamedTuple):
     @classmethod
     def of(cls, config: Config, layout: Layout) -> States:
         """Return the states of the dense units."""
-        return cls.of_group(config, sharding_groups(config, layout)[DENSE])
+        return cls.by_group(config, layout)[DENSE]
+
+    @classmethod
+    def by_group(cls, config: Config, layout: Layout) -> dict[str, States]:
+        """Return the states of the units of each sharding group."""
+        return {name: cls.of_group(config, group) for name, group in sharding_groups(config, layout).items()}
 
     @classmethod
     def of_group(cls, config: Config, group: ShardingGroup) -> States:
@@ -207,7 +215,16 @@ def logits_bytes(config: Config, layout: Layout, cp_rank: int = 0) -> int:
     return rows * model.vocab_size * BYTES[training.precision] // layout.tp
 
 
-def least_held(config: Config, layout: Layout, numel: int, blocks: int, last: bool) -> dict[str, int]:
+def elements(kind: LayerKind, layout: Layout, groups: Mapping[str, ShardingGroup]) -> Counter[str]:
+    """Return the elements of a layer's units on one rank, by sharding group."""
+    found: Counter[str] = Counter()
+    for unit, specs in kind.units_of(kind.name).items():
+        name = group_of(unit)
+        found[name] += unit_layout(specs, layout.sizes, groups[name].shards).numel
+    return found
+
+
+def least_held(config: Config, layout: Layout, numel: Mapping[str, int], blocks: int, last: bool) -> dict[str, int]:
     """Return a lower bound of a rank's bytes by kind, without a trace.
 
     It adds to the states the larger of two amounts: the gradients (at the end of an iteration), or the inputs of blocks
@@ -215,17 +232,21 @@ def least_held(config: Config, layout: Layout, numel: int, blocks: int, last: bo
     a part of it, for the backward.
 
     Args:
-        numel: elements of the rank's units, at least.
+        numel: sharding group -> elements of the rank's units, at least.
         blocks: number of blocks of the rank.
         last: whether the rank is of the last virtual stage, which has the logits.
     """
-    states, training = States.of(config, layout), config.training
-    held = placed(config, states.at_rest(numel))
+    states, training = States.by_group(config, layout), config.training
+    rest: Counter[str] = Counter()
+    for name, count in numel.items():
+        rest.update(states[name].at_rest(count))
+    held = placed(config, rest)
     if training.freeze_parameters or not config.trains:  # layers before the first trained one keep no input
         return held
     live = config.micro_batches(layout.dp) if config.parallel.pipeline_schedule == "gpipe" else 1
     kept = 0 if config.activations.checkpoint_in_cpu else live * blocks * kept_bytes(config, layout)
-    gradients, logits = states.gradients.of(numel), logits_bytes(config, layout) if last else 0
+    gradients = sum(states[name].gradients.of(count) for name, count in numel.items())
+    logits = logits_bytes(config, layout) if last else 0
     if gradients > kept + logits:
         return held | {"gradients": gradients}
     return held | {"activations": kept, "logits": logits}

@@ -23,8 +23,9 @@ from megazero.model.layers.mlp import MLP
 from megazero.model.layers.norm import LayerNorm, RMSNorm
 from megazero.model.stage import declare
 from megazero.plan.layout.layers import layer_costs
+from megazero.plan.layout.zero_policy import DENSE
 from megazero.plan.schedule.split import rank_costs
-from megazero.price.search.search import ClosedTerms
+from megazero.price.search.search import ClosedTerms, Sizes
 from megazero.price.time.devices import load_device
 from megazero.price.trace.trace import model_flops
 from tests.helpers.traces import trace_layers
@@ -154,7 +155,8 @@ def test_a_search_ranks_layouts_by_the_mean_block() -> None:
     for layers in (1, 2, 5):
         model = replace(MODEL, num_layers=layers)
         terms = ClosedTerms(replace(config, model=model), 2, load_device("h100-80gb"))
-        saved.append(terms.block(1, 1, 2, False, False)._replace(hidden=0) + terms.numel(1)[:1])
+        one = Sizes(1, 1)
+        saved.append(terms.block(one, 2, False, False)._replace(hidden=0) + terms.numel(one)[DENSE][:1])
     narrow, pair, five = saved
     for one, two, all_five in zip(narrow, pair, five, strict=True):
         wide = 2 * two - one

@@ -401,7 +401,7 @@ def test_every_option_is_on_the_screen() -> None:
 def test_a_search_prints_every_flag_that_it_chooses() -> None:
     """A candidate's fields, applied to a configuration that has none of them, against the flags of a command line."""
     before = parse(["--pipeline-split", "1,2", "--checkpoint-in-cpu", "--contiguous-checkpointing"])
-    after = Candidate(2, 3, 4, "interleaved", 2, 3, 8, "selective", True, True, 4).apply(before)
+    after = Candidate(2, 3, 4, "interleaved", 2, 3, 8, "selective", True, True, 4, 2, 1).apply(before)
     changed = {
         flag
         for flag, (group, *_) in flags().items()

@@ -326,6 +326,8 @@ def test_plan_json_has_the_bytes_of_the_estimate(tmp_path: Path, capsys: pytest.
         ),
         ("--plan --plan-search --world-size 8 --device-type b200", "use one"),
         ("--world-size 8", "--world-size 8 needs --plan or --plan-search"),
+        ("--num-experts 4 --architecture llama --moe-plan-imbalance 2", "--moe-plan-imbalance 2.0 needs --plan or"),
+        ("--plan --device-type b200 --moe-plan-imbalance 2", "--moe-plan-imbalance 2.0 needs --num-experts E; add"),
         ("--plan --world-size 8 --device-type h10-80gb", "--device-type h10-80gb: .* did you mean h100-80gb"),
         ("--plan --device-type rtx3090", "give a TOML file: a copy of .*scripts/measure_device.py"),
         ("--plan --world-size 7 --device-type b200 --tensor-model-parallel-size 2", "does not divide the 7 ranks"),

@@ -18,6 +18,7 @@ from megazero.model.layers.documents import Documents
 from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout
+from megazero.plan.layout.zero_policy import DENSE
 from megazero.plan.program.operations import (
     Backward,
     Forward,
@@ -110,9 +111,12 @@ def test_the_least_that_is_held() -> None:
         config, layout = resolve(parse(f"{FLAGS} {flags}".split()), 16, 0, declare)
         hidden, logits = 2 * 4 * 24 * 64, 2 * 4 * 24 * 500 // 2
         rest = {"parameters": 2 * 64, "optimizer": 3 * 64}
-        assert least_held(config, layout, 64, 2, last=True) == rest | {"activations": inputs * hidden, "logits": logits}
+        assert least_held(config, layout, {DENSE: 64}, 2, last=True) == rest | {
+            "activations": inputs * hidden,
+            "logits": logits,
+        }
         many = 4 * inputs * hidden
-        held = least_held(config, layout, many, 2, last=False)
+        held = least_held(config, layout, {DENSE: many}, 2, last=False)
         assert held["gradients"] == many and "activations" not in held
 
 

@@ -35,9 +35,11 @@ class Axis:
     Attributes:
         sent: kind of traffic -> bytes that this rank has sent. The kind is the axis' name, or "control".
         pretended: whether there are no other ranks, so that nothing arrives.
+        imbalance: of a pretended axis of experts: rows that this rank receives, over the mean of all ranks.
     """
 
     pretended = False
+    imbalance = 1.0
 
     def __init__(
         self,

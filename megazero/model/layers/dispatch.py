@@ -86,6 +86,7 @@ class Dispatch(NamedTuple):
         both = _sizes(torch.stack([counts, table.flatten()]), len(flat), pretends)
         sent, received = both[:experts], both[experts:]
         if pretends:
+            received = _even(round(axis.imbalance * len(flat)), experts)
             table.copy_(torch.tensor(received).view_as(table))
         sends, receives = ([sum(sizes[i : i + each]) for i in range(0, experts, each)] for sizes in (sent, received))
         sizes = tuple(sum(received[i::each]) for i in range(each)) if on_host else None
@@ -127,6 +128,10 @@ def as_arrived(rows: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
 def _sizes(counts: torch.Tensor, total: int, pretends: bool) -> tuple[int, ...]:
     """Return the values of counts [.., E]; of a trace or a rehearsal as even ones as possible, whose sum is `total`."""
     if pretends or is_stand_in(counts):
-        each, more = divmod(total, counts.shape[-1])
-        return tuple(each + (i < more) for i in range(counts.shape[-1])) * (counts.numel() // counts.shape[-1])
+        return _even(total, counts.shape[-1]) * (counts.numel() // counts.shape[-1])
     return tuple(counts.flatten().tolist())
+
+
+def _even(total: int, parts: int) -> tuple[int, ...]:
+    each, more = divmod(total, parts)
+    return tuple(each + (i < more) for i in range(parts))

@@ -18,10 +18,10 @@ from megazero.config.validate import check_values
 from megazero.memory.host import Available, Machine
 from megazero.model.stage import declare
 from megazero.plan.layout.layers import num_parameters
-from megazero.plan.layout.parameters import unit_layout
 from megazero.plan.layout.resolve import check_block_runs, resolve
 from megazero.plan.layout.topology import Layout
-from megazero.plan.sizes import hidden_bytes, least_held
+from megazero.plan.layout.zero_policy import sharding_groups
+from megazero.plan.sizes import elements, hidden_bytes, least_held
 from megazero.price.bytes.estimate import stage_bytes
 from megazero.units import size
 
@@ -58,9 +58,10 @@ def least(config: Config, layout: Layout, stage: int) -> Needs:
     layers = declare(config.model, layout.tp)
     kinds = [layers.kinds[name] for name in layers.held(layout, stage)]
     different = {kind.name: kind for kind in kinds}.values()
-    numel = {kind.name: unit_layout(kind.params, layout.sizes, layout.shard).numel for kind in different}
+    groups = sharding_groups(config, layout)
+    each = {kind.name: elements(kind, layout, groups) for kind in different}
     blocks = sum(kind.end is None for kind in kinds)
-    total = sum(numel[kind.name] for kind in kinds)
+    total = {group: sum(each[kind.name][group] for kind in kinds) for group in groups}
     held = least_held(config, layout, total, blocks, stage == layout.last_pp)
     host = held.pop("host", 0)
     return Needs(held, host)

@@ -22,15 +22,15 @@ from megazero.config.validate import check_values
 from megazero.config.validate_model import tensor_parallel_sizes
 from megazero.model.stage import declare
 from megazero.plan.layout.layers import End, Use, layer_costs
-from megazero.plan.layout.parameters import unit_layout
 from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout, data_parallel_size
+from megazero.plan.layout.zero_policy import DENSE, EXPERT, sharding_groups
 from megazero.plan.program.operations import Backward, Forward
 from megazero.plan.program.rank_spec import rank_spec
 from megazero.plan.schedule.schedules import SCHEDULES as ORDERS
 from megazero.plan.schedule.schedules import placement
 from megazero.plan.schedule.split import split_by_cost
-from megazero.plan.sizes import Rates, States
+from megazero.plan.sizes import Rates, States, elements
 from megazero.price.plan import Plan, plan_if_it_fits
 from megazero.price.time.costs import StepCosts
 from megazero.price.time.devices import Device
@@ -40,14 +40,25 @@ from megazero.price.trace.trace import shallow, trace_block
 
 TRIED = 48  # best-ranked layouts whose memory is estimated
 SIMULATED = 12  # of those, the most that are simulated, because they fit
-SAME_SIZES = 4  # of the layouts tried, the most with the same tensor, context and pipeline parallelism
+SAME_SIZES = 4  # of the layouts tried, the most with the same sizes of axes
 MOST_STAGES = 64
 LEAST_DEALT = 4096  # tokens of a sample on a context-parallel rank: of fewer, tensor parallelism is as good
 MOST_OF_A_V = 512  # stages x micro-batches: finding the order of a longer V takes many seconds
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 SCHEDULES = (("1f1b", 1), ("zero-bubble", 1), ("zero-bubble-v", 2), *(("interleaved", v) for v in (2, 3, 4, 6, 8)))
 Track = Callable[[Sequence["Candidate"], str], Iterable["Candidate"]]
+# sharding group -> axes of the ranks that share a copy, and of those with the same part of different copies
+AXES = {DENSE: ("shard", "replica"), EXPERT: ("expert_shard", "expert_replica")}
 BUBBLE = {"1f1b": 1.0, "interleaved": 1.0, "zero-bubble": 1 / 3, "zero-bubble-v": 1 / 6}  # of (p - 1) / v passes
+
+
+class Sizes(NamedTuple):
+    """The axes that divide a stage's weights and tokens. etp: 0: tp."""
+
+    tp: int
+    cp: int
+    ep: int = 1
+    etp: int = 0
 
 
 class Candidate(NamedTuple):
@@ -64,6 +75,12 @@ class Candidate(NamedTuple):
     partition: bool
     sequence: bool
     micro_batch: int
+    ep: int = 1
+    etp: int = 0
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(self.tp, self.cp, self.ep, self.etp)
 
     def apply(self, config: Config) -> Config:
         """Return `config` with these flags."""
@@ -83,6 +100,8 @@ class Candidate(NamedTuple):
             "checkpoint-in-cpu": activations.checkpoint_in_cpu and full,
             "contiguous-checkpointing": activations.contiguous_checkpointing and full,
             "micro-batch-size": self.micro_batch,
+            "expert-model-parallel-size": self.ep,
+            "expert-tensor-parallel-size": self.etp,
         }
         return with_values(config, values)
 
@@ -92,7 +111,8 @@ def candidates(config: Config, world: int, device: Device) -> Iterator[Candidate
     model, batch = config.model, config.training.global_batch_size
     for tp, cp, pp in _sizes(model, world, device):
         dp = data_parallel_size(world, pp, tp, cp)
-        data = Layout(pp, dp, tp, cp=cp).data
+        layout = Layout(pp, dp, tp, cp=cp)
+        data = layout.data
         if pp > min(model.num_layers, MOST_STAGES) or batch < dp:
             continue
         share = micro_batches(batch, 1, dp)  # samples of the first replica, which has the most
@@ -100,6 +120,7 @@ def candidates(config: Config, world: int, device: Device) -> Iterator[Candidate
         zeros = [(0, 0), (1, 0), (2, 0), (3, 0)] if data > 1 else [(0, 0)]
         if 1 < node < data and data % node == 0:
             zeros += [(1, node), (2, node), (3, node)]
+        within = {n: dataclasses.replace(layout, shards=n).stride("replica") for _, n in zeros}
         sizes = [n for n in MICRO_BATCHES if share % n == 0]
         schedules = [s for s in SCHEDULES if pp > 1 and pp * s[1] <= model.num_layers] or [SCHEDULES[0]]
         keeps = [("full", False)] if tp == 1 else [("full", False), ("full", True)]
@@ -112,7 +133,22 @@ def candidates(config: Config, world: int, device: Device) -> Iterator[Candidate
                 continue
             if schedule == "zero-bubble-v" and pp * (share // micro) > MOST_OF_A_V:
                 continue
-            yield Candidate(tp, cp, pp, schedule, chunks, stage, shard, recompute, partition, sequence, micro)
+            for ep, etp in _experts(model, layout.stride("pp"), tp, sequence):
+                if within[shard] % ep == 0:
+                    yield Candidate(
+                        *(tp, cp, pp, schedule, chunks, stage, shard, recompute, partition, sequence, micro, ep, etp)
+                    )
+
+
+def _experts(model: ModelConfig, ranks: int, tp: int, sequence: bool) -> Iterator[tuple[int, int]]:
+    """Yield divisions of the experts over the ranks of a stage: as an MLP, and whole ones over powers of two."""
+    yield 1, 0
+    if not model.num_experts or (tp > 1 and not sequence):
+        return
+    ep = 1 if tp > 1 else 2
+    while math.gcd(ranks, model.num_experts) % ep == 0:
+        yield ep, int(tp > 1)
+        ep *= 2
 
 
 def _sizes(model: ModelConfig, world: int, device: Device) -> Iterator[tuple[int, int, int]]:
@@ -134,6 +170,14 @@ class _Block(NamedTuple):
     backward: float
     saved: int
     hidden: int  # its input
+
+
+class _Held(NamedTuple):
+    """Bytes of states: between steps, of accumulated gradients, and of gradients at the end."""
+
+    rest: int
+    accumulated: int
+    gradients: int
 
 
 class _Saved(NamedTuple):
@@ -166,27 +210,28 @@ class ClosedTerms:
         self.ends = functools.cache(self._ends)
         self.elements = functools.cache(self._elements)
         self.numel = functools.cache(self._numel)
+        self.on_first = functools.cache(self._on_first)
         self.first = functools.cache(self._first)
         self.network = functools.cache(self._network)
         self.states = functools.cache(self._states)
         self._usable = functools.cache(device.usable_bytes)
 
     def of(self, c: Candidate) -> _Block:
-        return self.block(c.tp, c.cp, c.micro_batch, c.sequence, c.recompute == "selective")
+        return self.block(c.sizes, c.micro_batch, c.sequence, c.recompute == "selective")
 
-    def _costs(self, tp: int, cp: int, micro: int, sequence: bool, selective: bool) -> StepCosts:
+    def _costs(self, sizes: Sizes, micro: int, sequence: bool, selective: bool) -> StepCosts:
         """Return the costs of the `shallow` model without pipeline and recompute."""
-        kept = "selective" if selective else "none"
-        c = Candidate(tp, cp, 1, "1f1b", 1, 0, 0, kept, False, sequence, micro)
+        kept, (tp, cp, ep, etp) = "selective" if selective else "none", sizes
+        c = Candidate(tp, cp, 1, "1f1b", 1, 0, 0, kept, False, sequence, micro, ep, etp)
         config = c.apply(self.config)
         config = dataclasses.replace(config, model=shallow(config.model))
-        layout = self._layout(tp, cp)
+        layout = self._layout(sizes)
         return StepCosts(config, layout, rank_spec(config, layout, 0, declare), self.device)
 
-    def _block(self, tp: int, cp: int, micro: int, sequence: bool, selective: bool) -> _Block:
+    def _block(self, sizes: Sizes, micro: int, sequence: bool, selective: bool) -> _Block:
         """Return the mean block; each kind is traced once."""
-        costs = self._costs(tp, cp, micro, sequence, selective)
-        layers = declare(costs.config.model, tp)
+        costs = self._costs(sizes, micro, sequence, selective)
+        layers = declare(costs.config.model, sizes.tp)
         blocks = Counter(layers.kinds[name].name for name in layers.blocks)
 
         def mean(of: Callable[[str], float]) -> float:
@@ -194,34 +239,39 @@ class ClosedTerms:
 
         forward = mean(lambda name: costs.of_layer(Forward(name, 0, True)).seconds)
         backward = mean(lambda name: costs.of_layer(Backward(name, 0)).seconds)
-        saved = mean(lambda name: self.saved(tp, cp, micro, sequence, selective)[name].whole)
+        saved = mean(lambda name: self.saved(sizes, micro, sequence, selective)[name].whole)
         return _Block(forward, backward, math.ceil(saved), costs.sizes.hidden)
 
-    def _saved(self, tp: int, cp: int, micro: int, sequence: bool, selective: bool) -> dict[str, _Saved]:
+    def _saved(self, sizes: Sizes, micro: int, sequence: bool, selective: bool) -> dict[str, _Saved]:
         """Return the saved bytes of each kind of block."""
-        costs = self._costs(tp, cp, micro, sequence, selective)
-        kinds = {kind.name for kind in declare(costs.config.model, tp).kinds.values() if kind.end is None}
+        costs = self._costs(sizes, micro, sequence, selective)
+        kinds = {kind.name for kind in declare(costs.config.model, sizes.tp).kinds.values() if kind.end is None}
         traced = {name: trace_block(costs.config, costs.layout, self.device.kind, name) for name in kinds}
-        return {name: _Saved(sizes.kept(own_input=True), sizes.kept(own_input=False)) for name, sizes in traced.items()}
+        return {name: _Saved(each.kept(own_input=True), each.kept(own_input=False)) for name, each in traced.items()}
 
     def _ends(self, tp: int, cp: int, micro: int) -> float:
         """Seconds of embedding and head, forward and backward."""
-        costs = self._costs(tp, cp, micro, False, False)
+        costs = self._costs(Sizes(tp, cp), micro, False, False)
         names = [name for name, layer in costs.spec.layers.items() if layer.use is not Use.LAYER]
         forward = sum(costs.of_layer(Forward(name, 0, True)).seconds for name in names)
         return forward + sum(costs.of_layer(Backward(name, 0)).seconds for name in names)
 
-    def _elements(self, tp: int) -> dict[str, int]:
-        """Return the elements of each kind of layer, on one rank."""
-        kinds = {kind.name: kind for kind in declare(shallow(self.config.model), tp).kinds.values()}
-        return {name: unit_layout(kind.params, {"tp": tp}, 1).numel for name, kind in kinds.items()}
+    def _elements(self, sizes: Sizes) -> dict[str, Counter[str]]:
+        """Return the elements of each kind of layer, on one rank, by sharding group."""
+        layout = self._layout(sizes)
+        kinds = {kind.name: kind for kind in declare(shallow(self.config.model), sizes.tp).kinds.values()}
+        groups = sharding_groups(with_values(self.config, {"zero-stage": 0}), dataclasses.replace(layout, shards=1))
+        return {name: elements(kind, layout, groups) for name, kind in kinds.items()}
 
-    def _numel(self, tp: int) -> tuple[int, int]:
-        """Elements of a mean block and of the tables, on one rank."""
-        layers, elements = declare(shallow(self.config.model), tp), self.elements(tp)
-        found = [(kind.end, elements[kind.name]) for kind in layers.kinds.values()]
-        blocks, table = (sum(n for end, n in found if end is wanted) for wanted in (None, End.FIRST))
-        return blocks // len(layers.blocks), table
+    def _numel(self, sizes: Sizes) -> dict[str, tuple[int, int]]:
+        """Elements of a mean block and of the tables, on one rank, by sharding group."""
+        layers, each = declare(shallow(self.config.model), sizes.tp), self.elements(sizes)
+        found: dict[str, tuple[int, int]] = {}
+        for group in sorted({group for count in each.values() for group in count}):
+            numel = [(kind.end, each[kind.name][group]) for kind in layers.kinds.values()]
+            blocks, table = (sum(n for end, n in numel if end is wanted) for wanted in (None, End.FIRST))
+            found[group] = blocks // len(layers.blocks), table
+        return found
 
     def _first(self, pp: int, schedule: str, chunks: int, full: bool) -> tuple[Counter[str], ...]:
         """Count the blocks of each chunk of the first pipeline rank, by kind."""
@@ -232,33 +282,49 @@ class ClosedTerms:
         kinds = [[layers.kinds[name] for name in layers.chunk(layout, 0, chunk)] for chunk in range(chunks)]
         return tuple(Counter(kind.name for kind in chunk if kind.end is None) for chunk in kinds)
 
-    def _layout(self, tp: int, cp: int, pp: int = 1, shard: int = 0, chunks: int = 1, v_shaped: bool = False) -> Layout:
+    def _layout(self, sizes: Sizes, pp: int = 1, shard: int = 0, chunks: int = 1, v_shaped: bool = False) -> Layout:
+        tp, cp, ep, etp = sizes
         dp = data_parallel_size(self.world, pp, tp, cp)
-        return Layout(pp, dp, tp, shard, chunks, v_shaped=v_shaped, cp=cp)
+        return Layout(pp, dp, tp, shard, chunks, v_shaped=v_shaped, cp=cp, ep=ep, expert_tp=etp)
 
-    def _network(self, tp: int, cp: int, pp: int, shard: int) -> Network:
-        return Network(self.device, self._layout(tp, cp, pp, shard))
+    def _network(self, sizes: Sizes, pp: int, shard: int) -> Network:
+        return Network(self.device, self._layout(sizes, pp, shard))
 
     def fits(self, c: Candidate) -> bool:
-        layout = self._layout(c.tp, c.cp, c.pp, c.shard, c.chunks, c.schedule == "zero-bubble-v")
-        return self.memory(c) <= self._usable(layout)
+        """Return whether a layout may fit. States come first, because they need no trace."""
+        usable = self._usable(self._layout(c.sizes, c.pp, c.shard, c.chunks, c.schedule == "zero-bubble-v"))
+        return self._held(c).rest <= usable and self.memory(c) <= usable
 
     def micro_batches(self, c: Candidate) -> int:
         dp = data_parallel_size(self.world, c.pp, c.tp, c.cp)
         return micro_batches(self.config.training.global_batch_size, c.micro_batch, dp)
 
-    def _states(self, tp: int, cp: int, pp: int, zero_stage: int, shard: int, numel: int) -> tuple[int, int, int]:
-        """Return the bytes of states between steps, of accumulated gradients, and of gradients at the end."""
-        states = States.of(with_values(self.config, {"zero-stage": zero_stage}), self._layout(tp, cp, pp, shard))
-        return sum(states.at_rest(numel).values()), states.accumulated.of(numel), states.gradients.of(numel)
+    def _held(self, c: Candidate) -> _Held:
+        """Return the states of the first pipeline rank."""
+        numel = self.on_first(c.sizes, c.pp, c.schedule, c.chunks, c.recompute == "full")
+        return self.states(c.sizes, c.pp, c.zero_stage, c.shard, numel)
+
+    def _on_first(self, sizes: Sizes, pp: int, schedule: str, chunks: int, full: bool) -> tuple[tuple[str, int], ...]:
+        """Return the elements of the first pipeline rank, by sharding group."""
+        each, blocks = self.elements(sizes), sum(self.first(pp, schedule, chunks, full), Counter[str]())
+        return tuple(
+            (group, table + sum(n * each[kind][group] for kind, n in blocks.items()))
+            for group, (_, table) in self.numel(sizes).items()
+        )
+
+    def _states(self, sizes: Sizes, pp: int, zero_stage: int, shard: int, numel: tuple[tuple[str, int], ...]) -> _Held:
+        states = States.by_group(with_values(self.config, {"zero-stage": zero_stage}), self._layout(sizes, pp, shard))
+        held = [
+            (sum(states[group].at_rest(n).values()), states[group].accumulated.of(n), states[group].gradients.of(n))
+            for group, n in numel
+        ]
+        return _Held(*map(sum, zip(*held, strict=True)))
 
     def memory(self, c: Candidate) -> float:
         """Return a lower bound of the bytes of a device of the first pipeline rank."""
         chunks, m = self.first(c.pp, c.schedule, c.chunks, c.recompute == "full"), self.micro_batches(c)
-        saved = self.saved(c.tp, c.cp, c.micro_batch, c.sequence, c.recompute == "selective")
-        elements = self.elements(c.tp)
-        numel = self.numel(c.tp)[1] + sum(n * elements[kind] for chunk in chunks for kind, n in chunk.items())
-        rest, accumulated, gradients = self.states(c.tp, c.cp, c.pp, c.zero_stage, c.shard, numel)
+        saved = self.saved(c.sizes, c.micro_batch, c.sequence, c.recompute == "selective")
+        rest, accumulated, gradients = self._held(c)
         held = 0.0
         for live, chunk in zip(_live(c, m), chunks, strict=True):
             if c.recompute == "full":
@@ -281,7 +347,7 @@ class ClosedTerms:
         stage = max(blocks * passes, (layers * passes + self.ends(c.tp, c.cp, c.micro_batch)) / c.pp)
         rounds = 1 if c.schedule == "zero-bubble-v" else c.chunks
         bubble = (c.pp - 1) / rounds * BUBBLE[c.schedule] * stage
-        network = self.network(c.tp, c.cp, c.pp, c.shard)
+        network = self.network(c.sizes, c.pp, c.shard)
         rebuild = m * layers / c.pp * network.one_pass("tp", block.hidden) if c.partition else 0.0
         message = network.message(block.hidden, 0, 1) if c.pp > 1 else 0.0
         forward, backward = layers / c.pp * block.forward, layers / c.pp * (block.backward + again)
@@ -289,12 +355,16 @@ class ClosedTerms:
 
     def _units(self, c: Candidate, m: int, forward: float, backward: float) -> float:
         """Return the seconds of updates, and of communication over dp that these passes do not hide."""
-        rates, network = self.rates, self.network(c.tp, c.cp, c.pp, c.shard)
-        each, table = self.numel(c.tp)
-        numel = self.config.model.num_layers / c.pp * each + table
-        owned = numel / (network.groups["shard"].ranks if c.zero_stage else 1)
-        gather = network.one_pass("shard", numel * rates.weights)
-        reduce = network.one_pass("shard", numel * rates.gradients)
+        rates, network = self.rates, self.network(c.sizes, c.pp, c.shard)
+        gather = reduce = replicas = owned = 0.0
+        for group, (each, table) in self.numel(c.sizes).items():
+            shard, replica = AXES[group]
+            numel = self.config.model.num_layers / c.pp * each + table
+            mine = numel / (network.groups[shard].ranks if c.zero_stage else 1)
+            gather += network.one_pass(shard, numel * rates.weights)
+            reduce += network.one_pass(shard, numel * rates.gradients)
+            replicas += network.all_reduce(replica, mine * rates.gradients)
+            owned += mine
         exposed = {
             0: max(0.0, 2 * reduce - backward),
             1: max(0.0, reduce - backward) + max(0.0, gather - forward),
@@ -303,7 +373,7 @@ class ClosedTerms:
         }[c.zero_stage]
         bandwidth = self.device["memory.bandwidth"] * self.device["memory.fraction"]
         updated = owned * (rates.gradients + rates.updated(clips=bool(self.config.optimizer.clip_grad)))
-        return exposed + network.all_reduce("replica", owned * rates.gradients) + updated / bandwidth
+        return exposed + replicas + updated / bandwidth
 
 
 class Search:
@@ -361,10 +431,10 @@ class Search:
 
 
 def _varied(ranked: list[tuple[float, Candidate]]) -> list[Candidate]:
-    """Return the first TRIED, skipping those after SAME_SIZES with the same tensor, context and pipeline sizes."""
-    count, found = Counter[tuple[int, int, int]](), list[Candidate]()
+    """Return the first TRIED, skipping those after SAME_SIZES with the same sizes of axes."""
+    count, found = Counter[tuple[Sizes, int]](), list[Candidate]()
     for _, c in ranked:
-        count[c.tp, c.cp, c.pp] += 1
-        if count[c.tp, c.cp, c.pp] <= SAME_SIZES:
+        count[c.sizes, c.pp] += 1
+        if count[c.sizes, c.pp] <= SAME_SIZES:
             found.append(c)
     return found[:TRIED]

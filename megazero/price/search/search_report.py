@@ -21,11 +21,14 @@ COLUMNS = (
     "step s, TFLOP/s, GB, tp, cp, pp, virtual, schedule, dp, ZeRO, shard, recompute, SP, Pa, micro, bubble, dp wait"
 )
 
+OF_PLANS = ("world-size", "device-type", "moe-plan-imbalance")  # flags with a value that runs refuse
 # flags that a search sets, in the order of a command line
 CHOSEN = (
     "tensor-model-parallel-size",
     "context-parallel-size",
     "pipeline-model-parallel-size",
+    "expert-model-parallel-size",
+    "expert-tensor-parallel-size",
     "pipeline-schedule",
     "virtual-pipeline-stages",
     "pipeline-split",
@@ -54,7 +57,13 @@ def run_search(config: Config, argv: list[str], console: Console) -> list[Plan]:
         return []
     plans = simulated[:SHOWN]
     console.print(f"{layouts} on {cluster}, {len(simulated)} of them simulated; the {len(plans)} fastest:")
-    console.print(table("", COLUMNS.split(", "), map(_row, plans)))
+    columns, rows = COLUMNS.split(", "), [_row(plan) for plan in plans]
+    if config.model.num_experts:
+        at = columns.index("virtual")
+        divided = [("ep", "etp"), *((plan.layout.ep, plan.layout.etp) for plan in plans)]
+        for cells, more in zip([columns, *rows], divided, strict=True):
+            cells[at:at] = map(str, more)
+    console.print(table("", columns, rows))
     for plan in plans[:PRINTED]:
         console.print(command(plan, config, argv), soft_wrap=True, highlight=False, markup=False)
     return plans
@@ -101,8 +110,8 @@ def _without_plan(argv: list[str]) -> list[str]:
     left, rest = list[str](), iter(argv)
     for arg in rest:
         name = arg.removeprefix("--").partition("=")[0].replace("_", "-")
-        if not arg.startswith("--") or name not in ("plan", "plan-search", "world-size", "device-type"):
+        if not arg.startswith("--") or name not in ("plan", "plan-search", *OF_PLANS):
             left.append(arg)
-        elif name in ("world-size", "device-type") and "=" not in arg:
+        elif name in OF_PLANS and "=" not in arg:
             next(rest, None)
     return left

@@ -110,6 +110,7 @@ class Kind(NamedTuple):
     ring: bool = False
     ep: int = 1
     expert_tp: int = 0
+    imbalance: float = 1.0  # of the ranks of ep, see `Axis`
 
     @property
     def small(self) -> bool:
@@ -166,6 +167,7 @@ class Kind(NamedTuple):
             config.parallel.cp_exchange == "ring",
             layout.ep,
             layout.expert_tp,
+            min(config.plan.moe_plan_imbalance, layout.ep),  # at most all rows arrive at one rank
         )
 
 
@@ -217,6 +219,7 @@ class Traced:
         most = kind.tokens in (0, share(length, kind.cp, 0, kind.multiple))
         rank = layout.rank(Coord(0, 0, 0 if most else kind.cp - 1, 0))  # ranks with as many tokens cost the same
         self.mesh = pretend_mesh(layout, rank, device, staging, recorder.axis)
+        self.mesh.ep.imbalance = kind.imbalance
         self.tracker = MemoryTracker()
         self.context = Context(
             ResidualStream(self.mesh.tp, sharded=kind.sequence_parallel),
