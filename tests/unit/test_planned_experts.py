@@ -75,7 +75,7 @@ VARIED = (
 
 @pytest.mark.parametrize("options", VARIED)
 def test_bounds_of_memory_are_bounds_with_experts(options: str) -> None:
-    """With experts over more ranks than attention, and over fewer, whose states are sharded over more ranks."""
+    """Experts are on more ranks than attention, or on fewer; then their states are sharded over more ranks."""
     config = parse(f"{BOUNDED} {options}".split())
     terms, rng = ClosedTerms(config, 8, H100), random.Random(options)
     found = list(candidates(config, 8, H100))

@@ -39,6 +39,8 @@ from megazero.price.time.network import Network
 from megazero.price.trace.trace import shallow, trace_block
 
 TRIED = 48  # best-ranked layouts whose memory is estimated
+MOST_TRIED = 480  # more, until enough of them fit: queued gradients of experts are large, and no bound knows them
+FEW_OF_EXPERTS = 4  # enough for models with experts; 1 for others
 SIMULATED = 12  # of those, the most that are simulated, because they fit
 SAME_SIZES = 4  # of the layouts tried, the most with the same sizes of axes
 MOST_STAGES = 64
@@ -413,8 +415,12 @@ class Search:
         terms = ClosedTerms(self.config, self.world, self.device)
         ranked = sorted((terms.seconds(c), c) for c in track(self.found, "ranking layouts") if terms.fits(c))
         plans: list[Plan] = []
-        for c in track(_varied(ranked), "simulating the best"):
-            plan = self._plan(c) if len(plans) < SIMULATED else None
+        experts = self.config.model.num_experts > 0
+        varied, fewest = _varied(ranked, experts), FEW_OF_EXPERTS if experts else 1
+        for tried, c in enumerate(track(varied, "simulating the best")):
+            if len(plans) == SIMULATED or (tried >= TRIED and len(plans) >= fewest):
+                break
+            plan = self._plan(c)
             if plan is not None:
                 plans.append(plan)
         return sorted(plans, key=lambda plan: plan.seconds)
@@ -430,11 +436,15 @@ class Search:
         return plan_if_it_fits(choose_exchange(config, layout, self.device), layout, self.device)
 
 
-def _varied(ranked: list[tuple[float, Candidate]]) -> list[Candidate]:
-    """Return the first TRIED, skipping those after SAME_SIZES with the same sizes of axes."""
-    count, found = Counter[tuple[Sizes, int]](), list[Candidate]()
+def _varied(ranked: list[tuple[float, Candidate]], experts: bool) -> list[Candidate]:
+    """Return the first MOST_TRIED, skipping those after SAME_SIZES with the same sizes of axes.
+
+    With experts also of the same schedule, because zero-bubble schedules hold most and may fit nowhere.
+    """
+    count, found = Counter[tuple[Sizes, int, str]](), list[Candidate]()
     for _, c in ranked:
-        count[c.sizes, c.pp] += 1
-        if count[c.sizes, c.pp] <= SAME_SIZES:
+        key = c.sizes, c.pp, c.schedule if experts else ""
+        count[key] += 1
+        if count[key] <= SAME_SIZES:
             found.append(c)
-    return found[:TRIED]
+    return found[:MOST_TRIED]
