@@ -363,6 +363,7 @@ def model_flops(model: ModelConfig, samples: int) -> int:
     return 3 * samples * (matrices + model.seq_length * sum(kind.score_flops for kind in kinds))
 
 
+@functools.lru_cache(maxsize=64)
 def shallow(model: ModelConfig) -> ModelConfig:
     """Return the model with one block, so that all depths share a trace; unchanged if its blocks differ."""
     kinds = {kind.name for kind in declare(model).kinds.values() if kind.end is None}
