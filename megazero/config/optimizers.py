@@ -23,26 +23,16 @@ class State(NamedTuple):
 
 
 class UpdateRule(NamedTuple):
-    """An optimizer, as far as it can be described without torch.
+    """The rule by which weights are updated, as far as it can be described without torch.
 
     Attributes:
         states: kept besides master weights by a run that trains.
-        whole_matrices: each matrix is updated by one rank: owned ranges begin and end between weights.
-        place: of master weights and states, and of the update: "device", or "host" memory.
+        whole_matrices: each matrix is updated by one data-parallel rank: owned ranges begin and end between matrices.
     """
 
     name: str
     states: tuple[State, ...]
     whole_matrices: bool = False
-    place: str = "device"
-
-    def copies_master(self, weights: int, master: int) -> bool:
-        """Return True if master weights are a copy; else they are the compute weights themselves.
-
-        Args:
-            weights, master: bytes of an element.
-        """
-        return self.place != "device" or weights != master
 
     def state_bytes(self, master: int) -> int:
         """Return the bytes of all states of an element, whose master weight has `master` bytes."""
@@ -53,4 +43,42 @@ class UpdateRule(NamedTuple):
         return 3 * master + 2 * self.state_bytes(master)
 
 
-OPTIMIZERS = {"adamw": UpdateRule("adamw", (State("exp_avg"), State("exp_avg_sq")))}
+class Optimizer(NamedTuple):
+    """The rules of a run, and the place of its states.
+
+    Attributes:
+        matrices: rule of the matrices inside blocks, as their layers declare them; experts are matrices of their own.
+        others: rule of tables, head, norms, biases and routers.
+        place: of master weights and states, and of the update: "device", or "host" memory.
+    """
+
+    matrices: UpdateRule
+    others: UpdateRule
+    place: str = "device"
+
+    @property
+    def rules(self) -> tuple[UpdateRule, ...]:
+        """Each rule once."""
+        return tuple(dict.fromkeys((self.matrices, self.others)))
+
+    def rule(self, is_matrix: bool) -> UpdateRule:
+        return self.matrices if is_matrix else self.others
+
+    @property
+    def states(self) -> tuple[State, ...]:
+        """Each state once."""
+        return tuple(dict.fromkeys(state for rule in self.rules for state in rule.states))
+
+    def copies_master(self, weights: int, master: int) -> bool:
+        """Return True if master weights are a copy; else they are the compute weights themselves.
+
+        Args:
+            weights, master: bytes of an element.
+        """
+        return self.place != "device" or weights != master
+
+
+ADAMW = UpdateRule("adamw", (State("exp_avg"), State("exp_avg_sq")))
+LION = UpdateRule("lion", (State("direction"),))
+MUON = UpdateRule("muon", (State("momentum"),), whole_matrices=True)
+OPTIMIZERS = {"adamw": Optimizer(ADAMW, ADAMW), "lion": Optimizer(LION, LION), "muon": Optimizer(MUON, ADAMW)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megazero.optim import adamw
+from megazero.optim import adamw, lion
 from megazero.optim.step import UpdateFunction
 
-UPDATES: dict[str, UpdateFunction] = {"adamw": adamw.update}
+UPDATES: dict[str, UpdateFunction] = {"adamw": adamw.update, "lion": lion.update}

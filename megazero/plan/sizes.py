@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from megazero.config.optimizers import UpdateRule
 from megazero.config.schema import BYTES, Config
 from megazero.memory import COPY_DEPTH
 from megazero.plan.layout.dealing import dealt_tokens
@@ -68,12 +69,17 @@ class Rates(NamedTuple):
     update: int
 
     @classmethod
-    def of(cls, config: Config) -> Rates:
-        rule, w, g = config.optimizer.rule, BYTES[config.training.precision], BYTES[config.training.grad_dtype]
+    def of(cls, config: Config, rule: UpdateRule) -> Rates:
+        w, g = BYTES[config.training.precision], BYTES[config.training.grad_dtype]
         state = max(4, w)
-        masters = state if rule.copies_master(w, state) else 0
+        masters = state if config.optimizer.rules.copies_master(w, state) else 0
         states = rule.state_bytes(state) if config.trains else 0
         return cls(w, g, state, masters + states, rule.update_bytes(state))
+
+    @classmethod
+    def least(cls, config: Config) -> Rates:
+        """Return the rates of the rule that keeps least."""
+        return min((cls.of(config, rule) for rule in config.optimizer.rules.rules), key=lambda rates: rates.optimizer)
 
     def updated(self, clips: bool) -> int:
         """Return the bytes that a fused update moves: clipping also writes the gradient, narrower numbers are cast."""
@@ -120,7 +126,8 @@ class States(NamedTuple):
 
     @classmethod
     def of_group(cls, config: Config, group: ShardingGroup) -> States:
-        rates, policy = Rates.of(config), group.policy
+        """Return the states of a group's units; of the optimizer's rules, take the one that keeps least."""
+        rates, policy = Rates.least(config), group.policy
         gradients = rates.gradients if config.trains else 0
         return cls(
             Share(rates.weights, group.shards if policy.parameters else 1),
@@ -136,7 +143,7 @@ class States(NamedTuple):
 
 def placed(config: Config, held: dict[str, int]) -> dict[str, int]:
     """Return bytes by kind, with the optimizer's states under "host" if the optimizer keeps them in host memory."""
-    if config.optimizer.rule.place == "device":
+    if config.optimizer.rules.place == "device":
         return held
     return {"host" if kind == "optimizer" else kind: num_bytes for kind, num_bytes in held.items()}
 
@@ -271,7 +278,10 @@ class StepSizes:
             places: axis -> the rank's place along it; None: use the mean of ranks that differ.
         """
         self.config, self.layout, self.spec = config, layout, spec
-        self.layers, self.places, self.rates = layers or {}, places, Rates.of(config)
+        self.layers, self.places = layers or {}, places
+        rules = config.optimizer.rules
+        self.by_rule = {rule: Rates.of(config, rule) for rule in rules.rules}
+        self.rates = self.by_rule[rules.others]
         cp_rank = places["cp"] if places is not None else 0
         self.hidden, self.kept = hidden_bytes(config, layout, cp_rank), kept_bytes(config, layout, cp_rank)
         self.numel = {name: unit.numel for name, unit in spec.units.items()}
@@ -288,9 +298,22 @@ class StepSizes:
 
     # -- held
 
+    def range(self, unit: str) -> Range | None:
+        """Return the range of a unit that this rank owns."""
+        return None if self.places is None else self.spec.units[unit].owned[self.places[self.spec.group(unit).axis]]
+
+    def owned_by_rule(self, unit: str) -> dict[UpdateRule, int]:
+        """Return rule -> the elements of a unit whose optimizer states and reduced gradients this rank owns."""
+        rules, flat, owned = self.config.optimizer.rules, self.spec.units[unit].flat, self.range(unit)
+        parts = self.spec.group(unit).parts if owned is None else 1
+        found = dict.fromkeys(rules.rules, 0)
+        for is_matrix, part in flat.by_rule(owned or Range(0, flat.numel)):
+            found[rules.rule(is_matrix)] += part.numel
+        return {rule: numel // parts for rule, numel in found.items()}
+
     def owned(self, unit: str) -> int:
-        """Return the elements of a unit whose optimizer states and reduced gradients this rank owns."""
-        return self.spec.owned(unit)
+        """Return the elements of a unit that this rank owns."""
+        return sum(self.owned_by_rule(unit).values())
 
     def weights(self, unit: str) -> int:
         """Return the bytes of a unit's unsharded weights."""
@@ -309,14 +332,15 @@ class StepSizes:
 
     def updated(self, unit: str) -> int:
         """Return the bytes that the optimizer reads and writes to update a unit."""
-        return self.rates.updated(clips=bool(self.config.optimizer.clip_grad)) * self.owned(unit)
+        clips = bool(self.config.optimizer.clip_grad)
+        return sum(self.by_rule[rule].updated(clips) * n for rule, n in self.owned_by_rule(unit).items())
 
     def at_rest(self) -> dict[str, int]:
         """Return the bytes held between steps, by kind."""
         found: Counter[str] = Counter()
-        for name, group in self.spec.groups.items():
-            numel = sum(unit.numel for unit in self.spec.units.values() if unit.group == name)
-            found.update(States.of_group(self.config, group).at_rest(numel))
+        for unit, numel in self.numel.items():
+            found["parameters"] += self.rates.weights * (self.owned(unit) if self.spec.policy(unit).parameters else numel)
+            found["optimizer"] += sum(self.by_rule[rule].optimizer * n for rule, n in self.owned_by_rule(unit).items())
         return placed(self.config, found)
 
     def buffers_at_rest(self, arena_numel: int, needs_staging_buffer: bool) -> int:
@@ -401,10 +425,6 @@ class StepSizes:
 
     def _summed(self, unit: str) -> Iterator[int]:
         """Yield the sizes of the pieces of the owned range whose gradients tensor-parallel ranks add up."""
-        numel, owned = self.numel[unit], self.owned(unit)
-        place = Range(0, numel)
-        if owned < numel and self.places is not None:
-            at = self.places[self.spec.group(unit).axis]
-            place = Range(at * owned, (at + 1) * owned)
         for summed in self.spec.units[unit].summed:
-            yield summed.within(place).numel * owned // place.numel
+            owned = self.range(unit)
+            yield summed.numel // self.spec.group(unit).parts if owned is None else summed.within(owned).numel

@@ -31,12 +31,12 @@ class PlannedSave(NamedTuple):
 
 def pretended_shards(config: Config, layout: Layout, rank: int, dtype: torch.dtype) -> dict[str, LocalShard]:
     """Return the shards that a rank saves, on stand-in tensors. `config` is resolved."""
-    states = ("model", *(state.name for state in config.optimizer.rule.states))  # in the order of `Engine.shards`
-    found = {}
+    rules, found = config.optimizer.rules, {}
     for part in rank_parts(config, layout, rank, declare):
         data = torch.empty(part.stop - part.start, device="meta", dtype=dtype)
         shard = LocalShard(part.spec.shape, part.block.offset, part.block.shape, part.start, part.stop, data)
-        found |= {f"{state}.{part.spec.name}": shard for state in states}
+        states = rules.rule(part.spec.matrices is not None).states
+        found |= {f"{state}.{part.spec.name}": shard for state in ("model", *(each.name for each in states))}
     return found
 
 

@@ -138,7 +138,7 @@ class Engine:
             config.micro_batches(mesh.layout.dp),
             config.parallel.sequence_parallel,
             config.trains,
-            config.optimizer.rule,
+            config.optimizer.rules,
             config.zero.poison_buffers,
         )
 

@@ -9,13 +9,13 @@ from typing import NamedTuple
 import torch
 
 from megazero.comm.mesh.mesh import Mesh
-from megazero.config.optimizers import OPTIMIZERS, UpdateRule
+from megazero.config.optimizers import OPTIMIZERS, Optimizer, UpdateRule
 from megazero.memory.tracker import MemoryTracker
 from megazero.model.layers.weight import Weight
 from megazero.plan.layout.flat_layout import Range
 from megazero.plan.layout.owned import overlap
 from megazero.plan.layout.parameters import LocalBlock, ParamSpec, unit_layout
-from megazero.plan.layout.zero_policy import ShardingGroup
+from megazero.plan.program.rank_spec import RankSpec
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class ZeroOptions:
     micro_batches: int = 1  # of a step
     sequence_parallel: bool = False
     trains: bool = True  # False: no gradients and no optimizer states
-    rule: UpdateRule = OPTIMIZERS["adamw"]
+    optimizer: Optimizer = OPTIMIZERS["adamw"]
     poison: bool = False  # fill memory that must not be read with NaN: --poison
 
     @property
@@ -43,7 +43,7 @@ class ZeroOptions:
     @property
     def state_device(self) -> torch.device:
         """The device of master weights and optimizer states."""
-        return self.mesh.device if self.rule.place == "device" else torch.device("cpu")
+        return self.mesh.device if self.optimizer.place == "device" else torch.device("cpu")
 
 
 class Member(NamedTuple):
@@ -87,14 +87,17 @@ class FlatUnit:
 
     Attributes:
         shard, replica: axes of the ranks that share a copy, and of the ranks that own the same range.
+        ranges: of every rank of `shard`.
     """
 
-    def __init__(self, name: str, weights: list[Weight], mesh: Mesh, group: ShardingGroup) -> None:
+    def __init__(self, name: str, weights: list[Weight], mesh: Mesh, spec: RankSpec) -> None:
+        group = spec.group(name)
         self.name, self.group, self.policy = name, group, group.policy
         self.shard, self.replica = mesh.axis(group.axis), mesh.axis(group.replica_axis)
         self.layout = unit_layout([weight.spec for weight in weights], mesh.layout.sizes, group.shards)
+        self.ranges = spec.units[name].owned
         self.members = [Member(weight, self.layout.windows[weight.spec.name]) for weight in weights]
-        self.owned = group.owned(self.layout, self.shard.rank)
+        self.owned = self.ranges[self.shard.rank]
 
     @property
     def numel(self) -> int:
@@ -106,9 +109,16 @@ class FlatUnit:
         return any(member.trains for member in self.members)
 
     @property
-    def num_decayed(self) -> int:
-        """Elements at the start of the owned range that weight decay applies to."""
-        return self.layout.decayed.within(self.owned).numel
+    def decayed(self) -> Range:
+        """The part of the owned range, at its start, that weight decay applies to."""
+        return self.layout.decayed.within(self.owned)
+
+    def by_rule(self, optimizer: Optimizer) -> list[tuple[UpdateRule, Range]]:
+        """Divide the owned range into parts with the same rule. Every rule has a part, possibly empty."""
+        if len(optimizer.rules) == 1:
+            return [(optimizer.others, Range(0, self.owned.numel))]
+        parts = [(optimizer.rule(is_matrix), part) for is_matrix, part in self.layout.by_rule(self.owned)]
+        return parts + [(rule, Range(0, 0)) for rule in optimizer.rules if rule not in dict(parts)]
 
     def owned_in(self, ranges: Iterable[Range]) -> list[Range]:
         """Return the non-empty parts of `ranges` inside the owned range, counted from its start."""

@@ -1,48 +1,66 @@
-"""Optimizer states of a unit's owned range: master weights, and the states of the update rule."""
+"""Optimizer states of a unit's owned range: master weights, and the states of the update rules."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
 from megazero.comm.mesh.collectives import Pending
+from megazero.config.optimizers import UpdateRule
 from megazero.model.layers.context import DTYPES
 from megazero.optim.step import StepParams
 from megazero.optim.updates import UPDATES
+from megazero.plan.layout.flat_layout import Range
 from megazero.zero.flat_unit import FlatUnit, OwnedPart, ZeroOptions
 from megazero.zero.reduce_scatter import Buffer
 
 
-class OptimizerShard:
-    """Master weights and states of one unit, in fp32 (fp64 with --precision fp64), on the device that the rule chooses.
+class RuledPart(NamedTuple):
+    """A part of the owned range whose weights have the same rule.
 
-    master  [owned]  updated by the optimizer; the same tensor as the sharded weights unless the rule `copies_master`
-    states  name -> [owned]; [0] in a run that does not train
+    Attributes:
+        owned: the part, counted from the start of the owned range.
+        states: in the order of the rule's; [n] each, [0] in a run that does not train.
+    """
+
+    rule: UpdateRule
+    owned: Range
+    states: tuple[torch.Tensor, ...]
+
+
+class OptimizerShard:
+    """Master weights and states of one unit, in fp32 (fp64 with --precision fp64), in the optimizer's place.
+
+    master  [owned]  updated by the optimizer; the same tensor as the sharded weights unless the optimizer copies them
     """
 
     def __init__(self, unit: FlatUnit, weights: torch.Tensor, options: ZeroOptions) -> None:
         """Draw the initial values of the owned range. `weights` [owned]: the sharded weights."""
-        self.unit, self.options, self.weights, rule = unit, options, weights, options.rule
-        self.update = UPDATES[rule.name]
+        self.unit, self.options, self.weights, optimizer = unit, options, weights, options.optimizer
         dtype, device = options.master_dtype, options.state_device
-        copies = rule.copies_master(weights.dtype.itemsize, dtype.itemsize)
+        copies = optimizer.copies_master(weights.dtype.itemsize, dtype.itemsize)
         self.master = torch.zeros(unit.owned.numel, dtype=dtype, device=device) if copies else weights
-        numel = unit.owned.numel if options.trains else 0
-        self.states = {
-            state.name: torch.zeros(numel, dtype=DTYPES[state.precision] if state.precision else dtype, device=device)
-            for state in rule.states
-        }
-        held = self.master.nbytes * copies + sum(state.nbytes for state in self.states.values())
-        self.allocation = options.tracker.allocate("optimizer" if rule.place == "device" else "host", held)
-        for part in unit.owned_parts():
-            self.master[part.owned.slice()] = part.weight.initial(part.start, part.stop).to(device)
+        self.parts = [
+            RuledPart(rule, part, self._states(rule, part.numel if options.trains else 0))
+            for rule, part in unit.by_rule(optimizer)
+        ]
+        held = self.master.nbytes * copies + sum(state.nbytes for part in self.parts for state in part.states)
+        self.allocation = options.tracker.allocate("optimizer" if optimizer.place == "device" else "host", held)
+        for owned in unit.owned_parts():
+            self.master[owned.owned.slice()] = owned.weight.initial(owned.start, owned.stop).to(device)
         self.cast()
+
+    def _states(self, rule: UpdateRule, numel: int) -> tuple[torch.Tensor, ...]:
+        dtypes = [DTYPES[state.precision] if state.precision else self.master.dtype for state in rule.states]
+        return tuple(torch.zeros(numel, dtype=dtype, device=self.master.device) for dtype in dtypes)
 
     def start_step(self, params: StepParams, gradient: Buffer) -> Pending:
         """Update the master weights, free the reduced gradient, and cast the weights.
 
         A device's update is issued now. The host's runs when the caller waits.
         """
-        if self.options.rule.place == "device":
+        if self.options.optimizer.place == "device":
             self._step(params, gradient)
             return Pending()
         return Pending(then=lambda: self._step(params, gradient))
@@ -52,7 +70,9 @@ class OptimizerShard:
         values, wide = gradient.data, gradient.data.dtype == self.master.dtype
         widened = self.options.tracker.allocate("buffers", 0 if wide else self.master.nbytes)
         values = values.to(self.master.device, self.master.dtype)
-        self.update(params, self.master, values, tuple(self.states.values()), self.unit.num_decayed)
+        for rule, part, states in self.parts:
+            decayed = self.unit.decayed.within(part).numel
+            UPDATES[rule.name](params, self.master[part.slice()], values[part.slice()], states, decayed)
         widened.end()
         gradient.allocation.end()
         self.cast()
@@ -64,5 +84,11 @@ class OptimizerShard:
 
     def state(self, part: OwnedPart) -> dict[str, torch.Tensor]:
         """Return the tensors of a part in a checkpoint, [stop - start] each; no states if the run does not train."""
-        tensors = {"master": self.master} | (self.states if self.options.trains else {})
-        return {name: tensor[part.owned.slice()] for name, tensor in tensors.items()}
+        found = {"master": self.master[part.owned.slice()]}
+        if not self.options.trains:
+            return found
+        rule = self.options.optimizer.rule(part.spec.matrices is not None)
+        mine = ((ruled, states) for each, ruled, states in self.parts if each == rule)
+        ruled, states = next(both for both in mine if part.owned.within(both[0]).numel == part.owned.numel)
+        inner = part.owned.within(ruled)
+        return found | {kept.name: data[inner.slice()] for kept, data in zip(rule.states, states, strict=True)}

@@ -33,9 +33,9 @@ from megazero.zero.weights import UnitWeights, UnshardedArena
 class ParamUnit:
     """Weights, gradients and optimizer states of one unit, on one rank."""
 
-    def __init__(self, name: str, weights: list[Weight], options: ZeroOptions, group: ShardingGroup) -> None:
+    def __init__(self, name: str, weights: list[Weight], options: ZeroOptions, spec: RankSpec) -> None:
         self.name = name
-        self.flat = FlatUnit(name, weights, options.mesh, group)
+        self.flat = FlatUnit(name, weights, options.mesh, spec)
         self.weights = UnitWeights(self.flat, options)
         self.gradients = UnitGradients(self.flat, options)
         self.optimizer = OptimizerShard(self.flat, self.weights.sharded, options)
@@ -55,7 +55,7 @@ class Zero:
         # contributions that a Backward postpones (zero-bubble); None: add them to their buffers at once
         self.queue: list[tuple[Weight, GradWriter]] | None = None
         self.arena = UnshardedArena(options)
-        self.units = {name: ParamUnit(name, weights, options, spec.group(name)) for name, weights in units.items()}
+        self.units = {name: ParamUnit(name, weights, options, spec) for name, weights in units.items()}
         self._bind_persistent_gradients()
         self._gradients: dict[Weight, UnitGradients] = {}
         for unit in self.units.values():

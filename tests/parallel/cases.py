@@ -113,6 +113,7 @@ class Case(NamedTuple):
     device: str = "cpu"
     graphs: bool = False
     targets: str = "most"
+    optimizer: str = "adamw"
     micro_batch_size: int = 0  # 0: the batch is whole micro-batches, equally many on each replica
 
     @property
@@ -151,6 +152,7 @@ class Case(NamedTuple):
             (self.corpora > 1, f"corpora{self.corpora}"),
             (self.batch != 12, f"batch{self.batch}"),
             (self.micro_batch_size, f"by{self.micro_batch_size}"),
+            (self.optimizer != "adamw", self.optimizer),
         ]
         changed = {n: v for n, v in vars(self.model).items() if v != getattr(MODEL, n) and n in NAMED}
         return "-".join([*(word for given, word in words if given), *(f"{n}={v}" for n, v in changed.items())])
@@ -173,7 +175,7 @@ class Case(NamedTuple):
                 cuda_graph_impl="local" if self.graphs else "none",
                 initial_loss_scale=2.0**12,  # these models' gradients are large: none overflows
             ),
-            optimizer=OPTIMIZER,
+            optimizer=replace(OPTIMIZER, optimizer=self.optimizer),
             zero=ZeroConfig(zero_stage=self.zero, poison_buffers=True, **dict(self.options)),
             activations=ActivationConfig(self.recompute, self.pa, self.host, self.md),
             data=replace(RESETS[self.reset], data_path=("1", "some") * self.corpora * (self.corpora > 1)),

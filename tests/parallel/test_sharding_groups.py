@@ -15,7 +15,7 @@ import torch
 
 from megazero.config.schema import Config
 from megazero.model.stage import declare
-from megazero.plan.layout import owned
+from megazero.plan.layout import owned, zero_policy
 from megazero.plan.layout.flat_layout import ALIGN
 from megazero.plan.layout.topology import Layout
 from megazero.plan.layout.zero_policy import ShardingGroup, ZeroPolicy
@@ -42,7 +42,7 @@ def group_of(unit: str) -> str:
 @contextlib.contextmanager
 def three_groups() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (rank_spec, owned):
+        for module in (rank_spec, owned, zero_policy):
             patch.setattr(module, "sharding_groups", three)
             patch.setattr(module, "group_of", group_of)
         owned._units.cache_clear()
@@ -85,7 +85,7 @@ def test_a_program_takes_the_policy_of_each_units_group() -> None:
         spec = rank_spec.rank_spec(case.config(), case.layout, 0, declare)
     assert spec.policy("head") == ZeroPolicy(False, False, False) != spec.policy("blocks.0") == spec.policy("blocks.1")
     numel = {name: unit.numel for name, unit in spec.units.items()}
-    assert [numel[u] // spec.owned(u) for u in ("blocks.0", "blocks.1", "head")] == [2, 3, 1]
+    assert [numel[u] // spec.units[u].owned[0].numel for u in ("blocks.0", "blocks.1", "head")] == [2, 3, 1]
     assert [spec.group(u).replicas for u in ("blocks.0", "blocks.1", "head")] == [3, 2, 6]
     step = program(spec, "1f1b", 2)
     gathered = [unit for unit in spec.units if unit != "head"]

@@ -8,13 +8,14 @@ import pytest
 
 from megazero.plan.layout.flat_layout import (
     ALIGN,
-    FlatLayout,
     FlatParam,
+    Piece,
     Range,
+    deal,
     equal_ranges,
     flat_layout,
     round_up,
-    whole_windows,
+    whole_ranges,
 )
 
 NONE, TP, EP, BOTH = frozenset[str](), frozenset({"tp"}), frozenset({"ep"}), frozenset({"ep", "tp"})
@@ -104,7 +105,7 @@ def test_the_order_of_bytes_is_that_of_the_first_checkpoints() -> None:
         if all(p.sharded | p.summed <= TP for p in params):
             six = [(True, TP, NONE), (True, NONE, NONE), (True, NONE, TP)]
             six += [(False, sharded, summed) for _, sharded, summed in reversed(six)]
-            wanted = [p.name for kind in six for p in params if p[2:] == kind]
+            wanted = [p.name for kind in six for p in params if p[2:5] == kind]
             assert [name for name, _ in sorted(flat.windows.items(), key=lambda item: item[1])] == wanted
 
 
@@ -115,7 +116,7 @@ def test_decayed_comes_first() -> None:
 def test_owned_ranges_tile_the_buffer_evenly() -> None:
     for _, size, flat in CASES:
         for parts in (n for n in range(1, size + 1) if size % n == 0):
-            owned = [equal_ranges(flat, rank, parts) for rank in range(parts)]
+            owned = equal_ranges(flat.numel, parts)
             assert [e for r in owned for e in elements(r)] == list(range(flat.numel))
             assert {r.numel for r in owned} == {flat.numel // parts}
 
@@ -140,20 +141,47 @@ def test_within_is_the_intersection_from_the_start_of_the_outer_range() -> None:
 
 def test_owned_asserts_an_even_cut() -> None:
     with pytest.raises(AssertionError):
-        equal_ranges(FlatLayout({}, [], [], Range(0, 0), 64), 0, 3)
+        equal_ranges(64, 3)
 
 
-def test_whole_windows_cut_between_weights_near_equal_ranges() -> None:
+def test_whole_ranges_cut_between_weights_near_equal_ranges() -> None:
     """No weight has two owners; ranges tile the buffer; each end is within a weight of an equal range's."""
     for _, size, flat in CASES:
-        owned = [whole_windows(flat, rank, size) for rank in range(size)]
+        owned = whole_ranges(flat, size)
         assert [e for r in owned for e in elements(r)] == list(range(flat.numel))
         largest = max((round_up(window.numel, ALIGN) for window in flat.windows.values()), default=0)
         for rank, mine in enumerate(owned):
             assert all(window.within(mine).numel in (0, window.numel) for window in flat.windows.values())
             assert 2 * abs(mine.stop * size - (rank + 1) * flat.numel) <= (largest + ALIGN * size) * size
     flat = flat_layout([FlatParam(f"p{n}", 64 * n, True) for n in (5, 1, 2, 8)], 4)
-    assert [whole_windows(flat, rank, 4) for rank in range(4)] == [(0, 320), (320, 512), (512, 512), (512, 1024)]
+    assert [*whole_ranges(flat, 4)] == [(0, 320), (320, 512), (512, 512), (512, 1024)]
+
+
+def test_matrices_are_cut_into_their_pieces() -> None:
+    """Of pieces: those with an aligned size alone. Matrices precede others with equal axes."""
+    norm, router = FlatParam("norm", 100, False), FlatParam("router", 192, True)
+    up = FlatParam("up", 6 * 128, True, pieces=3, cost=7)
+    odd = FlatParam("odd", 4 * 100, True, pieces=4, cost=5)
+    flat = flat_layout([norm, router, odd, up], 2)
+    assert flat.windows == {"odd": (0, 400), "up": (448, 1216), "router": (1216, 1408), "norm": (1408, 1508)}
+    assert flat.matrices == [(0, 1216)]
+    assert flat.pieces == [(0, 20), (448, 7), (704, 7), (960, 7), (1216, 0), (1408, 0)]
+    assert all(isinstance(piece, Piece) for piece in flat.pieces)
+    assert flat.by_rule(Range(704, 1472)) == [(True, (0, 512)), (False, (512, 768))]
+    assert flat.by_rule(Range(1216, 1536)) == [(False, (0, 320))] and flat.by_rule(Range(9, 9)) == []
+    assert [flat.cost(r) for r in (Range(0, 704), Range(704, 1536))] == [27, 14]
+
+
+def test_costly_ranges_go_to_the_ranks_with_the_least_cost() -> None:
+    """Of two units with ranges of cost 5 and 3, each of two ranks gets one of each; a third rank without matrices gets
+    a vector."""
+    unit = [FlatParam("a", 640, True, pieces=1, cost=5), FlatParam("b", 384, True, pieces=1, cost=3)]
+    one = flat_layout(unit, 2)
+    assert deal({"x": one, "y": one}, 2) == {"x": ((0, 640), (640, 1024)), "y": ((640, 1024), (0, 640))}
+    three = flat_layout([*unit, FlatParam("c", 512, False)], 3)
+    dealt = deal({"x": three}, 3)["x"]
+    assert dealt == ((0, 640), (640, 1024), (1024, 1536))
+    assert [three.cost(r) for r in dealt] == [5, 3, 0]
 
 
 def test_round_up() -> None:

@@ -127,7 +127,7 @@ def test_slices_learn_as_torchs_adamw_does(ranks: int, dtype: torch.dtype) -> No
             group["lr"] = rate
         optimizer.step()
         for rank in range(ranks):
-            owned = equal_ranges(flat, rank, ranks)
+            owned = equal_ranges(flat.numel, ranks)[rank]
             own = owned.slice()
             decayed = flat.decayed.within(owned).numel
             update(

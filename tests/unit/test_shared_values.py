@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megazero.comm.mesh.mesh import Mesh
+from megazero.config.optimizers import ADAMW
 from megazero.config.schema import (
     BYTES,
     ActivationConfig,
@@ -208,7 +209,7 @@ def test_a_flat_buffer_by_hand() -> None:
     assert (layout.decayed, layout.replicated("tp")) == (Range(0, 320), [Range(128, 384)])
     assert layout.sharded("tp") == [Range(0, 128), Range(384, 576)]
     assert layout.numel == 576  # 448, and then 3 x 64 divides it
-    assert [equal_ranges(layout, rank, 3) for rank in range(3)] == [(0, 192), (192, 384), (384, 576)]
+    assert [*equal_ranges(layout.numel, 3)] == [(0, 192), (192, 384), (384, 576)]
     assert (layout.summed("tp", False), layout.summed("tp", True)) == ([Range(256, 320)], [Range(128, 384)])
 
 
@@ -221,7 +222,7 @@ def test_numbers_that_bytes_are_made_of() -> None:
     found = {}
     for precision, trains in itertools.product(BYTES, (True, False)):
         run = Config(training=TrainingConfig(precision=precision), evaluation=EvaluationConfig(eval_only=not trains))
-        rates = Rates.of(run)
+        rates = Rates.of(run, ADAMW)
         found[precision, trains] = rates.state, rates.optimizer
     assert found == {
         ("fp32", True): (4, 8),

@@ -261,7 +261,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "micro_batches": 2,
         "sequence_parallel": False,
         "trains": True,
-        "rule": OPTIMIZERS["adamw"],
+        "optimizer": OPTIMIZERS["adamw"],
         "poison": True,
     },
     "Zero": {

@@ -261,7 +261,7 @@ class FusedAttention(Attention):
     def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
         super().__init__(model, number, context)
         h, n, d = model.hidden_size, model.num_attention_heads, model.head_dim
-        self.qkv = ColumnLinear(context, h, n, 3, d, std=model.init_method_std, bias=True)
+        self.qkv = ColumnLinear(context, h, n, 3, d, std=model.init_method_std, bias=True, matrices=(1,))
         self.proj = RowLinear(context, n * d, h, std=model.residual_std, bias=True)
         self.columns = (self.qkv,)
 
@@ -292,7 +292,8 @@ class GroupedAttention(Attention):
         group = self.first_head * g // n
         rows = slice(group, group + 1) if g < tp else None
         self.query = ColumnLinear(context, h, n, d, std=std, bias=bias)
-        self.kv = ColumnLinear(context, h, g, 2, d, std=std, bias=bias, tp_dim=None if g < tp else 0, rows=rows)
+        tp_dim = None if g < tp else 0
+        self.kv = ColumnLinear(context, h, g, 2, d, std=std, bias=bias, tp_dim=tp_dim, rows=rows, matrices=(1,))
         self.norms: EachHead | AllHeads | tuple[()] = ()
         if model.qk_norm_all_heads:
             self.norms = AllHeads(HeadsWeight(model, context, n), HeadsWeight(model, context, g, rows))

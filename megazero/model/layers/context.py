@@ -145,6 +145,7 @@ class Context:
         pads: bool = False,
         summed: Iterable[str] = (),
         per_token: tuple[int, int] = (1, 1),
+        matrices: tuple[int, ...] | None = None,
     ) -> Weight:
         """Declare a weight of the global `shape`, without memory. Its name will be its path in the model.
 
@@ -155,9 +156,11 @@ class Context:
             pads: rows of the shard may be padding, as of the vocabulary.
             summed: axes over which its gradient is a sum, besides the data-parallel ones.
             per_token: the share of it that a token is multiplied with: (experts of a token, all experts).
+            matrices: dims that number matrices of their own, such as those of q, k and v; None: it is a vector, or a
+                matrix that an optimizer of matrices leaves to AdamW: a table, a head, a router.
         """
         axes = tuple((sharded or {}).items())
-        spec = ParamSpec("", shape, axes, decays, std, mean, pads, frozenset(summed), per_token=per_token)
+        spec = ParamSpec("", shape, axes, decays, std, mean, pads, frozenset(summed), True, per_token, matrices)
         held = {"tp": self.tp, "ep": self.ep, "etp": self.etp}
         block = spec.local(
             {name: axis.rank for name, axis in held.items()}, {name: axis.size for name, axis in held.items()}

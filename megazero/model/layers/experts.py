@@ -52,6 +52,7 @@ class GroupedLinear(nn.Module):
             std=std,
             decays=True,
             per_token=(top, experts) if experts else (1, 1),
+            matrices=tuple(range((1 if experts else 0) + len(shape) - 2)),
         )
         self.weights = (self.weight,)
 

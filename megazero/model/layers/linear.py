@@ -36,6 +36,7 @@ class ColumnLinear(nn.Module):
         out: the weight's shape without its last dim, such as (heads, 3, d).
         tp_dim: the one of these dims that is sharded; None: replicated.
         rows: of dim 0 of a replicated weight, with which this rank computes; None: all.
+        matrices: the dims that number matrices of their own: of queries, keys and values, or of gate and value.
     """
 
     def __init__(
@@ -47,11 +48,14 @@ class ColumnLinear(nn.Module):
         bias: bool,
         tp_dim: int | None = 0,
         rows: slice | None = None,
+        matrices: tuple[int, ...] = (),
     ) -> None:
         super().__init__()
         self.context, self.rows = context, rows
         sharded, summed = {} if tp_dim is None else {tp_dim: "tp"}, () if rows is None else ("tp",)
-        self.weight = context.weight(*out, inner, sharded=sharded, std=std, decays=True, summed=summed)
+        self.weight = context.weight(
+            *out, inner, sharded=sharded, std=std, decays=True, summed=summed, matrices=matrices
+        )
         self.bias = context.weight(*out, sharded=sharded, summed=summed) if bias else None
         self.weights = (self.weight,) if self.bias is None else (self.weight, self.bias)
 
@@ -96,7 +100,7 @@ class RowLinear(nn.Module):
     def __init__(self, context: Context, inner: int, out: int, *, std: float, bias: bool) -> None:
         super().__init__()
         self.context = context
-        self.weight = context.weight(out, inner, sharded={1: "tp"}, std=std, decays=True)
+        self.weight = context.weight(out, inner, sharded={1: "tp"}, std=std, decays=True, matrices=())
         self.bias = context.weight(out) if bias else None
         self.weights = (self.weight,) if self.bias is None else (self.weight, self.bias)
 

@@ -31,8 +31,9 @@ class MLP(nn.Module):
         super().__init__()
         h, f, traits = model.hidden_size, model.ffn_size, model.traits
         name, bias = activation or traits.activation, "mlp" in traits.biases if bias is None else bias
-        out, tp_dim = ((2, f), 1) if name in GATED else ((f,), 0)
-        self.up = ColumnLinear(context, h, *out, tp_dim=tp_dim, std=model.init_method_std, bias=bias)
+        out, tp_dim, matrices = ((2, f), 1, (0,)) if name in GATED else ((f,), 0, ())
+        std = model.init_method_std
+        self.up = ColumnLinear(context, h, *out, tp_dim=tp_dim, std=std, bias=bias, matrices=matrices)
         self.down = RowLinear(context, f, h, std=model.residual_std, bias=bias)
         self.activation = context.kernels.activation(name)
 

@@ -13,7 +13,7 @@ total is a multiple of ALIGN x the ranks that share the buffer.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -47,11 +47,20 @@ class FlatParam(NamedTuple):
     decays: bool  # weight decay applies
     sharded: frozenset[str] = frozenset()  # axes that shard it; it is replicated over all others
     summed: frozenset[str] = frozenset()  # axes that replicate it and sum its gradient
+    pieces: int = 0  # of matrices: equal parts, between which an optimizer of whole matrices may cut it; 0: no matrix
+    cost: int = 0  # of updating whole matrices, of each piece
 
     @property
     def section(self) -> tuple[bool, list[str], list[str]]:
         """The key that sections are sorted by: sharded ones first, partial ones last."""
         return not self.sharded, sorted(self.sharded), sorted(self.summed)
+
+
+class Piece(NamedTuple):
+    """A parameter, or a part of it that one rank must own if its optimizer updates whole matrices."""
+
+    start: int
+    cost: int
 
 
 class Section(NamedTuple):
@@ -70,7 +79,20 @@ class FlatLayout:
     gaps: list[Range]
     sections: list[Section]
     decayed: Range
+    matrices: list[Range]  # gaps included
+    pieces: list[Piece]
     numel: int
+
+    def by_rule(self, owned: Range) -> list[tuple[bool, Range]]:
+        """Divide a range into parts of matrices (True) and of other parameters, each counted from its start."""
+        inside = [r.within(owned) for r in self.matrices]
+        edges = sorted({0, owned.numel, *(at for r in inside for at in r)})
+        parts = [Range(*each) for each in itertools.pairwise(edges)]
+        return [(any(r.start <= part.start < r.stop for r in inside), part) for part in parts]
+
+    def cost(self, owned: Range) -> int:
+        """Return the cost of updating the matrices in a range, which begins and ends between pieces."""
+        return sum(piece.cost for piece in self.pieces if owned.start <= piece.start < owned.stop)
 
     def replicated(self, axis: str) -> list[Range]:
         """Return the ranges of the parameters that are replicated over `axis`."""
@@ -93,24 +115,36 @@ class FlatLayout:
         return _joined(section.range for section in self.sections if axis in section.summed)
 
 
-Cut = Callable[[FlatLayout, int, int], Range]
+def equal_ranges(numel: int, size: int) -> tuple[Range, ...]:
+    """Cut a buffer into `size` equal ranges, possibly inside a weight."""
+    assert numel % size == 0, (numel, size)
+    each = numel // size
+    return tuple(Range(rank * each, (rank + 1) * each) for rank in range(size))
 
 
-def equal_ranges(flat: FlatLayout, rank: int, size: int) -> Range:
-    """Cut a buffer into `size` equal ranges, possibly inside a weight; return range `rank`."""
-    assert flat.numel % size == 0, (flat.numel, size)
-    each = flat.numel // size
-    return Range(rank * each, (rank + 1) * each)
+def whole_ranges(flat: FlatLayout, size: int) -> tuple[Range, ...]:
+    """Cut a buffer into `size` ranges between pieces, as near to equal ones as possible.
 
-
-def whole_windows(flat: FlatLayout, rank: int, size: int) -> Range:
-    """Cut a buffer into `size` ranges between weights, as near to equal ones as possible; return range `rank`.
-
-    A range exceeds an equal one by at most one weight.
+    A range exceeds an equal one by at most one piece.
     """
-    starts = sorted([*(window.start for window in flat.windows.values()), flat.numel])
+    starts = sorted([*(piece.start for piece in flat.pieces), flat.numel])
     edges = [min(starts, key=lambda at: abs(at * size - k * flat.numel)) for k in range(1, size)]
-    return Range(*[0, *edges, flat.numel][rank : rank + 2])
+    return tuple(Range(*each) for each in itertools.pairwise([0, *edges, flat.numel]))
+
+
+def deal(flats: Mapping[str, FlatLayout], size: int) -> dict[str, tuple[Range, ...]]:
+    """Cut each buffer by `whole_ranges`, and give its costly ranges to the ranks with the least cost so far.
+
+    Returns:
+        name -> the range of each rank. The ranges of a buffer are in any order.
+    """
+    held, found = [(0, 0)] * size, {}  # of each rank: cost, elements
+    for name, flat in flats.items():
+        ranges = sorted(whole_ranges(flat, size), key=lambda r: (flat.cost(r), r.numel), reverse=True)
+        mine = dict(zip(sorted(range(size), key=lambda rank: held[rank]), ranges, strict=True))
+        held = [(cost + flat.cost(mine[rank]), n + mine[rank].numel) for rank, (cost, n) in enumerate(held)]
+        found[name] = tuple(mine[rank] for rank in range(size))
+    return found
 
 
 def _joined(ranges: Iterable[Range]) -> list[Range]:
@@ -130,22 +164,36 @@ def flat_layout(params: Iterable[FlatParam], size: int) -> FlatLayout:
     """Lay parameters out for `size` ranks that share the buffer."""
     params = list(params)
     windows: dict[str, Range] = {}
+    matrices: list[Range] = []
+    pieces: list[Piece] = []
     gaps: list[Range] = []
     sections: list[Section] = []
     at = decayed = 0
     for decays in (True, False):
-        half = sorted((p for p in params if p.decays == decays), key=lambda p: p.section, reverse=not decays)
+        half = sorted((p for p in params if p.decays == decays), key=lambda p: (p.section, not p.pieces), reverse=not decays)
         for (_, sharded, summed), equal in itertools.groupby(half, key=lambda p: p.section):
             start = at
             for p in equal:
                 windows[p.name] = Range(at, at + p.numel)
                 gaps.append(Range(at + p.numel, round_up(at + p.numel, ALIGN)))
+                pieces += _pieces(p, at)
                 at = gaps[-1].stop
+                matrices += [Range(windows[p.name].start, at)] if p.pieces else []
             sections.append(Section(Range(start, at), frozenset(sharded), frozenset(summed)))
         decayed = at if decays else decayed
     numel = round_up(at, ALIGN * size)
     gaps.append(Range(at, numel))
-    return FlatLayout(windows, [gap for gap in gaps if gap.numel], sections, Range(0, decayed), numel)
+    return FlatLayout(
+        windows, [gap for gap in gaps if gap.numel], sections, Range(0, decayed), _joined(matrices), pieces, numel
+    )
+
+
+def _pieces(p: FlatParam, at: int) -> list[Piece]:
+    """Return the pieces of a parameter at `at`. Pieces of an unaligned size are one."""
+    each = p.numel // p.pieces if p.pieces else 0
+    if each % ALIGN or not each:
+        return [Piece(at, p.pieces * p.cost)]
+    return [Piece(start, p.cost) for start in range(at, at + p.numel, each)]
 
 
 def partition_numel(numel: int, size: int) -> int:

@@ -11,7 +11,7 @@ from megazero.plan.layout.flat_layout import FlatLayout, Range
 from megazero.plan.layout.layers import Declare, Layers, stage_units
 from megazero.plan.layout.parameters import LocalBlock, ParamSpec, unit_layout
 from megazero.plan.layout.topology import Layout
-from megazero.plan.layout.zero_policy import ShardingGroup, group_of, sharding_groups
+from megazero.plan.layout.zero_policy import ShardingGroup, group_of, owned_ranges, sharding_groups
 
 
 class Overlap(NamedTuple):
@@ -43,8 +43,8 @@ def rank_parts(config: Config, layout: Layout, rank: int, declare: Declare) -> I
     """Yield the part of every parameter that rank `rank` owns, possibly empty, unit by unit. `config` is resolved."""
     coord, sizes = layout.coord(rank), layout.sizes
     places = layout.places(coord)
-    for specs, flat, group in _units(declare(config.model, layout.tp), config, layout, coord.pp):
-        owned = group.owned(flat, places[group.axis])
+    for specs, flat, group, ranges in _units(declare(config.model, layout.tp), config, layout, coord.pp):
+        owned = ranges[places[group.axis]]
         for spec in specs:
             block = spec.local(places, sizes)
             part = overlap(flat.windows[spec.name], block, owned)
@@ -54,10 +54,9 @@ def rank_parts(config: Config, layout: Layout, rank: int, declare: Declare) -> I
 @functools.lru_cache(maxsize=4)
 def _units(
     layers: Layers, config: Config, layout: Layout, pp: int
-) -> list[tuple[list[ParamSpec], FlatLayout, ShardingGroup]]:
-    """Return each unit of a pipeline stage: parameters, flat buffer and group, the same on all of its ranks."""
-    groups, found = sharding_groups(config, layout), []
-    for name, specs in stage_units(layers, layout, pp, config.training.freeze_parameters).items():
-        group = groups[group_of(name)]
-        found.append((specs, unit_layout(specs, layout.sizes, group.shards), group))
-    return found
+) -> list[tuple[list[ParamSpec], FlatLayout, ShardingGroup, tuple[Range, ...]]]:
+    """Return each unit of a pipeline stage: parameters, buffer, group, and each rank's range of the buffer."""
+    groups, specs = sharding_groups(config, layout), stage_units(layers, layout, pp, config.training.freeze_parameters)
+    flats = {unit: unit_layout(each, layout.sizes, groups[group_of(unit)].shards) for unit, each in specs.items()}
+    ranges = owned_ranges(flats, groups)
+    return [(specs[unit], flat, groups[group_of(unit)], ranges[unit]) for unit, flat in flats.items()]

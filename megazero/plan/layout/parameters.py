@@ -8,6 +8,7 @@ table, the position table or the head.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -49,12 +50,33 @@ class ParamSpec:
     summed: frozenset[str] = frozenset()  # axes that sum its gradient, besides the data-parallel ones
     trains: bool = True  # False: frozen; it has no gradient and does not decay
     per_token: tuple[int, int] = (1, 1)  # the share of it that a token is multiplied with: (its experts, all experts)
+    matrices: tuple[int, ...] | None = None  # dims that number matrices of their own; None: no matrix inside a block
 
     @property
     def active(self) -> int:
         """Elements that a token is multiplied with."""
         mine, experts = self.per_token
         return math.prod(self.shape) * mine // experts
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Rows and columns of each of its whole matrices."""
+        rows = [size for dim, size in enumerate(self.shape[:-1]) if dim not in (self.matrices or ())]
+        return math.prod(rows), self.shape[-1]
+
+    def flat(self, block: LocalBlock) -> FlatParam:
+        """Return the properties that its place in a flat buffer depends on.
+
+        A matrix costs its smaller side squared times its larger one, as Newton-Schulz iterations do.
+        """
+        if self.matrices is None:
+            return FlatParam(self.name, block.stored_numel, self.decays, self.axes, self.summed)
+        number = self.matrices
+        leading = itertools.takewhile(lambda dim: dim in number, range(len(self.shape)))
+        pieces, count = (math.prod(block.stored[dim] for dim in dims) for dims in (leading, number))
+        small, large = sorted(self.matrix)
+        cost = count // pieces * small * small * large
+        return FlatParam(self.name, block.stored_numel, self.decays, self.axes, self.summed, pieces, cost)
 
     @property
     def axes(self) -> frozenset[str]:
@@ -92,6 +114,4 @@ def unit_layout(specs: Iterable[ParamSpec], sizes: Mapping[str, int], shards: in
         sizes: axis -> its size; at least for the axes that shard a parameter.
     """
     first = dict.fromkeys(sizes, 0)
-    return flat_layout(
-        [FlatParam(s.name, s.local(first, sizes).stored_numel, s.decays, s.axes, s.summed) for s in specs], shards
-    )
+    return flat_layout([spec.flat(spec.local(first, sizes)) for spec in specs], shards)

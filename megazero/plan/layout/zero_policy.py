@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megazero.config.schema import Config, ZeroConfig
-from megazero.plan.layout.flat_layout import ALIGN, Cut, FlatLayout, Range, equal_ranges, whole_windows
+from megazero.plan.layout.flat_layout import ALIGN, FlatLayout, Range, deal, equal_ranges
 from megazero.plan.layout.parameters import EXPERTS
 from megazero.plan.layout.topology import Layout
 
@@ -44,7 +45,7 @@ class ShardingGroup:
     Attributes:
         axis, shards: the axis of the ranks that share a copy, and its size.
         replica_axis, replicas: the axis of the ranks that own the same range of different copies, and its size.
-        cut: the function that cuts a sharded unit into the ranks' ranges.
+        whole: each matrix has one owner.
         over_tp: whether tensor-parallel ranks hold parts or copies of the units: of all but experts.
     """
 
@@ -53,20 +54,20 @@ class ShardingGroup:
     shards: int
     replica_axis: str
     replicas: int
-    cut: Cut = equal_ranges
+    whole: bool = False
     over_tp: bool = True
 
     @classmethod
     def of(cls, config: Config, layout: Layout, axis: str, replica_axis: str, over_tp: bool = True) -> ShardingGroup:
         """Return the group along `axis`. With one rank, its policy is stage 0."""
-        shards, whole = layout.sizes[axis], config.optimizer.rule.whole_matrices
+        shards, whole = layout.sizes[axis], config.optimizer.rules.matrices.whole_matrices
         return cls(
             ZeroPolicy.for_stage(config.zero, shards),
             axis,
             shards,
             replica_axis,
             layout.sizes[replica_axis],
-            whole_windows if whole else equal_ranges,
+            whole,
             over_tp,
         )
 
@@ -75,9 +76,16 @@ class ShardingGroup:
         """Number of parts that a unit is divided into, one per owning rank."""
         return self.shards if self.policy.optimizer else 1
 
-    def owned(self, flat: FlatLayout, place: int) -> Range:
-        """Return the range that the group's rank `place` owns, which it updates and saves."""
-        return self.cut(flat, place, self.shards) if self.policy.optimizer else Range(0, flat.numel)
+    def owned(self, flats: Mapping[str, FlatLayout]) -> dict[str, tuple[Range, ...]]:
+        """Return the range of each unit that each rank of the group owns, which it updates and saves.
+
+        Args:
+            flats: unit -> its buffer, of all of a pipeline rank's units in the group.
+        """
+        if not self.policy.optimizer:
+            return {name: (Range(0, flat.numel),) * self.shards for name, flat in flats.items()}
+        dealt = deal({name: flat for name, flat in flats.items() if flat.matrices and self.whole}, self.shards)
+        return {name: dealt.get(name) or equal_ranges(flat.numel, self.shards) for name, flat in flats.items()}
 
     def summed(self, flat: FlatLayout, sequence_parallel: bool) -> list[Range]:
         """Return the ranges of a unit whose gradient is a sum over tp."""
@@ -99,6 +107,16 @@ def sharding_groups(config: Config, layout: Layout) -> dict[str, ShardingGroup]:
     found = {DENSE: ShardingGroup.of(config, layout, "shard", "replica")}
     if config.model.num_experts:
         found[EXPERT] = ShardingGroup.of(config, layout, "expert_shard", "expert_replica", over_tp=False)
+    return found
+
+
+def owned_ranges(
+    flats: Mapping[str, FlatLayout], groups: Mapping[str, ShardingGroup]
+) -> dict[str, tuple[Range, ...]]:
+    """Return unit -> the range that each rank of its group owns, of all units of a pipeline rank."""
+    found: dict[str, tuple[Range, ...]] = {}
+    for name, group in groups.items():
+        found |= group.owned({unit: flat for unit, flat in flats.items() if group_of(unit) == name})
     return found
 
 

@@ -7,11 +7,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megazero.config.schema import Config
-from megazero.plan.layout.flat_layout import Range
+from megazero.plan.layout.flat_layout import FlatLayout, Range
 from megazero.plan.layout.layers import Declare, Use, pass_costs, stage_units
-from megazero.plan.layout.parameters import EXPERTS, ParamSpec, unit_layout
+from megazero.plan.layout.parameters import EXPERTS, unit_layout
 from megazero.plan.layout.topology import Layout, Route, route
-from megazero.plan.layout.zero_policy import DENSE, ShardingGroup, ZeroPolicy, group_of, sharding_groups
+from megazero.plan.layout.zero_policy import (
+    DENSE,
+    ShardingGroup,
+    ZeroPolicy,
+    group_of,
+    owned_ranges,
+    sharding_groups,
+)
 from megazero.plan.program.operations import Transfer
 from megazero.plan.schedule.schedules import EQUAL, Costs, Pipeline, placement
 
@@ -42,11 +49,16 @@ class PlannedLayer(NamedTuple):
 class Unit(NamedTuple):
     """The properties of a unit that the passes read."""
 
-    numel: int
+    flat: FlatLayout  # with the names of the first unit of its kind
     trains: bool
+    owned: tuple[Range, ...]  # by each rank of its sharding group
     sums_over_tp: bool = False  # at least one gradient
     summed: tuple[Range, ...] = ()  # elements whose gradients are summed over tp
     group: str = DENSE  # its sharding group
+
+    @property
+    def numel(self) -> int:
+        return self.flat.numel
 
 
 @dataclass(frozen=True)
@@ -103,10 +115,6 @@ class RankSpec:
         """Return the ZeRO policy of a unit."""
         return self.group(unit).policy
 
-    def owned(self, unit: str) -> int:
-        """Return the elements of a unit that each rank of its group owns."""
-        return self.units[unit].numel // self.group(unit).parts
-
     @property
     def trained_units(self) -> list[str]:
         return [name for name, unit in self.units.items() if unit.trains]
@@ -126,13 +134,18 @@ def rank_spec(config: Config, layout: Layout, pp: int, declare: Declare) -> Rank
     layers = declare(config.model, layout.tp)
     specs = stage_units(layers, layout, pp, config.training.freeze_parameters)
     groups = sharding_groups(config, layout)
-    units: dict[str, Unit] = {}
-    known: dict[
-        tuple[str, str, tuple[bool, ...]], Unit
-    ] = {}  # one per kind of layer: units of a kind differ only in their name
+    known: dict[tuple[str, str, tuple[bool, ...]], FlatLayout] = {}  # units of a kind differ only in their name
+    flats: dict[str, FlatLayout] = {}
     for name, params in specs.items():
         key = layers.kinds[name.removesuffix(EXPERTS)].name, group_of(name), tuple(spec.trains for spec in params)
-        units[name] = known[key] = known.get(key) or _unit(name, params, config, layout, groups)
+        known[key] = flats[name] = known.get(key) or unit_layout(params, layout.sizes, groups[group_of(name)].shards)
+    ranges = owned_ranges(flats, groups)
+    units: dict[str, Unit] = {}
+    for name, params in specs.items():
+        group, sequence_parallel = groups[group_of(name)], config.parallel.sequence_parallel
+        summed = tuple(group.summed(flats[name], sequence_parallel))
+        sums, trains = bool(summed) or (sequence_parallel and group.over_tp), any(spec.trains for spec in params)
+        units[name] = Unit(flats[name], trains, ranges[name], sums, summed, group_of(name))
     chunks: list[tuple[PlannedLayer, ...]] = []
     for chunk, stage in enumerate(layout.stages(pp)):
         found: list[PlannedLayer] = []
@@ -157,17 +170,9 @@ def rank_spec(config: Config, layout: Layout, pp: int, declare: Declare) -> Rank
         partitioned=activations.partition_activations,
         on_host=activations.checkpoint_in_cpu,
         arena=activations.contiguous_checkpointing,
-        updates_on_host=config.optimizer.rule.place == "host",
+        updates_on_host=config.optimizer.rules.place == "host",
         tied=layers.tied if layout.last_pp > 0 and pp in (0, layout.last_pp) else None,
         backlog=config.parallel.zero_bubble_backlog or None,
         v_shaped=layout.v_shaped,
         costs=pass_costs(layers, activations),
     )
-
-
-def _unit(name: str, specs: list[ParamSpec], config: Config, layout: Layout, groups: dict[str, ShardingGroup]) -> Unit:
-    group, sequence_parallel = groups[group_of(name)], config.parallel.sequence_parallel
-    flat = unit_layout(specs, layout.sizes, group.shards)
-    summed = tuple(group.summed(flat, sequence_parallel))
-    sums = bool(summed) or (sequence_parallel and group.over_tp)
-    return Unit(flat.numel, any(spec.trains for spec in specs), sums, summed, group_of(name))

@@ -37,7 +37,7 @@ def report_rows(config: Config, layout: Layout, device_type: str = "cpu") -> lis
 
 def _memory_formulas(config: Config, layout: Layout) -> dict[str, str]:
     states = [States.of_group(config, group) for group in sharding_groups(config, layout).values()]
-    w, formulas = Rates.of(config).weights, {"optimizer": "", "gradients": ""}
+    w, formulas = Rates.least(config).weights, {"optimizer": "", "gradients": ""}
     activations, full = config.activations, config.activations.recompute == "full"
     parts = f" / {layout.tp}" if activations.partition_activations or config.parallel.sequence_parallel else ""
     tokens = f"s / {layout.cp}" if layout.cp > 1 else "s"
@@ -60,7 +60,7 @@ def _memory_formulas(config: Config, layout: Layout) -> dict[str, str]:
 
 def _traffic_formulas(config: Config, layout: Layout, found: StageBytes) -> dict[str, str]:
     """Write traffic along dp as the number of times that a step gathers and reduces each element, and its bytes."""
-    rates, states, (least, most) = Rates.of(config), States.of(config, layout), found.gathers
+    rates, states, (least, most) = Rates.least(config), States.of(config, layout), found.gathers
     terms = []
     if most:
         terms.append(f"{'up to ' if least < most else ''}{_times(most, rates.weights)}")

@@ -206,7 +206,7 @@ class ClosedTerms:
     def __init__(self, config: Config, world: int, device: Device) -> None:
         """Prepare for a configuration with a known vocabulary, whose layout does not matter."""
         self.config, self.world, self.device = config, world, device
-        self.rates = Rates.of(config)
+        self.rates = Rates.least(config)
         self.block = functools.cache(self._block)
         self.saved = functools.cache(self._saved)
         self.ends = functools.cache(self._ends)
