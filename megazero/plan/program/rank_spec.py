@@ -51,7 +51,7 @@ class Unit(NamedTuple):
 
     flat: FlatLayout  # with the names of the first unit of its kind
     trains: bool
-    owned: tuple[Range, ...]  # by each rank of its sharding group
+    owned: tuple[Range, ...] = ()  # by each rank of its sharding group
     sums_over_tp: bool = False  # at least one gradient
     summed: tuple[Range, ...] = ()  # elements whose gradients are summed over tp
     group: str = DENSE  # its sharding group

@@ -359,9 +359,9 @@ class _Walk:
         if ("sharded", op.unit) not in self.allocations:
             size = 0 if sizes.persistent[op.unit].sharded else sizes.owned_gradients(op.unit)
             self.allocations["sharded", op.unit] = self.tracker.allocate("gradients", size)
-        if sizes.owned(op.unit) <= sizes.buckets[self.spec.units[op.unit].group].columns:
+        if not sizes.packs(op.unit):
             self.allocations[op] = unsharded
 
     def _update(self, op: Update) -> None:
-        self.tracker.allocate("buffers", self.sizes.cast_gradients(op.unit)).end()
+        self.tracker.allocate("buffers", self.sizes.cast_gradients(op.unit) + self.sizes.working(op.unit)).end()
         self.allocations[op] = self.allocations.pop(("sharded", op.unit))
