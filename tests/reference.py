@@ -27,6 +27,7 @@ from megazero.model.stage import declare
 from megazero.plan.layout.layers import stage_units
 from megazero.plan.layout.parameters import LocalBlock
 from megazero.plan.layout.topology import Layout
+from tests.helpers.small import round_moments_
 
 
 def initial_weights(config: Config) -> dict[str, torch.Tensor]:
@@ -372,4 +373,8 @@ def train(
         losses.append(loss.item())
         optimizer.step()
         muon.step()
+        for name, weight in trained.items():
+            state = optimizer.state.get(weight, {})
+            moments = [muon.momenta[name]] if name in moved else [state["exp_avg"], state["exp_avg_sq"]]
+            round_moments_(moments, config, name, step + 1)
     return losses, norms

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import NamedTuple
 
 from megazero.config.optimizers import UpdateRule
@@ -66,15 +67,15 @@ class Rates(NamedTuple):
     weights: int
     gradients: int
     state: int
-    optimizer: int
-    update: int
+    optimizer: Fraction
+    update: Fraction
 
     @classmethod
     def of(cls, config: Config, rule: UpdateRule) -> Rates:
         w, g = BYTES[config.training.precision], BYTES[config.training.grad_dtype]
         state = max(4, w)
-        masters = state if config.optimizer.rules.copies_master(w, state) else 0
-        states = rule.state_bytes(state) if config.trains else 0
+        masters = config.optimizer.rules.master_bytes(w, state)
+        states = rule.state_bytes(state) if config.trains else Fraction(0)
         return cls(w, g, state, masters + states, rule.update_bytes(state))
 
     @classmethod
@@ -82,7 +83,7 @@ class Rates(NamedTuple):
         """Return the rates of the rule that keeps least."""
         return min((cls.of(config, rule) for rule in config.optimizer.rules.rules), key=lambda rates: rates.optimizer)
 
-    def updated(self, clips: bool) -> int:
+    def updated(self, clips: bool) -> Fraction:
         """Return the bytes that a fused update moves: clipping also writes the gradient, narrower numbers are cast."""
         casts = [each + self.state for each in (self.gradients, self.weights) if each != self.state]
         return self.update + (self.state if clips else 0) + sum(casts)
@@ -91,15 +92,16 @@ class Rates(NamedTuple):
 class Share(NamedTuple):
     """A state of `each` bytes per element of a rank's units, sharded over `ranks` ranks."""
 
-    each: int
+    each: int | Fraction
     ranks: int = 1
 
     def of(self, numel: int) -> int:
         """Return the bytes of units of `numel` elements, padding included."""
-        return self.each * (numel // self.ranks)
+        return int(self.each * (numel // self.ranks))
 
     def __str__(self) -> str:
-        return f"{self.each} Psi / {self.ranks}" if self.ranks > 1 else f"{self.each} Psi"
+        each = f"{float(self.each):g}"
+        return f"{each} Psi / {self.ranks}" if self.ranks > 1 else f"{each} Psi"
 
 
 class States(NamedTuple):
@@ -317,8 +319,8 @@ class StepSizes:
         rules, flat, owned = self.config.optimizer.rules, self.spec.units[unit].flat, self.range(unit)
         parts = self.spec.group(unit).parts if owned is None else 1
         found = dict.fromkeys(rules.rules, 0)
-        for is_matrix, part in flat.by_rule(owned or Range(0, flat.numel)):
-            found[rules.rule(is_matrix)] += part.numel
+        for kind, part in flat.by_rule(owned or Range(0, flat.numel)):
+            found[rules.rule(*kind)] += part.numel
         return {rule: numel // parts for rule, numel in found.items()}
 
     def owned(self, unit: str) -> int:
@@ -343,7 +345,7 @@ class StepSizes:
     def updated(self, unit: str) -> int:
         """Return the bytes that the optimizer reads and writes to update a unit."""
         clips = bool(self.config.optimizer.clip_grad)
-        return sum(self.by_rule[rule].updated(clips) * n for rule, n in self.owned_by_rule(unit).items())
+        return int(sum(self.by_rule[rule].updated(clips) * n for rule, n in self.owned_by_rule(unit).items()))
 
     def at_rest(self) -> dict[str, int]:
         """Return the bytes held between steps, by kind."""
@@ -352,7 +354,8 @@ class StepSizes:
             found["parameters"] += self.rates.weights * (
                 self.owned(unit) if self.spec.policy(unit).parameters else numel
             )
-            found["optimizer"] += sum(self.by_rule[rule].optimizer * n for rule, n in self.owned_by_rule(unit).items())
+            states = sum(self.by_rule[rule].optimizer * n for rule, n in self.owned_by_rule(unit).items())
+            found["optimizer"] += int(states)
         return placed(self.config, found)
 
     def buffers_at_rest(self, arena_numel: int, needs_staging_buffer: bool) -> int:
@@ -423,6 +426,11 @@ class StepSizes:
         """Return the bytes of an update's buffers."""
         found = [each.working(self._parts_of(each)) for each in self.matrices(unit)]
         return max(found, default=0) * self.product_bytes
+
+    def scratch(self, unit: str) -> int:
+        """Return the bytes of the buffers in which an update has small states and split master weights wide."""
+        state, splits = self.rates.state, self.config.optimizer.rules.splits
+        return max(rule.scratch_bytes(n, state, splits) for rule, n in self.owned_by_rule(unit).items())
 
     def _parts_of(self, matrices: Matrices) -> int:
         return self.ranks[matrices.axis] if matrices.axis else 1

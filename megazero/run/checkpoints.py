@@ -185,10 +185,10 @@ class Checkpoints:
             log.info(f"loaded the weights of {path} in {time.perf_counter() - start:.1f} s")
             return Progress(state.iteration, state.consumed_samples) if self.config.evaluation.eval_only else Progress()
         check_data(path, state, self.config, self.fingerprints, self.split_by_tokens)
-        self._load_shards(path, self.engine.shards())
-        self.engine.load_state_dict(
-            {"updates": state.updates, "loss_scale": state.loss_scale, "expert_biases": state.expert_biases}
-        )
+        shards = self.engine.shards()
+        self._load_shards(path, shards)
+        found = {"updates": state.updates, "loss_scale": state.loss_scale, "expert_biases": state.expert_biases}
+        self.engine.load_state_dict(found, shards)
         for difference in changed_options(state.config, self.config, self.given):
             log.info(difference)
         if path.parent.resolve() == Path(self.config.checkpoint.save or ".").resolve():
@@ -201,7 +201,7 @@ class Checkpoints:
         """Load the weights alone, with the biases of experts; optimizer states stay fresh."""
         weights = {name: shard for name, shard in self.engine.shards().items() if name.startswith("model.")}
         self._load_shards(path, weights, partial=True)
-        self.engine.load_state_dict({"updates": 0, "loss_scale": None, "expert_biases": expert_biases})
+        self.engine.load_state_dict({"updates": 0, "loss_scale": None, "expert_biases": expert_biases}, weights)
 
     def _load_shards(self, path: Path, shards: dict[str, LocalShard], partial: bool = False) -> None:
         self.engine.wait()  # an all-gather of initial weights in flight would overwrite the loaded ones

@@ -363,5 +363,7 @@ class _Walk:
             self.allocations[op] = unsharded
 
     def _update(self, op: Update) -> None:
-        self.tracker.allocate("buffers", self.sizes.cast_gradients(op.unit) + self.sizes.working(op.unit)).end()
+        sizes = self.sizes
+        working = sizes.cast_gradients(op.unit) + sizes.working(op.unit) + sizes.scratch(op.unit)
+        self.tracker.allocate("buffers", working).end()
         self.allocations[op] = self.allocations.pop(("sharded", op.unit))
