@@ -65,7 +65,9 @@ class OptimizerShard:
         if optimizer.splits:
             self.master: Kept = Split(weights)
         else:
-            self.master = Wide(weights.new_zeros(len(weights), dtype=self.dtype, device=self.device) if copies else weights)
+            self.master = Wide(
+                weights.new_zeros(len(weights), dtype=self.dtype, device=self.device) if copies else weights
+            )
         self.parts = [self._part(rule, part) for rule, part in unit.by_rule(optimizer)]
         self.product_dtype = weights.dtype if weights.dtype == torch.bfloat16 else self.dtype
         held = self.master.nbytes * copies + sum(state.nbytes for part in self.parts for state in part.states)

@@ -67,6 +67,8 @@ def round_moments_(moments: list[torch.Tensor], config: Any, name: str, update: 
     if form == "fp32" or not is_blocked(moments[0]):
         return
     bits = random_bits(config.training.seed, name, update, moments[0].numel())
-    for number, (moment, each) in enumerate(zip(moments, (bits >> np.uint32(16), bits & np.uint32(0xFFFF)), strict=False)):
+    for number, (moment, each) in enumerate(
+        zip(moments, (bits >> np.uint32(16), bits & np.uint32(0xFFFF)), strict=False)
+    ):
         found = rounded(moment.double().numpy().reshape(-1), form, each.astype(np.float64), positive=number == 1)
         moment.copy_(torch.from_numpy(found).view(moment.shape))

@@ -142,7 +142,9 @@ class FlatLayout:
 
     def by_rule(self, owned: Range) -> list[tuple[tuple[bool, bool], Range]]:
         """Divide a range into parts with (whether they are matrices, whether blocked), each counted from its start."""
-        kinds = [[r for r in (each.within(owned) for each in ranges) if r.numel] for ranges in (self.matrices, self.blocked)]
+        kinds = [
+            [r for r in (each.within(owned) for each in ranges) if r.numel] for ranges in (self.matrices, self.blocked)
+        ]
         edges = sorted({0, owned.numel, *(at for inside in kinds for r in inside for at in r)})
         parts = [Range(*each) for each in itertools.pairwise(edges)]
         is_matrix, blocked = ([any(r.start <= p.start < r.stop for r in inside) for p in parts] for inside in kinds)

@@ -71,9 +71,7 @@ class ParamSpec:
 
     def flat(self, block: LocalBlock) -> FlatParam:
         """Return the properties that its place in a flat buffer depends on."""
-        param = FlatParam(
-            self.name, block.stored_numel, self.decays, self.axes, self.summed, blocked=self.blocked
-        )
+        param = FlatParam(self.name, block.stored_numel, self.decays, self.axes, self.summed, blocked=self.blocked)
         if self.matrices is None:
             return param
         numbers, last = self.matrices, len(self.shape) - 1
