@@ -301,7 +301,7 @@ def matrices(name: str, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 class Muon:
-    """As in its author's description, in the weights' precision."""
+    """Muon as its author describes it, in the weights' precision."""
 
     def __init__(self, config: Config, weights: Weights) -> None:
         self.config, self.weights = config.optimizer, weights
@@ -320,7 +320,9 @@ class Muon:
                 for _ in range(o.muon_num_ns_steps):
                     x = 3.4445 * x - 4.7750 * x @ x.T @ x + 2.0315 * x @ x.T @ x @ x.T @ x
                 rows, columns = m.shape
-                factor = 0.2 * max(rows, columns) ** 0.5 if o.muon_scale == "moonlight" else max(1, rows / columns) ** 0.5
+                factor = (
+                    0.2 * max(rows, columns) ** 0.5 if o.muon_scale == "moonlight" else max(1, rows / columns) ** 0.5
+                )
                 weight -= o.lr * (o.weight_decay * weight + factor * x.view(weight.shape))
 
 
@@ -345,7 +347,9 @@ def train(
         for exempt, decay in ((False, o.weight_decay), (True, 0.0))
     ]
     for group in groups:
-        group["params"] = [t for name, t in trained.items() if any(t is p for p in group["params"]) and name not in moved]
+        group["params"] = [
+            t for name, t in trained.items() if any(t is p for p in group["params"]) and name not in moved
+        ]
     optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
     muon = Muon(config, {name: trained[name] for name in sorted(moved)})
     losses, norms = [], []

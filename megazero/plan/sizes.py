@@ -316,14 +316,18 @@ class StepSizes:
         """Return rule -> the elements of a unit whose optimizer states and reduced gradients this rank owns."""
         rules, flat, owned = self.config.optimizer.rules, self.spec.units[unit].flat, self.range(unit)
         parts = self.spec.group(unit).parts if owned is None else 1
+        owned = owned or Range(0, flat.numel)
+        if len(self.by_rule) == 1:
+            return {rules.others: owned.numel // parts}
         found = dict.fromkeys(rules.rules, 0)
-        for is_matrix, part in flat.by_rule(owned or Range(0, flat.numel)):
+        for is_matrix, part in flat.by_rule(owned):
             found[rules.rule(is_matrix)] += part.numel
         return {rule: numel // parts for rule, numel in found.items()}
 
     def owned(self, unit: str) -> int:
         """Return the elements of a unit that this rank owns."""
-        return sum(self.owned_by_rule(unit).values())
+        owned = self.range(unit)
+        return self.numel[unit] // self.spec.group(unit).parts if owned is None else owned.numel
 
     def weights(self, unit: str) -> int:
         """Return the bytes of a unit's unsharded weights."""
@@ -421,17 +425,18 @@ class StepSizes:
 
     def working(self, unit: str) -> int:
         """Return the bytes of an update's buffers."""
-        found = [each.working(self._parts_of(each)) for each in self.matrices(unit)]
+        found = [each.working(self.parts_of(each)) for each in self.matrices(unit)]
         return max(found, default=0) * self.product_bytes
 
-    def _parts_of(self, matrices: Matrices) -> int:
+    def parts_of(self, matrices: Matrices) -> int:
+        """Return the number of ranks that have parts of each."""
         return self.ranks[matrices.axis] if matrices.axis else 1
 
     def _moved_by_update(self, unit: str) -> Iterator[Moved]:
         """Yield the collectives of an update over the ranks that have parts of a matrix."""
         steps, each = self.config.optimizer.muon_num_ns_steps, self.product_bytes
         for matrices in self.matrices(unit):
-            if self._parts_of(matrices) == 1:
+            if self.parts_of(matrices) == 1:
                 continue
             if matrices.sums_grams:
                 gram = Moved(matrices.axis, "all-reduce", matrices.sides[0] ** 2 * each)

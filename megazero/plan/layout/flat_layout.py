@@ -111,7 +111,7 @@ class FlatParam(NamedTuple):
         return not self.sharded, sorted(self.sharded), sorted(self.summed)
 
 
-class Piece(NamedTuple):
+class FlatPiece(NamedTuple):
     """A parameter, or a part of it that one rank must own if its optimizer updates whole matrices."""
 
     start: int
@@ -135,7 +135,7 @@ class FlatLayout:
     sections: list[Section]
     decayed: Range
     matrices: list[Range]  # gaps included
-    pieces: list[Piece]
+    pieces: list[FlatPiece]
     numel: int
 
     def by_rule(self, owned: Range) -> list[tuple[bool, Range]]:
@@ -224,7 +224,7 @@ def flat_layout(params: Iterable[FlatParam], size: int) -> FlatLayout:
     params = list(params)
     windows: dict[str, Range] = {}
     matrices: list[Range] = []
-    pieces: list[Piece] = []
+    pieces: list[FlatPiece] = []
     gaps: list[Range] = []
     sections: list[Section] = []
     at = decayed = 0
@@ -249,14 +249,14 @@ def flat_layout(params: Iterable[FlatParam], size: int) -> FlatLayout:
     )
 
 
-def _pieces(p: FlatParam, at: int) -> list[Piece]:
+def _pieces(p: FlatParam, at: int) -> list[FlatPiece]:
     """Return the pieces of a parameter at `at`. Pieces of an unaligned size are one."""
     if p.matrices is None:
-        return [Piece(at, None)]
+        return [FlatPiece(at, None)]
     each = p.numel // p.pieces
     if each % ALIGN or not each:
-        return [Piece(at, p.matrices._replace(number=p.pieces * p.matrices.number))]
-    return [Piece(start, p.matrices) for start in range(at, at + p.numel, each)]
+        return [FlatPiece(at, p.matrices._replace(number=p.pieces * p.matrices.number))]
+    return [FlatPiece(start, p.matrices) for start in range(at, at + p.numel, each)]
 
 
 def partition_numel(numel: int, size: int) -> int:
