@@ -94,7 +94,7 @@ class ExpertScores:
 
 
 def without_room(values: torch.Tensor, groups: torch.Tensor, num_groups: int, room: int) -> torch.Tensor:
-    """Return which values [N] are not among the `room` largest of their group [N]; of equal ones, the first are larger."""
+    """Return which values [N] are not among the `room` largest of their group [N]; of equal ones, the first are."""
     order = values.argsort(descending=True, stable=True)
     order = order[groups[order].argsort(stable=True)]
     sizes = groups.new_zeros(num_groups).scatter_add_(0, groups, torch.ones_like(groups))

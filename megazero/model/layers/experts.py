@@ -1,7 +1,8 @@
 """A mixture of experts in place of a block's MLP: x + sum over a token's experts of weight * expert(norm(x)).
 
-Tokens are sorted by expert, and the products of all experts are one grouped product. A result's weight is applied before the expert's second product: that product is linear, and so the weight's gradient needs no
-result of an expert. Inner widths are sharded over tp, as an MLP's.
+Tokens are sorted by expert, and the products of all experts are one grouped product. A result's weight is applied
+before the expert's second product: that product is linear, and so the weight's gradient needs no result of an expert.
+Inner widths are sharded over tp, as an MLP's.
 
 Shapes: T tokens, T' those of the residual stream on this rank, h hidden, E experts, k experts of a token, R rows,
 f width inside an expert; /tp = this rank's part.

@@ -113,9 +113,7 @@ class Router(nn.Module):
             balance.keep(self.number, choices, context.tracker)
         return choices
 
-    def _limited(
-        self, ids: torch.Tensor, logits: torch.Tensor, capacity: int, tokens: MicroBatchInfo
-    ) -> torch.Tensor:
+    def _limited(self, ids: torch.Tensor, logits: torch.Tensor, capacity: int, tokens: MicroBatchInfo) -> torch.Tensor:
         """ids [T, k] -> the same, and E more for choices to drop; see Note [capacity]."""
         context, places, count = self.context, self._places(len(ids), tokens), len(tokens.samples)
         whole = logits.new_zeros(2, count * tokens.length, self.top)
@@ -131,9 +129,8 @@ class Router(nn.Module):
 
     def _places(self, count: int, tokens: MicroBatchInfo) -> torch.Tensor:
         """Return the place of each of this rank's `count` tokens in the whole samples of the micro-batch, [T]."""
-        stream, etp = self.context.stream, self.context.etp.size
-        groups = stream.tp.size // etp if stream.sharded else 1  # of tensor-parallel ranks with tokens of their own
-        first = stream.tp.rank // etp * count if stream.sharded else 0
+        stream = self.context.stream
+        first = stream.tp.rank // self.context.etp.size * count if stream.sharded else 0
         own = torch.arange(first, first + count, device=self.weight.data.device)
         if tokens.dealt is None:
             return own
