@@ -218,7 +218,7 @@ def test_balance_losses_join_the_gradient(options: dict[str, Any]) -> None:
 
 @EVERY
 def test_an_expert_takes_the_largest_weights_of_a_sample(options: dict[str, Any]) -> None:
-    """Of results, so without biases. Loads count all choices. An evaluation drops none."""
+    """Weights are those of results, without biases; loads count all choices; an evaluation drops none."""
     limited = {"moe_expert_capacity_factor": 0.6, "seq_length": T // 2}
     router, x = router_of(model_of(options | limited)), numbers(T, H, seed=7)
     room = math.ceil(0.6 * K * (T // 2) / E)
