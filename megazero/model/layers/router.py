@@ -94,9 +94,10 @@ class Router(nn.Module):
 
     def _choose(self, logits: torch.Tensor, tokens: MicroBatchInfo, has_graph: bool) -> Choices:
         ids, balance, context = self.scores.choose(logits, self.bias), tokens.balance, self.context
-        capacity = tokens.length if balance is None else self.model.expert_capacity
-        limited = self._limited(ids, logits, capacity, tokens) if capacity < tokens.length else ids
-        most = len(ids) * self.experts * capacity // tokens.length
+        whole = self.model.seq_length
+        capacity = whole if balance is None else self.model.expert_capacity
+        limited = self._limited(ids, logits, capacity, tokens) if capacity < whole else ids
+        most = len(ids) * self.experts * capacity // whole
         dispatch = Dispatch.of(context.ep, limited, self.experts, most, self.on_host)
         choices = Choices(limited.to(torch.int16), None, dispatch)
         if balance is None:
