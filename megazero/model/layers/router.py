@@ -12,11 +12,11 @@ mean over tokens of its share in the scores: its probability, or with sigmoid sc
 (arXiv:2412.19437, equations 17 to 20). There and here, f_i counts the experts with the largest scores, without bias and
 groups. A sample without targets, such as padding, counts nothing.
 
-Note [capacity]: with --moe-expert-capacity-factor, an expert takes the choices of a sample with the largest weights. As
-many are taken in every layout, because the ranks that share the sample exchange its weights. Equal tokens at the begin
-of a document have equal weights but for rounding, which depends on the layout; so weights are compared to half their
-digits, and the earlier token comes first. Balance losses, loads and biases count choices before any is dropped. A later
-token can displace an earlier one, which is not causal, so only training drops choices.
+Note [capacity]: with --moe-expert-capacity-factor, an expert takes the choices of a sample with the largest weights. It
+takes the same ones in every layout, because the ranks that share the sample exchange its weights. Equal tokens at the
+begin of a document have equal weights but for rounding, which depends on the layout; so weights are compared to half
+their digits, and the earlier token comes first. Balance losses, loads and biases count choices before any is dropped.
+A later token can displace an earlier one, which is not causal, so only training drops choices.
 
 Shapes: b micro-batch, s sequence, T tokens that this rank routes, E experts, k experts of a token, h hidden.
 """
