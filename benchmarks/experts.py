@@ -121,16 +121,17 @@ class PlainMixtral(nn.Module):
 
 
 class Clock:
-    """Seconds by part. A part that calls another does not count the other's."""
+    """Seconds by part, as `now` tells them. A part that calls another does not count the other's."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.now = now
         self.seconds: Counter[str] = Counter()
         self.open = ["the rest of the step"]
-        self.since = time.perf_counter()
+        self.since = now()
 
     def charge(self) -> None:
         """Count the time since the last call for the innermost part."""
-        now = time.perf_counter()
+        now = self.now()
         self.seconds[self.open[-1]] += now - self.since
         self.since = now
 
@@ -153,7 +154,7 @@ class Clock:
 
     def reset(self) -> None:
         self.seconds.clear()
-        self.since = time.perf_counter()
+        self.since = self.now()
 
 
 PARTS = {
@@ -173,8 +174,9 @@ PARTS = {
 
 
 def watched(work: Work, device: torch.device) -> Training:
-    """megazero, whose `check` returns the seconds of each part of the last step."""
-    clock, training = Clock(), peers.megazero(work, device, 1)
+    """megazero, whose `check` returns the seconds of each part of the last step: of one process, CPU seconds."""
+    now = time.thread_time if work.ranks == 1 else time.perf_counter
+    clock, training = Clock(now), peers.megazero(work, device, 1)
     for part, calls in PARTS.items():
         for owner, name in calls:
             clock.watch(owner, name, part)
@@ -277,7 +279,7 @@ def time_parts(o: Options, console: Console) -> None:
     table.add_column("part")
     found: list[list[dict[str, float]]] = []
     with alive([job("watched", o.work(1)), job("watched", o.work(2))]) as systems:
-        for system, title in zip(systems, ("one process", "ep 2"), strict=True):
+        for system, title in zip(systems, ("one process, CPU", "ep 2"), strict=True):
             system.ask("build")
             system.ask("losses", 3)
             table.add_column(title, justify="right")
@@ -297,19 +299,19 @@ def time_parts(o: Options, console: Console) -> None:
 
 
 def _seconds(products: GroupedProducts, groups: RowGroups, *tensors: torch.Tensor) -> float:
-    """Of the three products of x [R, in], dy [R, out], weight and its gradient [E, out, in]."""
+    """CPU seconds of the three products of x [R, in], dy [R, out], weight and its gradient [E, out, in]."""
     x, dy, weight, gradient = tensors
-    start = time.perf_counter()
+    start = time.thread_time()
     products.output(x, weight, groups)
     products.input_grad(dy, weight, groups)
     products.weight_grad(groups, x, dy, gradient, False)
-    return time.perf_counter() - start
+    return time.thread_time() - start
 
 
 def compare_products(o: Options, console: Console) -> None:
     """The first product of a layer's experts; as many FLOPs with few wide experts as with many narrow ones."""
     torch.set_num_threads(1)
-    table = Table(title=f"output and both gradients, ms: {o.rounds} turns; medians, 95 % intervals")
+    table = Table(title=f"output and both gradients, CPU ms: {o.rounds} turns; medians, 95 % intervals")
     for column in ("experts", "per token", "rows", "width", "loop", "F.grouped_mm", "it / loop", "loop, oneDNN"):
         table.add_column(column, justify="right")
     for times in (1, 8):
