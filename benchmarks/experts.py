@@ -121,7 +121,7 @@ class PlainMixtral(nn.Module):
 
 
 class Clock:
-    """Seconds by part, as `now` tells them. A part that calls another does not count the other's."""
+    """Seconds by part, by the clock `now`. A part that calls another does not count the other's."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.now = now
