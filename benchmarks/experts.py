@@ -4,7 +4,8 @@
 - step: megazero at ZeRO stage 3, and with experts divided over the ranks (ep) at stage 1, next to transformers'
   MixtralForCausalLM under FSDP2, whose experts are a loop (eager) or `F.grouped_mm`. All train the same model on the
   same batches, without balance losses; their first losses have to agree.
-- layer: a step of megazero by part of the layers with experts, on one process and with ep 2.
+- layer: a step of megazero by part of the layers with experts, on one process and with ep 2. An exchange includes
+  the wait for the other rank.
 - products: megazero's loop of products next to `F.grouped_mm`.
 
 One thread per process. Turns and intervals are as in `zero.py`. Examples:
@@ -36,7 +37,7 @@ from rich.table import Table
 
 from benchmarks import peers
 from benchmarks.peers import System, Training
-from benchmarks.processes import Job, Processes, alive, isolate, quotients, shown, take_turns
+from benchmarks.processes import Job, alive, isolate, quotients, shown, take_turns
 from megazero.comm.mesh.collectives import AsyncTensor
 from megazero.config.schema import Config
 from megazero.kernels.grouped import GroupedProducts, RowGroups
@@ -46,6 +47,7 @@ from megazero.model.layers.dispatch import Dispatch, SortedRows
 from megazero.model.layers.router import Router
 
 LOSS_GAP = 1e-4  # relative, in fp32
+Make = Callable[[Any, torch.device], Training]  # (work, device) -> training of a rank
 
 
 @dataclass(frozen=True)
@@ -173,10 +175,17 @@ PARTS = {
 }
 
 
+def _megazero(stage: int, ep: bool = False, products: Literal["auto", "torch"] = "auto") -> Make:
+    """`ep`: experts are divided over all ranks; products: --matmul-backend."""
+    return lambda work, device: peers.megazero(
+        replace(work, ep=work.ranks if ep else 1, products=products), device, stage
+    )
+
+
 def watched(work: Work, device: torch.device) -> Training:
     """megazero, whose `check` returns the seconds of each part of the last step: of one process, CPU seconds."""
     now = time.thread_time if work.ranks == 1 else time.perf_counter
-    clock, training = Clock(now), peers.megazero(work, device, 1)
+    clock, training = Clock(now), _megazero(1, ep=True)(work, device)
     for part, calls in PARTS.items():
         for owner, name in calls:
             clock.watch(owner, name, part)
@@ -190,17 +199,17 @@ def watched(work: Work, device: torch.device) -> Training:
     return Training(step, training.wait_for_all, lambda: dict(clock.seconds))
 
 
-def _fsdp2(products: str) -> Callable[[Any, torch.device], Training]:
+def _fsdp2(products: str) -> Make:
     return lambda work, device: peers.fsdp2(work, device, True, functools.partial(PlainMixtral, products))
 
 
 SYSTEMS = {
     "fsdp2-eager": System(3, "transformers, eager, FSDP2", _fsdp2("eager")),
     "fsdp2-grouped": System(3, "transformers, grouped_mm, FSDP2", _fsdp2("grouped_mm")),
-    "megazero3": System(3, "megazero, stage 3", lambda w, d: peers.megazero(w, d, 3)),
-    "megazero3-torch": System(3, "megazero, stage 3, torch's products", lambda w, d: peers.megazero(w, d, 3)),
-    "megazero1-ep": System(1, "megazero, ep, stage 1", lambda w, d: peers.megazero(w, d, 1)),
-    "megazero1-ep-torch": System(1, "megazero, ep, stage 1, torch's products", lambda w, d: peers.megazero(w, d, 1)),
+    "megazero3": System(3, "megazero, stage 3", _megazero(3)),
+    "megazero3-torch": System(3, "megazero, stage 3, torch's products", _megazero(3, products="torch")),
+    "megazero1-ep": System(1, "megazero, ep, stage 1", _megazero(1, ep=True)),
+    "megazero1-ep-torch": System(1, "megazero, ep, stage 1, torch's products", _megazero(1, True, "torch")),
     "watched": System(1, "megazero by part", watched),
 }
 PEERS = ("fsdp2-eager", "fsdp2-grouped")
@@ -235,8 +244,7 @@ class Options:
 
 
 def job(system: str, work: Work) -> Job:
-    work = replace(work, ep=work.ranks if "-ep" in system or system == "watched" else 1)
-    return Job(system, replace(work, products="torch" if system.endswith("-torch") else "auto"), "benchmarks.experts")
+    return Job(system, work, "benchmarks.experts")
 
 
 def compare_steps(o: Options, console: Console) -> None:
@@ -268,33 +276,24 @@ def compare_steps(o: Options, console: Console) -> None:
     console.print(table)
 
 
-def _parts_of_a_turn(system: Processes) -> dict[str, float]:
-    """Seconds of each part of a step, of rank 0."""
-    system.ask("timed", 1)
-    return system.ask("check")[0]
-
-
 def time_parts(o: Options, console: Console) -> None:
-    table = Table(title=f"a step of rank 0 by part, ms: {o.rounds} steps; medians, 95 % intervals")
+    table = Table(title=f"a step by part, ms: {o.rounds} steps; medians, 95 % intervals")
     table.add_column("part")
-    found: list[list[dict[str, float]]] = []
+    found: dict[str, list[dict[str, float]]] = {}  # rank -> seconds of each part of every step
     with alive([job("watched", o.work(1)), job("watched", o.work(2))]) as systems:
-        for system, title in zip(systems, ("one process, CPU", "ep 2"), strict=True):
+        for system in systems:
             system.ask("build")
             system.ask("losses", 3)
-            table.add_column(title, justify="right")
-            table.add_column("% of the experts' layers", justify="right")
-            found.append([])
         for _ in range(o.rounds):
-            for system, steps in zip(systems, found, strict=True):
-                steps.append(_parts_of_a_turn(system))
+            for system in systems:
+                system.ask("timed", 1)
+                for rank, seconds in enumerate(system.ask("check")):
+                    title = "one process, CPU" if system.num_ranks == 1 else f"ep 2, rank {rank}"
+                    found.setdefault(title, []).append(seconds)
+    for title in found:
+        table.add_column(title, justify="right")
     for part in (*PARTS, "the rest of the step"):
-        cells = []
-        for steps in found:
-            shares = [100 * step[part] / sum(step[each] for each in PARTS) for step in steps]
-            cells.append(shown([1000 * step[part] for step in steps], 1))
-            cells.append(f"{statistics.median(shares):.1f}" if part in PARTS else "")
-        table.add_row(part, *cells)
+        table.add_row(part, *(shown([1000 * step[part] for step in steps], 1) for steps in found.values()))
     console.print(table)
 
 
