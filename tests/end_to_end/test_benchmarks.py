@@ -99,7 +99,9 @@ def test_experts_against_transformers_under_fsdp2_run() -> None:
     found = {row[0]: row[1:] for row in rows}
     assert {"transformers, eager, FSDP2", "transformers, grouped_mm, FSDP2", "megazero, ep, stage 1"} <= set(found)
     for part in ("route", "sort, exchange", "products", "activation, weighting", "combine", "norm, residual"):
-        assert len(found[part]) == 3 and all(float(cell.split()[0]) > 0 for cell in found[part]), f"{part} was not timed"
+        assert len(found[part]) == 3 and all(float(cell.split()[0]) > 0 for cell in found[part]), (
+            f"{part} was not timed"
+        )
     assert found["8"][:3] == ["2", "64", "64"] and found["64"][:3] == ["16", "512", "8"]
 
 
