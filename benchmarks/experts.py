@@ -4,8 +4,7 @@
 - step: megazero at ZeRO stage 3, and with experts divided over the ranks (ep) at stage 1, next to transformers'
   MixtralForCausalLM under FSDP2, whose experts are a loop (eager) or `F.grouped_mm`. All train the same model on the
   same batches, without balance losses; their first losses have to agree.
-- layer: a step of megazero by part of the layers with experts, on one process and with ep 2. An exchange includes
-  the wait for the other rank.
+- layer: a step of megazero by part of the layers with experts, on one process and with ep 2.
 - products: megazero's loop of products next to `F.grouped_mm`.
 
 One thread per process. Turns and intervals are as in `zero.py`. Examples:
@@ -47,6 +46,7 @@ from megazero.model.layers.dispatch import Dispatch, SortedRows
 from megazero.model.layers.router import Router
 
 LOSS_GAP = 1e-4  # relative, in fp32
+REST, WAITS = "the rest of the step", "waits"
 Make = Callable[[Any, torch.device], Training]  # (work, device) -> training of a rank
 
 
@@ -123,17 +123,16 @@ class PlainMixtral(nn.Module):
 
 
 class Clock:
-    """Seconds by part, by the clock `now`. A part that calls another does not count the other's."""
+    """CPU seconds of this thread by part. A part that calls another does not count the other's."""
 
-    def __init__(self, now: Callable[[], float]) -> None:
-        self.now = now
+    def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
-        self.open = ["the rest of the step"]
-        self.since = now()
+        self.open = [REST]
+        self.since = time.thread_time()
 
     def charge(self) -> None:
         """Count the time since the last call for the innermost part."""
-        now = self.now()
+        now = time.thread_time()
         self.seconds[self.open[-1]] += now - self.since
         self.since = now
 
@@ -156,7 +155,7 @@ class Clock:
 
     def reset(self) -> None:
         self.seconds.clear()
-        self.since = self.now()
+        self.since = time.thread_time()
 
 
 PARTS = {
@@ -183,17 +182,18 @@ def _megazero(stage: int, ep: bool = False, products: Literal["auto", "torch"] =
 
 
 def watched(work: Work, device: torch.device) -> Training:
-    """megazero, whose `check` returns the seconds of each part of the last step: of one process, CPU seconds."""
-    now = time.thread_time if work.ranks == 1 else time.perf_counter
-    clock, training = Clock(now), _megazero(1, ep=True)(work, device)
+    """megazero, whose `check` returns the CPU seconds of each part of the last step, and the seconds of its waits."""
+    clock, training = Clock(), _megazero(1, ep=True)(work, device)
     for part, calls in PARTS.items():
         for owner, name in calls:
             clock.watch(owner, name, part)
 
     def step(*inputs: torch.Tensor) -> float:
         clock.reset()
+        start = time.perf_counter()
         loss = training.step(*inputs)
         clock.charge()
+        clock.seconds[WAITS] = time.perf_counter() - start - clock.seconds.total()
         return loss
 
     return Training(step, training.wait_for_all, lambda: dict(clock.seconds))
@@ -277,7 +277,7 @@ def compare_steps(o: Options, console: Console) -> None:
 
 
 def time_parts(o: Options, console: Console) -> None:
-    table = Table(title=f"a step by part, ms: {o.rounds} steps; medians, 95 % intervals")
+    table = Table(title=f"a step by part, CPU ms, and waits: {o.rounds} steps; medians, 95 % intervals")
     table.add_column("part")
     found: dict[str, list[dict[str, float]]] = {}  # rank -> seconds of each part of every step
     with alive([job("watched", o.work(1)), job("watched", o.work(2))]) as systems:
@@ -288,11 +288,11 @@ def time_parts(o: Options, console: Console) -> None:
             for system in systems:
                 system.ask("timed", 1)
                 for rank, seconds in enumerate(system.ask("check")):
-                    title = "one process, CPU" if system.num_ranks == 1 else f"ep 2, rank {rank}"
+                    title = "one process" if system.num_ranks == 1 else f"ep 2, rank {rank}"
                     found.setdefault(title, []).append(seconds)
     for title in found:
         table.add_column(title, justify="right")
-    for part in (*PARTS, "the rest of the step"):
+    for part in (*PARTS, REST, WAITS):
         table.add_row(part, *(shown([1000 * step[part] for step in steps], 1) for steps in found.values()))
     console.print(table)
 
