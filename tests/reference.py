@@ -14,6 +14,7 @@ import fnmatch
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -70,6 +71,8 @@ def forward(
         rows = tuple(Rows(sample, 0, x[0, ..., 0].numel()) for sample in samples)
         return x * Dropout(probability, config.training.seed, layer, site).mask(x.detach(), rows)
 
+    if samples is None:  # training alone drops choices of experts
+        model = replace(model, moe_expert_capacity_factor=0.0)
     blocks = parallel_block if model.traits.parallel else sequential_block
     root = model.hidden_size**0.5 if model.traits.root_embedding else 1.0
     x = F.embedding(ids, w["token_embedding.weight"]) * root * model.embedding_multiplier
@@ -91,10 +94,11 @@ def forward(
 
 
 class Choice(NamedTuple):
-    """A router's logits [b, s, E], and the numbers of the experts of each token [b, s, k]."""
+    """A router's logits [b, s, E], the numbers of the experts of each token [b, s, k], and which of them it passes."""
 
     logits: torch.Tensor
     experts: torch.Tensor
+    kept: torch.Tensor
 
 
 Note = Callable[[Choice], None]
@@ -181,9 +185,11 @@ def mlp_or_experts(model: ModelConfig, w: Weights, y: torch.Tensor, note: Note) 
     logits = F.linear(y, w["mlp.router.weight"])
     probabilities = logits.softmax(-1)
     best, chosen = probabilities.topk(model.moe_router_topk)
-    note(Choice(logits, chosen))
     if not model.moe_router_pre_softmax:
         best = best / best.sum(-1, keepdim=True)
+    kept = passed(model, best, chosen)
+    note(Choice(logits, chosen, kept))
+    best = best * kept
     total = torch.zeros_like(y)
     for e, (up, down) in enumerate(zip(w["mlp.experts.up.weight"], w["mlp.experts.down.weight"], strict=True)):
         weight = (best * (chosen == e)).sum(-1, keepdim=True)
@@ -193,6 +199,21 @@ def mlp_or_experts(model: ModelConfig, w: Weights, y: torch.Tensor, note: Note) 
         gate = w.get("mlp.shared_gate.weight")
         total = total + (shared if gate is None else F.linear(y, gate).sigmoid() * shared)
     return total
+
+
+def passed(model: ModelConfig, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """weights, chosen [b, s, k] -> whether an expert has room for a choice, 0 or 1: sorted by sample and expert"""
+    kept, rounded = torch.ones_like(weights), weights.float()  # of fp64
+    if not model.moe_expert_capacity_factor:
+        return kept
+    room = math.ceil(chosen[0].numel() / model.num_experts * model.moe_expert_capacity_factor)
+    for sample in range(len(chosen)):
+        for e in range(model.num_experts):
+            places = (chosen[sample] == e).nonzero().tolist()
+            places.sort(key=lambda place: (-rounded[sample, *place].item(), place))
+            for place in places[room:]:
+                kept[sample, *place] = 0.0
+    return kept
 
 
 def sequential_block(
@@ -241,18 +262,20 @@ class Balance(NamedTuple):
     Attributes:
         choices: of each expert, by layer with experts.
         entropy: of the probabilities in nats, the mean over tokens and layers.
+        dropped: the share of the choices that no expert has room for.
         aux_loss, z_loss: without their factors, the mean over samples by their targets, and over layers.
     """
 
     choices: tuple[tuple[int, ...], ...]
     entropy: float
+    dropped: float
     aux_loss: float
     z_loss: float
 
 
 def sample_losses(choice: Choice) -> tuple[torch.Tensor, torch.Tensor]:
     """The balance losses of each sample [b]: of the loads of experts, and of the size of logits."""
-    logits, experts = choice
+    logits, experts, _ = choice
     count = logits.shape[-1]
     share = F.one_hot(experts, count).to(logits.dtype).mean((1, 2))  # of the sample's choices, [b, E]
     aux = count * (share * logits.softmax(-1).mean(1)).sum(-1)
@@ -263,12 +286,14 @@ def balance(choices: list[Choice], targets: torch.Tensor) -> Balance:
     """`targets`: of each sample [b]."""
     weight, real = targets / targets.sum(), targets > 0
     losses = [sample_losses(choice) for choice in choices]
-    entropy = [torch.distributions.Categorical(logits=logits[real]).entropy().mean() for logits, _ in choices]
+    entropy = [torch.distributions.Categorical(logits=logits[real]).entropy().mean() for logits, *_ in choices]
     return Balance(
         tuple(
-            tuple(experts[real].flatten().bincount(minlength=logits.shape[-1]).tolist()) for logits, experts in choices
+            tuple(experts[real].flatten().bincount(minlength=logits.shape[-1]).tolist())
+            for logits, experts, _ in choices
         ),
         float(torch.stack(entropy).mean()),
+        1 - float(torch.stack([each.kept[real] for each in choices]).mean()),
         *(float(torch.stack([weight @ each[i] for each in losses]).mean()) for i in range(2)),
     )
 
@@ -302,22 +327,22 @@ def matrices(name: str, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 class Muon:
-    """As in its author's description, in the weights' precision."""
+    """Muon as its author describes it, in the weights' precision."""
 
     def __init__(self, config: Config, weights: Weights) -> None:
         self.config, self.weights = config.optimizer, weights
-        self.momenta = {name: torch.zeros_like(w) for name, w in weights.items()}
+        self.moments = {name: torch.zeros_like(w) for name, w in weights.items()}
 
     @torch.no_grad()
     def step(self) -> None:
         o = self.config
         for name, w in self.weights.items():
             assert w.grad is not None
-            self.momenta[name] = o.muon_momentum * self.momenta[name] + (1 - o.muon_momentum) * w.grad
-            ahead = o.muon_momentum * self.momenta[name] + (1 - o.muon_momentum) * w.grad
+            self.moments[name] = o.muon_momentum * self.moments[name] + (1 - o.muon_momentum) * w.grad
+            ahead = o.muon_momentum * self.moments[name] + (1 - o.muon_momentum) * w.grad
             for weight, direction in zip(matrices(name, w), matrices(name, ahead), strict=True):
                 m = direction.flatten(0, -2)
-                x = m / m.norm()
+                x = m / m.norm().clamp(min=1e-7)
                 for _ in range(o.muon_num_ns_steps):
                     x = 3.4445 * x - 4.7750 * x @ x.T @ x + 2.0315 * x @ x.T @ x @ x.T @ x
                 rows, columns = m.shape
@@ -325,6 +350,23 @@ class Muon:
                     0.2 * max(rows, columns) ** 0.5 if o.muon_scale == "moonlight" else max(1, rows / columns) ** 0.5
                 )
                 weight -= o.lr * (o.weight_decay * weight + factor * x.view(weight.shape))
+
+
+class Lion:
+    """Algorithm 2 of its paper, in the weights' precision."""
+
+    def __init__(self, config: Config, weights: Weights, no_decay: set[str]) -> None:
+        self.config, self.weights, self.no_decay = config.optimizer, weights, no_decay
+        self.moments = {name: torch.zeros_like(w) for name, w in weights.items()}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        o = self.config
+        for name, w in self.weights.items():
+            assert w.grad is not None
+            direction = torch.sign(o.adam_beta1 * self.moments[name] + (1 - o.adam_beta1) * w.grad)
+            w -= o.lr * (direction + (0.0 if name in self.no_decay else o.weight_decay) * w)
+            self.moments[name] = o.adam_beta2 * self.moments[name] + (1 - o.adam_beta2) * w.grad
 
 
 def train(
@@ -343,6 +385,7 @@ def train(
     trained = {name: t.requires_grad_() for name, t in w.items() if name not in frozen}
     no_decay = {name for name in w if "norm" in name or name.endswith("bias")}
     moved = {name for name in trained if o.optimizer == "muon" and matrices(name, w[name])}
+    moved |= {name for name in trained if o.optimizer == "lion"}
     groups = [
         {"params": [t for name, t in trained.items() if (name in no_decay) == exempt], "weight_decay": decay}
         for exempt, decay in ((False, o.weight_decay), (True, 0.0))
@@ -352,7 +395,8 @@ def train(
             t for name, t in trained.items() if any(t is p for p in group["params"]) and name not in moved
         ]
     optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
-    muon = Muon(config, {name: trained[name] for name in sorted(moved)})
+    others = {name: trained[name] for name in sorted(moved)}
+    other = Lion(config, others, no_decay) if o.optimizer == "lion" else Muon(config, others)
     losses, norms = [], []
     for step, (ids, labels, mask, starts) in enumerate(batches):
         choices: list[Choice] = []
@@ -371,14 +415,14 @@ def train(
         objective.backward()
         if choices:
             tell_balance(
-                balance([Choice(each.logits.detach(), each.experts) for each in choices], mask.sum(1).double())
+                balance([each._replace(logits=each.logits.detach()) for each in choices], mask.sum(1).double())
             )
         norms.append(torch.nn.utils.clip_grad_norm_(trained.values(), o.clip_grad).item())
         losses.append(loss.item())
         optimizer.step()
-        muon.step()
+        other.step()
         for name, weight in trained.items():
             state = optimizer.state.get(weight, {})
-            moments = [muon.momenta[name]] if name in moved else [state["exp_avg"], state["exp_avg_sq"]]
+            moments = [other.moments[name]] if name in moved else [state["exp_avg"], state["exp_avg_sq"]]
             round_moments_(moments, config, name, step + 1)
     return losses, norms

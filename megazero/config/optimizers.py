@@ -105,8 +105,8 @@ class Optimizer(NamedTuple):
 
     @property
     def states(self) -> tuple[State, ...]:
-        """Each state once."""
-        return tuple(dict.fromkeys(state for rule in self.rules for state in rule.states))
+        """Each state once, of weights that are not in whole blocks."""
+        return tuple(dict.fromkeys(state for rule in (self.matrices, self.others) for state in rule.states))
 
     @property
     def splits(self) -> bool:

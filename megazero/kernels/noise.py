@@ -21,7 +21,7 @@ from megazero.plan.layout.parameters import LocalBlock, ParamSpec
 MOST_BLOCKS = 1 << 31  # of a weight
 
 
-class Piece(NamedTuple):
+class NoisePiece(NamedTuple):
     """Elements [start, ..) of a local block of a weight, and their place in a flat slice."""
 
     spec: ParamSpec
@@ -54,7 +54,7 @@ class _Place(NamedTuple):
     high: int
 
     @classmethod
-    def of(cls, seed: int, piece: Piece) -> _Place:
+    def of(cls, seed: int, piece: NoisePiece) -> _Place:
         """Describe a piece. Of the dims before the last, dim 0 and one more at most are sharded."""
         spec, block, key = piece.spec, piece.block, seed_of(seed, "moments", piece.spec.name)
         leading = [dim for dim, _ in spec.sharded if dim < len(spec.shape) - 1]
@@ -72,7 +72,7 @@ class _Place(NamedTuple):
 class Noise:
     """Random bits for the elements of a flat slice that has whole blocks."""
 
-    def __init__(self, seed: int, pieces: Sequence[Piece], device: torch.device) -> None:
+    def __init__(self, seed: int, pieces: Sequence[NoisePiece], device: torch.device) -> None:
         self.seed = seed
         nothing = _Place(*[1] * len(_Place._fields))  # zeros are rounded to 0 by any bits
         places = [_Place.of(seed, piece) for piece in pieces if piece.place.numel] or [nothing]

@@ -50,7 +50,7 @@ from megazero.plan.program.operations import (
 from megazero.plan.program.rank_spec import RankSpec
 
 NUMBER = 8  # bytes of a number that ranks agree on: fp64
-ROUTER_SUMS = 3  # of a layer's router, besides its experts' loads: of the entropy and of two balance losses
+ROUTER_SUMS = 4  # of a router, besides its experts' loads: entropy, dropped choices, two balance losses
 Sent = tuple[tuple[str, int], ...]  # (kind of traffic, bytes)
 PASSES = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}  # collective -> passes of its buffer around a ring
 
@@ -318,14 +318,18 @@ class StepSizes:
         """Return rule -> the elements of a unit whose optimizer states and reduced gradients this rank owns."""
         rules, flat, owned = self.config.optimizer.rules, self.spec.units[unit].flat, self.range(unit)
         parts = self.spec.group(unit).parts if owned is None else 1
+        owned = owned or Range(0, flat.numel)
+        if len(self.by_rule) == 1:
+            return {rules.others: owned.numel // parts}
         found = dict.fromkeys(rules.rules, 0)
-        for kind, part in flat.by_rule(owned or Range(0, flat.numel)):
+        for kind, part in flat.by_rule(owned):
             found[rules.rule(*kind)] += part.numel
         return {rule: numel // parts for rule, numel in found.items()}
 
     def owned(self, unit: str) -> int:
         """Return the elements of a unit that this rank owns."""
-        return sum(self.owned_by_rule(unit).values())
+        owned = self.range(unit)
+        return self.numel[unit] // self.spec.group(unit).parts if owned is None else owned.numel
 
     def weights(self, unit: str) -> int:
         """Return the bytes of a unit's unsharded weights."""
@@ -424,7 +428,7 @@ class StepSizes:
 
     def working(self, unit: str) -> int:
         """Return the bytes of an update's buffers."""
-        found = [each.working(self._parts_of(each)) for each in self.matrices(unit)]
+        found = [each.working(self.parts_of(each)) for each in self.matrices(unit)]
         return max(found, default=0) * self.product_bytes
 
     def scratch(self, unit: str) -> int:
@@ -432,14 +436,15 @@ class StepSizes:
         state, splits = self.rates.state, self.config.optimizer.rules.splits
         return max(rule.scratch_bytes(n, state, splits) for rule, n in self.owned_by_rule(unit).items())
 
-    def _parts_of(self, matrices: Matrices) -> int:
+    def parts_of(self, matrices: Matrices) -> int:
+        """Return the number of ranks that have parts of each."""
         return self.ranks[matrices.axis] if matrices.axis else 1
 
     def _moved_by_update(self, unit: str) -> Iterator[Moved]:
         """Yield the collectives of an update over the ranks that have parts of a matrix."""
         steps, each = self.config.optimizer.muon_num_ns_steps, self.product_bytes
         for matrices in self.matrices(unit):
-            if self._parts_of(matrices) == 1:
+            if self.parts_of(matrices) == 1:
                 continue
             if matrices.sums_grams:
                 gram = Moved(matrices.axis, "all-reduce", matrices.sides[0] ** 2 * each)

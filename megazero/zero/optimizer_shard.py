@@ -9,7 +9,7 @@ import torch
 
 from megazero.comm.mesh.collectives import Pending
 from megazero.config.optimizers import TOGETHER, UpdateRule
-from megazero.kernels.noise import Noise, Piece
+from megazero.kernels.noise import Noise, NoisePiece
 from megazero.optim.muon import OwnedMatrices
 from megazero.optim.small import Kept, Split, Wide, kept
 from megazero.optim.step import StepParams
@@ -81,7 +81,7 @@ class OptimizerShard:
         states = tuple(kept(state, numel, self.dtype, self.device) for state in rule.states)
         if rule.is_small:
             pieces = [
-                Piece(owned.spec, owned.block, owned.start, owned.owned.within(part))
+                NoisePiece(owned.spec, owned.block, owned.start, owned.owned.within(part))
                 for owned in self.unit.owned_parts()
                 if owned.spec.blocked
             ]

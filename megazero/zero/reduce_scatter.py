@@ -26,7 +26,7 @@ class Buffer(NamedTuple):
 class Reducer:
     """Reduce-scatters the gradients of one unit after another, bucket by bucket.
 
-    A bucket has a row for each rank, a part of what the rank owns, so that each rank receives whole rows of its own
+    A bucket has a row for each rank, a part of its range, so that each rank receives whole rows of its own
     range. A unit that fits one bucket is sent without packing. A reduction is in flight until the next unit's starts,
     or until `drain`.
     """

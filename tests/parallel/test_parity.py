@@ -34,6 +34,8 @@ from tests.parallel.cases import (
 )
 
 TOLERANCE = 1e-10  # relative, in fp64; the most that was seen is 4e-14, in a norm after two updates
+# Newton-Schulz iterations multiply small singular values by 3.4 each, 480 in all, and with them their rounding errors.
+WITH_MUON = 1e-9
 
 
 SHALLOW = replace(MODEL, num_layers=1)
@@ -82,6 +84,10 @@ def _expected(
     return *reference.train(case.config(), reference_batches(case), tell_balance=balance.append), balance
 
 
+def tolerance(case: Case) -> float:
+    return WITH_MUON if case.optimizer == "muon" else TOLERANCE
+
+
 def relative_error(found: list[float], wanted: list[float]) -> float:
     """The largest; NaN when any is NaN, which no comparison calls small."""
     assert len(found) == len(wanted)
@@ -98,12 +104,12 @@ def check_balance(case: Case, outcomes: list[Outcome]) -> None:
             assert found.choices == step.choices
             wide = [max(row) / (sum(row) / len(row)) for row in step.choices]
             assert found.imbalance == pytest.approx(wide, rel=1e-12)
+            assert abs(found.dropped - step.dropped) < 1e-14
             given = [True, *(factor > 0 for factor in factors)]
-            numbers = [number for number, use in zip(step[1:], given, strict=True) if use]
-            assert (
-                relative_error([number for number, use in zip(found[1:], given, strict=True) if use], numbers) < 1e-12
-            )
-            assert all(number == 0 for number, use in zip(found[1:], given, strict=True) if not use)
+            ours, theirs = ((each.entropy, each.aux_loss, each.z_loss) for each in (found, step))
+            pairs = list(zip(ours, theirs, given, strict=True))
+            assert relative_error([a for a, _, use in pairs if use], [b for _, b, use in pairs if use]) < 1e-12
+            assert all(number == 0 for number, _, use in pairs if not use)
 
 
 UNBALANCED = (
@@ -117,8 +123,13 @@ UNBALANCED = (
 
 def check_bytes(case: Case, outcomes: list[Outcome]) -> None:
     """On every rank, in every iteration: the first allocates the buffers that later ones reuse."""
-    model = case.model
-    even = case.ep == 1 or (model.moe_router_topk == model.num_experts and model.seq_length % case.cp == 0)
+    model, layout = case.model, case.layout
+    drops = model.num_experts > 0 and model.expert_capacity < model.seq_length
+    even = (case.ep == 1 and not drops) or (  # all experts of a token, and of a sample as many choices on each rank
+        model.moe_router_topk == model.num_experts
+        and model.seq_length % case.cp == 0
+        and (not drops or (case.cp == 1 and layout.etp == layout.tp))
+    )
     for rank, outcome in enumerate(outcomes):
         memory, traffic = estimate(case.config(), case.layout, rank)
         for counted, predicted in ((outcome.sent, traffic), (outcome.memory, memory)):
@@ -149,8 +160,8 @@ def test_every_layout_is_the_same_model(case: Case, ranks) -> None:
     losses, norms = expected(case)
     outcomes = ranks(case.world).run(train, case)
     for outcome in outcomes:
-        assert relative_error(outcome.losses, losses) < TOLERANCE
-        assert relative_error(outcome.norms, norms) < TOLERANCE
+        assert relative_error(outcome.losses, losses) < tolerance(case)
+        assert relative_error(outcome.norms, norms) < tolerance(case)
     check_balance(case, outcomes)
     check_bytes(case, outcomes)
 
@@ -175,8 +186,8 @@ def test_replicas_with_unequal_numbers_of_micro_batches_are_the_same_model(case:
     losses, norms = expected(case)
     outcomes = ranks(case.world).run(train, case)
     for outcome in outcomes:
-        assert relative_error(outcome.losses, losses) < TOLERANCE
-        assert relative_error(outcome.norms, norms) < TOLERANCE
+        assert relative_error(outcome.losses, losses) < tolerance(case)
+        assert relative_error(outcome.norms, norms) < tolerance(case)
     check_bytes(case, outcomes)
 
 

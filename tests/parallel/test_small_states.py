@@ -176,7 +176,9 @@ def test_split_master_weights_are_the_same_to_the_bit(zero: int, ranks) -> None:
 
 def test_all_small_states_at_once(ranks) -> None:
     """Bytes, in a layout with everything, and a loss near fp32's."""
-    case = case_of("int8", precision="bf16", masters="split", dp=2, tp=2, zero=3, sp=True, model=LLAMA, grad_dtype="bf16")
+    case = case_of(
+        "int8", precision="bf16", masters="split", dp=2, tp=2, zero=3, sp=True, model=LLAMA, grad_dtype="bf16"
+    )
     plain = case._replace(moments="fp32", masters="fp32")
     small_states, wide = (ranks(4).run(train, each) for each in (case, plain))
     check_bytes(case, small_states)

@@ -182,7 +182,7 @@ def test_buckets_by_hand(bucket: int, sizes: list[int], shards: int, overlap: bo
 
 
 def test_buckets_of_uneven_ranges_by_hand() -> None:
-    """Of ranges of 2048, 512 and 512 elements, in any order, buckets of 3 x 256 have rows of 512, 128 and 128."""
+    """Rows of a bucket of 3 x 256: of ranges of 2048, 512 and 512 elements, they have 512, 128 and 128."""
     ranges = Range(0, 512), Range(1024, 3072), Range(512, 1024)
     found = plan_buckets(768, [ranges, equal_ranges(192, 3)], 1, True)
     assert found == Buckets(256, 2, True, 512, 768) and found.count(ranges) == 4

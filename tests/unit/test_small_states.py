@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megazero.config.optimizers import State
-from megazero.kernels.noise import Noise, Piece
+from megazero.kernels.noise import Noise, NoisePiece
 from megazero.optim.small import Split, kept
 from megazero.plan.layout.flat_layout import Range
 from megazero.plan.layout.parameters import ParamSpec
@@ -118,8 +118,8 @@ def test_bits_follow_coordinates(spec: ParamSpec, tp: int) -> None:
         for start in (0, 32, 96) if block.numel else (0,):
             before = other.local(ranks, sizes)
             pieces = [
-                Piece(other, before, 0, Range(0, 192)),
-                Piece(spec, block, start, Range(256, 256 + block.numel - start)),
+                NoisePiece(other, before, 0, Range(0, 192)),
+                NoisePiece(spec, block, start, Range(256, 256 + block.numel - start)),
             ]
             noise = Noise(7, pieces, CPU)
             assert torch.equal(noise.bits(Range(256, 256 + block.numel - start), 3), mine[start:])
@@ -133,7 +133,7 @@ def test_bits_differ_by_seed_name_and_update() -> None:
     spec = SPECS[0]
     block = spec.local({"tp": 0}, {"tp": 1})
     found = [
-        Noise(seed, [Piece(spec, block, 0, Range(0, block.numel))], CPU).bits(Range(0, block.numel), update)
+        Noise(seed, [NoisePiece(spec, block, 0, Range(0, block.numel))], CPU).bits(Range(0, block.numel), update)
         for seed, update in ((1, 1), (1, 2), (2, 1))
     ]
     for a, b in ((0, 1), (0, 2), (1, 2)):

@@ -112,7 +112,7 @@ class FlatParam(NamedTuple):
         return not self.sharded, sorted(self.sharded), sorted(self.summed)
 
 
-class Piece(NamedTuple):
+class FlatPiece(NamedTuple):
     """A parameter, or a part of it that one rank must own if its optimizer updates whole matrices."""
 
     start: int
@@ -137,7 +137,7 @@ class FlatLayout:
     decayed: Range
     matrices: list[Range]  # gaps included
     blocked: list[Range]  # rows are whole blocks of small states; gaps included
-    pieces: list[Piece]
+    pieces: list[FlatPiece]
     numel: int
 
     def by_rule(self, owned: Range) -> list[tuple[tuple[bool, bool], Range]]:
@@ -230,7 +230,7 @@ def flat_layout(params: Iterable[FlatParam], size: int) -> FlatLayout:
     windows: dict[str, Range] = {}
     matrices: list[Range] = []
     blocked: list[Range] = []
-    pieces: list[Piece] = []
+    pieces: list[FlatPiece] = []
     gaps: list[Range] = []
     sections: list[Section] = []
     at = decayed = 0
@@ -255,14 +255,14 @@ def flat_layout(params: Iterable[FlatParam], size: int) -> FlatLayout:
     return FlatLayout(windows, gaps, sections, Range(0, decayed), *ruled, pieces, numel)
 
 
-def _pieces(p: FlatParam, at: int) -> list[Piece]:
+def _pieces(p: FlatParam, at: int) -> list[FlatPiece]:
     """Return the pieces of a parameter at `at`. Pieces of an unaligned size are one."""
     if p.matrices is None:
-        return [Piece(at, None)]
+        return [FlatPiece(at, None)]
     each = p.numel // p.pieces
     if each % ALIGN or not each:
-        return [Piece(at, p.matrices._replace(number=p.pieces * p.matrices.number))]
-    return [Piece(start, p.matrices) for start in range(at, at + p.numel, each)]
+        return [FlatPiece(at, p.matrices._replace(number=p.pieces * p.matrices.number))]
+    return [FlatPiece(start, p.matrices) for start in range(at, at + p.numel, each)]
 
 
 def partition_numel(numel: int, size: int) -> int:

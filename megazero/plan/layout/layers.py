@@ -158,6 +158,7 @@ class Layers:
         return [*(unit for name in own for unit in self.kinds[name].reads if unit not in own), *own]
 
 
+@functools.lru_cache(maxsize=4)
 def stage_units(layers: Layers, layout: Layout, pp: int, frozen: tuple[str, ...] = ()) -> dict[str, list[ParamSpec]]:
     """unit name -> parameters of the units that pipeline rank `pp` holds, in the order of the forward pass.
 

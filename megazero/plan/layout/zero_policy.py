@@ -142,8 +142,8 @@ def persistent_gradients(policy: ZeroPolicy, arena: bool, micro_batches: int) ->
 class Buckets(NamedTuple):
     """Shape and number of the reduce-scatter buckets. Each has a row for every rank, of `columns` elements on average.
 
-    Rows are as long as each other, unless ranks own whole matrices: then the rows of a unit are in proportion to what
-    the ranks own, and each begins at a multiple of ALIGN.
+    Rows are as long as each other, unless ranks own whole matrices: then the rows of a unit are in proportion to the
+    ranges of the ranks, and each begins at a multiple of ALIGN.
     """
 
     columns: int
