@@ -31,7 +31,7 @@ class NoisePiece(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Blocks of a piece: where they begin in the slice, and what leads from there to their number in the global tensor.
+    """Blocks of a piece: their place in the slice, and the way from there to their numbers in the global tensor.
 
     Attributes:
         begin: the first block, in the slice.

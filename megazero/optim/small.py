@@ -109,7 +109,7 @@ class Int8:
         assert bits is not None
         m, x = self.mantissa, values.float().view(-1, BLOCK)
         size = x if self.positive else x.abs()
-        # of the largest number, rounded up: whatever the bits are, it fits
+        # of the largest number, rounded up, so that it fits with any bits
         largest = size.amax(1).view(torch.int32) + ((1 << FRACTION - m) - 1) >> FRACTION
         least = largest.sub_(self.above).clamp_(min=m + 1)
         exponent = (size.view(torch.int32) & EXPONENT).maximum((least << FRACTION)[:, None])
@@ -121,11 +121,11 @@ class Int8:
         self.least[_blocks(part)].copy_(least)
 
 
-class Split:
+class SplitMaster:
     """fp32 master weights as bf16 compute weights and the 16 bits that these lack.
 
     A compute weight is its master weight rounded to the nearest, and away from 0 in the middle: to the nearest even one
-    there, 65,537 master weights would share a compute weight, and 16 bits could not tell them apart.
+    there, 65,537 master weights would share a compute weight, which are more than 16 bits can number.
     """
 
     def __init__(self, weights: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ from megazero.comm.mesh.collectives import Pending
 from megazero.config.optimizers import TOGETHER, UpdateRule
 from megazero.kernels.noise import Noise, NoisePiece
 from megazero.optim.muon import OwnedMatrices
-from megazero.optim.small import Kept, Split, Wide, kept
+from megazero.optim.small import Kept, SplitMaster, Wide, kept
 from megazero.optim.step import StepParams
 from megazero.optim.updates import MATRIX_UPDATES, UPDATES
 from megazero.plan.layout.flat_layout import Range
@@ -54,7 +54,7 @@ class OptimizerShard:
 
     Attributes:
         master: [owned], updated by the optimizer; the same tensor as the sharded weights unless the optimizer copies
-            them. Split ones have their upper bits in the sharded weights.
+            them. SplitMaster ones have their upper bits in the sharded weights.
     """
 
     def __init__(self, unit: FlatUnit, weights: torch.Tensor, options: ZeroOptions) -> None:
@@ -63,7 +63,7 @@ class OptimizerShard:
         self.dtype, self.device = options.master_dtype, options.state_device
         copies = optimizer.copies_master(weights.dtype.itemsize, self.dtype.itemsize)
         if optimizer.splits:
-            self.master: Kept = Split(weights)
+            self.master: Kept = SplitMaster(weights)
         else:
             self.master = Wide(
                 weights.new_zeros(len(weights), dtype=self.dtype, device=self.device) if copies else weights

@@ -71,7 +71,7 @@ def expected(case: Case) -> tuple[list[float], list[float]]:
 
 
 def model_of(case: Case) -> tuple[ModelConfig, tuple[str, ...], int, str, str, str, str]:
-    """What a case's results depend on."""
+    """Return all that the results of a case depend on."""
     return case.model, case.frozen, case.batch, case.reset, case.targets, case.optimizer, case.moments
 
 

@@ -53,7 +53,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_layout_rounds_moments_alike(case: Case, ranks) -> None:
-    """As plain PyTorch, with moments that are rounded by numpy."""
+    """Losses are those of plain PyTorch with moments that numpy rounds."""
     losses, norms = expected(case)
     outcomes = ranks(case.world).run(train, case)
     for outcome in outcomes:
@@ -157,7 +157,7 @@ def train_with_masters(rank: int, case: Case, away: bool) -> tuple[Outcome, dict
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_split_master_weights_are_the_same_to_the_bit(zero: int, ranks) -> None:
-    """As fp32 ones, in 2 bytes less each."""
+    """They take 2 bytes less than fp32 ones."""
     plain = case_of("fp32", precision="bf16", dp=2, zero=zero, micro_batches=2)
     split = plain._replace(masters="split")
     wanted, found = (ranks(2).run(train_with_masters, case, True) for case in (plain, split))

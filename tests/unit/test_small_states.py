@@ -1,4 +1,4 @@
-"""Small forms of moments and master weights; random bits by coordinate."""
+"""The small forms of --adam-moments and --master-weights, and random bits by coordinate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from megazero.config.optimizers import State
 from megazero.kernels.noise import Noise, NoisePiece
-from megazero.optim.small import Split, kept
+from megazero.optim.small import SplitMaster, kept
 from megazero.plan.layout.flat_layout import Range
 from megazero.plan.layout.parameters import ParamSpec
 from tests.helpers import small
@@ -34,7 +34,7 @@ def draw_bits(count: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
 @pytest.mark.parametrize(("form", "positive"), [("bf16", False), ("bf16", True), ("int8", False), ("int8", True)])
 def test_numbers_are_rounded_as_by_numpy(form: str, positive: bool, scale: float, dtype: torch.dtype) -> None:
-    """To the bit; and numbers that were rounded once stay, whatever the bits are."""
+    """The numbers are equal to the bit. Rounded again, with any bits, they stay."""
     x, wanted = numbers(positive, scale).to(dtype), None
     state = kept(State("exp_avg", form, positive), len(x), dtype, CPU)
     everything = slice(0, len(x))
@@ -77,12 +77,12 @@ def test_positive_numbers_do_not_become_0() -> None:
 
 
 def test_a_split_weight_is_its_master_to_the_bit() -> None:
-    """Of all 2^16 remainders of some weights: the compute weight is the nearest one, and away from 0 in the middle."""
+    """All 2^16 remainders of some weights: the compute weight is the nearest one, and away from 0 in the middle."""
     high = torch.tensor([0, 1, 0x3F80, 0x3F81, 0x7F7E, 0x0001 - 0x8000, 0xBF80 - 0x10000], dtype=torch.int32)
     bits = (high[:, None] << 16) + torch.arange(1 << 16, dtype=torch.int32)
     master = bits.flatten().view(torch.float32)
     weights = torch.zeros(len(master), dtype=torch.bfloat16)
-    split = Split(weights)
+    split = SplitMaster(weights)
     half = len(master) // 2
     for part in (slice(0, half), slice(half, len(master))):
         split.write(part, master[part].clone(), None)
@@ -107,7 +107,7 @@ SPECS = [
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 @pytest.mark.parametrize("tp", [1, 2, 3])
 def test_bits_follow_coordinates(spec: ParamSpec, tp: int) -> None:
-    """Every rank's are a part of the whole tensor's, also of a range that begins inside a row, behind another weight."""
+    """Every rank's are a part of the whole tensor's, also if they begin inside a row, behind another weight."""
     whole = torch.from_numpy(small.random_bits(7, spec.name, 3, spec.active).view(np.int32)).view(spec.shape)
     sizes = {"tp": tp, "ep": 2}
     other = ParamSpec("other", (3, 64), (), True)

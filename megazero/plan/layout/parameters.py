@@ -61,7 +61,7 @@ class ParamSpec:
 
     @property
     def blocked(self) -> bool:
-        """Whether its rows are whole blocks of small states: of the global tensor, the same in every layout."""
+        """Rows of the global tensor are whole blocks of small states. It is the same in every layout."""
         return len(self.shape) > 1 and self.shape[-1] % BLOCK == 0
 
     @property
