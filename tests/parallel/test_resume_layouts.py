@@ -164,7 +164,7 @@ def test_muon_resumes_in_other_layouts(ranks: Any, tmp_path: Path) -> None:
 
 
 def test_another_optimizer_begins_with_the_weights(ranks: Any, tmp_path: Path) -> None:
-    """From AdamW to Muon and back. AdamW's first update moves every weight by the rate: its moments and count are new."""
+    """From AdamW to Muon and back: AdamW's next update moves every weight by the rate, as a first one does."""
     corpus = make_corpus(tmp_path)
 
     def part(optimizer: str, end: int, load: str = "") -> Curve:
