@@ -36,6 +36,7 @@ NEEDS = {
     "partition-activations": "--recompute full",
     "checkpoint-in-cpu": "--recompute full",
     "contiguous-checkpointing": "--recompute full",
+    "optimizer-offload-fraction": "--optimizer-cpu-offload",
     "rope-scaling-type": "--rope-scaling-factor F",
     "rope-trained-length": "--rope-scaling-factor F",
     "local-rotary-base": "--window-size W",
