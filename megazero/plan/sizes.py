@@ -81,7 +81,7 @@ class Rates(NamedTuple):
         w, g = BYTES[config.training.precision], BYTES[config.training.grad_dtype]
         state = max(4, w)
         states = rule.state_bytes(state) if config.trains else 0
-        masters = state if w != state else 0  # else master weights are the weights themselves, unless they are on the host
+        masters = state if w != state else 0  # else master weights on the device are the weights themselves
         return cls(w, g, state, masters + states, state + states + max(w, g), rule.update_bytes(state))
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The pass that copies reduced gradients to host memory, behind the backward (--optimizer-cpu-offload). Pure: no torch."""
+"""The pass that copies reduced gradients to host memory, behind the backward: --optimizer-cpu-offload. Pure."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def store_gradients(spec: RankSpec, ops: Ops) -> Ops:
     left = Counter(about.unit for op in ops if isinstance(about := inner(op), Reduce) and not isinstance(op, Wait))
     chains: dict[str, list[Asynchronous]] = {}  # unit -> the operation in flight, and those that follow it
     stored: set[str] = set()
+    waited: set[str] = set()  # units whose chains the next Reduce has advanced already
     found: Ops = []
 
     def advance(unit: str) -> None:
@@ -61,13 +62,15 @@ def store_gradients(spec: RankSpec, ops: Ops) -> Ops:
         elif isinstance(op, Wait):
             if unit in chains and chains[unit][0] == about:  # else it was waited for
                 advance(unit)
+                waited.add(unit)
         else:
             left[unit] -= 1
             chain = [] if left[unit] else _sums(spec, unit)
             if left[unit] or unit != spec.tied:
                 chain.append(StoreGradient(unit))
-            for other in list(chains):
+            for other in [other for other in chains if other not in waited]:
                 advance(other)
+            waited.clear()
             if spec.overlap and unit in stored:
                 found.append(Wait(FetchGradient(unit)))
             stored.add(unit)
